@@ -1,0 +1,45 @@
+# Every target makes what it needs: `make test` on a machine with nothing but a Python 3.10+ and its venv module is enough.
+PYTHON ?= python3
+PY := .venv/bin/python
+
+# One thread per process: the ranks share the cores.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test test-all lint bench clean
+
+demo: .venv/.installed
+	$(PY) examples/dlrm/demo.py
+
+# Tests marked `gpu` run where there is a CUDA device (tests/conftest.py).
+test: .venv/.installed
+	$(PY) -m pytest tests -m "not slow"
+
+test-all: .venv/.installed
+	$(PY) -m pytest tests
+
+lint: .venv/.installed
+	$(PY) -m ruff check
+	$(PY) -m mypy
+
+# The allocator keeps what it freed, for both sides of a comparison alike: else glibc maps each large buffer anew and the
+# page faults decide the ratio.
+bench: export MALLOC_MMAP_THRESHOLD_ := 4294967296
+bench: export MALLOC_TRIM_THRESHOLD_ := 4294967296
+bench: export MALLOC_TOP_PAD_ := 268435456
+bench: .venv/.installed
+	$(PY) tests/bench/run.py
+
+# The stamp goes first and comes last: an interrupted install leaves none, and the next run starts from an empty
+# environment. A finished one that is merely older than these files is brought up to date in place.
+# TorchRec comes alone (--no-deps): it asks for the CUDA build of FBGEMM, 490 MB; setup.cfg has what it imports.
+.venv/.installed: setup.cfg pyproject.toml Makefile
+	test -f $@ || $(PYTHON) -m venv --clear .venv
+	rm -f $@
+	$(PY) -m pip install --quiet torch==2.13.0
+	$(PY) -m pip install --quiet --editable '.[planner,torchrec,dev]'
+	$(PY) -m pip install --quiet --no-deps torchrec==1.8.0
+	touch $@
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,106 @@
+"""What all ranks must share before sharding: the same model and plan, and rank 0's values."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from dmp.env import ShardingEnv
+from dmp.errors import PlanError
+
+_COLUMNS = 1024
+_BLOCK = 1 << 22
+
+
+def check_agreement(facts: Mapping[str, str], env: ShardingEnv) -> None:
+    """Compare `facts` (what -> its text) over all ranks; one small exchange, a second only when they differ.
+
+    Raises:
+        PlanError: on every rank, naming the first fact that differs, the rank, and both texts.
+    """
+    group = env.group()
+    if group is None or env.size == 1:
+        return
+    digest = hashlib.sha256(repr(sorted(facts.items())).encode()).digest()
+    mine = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(env.device)
+    everyone = _all_gather(mine, env)
+    if bool((everyone == everyone[0]).all()):
+        return
+    theirs: list[dict[str, str]] = [{}] * env.size
+    dist.all_gather_object(theirs, dict(facts), group=group)
+    for what in facts:
+        for rank, other in enumerate(theirs):
+            if other.get(what) != theirs[0].get(what):
+                raise PlanError(
+                    f"ranks disagree on {what}: rank 0 has {_first_difference(theirs[0].get(what), other.get(what))}, "
+                    f"rank {rank} has {_first_difference(other.get(what), theirs[0].get(what))}; every rank must build "
+                    "the same model with the same plan"
+                )
+    raise PlanError("ranks disagree on what they wrap; every rank must build the same model with the same plan")
+
+
+def sync_from_first_rank(module: nn.Module, env: ShardingEnv) -> list[str]:
+    """Give every rank the values of rank 0 where a checksum differs; parameters on meta or lazy are passed over.
+
+    Returns:
+        Names of the tensors that travelled.
+    """
+    group = env.group()
+    if group is None or env.size == 1:
+        return []
+    tensors = {n: t.detach() for n, t in _tensors(module).items() if not is_lazy(t) and not t.is_meta}
+    if not tensors:
+        return []
+    everyone = _all_gather(torch.tensor([checksum(t) for t in tensors.values()], device=env.device), env)
+    differs = (everyone != everyone[0]).any(0).tolist()
+    sent = [name for name, differ in zip(tensors, differs, strict=True) if differ]
+    for name in sent:
+        _broadcast(tensors[name], env)
+    return sent
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """A 64-bit sum of the tensor's bits that depends on their places (modulo a few columns), on any device."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    bits = flat.view(torch.uint8) if flat.element_size() % 4 else flat.view(torch.int32)
+    whole = bits.numel() // _COLUMNS * _COLUMNS
+    weights = torch.arange(1, _COLUMNS + 1, device=bits.device)
+    total = int((bits[:whole].view(-1, _COLUMNS).sum(0) * weights).sum()) if whole else 0
+    return (total + int((bits[whole:] * weights[: bits.numel() - whole]).sum()) + bits.numel()) % (1 << 62)
+
+
+def _all_gather(mine: torch.Tensor, env: ShardingEnv) -> torch.Tensor:
+    """(size, n): every rank's (n,)."""
+    parts = [torch.empty_like(mine) for _ in range(env.size)]
+    dist.all_gather(parts, mine, group=env.group())
+    return torch.stack(parts)
+
+
+def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def _broadcast(tensor: torch.Tensor, env: ShardingEnv) -> None:
+    """In blocks, so that a large table needs little more memory on the way."""
+    flat = tensor.view(-1) if tensor.is_contiguous() else tensor.contiguous().view(-1)
+    for start in range(0, flat.numel(), _BLOCK):
+        block = flat[start : start + _BLOCK]
+        moved = block.to(env.device)
+        dist.broadcast(moved, group=env.group(), group_src=0)
+        block.copy_(moved)
+    if not tensor.is_contiguous():
+        tensor.copy_(flat.view(tensor.shape))
+
+
+def _first_difference(text: str | None, other: str | None, width: int = 160) -> str:
+    """The part of `text` around where it first differs from `other`."""
+    if text is None or other is None:
+        return "nothing" if text is None else text[:width]
+    at = next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
+    start = max(0, text.rfind("\n", 0, at) + 1, at - width // 2)
+    return repr(text[start : start + width])

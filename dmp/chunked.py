@@ -1,0 +1,212 @@
+"""`ChunkedTensor`: a large tensor of which this process holds some rectangles.
+
+It is what sharded tables put into a state dict: torch's distributed checkpoint takes any tensor that answers the three
+methods `__create_write_items__`, `__create_chunk_list__` and `__get_tensor_shard__`, so saving on one plan and loading
+on another needs no more. It holds no process group; ranks without a rectangle hold none but know the size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from dmp.errors import ShardError
+
+aten = torch.ops.aten
+PIECE_BYTES = 4 << 20  # torch reads a stored chunk whole, so chunks are stored in pieces of a few MB
+
+
+class ChunkedTensor(torch.Tensor):
+    """A tensor of `size` of which this process holds `chunks` at `offsets`.
+
+    Args:
+        size: shape of the whole tensor.
+        chunks: local rectangles, often views of a parameter's storage.
+        offsets: first index of each chunk along each dim.
+        dtype: of the elements; needed only when there are no chunks.
+        device: likewise.
+
+    Raises:
+        ShardError: a chunk that does not lie inside `size`, or chunks of several dtypes.
+
+    Example:
+        >>> ChunkedTensor((4, 2), [torch.zeros(2, 2)], [(2, 0)])
+        ChunkedTensor(size=(4, 2), dtype=torch.float32, chunks=[(2, 0)+(2, 2)])
+    """
+
+    _chunks: list[torch.Tensor]
+    _offsets: list[tuple[int, ...]]
+
+    @staticmethod
+    def __new__(
+        cls,
+        size: Sequence[int],
+        chunks: Sequence[torch.Tensor],
+        offsets: Sequence[Sequence[int]],
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> ChunkedTensor:
+        size = torch.Size(size)
+        if len(chunks) != len(offsets):
+            raise ShardError(f"expected one offset for each chunk; got {len(chunks)} chunks and {len(offsets)} offsets")
+        for chunk, offset in zip(chunks, offsets, strict=True):
+            if len(offset) != len(size) or any(
+                o < 0 or o + n > d for o, n, d in zip(offset, chunk.shape, size, strict=True)
+            ):
+                raise ShardError(f"chunk of {tuple(chunk.shape)} at {tuple(offset)} is not inside {tuple(size)}")
+        if len({c.dtype for c in chunks}) > 1:
+            raise ShardError(f"chunks have several dtypes: {sorted({str(c.dtype) for c in chunks})}")
+        tensor: ChunkedTensor = torch.Tensor._make_wrapper_subclass(
+            cls,
+            size,
+            dtype=chunks[0].dtype if chunks else dtype or torch.float32,
+            device=chunks[0].device if chunks else torch.device(device or "cpu"),
+        )
+        tensor._chunks = [c.detach() for c in chunks]
+        tensor._offsets = [tuple(int(x) for x in o) for o in offsets]
+        return tensor
+
+    @property
+    def chunks(self) -> list[torch.Tensor]:
+        """Local rectangles."""
+        return self._chunks
+
+    @property
+    def offsets(self) -> list[tuple[int, ...]]:
+        """First index of each local rectangle."""
+        return self._offsets
+
+    def mapped(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> ChunkedTensor:
+        """The same rectangles with `fn` applied to each."""
+        chunks = [fn(c) for c in self._chunks]
+        return ChunkedTensor(self.size(), chunks, self._offsets, self.dtype, self.device)
+
+    def fill_from(self, source: torch.Tensor) -> None:
+        """Copy values into the local chunks from a whole tensor, or from a ChunkedTensor that holds all they need.
+
+        Raises:
+            ShardError: another size, or values that `source` does not hold on this process.
+        """
+        if source.size() != self.size():
+            raise ShardError(f"expected size {tuple(self.size())}, got {tuple(source.size())}")
+        if isinstance(source, ChunkedTensor):
+            missing = [o for c, o in zip(self._chunks, self._offsets, strict=True) if not source._holds(c, o)]
+            if missing:
+                raise ShardError(
+                    f"the given chunks do not hold the values of this process's chunk at {missing[0]}; "
+                    "they come from another plan: use save_checkpoint and load_checkpoint, or a full tensor"
+                )
+            pieces = list(zip(source._chunks, source._offsets, strict=True))
+        else:
+            pieces = [(source, (0,) * source.dim())]
+        with torch.no_grad():
+            for chunk, offset in zip(self._chunks, self._offsets, strict=True):
+                for piece, at in pieces:
+                    copy_overlap(chunk, offset, piece, at)
+
+    def _holds(self, chunk: torch.Tensor, offset: tuple[int, ...]) -> bool:
+        return chunk.numel() == sum(
+            overlap_numel(chunk.shape, offset, c.shape, o) for c, o in zip(self._chunks, self._offsets, strict=True)
+        )
+
+    def pieces(self) -> Iterable[tuple[tuple[int, ...], torch.Tensor]]:
+        """(offset, tensor) of the local chunks, cut along dim 0 to a few MB each; a fixed rule of the chunk's shape."""
+        for chunk, offset in zip(self._chunks, self._offsets, strict=True):
+            if chunk.dim() == 0 or chunk.numel() == 0:
+                if chunk.numel():
+                    yield offset, chunk
+                continue
+            row_bytes = max(1, chunk[0].numel() * chunk.element_size())
+            rows = max(1, PIECE_BYTES // row_bytes)
+            for start in range(0, chunk.shape[0], rows):
+                yield (offset[0] + start, *offset[1:]), chunk[start : start + rows]
+
+    # The three methods of torch's distributed checkpoint.
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        from torch.distributed.checkpoint import metadata as md
+        from torch.distributed.checkpoint import planner
+
+        return [
+            planner.WriteItem(
+                index=md.MetadataIndex(fqn, torch.Size(offset)),
+                type=planner.WriteItemType.SHARD,
+                tensor_data=planner.TensorWriteData(
+                    chunk=md.ChunkStorageMetadata(torch.Size(offset), piece.size()),
+                    properties=md.TensorProperties.create_from_tensor(piece),
+                    size=self.size(),
+                ),
+            )
+            for offset, piece in self.pieces()
+        ]
+
+    def __create_chunk_list__(self) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [ChunkStorageMetadata(torch.Size(offset), piece.size()) for offset, piece in self.pieces()]
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        for offset, piece in self.pieces():
+            if torch.Size(offset) == index.offset:
+                return piece
+        raise ShardError(f"no local chunk of {index.fqn!r} begins at {index.offset}; chunks begin at {self._offsets}")
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        self = args[0]
+        if func in _PER_CHUNK:
+            return self.mapped(lambda c: func(c, *args[1:], **kwargs))
+        if func is aten._to_copy.default:
+            moved = self.mapped(lambda c: func(c, **kwargs))
+            dtype, device = kwargs.get("dtype") or self.dtype, kwargs.get("device") or self.device
+            return moved if moved.chunks else ChunkedTensor(self.size(), [], [], dtype, device)
+        if func is aten.copy_.default:
+            self.fill_from(args[1])
+            return self
+        if func is aten.new_empty.default:
+            dtype, device = kwargs.get("dtype") or self.dtype, kwargs.get("device") or self.device
+            return ChunkedTensor(args[1], [], [], dtype, device)
+        raise NotImplementedError(
+            f"{func} does not work on a ChunkedTensor, which is for state dicts only; "
+            "use full_state_dict(model) for plain tensors, or its .chunks"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return ChunkedTensor, (tuple(self.size()), self._chunks, self._offsets, self.dtype, str(self.device))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ChunkedTensor:
+        return self.mapped(torch.Tensor.clone)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        shown = ", ".join(f"{o}+{tuple(c.shape)}" for c, o in zip(self._chunks, self._offsets, strict=True))
+        return f"ChunkedTensor(size={tuple(self.size())}, dtype={self.dtype}, chunks=[{shown}])"
+
+
+_PER_CHUNK = (
+    aten.detach.default,
+    aten.alias.default,
+    aten.clone.default,
+    aten.zeros_like.default,
+    aten.empty_like.default,
+)
+
+
+def overlap_numel(size: Sequence[int], at: Sequence[int], other_size: Sequence[int], other_at: Sequence[int]) -> int:
+    """Elements that two rectangles share."""
+    count = 1
+    for n, o, m, p in zip(size, at, other_size, other_at, strict=True):
+        count *= max(0, min(o + n, p + m) - max(o, p))
+    return count
+
+
+def copy_overlap(target: torch.Tensor, at: Sequence[int], source: torch.Tensor, source_at: Sequence[int]) -> None:
+    """Copy the elements that two rectangles of one tensor share, from `source` into `target`."""
+    if not overlap_numel(target.shape, at, source.shape, source_at):
+        return
+    for dim, (n, o, m, p) in enumerate(zip(target.shape, at, source.shape, source_at, strict=True)):
+        start, stop = max(o, p), min(o + n, p + m)
+        target = target.narrow(dim, start - o, stop - start)
+        source = source.narrow(dim, start - p, stop - start)
+    target.copy_(source)

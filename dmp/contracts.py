@@ -1,0 +1,130 @@
+"""What a sharder's author agrees with the wrapper: plain data in, a module out. No base class is needed.
+
+[Note: names]
+Parameter names are relative to the module that a sharder is asked about (`weight`, `embeddings.t1.weight`), here and in
+the plan it is given; the wrapper adds and removes the module's path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from dmp.chunked import ChunkedTensor
+from dmp.env import ShardingEnv
+from dmp.layout import Layout, ParameterSharding
+
+
+@dataclass(frozen=True)
+class ParameterInfo:
+    """What the planner may know of a parameter: it sees no module and no tensor.
+
+    Args:
+        shape: of the unsharded parameter.
+        dtype: of its elements.
+        kind: `"table"` for rows that batches look up, else a word of the sharder's own.
+        optimizer: name of the optimizer that runs in the backward pass (`"sgd"`, `"adagrad"`, `"rowwise_adagrad"`,
+            `"adam"`), or None when an ordinary one will.
+        pooling_factor: mean ids per sample of each feature that reads the table; None when nobody said.
+        num_features: number of features that read it.
+        pooled: whether a feature's rows are summed into one, or returned one by one.
+        init_fn: fills a block of whole rows in place with initial values, for parameters still on meta; None when the
+            module's own `reset_parameters` does it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    kind: str
+    optimizer: str | None = None
+    pooling_factor: float | tuple[float, ...] | None = None
+    num_features: int = 1
+    pooled: bool = True
+    init_fn: Callable[[torch.Tensor], Any] | None = None
+
+
+@runtime_checkable
+class ModuleSharder(Protocol):
+    """Knows one kind of module: its parameters, the layouts it can run them in, and how to run them so."""
+
+    @property
+    def module_type(self) -> type[nn.Module]:
+        """The kind of module, subclasses included; the nearest in a module's MRO wins."""
+        ...
+
+    def parameters(self, module: nn.Module) -> Mapping[str, ParameterInfo]:
+        """Parameters of `module` that a plan places; empty leaves the module to the data-parallel part."""
+        ...
+
+    def layouts(self, info: ParameterInfo, env: ShardingEnv) -> Iterable[Layout]:
+        """Every kind of layout that `shard` can run for such a parameter; the planner chooses only here.
+
+        One representative of a kind stands for all its choices of ranks. A plan may also name another layout of a kind
+        offered here; a sharder that runs more than these kinds says so by `accepts(info, layout, env) -> bool`.
+        """
+        ...
+
+    def shard(
+        self,
+        module: nn.Module,
+        plan: Mapping[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device,
+    ) -> nn.Module:
+        """A module for `module`'s place, with the same parameter and buffer names, on `device`.
+
+        `plan` names exactly what `parameters` named. Values present are kept; parameters on meta are allocated and
+        filled by the wrapper afterwards. Gradients are means over the data ranks (`env.data_size`).
+        The result has `chunked_state` (see `ShardedModule`) unless every parameter is whole or a DTensor.
+        """
+        ...
+
+
+@runtime_checkable
+class ShardedModule(Protocol):
+    """What the wrapper asks of a module that holds pieces of parameters.
+
+    It may also have `module_path` (a str that the wrapper sets to its path, for messages) and `unsharded()` (a plain
+    module of the same structure and names on meta, for `to_unsharded`).
+    """
+
+    def chunked_state(self) -> Mapping[str, ChunkedTensor]:
+        """For each sharded parameter its pieces on this rank, as views of the local storage, names relative."""
+        ...
+
+
+@dataclass
+class FusedParameter:
+    """A parameter whose optimizer runs in the backward pass.
+
+    Args:
+        name: relative to the module.
+        parameter: the local parameter.
+        options: the live param group: `lr` and others, read at every update; shared by parameters updated together.
+        state: gives the live state by torch.optim's names, in the unsharded parameter's shape: pieces, or whole.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    options: dict[str, Any]
+    state: Callable[[], dict[str, torch.Tensor]] = field(repr=False)
+
+
+@runtime_checkable
+class FusedModule(Protocol):
+    """A sharded module that updates some of its parameters itself, in the backward pass."""
+
+    def fused_parameters(self) -> Iterable[FusedParameter]:
+        """Those parameters, with their options and state."""
+        ...
+
+
+class DataParallelWrapper(Protocol):
+    """Runs what no sharder owns with gradients averaged over the data ranks."""
+
+    def wrap(self, module: nn.Module, env: ShardingEnv, device: torch.device, ignored: frozenset[str]) -> nn.Module:
+        """A module that runs `module` so; parameters and buffers named in `ignored` are left alone."""
+        ...

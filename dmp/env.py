@@ -1,0 +1,268 @@
+"""`ShardingEnv`: a device mesh whose axes have roles.
+
+[Note: axes and roles]
+An *axis* is a dimension of the mesh. Its *role* says what differs along it: `shard` axes hold different samples and
+different pieces of the tables; `replicate` axes hold different samples and copies of the pieces; `tensor` axes hold the
+same samples and different pieces. *Table ranks* count, row-major in mesh order, over shard and tensor axes together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+ROLES = ("replicate", "shard", "tensor")
+_ROLE_OF_NAME = {
+    "dp": "shard",
+    "data": "shard",
+    "shard": "shard",
+    "dp_shard": "shard",
+    "fsdp": "shard",
+    "host": "shard",
+    "local": "shard",
+    "replicate": "replicate",
+    "dp_replicate": "replicate",
+    "tp": "tensor",
+    "tensor": "tensor",
+}
+Axes = str | Sequence[str] | None
+
+
+@dataclass(frozen=True)
+class ShardingEnv:
+    """Where a model runs: mesh, roles of its axes, and this process's place. Build it with the class methods.
+
+    Args:
+        mesh: the device mesh; None for `single` and `abstract`.
+        device_type: `"cpu"`, `"cuda"`, ...
+        names: axis names, outer first.
+        shape: axis sizes, outer first.
+        roles: role of each axis, one of `ROLES`.
+        coordinate: this process's index along each axis.
+    """
+
+    mesh: DeviceMesh | None
+    device_type: str
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    roles: tuple[str, ...]
+    coordinate: tuple[int, ...]
+
+    @classmethod
+    def from_mesh(
+        cls, mesh: DeviceMesh, *, replicate: Axes = None, shard: Axes = None, tensor: Axes = None
+    ) -> ShardingEnv:
+        """Env of a mesh; the keywords name the axes of a role, and other axes have the role of their name.
+
+        Raises:
+            ValueError: not a DeviceMesh, an axis without a role, two roles claiming one axis, a name that is not an
+                axis, or a mesh that this process is not part of.
+        """
+        if not isinstance(mesh, DeviceMesh):
+            raise ValueError(f"expected a torch DeviceMesh (see init_device_mesh); got {type(mesh).__name__}: {mesh!r}")
+        names = mesh.mesh_dim_names
+        if names is None:
+            if mesh.ndim != 1:
+                raise ValueError(f"a mesh of {mesh.ndim} dims needs mesh_dim_names, so that each axis has a role")
+            names = ("dp",)
+        coordinate = mesh.get_coordinate()
+        if coordinate is None:
+            raise ValueError(f"this process (rank {dist.get_rank()}) is not part of the mesh {mesh}")
+        roles = _roles(tuple(names), replicate, shard, tensor)
+        return cls(mesh, mesh.device_type, tuple(names), tuple(mesh.shape), roles, tuple(coordinate))
+
+    @classmethod
+    def from_process_group(cls, group: dist.ProcessGroup) -> ShardingEnv:
+        """Env of one shard axis over the ranks of `group`, whichever they are."""
+        if not isinstance(group, dist.ProcessGroup):
+            raise ValueError(f"expected a torch.distributed ProcessGroup; got {type(group).__name__}: {group!r}")
+        device_type = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+        return cls.from_mesh(DeviceMesh.from_group(group, device_type, mesh_dim_names=("dp",)))
+
+    @classmethod
+    def single(cls, device: str | torch.device = "cpu") -> ShardingEnv:
+        """Env of this process alone; no process group is needed."""
+        return cls(None, torch.device(device).type, ("dp",), (1,), ("shard",), (0,))
+
+    @classmethod
+    def abstract(
+        cls,
+        shape: Sequence[int],
+        names: Sequence[str],
+        device_type: str = "cuda",
+        *,
+        replicate: Axes = None,
+        shard: Axes = None,
+        tensor: Axes = None,
+    ) -> ShardingEnv:
+        """Env of a mesh that is not here, for planning; it has sizes but no groups."""
+        shape, names = tuple(shape), tuple(names)
+        if len(shape) != len(names) or not shape or any(not isinstance(n, int) or n < 1 for n in shape):
+            raise ValueError(f"expected one positive size for each axis name; got {shape=}, {names=}")
+        return cls(None, device_type, names, shape, _roles(names, replicate, shard, tensor), (0,) * len(shape))
+
+    @property
+    def size(self) -> int:
+        """Number of processes."""
+        return prod(self.shape)
+
+    @property
+    def rank(self) -> int:
+        """This process's place, row-major over all axes: 0..size-1."""
+        return _flatten(self.coordinate, self.shape)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of this process: the current accelerator of `device_type`, or the CPU."""
+        if self.device_type == "cpu":
+            return torch.device("cpu")
+        return torch.device(self.device_type, torch.accelerator.current_device_index())
+
+    @property
+    def data_size(self) -> int:
+        """Number of different batches in a step: the size of the replicate and shard axes."""
+        return prod(n for n, role in zip(self.shape, self.roles, strict=True) if role != "tensor")
+
+    @property
+    def table_shape(self) -> tuple[int, ...]:
+        """Sizes of the shard and tensor axes, outer first; `(1,)` when there are none."""
+        return tuple(self.shape[i] for i in self._indices("shard", "tensor")) or (1,)
+
+    @property
+    def table_size(self) -> int:
+        """Number of table ranks."""
+        return prod(self.table_shape)
+
+    @property
+    def table_rank(self) -> int:
+        """This process's table rank."""
+        return self.table_rank_of(self.rank)
+
+    @property
+    def table_group(self) -> dist.ProcessGroup | None:
+        """Process group of the table ranks of one copy (no replicas); None without process groups."""
+        return self.group("shard", "tensor")
+
+    def axes(self, *roles: str) -> tuple[str, ...]:
+        """Names of the axes that have one of these roles, outer first."""
+        return tuple(self.names[i] for i in self._indices(*roles))
+
+    def table_rank_of(self, rank: int) -> int:
+        """Table rank of the process at `rank`."""
+        return self._position(rank, "shard", "tensor")
+
+    def replica_of(self, rank: int) -> int:
+        """Index of the copy of the tables that the process at `rank` belongs to."""
+        return self._position(rank, "replicate")
+
+    def submesh(self, *roles: str) -> DeviceMesh | None:
+        """Sub-mesh of the axes with these roles, or None when there is no mesh or no such axis."""
+        axes = self.axes(*roles)
+        if self.mesh is None or not axes:
+            return None
+        return self.mesh if len(axes) == len(self.names) else self.mesh[axes]
+
+    def group(self, *roles: str) -> dist.ProcessGroup | None:
+        """Process group over the axes with these roles; the first call for a new set of axes is collective.
+
+        Returns:
+            None when there is no mesh, or no axis has one of the roles.
+        """
+        return self.axis_group(*self.axes(*(roles or ROLES)))
+
+    def axis_group(self, *axes: str) -> dist.ProcessGroup | None:
+        """Process group along these axes together; the first call for new axes is collective."""
+        for axis in axes:
+            if axis not in self.names:
+                raise ValueError(f"the mesh has axes {self.names}; there is no {axis!r}")
+        if self.mesh is None or not axes:
+            return None
+        return _group(self.mesh, axes if len(self.names) > 1 else ())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardingEnv:
+        """Copies of a model share its process groups."""
+        return self
+
+    def __str__(self) -> str:
+        axes = ", ".join(f"{n}={s} ({r})" for n, s, r in zip(self.names, self.shape, self.roles, strict=True))
+        return f"ShardingEnv({axes}; {self.device_type}, rank {self.rank} of {self.size})"
+
+    def _indices(self, *roles: str) -> list[int]:
+        unknown = [r for r in roles if r not in ROLES]
+        if unknown:
+            raise ValueError(f"a role is one of {ROLES}; got {unknown[0]!r}")
+        return [i for i, role in enumerate(self.roles) if role in roles]
+
+    def _position(self, rank: int, *roles: str) -> int:
+        coordinate = _unflatten(rank, self.shape)
+        indices = self._indices(*roles)
+        return _flatten([coordinate[i] for i in indices], [self.shape[i] for i in indices])
+
+
+def default_env(device_type: str | None = None) -> ShardingEnv:
+    """The default process group as one axis, or this process alone when none is initialised."""
+    if dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+        assert group is not None
+        return ShardingEnv.from_process_group(group)
+    return ShardingEnv.single(device_type or "cpu")
+
+
+@lru_cache(maxsize=256)
+def _group(mesh: DeviceMesh, axes: tuple[str, ...]) -> dist.ProcessGroup:
+    """Group along `axes` (all when empty). Cached, for each flattening makes a new communicator."""
+    if len(axes) == len(mesh.shape) and mesh.size() == dist.get_world_size() and _is_world(mesh):
+        world = dist.group.WORLD
+        assert world is not None
+        return world
+    part = mesh[axes] if axes else mesh
+    return part.get_group() if part.ndim == 1 else part._flatten("dmp_" + "_".join(axes)).get_group()
+
+
+def _is_world(mesh: DeviceMesh) -> bool:
+    return bool(torch.equal(mesh.mesh.flatten().cpu(), torch.arange(mesh.size(), dtype=mesh.mesh.dtype)))
+
+
+def _roles(names: tuple[str, ...], replicate: Axes, shard: Axes, tensor: Axes) -> tuple[str, ...]:
+    if len(set(names)) != len(names):
+        raise ValueError(f"axis names must differ; got {names}")
+    given: dict[str, str] = {}
+    for role, axes in (("replicate", replicate), ("shard", shard), ("tensor", tensor)):
+        for axis in (axes,) if isinstance(axes, str) else axes or ():
+            if axis not in names:
+                raise ValueError(f"{role}={axis!r} is not an axis of the mesh; its axes are {names}")
+            if axis in given:
+                raise ValueError(f"axis {axis!r} is claimed by both {given[axis]!r} and {role!r}; it has one role")
+            given[axis] = role
+    roles = []
+    for name in names:
+        role = given.get(name) or _ROLE_OF_NAME.get(name)
+        if role is None:
+            raise ValueError(
+                f"mesh axis {name!r} has no role; known names are {sorted(_ROLE_OF_NAME)}, "
+                f"or say it: ShardingEnv.from_mesh(mesh, shard={name!r})"
+            )
+        roles.append(role)
+    return tuple(roles)
+
+
+def _flatten(coordinate: Sequence[int], shape: Sequence[int]) -> int:
+    index = 0
+    for i, n in zip(coordinate, shape, strict=True):
+        index = index * n + i
+    return index
+
+
+def _unflatten(index: int, shape: Sequence[int]) -> list[int]:
+    coordinate = []
+    for n in reversed(shape):
+        index, i = divmod(index, n)
+        coordinate.append(i)
+    return coordinate[::-1]

@@ -1,0 +1,122 @@
+"""Initial values of parameters that are still on meta: they depend on (name, seed) alone.
+
+[Note: initial values]
+A table is filled in blocks of a fixed number of rows, each from a generator state made of (seed, name, block), so a
+rank makes only the blocks that it holds and every plan gives the same table. A dense module is reset as a whole on the
+CPU from (seed, path). The device's own random state is not touched.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from dmp.chunked import ChunkedTensor, copy_overlap, overlap_numel
+from dmp.env import ShardingEnv
+from dmp.errors import ShardError
+
+BLOCK_ELEMENTS = 1 << 20
+
+
+def shared_seed(env: ShardingEnv) -> int:
+    """Rank 0's `torch.initial_seed()`, the same on every rank."""
+    seed = torch.tensor([torch.initial_seed() & ((1 << 62) - 1)], dtype=torch.int64, device=env.device)
+    if env.size > 1 and env.group() is not None:
+        dist.broadcast(seed, group=env.group(), group_src=0)
+    return int(seed)
+
+
+@contextmanager
+def seeded(seed: int, *names: Any) -> Iterator[None]:
+    """CPU random numbers from (seed, names) inside; the state before is put back."""
+    digest = hashlib.sha256(repr((seed, *names)).encode()).digest()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int.from_bytes(digest[:7], "big"))
+        yield
+
+
+def fill_chunks(target: ChunkedTensor, init_fn: Callable[[torch.Tensor], Any], name: str, seed: int) -> None:
+    """Fill the local chunks of a table by `init_fn` on blocks of whole rows; holds one block at a time."""
+    shape = tuple(target.size())
+    row = target.numel() // max(1, shape[0])
+    rows = max(1, BLOCK_ELEMENTS // max(1, row))
+    for block, start in enumerate(range(0, shape[0], rows)):
+        size, at = (min(rows, shape[0] - start), *shape[1:]), (start, *(0 for _ in shape[1:]))
+        held = list(zip(target.chunks, target.offsets, strict=True))
+        if not any(overlap_numel(c.shape, o, size, at) for c, o in held):
+            continue
+        values = torch.empty(size, dtype=target.dtype)
+        with seeded(seed, name, block), torch.no_grad():
+            init_fn(values)
+        for chunk, offset in held:
+            copy_overlap(chunk, offset, values, at)
+
+
+def fill_from_reset(targets: Mapping[str, ChunkedTensor], original: nn.Module, path: str, seed: int) -> None:
+    """Fill chunks of a module's parameters from a whole copy that its own `reset_parameters` made."""
+    values = dict(_reset_copy(original, path, seed).named_parameters())
+    for name, target in targets.items():
+        target.fill_from(values[name].detach())
+
+
+def materialise(module: nn.Module, device: torch.device, seed: int, skip: Iterable[nn.Module] = ()) -> None:
+    """Allocate and fill every parameter and buffer that is on meta, tied ones once; modules in `skip` are left alone.
+
+    Raises:
+        ShardError: a module that owns such a tensor has no `reset_parameters`.
+    """
+    skipped = {id(m) for s in skip for m in s.modules()}
+    made: dict[int, torch.Tensor] = {}
+    for path, owner in list(module.named_modules()):
+        if id(owner) in skipped or not any(_on_meta(t) for t in _own(owner).values()):
+            continue
+        values = _own(_reset_copy(owner, path, seed))
+        for name, tensor in _own(owner).items():
+            if not _on_meta(tensor):
+                continue
+            value = made.get(id(tensor))
+            if value is None:
+                value = made[id(tensor)] = _like(tensor, values[name].detach().to(device))
+            (owner._parameters if name in owner._parameters else owner._buffers)[name] = value  # type: ignore[assignment]
+
+
+def _own(module: nn.Module) -> dict[str, torch.Tensor]:
+    both = [*module._parameters.items(), *module._buffers.items()]
+    return {name: tensor for name, tensor in both if tensor is not None}
+
+
+def _on_meta(tensor: torch.Tensor) -> bool:
+    return tensor.is_meta and not is_lazy(tensor)
+
+
+def _like(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    if not isinstance(old, nn.Parameter):
+        return value
+    new = nn.Parameter(value, requires_grad=old.requires_grad)
+    for optimizer, kwargs in zip(getattr(old, "_optimizer_classes", ()), getattr(old, "_optimizer_kwargs", ()), strict=True):
+        from torch.distributed.optim import _apply_optimizer_in_backward
+
+        _apply_optimizer_in_backward(optimizer, [new], kwargs)
+    return new
+
+
+def _reset_copy(module: nn.Module, path: str, seed: int) -> nn.Module:
+    reset = getattr(module, "reset_parameters", None)
+    if not callable(reset):
+        on_meta = [name for name, t in _own(module).items() if t.is_meta]
+        raise ShardError(
+            f"module {path!r} ({type(module).__name__}) has {on_meta or 'parameters'} on meta and no reset_parameters() "
+            "to fill them; give it one, or build it on a real device, or pass init_parameters=False and load values"
+        )
+    made = copy.deepcopy(module).to_empty(device="cpu")
+    with seeded(seed, path), torch.no_grad():
+        made.reset_parameters()  # type: ignore[operator]
+    return made

@@ -1,0 +1,88 @@
+"""Sharders and planners by name: our own from a short table of strings, strangers' by registration or entry point.
+
+Nothing is imported before it is needed, so that `import dmp` costs little more than `import torch`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterable
+from importlib.metadata import entry_points
+from typing import Any
+
+from torch import nn
+
+from dmp.contracts import ModuleSharder
+from dmp.errors import ShardError
+
+# name -> (where it is, the package whose modules it knows): built-ins are looked at only once that package is imported,
+# for a model cannot hold its modules before.
+_BUILT_IN_SHARDERS = {
+    "torchrec.EmbeddingBagCollection": ("sharders:EmbeddingBagCollectionSharder", "torchrec"),
+    "torchrec.EmbeddingCollection": ("sharders:EmbeddingCollectionSharder", "torchrec"),
+    "torch.nn.EmbeddingBag": ("sharders:EmbeddingBagSharder", "torch"),
+    "torch.nn.Embedding": ("sharders:EmbeddingSharder", "torch"),
+}
+_BUILT_IN_PLANNER = "planner:ShardingPlanner"
+_BUILT_IN_DATA_PARALLEL = "sharders:DDPWrapper"
+_registered: list[ModuleSharder] = []
+
+
+def register_sharder(sharder: ModuleSharder) -> ModuleSharder:
+    """Make `sharder` one of the defaults of this process; the last registered for a module type wins.
+
+    Raises:
+        ShardError: something that lacks the protocol's members.
+    """
+    check_sharder_protocol(sharder)
+    _registered.append(sharder)
+    return sharder
+
+
+def check_sharder_protocol(sharder: Any) -> None:
+    """Raise `ShardError` naming what `sharder` lacks of the `ModuleSharder` protocol."""
+    missing = [m for m in ("module_type", "parameters", "layouts", "shard") if not hasattr(sharder, m)]
+    if isinstance(sharder, type):
+        raise ShardError(f"expected a sharder object; got the class {sharder.__name__}: call it, {sharder.__name__}()")
+    if missing:
+        raise ShardError(f"{type(sharder).__name__} is not a ModuleSharder: it lacks {', '.join(missing)}")
+    if not (isinstance(sharder.module_type, type) and issubclass(sharder.module_type, nn.Module)):
+        raise ShardError(f"{type(sharder).__name__}.module_type must be a class of nn.Module; got {sharder.module_type}")
+
+
+def default_sharders() -> list[ModuleSharder]:
+    """Built-in sharders, then those of entry points (`dmp.sharders`), then registered ones; later ones win."""
+    built_in = [load(path)() for path, package in _BUILT_IN_SHARDERS.values() if package in sys.modules]
+    plugins = [_instance(point) for point in entry_points(group="dmp.sharders")]
+    return [*built_in, *plugins, *_registered]
+
+
+def default_planner() -> Any:
+    """A planner from the entry points (`dmp.planners`) when there is one, else the built-in one."""
+    points = list(entry_points(group="dmp.planners"))
+    return points[-1].load()() if points else load(_BUILT_IN_PLANNER)()
+
+
+def default_data_parallel_wrapper() -> Any:
+    """The built-in wrapper for what no sharder owns."""
+    return load(_BUILT_IN_DATA_PARALLEL)()
+
+
+def sharder_for(module: nn.Module, sharders: Iterable[ModuleSharder]) -> ModuleSharder | None:
+    """The sharder whose `module_type` is nearest in the module's MRO; None when there is none."""
+    by_type = {s.module_type: s for s in sharders}
+    return next((by_type[t] for t in type(module).__mro__ if t in by_type), None)
+
+
+def load(path: str) -> Any:
+    """Object at `package.module:name`."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _instance(point: Any) -> ModuleSharder:
+    loaded = point.load()
+    sharder: ModuleSharder = loaded() if isinstance(loaded, type) else loaded
+    check_sharder_protocol(sharder)
+    return sharder

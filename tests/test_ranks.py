@@ -1,0 +1,181 @@
+"""The harness of tests/ranks.py: results, errors, deaths and hangs, and that the next call is none the worse."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import signal
+import time
+import warnings
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import ranks
+from tests.ranks import RankError, mesh, run_ranks
+
+
+def where() -> tuple[int, int, int]:
+    return dist.get_rank(), dist.get_world_size(), os.getpid()
+
+
+def total(x: torch.Tensor) -> torch.Tensor:
+    x = x * (dist.get_rank() + 1)
+    dist.all_reduce(x)
+    return x
+
+
+def fail_on(rank: int, then_wait: bool = False) -> None:
+    if dist.get_rank() == rank:
+        raise ValueError(f"rank {rank} will not")
+    if then_wait:
+        dist.barrier()
+
+
+def die_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def sleep_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        time.sleep(60)
+
+
+def fail_everywhere() -> None:
+    dist.barrier()
+    raise ValueError(f"as rank {dist.get_rank()} expected")
+
+
+def warn(text: str) -> None:
+    warnings.warn(text, UserWarning, stacklevel=2)
+
+
+def unpicklable() -> object:
+    return lambda: None
+
+
+def mesh_facts() -> tuple[list[int], bool]:
+    m = mesh((2, 1), ("replicate", "shard"))
+    return list(m.get_coordinate() or ()), m is mesh((2, 1), ("replicate", "shard"))
+
+
+class Loop:
+    """An object that only the cycle collector can free."""
+
+    seen: weakref.ref[Loop] | None = None
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+def leave_a_loop() -> None:
+    Loop.seen = weakref.ref(Loop())
+    torch.set_default_dtype(torch.float64)
+    torch.rand(1)
+
+
+def find_the_loop() -> tuple[bool, torch.dtype, float]:
+    return Loop.seen is not None and Loop.seen() is None, torch.get_default_dtype(), torch.rand(1).item()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_results_come_in_rank_order_from_processes_that_stay(world_size: int) -> None:
+    first = run_ranks(world_size, where)
+    assert [(rank, size) for rank, size, _ in first] == [(rank, world_size) for rank in range(world_size)]
+    assert len({pid for _, _, pid in first} | {os.getpid()}) == world_size + 1
+    assert run_ranks(world_size, where) == first
+
+
+def test_tensors_travel_by_value_and_collectives_work() -> None:
+    ones = torch.ones(3)
+    a, b = run_ranks(2, total, ones)
+    assert a.tolist() == b.tolist() == [3.0, 3.0, 3.0]
+    assert ones.tolist() == [1.0, 1.0, 1.0]
+    assert not a.is_shared()
+
+
+def test_the_error_of_one_rank_is_shown_and_the_pool_recovers() -> None:
+    before = run_ranks(2, where)
+    start = time.monotonic()
+    with pytest.raises(RankError, match=r"ranks \[1\] failed and ranks \[0\] did not answer") as info:
+        run_ranks(2, fail_on, 1, then_wait=True)
+    assert time.monotonic() - start < 30, "waited for gloo's own timeout"
+    waiting, raised = re.split("---- rank [01] ----", str(info.value))[1:]
+    assert "in fail_on" in raised
+    assert "ValueError: rank 1 will not" in raised
+    assert "in fail_on" in waiting, "no stack of the rank that waits"
+    after = run_ranks(2, where)
+    assert [r[:2] for r in after] == [(0, 2), (1, 2)]
+    assert {r[2] for r in after}.isdisjoint({r[2] for r in before})
+    assert run_ranks(2, total, torch.ones(1))[0].item() == 3.0
+
+
+def test_a_rank_that_dies_is_told_from_one_that_raises() -> None:
+    with pytest.raises(RankError, match=r"ranks \[0\] failed") as info:
+        run_ranks(2, die_on, 0)
+    assert f"exit code {-signal.SIGKILL}" in str(info.value)
+    assert len(run_ranks(2, where)) == 2
+
+
+def test_a_hang_is_found_and_the_pool_recovers() -> None:
+    with pytest.raises(RankError, match=r"ranks \[1\] did not answer in 3 s; answered: \[0\]") as info:
+        run_ranks(2, sleep_on, 1, timeout=3)
+    assert "in sleep_on" in str(info.value)
+    assert len(run_ranks(2, where)) == 2
+
+
+def test_an_expected_error_comes_from_every_rank_and_keeps_the_pool() -> None:
+    before = run_ranks(2, where)
+    errors = run_ranks(2, fail_everywhere, expect=ValueError)
+    assert [str(e) for e in errors] == ["as rank 0 expected", "as rank 1 expected"]
+    assert run_ranks(2, where) == before
+
+
+def test_an_expected_error_that_does_not_come_is_an_error() -> None:
+    with pytest.raises(RankError, match=r"ranks \[0\] did not raise .*ValueError"):
+        run_ranks(2, fail_on, 1, expect=ValueError)
+    with pytest.raises(RankError, match=r"ranks \[0, 1\] did not raise .*KeyError"):
+        run_ranks(2, fail_everywhere, expect=KeyError)
+    with pytest.raises(RankError, match="returned"):
+        run_ranks(1, where, expect=ValueError)
+
+
+def test_warnings_are_errors_in_the_workers() -> None:
+    errors = run_ranks(1, warn, "heed me", expect=UserWarning)
+    assert str(errors[0]) == "heed me"
+
+
+@pytest.mark.filterwarnings("ignore:let me pass:UserWarning")
+def test_a_tests_own_warning_filters_hold_in_the_workers() -> None:
+    run_ranks(1, warn, "let me pass")
+    run_ranks(1, warn, "not me", expect=UserWarning)
+
+
+def test_what_cannot_travel_is_said() -> None:
+    with pytest.raises(TypeError, match="top-level function"):
+        run_ranks(1, lambda: None)
+    with pytest.raises(RankError, match="pickle"):
+        run_ranks(1, unpicklable)
+
+
+def test_a_mesh_is_made_once_per_worker() -> None:
+    assert run_ranks(2, mesh_facts) == [([0, 0], True), ([1, 0], True)]
+
+
+def test_a_call_starts_clean() -> None:
+    run_ranks(1, leave_a_loop)
+    first = torch.rand(1, generator=torch.Generator().manual_seed(0)).item()
+    assert run_ranks(1, find_the_loop) == [(True, torch.float32, first)]
+
+
+def test_close_pools_leaves_no_process() -> None:
+    pids = [pid for _, _, pid in run_ranks(2, where)]
+    ranks.close_pools()
+    gc.collect()
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
