@@ -1,0 +1,155 @@
+"""Output dist of unpooled lookups: each id's row goes back to the place its id came from, in one exchange.
+
+Results are one tensor per table dim: rows of all features of that dim, feature-major. Pieces of a row from several
+column rectangles are joined on receipt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from sharders.exchange import all_to_all
+from sharders.placement import Placement, Slot
+from sharders.route import Sent, Span
+
+
+@dataclass
+class Patch:
+    """A run of a destination's slots with one dim, column and width: `count` rows, to `where` of the dim's result."""
+
+    dim: int
+    column: int
+    width: int
+    count: int
+    where: slice | torch.Tensor
+
+
+class RowDelivery:
+    """Compiled output dist of one module's unpooled lookups.
+
+    Args:
+        placement: all slots of all ranks.
+        group: the table ranks.
+        sources: for each rank of `group` its index among the destinations of `Sent`.
+    """
+
+    def __init__(self, placement: Placement, group: dist.ProcessGroup | None, sources: Sequence[int]) -> None:
+        self.placement, self.group, self.sources = placement, group, list(sources)
+
+    def patches(self, sent: Sent) -> list[list[Patch]]:
+        """For each table rank, in the order its rows come back, where they go."""
+        return [
+            self._of_owner(self.placement.slots[owner], sent.spans[index], sent.split_positions)
+            for owner, index in enumerate(self.sources)
+        ]
+
+    def forward(
+        self,
+        send: torch.Tensor,
+        send_sizes: Sequence[int],
+        patches: list[list[Patch]],
+        num_rows: dict[int, int],
+        local: Sequence[tuple[Patch, torch.Tensor]],
+    ) -> dict[int, torch.Tensor]:
+        """Exchange lookups.
+
+        Args:
+            send: flat rows for every destination; send_sizes: elements for each.
+            num_rows: rows of each dim's result.
+            local: rows looked up here, and where they go.
+
+        Returns:
+            dim -> (num_rows[dim], dim).
+        """
+        sizes = [sum(p.count * p.width for p in of_owner) for of_owner in patches]
+        received = all_to_all(send, send_sizes, sizes, self.group)
+        out: dict[int, torch.Tensor] = {}
+        at = 0
+        flat = [p for of_owner in patches for p in of_owner]
+        for patch in flat:
+            rows = received[at : at + patch.count * patch.width].view(patch.count, patch.width)
+            at += patch.count * patch.width
+            self._place(out, patch, rows, num_rows)
+        for patch, rows in local:
+            self._place(out, patch, rows, num_rows)
+        for dim, n in num_rows.items():
+            if dim not in out:
+                out[dim] = send.new_zeros(n, dim)
+        return out
+
+    def backward(
+        self,
+        grads: dict[int, torch.Tensor],
+        send_sizes: Sequence[int],
+        patches: list[list[Patch]],
+        scale: float,
+        rider: torch.Tensor | None,
+        me: int,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Exchange gradients the other way.
+
+        Args:
+            grads: dim -> (rows, dim).
+            rider: (n,) values to sum over the group in the same exchange, or None.
+            me: this rank's index in the group.
+
+        Returns:
+            Flat gradients of the rows that this rank sent, in that order; the summed rider.
+        """
+        some = next(iter(grads.values()))
+        extra = 0 if rider is None else rider.numel()
+        sizes = [sum(p.count * p.width for p in of) + (extra if i != me else 0) for i, of in enumerate(patches)]
+        send = some.new_empty(sum(sizes))
+        for i, (part, of_owner) in enumerate(zip(send.split(sizes), patches, strict=True)):
+            at = 0
+            for patch in of_owner:
+                target = part[at : at + patch.count * patch.width].view(patch.count, patch.width)
+                source = grads[patch.dim][patch.where, patch.column : patch.column + patch.width]
+                torch.mul(source, scale, out=target)
+                at += patch.count * patch.width
+            if rider is not None and i != me:
+                part[at:].copy_(rider)
+        received_sizes = [n + (extra if i != me else 0) for i, n in enumerate(send_sizes)]
+        received = all_to_all(send, sizes, received_sizes, self.group)
+        if rider is None or len(patches) == 1:
+            return received, rider
+        total, rows = torch.zeros_like(rider), []
+        for i, (part, n) in enumerate(zip(received.split(received_sizes), send_sizes, strict=True)):
+            rows.append(part[:n])
+            total += rider if i == me else part[n:]
+        return torch.cat(rows), total
+
+    def _of_owner(self, slots: Sequence[Slot], spans: Sequence[Span], positions: torch.Tensor | None) -> list[Patch]:
+        patches: list[Patch] = []
+        last: tuple[tuple[int, int, int], Span] | None = None
+        for slot, span in zip(slots, spans, strict=True):
+            kind = (self.placement.tables[slot.table].dim, slot.column, slot.width)
+            if last and last[0] == kind and last[1].is_split == span.is_split and last[1].stop == span.start:
+                span = Span(span.is_split, last[1].start, span.stop)
+                patches.pop()
+            where: slice | torch.Tensor = slice(span.start, span.stop)
+            if span.is_split:
+                assert positions is not None
+                where = positions[span.start : span.stop]
+            patches.append(Patch(*kind, span.stop - span.start, where))
+            last = (kind, span)
+        return patches
+
+    @staticmethod
+    def _place(out: dict[int, torch.Tensor], patch: Patch, rows: torch.Tensor, num_rows: dict[int, int]) -> None:
+        total = num_rows[patch.dim]
+        is_slice = isinstance(patch.where, slice)
+        if patch.dim not in out and is_slice and patch.count == total and patch.width == patch.dim:
+            out[patch.dim] = rows  # everything came in place: no copy
+            return
+        if patch.dim not in out:
+            out[patch.dim] = rows.new_zeros(total, patch.dim)
+        target = out[patch.dim][:, patch.column : patch.column + patch.width]
+        if isinstance(patch.where, slice):
+            target[patch.where].copy_(rows)
+        else:
+            target.index_copy_(0, patch.where, rows)

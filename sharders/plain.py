@@ -1,0 +1,220 @@
+"""Plain `nn.EmbeddingBag` and `nn.Embedding` on a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from dmp import Layout, ParameterInfo, ParameterSharding, ShardingEnv
+from sharders.faults import Fault, Kind, dtype_index
+from sharders.placement import Table
+from sharders.route import Batch
+from sharders.table_module import TableModule, accepts_any, make_table, table_info, table_layouts
+
+_INTS = (torch.int32, torch.int64)
+
+
+class _PlainSharder:
+    """What the two sharders share.
+
+    Args:
+        validate: check every batch before any exchange.
+        sync_interval: with a replicate axis: share gradients at every step (1), or average the copies every k updates.
+    """
+
+    def __init__(self, *, validate: bool = True, sync_interval: int = 1) -> None:
+        self._options = {"validate": validate, "sync_interval": sync_interval}
+
+    def layouts(self, info: ParameterInfo, env: ShardingEnv) -> Iterable[Layout]:
+        """Representatives of every way to cut a table."""
+        return table_layouts(info, env)
+
+    def accepts(self, info: ParameterInfo, layout: Layout, env: ShardingEnv) -> bool:
+        """Any rectangles that cover the table."""
+        return accepts_any(info, layout, env)
+
+
+class EmbeddingBagSharder(_PlainSharder):
+    """Shards `nn.EmbeddingBag` (sum and mean); one with `max_norm`, `scale_grad_by_freq`, `sparse` or max pooling
+    stays with the data-parallel part, and so does a subclass with a forward of its own."""
+
+    @property
+    def module_type(self) -> type[nn.Module]:
+        """`nn.EmbeddingBag`."""
+        return nn.EmbeddingBag
+
+    def parameters(self, module: nn.Module) -> Mapping[str, ParameterInfo]:
+        """`weight`, or nothing where the data path would not give the same results."""
+        assert isinstance(module, nn.EmbeddingBag)
+        if not _is_plain(module, nn.EmbeddingBag) or module.mode not in ("sum", "mean"):
+            return {}
+        return {"weight": table_info(_bag_table(module), True, _init_fn(module))}
+
+    def shard(
+        self, module: nn.Module, plan: Mapping[str, ParameterSharding], env: ShardingEnv, device: torch.device
+    ) -> nn.Module:
+        """The module on the mesh; inputs and results as of the unsharded one."""
+        return ShardedEmbeddingBag(module, plan, env, device, **self._options)
+
+
+class EmbeddingSharder(_PlainSharder):
+    """Shards `nn.Embedding`; one with `max_norm`, `scale_grad_by_freq` or `sparse` stays with the data-parallel part,
+    and so does a subclass with a forward of its own."""
+
+    @property
+    def module_type(self) -> type[nn.Module]:
+        """`nn.Embedding`."""
+        return nn.Embedding
+
+    def parameters(self, module: nn.Module) -> Mapping[str, ParameterInfo]:
+        """`weight`, or nothing where the data path would not give the same results."""
+        if not _is_plain(module, nn.Embedding):
+            return {}
+        return {"weight": table_info(_embedding_table(module), False, _init_fn(module))}
+
+    def shard(
+        self, module: nn.Module, plan: Mapping[str, ParameterSharding], env: ShardingEnv, device: torch.device
+    ) -> nn.Module:
+        """The module on the mesh; inputs and results as of the unsharded one."""
+        return ShardedEmbedding(module, plan, env, device, **self._options)
+
+
+class ShardedEmbeddingBag(TableModule):
+    """As `nn.EmbeddingBag`: takes (B, n) ids, or (N,) ids with offsets; gives (B, dim).
+
+    Gradients are means over the data ranks; an in-backward optimizer runs once for each backward through a forward.
+    """
+
+    def __init__(
+        self, original: Any, plan: Mapping[str, ParameterSharding], env: ShardingEnv, device: torch.device, **options: Any
+    ) -> None:
+        super().__init__(original, [_bag_table(original)], plan, env, device, **options)
+        self.num_embeddings, self.embedding_dim = original.num_embeddings, original.embedding_dim
+        self.mode, self.include_last_offset = original.mode, original.include_last_offset
+        self.padding_idx = original.padding_idx
+
+    def forward(
+        self,
+        input: torch.Tensor,
+        offsets: torch.Tensor | None = None,
+        per_sample_weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Pooled embeddings (B, dim)."""
+        out = self._engine.pooled(lambda: self._batch(input, offsets, per_sample_weights))
+        return out.to(self._engine.tables[0].dtype)
+
+    def unsharded(self) -> nn.Module:
+        """A plain module of the same structure, on meta."""
+        return nn.EmbeddingBag(
+            self.num_embeddings,
+            self.embedding_dim,
+            mode=self.mode,
+            include_last_offset=self.include_last_offset,
+            padding_idx=self.padding_idx,
+            device="meta",
+            dtype=self._engine.tables[0].dtype,
+        )
+
+    def _batch(self, ids: Any, offsets: Any, weights: Any) -> Batch:
+        if not isinstance(ids, torch.Tensor):
+            raise Fault(Kind.INPUT_TYPE)
+        if ids.dtype not in _INTS:
+            raise Fault(Kind.ID_DTYPE, value=dtype_index(ids.dtype))
+        if weights is not None and self.mode != "sum":
+            raise Fault(Kind.WEIGHTS_UNEXPECTED)
+        if weights is not None and weights.numel() != ids.numel():
+            raise Fault(Kind.WEIGHTS_LENGTH, value=weights.numel(), expected=ids.numel())
+        if ids.dim() == 2 and offsets is None:
+            lengths = torch.full((ids.shape[0],), ids.shape[1], dtype=torch.int64, device=ids.device)
+        elif ids.dim() == 1 and offsets is not None:
+            lengths = self._lengths(offsets, ids.numel())
+        else:
+            raise Fault(Kind.SHAPE, value=ids.dim(), expected=1)
+        ids, weights = ids.reshape(-1), None if weights is None else weights.reshape(-1)
+        if self.padding_idx is not None:
+            keep = ids != self.padding_idx
+            bag = torch.arange(lengths.numel(), device=ids.device).repeat_interleave(lengths)
+            lengths = torch.bincount(bag[keep], minlength=lengths.numel())
+            ids, weights = ids[keep], None if weights is None else weights[keep]
+        return Batch(ids, lengths.view(1, -1), (0,), weights, [int(lengths.sum())])
+
+    def _lengths(self, offsets: torch.Tensor, count: int) -> torch.Tensor:
+        if offsets.dtype not in _INTS:
+            raise Fault(Kind.LENGTH_DTYPE, value=dtype_index(offsets.dtype))
+        if self.include_last_offset:
+            if not offsets.numel():
+                raise Fault(Kind.OFFSETS, value=0, expected=count)
+            bounds = offsets
+        else:
+            bounds = torch.cat([offsets, offsets.new_tensor([count])])
+        lengths = bounds[1:] - bounds[:-1]
+        if lengths.numel() and (int(bounds[0]) != 0 or int(lengths.min()) < 0 or int(bounds[-1]) > count):
+            wrong = bounds[0] if int(bounds[0]) else bounds[-1] if int(bounds[-1]) > count else lengths.min()
+            raise Fault(Kind.OFFSETS, value=int(wrong), expected=count)
+        return lengths
+
+
+class ShardedEmbedding(TableModule):
+    """As `nn.Embedding`: takes ids of any shape, gives (*shape, dim).
+
+    Gradients and updates as in `ShardedEmbeddingBag`.
+    """
+
+    def __init__(
+        self, original: Any, plan: Mapping[str, ParameterSharding], env: ShardingEnv, device: torch.device, **options: Any
+    ) -> None:
+        super().__init__(original, [_embedding_table(original)], plan, env, device, unpooled=True, **options)
+        self.num_embeddings, self.embedding_dim = original.num_embeddings, original.embedding_dim
+        self.padding_idx = original.padding_idx
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Embeddings (*shape of input, dim)."""
+        (rows,) = self._engine.rows(lambda: _flat_batch(input))
+        rows = rows.view(*input.shape, self.embedding_dim).to(self._engine.tables[0].dtype)
+        if self.padding_idx is not None and rows.requires_grad:
+            # The row of padding is read but gets no gradient.
+            rows = torch.where((input == self.padding_idx).unsqueeze(-1), rows.detach(), rows)
+        return rows
+
+    def unsharded(self) -> nn.Module:
+        """A plain module of the same structure, on meta."""
+        return nn.Embedding(
+            self.num_embeddings,
+            self.embedding_dim,
+            padding_idx=self.padding_idx,
+            device="meta",
+            dtype=self._engine.tables[0].dtype,
+        )
+
+
+def _flat_batch(ids: Any) -> Batch:
+    if not isinstance(ids, torch.Tensor):
+        raise Fault(Kind.INPUT_TYPE)
+    if ids.dtype not in _INTS:
+        raise Fault(Kind.ID_DTYPE, value=dtype_index(ids.dtype))
+    count = torch.tensor([[ids.numel()]], dtype=torch.int64, device=ids.device)
+    return Batch(ids.reshape(-1), count, (0,), None, [ids.numel()])
+
+
+def _is_plain(module: Any, kind: type[nn.Module]) -> bool:
+    own_forward = type(module).forward is not kind.forward
+    return not own_forward and module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
+
+
+def _bag_table(module: Any) -> Table:
+    return make_table(module.weight, "weight", ["input"], mean=module.mode == "mean", padding_idx=module.padding_idx)
+
+
+def _embedding_table(module: Any) -> Table:
+    return make_table(module.weight, "weight", ["input"])
+
+
+def _init_fn(module: Any) -> Any:
+    """torch's own initial values; None for a subclass with a `reset_parameters` of its own."""
+    kind = nn.EmbeddingBag if isinstance(module, nn.EmbeddingBag) else nn.Embedding
+    if type(module).reset_parameters is not kind.reset_parameters or module.padding_idx is not None:
+        return None  # the padding row is zero: the module's own reset does it
+    return nn.init.normal_

@@ -1,0 +1,147 @@
+"""`TableModule`: what the sharded versions of embedding modules share: parameters, state, moves and copies."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from dmp import ChunkedTensor, FusedParameter, Layout, ParameterInfo, ParameterSharding, ShardingEnv, column_wise
+from dmp import data_parallel, grid, row_wise, table_row_wise, table_wise
+from sharders.engine import Engine
+from sharders.optimizers import optimizer_of
+from sharders.placement import Table
+
+
+class Holder(nn.Module):
+    """A place for one parameter, so that it keeps its name."""
+
+    def extra_repr(self) -> str:
+        """Shapes of what is held."""
+        return ", ".join(f"{name}: {tuple(p.shape)}" for name, p in self.named_parameters(recurse=False))
+
+
+class TableModule(nn.Module):
+    """Tables on a mesh, run by an `Engine`; subclasses turn inputs into batches and results back.
+
+    Args:
+        original: the module in whose place this one stands; its values are kept.
+        tables: its tables.
+        plan: relative parameter name -> entry.
+        env, device: where to run.
+        options: passed to `Engine`.
+    """
+
+    def __init__(
+        self,
+        original: nn.Module,
+        tables: Sequence[Table],
+        plan: Mapping[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        layouts = [plan[t.parameter].layout for t in tables]
+        self._engine = Engine(tables, layouts, env, device, **options)
+        values = {i: original.get_parameter(t.parameter) for i, t in enumerate(tables)}
+        self._engine.store.load_all({i: v for i, v in values.items() if not v.is_meta})
+        for table, parameter in zip(tables, self._engine.store.parameters, strict=True):
+            _place(self, table.parameter, parameter)
+
+    @property
+    def module_path(self) -> str:
+        """Path in the model, for messages; set by the wrapper."""
+        return self._engine.name
+
+    @module_path.setter
+    def module_path(self, path: str) -> None:
+        self._engine.set_name(path)
+
+    def chunked_state(self) -> Mapping[str, ChunkedTensor]:
+        """Pieces of every table that is cut, as views."""
+        return self._engine.store.chunked_state()
+
+    def fused_parameters(self) -> Iterable[FusedParameter]:
+        """Tables that are updated in the backward pass."""
+        return self._engine.store.fused_parameters()
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> TableModule:
+        """Storage moves as a whole, for the parameters are views of it."""
+        self._engine.move(fn)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TableModule:
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        copy.deepcopy(self._engine, memo)  # first, for it tells `memo` the parameters' copies
+        new.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return new
+
+
+def table_info(table: Table, pooled: bool, init_fn: Callable[[torch.Tensor], Any] | None) -> ParameterInfo:
+    """What the planner may know of a table."""
+    return ParameterInfo(
+        shape=(table.rows, table.dim),
+        dtype=table.dtype,
+        kind="table",
+        optimizer=table.optimizer.kind if table.optimizer else None,
+        num_features=len(table.features),
+        pooled=pooled,
+        init_fn=init_fn,
+    )
+
+
+def table_layouts(info: ParameterInfo, env: ShardingEnv) -> Iterable[Layout]:
+    """Representatives of every way to cut a table on this mesh; the planner chooses the ranks."""
+    size, dim = env.table_size, info.shape[1]
+    yield table_wise(0)
+    if size > 1:
+        yield row_wise()
+        yield data_parallel()
+        blocks = 2
+        while blocks <= min(size, dim // 4):
+            yield column_wise(range(blocks))
+            blocks *= 2
+        if dim >= 8 and size >= 4:
+            half = size // 2
+            yield grid([[i, half + i] for i in range(half)])
+    if len(env.table_shape) > 1:
+        yield table_row_wise(0)
+
+
+def accepts_any(info: ParameterInfo, layout: Layout, env: ShardingEnv) -> bool:
+    """The data path runs every list of rectangles that covers a table."""
+    return len(info.shape) == 2
+
+
+def make_table(
+    parameter: nn.Parameter, name: str, features: Sequence[str], *, mean: bool = False, padding_idx: int | None = None
+) -> Table:
+    """A table from its parameter, with the optimizer that `apply_optimizer_in_backward` left on it."""
+    return Table(
+        parameter=name,
+        rows=parameter.shape[0],
+        dim=parameter.shape[1],
+        dtype=parameter.dtype,
+        features=tuple(features),
+        mean=mean,
+        padding_idx=padding_idx,
+        optimizer=optimizer_of(parameter, name) if parameter.requires_grad else None,
+        trainable=parameter.requires_grad,
+    )
+
+
+def _place(root: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    *path, last = name.split(".")
+    module = root
+    for part in path:
+        if part not in module._modules:
+            module.add_module(part, Holder())
+        child = module._modules[part]
+        assert child is not None
+        module = child
+    module.register_parameter(last, parameter)

@@ -1,0 +1,83 @@
+"""Who exchanges with whom on a mesh: groups and orders, found once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import torch.distributed as dist
+
+from dmp import ShardingEnv
+
+
+@dataclass(frozen=True)
+class Peers:
+    """Groups and orders of one rank.
+
+    [Note: order of sources] Received samples are kept inner-major: by the innermost table axis first, so that what a
+    first stage inside that axis sends to one peer is one run. With one table axis this is rank order. Every replica
+    keeps the same order, so that copies of a table add the same numbers in the same order.
+
+    Args:
+        exchange: ranks that ids are sent to: the table ranks, or with shared gradients all copies' ranks.
+        table_ranks: table rank of each rank of `exchange`.
+        me: this rank's index in `exchange`.
+        own: indices in `exchange` of this copy's ranks, in the order of sources.
+        everyone: the same of all copies, one copy after the other.
+        by_table_rank: indices in `exchange` of this copy's ranks, by table rank.
+        table: the table ranks of this copy.
+        inner, outer: groups along the innermost table axis and along the others; None, None with one table axis.
+        inner_size, outer_size: their sizes.
+        replicas: group of the copies of this rank's pieces, or None.
+        num_replicas: copies that share gradients.
+    """
+
+    exchange: dist.ProcessGroup | None
+    table_ranks: list[int]
+    me: int
+    own: list[int]
+    everyone: list[int]
+    by_table_rank: list[int]
+    table: dist.ProcessGroup | None
+    table_rank: int
+    inner: dist.ProcessGroup | None
+    outer: dist.ProcessGroup | None
+    inner_size: int
+    outer_size: int
+    replicas: dist.ProcessGroup | None
+    num_replicas: int
+
+
+def find_peers(env: ShardingEnv, share_gradients: bool) -> Peers:
+    """Peers of this rank; the first call for a mesh is collective.
+
+    Args:
+        share_gradients: copies of the tables exchange ids and gradients at every step.
+    """
+    shape = env.table_shape
+    num_replicas = env.size // env.table_size
+    shared = share_gradients and num_replicas > 1
+    ranks = range(env.size) if shared else [r for r in range(env.size) if env.replica_of(r) == env.replica_of(env.rank)]
+    place = {(env.replica_of(r), env.table_rank_of(r)): i for i, r in enumerate(ranks)}
+    two_stages = len(shape) > 1 and shape[-1] > 1 and prod(shape[:-1]) > 1
+    inner_size, outer_size = (shape[-1], prod(shape[:-1])) if two_stages else (env.table_size, 1)
+    order = [outer * inner_size + inner for inner in range(inner_size) for outer in range(outer_size)]
+    copy = env.replica_of(env.rank)
+    copies = sorted({replica for replica, _ in place})
+    axes = env.axes("shard", "tensor")
+    return Peers(
+        exchange=env.group() if shared else env.table_group,
+        table_ranks=[env.table_rank_of(r) for r in ranks],
+        me=list(ranks).index(env.rank),
+        own=[place[copy, t] for t in order],
+        everyone=[place[c, t] for c in copies for t in order],
+        by_table_rank=[place[copy, t] for t in range(env.table_size)],
+        table=env.table_group,
+        table_rank=env.table_rank,
+        inner=env.axis_group(axes[-1]) if two_stages else None,
+        outer=env.axis_group(*axes[:-1]) if two_stages else None,
+        inner_size=inner_size,
+        outer_size=outer_size,
+        replicas=env.group("replicate") if num_replicas > 1 else None,
+        num_replicas=num_replicas if shared else 1,
+    )

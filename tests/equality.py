@@ -1,0 +1,376 @@
+"""The oracle: the unsharded module on the global batch, beside the sharded one on a mesh, for three steps.
+
+`check_case` runs on every rank of a process group. Nothing here reads how the sharded module works: it compares
+outputs, weights and optimizer state with the unsharded module's.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+import dmp
+from dmp import Shard, ShardingEnv, column_wise, data_parallel, grid, rectangles, row_wise, table_row_wise, table_wise
+from tests.ranks import mesh
+
+OPTIMIZERS = (None, "sgd", "adagrad", "rowwise_adagrad", "adam")
+KINDS = ("ebc", "ebc_weighted", "ec", "bag", "bag_mean", "bag_weighted", "embedding")
+MESHES = {
+    "single": ((), ()),
+    "dp1": ((1,), ("dp",)),
+    "dp2": ((2,), ("dp",)),
+    "dp4": ((4,), ("dp",)),
+    "replicate2": ((2,), ("replicate",)),
+    "replicate2xshard2": ((2, 2), ("replicate", "shard")),
+    "shard2xreplicate2": ((2, 2), ("shard", "replicate")),
+    "host2xlocal2": ((2, 2), ("host", "local")),
+    "replicate2xhost2xlocal2": ((2, 2, 2), ("replicate", "host", "local")),
+    "host2xlocal4": ((2, 4), ("host", "local")),
+}
+LR = 0.1
+Layouts = Callable[[int, tuple[int, int], ShardingEnv], dmp.Layout]
+
+
+def env_of(name: str) -> ShardingEnv:
+    """The env of one of `MESHES` in this process."""
+    shape, names = MESHES[name]
+    return ShardingEnv.from_mesh(mesh(shape, names)) if shape else ShardingEnv.single()
+
+
+def layouts_for(env: ShardingEnv) -> dict[str, Layouts]:
+    """Name -> (table index, shape, env) -> layout: every layout that fits the mesh, mixed ones too."""
+    size = env.table_size
+    last = size - 1
+    cases: dict[str, Layouts] = {
+        "table_wise": lambda i, s, e: table_wise(i % size),
+        "all_on_last": lambda i, s, e: table_wise(last),  # other ranks own nothing
+        "row_wise": lambda i, s, e: row_wise(),
+        "column_wise": lambda i, s, e: column_wise([j % size for j in range(2)]) if s[1] >= 8 else table_wise(0),
+        "column_twice": lambda i, s, e: column_wise([last, last]) if s[1] >= 8 else table_wise(last),
+        "data_parallel": lambda i, s, e: data_parallel(),
+        "uneven": lambda i, s, e: rectangles(_uneven(s, size, i)),
+        "random": lambda i, s, e: rectangles(random_rectangles(s, size, 1000 + i)),
+    }
+    if size > 1:
+        cases["row_reversed"] = lambda i, s, e: row_wise(list(reversed(range(size))))
+        cases["row_subset"] = lambda i, s, e: row_wise([last])
+        cases["grid"] = lambda i, s, e: grid([[0, last], [last, 0]]) if s[1] >= 8 else row_wise([last, 0])
+    if len(env.table_shape) > 1:
+        cases["table_row_wise"] = lambda i, s, e: table_row_wise(i % e.table_shape[0])
+        cases["table_row_wise_all"] = lambda i, s, e: table_row_wise([1, 0])
+    mixed = [cases[n] for n in ("row_wise", "column_wise", "data_parallel", "table_wise", "uneven")]
+    cases["mixed"] = lambda i, s, e: mixed[i % len(mixed)](i, s, e)
+    return cases
+
+
+def _uneven(shape: tuple[int, int], size: int, i: int) -> list[Shard]:
+    """The first row alone, then the rest in two unequal column blocks."""
+    rows, cols = shape
+    cut = max(1, cols // 3)
+    if rows < 2 or cols < 2:
+        return [Shard((0, 0), shape, i % size)]
+    return [
+        Shard((0, 0), (1, cols), i % size),
+        Shard((1, 0), (rows - 1, cut), (i + 1) % size),
+        Shard((1, cut), (rows - 1, cols - cut), (i + 2) % size),
+    ]
+
+
+def random_rectangles(shape: tuple[int, int], size: int, seed: int) -> list[Shard]:
+    """An exact cover by recursive random cuts, on random ranks."""
+    rng = random.Random(seed)
+    done: list[Shard] = []
+
+    def cut(r: int, c: int, rows: int, cols: int, depth: int) -> None:
+        if depth == 0 or rows * cols == 1 or rng.random() < 0.2:
+            done.append(Shard((r, c), (rows, cols), rng.randrange(size)))
+        elif cols == 1 or (rows > 1 and rng.random() < 0.6):
+            at = rng.randrange(1, rows)
+            cut(r, c, at, cols, depth - 1)
+            cut(r + at, c, rows - at, cols, depth - 1)
+        else:
+            at = rng.randrange(1, cols)
+            cut(r, c, rows, at, depth - 1)
+            cut(r, c + at, rows, cols - at, depth - 1)
+
+    cut(0, 0, *shape, 4)
+    rng.shuffle(done)
+    return done
+
+
+def make_module(kind: str, seed: int = 7) -> nn.Module:
+    """An unsharded module; tables of several dims, some with fewer rows than ranks; features shared both ways."""
+    torch.manual_seed(seed)
+    if kind.startswith("ebc"):
+        from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
+
+        mean = PoolingType.SUM if kind == "ebc_weighted" else PoolingType.MEAN
+        return EmbeddingBagCollection(
+            tables=[
+                EmbeddingBagConfig(name="t0", num_embeddings=13, embedding_dim=8, feature_names=["a", "b"]),
+                EmbeddingBagConfig(name="t1", num_embeddings=3, embedding_dim=4, feature_names=["c"], pooling=mean),
+                EmbeddingBagConfig(name="t2", num_embeddings=29, embedding_dim=16, feature_names=["a"], pooling=mean),
+                EmbeddingBagConfig(name="t3", num_embeddings=50, embedding_dim=8, feature_names=["d"]),
+                EmbeddingBagConfig(name="t4", num_embeddings=1, embedding_dim=4, feature_names=["e"]),
+            ],
+            is_weighted=kind == "ebc_weighted",
+        )
+    if kind == "ec":
+        from torchrec import EmbeddingCollection, EmbeddingConfig
+
+        return EmbeddingCollection(
+            tables=[
+                EmbeddingConfig(name="t0", num_embeddings=13, embedding_dim=8, feature_names=["a", "b"]),
+                EmbeddingConfig(name="t1", num_embeddings=3, embedding_dim=8, feature_names=["c"]),
+                EmbeddingConfig(name="t2", num_embeddings=29, embedding_dim=8, feature_names=["a"]),
+            ]
+        )
+    if kind == "embedding":
+        return nn.Embedding(23, 8)
+    return nn.EmbeddingBag(23, 8, mode="mean" if kind == "bag_mean" else "sum", include_last_offset=kind == "bag")
+
+
+ROWS = {"a": 13, "b": 13, "c": 3, "d": 50, "e": 1}
+
+
+def make_batch(kind: str, rank: int, step: int) -> tuple[object, ...]:
+    """Arguments of one rank's forward: sizes differ by rank, one rank has none, bags may be empty, keys shuffled."""
+    rng = torch.Generator().manual_seed(100 * step + rank)
+    size = (4, 0, 3, 5, 2, 1, 0, 6)[(rank + step) % 8]
+    if kind in ("embedding",):
+        return (torch.randint(0, 23, (size, 3), generator=rng),)
+    if kind.startswith("bag"):
+        lengths = torch.randint(0, 4, (size,), generator=rng)
+        ids = torch.randint(0, 23, (int(lengths.sum()),), generator=rng)
+        bounds = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        weights = torch.rand(ids.numel(), generator=rng) if kind == "bag_weighted" else None
+        return ids, bounds if kind == "bag" else bounds[:-1], weights
+    from torchrec import KeyedJaggedTensor
+
+    keys = ["a", "b", "c", "x"] + ([] if kind == "ec" else ["d", "e"])
+    random.Random(1000 * step + rank).shuffle(keys)
+    lengths = torch.randint(0, 4, (len(keys), size), generator=rng)
+    values = [
+        torch.randint(0, ROWS.get(k, 5), (int(n.sum()),), generator=rng) for k, n in zip(keys, lengths, strict=True)
+    ]
+    ids = torch.cat(values)
+    weights = torch.rand(ids.numel(), generator=rng) if kind == "ebc_weighted" else None
+    return (KeyedJaggedTensor(keys=keys, values=ids, lengths=lengths.view(-1), weights=weights),)
+
+
+def loss_of(out: object) -> torch.Tensor:
+    """A scalar in which every output element counts differently."""
+    tensors = [out] if isinstance(out, torch.Tensor) else _tensors(out)
+    total = torch.zeros(())
+    for i, t in enumerate(tensors):
+        weight = torch.linspace(0.5, 1.5, t.numel()).view(t.shape) + 0.1 * i
+        total = total + (t * weight).sum() + (t * t).sum() * 0.3
+    return total
+
+
+def _tensors(out: object) -> list[torch.Tensor]:
+    if isinstance(out, dict):
+        return [v.values() for v in out.values()]
+    return [out.values()]  # type: ignore[attr-defined]
+
+
+def same_result(sharded: object, plain: object) -> None:
+    """Same type, keys in the same order, shapes, dtypes and values."""
+    assert type(sharded) is type(plain), (type(sharded), type(plain))
+    if isinstance(plain, dict):
+        assert isinstance(sharded, dict)
+        assert list(sharded) == list(plain)
+        for key in plain:
+            torch.testing.assert_close(sharded[key].lengths(), plain[key].lengths())
+    elif not isinstance(plain, torch.Tensor):
+        assert sharded.keys() == plain.keys()  # type: ignore[attr-defined]
+        assert sharded.length_per_key() == plain.length_per_key()  # type: ignore[attr-defined]
+    many = [sharded] if isinstance(sharded, torch.Tensor) else _tensors(sharded)
+    for a, b in zip(many, [plain] if isinstance(plain, torch.Tensor) else _tensors(plain), strict=True):
+        assert a.shape == b.shape, (a.shape, b.shape)
+        assert a.dtype == b.dtype, (a.dtype, b.dtype)
+        torch.testing.assert_close(a.detach(), b.detach(), atol=1e-5, rtol=1e-5)
+
+
+def _is_empty(batch: tuple[object, ...]) -> bool:
+    """TorchRec's own modules fail on a batch of no samples: what must come is (0, D)."""
+    stride = getattr(batch[0], "stride", None)
+    return callable(stride) and not isinstance(batch[0], torch.Tensor) and stride() == 0
+
+
+def same_empty_result(out: object, plain: nn.Module) -> None:
+    """Keys as ever, no rows, dims as ever."""
+    if isinstance(out, dict):
+        names = [n for names in plain.embedding_names_by_table() for n in names]  # type: ignore[operator]
+        assert list(out) == names
+        assert all(v.values().shape == (0, plain.embedding_dim()) for v in out.values())  # type: ignore[operator]
+        return
+    assert out.keys() == plain._embedding_names  # type: ignore[attr-defined]
+    assert out.values().shape == (0, sum(plain._lengths_per_embedding))  # type: ignore[attr-defined,arg-type]
+
+
+@dataclass
+class Oracle:
+    """Unsharded optimizers, by hand where the sharded kernels' documented exceptions apply."""
+
+    kind: str | None
+    shards: dict[str, tuple[Shard, ...]]
+    state: dict[str, dict[str, torch.Tensor]]
+    steps: int = 0
+
+    def step(self, module: nn.Module) -> None:
+        """Update the module from its `.grad`s, and clear them."""
+        self.steps += 1
+        for name, p in module.named_parameters():
+            grad = torch.zeros_like(p) if p.grad is None else p.grad
+            state = self.state.setdefault(name, {})
+            with torch.no_grad():
+                getattr(self, f"_{self.kind or 'sgd'}")(name, p, grad, state)
+            p.grad = None
+
+    def _sgd(self, name: str, p: nn.Parameter, grad: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
+        p -= LR * grad
+
+    def _adagrad(self, name: str, p: nn.Parameter, grad: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
+        total = state.setdefault("sum", torch.zeros_like(p))
+        total += grad * grad
+        p -= LR * grad / (total.sqrt() + 1e-10)
+
+    def _rowwise_adagrad(self, name: str, p: nn.Parameter, grad: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
+        """One accumulator for each row of each rectangle: rows whole -> the unsharded optimizer."""
+        total = state.setdefault("sum", torch.zeros_like(p))  # every column of a rectangle holds its row's sum
+        for s in self.shards[name]:
+            rows = slice(s.offsets[0], s.offsets[0] + s.sizes[0])
+            cols = slice(s.offsets[1], s.offsets[1] + s.sizes[1])
+            if (rows.start, s.sizes) == (0, p.shape) and s.rank > 0 and len(self.shards[name]) > 1:
+                continue  # another whole copy
+            g = grad[rows, cols]
+            total[rows, cols] += (g * g).mean(1, keepdim=True)
+            p[rows, cols] -= LR * g / (total[rows, cols].sqrt() + 1e-10)
+
+    def _adam(self, name: str, p: nn.Parameter, grad: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
+        """Lazy: rows without gradient rest."""
+        m = state.setdefault("exp_avg", torch.zeros_like(p))
+        v = state.setdefault("exp_avg_sq", torch.zeros_like(p))
+        touched = (grad != 0).any(1)
+        g = grad[touched]
+        m[touched] = 0.9 * m[touched] + 0.1 * g
+        v[touched] = 0.999 * v[touched] + 0.001 * g * g
+        m_hat, v_hat = m[touched] / (1 - 0.9**self.steps), v[touched] / (1 - 0.999**self.steps)
+        p[touched] -= LR * m_hat / (v_hat.sqrt() + 1e-8)
+
+
+def attach(module: nn.Module, kind: str | None) -> None:
+    """Put an optimizer on every parameter, to run in the backward pass."""
+    if kind is None:
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch.distributed.optim import _apply_optimizer_in_backward
+    if kind == "rowwise_adagrad":
+        from torchrec.optim.rowwise_adagrad import RowWiseAdagrad as optimizer
+    else:
+        optimizer = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}[kind]
+    _apply_optimizer_in_backward(optimizer, module.parameters(), {"lr": LR})
+
+
+def compare_state(model: dmp.DistributedModelParallel, oracle_module: nn.Module, oracle: Oracle) -> None:
+    """This rank's pieces of weights and optimizer state against the oracle's."""
+    expected = {n: p.detach() for n, p in oracle_module.named_parameters()}
+    assert {n for n, _ in model.named_parameters()} == set(expected)
+    state = model.state_dict()
+    assert set(state) == set(oracle_module.state_dict())
+    for name, value in state.items():
+        _compare(value, expected[name], f"{name}")
+    if oracle.kind is None or oracle.steps == 0:
+        return
+    fused = model.fused_optimizer.state_dict()["state"]
+    assert set(fused) == set(expected)
+    for name, states in fused.items():
+        for key, value in states.items():
+            if key == "step":
+                assert float(value) == oracle.steps, (name, value, oracle.steps)
+                continue
+            want = oracle.state[name][key]
+            if value.dim() == 1:
+                want = want[:, 0]
+            elif value.shape != want.shape:  # (rows, column blocks)
+                starts = sorted({s.offsets[1] for s in oracle.shards[name]})
+                want = want[:, starts]
+            _compare(value, want, f"{name}.{key}")
+
+
+def _compare(value: torch.Tensor, want: torch.Tensor, name: str) -> None:
+    assert value.shape == want.shape, (name, value.shape, want.shape)
+    if not isinstance(value, dmp.ChunkedTensor):
+        torch.testing.assert_close(value.detach(), want, atol=1e-5, rtol=1e-5, msg=lambda m: f"{name}: {m}")
+        return
+    for chunk, offset in zip(value.chunks, value.offsets, strict=True):
+        part = want[tuple(slice(o, o + n) for o, n in zip(offset, chunk.shape, strict=True))]
+        torch.testing.assert_close(chunk, part, atol=1e-5, rtol=1e-5, msg=lambda m: f"{name} at {offset}: {m}")
+
+
+def check_case(kind: str, layouts: Layouts, optimizer: str | None, env: ShardingEnv, steps: int = 3) -> None:
+    """Run `steps` steps of both, and compare outputs, weights and state; raises AssertionError."""
+    oracle_module = make_module(kind)
+    module = make_module(kind)
+    attach(module, optimizer)
+    shapes = {n: tuple(p.shape) for n, p in module.named_parameters()}
+    plan = {n: layouts(i, s, env) for i, (n, s) in enumerate(shapes.items())}
+    shards = {n: layout.shards(shapes[n], env) for n, layout in plan.items()}
+    model = dmp.DistributedModelParallel(module, env=env, plan=plan)
+    oracle = Oracle(optimizer, shards, {})
+    ordinary = torch.optim.SGD(model.parameters(), lr=LR) if optimizer is None else None
+    compare_state(model, oracle_module, oracle)
+    ranks = range(env.data_size)
+    for step in range(steps):
+        batches = [make_batch(kind, r, step) for r in ranks]
+        plain = [None if _is_empty(b) else oracle_module(*copy.deepcopy(b)) for b in batches]
+        out = model(*batches[env.rank])
+        if plain[env.rank] is None:
+            same_empty_result(out, oracle_module)
+        else:
+            same_result(out, plain[env.rank])
+        loss = sum((loss_of(o) for o in plain if o is not None), torch.zeros((), requires_grad=True))
+        (loss / len(plain)).backward()
+        loss_of(out).backward()
+        if ordinary is not None:
+            ordinary.step()
+            ordinary.zero_grad()
+        oracle.step(oracle_module)
+        if env.data_size > 0:
+            compare_state(model, oracle_module, oracle)
+
+
+def run_matrix(mesh_name: str, kind: str, optimizers: tuple[str | None, ...] = OPTIMIZERS) -> list[str]:
+    """Every layout that fits the mesh x optimizers; returns what failed, on every rank alike."""
+    env = env_of(mesh_name)
+    failed = []
+    for name, layouts in layouts_for(env).items():
+        for optimizer in optimizers:
+            try:
+                check_case(kind, layouts, optimizer, env)
+            except AssertionError as error:
+                failed.append(f"{kind} {mesh_name} {name} {optimizer}: {str(error)[:400]}")
+    return failed
+
+
+def run_random(mesh_name: str, kind: str, seeds: range) -> list[str]:
+    """Random rectangle plans by seed; the optimizer changes with the seed."""
+    env = env_of(mesh_name)
+    failed = []
+    for seed in seeds:
+        optimizer = OPTIMIZERS[seed % len(OPTIMIZERS)]
+        try:
+            check_case(
+                kind, lambda i, s, e, seed=seed: rectangles(random_rectangles(s, e.table_size, 97 * seed + i)), optimizer, env
+            )
+        except AssertionError as error:
+            failed.append(f"seed {seed} {optimizer}: {str(error)[:400]}")
+    return failed

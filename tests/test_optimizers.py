@@ -1,0 +1,137 @@
+"""In-backward optimizers: what is read from a parameter, what is refused, and the numbers of the row updates."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dmp.errors import ShardError
+from sharders.optimizers import ROW_UPDATES, OptimizerSpec, counts_steps, optimizer_of, state_shapes
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch's of its own TorchScript, FBGEMM's CPU build of what only GPUs have
+    import torchrec.optim
+    from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore[attr-defined]
+
+
+def with_optimizer(cls: type, **kwargs: Any) -> nn.Parameter:
+    parameter = nn.Parameter(torch.zeros(3, 2))
+    _apply_optimizer_in_backward(cls, [parameter], kwargs)
+    return parameter
+
+
+def test_none() -> None:
+    assert optimizer_of(nn.Parameter(torch.zeros(2)), "t") is None
+
+
+@pytest.mark.parametrize(
+    ("cls", "kwargs", "expected"),
+    [
+        (torch.optim.SGD, {"lr": 0.1, "dampening": 0.5}, OptimizerSpec.make("sgd", lr=0.1)),
+        (torch.optim.SGD, {}, OptimizerSpec.make("sgd", lr=1e-3)),
+        (torch.optim.SGD, {"lr": torch.tensor(0.25)}, OptimizerSpec.make("sgd", lr=0.25)),
+        (torch.optim.Adagrad, {"lr": 0.1}, OptimizerSpec.make("adagrad", lr=0.1, eps=1e-10)),
+        (
+            torch.optim.Adagrad,
+            {"lr": 0.1, "initial_accumulator_value": 0.5, "eps": 1e-3, "foreach": True},
+            OptimizerSpec.make("adagrad", lr=0.1, initial_accumulator_value=0.5, eps=1e-3),
+        ),
+        (torch.optim.Adam, {"lr": 0.1, "betas": (0.5, 0.6)}, OptimizerSpec.make("adam", lr=0.1, betas=(0.5, 0.6))),
+        (torch.optim.SparseAdam, {"lr": 0.1}, OptimizerSpec.make("adam", lr=0.1, bias_corrected_eps=False)),
+        (torchrec.optim.RowWiseAdagrad, {"lr": 0.1}, OptimizerSpec.make("rowwise_adagrad", lr=0.1)),
+        (torchrec.optim.SGD, {"lr": 0.1}, OptimizerSpec.make("sgd", lr=0.1)),
+        (torchrec.optim.Adagrad, {"lr": 0.1}, OptimizerSpec.make("adagrad", lr=0.1, eps=1e-8)),
+        (torchrec.optim.Adam, {"beta1": 0.5}, OptimizerSpec.make("adam", lr=1e-2, betas=(0.5, 0.999))),
+    ],
+)
+def test_reads(cls: type, kwargs: dict[str, Any], expected: OptimizerSpec) -> None:
+    spec = optimizer_of(with_optimizer(cls, **kwargs), "t")
+    assert spec == expected
+    assert hash(spec) == hash(expected)
+
+
+@pytest.mark.parametrize(
+    ("cls", "kwargs", "said"),
+    [
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, "momentum=0.9"),
+        (torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.01}, "weight_decay=0.01"),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}, "momentum=0.9"),
+        (torch.optim.Adagrad, {"lr_decay": 0.1}, "lr_decay=0.1"),
+        (torch.optim.Adam, {"amsgrad": True}, "amsgrad=True"),
+        (torch.optim.SGD, {"lr": 0.1, "maximize": True}, "maximize=True"),
+        (torch.optim.AdamW, {}, "torch.optim.adamw.AdamW"),
+        (torch.optim.RMSprop, {}, "RMSprop"),
+        (torchrec.optim.RowWiseAdagrad, {"gradient_clipping": True}, "gradient_clipping"),
+        (torchrec.optim.RowWiseAdagrad, {"weight_decay": 0.1}, "weight_decay=0.1"),
+        (torchrec.optim.Adam, {"weight_decay": 0.1}, "weight_decay=0.1"),
+        (torchrec.optim.LAMB, {}, "LAMB"),
+    ],
+)
+def test_refuses(cls: type, kwargs: dict[str, Any], said: str) -> None:
+    with pytest.raises(ShardError) as error:
+        optimizer_of(with_optimizer(cls, **kwargs), "model.t.weight")
+    for part in ("model.t.weight", said, "ordinary optimizer"):
+        assert part in str(error.value)
+
+
+def test_subclasses_are_strangers() -> None:
+    class Mine(torch.optim.SGD):
+        pass
+
+    with pytest.raises(ShardError, match="Mine"):
+        optimizer_of(with_optimizer(Mine, lr=0.1), "t")
+
+
+def test_refuses_two() -> None:
+    parameter = with_optimizer(torch.optim.SGD, lr=0.1)
+    _apply_optimizer_in_backward(torch.optim.Adam, [parameter], {})
+    with pytest.raises(ShardError, match="got 2"):
+        optimizer_of(parameter, "t")
+
+
+def test_spec_is_checked() -> None:
+    with pytest.raises(ShardError, match="kind"):
+        OptimizerSpec.make("lamb")
+    with pytest.raises(ShardError, match="momentum"):
+        OptimizerSpec.make("sgd", momentum=0.9)
+
+
+def test_param_group_is_fresh() -> None:
+    spec = OptimizerSpec.make("sgd", lr=0.1)
+    spec.param_group()["lr"] = 0.5
+    assert spec.param_group() == {"lr": 0.1}
+
+
+def test_which_count_steps() -> None:
+    assert {kind: counts_steps(kind) for kind in ROW_UPDATES} == {
+        "sgd": False, "adagrad": True, "rowwise_adagrad": True, "adam": True
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adagrad, torchrec.optim.RowWiseAdagrad, torch.optim.Adam])
+def test_all_rows_as_the_dense_optimizer(cls: type, dtype: torch.dtype) -> None:
+    """Where every row has a gradient, also a tiny one, the update is the optimizer's own."""
+    torch.manual_seed(0)
+    weights = torch.randn(5, 3, dtype=dtype)
+    parameter = nn.Parameter(weights.clone())
+    dense = cls([parameter], lr=0.1)
+    _apply_optimizer_in_backward(cls, [parameter], {"lr": 0.1})
+    spec = optimizer_of(parameter, "t")
+    assert spec is not None
+    shapes = {"pointwise": (5, 3), "rowwise": (5,)}
+    state = {name: torch.zeros(shapes[extent], dtype=dtype) for name, extent in state_shapes(spec.kind).items()}
+    rows = torch.arange(5)
+    for step in (1, 2, 3):
+        grad = torch.randn(5, 3, dtype=dtype) * torch.tensor([1, 1e-3, 1e-7, 1e-8, 10], dtype=dtype).unsqueeze(1)
+        parameter.grad = grad.clone()
+        dense.step()
+        count = torch.tensor(float(step), dtype=torch.float64)
+        ROW_UPDATES[spec.kind](weights, rows, grad, state, rows, spec.param_group(), count)
+        torch.testing.assert_close(weights, parameter.data, rtol=1e-5, atol=1e-7)
+    for name, tensor in state.items():
+        torch.testing.assert_close(tensor, dense.state[parameter][name].view_as(tensor))
