@@ -16,7 +16,7 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 
-from sharders.exchange import all_to_all
+from sharders.exchange import RiderExchange, all_to_all
 
 Piece = tuple[int, int, int]  # feature, first column, width
 
@@ -147,7 +147,7 @@ class Stage:
 
     def backward(
         self, grad: torch.Tensor, rows: Sequence[int], scale: float, rider: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Exchange gradients the other way.
 
         Args:
@@ -157,34 +157,20 @@ class Stage:
             rider: (n,) flat values to be summed over the group in the same exchange, or None.
 
         Returns:
-            Gradients of this rank's lookup (sum of rows, own width); of the local block; the summed rider.
+            Gradients of this rank's lookup (sum of rows, own width), and the summed rider.
         """
-        mine = rows[self.me]
-        extra = 0 if rider is None else rider.numel()
-        sizes = [mine * w + (extra if i != self.me else 0) for i, w in enumerate(self.widths[: self.size])]
-        send = grad.new_empty(sum(sizes))
-        parts = list(send.split(sizes))
-        blocks = [part[: mine * w].view(mine, w) for part, w in zip(parts, self.widths, strict=False)]
-        local = grad.new_empty(mine, self.widths[-1]) if self.widths[-1] else None
+        mine, widths = rows[self.me], self.widths[: self.size]
+        own = widths[self.me]
+        exchange = RiderExchange(rider, self.me, [mine * w for w in widths], [n * own for n in rows])
+        parts = exchange.parts(grad)
+        blocks = [part.view(mine, w) for part, w in zip(parts, widths, strict=True)]
         for run in self.runs:
-            block = blocks[run.source] if run.source < self.size else local
-            assert block is not None
+            if run.source == self.size:
+                continue  # the local block's lookup takes its gradient from `grad` itself
             torch.mul(
                 grad[:, run.column : run.column + run.width],
                 scale,
-                out=block[:, run.source_column : run.source_column + run.width],
+                out=blocks[run.source][:, run.source_column : run.source_column + run.width],
             )
-        if rider is not None:
-            for i, part in enumerate(parts):
-                if i != self.me:
-                    part[mine * self.widths[i] :].copy_(rider)
-        own = self.widths[self.me]
-        received_sizes = [n * own + (extra if i != self.me else 0) for i, n in enumerate(rows)]
-        received = all_to_all(send, sizes, received_sizes, self.group)
-        if rider is None or self.size == 1:
-            return received.view(sum(rows), own), local, rider
-        total, pieces = torch.zeros_like(rider), []
-        for i, (part, n) in enumerate(zip(received.split(received_sizes), rows, strict=True)):
-            pieces.append(part[: n * own])
-            total += rider if i == self.me else part[n * own :]
-        return torch.cat(pieces).view(sum(rows), own), local, total
+        received, total = exchange.run(self.group)
+        return received.view(sum(rows), own), total

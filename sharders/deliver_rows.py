@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from sharders.exchange import all_to_all
+from sharders.exchange import RiderExchange, all_to_all
 from sharders.placement import Placement, Slot
 from sharders.route import Sent, Span
 
@@ -100,28 +100,16 @@ class RowDelivery:
         Returns:
             Flat gradients of the rows that this rank sent, in that order; the summed rider.
         """
-        some = next(iter(grads.values()))
-        extra = 0 if rider is None else rider.numel()
-        sizes = [sum(p.count * p.width for p in of) + (extra if i != me else 0) for i, of in enumerate(patches)]
-        send = some.new_empty(sum(sizes))
-        for i, (part, of_owner) in enumerate(zip(send.split(sizes), patches, strict=True)):
+        sizes = [sum(p.count * p.width for p in of_owner) for of_owner in patches]
+        exchange = RiderExchange(rider, me, sizes, send_sizes)
+        for part, of_owner in zip(exchange.parts(next(iter(grads.values()))), patches, strict=True):
             at = 0
             for patch in of_owner:
                 target = part[at : at + patch.count * patch.width].view(patch.count, patch.width)
                 source = grads[patch.dim][patch.where, patch.column : patch.column + patch.width]
                 torch.mul(source, scale, out=target)
                 at += patch.count * patch.width
-            if rider is not None and i != me:
-                part[at:].copy_(rider)
-        received_sizes = [n + (extra if i != me else 0) for i, n in enumerate(send_sizes)]
-        received = all_to_all(send, sizes, received_sizes, self.group)
-        if rider is None or len(patches) == 1:
-            return received, rider
-        total, rows = torch.zeros_like(rider), []
-        for i, (part, n) in enumerate(zip(received.split(received_sizes), send_sizes, strict=True)):
-            rows.append(part[:n])
-            total += rider if i == me else part[n:]
-        return torch.cat(rows), total
+        return exchange.run(self.group)
 
     def _of_owner(self, slots: Sequence[Slot], spans: Sequence[Span], positions: torch.Tensor | None) -> list[Patch]:
         patches: list[Patch] = []

@@ -209,7 +209,7 @@ class Router:
         """Sort the ids of split features by block; inside a block they keep the order (feature, sample)."""
         keys = [batch.key_of[f] for f in self.split_features]
         counts = [batch.counts[k] for k in keys]
-        values = _gather(batch.values, keys, key_starts).to(torch.int64)
+        values = take(batch.values, keys, key_starts).to(torch.int64)
         count = torch.tensor(counts, device=self._device)
         values = values + self._bases.repeat_interleave(count, output_size=sum(counts))
         found = torch.bucketize(values, self._starts, right=True) - 1
@@ -224,7 +224,7 @@ class Router:
         lengths = torch.bincount(block * bags + bag, minlength=self.num_blocks * bags)
         lengths = lengths.view(self.num_blocks * len(keys), batch.batch_size).to(self.word)
         starts = [0, *accumulate(lengths.sum(1).tolist())]
-        moved = None if weights is None else _gather(weights, keys, key_starts)[order]
+        moved = None if weights is None else take(weights, keys, key_starts)[order]
         positions = None
         if self.unpooled:
             where = torch.tensor([out_starts[f] for f in self.split_features], device=self._device)
@@ -287,8 +287,20 @@ class Received:
         return sums
 
 
-def _gather(values: torch.Tensor, keys: list[int], key_starts: list[int]) -> torch.Tensor:
+def take(values: torch.Tensor, keys: Sequence[int], key_starts: Sequence[int]) -> torch.Tensor:
     """Values of these keys, joined; a view when they are one run."""
-    if keys == list(range(keys[0], keys[0] + len(keys))):
+    if not keys:
+        return values[:0]
+    if list(keys) == list(range(keys[0], keys[0] + len(keys))):
         return values[key_starts[keys[0]] : key_starts[keys[-1] + 1]]
     return torch.cat([values[key_starts[k] : key_starts[k + 1]] for k in keys])
+
+
+@dataclass
+class Call:
+    """What one forward keeps for its backward: the batch, what it sent, and what all ranks of the exchange sent here."""
+
+    batch: Batch
+    sent: Sent
+    received: Received
+    batch_sizes: list[int]

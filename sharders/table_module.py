@@ -59,7 +59,7 @@ class TableModule(nn.Module):
 
     @module_path.setter
     def module_path(self, path: str) -> None:
-        self._engine.set_name(path)
+        self._engine.rename(path)
 
     def chunked_state(self) -> Mapping[str, ChunkedTensor]:
         """Pieces of every table that is cut, as views."""

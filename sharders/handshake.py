@@ -1,0 +1,115 @@
+"""The first exchange of every call: sizes of what follows, and whatever any rank has found wrong.
+
+It has a fixed size for every module, so ranks that are at different modules, or have different plans, meet here and say
+so instead of hanging. A fault that one rank finds in its batch is raised on all of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from dmp import InputError
+from sharders.exchange import all_to_all
+from sharders.faults import Fault, Kind
+
+_WORDS = 8  # fingerprint, batch size, payload words, flags, fault (4)
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a rank says before its payload.
+
+    Args:
+        batch_size: samples it has.
+        words: of its payload for the receiver.
+        is_training: gradients will follow.
+        is_weighted: its payload carries weights.
+        fault: what is wrong with its batch, or None.
+    """
+
+    batch_size: int
+    words: int
+    is_training: bool
+    is_weighted: bool
+    fault: Fault | None
+
+    def packed(self, fingerprint: int) -> list[int]:
+        """As integers."""
+        fault = self.fault.packed() if self.fault else [0, 0, 0, 0]
+        return [fingerprint, self.batch_size, self.words, self.is_training + 2 * self.is_weighted, *fault]
+
+    @staticmethod
+    def unpacked(words: Sequence[int]) -> Header:
+        """Inverse of `packed`."""
+        fault = Fault.unpacked(words[4:]) if words[4] != Kind.NONE else None
+        return Header(words[1], words[2], bool(words[3] & 1), bool(words[3] & 2), fault)
+
+    def manner(self) -> str:
+        """How the module is called, in words."""
+        return f"{'trains' if self.is_training else 'does not train'} and has {'' if self.is_weighted else 'no '}weights"
+
+
+class Handshake:
+    """Headers of one module.
+
+    Args:
+        content: text that must be equal on all ranks: tables and layouts.
+        features: names, for messages.
+        group: ranks that exchange.
+        size: their number.
+    """
+
+    def __init__(self, content: str, features: Sequence[str], group: dist.ProcessGroup | None, size: int) -> None:
+        self.features, self.group, self.size = list(features), group, size
+        self._content = content
+        self.rename("the module")
+
+    def rename(self, name: str) -> None:
+        """Set the module's name, which is part of what is compared."""
+        self.name = name
+        digest = hashlib.sha256((name + self._content).encode()).digest()
+        self._fingerprint = int.from_bytes(digest[:7], "big")
+
+    def exchange(self, mine: Sequence[Header], device: torch.device) -> list[Header]:
+        """Send a header to every rank; returns theirs.
+
+        Raises:
+            InputError: on every rank alike, what any rank found, or how they differ.
+        """
+        if self.size == 1:
+            headers = list(mine)
+        else:
+            packed = [word for header in mine for word in header.packed(self._fingerprint)]
+            sizes = [_WORDS] * self.size
+            send = torch.tensor(packed, dtype=torch.int64, device=device)
+            words = all_to_all(send, sizes, sizes, self.group).view(self.size, _WORDS).tolist()
+            if any(w[0] != self._fingerprint for w in words):
+                self._raise_mismatch()
+            headers = [Header.unpacked(w) for w in words]
+        for rank, header in enumerate(headers):
+            if header.fault is not None:
+                raise header.fault.error(self.features, self.name, rank)
+        for rank, header in enumerate(headers):
+            if header.manner() != headers[0].manner():
+                raise InputError(
+                    f"ranks call {self.name} in different ways: rank 0 {headers[0].manner()}, rank {rank} "
+                    f"{header.manner()}; call it the same way on every rank"
+                )
+        return headers
+
+    def _raise_mismatch(self) -> None:
+        told: list[tuple[str, str]] = [("", "")] * self.size
+        dist.all_gather_object(told, (self.name, self._content), group=self.group)
+        for rank, (name, _) in enumerate(told):
+            if told[rank] != told[0]:
+                what = f"calls {name!r}" if name != told[0][0] else f"has other tables or layouts in {name!r}"
+                raise InputError(
+                    f"ranks are not at the same module: rank 0 calls {told[0][0]!r}, rank {rank} {what}; every rank "
+                    "must run the same modules in the same order, with the same plan"
+                )
+        raise AssertionError("fingerprints differ, contents do not")

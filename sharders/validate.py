@@ -1,0 +1,65 @@
+"""Checks of a batch before any exchange: cheap on the good path, a search for the culprit only when there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+
+from sharders.faults import Fault, Kind, dtype_index
+from sharders.route import Batch
+
+
+def check_batch(batch: Batch, rows: Sequence[int]) -> None:
+    """Check ids, lengths and weights.
+
+    Args:
+        rows: for each feature the rows of its table.
+
+    Raises:
+        Fault: the first thing that is wrong.
+    """
+    if batch.values.dtype not in (torch.int32, torch.int64):
+        raise Fault(Kind.ID_DTYPE, value=dtype_index(batch.values.dtype))
+    if batch.lengths.numel() and int(batch.lengths.min()) < 0:
+        key = int((batch.lengths.min(1).values < 0).nonzero()[0])
+        feature = next((f for f, k in enumerate(batch.key_of) if k == key), -1)
+        raise Fault(Kind.LENGTH_NEGATIVE, feature, int(batch.lengths[key].min()))
+    total = sum(batch.counts)
+    if total != batch.values.numel():
+        raise Fault(Kind.LENGTH_SUM, value=total, expected=batch.values.numel())
+    if batch.weights is not None:
+        if batch.weights.numel() != batch.values.numel():
+            raise Fault(Kind.WEIGHTS_LENGTH, value=batch.weights.numel(), expected=batch.values.numel())
+        if not batch.weights.is_floating_point():
+            raise Fault(Kind.WEIGHTS_DTYPE, value=dtype_index(batch.weights.dtype))
+        if batch.weights.requires_grad and torch.is_grad_enabled():
+            raise Fault(Kind.WEIGHTS_GRADIENT)
+    _check_ids(batch, rows)
+
+
+def _check_ids(batch: Batch, rows: Sequence[int]) -> None:
+    """One pass over all ids; those of keys that no feature reads may be anything."""
+    if not batch.values.numel():
+        return
+    limits: list[int | None] = [None] * len(batch.counts)
+    for f, key in enumerate(batch.key_of):
+        known = limits[key]
+        limits[key] = rows[f] if known is None else min(known, rows[f])
+    low, high = batch.values.aminmax()
+    if int(low) >= 0 and int(high) < min((n for n in limits if n is not None), default=0):
+        return
+    is_good = all(
+        int(part.min()) >= 0 and int(part.max()) < limit
+        for part, limit in zip(batch.values.split(batch.counts), limits, strict=True)
+        if limit is not None and part.numel()
+    )
+    if is_good:
+        return
+    starts = [0, *accumulate(batch.counts)]
+    for f, key in enumerate(batch.key_of):
+        ids = batch.values[starts[key] : starts[key + 1]]
+        wrong = ids[(ids < 0) | (ids >= rows[f])]
+        if wrong.numel():
+            raise Fault(Kind.ID_RANGE, f, int(wrong[0]), rows[f])
