@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dmp.checkpoint import load_checkpoint, save_checkpoint
 from dmp.chunked import ChunkedTensor
+from dmp.clip import clip_grad_norm_
 from dmp.contracts import (
     DataParallelWrapper,
     FusedModule,
@@ -14,6 +16,7 @@ from dmp.contracts import (
 from dmp.discovery import plan_parameters
 from dmp.env import ShardingEnv
 from dmp.errors import CheckpointError, DmpError, InputError, PlanError, ShardError
+from dmp.gather import full_state_dict, to_unsharded
 from dmp.layout import (
     Layout,
     ParameterSharding,
@@ -28,8 +31,10 @@ from dmp.layout import (
     table_row_wise,
     table_wise,
 )
+from dmp.optimizer_state import full_optimizer_state_dict
 from dmp.plan import PlanChange, ShardingPlan
 from dmp.registry import register_sharder
+from dmp.verify import verify
 from dmp.wrapper import DistributedModelParallel
 
 __all__ = [
@@ -53,14 +58,21 @@ __all__ = [
     "ShardingEnv",
     "ShardingPlan",
     "check_cover",
+    "clip_grad_norm_",
     "column_wise",
     "data_parallel",
+    "full_optimizer_state_dict",
+    "full_state_dict",
     "grid",
     "is_replicated",
+    "load_checkpoint",
     "plan_parameters",
     "rectangles",
     "register_sharder",
     "row_wise",
+    "save_checkpoint",
     "table_row_wise",
     "table_wise",
+    "to_unsharded",
+    "verify",
 ]

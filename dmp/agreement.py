@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Mapping
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -59,8 +61,8 @@ def sync_from_first_rank(module: nn.Module, env: ShardingEnv) -> list[str]:
     everyone = _all_gather(torch.tensor([checksum(t) for t in tensors.values()], device=env.device), env)
     differs = (everyone != everyone[0]).any(0).tolist()
     sent = [name for name, differ in zip(tensors, differs, strict=True) if differ]
-    for name in sent:
-        _broadcast(tensors[name], env)
+    for _, of_dtype in groupby(sorted(sent, key=lambda n: str(tensors[n].dtype)), key=lambda n: tensors[n].dtype):
+        _broadcast([tensors[name] for name in of_dtype], env)
     return sent
 
 
@@ -85,16 +87,23 @@ def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def _broadcast(tensor: torch.Tensor, env: ShardingEnv) -> None:
-    """In blocks, so that a large table needs little more memory on the way."""
-    flat = tensor.view(-1) if tensor.is_contiguous() else tensor.contiguous().view(-1)
-    for start in range(0, flat.numel(), _BLOCK):
-        block = flat[start : start + _BLOCK]
-        moved = block.to(env.device)
+def _broadcast(tensors: list[torch.Tensor], env: ShardingEnv) -> None:
+    """Rank 0's values of tensors of one dtype, in blocks of a fixed size: small ones together, large ones in parts."""
+    flats = [t.reshape(-1) for t in tensors]  # a copy where the tensor is not contiguous, written back below
+    pieces = deque(part for flat in flats for part in flat.split(_BLOCK))
+    while pieces:
+        block = [pieces.popleft()]
+        room = _BLOCK - block[0].numel()
+        while pieces and pieces[0].numel() <= room:
+            room -= pieces[0].numel()
+            block.append(pieces.popleft())
+        moved = torch.cat(block).to(env.device)
         dist.broadcast(moved, group=env.group(), group_src=0)
-        block.copy_(moved)
-    if not tensor.is_contiguous():
-        tensor.copy_(flat.view(tensor.shape))
+        for piece, value in zip(block, moved.split([p.numel() for p in block]), strict=True):
+            piece.copy_(value)
+    for tensor, flat in zip(tensors, flats, strict=True):
+        if not tensor.is_contiguous():
+            tensor.copy_(flat.view(tensor.shape))
 
 
 def _first_difference(text: str | None, other: str | None, width: int = 160) -> str:

@@ -67,7 +67,9 @@ def find_sites(module: nn.Module, sharders: Iterable[ModuleSharder]) -> list[Sit
     return list(found.values())
 
 
-def plan_parameters(module: nn.Module, sharders: Iterable[ModuleSharder]) -> dict[str, tuple[ModuleSharder, ParameterInfo]]:
+def plan_parameters(
+    module: nn.Module, sharders: Iterable[ModuleSharder]
+) -> dict[str, tuple[ModuleSharder, ParameterInfo]]:
     """Fully-qualified name of every parameter that a plan must place -> who runs it and what is known of it."""
     return {
         name: (site.sharder, site.infos[relative])

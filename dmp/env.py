@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Any
 
@@ -108,7 +108,7 @@ class ShardingEnv:
             raise ValueError(f"expected one positive size for each axis name; got {shape=}, {names=}")
         return cls(None, device_type, names, shape, _roles(names, replicate, shard, tensor), (0,) * len(shape))
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Number of processes."""
         return prod(self.shape)
@@ -125,22 +125,22 @@ class ShardingEnv:
             return torch.device("cpu")
         return torch.device(self.device_type, torch.accelerator.current_device_index())
 
-    @property
+    @cached_property
     def data_size(self) -> int:
         """Number of different batches in a step: the size of the replicate and shard axes."""
         return prod(n for n, role in zip(self.shape, self.roles, strict=True) if role != "tensor")
 
-    @property
+    @cached_property
     def table_shape(self) -> tuple[int, ...]:
         """Sizes of the shard and tensor axes, outer first; `(1,)` when there are none."""
         return tuple(self.shape[i] for i in self._indices("shard", "tensor")) or (1,)
 
-    @property
+    @cached_property
     def table_size(self) -> int:
         """Number of table ranks."""
         return prod(self.table_shape)
 
-    @property
+    @cached_property
     def table_rank(self) -> int:
         """This process's table rank."""
         return self.table_rank_of(self.rank)
@@ -184,7 +184,7 @@ class ShardingEnv:
                 raise ValueError(f"the mesh has axes {self.names}; there is no {axis!r}")
         if self.mesh is None or not axes:
             return None
-        return _group(self.mesh, axes if len(self.names) > 1 else ())
+        return _group(self.mesh, axes if len(self.names) > 1 else (), dist.group.WORLD)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardingEnv:
         """Copies of a model share its process groups."""
@@ -216,11 +216,12 @@ def default_env(device_type: str | None = None) -> ShardingEnv:
 
 
 @lru_cache(maxsize=256)
-def _group(mesh: DeviceMesh, axes: tuple[str, ...]) -> dist.ProcessGroup:
-    """Group along `axes` (all when empty). Cached, for each flattening makes a new communicator."""
-    if len(axes) == len(mesh.shape) and mesh.size() == dist.get_world_size() and _is_world(mesh):
-        world = dist.group.WORLD
-        assert world is not None
+def _group(mesh: DeviceMesh, axes: tuple[str, ...], world: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Group along `axes` (all when empty). Cached, for each flattening makes a new communicator.
+
+    Meshes are equal by content, so `world` is what tells those of an earlier process group from those of this one.
+    """
+    if world is not None and len(axes) == len(mesh.shape) and mesh.size() == world.size() and _is_world(mesh):
         return world
     part = mesh[axes] if axes else mesh
     return part.get_group() if part.ndim == 1 else part._flatten("dmp_" + "_".join(axes)).get_group()
@@ -235,21 +236,22 @@ def _roles(names: tuple[str, ...], replicate: Axes, shard: Axes, tensor: Axes) -
         raise ValueError(f"axis names must differ; got {names}")
     given: dict[str, str] = {}
     for role, axes in (("replicate", replicate), ("shard", shard), ("tensor", tensor)):
-        for axis in (axes,) if isinstance(axes, str) else axes or ():
+        many = axes if isinstance(axes, Sequence) and not isinstance(axes, str) else (axes,)
+        for axis in many if axes is not None else ():
             if axis not in names:
                 raise ValueError(f"{role}={axis!r} is not an axis of the mesh; its axes are {names}")
             if axis in given:
                 raise ValueError(f"axis {axis!r} is claimed by both {given[axis]!r} and {role!r}; it has one role")
             given[axis] = role
-    roles = []
+    roles: list[str] = []
     for name in names:
-        role = given.get(name) or _ROLE_OF_NAME.get(name)
-        if role is None:
+        known = given.get(name) or _ROLE_OF_NAME.get(name)
+        if known is None:
             raise ValueError(
                 f"mesh axis {name!r} has no role; known names are {sorted(_ROLE_OF_NAME)}, "
                 f"or say it: ShardingEnv.from_mesh(mesh, shard={name!r})"
             )
-        roles.append(role)
+        roles.append(known)
     return tuple(roles)
 
 

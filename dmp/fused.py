@@ -35,7 +35,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().__init__([{"params": []}], {"lr": 0.0})
         self.param_groups = list(groups.values())
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Nothing: the backward pass has updated the parameters. Returns the closure's result if there is one."""
         return closure() if closure is not None else None
 

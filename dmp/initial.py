@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -85,7 +86,7 @@ def materialise(module: nn.Module, device: torch.device, seed: int, skip: Iterab
             value = made.get(id(tensor))
             if value is None:
                 value = made[id(tensor)] = _like(tensor, values[name].detach().to(device))
-            (owner._parameters if name in owner._parameters else owner._buffers)[name] = value  # type: ignore[assignment]
+            setattr(owner, name, value)
 
 
 def _own(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -101,10 +102,13 @@ def _like(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     if not isinstance(old, nn.Parameter):
         return value
     new = nn.Parameter(value, requires_grad=old.requires_grad)
-    for optimizer, kwargs in zip(getattr(old, "_optimizer_classes", ()), getattr(old, "_optimizer_kwargs", ()), strict=True):
-        from torch.distributed.optim import _apply_optimizer_in_backward
-
-        _apply_optimizer_in_backward(optimizer, [new], kwargs)
+    attached = list(zip(getattr(old, "_optimizer_classes", ()), getattr(old, "_optimizer_kwargs", ()), strict=True))
+    if attached:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # torch's own import uses torch.jit
+            from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore[attr-defined]
+        for optimizer, kwargs in attached:
+            _apply_optimizer_in_backward(optimizer, [new], kwargs)
     return new
 
 
@@ -113,8 +117,9 @@ def _reset_copy(module: nn.Module, path: str, seed: int) -> nn.Module:
     if not callable(reset):
         on_meta = [name for name, t in _own(module).items() if t.is_meta]
         raise ShardError(
-            f"module {path!r} ({type(module).__name__}) has {on_meta or 'parameters'} on meta and no reset_parameters() "
-            "to fill them; give it one, or build it on a real device, or pass init_parameters=False and load values"
+            f"module {path!r} ({type(module).__name__}) has {on_meta or 'parameters'} on meta and no "
+            "reset_parameters() to fill them; give it one, or build it on a real device, or pass "
+            "init_parameters=False and load values"
         )
     made = copy.deepcopy(module).to_empty(device="cpu")
     with seeded(seed, path), torch.no_grad():

@@ -4,7 +4,7 @@
 A *layout* is what a user writes (`row_wise()`); it is data: a name and arguments. For a shape and an env it resolves to
 *shards*: `Shard(offsets, sizes, rank)` rectangles that cover the parameter exactly once (or whole on every rank, for
 `data_parallel`). Everything after the plan (sharders, state, checkpoints) reads shards only; a layout's name is for
-printing and for plans' JSON. `rank` counts in the flattened shard and tensor axes of the mesh (`ShardingEnv.table_rank`).
+printing and for plans' JSON. `rank` counts in the mesh's flattened shard and tensor axes (`ShardingEnv.table_rank`).
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def column_wise(ranks: Sequence[int], widths: Sequence[int] | None = None) -> La
     Args:
         widths: columns of each block; by default as even as whole multiples of 4 allow.
     """
-    cut = None if widths is None else tuple(int(w) for w in widths)
+    cut = None if widths is None else _numbers("widths", "columns", widths)
     return Layout("column_wise", (("ranks", _ranks(ranks)), ("widths", cut)))
 
 
@@ -123,7 +123,7 @@ def table_row_wise(host: int | Sequence[int]) -> Layout:
 
 def grid(ranks: Sequence[Sequence[int]]) -> Layout:
     """Row blocks x column blocks: `ranks[i][j]` holds row block i of column block j."""
-    rows = tuple(_ranks(row) for row in ranks)
+    rows = tuple(_ranks(row) for row in ranks) if isinstance(ranks, Sequence) else ()
     if not rows or len({len(row) for row in rows}) != 1:
         raise ShardError(f"grid needs rows of ranks of one length, at least 1x1; got {ranks!r}")
     return Layout("grid", (("ranks", rows),))
@@ -131,8 +131,8 @@ def grid(ranks: Sequence[Sequence[int]]) -> Layout:
 
 def rectangles(shards: Iterable[Shard | Sequence[Any]]) -> Layout:
     """Any rectangles that cover the parameter exactly."""
-    items = [s if isinstance(s, Shard) else Shard(*s) for s in shards]
-    return Layout("rectangles", (("shards", tuple((s.offsets, s.sizes, _rank(s.rank)) for s in items)),))
+    items = tuple((s.offsets, s.sizes, _rank(s.rank)) for s in map(_shard, shards))
+    return Layout("rectangles", (("shards", items),))
 
 
 def data_parallel() -> Layout:
@@ -184,7 +184,7 @@ def _first_overlap(shards: Sequence[Shard]) -> tuple[Shard, Shard] | None:
     return None
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=4096)
 def _resolve(layout: Layout, shape: tuple[int, ...], table_shape: tuple[int, ...]) -> tuple[Shard, ...]:
     if layout.name not in _RULES:
         raise ShardError(f"unknown layout {layout.name!r}; known layouts: {', '.join(sorted(_RULES))}")
@@ -241,9 +241,7 @@ def _column_wise(
     ]
 
 
-def _table_row_wise(
-    shape: tuple[int, ...], table_shape: tuple[int, ...], host: int | tuple[int, ...]
-) -> list[Shard]:
+def _table_row_wise(shape: tuple[int, ...], table_shape: tuple[int, ...], host: int | tuple[int, ...]) -> list[Shard]:
     hosts = (host,) if isinstance(host, int) else host
     if len(table_shape) < 2:
         raise ShardError(
@@ -289,17 +287,36 @@ _RULES: dict[str, Callable[..., list[Shard]]] = {
 }
 
 
-def _rank(value: Any) -> int:
+def _number(what: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ShardError(f"a rank must be an integer >= 0; got {value!r}")
+        raise ShardError(f"{what} must be an integer >= 0; got {value!r}")
     return value
 
 
+def _numbers(what: str, of: str, values: Any) -> tuple[int, ...]:
+    try:
+        items = tuple(values)
+    except TypeError:
+        raise ShardError(f"{what} must be a list of {of}; got {values!r}") from None
+    return tuple(_number(f"each of {what}", v) for v in items)
+
+
+def _rank(value: Any) -> int:
+    return _number("a rank", value)
+
+
 def _ranks(values: Sequence[int]) -> tuple[int, ...]:
-    ranks = tuple(_rank(v) for v in values)
+    ranks = _numbers("ranks", "ranks", values)
     if not ranks:
         raise ShardError("a layout needs at least one rank; got none")
     return ranks
+
+
+def _shard(item: Any) -> Shard:
+    try:
+        return item if isinstance(item, Shard) else Shard(*item)
+    except (TypeError, ValueError):
+        raise ShardError(f"expected a Shard, or its (offsets, sizes, rank); got {item!r}") from None
 
 
 def _need_dims(name: str, shape: tuple[int, ...], dims: int) -> None:

@@ -40,8 +40,14 @@ class ShardingPlan(Mapping[str, ParameterSharding]):
         >>> plan["embedding_bags.t1.weight"].layout
     """
 
-    def __init__(self, mapping: Mapping[str, ParameterSharding | Layout] | None = None) -> None:
+    report: Any = None
+    """How a planner came to this plan; None for a hand-written one. Not part of the content."""
+
+    def __init__(self, mapping: Mapping[str, ParameterSharding | Layout] | None = None, *, report: Any = None) -> None:
         entries: dict[str, ParameterSharding] = {}
+        unnamed = [name for name in mapping or () if not isinstance(name, str)]
+        if unnamed:
+            raise PlanError(f"a plan's keys are parameter names; got {unnamed[0]!r}")
         for name, value in sorted((mapping or {}).items()):
             entry = ParameterSharding(value) if isinstance(value, Layout) else value
             if not isinstance(entry, ParameterSharding):
@@ -51,6 +57,7 @@ class ShardingPlan(Mapping[str, ParameterSharding]):
                 )
             entries[name] = entry
         self._entries = entries
+        self.report = report
         self._digest = hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def __getitem__(self, name: str) -> ParameterSharding:
@@ -91,7 +98,7 @@ class ShardingPlan(Mapping[str, ParameterSharding]):
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise PlanError(f'not a plan: expected {{"version": .., "parameters": {{..}}}}; {error!r}') from error
         if version != VERSION:
-            raise PlanError(f"this plan has format version {version}; this version of dmp reads version {VERSION}")
+            raise PlanError(f"this plan has format version {version!r}; this version of dmp reads version {VERSION}")
         parsed = {}
         for name, layout in entries:
             try:
@@ -100,8 +107,9 @@ class ShardingPlan(Mapping[str, ParameterSharding]):
                 raise PlanError(f"plan entry {name!r} = {layout!r}: {error}", table=name) from error
         return cls(parsed)
 
-    def diff(self, other: ShardingPlan) -> list[PlanChange]:
+    def diff(self, other: ShardingPlan | Mapping[str, ParameterSharding | Layout]) -> list[PlanChange]:
         """What changes from this plan to `other`, by name."""
+        other = as_plan(other)
         names = sorted({*self, *other})
         changes = [PlanChange(n, self._entries.get(n), other._entries.get(n)) for n in names]
         return [c for c in changes if c.before != c.after]
@@ -115,7 +123,7 @@ class ShardingPlan(Mapping[str, ParameterSharding]):
         """
         check_plan(self, module, find_sites(module, sharders), env)
 
-    def merged(self, other: Mapping[str, ParameterSharding]) -> ShardingPlan:
+    def merged(self, other: Mapping[str, ParameterSharding | Layout]) -> ShardingPlan:
         """This plan with the entries of `other` over its own."""
         return ShardingPlan({**self._entries, **other})
 

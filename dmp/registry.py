@@ -48,7 +48,9 @@ def check_sharder_protocol(sharder: Any) -> None:
     if missing:
         raise ShardError(f"{type(sharder).__name__} is not a ModuleSharder: it lacks {', '.join(missing)}")
     if not (isinstance(sharder.module_type, type) and issubclass(sharder.module_type, nn.Module)):
-        raise ShardError(f"{type(sharder).__name__}.module_type must be a class of nn.Module; got {sharder.module_type}")
+        raise ShardError(
+            f"{type(sharder).__name__}.module_type must be a class of nn.Module; got {sharder.module_type}"
+        )
 
 
 def default_sharders() -> list[ModuleSharder]:

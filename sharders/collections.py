@@ -50,9 +50,7 @@ class EmbeddingBagCollectionSharder(_CollectionSharder):
         if type(module).forward is not self.module_type.forward:
             return {}
         configs = _configs(module, "embedding_bag_configs")
-        return {
-            t.parameter: table_info(t, True, c.init_fn) for t, c in zip(_bag_tables(module), configs, strict=True)
-        }
+        return {t.parameter: table_info(t, True, c.init_fn) for t, c in zip(_bag_tables(module), configs, strict=True)}
 
     def shard(
         self, module: nn.Module, plan: Mapping[str, ParameterSharding], env: ShardingEnv, device: torch.device
@@ -265,5 +263,3 @@ def _tables(module: Any) -> list[Table]:
         name = f"embeddings.{config.name}.weight"
         tables.append(make_table(module.get_parameter(name), name, config.feature_names))
     return tables
-
-

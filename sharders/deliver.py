@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 import torch.distributed as dist
@@ -43,7 +43,7 @@ def cut_pieces(sources: Sequence[Sequence[Piece]]) -> list[Piece]:
     return [
         (feature, a, b - a)
         for feature in sorted(cuts)
-        for a, b in zip(sorted(cuts[feature]), sorted(cuts[feature])[1:], strict=False)
+        for a, b in pairwise(sorted(cuts[feature]))
         if any(start <= a and b <= stop for start, stop in spans[feature])
     ]
 

@@ -110,13 +110,13 @@ class Engine:
     def pooled(self, parse: Callable[[], Batch]) -> torch.Tensor:
         """(B, sum of dims): results of all features side by side. `parse` may raise `Fault`."""
         call, parameters = self._start(parse)
-        result: torch.Tensor = _Pooled.apply(self.pooled_path, call, *parameters)
+        result: torch.Tensor = _Pooled.apply(self.pooled_path, call, *parameters)  # type: ignore[no-untyped-call]
         return result
 
     def rows(self, parse: Callable[[], Batch]) -> list[torch.Tensor]:
         """For each feature its ids' rows (N_f, dim). `parse` may raise `Fault`."""
         call, parameters = self._start(parse)
-        out: tuple[torch.Tensor, ...] = _Rows.apply(self.unpooled_path, call, *parameters)
+        out: tuple[torch.Tensor, ...] = _Rows.apply(self.unpooled_path, call, *parameters)  # type: ignore[no-untyped-call]
         return self.unpooled_path.split(call.batch, out)
 
     def _start(self, parse: Callable[[], Batch]) -> tuple[Call, list[torch.Tensor]]:
@@ -153,7 +153,7 @@ class _Pooled(torch.autograd.Function):
         return path.forward(call)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return None, None, *ctx.path.backward(ctx.call, grad)
 
@@ -167,7 +167,7 @@ class _Rows(torch.autograd.Function):
         return tuple(path.forward(call))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         return None, None, *ctx.path.backward(ctx.call, grads)
 

@@ -1,4 +1,4 @@
-"""Faults of a batch as a few integers, so that the rank that finds one can tell all the others in the first exchange."""
+"""Faults of a batch as a few integers, so that the rank that finds one can tell all others in the first exchange."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ class Fault(Exception):
         """In words."""
         value, expected = self.value, self.expected
         texts = {
-            Kind.ID_RANGE: f"feature {feature!r} has id {value}; its table has {expected} rows, ids must be 0..{expected - 1}",
+            Kind.ID_RANGE: f"feature {feature!r} has id {value}; its table has {expected} rows: "
+            f"ids must be 0..{expected - 1}",
             Kind.ID_DTYPE: f"ids must be int32 or int64; got {dtype_at(value)}",
             Kind.LENGTH_NEGATIVE: f"feature {feature!r} has a negative length {value}; lengths must be >= 0",
             Kind.LENGTH_SUM: f"lengths sum to {value}, but there are {expected} ids; the two must be equal",

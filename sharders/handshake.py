@@ -51,7 +51,9 @@ class Header:
 
     def manner(self) -> str:
         """How the module is called, in words."""
-        return f"{'trains' if self.is_training else 'does not train'} and has {'' if self.is_weighted else 'no '}weights"
+        return (
+            f"{'trains' if self.is_training else 'does not train'} and has {'' if self.is_weighted else 'no '}weights"
+        )
 
 
 class Handshake:

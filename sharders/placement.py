@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -134,7 +135,7 @@ class Placement:
     def _place(self, index: int, features: list[Feature]) -> None:
         shards = sorted(self.shards[index], key=lambda s: s.offsets)
         cuts = sorted({cut for s in shards for cut in (s.offsets[0], s.offsets[0] + s.sizes[0])})
-        blocks = list(zip(cuts, cuts[1:], strict=False))
+        blocks = list(pairwise(cuts))
         first: dict[tuple[int, int], int] = {}
         for feature in features:
             for block, (start, stop) in enumerate(blocks):

@@ -89,7 +89,12 @@ class ShardedEmbeddingBag(TableModule):
     """
 
     def __init__(
-        self, original: Any, plan: Mapping[str, ParameterSharding], env: ShardingEnv, device: torch.device, **options: Any
+        self,
+        original: Any,
+        plan: Mapping[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device,
+        **options: Any,
     ) -> None:
         super().__init__(original, [_bag_table(original)], plan, env, device, **options)
         self.num_embeddings, self.embedding_dim = original.num_embeddings, original.embedding_dim
@@ -164,7 +169,12 @@ class ShardedEmbedding(TableModule):
     """
 
     def __init__(
-        self, original: Any, plan: Mapping[str, ParameterSharding], env: ShardingEnv, device: torch.device, **options: Any
+        self,
+        original: Any,
+        plan: Mapping[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device,
+        **options: Any,
     ) -> None:
         super().__init__(original, [_embedding_table(original)], plan, env, device, unpooled=True, **options)
         self.num_embeddings, self.embedding_dim = original.num_embeddings, original.embedding_dim

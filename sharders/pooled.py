@@ -125,7 +125,7 @@ class PooledPath:
         size = [call.batch_sizes[i] for i in peers.by_table_rank]
         if peers.outer_size == 1:
             return size
-        host, inner = divmod(peers.table_rank, peers.inner_size)
+        inner = peers.table_rank % peers.inner_size
         if stage == 0:
             return [
                 sum(size[h * peers.inner_size + i] for h in range(peers.outer_size)) for i in range(peers.inner_size)

@@ -163,7 +163,9 @@ class Router:
         sent.payload = torch.cat(parts) if parts else values[:0]
         return sent
 
-    def receive(self, payload: torch.Tensor, words: Sequence[int], batch_sizes: Sequence[int], slots: int, weighted: bool) -> Received:
+    def receive(
+        self, payload: torch.Tensor, words: Sequence[int], batch_sizes: Sequence[int], slots: int, weighted: bool
+    ) -> Received:
         """Cut the payloads of all sources, which had these words and batch sizes, for this rank's `slots`."""
         lengths, ids, weights = [], [], []
         for part, batch_size in zip(payload.split(list(words)), batch_sizes, strict=True):
@@ -181,7 +183,12 @@ class Router:
     def _bits(self, weights: torch.Tensor | None) -> torch.Tensor | None:
         if weights is None:
             return None
-        return weights.detach().to(torch.float64 if self.word == torch.int64 else torch.float32).contiguous().view(self.word)
+        return (
+            weights.detach()
+            .to(torch.float64 if self.word == torch.int64 else torch.float32)
+            .contiguous()
+            .view(self.word)
+        )
 
     def _compile(self, num_keys: int, key_of: tuple[int, ...]) -> _Compiled:
         rows: list[int] = []
@@ -192,7 +199,11 @@ class Router:
             for slot in self.placement.slots[table_rank]:
                 is_split = slot.feature in self._in_split
                 block = self.placement.segments[slot.segment].block
-                index = block * len(self.split_features) + self._in_split[slot.feature] if is_split else key_of[slot.feature]
+                index = (
+                    block * len(self.split_features) + self._in_split[slot.feature]
+                    if is_split
+                    else key_of[slot.feature]
+                )
                 rows.append(num_keys + index if is_split else index)
                 sources.append((is_split, index))
                 if runs and runs[-1][0] == is_split and runs[-1][2] + 1 == index:
@@ -244,7 +255,12 @@ class Router:
         return starts
 
     def _spans(
-        self, sources: list[tuple[bool, int]], batch: Batch, split: _Split | None, out_starts: list[int], destination: int
+        self,
+        sources: list[tuple[bool, int]],
+        batch: Batch,
+        split: _Split | None,
+        out_starts: list[int],
+        destination: int,
     ) -> list[Span]:
         spans = []
         slots = self.placement.slots[self.destinations[destination]]
@@ -298,7 +314,7 @@ def take(values: torch.Tensor, keys: Sequence[int], key_starts: Sequence[int]) -
 
 @dataclass
 class Call:
-    """What one forward keeps for its backward: the batch, what it sent, and what all ranks of the exchange sent here."""
+    """What one forward keeps for its backward: the batch, what it sent, and what all ranks sent here."""
 
     batch: Batch
     sent: Sent

@@ -141,19 +141,22 @@ class TableStore:
         where = {index: i for i, index in enumerate(tables)}
         if is_local:
             features = [f.index for f in placement.local_features if f.table in where]
-            picked = [(where[placement.features[f].table], 0, 0, None) for f in features]
+            picked = [
+                (where[t], 0, 0, placement.tables[t].rows) for t in (placement.features[f].table for f in features)
+            ]
             slots = range(0)
         else:
             features = []
             mine = [i for i, s in enumerate(placement.slots[self.rank]) if s.table in where]
             slots = range(mine[0], mine[-1] + 1) if mine else range(0)
             assert len(slots) == len(mine), "slots of one bank must be one run"
-            picked = [(where[s.table], s.chunk, s.first_row, s.rows) for s in (placement.slots[self.rank][i] for i in mine)]
-        kernel_slots = [
-            kernels.Slot(bank.chunks[t][c], row, bank.chunks[t][c].rows if rows is None else rows)
-            for t, c, row, rows in picked
-        ]
-        return Holding(bank, kernels.compile_lookup(bank, kernel_slots), tables, slots, features, is_local, first.trainable)
+            picked = [
+                (where[s.table], s.chunk, s.first_row, s.rows) for s in (placement.slots[self.rank][i] for i in mine)
+            ]
+        kernel_slots = [kernels.Slot(bank.chunks[t][c], row, rows) for t, c, row, rows in picked]
+        return Holding(
+            bank, kernels.compile_lookup(bank, kernel_slots), tables, slots, features, is_local, first.trainable
+        )
 
     def _offsets(self, index: int) -> list[tuple[int, int]]:
         if self.placement.is_local[index]:

@@ -9,8 +9,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from dmp import ChunkedTensor, FusedParameter, Layout, ParameterInfo, ParameterSharding, ShardingEnv, column_wise
-from dmp import data_parallel, grid, row_wise, table_row_wise, table_wise
+from dmp import (
+    ChunkedTensor,
+    FusedParameter,
+    Layout,
+    ParameterInfo,
+    ParameterSharding,
+    ShardingEnv,
+    column_wise,
+    data_parallel,
+    grid,
+    row_wise,
+    table_row_wise,
+    table_wise,
+)
 from sharders.engine import Engine
 from sharders.optimizers import optimizer_of
 from sharders.placement import Table

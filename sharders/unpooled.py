@@ -26,7 +26,13 @@ class UnpooledPath:
     """
 
     def __init__(
-        self, env: ShardingEnv, peers: Peers, store: TableStore, copies: Copies, dtype: torch.dtype, device: torch.device
+        self,
+        env: ShardingEnv,
+        peers: Peers,
+        store: TableStore,
+        copies: Copies,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.peers, self.store, self.copies, self.dtype, self.device = peers, store, copies, dtype, device
         self.factor = 1.0 / env.data_size
@@ -148,9 +154,7 @@ class UnpooledPath:
 
     def _sizes(self, counts: list[list[int]]) -> list[list[int]]:
         """Elements of each source's rows, by group."""
-        return [
-            [sum(of[slots.start : slots.stop]) * width for _, slots, width in self.groups] for of in counts
-        ]
+        return [[sum(of[slots.start : slots.stop]) * width for _, slots, width in self.groups] for of in counts]
 
     def _num_rows(self, batch: Batch) -> dict[int, int]:
         rows = dict.fromkeys(self.distinct_dims, 0)
@@ -166,9 +170,7 @@ class UnpooledPath:
             for slot, ids, patch in self._local_patches(batch, h)
         ]
 
-    def _local_gradients(
-        self, batch: Batch, grads: dict[int, torch.Tensor]
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _local_gradients(self, batch: Batch, grads: dict[int, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(flat gradient, touched rows) of each trainable local holding, from this rank's own ids."""
         result = []
         for h in trainable_local(self.store):

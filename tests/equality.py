@@ -11,6 +11,7 @@ import random
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -313,7 +314,7 @@ def _compare(value: torch.Tensor, want: torch.Tensor, name: str) -> None:
         return
     for chunk, offset in zip(value.chunks, value.offsets, strict=True):
         part = want[tuple(slice(o, o + n) for o, n in zip(offset, chunk.shape, strict=True))]
-        torch.testing.assert_close(chunk, part, atol=1e-5, rtol=1e-5, msg=lambda m: f"{name} at {offset}: {m}")
+        torch.testing.assert_close(chunk, part, atol=1e-5, rtol=1e-5, msg=partial("{} at {}: {}".format, name, offset))
 
 
 def check_case(kind: str, layouts: Layouts, optimizer: str | None, env: ShardingEnv, steps: int = 3) -> None:
@@ -369,7 +370,10 @@ def run_random(mesh_name: str, kind: str, seeds: range) -> list[str]:
         optimizer = OPTIMIZERS[seed % len(OPTIMIZERS)]
         try:
             check_case(
-                kind, lambda i, s, e, seed=seed: rectangles(random_rectangles(s, e.table_size, 97 * seed + i)), optimizer, env
+                kind,
+                lambda i, s, e, seed=seed: rectangles(random_rectangles(s, e.table_size, 97 * seed + i)),
+                optimizer,
+                env,
             )
         except AssertionError as error:
             failed.append(f"seed {seed} {optimizer}: {str(error)[:400]}")

@@ -13,16 +13,17 @@ _BIG = {name for name, (shape, _) in MESHES.items() if math.prod(shape) > 4}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "mesh", [pytest.param(m, marks=[pytest.mark.slow] if m in _BIG else []) for m in MESHES]
-)
+@pytest.mark.parametrize("mesh", [pytest.param(m, marks=[pytest.mark.slow] if m in _BIG else []) for m in MESHES])
 def test_equals_unsharded(mesh: str, kind: str) -> None:
     world = max(1, math.prod(MESHES[mesh][0]))
     failed = run_ranks(world, run_matrix, mesh, kind, timeout=300)
     assert not any(failed), "\n".join(sorted({line for of_rank in failed for line in of_rank}))
 
 
-@pytest.mark.parametrize(("mesh", "kind"), [("dp2", "ebc"), ("dp4", "ebc_weighted"), ("dp4", "ec"), ("host2xlocal2", "ebc"), ("replicate2xshard2", "ebc")])
+@pytest.mark.parametrize(
+    ("mesh", "kind"),
+    [("dp2", "ebc"), ("dp4", "ebc_weighted"), ("dp4", "ec"), ("host2xlocal2", "ebc"), ("replicate2xshard2", "ebc")],
+)
 def test_random_rectangles(mesh: str, kind: str) -> None:
     world = math.prod(MESHES[mesh][0])
     failed = run_ranks(world, run_random, mesh, kind, range(50 if mesh == "dp4" else 10), timeout=300)

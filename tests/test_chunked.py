@@ -1,0 +1,124 @@
+"""`ChunkedTensor`: what it is made of, what torch may do with it, and torch's distributed checkpoint of it."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from dmp import ChunkedTensor, ShardError
+from dmp import chunked as module
+from dmp.chunked import copy_overlap, overlap_numel
+
+WHOLE = torch.arange(48.0).view(6, 8)
+
+
+def cut(*boxes: tuple[int, int, int, int], whole: torch.Tensor = WHOLE) -> ChunkedTensor:
+    """Pieces of `whole`: (row, column, rows, columns) each, copied."""
+    chunks = [whole[r : r + n, c : c + w].clone() for r, c, n, w in boxes]
+    return ChunkedTensor(whole.shape, chunks, [(r, c) for r, c, _, _ in boxes])
+
+
+def test_looks_like_the_whole() -> None:
+    t = cut((0, 0, 3, 8), (3, 4, 3, 4))
+    assert t.shape == (6, 8) and t.dtype == torch.float32 and t.device.type == "cpu" and t.dim() == 2
+    assert [tuple(c.shape) for c in t.chunks] == [(3, 8), (3, 4)] and t.offsets == [(0, 0), (3, 4)]
+    assert repr(t) == "ChunkedTensor(size=(6, 8), dtype=torch.float32, chunks=[(0, 0)+(3, 8), (3, 4)+(3, 4)])"
+
+
+def test_without_chunks() -> None:
+    t = ChunkedTensor((6, 8), [], [], torch.bfloat16, "meta")
+    assert t.shape == (6, 8) and t.dtype == torch.bfloat16 and t.device.type == "meta" and list(t.pieces()) == []
+
+
+@pytest.mark.parametrize(
+    ("chunks", "offsets", "message"),
+    [
+        ([torch.zeros(3, 8)], [(4, 0)], "is not inside"),
+        ([torch.zeros(3, 8)], [(-1, 0)], "is not inside"),
+        ([torch.zeros(3)], [(0,)], "is not inside"),
+        ([torch.zeros(3, 8)], [], "one offset for each"),
+        ([torch.zeros(1, 8), torch.zeros(1, 8).double()], [(0, 0), (1, 0)], "several dtypes"),
+    ],
+)
+def test_bad_chunks(chunks: list[torch.Tensor], offsets: Sequence[Sequence[int]], message: str) -> None:
+    with pytest.raises(ShardError, match=message):
+        ChunkedTensor((6, 8), chunks, offsets)
+
+
+def test_fill_from_a_whole_tensor_and_from_pieces() -> None:
+    t = cut((0, 0, 3, 8), (3, 4, 3, 4), whole=torch.zeros(6, 8))
+    t.fill_from(WHOLE)
+    assert torch.equal(t.chunks[1], WHOLE[3:, 4:])
+    columns = cut((0, 0, 6, 3), (0, 3, 6, 5), whole=-WHOLE)
+    t.copy_(columns)
+    assert torch.equal(t.chunks[0], -WHOLE[:3])
+
+
+def test_fill_is_refused() -> None:
+    t = cut((0, 0, 3, 8))
+    with pytest.raises(ShardError, match="expected size"):
+        t.fill_from(torch.zeros(8, 6))
+    with pytest.raises(ShardError, match="come from another plan"):
+        t.fill_from(cut((0, 0, 3, 4)))
+    assert torch.equal(t.chunks[0], WHOLE[:3])
+
+
+def test_operations_of_a_state_dict() -> None:
+    t = cut((0, 0, 3, 8), (3, 4, 3, 4))
+    assert t.detach().chunks[0].data_ptr() == t.chunks[0].data_ptr()
+    for other in (t.clone(), copy.deepcopy(t), torch.zeros_like(t)):
+        assert isinstance(other, ChunkedTensor) and other.offsets == t.offsets
+        assert other.chunks[0].data_ptr() != t.chunks[0].data_ptr()
+    assert t.to(torch.float64).chunks[1].dtype == torch.float64
+    assert ChunkedTensor((6, 8), [], []).to(torch.float64).dtype == torch.float64
+    assert t.new_empty((2, 2)).shape == (2, 2)
+    with pytest.raises(NotImplementedError, match="full_state_dict"):
+        t + 1
+
+
+def test_pickle_keeps_pieces() -> None:
+    t = cut((0, 0, 3, 8), (3, 4, 3, 4))
+    back = pickle.loads(pickle.dumps(t))
+    assert back.offsets == t.offsets and all(torch.equal(a, b) for a, b in zip(back.chunks, t.chunks, strict=True))
+    buffer = io.BytesIO()
+    torch.save({"t": t}, buffer)
+    assert torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)["t"].shape == (6, 8)
+
+
+def test_pieces_are_small_and_cover(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PIECE_BYTES", 64)  # two rows of eight
+    t = cut((0, 0, 3, 8), (3, 4, 3, 4))
+    pieces = [(offset, tuple(piece.shape)) for offset, piece in t.pieces()]
+    assert pieces == [((0, 0), (2, 8)), ((2, 0), (1, 8)), ((3, 4), (3, 4))]
+    assert list(ChunkedTensor((), [torch.tensor(1.0)], [()]).pieces()) == [((), torch.tensor(1.0))]
+    assert list(ChunkedTensor((0, 4), [torch.zeros(0, 4)], [(0, 0)]).pieces()) == []
+
+
+def test_torch_checkpoint_reads_other_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    monkeypatch.setattr(module, "PIECE_BYTES", 64)
+    with pytest.warns(UserWarning, match="single process"):
+        save({"t": cut((0, 0, 3, 8), (3, 0, 3, 3), (3, 3, 3, 5))}, checkpoint_id=tmp_path)
+    columns = cut((0, 0, 6, 5), (2, 5, 4, 3), whole=torch.zeros(6, 8))
+    plain = torch.zeros(6, 8)
+    for target in (columns, plain):
+        with pytest.warns(UserWarning, match="single process"):
+            load({"t": target}, checkpoint_id=tmp_path)
+    assert torch.equal(plain, WHOLE)
+    assert torch.equal(columns.chunks[0], WHOLE[:, :5]) and torch.equal(columns.chunks[1], WHOLE[2:, 5:])
+
+
+def test_overlap() -> None:
+    assert overlap_numel((3, 3), (0, 0), (3, 3), (1, 2)) == 2
+    assert overlap_numel((3,), (0,), (3,), (3,)) == 0
+    target = torch.zeros(3, 3)
+    copy_overlap(target, (0, 0), torch.ones(3, 3), (1, 2))
+    assert target.sum() == 2 and target[1, 2] == 1 and target[2, 2] == 1
