@@ -1,0 +1,135 @@
+"""`ShardingPlanner`: from a module's parameters to a plan and a report. Pure but for `collective_plan`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+
+from torch import nn
+
+from dmp import Layout, ModuleSharder, ParameterSharding, PlanError, ShardingEnv, ShardingPlan, plan_parameters
+from planner.broadcast import from_first_rank
+from planner.constraints import Constraint, constraints_of
+from planner.cost import CostModel
+from planner.infeasible import plan_error
+from planner.offers import Offers
+from planner.problem import Infeasible
+from planner.report import PlanReport
+from planner.search import search
+from planner.summary import summarise
+from planner.topology import Topology
+
+Pinned = Mapping[str, ParameterSharding | Layout] | None
+
+
+class ShardingPlanner:
+    """Gives every parameter that a sharder takes one of the layouts that the sharder offers.
+
+    The same arguments give the same plan on every machine, unless the time budget cuts the search short, which the
+    report says.
+
+    Args:
+        topology: of the machine; by default `Topology.of(env)`.
+        constraints: parameter name, table name or pattern -> `Constraint`.
+        cost_model: what a choice costs.
+        batch_size: samples per data rank.
+        time_budget_s: wall time after which the search stops at the best plan so far.
+
+    Attributes:
+        report: `PlanReport` of the last plan, None before.
+
+    Example:
+        >>> planner = ShardingPlanner(batch_size=2048, constraints={"t1": Constraint(layouts=["row_wise"])})
+        >>> plan = planner.plan(module, sharders, ShardingEnv.abstract((8,), ("dp",)))
+    """
+
+    def __init__(
+        self,
+        topology: Topology | None = None,
+        constraints: Mapping[str, Constraint] | None = None,
+        cost_model: CostModel | None = None,
+        batch_size: int = 512,
+        time_budget_s: float = 10.0,
+    ) -> None:
+        if not batch_size > 0 or not time_budget_s > 0:
+            raise ValueError(f"batch_size and time_budget_s must be positive; got {batch_size=}, {time_budget_s=}")
+        self.topology = topology
+        self.constraints = dict(constraints or {})
+        self.cost_model = cost_model if cost_model is not None else CostModel()
+        self.batch_size = batch_size
+        self.time_budget_s = time_budget_s
+        self.report: PlanReport | None = None
+
+    def plan(
+        self, module: nn.Module, sharders: Iterable[ModuleSharder], env: ShardingEnv, pinned: Pinned = None
+    ) -> ShardingPlan:
+        """A plan for `module`, real or on meta, on a mesh that need not be here; communicates with nobody.
+
+        Args:
+            pinned: entries to keep as they are; their load and memory count.
+
+        Returns:
+            The plan of every parameter that a sharder takes, with its report as `plan.report`.
+
+        Raises:
+            PlanError: no plan fits (with `.table`, `.rank`, `.bytes_short`), or a constraint or pinned entry is wrong.
+        """
+        begin = time.monotonic()
+        sharders = list(sharders)
+        topology = self.topology if self.topology is not None else Topology.of(env)
+        parameters = plan_parameters(module, sharders)
+        constraints = constraints_of(self.constraints, parameters)
+        kept = _by_first_name(pinned, module, list(parameters))
+        offers = Offers.of(parameters, constraints, kept, self.cost_model, env, topology, self.batch_size)
+        problem = offers.problem(env, topology, self.cost_model)
+        try:
+            solution = search(problem, lambda: time.monotonic() - begin > self.time_budget_s)
+        except Infeasible as error:
+            raise plan_error(error, offers, problem, topology) from None
+        layouts = offers.layouts(solution.choices, env)
+        plan = ShardingPlan(layouts)
+        if kept:
+            plan.validate(module, env, sharders)
+        self.report = summarise(offers, layouts, problem, solution, time.monotonic() - begin)
+        plan.report = self.report
+        return plan
+
+    def collective_plan(
+        self, module: nn.Module, sharders: Iterable[ModuleSharder], env: ShardingEnv, pinned: Pinned = None
+    ) -> ShardingPlan:
+        """`plan` on rank 0 of the env, given to all its ranks; every rank must call it.
+
+        Raises:
+            PlanError: on every rank, what rank 0's planning raised; or a rank read another plan than rank 0 sent.
+        """
+        plan, self.report = from_first_rank(lambda: self._planned(module, sharders, env, pinned), env)
+        plan.report = self.report
+        return plan
+
+    def _planned(
+        self, module: nn.Module, sharders: Iterable[ModuleSharder], env: ShardingEnv, pinned: Pinned
+    ) -> tuple[ShardingPlan, PlanReport]:
+        plan = self.plan(module, sharders, env, pinned)
+        assert self.report is not None
+        return plan, self.report
+
+
+def _by_first_name(pinned: Pinned, module: nn.Module, names: list[str]) -> dict[str, Layout]:
+    """Pinned layouts under the names that the plan uses: a shared module's first."""
+    if pinned is None:
+        return {}
+    if not isinstance(pinned, Mapping):
+        raise PlanError(f"expected pinned to be a plan or a dict of name -> layout; got {type(pinned).__name__}")
+    known = dict(module.named_parameters(remove_duplicate=False))
+    first = {id(known[name]): name for name in reversed(names)}
+    kept: dict[str, Layout] = {}
+    for alias, entry in ShardingPlan(pinned).items():
+        name = alias if alias in names else first.get(id(known.get(alias)))
+        if name is None:
+            close = get_close_matches(alias, names, n=3, cutoff=0.5) or names[:5]
+            raise PlanError(f"pinned names {alias!r}, which no sharder takes; parameters to plan: {close}", table=alias)
+        if kept.get(name, entry.layout) != entry.layout:
+            raise PlanError(f"pinned gives {name!r} both {kept[name]} and {entry.layout}", table=name)
+        kept[name] = entry.layout
+    return kept
