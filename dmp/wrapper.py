@@ -392,16 +392,17 @@ def _fill_from_meta(site: Site, new: nn.Module, seed: int) -> None:
         return
     if not isinstance(new, ShardedModule):
         return
-    chunked = new.chunked_state()
+    chunked, local = new.chunked_state(), dict(new.named_parameters())
     rest: dict[str, ChunkedTensor] = {}
     for name in on_meta:
-        if name not in chunked:
-            raise ShardError(f"{type(new).__name__}.chunked_state() lacks {name!r}, which is on meta")
+        target = chunked.get(name)
+        if target is None:  # whole on every rank
+            target = ChunkedTensor(local[name].shape, [local[name].detach()], [(0,) * local[name].dim()])
         init_fn = site.infos[name].init_fn if name in site.infos else None
         if init_fn is not None:
-            fill_chunks(chunked[name], init_fn, join(site.path, name), seed)
+            fill_chunks(target, init_fn, join(site.path, name), seed)
         else:
-            rest[name] = chunked[name]
+            rest[name] = target
     if rest:
         fill_from_reset(rest, site.module, site.path, seed)
 

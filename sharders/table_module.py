@@ -61,6 +61,8 @@ class TableModule(nn.Module):
         self._engine = Engine(tables, layouts, env, device, **options)
         values = {i: original.get_parameter(t.parameter) for i, t in enumerate(tables)}
         self._engine.store.load_all({i: v for i, v in values.items() if not v.is_meta})
+        for fused in self._engine.store.fused_parameters():
+            _carry_state(original.get_parameter(fused.name), fused)
         for table, parameter in zip(tables, self._engine.store.parameters, strict=True):
             _place(self, table.parameter, parameter)
 
@@ -145,6 +147,22 @@ def make_table(
         optimizer=optimizer_of(parameter, name) if parameter.requires_grad else None,
         trainable=parameter.requires_grad,
     )
+
+
+def _carry_state(original: nn.Parameter, fused: FusedParameter) -> None:
+    """Take over what the original's in-backward optimizer has gathered, for one that has stepped before wrapping."""
+    optimizer = original._in_backward_optimizers[0]  # type: ignore[attr-defined]
+    given = getattr(optimizer, "state", {}).get(original, {})
+    for name, target in fused.state().items():
+        value = torch.as_tensor(given.get(name, target))
+        if value is target or value.is_meta:
+            continue
+        if value.shape != target.shape:  # row-wise: (rows, 1) to (rows,), or to one column for each column block
+            value = value.view(-1) if target.dim() == 1 else value.expand(target.shape)
+        if isinstance(target, ChunkedTensor):
+            target.fill_from(value)
+        else:
+            target.copy_(value)
 
 
 def _place(root: nn.Module, name: str, parameter: nn.Parameter) -> None:

@@ -39,6 +39,14 @@ PUBLIC = {
         "row_wise",
         "table_row_wise",
         "table_wise",
+        # state
+        "clip_grad_norm_",
+        "full_optimizer_state_dict",
+        "full_state_dict",
+        "load_checkpoint",
+        "save_checkpoint",
+        "to_unsharded",
+        "verify",
         # contracts of sharders
         "ChunkedTensor",
         "DataParallelWrapper",
@@ -63,9 +71,7 @@ PUBLIC = {
         "EmbeddingSharder",
         "default_sharders",
     },
-    "planner": {
-        "ShardingPlanner",
-    },
+    "planner": {"Constraint", "CostModel", "PlanReport", "ShardingPlanner", "Topology"},
 }
 
 # What a user of `dmp` alone need not have, or need not wait for.
