@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise
 import torch
 import torch.distributed as dist
 
-from sharders.exchange import RiderExchange, all_to_all
+from sharders.exchange import GradientExchange, Transfer
 
 Piece = tuple[int, int, int]  # feature, first column, width
 
@@ -90,6 +90,8 @@ def _append(runs: list[Run], run: Run) -> None:
 class Stage:
     """One exchange of an output dist, forward and backward.
 
+    Rows are grouped by destination: the others' in rank order, then this rank's own, which do not travel.
+
     Args:
         group: ranks that take part; None for this process alone.
         me: this rank's index in the group.
@@ -104,45 +106,54 @@ class Stage:
         self.size = len(sources) - 1
         self.widths = [sum(p[2] for p in pieces) for pieces in sources]
         self.width = sum(p[2] for p in target)
-        self.runs = compile_runs(sources, target)
+        # What is here is placed first, while the others' rows travel.
+        order = [me, self.size, *(i for i in range(self.size) if i != me)]
+        runs = compile_runs([sources[i] for i in order], target)
+        self.runs = [Run(order[r.source], r.source_column, r.column, r.width, r.add) for r in runs]
 
     def forward(self, send: torch.Tensor, rows: Sequence[int], local: torch.Tensor | None) -> torch.Tensor:
         """Exchange lookups.
 
         Args:
-            send: (sum of rows, own width), rows grouped by destination.
+            send: (sum of rows, own width).
             rows: of each destination.
             local: (rows[me], local width), or None.
 
         Returns:
             (rows[me], width).
         """
-        mine = rows[self.me]
-        received = all_to_all(
-            send.reshape(-1),
-            [n * self.widths[self.me] for n in rows],
+        mine, own = rows[self.me], self.widths[self.me]
+        others = send.shape[0] - mine
+        transfer = Transfer(
+            send[:others].reshape(-1),
+            [n * own for n in rows],
             [mine * w for w in self.widths[: self.size]],
+            self.me,
             self.group,
         )
-        blocks: list[torch.Tensor | None] = [
-            part.view(mine, width)
-            for part, width in zip(
-                received.split([mine * w for w in self.widths[: self.size]]), self.widths, strict=False
-            )
-        ]
-        blocks.append(local)
+        blocks: list[torch.Tensor] | None = None
         out: torch.Tensor | None = None
         for run in self.runs:
-            block = blocks[run.source]
-            assert block is not None
+            if run.source == self.me:
+                block = send[others:]
+            elif run.source == self.size:
+                assert local is not None
+                block = local
+            else:
+                if blocks is None:
+                    came = zip(transfer.wait(), self.widths, strict=False)
+                    blocks = [part.view(mine if part.numel() else 0, w) for part, w in came]
+                block = blocks[run.source]
             if out is None and run.width == self.width == block.shape[1]:
-                out = block  # one source covers every column: sum into what came
+                out = block  # one source covers every column: the others are added to it
                 continue
             if out is None:
                 out = send.new_empty(mine, self.width)
             source = block[:, run.source_column : run.source_column + run.width]
             target = out[:, run.column : run.column + run.width]
             target.add_(source) if run.add else target.copy_(source)
+        if blocks is None:
+            transfer.wait()
         return send.new_zeros(mine, self.width) if out is None else out
 
     def backward(
@@ -161,16 +172,20 @@ class Stage:
         """
         mine, widths = rows[self.me], self.widths[: self.size]
         own = widths[self.me]
-        exchange = RiderExchange(rider, self.me, [mine * w for w in widths], [n * own for n in rows])
-        parts = exchange.parts(grad)
-        blocks = [part.view(mine, w) for part, w in zip(parts, widths, strict=True)]
+        exchange = GradientExchange(rider, self.me, [mine * w for w in widths], [n * own for n in rows], grad)
+        blocks = [part.view(mine, w) for part, w in zip(exchange.parts, widths, strict=True)]
+        self._pack(grad, scale, blocks, is_own=False)
+        exchange.start(self.group)
+        self._pack(grad, scale, blocks, is_own=True)
+        flat, total = exchange.finish()
+        return flat.view(sum(rows), own), total
+
+    def _pack(self, grad: torch.Tensor, scale: float, blocks: list[torch.Tensor], is_own: bool) -> None:
+        """Columns of `grad` into this rank's own block, or into the others'; a local lookup reads `grad` itself."""
         for run in self.runs:
-            if run.source == self.size:
-                continue  # the local block's lookup takes its gradient from `grad` itself
-            torch.mul(
-                grad[:, run.column : run.column + run.width],
-                scale,
-                out=blocks[run.source][:, run.source_column : run.source_column + run.width],
-            )
-        received, total = exchange.run(self.group)
-        return received.view(sum(rows), own), total
+            if run.source != self.size and (run.source == self.me) == is_own:
+                torch.mul(
+                    grad[:, run.column : run.column + run.width],
+                    scale,
+                    out=blocks[run.source][:, run.source_column : run.source_column + run.width],
+                )

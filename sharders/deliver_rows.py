@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from sharders.exchange import RiderExchange, all_to_all
+from sharders.exchange import GradientExchange, Transfer
 from sharders.placement import Placement, Slot
 from sharders.route import Sent, Span
 
@@ -35,10 +35,11 @@ class RowDelivery:
         placement: all slots of all ranks.
         group: the table ranks.
         sources: for each rank of `group` its index among the destinations of `Sent`.
+        me: this rank's index in `group`.
     """
 
-    def __init__(self, placement: Placement, group: dist.ProcessGroup | None, sources: Sequence[int]) -> None:
-        self.placement, self.group, self.sources = placement, group, list(sources)
+    def __init__(self, placement: Placement, group: dist.ProcessGroup | None, sources: Sequence[int], me: int) -> None:
+        self.placement, self.group, self.sources, self.me = placement, group, list(sources), me
 
     def patches(self, sent: Sent) -> list[list[Patch]]:
         """For each table rank, in the order its rows come back, where they go."""
@@ -58,24 +59,24 @@ class RowDelivery:
         """Exchange lookups.
 
         Args:
-            send: flat rows for every destination; send_sizes: elements for each.
+            send: flat rows for the others in rank order, then for this rank itself, which do not travel.
+            send_sizes: elements for each rank.
             num_rows: rows of each dim's result.
-            local: rows looked up here, and where they go.
+            local: rows of data-parallel tables, and where they go.
 
         Returns:
             dim -> (num_rows[dim], dim).
         """
-        sizes = [sum(p.count * p.width for p in of_owner) for of_owner in patches]
-        received = all_to_all(send, send_sizes, sizes, self.group)
+        others = send.numel() - send_sizes[self.me]
+        sizes = _sizes(patches)
+        transfer = Transfer(send[:others], send_sizes, sizes, self.me, self.group)
         out: dict[int, torch.Tensor] = {}
-        at = 0
-        flat = [p for of_owner in patches for p in of_owner]
-        for patch in flat:
-            rows = received[at : at + patch.count * patch.width].view(patch.count, patch.width)
-            at += patch.count * patch.width
-            self._place(out, patch, rows, num_rows)
+        self._place_all(out, patches[self.me], send[others:], num_rows)
         for patch, rows in local:
             self._place(out, patch, rows, num_rows)
+        for i, came in enumerate(transfer.wait()):
+            if i != self.me:
+                self._place_all(out, patches[i], came, num_rows)
         for dim, n in num_rows.items():
             if dim not in out:
                 out[dim] = send.new_zeros(n, dim)
@@ -88,28 +89,23 @@ class RowDelivery:
         patches: list[list[Patch]],
         scale: float,
         rider: torch.Tensor | None,
-        me: int,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Exchange gradients the other way.
 
         Args:
             grads: dim -> (rows, dim).
             rider: (n,) values to sum over the group in the same exchange, or None.
-            me: this rank's index in the group.
 
         Returns:
             Flat gradients of the rows that this rank sent, in that order; the summed rider.
         """
-        sizes = [sum(p.count * p.width for p in of_owner) for of_owner in patches]
-        exchange = RiderExchange(rider, me, sizes, send_sizes)
-        for part, of_owner in zip(exchange.parts(next(iter(grads.values()))), patches, strict=True):
-            at = 0
-            for patch in of_owner:
-                target = part[at : at + patch.count * patch.width].view(patch.count, patch.width)
-                source = grads[patch.dim][patch.where, patch.column : patch.column + patch.width]
-                torch.mul(source, scale, out=target)
-                at += patch.count * patch.width
-        return exchange.run(self.group)
+        exchange = GradientExchange(rider, self.me, _sizes(patches), send_sizes, next(iter(grads.values())))
+        for i, part in enumerate(exchange.parts):
+            if i != self.me:
+                self._pack(part, patches[i], grads, scale)
+        exchange.start(self.group)
+        self._pack(exchange.own, patches[self.me], grads, scale)
+        return exchange.finish()
 
     def _of_owner(self, slots: Sequence[Slot], spans: Sequence[Span], positions: torch.Tensor | None) -> list[Patch]:
         patches: list[Patch] = []
@@ -128,6 +124,24 @@ class RowDelivery:
         return patches
 
     @staticmethod
+    def _pack(part: torch.Tensor, patches: list[Patch], grads: dict[int, torch.Tensor], scale: float) -> None:
+        at = 0
+        for patch in patches:
+            target = part[at : at + patch.count * patch.width].view(patch.count, patch.width)
+            source = grads[patch.dim][patch.where, patch.column : patch.column + patch.width]
+            torch.mul(source, scale, out=target)
+            at += patch.count * patch.width
+
+    def _place_all(
+        self, out: dict[int, torch.Tensor], patches: list[Patch], flat: torch.Tensor, num_rows: dict[int, int]
+    ) -> None:
+        at = 0
+        for patch in patches:
+            rows = flat[at : at + patch.count * patch.width].view(patch.count, patch.width)
+            at += patch.count * patch.width
+            self._place(out, patch, rows, num_rows)
+
+    @staticmethod
     def _place(out: dict[int, torch.Tensor], patch: Patch, rows: torch.Tensor, num_rows: dict[int, int]) -> None:
         total = num_rows[patch.dim]
         is_slice = isinstance(patch.where, slice)
@@ -141,3 +155,8 @@ class RowDelivery:
             target[patch.where].copy_(rows)
         else:
             target.index_copy_(0, patch.where, rows)
+
+
+def _sizes(patches: list[list[Patch]]) -> list[int]:
+    """Elements that come from each owner."""
+    return [sum(p.count * p.width for p in of_owner) for of_owner in patches]

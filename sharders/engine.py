@@ -59,7 +59,7 @@ class Engine:
         self.env, self.tables, self.unpooled, self.validate = env, list(tables), unpooled, validate
         self.sync_interval = sync_interval
         self.placement = Placement(tables, layouts, env, unpooled)
-        self.peers = find_peers(env, sync_interval == 1)
+        self.peers = find_peers(env, sync_interval == 1, by_stages=not unpooled)
         self.store = TableStore(self.placement, env.table_rank, device)
         self.handshake = Handshake(
             repr([(t, str(lay)) for t, lay in zip(tables, layouts, strict=True)]),

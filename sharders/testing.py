@@ -4,15 +4,19 @@ Terms. The *plain* module is the unsharded one, the oracle. A *case* is one plan
 of problems in words; `check_x` is named `x` in the error. A *piece* is (offset, values) of a tensor on this rank.
 
 Every rank runs every check, and after each one the ranks tell each other what they found, so that all raise the same
-error. A sharder that raises on one rank alone, before an exchange, leaves the others in it: they are released by the
-process group's timeout.
+error. They do so in a group of their own: a sharder that raises on one rank alone, before an exchange, leaves the
+others in it until the process group's timeout, and then what that one rank raised is the error. Checks that need no
+exchange come first, for all plans.
 """
 
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -26,6 +30,7 @@ from dmp import (
     ModuleSharder,
     ParameterInfo,
     ParameterSharding,
+    Shard,
     ShardedModule,
     ShardError,
     ShardingEnv,
@@ -37,6 +42,8 @@ _STEPS = 3
 _LR = 0.1
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _SHOWN = 3
+_PATIENCE = timedelta(hours=2)
+_TOGETHER_S = 5.0
 _Pieces = list[tuple[tuple[int, ...], torch.Tensor]]
 _Plan = dict[str, Layout]
 
@@ -116,41 +123,58 @@ def check_sharder(
         world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         env = ShardingEnv.single() if world is None else ShardingEnv.from_process_group(world)
     subject = _Subject(sharder, make_module, make_batch, env)
+    group = _group_of_verdicts(env)
     for check in _ONCE:
-        _run(check, subject, _Case())
+        _run(check, subject, _Case(), group)
     plans = list(_plans(subject))
-    for i, plan in enumerate(plans):
-        case = _Case(plan, plans[(i + 1) % len(plans)])
-        for check in _PER_PLAN:
-            _run(check, subject, case)
+    cases = [_Case(plan, plans[(i + 1) % len(plans)]) for i, plan in enumerate(plans)]
+    for checks in (_LOCAL, _PER_PLAN):
+        for case in cases:
+            for check in checks:
+                _run(check, subject, case, group)
     for check in _LAST:
-        _run(check, subject, _Case(plans[0], plans[-1]))
+        _run(check, subject, cases[0], group)
 
 
-def _run(check: _Check, subject: _Subject, case: _Case) -> None:
-    """Run a check on every rank, and raise on every rank what any of them found."""
+def _group_of_verdicts(env: ShardingEnv) -> dist.ProcessGroup | None:
+    """A group of the same ranks that waits longer than theirs does; None for one rank."""
+    group = env.group()
+    return None if group is None or env.size == 1 else _patient(group)
+
+
+@lru_cache(maxsize=64)
+def _patient(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Made once: a second group of the same ranks would meet at the first one's address."""
+    ranks = dist.get_process_group_ranks(group)
+    made: dist.ProcessGroup = dist.new_group(ranks, _PATIENCE, backend="gloo", use_local_synchronization=True)
+    return made
+
+
+def _run(check: _Check, subject: _Subject, case: _Case, group: dist.ProcessGroup | None) -> None:
+    """Run a check on every rank, and raise on every rank what the first of them found."""
     cause: Exception | None = None
-    problems: list[str] = []
     try:
         with torch.random.fork_rng(devices=[]):
             problems = list(check(subject, case))
     except Exception as error:
-        cause = error
-        problems = [f"raised {type(error).__name__}: {error}"]
-    found: list[list[str]] = [problems]
-    if subject.env.size > 1:
-        found = [[]] * subject.env.size
-        dist.all_gather_object(found, problems, group=subject.env.group())
-    for rank, texts in enumerate(found):
-        if texts:
-            name = check.__name__.removeprefix("check_")
-            shown = "; ".join(texts[:_SHOWN]) + (f"; and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else "")
-            raised = SharderCheckError(
-                f"{type(subject.sharder).__name__} fails check {name!r}{case} on rank {rank} of {len(found)}: {shown}. "
-                f"{(check.__doc__ or '').splitlines()[0]}"
-            )
-            raised.check = name
-            raise raised from cause
+        cause, problems = error, [f"raised {type(error).__name__}: {error}"]
+    found = [(problems, time.time())]
+    if group is not None:
+        found = [([], 0.0)] * subject.env.size
+        dist.all_gather_object(found, (problems, time.time()), group=group)
+    failed = [(at, rank) for rank, (texts, at) in enumerate(found) if texts]
+    if not failed:
+        return
+    rank = next(rank for at, rank in failed if at < min(failed)[0] + _TOGETHER_S)  # the others only waited for it
+    texts = found[rank][0]
+    shown = "; ".join(texts[:_SHOWN]) + (f"; and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else "")
+    name = check.__name__.removeprefix("check_")
+    raised = SharderCheckError(
+        f"{type(subject.sharder).__name__} fails check {name!r}{case} on rank {rank} of {len(found)}: {shown}. "
+        f"{(check.__doc__ or '').splitlines()[0]}"
+    )
+    raised.check = name
+    raise raised from cause
 
 
 # ---- what a sharder says; the first line of a docstring ends the error, and says what to do ----
@@ -266,41 +290,31 @@ def check_names(subject: _Subject, case: _Case) -> Iterator[str]:
                         yield f"expected {what} {want} of {name!r}; got {have}"
                 if got[name].device.type != subject.env.device_type:
                     yield f"expected {name!r} on {subject.env.device}; got {got[name].device}"
-    state, plain = subject.wrap(case.plan).state_dict(), subject.make_module().state_dict()
-    if list(state) != list(plain):
-        yield f"expected the state dict's keys {list(plain)}; got {list(state)}"
-
-
-def check_values(subject: _Subject, case: _Case) -> Iterator[str]:
-    """Values that the module has before it is sharded are kept."""
-    yield from _compare_state(subject.wrap(case.plan), subject.make_module(), "")
 
 
 def check_pieces(subject: _Subject, case: _Case) -> Iterator[str]:
     """`chunked_state` gives, as views of the local parameter, exactly the plan's rectangles of this rank."""
-    model = subject.wrap(case.plan)
-    state, local = model.state_dict(), dict(model.named_parameters())
-    for name, layout in case.plan.items():
-        value, parameter = state[name], local[name]
-        expected = torch.zeros(tuple(value.shape), dtype=torch.int64)
-        held = torch.zeros_like(expected)
-        for s in layout.shards(tuple(value.shape), subject.env):
-            if s.rank == subject.env.table_rank:
-                _part(expected, s.offsets, s.sizes).add_(1)
-        for offset, piece in _pieces(value):
-            _part(held, offset, piece.shape).add_(1)
-            is_view = piece.untyped_storage().data_ptr() == _local(parameter).untyped_storage().data_ptr()
-            if piece.numel() and not is_view:
-                yield f"the piece of {name!r} at {offset} is not a view of the local parameter, but a copy"
-        if not torch.equal(held, expected):
-            wrong = (held != expected).nonzero()
-            at = tuple(wrong[0].tolist())
-            yield (
-                f"{name!r}: {len(wrong)} of {held.numel()} elements are not held as planned; the first is {at}, "
-                f"expected {int(expected[at])} times on this rank, got {int(held[at])}"
-            )
-        if isinstance(value, ChunkedTensor) and not isinstance(_holder(model, name, subject), ShardedModule):
-            yield f"{name!r} is a ChunkedTensor of a module without chunked_state"
+    for _, site, entries in _planned_sites(subject, case):
+        shapes = {name: tuple(p.shape) for name, p in site.named_parameters()}
+        new = subject.sharder.shard(site, entries, subject.env, subject.env.device)
+        local = dict(new.named_parameters())
+        state = {**local, **(new.chunked_state() if isinstance(new, ShardedModule) else {})}
+        for name, entry in entries.items():
+            shards = entry.layout.shards(shapes[name], subject.env)
+            mine = [s for s in shards if s.rank == subject.env.table_rank]
+            yield from _compare_places(name, state[name], shapes[name], mine)
+            for offset, piece in _pieces(state[name]):
+                storage = _local(local[name]).untyped_storage()
+                if piece.numel() and piece.untyped_storage().data_ptr() != storage.data_ptr():
+                    yield f"the piece of {name!r} at {offset} is not a view of the local parameter, but a copy"
+
+
+def check_values(subject: _Subject, case: _Case) -> Iterator[str]:
+    """Values that the module has before it is sharded are kept, and so are the names and the order of its state."""
+    state, plain = subject.wrap(case.plan).state_dict(), subject.make_module().state_dict()
+    if list(state) != list(plain):
+        yield f"expected the state dict's keys {list(plain)}; got {list(state)}"
+    yield from _compare_state(subject.wrap(case.plan), subject.make_module(), "")
 
 
 def check_forward(subject: _Subject, case: _Case) -> Iterator[str]:
@@ -375,7 +389,7 @@ def check_round_trip(subject: _Subject, case: _Case) -> Iterator[str]:
 
 
 def check_deepcopy(subject: _Subject, case: _Case) -> Iterator[str]:
-    """A deep copy shares no storage with its original, and runs on its own: views must be made anew in `__deepcopy__`."""
+    """A deep copy shares no storage with its original and runs on its own: make views anew in `__deepcopy__`."""
     model, plain, moved = subject.wrap(case.plan), subject.make_module(), _moved(subject.make_module())
     twin = copy.deepcopy(model)
     if {n for n, _ in twin.named_parameters()} != {n for n, _ in model.named_parameters()}:
@@ -443,11 +457,9 @@ def check_refusal(subject: _Subject, case: _Case) -> Iterator[str]:
 
 
 _ONCE: tuple[_Check, ...] = (check_protocol, check_module, check_parameters, check_layouts)
+_LOCAL: tuple[_Check, ...] = (check_shard, check_names, check_pieces, check_unsharded)
 _PER_PLAN: tuple[_Check, ...] = (
-    check_shard,
-    check_names,
     check_values,
-    check_pieces,
     check_forward,
     check_gradients,
     check_two_forwards,
@@ -456,7 +468,6 @@ _PER_PLAN: tuple[_Check, ...] = (
     check_round_trip,
     check_deepcopy,
     check_meta_init,
-    check_unsharded,
 )
 _LAST: tuple[_Check, ...] = (check_refusal,)
 
@@ -535,21 +546,12 @@ def _sites(subject: _Subject, module: nn.Module) -> Iterator[tuple[str, nn.Modul
             yield path, child
 
 
-def _planned_sites(
-    subject: _Subject, case: _Case
-) -> Iterator[tuple[str, nn.Module, dict[str, ParameterSharding]]]:
+def _planned_sites(subject: _Subject, case: _Case) -> Iterator[tuple[str, nn.Module, dict[str, ParameterSharding]]]:
     """(path, fresh module, its part of the plan with relative names) of every module that the sharder takes."""
     for path, site in list(_sites(subject, subject.make_module())):
         names = {name: f"{path}.{name}" if path else name for name in subject.sharder.parameters(site)}
         if names and all(name in case.plan for name in names.values()):
             yield path, site, {name: ParameterSharding(case.plan[full]) for name, full in names.items()}
-
-
-def _holder(model: DistributedModelParallel, name: str, subject: _Subject) -> nn.Module:
-    """The sharded module that has the parameter `name`."""
-    paths = [path for path, _ in _sites(subject, subject.make_module())]
-    within = [path for path in paths if not path or name.startswith(f"{path}.")]
-    return model.module.get_submodule(max(within, key=len))
 
 
 def _data_rank(env: ShardingEnv) -> int:
@@ -636,6 +638,25 @@ def _difference(got: torch.Tensor, expected: torch.Tensor) -> str:
     return text
 
 
+def _compare_places(name: str, value: Any, shape: tuple[int, ...], mine: Sequence[Shard]) -> Iterator[str]:
+    """Whether the pieces of this rank lie where `mine` does."""
+    if tuple(value.shape) != shape:
+        yield f"{name!r}: expected pieces of a tensor of shape {shape}; got {type(value).__name__} {tuple(value.shape)}"
+        return
+    expected, held = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
+    for s in mine:
+        _part(expected, s.offsets, s.sizes).add_(1)
+    for offset, piece in _pieces(value):
+        _part(held, offset, piece.shape).add_(1)
+    wrong = (held != expected).nonzero()
+    if len(wrong):
+        at = tuple(wrong[0].tolist())
+        yield (
+            f"{name!r}: {len(wrong)} of {held.numel()} elements are not held as planned; the first is {at}, "
+            f"expected {int(expected[at])} times on this rank, got {int(held[at])}"
+        )
+
+
 def _compare_pieces(what: str, value: Any, expected: torch.Tensor) -> Iterator[str]:
     if tuple(value.shape) != tuple(expected.shape):
         yield f"{what}: expected shape {tuple(expected.shape)}, got {tuple(value.shape)}"
@@ -668,7 +689,7 @@ def _compare_gradients(model: DistributedModelParallel, plain: nn.Module) -> Ite
         grad, expected = (g.to_dense() if g.is_sparse else g for g in (grad, expected))
         local, of_grad = _local(parameter), _local(grad).contiguous()
         for offset, piece in _pieces(state[name]):
-            start = piece.storage_offset() - local.storage_offset()
+            start = piece.storage_offset() - local.storage_offset() + of_grad.storage_offset()
             part = of_grad.as_strided(piece.shape, piece.stride(), start)
             different = _difference(part, _part(expected, offset, piece.shape))
             if different:
@@ -705,7 +726,7 @@ def _tensors(value: Any, place: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _backward(outputs: Sequence[Any], num_ranks: int) -> None:
-    """Backward of the sum over `outputs`, divided by `num_ranks`, of a loss in which every element counts differently."""
+    """Backward of the outputs' losses, divided by `num_ranks`; in a loss every element counts differently."""
     total: Any = 0.0
     for output in outputs:
         for i, (_, tensor) in enumerate(_tensors(output, "")):
@@ -713,4 +734,4 @@ def _backward(outputs: Sequence[Any], num_ranks: int) -> None:
                 weight = torch.linspace(0.5, 1.5, tensor.numel(), device=tensor.device).view(tensor.shape) + 0.1 * i
                 total = total + (tensor * weight).sum() / num_ranks + 0.3 * (tensor * tensor).sum() / num_ranks
     if isinstance(total, torch.Tensor):
-        total.backward()  # type: ignore[no-untyped-call]
+        total.backward()

@@ -14,9 +14,10 @@ from dmp import ShardingEnv
 class Peers:
     """Groups and orders of one rank.
 
-    [Note: order of sources] Received samples are kept inner-major: by the innermost table axis first, so that what a
-    first stage inside that axis sends to one peer is one run. With one table axis this is rank order. Every replica
-    keeps the same order, so that copies of a table add the same numbers in the same order.
+    [Note: order of sources] Samples received are kept in the order in which results leave: the other ranks' in rank
+    order, then this rank's own, which do not travel. With two stages the first goes along the inner axis, so samples
+    are ordered by inner rank, then by outer rank, in both cases this rank's own last. All copies of a piece keep the
+    same order, so they add the same numbers in the same order.
 
     Args:
         exchange: ranks that ids are sent to: the table ranks, or with shared gradients all copies' ranks.
@@ -48,20 +49,26 @@ class Peers:
     num_replicas: int
 
 
-def find_peers(env: ShardingEnv, share_gradients: bool) -> Peers:
+def find_peers(env: ShardingEnv, share_gradients: bool, by_stages: bool) -> Peers:
     """Peers of this rank; the first call for a mesh is collective.
 
     Args:
         share_gradients: copies of the tables exchange ids and gradients at every step.
+        by_stages: results travel in two stages where there are two table axes.
     """
     shape = env.table_shape
     num_replicas = env.size // env.table_size
     shared = share_gradients and num_replicas > 1
     ranks = range(env.size) if shared else [r for r in range(env.size) if env.replica_of(r) == env.replica_of(env.rank)]
     place = {(env.replica_of(r), env.table_rank_of(r)): i for i, r in enumerate(ranks)}
-    two_stages = len(shape) > 1 and shape[-1] > 1 and prod(shape[:-1]) > 1
+    two_stages = by_stages and len(shape) > 1 and shape[-1] > 1 and prod(shape[:-1]) > 1
     inner_size, outer_size = (shape[-1], prod(shape[:-1])) if two_stages else (env.table_size, 1)
-    order = [outer * inner_size + inner for inner in range(inner_size) for outer in range(outer_size)]
+    my_outer, my_inner = divmod(env.table_rank, inner_size)
+    order = [
+        outer * inner_size + inner
+        for inner in _own_last(inner_size, my_inner)
+        for outer in _own_last(outer_size, my_outer)
+    ]
     copy = env.replica_of(env.rank)
     copies = sorted({replica for replica, _ in place})
     axes = env.axes("shard", "tensor")
@@ -81,3 +88,7 @@ def find_peers(env: ShardingEnv, share_gradients: bool) -> Peers:
         replicas=env.group("replicate") if num_replicas > 1 else None,
         num_replicas=num_replicas if shared else 1,
     )
+
+
+def _own_last(size: int, own: int) -> list[int]:
+    return [i for i in range(size) if i != own] + [own]

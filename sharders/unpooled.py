@@ -39,10 +39,8 @@ class UnpooledPath:
         placement = store.placement
         self.dims = [placement.tables[f.table].dim for f in placement.features]
         self.distinct_dims = list(dict.fromkeys(self.dims))
-        self.delivery = RowDelivery(placement, peers.table, peers.by_table_rank)
+        self.delivery = RowDelivery(placement, peers.table, peers.by_table_rank, peers.table_rank)
         self.groups = self._find_groups()
-        place = {source: i for i, source in enumerate(peers.own)}
-        self.own_place = [place[i] for i in peers.by_table_rank]  # of each table rank among the own sources
 
     def forward(self, call: Call) -> list[torch.Tensor]:
         """One tensor (N, dim) for each distinct dim: rows of all its features, feature-major."""
@@ -52,15 +50,14 @@ class UnpooledPath:
             ids, segments = self._ids(call, self.peers.own, counts, h, slots)
             rows = h.lookup.rows(ids, segments).to(self.dtype).reshape(-1)
             blocks.append(rows.split([sum(of[slots.start : slots.stop]) * width for of in counts]))
-        parts = [block[place] for place in self.own_place for block in blocks]
+        parts = [block[source] for source in range(len(counts)) for block in blocks]
         if not parts:
             send = torch.zeros(0, dtype=self.dtype, device=self.device)
         else:
             send = parts[0] if len(parts) == 1 else torch.cat(parts)
-        sizes = [sum(of_source) for of_source in self._sizes(counts)]
         out = self.delivery.forward(
             send,
-            [sizes[place] for place in self.own_place],
+            self._by_rank(counts),
             self.delivery.patches(call.sent),
             self._num_rows(call.batch),
             self._local_rows(call.batch),
@@ -72,19 +69,13 @@ class UnpooledPath:
         by_dim = {dim: g.to(self.dtype) for dim, g in zip(self.distinct_dims, grads, strict=True)}
         rider = make_rider(self._local_gradients(call.batch, by_dim), self.dtype)
         rides = self.copies.rides(rider)
-        own_sizes = [sum(of_source) for of_source in self._sizes(call.received.counts(self.peers.own))]
-        by_table_rank = [own_sizes[place] for place in self.own_place]
         grad, summed = self.delivery.backward(
             by_dim,
-            by_table_rank,
+            self._by_rank(call.received.counts(self.peers.own)),
             self.delivery.patches(call.sent),
             self.factor,
             rider if rides else None,
-            self.peers.table_rank,
         )
-        if self.own_place != list(range(len(self.own_place))):  # to the order of sources
-            parts = grad.split(by_table_rank)
-            grad = torch.cat([parts[self.own_place.index(i)] for i in range(len(parts))])
         sources = self.copies.sources
         counts = call.received.counts(sources)
         sizes = self._sizes(counts)
@@ -155,6 +146,12 @@ class UnpooledPath:
     def _sizes(self, counts: list[list[int]]) -> list[list[int]]:
         """Elements of each source's rows, by group."""
         return [[sum(of[slots.start : slots.stop]) * width for _, slots, width in self.groups] for of in counts]
+
+    def _by_rank(self, counts: list[list[int]]) -> list[int]:
+        """Elements of each table rank's rows, given the counts of the own sources."""
+        sizes = [sum(of_source) for of_source in self._sizes(counts)]
+        place = {source: i for i, source in enumerate(self.peers.own)}
+        return [sizes[place[source]] for source in self.peers.by_table_rank]
 
     def _num_rows(self, batch: Batch) -> dict[int, int]:
         rows = dict.fromkeys(self.distinct_dims, 0)
