@@ -76,7 +76,7 @@ class Engine:
         """Build what depends on the device or refers to the store."""
         self.device = device
         dtype = torch.float64 if any(t.dtype == torch.float64 for t in self.tables) else torch.float32
-        wide = dtype == torch.float64 or any(s.stop - s.start >= 2**31 for s in self.placement.segments)
+        wide = dtype == torch.float64 or any(t.rows >= 2**31 for t in self.tables)
         self.router = Router(self.placement, self.peers.table_ranks, device, wide, self.unpooled)
         copies = Copies(self.store, self.peers, self.sync_interval)
         if self.unpooled:

@@ -3,7 +3,7 @@
 [Note: the wire]
 A payload is one flat integer tensor: for each slot of the receiver the lengths of the sender's bags `(S, B)`, then the
 ids slot by slot (relative to their row block), then the weights' bits when there are any. Words are 32-bit unless a
-block has more rows or weights are float64. Sizes travel before, in a header of fixed size.
+table has more rows or is float64. Sizes travel before, in a header of fixed size.
 The order of keys is taken from every batch; what depends on it is compiled once for each order met.
 """
 
@@ -15,9 +15,8 @@ from itertools import accumulate
 
 import torch
 
+from sharders.bucketize import Bucketizer
 from sharders.placement import Placement
-
-_FEW_BLOCKS = 8
 
 
 @dataclass
@@ -113,18 +112,11 @@ class Router:
         for index, segment in enumerate(placement.segments):
             blocks.setdefault(segment.feature, []).append(index)
         self.split_features = sorted(f for f, ids in blocks.items() if len(ids) > 1)
-        self.num_blocks = max((len(blocks[f]) for f in self.split_features), default=0)
-        # Row boundaries of all split features in one line, so that one search finds the block of every id.
-        base, bases, starts, numbers = 0, [], [], []
-        for f in self.split_features:
-            bases.append(base)
-            for index in blocks[f]:
-                starts.append(base + placement.segments[index].start)
-                numbers.append(placement.segments[index].block)
-            base += placement.tables[placement.features[f].table].rows
-        self._bases = torch.tensor(bases, dtype=torch.int64, device=device)
-        self._starts = torch.tensor(starts, dtype=torch.int64, device=device)
-        self._numbers = torch.tensor(numbers, dtype=torch.int64, device=device)
+        bounds = [
+            [*(placement.segments[i].start for i in blocks[f]), placement.segments[blocks[f][-1]].stop]
+            for f in self.split_features
+        ]
+        self._bucketizer = Bucketizer(bounds, device) if bounds else None
         self._in_split = {f: i for i, f in enumerate(self.split_features)}
         self._device = device
 
@@ -137,8 +129,8 @@ class Router:
         key_starts = [0, *accumulate(batch.counts)]
         out_starts = self._out_starts(batch) if self.unpooled else []
         lengths, split = batch.lengths.to(self.word), None
-        if self.split_features:
-            split = self._split(batch, weights, key_starts, out_starts)
+        if self._bucketizer is not None:
+            split = self._split(self._bucketizer, batch, values, weights, key_starts, out_starts)
             lengths = torch.cat([lengths, split.lengths])
         lengths = lengths.index_select(0, compiled.rows)
         counts = lengths.sum(1).tolist()
@@ -215,34 +207,33 @@ class Router:
         return _Compiled(torch.tensor(rows, dtype=torch.int64, device=self._device), all_runs, all_sources)
 
     def _split(
-        self, batch: Batch, weights: torch.Tensor | None, key_starts: list[int], out_starts: list[int]
+        self,
+        bucketize: Bucketizer,
+        batch: Batch,
+        values: torch.Tensor,
+        weights: torch.Tensor | None,
+        key_starts: list[int],
+        out_starts: list[int],
     ) -> _Split:
         """Sort the ids of split features by block; inside a block they keep the order (feature, sample)."""
         keys = [batch.key_of[f] for f in self.split_features]
-        counts = [batch.counts[k] for k in keys]
-        values = take(batch.values, keys, key_starts).to(torch.int64)
-        count = torch.tensor(counts, device=self._device)
-        values = values + self._bases.repeat_interleave(count, output_size=sum(counts))
-        found = torch.bucketize(values, self._starts, right=True) - 1
-        values = values - self._starts[found]
-        block = self._numbers[found]
-        if self.num_blocks <= _FEW_BLOCKS:
-            order = torch.cat([(block == k).nonzero().view(-1) for k in range(self.num_blocks)])
-        else:
-            order = block.to(torch.int32).argsort(stable=True)
-        bags, bag_lengths = len(keys) * batch.batch_size, batch.lengths[keys].reshape(-1)
-        bag = torch.arange(bags, device=self._device).repeat_interleave(bag_lengths, output_size=sum(counts))
-        lengths = torch.bincount(block * bags + bag, minlength=self.num_blocks * bags)
-        lengths = lengths.view(self.num_blocks * len(keys), batch.batch_size).to(self.word)
-        starts = [0, *accumulate(lengths.sum(1).tolist())]
-        moved = None if weights is None else take(weights, keys, key_starts)[order]
+        moved = bucketize(
+            take(values, keys, key_starts),
+            batch.lengths[keys].to(self.word),
+            with_order=self.unpooled or weights is not None,
+        )
+        starts = [0, *accumulate(moved.lengths.sum(1).tolist())]
+        new_weights = None if weights is None else take(weights, keys, key_starts)[moved.order]
         positions = None
         if self.unpooled:
+            assert moved.order is not None
+            counts = [batch.counts[k] for k in keys]
             where = torch.tensor([out_starts[f] for f in self.split_features], device=self._device)
             before = torch.tensor([0, *accumulate(counts)][:-1], device=self._device)
+            count = torch.tensor(counts, device=self._device)
             shift = (where - before).repeat_interleave(count, output_size=sum(counts))
-            positions = order + shift[order]
-        return _Split(values[order].to(self.word), moved, lengths, starts, positions)
+            positions = moved.order + shift[moved.order]
+        return _Split(moved.values, new_weights, moved.lengths, starts, positions)
 
     def _out_starts(self, batch: Batch) -> list[int]:
         """First row of each feature among the results' rows of its table's dim."""
