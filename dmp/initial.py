@@ -40,7 +40,8 @@ def seeded(seed: int, *names: Any) -> Iterator[None]:
     """CPU random numbers from (seed, names) inside; the state before is put back."""
     digest = hashlib.sha256(repr((seed, *names)).encode()).digest()
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(int.from_bytes(digest[:7], "big"))
+        # The CPU's generator alone: torch.manual_seed would set those of the devices too.
+        torch.default_generator.manual_seed(int.from_bytes(digest[:7], "big"))
         yield
 
 
@@ -74,12 +75,10 @@ def materialise(module: nn.Module, device: torch.device, seed: int, skip: Iterab
     Raises:
         ShardError: a module that owns such a tensor has no `reset_parameters`.
     """
-    skipped = {id(m) for s in skip for m in s.modules()}
+    skip = list(skip)
     made: dict[int, torch.Tensor] = {}
-    for path, owner in list(module.named_modules()):
-        if id(owner) in skipped or not any(_on_meta(t) for t in _own(owner).values()):
-            continue
-        values = _own(_reset_copy(owner, path, seed))
+    for path, owner in list(_owners_on_meta(module, skip)):
+        values = _own(_reset_copy(owner, path, seed, skip))
         for name, tensor in _own(owner).items():
             if not _on_meta(tensor):
                 continue
@@ -87,6 +86,28 @@ def materialise(module: nn.Module, device: torch.device, seed: int, skip: Iterab
             if value is None:
                 value = made[id(tensor)] = _like(tensor, values[name].detach().to(device))
             setattr(owner, name, value)
+
+
+def check_can_materialise(module: nn.Module, skip: Iterable[nn.Module] = ()) -> None:
+    """Raise what `materialise` would, before anything is changed."""
+    for path, owner in _owners_on_meta(module, skip):
+        _reset_name(owner, path)
+
+
+class _Elsewhere(nn.Module):
+    """In a copy, stands for a sharded child: it is filled elsewhere, so a parent's reset passes over it."""
+
+    def reset_parameters(self) -> None:
+        """Nothing."""
+
+    _reset_parameters = reset_parameters
+
+
+def _owners_on_meta(module: nn.Module, skip: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    skipped = {id(m) for s in skip for m in s.modules()}
+    for path, owner in module.named_modules():
+        if id(owner) not in skipped and any(_on_meta(t) for t in _own(owner).values()):
+            yield path, owner
 
 
 def _own(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -112,16 +133,22 @@ def _like(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return new
 
 
-def _reset_copy(module: nn.Module, path: str, seed: int) -> nn.Module:
-    reset = getattr(module, "reset_parameters", None)
-    if not callable(reset):
-        on_meta = [name for name, t in _own(module).items() if t.is_meta]
+def _reset_copy(module: nn.Module, path: str, seed: int, elsewhere: Iterable[nn.Module] = ()) -> nn.Module:
+    name = _reset_name(module, path)
+    made = copy.deepcopy(module, {id(m): _Elsewhere() for m in elsewhere}).to_empty(device="cpu")
+    with seeded(seed, path), torch.no_grad():
+        getattr(made, name)()
+    return made
+
+
+def _reset_name(module: nn.Module, path: str) -> str:
+    # torch's MultiheadAttention and Transformer have only the second.
+    name = next((n for n in ("reset_parameters", "_reset_parameters") if callable(getattr(module, n, None))), None)
+    if name is None:
+        on_meta = [n for n, t in _own(module).items() if t.is_meta]
         raise ShardError(
             f"module {path!r} ({type(module).__name__}) has {on_meta or 'parameters'} on meta and no "
             "reset_parameters() to fill them; give it one, or build it on a real device, or pass "
             "init_parameters=False and load values"
         )
-    made = copy.deepcopy(module).to_empty(device="cpu")
-    with seeded(seed, path), torch.no_grad():
-        made.reset_parameters()  # type: ignore[operator]
-    return made
+    return name

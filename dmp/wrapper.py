@@ -24,7 +24,7 @@ from dmp.discovery import Site, check_plan, find_sites, join
 from dmp.env import ShardingEnv, default_env
 from dmp.errors import CheckpointError, DmpError, PlanError, ShardError
 from dmp.fused import FusedOptimizer
-from dmp.initial import fill_chunks, fill_from_reset, materialise, shared_seed
+from dmp.initial import check_can_materialise, fill_chunks, fill_from_reset, materialise, shared_seed
 from dmp.layout import Layout, ParameterSharding
 from dmp.plan import ShardingPlan, as_plan
 from dmp.registry import (
@@ -107,7 +107,7 @@ class DistributedModelParallel(nn.Module):
 
         sites, failure = _attempt(lambda: find_sites(module, self._sharders))
         sites = sites or []
-        check_agreement({"model": _describe(module, sites), "error": str(failure or "")}, self._env)
+        check_agreement({"error": str(failure or ""), "model": _describe(module, sites)}, self._env)
         if failure is not None:
             raise failure
         if plan is None:
@@ -116,12 +116,14 @@ class DistributedModelParallel(nn.Module):
         elif planner is not None:
             raise PlanError("pass a plan or a planner, not both; to fix part of a plan: planner.plan(..., pinned=plan)")
         given, failure = _attempt(lambda: as_plan(plan))
-        check_agreement({"plan": str(given), "error": str(failure or "")}, self._env)
+        check_agreement({"error": str(failure or ""), "plan": given.to_json() if given else ""}, self._env)
         if failure is not None:
             raise failure
         assert given is not None
         self._plan = ShardingPlan(check_plan(given, module, sites, self._env), report=given.report)
 
+        if init_parameters:
+            check_can_materialise(module, [s.module for s in sites if _fills_itself(s)])
         sync_from_first_rank(module, self._env)
         seed = shared_seed(self._env) if init_parameters else 0
         self._paths: dict[str, tuple[str, ...]] = {}
@@ -214,9 +216,9 @@ class DistributedModelParallel(nn.Module):
         """Load whole tensors (each rank takes its pieces) or this plan's own pieces; the dict given is not changed.
 
         Args:
-            prefix: of the names in `state_dict`.
+            prefix: of the names in `state_dict`; names without it belong to others.
             strict: raise on missing and unexpected names, else return them.
-            assign: as in torch, for parameters that no sharder owns.
+            assign: as in torch, for parameters that no sharder owns; collective where they are data-parallel already.
 
         Returns:
             Missing and unexpected keys, as torch does.
@@ -227,15 +229,8 @@ class DistributedModelParallel(nn.Module):
         given = {k[len(prefix) :]: v for k, v in state_dict.items() if k.startswith(prefix)}
         own = self.module.state_dict()
         missing = [prefix + k for k in own if k not in given]
-        unexpected = [k for k in state_dict if not k.startswith(prefix) or k[len(prefix) :] not in own]
-        wrong = [
-            f"{prefix}{k} has shape {tuple(given[k].shape)}, expected {tuple(own[k].shape)}"
-            for k in own
-            if k in given
-            and isinstance(own[k], torch.Tensor)
-            and not is_lazy(own[k])
-            and given[k].shape != own[k].shape
-        ]
+        unexpected = [prefix + k for k in given if k not in own]
+        wrong = [f"{prefix}{k} {_misfit(own[k], given[k])}" for k in own if k in given and _misfit(own[k], given[k])]
         if (strict and (missing or unexpected)) or wrong:
             parts = [f"missing keys: {missing}"] * bool(missing and strict)
             parts += [f"unexpected keys: {unexpected}"] * bool(unexpected and strict) + wrong
@@ -244,6 +239,9 @@ class DistributedModelParallel(nn.Module):
             self.module.load_state_dict(given, strict=False, assign=assign)
         except DmpError as error:
             raise CheckpointError(str(error)) from error
+        if assign and self._is_data_parallel:  # its hooks are on the parameters that have been replaced
+            self._is_data_parallel = False
+            self.init_data_parallel()
         return _IncompatibleKeys(missing, unexpected)
 
     def named_parameters(
@@ -258,25 +256,42 @@ class DistributedModelParallel(nn.Module):
         """The unsharded module's names."""
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """This wrapper and the module's modules under the unsharded module's names, in a parent module too."""
+        memo = set() if memo is None else memo
+        if self not in memo or not remove_duplicate:
+            memo.add(self)
+            yield prefix, self
+        yield from self.module.named_modules(memo, prefix, remove_duplicate)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """A parent module's load: from here on it looks for names as they are below this wrapper."""
+        where = next(name for name, m in super().named_modules() if m is self.module)
+        for key in [k for k in state_dict if k.startswith(prefix)]:
+            state_dict[f"{prefix}{where}.{key[len(prefix) :]}"] = state_dict.pop(key)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def copy(self, device: torch.device | str | None = None) -> DistributedModelParallel:
         """An independent copy on `device` (this one's by default) that shares process groups."""
-        new = copy.deepcopy(self)
-        if device is not None:
-            new._device = torch.device(device)
-            new.module.to(device)
-        return new
+        return self._copied({}, self._device if device is None else torch.device(device))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedModelParallel:
+        return self._copied(memo, self._device)
+
+    def _copied(self, memo: dict[int, Any], device: torch.device) -> DistributedModelParallel:
         new = type(self).__new__(type(self))
-        nn.Module.__init__(new)
         memo[id(self)] = new
-        new._env, new._device, new._plan, new._paths = self._env, self._device, self._plan, dict(self._paths)
-        new._data_parallel, new._sharders = self._data_parallel, self._sharders
-        new._unwrapped = [copy.deepcopy(self.module, memo)]
-        new._wrapped = new.module
+        memo.update({id(shared): shared for shared in (self._env, self._plan, self._data_parallel, self._sharders)})
+        rebuilt = ("_modules", "_is_data_parallel", "_fused_optimizer")
+        new.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k not in rebuilt})
+        new.__dict__["_modules"] = {"_wrapped": new.module}
+        if device != self._device:
+            new._device = device
+            new.module.to(device)
         new._is_data_parallel = False
         new._fused_optimizer = FusedOptimizer(new._fused_parameters())
-        new.training = self.training
         if self._is_data_parallel:
             new.init_data_parallel()
         return new
@@ -337,7 +352,7 @@ def _describe(module: nn.Module, sites: list[Site]) -> str:
     """The model as text, for comparing it over ranks: sites in order, then every parameter and buffer."""
     lines = [f"{s.path}: {type(s.module).__name__}" for s in sites]
     for name, t in [*module.named_parameters(), *module.named_buffers()]:
-        lines.append(f"{name}: {'lazy' if is_lazy(t) else (tuple(t.shape), t.dtype, t.is_meta)}")
+        lines.append(f"{name}: {'lazy' if is_lazy(t) else (tuple(t.shape), t.dtype, t.is_meta)} {t.requires_grad}")
     return "\n".join(lines)
 
 
@@ -358,8 +373,24 @@ def _carry_over(old: nn.Module, new: nn.Module) -> None:
     new.train(old.training)
     for kind in ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks"):
         getattr(new, kind).update(getattr(old, kind))
+    new._is_full_backward_hook = old._is_full_backward_hook
     for kind in ("_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called"):
         getattr(new, kind).update(getattr(old, kind))
+
+
+def _misfit(own: Any, given: Any) -> str:
+    """Why `given` cannot be loaded where `own` is, or nothing."""
+    if not isinstance(own, torch.Tensor) or is_lazy(own):
+        return ""
+    if not isinstance(given, torch.Tensor):
+        return f"is a {type(given).__name__}, expected a tensor of shape {tuple(own.shape)}"
+    if given.shape != own.shape:
+        return f"has shape {tuple(given.shape)}, expected {tuple(own.shape)}"
+    if isinstance(given, ChunkedTensor):
+        pieces = zip(own.chunks, own.offsets, strict=True) if isinstance(own, ChunkedTensor) else None
+        if pieces is None or not all(given._holds(chunk, at) for chunk, at in pieces):
+            return "is in pieces of another plan: use save_checkpoint and load_checkpoint, or full_state_dict"
+    return ""
 
 
 def _register_state_hooks(module: nn.Module) -> None:
@@ -376,14 +407,26 @@ def _give_chunks(module: Any, state_dict: dict[str, Any], prefix: str, local_met
             state_dict[prefix + name] = chunked
 
 
-def _take_chunks(module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Copy the given values into the local pieces, and hand torch the local parameter itself."""
-    local = dict(module.named_parameters())
-    for name, chunked in module.chunked_state().items():
+def _take_chunks(module: Any, state_dict: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any) -> None:
+    """Copy the given values into the local pieces, and hand torch the local parameter itself.
+
+    With `assign` a whole parameter is filled in place too: the module looks rows up in the storage that it has.
+    """
+    chunked, is_assigned = module.chunked_state(), metadata.get("assign_to_params_buffers")
+    for name, local in module.named_parameters():
         given = state_dict.get(prefix + name)
-        if given is not None:
-            chunked.fill_from(given)
-            state_dict[prefix + name] = local[name].detach()
+        if given is None or not (name in chunked or is_assigned):
+            continue
+        if name in chunked:
+            chunked[name].fill_from(given)
+        else:
+            local.data.copy_(given)
+        state_dict[prefix + name] = local
+
+
+def _fills_itself(site: Site) -> bool:
+    """Whether every parameter of the site has an `init_fn`; else the module's own reset is needed."""
+    return all(info.init_fn is not None for info in site.infos.values())
 
 
 def _fill_from_meta(site: Site, new: nn.Module, seed: int) -> None:

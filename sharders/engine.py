@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from dmp import Layout, ShardError, ShardingEnv
+from dmp import InputError, Layout, ShardError, ShardingEnv
 from sharders.copies import Copies
 from sharders.exchange import all_to_all
-from sharders.faults import Fault
+from sharders.faults import Fault, Kind
 from sharders.handshake import Handshake, Header
 from sharders.placement import Placement, Table
 from sharders.pooled import PooledPath
@@ -69,13 +69,14 @@ class Engine:
         )
         self._rows = [self.tables[f.table].rows for f in self.placement.features]
         self._num_slots = len(self.placement.slots[env.table_rank])
-        self._trainable = any(t.trainable for t in tables)
+        self._trainable = [t.trainable for t in tables]
         self._compile(device)
 
     def _compile(self, device: torch.device) -> None:
         """Build what depends on the device or refers to the store."""
         self.device = device
-        dtype = torch.float64 if any(t.dtype == torch.float64 for t in self.tables) else torch.float32
+        is_double = any(p.dtype == torch.float64 for p in self.store.parameters)
+        dtype = torch.float64 if is_double else torch.float32
         wide = dtype == torch.float64 or any(t.rows >= 2**31 for t in self.tables)
         self.router = Router(self.placement, self.peers.table_ranks, device, wide, self.unpooled)
         copies = Copies(self.store, self.peers, self.sync_interval)
@@ -88,6 +89,10 @@ class Engine:
     def name(self) -> str:
         """The module's name in messages; part of what ranks compare."""
         return self.handshake.name
+
+    def dtype_of(self, table: int) -> torch.dtype:
+        """Elements of a table as they are now: a module may be moved to another dtype."""
+        return self.store.parameters[table].dtype
 
     def rename(self, name: str) -> None:
         """Set `name`."""
@@ -121,21 +126,32 @@ class Engine:
 
     def _start(self, parse: Callable[[], Batch]) -> tuple[Call, list[torch.Tensor]]:
         """Route a batch; and the parameters that gradients will be for."""
-        is_training = torch.is_grad_enabled() and self._trainable
+        wants_grad = [p.requires_grad for p in self.store.parameters]
+        is_training = torch.is_grad_enabled() and any(wants_grad)
         batch: Batch | None = None
         sent: Sent | None = None
         fault: Fault | None = None
+        cause: Exception | None = None
         try:
+            if is_training and wants_grad != self._trainable:
+                changed = next(i for i, w in enumerate(wants_grad) if w != self._trainable[i])
+                raise Fault(Kind.FROZEN, next((f.index for f in self.placement.features if f.table == changed), -1))
             batch = parse()
             if self.validate:
                 check_batch(batch, self._rows)
             sent = self.router.send(batch)
         except Fault as found:
             fault = found
+        except Exception as error:  # the others wait in the handshake: they are told, and this error is shown here
+            fault, cause = Fault(Kind.UNREADABLE), error
         size = batch.batch_size if batch is not None else 0
         weighted = batch is not None and batch.weights is not None
         words = sent.words if sent is not None else [0] * len(self.peers.table_ranks)
-        headers = self.handshake.exchange([Header(size, n, is_training, weighted, fault) for n in words], self.device)
+        mine = [Header(size, n, is_training, weighted, fault) for n in words]
+        try:
+            headers = self.handshake.exchange(mine, self.device)
+        except InputError as error:
+            raise error from cause
         assert batch is not None and sent is not None, "a fault has been raised"
         words = [h.words for h in headers]
         payload = all_to_all(sent.payload, sent.words, words, self.peers.exchange)

@@ -36,6 +36,8 @@ class Kind(IntEnum):
     SHAPE = 14
     OFFSETS = 15
     WEIGHTS_DTYPE = 16
+    FROZEN = 17
+    UNREADABLE = 18
 
 
 @dataclass
@@ -82,6 +84,9 @@ class Fault(Exception):
             Kind.WEIGHTS_GRADIENT: "weights that require a gradient are not supported; detach() them",
             Kind.SHAPE: f"the input has {value} dims; expected {'2, or 1 with offsets' if expected == 1 else expected}",
             Kind.OFFSETS: f"offsets must begin at 0, not decrease, and not pass the {expected} ids; found {value}",
+            Kind.FROZEN: f"requires_grad of the table of feature {feature!r} has changed since it was wrapped; freeze "
+            "tables before wrapping, or all of the module's at once",
+            Kind.UNREADABLE: "it cannot be read; that rank's own error says why",
             Kind.WEIGHTS_DTYPE: f"weights must be floating point; got {dtype_at(value)}",
         }
         return texts[self.kind]

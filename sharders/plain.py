@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -109,7 +110,7 @@ class ShardedEmbeddingBag(TableModule):
     ) -> torch.Tensor:
         """Pooled embeddings (B, dim)."""
         out = self._engine.pooled(lambda: self._batch(input, offsets, per_sample_weights))
-        return out.to(self._engine.tables[0].dtype)
+        return out.to(self._engine.dtype_of(0))
 
     def unsharded(self) -> nn.Module:
         """A plain module of the same structure, on meta."""
@@ -120,7 +121,7 @@ class ShardedEmbeddingBag(TableModule):
             include_last_offset=self.include_last_offset,
             padding_idx=self.padding_idx,
             device="meta",
-            dtype=self._engine.tables[0].dtype,
+            dtype=self._engine.dtype_of(0),
         )
 
     def _batch(self, ids: Any, offsets: Any, weights: Any) -> Batch:
@@ -157,8 +158,10 @@ class ShardedEmbeddingBag(TableModule):
             bounds = torch.cat([offsets, offsets.new_tensor([count])])
         lengths = bounds[1:] - bounds[:-1]
         if lengths.numel() and (int(bounds[0]) != 0 or int(lengths.min()) < 0 or int(bounds[-1]) > count):
-            wrong = bounds[0] if int(bounds[0]) else bounds[-1] if int(bounds[-1]) > count else lengths.min()
-            raise Fault(Kind.OFFSETS, value=int(wrong), expected=count)
+            first_wrong = next(
+                (int(b) for a, b in pairwise([0, *bounds.tolist()]) if b < a or b > count), int(bounds[0])
+            )
+            raise Fault(Kind.OFFSETS, value=first_wrong, expected=count)
         return lengths
 
 
@@ -183,7 +186,7 @@ class ShardedEmbedding(TableModule):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Embeddings (*shape of input, dim)."""
         (rows,) = self._engine.rows(lambda: _flat_batch(input))
-        rows = rows.view(*input.shape, self.embedding_dim).to(self._engine.tables[0].dtype)
+        rows = rows.view(*input.shape, self.embedding_dim).to(self._engine.dtype_of(0))
         if self.padding_idx is not None and rows.requires_grad:
             # The row of padding is read but gets no gradient.
             rows = torch.where((input == self.padding_idx).unsqueeze(-1), rows.detach(), rows)
@@ -196,7 +199,7 @@ class ShardedEmbedding(TableModule):
             self.embedding_dim,
             padding_idx=self.padding_idx,
             device="meta",
-            dtype=self._engine.tables[0].dtype,
+            dtype=self._engine.dtype_of(0),
         )
 
 

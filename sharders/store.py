@@ -91,8 +91,13 @@ class TableStore:
         return {
             self.placement.tables[index].parameter: self._chunked(index, chunks, offsets)
             for index, _, _, chunks, offsets in self.views()
-            if not self.placement.is_local[index]
+            if not self._is_whole(index)
         }
+
+    def _is_whole(self, index: int) -> bool:
+        """Whether every process that there is holds the whole table: an ordinary tensor then."""
+        alone = len(self.placement.slots) == 1 and len(self.placement.shards[index]) == 1
+        return alone or self.placement.is_local[index]
 
     def fused_parameters(self) -> Iterator[FusedParameter]:
         """Tables that are updated in the backward pass."""
@@ -118,6 +123,8 @@ class TableStore:
         new.parameters = list(self.parameters)
         new.holdings = []
         for old in self.holdings:
+            # The copy's optimizer names its own parameters, which do not exist yet.
+            memo[id(old.bank.options)] = {k: v for k, v in old.bank.options.items() if k != "params"}
             bank = copy.deepcopy(old.bank, memo)
             lookup = kernels.compile_lookup(bank, old.lookup.slots)
             holding = Holding(bank, lookup, old.tables, old.slots, old.features, old.is_local, old.is_trainable)
@@ -165,7 +172,8 @@ class TableStore:
 
     def _chunked(self, index: int, chunks: list[torch.Tensor], offsets: list[tuple[int, int]]) -> ChunkedTensor:
         table = self.placement.tables[index]
-        return ChunkedTensor((table.rows, table.dim), chunks, offsets, table.dtype, self.parameters[index].device)
+        parameter = self.parameters[index]
+        return ChunkedTensor((table.rows, table.dim), chunks, offsets, parameter.dtype, parameter.device)
 
     def _state_of(self, bank: Bank, i: int, index: int) -> Callable[[], dict[str, torch.Tensor]]:
         """Live optimizer state of a table, in the unsharded shape.
@@ -188,7 +196,7 @@ class TableStore:
                     size = (table.rows, len(blocks))
                     offsets = [(o[0], blocks.index(o[1])) for o in offsets]
                     views = [v.unsqueeze(1) for v in views]
-                if placement.is_local[index]:
+                if self._is_whole(index):
                     result[name] = views[0]
                 else:
                     result[name] = ChunkedTensor(size, views, offsets, bank.state[name].dtype, bank.weights.device)

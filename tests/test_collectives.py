@@ -1,0 +1,121 @@
+"""Collectives are counted: at most 3 forward and 1 backward for each module on one axis, whatever the layouts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor.debug import CommDebugMode
+
+import dmp
+from dmp import ShardingEnv
+from tests.equality import attach, env_of, layouts_for, loss_of, make_batch, make_module
+from tests.ranks import run_ranks
+
+pytestmark = [  # the counter puts backward hooks on every module
+    pytest.mark.filterwarnings("ignore:For backward hooks to be called"),
+    pytest.mark.filterwarnings("ignore:Full backward hook is firing"),
+]
+
+
+def counts(model: nn.Module, batch: tuple[object, ...]) -> tuple[int, int]:
+    """Collectives of one forward, and of one backward."""
+    with CommDebugMode() as forward:
+        loss = loss_of(model(*batch))
+    with CommDebugMode() as backward:
+        loss.backward()
+    return forward.get_total_counts(), backward.get_total_counts()
+
+
+def _module_counts(mesh_name: str, kind: str, optimizer: str | None) -> dict[str, tuple[int, int]]:
+    env = env_of(mesh_name)
+    result = {}
+    for name, layouts in layouts_for(env).items():
+        module = make_module(kind)
+        attach(module, optimizer)
+        plan = {n: layouts(i, tuple(p.shape), env) for i, (n, p) in enumerate(module.named_parameters())}
+        model = dmp.DistributedModelParallel(module, env=env, plan=plan)
+        both = [counts(model, make_batch(kind, env.rank, step)) for step in range(2)]
+        assert both[0] == both[1], (name, both)  # the first step sets up nothing that later ones do not
+        result[name] = both[0]
+    return result
+
+
+@pytest.mark.parametrize("optimizer", [None, "adagrad"])
+@pytest.mark.parametrize("kind", ["ebc", "ebc_weighted", "ec", "bag", "embedding"])
+def test_one_axis(kind: str, optimizer: str | None) -> None:
+    for of_rank in run_ranks(2, _module_counts, "dp2", kind, optimizer):
+        assert {"row_wise", "column_wise", "table_wise", "data_parallel", "mixed", "grid", "random"} <= set(of_rank)
+        too_many = {name: n for name, n in of_rank.items() if n[0] > 3 or n[1] > 1}
+        assert not too_many, too_many
+
+
+def test_four_ranks() -> None:
+    for of_rank in run_ranks(4, _module_counts, "dp4", "ebc", "sgd"):
+        assert all(forward <= 3 and backward <= 1 for forward, backward in of_rank.values()), of_rank
+
+
+@pytest.mark.parametrize("kind", ["ebc", "ec"])
+def test_one_process_needs_none(kind: str) -> None:
+    assert set(_module_counts("single", kind, "sgd").values()) == {(0, 0)}
+
+
+def test_one_process_in_a_group_needs_none() -> None:
+    assert set(run_ranks(1, _module_counts, "dp1", "ebc", "sgd")[0].values()) == {(0, 0)}
+
+
+class Two(nn.Module):
+    """Two sharded modules, and dense parameters that no gradient reaches over the wire but by DDP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.over = make_module("ebc"), make_module("ebc", 8), nn.Linear(48, 1)
+
+    def forward(self, x: object) -> torch.Tensor:
+        return self.over(self.a(x).values() + self.b(x).values()).sum()
+
+
+def _whole(wrap: bool) -> tuple[int, int, int]:
+    env = ShardingEnv.from_mesh(env_of("dp2").mesh)
+    module = Two()
+    plan = {
+        n: layout(i, tuple(p.shape), env)
+        for i, (n, p) in enumerate(module.named_parameters())
+        if not n.startswith("over")
+        for layout in [layouts_for(env)["mixed"]]
+    }
+    model = dmp.DistributedModelParallel(module, env=env, plan=plan, init_data_parallel=wrap)
+    batch = make_batch("ebc", 0, 0)
+    for _ in range(3):  # DDP sets up its buckets in the first steps
+        forward, backward = counts(model, batch)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with CommDebugMode() as rest:
+        optimizer.step()
+        optimizer.zero_grad()
+        model.state_dict()
+        model.fused_optimizer.state_dict()
+    return forward, backward, rest.get_total_counts()
+
+
+def test_whole_model_needs_no_more_than_its_modules() -> None:
+    for forward, backward, rest in run_ranks(2, _whole, False):
+        assert forward <= 6 and backward <= 2 and rest == 0
+    for forward, backward, rest in run_ranks(2, _whole, True):
+        assert forward <= 6 and backward <= 2 + 1 and rest == 0  # and DDP's one bucket
+
+
+def _no_grad() -> tuple[int, int]:
+    env = env_of("dp2")
+    module = make_module("ebc")
+    plan = {n: dmp.row_wise() for n, _ in module.named_parameters()}
+    model = dmp.DistributedModelParallel(module, env=env, plan=plan)
+    with CommDebugMode() as forward, torch.no_grad():
+        model(*make_batch("ebc", env.rank, 0))
+    with CommDebugMode() as copying:
+        model.load_state_dict(dict(make_module("ebc", 9).state_dict()))
+        model.state_dict()
+    return forward.get_total_counts(), copying.get_total_counts()
+
+
+def test_evaluation_and_state() -> None:
+    assert all(forward <= 3 and copying == 0 for forward, copying in run_ranks(2, _no_grad))

@@ -1,0 +1,824 @@
+"""`DistributedModelParallel`: names, values, ties, loading, copies and training, beside the unsharded model."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import pickle
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.optim.swa_utils import AveragedModel
+
+import dmp
+from dmp import (
+    CheckpointError,
+    ChunkedTensor,
+    DistributedModelParallel,
+    PlanError,
+    Shard,
+    ShardError,
+    ShardingEnv,
+    ShardingPlan,
+    column_wise,
+    data_parallel,
+    rectangles,
+    row_wise,
+    table_wise,
+)
+from tests.equality import attach, env_of, random_rectangles
+from tests.ranks import run_ranks
+
+TABLES = ("users.weight", "items.weight", "more.weight")
+LR = 0.1
+
+
+class Net(nn.Module):
+    """Three tables into two dense layers with a buffer."""
+
+    def __init__(self, seed: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.users, self.items, self.more = nn.Embedding(11, 8), nn.EmbeddingBag(7, 8), nn.EmbeddingBag(30, 4)
+        self.over, self.out = nn.Linear(20, 6), nn.Linear(6, 1)
+        self.register_buffer("scale", torch.full((1,), 0.5))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        both = torch.cat([self.users(ids % 11).sum(1), self.items(ids % 7), self.more(ids % 30)], 1)
+        return self.out(self.over(both).relu()).squeeze(1) * self.scale
+
+
+def batch(rank: int, step: int = 0) -> torch.Tensor:
+    """(4, 3) ids."""
+    return torch.randint(0, 1000, (4, 3), generator=torch.Generator().manual_seed(50 * step + rank))
+
+
+def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    return (model(ids) - ids.sum(1) / 1000).pow(2).mean()
+
+
+def mixed() -> dict[str, dmp.Layout]:
+    return {"users.weight": row_wise(), "items.weight": table_wise(0), "more.weight": data_parallel()}
+
+
+def plan_for(env: ShardingEnv, seed: int | None = None) -> dict[str, dmp.Layout]:
+    """A mixed plan, or random rectangles by seed."""
+    if seed is None:
+        return mixed()
+    shapes = {n: tuple(p.shape) for n, p in Net().named_parameters() if n in TABLES}
+    return {n: rectangles(random_rectangles(s, env.table_size, seed + i)) for i, (n, s) in enumerate(shapes.items())}
+
+
+def wrap(env: ShardingEnv | None = None, plan: Any = None, optimizer: str | None = None) -> DistributedModelParallel:
+    """`Net`, its tables with an in-backward optimizer or none."""
+    module = Net()
+    for name in TABLES:
+        attach(module.get_submodule(name.removesuffix(".weight")), optimizer)
+    return DistributedModelParallel(module, env=env, plan=plan if plan is not None else mixed())
+
+
+def same_values(model: DistributedModelParallel, module: nn.Module) -> None:
+    """What this rank holds equals the whole module's values."""
+    state, whole = model.state_dict(), module.state_dict()
+    assert set(state) == set(whole)
+    for name, value in state.items():
+        pieces = zip(value.chunks, value.offsets, strict=True) if hasattr(value, "chunks") else [(value, None)]
+        for piece, at in pieces:
+            part = whole[name] if at is None else whole[name][tuple(map(slice, at, map(sum, zip(at, piece.shape))))]  # noqa: B905
+            torch.testing.assert_close(piece, part, atol=1e-5, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+# ---- the constructor ----
+
+
+def test_signature_is_frozen() -> None:
+    parameters = inspect.signature(DistributedModelParallel).parameters
+    assert {name: p.default for name, p in parameters.items()} == {
+        "module": inspect.Parameter.empty,
+        "env": None,
+        "device": None,
+        "plan": None,
+        "sharders": None,
+        "init_data_parallel": True,
+        "init_parameters": True,
+        "data_parallel_wrapper": None,
+        "planner": None,
+    }
+    assert [n for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY] == ["planner"]
+    load = inspect.signature(DistributedModelParallel.load_state_dict).parameters
+    assert {n: p.default for n, p in load.items() if n not in ("self", "state_dict")} == {
+        "prefix": "",
+        "strict": True,
+        "assign": False,
+    }
+
+
+class FixedPlanner:
+    """Always the mixed plan."""
+
+    def collective_plan(self, module: nn.Module, sharders: Any, env: ShardingEnv, pinned: Any = None) -> ShardingPlan:
+        assert isinstance(sharders, list) and isinstance(env, ShardingEnv)
+        return ShardingPlan(mixed())
+
+
+def test_attributes_and_planner() -> None:
+    module = Net()
+    model = DistributedModelParallel(module, planner=FixedPlanner())
+    assert model.module is module and model.plan == ShardingPlan(mixed()) and model.env == ShardingEnv.single()
+    assert model.device == torch.device("cpu") and isinstance(model.fused_optimizer, torch.optim.Optimizer)
+    with pytest.raises(PlanError, match="a plan or a planner, not both"):
+        DistributedModelParallel(Net(), plan=mixed(), planner=FixedPlanner())
+
+
+def test_defaults_plan_for_themselves() -> None:
+    model = DistributedModelParallel(Net())
+    assert set(model.plan) == set(TABLES)
+    same_values(model, Net())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"module": 3}, ["torch.nn.Module", "int"]),
+        ({"module": Net}, ["torch.nn.Module", "type"]),
+        ({"env": "cpu"}, ["ShardingEnv", "str"]),
+        ({"plan": 3}, ["ShardingPlan", "int"]),
+        ({"plan": {"users.weight": "row_wise"}}, ["'users.weight'", "'row_wise'"]),
+        ({"sharders": [3]}, ["int", "module_type"]),
+        ({"sharders": [FixedPlanner]}, ["class FixedPlanner", "call it"]),
+    ],
+)
+def test_wrong_types(arguments: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises((ShardError, PlanError)) as error:
+        DistributedModelParallel(**{"module": Net(), "plan": mixed(), **arguments})
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_a_plan_that_does_not_fit_leaves_the_module_alone() -> None:
+    module = Net()
+    before = {name: (id(m), type(m)) for name, m in module.named_modules()}
+    with pytest.raises(PlanError, match="'user'"):
+        DistributedModelParallel(module, plan={**mixed(), "user": row_wise()})
+    assert {name: (id(m), type(m)) for name, m in module.named_modules()} == before
+
+
+def test_import_needs_torch_alone() -> None:
+    others = ("torchrec", "fbgemm_gpu", "scipy", "sharders", "planner")
+    code = f"import sys, dmp; print([m for m in {others} if m in sys.modules])"
+    root = Path(dmp.__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=100)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+# ---- names, values, ownership ----
+
+
+def _names(at: str) -> None:
+    env = env_of(at)
+    plain = Net()
+    for seed in (None, 1, 2):
+        model = wrap(env, plan_for(env, seed))
+        assert [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]
+        assert [n for n, _ in model.named_buffers()] == [n for n, _ in plain.named_buffers()]
+        assert list(model.state_dict()) == list(plain.state_dict())
+        assert list(model.state_dict(prefix="x.")) == ["x." + n for n in plain.state_dict()]
+        outer = nn.Sequential(model)  # and inside another module
+        assert [n for n, _ in outer.named_parameters()] == ["0." + n for n, _ in plain.named_parameters()]
+        assert list(outer.state_dict()) == ["0." + n for n in plain.state_dict()]
+        assert all(isinstance(p, nn.Parameter) for p in model.parameters())
+        held = {n: p.numel() for n, p in model.named_parameters()}
+        state = model.state_dict()
+        for name in TABLES:
+            chunks = state[name].chunks if hasattr(state[name], "chunks") else [state[name]]
+            assert held[name] >= sum(c.numel() for c in chunks)  # chunks of several widths have zeros between them
+            assert len(chunks) > 1 or held[name] == sum(c.numel() for c in chunks)
+            assert state[name].shape == plain.state_dict()[name].shape
+        same_values(model, plain)
+
+
+@pytest.mark.parametrize(("world", "at"), [(2, "dp2"), (4, "replicate2xshard2")])
+def test_names_never_change_and_values_are_kept(world: int, at: str) -> None:
+    run_ranks(world, _names, at)
+
+
+class Towers(nn.Module):
+    """One table under three paths, two of them through one shared tower."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.left = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4))
+        self.right, self.alone = self.left, self.left[0]
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.left(ids) + self.right(ids + 1) + self.alone(ids)
+
+
+def _shared() -> None:
+    env = env_of("dp2")
+    for name in ("left.0.weight", "alone.weight", "right.0.weight"):
+        oracle, module = Towers(), Towers()
+        model = DistributedModelParallel(module, env=env, plan={name: row_wise()})
+        assert model.module.left is model.module.right and model.module.alone is model.module.left[0]
+        assert list(model.plan) == ["left.0.weight"]
+        assert list(model.state_dict()) == list(oracle.state_dict())
+        assert [n for n, _ in model.named_parameters()] == [n for n, _ in oracle.named_parameters()]
+        optimizers = [torch.optim.SGD(m.parameters(), lr=LR) for m in (model, oracle)]
+        for step in range(2):
+            (model(batch(env.rank, step) % 8).pow(2).mean()).backward()
+            (sum(oracle(batch(r, step) % 8).pow(2).mean() for r in range(2)) / 2).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        same_values(model, oracle)
+
+
+def test_a_shared_module_stays_one() -> None:
+    run_ranks(2, _shared)
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is the last layer's, and a table of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.words, self.table, self.head = nn.Embedding(9, 4), nn.Embedding(9, 4), nn.Linear(4, 9)
+        self.head.weight = self.words.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.words(ids) + self.table(ids))
+
+
+def _tied() -> None:
+    env = env_of("dp2")
+    oracle = Tied()
+    model = DistributedModelParallel(Tied(), env=env, plan={"table.weight": column_wise([1], widths=[4])})
+    optimizers = [torch.optim.SGD(m.parameters(), lr=LR) for m in (model, oracle)]
+    for step in range(3):
+        model(batch(env.rank, step) % 9).pow(2).mean().backward()
+        (sum(oracle(batch(r, step) % 9).pow(2).mean() for r in range(2)) / 2).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert model.module.head.weight is model.module.words.weight
+    same_values(model, oracle)
+
+
+def test_tied_weights_stay_tied_and_train() -> None:
+    run_ranks(2, _tied)
+
+
+class Named(nn.Embedding):
+    """Without a forward of its own."""
+
+
+class Doubled(nn.Embedding):
+    """With one."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
+
+
+def test_subclasses_are_found_unless_they_compute_otherwise() -> None:
+    module = nn.Sequential(Named(6, 4), Doubled(6, 4))
+    ids = torch.tensor([1, 5])
+    expected = copy.deepcopy(module)[0](ids), copy.deepcopy(module)[1](ids)
+    model = DistributedModelParallel(module, plan={"0.weight": row_wise()})
+    assert type(model.module[0]) is not Named and type(model.module[1]) is Doubled
+    assert torch.equal(model.module[0](ids), expected[0]) and torch.equal(model.module[1](ids), expected[1])
+    with pytest.raises(PlanError, match=r"'1\.weight', which no sharder takes"):
+        DistributedModelParallel(
+            nn.Sequential(Named(6, 4), Doubled(6, 4)), plan={"0.weight": row_wise(), "1.weight": row_wise()}
+        )
+
+
+def test_the_root_itself_may_be_sharded() -> None:
+    torch.manual_seed(0)
+    model = DistributedModelParallel(nn.Embedding(6, 4), plan={"weight": row_wise()})
+    torch.manual_seed(0)
+    plain = nn.Embedding(6, 4)
+    assert list(model.state_dict()) == ["weight"] and [n for n, _ in model.named_parameters()] == ["weight"]
+    assert torch.equal(model(torch.tensor([5])), plain(torch.tensor([5])))
+    model.load_state_dict(nn.Embedding(6, 4).state_dict())
+    copy.deepcopy(model)(torch.tensor([5]))
+
+
+def _few() -> None:
+    env = env_of("dp2")
+    dense = DistributedModelParallel(nn.Linear(3, 1), env=env, plan={})
+    dense(torch.ones(2, 3)).sum().backward()
+    empty = DistributedModelParallel(nn.ReLU(), env=env, plan={})
+    assert torch.equal(empty(-torch.ones(2)), torch.zeros(2)) and list(empty.parameters()) == []
+    tables = DistributedModelParallel(nn.Embedding(3, 4), env=env, plan={"weight": data_parallel()})
+    tables(torch.tensor([1])).sum().backward()
+    for model in (dense, empty, tables):
+        model.load_state_dict(model.state_dict())
+        copy.deepcopy(model)
+        assert model.fused_optimizer.state_dict() == {"state": {}, "param_groups": []}
+
+
+def test_no_tables_no_parameters_and_nothing_but_tables() -> None:
+    run_ranks(2, _few)
+
+
+def test_attributes_of_the_module_show_through() -> None:
+    model = wrap()
+    assert model.users is model.module.users and model.get_parameter("over.weight") is model.module.over.weight
+    with pytest.raises(AttributeError, match="nobody"):
+        _ = model.nobody
+
+
+# ---- hooks and modes ----
+
+
+def test_hooks_and_mode_are_carried_over() -> None:
+    module = Net()
+    seen: list[str] = []
+    module.users.register_forward_pre_hook(lambda m, args: seen.append("before"))
+    module.users.register_forward_hook(lambda m, args, kwargs, out: seen.append("after"), with_kwargs=True)
+    module.users.register_forward_hook(lambda m, args, out: out * 0)
+    module.users.register_full_backward_hook(lambda m, grad_in, grad_out: seen.append(f"backward {len(grad_out)}"))
+    module.items.eval()
+    model = DistributedModelParallel(module, plan=mixed())
+    assert not model.module.items.training and model.module.users.training
+    assert torch.count_nonzero(model.module.users(torch.tensor([[1]]))) == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's: the inputs of a table have no gradient
+        loss_of(model, batch(0)).backward()
+    assert seen[:2] == ["before", "after"] and seen[-1] == "backward 1"
+    model.eval()
+    assert not model.module.training and not model.module.users.training
+    assert copy.deepcopy(model).training is False
+    assert model.train().module.items.training
+
+
+# ---- training ----
+
+
+def _train(at: str, optimizer: str | None, seed: int | None) -> None:
+    """Five steps on four-sample batches equal one process on the global batch."""
+    env = env_of(at)
+    oracle, model = Net(), wrap(env, plan_for(env, seed), optimizer)
+    ours = torch.optim.AdamW([p for n, p in model.named_parameters() if optimizer is None or n not in TABLES], lr=0.01)
+    theirs = torch.optim.AdamW(
+        [p for n, p in oracle.named_parameters() if optimizer is None or n not in TABLES], lr=0.01
+    )
+    inside = torch.optim.Adagrad(
+        [p for n, p in oracle.named_parameters() if optimizer and n in TABLES] or [nn.Parameter(torch.zeros(1))],
+        lr=LR,
+        eps=1e-10,
+    )
+    for step in range(5):
+        mine = loss_of(model, batch(env.rank, step))
+        whole = loss_of(oracle, torch.cat([batch(r, step) for r in range(env.size)]))
+        mine.backward()
+        whole.backward()
+        for o in (ours, theirs, inside):
+            o.step()
+            o.zero_grad()
+        if optimizer:
+            assert all(p.grad is None for n, p in model.named_parameters() if n in TABLES)
+            oracle.zero_grad()
+    same_values(model, oracle)
+
+
+@pytest.mark.parametrize(
+    ("world", "at", "optimizer", "seed"),
+    [
+        (2, "dp2", None, None),
+        (2, "dp2", "adagrad", None),
+        (2, "dp2", None, 4),
+        (4, "replicate2xshard2", "adagrad", 5),
+        (4, "host2xlocal2", None, 6),
+    ],
+)
+def test_equals_one_process(world: int, at: str, optimizer: str | None, seed: int | None) -> None:
+    run_ranks(world, _train, at, optimizer, seed)
+
+
+def test_equals_one_process_in_one_process() -> None:
+    _train("single", None, None)
+    _train("single", "adagrad", 1)
+
+
+def _ddp_leaves_tables_alone() -> None:
+    env = env_of("dp2")
+    model = wrap(
+        env, {"users.weight": table_wise(1), "items.weight": row_wise(), "more.weight": column_wise([1, 0], [3, 1])}
+    )
+    ddp = next(m for m in model.children() if isinstance(m, nn.parallel.DistributedDataParallel))
+    assert ddp.parameters_to_ignore == set(TABLES)
+    for step in range(3):
+        loss = loss_of(model, batch(env.rank, step))
+        with CommDebugMode() as counter:
+            loss.backward()
+    reduced = sum(n for op, n in counter.get_comm_counts().items() if "allreduce" in str(op))
+    assert reduced <= 1, counter.get_comm_counts()  # DDP's one bucket of dense gradients
+    dense = [p.grad.clone() for n, p in model.named_parameters() if n not in TABLES]
+    for grad in dense:
+        mine = grad.clone()
+        dist.broadcast(grad, 0)
+        assert torch.equal(mine, grad)
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing", "ignore:For backward hooks to be called")
+def test_ddp_averages_dense_gradients_and_no_others() -> None:
+    run_ranks(2, _ddp_leaves_tables_alone)
+
+
+def _frozen() -> None:
+    env = env_of("dp2")
+    module = Net()
+    module.users.weight.requires_grad_(False)
+    model = DistributedModelParallel(module, env=env, plan={**mixed(), "items.weight": row_wise()})
+    assert not model.get_parameter("users.weight").requires_grad
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR)
+    loss_of(model, batch(env.rank)).backward()
+    optimizer.step()
+    assert model.get_parameter("users.weight").grad is None
+    chunk, at = (model.state_dict()["users.weight"].chunks[0], model.state_dict()["users.weight"].offsets[0])
+    assert torch.equal(chunk, Net().users.weight[at[0] : at[0] + len(chunk)])
+    assert not torch.equal(model.module.more.weight, Net().more.weight)
+
+
+def test_frozen_tables_rest() -> None:
+    run_ranks(2, _frozen)
+
+
+# ---- the data-parallel part, later ----
+
+
+class Lazy(nn.Module):
+    """A dense layer that learns its shape from the first batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.table, self.over = nn.Embedding(9, 4), nn.LazyLinear(2)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.over(self.table(ids))
+
+
+LAZY = "ignore:Lazy modules are a new feature"
+
+
+def _lazy() -> None:
+    env = env_of("dp2")
+    model = DistributedModelParallel(Lazy(), env=env, plan={"table.weight": row_wise()}, init_data_parallel=False)
+    with torch.no_grad():
+        model(torch.tensor([1]))
+    model.init_data_parallel()
+    wrapped = next(iter(model.children()))
+    model.init_data_parallel()  # idempotent
+    assert next(iter(model.children())) is wrapped and isinstance(wrapped, nn.parallel.DistributedDataParallel)
+    model(batch(env.rank) % 9).sum().backward()
+    for p in (model.module.over.weight, model.module.over.weight.grad):
+        mine = p.detach().clone()
+        dist.broadcast(p.detach(), 0)
+        assert torch.equal(mine, p.detach())
+
+
+@pytest.mark.filterwarnings(LAZY)
+def test_lazy_modules() -> None:
+    run_ranks(2, _lazy)
+    with pytest.raises(ShardError, match=r"'over\.weight'.*lazy.*init_data_parallel=False.*init_data_parallel\(\)"):
+        DistributedModelParallel(Lazy(), plan={"table.weight": row_wise()})
+
+
+# ---- loading ----
+
+
+def untouched(given: dict[str, Any]) -> Any:
+    """A check that a dict has the same keys, objects and values as now."""
+    before = [(k, v, v.detach().clone() if isinstance(v, torch.Tensor) else v) for k, v in given.items()]
+
+    def check() -> None:
+        assert [k for k, _, _ in before] == list(given)
+        assert all(given[k] is v and torch.equal(v, value) for k, v, value in before)
+
+    return check
+
+
+def _load() -> None:
+    env = env_of("dp2")
+    for seed in (None, 1, 2):
+        model, source = wrap(env, plan_for(env, seed)), Net(seed=9)
+        ids = {n: id(p) for n, p in model.named_parameters()}
+        whole = dict(source.state_dict())
+        check = untouched(whole)
+        result = model.load_state_dict(whole)
+        assert result.missing_keys == [] and result.unexpected_keys == []
+        check()
+        same_values(model, source)
+        assert {n: id(p) for n, p in model.named_parameters()} == ids
+        torch.testing.assert_close(model(batch(env.rank)), source(batch(env.rank)))
+
+        model.load_state_dict(
+            {"x." + k: v for k, v in Net(seed=8).state_dict().items()} | {"epoch": torch.ones(1)}, prefix="x."
+        )
+        same_values(model, Net(seed=8))
+
+        snapshot = copy.deepcopy(model.state_dict())  # this plan's own pieces
+        model.load_state_dict(whole)
+        model.load_state_dict(snapshot)
+        same_values(model, Net(seed=8))
+
+
+def test_a_whole_state_dict_loads_into_every_plan() -> None:
+    run_ranks(2, _load)
+
+
+def test_strict_raises_with_full_names_and_changes_nothing() -> None:
+    model = wrap()
+    given = dict(Net(seed=9).state_dict())
+    del given["over.bias"], given["users.weight"]
+    given["over.extra"] = torch.ones(1)
+    given["odd"] = torch.ones(1)
+    check = untouched(given)
+    with pytest.raises(
+        CheckpointError,
+        match=r"missing keys: \['users\.weight', 'over\.bias'\]; unexpected keys: \['over\.extra', 'odd'\]",
+    ):
+        model.load_state_dict(given)
+    check()
+    same_values(model, Net())
+    result = model.load_state_dict(given, strict=False)
+    check()
+    assert result.missing_keys == ["users.weight", "over.bias"] and result.unexpected_keys == ["over.extra", "odd"]
+    expected = Net(seed=9)
+    expected.users, expected.over.bias = Net().users, Net().over.bias
+    same_values(model, expected)
+    with pytest.raises(
+        CheckpointError, match=r"missing keys: \['p\.scale', 'p\.users\.weight'.*unexpected keys: \['p\.new'\]"
+    ):
+        model.load_state_dict({"p.new": torch.ones(1)}, prefix="p.")
+    assert issubclass(CheckpointError, RuntimeError)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("out.weight", torch.ones(1, 5), ["'?out.weight'?", r"\(1, 5\)", r"\(1, 6\)"]),
+        ("users.weight", torch.ones(11, 4), [r"users\.weight", r"\(11, 4\)", r"\(11, 8\)"]),
+        ("more.weight", torch.ones(30), [r"more\.weight", r"\(30,\)"]),
+        (
+            "items.weight",
+            ChunkedTensor((7, 8), [torch.ones(3, 8)], [(0, 0)]),
+            [r"items\.weight", "another plan", "full_state_dict"],
+        ),
+        ("items.weight", [1.0], [r"items\.weight", "list"]),
+        ("scale", 3, ["scale", "int"]),
+    ],
+)
+@pytest.mark.parametrize("strict", [True, False])
+def test_what_does_not_fit_changes_nothing(name: str, value: Any, words: list[str], strict: bool) -> None:
+    model = wrap()
+    with pytest.raises(CheckpointError) as error:
+        model.load_state_dict({**Net(seed=9).state_dict(), name: value}, strict=strict)
+    assert all(re.search(word, str(error.value)) for word in words), str(error.value)
+    same_values(model, Net())
+
+
+def _assign() -> None:
+    env = env_of("dp2")
+    model, oracle = wrap(env), Net(seed=9)
+    given = dict(Net(seed=9).state_dict())
+    model.load_state_dict(given, assign=True)
+    same_values(model, oracle)
+    assert model.module.over.weight.data_ptr() == given["over.weight"].data_ptr()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=LR) for m in (model, oracle)]
+    for step in range(2):
+        loss_of(model, batch(env.rank, step)).backward()
+        loss_of(oracle, torch.cat([batch(r, step) for r in range(2)])).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    same_values(model, oracle)
+
+
+def test_assigned_values_train() -> None:
+    run_ranks(2, _assign)
+
+
+def _inside_another() -> None:
+    env = env_of("dp2")
+    outer, source = nn.Sequential(wrap(env), nn.Identity()), Net(seed=9)
+    outer.load_state_dict({"0." + k: v for k, v in source.state_dict().items()})
+    same_values(outer[0], source)
+    missing = outer.load_state_dict({"0.over.weight": source.over.weight, "0.new": torch.ones(1)}, strict=False)
+    assert "0.users.weight" not in missing.unexpected_keys and len(missing.unexpected_keys) == 1
+
+
+def test_loading_through_a_parent_module() -> None:
+    run_ranks(2, _inside_another)
+    outer = nn.Sequential(wrap())
+    outer.load_state_dict({"0." + k: v for k, v in Net(seed=9).state_dict().items()})
+    same_values(outer[0], Net(seed=9))
+
+
+# ---- copies ----
+
+
+def _copies(optimizer: str | None) -> None:
+    env = env_of("dp2")
+    model = wrap(env, None, optimizer)
+    loss_of(model, batch(env.rank)).backward()
+    for twin in (copy.deepcopy(model), model.copy("cpu"), model.copy()):
+        assert type(twin) is DistributedModelParallel and twin.plan == model.plan and twin.env is model.env
+        assert [n for n, _ in twin.named_parameters()] == [n for n, _ in model.named_parameters()]
+        storages = {p.untyped_storage().data_ptr() for p in model.parameters() if p.numel()}
+        assert not storages & {p.untyped_storage().data_ptr() for p in twin.parameters() if p.numel()}
+        ids = batch(env.rank, 7)
+        assert torch.equal(model(ids), twin(ids))
+        before = [p.detach().clone() for p in model.parameters()]
+        ordinary = torch.optim.SGD(list(twin.parameters()), lr=LR)
+        for step in range(2):
+            ordinary.zero_grad()
+            loss_of(twin, batch(env.rank, step)).backward()
+            ordinary.step()
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        assert not all(torch.equal(a, b) for a, b in zip(before, twin.parameters(), strict=True))
+        if optimizer:
+            for group, old in zip(twin.fused_optimizer.param_groups, model.fused_optimizer.param_groups, strict=True):
+                group["lr"] = 0.7
+                assert old["lr"] == LR
+            assert {id(p) for g in twin.fused_optimizer.param_groups for p in g["params"]} <= {
+                id(p) for p in twin.parameters()
+            }
+    # The original trains on as if there had been no copy.
+    oracle = wrap(env, None, optimizer)
+    loss_of(oracle, batch(env.rank)).backward()
+    for m in (model, oracle):
+        m.zero_grad()
+        loss_of(m, batch(env.rank, 1)).backward()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), oracle.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("optimizer", [None, "adagrad"])
+def test_copies_are_independent(optimizer: str | None) -> None:
+    run_ranks(2, _copies, optimizer)
+
+
+def _average() -> None:
+    env = env_of("dp2")
+    model, oracle = wrap(env, None, "sgd"), Net()
+    ours, theirs = (AveragedModel(m, use_buffers=False) for m in (model, oracle))
+    dense = torch.optim.SGD([p for n, p in model.named_parameters() if n not in TABLES], lr=LR)
+    whole = torch.optim.SGD(oracle.parameters(), lr=LR)
+    for step in range(3):
+        loss_of(model, batch(env.rank, step)).backward()
+        loss_of(oracle, torch.cat([batch(r, step) for r in range(2)])).backward()
+        for optimizer in (dense, whole):
+            optimizer.step()
+            optimizer.zero_grad()
+        ours.update_parameters(model)
+        theirs.update_parameters(oracle)
+    same_values(model, oracle)
+    same_values(ours.module, theirs.module)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    saved = copy.deepcopy(ours.state_dict())
+    again = AveragedModel(model, use_buffers=False)
+    again.load_state_dict(saved)
+    same_values(again.module, theirs.module)
+
+
+def test_an_average_of_weights() -> None:
+    run_ranks(2, _average)
+
+
+def test_a_copy_keeps_what_users_put_on_the_wrapper() -> None:
+    class Mine(DistributedModelParallel):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.notes = ["a"]
+
+    model = Mine(Net(), plan=mixed())
+    model.register_forward_hook(lambda m, args, out: out + 1)
+    twin = copy.deepcopy(model)
+    assert type(twin) is Mine and twin.notes == ["a"] and twin.notes is not model.notes
+    assert torch.equal(twin(batch(0)), model(batch(0)))
+
+
+def test_pickling_is_refused_with_the_way_out() -> None:
+    for refuse in (lambda m: pickle.dumps(m), lambda m: torch.save(m, io.BytesIO())):
+        with pytest.raises(TypeError, match=r"process groups.*save_checkpoint.*full_state_dict.*deepcopy"):
+            refuse(wrap())
+
+
+# ---- the fused optimizer ----
+
+
+def test_fused_optimizer_state_has_the_unsharded_names_and_shapes() -> None:
+    model = wrap(optimizer="adam")
+    loss_of(model, batch(0)).backward()
+    state = model.fused_optimizer.state_dict()
+    assert set(state["state"]) == set(TABLES)
+    for name, whole in ((n, dict(Net().named_parameters())[n]) for n in TABLES):
+        shapes = {k: tuple(v.shape) for k, v in state["state"][name].items()}
+        assert shapes == {"step": (), "exp_avg": tuple(whole.shape), "exp_avg_sq": tuple(whole.shape)}
+    assert sorted(n for g in state["param_groups"] for n in g["params"]) == sorted(TABLES)
+    assert {g["lr"] for g in state["param_groups"]} == {LR}
+    other = wrap(optimizer="adam")
+    other.load_state_dict(model.state_dict())
+    other.fused_optimizer.load_state_dict(copy.deepcopy(state))
+    for m in (model, other):
+        loss_of(m, batch(0, 1)).backward()
+    assert torch.equal(model.state_dict()["users.weight"], other.state_dict()["users.weight"])
+    with pytest.raises(CheckpointError, match=r"no state for 'items\.weight'"):
+        other.fused_optimizer.load_state_dict(
+            {"state": {k: v for k, v in state["state"].items() if k != "items.weight"}}
+        )
+
+
+def _schedule() -> None:
+    """A new learning rate is used at the next backward; torch's scheduler drives it."""
+    env = env_of("dp2")
+    model, oracle = wrap(env, None, "sgd"), Net()
+    whole = torch.optim.SGD([p for n, p in oracle.named_parameters() if n in TABLES], lr=LR)
+    optimizers = [model.fused_optimizer, whole]
+    schedulers = [torch.optim.lr_scheduler.StepLR(o, step_size=1, gamma=0.5) for o in optimizers]
+    for step in range(4):
+        loss_of(model, batch(env.rank, step)).backward()
+        loss_of(oracle, torch.cat([batch(r, step) for r in range(2)])).backward()
+        for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
+            optimizer.step()
+            scheduler.step()
+            if step == 2:
+                for group in optimizer.param_groups:
+                    group["lr"] = 0.0
+        oracle.zero_grad()
+        model.zero_grad()
+    assert {g["lr"] for g in model.fused_optimizer.param_groups} == {0.0}
+    same_values(model, oracle)
+
+
+def test_a_schedule_takes_effect() -> None:
+    run_ranks(2, _schedule)
+
+
+# ---- agreement of the ranks ----
+
+
+def _disagree(what: str) -> None:
+    env, odd = env_of("dp2"), dist.get_rank() == 1
+    module, plan = Net(), dict(mixed())
+    if what == "plan" and odd:
+        plan["items.weight"] = table_wise(1)
+    elif what == "rectangles":
+        plan["items.weight"] = rectangles([Shard((0, 0), (7, 8), int(odd))])
+    elif what == "invalid plan" and odd:
+        plan["items.weight"] = table_wise(7)
+    elif what == "no plan at all" and odd:
+        plan = 3  # type: ignore[assignment]
+    elif what == "a name" and odd:
+        plan["nobody.weight"] = row_wise()
+    elif what == "shape" and odd:
+        module.over = nn.Linear(20, 7)
+    elif what == "dtype" and odd:
+        module.out = module.out.double()
+    elif what == "frozen" and odd:
+        module.users.weight.requires_grad_(False)
+    elif what == "order":
+        layers = {"a": nn.Embedding(3, 4), "b": nn.Embedding(3, 4)}
+        module = nn.ModuleDict(dict(reversed(layers.items())) if odd else layers)  # type: ignore[assignment]
+        plan = {"a.weight": row_wise(), "b.weight": row_wise()}
+    elif what == "a module more" and odd:
+        module.extra = nn.Embedding(3, 4)
+    elif what == "subclass" and odd:
+        module.users = Doubled(11, 8)
+    DistributedModelParallel(module, env=env, plan=plan)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("plan", ["plan", "rank 1", "items.weight", '"rank": 1', '"rank": 0']),
+        ("rectangles", ["plan", "rank 1", "items.weight"]),
+        ("invalid plan", ["plan", "rank 1", "7"]),
+        ("no plan at all", ["rank 1", "got int"]),
+        ("a name", ["plan", "nobody.weight"]),
+        ("shape", ["model", "over.weight", "(6, 20)", "(7, 20)"]),
+        ("dtype", ["model", "out.weight", "float64"]),
+        ("frozen", ["model", "users.weight", "False"]),
+        ("order", ["model", "a", "b"]),
+        ("a module more", ["model", "extra"]),
+        ("subclass", ["model", "users"]),
+    ],
+)
+def test_ranks_that_disagree_all_say_how(what: str, words: list[str]) -> None:
+    texts = {str(error) for error in run_ranks(2, _disagree, what, expect=PlanError, timeout=30)}
+    assert len(texts) == 1
+    text = texts.pop()
+    assert all(word in text for word in words), text
