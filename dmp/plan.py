@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -132,11 +133,16 @@ class ShardingPlan(Mapping[str, ParameterSharding]):
             return "ShardingPlan: no sharded parameters"
         width = max(len("parameter"), *(len(n) for n in self._entries))
         lines = [f"{'parameter':<{width}}  layout", f"{'-' * width}  {'-' * 24}"]
-        lines += [f"{name:<{width}}  {entry}" for name, entry in self._entries.items()]
+        lines += [f"{name:<{width}}  {self[name]}" for name in sorted(self, key=_natural)]
         return "\n".join(lines)
 
     def __repr__(self) -> str:
         return f"ShardingPlan({len(self)} parameters, {self._digest[:12]})"
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Sorts `t_10` after `t_2`."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def as_plan(plan: ShardingPlan | Mapping[str, ParameterSharding | Layout]) -> ShardingPlan:

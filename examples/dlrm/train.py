@@ -1,0 +1,166 @@
+"""Trains a sharded DLRM on click logs in the Criteo format, and reports AUC and log loss on held-out lines.
+
+Runs under torchrun on any number of processes, or with plain python on one: `train.py --help` has example lines. With
+--unsharded the same model trains in one process without any wrapper: what every sharded run is to be compared with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import time
+
+import torch
+import torch.distributed as dist
+from arguments import parse_arguments
+from criteo import CriteoReader, rows_per_table
+from generate import ensure_generated, read_truth
+from launch import fail, is_first, leave, make_env, say
+from metrics import Metrics, compute_metrics, gather_rows
+from model import make_dlrm, split_parameters
+from plans import make_plan
+from steps import global_steps, num_skipped
+from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
+from torchrec.optim import RowWiseAdagrad
+from tqdm import tqdm
+
+from dmp import DistributedModelParallel, DmpError, ShardingEnv, load_checkpoint, save_checkpoint
+
+OPTIMIZERS = {
+    "rowwise_adagrad": RowWiseAdagrad,
+    "adagrad": torch.optim.Adagrad,
+    "sgd": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+}
+
+
+def main() -> None:
+    args = parse_arguments()
+    env = make_env(args.mesh, args.axes, args.device)
+    group = env.group("replicate", "shard")  # of the data ranks: those whose samples differ
+    if args.unsharded and env.size > 1:
+        raise ValueError(f"--unsharded runs in one process, this run has {env.size}")
+    if args.generate is not None:
+        generate_on_first(args.data, args.generate, args.seed)
+
+    lines = {part: make_reader(args, part, group) for part in ("train", "heldout")}
+    model = make_model(args, env)
+    _, dense = split_parameters(model)
+    optimizer = OPTIMIZERS[args.dense_optimizer](dense.values(), lr=args.dense_lr)
+    step = 0
+    if args.load:
+        extra = load_checkpoint(args.load, model, None if args.eval_only else optimizer)
+        step = extra["step"] if extra else 0
+        say(f"loaded {args.load}, saved after {step:,} steps")
+
+    if not args.eval_only:
+        for epoch in range(args.epochs):
+            title = f"epoch {epoch + 1}/{args.epochs}"
+            step += train_epoch(model, optimizer, lines["train"], group, env.device, title)
+    if args.save:
+        save_checkpoint(args.save, model, optimizer, extra={"step": step})
+        say(f"saved {args.save}")
+
+    say(f"held-out: {evaluate(model, lines['heldout'], group, env.device)}")
+    for part, reader in lines.items():
+        skipped = num_skipped(reader, group, env.device)
+        if skipped:
+            say(f"malformed lines skipped in the {part} part: {skipped:,}")
+    truth = read_truth(args.data)
+    if truth is not None:
+        say(f"best reachable: AUC {truth.best_auc:.6f}, log loss {truth.best_log_loss:.6f}")
+
+
+def make_reader(args: argparse.Namespace, part: str, group: dist.ProcessGroup | None) -> CriteoReader:
+    """This rank's share of one part of the lines."""
+    return CriteoReader(
+        args.data,
+        args.rows,
+        args.batch_size,
+        rank=0 if group is None else group.rank(),
+        num_ranks=1 if group is None else group.size(),
+        part=part,
+        on_error=args.on_bad_line,
+    )
+
+
+def make_model(args: argparse.Namespace, env: ShardingEnv) -> nn.Module:
+    """The model, sharded unless --unsharded; its tables are updated in the backward pass."""
+    model: nn.Module = make_dlrm(rows_per_table(args.rows), args.dim, args.seed, meta=False if args.unsharded else None)
+    if args.unsharded:
+        model = model.to(env.device)
+    tables, _ = split_parameters(model)
+    apply_optimizer_in_backward(OPTIMIZERS[args.optimizer], tables.values(), {"lr": args.lr})
+    if args.unsharded:
+        return model
+    plan = make_plan(args.layout, list(tables), env) if args.layout else None
+    sharded = DistributedModelParallel(model, env=env, plan=plan)
+    say(f"{env}\n{sharded.plan}")
+    return sharded
+
+
+def train_epoch(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    lines: CriteoReader,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    title: str,
+) -> int:
+    """One pass over the lines; returns the number of steps."""
+    model.train()
+    steps, rows, shown_loss, started = 0, 0, math.nan, time.perf_counter()
+    with tqdm(total=lines.num_steps, desc=title, unit=" steps", disable=not is_first(), mininterval=0.5) as bar:
+        for step in global_steps(lines, group, device):
+            logits = model(step.batch.dense, step.batch.sparse).squeeze(1)
+            losses = nn.functional.binary_cross_entropy_with_logits(logits, step.batch.labels, reduction="sum")
+            loss = losses * step.weight
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            steps, rows = steps + 1, rows + step.num_rows
+            shown_loss = loss.item() if steps == 1 else 0.95 * shown_loss + 0.05 * loss.item()
+            speed = rows / (time.perf_counter() - started)
+            bar.set_postfix_str(f"loss {shown_loss:.4f}, {speed:,.0f} samples/s", refresh=False)
+            bar.update()
+    return steps
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, lines: CriteoReader, group: dist.ProcessGroup | None, device: torch.device) -> Metrics:
+    """AUC and log loss over all ranks' lines, on every rank."""
+    model.eval()
+    rows = [torch.empty(0, 2, device=device)]
+    for step in global_steps(lines, group, device):
+        logits = model(step.batch.dense, step.batch.sparse).squeeze(1)
+        rows.append(torch.stack([logits, step.batch.labels], dim=1))
+    logits, labels = gather_rows(torch.cat(rows), group).cpu().unbind(1)
+    if not len(labels):
+        raise ValueError(f"{lines.path} has no held-out line: too few lines to report on")
+    return compute_metrics(logits, labels)
+
+
+def generate_on_first(path: str, lines: int, seed: int) -> None:
+    """Generates the file on rank 0 while the others wait; its error is every rank's."""
+    failure: list[Exception | None] = [None]
+    if is_first():
+        try:
+            ensure_generated(path, lines, seed, progress=True)
+        except (OSError, ValueError) as error:
+            failure = [error]
+    if dist.is_initialized():
+        dist.broadcast_object_list(failure)
+    if failure[0] is not None:
+        raise failure[0]
+
+
+if __name__ == "__main__":
+    logging.getLogger("torch.fx").setLevel(logging.ERROR)  # a remark about how TorchRec asks whether it is traced
+    try:
+        main()
+    except (DmpError, ValueError, OSError) as error:
+        fail(str(error))
+    finally:
+        leave()

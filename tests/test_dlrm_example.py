@@ -1,0 +1,123 @@
+"""The DLRM example as a user runs it: help, errors in one line, torchrun on meshes, checkpoints that travel."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "dlrm"))
+
+from arguments import parse_arguments
+from generate import generate
+from launch import make_env
+
+ROOT = Path(__file__).resolve().parents[1]
+TRAIN = str(ROOT / "examples" / "dlrm" / "train.py")
+SMALL = ["--rows", "500", "--dim", "8", "--batch-size", "256"]
+
+
+def run(processes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return subprocess.run(
+        [sys.executable, *launcher, TRAIN, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+    )
+
+
+def auc(result: subprocess.CompletedProcess[str]) -> float:
+    assert result.returncode == 0, result.stdout + result.stderr
+    found = re.findall(r"^held-out: AUC ([0-9.]+), log loss [0-9.]+ on [0-9,]+ held-out lines$", result.stdout, re.M)
+    assert len(found) == 1, result.stdout + result.stderr
+    return float(found[0])
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = str(tmp_path_factory.mktemp("dlrm") / "clicks.tsv")
+    generate(path, 2000)
+    return path
+
+
+def test_help_explains_itself() -> None:
+    result = run(1, "--help")
+    assert result.returncode == 0, result.stderr
+    for word in ("examples:", "torchrun --nproc_per_node=2", "--mesh 2x2", "--unsharded", "--on-bad-line", "--save"):
+        assert word in result.stdout
+
+
+def test_trained_on_two_processes_goes_on_anywhere(log: str, tmp_path: Path) -> None:
+    """One checkpoint: evaluated in a plain module, and trained further on replicate x shard as in the plain module."""
+    checkpoint = str(tmp_path / "checkpoint")
+    trained = run(2, "--data", log, *SMALL, "--save", checkpoint)
+    assert "t_cat_25.weight" in trained.stdout  # the plan
+    assert "samples/s" in trained.stderr
+    assert "best reachable: AUC" in trained.stdout
+    load = ["--data", log, *SMALL, "--load", checkpoint]
+    assert auc(run(1, *load, "--eval-only", "--unsharded")) == pytest.approx(auc(trained), abs=1e-6)
+    further = run(4, *load, "--mesh", "2x2", "--layout", "row_wise")
+    assert "replicate=2" in further.stdout
+    # Eight more steps, sums in another order: the order of 200 lines hardly moves.
+    assert auc(further) == pytest.approx(auc(run(1, *load, "--unsharded")), abs=1e-3)
+
+
+def test_bad_line_ends_all_ranks_with_one_message(log: str, tmp_path: Path) -> None:
+    lines = Path(log).read_text().splitlines()
+    lines[1500] = "0\tnonsense"
+    bad = tmp_path / "bad.tsv"
+    bad.write_text("\n".join(lines) + "\n")
+    result = run(2, "--data", str(bad), *SMALL)
+    assert result.returncode != 0
+    message = f"error: {bad}, line 1501: expected 40 fields separated by tabs, got 2"
+    assert result.stderr.splitlines().count(message) + result.stdout.splitlines().count(message) == 1
+    assert 'train.py", line' not in result.stderr  # no traceback of ours
+    skipped = run(1, "--data", str(bad), *SMALL, "--on-bad-line", "skip")
+    assert auc(skipped) > 0
+    assert re.search(r"malformed lines skipped in the (train|heldout) part: 1$", skipped.stdout, re.M)
+
+
+def test_missing_file_is_one_line() -> None:
+    result = run(1, "--data", "missing.tsv")
+    assert result.returncode == 2
+    assert result.stderr == "error: missing.tsv: no such file\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: --data (see --help)"),
+        (["--unsharded", "--layout", "row_wise"], "--unsharded has no mesh and no layout (see --help)"),
+        (["--batch-size", "0"], "argument --batch-size: expected at least 1, got 0 (see --help)"),
+        (["--rows", "a"], "argument --rows: invalid number of rows value: 'a' (see --help)"),
+    ],
+)
+def test_mistaken_arguments_are_one_line(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = ["--data", "clicks.tsv"] if arguments else []
+    monkeypatch.setattr(sys, "argv", ["train.py", *data, *arguments])
+    with pytest.raises(SystemExit) as exit_info:
+        parse_arguments()
+    assert exit_info.value.code == 2
+    assert capsys.readouterr().err == f"error: {message}\n"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "axes", "message"),
+    [
+        ([2, 2], None, "--mesh 2x2 takes 4 processes, this run has 1"),
+        ([1, 1, 1], None, "--mesh has 3 axes, --axes names 0: none"),
+        (None, ["a", "b"], "--mesh has 1 axes, --axes names 2: a,b"),
+    ],
+)
+def test_mesh_that_does_not_fit(mesh: list[int] | None, axes: list[str] | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_env(mesh, axes, "cpu")
