@@ -77,7 +77,9 @@ class ModuleSharder(Protocol):
         """A module for `module`'s place, with the same parameter and buffer names, on `device`.
 
         `plan` names exactly what `parameters` named. Values present are kept; parameters on meta are allocated and
-        filled by the wrapper afterwards. Gradients are means over the data ranks (`env.data_size`).
+        filled by the wrapper afterwards. Gradients are means over the data ranks (`env.data_size`), also those of
+        parameters that `parameters` does not name: the data-parallel part leaves the whole module alone.
+        `module` itself is not changed, so that a failure loses nothing.
         The result has `chunked_state` (see `ShardedModule`) unless every parameter is whole or a DTensor.
         """
         ...

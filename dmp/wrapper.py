@@ -140,11 +140,13 @@ class DistributedModelParallel(nn.Module):
             self.init_data_parallel()
 
     def _shard(self, module: nn.Module, sites: list[Site], seed: int, init_parameters: bool) -> nn.Module:
-        """Replace the module of each site, at all its paths; returns the root."""
-        for site in sites:
-            entries = {relative: self._plan[name] for relative, name in site.names().items()}
-            new = site.sharder.shard(site.module, entries, self._env, self._device)
-            _check_same_names(site, new)
+        """Replace the module of each site, at all its paths, once all are made; returns the root."""
+        made, failure = _attempt(lambda: [self._make(site) for site in sites])
+        check_agreement({"error": "" if failure is None else f"{type(failure).__name__}: {failure}"}, self._env)
+        if failure is not None:
+            raise failure
+        modules: list[nn.Module] = made
+        for site, new in zip(sites, modules, strict=True):
             if new is not site.module:
                 _carry_over(site.module, new)
             if isinstance(new, ShardedModule):
@@ -157,6 +159,12 @@ class DistributedModelParallel(nn.Module):
                 module = _replace(module, path, new)
             self._paths[site.path] = site.aliases
         return module
+
+    def _make(self, site: Site) -> nn.Module:
+        entries = {relative: self._plan[name] for relative, name in site.names().items()}
+        new = site.sharder.shard(site.module, entries, self._env, self._device)
+        _check_same_names(site, new)
+        return new
 
     def init_data_parallel(self) -> None:
         """Start the data-parallel part, once; later calls do nothing. For lazy modules: after the first forward.
@@ -344,7 +352,7 @@ def _attempt(make: Any) -> tuple[Any, Exception | None]:
     """Result and error of a local step, so that all ranks can compare errors before anyone raises."""
     try:
         return make(), None
-    except (DmpError, ValueError, TypeError) as error:
+    except Exception as error:
         return None, error
 
 

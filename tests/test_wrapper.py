@@ -36,6 +36,7 @@ from dmp import (
     row_wise,
     table_wise,
 )
+from sharders import EmbeddingSharder
 from tests.equality import attach, env_of, random_rectangles
 from tests.ranks import run_ranks
 
@@ -715,6 +716,27 @@ def test_pickling_is_refused_with_the_way_out() -> None:
     for refuse in (lambda m: pickle.dumps(m), lambda m: torch.save(m, io.BytesIO())):
         with pytest.raises(TypeError, match=r"process groups.*save_checkpoint.*full_state_dict.*deepcopy"):
             refuse(wrap())
+
+
+class _FailsOnRank0(EmbeddingSharder):
+    def shard(self, module: nn.Module, plan: Any, env: ShardingEnv, device: torch.device) -> nn.Module:
+        if env.rank == 0:
+            raise ShardError("not here")
+        return super().shard(module, plan, env, device)
+
+
+def _shard_fails_on_one_rank() -> None:
+    module = nn.Sequential(nn.Embedding(4, 4))
+    before = module[0]
+    try:
+        DistributedModelParallel(module, plan={"0.weight": row_wise()}, sharders=[_FailsOnRank0()])
+    finally:
+        assert module[0] is before
+
+
+def test_a_sharder_that_fails_on_one_rank_is_told_on_all() -> None:
+    errors = run_ranks(2, _shard_fails_on_one_rank, expect=PlanError)
+    assert all("ShardError: not here" in str(e) for e in errors)
 
 
 # ---- the fused optimizer ----

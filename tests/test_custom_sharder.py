@@ -1,0 +1,77 @@
+"""The protocol serves strangers: the example as a user runs it, and the same sharder found through an entry point."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLE = ROOT / "examples" / "custom_sharder.py"
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
+
+
+def run(*arguments: str, path: Path | None = None) -> str:
+    """Output of a Python process that finds the project, and what lies in `path`."""
+    places = [str(path), str(ROOT)] if path else [str(ROOT)]
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(places)},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("size", "arguments"),
+    [(1, [str(EXAMPLE), "1"]), (2, [str(EXAMPLE)]), (3, [*TORCHRUN, "--nproc_per_node=3", str(EXAMPLE)])],
+)
+def test_example_proves_what_it_says(size: int, arguments: list[str]) -> None:
+    said = run(*arguments)
+    assert f"{size} processes; the planner's plan:" in said
+    assert "experts.weight" in said
+    assert "20 steps equal one process on the whole batch: outputs, gradients, weights" in said
+    assert f"loaded with every expert on rank {size - 1}, gives the same outputs" in said
+
+
+def test_the_sharder_is_short() -> None:
+    _, _, rest = EXAMPLE.read_text().partition("# ---- the sharder ----\n")
+    sharder, mark, _ = rest.partition("# ---- the proof ----")
+    assert mark and len(sharder.strip().splitlines()) < 100
+
+
+PROGRAM = """
+import torch
+import torch.distributed as dist
+from custom_sharder import Experts
+from dmp import DistributedModelParallel
+dist.init_process_group("gloo")
+model = DistributedModelParallel(torch.nn.Sequential(Experts(6, 3, 2)))
+if dist.get_rank() == 0:
+    print(type(model.module[0]).__name__, list(model.plan), tuple(model.module[0].weight.shape))
+dist.destroy_process_group()
+"""
+
+
+def test_an_installed_plugin_is_found(tmp_path: Path) -> None:
+    """On two processes, without `sharders=`; with the same file on the path but not installed, nothing is sharded."""
+    (tmp_path / "examples").mkdir()
+    shutil.copy(EXAMPLE, tmp_path / "examples")
+    shutil.copytree(EXAMPLE.parent / "plugin", tmp_path / "examples" / "plugin")  # pip builds inside it
+    target = tmp_path / "installed"
+    options = ["--quiet", "--disable-pip-version-check", "--no-index", "--no-deps", "--no-build-isolation"]
+    run("-m", "pip", "install", *options, "--target", str(target), str(tmp_path / "examples" / "plugin"))
+    assert [path.name for path in target.glob("*.py")] == ["custom_sharder.py"]
+
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    arguments = [*TORCHRUN, "--nproc_per_node=2", str(program)]
+    assert run(*arguments, path=target).strip() == "ShardedExperts ['0.weight'] (3, 3, 2)"
+    assert run(*arguments, path=EXAMPLE.parent).strip() == "Experts [] (6, 3, 2)"
