@@ -27,7 +27,7 @@ bench: export MALLOC_MMAP_THRESHOLD_ := 4294967296
 bench: export MALLOC_TRIM_THRESHOLD_ := 4294967296
 bench: export MALLOC_TOP_PAD_ := 268435456
 bench: .venv/.installed
-	$(PY) tests/bench/run.py
+	$(PY) tests/bench/run.py $(BENCH)
 
 # The stamp goes first and comes last: an interrupted install leaves none, and the next run starts from an empty
 # environment. A finished one that is merely older than these files is brought up to date in place.

@@ -50,12 +50,14 @@ def fill_chunks(target: ChunkedTensor, init_fn: Callable[[torch.Tensor], Any], n
     shape = tuple(target.size())
     row = target.numel() // max(1, shape[0])
     rows = max(1, BLOCK_ELEMENTS // max(1, row))
+    # One buffer for all blocks: a new one for each, while the last is alive, scatters the heap.
+    buffer = torch.empty((min(rows, shape[0]), *shape[1:]), dtype=target.dtype)
     for block, start in enumerate(range(0, shape[0], rows)):
         size, at = (min(rows, shape[0] - start), *shape[1:]), (start, *(0 for _ in shape[1:]))
         held = list(zip(target.chunks, target.offsets, strict=True))
         if not any(overlap_numel(c.shape, o, size, at) for c, o in held):
             continue
-        values = torch.empty(size, dtype=target.dtype)
+        values = buffer[: size[0]]
         with seeded(seed, name, block), torch.no_grad():
             init_fn(values)
         for chunk, offset in held:

@@ -128,8 +128,11 @@ class RowDelivery:
         at = 0
         for patch in patches:
             target = part[at : at + patch.count * patch.width].view(patch.count, patch.width)
-            source = grads[patch.dim][patch.where, patch.column : patch.column + patch.width]
-            torch.mul(source, scale, out=target)
+            grad = grads[patch.dim]
+            if isinstance(patch.where, torch.Tensor) and patch.width == patch.dim:
+                torch.index_select(grad, 0, patch.where, out=target).mul_(scale)
+            else:
+                torch.mul(grad[patch.where, patch.column : patch.column + patch.width], scale, out=target)
             at += patch.count * patch.width
 
     def _place_all(

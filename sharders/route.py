@@ -10,7 +10,7 @@ The order of keys is taken from every batch; what depends on it is compiled once
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
@@ -271,9 +271,21 @@ class Received:
     lengths: list[torch.Tensor]
     ids: list[torch.Tensor]
     weights: list[torch.Tensor] | None
+    _slot_major: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = field(
+        default_factory=dict
+    )
 
     def slot_major(self, sources: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Ids (N,), lengths (S, sum of B) and weights of `sources`, slot by slot and in the order of `sources`."""
+        """Ids (N,), lengths (S, sum of B) and weights of `sources`, slot by slot and in the order of `sources`.
+
+        Kept for the backward pass, which mostly asks for the same sources.
+        """
+        key = tuple(sources)
+        if key not in self._slot_major:
+            self._slot_major[key] = self._to_slot_major(sources)
+        return self._slot_major[key]
+
+    def _to_slot_major(self, sources: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         lengths = torch.cat([self.lengths[s] for s in sources], dim=1)
         if len(sources) == 1:
             only = sources[0]

@@ -45,16 +45,19 @@ class UnpooledPath:
     def forward(self, call: Call) -> list[torch.Tensor]:
         """One tensor (N, dim) for each distinct dim: rows of all its features, feature-major."""
         counts = call.received.counts(self.peers.own)
-        blocks: list[tuple[torch.Tensor, ...]] = []
-        for h, slots, width in self.groups:
+        blocks: list[torch.Tensor] = []
+        for h, slots, _ in self.groups:
             ids, segments = self._ids(call, self.peers.own, counts, h, slots)
-            rows = h.lookup.rows(ids, segments).to(self.dtype).reshape(-1)
-            blocks.append(rows.split([sum(of[slots.start : slots.stop]) * width for of in counts]))
-        parts = [block[source] for source in range(len(counts)) for block in blocks]
-        if not parts:
-            send = torch.zeros(0, dtype=self.dtype, device=self.device)
+            blocks.append(h.lookup.rows(ids, segments).to(self.dtype).reshape(-1))
+        if len(blocks) == 1:
+            send = blocks[0]  # source by source already
         else:
-            send = parts[0] if len(parts) == 1 else torch.cat(parts)
+            cut = [
+                block.split([sum(of[slots.start : slots.stop]) * width for of in counts])
+                for block, (_, slots, width) in zip(blocks, self.groups, strict=True)
+            ]
+            parts = [of_group[source] for source in range(len(counts)) for of_group in cut]
+            send = torch.cat(parts) if parts else torch.zeros(0, dtype=self.dtype, device=self.device)
         out = self.delivery.forward(
             send,
             self._by_rank(counts),
@@ -112,7 +115,8 @@ class UnpooledPath:
                 continue
             ids, segments = self._ids(call, sources, counts, h, slots)
             pieces = [cut[s * len(self.groups) + g] for s in range(len(sources))]
-            rows = (torch.cat(pieces) if len(pieces) != 1 else pieces[0]).view(-1, width).to(h.bank.weights.dtype)
+            flat = grad if len(self.groups) == 1 else torch.cat(pieces)
+            rows = flat.view(-1, width).to(h.bank.weights.dtype)
             if h.bank.spec is None:
                 gradients[id(h)] += h.lookup.gradient_rows(rows, ids, segments)
             else:

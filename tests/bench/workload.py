@@ -1,0 +1,112 @@
+"""The tables, layouts and batches that the benchmarks share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from dmp import Layout, column_wise, row_wise, table_wise
+
+# Distinct values of the 26 categories of the Criteo Kaggle data: the usual table sizes of DLRM benchmarks.
+CRITEO_ROWS = (
+    1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306, 10, 5652,
+    2173, 4, 7046547, 18, 15, 286181, 105, 142572,
+)  # fmt: skip
+
+# The tables of examples/dlrm/demo.py.
+DEMO_ROWS = (
+    100, 13240, 300, 50000, 1220, 50000, 4760, 100, 18620, 420, 50000, 1700, 50000, 6700, 140, 26200, 600, 50000, 2400,
+    50000, 9420, 220, 36840, 860, 50000, 3380,
+)  # fmt: skip
+
+LEARNING_RATE, EPS = 0.05, 1e-8
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Tables and batches of one benchmark point.
+
+    Args:
+        pooled: an EmbeddingBagCollection (sum), else an EmbeddingCollection.
+        max_bag: bags have 0..max_bag ids; exactly one where this is 1.
+        batch_size: samples on each rank.
+    """
+
+    rows: tuple[int, ...]
+    dim: int
+    batch_size: int
+    max_bag: int = 1
+    pooled: bool = True
+
+    @property
+    def features(self) -> list[str]:
+        """One for each table."""
+        return [f"f{i}" for i in range(len(self.rows))]
+
+
+class Model(nn.Module):
+    """A collection below a root, as it stands in real models."""
+
+    def __init__(self, tables: nn.Module) -> None:
+        super().__init__()
+        self.tables = tables
+
+    def forward(self, features: Any) -> Any:
+        """What the collection gives."""
+        return self.tables(features)
+
+
+def criteo_rows(cap: int) -> tuple[int, ...]:
+    """Rows of the 26 tables, none above `cap`."""
+    return tuple(min(n, cap) for n in CRITEO_ROWS)
+
+
+def make_model(work: Workload, device: str = "cpu") -> Model:
+    """The same weights on every rank; each table with an in-backward row-wise Adagrad."""
+    import torchrec
+    from torch.distributed.optim import _apply_optimizer_in_backward
+    from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+    torch.manual_seed(1)
+    kind = torchrec.EmbeddingBagConfig if work.pooled else torchrec.EmbeddingConfig
+    tables = [
+        kind(name=f"t{i}", num_embeddings=n, embedding_dim=work.dim, feature_names=[f"f{i}"])
+        for i, n in enumerate(work.rows)
+    ]
+    collection = torchrec.EmbeddingBagCollection if work.pooled else torchrec.EmbeddingCollection
+    model = Model(collection(tables=tables, device=torch.device(device)))
+    _apply_optimizer_in_backward(RowWiseAdagrad, model.parameters(), {"lr": LEARNING_RATE, "eps": EPS})
+    return model
+
+
+def make_plan(layout: str, names: Sequence[str], ranks: int) -> dict[str, Layout]:
+    """One layout for all tables; table-wise goes round the ranks."""
+    kinds: Mapping[str, Any] = {
+        "table_wise": lambda i: table_wise(i % ranks),
+        "row_wise": lambda i: row_wise(),
+        "column_wise": lambda i: column_wise(range(ranks)),
+    }
+    return {name: kinds[layout](i) for i, name in enumerate(names)}
+
+
+def make_batch(work: Workload, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and lengths, key-major, as a `KeyedJaggedTensor` takes them."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (len(work.rows), work.batch_size)
+    lengths = torch.ones(shape, dtype=torch.int64)
+    if work.max_bag > 1:
+        lengths = torch.randint(0, work.max_bag + 1, shape, generator=generator)
+    counts = lengths.sum(1).tolist()
+    ids = [torch.randint(0, n, (count,), generator=generator) for n, count in zip(work.rows, counts, strict=True)]
+    return torch.cat(ids), lengths.view(-1)
+
+
+def as_keyed(work: Workload, batch: tuple[torch.Tensor, torch.Tensor]) -> Any:
+    """A new `KeyedJaggedTensor`: it caches what it has computed, so each step gets its own."""
+    from torchrec import KeyedJaggedTensor
+
+    return KeyedJaggedTensor(keys=work.features, values=batch[0], lengths=batch[1])
