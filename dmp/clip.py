@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dmp.env import ShardingEnv
+from dmp.errors import ShardError
 from dmp.gather import env_of, sharded_parameters
 from dmp.layout import is_replicated
 from dmp.wrapper import DistributedModelParallel
@@ -67,13 +68,13 @@ def _replicated_names(model: nn.Module, env: ShardingEnv) -> set[str]:
 def _local(grad: torch.Tensor, copies: int, size: int) -> tuple[torch.Tensor, int]:
     """This rank's part of a gradient, as a view, and how many ranks hold the same part."""
     if grad.is_sparse:
-        raise NotImplementedError("clip_grad_norm_ does not take sparse gradients, as torch's does not")
+        raise ShardError("clip_grad_norm_ does not take sparse gradients, as torch's does not")
     placements = getattr(grad, "placements", None)
     if placements is None:
         return grad, copies
     parts = 1
     for placement, axis_size in zip(placements, grad.device_mesh.shape, strict=True):  # type: ignore[attr-defined]
         if placement.is_partial():
-            raise NotImplementedError(f"clip_grad_norm_ met a gradient whose sum is still open: {placements}")
+            raise ShardError(f"clip_grad_norm_ met a gradient whose sum is still open: {placements}")
         parts *= 1 if placement.is_replicate() else axis_size
     return grad.to_local(), size // parts  # type: ignore[attr-defined]

@@ -2,85 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from dmp import Layout, ParameterInfo, ParameterSharding, ShardError, ShardingEnv
+from dmp import ShardError
 from sharders.faults import Fault, Kind, dtype_index
 from sharders.placement import Table
 from sharders.route import Batch
-from sharders.table_module import TableModule, accepts_any, make_table, table_info, table_layouts
-
-
-class _CollectionSharder:
-    """What the two sharders share.
-
-    Args:
-        validate: check every batch before any exchange.
-        sync_interval: with a replicate axis: share gradients at every step (1), or average the copies every k updates.
-    """
-
-    def __init__(self, *, validate: bool = True, sync_interval: int = 1) -> None:
-        self._options = {"validate": validate, "sync_interval": sync_interval}
-
-    def layouts(self, info: ParameterInfo, env: ShardingEnv) -> Iterable[Layout]:
-        """Representatives of every way to cut a table."""
-        return table_layouts(info, env)
-
-    def accepts(self, info: ParameterInfo, layout: Layout, env: ShardingEnv) -> bool:
-        """Any rectangles that cover the table."""
-        return accepts_any(info, layout, env)
-
-
-class EmbeddingBagCollectionSharder(_CollectionSharder):
-    """Shards `torchrec.EmbeddingBagCollection` and subclasses that keep its forward."""
-
-    @property
-    def module_type(self) -> type[nn.Module]:
-        """`torchrec.EmbeddingBagCollection`."""
-        from torchrec.modules.embedding_modules import EmbeddingBagCollection
-
-        return EmbeddingBagCollection  # type: ignore[no-any-return]
-
-    def parameters(self, module: nn.Module) -> Mapping[str, ParameterInfo]:
-        """One table for each config; none for a subclass with a forward of its own."""
-        if type(module).forward is not self.module_type.forward:
-            return {}
-        configs = _configs(module, "embedding_bag_configs")
-        return {t.parameter: table_info(t, True, c.init_fn) for t, c in zip(_bag_tables(module), configs, strict=True)}
-
-    def shard(
-        self, module: nn.Module, plan: Mapping[str, ParameterSharding], env: ShardingEnv, device: torch.device
-    ) -> nn.Module:
-        """The module on the mesh; inputs and results as of the unsharded one."""
-        return ShardedEmbeddingBagCollection(module, plan, env, device, **self._options)
-
-
-class EmbeddingCollectionSharder(_CollectionSharder):
-    """Shards `torchrec.EmbeddingCollection` and subclasses that keep its forward."""
-
-    @property
-    def module_type(self) -> type[nn.Module]:
-        """`torchrec.EmbeddingCollection`."""
-        from torchrec.modules.embedding_modules import EmbeddingCollection
-
-        return EmbeddingCollection  # type: ignore[no-any-return]
-
-    def parameters(self, module: nn.Module) -> Mapping[str, ParameterInfo]:
-        """One table for each config; none for a subclass with a forward of its own."""
-        if type(module).forward is not self.module_type.forward:
-            return {}
-        configs = _configs(module, "embedding_configs")
-        return {t.parameter: table_info(t, False, c.init_fn) for t, c in zip(_tables(module), configs, strict=True)}
-
-    def shard(
-        self, module: nn.Module, plan: Mapping[str, ParameterSharding], env: ShardingEnv, device: torch.device
-    ) -> nn.Module:
-        """The module on the mesh; inputs and results as of the unsharded one."""
-        return ShardedEmbeddingCollection(module, plan, env, device, **self._options)
+from sharders.table_module import InitFn, TableModule, TableSharder, make_table
 
 
 class ShardedEmbeddingBagCollection(TableModule):
@@ -90,16 +21,9 @@ class ShardedEmbeddingBagCollection(TableModule):
     through a forward; called twice in a step, it is updated twice.
     """
 
-    def __init__(
-        self,
-        original: Any,
-        plan: Mapping[str, ParameterSharding],
-        env: ShardingEnv,
-        device: torch.device,
-        **options: Any,
-    ) -> None:
+    def __init__(self, original: Any, *where: Any, **options: Any) -> None:
+        super().__init__(original, *where, **options)
         self._unsharded_type = type(original)
-        super().__init__(original, _bag_tables(original), plan, env, device, **options)
         self._configs = original.embedding_bag_configs()
         self._is_weighted = bool(original.is_weighted())
         self._names = list(original._embedding_names)
@@ -139,16 +63,9 @@ class ShardedEmbeddingCollection(TableModule):
     Gradients and updates as in `ShardedEmbeddingBagCollection`.
     """
 
-    def __init__(
-        self,
-        original: Any,
-        plan: Mapping[str, ParameterSharding],
-        env: ShardingEnv,
-        device: torch.device,
-        **options: Any,
-    ) -> None:
+    def __init__(self, original: Any, *where: Any, **options: Any) -> None:
+        super().__init__(original, *where, **options)
         self._unsharded_type = type(original)
-        super().__init__(original, _tables(original), plan, env, device, unpooled=True, **options)
         self._configs = original.embedding_configs()
         self._need_indices = bool(original.need_indices())
         self._names = [name for names in original.embedding_names_by_table() for name in names]
@@ -202,6 +119,60 @@ class ShardedEmbeddingCollection(TableModule):
         )
 
 
+class EmbeddingBagCollectionSharder(TableSharder):
+    """Shards `torchrec.EmbeddingBagCollection` and subclasses that keep its forward."""
+
+    sharded_type = ShardedEmbeddingBagCollection
+    is_pooled = True
+
+    @property
+    def module_type(self) -> type[nn.Module]:
+        """`torchrec.EmbeddingBagCollection`."""
+        from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+        return EmbeddingBagCollection  # type: ignore[no-any-return]
+
+    def tables(self, module: Any) -> list[tuple[Table, InitFn | None]]:
+        """One for each config; none for a subclass with a forward of its own."""
+        if type(module).forward is not self.module_type.forward:
+            return []
+        tables = []
+        for config in module.embedding_bag_configs():
+            mode = str(config.pooling.name).lower()
+            if mode not in ("sum", "mean"):
+                raise ShardError(f"table {config.name!r} has pooling {config.pooling}; sum and mean are supported")
+            if mode == "mean" and module.is_weighted():
+                raise ShardError(f"table {config.name!r} of a weighted collection pools by mean; weights need sum")
+            name = f"embedding_bags.{config.name}.weight"
+            table = make_table(module.get_parameter(name), name, config.feature_names, mean=mode == "mean")
+            tables.append((table, config.init_fn))
+        return tables
+
+
+class EmbeddingCollectionSharder(TableSharder):
+    """Shards `torchrec.EmbeddingCollection` and subclasses that keep its forward."""
+
+    sharded_type = ShardedEmbeddingCollection
+    is_pooled = False
+
+    @property
+    def module_type(self) -> type[nn.Module]:
+        """`torchrec.EmbeddingCollection`."""
+        from torchrec.modules.embedding_modules import EmbeddingCollection
+
+        return EmbeddingCollection  # type: ignore[no-any-return]
+
+    def tables(self, module: Any) -> list[tuple[Table, InitFn | None]]:
+        """One for each config; none for a subclass with a forward of its own."""
+        if type(module).forward is not self.module_type.forward:
+            return []
+        names = [f"embeddings.{config.name}.weight" for config in module.embedding_configs()]
+        return [
+            (make_table(module.get_parameter(name), name, config.feature_names), config.init_fn)
+            for name, config in zip(names, module.embedding_configs(), strict=True)
+        ]
+
+
 def keyed_batch(features: Any, names: list[str], is_weighted: bool) -> Batch:
     """A `KeyedJaggedTensor` as the data path takes it; keys in any order, more keys than features are fine.
 
@@ -238,28 +209,3 @@ def _as_one_bag(batch: Batch) -> Batch:
         return batch
     lengths = torch.tensor(batch.counts, dtype=batch.lengths.dtype, device=batch.lengths.device).view(-1, 1)
     return Batch(batch.values, lengths, batch.key_of, batch.weights, batch.counts)
-
-
-def _configs(module: Any, method: str) -> list[Any]:
-    return list(getattr(module, method)())
-
-
-def _bag_tables(module: Any) -> list[Table]:
-    tables = []
-    for config in _configs(module, "embedding_bag_configs"):
-        mode = str(config.pooling.name).lower()
-        if mode not in ("sum", "mean"):
-            raise ShardError(f"table {config.name!r} has pooling {config.pooling}; sum and mean are supported")
-        if mode == "mean" and module.is_weighted():
-            raise ShardError(f"table {config.name!r} pools by mean in a weighted collection; weights need sum pooling")
-        name = f"embedding_bags.{config.name}.weight"
-        tables.append(make_table(module.get_parameter(name), name, config.feature_names, mean=mode == "mean"))
-    return tables
-
-
-def _tables(module: Any) -> list[Table]:
-    tables = []
-    for config in _configs(module, "embedding_configs"):
-        name = f"embeddings.{config.name}.weight"
-        tables.append(make_table(module.get_parameter(name), name, config.feature_names))
-    return tables

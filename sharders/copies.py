@@ -31,6 +31,11 @@ class Copies:
         self.store, self.peers, self.sync_interval = store, peers, sync_interval
 
     @property
+    def mean_factor(self) -> float:
+        """Makes a mean of the sum of gradients over the ranks that share them."""
+        return 1.0 / len(self.peers.table_ranks)
+
+    @property
     def sources(self) -> list[int]:
         """Ranks of the exchange whose gradients this rank's pieces get, in the order of sources."""
         return self.peers.everyone if self.peers.num_replicas > 1 else self.peers.own

@@ -81,9 +81,9 @@ class Engine:
         self.router = Router(self.placement, self.peers.table_ranks, device, wide, self.unpooled)
         copies = Copies(self.store, self.peers, self.sync_interval)
         if self.unpooled:
-            self.unpooled_path = UnpooledPath(self.env, self.peers, self.store, copies, dtype, device)
+            self.unpooled_path = UnpooledPath(self.peers, self.store, copies, dtype, device)
         else:
-            self.pooled_path = PooledPath(self.env, self.peers, self.router, self.store, copies, dtype, device)
+            self.pooled_path = PooledPath(self.peers, self.router, self.store, copies, dtype, device)
 
     @property
     def name(self) -> str:

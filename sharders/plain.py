@@ -2,85 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 
-from dmp import Layout, ParameterInfo, ParameterSharding, ShardingEnv
 from sharders.faults import Fault, Kind, dtype_index
 from sharders.placement import Table
 from sharders.route import Batch
-from sharders.table_module import TableModule, accepts_any, make_table, table_info, table_layouts
+from sharders.table_module import InitFn, TableModule, TableSharder, make_table
 
 _INTS = (torch.int32, torch.int64)
-
-
-class _PlainSharder:
-    """What the two sharders share.
-
-    Args:
-        validate: check every batch before any exchange.
-        sync_interval: with a replicate axis: share gradients at every step (1), or average the copies every k updates.
-    """
-
-    def __init__(self, *, validate: bool = True, sync_interval: int = 1) -> None:
-        self._options = {"validate": validate, "sync_interval": sync_interval}
-
-    def layouts(self, info: ParameterInfo, env: ShardingEnv) -> Iterable[Layout]:
-        """Representatives of every way to cut a table."""
-        return table_layouts(info, env)
-
-    def accepts(self, info: ParameterInfo, layout: Layout, env: ShardingEnv) -> bool:
-        """Any rectangles that cover the table."""
-        return accepts_any(info, layout, env)
-
-
-class EmbeddingBagSharder(_PlainSharder):
-    """Shards `nn.EmbeddingBag` (sum and mean); one with `max_norm`, `scale_grad_by_freq`, `sparse` or max pooling
-    stays with the data-parallel part, and so does a subclass with a forward of its own."""
-
-    @property
-    def module_type(self) -> type[nn.Module]:
-        """`nn.EmbeddingBag`."""
-        return nn.EmbeddingBag
-
-    def parameters(self, module: nn.Module) -> Mapping[str, ParameterInfo]:
-        """`weight`, or nothing where the data path would not give the same results."""
-        assert isinstance(module, nn.EmbeddingBag)
-        if not _is_plain(module, nn.EmbeddingBag) or module.mode not in ("sum", "mean"):
-            return {}
-        return {"weight": table_info(_bag_table(module), True, _init_fn(module))}
-
-    def shard(
-        self, module: nn.Module, plan: Mapping[str, ParameterSharding], env: ShardingEnv, device: torch.device
-    ) -> nn.Module:
-        """The module on the mesh; inputs and results as of the unsharded one."""
-        return ShardedEmbeddingBag(module, plan, env, device, **self._options)
-
-
-class EmbeddingSharder(_PlainSharder):
-    """Shards `nn.Embedding`; one with `max_norm`, `scale_grad_by_freq` or `sparse` stays with the data-parallel part,
-    and so does a subclass with a forward of its own."""
-
-    @property
-    def module_type(self) -> type[nn.Module]:
-        """`nn.Embedding`."""
-        return nn.Embedding
-
-    def parameters(self, module: nn.Module) -> Mapping[str, ParameterInfo]:
-        """`weight`, or nothing where the data path would not give the same results."""
-        if not _is_plain(module, nn.Embedding):
-            return {}
-        return {"weight": table_info(_embedding_table(module), False, _init_fn(module))}
-
-    def shard(
-        self, module: nn.Module, plan: Mapping[str, ParameterSharding], env: ShardingEnv, device: torch.device
-    ) -> nn.Module:
-        """The module on the mesh; inputs and results as of the unsharded one."""
-        return ShardedEmbedding(module, plan, env, device, **self._options)
 
 
 class ShardedEmbeddingBag(TableModule):
@@ -89,15 +22,8 @@ class ShardedEmbeddingBag(TableModule):
     Gradients are means over the data ranks; an in-backward optimizer runs once for each backward through a forward.
     """
 
-    def __init__(
-        self,
-        original: Any,
-        plan: Mapping[str, ParameterSharding],
-        env: ShardingEnv,
-        device: torch.device,
-        **options: Any,
-    ) -> None:
-        super().__init__(original, [_bag_table(original)], plan, env, device, **options)
+    def __init__(self, original: Any, *where: Any, **options: Any) -> None:
+        super().__init__(original, *where, **options)
         self.num_embeddings, self.embedding_dim = original.num_embeddings, original.embedding_dim
         self.mode, self.include_last_offset = original.mode, original.include_last_offset
         self.padding_idx = original.padding_idx
@@ -171,15 +97,8 @@ class ShardedEmbedding(TableModule):
     Gradients and updates as in `ShardedEmbeddingBag`.
     """
 
-    def __init__(
-        self,
-        original: Any,
-        plan: Mapping[str, ParameterSharding],
-        env: ShardingEnv,
-        device: torch.device,
-        **options: Any,
-    ) -> None:
-        super().__init__(original, [_embedding_table(original)], plan, env, device, unpooled=True, **options)
+    def __init__(self, original: Any, *where: Any, **options: Any) -> None:
+        super().__init__(original, *where, **options)
         self.num_embeddings, self.embedding_dim = original.num_embeddings, original.embedding_dim
         self.padding_idx = original.padding_idx
 
@@ -203,6 +122,46 @@ class ShardedEmbedding(TableModule):
         )
 
 
+class EmbeddingBagSharder(TableSharder):
+    """Shards `nn.EmbeddingBag` (sum and mean); one with `max_norm`, `scale_grad_by_freq`, `sparse` or max pooling
+    stays with the data-parallel part, and so does a subclass with a forward of its own."""
+
+    sharded_type = ShardedEmbeddingBag
+    is_pooled = True
+
+    @property
+    def module_type(self) -> type[nn.Module]:
+        """`nn.EmbeddingBag`."""
+        return nn.EmbeddingBag
+
+    def tables(self, module: Any) -> list[tuple[Table, InitFn | None]]:
+        """`weight`."""
+        if not _is_plain(module, nn.EmbeddingBag) or module.mode not in ("sum", "mean"):
+            return []
+        is_mean = module.mode == "mean"
+        table = make_table(module.weight, "weight", ["input"], mean=is_mean, padding_idx=module.padding_idx)
+        return [(table, _init_fn(module))]
+
+
+class EmbeddingSharder(TableSharder):
+    """Shards `nn.Embedding`; one with `max_norm`, `scale_grad_by_freq` or `sparse` stays with the data-parallel part,
+    and so does a subclass with a forward of its own."""
+
+    sharded_type = ShardedEmbedding
+    is_pooled = False
+
+    @property
+    def module_type(self) -> type[nn.Module]:
+        """`nn.Embedding`."""
+        return nn.Embedding
+
+    def tables(self, module: Any) -> list[tuple[Table, InitFn | None]]:
+        """`weight`."""
+        if not _is_plain(module, nn.Embedding):
+            return []
+        return [(make_table(module.weight, "weight", ["input"]), _init_fn(module))]
+
+
 def _flat_batch(ids: Any) -> Batch:
     if not isinstance(ids, torch.Tensor):
         raise Fault(Kind.INPUT_TYPE)
@@ -215,14 +174,6 @@ def _flat_batch(ids: Any) -> Batch:
 def _is_plain(module: Any, kind: type[nn.Module]) -> bool:
     own_forward = type(module).forward is not kind.forward
     return not own_forward and module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
-
-
-def _bag_table(module: Any) -> Table:
-    return make_table(module.weight, "weight", ["input"], mean=module.mode == "mean", padding_idx=module.padding_idx)
-
-
-def _embedding_table(module: Any) -> Table:
-    return make_table(module.weight, "weight", ["input"])
 
 
 def _init_fn(module: Any) -> Any:

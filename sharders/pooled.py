@@ -7,7 +7,6 @@ from itertools import accumulate
 
 import torch
 
-from dmp import ShardingEnv
 from sharders.copies import Copies, make_rider, trainable_local
 from sharders.deliver import Piece, Stage, cut_pieces
 from sharders.route import Batch, Call, Router, take
@@ -27,7 +26,6 @@ class PooledPath:
 
     def __init__(
         self,
-        env: ShardingEnv,
         peers: Peers,
         router: Router,
         store: TableStore,
@@ -37,7 +35,7 @@ class PooledPath:
     ) -> None:
         self.peers, self.router, self.store, self.copies = peers, router, store, copies
         self.dtype, self.device = dtype, device
-        self.factor = 1.0 / env.data_size
+        self.factor = copies.mean_factor
         placement = store.placement
         self.dims = [placement.tables[f.table].dim for f in placement.features]
         self.mean = [placement.tables[f.table].mean for f in placement.features]

@@ -27,6 +27,8 @@ from sharders.engine import Engine
 from sharders.optimizers import optimizer_of
 from sharders.placement import Table
 
+InitFn = Callable[[torch.Tensor], Any]
+
 
 class Holder(nn.Module):
     """A place for one parameter, so that it keeps its name."""
@@ -96,40 +98,68 @@ class TableModule(nn.Module):
         return new
 
 
-def table_info(table: Table, pooled: bool, init_fn: Callable[[torch.Tensor], Any] | None) -> ParameterInfo:
-    """What the planner may know of a table."""
-    return ParameterInfo(
-        shape=(table.rows, table.dim),
-        dtype=table.dtype,
-        kind="table",
-        optimizer=table.optimizer.kind if table.optimizer else None,
-        num_features=len(table.features),
-        pooled=pooled,
-        init_fn=init_fn,
-    )
+class TableSharder:
+    """What the sharders of embedding modules share: any layout, one data path.
 
+    Subclasses say which modules (`module_type`), what takes their place (`sharded_type`) and which tables they have.
 
-def table_layouts(info: ParameterInfo, env: ShardingEnv) -> Iterable[Layout]:
-    """Representatives of every way to cut a table on this mesh; the planner chooses the ranks."""
-    size, dim = env.table_size, info.shape[1]
-    yield table_wise(0)
-    if size > 1:
-        yield row_wise()
-        yield data_parallel()
-        blocks = 2
-        while blocks <= min(size, dim // 4):
-            yield column_wise(range(blocks))
-            blocks *= 2
-        if dim >= 8 and size >= 4:
-            half = size // 2
-            yield grid([[i, half + i] for i in range(half)])
-    if len(env.table_shape) > 1:
-        yield table_row_wise(0)
+    Args:
+        validate: check every batch before any exchange.
+        sync_interval: with a replicate axis: share gradients at every step (1), or average the copies every k updates.
+    """
 
+    sharded_type: type[TableModule]
+    is_pooled: bool
 
-def accepts_any(info: ParameterInfo, layout: Layout, env: ShardingEnv) -> bool:
-    """The data path runs every list of rectangles that covers a table."""
-    return len(info.shape) == 2
+    def __init__(self, *, validate: bool = True, sync_interval: int = 1) -> None:
+        self._options = {"validate": validate, "sync_interval": sync_interval}
+
+    def tables(self, module: nn.Module) -> list[tuple[Table, InitFn | None]]:
+        """The module's tables and how each is filled; none where the data path would not give the same results."""
+        raise AssertionError("a subclass says which tables there are")
+
+    def parameters(self, module: nn.Module) -> Mapping[str, ParameterInfo]:
+        """One table each."""
+        return {
+            table.parameter: ParameterInfo(
+                shape=(table.rows, table.dim),
+                dtype=table.dtype,
+                kind="table",
+                optimizer=table.optimizer.kind if table.optimizer else None,
+                num_features=len(table.features),
+                pooled=self.is_pooled,
+                init_fn=init_fn,
+            )
+            for table, init_fn in self.tables(module)
+        }
+
+    def layouts(self, info: ParameterInfo, env: ShardingEnv) -> Iterable[Layout]:
+        """Representatives of every way to cut a table; the planner chooses the ranks."""
+        size, dim = env.table_size, info.shape[1]
+        yield table_wise(0)
+        if size > 1:
+            yield row_wise()
+            yield data_parallel()
+            blocks = 2
+            while blocks <= min(size, dim // 4):
+                yield column_wise(range(blocks))
+                blocks *= 2
+            if dim >= 8 and size >= 4:
+                half = size // 2
+                yield grid([[i, half + i] for i in range(half)])
+        if len(env.table_shape) > 1:
+            yield table_row_wise(0)
+
+    def accepts(self, info: ParameterInfo, layout: Layout, env: ShardingEnv) -> bool:
+        """Any rectangles that cover the table."""
+        return len(info.shape) == 2
+
+    def shard(
+        self, module: nn.Module, plan: Mapping[str, ParameterSharding], env: ShardingEnv, device: torch.device
+    ) -> nn.Module:
+        """The module on the mesh; inputs and results as of the unsharded one."""
+        tables = [table for table, _ in self.tables(module)]
+        return self.sharded_type(module, tables, plan, env, device, unpooled=not self.is_pooled, **self._options)
 
 
 def make_table(

@@ -7,7 +7,6 @@ from itertools import accumulate
 
 import torch
 
-from dmp import ShardingEnv
 from sharders.copies import Copies, make_rider, trainable_local
 from sharders.deliver_rows import Patch, RowDelivery
 from sharders.route import Batch, Call
@@ -27,7 +26,6 @@ class UnpooledPath:
 
     def __init__(
         self,
-        env: ShardingEnv,
         peers: Peers,
         store: TableStore,
         copies: Copies,
@@ -35,7 +33,7 @@ class UnpooledPath:
         device: torch.device,
     ) -> None:
         self.peers, self.store, self.copies, self.dtype, self.device = peers, store, copies, dtype, device
-        self.factor = 1.0 / env.data_size
+        self.factor = copies.mean_factor
         placement = store.placement
         self.dims = [placement.tables[f.table].dim for f in placement.features]
         self.distinct_dims = list(dict.fromkeys(self.dims))
