@@ -1,4 +1,4 @@
-"""Wrapping for a thousand ranks in one process, on torch's fake process group: nothing grows with the square of them."""
+"""Wrapping for a thousand ranks in one process, on torch's fake process group: nothing grows with their square."""
 
 from __future__ import annotations
 
