@@ -90,10 +90,17 @@ def test_missing_file_is_one_line() -> None:
     assert result.stderr == "error: missing.tsv: no such file\n"
 
 
+def test_without_data_it_generates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", "--mesh", "2x2"])
+    arguments = parse_arguments()
+    assert arguments.data.endswith("clicks.tsv")
+    assert arguments.generate > 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "the following arguments are required: --data (see --help)"),
+        (["--generate", "0"], "argument --generate: expected at least 1, got 0 (see --help)"),
         (["--unsharded", "--layout", "row_wise"], "--unsharded has no mesh and no layout (see --help)"),
         (["--batch-size", "0"], "argument --batch-size: expected at least 1, got 0 (see --help)"),
         (["--rows", "a"], "argument --rows: invalid number of rows value: 'a' (see --help)"),
@@ -102,8 +109,7 @@ def test_missing_file_is_one_line() -> None:
 def test_mistaken_arguments_are_one_line(
     arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data = ["--data", "clicks.tsv"] if arguments else []
-    monkeypatch.setattr(sys, "argv", ["train.py", *data, *arguments])
+    monkeypatch.setattr(sys, "argv", ["train.py", "--data", "clicks.tsv", *arguments])
     with pytest.raises(SystemExit) as exit_info:
         parse_arguments()
     assert exit_info.value.code == 2

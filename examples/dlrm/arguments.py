@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import NoReturn
 
+from generate import GENERATED, GENERATED_LINES
 from launch import fail
 from plans import LAYOUTS
 
@@ -15,11 +16,11 @@ Runs under torchrun on any number of processes, or with plain python on one."""
 EPILOG = """\
 examples:
   one process, 150,000 generated lines:
-    python examples/dlrm/train.py --data clicks.tsv --generate 150000
+    python examples/dlrm/train.py
   two processes, planned; save what was trained:
     torchrun --nproc_per_node=2 examples/dlrm/train.py --data clicks.tsv --save checkpoint
   four processes, replicate x shard:
-    torchrun --nproc_per_node=4 examples/dlrm/train.py --data clicks.tsv --mesh 2x2
+    torchrun --nproc_per_node=4 examples/dlrm/train.py --mesh 2x2
   the checkpoint on four processes, under another plan:
     torchrun --nproc_per_node=4 examples/dlrm/train.py --data clicks.tsv --load checkpoint --eval-only --layout row_wise
   the checkpoint in a plain module, without any wrapper:
@@ -41,8 +42,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = _Parser(description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
 
     data = _options(parser.add_argument_group("data"))
-    data("--data", "click log, plain or gzip; a tenth of its lines is held out", metavar="PATH", required=True)
-    data("--generate", "first write N lines with a known best AUC to --data", metavar="N", type=int)
+    data("--data", "click log, plain or gzip; a tenth of its lines is held out (default: generated)", metavar="PATH")
+    data("--generate", "first write N lines with a known best AUC to --data", metavar="N", type=_positive)
     data("--on-bad-line", "stop at a malformed line, or skip and count it", choices=("error", "skip"), default="error")
     data("--batch-size", "lines a step, about, over all processes", metavar="B", type=_positive, default=512)
     data("--epochs", "passes over the file", metavar="E", type=_positive, default=1)
@@ -72,6 +73,8 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.unsharded and (args.mesh or args.layout):
         parser.error("--unsharded has no mesh and no layout")
+    if args.data is None:
+        args.data, args.generate = GENERATED, args.generate or GENERATED_LINES
     return args
 
 

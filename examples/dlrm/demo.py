@@ -15,12 +15,10 @@ import time
 from pathlib import Path
 
 from criteo import HELD_OUT
-from generate import CARDINALITIES, ensure_generated
+from generate import CARDINALITIES, GENERATED, GENERATED_LINES, ensure_generated
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDER = ROOT / ".demo"
 TRAIN = str(Path(__file__).with_name("train.py"))
-LINES = 150_000
 ROWS = ",".join(str(min(max(100, 20 * n), 50_000)) for n in CARDINALITIES.tolist())
 SAME_AUC = 1e-6  # between places where one checkpoint is loaded
 NEAR_AUC = 0.01  # between trainings, sharded and not
@@ -28,12 +26,10 @@ NEAR_AUC = 0.01  # between trainings, sharded and not
 
 def main() -> int:
     started = time.perf_counter()
-    FOLDER.mkdir(exist_ok=True)
-    (FOLDER / ".gitignore").write_text("*\n")
-    data, checkpoint = str(FOLDER / "clicks.tsv"), str(FOLDER / "checkpoint")
+    data, checkpoint = GENERATED, str(Path(GENERATED).with_name("checkpoint"))
 
-    heading(f"Clicks in the Criteo format: {LINES:,} lines, {HELD_OUT:.0%} of them held out")
-    truth = ensure_generated(data, LINES, progress=True)
+    heading(f"Clicks in the Criteo format: {GENERATED_LINES:,} lines, {HELD_OUT:.0%} of them held out")
+    truth = ensure_generated(data, GENERATED_LINES, progress=True)
     say(f"{data}: {truth.click_rate:.1%} clicks")
 
     common = ["--data", data, "--rows", ROWS]

@@ -15,6 +15,7 @@ import gzip
 import json
 import os
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import IO
 
 import numpy as np
@@ -153,6 +154,11 @@ def read_truth(path: str) -> Truth | None:
         return Truth(**json.load(file))
 
 
+GENERATED = str(Path(__file__).resolve().parents[2] / ".demo" / "clicks.tsv")
+GENERATED_LINES = 150_000
+"""What the example trains on when it is given no file."""
+
+
 def ensure_generated(path: str, lines: int, seed: int = 0, *, progress: bool = False) -> Truth:
     """Generates the file unless it is there already; a file that was not generated is never written over."""
     if os.path.exists(path):
@@ -161,13 +167,14 @@ def ensure_generated(path: str, lines: int, seed: int = 0, *, progress: bool = F
             raise ValueError(f"{path} exists and was not generated (no {truth_path(path)} beside it): not written over")
         if (truth.version, truth.lines, truth.seed) == (_VERSION, lines, seed):
             return truth
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     return generate(path, lines, seed, progress=progress)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", help="file to write; gzip when it ends in .gz")
-    parser.add_argument("--lines", type=int, default=150_000, help="how many (default %(default)s)")
+    parser.add_argument("--lines", type=int, default=GENERATED_LINES, help="how many (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="same seed, same bytes (default %(default)s)")
     args = parser.parse_args()
     try:
