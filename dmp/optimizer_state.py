@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -172,9 +173,9 @@ def column_widths(model: nn.Module, owned: Iterable[OwnedState]) -> dict[str, tu
     for o in owned:
         if o.name in model.plan and len(o.shape) == 2:
             shards = model.plan[o.name].layout.shards(o.shape, model.env)
-            blocks = sorted({(s.offsets[1], s.sizes[1]) for s in shards})
-            if len(blocks) > 1:
-                widths[o.name] = tuple(width for _, width in blocks)
+            starts = sorted({s.offsets[1] for s in shards})
+            if len(starts) > 1:
+                widths[o.name] = tuple(b - a for a, b in pairwise([*starts, o.shape[1]]))
     return widths
 
 

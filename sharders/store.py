@@ -193,9 +193,16 @@ class TableStore:
                 if extent == "rowwise" and len(blocks) == 1:
                     size, offsets = (table.rows,), [o[:1] for o in offsets]
                 elif extent == "rowwise":
+                    # A rectangle's column of sums stands for every block that it spans.
                     size = (table.rows, len(blocks))
-                    offsets = [(o[0], blocks.index(o[1])) for o in offsets]
-                    views = [v.unsqueeze(1) for v in views]
+                    spans = zip(views, offsets, bank.chunks[i], strict=True)
+                    cells = [
+                        (view.unsqueeze(1), (at[0], j))
+                        for view, at, chunk in spans
+                        for j, start in enumerate(blocks)
+                        if at[1] <= start < at[1] + chunk.width
+                    ]
+                    views, offsets = [view for view, _ in cells], [at for _, at in cells]
                 if self._is_whole(index):
                     result[name] = views[0]
                 else:

@@ -23,6 +23,7 @@ from dmp import (
     column_wise,
     data_parallel,
     grid,
+    rectangles,
     row_wise,
     table_row_wise,
     table_wise,
@@ -31,6 +32,7 @@ from dmp.checkpoint import load_checkpoint, save_checkpoint
 from dmp.gather import chunk_views, full_state_dict, sharded_parameters, to_unsharded
 from dmp.optimizer_state import full_optimizer_state_dict
 from dmp.verify import verify
+from tests.equality import attach, env_of, loss_of, make_batch, make_module, random_rectangles
 from tests.ranks import mesh, run_ranks
 
 with warnings.catch_warnings():
@@ -276,6 +278,42 @@ def column_blocks_to_the_bit(path: str) -> None:
 
 def test_column_blocks_come_back_to_the_bit(tmp_path: Path) -> None:
     run_ranks(2, column_blocks_to_the_bit, str(tmp_path / "saved"))
+
+
+def irregular_cuts(path: str, seed: int) -> tuple[dict[str, Any], bool]:
+    """Rectangles whose columns do not line up, some wider than a block: saved, loaded and trained on to the bit."""
+    env = env_of("dp4")
+
+    def wrapped(shift: float) -> DistributedModelParallel:
+        module = make_module("ebc")
+        attach(module, "rowwise_adagrad")
+        with torch.no_grad():
+            for p in module.parameters():
+                p += shift
+        shapes = {n: tuple(p.shape) for n, p in module.named_parameters()}
+        plan = {n: rectangles(random_rectangles(s, 4, seed + i)) for i, (n, s) in enumerate(shapes.items())}
+        return DistributedModelParallel(module, env=env, plan=plan)
+
+    model, other = wrapped(0.0), wrapped(1.0)
+    for step in range(2):
+        loss_of(model(*make_batch("ebc", env.rank, step))).backward()
+    save_checkpoint(path, model)
+    load_checkpoint(path, other)
+    for m in (model, other):
+        loss_of(m(*make_batch("ebc", env.rank, 2))).backward()
+    same = all(
+        torch.equal(a, b)
+        for x, y in zip(model.state_dict().values(), other.state_dict().values(), strict=True)
+        for a, b in zip(x.chunks, y.chunks, strict=True)
+    )
+    return full_optimizer_state_dict(model)["state"], same
+
+
+@pytest.mark.parametrize("seed", [1, 20, 300])
+def test_irregular_column_cuts_come_back_to_the_bit(seed: int, tmp_path: Path) -> None:
+    for state, same in run_ranks(4, irregular_cuts, str(tmp_path / "saved"), seed):
+        assert same
+        assert state["embedding_bags.t2.weight"]["sum"].shape == (29,)
 
 
 def unshard(layout: str, shape: tuple[int, ...], names: tuple[str, ...] | None) -> bool:
