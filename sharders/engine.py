@@ -115,7 +115,7 @@ class Engine:
     def pooled(self, parse: Callable[[], Batch]) -> torch.Tensor:
         """(B, sum of dims): results of all features side by side. `parse` may raise `Fault`."""
         call, parameters = self._start(parse)
-        result: torch.Tensor = _Pooled.apply(self.pooled_path, call, *parameters)  # type: ignore[no-untyped-call]
+        result: torch.Tensor = _Pooled.apply(self.pooled_path, call, call.batch.weights, *parameters)  # type: ignore[no-untyped-call]
         return result
 
     def rows(self, parse: Callable[[], Batch]) -> list[torch.Tensor]:
@@ -128,6 +128,7 @@ class Engine:
         """Route a batch; and the parameters that gradients will be for."""
         wants_grad = [p.requires_grad for p in self.store.parameters]
         is_training = torch.is_grad_enabled() and any(wants_grad)
+        wants_weights = False
         batch: Batch | None = None
         sent: Sent | None = None
         fault: Fault | None = None
@@ -140,6 +141,7 @@ class Engine:
             if self.validate:
                 check_batch(batch, self._rows)
             sent = self.router.send(batch)
+            wants_weights = batch.wants_weight_gradient and not self.unpooled
         except Fault as found:
             fault = found
         except Exception as error:  # the others wait in the handshake: they are told, and this error is shown here
@@ -147,7 +149,7 @@ class Engine:
         size = batch.batch_size if batch is not None else 0
         weighted = batch is not None and batch.weights is not None
         words = sent.words if sent is not None else [0] * len(self.peers.table_ranks)
-        mine = [Header(size, n, is_training, weighted, fault) for n in words]
+        mine = [Header(size, n, is_training, weighted, wants_weights, fault) for n in words]
         try:
             headers = self.handshake.exchange(mine, self.device)
         except InputError as error:
@@ -157,21 +159,29 @@ class Engine:
         payload = all_to_all(sent.payload, sent.words, words, self.peers.exchange)
         batch_sizes = [h.batch_size for h in headers]
         received = self.router.receive(payload, words, batch_sizes, self._num_slots, weighted)
-        return Call(batch, sent, received, batch_sizes), list(self.store.parameters) if is_training else []
+        parameters: list[torch.Tensor] = [*self.store.parameters] if is_training or wants_weights else []
+        return Call(batch, sent, received, batch_sizes), parameters
 
 
 class _Pooled(torch.autograd.Function):
-    """Forward: (B, D) pooled results. Backward: gradients to their owners, who update or return `.grad`."""
+    """Forward: (B, D) pooled results. Backward: gradients to their owners, who update or return `.grad`.
+
+    The gradient of the weights (N,), where they want one, comes back from the owners in one more exchange; it is this
+    rank's own, not a mean.
+    """
 
     @staticmethod
-    def forward(ctx: Any, path: PooledPath, call: Call, *parameters: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, path: PooledPath, call: Call, weights: torch.Tensor | None, *parameters: torch.Tensor
+    ) -> torch.Tensor:
         ctx.path, ctx.call = path, call
         return path.forward(call)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return None, None, *ctx.path.backward(ctx.call, grad)
+        of_weights, of_tables = ctx.path.backward(ctx.call, grad, ctx.needs_input_grad[2])
+        return None, None, of_weights, *of_tables
 
 
 class _Rows(torch.autograd.Function):

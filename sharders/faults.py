@@ -32,12 +32,11 @@ class Kind(IntEnum):
     BATCH_SIZE = 10
     LENGTH_DTYPE = 11
     VARIABLE_BATCH = 12
-    WEIGHTS_GRADIENT = 13
-    SHAPE = 14
-    OFFSETS = 15
-    WEIGHTS_DTYPE = 16
-    FROZEN = 17
-    UNREADABLE = 18
+    SHAPE = 13
+    OFFSETS = 14
+    WEIGHTS_DTYPE = 15
+    FROZEN = 16
+    UNREADABLE = 17
 
 
 @dataclass
@@ -81,7 +80,6 @@ class Fault(Exception):
             Kind.LENGTH_DTYPE: f"lengths and offsets must be int32 or int64; got {dtype_at(value)}",
             Kind.VARIABLE_BATCH: f"feature {feature!r} has batch size {value}, others have {expected}; "
             "a batch size of its own for each feature is not supported",
-            Kind.WEIGHTS_GRADIENT: "weights that require a gradient are not supported; detach() them",
             Kind.SHAPE: f"the input has {value} dims; expected {'2, or 1 with offsets' if expected == 1 else expected}",
             Kind.OFFSETS: f"offsets must begin at 0, not decrease, and not pass the {expected} ids; found {value}",
             Kind.FROZEN: f"requires_grad of the table of feature {feature!r} has changed since it was wrapped; freeze "

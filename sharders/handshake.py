@@ -29,6 +29,7 @@ class Header:
         words: of its payload for the receiver.
         is_training: gradients will follow.
         is_weighted: its payload carries weights.
+        wants_weight_gradient: the weights get gradients.
         fault: what is wrong with its batch, or None.
     """
 
@@ -36,24 +37,26 @@ class Header:
     words: int
     is_training: bool
     is_weighted: bool
+    wants_weight_gradient: bool
     fault: Fault | None
 
     def packed(self, fingerprint: int) -> list[int]:
         """As integers."""
         fault = self.fault.packed() if self.fault else [0, 0, 0, 0]
-        return [fingerprint, self.batch_size, self.words, self.is_training + 2 * self.is_weighted, *fault]
+        flags = self.is_training + 2 * self.is_weighted + 4 * self.wants_weight_gradient
+        return [fingerprint, self.batch_size, self.words, flags, *fault]
 
     @staticmethod
     def unpacked(words: Sequence[int]) -> Header:
         """Inverse of `packed`."""
         fault = Fault.unpacked(words[4:]) if words[4] != Kind.NONE else None
-        return Header(words[1], words[2], bool(words[3] & 1), bool(words[3] & 2), fault)
+        return Header(words[1], words[2], bool(words[3] & 1), bool(words[3] & 2), bool(words[3] & 4), fault)
 
     def manner(self) -> str:
         """How the module is called, in words."""
-        return (
-            f"{'trains' if self.is_training else 'does not train'} and has {'' if self.is_weighted else 'no '}weights"
-        )
+        gradient = " with a gradient" if self.wants_weight_gradient else ""
+        weights = f"weights{gradient}" if self.is_weighted else "no weights"
+        return f"{'trains' if self.is_training else 'does not train'} and has {weights}"
 
 
 class Handshake:

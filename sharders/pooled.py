@@ -9,6 +9,7 @@ import torch
 
 from sharders.copies import Copies, make_rider, trainable_local
 from sharders.deliver import Piece, Stage, cut_pieces
+from sharders.exchange import all_to_all
 from sharders.route import Batch, Call, Router, take
 from sharders.store import Holding, TableStore
 from sharders.topology import Peers
@@ -61,11 +62,18 @@ class PooledPath:
         scale = self._mean_scale(call.batch)
         return out if scale is None else out.mul_(scale)
 
-    def backward(self, call: Call, grad: torch.Tensor) -> list[torch.Tensor | None]:
-        """Gradients back to the owners, and updates; for each table its ordinary gradient, or None."""
+    def backward(
+        self, call: Call, grad: torch.Tensor, wants_weights: bool
+    ) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
+        """Gradients back to the owners, and updates.
+
+        Returns:
+            The gradient of the batch's weights where it is wanted; for each table its ordinary gradient, or None.
+        """
         grad, scale = grad.to(self.dtype), self._mean_scale(call.batch)
         if scale is not None:
             grad = grad * scale
+        given = grad
         rider = make_rider(self._local_gradients(call.batch, grad), self.dtype)
         rides = self.copies.rides(rider)
         grad, summed = self.stages[-1].backward(
@@ -73,12 +81,51 @@ class PooledPath:
         )
         for i in reversed(range(len(self.stages) - 1)):
             grad, _ = self.stages[i].backward(grad, self._rows(call, i), 1.0, None)
+        of_weights = self._weight_gradient(call, given, grad) if wants_weights else None  # before the tables change
         sources = self.copies.sources
         samples = [call.batch_sizes[i] for i in sources]
         width = grad.shape[1]
         grad = self.copies.share(grad.reshape(-1), [n * width for n in samples]).view(sum(samples), width)
         gradients = self._update(call, grad, sources)
-        return self.copies.finish(summed if rides else rider, rides, gradients)
+        return of_weights, self.copies.finish(summed if rides else rider, rides, gradients)
+
+    def _weight_gradient(self, call: Call, given: torch.Tensor, looked_up: torch.Tensor) -> torch.Tensor:
+        """(N,) gradient of the batch's weights: from the owners of the rows, and from the local tables.
+
+        Args:
+            given: (B, sum of dims) gradient of the results.
+            looked_up: gradient of this rank's lookup for the own sources, times `factor`.
+        """
+        weights = call.batch.weights
+        assert weights is not None
+        ids, lengths, bits = self._slot_major(call, self.peers.own)
+        parts, column = [], 0
+        for h in self.store.sharded:
+            if len(h.slots):
+                columns = looked_up[:, column : column + h.lookup.num_columns].to(h.bank.weights.dtype).contiguous()
+                column += h.lookup.num_columns
+                bag_ids, offsets, _ = self._bags(h, ids, lengths, bits)
+                parts.append(h.lookup.gradient_weights(columns, bag_ids, offsets).to(self.dtype))
+        slot_major = torch.cat(parts) if parts else self._zeros(0)
+        # Slot-major to source by source, back to the sources, and there to the weights' places.
+        counts = call.received.counts(self.peers.own)
+        cut = slot_major.split([of[slot] for slot in range(len(counts[0])) for of in counts]) if parts else ()
+        each = len(counts)
+        by_source = {s: [cut[k] for k in range(i, len(cut), each)] for i, s in enumerate(self.peers.own)}
+        send = [torch.cat(by_source[s]) if by_source[s] else self._zeros(0) for s in self.peers.by_table_rank]
+        receive_sizes = [sum(call.sent.counts[s]) for s in self.peers.by_table_rank]
+        came = all_to_all(torch.cat(send), [t.numel() for t in send], receive_sizes, self.peers.table)
+        result = torch.zeros(weights.numel(), dtype=self.dtype, device=self.device)
+        for s, part in zip(self.peers.by_table_rank, came.split(receive_sizes), strict=True):
+            result.index_add_(0, call.sent.weight_places[s], part, alpha=1.0 / self.factor)
+        starts, key_starts = [0, *accumulate(self.dims)], [0, *accumulate(call.batch.counts)]
+        for h in self.store.local:
+            columns = torch.cat([given[:, starts[f] : starts[f + 1]] for f in h.features], 1)
+            bag_ids, offsets, _ = self._own_bags(call.batch, h)
+            part = h.lookup.gradient_weights(columns.to(h.bank.weights.dtype), bag_ids, offsets).to(self.dtype)
+            places = torch.arange(weights.numel(), device=self.device)
+            result.index_add_(0, take(places, [call.batch.key_of[f] for f in h.features], key_starts), part)
+        return result.to(weights.dtype)
 
     def _update(self, call: Call, grad: torch.Tensor, sources: Sequence[int]) -> dict[int, torch.Tensor]:
         ids, lengths, weights = self._slot_major(call, sources)

@@ -41,6 +41,11 @@ class Batch:
         """Samples."""
         return self.lengths.shape[1]
 
+    @property
+    def wants_weight_gradient(self) -> bool:
+        """Whether a backward pass will ask for the gradient of the weights."""
+        return self.weights is not None and self.weights.requires_grad and torch.is_grad_enabled()
+
 
 @dataclass
 class Sent:
@@ -52,6 +57,7 @@ class Sent:
         counts: for each destination the ids of each of its slots.
         spans: for each destination and slot where its ids' rows belong; see `Span`.
         split_positions: places of the ids of split features among the results' rows, in the order they were sent.
+        weight_places: for each destination the places of its weights among the batch's; only where they get gradients.
     """
 
     payload: torch.Tensor
@@ -59,6 +65,7 @@ class Sent:
     counts: list[list[int]]
     spans: list[list[Span]]
     split_positions: torch.Tensor | None
+    weight_places: list[torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -88,6 +95,7 @@ class _Split:
     lengths: torch.Tensor
     starts: list[int]
     positions: torch.Tensor | None
+    order: torch.Tensor | None  # where each was in the batch; only for gradients of weights
 
 
 class Router:
@@ -134,7 +142,8 @@ class Router:
             lengths = torch.cat([lengths, split.lengths])
         lengths = lengths.index_select(0, compiled.rows)
         counts = lengths.sum(1).tolist()
-        sent = Sent(values, [], [], [], split.positions if split else None)
+        sent = Sent(values, [], [], [], split.positions if split else None, [])
+        everywhere = torch.arange(values.numel(), device=self._device) if batch.wants_weight_gradient else None
         parts: list[torch.Tensor] = []
         at = 0
         for sources, runs in zip(compiled.sources, compiled.runs, strict=True):
@@ -150,6 +159,10 @@ class Router:
                     parts += [(cut if is_split else whole)[a:b] for is_split, a, b in spans]  # type: ignore[index]
             sent.counts.append(slot_counts)
             sent.words.append(len(sources) * batch.batch_size + sum(slot_counts) * (1 if weights is None else 2))
+            if everywhere is not None:
+                of_split = split.order if split else None
+                pieces = [(of_split if is_split else everywhere)[a:b] for is_split, a, b in spans]  # type: ignore[index]
+                sent.weight_places.append(torch.cat(pieces) if pieces else everywhere[:0])
             if self.unpooled:
                 sent.spans.append(self._spans(sources, batch, split, out_starts, len(sent.spans)))
         sent.payload = torch.cat(parts) if parts else values[:0]
@@ -233,7 +246,10 @@ class Router:
             count = torch.tensor(counts, device=self._device)
             shift = (where - before).repeat_interleave(count, output_size=sum(counts))
             positions = moved.order + shift[moved.order]
-        return _Split(moved.values, new_weights, moved.lengths, starts, positions)
+        order = None
+        if batch.wants_weight_gradient:
+            order = take(torch.arange(values.numel(), device=self._device), keys, key_starts)[moved.order]
+        return _Split(moved.values, new_weights, moved.lengths, starts, positions, order)
 
     def _out_starts(self, batch: Batch) -> list[int]:
         """First row of each feature among the results' rows of its table's dim."""

@@ -34,8 +34,6 @@ def check_batch(batch: Batch, rows: Sequence[int]) -> None:
             raise Fault(Kind.WEIGHTS_LENGTH, value=batch.weights.numel(), expected=batch.values.numel())
         if not batch.weights.is_floating_point():
             raise Fault(Kind.WEIGHTS_DTYPE, value=dtype_index(batch.weights.dtype))
-        if batch.weights.requires_grad and torch.is_grad_enabled():
-            raise Fault(Kind.WEIGHTS_GRADIENT)
     _check_ids(batch, rows)
 
 

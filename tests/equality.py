@@ -165,6 +165,13 @@ def make_batch(kind: str, rank: int, step: int) -> tuple[object, ...]:
     return (KeyedJaggedTensor(keys=keys, values=ids, lengths=lengths.view(-1), weights=weights),)
 
 
+def weights_of(batch: tuple[object, ...]) -> torch.Tensor | None:
+    """The batch's per-id weights, where it has any."""
+    if isinstance(batch[0], torch.Tensor):
+        return batch[2] if len(batch) == 3 else None  # type: ignore[return-value]
+    return batch[0].weights_or_none()  # type: ignore[attr-defined,no-any-return]
+
+
 def loss_of(out: object) -> torch.Tensor:
     """A scalar in which every output element counts differently."""
     tensors = [out] if isinstance(out, torch.Tensor) else _tensors(out)
@@ -332,7 +339,12 @@ def check_case(kind: str, layouts: Layouts, optimizer: str | None, env: Sharding
     ranks = range(env.data_size)
     for step in range(steps):
         batches = [make_batch(kind, r, step) for r in ranks]
-        plain = [None if _is_empty(b) else oracle_module(*copy.deepcopy(b)) for b in batches]
+        copies = [copy.deepcopy(b) for b in batches]
+        learned = [weights_of(b) for b in copies], weights_of(batches[env.rank])
+        for weights in (*learned[0], learned[1]):
+            if weights is not None and step % 2 == 0:
+                weights.requires_grad_()
+        plain = [None if _is_empty(b) else oracle_module(*b) for b in copies]
         out = model(*batches[env.rank])
         if plain[env.rank] is None:
             same_empty_result(out, oracle_module)
@@ -341,6 +353,12 @@ def check_case(kind: str, layouts: Layouts, optimizer: str | None, env: Sharding
         loss = sum((loss_of(o) for o in plain if o is not None), torch.zeros((), requires_grad=True))
         (loss / len(plain)).backward()
         loss_of(out).backward()
+        mine, theirs = learned[1], learned[0][env.rank]
+        if mine is not None and theirs is not None and mine.requires_grad and mine.numel():
+            # A rank's weights are its own: their gradient is of its own loss, not of the mean.
+            assert mine.grad is not None
+            assert theirs.grad is not None
+            torch.testing.assert_close(mine.grad, theirs.grad * len(plain), atol=1e-5, rtol=1e-5)
         if ordinary is not None:
             ordinary.step()
             ordinary.zero_grad()
