@@ -12,7 +12,7 @@ from torch import nn
 
 import dmp
 from dmp import InputError, column_wise, data_parallel, row_wise, table_wise
-from tests.equality import attach, env_of, loss_of, make_module
+from tests.equality import attach, env_of, loss_of, make_module, same_result
 from tests.ranks import run_ranks
 
 with_lengths = {"a": [2, 0, 1], "b": [1, 1, 0], "c": [0, 2, 1], "d": [1, 0, 1], "e": [1, 1, 1]}
@@ -351,4 +351,6 @@ def test_ids_that_no_feature_reads_may_be_anything() -> None:
     model = dmp.DistributedModelParallel(module, plan={n: row_wise() for n, _ in module.named_parameters()})
     good = kjt("ec")
     keys, lengths = [*good.keys(), "other"], torch.cat([good.lengths(), torch.tensor([1, 1, 0])])
-    model(KeyedJaggedTensor(keys=keys, values=torch.cat([good.values(), torch.tensor([-5, 10**12])]), lengths=lengths))
+    values = torch.cat([good.values(), torch.tensor([-5, 10**12])])
+    out = model(KeyedJaggedTensor(keys=keys, values=values, lengths=lengths))
+    same_result(out, make_module("ec")(good))
