@@ -31,7 +31,6 @@ class Table:
         dtype: of its elements.
         features: names of the inputs that read it, in the order of the module's results.
         mean: pool by mean instead of sum.
-        padding_idx: a row that pooling leaves out and that gets no gradient.
         optimizer: runs in the backward pass; None gives an ordinary `.grad`.
         trainable: False for a frozen table.
     """
@@ -42,7 +41,6 @@ class Table:
     dtype: torch.dtype
     features: tuple[str, ...]
     mean: bool = False
-    padding_idx: int | None = None
     optimizer: OptimizerSpec | None = None
     trainable: bool = True
 

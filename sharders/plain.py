@@ -139,7 +139,7 @@ class EmbeddingBagSharder(TableSharder):
         if not _is_plain(module, nn.EmbeddingBag) or module.mode not in ("sum", "mean"):
             return []
         is_mean = module.mode == "mean"
-        table = make_table(module.weight, "weight", ["input"], mean=is_mean, padding_idx=module.padding_idx)
+        table = make_table(module.weight, "weight", ["input"], mean=is_mean)
         return [(table, _init_fn(module))]
 
 

@@ -162,9 +162,7 @@ class TableSharder:
         return self.sharded_type(module, tables, plan, env, device, unpooled=not self.is_pooled, **self._options)
 
 
-def make_table(
-    parameter: nn.Parameter, name: str, features: Sequence[str], *, mean: bool = False, padding_idx: int | None = None
-) -> Table:
+def make_table(parameter: nn.Parameter, name: str, features: Sequence[str], *, mean: bool = False) -> Table:
     """A table from its parameter, with the optimizer that `apply_optimizer_in_backward` left on it."""
     return Table(
         parameter=name,
@@ -173,7 +171,6 @@ def make_table(
         dtype=parameter.dtype,
         features=tuple(features),
         mean=mean,
-        padding_idx=padding_idx,
         optimizer=optimizer_of(parameter, name) if parameter.requires_grad else None,
         trainable=parameter.requires_grad,
     )

@@ -22,7 +22,6 @@ class Peers:
     Args:
         exchange: ranks that ids are sent to: the table ranks, or with shared gradients all copies' ranks.
         table_ranks: table rank of each rank of `exchange`.
-        me: this rank's index in `exchange`.
         own: indices in `exchange` of this copy's ranks, in the order of sources.
         everyone: the same of all copies, one copy after the other.
         by_table_rank: indices in `exchange` of this copy's ranks, by table rank.
@@ -35,7 +34,6 @@ class Peers:
 
     exchange: dist.ProcessGroup | None
     table_ranks: list[int]
-    me: int
     own: list[int]
     everyone: list[int]
     by_table_rank: list[int]
@@ -75,7 +73,6 @@ def find_peers(env: ShardingEnv, share_gradients: bool, by_stages: bool) -> Peer
     return Peers(
         exchange=env.group() if shared else env.table_group,
         table_ranks=[env.table_rank_of(r) for r in ranks],
-        me=list(ranks).index(env.rank),
         own=[place[copy, t] for t in order],
         everyone=[place[c, t] for c in copies for t in order],
         by_table_rank=[place[copy, t] for t in range(env.table_size)],
