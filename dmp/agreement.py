@@ -68,12 +68,13 @@ def sync_from_first_rank(module: nn.Module, env: ShardingEnv) -> list[str]:
 
 def checksum(tensor: torch.Tensor) -> int:
     """A 64-bit sum of the tensor's bits that depends on their places, on any device."""
-    flat = tensor.detach().contiguous().reshape(-1)
-    bits = flat.view(torch.uint8) if flat.element_size() % 4 else flat.view(torch.int32)
-    whole = bits.numel() // _COLUMNS * _COLUMNS
-    weights = torch.arange(1, _COLUMNS + 1, device=bits.device)
-    rows = bits[:whole].view(-1, _COLUMNS)
-    total = int((rows.sum(0) * weights).sum())
+    bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if bits.storage_offset() % 8:
+        bits = bits.clone()
+    whole = bits.numel() // (8 * _COLUMNS) * (8 * _COLUMNS)
+    weights = torch.arange(1, 8 * _COLUMNS + 1, device=bits.device)
+    rows = bits[:whole].view(torch.int64).view(-1, _COLUMNS)  # summing 64-bit words needs no widening; sums wrap around
+    total = int((rows.sum(0) * weights[:_COLUMNS]).sum())
     total += int((rows.sum(1) * torch.arange(_COLUMNS + 1, _COLUMNS + 1 + len(rows), device=bits.device)).sum()) << 11
     return (total + int((bits[whole:] * weights[: bits.numel() - whole]).sum()) + bits.numel()) % (1 << 62)
 

@@ -34,10 +34,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from dmp.chunked import ChunkedTensor
+from dmp.chunked import ChunkedTensor, as_chunks
 from dmp.env import ShardingEnv, default_env
 from dmp.errors import CheckpointError
-from dmp.gather import as_chunks, env_of
+from dmp.gather import env_of
 from dmp.optimizer_state import OwnedState, column_widths, is_blocked, merge_blocks, owned_states, param_groups
 from dmp.plan import ShardingPlan
 from dmp.wrapper import DistributedModelParallel
@@ -675,14 +675,6 @@ def _random_state(env: ShardingEnv) -> dict[str, torch.Tensor]:
     return states
 
 
-def _data_rank(env: ShardingEnv) -> int:
-    """This process's place among those with different samples."""
-    index = 0
-    for i, size, role in zip(env.coordinate, env.shape, env.roles, strict=True):
-        index = index if role == "tensor" else index * size + i
-    return index
-
-
 def _prepare_random_state(job: _Job, env: ShardingEnv) -> None:
     mesh = job.source.about.get("mesh")
     if mesh is None or "rng.0.cpu" not in job.source.shapes:
@@ -697,7 +689,7 @@ def _prepare_random_state(job: _Job, env: ShardingEnv) -> None:
 
     def restore() -> None:
         if not exact:
-            digest = hashlib.sha256(states["cpu"].numpy().tobytes() + _data_rank(env).to_bytes(8, "little")).digest()
+            digest = hashlib.sha256(states["cpu"].numpy().tobytes() + env.data_rank.to_bytes(8, "little")).digest()
             torch.manual_seed(int.from_bytes(digest[:7], "big"))
             return
         torch.set_rng_state(states["cpu"])

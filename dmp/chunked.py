@@ -193,6 +193,27 @@ _PER_CHUNK = (
 )
 
 
+def as_chunks(tensor: torch.Tensor) -> ChunkedTensor:
+    """Any tensor as pieces that are views of it: a plain one is one chunk, a DTensor its local shard."""
+    tensor = tensor.detach()
+    if isinstance(tensor, ChunkedTensor):
+        return tensor
+    if not is_dtensor(tensor):
+        return ChunkedTensor(tensor.size(), [tensor], [(0,) * tensor.dim()])
+    if any(p.is_partial() for p in tensor.placements):  # type: ignore[attr-defined]
+        return as_chunks(tensor.full_tensor())  # type: ignore[attr-defined]
+    local = tensor.to_local()  # type: ignore[attr-defined]
+    boxes = tensor.__create_chunk_list__() if local.numel() else []  # type: ignore[attr-defined]
+    if len(boxes) > 1:
+        raise ShardError(f"expected one local shard of a DTensor; {tensor.placements} gives {len(boxes)}")  # type: ignore[attr-defined]
+    return ChunkedTensor(tensor.size(), [local] * len(boxes), [b.offsets for b in boxes], tensor.dtype, local.device)
+
+
+def is_dtensor(tensor: Any) -> bool:
+    """Whether it is a DTensor, asked without importing torch.distributed.tensor."""
+    return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
+
+
 def overlap_numel(size: Sequence[int], at: Sequence[int], other_size: Sequence[int], other_at: Sequence[int]) -> int:
     """Elements that two rectangles share."""
     count = 1

@@ -124,8 +124,46 @@ class FusedModule(Protocol):
         ...
 
 
+class ModelPlacement(Protocol):
+    """What a `ModelSharder` found it can do with one model on one mesh: nothing is changed before `apply`."""
+
+    @property
+    def layouts(self) -> Mapping[str, Layout]:
+        """Fully-qualified name of every parameter that `apply` splits -> how."""
+        ...
+
+    def apply(self, model: nn.Module) -> None:
+        """Split them in place: they become DTensors under their names; hooks convert activations."""
+        ...
+
+
+@runtime_checkable
+class ModelSharder(Protocol):
+    """Splits dense parameters anywhere in a model, in place: after the tables are replaced, before data parallel."""
+
+    def place(self, model: nn.Module, given: Mapping[str, Layout], env: ShardingEnv) -> ModelPlacement:
+        """What to split on this mesh.
+
+        Args:
+            model: unsharded, parameters possibly on meta; it is not changed.
+            given: a plan's entries for dense parameters; empty leaves the choice to the sharder.
+            env: the mesh, possibly abstract.
+
+        Returns:
+            A placement whose layouts are those of `given` that it runs (in full), or its own choice.
+
+        Raises:
+            PlanError: something that does not divide, naming the module, the size and the axis.
+        """
+        ...
+
+
 class DataParallelWrapper(Protocol):
-    """Runs what no sharder owns with gradients averaged over the data ranks."""
+    """Runs what no sharder owns with gradients averaged over the data ranks.
+
+    It may also have `shards_in_place(env, has_dtensors) -> bool`: then `wrap` returns the module that it was given and
+    takes parameters on meta, which are filled afterwards; `has_dtensors` says that weights are tensor-parallel.
+    """
 
     def wrap(self, module: nn.Module, env: ShardingEnv, device: torch.device, ignored: frozenset[str]) -> nn.Module:
         """A module that runs `module` so; parameters and buffers named in `ignored` are left alone."""

@@ -32,6 +32,8 @@ _ROLE_OF_NAME = {
     "tp": "tensor",
     "tensor": "tensor",
 }
+# Shard axes along which dense parameters are copies; along others, and those of a name we do not know, they are split.
+_DENSE_COPIES = ("dp", "data", "host", "local")
 Axes = str | Sequence[str] | None
 
 
@@ -129,6 +131,21 @@ class ShardingEnv:
     def data_size(self) -> int:
         """Number of different batches in a step: the size of the replicate and shard axes."""
         return prod(n for n, role in zip(self.shape, self.roles, strict=True) if role != "tensor")
+
+    @cached_property
+    def data_rank(self) -> int:
+        """Which of the `data_size` batches this process has: what a sampler's rank must be. Equal along tensor axes."""
+        return self._position(self.rank, "replicate", "shard")
+
+    @cached_property
+    def fully_sharded_axes(self) -> tuple[str, ...]:
+        """Shard axes along which dense parameters are split too (`shard`, `dp_shard`, `fsdp`), outer first."""
+        return tuple(axis for axis in self.axes("shard") if axis not in _DENSE_COPIES)
+
+    @cached_property
+    def tensor_size(self) -> int:
+        """Number of ranks that hold the same samples: the size of the tensor axes."""
+        return self.size // self.data_size
 
     @cached_property
     def table_shape(self) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dmp.chunked import PIECE_BYTES, ChunkedTensor
+from dmp.chunked import PIECE_BYTES, ChunkedTensor, as_chunks, is_dtensor
 from dmp.contracts import ShardedModule
 from dmp.discovery import join
 from dmp.env import ShardingEnv, default_env
@@ -54,7 +54,8 @@ def to_unsharded(model: nn.Module) -> nn.Module:
     Raises:
         ShardError: a sharded module without `unsharded()`, or one that leaves a tensor on meta.
     """
-    root = model.module if isinstance(model, DistributedModelParallel) else model
+    live = model.module if isinstance(model, DistributedModelParallel) else model
+    root = model.skeleton or live if isinstance(model, DistributedModelParallel) else live
     memo: dict[int, Any] = {}
     for path, module in root.named_modules():
         make = getattr(module, "unsharded", None)
@@ -66,12 +67,14 @@ def to_unsharded(model: nn.Module) -> nn.Module:
                 "the same names; full_state_dict(model) has the values without it"
             )
     for parameter in root.parameters():
-        if _is_dtensor(parameter):
+        if is_dtensor(parameter):
             empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
             memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     plain: nn.Module = copy.deepcopy(root, memo)
+    if root is not live:
+        _take_buffers(live, plain)
     _allocate(plain)
-    trained = {name: p.requires_grad for name, p in root.named_parameters()}
+    trained = {name: p.requires_grad for name, p in live.named_parameters()}
     for name, parameter in plain.named_parameters():
         parameter.requires_grad_(trained[name])
     targets = {name: t for name, t in plain.state_dict().items() if isinstance(t, torch.Tensor)}
@@ -79,11 +82,23 @@ def to_unsharded(model: nn.Module) -> nn.Module:
     return plain
 
 
+def _take_buffers(live: nn.Module, plain: nn.Module) -> None:
+    """Buffers and modes, which a skeleton does not have; a state dict lacks some of the buffers."""
+    modules = dict(live.named_modules())
+    for path, module in plain.named_modules():
+        if path not in modules:
+            continue  # inside a plain module that stands for a sharded one
+        module.training = modules[path].training
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = modules[path]._buffers[name].detach().clone()
+
+
 def env_of(model: nn.Module) -> ShardingEnv:
     """The model's env; for a plain module the default one where it has DTensors, else this process alone."""
     if isinstance(model, DistributedModelParallel):
         return model.env
-    return default_env() if any(_is_dtensor(p) for p in model.parameters()) else ShardingEnv.single()
+    return default_env() if any(is_dtensor(p) for p in model.parameters()) else ShardingEnv.single()
 
 
 def sharded_parameters(model: nn.Module) -> dict[str, tuple[nn.Parameter, ChunkedTensor]]:
@@ -128,22 +143,6 @@ def chunk_views(tensor: torch.Tensor, parameter: torch.Tensor, chunked: ChunkedT
             else tensor.new_empty(chunk.shape)
         )
     return ChunkedTensor(chunked.size(), views, chunked.offsets, tensor.dtype, tensor.device)
-
-
-def as_chunks(tensor: torch.Tensor) -> ChunkedTensor:
-    """Any tensor as pieces that are views of it: a plain one is one chunk, a DTensor its local shard."""
-    tensor = tensor.detach()
-    if isinstance(tensor, ChunkedTensor):
-        return tensor
-    if not _is_dtensor(tensor):
-        return ChunkedTensor(tensor.size(), [tensor], [(0,) * tensor.dim()])
-    if any(p.is_partial() for p in tensor.placements):  # type: ignore[attr-defined]
-        return as_chunks(tensor.full_tensor())  # type: ignore[attr-defined]
-    local = tensor.to_local()  # type: ignore[attr-defined]
-    boxes = tensor.__create_chunk_list__() if local.numel() else []  # type: ignore[attr-defined]
-    if len(boxes) > 1:
-        raise ShardError(f"expected one local shard of a DTensor; {tensor.placements} gives {len(boxes)}")  # type: ignore[attr-defined]
-    return ChunkedTensor(tensor.size(), [local] * len(boxes), [b.offsets for b in boxes], tensor.dtype, local.device)
 
 
 def gather(
@@ -294,7 +293,3 @@ def _allocate(module: nn.Module) -> None:
             if tensor.is_meta:
                 (owner._parameters if name in owner._parameters else owner._buffers)[name] = made[id(tensor)]
     module.cpu()
-
-
-def _is_dtensor(tensor: torch.Tensor) -> bool:
-    return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")

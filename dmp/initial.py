@@ -2,8 +2,11 @@
 
 [Note: initial values]
 A table is filled in blocks of a fixed number of rows, each from a generator state made of (seed, name, block), so a
-rank makes only the blocks that it holds and every plan gives the same table. A dense module is reset as a whole on the
-CPU from (seed, path). The device's own random state is not touched.
+rank makes only the blocks that it holds and every plan gives the same table; so are the weights of `nn.Linear` and
+`nn.Embedding`, whose initial values do not depend on the number of rows. Any other dense module is reset as a whole on
+the CPU from (seed, path). torch's DTensor random numbers are not used: on the CPU they repeat on every rank. The
+device's own random state is not touched. The values themselves are those of the model's `_init_weights(module)` where
+it has one (Hugging Face), else of each module's `reset_parameters()`.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from dmp.chunked import ChunkedTensor, copy_overlap, overlap_numel
+from dmp.chunked import ChunkedTensor, as_chunks, copy_overlap, overlap_numel
 from dmp.env import ShardingEnv
 from dmp.errors import ShardError
 
@@ -66,13 +69,24 @@ def fill_chunks(target: ChunkedTensor, init_fn: Callable[[torch.Tensor], Any], n
 
 def fill_from_reset(targets: Mapping[str, ChunkedTensor], original: nn.Module, path: str, seed: int) -> None:
     """Fill chunks of a module's parameters from a whole copy that its own `reset_parameters` made."""
-    values = dict(_reset_copy(original, path, seed).named_parameters())
+    values = dict(_reset_copy(original, path, seed, _reset_of(original, path)).named_parameters())
     for name, target in targets.items():
         target.fill_from(values[name].detach())
 
 
-def materialise(module: nn.Module, device: torch.device, seed: int, skip: Iterable[nn.Module] = ()) -> None:
+def materialise(
+    module: nn.Module,
+    device: torch.device,
+    seed: int,
+    skip: Iterable[nn.Module] = (),
+    original: nn.Module | None = None,
+) -> None:
     """Allocate and fill every parameter and buffer that is on meta, tied ones once; modules in `skip` are left alone.
+
+    Of a DTensor only the local part is allocated. Beyond that at most one module's tensors are held, or one block.
+
+    Args:
+        original: of the same structure, to copy modules from that are to be reset, where `module`'s cannot be copied.
 
     Raises:
         ShardError: a module that owns such a tensor has no `reset_parameters`.
@@ -80,20 +94,79 @@ def materialise(module: nn.Module, device: torch.device, seed: int, skip: Iterab
     skip = list(skip)
     made: dict[int, torch.Tensor] = {}
     for path, owner in list(_owners_on_meta(module, skip)):
-        values = _own(_reset_copy(owner, path, seed, skip))
-        for name, tensor in _own(owner).items():
-            if not _on_meta(tensor):
-                continue
-            value = made.get(id(tensor))
-            if value is None:
-                value = made[id(tensor)] = _like(tensor, values[name].detach().to(device))
-            setattr(owner, name, value)
+        reset = _reset_of(owner, path, module)
+        on_meta = {name: t for name, t in _own(owner).items() if _on_meta(t)}
+        new = {name: made.get(id(t)) for name, t in on_meta.items()}
+        missing = [name for name, value in new.items() if value is None]
+        for name in missing:
+            new[name] = made[id(on_meta[name])] = _like(on_meta[name], device)
+        source = owner if original is None else original.get_submodule(path)
+        _fill(source, path, {name: as_chunks(new[name]) for name in missing}, seed, reset, skip)  # type: ignore[arg-type]
+        for name, value in new.items():
+            (owner._parameters if name in owner._parameters else owner._buffers)[name] = value  # type: ignore[assignment]
 
 
 def check_can_materialise(module: nn.Module, skip: Iterable[nn.Module] = ()) -> None:
     """Raise what `materialise` would, before anything is changed."""
     for path, owner in _owners_on_meta(module, skip):
-        _reset_name(owner, path)
+        _reset_of(owner, path, module)
+
+
+def _fill(
+    owner: nn.Module,
+    path: str,
+    targets: Mapping[str, ChunkedTensor],
+    seed: int,
+    reset: Callable[[nn.Module], Any],
+    elsewhere: Iterable[nn.Module],
+) -> None:
+    """Fill chunks of the tensors that a module itself owns."""
+    by_rows = _BY_ROWS.get(next((k for k in _BY_ROWS if isinstance(owner, k)), nn.Module))
+    is_plain = by_rows is not None and _is_row_by_row(owner, reset)
+    for name in [n for n in targets if is_plain and targets[n].dim()]:
+        assert by_rows is not None
+        fill_chunks(targets[name], by_rows(owner, name, reset), f"{path}.{name}" if path else name, seed)
+    rest = {n: t for n, t in targets.items() if not (is_plain and t.dim())}
+    if any(t.chunks for t in rest.values()):
+        values = _own(_reset_copy(owner, path, seed, reset, elsewhere))
+        for name, target in rest.items():
+            target.fill_from(values[name].detach())
+
+
+def _rows_of_linear(owner: Any, name: str, reset: Callable[[nn.Module], Any]) -> Callable[[torch.Tensor], Any]:
+    def fill(values: torch.Tensor) -> None:
+        rows = values.shape[0]
+        small = nn.Linear(owner.in_features, rows, bias=owner.bias is not None, device="meta", dtype=values.dtype)
+        # The other of the two is drawn too, and dropped: one row of it is enough.
+        small.weight = nn.Parameter(values if name == "weight" else values.new_empty(1, owner.in_features))
+        if owner.bias is not None:
+            small.bias = nn.Parameter(values if name == "bias" else values.new_empty(1))
+        reset(small)
+
+    return fill
+
+
+def _rows_of_embedding(owner: Any, name: str, reset: Callable[[nn.Module], Any]) -> Callable[[torch.Tensor], Any]:
+    def fill(values: torch.Tensor) -> None:
+        small = nn.Embedding(values.shape[0], owner.embedding_dim, device="meta", dtype=values.dtype)
+        small.weight = nn.Parameter(values)
+        reset(small)
+
+    return fill
+
+
+# Modules whose weights can be filled row by row: a function of (module, parameter, reset) that fills a block of rows.
+_BY_ROWS: dict[type[nn.Module], Callable[[Any, str, Callable[[nn.Module], Any]], Callable[[torch.Tensor], Any]]] = {
+    nn.Linear: _rows_of_linear,
+    nn.Embedding: _rows_of_embedding,
+}
+
+
+def _is_row_by_row(owner: Any, reset: Callable[[nn.Module], Any]) -> bool:
+    """Torch's own initial values; a subclass's may depend on the number of rows, and a padding row is zero."""
+    kind = nn.Linear if isinstance(owner, nn.Linear) else nn.Embedding
+    has_own = type(owner).reset_parameters is not kind.reset_parameters
+    return not has_own and getattr(owner, "padding_idx", None) is None
 
 
 class _Elsewhere(nn.Module):
@@ -121,7 +194,9 @@ def _on_meta(tensor: torch.Tensor) -> bool:
     return tensor.is_meta and not is_lazy(tensor)
 
 
-def _like(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def _like(old: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Room on the device for what `old` stands for on meta."""
+    value = torch.empty_like(old.detach(), device=device)
     if not isinstance(old, nn.Parameter):
         return value
     new = nn.Parameter(value, requires_grad=old.requires_grad)
@@ -135,15 +210,26 @@ def _like(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return new
 
 
-def _reset_copy(module: nn.Module, path: str, seed: int, elsewhere: Iterable[nn.Module] = ()) -> nn.Module:
-    name = _reset_name(module, path)
-    made = copy.deepcopy(module, {id(m): _Elsewhere() for m in elsewhere}).to_empty(device="cpu")
+def _reset_copy(
+    module: nn.Module, path: str, seed: int, reset: Callable[[nn.Module], Any], elsewhere: Iterable[nn.Module] = ()
+) -> nn.Module:
+    """A whole copy on the CPU, reset; nothing is copied but structure."""
+    memo: dict[int, Any] = {id(m): _Elsewhere() for m in elsewhere}
+    for t in [*module.parameters(), *module.buffers()]:
+        if id(t) not in memo:
+            empty = torch.empty(t.shape, dtype=t.dtype, device="cpu")
+            memo[id(t)] = nn.Parameter(empty, requires_grad=False) if isinstance(t, nn.Parameter) else empty
+    made = copy.deepcopy(module, memo)
     with seeded(seed, path), torch.no_grad():
-        getattr(made, name)()
+        reset(made)
     return made
 
 
-def _reset_name(module: nn.Module, path: str) -> str:
+def _reset_of(module: nn.Module, path: str, root: nn.Module | None = None) -> Callable[[nn.Module], Any]:
+    """How to reset a module: a function, for a copy of it."""
+    of_model = getattr(root, "_init_weights", None)
+    if callable(of_model):
+        return of_model  # type: ignore[no-any-return]
     # torch's MultiheadAttention and Transformer have only the second.
     name = next((n for n in ("reset_parameters", "_reset_parameters") if callable(getattr(module, n, None))), None)
     if name is None:
@@ -153,4 +239,4 @@ def _reset_name(module: nn.Module, path: str) -> str:
             "reset_parameters() to fill them; give it one, or build it on a real device, or pass "
             "init_parameters=False and load values"
         )
-    return name
+    return lambda made: getattr(made, name)()

@@ -5,6 +5,11 @@ A *layout* is what a user writes (`row_wise()`); it is data: a name and argument
 *shards*: `Shard(offsets, sizes, rank)` rectangles that cover the parameter exactly once (or whole on every rank, for
 `data_parallel`). Everything after the plan (sharders, state, checkpoints) reads shards only; a layout's name is for
 printing and for plans' JSON. `rank` counts in the mesh's flattened shard and tensor axes (`ShardingEnv.table_rank`).
+
+[Note: dense layouts]
+Layouts of dense weights (`colwise()`, ...) have no ranks of their own: they follow the mesh. A weight is split along
+the tensor axis or whole on it, then split along dim 0 over the fully sharded axes (FSDP2), and copied along the others;
+so one rectangle may be on several ranks. Plans need not name dense weights: the data-parallel part has the rest.
 """
 
 from __future__ import annotations
@@ -54,7 +59,19 @@ class Layout:
             ShardError: a rank that does not exist, rectangles that overlap or leave a hole, a mesh without the axes
                 that the layout needs.
         """
+        if self.is_dense:
+            return _resolve_dense(self, tuple(shape), _dense_axes(env))
         return _resolve(self, tuple(shape), env.table_shape)
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether it is one of a dense weight, see [Note: dense layouts]."""
+        return self.name in _DENSE_RULES
+
+    @property
+    def is_tensor_parallel(self) -> bool:
+        """Whether it is one of a tensor-parallel module: `colwise`, `rowwise`, `sequence`."""
+        return self.name in _TENSOR_PARALLEL
 
     def __str__(self) -> str:
         shown = ", ".join(_show(key, value) for key, value in self.args if value is not None)
@@ -140,6 +157,39 @@ def data_parallel() -> Layout:
     return Layout("data_parallel")
 
 
+def colwise(dim: int | None = None) -> Layout:
+    """Tensor parallel by output features: dim 0 of a weight and of its bias is split over the tensor axis.
+
+    Args:
+        dim: another tensor dim to split (1 for the columns of an embedding).
+    """
+    return Layout("colwise", (("dim", None if dim is None else _number("dim", dim)),))
+
+
+def rowwise(dim: int | None = None) -> Layout:
+    """Tensor parallel by input features: dim 1 of a weight is split over the tensor axis; a bias is whole.
+
+    Args:
+        dim: another tensor dim to split (0 for the vocabulary of an embedding).
+    """
+    return Layout("rowwise", (("dim", None if dim is None else _number("dim", dim)),))
+
+
+def sequence() -> Layout:
+    """Sequence parallel: the weight is whole on the tensor axis, the activations are split along the sequence."""
+    return Layout("sequence")
+
+
+def replicate() -> Layout:
+    """A dense weight whole on every rank, gradients averaged."""
+    return Layout("replicate")
+
+
+def fully_sharded() -> Layout:
+    """A dense weight split along dim 0 over the fully sharded axes (FSDP2), gathered while it is used."""
+    return Layout("fully_sharded")
+
+
 def is_replicated(shards: Sequence[Shard], shape: Sequence[int]) -> bool:
     """True when several ranks hold the whole parameter each."""
     return len(shards) > 1 and shards[0].sizes == tuple(shape)
@@ -187,7 +237,7 @@ def _first_overlap(shards: Sequence[Shard]) -> tuple[Shard, Shard] | None:
 @lru_cache(maxsize=4096)
 def _resolve(layout: Layout, shape: tuple[int, ...], table_shape: tuple[int, ...]) -> tuple[Shard, ...]:
     if layout.name not in _RULES:
-        raise ShardError(f"unknown layout {layout.name!r}; known layouts: {', '.join(sorted(_RULES))}")
+        raise ShardError(f"unknown layout {layout.name!r}; known layouts: {', '.join(sorted(_CONSTRUCTORS))}")
     shards = tuple(_RULES[layout.name](shape, table_shape, **dict(layout.args)))
     check_cover(shards, shape, prod(table_shape))
     return shards
@@ -273,9 +323,106 @@ def _data_parallel(shape: tuple[int, ...], table_shape: tuple[int, ...]) -> list
     return [Shard((0,) * len(shape), shape, rank) for rank in range(prod(table_shape))]
 
 
+@dataclass(frozen=True)
+class _DenseAxes:
+    """The table axes of an env as dense weights see them: sizes, and what each does."""
+
+    shape: tuple[int, ...]
+    kinds: tuple[str, ...]  # "tensor", "split" (FSDP2) or "copy"
+
+    def size(self, kind: str) -> int:
+        return prod(n for n, k in zip(self.shape, self.kinds, strict=True) if k == kind)
+
+    def index(self, kind: str, rank: int) -> int:
+        """Place of a table rank along the axes of a kind, flattened."""
+        found, step = 0, 1
+        for n, k in reversed(list(zip(self.shape, self.kinds, strict=True))):
+            rank, at = divmod(rank, n)
+            if k == kind:
+                found, step = found + at * step, step * n
+        return found
+
+
+def _dense_axes(env: ShardingEnv) -> _DenseAxes:
+    names = env.axes("shard", "tensor")
+    kind = {**dict.fromkeys(env.axes("tensor"), "tensor"), **dict.fromkeys(env.fully_sharded_axes, "split")}
+    shape = tuple(env.shape[env.names.index(name)] for name in names)
+    return _DenseAxes(shape or (1,), tuple(kind.get(name, "copy") for name in names) or ("copy",))
+
+
+@lru_cache(maxsize=4096)
+def _resolve_dense(layout: Layout, shape: tuple[int, ...], axes: _DenseAxes) -> tuple[Shard, ...]:
+    dim = _DENSE_RULES[layout.name](shape, axes, **dict(layout.args))
+    is_split = layout.name != "replicate"
+    found = []
+    for rank in range(prod(axes.shape)):
+        offsets, sizes = [0] * len(shape), list(shape)
+        for kind, at in (("tensor", dim), ("split", 0 if is_split and shape else None)):
+            if at is not None:
+                start, size = _row_blocks(sizes[at], axes.size(kind))[axes.index(kind, rank)]
+                offsets[at], sizes[at] = offsets[at] + start, size
+        if all(sizes):
+            found.append(Shard(tuple(offsets), tuple(sizes), rank))
+    return tuple(found)
+
+
+def _split_dim(name: str, shape: tuple[int, ...], axes: _DenseAxes, dim: int) -> int:
+    if "tensor" not in axes.kinds:
+        raise ShardError(f"{name} needs a mesh with a tensor axis (named tp, or tensor=...)")
+    if dim >= len(shape):
+        raise ShardError(f"{name} splits dim {dim} of a parameter; got shape {shape}")
+    if shape[dim] % axes.size("tensor"):
+        raise ShardError(
+            f"{name} splits dim {dim} of shape {shape}, whose size {shape[dim]} does not divide over the "
+            f"{axes.size('tensor')} ranks of the tensor axis"
+        )
+    return dim
+
+
+def _colwise(shape: tuple[int, ...], axes: _DenseAxes, dim: int | None) -> int | None:
+    return _split_dim("colwise", shape, axes, 0 if dim is None else dim)
+
+
+def _rowwise(shape: tuple[int, ...], axes: _DenseAxes, dim: int | None) -> int | None:
+    if dim is None and len(shape) < 2:
+        return None
+    return _split_dim("rowwise", shape, axes, 1 if dim is None else dim)
+
+
+def _sequence(shape: tuple[int, ...], axes: _DenseAxes) -> int | None:
+    if "tensor" not in axes.kinds:
+        raise ShardError("sequence needs a mesh with a tensor axis (named tp, or tensor=...)")
+    return None
+
+
+def _replicate(shape: tuple[int, ...], axes: _DenseAxes) -> int | None:
+    return None
+
+
+def _fully_sharded(shape: tuple[int, ...], axes: _DenseAxes) -> int | None:
+    if "split" not in axes.kinds:
+        raise ShardError(
+            "fully_sharded needs a shard axis along which dense weights are split (named shard, dp_shard or fsdp)"
+        )
+    return None
+
+
 _CONSTRUCTORS: dict[str, Callable[..., Layout]] = {
-    f.__name__: f for f in (table_wise, row_wise, column_wise, table_row_wise, grid, rectangles, data_parallel)
+    f.__name__: f
+    for f in (
+        *(table_wise, row_wise, column_wise, table_row_wise, grid, rectangles, data_parallel),
+        *(colwise, rowwise, sequence, replicate, fully_sharded),
+    )
 }
+# What is split over the tensor axis: its dim, or None.
+_DENSE_RULES: dict[str, Callable[..., int | None]] = {
+    "colwise": _colwise,
+    "rowwise": _rowwise,
+    "sequence": _sequence,
+    "replicate": _replicate,
+    "fully_sharded": _fully_sharded,
+}
+_TENSOR_PARALLEL = ("colwise", "rowwise", "sequence")
 _RULES: dict[str, Callable[..., list[Shard]]] = {
     "table_wise": _table_wise,
     "row_wise": _row_wise,

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from dmp.chunked import ChunkedTensor
+from dmp.chunked import ChunkedTensor, as_chunks
 from dmp.errors import CheckpointError
-from dmp.gather import as_chunks, chunk_views, env_of, gather, sharded_parameters
+from dmp.gather import chunk_views, env_of, gather, sharded_parameters
 from dmp.wrapper import DistributedModelParallel
 
 
@@ -171,7 +171,7 @@ def column_widths(model: nn.Module, owned: Iterable[OwnedState]) -> dict[str, tu
         return {}
     widths: dict[str, tuple[int, ...]] = {}
     for o in owned:
-        if o.name in model.plan and len(o.shape) == 2:
+        if o.name in model.plan and len(o.shape) == 2 and not model.plan[o.name].layout.is_dense:
             shards = model.plan[o.name].layout.shards(o.shape, model.env)
             starts = sorted({s.offsets[1] for s in shards})
             if len(starts) > 1:

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from dmp.contracts import ModuleSharder
-from dmp.discovery import check_plan, find_sites
+from dmp.contracts import ModelSharder, ModuleSharder
+from dmp.discovery import check_plan
 from dmp.env import ShardingEnv
 from dmp.errors import PlanError, ShardError
 from dmp.layout import Layout, ParameterSharding
@@ -115,14 +115,14 @@ class ShardingPlan(Mapping[str, ParameterSharding]):
         changes = [PlanChange(n, self._entries.get(n), other._entries.get(n)) for n in names]
         return [c for c in changes if c.before != c.after]
 
-    def validate(self, module: nn.Module, env: ShardingEnv, sharders: Iterable[ModuleSharder]) -> None:
+    def validate(self, module: nn.Module, env: ShardingEnv, sharders: Iterable[ModuleSharder | ModelSharder]) -> None:
         """Check the plan against a model and a mesh in both directions; nothing is changed.
 
         Raises:
             PlanError: a name that the model lacks, a parameter that the plan lacks, a rank that does not exist, or a
                 layout that the sharder cannot run.
         """
-        check_plan(self, module, find_sites(module, sharders), env)
+        check_plan(self, module, sharders, env)
 
     def merged(self, other: Mapping[str, ParameterSharding | Layout]) -> ShardingPlan:
         """This plan with the entries of `other` over its own."""

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib.metadata import entry_points
 from typing import Any
 
 from torch import nn
 
-from dmp.contracts import ModuleSharder
+from dmp.contracts import ModelSharder, ModuleSharder
 from dmp.errors import ShardError
 
 # name -> (where it is, the package whose modules it knows): built-ins are looked at only once that package is imported,
@@ -23,13 +23,16 @@ _BUILT_IN_SHARDERS = {
     "torchrec.EmbeddingCollection": ("sharders:EmbeddingCollectionSharder", "torchrec"),
     "torch.nn.EmbeddingBag": ("sharders:EmbeddingBagSharder", "torch"),
     "torch.nn.Embedding": ("sharders:EmbeddingSharder", "torch"),
+    "tensor parallel": ("sharders:TensorParallelSharder", "torch"),
 }
 _BUILT_IN_PLANNER = "planner:ShardingPlanner"
-_BUILT_IN_DATA_PARALLEL = "sharders:DDPWrapper"
-_registered: list[ModuleSharder] = []
+_BUILT_IN_DATA_PARALLEL = "sharders:FSDPWrapper"
+_BUILT_IN_REPLICATING = "sharders:DDPWrapper"
+AnySharder = ModuleSharder | ModelSharder
+_registered: list[AnySharder] = []
 
 
-def register_sharder(sharder: ModuleSharder) -> ModuleSharder:
+def register_sharder(sharder: AnySharder) -> AnySharder:
     """Make `sharder` one of the defaults of this process; the last registered for a module type wins.
 
     Raises:
@@ -41,7 +44,9 @@ def register_sharder(sharder: ModuleSharder) -> ModuleSharder:
 
 
 def check_sharder_protocol(sharder: Any) -> None:
-    """Raise `ShardError` naming what `sharder` lacks of the `ModuleSharder` protocol."""
+    """Raise `ShardError` naming what `sharder` lacks of the `ModuleSharder` or `ModelSharder` protocol."""
+    if not isinstance(sharder, type) and isinstance(sharder, ModelSharder):
+        return
     missing = [m for m in ("module_type", "parameters", "layouts", "shard") if not hasattr(sharder, m)]
     if isinstance(sharder, type):
         raise ShardError(f"expected a sharder object; got the class {sharder.__name__}: call it, {sharder.__name__}()")
@@ -53,7 +58,7 @@ def check_sharder_protocol(sharder: Any) -> None:
         )
 
 
-def default_sharders() -> list[ModuleSharder]:
+def default_sharders() -> list[AnySharder]:
     """Built-in sharders, then those of entry points (`dmp.sharders`), then registered ones; later ones win."""
     built_in = [load(path)() for path, package in _BUILT_IN_SHARDERS.values() if package in sys.modules]
     plugins = [_instance(point) for point in entry_points(group="dmp.sharders")]
@@ -71,9 +76,18 @@ def default_data_parallel_wrapper() -> Any:
     return load(_BUILT_IN_DATA_PARALLEL)()
 
 
-def sharder_for(module: nn.Module, sharders: Iterable[ModuleSharder]) -> ModuleSharder | None:
-    """The sharder whose `module_type` is nearest in the module's MRO; None when there is none."""
-    by_type = {s.module_type: s for s in sharders}
+def replicating_wrapper() -> Any:
+    """The built-in wrapper for weights that a plan replicates on a mesh that splits the others."""
+    return load(_BUILT_IN_REPLICATING)()
+
+
+def by_module_type(sharders: Iterable[AnySharder]) -> dict[type[nn.Module], ModuleSharder]:
+    """The module sharders by what they take; the last for a type wins."""
+    return {s.module_type: s for s in sharders if not isinstance(s, ModelSharder)}
+
+
+def sharder_for(module: nn.Module, by_type: Mapping[type[nn.Module], ModuleSharder]) -> ModuleSharder | None:
+    """The module sharder whose `module_type` is nearest in the module's MRO; None when there is none."""
     return next((by_type[t] for t in type(module).__mro__ if t in by_type), None)
 
 
@@ -83,8 +97,8 @@ def load(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def _instance(point: Any) -> ModuleSharder:
+def _instance(point: Any) -> AnySharder:
     loaded = point.load()
-    sharder: ModuleSharder = loaded() if isinstance(loaded, type) else loaded
+    sharder: AnySharder = loaded() if isinstance(loaded, type) else loaded
     check_sharder_protocol(sharder)
     return sharder

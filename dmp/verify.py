@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dmp.chunked import as_chunks
 from dmp.env import ShardingEnv
 from dmp.errors import CheckpointError, DmpError
-from dmp.gather import as_chunks, chunk_views, env_of, full_state_dict, gather, sharded_parameters
+from dmp.gather import chunk_views, env_of, full_state_dict, gather, sharded_parameters
 
 _TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 _SHOWN = 5

@@ -1,7 +1,12 @@
 """`DistributedModelParallel`: puts a module on a mesh by a plan. It knows sharders and plans, and no tables.
 
-The order: find what sharders take -> plan -> check plan and agreement of the ranks -> rank 0's values -> shard -> fill
-what is on meta -> data parallel on what remains. Nothing of the module is changed before everything is checked.
+The order: plan -> check plan and agreement of the ranks -> rank 0's values -> tables -> tensor parallel -> ties put
+back -> data parallel on what remains -> fill what is on meta. Nothing of the module is changed before everything is
+checked.
+
+[Note: in place] Tensor parallelism and some data-parallel wrappers (FSDP2) change dense modules in place, by hooks that
+belong to these very modules, so that they cannot be copied or turned back. A *skeleton* made just before, the same
+structure on meta around the same sharded tables, is what copies and plain modules are built from.
 """
 
 from __future__ import annotations
@@ -18,9 +23,16 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.nn.parameter import is_lazy
 
 from dmp.agreement import check_agreement, sync_from_first_rank
-from dmp.chunked import ChunkedTensor
-from dmp.contracts import DataParallelWrapper, FusedModule, FusedParameter, ModuleSharder, ShardedModule
-from dmp.discovery import Site, check_plan, find_sites, join
+from dmp.chunked import ChunkedTensor, is_dtensor
+from dmp.contracts import (
+    DataParallelWrapper,
+    FusedModule,
+    FusedParameter,
+    ModelSharder,
+    ModuleSharder,
+    ShardedModule,
+)
+from dmp.discovery import Resolved, Site, check_plan, join
 from dmp.env import ShardingEnv, default_env
 from dmp.errors import CheckpointError, DmpError, PlanError, ShardError
 from dmp.fused import FusedOptimizer
@@ -32,7 +44,12 @@ from dmp.registry import (
     default_data_parallel_wrapper,
     default_planner,
     default_sharders,
+    replicating_wrapper,
 )
+from dmp.skeleton import all_tensors, copy_values, reshard, skeleton_of
+from dmp.state_hooks import misfit, register_state_hooks, with_local_parts
+from dmp.ties import find_ties, restore_ties
+from dmp.unfit import guard_optimizers
 
 
 class DistributedModelParallel(nn.Module):
@@ -69,7 +86,7 @@ class DistributedModelParallel(nn.Module):
         env: ShardingEnv | None = None,
         device: torch.device | str | None = None,
         plan: ShardingPlan | Mapping[str, ParameterSharding | Layout] | None = None,
-        sharders: Iterable[ModuleSharder] | None = None,
+        sharders: Iterable[ModuleSharder | ModelSharder] | None = None,
         init_data_parallel: bool = True,
         init_parameters: bool = True,
         data_parallel_wrapper: DataParallelWrapper | None = None,
@@ -88,7 +105,7 @@ class DistributedModelParallel(nn.Module):
         env: ShardingEnv | None,
         device: torch.device | str | None,
         plan: ShardingPlan | Mapping[str, ParameterSharding | Layout] | None,
-        sharders: Iterable[ModuleSharder] | None,
+        sharders: Iterable[ModuleSharder | ModelSharder] | None,
         init_data_parallel: bool,
         init_parameters: bool,
         data_parallel_wrapper: DataParallelWrapper | None,
@@ -105,11 +122,7 @@ class DistributedModelParallel(nn.Module):
         for sharder in self._sharders:
             check_sharder_protocol(sharder)
 
-        sites, failure = _attempt(lambda: find_sites(module, self._sharders))
-        sites = sites or []
-        check_agreement({"error": str(failure or ""), "model": _describe(module, sites)}, self._env)
-        if failure is not None:
-            raise failure
+        check_agreement({"model": _describe(module)}, self._env)
         if plan is None:
             planner = planner if planner is not None else default_planner()
             plan = planner.collective_plan(module, self._sharders, self._env)
@@ -119,25 +132,57 @@ class DistributedModelParallel(nn.Module):
         check_agreement({"error": str(failure or ""), "plan": given.to_json() if given else ""}, self._env)
         if failure is not None:
             raise failure
-        assert given is not None
-        self._plan = ShardingPlan(check_plan(given, module, sites, self._env), report=given.report)
+        resolved = self._resolve(given, module)
+        self._plan = ShardingPlan(resolved.plan, report=given.report)
 
         if init_parameters:
-            check_can_materialise(module, [s.module for s in sites if _fills_itself(s)])
+            check_can_materialise(module, [s.module for s in resolved.sites if _fills_itself(s)])
         sync_from_first_rank(module, self._env)
         seed = shared_seed(self._env) if init_parameters else 0
         self._paths: dict[str, tuple[str, ...]] = {}
-        module = self._shard(module, sites, seed, init_parameters)
-        sharded = [module.get_submodule(path) for path in self._paths]
-        if init_parameters:
-            materialise(module, self._device, seed, skip=sharded)
-        _move(module, self._device, sharded)
-        self._wrapped: nn.Module = module
+        module = self._shard(module, list(resolved.sites), seed, init_parameters)
         self._unwrapped = [module]  # in a list, so that it is not a second child
+        self._wrapped: nn.Module = module
         self._is_data_parallel = False
-        self._fused_optimizer = FusedOptimizer(self._fused_parameters())
-        if init_data_parallel:
+        self._placements = tuple(p for p in resolved.placements if p.layouts)
+        self._skeleton: list[nn.Module] = []
+        if self._placements:
+            self._skeleton = [skeleton_of(module, self._owned())]
+            _move(module, self._device, self._owned())
+            self._place()
+        sharded = self._owned()
+        wraps_meta = init_data_parallel and self._is_in_place()
+        if wraps_meta:
             self.init_data_parallel()
+        if init_parameters:
+            materialise(module, self._device, seed, sharded, self.skeleton)
+        _move(module, self._device, sharded)
+        self._fused_optimizer = FusedOptimizer(self._fused_parameters())
+        if init_data_parallel and not wraps_meta:
+            self.init_data_parallel()
+        self._guard_optimizers()
+
+    def _place(self) -> None:
+        """Split dense weights in place, ties kept."""
+        ties = find_ties(self.module)
+        for placement in self._placements:
+            placement.apply(self.module)
+        restore_ties(ties)
+
+    def _owned(self) -> list[nn.Module]:
+        """The modules that sharders have put into the model."""
+        return [self.module.get_submodule(path) for path in self._paths]
+
+    def _resolve(self, given: ShardingPlan, module: nn.Module) -> Resolved:
+        """The plan against model and mesh, on all ranks before anyone goes on."""
+        resolved, failure = _attempt(lambda: check_plan(given, module, self._sharders, self._env))
+        entries = ShardingPlan(resolved.plan).to_json() if resolved else ""
+        sites = "\n".join(f"{s.path}: {type(s.module).__name__}" for s in resolved.sites) if resolved else ""
+        check_agreement({"error": str(failure or ""), "sharded modules": sites, "plan": entries}, self._env)
+        if failure is not None:
+            raise failure
+        found: Resolved = resolved
+        return found
 
     def _shard(self, module: nn.Module, sites: list[Site], seed: int, init_parameters: bool) -> nn.Module:
         """Replace the module of each site, at all its paths, once all are made; returns the root."""
@@ -150,7 +195,7 @@ class DistributedModelParallel(nn.Module):
             if new is not site.module:
                 _carry_over(site.module, new)
             if isinstance(new, ShardedModule):
-                _register_state_hooks(new)
+                register_state_hooks(new)
             if hasattr(new, "module_path"):
                 new.module_path = site.path  # type: ignore[assignment]
             if init_parameters:
@@ -174,21 +219,63 @@ class DistributedModelParallel(nn.Module):
         """
         if self._is_data_parallel:
             return
+        in_place = self._is_in_place()
         for name, parameter in self.module.named_parameters():
             if is_lazy(parameter):
                 raise ShardError(
                     f"parameter {name!r} of a lazy module has no shape yet: pass init_data_parallel=False, run one "
                     "forward, then call init_data_parallel()"
                 )
-            if parameter.is_meta:
+            if parameter.is_meta and not in_place:
                 raise ShardError(f"parameter {name!r} is on meta: pass init_parameters=True, or load values first")
-        self._wrapped = self._data_parallel.wrap(self.module, self._env, self._device, self._sharded_names())
+        if in_place and not self._skeleton:
+            self._skeleton = [skeleton_of(self.module, self._owned())]
+        self._wrapped = self._data_parallel_part(self.module)
         self._is_data_parallel = True
+
+    def _is_in_place(self) -> bool:
+        """Whether the data-parallel part shards the module in place, see [Note: in place]."""
+        asked = getattr(self._data_parallel, "shards_in_place", None)
+        return bool(asked and asked(self._env, any(is_dtensor(p) for p in self.module.parameters())))
+
+    def _data_parallel_part(self, module: nn.Module) -> nn.Module:
+        """The module with gradients averaged; weights that the plan replicates on a fully sharded mesh apart."""
+        owned = self._sharded_names()
+        kept = self._kept_whole()
+        wrapped = self._data_parallel.wrap(module, self._env, self._device, owned | kept)
+        if kept:
+            others = {name for name, _ in all_tensors(module)} - kept
+            wrapped = replicating_wrapper().wrap(wrapped, self._env, self._device, frozenset(others))
+        return wrapped
+
+    def _kept_whole(self) -> frozenset[str]:
+        """Names, under every alias, of weights that the plan replicates although the mesh would split them."""
+        chosen = {n for n in self._plan if self._plan[n].layout.name == "replicate"}
+        if not chosen or not self._env.fully_sharded_axes:
+            return frozenset()
+        ids = {id(p) for name, p in self.module.named_parameters() if name in chosen}
+        return frozenset(n for n, p in self.module.named_parameters(remove_duplicate=False) if id(p) in ids)
+
+    def _guard_optimizers(self) -> None:
+        """Refuse optimizers that are wrong on pieces; those of tables are marked, DTensors show it themselves."""
+        for path in self._paths:
+            owned = self.module.get_submodule(path)
+            pieces = owned.chunked_state() if isinstance(owned, ShardedModule) and self._env.table_size > 1 else ()
+            for name, parameter in owned.named_parameters():
+                if name in pieces:
+                    parameter._dmp_sharded = True  # type: ignore[attr-defined]
+        if self._env.size > 1:
+            guard_optimizers()
 
     @property
     def module(self) -> nn.Module:
         """The module itself, without any data-parallel wrapper around it."""
         return self._unwrapped[0]
+
+    @property
+    def skeleton(self) -> nn.Module | None:
+        """Structure of the module before dense weights were split, on meta around the live sharded tables; or None."""
+        return self._skeleton[0] if self._skeleton else None
 
     @property
     def plan(self) -> ShardingPlan:
@@ -238,16 +325,16 @@ class DistributedModelParallel(nn.Module):
         own = self.module.state_dict()
         missing = [prefix + k for k in own if k not in given]
         unexpected = [prefix + k for k in given if k not in own]
-        wrong = [f"{prefix}{k} {_misfit(own[k], given[k])}" for k in own if k in given and _misfit(own[k], given[k])]
+        wrong = [f"{prefix}{k} {misfit(own[k], given[k])}" for k in own if k in given and misfit(own[k], given[k])]
         if (strict and (missing or unexpected)) or wrong:
             parts = [f"missing keys: {missing}"] * bool(missing and strict)
             parts += [f"unexpected keys: {unexpected}"] * bool(unexpected and strict) + wrong
             raise CheckpointError(f"state dict does not fit {type(self.module).__name__}: " + "; ".join(parts))
         try:
-            self.module.load_state_dict(given, strict=False, assign=assign)
+            self.module.load_state_dict(with_local_parts(own, given), strict=False, assign=assign)
         except DmpError as error:
             raise CheckpointError(str(error)) from error
-        if assign and self._is_data_parallel:  # its hooks are on the parameters that have been replaced
+        if assign and self._wrapped is not self.module:  # its hooks are on the parameters that have been replaced
             self._is_data_parallel = False
             self.init_data_parallel()
         return _IncompatibleKeys(missing, unexpected)
@@ -256,6 +343,8 @@ class DistributedModelParallel(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """The unsharded module's names; a sharded parameter holds this rank's pieces, possibly none."""
+        if self._is_data_parallel and self._skeleton:
+            reshard(self.module)
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
     def named_buffers(
@@ -279,6 +368,9 @@ class DistributedModelParallel(nn.Module):
         where = next(name for name, m in super().named_modules() if m is self.module)
         for key in [k for k in state_dict if k.startswith(prefix)]:
             state_dict[f"{prefix}{where}.{key[len(prefix) :]}"] = state_dict.pop(key)
+        below = f"{prefix}{where}."
+        own = {below + name: value for name, value in self.module.state_dict().items()}
+        state_dict.update(with_local_parts(own, {k: v for k, v in state_dict.items() if k in own}))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def copy(self, device: torch.device | str | None = None) -> DistributedModelParallel:
@@ -291,17 +383,37 @@ class DistributedModelParallel(nn.Module):
     def _copied(self, memo: dict[int, Any], device: torch.device) -> DistributedModelParallel:
         new = type(self).__new__(type(self))
         memo[id(self)] = new
-        memo.update({id(shared): shared for shared in (self._env, self._plan, self._data_parallel, self._sharders)})
-        rebuilt = ("_modules", "_is_data_parallel", "_fused_optimizer")
+        shared = (self._env, self._plan, self._data_parallel, self._sharders, self._placements)
+        memo.update({id(each): each for each in shared})
+        if device.type != self._device.type and any(is_dtensor(p) for p in self.module.parameters()):
+            raise ShardError(
+                f"the model's weights are split on a mesh of {self._device.type} devices and cannot be copied to "
+                f"{device}; to_unsharded(model) gives a plain module, which a mesh of {device.type} can take"
+            )
+        rebuilt = ("_modules", "_is_data_parallel", "_fused_optimizer", "_unwrapped", "_skeleton", "_device")
         new.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k not in rebuilt})
+        new._device, new._is_data_parallel, new._skeleton = device, False, []
+        if self._skeleton:  # see [Note: in place]
+            memo.update({id(owned): copy.deepcopy(owned, memo) for owned in self._owned()})
+            new._unwrapped = [copy.deepcopy(self._skeleton[0], memo)]
+            new._skeleton = [skeleton_of(new.module, new._owned())]
+        else:
+            new._unwrapped = [copy.deepcopy(self.module, memo)]
         new.__dict__["_modules"] = {"_wrapped": new.module}
         if device != self._device:
-            new._device = device
-            new.module.to(device)
-        new._is_data_parallel = False
+            for moved in new._owned() if new._skeleton else [new.module]:
+                moved.to(device)
         new._fused_optimizer = FusedOptimizer(new._fused_parameters())
-        if self._is_data_parallel:
+        if new._skeleton:
+            new._place()
+        wraps_meta = self._is_data_parallel and new._is_in_place()
+        if wraps_meta:
             new.init_data_parallel()
+        if new._skeleton:
+            copy_values(self.module, new.module, device)
+        if self._is_data_parallel and not wraps_meta:
+            new.init_data_parallel()
+        new._guard_optimizers()
         return new
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -356,12 +468,12 @@ def _attempt(make: Any) -> tuple[Any, Exception | None]:
         return None, error
 
 
-def _describe(module: nn.Module, sites: list[Site]) -> str:
-    """The model as text, for comparing it over ranks: sites in order, then every parameter and buffer."""
-    lines = [f"{s.path}: {type(s.module).__name__}" for s in sites]
-    for name, t in [*module.named_parameters(), *module.named_buffers()]:
-        lines.append(f"{name}: {'lazy' if is_lazy(t) else (tuple(t.shape), t.dtype, t.is_meta)} {t.requires_grad}")
-    return "\n".join(lines)
+def _describe(module: nn.Module) -> str:
+    """The model as text, for comparing it over ranks: every parameter and buffer."""
+    return "\n".join(
+        f"{name}: {'lazy' if is_lazy(t) else (tuple(t.shape), t.dtype, t.is_meta)} {t.requires_grad}"
+        for name, t in [*module.named_parameters(), *module.named_buffers()]
+    )
 
 
 def _check_same_names(site: Site, new: nn.Module) -> None:
@@ -384,52 +496,6 @@ def _carry_over(old: nn.Module, new: nn.Module) -> None:
     new._is_full_backward_hook = old._is_full_backward_hook
     for kind in ("_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called"):
         getattr(new, kind).update(getattr(old, kind))
-
-
-def _misfit(own: Any, given: Any) -> str:
-    """Why `given` cannot be loaded where `own` is, or nothing."""
-    if not isinstance(own, torch.Tensor) or is_lazy(own):
-        return ""
-    if not isinstance(given, torch.Tensor):
-        return f"is a {type(given).__name__}, expected a tensor of shape {tuple(own.shape)}"
-    if given.shape != own.shape:
-        return f"has shape {tuple(given.shape)}, expected {tuple(own.shape)}"
-    if isinstance(given, ChunkedTensor):
-        pieces = zip(own.chunks, own.offsets, strict=True) if isinstance(own, ChunkedTensor) else None
-        if pieces is None or not all(given._holds(chunk, at) for chunk, at in pieces):
-            return "is in pieces of another plan: use save_checkpoint and load_checkpoint, or full_state_dict"
-    return ""
-
-
-def _register_state_hooks(module: nn.Module) -> None:
-    if getattr(module, "_dmp_state_hooks", False):
-        return
-    module._dmp_state_hooks = True  # type: ignore[assignment]
-    module.register_state_dict_post_hook(_give_chunks)
-    module.register_load_state_dict_pre_hook(_take_chunks)
-
-
-def _give_chunks(module: Any, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    for name, chunked in module.chunked_state().items():
-        if prefix + name in state_dict:
-            state_dict[prefix + name] = chunked
-
-
-def _take_chunks(module: Any, state_dict: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any) -> None:
-    """Copy the given values into the local pieces, and hand torch the local parameter itself.
-
-    With `assign` a whole parameter is filled in place too: the module looks rows up in the storage that it has.
-    """
-    chunked, is_assigned = module.chunked_state(), metadata.get("assign_to_params_buffers")
-    for name, local in module.named_parameters():
-        given = state_dict.get(prefix + name)
-        if given is None or not (name in chunked or is_assigned):
-            continue
-        if name in chunked:
-            chunked[name].fill_from(given)
-        else:
-            local.data.copy_(given)
-        state_dict[prefix + name] = local
 
 
 def _fills_itself(site: Site) -> bool:

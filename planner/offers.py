@@ -111,8 +111,8 @@ class Offers:
         slots = _slots(of_name, kept, constraints, env.table_size)
         return cls(of_name, kept, slots, constraints)
 
-    def problem(self, env: ShardingEnv, topology: Topology, model: CostModel) -> Problem:
-        """What the search is to solve."""
+    def problem(self, env: ShardingEnv, topology: Topology, model: CostModel, dense_bytes: int = 0) -> Problem:
+        """What the search is to solve, beside dense weights that take `dense_bytes` on every rank."""
         base = np.zeros((env.table_size, BYTES + 1))
         taken: dict[str, NDArray[np.bool_]] = {}
         for name, offer in self.pinned.items():
@@ -126,7 +126,7 @@ class Offers:
                     )
                 taken[group] = taken.get(group, np.zeros_like(held)) | held
         kinds = frozenset(k for offer in self.pinned.values() for k in offer.option.kinds)
-        capacity = np.full(env.table_size, topology.usable_bytes)
+        capacity = np.full(env.table_size, topology.usable_bytes - dense_bytes)
         setups = model.setups(env, topology)
         return Problem(tuple(s.item for s in self.slots), capacity, base, setups, kinds, taken)
 

@@ -96,7 +96,7 @@ def sketches(
     """
     if env.table_size == 1:  # where all layouts are the same, sharders offer one
         constraint = replace(constraint, layouts=None, forbid=None)
-    offered = list(dict.fromkeys(sharder.layouts(info, env)))
+    offered = [layout for layout in dict.fromkeys(sharder.layouts(info, env)) if not layout.is_dense]
     known = list(dict.fromkeys(o.name for o in offered))
     if not offered:
         raise PlanError(f"{type(sharder).__name__} offers no layout for {name!r}, shape {info.shape}", table=name)

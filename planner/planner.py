@@ -8,10 +8,22 @@ from difflib import get_close_matches
 
 from torch import nn
 
-from dmp import Layout, ModuleSharder, ParameterSharding, PlanError, ShardingEnv, ShardingPlan, plan_parameters
+from dmp import (
+    Layout,
+    ModelSharder,
+    ModuleSharder,
+    ParameterSharding,
+    PlanError,
+    ShardingEnv,
+    ShardingPlan,
+    dense_parameters,
+    place_dense,
+    plan_parameters,
+)
 from planner.broadcast import from_first_rank
 from planner.constraints import Constraint, constraints_of
 from planner.cost import CostModel
+from planner.dense import decide, vocabularies
 from planner.infeasible import plan_error
 from planner.offers import Offers
 from planner.problem import Infeasible
@@ -62,7 +74,11 @@ class ShardingPlanner:
         self.report: PlanReport | None = None
 
     def plan(
-        self, module: nn.Module, sharders: Iterable[ModuleSharder], env: ShardingEnv, pinned: Pinned = None
+        self,
+        module: nn.Module,
+        sharders: Iterable[ModuleSharder | ModelSharder],
+        env: ShardingEnv,
+        pinned: Pinned = None,
     ) -> ShardingPlan:
         """A plan for `module`, real or on meta, on a mesh that need not be here; communicates with nobody.
 
@@ -70,7 +86,8 @@ class ShardingPlanner:
             pinned: entries to keep as they are; their load and memory count.
 
         Returns:
-            The plan of every parameter that a sharder takes, with its report as `plan.report`.
+            The plan of every parameter that a sharder takes, with its report as `plan.report`. Dense weights that it
+            does not name are split or copied as the mesh's axes say.
 
         Raises:
             PlanError: no plan fits (with `.table`, `.rank`, `.bytes_short`), or a constraint or pinned entry is wrong.
@@ -78,25 +95,37 @@ class ShardingPlanner:
         begin = time.monotonic()
         sharders = list(sharders)
         topology = self.topology if self.topology is not None else Topology.of(env)
-        parameters = plan_parameters(module, sharders)
+        given, pinned = _dense_part(pinned)
+        placements = place_dense(module, sharders, env, given)
+        split = {name for p in placements for name in p.layouts}
+        parameters = plan_parameters(module, sharders, split)
         constraints = constraints_of(self.constraints, parameters)
-        kept = _by_first_name(pinned, module, list(parameters))
+        kept = _by_first_name(pinned, module, [name for name in parameters if name not in given])
+        weights = dense_parameters(module, parameters.keys() - given.keys())
+        given |= vocabularies(parameters, weights, constraints, {**kept, **given}, env)
+        parameters = {name: found for name, found in parameters.items() if name not in given}
+        weights = dense_parameters(module, parameters.keys())
+        dense = decide(weights, placements, given, env, topology)
         offers = Offers.of(parameters, constraints, kept, self.cost_model, env, topology, self.batch_size)
-        problem = offers.problem(env, topology, self.cost_model)
+        problem = offers.problem(env, topology, self.cost_model, dense.training_bytes)
         try:
             solution = search(problem, lambda: time.monotonic() - begin > self.time_budget_s)
         except Infeasible as error:
             raise plan_error(error, offers, problem, topology) from None
         layouts = offers.layouts(solution.choices, env)
-        plan = ShardingPlan(layouts)
-        if kept:
+        plan = ShardingPlan({**layouts, **dense.layouts})
+        if kept or given:
             plan.validate(module, env, sharders)
-        self.report = summarise(offers, layouts, problem, solution, time.monotonic() - begin)
+        self.report = summarise(offers, layouts, problem, solution, dense, time.monotonic() - begin)
         plan.report = self.report
         return plan
 
     def collective_plan(
-        self, module: nn.Module, sharders: Iterable[ModuleSharder], env: ShardingEnv, pinned: Pinned = None
+        self,
+        module: nn.Module,
+        sharders: Iterable[ModuleSharder | ModelSharder],
+        env: ShardingEnv,
+        pinned: Pinned = None,
     ) -> ShardingPlan:
         """`plan` on rank 0 of the env, given to all its ranks; every rank must call it.
 
@@ -108,11 +137,20 @@ class ShardingPlanner:
         return plan
 
     def _planned(
-        self, module: nn.Module, sharders: Iterable[ModuleSharder], env: ShardingEnv, pinned: Pinned
+        self, module: nn.Module, sharders: Iterable[ModuleSharder | ModelSharder], env: ShardingEnv, pinned: Pinned
     ) -> tuple[ShardingPlan, PlanReport]:
         plan = self.plan(module, sharders, env, pinned)
         assert self.report is not None
         return plan, self.report
+
+
+def _dense_part(pinned: Pinned) -> tuple[dict[str, Layout], Pinned]:
+    """Pinned layouts of dense weights, and the others."""
+    if not isinstance(pinned, Mapping):
+        return {}, pinned
+    plan = ShardingPlan(pinned)
+    dense = {name: entry.layout for name, entry in plan.items() if entry.layout.is_dense}
+    return dense, {name: entry for name, entry in plan.items() if name not in dense}
 
 
 def _by_first_name(pinned: Pinned, module: nn.Module, names: list[str]) -> dict[str, Layout]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from dmp import Layout
 from planner.cost import PHASES
+from planner.dense import DenseBlock
 from planner.page import render
 
 _RANKS_SHOWN = 16
@@ -69,6 +70,8 @@ class PlanReport:
         lower_bound: seconds that no choice among the same layouts goes below.
         is_cut_short: the time budget ended the search before its work was done.
         planning_seconds: wall time of planning.
+        dense: dense weights, by block.
+        notes: what sharders say of their choice for dense weights.
     """
 
     parameters: tuple[ParameterReport, ...]
@@ -80,6 +83,17 @@ class PlanReport:
     is_cut_short: bool
     planning_seconds: float
     phases: tuple[str, ...] = PHASES
+    dense: tuple[DenseBlock, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def bytes_by_kind(self) -> dict[str, int]:
+        """Weights on the fullest rank: `tables` (with buffers and optimizer state), and dense ones by kind."""
+        found = {"tables": max(self.rank_bytes, default=0)}
+        for block in self.dense:
+            for kind, size in block.rank_bytes.items():
+                found[kind] = found.get(kind, 0) + size
+        return found
 
     @property
     def step_seconds(self) -> float:
@@ -120,6 +134,7 @@ class PlanReport:
             )
         if len(self.rank_bytes) > _RANKS_SHOWN:
             lines.append(f"{'':>6} and {len(self.rank_bytes) - _RANKS_SHOWN} more ranks")
+        lines += _dense_lines(self)
         lines += ["", "parameters, those with the most work first, and what they did not get:"]
         for p in self.by_work()[:_PARAMETERS_SHOWN]:
             lines += _explained(p)
@@ -147,6 +162,18 @@ def show_bytes(size: float) -> str:
             return f"{size:.0f} B" if unit == "B" else f"{size:.2f} {unit}"
         size /= 1000
     return f"{size:.2f} TB"
+
+
+def _dense_lines(report: PlanReport) -> list[str]:
+    if not report.dense:
+        return []
+    kinds = ", ".join(f"{kind} {show_bytes(size)}" for kind, size in report.bytes_by_kind.items())
+    lines = ["", f"weights on a rank: {kinds}"]
+    for block in report.dense:
+        parts = ", ".join(f"{kind} {show_bytes(size)}" for kind, size in block.rank_bytes.items())
+        name = f"{block.count} x {block.name}" if block.name else "the rest"
+        lines.append(f"{name}: {block.num_parameters:,} parameters, on a rank {parts or 'nothing'}")
+    return lines + [f"note: {note}" for note in report.notes]
 
 
 def _explained(p: ParameterReport) -> list[str]:

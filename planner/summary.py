@@ -8,6 +8,7 @@ import numpy as np
 
 from dmp import Layout
 from planner.cost import BYTES
+from planner.dense import Dense
 from planner.figures import totals
 from planner.offers import Menu, Offers
 from planner.problem import Option, Problem
@@ -16,7 +17,12 @@ from planner.search import Solution
 
 
 def summarise(
-    offers: Offers, layouts: Mapping[str, Layout], problem: Problem, solution: Solution, planning_seconds: float
+    offers: Offers,
+    layouts: Mapping[str, Layout],
+    problem: Problem,
+    solution: Solution,
+    dense: Dense,
+    planning_seconds: float,
 ) -> PlanReport:
     """The report of a plan."""
     num_ranks, room = len(problem.capacity), float((problem.capacity - problem.base[:, BYTES]).max())
@@ -47,6 +53,8 @@ def summarise(
         lower_bound=solution.lower_bound,
         is_cut_short=solution.is_cut_short,
         planning_seconds=planning_seconds,
+        dense=dense.blocks,
+        notes=dense.notes,
     )
 
 

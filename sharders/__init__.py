@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dmp import ModuleSharder
+from dmp import ModelSharder, ModuleSharder
+from sharders.batch_layout import Jagged, dense_to_jagged, gather_batch, jagged_to_dense, slice_batch
 from sharders.collections import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from sharders.data_parallel import DDPWrapper
+from sharders.fully_shard import FSDPWrapper
 from sharders.plain import EmbeddingBagSharder, EmbeddingSharder
+from sharders.tensor_parallel import TensorParallelSharder
 
 __all__ = [
     "DDPWrapper",
@@ -13,14 +16,21 @@ __all__ = [
     "EmbeddingBagSharder",
     "EmbeddingCollectionSharder",
     "EmbeddingSharder",
+    "FSDPWrapper",
+    "Jagged",
+    "TensorParallelSharder",
     "default_sharders",
+    "dense_to_jagged",
+    "gather_batch",
+    "jagged_to_dense",
+    "slice_batch",
 ]
 
 
-def default_sharders() -> list[ModuleSharder]:
+def default_sharders() -> list[ModuleSharder | ModelSharder]:
     """The built-in sharders; TorchRec's modules are among them where TorchRec is installed."""
     from importlib.util import find_spec
 
-    plain: list[ModuleSharder] = [EmbeddingBagSharder(), EmbeddingSharder()]
-    torchrec: list[ModuleSharder] = [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
+    plain: list[ModuleSharder | ModelSharder] = [EmbeddingBagSharder(), EmbeddingSharder(), TensorParallelSharder()]
+    torchrec: list[ModuleSharder | ModelSharder] = [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
     return [*torchrec, *plain] if find_spec("torchrec") else plain

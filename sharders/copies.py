@@ -32,8 +32,8 @@ class Copies:
 
     @property
     def mean_factor(self) -> float:
-        """Makes a mean of the sum of gradients over the ranks that share them."""
-        return 1.0 / len(self.peers.table_ranks)
+        """Makes a mean over batches of the sum of gradients over the ranks that share them."""
+        return 1.0 / len(set(self.peers.data_ranks))
 
     @property
     def sources(self) -> list[int]:

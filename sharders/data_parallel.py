@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dmp import ShardingEnv
+from dmp import ShardError, ShardingEnv
 
 
 class DDPWrapper:
@@ -22,12 +24,28 @@ class DDPWrapper:
         self.options = options
 
     def wrap(self, module: nn.Module, env: ShardingEnv, device: torch.device, ignored: frozenset[str]) -> nn.Module:
-        """DDP of `module` that leaves `ignored` parameters and buffers alone."""
+        """DDP of `module` that leaves `ignored` parameters and buffers alone.
+
+        Raises:
+            ShardError: parameters that tensor parallelism has split.
+        """
         group = env.group("replicate", "shard")
-        has_dense = any(p.requires_grad for n, p in module.named_parameters() if n not in ignored)
-        if group is None or env.data_size == 1 or not has_dense:
+        trained = {name: p for name, p in module.named_parameters() if name not in ignored and p.requires_grad}
+        if group is None or env.data_size == 1 or not trained:
             return module
+        if has_dtensors(trained.values()):
+            first = next(name for name, p in trained.items() if has_dtensors([p]))
+            raise ShardError(
+                f"DistributedDataParallel takes no DTensors, and {first!r} is one (split over {env.axes('tensor')}); "
+                "pass data_parallel_wrapper=FSDPWrapper(), which copies or splits them over the data axes"
+            )
         # The only way to keep DDP off a parameter; see also dmp/__init__.py's list of private torch names.
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
         ids = [device] if device.type != "cpu" else None
         return DistributedDataParallel(module, device_ids=ids, process_group=group, **self.options)
+
+
+def has_dtensors(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether any of them is a DTensor; does not import them."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and any(isinstance(t, module.DTensor) for t in tensors)

@@ -2,6 +2,7 @@
 
 One call is: header exchange -> payload exchange -> lookup -> output exchange; backward is one exchange of gradients and
 the update. All tables of a module travel together whatever their layouts. Gradients are means over the data ranks.
+Ranks along a tensor axis hold the same batch: each sends its part, and one more exchange gathers the results.
 A module called twice in a step is updated once for each call, in the order of their backward passes.
 """
 
@@ -22,6 +23,7 @@ from sharders.placement import Placement, Table
 from sharders.pooled import PooledPath
 from sharders.route import Batch, Call, Router, Sent
 from sharders.store import TableStore
+from sharders.tensor_slice import checksum, cut_batch, even_cut, gather_rows, tensor_ranks
 from sharders.topology import find_peers
 from sharders.unpooled import UnpooledPath
 from sharders.validate import check_batch
@@ -59,13 +61,15 @@ class Engine:
         self.env, self.tables, self.unpooled, self.validate = env, list(tables), unpooled, validate
         self.sync_interval = sync_interval
         self.placement = Placement(tables, layouts, env, unpooled)
+        self.tensor = tensor_ranks(env)
         self.peers = find_peers(env, sync_interval == 1, by_stages=not unpooled)
         self.store = TableStore(self.placement, env.table_rank, device)
         self.handshake = Handshake(
             repr([(t, str(lay)) for t, lay in zip(tables, layouts, strict=True)]),
             [f.name for f in self.placement.features],
             self.peers.exchange,
-            len(self.peers.table_ranks),
+            self.peers.data_ranks,
+            env.axes("tensor"),
         )
         self._rows = [self.tables[f.table].rows for f in self.placement.features]
         self._num_slots = len(self.placement.slots[env.table_rank])
@@ -114,21 +118,29 @@ class Engine:
 
     def pooled(self, parse: Callable[[], Batch]) -> torch.Tensor:
         """(B, sum of dims): results of all features side by side. `parse` may raise `Fault`."""
-        call, parameters = self._start(parse)
+        whole, call, parameters = self._start(parse)
         result: torch.Tensor = _Pooled.apply(self.pooled_path, call, call.batch.weights, *parameters)  # type: ignore[no-untyped-call]
-        return result
+        return self._whole([result], [[whole.batch_size]])[0]
 
     def rows(self, parse: Callable[[], Batch]) -> list[torch.Tensor]:
         """For each feature its ids' rows (N_f, dim). `parse` may raise `Fault`."""
-        call, parameters = self._start(parse)
+        whole, call, parameters = self._start(parse)
         out: tuple[torch.Tensor, ...] = _Rows.apply(self.unpooled_path, call, *parameters)  # type: ignore[no-untyped-call]
-        return self.unpooled_path.split(call.batch, out)
+        return self.unpooled_path.split(whole, self._whole(out, self.unpooled_path.counts_by_dim(whole)))
 
-    def _start(self, parse: Callable[[], Batch]) -> tuple[Call, list[torch.Tensor]]:
-        """Route a batch; and the parameters that gradients will be for."""
+    def _whole(self, results: Sequence[torch.Tensor], counts: Sequence[Sequence[int]]) -> Sequence[torch.Tensor]:
+        """Results of the tensor group's batch, whose segments have these rows, from each rank's part of it."""
+        if self.tensor.size == 1:
+            return results
+        return gather_rows(results, [even_cut(n, self.tensor.size) for n in counts], self.tensor)
+
+    def _start(self, parse: Callable[[], Batch]) -> tuple[Batch, Call, list[torch.Tensor]]:
+        """The batch; this rank's part of it on its way; and the parameters that gradients will be for."""
         wants_grad = [p.requires_grad for p in self.store.parameters]
         is_training = torch.is_grad_enabled() and any(wants_grad)
         wants_weights = False
+        shared = 0
+        whole: Batch | None = None
         batch: Batch | None = None
         sent: Sent | None = None
         fault: Fault | None = None
@@ -137,9 +149,11 @@ class Engine:
             if is_training and wants_grad != self._trainable:
                 changed = next(i for i, w in enumerate(wants_grad) if w != self._trainable[i])
                 raise Fault(Kind.FROZEN, next((f.index for f in self.placement.features if f.table == changed), -1))
-            batch = parse()
+            whole = parse()
             if self.validate:
-                check_batch(batch, self._rows)
+                check_batch(whole, self._rows)
+                shared = checksum(whole) if self.tensor.size > 1 else 0
+            batch = cut_batch(whole, self.tensor, self.unpooled)
             sent = self.router.send(batch)
             wants_weights = batch.wants_weight_gradient and not self.unpooled
         except Fault as found:
@@ -149,18 +163,18 @@ class Engine:
         size = batch.batch_size if batch is not None else 0
         weighted = batch is not None and batch.weights is not None
         words = sent.words if sent is not None else [0] * len(self.peers.table_ranks)
-        mine = [Header(size, n, is_training, weighted, wants_weights, fault) for n in words]
+        mine = [Header(size, n, is_training, weighted, wants_weights, shared, fault) for n in words]
         try:
             headers = self.handshake.exchange(mine, self.device)
         except InputError as error:
             raise error from cause
-        assert batch is not None and sent is not None, "a fault has been raised"
+        assert whole is not None and batch is not None and sent is not None, "a fault has been raised"
         words = [h.words for h in headers]
         payload = all_to_all(sent.payload, sent.words, words, self.peers.exchange)
         batch_sizes = [h.batch_size for h in headers]
         received = self.router.receive(payload, words, batch_sizes, self._num_slots, weighted)
         parameters: list[torch.Tensor] = [*self.store.parameters] if is_training or wants_weights else []
-        return Call(batch, sent, received, batch_sizes), parameters
+        return whole, Call(batch, sent, received, batch_sizes), parameters
 
 
 class _Pooled(torch.autograd.Function):
@@ -175,7 +189,7 @@ class _Pooled(torch.autograd.Function):
         ctx: Any, path: PooledPath, call: Call, weights: torch.Tensor | None, *parameters: torch.Tensor
     ) -> torch.Tensor:
         ctx.path, ctx.call = path, call
-        return path.forward(call)
+        return path.forward(call).data  # no view, to autograd: it may be changed in place, as the unsharded result
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -190,7 +204,7 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, path: UnpooledPath, call: Call, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.path, ctx.call = path, call
-        return tuple(path.forward(call))
+        return tuple(rows.data for rows in path.forward(call))  # as above
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -199,11 +213,6 @@ class _Rows(torch.autograd.Function):
 
 
 def _check_supported(tables: Sequence[Table], env: ShardingEnv, sync_interval: int) -> None:
-    if any(env.shape[env.names.index(axis)] > 1 for axis in env.axes("tensor")):
-        raise ShardError(
-            f"tables on a mesh with a tensor axis {env.axes('tensor')} of more than one rank are not supported yet; "
-            "use a mesh of shard and replicate axes"
-        )
     if env.mesh is None and env.size > 1:
         raise ShardError(f"{env} is abstract: it can be planned for, not run on; use ShardingEnv.from_mesh")
     if not isinstance(sync_interval, int) or sync_interval < 1:

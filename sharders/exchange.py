@@ -7,6 +7,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+# Its name until torch 2.13, which warns of it.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 def all_to_all(
     send: torch.Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], group: dist.ProcessGroup | None
@@ -17,6 +20,13 @@ def all_to_all(
     received = send.new_empty(sum(receive_sizes))
     dist.all_to_all_single(received, send, list(receive_sizes), list(send_sizes), group=group)
     return received
+
+
+def all_gather(send: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Fill `out` with the flat `send` of every rank, of the same number of elements on all; returns it."""
+    if out.numel():
+        _all_gather(out.view(-1), send, group=group)
+    return out
 
 
 def all_reduce_sum(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> None:

@@ -17,7 +17,7 @@ from dmp import InputError
 from sharders.exchange import all_to_all
 from sharders.faults import Fault, Kind
 
-_WORDS = 8  # fingerprint, batch size, payload words, flags, fault (4)
+_WORDS = 9  # fingerprint, batch size, payload words, flags, checksum, fault (4)
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Header:
         is_training: gradients will follow.
         is_weighted: its payload carries weights.
         wants_weight_gradient: the weights get gradients.
+        checksum: of the batch that its tensor group should share; 0 where there is nothing to compare.
         fault: what is wrong with its batch, or None.
     """
 
@@ -38,19 +39,20 @@ class Header:
     is_training: bool
     is_weighted: bool
     wants_weight_gradient: bool
+    checksum: int
     fault: Fault | None
 
     def packed(self, fingerprint: int) -> list[int]:
         """As integers."""
         fault = self.fault.packed() if self.fault else [0, 0, 0, 0]
         flags = self.is_training + 2 * self.is_weighted + 4 * self.wants_weight_gradient
-        return [fingerprint, self.batch_size, self.words, flags, *fault]
+        return [fingerprint, self.batch_size, self.words, flags, self.checksum, *fault]
 
     @staticmethod
     def unpacked(words: Sequence[int]) -> Header:
         """Inverse of `packed`."""
-        fault = Fault.unpacked(words[4:]) if words[4] != Kind.NONE else None
-        return Header(words[1], words[2], bool(words[3] & 1), bool(words[3] & 2), bool(words[3] & 4), fault)
+        fault = Fault.unpacked(words[5:]) if words[5] != Kind.NONE else None
+        return Header(words[1], words[2], bool(words[3] & 1), bool(words[3] & 2), bool(words[3] & 4), words[4], fault)
 
     def manner(self) -> str:
         """How the module is called, in words."""
@@ -66,11 +68,20 @@ class Handshake:
         content: text that must be equal on all ranks: tables and layouts.
         features: names, for messages.
         group: ranks that exchange.
-        size: their number.
+        data_ranks: which of the different batches each of them has.
+        tensor_axes: mesh axes along which the batch is the same, for messages.
     """
 
-    def __init__(self, content: str, features: Sequence[str], group: dist.ProcessGroup | None, size: int) -> None:
-        self.features, self.group, self.size = list(features), group, size
+    def __init__(
+        self,
+        content: str,
+        features: Sequence[str],
+        group: dist.ProcessGroup | None,
+        data_ranks: Sequence[int],
+        tensor_axes: Sequence[str],
+    ) -> None:
+        self.features, self.group, self.size = list(features), group, len(data_ranks)
+        self.data_ranks, self.tensor_axes = list(data_ranks), list(tensor_axes)
         self._content = content
         self.rename("the module")
 
@@ -105,7 +116,21 @@ class Handshake:
                     f"ranks call {self.name} in different ways: rank 0 {headers[0].manner()}, rank {rank} "
                     f"{header.manner()}; call it the same way on every rank"
                 )
+        self._check_same_samples(headers)
         return headers
+
+    def _check_same_samples(self, headers: Sequence[Header]) -> None:
+        first = {data_rank: rank for rank, data_rank in reversed([*enumerate(self.data_ranks)])}
+        for rank, (header, data_rank) in enumerate(zip(headers, self.data_ranks, strict=True)):
+            if header.checksum != headers[first[data_rank]].checksum:
+                axes = ", ".join(repr(axis) for axis in self.tensor_axes)
+                raise InputError(
+                    f"ranks {first[data_rank]} and {rank} call {self.name} with different batches, and lie along mesh "
+                    f"axis {axes}, whose ranks must all have the same samples: both are data rank {data_rank}. Does a "
+                    "data loader shard over all ranks? Its sampler's num_replicas is env.data_size, its rank this "
+                    "process's place on the mesh's other axes. Where each rank loads samples of its own on purpose: "
+                    "sharders.gather_batch(batch, env) makes one batch of them"
+                )
 
     def _raise_mismatch(self) -> None:
         told: list[tuple[str, str]] = [("", "")] * self.size

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 
+from dmp import Layout, ParameterInfo, ShardingEnv, fully_sharded, replicate
 from sharders.faults import Fault, Kind, dtype_index
 from sharders.placement import Table
 from sharders.route import Batch
@@ -160,6 +162,14 @@ class EmbeddingSharder(TableSharder):
         if not _is_plain(module, nn.Embedding):
             return []
         return [(make_table(module.weight, "weight", ["input"]), _init_fn(module))]
+
+    def layouts(self, info: ParameterInfo, env: ShardingEnv) -> Iterable[Layout]:
+        """A table's; and, where dense weights are split or samples shared, that of a transformer's vocabulary."""
+        yield from super().layouts(info, env)
+        if info.optimizer is None and env.fully_sharded_axes:
+            yield fully_sharded()
+        if info.optimizer is None and (env.fully_sharded_axes or env.axes("tensor")):
+            yield replicate()
 
 
 def _flat_batch(ids: Any) -> Batch:

@@ -74,7 +74,7 @@ class _Subject:
 
     def own_batch(self, step: int) -> tuple[Any, ...]:
         """This rank's arguments; ranks along tensor axes share them."""
-        return tuple(self.make_batch(_data_rank(self.env), step))
+        return tuple(self.make_batch(self.env.data_rank, step))
 
     def batches(self, step: int) -> list[tuple[Any, ...]]:
         """Every data rank's arguments."""
@@ -351,7 +351,7 @@ def check_training(subject: _Subject, case: _Case) -> Iterator[str]:
     for step in range(_STEPS):
         got = model(*subject.own_batch(step))
         expected = [plain(*batch) for batch in subject.batches(step)]
-        yield from _compare_outputs(got, expected[_data_rank(subject.env)], f"step {step}")
+        yield from _compare_outputs(got, expected[subject.env.data_rank], f"step {step}")
         _backward([got], 1)
         _backward(expected, subject.env.data_size)
         for optimizer in optimizers:
@@ -552,14 +552,6 @@ def _planned_sites(subject: _Subject, case: _Case) -> Iterator[tuple[str, nn.Mod
         names = {name: f"{path}.{name}" if path else name for name in subject.sharder.parameters(site)}
         if names and all(name in case.plan for name in names.values()):
             yield path, site, {name: ParameterSharding(case.plan[full]) for name, full in names.items()}
-
-
-def _data_rank(env: ShardingEnv) -> int:
-    """Which of the `env.data_size` batches this process has."""
-    index = 0
-    for at, size, role in zip(env.coordinate, env.shape, env.roles, strict=True):
-        index = index if role == "tensor" else index * size + at
-    return index
 
 
 # ---- state ----

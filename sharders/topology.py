@@ -22,6 +22,7 @@ class Peers:
     Args:
         exchange: ranks that ids are sent to: the table ranks, or with shared gradients all copies' ranks.
         table_ranks: table rank of each rank of `exchange`.
+        data_ranks: which of the different batches each rank of `exchange` has; equal along tensor axes.
         own: indices in `exchange` of this copy's ranks, in the order of sources.
         everyone: the same of all copies, one copy after the other.
         by_table_rank: indices in `exchange` of this copy's ranks, by table rank.
@@ -34,6 +35,7 @@ class Peers:
 
     exchange: dist.ProcessGroup | None
     table_ranks: list[int]
+    data_ranks: list[int]
     own: list[int]
     everyone: list[int]
     by_table_rank: list[int]
@@ -73,6 +75,7 @@ def find_peers(env: ShardingEnv, share_gradients: bool, by_stages: bool) -> Peer
     return Peers(
         exchange=env.group() if shared else env.table_group,
         table_ranks=[env.table_rank_of(r) for r in ranks],
+        data_ranks=[place_of(env, r, "replicate", "shard") for r in ranks],
         own=[place[copy, t] for t in order],
         everyone=[place[c, t] for c in copies for t in order],
         by_table_rank=[place[copy, t] for t in range(env.table_size)],
@@ -85,6 +88,16 @@ def find_peers(env: ShardingEnv, share_gradients: bool, by_stages: bool) -> Peer
         replicas=env.group("replicate") if num_replicas > 1 else None,
         num_replicas=num_replicas if shared else 1,
     )
+
+
+def place_of(env: ShardingEnv, rank: int, *roles: str) -> int:
+    """Place of the process at `rank` along the axes with these roles, row-major."""
+    place, step = 0, 1
+    for size, role in zip(reversed(env.shape), reversed(env.roles), strict=True):
+        rank, at = divmod(rank, size)
+        if role in roles:
+            place, step = place + at * step, step * size
+    return place
 
 
 def _own_last(size: int, own: int) -> list[int]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -84,13 +84,17 @@ class UnpooledPath:
         gradients = self._update(call, grad, sources, counts, sizes)
         return self.copies.finish(summed if rides else rider, rides, gradients)
 
+    def counts_by_dim(self, batch: Batch) -> list[list[int]]:
+        """For each distinct dim the rows of each of its features."""
+        features = list(zip(self.dims, batch.key_of, strict=True))
+        return [[batch.counts[key] for d, key in features if d == dim] for dim in self.distinct_dims]
+
     def split(self, batch: Batch, out: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """For each feature its rows (N_f, dim)."""
-        counts = [batch.counts[key] for key in batch.key_of]
-        parts = {
-            dim: iter(rows.split([n for n, d in zip(counts, self.dims, strict=True) if d == dim]))
-            for dim, rows in zip(self.distinct_dims, out, strict=True)
-        }
+        parts: dict[int, Iterator[torch.Tensor]] = {}
+        for dim, rows, counts in zip(self.distinct_dims, out, self.counts_by_dim(batch), strict=True):
+            bounds = pairwise(accumulate(counts, initial=0))
+            parts[dim] = iter([rows[a:b] for a, b in bounds])  # views that may be changed in place; those of split not
         return [next(parts[dim]) for dim in self.dims]
 
     def _update(
@@ -156,10 +160,7 @@ class UnpooledPath:
         return [sizes[place[source]] for source in self.peers.by_table_rank]
 
     def _num_rows(self, batch: Batch) -> dict[int, int]:
-        rows = dict.fromkeys(self.distinct_dims, 0)
-        for dim, key in zip(self.dims, batch.key_of, strict=True):
-            rows[dim] += batch.counts[key]
-        return rows
+        return dict(zip(self.distinct_dims, map(sum, self.counts_by_dim(batch)), strict=True))
 
     def _local_rows(self, batch: Batch) -> list[tuple[Patch, torch.Tensor]]:
         """Rows that this rank's own copies give, and where they go."""

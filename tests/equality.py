@@ -7,11 +7,11 @@ outputs, weights and optimizer state with the unsharded module's.
 from __future__ import annotations
 
 import copy
+import functools
 import random
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import nn
@@ -33,6 +33,12 @@ MESHES = {
     "host2xlocal2": ((2, 2), ("host", "local")),
     "replicate2xhost2xlocal2": ((2, 2, 2), ("replicate", "host", "local")),
     "host2xlocal4": ((2, 4), ("host", "local")),
+    "tp2": ((2,), ("tp",)),
+    "shard2xtp2": ((2, 2), ("shard", "tp")),
+    "tp2xdp2": ((2, 2), ("tp", "dp")),
+    "replicate2xtp2": ((2, 2), ("replicate", "tp")),
+    "replicate2xshard2xtp2": ((2, 2, 2), ("replicate", "shard", "tp")),
+    "tp4": ((4,), ("tp",)),
 }
 LR = 0.1
 Layouts = Callable[[int, tuple[int, int], ShardingEnv], dmp.Layout]
@@ -321,7 +327,9 @@ def _compare(value: torch.Tensor, want: torch.Tensor, name: str) -> None:
         return
     for chunk, offset in zip(value.chunks, value.offsets, strict=True):
         part = want[tuple(slice(o, o + n) for o, n in zip(offset, chunk.shape, strict=True))]
-        torch.testing.assert_close(chunk, part, atol=1e-5, rtol=1e-5, msg=partial("{} at {}: {}".format, name, offset))
+        torch.testing.assert_close(
+            chunk, part, atol=1e-5, rtol=1e-5, msg=functools.partial("{} at {}: {}".format, name, offset)
+        )
 
 
 def check_case(kind: str, layouts: Layouts, optimizer: str | None, env: ShardingEnv, steps: int = 3) -> None:
@@ -336,24 +344,24 @@ def check_case(kind: str, layouts: Layouts, optimizer: str | None, env: Sharding
     oracle = Oracle(optimizer, shards, {})
     ordinary = torch.optim.SGD(model.parameters(), lr=LR) if optimizer is None else None
     compare_state(model, oracle_module, oracle)
-    ranks = range(env.data_size)
+    ranks, me = range(env.data_size), env.data_rank
     for step in range(steps):
         batches = [make_batch(kind, r, step) for r in ranks]
         copies = [copy.deepcopy(b) for b in batches]
-        learned = [weights_of(b) for b in copies], weights_of(batches[env.rank])
+        learned = [weights_of(b) for b in copies], weights_of(batches[me])
         for weights in (*learned[0], learned[1]):
             if weights is not None and step % 2 == 0:
                 weights.requires_grad_()
         plain = [None if _is_empty(b) else oracle_module(*b) for b in copies]
-        out = model(*batches[env.rank])
-        if plain[env.rank] is None:
+        out = model(*batches[me])
+        if plain[me] is None:
             same_empty_result(out, oracle_module)
         else:
-            same_result(out, plain[env.rank])
+            same_result(out, plain[me])
         loss = sum((loss_of(o) for o in plain if o is not None), torch.zeros((), requires_grad=True))
         (loss / len(plain)).backward()
         loss_of(out).backward()
-        mine, theirs = learned[1], learned[0][env.rank]
+        mine, theirs = learned[1], learned[0][me]
         if mine is not None and theirs is not None and mine.requires_grad and mine.numel():
             # A rank's weights are its own: their gradient is of its own loss, not of the mean.
             assert mine.grad is not None

@@ -8,8 +8,9 @@ from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 
 from dmp import DistributedModelParallel, ShardingEnv
+from dmp.chunked import as_chunks
 from dmp.clip import clip_grad_norm_
-from dmp.gather import as_chunks, chunk_views, gather, sharded_parameters
+from dmp.gather import chunk_views, gather, sharded_parameters
 from tests.ranks import mesh, run_ranks
 from tests.test_state import GLOBAL_BATCH, TABLES, WORLDS, batch, build, make, my_batch, prod
 

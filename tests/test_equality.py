@@ -9,11 +9,12 @@ import pytest
 from tests.equality import KINDS, MESHES, run_matrix, run_random
 from tests.ranks import run_ranks
 
-_BIG = {name for name, (shape, _) in MESHES.items() if math.prod(shape) > 4}
+# Those with a tensor axis have a sample of the matrix in test_tensor_axis.py.
+_SLOW = {name for name, (shape, axes) in MESHES.items() if math.prod(shape) > 4 or "tp" in axes}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("mesh", [pytest.param(m, marks=[pytest.mark.slow] if m in _BIG else []) for m in MESHES])
+@pytest.mark.parametrize("mesh", [pytest.param(m, marks=[pytest.mark.slow] if m in _SLOW else []) for m in MESHES])
 def test_equals_unsharded(mesh: str, kind: str) -> None:
     world = max(1, math.prod(MESHES[mesh][0]))
     failed = run_ranks(world, run_matrix, mesh, kind, timeout=300)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from typing import NoReturn
 
+from command_line import Parser, mesh_shape, names, positive
 from generate import GENERATED, GENERATED_LINES
-from launch import fail
 from plans import LAYOUTS
 
 DESCRIPTION = """\
@@ -32,40 +30,35 @@ TABLE_OPTIMIZERS = ("rowwise_adagrad", "adagrad", "sgd", "adam")
 DENSE_OPTIMIZERS = ("adam", "adagrad")
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        fail(f"{message} (see --help)")
-
-
 def parse_arguments() -> argparse.Namespace:
     """The parsed command line; what is wrong with it is said once, by rank 0."""
-    parser = _Parser(description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(DESCRIPTION, EPILOG)
 
-    data = _options(parser.add_argument_group("data"))
+    data = parser.options("data")
     data("--data", "click log, plain or gzip; a tenth of its lines is held out (default: generated)", metavar="PATH")
-    data("--generate", "first write N lines with a known best AUC to --data", metavar="N", type=_positive)
+    data("--generate", "first write N lines with a known best AUC to --data", metavar="N", type=positive)
     data("--on-bad-line", "stop at a malformed line, or skip and count it", choices=("error", "skip"), default="error")
-    data("--batch-size", "lines a step, about, over all processes", metavar="B", type=_positive, default=512)
-    data("--epochs", "passes over the file", metavar="E", type=_positive, default=1)
+    data("--batch-size", "lines a step, about, over all processes", metavar="B", type=positive, default=512)
+    data("--epochs", "passes over the file", metavar="E", type=positive, default=1)
 
-    model = _options(parser.add_argument_group("model"))
+    model = parser.options("model")
     rows = "rows of every table, or 26 numbers with commas between; categories are hashed to them"
     model("--rows", rows, type=_rows, default=50_000)
-    model("--dim", "embedding dimension", type=_positive, default=16)
+    model("--dim", "embedding dimension", type=positive, default=16)
     model("--optimizer", "of the tables, in the backward pass", choices=TABLE_OPTIMIZERS, default=TABLE_OPTIMIZERS[0])
     model("--lr", "of the tables", type=float, default=0.03)
     model("--dense-optimizer", "of the rest", choices=DENSE_OPTIMIZERS, default=DENSE_OPTIMIZERS[0])
     model("--dense-lr", "of the rest", type=float, default=0.005)
     model("--seed", "of the initial weights, and of --generate", type=int, default=0)
 
-    where = _options(parser.add_argument_group("where it runs"))
-    where("--mesh", "shape of the device mesh (default: all processes in one axis)", metavar="NxM", type=_mesh)
-    where("--axes", "its axis names (default: dp, or replicate,shard)", metavar="NAMES", type=lambda s: s.split(","))
+    where = parser.options("where it runs")
+    where("--mesh", "shape of the device mesh (default: all processes in one axis)", metavar="NxM", type=mesh_shape)
+    where("--axes", "its axis names (default: dp, or replicate,shard)", metavar="NAMES", type=names)
     where("--layout", "one layout for all tables, or a mix (default: the planner's choice)", choices=LAYOUTS)
     where("--device", "processor", choices=("cpu", "cuda"), default="cpu")
     where("--unsharded", "a plain module in one process, without any wrapper", action="store_true")
 
-    checkpoint = _options(parser.add_argument_group("checkpoints"))
+    checkpoint = parser.options("checkpoints")
     checkpoint("--save", "write one at the end", metavar="DIR")
     checkpoint("--load", "start from one, saved on any mesh and plan", metavar="DIR")
     checkpoint("--eval-only", "do not train", action="store_true")
@@ -78,31 +71,9 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
-def _options(group: argparse._ArgumentGroup) -> Callable[..., None]:
-    def add(name: str, help: str, **settings: object) -> None:
-        if settings.get("default") is not None:
-            help += " (default: %(default)s)"
-        group.add_argument(name, help=help, **settings)  # type: ignore[arg-type]
-
-    return add
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected at least 1, got {number}")
-    return number
-
-
 def _rows(text: str) -> int | list[int]:
-    numbers = [_positive(word) for word in text.split(",")]
+    numbers = [positive(word) for word in text.split(",")]
     return numbers[0] if len(numbers) == 1 else numbers
 
 
-def _mesh(text: str) -> list[int]:
-    return [_positive(word) for word in text.split("x")]
-
-
-_positive.__name__ = "whole number"  # argparse shows these names in its errors
-_rows.__name__ = "number of rows"
-_mesh.__name__ = "mesh shape"
+_rows.__name__ = "number of rows"  # argparse shows this name in its errors

@@ -9,7 +9,11 @@ from __future__ import annotations
 import argparse
 import logging
 import math
+import sys
 import time
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # what the examples share
 
 import torch
 import torch.distributed as dist

@@ -17,7 +17,7 @@ class Result:
     Args:
         name: what was measured.
         unit: of `reference` and `ours`.
-        reference: TorchRec's figure, or what is allowed; None where there is none.
+        reference: TorchRec's or the hand-written model's figure, or what is allowed; None where there is none.
         ours: our figure.
         ratio: reference / ours, larger is better; None where `ours` itself is held against the goal.
         goal: what `ratio` must reach, or `ours` must not exceed; None for information.

@@ -16,12 +16,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from tests.bench import imports, memory, phases, step, wrap
+from tests.bench import imports, memory, phases, step, transformer, wrap
 from tests.bench.report import HEADER, Result, markdown, rewrite
 from tests.ranks import close_pools
 
 ROOT = Path(__file__).resolve().parents[2]
-BENCHMARKS = {"step": step.run, "wrap": wrap.run, "memory": memory.run, "imports": imports.run}
+BENCHMARKS = {
+    "step": step.run,
+    "wrap": wrap.run,
+    "memory": memory.run,
+    "imports": imports.run,
+    "transformer": transformer.run,
+}
 # glibc keeps what was freed, for both sides alike: else it maps each large buffer anew, which costs TorchRec more.
 ALLOCATOR = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 32),

@@ -1,0 +1,229 @@
+"""Repeated blocks of a model, and the *units* that fully sharded data parallelism gathers one at a time.
+
+[Note: blocks and units]
+A *block* is one of several siblings of one class in a `ModuleList` or `Sequential`: a transformer's layer. Activation
+checkpointing and compilation work per block. A *unit* is a module whose parameters are gathered together: a block by
+default, or what the model's own plan or the user says. What is in no unit is gathered with the root.
+A *dense* parameter is one that no sharder of tables owns.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import nn
+
+from dmp import ShardError
+
+Units = Iterable[str | type[nn.Module]]
+_STACK_NAMES = ("layers", "layer", "blocks", "block", "h")  # of a ModuleList that is a stack even with one layer
+_LARGE_NUMEL = 1 << 20  # from here on a leaf is worth a collective of its own; below, it is part of something larger
+
+
+def repeated_blocks(module: nn.Module, ignored: Collection[str] = ()) -> dict[str, nn.Module]:
+    """Path -> block, outermost ones only, each module once; those without dense parameters are left out.
+
+    Args:
+        module: the model.
+        ignored: names of the parameters that others own.
+    """
+    dense = {id(p) for name, p in module.named_parameters() if name not in ignored}
+    found: dict[str, nn.Module] = {}
+    _collect(module, "", dense, found, set())
+    return found
+
+
+def _collect(module: nn.Module, path: str, dense: set[int], found: dict[str, nn.Module], seen: set[int]) -> None:
+    seen.add(id(module))
+    is_stack = isinstance(module, nn.ModuleList) and path.rpartition(".")[2] in _STACK_NAMES
+    in_row = isinstance(module, (nn.ModuleList, nn.Sequential))
+    worthy = [in_row and _is_worth_a_block(child, dense) for child in module._modules.values()]
+    times = Counter(type(c) for c, w in zip(module._modules.values(), worthy, strict=True) if w)
+    for (name, child), is_worthy in zip(module._modules.items(), worthy, strict=True):
+        if child is None or id(child) in seen:
+            continue
+        child_path = f"{path}.{name}" if path else name
+        if is_worthy and (is_stack or times[type(child)] > 1):
+            seen.add(id(child))
+            found[child_path] = child
+        else:
+            _collect(child, child_path, dense, found, seen)
+
+
+def _is_worth_a_block(module: nn.Module | None, dense: set[int]) -> bool:
+    if module is None or not _has_forward(module):
+        return False
+    own = [p.numel() for p in module.parameters() if id(p) in dense]
+    return bool(own) and (bool(module._modules) or sum(own) >= _LARGE_NUMEL)
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Whether it is called itself, so that hooks on it run; a ModuleList only holds others."""
+    return type(module).forward is not nn.Module.forward
+
+
+def find_units(module: nn.Module, units: Units | None, ignored: Collection[str] = ()) -> dict[str, nn.Module]:
+    """Path -> unit, inner units before those that hold them.
+
+    Args:
+        module: the model.
+        units: path patterns (`*` stands for one part of a path: `layers.*`) and classes of modules; by default the
+            `fsdp_plan` of the Hugging Face models inside, else the repeated blocks, and of those only the ones that
+            share no parameter with anything outside.
+        ignored: names of the parameters that others own.
+
+    Raises:
+        ShardError: a pattern or class that names no module with dense parameters, a module that is never called, or
+            that shares a parameter with what is outside it.
+    """
+    if units is None:
+        found = _by_plan(module, ignored) or repeated_blocks(module, ignored)
+        shared = _shared(module, found, ignored)
+        found = {path: m for path, m in found.items() if id(m) not in shared}
+    else:
+        found = _by_choice(module, (units,) if isinstance(units, (str, type)) else units, ignored)
+        for path, m in found.items():
+            if pair := _shared(module, found, ignored).get(id(m)):
+                raise ShardError(
+                    f"unit {path!r} shares parameter {pair[0]!r} with {pair[1]!r}, which is outside it; a shared "
+                    "parameter is gathered with the root: leave this module out of units="
+                )
+    return dict(sorted(found.items(), key=lambda item: -item[0].count(".")))
+
+
+def _by_choice(module: nn.Module, units: Units, ignored: Collection[str]) -> dict[str, nn.Module]:
+    candidates = dict(_with_dense(module, ignored))
+    found: dict[str, nn.Module] = {}
+    for unit in units:
+        if isinstance(unit, str):
+            matched = {path: m for path, m in candidates.items() if _matches(path, unit)}
+            close = get_close_matches(unit, candidates, n=3, cutoff=0.3)
+        else:
+            matched = {path: m for path, m in candidates.items() if isinstance(m, unit)}
+            close = sorted({type(m).__name__ for m in candidates.values()})
+        if not matched:
+            raise ShardError(
+                f"units: no module with dense parameters fits {unit!r}; expected path patterns or classes of modules "
+                f"of this model, such as {close}"
+            )
+        for path, m in matched.items():
+            if not _has_forward(m):
+                raise ShardError(
+                    f"units: {path!r} is a {type(m).__name__}, which is never called itself; name its children: "
+                    f"'{path}.*'"
+                )
+        found.update(matched)
+    return found
+
+
+def _by_plan(module: nn.Module, ignored: Collection[str]) -> dict[str, nn.Module]:
+    """What Hugging Face models say of themselves; nothing where their plan does not name their blocks.
+
+    `keep_full_weight` asks for what the root does already: gathered once, kept until its backward.
+    """
+    found: dict[str, nn.Module] = {}
+    candidates: dict[str, nn.Module] | None = None
+    for path, planned in _planned(module, ""):
+        candidates = dict(_with_dense(module, ignored)) if candidates is None else candidates
+        base = getattr(planned, "base_model_prefix", "")
+        matched: dict[str, dict[str, nn.Module]] = {}
+        for pattern, style in planned.fsdp_plan.items():
+            for prefix in (path, f"{path}.{base}".strip(".")):
+                full = f"{prefix}.{pattern}".strip(".")
+                hits = {p: m for p, m in candidates.items() if _matches(p, full) and _has_forward(m)}
+                if hits and ("*" in pattern or style == "free_full_weight"):
+                    matched.setdefault(pattern, hits)
+        if any("*" in pattern for pattern in matched):
+            for hits in matched.values():
+                found.update(hits)
+    return found
+
+
+def _planned(module: nn.Module, path: str) -> Iterator[tuple[str, Any]]:
+    """Outermost modules with an `fsdp_plan`."""
+    if hasattr(type(module), "fsdp_plan") and module.fsdp_plan:
+        yield path, module
+        return
+    for name, child in module.named_children():
+        yield from _planned(child, f"{path}.{name}" if path else name)
+
+
+def _with_dense(module: nn.Module, ignored: Collection[str]) -> Iterator[tuple[str, nn.Module]]:
+    """Path and module of each submodule, but the root, that holds dense parameters."""
+    dense = {id(p) for name, p in module.named_parameters() if name not in ignored}
+    for path, m in module.named_modules():
+        if path and any(id(p) in dense for p in m.parameters()):
+            yield path, m
+
+
+def _matches(path: str, pattern: str) -> bool:
+    parts, wanted = path.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
+
+
+def _shared(module: nn.Module, units: Mapping[str, nn.Module], ignored: Collection[str]) -> dict[int, tuple[str, str]]:
+    """id of each unit that shares a parameter with another unit or the root -> its name there and elsewhere."""
+    unit_ids = {id(m) for m in units.values()}
+    first: dict[int, tuple[int | None, str]] = {}
+    shared: dict[int, tuple[str, str]] = {}
+
+    def visit(m: nn.Module, path: str, unit: int | None) -> None:
+        unit = id(m) if id(m) in unit_ids else unit
+        for relative, p in m._parameters.items():
+            name = f"{path}{relative}"
+            if p is None or name in ignored:
+                continue
+            other, other_name = first.setdefault(id(p), (unit, name))
+            if other != unit:
+                for one, mine, theirs in ((unit, name, other_name), (other, other_name, name)):
+                    if one is not None:
+                        shared.setdefault(one, (mine, theirs))
+        for relative, child in m._modules.items():
+            if child is not None:
+                visit(child, f"{path}{relative}.", unit)
+
+    visit(module, "", None)
+    return shared
+
+
+def checkpoint_blocks(blocks: Mapping[str, nn.Module], which: bool | Callable[[str, nn.Module], bool]) -> None:
+    """Recompute the activations of these blocks in the backward pass, instead of keeping them; names stay.
+
+    Args:
+        blocks: path -> block.
+        which: True for all, or a choice by path and module.
+    """
+    # Private: the only checkpointing that changes neither names nor the model's code.
+    from torch.distributed._composable.checkpoint_activation import checkpoint
+
+    for path, block in blocks.items():
+        if which is True or (callable(which) and which(path, block)):
+            checkpoint(block)
+
+
+def compile_blocks(blocks: Mapping[str, nn.Module], options: Mapping[str, Any]) -> None:
+    """Compile each block in place, so that names stay and equal blocks share one compilation.
+
+    Args:
+        blocks: path -> block.
+        options: of `torch.compile`.
+    """
+    for block in blocks.values():
+        block.compile(**options)
+
+
+def cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast floating-point tensors that `module` is called with: what a table gives keeps the table's own dtype."""
+
+    def cast(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return tuple(map(cast_one, args)), {name: cast_one(value) for name, value in kwargs.items()}
+
+    def cast_one(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    module.register_forward_pre_hook(cast, with_kwargs=True)

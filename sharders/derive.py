@@ -1,0 +1,267 @@
+"""A tensor-parallel plan for any transformer: by structure, verified by a dry run on meta.
+
+The plan is data, module path -> style name, see [Note: style names]; `sharders.tensor_parallel` applies it. Linears of
+a unit are split together or not at all. The token embedding and the head are both split over the vocabulary, so that
+they may be tied. Norms of single heads see a rank's heads alone: the gradients of their weights are to be summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from dmp import PlanError
+from sharders.dry_run import DryRunError
+from sharders.local_attributes import (
+    Divided,
+    Rehearsal,
+    divide,
+    divide_by_source,
+    divided_attributes,
+    fits,
+    rehearse,
+)
+from sharders.recognise import Transformer, Unit, join, recognise
+from sharders.sequence_parallel import sequence_styles
+
+__all__ = ["Derived", "check_heads", "complete_sequence", "derive", "divided_attributes"]
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A plan and how it came about."""
+
+    styles: Mapping[str, str]
+    """Module path -> style name."""
+
+    divided: Mapping[tuple[str, str], int]
+    """(module path, attribute) -> the value it must have on each rank."""
+
+    notes: tuple[str, ...]
+    """What was left whole and why; whether a dry run verified the plan."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Styles that are taken or left together; a unit of every block of one structure, or the vocabulary."""
+
+    name: str
+    styles: Mapping[str, str]
+
+
+def derive(
+    model: nn.Module, size: int, axis: str, *, sequence_parallel: bool = False, loss_parallel: bool = False
+) -> Derived:
+    """A plan for every block that can be split; nothing is changed, parameters may be on meta.
+
+    Args:
+        size: ranks on the tensor axis.
+        axis: its name, for messages.
+        sequence_parallel: also split norms and dropout over the sequence, see `complete_sequence`.
+        loss_parallel: leave the logits split over the vocabulary.
+
+    Raises:
+        PlanError: heads, KV heads or a hidden size that `size` does not divide; with `loss_parallel` a vocabulary
+            that it does not divide, or no head.
+    """
+    parts = recognise(model)
+    if not parts.blocks:
+        return Derived({}, {}, ("no transformer blocks: nothing to split by tensor parallelism",))
+    for block in parts.blocks:
+        for unit in block.units:
+            _check_unit(join(block.path, unit.path), unit, size, axis)
+    notes = list(_whole_notes(parts))
+    vocabulary = list(_vocabulary_part(model, parts, size, axis, loss_parallel, notes))
+    styles, divided = _decide(model, parts, list(_unit_parts(model, parts)), vocabulary, size, notes)
+    if loss_parallel and "colwise_loss_parallel" not in styles.values():
+        raise PlanError(
+            f"loss_parallel needs a head whose logits can be split over axis {axis!r} of size {size}; this model has "
+            "none; use TensorParallelSharder(loss_parallel=False), or name its head in a plan"
+        )
+    if sequence_parallel:
+        styles, note = sequence_styles(model, styles, divided, size, axis)
+        notes.append(note)
+    return Derived(styles, divided, tuple(notes))
+
+
+def complete_sequence(
+    model: nn.Module, styles: Mapping[str, str], size: int, axis: str, *, loss_parallel: bool = False
+) -> Derived:
+    """A plan of splits, completed for sequence parallelism: see [Note: sequence region].
+
+    Args:
+        styles: module path -> style, exact paths.
+        loss_parallel: a head that gathers its logits leaves them split.
+
+    Raises:
+        PlanError: no blocks, several stacks of them, or a module in them that cannot run on a slice of the sequence.
+    """
+    divided = divided_attributes(model, styles, size, axis)
+    done, note = sequence_styles(model, styles, divided, size, axis, loss_parallel=loss_parallel)
+    return Derived(done, divided, (note,))
+
+
+def check_heads(model: nn.Module, styles: Mapping[str, str], size: int, axis: str) -> None:
+    """Raise for attentions whose query, key or value are split in the middle of a head, under any plan.
+
+    Raises:
+        PlanError: names the module, its number of heads, and the axis.
+    """
+    for block in recognise(model).blocks:
+        for unit in block.units:
+            if unit.heads is not None and any(styles.get(join(block.path, n)) == "colwise" for n in unit.up):
+                _check_unit(join(block.path, unit.path), unit, size, axis)
+
+
+def _check_unit(path: str, unit: Unit, size: int, axis: str) -> None:
+    if unit.heads is None:
+        counts = {"hidden size": unit.hidden}
+    else:
+        counts = {"number of heads": unit.heads.query, "number of key/value heads": unit.heads.key_value}
+    for what, count in counts.items():
+        if count % size:
+            raise PlanError(
+                f"module {path!r}: {what} {count} is not divisible by {size}, the size of mesh axis {axis!r}; use a "
+                f"mesh whose {axis!r} axis divides {count}, or TensorParallelSharder({{...}}) with a plan of module "
+                "paths and styles that leaves this module out"
+            )
+
+
+def _unit_parts(model: nn.Module, parts: Transformer) -> Iterator[_Part]:
+    for structure, first in parts.representatives().items():
+        blocks = [b for b in parts.blocks if b.structure == structure]
+        for unit in first.units:
+            name = _counted(join(first.path, unit.path) if unit.path else join(first.path, unit.down), len(blocks))
+            relative = _unit_styles(model.get_submodule(first.path), unit)
+            yield _Part(name, {join(b.path, n): style for b in blocks for n, style in relative.items()})
+
+
+def _unit_styles(block: nn.Module, unit: Unit) -> dict[str, str]:
+    styles = {**dict.fromkeys(unit.up, "colwise"), unit.down: "rowwise"}
+    if unit.heads is not None:
+        for name, module in block.get_submodule(unit.path).named_modules():
+            shapes = {tuple(p.shape) for p in module.parameters(recurse=False)}
+            if shapes == {(unit.heads.size,)} and not isinstance(module, nn.Linear):
+                styles[join(unit.path, name)] = "sum_gradients"
+    return styles
+
+
+def _vocabulary_part(
+    model: nn.Module, parts: Transformer, size: int, axis: str, loss_parallel: bool, notes: list[str]
+) -> Iterator[_Part]:
+    styles = {}
+    for path, style in (
+        (parts.embedding, "rowwise"),
+        (parts.head, "colwise_loss_parallel" if loss_parallel else "colwise_gather"),
+    ):
+        if path is None:
+            continue
+        module = model.get_submodule(path)
+        assert isinstance(module, nn.Embedding | nn.Linear)
+        rows = module.weight.shape[0]
+        if rows % size:
+            if loss_parallel:
+                raise PlanError(
+                    f"module {path!r}: vocabulary {rows} is not divisible by {size}, the size of mesh axis {axis!r}, "
+                    f"which loss_parallel needs; pad the vocabulary to a multiple of {size}, use another mesh, or "
+                    "TensorParallelSharder(loss_parallel=False)"
+                )
+            notes.append(f"{path}: left whole, its vocabulary {rows} is not divisible by {size}")
+        elif isinstance(module, nn.Embedding) and (module.sparse or module.max_norm is not None):
+            notes.append(f"{path}: left whole, sparse gradients and max_norm are for whole rows on one rank")
+            return  # the head too: they may be tied
+        elif hasattr(module.weight, "_optimizer_classes"):
+            notes.append(f"{path}: left whole, its optimizer runs in the backward pass")
+            return
+        else:
+            styles[path] = style
+    if styles:
+        yield _Part(" and ".join(styles), styles)
+
+
+def _decide(
+    model: nn.Module, parts: Transformer, units: list[_Part], vocabulary: list[_Part], size: int, notes: list[str]
+) -> tuple[dict[str, str], Divided]:
+    """What a dry run of the model verifies, else of each block alone, else what structure and source say."""
+    try:
+        return _verified(model, parts, [*units, *vocabulary], size, notes)
+    except DryRunError as error:
+        failure = str(error)
+    if parts.head is None and vocabulary:
+        # It may be the head as well, by its weight, and only a dry run would show that.
+        notes.append(f"{parts.embedding}: left whole, the model has no head and was not verified by a dry run")
+        vocabulary = []
+    others = _merged(vocabulary)
+    try:
+        styles, divided = _verified_blocks(model, parts, size, notes)
+    except DryRunError:
+        notes.append(f"not verified by a dry run: {failure}")
+        styles = _merged(units)
+        return {**styles, **others}, divide_by_source(model, parts, styles, size)
+    notes.append(f"not verified by a dry run outside the blocks: {failure}")
+    return {**styles, **others}, divided
+
+
+def _verified(
+    model: nn.Module, parts: Transformer, candidates: list[_Part], size: int, notes: list[str]
+) -> tuple[dict[str, str], Divided]:
+    """Take all if a dry run verifies them together, else those that it verifies one by one."""
+    rehearsal = rehearse(model, parts, size)
+    kept = candidates
+    names = _attribute_names(model, parts, rehearsal, _merged(kept), size)
+    if names is None:
+        kept, names = [], frozenset[str]()
+        for part in candidates:
+            with_part = _attribute_names(model, parts, rehearsal, _merged([*kept, part]), size)
+            if with_part is None:
+                notes.append(f"{part.name}: left whole, a dry run with its local shapes failed or gave other shapes")
+            else:
+                kept, names = [*kept, part], with_part
+    styles = _merged(kept)
+    notes.append(f"verified by a dry run with {rehearsal.feed.name}")
+    return styles, divide(model, parts, styles, names, size)
+
+
+def _verified_blocks(
+    model: nn.Module, parts: Transformer, size: int, notes: list[str]
+) -> tuple[dict[str, str], Divided]:
+    """One block of each structure on its own, with hidden states."""
+    styles: dict[str, str] = {}
+    divided: Divided = {}
+    said: list[str] = []
+    for structure, first in parts.representatives().items():
+        module, alone = (
+            model.get_submodule(first.path),
+            Transformer((replace(first, path=""),), parts.width, None, None),
+        )
+        of_block: list[str] = []
+        local, attributes = _verified(module, alone, list(_unit_parts(module, alone)), size, of_block)
+        said += [f"{first.path}: {note}" for note in of_block]
+        for path in (b.path for b in parts.blocks if b.structure == structure):
+            styles |= {join(path, name): style for name, style in local.items()}
+            divided |= {(join(path, name), a): value for (name, a), value in attributes.items()}
+    notes += said
+    return styles, divided
+
+
+def _attribute_names(
+    model: nn.Module, parts: Transformer, rehearsal: Rehearsal, styles: Mapping[str, str], size: int
+) -> frozenset[str] | None:
+    return next((n for n in rehearsal.options if fits(model, parts, rehearsal, styles, n, size)), None)
+
+
+def _merged(parts: Iterable[_Part]) -> dict[str, str]:
+    return {path: style for part in parts for path, style in part.styles.items()}
+
+
+def _whole_notes(parts: Transformer) -> Iterator[str]:
+    for structure, first in parts.representatives().items():
+        count = sum(b.structure == structure for b in parts.blocks)
+        for whole in first.whole:
+            yield f"{_counted(join(first.path, whole.path), count)}: left whole, {whole.why}"
+
+
+def _counted(path: str, count: int) -> str:
+    return path if count == 1 else f"{path} (and {count - 1} like it)"

@@ -1,0 +1,272 @@
+"""`FSDPWrapper`: what no sharder owns, split or copied over the data ranks; the default for every mesh.
+
+Which of torch's own runs it depends on the mesh and on what tensor parallelism has split already:
+
+| dense parameters along the data axes | none split by tensor parallelism | some are DTensors |
+| --- | --- | --- |
+| split along some (`shard`, `dp_shard`, `fsdp`) | `fully_shard` | `fully_shard` |
+| copies along all (`dp`, `replicate`, ...) | `DistributedDataParallel` | `replicate`, in groups as `fully_shard` |
+
+Copies along some and split along others is torch's HSDP: a 2-D mesh (copies, pieces), whichever is outer here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_leaves, tree_map
+
+from dmp import ShardError, ShardingEnv
+from sharders.blocks import Units, cast_inputs, checkpoint_blocks, compile_blocks, find_units, repeated_blocks
+from sharders.data_parallel import DDPWrapper, has_dtensors
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+
+
+class FSDPWrapper:
+    """Shards dense parameters over the `shard` axes by torch's `fully_shard`, unit by unit, then the root for the rest.
+
+    Parameters become DTensors under their names, in place; the module stays the same object, with torch's
+    `FSDPModule` methods (`set_requires_gradient_sync(False)` while gradients accumulate). Where no axis splits dense
+    parameters they are copies, by `DDPWrapper` or, beside tensor parallelism, by torch's replicating form of FSDP2.
+    Parameters without dimensions, which `fully_shard` does not take, stay whole, their gradients averaged. Buffers are
+    not synchronised after the start, as under `fully_shard` itself; DDP does synchronise them.
+
+    Args:
+        reshard_after_forward: of `fully_shard`: None frees units after their forward and keeps the root's parameters.
+        mixed_precision: a dtype to compute in (gradients are reduced in float32), or a `MixedPrecisionPolicy`, whose
+            `output_dtype` is the whole model's.
+        offload: True keeps parameters, gradients and optimizer state on the CPU; or an `OffloadPolicy`.
+        units: what is gathered at once: path patterns (`"layers.*"`) or classes of modules. By default the plan of a
+            Hugging Face model, else the repeated blocks.
+        activation_checkpointing: recompute the repeated blocks in the backward pass; or a choice
+            `(path, module) -> bool` among them.
+        compile: compile each repeated block; or a dict of `torch.compile`'s options.
+
+    Example:
+        >>> wrapper = FSDPWrapper(mixed_precision=torch.bfloat16, activation_checkpointing=True)
+        >>> model = DistributedModelParallel(module, env, data_parallel_wrapper=wrapper)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        *,
+        reshard_after_forward: bool | int | None = None,
+        mixed_precision: MixedPrecisionPolicy | torch.dtype | None = None,
+        offload: OffloadPolicy | bool = False,
+        units: Units | None = None,
+        activation_checkpointing: bool | Callable[[str, nn.Module], bool] = False,
+        compile: bool | Mapping[str, Any] = False,
+    ) -> None:
+        self.reshard_after_forward = reshard_after_forward
+        self.mixed_precision = mixed_precision
+        self.offload = offload
+        self.units = units if units is None or isinstance(units, (str, type)) else tuple(units)
+        self.activation_checkpointing = activation_checkpointing
+        self.compile = compile
+
+    def shards_in_place(self, env: ShardingEnv, has_dtensors: bool) -> bool:
+        """Whether `wrap` returns the module that it is given, and takes parameters on meta.
+
+        Args:
+            env: the mesh.
+            has_dtensors: whether tensor parallelism has split dense parameters.
+        """
+        return bool(env.fully_sharded_axes) or has_dtensors or bool(self._policies())
+
+    def wrap(self, module: nn.Module, env: ShardingEnv, device: torch.device, ignored: frozenset[str]) -> nn.Module:
+        """`module` so, in place but for DDP; parameters and buffers named in `ignored` are left alone.
+
+        Raises:
+            ShardError: a unit that is not there or cannot be one, or a policy on a mesh with nothing to run it on.
+        """
+        dense = {name: p for name, p in module.named_parameters() if name not in ignored}
+        if not dense:
+            return module
+        self._prepare_blocks(module, ignored)
+        if not self.shards_in_place(env, has_dtensors(dense.values())):
+            return DDPWrapper().wrap(module, env, device, ignored)
+        if policies := self._policies():
+            if env.mesh is None or not env.axes("replicate", "shard"):
+                asked = " and ".join("mixed_precision" if name == "mp_policy" else "offload" for name in policies)
+                raise ShardError(
+                    f"{asked} of FSDPWrapper needs a mesh with a data axis (dp, shard, replicate, ...); "
+                    f"this is {env}. For mixed precision without one use torch.autocast"
+                )
+        elif env.data_size == 1 and not env.fully_sharded_axes:
+            return module
+        self._shard(module, env, ignored, dense)
+        return module
+
+    def _prepare_blocks(self, module: nn.Module, ignored: Collection[str]) -> None:
+        """Checkpointing, then compilation of what it runs; sharding comes after both, so that it stays outside."""
+        if self.activation_checkpointing is False and self.compile is False:
+            return
+        blocks = repeated_blocks(module, ignored)
+        checkpoint_blocks(blocks, self.activation_checkpointing)
+        if self.compile is not False:
+            compile_blocks(blocks, self.compile if isinstance(self.compile, Mapping) else {})
+
+    def _shard(
+        self, module: nn.Module, env: ShardingEnv, ignored: Collection[str], dense: Mapping[str, nn.Parameter]
+    ) -> None:
+        whole = [name for name, p in dense.items() if p.dim() == 0]
+        managed = {name: p for name, p in dense.items() if p.dim() > 0}
+        units = find_units(module, self.units, ignored)
+        if len({p.dtype for p in managed.values() if p.requires_grad}) > 1:
+            units = split_by_dtype(units, module, managed)
+        apply, options = self._apply(env)
+        if ignored or whole:
+            named = module.named_parameters(remove_duplicate=False)
+            options["ignored_params"] = {p for name, p in named if name in ignored or p.dim() == 0}
+        for p in managed.values():  # fully_shard takes contiguous ones alone
+            if not p.is_contiguous():
+                p.data = p.data.contiguous()
+        policy = options.get("mp_policy")
+        if ignored and policy is not None and policy.param_dtype is not None and policy.cast_forward_inputs:
+            ids = {id(p) for p in managed.values()}
+            for m in module.modules():
+                if any(id(p) in ids for p in m._parameters.values()):
+                    cast_inputs(m, policy.param_dtype)
+        for m in [*units.values(), module]:
+            m.register_forward_hook(_own_outputs)  # before torch's hook on outputs, so it runs before it
+            if policy is not None:
+                options["mp_policy"] = replace(policy, output_dtype=policy.output_dtype if m is module else None)
+            apply(m, **options)
+        if whole and (group := env.group("replicate", "shard")) is not None:
+            _average_gradients(module, whole, group)
+
+    def _apply(self, env: ShardingEnv) -> tuple[Callable[..., Any], dict[str, Any]]:
+        """torch's function for this mesh, and its options."""
+        if env.fully_sharded_axes:
+            from torch.distributed.fsdp import fully_shard
+
+            return fully_shard, {
+                "mesh": data_mesh(env),
+                "reshard_after_forward": self.reshard_after_forward,
+                **self._policies(),
+            }
+        # Private: DDP takes no DTensors, and nothing public averages their gradients without splitting them.
+        from torch.distributed._composable.replicate_with_fsdp import replicate
+
+        return replicate, {"mesh": data_mesh(env), **self._policies()}
+
+    def _policies(self) -> dict[str, Any]:
+        """Those asked for, as `fully_shard` names them."""
+        policies: dict[str, Any] = {}
+        if self.mixed_precision is not None:
+            from torch.distributed.fsdp import MixedPrecisionPolicy
+
+            policy = self.mixed_precision
+            if isinstance(policy, torch.dtype):
+                policy = MixedPrecisionPolicy(param_dtype=policy, reduce_dtype=torch.float32)
+            policies["mp_policy"] = policy
+        if self.offload is not False:
+            from torch.distributed.fsdp import CPUOffloadPolicy
+
+            pin = torch.accelerator.is_available()
+            policies["offload_policy"] = CPUOffloadPolicy(pin_memory=pin) if self.offload is True else self.offload
+        return policies
+
+
+def data_mesh(env: ShardingEnv) -> DeviceMesh:
+    """Mesh of the data axes for `fully_shard`: (pieces,), (copies, pieces), or (copies,); collective when new.
+
+    Axes of one kind are flattened into one; axes of size 1 along which dense parameters are copies are left out.
+    """
+    assert env.mesh is not None
+    data = env.axes("replicate", "shard")
+    pieces = env.fully_sharded_axes
+    copies = tuple(axis for axis in data if axis not in pieces)
+    if pieces and prod(env.shape[env.names.index(axis)] for axis in copies) == 1:
+        copies = ()
+    parts = [_flat(env.mesh, axes) for axes in (copies, pieces) if axes]
+    # Private: slicing takes axes in the mesh's order alone, and copies must be outer here whatever the mesh's order.
+    return parts[0] if len(parts) == 1 else DeviceMesh._concatenate(parts)
+
+
+def _flat(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
+    if mesh.ndim == 1:
+        return mesh
+    return mesh[axes[0]] if len(axes) == 1 else mesh[axes]._flatten("dmp_" + "_".join(axes))
+
+
+def split_by_dtype(
+    units: Mapping[str, nn.Module], module: nn.Module, managed: Mapping[str, nn.Parameter]
+) -> dict[str, nn.Module]:
+    """Units so that each, and the root, trains parameters of one dtype: `fully_shard` reduces a unit's in one buffer.
+
+    The modules that hold a unit's rarer dtypes become units of their own.
+
+    Raises:
+        ShardError: one module that holds two dtypes, or a rarer one held by a unit itself.
+    """
+    held: dict[str, list[tuple[str, torch.dtype]]] = {}
+    paths = sorted(units, key=len, reverse=True)
+    for name, p in managed.items():
+        if p.requires_grad:
+            unit = next((u for u in paths if name.startswith(f"{u}.")), "")
+            held.setdefault(unit, []).append((name, p.dtype))
+    inner: dict[str, nn.Module] = {}
+    for unit, entries in held.items():
+        common = Counter(dtype for _, dtype in entries).most_common(1)[0][0]
+        for name, dtype in entries:
+            path = name.rpartition(".")[0]
+            if dtype == common:
+                continue
+            if path == unit or any(d != dtype for n, d in entries if n.startswith(f"{path}.")):
+                raise ShardError(
+                    f"parameter {name!r} is {dtype} beside trainable parameters of {common} in {path or 'the root'!r}; "
+                    "fully_shard reduces the gradients of a unit in one dtype: cast one of them, or keep it in a "
+                    "module of its own"
+                )
+            inner[path] = module.get_submodule(path)
+    return {**inner, **units}
+
+
+def _own_outputs(_: nn.Module, args: Any, output: Any) -> Any:
+    """Outputs that are views, as tensors of their own.
+
+    torch hangs the gather and reduction of the backward pass on the outputs. An in-place operation on a view takes its
+    hooks away (such as on what `nn.Linear` with a bias gives for 3-D inputs), and gradients would not be averaged.
+    """
+    if not torch.is_grad_enabled() or not any(map(_is_view, tree_leaves(output))):
+        return None  # as it is
+    return tree_map(lambda leaf: leaf.clone() if _is_view(leaf) else leaf, output)
+
+
+def _is_view(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf._is_view()
+
+
+def _average_gradients(module: nn.Module, names: Collection[str], group: dist.ProcessGroup) -> None:
+    """Average the gradients of these parameters as they are accumulated; a mean of means is itself, so it may repeat.
+
+    Hooks are put on when the module runs: what is on meta now will have been replaced by then.
+    """
+    hooked: dict[str, nn.Parameter] = {}
+
+    def average(p: torch.Tensor) -> None:
+        gradient = p.grad
+        assert gradient is not None
+        local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+        dist.all_reduce(local, group=group)
+        local.div_(group.size())
+
+    def hook(*_: Any) -> None:
+        for name in names:
+            p = module.get_parameter(name)
+            if hooked.get(name) is not p and p.requires_grad:
+                hooked[name] = p
+                p.register_post_accumulate_grad_hook(average)
+
+    module.register_forward_pre_hook(hook)

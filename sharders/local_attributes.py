@@ -1,0 +1,169 @@
+"""Which integer attributes of attentions must have their local value when heads are divided over ranks.
+
+An attention whose `forward` says `view(B, T, self.num_heads, self.head_dim)` needs `num_heads // size`; one that says
+`view(B, T, -1, self.head_dim)` needs nothing. A dry run decides, see [Note: dry run]; where the model does not run with
+guessed inputs, the source of its class does.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from sharders.dry_run import DryRunError, Feed, Trace, dry_run, find_feed, make_local, same_outside
+from sharders.recognise import HEAD_DIM, HEADS, KV_HEADS, Block, Transformer, join, recognise
+
+Divided = dict[tuple[str, str], int]
+
+
+@dataclass(frozen=True)
+class Attribute:
+    """An integer of an attention that may have to be divided."""
+
+    path: str
+    name: str
+    value: int
+    is_count: bool
+    """A number of heads; otherwise heads times head size, which may also mean the hidden size."""
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """The unsplit model's dry run, and what of its attentions may have to be divided."""
+
+    feed: Feed
+    whole: Trace
+    options: tuple[frozenset[str], ...]
+    """Sets of attribute names to try, the smallest change first."""
+
+
+def rehearse(model: nn.Module, parts: Transformer, size: int) -> Rehearsal:
+    """Run the unsplit model.
+
+    Raises:
+        DryRunError: it does not run with guessed inputs.
+    """
+    found = {(a.path, a.name): a for _, a in _attributes(model, parts.representatives().values())}
+    feed, whole = find_feed(model, parts, size, found)
+    read = [found[key] for key in found if key in whole.reads]
+    counts = frozenset(a.name for a in read if a.is_count)
+    products = sorted({a.name for a in read if not a.is_count})[:4]
+    subsets = [frozenset(s) for n in range(len(products) + 1) for s in itertools.combinations(products, n)]
+    # Where no product of activations shows the size of a head, shapes cannot tell: then counts are divided if read.
+    bases = dict.fromkeys([frozenset[str](), counts] if whole.contractions else [counts])
+    return Rehearsal(feed, whole, tuple(b | s for b in bases for s in subsets))
+
+
+def fits(
+    model: nn.Module,
+    parts: Transformer,
+    rehearsal: Rehearsal,
+    styles: Mapping[str, str],
+    names: frozenset[str],
+    size: int,
+) -> bool:
+    """Whether the model runs with local shapes under `styles`, and gives the same shapes outside the units."""
+    divided = divide(model, parts, styles, names, size)
+    insides = [p for b in parts.representatives().values() for p in _insides(model, b, styles)]
+    try:
+        local = dry_run(model, parts, rehearsal.feed, lambda modules: make_local(modules, styles, divided, size))
+    except DryRunError:
+        return False
+    return same_outside(rehearsal.whole, local, insides)
+
+
+def divide(model: nn.Module, parts: Transformer, styles: Mapping[str, str], names: Iterable[str], size: int) -> Divided:
+    """Local values of the attributes called `names`, in every attention that `styles` split."""
+    names = set(names)
+    return {
+        (a.path, a.name): a.value // size
+        for down, a in (_attributes(model, parts.blocks) if names else ())
+        if a.name in names and down in styles
+    }
+
+
+def divide_by_source(model: nn.Module, parts: Transformer, styles: Mapping[str, str], size: int) -> Divided:
+    """The same, by what the methods of an attention's class do with the attribute; shapes are not verified."""
+    return {
+        (a.path, a.name): a.value // size
+        for down, a in _attributes(model, parts.blocks)
+        if down in styles and _is_used(type(model.get_submodule(a.path)), a)
+    }
+
+
+def divided_attributes(
+    model: nn.Module, styles: Mapping[str, str], size: int, axis: str
+) -> Mapping[tuple[str, str], int]:
+    """Integer attributes of attentions that must become local under a plan of styles.
+
+    Args:
+        styles: module path -> style, exact paths.
+
+    Returns:
+        (module path, attribute) -> local value; empty where `forward` reads no numbers of heads.
+    """
+    parts = recognise(model)
+    if not parts.blocks:
+        return {}
+    try:
+        rehearsal = rehearse(model, parts, size)
+    except DryRunError:
+        return divide_by_source(model, parts, styles, size)
+    for names in rehearsal.options:
+        if fits(model, parts, rehearsal, styles, names, size):
+            return divide(model, parts, styles, names, size)
+    return divide_by_source(model, parts, styles, size)
+
+
+def _attributes(model: nn.Module, blocks: Iterable[Block]) -> Iterator[tuple[str, Attribute]]:
+    """(path of the output Linear, attribute) of the attentions in `blocks`."""
+    for block in blocks:
+        for unit in block.units:
+            if unit.heads is None:
+                continue
+            outer = join(block.path, unit.path)
+            for name, module in model.get_submodule(outer).named_modules():
+                for attribute, value in vars(module).items():
+                    if isinstance(module, nn.Linear) or type(value) is not int or attribute in HEAD_DIM:
+                        continue
+                    heads = unit.heads
+                    is_count = (attribute in HEADS and value == heads.query) or (
+                        attribute in KV_HEADS and value == heads.key_value
+                    )
+                    if is_count or value in (heads.query * heads.size, heads.key_value * heads.size):
+                        yield (
+                            join(block.path, unit.down),
+                            Attribute(join(outer, name), attribute, value, is_count),
+                        )
+
+
+def _insides(model: nn.Module, block: Block, styles: Mapping[str, str]) -> Iterator[str]:
+    """Modules of a block whose outputs are local when its units are split."""
+    for unit in block.units:
+        if join(block.path, unit.down) not in styles:
+            continue
+        if unit.path:
+            yield join(block.path, unit.path)
+            continue
+        # Directly in the block: an activation or dropout between up and down cannot be told from others.
+        yield from (join(block.path, n.partition(".")[0]) for n in unit.up)
+        children = model.get_submodule(block.path).named_children()
+        yield from (join(block.path, n) for n, child in children if not any(True for _ in child.parameters()))
+
+
+def _is_used(cls: type[nn.Module], attribute: Attribute) -> bool:
+    methods = [m for n, m in vars(cls).items() if inspect.isfunction(m) and n != "__init__"]
+    try:
+        source = "".join(inspect.getsource(m) for m in methods)
+    except (OSError, TypeError):
+        return False
+    name = rf"self\.{re.escape(attribute.name)}\b"
+    if attribute.is_count:
+        return re.search(name, source) is not None
+    # The hidden size has many uses; only that of joining heads is divided.
+    return re.search(rf"(view|reshape)\([^()]*{name}", source) is not None

@@ -1,0 +1,420 @@
+"""Finds the parts of a transformer by their structure: blocks, attentions, MLPs, token embedding, head.
+
+Structure means shapes of Linears and numbers of heads; a class decides nothing, and a name only where shapes cannot
+(which of four square matrices is the output). Pure: the model may be on meta, and is not changed.
+
+[Note: parts]
+- A unit is what tensor parallelism splits as one: Linears that read the hidden size ("up"), and one that returns to it
+  ("down"). An attention is a unit with heads; a gated or plain MLP is one without.
+- A block is what repeats: the hidden state goes in and comes out. Units are looked for inside blocks only, so a
+  recommender's MLP towers, which no attention accompanies, are never touched.
+- Blocks with equal `structure` are one decision: the same parts at the same relative paths.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads", "nhead", "num_head", "nheads")
+KV_HEADS = ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "n_kv_head", "kv_heads", "num_key_value_head")
+HEAD_DIM = ("head_dim", "d_head", "dim_head", "attention_head_size", "head_size", "kv_channels", "d_k", "d_kv")
+_CONFIGS = ("config", "cfg", "args", "params")
+
+_AFTER = r"(_?(proj|projection|lin|linear|layer|w))?"
+_QKV = re.compile(r"(to_?|w_?|linear_?|lin_?|proj_?|c_)?(q|k|v|query|key|value)s?" + _AFTER)
+_OUT = re.compile(r"(to_?|w_?|linear_?|lin_?|c_)?(o|out|output|proj|dense)" + _AFTER)
+_DOWN = re.compile(r"w_?2|fc_?2|lin(ear)?_?2|\w*(down|out|proj_out|wo|c_proj|contract)\w*|wo")
+_POSITION = re.compile(r"pos|wpe|type|segment", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Numbers of heads of a grouped-query attention; `query == key_value` where it is not grouped."""
+
+    query: int
+    key_value: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Linears that are split together; paths as the field that holds it says."""
+
+    path: str
+    """The smallest module that holds all of them; an attention's numbers of heads are attributes in it."""
+
+    up: tuple[str, ...]
+    """Read the hidden size: query, key, value, or an MLP's first one or two."""
+
+    down: str
+    """Returns to the hidden size."""
+
+    hidden: int
+    """Width between up and down: an MLP's hidden size, an attention's heads times head size."""
+
+    heads: Heads | None = None
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Something of a block that is not split."""
+
+    path: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Block:
+    """One of the repeated modules of a transformer."""
+
+    path: str
+    structure: Hashable
+    units: tuple[Unit, ...]
+    """Paths relative to the block."""
+
+    whole: tuple[Whole, ...]
+    """Paths relative to the block."""
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """What was recognised in a model; no blocks where it is none."""
+
+    blocks: tuple[Block, ...]
+    width: int
+    """Hidden size; 0 without blocks."""
+
+    embedding: str | None
+    """Token embedding outside the blocks."""
+
+    head: str | None
+    """Linear from the hidden size to the vocabulary."""
+
+    def representatives(self) -> dict[Hashable, Block]:
+        """The first block of each structure."""
+        first: dict[Hashable, Block] = {}
+        for block in self.blocks:
+            first.setdefault(block.structure, block)
+        return first
+
+
+def join(*parts: str) -> str:
+    """A module path from a prefix and a relative path, either of them possibly empty."""
+    return ".".join(p for p in parts if p)
+
+
+def within(path: str, outer: str) -> bool:
+    """Whether the module at `path` is that at `outer`, or inside it."""
+    return not outer or path == outer or path.startswith(outer + ".")
+
+
+def outward(path: str) -> Iterator[str]:
+    """The path itself, its parent, ... and the model."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+    yield ""
+
+
+def recognise(model: nn.Module) -> Transformer:
+    """Find the blocks of a transformer, and what is split in them."""
+    modules = dict(model.named_modules())
+    attentions = _attentions(modules)
+    claimed = {p for a in attentions.values() if isinstance(a, Unit) for p in (*a.up, a.down)}
+    paths = _block_paths(modules, attentions, claimed)
+    found: dict[Hashable, Block] = {}
+    blocks = []
+    for path in paths:
+        structure = _structure(modules[path])
+        if structure not in found:
+            found[structure] = _block(path, structure, modules[path], attentions)
+        known = found[structure]
+        blocks.append(Block(path, structure, known.units, known.whole))
+    if not blocks:
+        return Transformer((), 0, None, None)
+    inside = set(paths)
+    outside = {n: m for n, m in modules.items() if not any(a in inside for a in outward(n))}
+    width = _width(blocks, modules)
+    embedding, head = _vocabulary(outside, width)
+    return Transformer(tuple(blocks), width, embedding, head)
+
+
+def is_norm(module: nn.Module, width: int) -> bool:
+    """Whether it works on each position's hidden state alone: parameters of the hidden size, no state, no children."""
+    if (
+        isinstance(module, nn.GroupNorm | nn.Linear | nn.Embedding | nn.modules.batchnorm._NormBase)
+        or any(module.children())
+        or module._buffers
+    ):
+        return False
+    return {tuple(p.shape) for p in module.parameters()} == {(width,)}
+
+
+def _attentions(modules: Mapping[str, nn.Module]) -> dict[str, Unit | Whole]:
+    """Attentions by path (absolute paths inside), innermost modules first."""
+    found: dict[str, Unit | Whole] = {}
+    # In two passes: query, key and value alone, as in Bert, look like a fused attention until their output is found.
+    for find in (_attention, _fused):
+        for path, module in list(modules.items())[::-1]:
+            is_list = isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
+            if is_list or any(within(p, path) or within(path, p) for p in found):
+                continue
+            attention = find(path, module)
+            if attention is not None:
+                found[path] = attention
+    return {path: found[path] for path in modules if path in found}
+
+
+def _linears(module: nn.Module, depth: int) -> dict[str, nn.Linear]:
+    """Linears by relative path, at most `depth` modules down, in order of registration."""
+    found = {}
+    for name, child in module.named_children():
+        if isinstance(child, nn.Linear):
+            found[name] = child
+        elif depth > 1:
+            found |= {f"{name}.{n}": c for n, c in _linears(child, depth - 1).items()}
+    return found
+
+
+def _attention(path: str, module: nn.Module) -> Unit | Whole | None:
+    for depth in (1, 2):
+        linears = _linears(module, depth)
+        named = {n: m for n, m in linears.items() if _QKV.fullmatch(_last(n)) or _is_out(n)}
+        for candidates in (linears, named):
+            match = _match_attention(candidates) if len(candidates) == 4 else None
+            if match is not None:
+                up, down = match
+                return _with_heads(path, module, up, down, linears)
+    return None
+
+
+def _fused(path: str, module: nn.Module) -> Whole | None:
+    if isinstance(module, nn.MultiheadAttention):
+        return Whole(path, "query, key and value are one fused parameter")
+    heads = _number([module], (*HEADS, *KV_HEADS, *HEAD_DIM), configs=False)
+    matrices = [p for c in module.children() for p in c.parameters(recurse=False) if p.dim() == 2]
+    if heads is not None and len(matrices) > 1 and not any(isinstance(m, nn.ModuleList) for m in module.modules()):
+        return Whole(path, "not four Linears for query, key, value and output (fused, or another kind of attention)")
+    return None
+
+
+def _match_attention(linears: Mapping[str, nn.Linear]) -> tuple[tuple[str, str, str], str] | None:
+    """(query, key, value) and output among four Linears, by shape; names decide between equal shapes."""
+    names = list(linears)[::-1]
+    last_first = sorted(names, key=lambda n: (_QKV.fullmatch(_last(n)) is not None, not _is_out(n)))
+    for out in last_first:
+        # Where all are alike it does not matter which is the query: they are split in the same way.
+        q, k, v = sorted((n for n in linears if n != out), key=lambda n: -linears[n].out_features)
+        o, width, inner = linears[out], linears[q].in_features, linears[q].out_features
+        reads_alike = all(linears[n].in_features == width for n in (k, v))
+        grouped = linears[k].out_features == linears[v].out_features and inner % linears[k].out_features == 0
+        same_module = len({n.rpartition(".")[0] for n in (q, k, v)}) == 1
+        if reads_alike and grouped and same_module and (o.in_features, o.out_features) == (inner, width):
+            return (q, k, v), out
+    return None
+
+
+def _with_heads(
+    path: str, module: nn.Module, up: tuple[str, str, str], down: str, linears: Mapping[str, nn.Linear]
+) -> Unit | Whole | None:
+    inner, kv = linears[up[0]].out_features, linears[up[1]].out_features
+    owners = [module, *(m for m in module.modules() if m is not module and not isinstance(m, nn.Linear))]
+    heads, size = _number(owners, HEADS), _number(owners, HEAD_DIM)
+    if heads is None and size is not None and inner % size == 0:
+        heads = inner // size
+    if heads is None:
+        if all(_QKV.fullmatch(_last(n)) for n in up):
+            return Whole(path, f"no number of heads among its attributes ({', '.join(HEADS[:4])}, ...)")
+        return None  # four Linears of such shapes need not be an attention
+    if inner % heads or kv % (inner // heads):
+        return Whole(path, f"query and key widths {inner} and {kv} do not fit {heads} heads")
+    size = inner // heads
+    for name, parameter in module.named_parameters():
+        owner = name.rpartition(".")[0]
+        if owner not in linears and heads > 1 and heads in parameter.shape[1:]:
+            return Whole(path, f"parameter {name!r} {tuple(parameter.shape)} has values for each head")
+    return Unit(path, tuple(join(path, n) for n in up), join(path, down), inner, Heads(heads, kv // size, size))
+
+
+def _number(owners: Iterable[nn.Module], names: Iterable[str], *, configs: bool = True) -> int | None:
+    """The first positive integer attribute of one of these names, of the modules, then of their configurations."""
+    owners = list(owners)
+    places: list[Any] = [*owners]
+    if configs:
+        places += [vars(m)[c] for m in owners for c in _CONFIGS if c in vars(m)]
+    for place in places:
+        for name in names:
+            value = vars(place).get(name) if isinstance(place, nn.Module) else getattr(place, name, None)
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
+    return None
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2].lower()
+
+
+def _is_out(name: str) -> bool:
+    atoms = name.lower().split(".")
+    return any(_OUT.fullmatch(a) for a in atoms) and not _QKV.fullmatch(atoms[-1])
+
+
+def _block_paths(
+    modules: Mapping[str, nn.Module], attentions: Mapping[str, Unit | Whole], claimed: set[str]
+) -> list[str]:
+    """The block of each attention, and the other modules of the same list that hold an MLP (hybrids)."""
+    chosen: set[str] = set()
+    for path in attentions:
+        repeated = [p for p in outward(path) if _is_repeated(p, modules)]
+        single = [p for p in repeated if not _has_stack(modules[p], p, attentions)]
+        if single:
+            chosen.add(single[-1])
+        else:
+            # Not the model itself: MLPs beside an attention there may be towers of a recommender.
+            holds = (p for p in outward(path) if p and _mlps(p, modules[p], claimed)[0])
+            chosen.add(next(holds, path))
+    lists = {p.rpartition(".")[0] for p in chosen if _is_repeated(p, modules)}
+    for path in modules:
+        if _is_repeated(path, modules) and path.rpartition(".")[0] in lists and path not in chosen:
+            holds_other = any(within(c, path) for c in chosen)
+            if not holds_other and _mlps(path, modules[path], claimed)[0]:
+                chosen.add(path)
+    return [p for p in modules if p in chosen]
+
+
+def _is_repeated(path: str, modules: Mapping[str, nn.Module]) -> bool:
+    """Whether it is called, and one of a list."""
+    if not path or isinstance(modules[path], nn.ModuleList | nn.ModuleDict):
+        return False
+    return isinstance(modules[path.rpartition(".")[0]], nn.ModuleList | nn.Sequential)
+
+
+def _has_stack(module: nn.Module, path: str, attentions: Iterable[str]) -> bool:
+    """Whether there is, inside, a list of two or more modules of one class with attentions."""
+    inside = [a for a in attentions if within(a, path)]
+    for name, candidate in module.named_modules():
+        if isinstance(candidate, nn.ModuleList | nn.Sequential):
+            classes = [
+                type(c) for n, c in candidate.named_children() if any(within(a, join(path, name, n)) for a in inside)
+            ]
+            if len(classes) > len(set(classes)):
+                return True
+    return False
+
+
+def _structure(block: nn.Module) -> Hashable:
+    """Equal for blocks that are the same but for their weights."""
+    return tuple(
+        (
+            path,
+            type(module),
+            tuple((n, p.shape) for n, p in module._parameters.items() if p is not None),
+            tuple((n, vars(module)[n]) for n in (*HEADS, *KV_HEADS, *HEAD_DIM) if isinstance(vars(module).get(n), int)),
+        )
+        for path, module in block.named_modules()
+    )
+
+
+def _block(path: str, structure: Hashable, module: nn.Module, attentions: Mapping[str, Unit | Whole]) -> Block:
+    inside = [a for p, a in attentions.items() if within(p, path)]
+    units = [_relative(a, path) for a in inside if isinstance(a, Unit)]
+    whole = [Whole(_strip(a.path, path), a.why) for a in inside if isinstance(a, Whole)]
+    claimed = {p for u in units for p in (*u.up, u.down)}
+    closed = [w.path for w in whole]
+    mlps, left = _mlps("", module, claimed, closed)
+    whole += [Whole(p, "a Linear that is neither part of an attention nor of an MLP") for p in left]
+    closed += [w.path for w in whole]
+    for name, owner in module.named_modules():
+        is_matrix = any(p.dim() > 1 for p in owner.parameters(recurse=False))
+        if is_matrix and not isinstance(owner, nn.Linear) and not any(within(name, c) for c in closed):
+            whole.append(Whole(name, f"a {type(owner).__name__}, which is not a Linear"))
+    return Block(path, structure, (*units, *mlps), tuple(whole))
+
+
+def _relative(unit: Unit, block: str) -> Unit:
+    up = tuple(_strip(p, block) for p in unit.up)
+    return Unit(_strip(unit.path, block), up, _strip(unit.down, block), unit.hidden, unit.heads)
+
+
+def _strip(path: str, outer: str) -> str:
+    return path[len(outer) + 1 :] if outer and path != outer else "" if outer else path
+
+
+def _mlps(
+    prefix: str, module: nn.Module, claimed: Iterable[str], closed: Iterable[str] = ()
+) -> tuple[list[Unit], list[str]]:
+    """MLPs among the Linears that no attention claims, innermost modules first; and the Linears left."""
+    taken, closed = set(claimed), tuple(closed)
+    units = []
+    for name, candidate in reversed(list(module.named_modules())):
+        path = join(prefix, name)
+        if isinstance(candidate, nn.ModuleList | nn.ModuleDict) or any(within(path, c) for c in closed):
+            continue
+        for depth in (1, 2):
+            linears = {join(path, n): m for n, m in _linears(candidate, depth).items()}
+            free = {n: m for n, m in linears.items() if n not in taken and not any(within(n, c) for c in closed)}
+            unit = _match_mlp(path, free, is_chain=isinstance(candidate, nn.Sequential))
+            if unit is not None:
+                units.append(unit)
+                taken |= {*unit.up, unit.down}
+                break
+    every = {join(prefix, n) for n, m in module.named_modules() if isinstance(m, nn.Linear)}
+    left = sorted(n for n in every - taken if not any(within(n, c) for c in closed))
+    return units[::-1], left
+
+
+def _match_mlp(path: str, linears: Mapping[str, nn.Linear], *, is_chain: bool) -> Unit | None:
+    """Two Linears d -> h -> d, or three: two d -> h (one gates the other) and one h -> d."""
+    if len(linears) not in (2, 3) or (is_chain and len(linears) == 3):
+        return None
+    # The last registered is the likely one, unless a name says otherwise; a chain runs in order.
+    order = list(linears)[::-1]
+    if not is_chain:
+        order.sort(key=lambda n: not any(_DOWN.fullmatch(a) for a in n.lower().split(".")))
+    for down in order[:1] if is_chain else order:
+        up = tuple(n for n in linears if n != down)
+        shapes = {(linears[n].in_features, linears[n].out_features) for n in up}
+        if shapes == {(linears[down].out_features, linears[down].in_features)}:
+            return Unit(path, up, down, linears[down].in_features)
+    return None
+
+
+def _width(blocks: Iterable[Block], modules: Mapping[str, nn.Module]) -> int:
+    """The hidden size; by the first unit, else by the first fused attention or norm."""
+    for block in blocks:
+        for unit in block.units:
+            linear = modules[join(block.path, unit.down)]
+            assert isinstance(linear, nn.Linear)
+            return linear.out_features
+    for block in blocks:
+        for module in modules[block.path].modules():
+            if isinstance(module, nn.MultiheadAttention):
+                return int(module.embed_dim)
+            shapes = [tuple(p.shape) for p in module.parameters(recurse=False)]
+            if shapes and all(len(s) == 1 and s == shapes[0] for s in shapes):
+                return int(shapes[0][0])
+    return 0
+
+
+def _vocabulary(outside: Mapping[str, nn.Module], width: int) -> tuple[str | None, str | None]:
+    """Token embedding and head: tied, else the most rows that a head has too, else the only embedding."""
+    embeddings = {n: m for n, m in outside.items() if isinstance(m, nn.Embedding) and m.embedding_dim == width}
+    linears = {n: m for n, m in outside.items() if isinstance(m, nn.Linear) and m.in_features == width}
+    for name, embedding in embeddings.items():
+        for head, linear in list(linears.items())[::-1]:
+            if linear.weight is embedding.weight:
+                return name, head
+    tokens = [n for n in embeddings if not _POSITION.search(_last(n))]
+    tokens.sort(key=lambda n: -embeddings[n].num_embeddings)
+    for name in tokens:
+        rows = embeddings[name].num_embeddings
+        heads = [n for n, m in linears.items() if m.out_features == rows]
+        if heads:
+            return name, heads[-1]
+    # Several without a head may be tables of a recommender, of which none is the vocabulary.
+    return (tokens[0], None) if len(tokens) == 1 else (None, None)

@@ -1,0 +1,171 @@
+"""Style names: what a plan calls the ways to split a module over a tensor axis, and what each does to weights.
+
+[Note: style names]
+A *style* says how one module is split and which activations go in and out. Splits are torch's own:
+
+| style | `nn.Linear` | `nn.Embedding` |
+| --- | --- | --- |
+| `colwise` | output features split, output split | columns split, output whole |
+| `colwise_gather` | the same, output whole | |
+| `colwise_loss_parallel` | the same, output a DTensor split over the last dim, for torch's `loss_parallel` | |
+| `colwise_from_sequence` | as `colwise`, takes a chunk of the sequence | |
+| `rowwise` | input features split, takes a split input, output summed | vocabulary split, output whole |
+| `rowwise_gather` | the same, takes a whole input | |
+| `rowwise_scatter` | as `rowwise`, output split along the sequence (dim 1) | |
+
+The rest moves activations; modules stay whole. A *chunk* is a rank's part of the hidden state along dim 1:
+
+- `sequence`: the module runs on chunks, so gradients of its weights are summed over the axis.
+- `gather_input`: takes a chunk, and hands its colwise Linears the whole.
+- `split_sequence`, `gather_sequence`: whole in, chunk on; chunk in, whole out.
+- `sum_gradients`: runs on this rank's heads alone (a norm of single heads), so gradients of its weights are summed.
+- `replicate`: nothing.
+
+Other names for some of them, as Hugging Face's plans have them, are in `ALIASES`.
+"""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, TypeAlias, Union
+
+from torch import nn
+
+from dmp import Layout, PlanError, colwise, rowwise, sequence
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+Style: TypeAlias = Union[str, "ParallelStyle"]
+
+COLWISE = ("colwise", "colwise_gather", "colwise_loss_parallel", "colwise_from_sequence")
+ROWWISE = ("rowwise", "rowwise_gather", "rowwise_scatter")
+ON_CHUNKS = ("sequence", "split_sequence", "gather_sequence")  # of the sequence are the module's own weights used
+ON_PARTS = (*ON_CHUNKS, "sum_gradients")  # of the activations are they used, so that gradients are parts of a sum
+ACTIVATIONS = ("gather_input", "split_sequence", "gather_sequence", "sequence", "sum_gradients", "replicate")
+ALIASES = {
+    "colwise_gather_output": "colwise_gather",
+    "colwise_rep": "colwise_gather",
+    "rowwise_rep": "rowwise_gather",
+    "embedding_rowwise": "rowwise",
+    "embedding_colwise": "colwise",
+    "sequence_parallel": "sequence",
+    "replicated_with_grad_allreduce": "sum_gradients",
+}
+KNOWN = (*COLWISE, *ROWWISE, *ACTIVATIONS)
+_EMBEDDING_STYLES = ("colwise", "rowwise")
+
+
+def canonical(style: Style, path: str, module: nn.Module) -> Style:
+    """The style under our own name, once it is clear that the module can take it; torch's objects as they are.
+
+    Raises:
+        PlanError: an unknown name, not a style, or a module of another kind than the style splits.
+    """
+    if not isinstance(style, str):
+        return _checked_object(style, path, module)
+    name = ALIASES.get(style, style)
+    if name not in KNOWN:
+        close = get_close_matches(style, [*KNOWN, *ALIASES], n=2)
+        raise PlanError(
+            f"module {path!r}: unknown style {style!r}{f' (did you mean {close[0]!r}?)' if close else ''}; known: "
+            f"{', '.join(KNOWN)}, and Hugging Face's {', '.join(ALIASES)}; or pass a torch ParallelStyle"
+        )
+    if name in ACTIVATIONS:
+        return name
+    is_embedding = isinstance(module, nn.Embedding)
+    if not (is_embedding or isinstance(module, nn.Linear)) or module._parameters.get("weight") is None:
+        raise PlanError(
+            f"module {path!r} is a {type(module).__name__}, which {style!r} cannot split: it splits the weight of an "
+            f"nn.Linear or nn.Embedding; for other modules there are {', '.join(ACTIVATIONS)}, or a torch ParallelStyle"
+        )
+    if is_embedding and name == "colwise_gather":  # its output is whole anyway
+        name = "colwise"
+    if (is_embedding and name not in _EMBEDDING_STYLES) or (style.startswith("embedding_") and not is_embedding):
+        fits = _EMBEDDING_STYLES if is_embedding else (*COLWISE, *ROWWISE)
+        raise PlanError(f"module {path!r} is a {type(module).__name__} and takes {', '.join(fits)}; got {style!r}")
+    return name
+
+
+def split_dim(style: Style, module: nn.Module) -> int | None:
+    """The dim of the module's weight that is split; None for a style that splits none."""
+    kind = family(style)
+    if kind not in ("colwise", "rowwise"):
+        return None
+    return int((kind == "rowwise") != isinstance(module, nn.Embedding))
+
+
+def family(style: Style) -> str:
+    """`"colwise"`, `"rowwise"`, `"sequence"`, or `""` for a style that places no weight."""
+    if isinstance(style, str):
+        return "colwise" if style in COLWISE else "rowwise" if style in ROWWISE else "sequence" * (style in ON_CHUNKS)
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+
+    kinds = {ColwiseParallel: "colwise", RowwiseParallel: "rowwise", SequenceParallel: "sequence"}
+    return next((name for kind, name in kinds.items() if isinstance(style, kind)), "")
+
+
+def layouts_of(style: Style, module: nn.Module) -> dict[str, Layout]:
+    """Layouts of the module's own parameters that the style places, by their names in it."""
+    own = [name for name, p in module._parameters.items() if p is not None]
+    kind = family(style)
+    if kind == "sequence":
+        return dict.fromkeys(own, sequence())
+    if not kind:
+        return {}
+    if isinstance(module, nn.Embedding):
+        return dict.fromkeys(own, colwise(dim=1) if kind == "colwise" else rowwise(dim=0))
+    return dict.fromkeys(own, colwise() if kind == "colwise" else rowwise())
+
+
+def check_divides(style: Style, path: str, module: nn.Module, size: int, axis: str) -> None:
+    """Raise `PlanError` unless what the style splits divides over the axis."""
+    dim = split_dim(style, module)
+    if dim is None or not isinstance(module, (nn.Linear, nn.Embedding)):
+        return
+    names = ("num_embeddings", "embedding_dim") if isinstance(module, nn.Embedding) else ("out_features", "in_features")
+    length = module.weight.shape[dim]
+    if length % size:
+        shown = style if isinstance(style, str) else type(style).__name__
+        raise PlanError(
+            f"module {path!r}: {shown} splits {names[dim]}={length} over the {size} ranks of mesh axis {axis!r}, and "
+            f"{length} does not divide by {size}; pad it to a multiple of {size}, make the axis smaller, or leave this "
+            "module (and those that work with it) out of the plan",
+            table=f"{path}.weight" if path else "weight",
+        )
+
+
+def torch_style(style: Style, module: nn.Module) -> ParallelStyle | None:
+    """torch's style that splits the module so; None where the style splits nothing."""
+    if not isinstance(style, str):
+        return style
+    if style in ACTIVATIONS:
+        return None
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    if isinstance(module, nn.Embedding):
+        by_rows = style == "rowwise"
+        return RowwiseParallel(input_layouts=Replicate()) if by_rows else ColwiseParallel(output_layouts=Replicate())
+    if style in COLWISE:
+        is_local = style != "colwise_loss_parallel"
+        out = Replicate() if style == "colwise_gather" else Shard(-1)
+        return ColwiseParallel(output_layouts=out, use_local_output=is_local)
+    taken = Replicate() if style == "rowwise_gather" else Shard(-1)
+    return RowwiseParallel(input_layouts=taken, output_layouts=Shard(1) if style == "rowwise_scatter" else Replicate())
+
+
+def _checked_object(style: ParallelStyle, path: str, module: nn.Module) -> ParallelStyle:
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+    if not isinstance(style, ParallelStyle):
+        raise PlanError(
+            f"module {path!r}: expected a style's name or a torch ParallelStyle object; got "
+            f"{style.__name__ + ' (the class; call it)' if isinstance(style, type) else repr(style)}"
+        )
+    if family(style) in ("colwise", "rowwise") and not isinstance(module, (nn.Linear, nn.Embedding)):
+        raise PlanError(
+            f"module {path!r} is a {type(module).__name__}, which {type(style).__name__} cannot split; it splits "
+            "nn.Linear and nn.Embedding"
+        )
+    return style

@@ -1,0 +1,288 @@
+"""`TensorParallelSharder`: splits a model's Linears and Embeddings over the tensor axis, by torch's styles.
+
+`place` decides and checks everything on the whole model; `apply` then changes it in place, in this order: shared
+inputs -> torch's styles -> hooks on activations -> numbers of heads -> ties put back -> leftovers -> random state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from dmp import Layout, PlanError, ShardError, ShardingEnv
+from sharders import tp_hooks
+from sharders.derive import check_heads, complete_sequence, derive, divided_attributes
+from sharders.leftovers import align_gradient, keep_leftovers
+from sharders.styles import (
+    COLWISE,
+    ON_PARTS,
+    Style,
+    canonical,
+    check_divides,
+    family,
+    layouts_of,
+    torch_style,
+)
+from sharders.tp_plan import Styles, expand, from_layouts, own_plan, tied_places, with_heads, with_ties
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+
+class TensorParallelSharder:
+    """Splits dense layers over the tensor axis of the mesh; a mesh without one is left alone.
+
+    Names, shapes and values of parameters are kept: split ones become DTensors, and so do the others (see
+    `sharders.leftovers`), except where nothing at all is split.
+
+    Random numbers: ranks of a tensor group go on from the random state (CPU and device) of its first rank, so that
+    dropout of what they all hold is one process's dropout. Masks of what is split (attention probabilities, an MLP's
+    hidden units, chunks of the sequence) repeat from rank to rank: as good for training, not those of one process.
+
+    Args:
+        plan: module path or pattern (`*` stands for one component: `layers.*.mlp.up`) -> style: a name (see
+            `sharders.styles`) or a torch `ParallelStyle`. By default the model's own `tp_plan` (Hugging Face), else
+            what its structure says (`sharders.derive`). `{}` splits nothing.
+        sequence_parallel: between blocks each rank keeps its chunk of the sequence (dim 1) of the hidden state alone.
+        loss_parallel: the logits stay split over the vocabulary, as a DTensor for `loss_parallel()` of
+            `torch.distributed.tensor.parallel`.
+    """
+
+    def __init__(
+        self, plan: Mapping[str, Style] | None = None, *, sequence_parallel: bool = False, loss_parallel: bool = False
+    ) -> None:
+        if plan is not None and not isinstance(plan, Mapping):
+            raise PlanError(f"expected plan to be a dict of module path -> style; got {type(plan).__name__}: {plan!r}")
+        self.plan = None if plan is None else dict(plan)
+        self.sequence_parallel = sequence_parallel
+        self.loss_parallel = loss_parallel
+
+    def place(self, model: nn.Module, given: Mapping[str, Layout], env: ShardingEnv) -> TensorParallelPlacement:
+        """What to split; the model is not changed.
+
+        Args:
+            model: unsharded, parameters possibly on meta.
+            given: a plan's layouts by parameter name. With tensor-parallel ones among them they are all that is split;
+                where they are those of this sharder's own choice, that is taken as it is.
+            env: the mesh, possibly abstract.
+
+        Raises:
+            PlanError: several tensor axes, sizes or heads that do not divide, unknown styles and modules.
+        """
+        wanted = {name: layout for name, layout in given.items() if layout.is_tensor_parallel}
+        axes = env.axes("tensor")
+        if len(axes) > 1:
+            raise PlanError(
+                f"a tensor-parallel style needs a 1-D mesh, but this mesh has the tensor axes {axes}; give one axis "
+                "that role: ShardingEnv.from_mesh(mesh, tensor=..., shard=...)"
+            )
+        if env.tensor_size == 1:
+            return TensorParallelPlacement(wanted, {}, {}, (), env)
+        return _Placing(model, env.tensor_size, axes[0], env, self).place(wanted)
+
+
+@dataclass(frozen=True)
+class TensorParallelPlacement:
+    """What `TensorParallelSharder` splits.
+
+    Args:
+        layouts: parameter name -> layout, of every parameter that a style places.
+        styles: module path -> style, in the order of the model.
+        divided: (module path, attribute) -> its value on each rank, such as a number of heads.
+        notes: what was left whole, and why, for showing.
+        env: the mesh.
+    """
+
+    layouts: Mapping[str, Layout]
+    styles: Mapping[str, Style]
+    divided: Mapping[tuple[str, str], int]
+    notes: tuple[str, ...]
+    env: ShardingEnv = field(repr=False)
+
+    def apply(self, model: nn.Module) -> None:
+        """Split the model in place. No communication, but for the random state; parameters may be on meta."""
+        if self.env.tensor_size == 1:
+            return
+        mesh = self.env.submesh("tensor")
+        if mesh is None:
+            raise ShardError(f"tensor parallelism needs processes, and {self.env} is a mesh that is not here")
+        random_state = _random_state(mesh.device_type)
+        if self.styles:
+            self._split(model, mesh)
+        _share_random_state(random_state, mesh)  # also where all is whole: ranks must drop the same
+
+    def _split(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        ties = tied_places(model)
+        modules = {path: model.get_submodule(path) for path in self.styles}
+        self._share_inputs(modules, model, mesh)
+        for path, module in modules.items():
+            style = torch_style(self.styles[path], module)
+            if style is not None:
+                _parallelize(module, mesh, style)
+                if isinstance(module, nn.Embedding) and family(self.styles[path]) == "rowwise":
+                    align_gradient(module, "weight")
+            self._move_activations(path, module, mesh)
+        for (path, attribute), value in self.divided.items():
+            setattr(model.get_submodule(path), attribute, value)
+        for (_, first, name), *others in ties:
+            for _, owner, other in others:
+                owner._parameters[other] = first._parameters[name]
+        keep_leftovers(model, mesh, {id(modules[path]) for path, style in self.styles.items() if style in ON_PARTS})
+
+    def _share_inputs(self, modules: Mapping[str, nn.Module], model: nn.Module, mesh: DeviceMesh) -> None:
+        linears = {p: m for p, m in modules.items() if self.styles[p] in COLWISE and isinstance(m, nn.Linear)}
+        from_chunks = [m for path, m in linears.items() if self.styles[path] == "colwise_from_sequence"]
+        holders = dict.fromkeys(["", *(path.rpartition(".")[0] for path in linears)])
+        tp_hooks.share_inputs(linears.values(), from_chunks, map(model.get_submodule, holders), mesh)
+
+    def _move_activations(self, path: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        style = self.styles[path]
+        if style == "gather_input":
+            tp_hooks.gather_input(module, mesh, path, _hidden_size(path, module, self.styles))
+        elif style == "split_sequence":
+            tp_hooks.split_sequence(module, mesh, path, _hidden_size(path, module, self.styles))
+        elif style == "gather_sequence":
+            tp_hooks.gather_sequence(module, mesh)
+
+
+@dataclass(frozen=True)
+class _Placing:
+    """One call of `place`: the choice of styles, completed and checked."""
+
+    model: nn.Module
+    size: int
+    axis: str
+    env: ShardingEnv
+    sharder: TensorParallelSharder
+
+    def place(self, wanted: Mapping[str, Layout]) -> TensorParallelPlacement:
+        if not wanted:
+            return self._checked(self._own())
+        asked = self._given(wanted)
+        try:
+            own = self._checked(self._own())
+        except PlanError:  # it is not what was asked for
+            return self._checked(asked)
+        return own if own.layouts == self._layouts(asked.styles) else self._checked(asked)
+
+    def _own(self) -> _Choice:
+        """The sharder's plan, the model's, or one from its structure."""
+        sharder = self.sharder
+        plan = own_plan(self.model) if sharder.plan is None else sharder.plan
+        if plan or sharder.plan is not None:
+            styles = with_ties(self.model, expand(self.model, plan))
+            return self._completed(styles, sharder.sequence_parallel and bool(plan))
+        found = derive(
+            *(self.model, self.size, self.axis),
+            sequence_parallel=sharder.sequence_parallel,
+            loss_parallel=sharder.loss_parallel,
+        )
+        styles = with_ties(self.model, expand(self.model, found.styles))
+        return _Choice(self._with_heads(styles), found.divided, found.notes)
+
+    def _given(self, wanted: Mapping[str, Layout]) -> _Choice:
+        styles = with_ties(self.model, from_layouts(self.model, wanted))
+        splits = {path: style for path, style in styles.items() if family(style) != "sequence"}
+        found = self._completed(splits, len(splits) < len(styles))
+        return _Choice({**styles, **found.styles}, found.divided, found.notes)
+
+    def _completed(self, styles: Styles, is_sequence: bool) -> _Choice:
+        """A plan of splits, with the rest that it needs."""
+        styles = self._with_heads(styles)
+        self._check(styles)
+        names = {path: style if isinstance(style, str) else family(style) for path, style in styles.items()}
+        names = {path: name for path, name in names.items() if name}
+        if not is_sequence:
+            return _Choice(styles, divided_attributes(self.model, names, self.size, self.axis), ())
+        for path, style in styles.items():
+            if not isinstance(style, str):
+                raise PlanError(
+                    f"module {path!r}: sequence_parallel=True changes what goes in and out of split modules, and "
+                    f"cannot change a {type(style).__name__} object; give the style's name, or sequence_parallel=False"
+                )
+        found = complete_sequence(self.model, names, self.size, self.axis, loss_parallel=self.sharder.loss_parallel)
+        return _Choice({**styles, **expand(self.model, found.styles)}, found.divided, found.notes)
+
+    def _with_heads(self, styles: Styles) -> Styles:
+        return with_heads(self.model, styles, self.sharder.loss_parallel and self.sharder.plan != {})
+
+    def _checked(self, choice: _Choice) -> TensorParallelPlacement:
+        styles = {path: choice.styles[path] for path, _ in self.model.named_modules() if path in choice.styles}
+        self._check(styles)
+        return TensorParallelPlacement(self._layouts(styles), styles, choice.divided, choice.notes, self.env)
+
+    def _check(self, styles: Styles) -> None:
+        for path, style in styles.items():
+            module = self.model.get_submodule(path)
+            canonical(style, path, module)
+            lazy = [name for name, p in module._parameters.items() if p is not None and is_lazy(p)]
+            if lazy and family(style):
+                raise PlanError(f"module {path!r}: {lazy} of a lazy module cannot be split before the first forward")
+            check_divides(style, path, module, self.size, self.axis)
+            if style in ("gather_input", "split_sequence"):
+                _hidden_size(path, module, styles)
+        names = {path: style if isinstance(style, str) else family(style) for path, style in styles.items()}
+        check_heads(self.model, names, self.size, self.axis)
+
+    def _layouts(self, styles: Styles) -> dict[str, Layout]:
+        """By the first name of each parameter."""
+        first = {id(p): name for name, p in self.model.named_parameters()}
+        found: dict[str, Layout] = {}
+        for path, style in styles.items():
+            module = self.model.get_submodule(path)
+            for name, layout in layouts_of(style, module).items():
+                found.setdefault(first[id(module._parameters[name])], layout)
+        return {name: found[name] for name in first.values() if name in found}
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """Styles by module path, with what goes with them; not checked yet."""
+
+    styles: Styles
+    divided: Mapping[tuple[str, str], int]
+    notes: tuple[str, ...]
+
+
+def _hidden_size(path: str, module: nn.Module, styles: Mapping[str, Style]) -> int:
+    """What the first colwise Linear inside takes."""
+    for below, inner in module.named_modules():
+        name = f"{path}.{below}".strip(".")
+        if isinstance(inner, nn.Linear) and family(styles.get(name, "")) == "colwise":
+            return inner.in_features
+    raise PlanError(
+        f"module {path!r}: {styles[path]!r} needs a colwise nn.Linear inside, to take the hidden state; there is none"
+    )
+
+
+def _parallelize(module: nn.Module, mesh: DeviceMesh, style: ParallelStyle) -> None:
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    # Values are equal on all ranks already: nothing is sent.
+    parallelize_module(module, mesh, style, src_data_rank=None)
+
+
+def _random_state(device_type: str) -> list[torch.Tensor]:
+    """Of the CPU, and of the device if that is another."""
+    states = [torch.get_rng_state()]
+    if device_type != "cpu":
+        states.append(torch.get_device_module(device_type).get_rng_state())
+    return states
+
+
+def _share_random_state(states: list[torch.Tensor], mesh: DeviceMesh) -> None:
+    """Go on from the first rank's `states`, taken before the first DTensor: on a GPU that aligns the whole world."""
+    for state in states:
+        sent = state.to(mesh.device_type)
+        dist.broadcast(sent, group=mesh.get_group(), group_src=0)
+        state.copy_(sent)
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.get_device_module(mesh.device_type).set_rng_state(state)

@@ -1,0 +1,150 @@
+"""Hooks that move activations where torch has no style for it: shared inputs, and the hidden state's sequence.
+
+B samples, T positions, D hidden size; a chunk is (B, T / n, D) on each of the n ranks of the tensor axis.
+
+[Note: shared inputs] torch's colwise style takes each Linear's plain input to a DTensor by itself, and sums the
+gradient of each over the axis: three all-reduces for query, key and value of one hidden state. Here Linears that are
+called with the same tensor share one DTensor, so that autograd adds their gradients first and sums once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from dmp import InputError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def share_inputs(
+    linears: Iterable[nn.Module], from_chunks: Collection[nn.Module], holders: Iterable[nn.Module], mesh: DeviceMesh
+) -> None:
+    """Let colwise Linears that are called with one tensor share one DTensor, see [Note: shared inputs].
+
+    Forward: nothing; all-gather along dim 1 for one in `from_chunks`. Backward: one all-reduce (reduce-scatter) of the
+    summed gradient, where each Linear would have its own.
+
+    Args:
+        linears: whose inputs are converted; before torch's own hooks are put on.
+        from_chunks: those of `linears` that are called with a chunk of the sequence.
+        holders: modules after whose forward the tensor is let go of.
+        mesh: the tensor axis.
+    """
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    held: list[tuple[torch.Tensor, tuple[Any, ...], DTensor]] = []
+
+    def whole(x: torch.Tensor, is_chunk: bool) -> DTensor:
+        made = DTensor.from_local(x, mesh, [Shard(1) if is_chunk else Replicate()], run_check=False)
+        return made.redistribute(placements=[Replicate()]) if is_chunk else made
+
+    def take(is_chunk: bool) -> Callable[..., tuple[Any, ...] | None]:
+        def convert(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+            if not args or not isinstance(args[0], torch.Tensor) or isinstance(args[0], DTensor):
+                return None
+            x, *rest = args
+            if torch.compiler.is_compiling():  # nothing that outlives the call can be compiled
+                return (whole(x, is_chunk), *rest)
+            state = (x._version, torch.is_grad_enabled(), is_chunk)
+            if not (held and held[0][0] is x and held[0][1] == state):
+                held[:] = [(x, state, whole(x, is_chunk))]
+            return (held[0][2], *rest)
+
+        return convert
+
+    def let_go(*_: Any) -> None:
+        held.clear()
+
+    chunked = {id(linear) for linear in from_chunks}
+    for linear in linears:
+        linear.register_forward_pre_hook(take(id(linear) in chunked))
+    for holder in holders:
+        holder.register_forward_hook(let_go, always_call=True)
+
+
+def gather_input(module: nn.Module, mesh: DeviceMesh, path: str, width: int) -> None:
+    """The module's hidden state, a chunk when it comes, is whole inside, as the DTensor that colwise Linears take.
+
+    Forward: all-gather along dim 1. Backward: reduce-scatter.
+    """
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    def gather(x: torch.Tensor) -> torch.Tensor:
+        chunk = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Shard(1)], run_check=False)
+        return chunk.redistribute(placements=[Replicate()])
+
+    _on_hidden_state(module, gather, path, width)
+
+
+def split_sequence(module: nn.Module, mesh: DeviceMesh, path: str, width: int) -> None:
+    """The module's hidden state comes whole, and is this rank's chunk inside.
+
+    Forward: nothing. Backward: all-gather along dim 1.
+    """
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    (axis,) = mesh.mesh_dim_names or ("tensor",)
+
+    def split(x: torch.Tensor) -> torch.Tensor:
+        length, size = x.shape[1], mesh.size()
+        if length % size:
+            raise InputError(
+                f"sequences of length {length} do not divide over the {size} ranks of mesh axis {axis!r}, which "
+                f"sequence parallelism needs; pad them to {-(-length // size) * size} positions, or pass "
+                "sequence_parallel=False"
+            )
+        whole = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+        return whole.redistribute(placements=[Shard(1)]).to_local()
+
+    _on_hidden_state(module, split, path, width)
+
+
+def gather_sequence(module: nn.Module, mesh: DeviceMesh) -> None:
+    """The module's output, a chunk, comes out whole.
+
+    Forward: all-gather along dim 1. Backward: this rank's chunk of the gradient, which is whole and equal on all ranks,
+    because whatever is split after it sums the gradient of its input.
+    """
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    def gather(_: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (gather(_, args, output[0]), *output[1:])
+        return (
+            DTensor.from_local(output, mesh, [Shard(1)], run_check=False)
+            .redistribute(placements=[Replicate()])
+            .to_local()
+        )
+
+    module.register_forward_hook(gather)
+
+
+def _on_hidden_state(module: nn.Module, change: Callable[[torch.Tensor], Any], path: str, width: int) -> None:
+    """Call `change` on the first argument that can be the hidden state: floating, (B, T, width)."""
+
+    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        for i, value in enumerate(args):
+            if _is_hidden_state(value, width):
+                return (*args[:i], change(value), *args[i + 1 :]), kwargs
+        for name, value in kwargs.items():
+            if _is_hidden_state(value, width):
+                return args, {**kwargs, name: change(value)}
+        raise InputError(
+            f"module {path!r} was called without a hidden state of shape (batch, sequence, {width}), which sequence "
+            "parallelism splits; leave the module out of it"
+        )
+
+    module.register_forward_pre_hook(enter, with_kwargs=True)
+
+
+def _is_hidden_state(value: Any, width: int) -> bool:
+    return (
+        isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() == 3 and value.shape[2] == width
+    )

@@ -1,0 +1,227 @@
+"""A tensor-parallel plan for one model: from patterns, a Hugging Face `tp_plan` or layouts to a style per module.
+
+A module is known by its first path in the model. Nothing here changes the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from dmp import Layout, PlanError
+from sharders.recognise import recognise, within
+from sharders.styles import COLWISE, Style, canonical, family, layouts_of, split_dim
+
+Styles = dict[str, Style]
+
+
+def expand(model: nn.Module, plan: Mapping[str, Style]) -> Styles:
+    """The style of every module that the plan's patterns match, in the model's order; `*` stands within one component.
+
+    Where several patterns match one module, one without a wildcard wins.
+
+    Raises:
+        PlanError: a pattern that matches nothing, patterns that disagree, or a style that its module cannot take.
+    """
+    first = {id(m): path for path, m in model.named_modules()}
+    every = [(path, m) for path, m in model.named_modules(remove_duplicate=False)]
+    chosen: dict[str, tuple[bool, str, Style]] = {}
+    for pattern, style in plan.items():
+        hits = {first[id(m)]: m for path, m in every if fits(path, pattern)}
+        if not hits:
+            raise PlanError(_no_match(pattern, [path for path, _ in every if path]))
+        is_exact = not _has_wildcard(pattern)
+        for path, module in hits.items():
+            new = canonical(style, path, module)
+            was_exact, other, old = chosen.get(path, (False, "", new))
+            if was_exact == is_exact and old != new:
+                raise PlanError(
+                    f"module {path!r}: pattern {other!r} gives it {old!r}, and {pattern!r} gives it {new!r}; "
+                    "name the module itself, or change one of the patterns"
+                )
+            if is_exact or not was_exact:
+                chosen[path] = (is_exact, pattern, new)
+    return {path: chosen[path][2] for path in first.values() if path in chosen}
+
+
+def own_plan(model: nn.Module) -> dict[str, Style]:
+    """The plans that Hugging Face models bring along (`tp_plan`), with full paths; empty where none does.
+
+    Entries for modules that this model lacks are left out: the plan is that of its class.
+    """
+    found: dict[str, Style] = {}
+    for path, plan in _planned(model, ""):
+        names = {name for name, _ in [*model.named_modules(remove_duplicate=False), *model.named_parameters()]}
+        full = {f"{path}.{pattern}".strip("."): style for pattern, style in plan.items()}
+        parts = {pattern: [name for name in names if fits(name, pattern)] for pattern in full}
+        found.update({pattern: style for pattern, style in full.items() if parts[pattern]})
+    return found
+
+
+def from_layouts(model: nn.Module, given: Mapping[str, Layout]) -> Styles:
+    """The styles that give these weights these layouts.
+
+    Raises:
+        PlanError: a layout that the parameter's module cannot take, or a bias without its weight.
+    """
+    places = {name: _owner(model, name) for name, _ in model.named_parameters(remove_duplicate=False)}
+    first = {id(m): path for path, m in model.named_modules()}
+    styles: Styles = {}
+    for name, layout in given.items():
+        module, attribute = places[name]
+        path = first[id(module)]
+        style = canonical(layout.name, path, module)
+        fitting = layouts_of(style, module)[attribute]
+        if fitting != layout:
+            raise PlanError(
+                f"plan entry {name!r} = {layout}: module {path!r} is a {type(module).__name__}, expected {fitting}",
+                table=name,
+            )
+        if styles.setdefault(path, style) != style:
+            raise PlanError(f"plan gives the weights of module {path!r} different layouts: {styles[path]}, {layout}")
+    for path in styles:
+        module = model.get_submodule(path)
+        weight = f"{path}.weight".strip(".")
+        is_split = family(styles[path]) != "sequence"
+        if is_split and not any(places[name] == (module, "weight") for name in given) and not _is_tied(module, places):
+            raise PlanError(f"plan splits the bias of module {path!r}, but has no entry for {weight!r}", table=weight)
+    return {path: styles[path] for path in first.values() if path in styles}
+
+
+def with_ties(model: nn.Module, styles: Mapping[str, Style]) -> Styles:
+    """The styles, and those of modules that share a weight with a split one; an embedding and a head most often.
+
+    Raises:
+        PlanError: modules that would split a weight that they share in different ways.
+    """
+    done: Styles = dict(styles)
+    for places in tied_places(model):
+        dims = {
+            path: split_dim(done[path], module) for path, module, name in places if path in done and name == "weight"
+        }
+        split = {path: dim for path, dim in dims.items() if dim is not None}
+        if not split:
+            continue
+        (named, dim), *_ = split.items()
+        for path, module, name in places:
+            if path not in done and name == "weight" and isinstance(module, (nn.Linear, nn.Embedding)):
+                done[path] = _style_of_dim(module, dim)
+            elif path not in done or name != "weight" or dims[path] != dim:
+                raise PlanError(
+                    f"modules {named!r} and {path!r} share a weight; {done[named]!r} splits it along dim {dim}, but "
+                    f"{path!r} ({done.get(path, 'not in the plan')!r}) does not; give both styles that split one dim, "
+                    "such as 'embedding_rowwise' and 'colwise_gather'",
+                    table=f"{path}.{name}".strip("."),
+                )
+    return done
+
+
+def with_heads(model: nn.Module, styles: Mapping[str, Style], loss_parallel: bool) -> Styles:
+    """The styles, with a whole output where `colwise` is the model's last word, or one for `loss_parallel`.
+
+    Raises:
+        PlanError: `loss_parallel` without a head that is split over the vocabulary.
+    """
+    done: Styles = dict(styles)
+    heads = [path for path in _outputs(model, styles) if family(styles[path]) == "colwise"]
+    for path in heads:
+        if styles[path] == "colwise":
+            done[path] = "colwise_gather"
+    if loss_parallel:
+        if not heads:
+            raise PlanError(
+                "loss_parallel=True needs a head that is split over the vocabulary, and the plan has none: add it, "
+                "{'lm_head': 'colwise'}, or pass loss_parallel=False"
+            )
+        if styles[heads[-1]] in COLWISE:
+            done[heads[-1]] = "colwise_loss_parallel"
+    return done
+
+
+def tied_places(model: nn.Module) -> list[list[tuple[str, nn.Module, str]]]:
+    """For each parameter that several modules hold: (path, module, attribute) of each."""
+    places: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((path, module, name))
+    return [found for found in places.values() if len(found) > 1]
+
+
+def fits(path: str, pattern: str) -> bool:
+    """Whether a path fits a pattern, component by component."""
+    parts, wanted = path.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+
+
+def _outputs(model: nn.Module, styles: Mapping[str, Style]) -> list[str]:
+    """Linears outside the repeated blocks whose output no split Linear takes: it leaves the model."""
+    blocks = [block.path for block in recognise(model).blocks]
+    outside = {
+        path: m
+        for path, m in model.named_modules()
+        if path in styles and isinstance(m, nn.Linear) and not any(within(path, block) for block in blocks)
+    }
+    order = list(outside)
+    takers = [path for path in order if family(styles[path]) == "rowwise"]
+
+    def is_taken(path: str) -> bool:
+        """By one of its width; or of one module with it and after it (keys are narrower than queries)."""
+        return any(
+            outside[taker].in_features == outside[path].out_features
+            or (_parent(taker) == _parent(path) and order.index(taker) > order.index(path))
+            for taker in takers
+        )
+
+    return [path for path in order if not is_taken(path)]
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _planned(model: nn.Module, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Path and plan of the outermost modules that have one."""
+    plan = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
+    if isinstance(plan, Mapping) and plan:
+        yield path, plan
+        return
+    for name, child in model.named_children():
+        yield from _planned(child, f"{path}.{name}".strip("."))
+
+
+def _style_of_dim(module: nn.Module, dim: int) -> str:
+    """Of a module whose output is to be whole and whose input is."""
+    if isinstance(module, nn.Embedding):
+        return "colwise" if dim else "rowwise"
+    return "rowwise_gather" if dim else "colwise_gather"
+
+
+def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, attribute = name.rpartition(".")
+    return model.get_submodule(path), attribute
+
+
+def _is_tied(module: nn.Module, places: Mapping[str, tuple[nn.Module, str]]) -> bool:
+    """Whether the weight has another name too: the plan may have used that."""
+    weight = module._parameters["weight"]
+    return any(m is not module and m._parameters[attribute] is weight for m, attribute in places.values())
+
+
+def _has_wildcard(pattern: str) -> bool:
+    return any(c in pattern for c in "*?[")
+
+
+def _no_match(pattern: str, paths: Iterable[str]) -> str:
+    paths = list(paths)
+    last = pattern.rpartition(".")[2]
+    same_end = [path for path in paths if fnmatchcase(path.rpartition(".")[2], last)] if last != "*" else []
+    close = same_end[:3] or get_close_matches(pattern, paths, n=3, cutoff=0.5)
+    hint = f"did you mean {', '.join(map(repr, close))}?" if close else f"modules: {', '.join(map(repr, paths[:6]))}"
+    return (
+        f"tensor-parallel plan: pattern {pattern!r} matches no module ('*' stands for one component of a path); {hint}"
+    )

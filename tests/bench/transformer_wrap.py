@@ -1,0 +1,75 @@
+"""Time to put a Llama on a mesh, ours and by hand, in turns; imports, process start and the model's making apart."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from math import prod
+from statistics import geometric_mean
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.bench.report import Result
+from tests.bench.step import both, quartiles, slowest
+from tests.bench.transformer_by_hand import by_hand, by_hand_from_meta
+from tests.bench.transformer_workload import MESHES, Workload, env_of, wrap_ours
+from tests.ranks import mesh, run_ranks
+
+WORK = Workload(dim=512, layers=8, heads=8, kv_heads=4, hidden=1536, vocab=8192)
+ROUNDS = 7
+GOAL = round(1 / 1.1, 3)
+SOURCES = {"cpu": "with values", "meta": "on meta"}
+
+
+def run(quick: bool) -> list[Result]:
+    """Each mesh for information, then the goal for each source of values: the geometric mean."""
+    results = []
+    for device, what in SOURCES.items():
+        points = []
+        for mesh_name, (shape, _) in MESHES.items():
+            of_ranks = run_ranks(prod(shape), compare, mesh_name, device, 2 if quick else ROUNDS, timeout=300)
+            theirs, ours = slowest([r[0] for r in of_ranks]), slowest([r[1] for r in of_ranks])
+            name = f"wrap a transformer {what}: {mesh_name}"
+            points.append(Result(name, "ms", *both(theirs, ours, 1e3), None, quartiles(theirs, ours)))
+            print(points[-1], flush=True)
+        means = [geometric_mean([getattr(r, side) for r in points]) for side in ("reference", "ours", "ratio")]
+        results += [*points, Result(f"wrap a transformer {what}: geometric mean", "ms", *means, GOAL)]
+        print(results[-1], flush=True)
+    return results
+
+
+def compare(mesh_name: str, device: str, rounds: int) -> tuple[list[float], list[float]]:
+    """On each rank: seconds of each round, by hand and ours, after one of each that does not count."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for i in range(-1, rounds):
+        for which in (0, 1) if i % 2 == 0 else (1, 0):
+            seconds = _timed((prepare_theirs, prepare_ours)[which](mesh_name, device))
+            if i >= 0:
+                times[which].append(seconds)
+    return times
+
+
+def prepare_theirs(mesh_name: str, device: str) -> Callable[[], Any]:
+    """What is to be timed: splitting a new model by hand; values are rank 0's, as by torch's default."""
+    model, on = WORK.model(device), mesh(*MESHES[mesh_name])
+    return (lambda: by_hand_from_meta(model, on)) if device == "meta" else (lambda: by_hand(model, on, src_data_rank=0))
+
+
+def prepare_ours(mesh_name: str, device: str) -> Callable[[], Any]:
+    """What is to be timed: our wrapper with the planner's plan, on a new model."""
+    model, env = WORK.model(device), env_of(mesh_name)
+    return lambda: wrap_ours(model, env)
+
+
+def _timed(make: Callable[[], Any]) -> float:
+    gc.collect()
+    torch.manual_seed(0)
+    dist.barrier()
+    start = perf_counter()
+    made = make()
+    seconds = perf_counter() - start
+    del made
+    return seconds

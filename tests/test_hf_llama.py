@@ -1,0 +1,97 @@
+"""A Hugging Face Llama on a mesh by its own plans: initial values, losses and gradients of one process, and back."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from dmp import DistributedModelParallel, ShardingEnv, clip_grad_norm_, full_state_dict
+from tests.ranks import mesh as mesh_of
+from tests.ranks import run_ranks
+
+transformers = pytest.importorskip("transformers")
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLE = str(ROOT / "examples" / "hf_llama.py")
+SIZES = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def check_equals_plain(shape: tuple[int, ...], names: tuple[str, ...], is_tied: bool) -> None:
+    """Made on meta, filled on the mesh; then loss, norm of the gradient and a step, as the plain model's."""
+    env = ShardingEnv.from_mesh(mesh_of(shape, names))
+    config = transformers.LlamaConfig(**SIZES, tie_word_embeddings=is_tied)
+    with torch.device("meta"):
+        module = transformers.LlamaForCausalLM(config)
+    model = DistributedModelParallel(module, env)
+    oracle = transformers.LlamaForCausalLM(config)
+    for name, buffer in oracle.named_buffers():
+        assert torch.equal(model.get_buffer(name), buffer), name
+    for name, value in full_state_dict(model).items():
+        if name.endswith("norm.weight"):
+            assert torch.equal(value, torch.ones_like(value)), name
+        else:
+            assert value.std().item() == pytest.approx(config.initializer_range, rel=0.1), name
+    oracle.load_state_dict(full_state_dict(model))
+
+    rng = torch.Generator().manual_seed(0)
+    batches = torch.randint(256, (env.data_size, 2, 17), generator=rng)
+    group = env.group("replicate", "shard")
+    mine, plain = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, oracle))
+    for _ in range(2):
+        losses = [oracle(input_ids=ids, labels=ids).loss for ids in batches]
+        (sum(losses) / len(losses)).backward()
+        rank = 0 if group is None else group.rank()
+        loss = model(input_ids=batches[rank], labels=batches[rank]).loss
+        loss.backward()
+        torch.testing.assert_close(loss.detach(), losses[rank].detach(), atol=1e-5, rtol=1e-5)
+        want = torch.nn.utils.clip_grad_norm_(oracle.parameters(), 0.5)
+        torch.testing.assert_close(clip_grad_norm_(model, 0.5), want, atol=1e-5, rtol=1e-5)
+        for optimizer in (mine, plain):
+            optimizer.step()
+            optimizer.zero_grad()
+    values = full_state_dict(model)
+    for name, value in oracle.state_dict().items():
+        torch.testing.assert_close(values[name], value, atol=1e-5, rtol=1e-5, msg=f"{name} differs")
+
+
+@pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("axis", ["tp", "shard", "replicate"])
+def test_equals_the_plain_model(axis: str, is_tied: bool) -> None:
+    run_ranks(2, check_equals_plain, (2,), (axis,), is_tied)
+
+
+def test_equals_the_plain_model_on_two_axes() -> None:
+    run_ranks(4, check_equals_plain, (2, 2), ("shard", "tp"), False)
+
+
+def test_example_trains_and_gives_a_plain_model_back(tmp_path: Path) -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    result = subprocess.run(
+        [sys.executable, *launcher, EXAMPLE, "--axes", "tp", "--steps", "20", "--save", str(tmp_path / "saved")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert re.search(r"model\.layers\.1\.mlp\.down_proj\.weight +rowwise", result.stdout)  # the plan
+    losses = [float(x) for x in re.findall(r"^step \d+: loss ([0-9.]+)$", result.stdout, re.M)]
+    assert losses[0] > 5.3 > 4.5 > losses[-1]  # from log(256), all bytes alike
+    assert re.search(r"^LlamaForCausalLM writes: b'from __future__ .+'$", result.stdout, re.M)
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "saved", local_files_only=True)
+    ids = torch.tensor([list(Path(EXAMPLE).read_bytes()[:64])])
+    assert loaded(input_ids=ids, labels=ids).loss < 4.5
