@@ -41,6 +41,7 @@ from dmp.layout import (
 from dmp.optimizer_state import full_optimizer_state_dict
 from dmp.plan import PlanChange, ShardingPlan
 from dmp.registry import register_sharder
+from dmp.scaler import GradScaler
 from dmp.verify import verify
 from dmp.wrapper import DistributedModelParallel
 
@@ -52,6 +53,7 @@ __all__ = [
     "DmpError",
     "FusedModule",
     "FusedParameter",
+    "GradScaler",
     "InputError",
     "Layout",
     "ModelPlacement",

@@ -69,14 +69,18 @@ def sync_from_first_rank(module: nn.Module, env: ShardingEnv) -> list[str]:
 def checksum(tensor: torch.Tensor) -> int:
     """A 64-bit sum of the tensor's bits that depends on their places, on any device."""
     bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    if bits.storage_offset() % 8:
+    if bits.storage_offset() % 8:  # 64-bit words begin at multiples of 8
         bits = bits.clone()
-    whole = bits.numel() // (8 * _COLUMNS) * (8 * _COLUMNS)
-    weights = torch.arange(1, 8 * _COLUMNS + 1, device=bits.device)
-    rows = bits[:whole].view(torch.int64).view(-1, _COLUMNS)  # summing 64-bit words needs no widening; sums wrap around
-    total = int((rows.sum(0) * weights[:_COLUMNS]).sum())
-    total += int((rows.sum(1) * torch.arange(_COLUMNS + 1, _COLUMNS + 1 + len(rows), device=bits.device)).sum()) << 11
-    return (total + int((bits[whole:] * weights[: bits.numel() - whole]).sum()) + bits.numel()) % (1 << 62)
+    words = bits[: bits.numel() // 8 * 8].view(torch.int64)  # these need no widening to be summed
+    whole = words.numel() // _COLUMNS * _COLUMNS
+    rows = words[:whole].view(-1, _COLUMNS)
+    # Sums wrap around, so the weight of each word is odd: an even one would lose its highest bits.
+    odd = torch.arange(1, 2 * _COLUMNS, 2, device=bits.device)
+    even = torch.arange(1, 1 + len(rows), device=bits.device) * (8 * _COLUMNS + 2)
+    total = bits.numel() + int((rows.sum(0) * odd).sum()) + int((rows.sum(1) * even).sum())
+    for rest in (words[whole:], bits[8 * words.numel() :]):
+        total += int((rest * odd[: rest.numel()]).sum())
+    return (total + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def _all_gather(mine: torch.Tensor, env: ShardingEnv) -> torch.Tensor:

@@ -144,12 +144,12 @@ class DistributedModelParallel(nn.Module):
         self._unwrapped = [module]  # in a list, so that it is not a second child
         self._wrapped: nn.Module = module
         self._is_data_parallel = False
-        self._placements = tuple(p for p in resolved.placements if p.layouts)
+        self._placements = resolved.placements
         self._skeleton: list[nn.Module] = []
-        if self._placements:
+        if any(p.layouts for p in self._placements):
             self._skeleton = [skeleton_of(module, self._owned())]
             _move(module, self._device, self._owned())
-            self._place()
+        self._place()
         sharded = self._owned()
         wraps_meta = init_data_parallel and self._is_in_place()
         if wraps_meta:

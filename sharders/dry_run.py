@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from sharders.recognise import Transformer, outward, within
+from sharders.recognise import Transformer, is_of_torchrec, outward, within
 
 Shape = tuple[int, ...]
 
@@ -102,7 +102,7 @@ def find_feed(
     Raises:
         DryRunError: none does; says how the first one failed.
     """
-    if any(type(m).__module__.partition(".")[0] == "torchrec" for m in model.modules()):
+    if any(is_of_torchrec(m) for m in model.modules()):
         raise DryRunError("its tables take jagged tensors")
     watch, failure = list(watch), ""
     dtypes = (p.dtype for p in model.parameters() if p.is_floating_point())

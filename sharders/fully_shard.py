@@ -114,6 +114,7 @@ class FSDPWrapper:
         blocks = repeated_blocks(module, ignored)
         checkpoint_blocks(blocks, self.activation_checkpointing)
         if self.compile is not False:
+            _check_compilable(module)
             compile_blocks(blocks, self.compile if isinstance(self.compile, Mapping) else {})
 
     def _shard(
@@ -176,6 +177,21 @@ class FSDPWrapper:
             pin = torch.accelerator.is_available()
             policies["offload_policy"] = CPUOffloadPolicy(pin_memory=pin) if self.offload is True else self.offload
         return policies
+
+
+def _check_compilable(module: nn.Module) -> None:
+    """Refuse what torch 2.13 compiles into wrong or missing gradients without a word."""
+    if any(getattr(m, "_dmp_chunks_sequence", False) for m in module.modules()):
+        raise ShardError(
+            "compile=True with sequence parallelism leaves weights without gradients in torch 2.13; use one of the two"
+        )
+    for path, m in module.named_modules():
+        weight = m._parameters.get("weight") if isinstance(m, nn.Embedding) else None
+        if weight is not None and any(p.is_shard(0) for p in getattr(weight, "placements", ())):
+            raise ShardError(
+                f"compile=True with the vocabulary of {path!r} split gives it wrong gradients in torch 2.13; leave it "
+                "(and the head) out of the tensor-parallel plan, or do not compile"
+            )
 
 
 def data_mesh(env: ShardingEnv) -> DeviceMesh:

@@ -401,9 +401,19 @@ def _width(blocks: Iterable[Block], modules: Mapping[str, nn.Module]) -> int:
     return 0
 
 
+def is_of_torchrec(module: nn.Module) -> bool:
+    """Whether the module's class is TorchRec's; asked without importing it."""
+    return type(module).__module__.partition(".")[0] == "torchrec"
+
+
 def _vocabulary(outside: Mapping[str, nn.Module], width: int) -> tuple[str | None, str | None]:
     """Token embedding and head: tied, else the most rows that a head has too, else the only embedding."""
-    embeddings = {n: m for n, m in outside.items() if isinstance(m, nn.Embedding) and m.embedding_dim == width}
+    collections = [n for n, m in outside.items() if is_of_torchrec(m)]  # which call their tables by themselves
+    embeddings = {
+        n: m
+        for n, m in outside.items()
+        if isinstance(m, nn.Embedding) and m.embedding_dim == width and not any(within(n, c) for c in collections)
+    }
     linears = {n: m for n, m in outside.items() if isinstance(m, nn.Linear) and m.in_features == width}
     for name, embedding in embeddings.items():
         for head, linear in list(linears.items())[::-1]:

@@ -103,6 +103,7 @@ def split_sequence(module: nn.Module, mesh: DeviceMesh, path: str, width: int) -
         whole = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
         return whole.redistribute(placements=[Shard(1)]).to_local()
 
+    module._dmp_chunks_sequence = True  # type: ignore[assignment]
     _on_hidden_state(module, split, path, width)
 
 

@@ -47,6 +47,7 @@ PUBLIC = {
         "table_row_wise",
         "table_wise",
         # state
+        "GradScaler",
         "clip_grad_norm_",
         "full_optimizer_state_dict",
         "full_state_dict",

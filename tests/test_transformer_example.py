@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import os
 import re
 import subprocess
@@ -39,13 +39,18 @@ def command(processes: int, *arguments: str) -> subprocess.CompletedProcess[str]
 
 @cache
 def example() -> Any:
-    """`train.py` as a module; another example may have files of the same names."""
-    sys.path.insert(0, str(FOLDER))
-    sys.path.append(str(FOLDER.parent))
-    specification = importlib.util.spec_from_file_location("transformer_train", TRAIN)
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
+    """`train.py` as a module. Other examples have files of the same names, so these are forgotten once it is loaded."""
+    names = {path.stem for path in FOLDER.glob("*.py")}
+    others = {name: sys.modules.pop(name) for name in names & set(sys.modules)}
+    path = list(sys.path)
+    sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
+    try:
+        return importlib.import_module("train")
+    finally:
+        sys.path[:] = path
+        for name in names & set(sys.modules):
+            del sys.modules[name]
+        sys.modules.update(others)
 
 
 def train(shape: tuple[int, ...], names: tuple[str, ...], *arguments: str) -> tuple[list[float], float, float]:
@@ -98,6 +103,7 @@ def on_ranks(shape: tuple[int, ...], names: tuple[str, ...], *arguments: str) ->
 @pytest.mark.parametrize(
     ("shape", "names", "options"),
     [
+        ((2, 2), ("shard", "tp"), ["--sequence-parallel", "--loss-parallel"]),
         ((2, 2), ("shard", "tp"), ["--sequence-parallel", "--loss-parallel", "--activation-checkpointing"]),
         ((2, 2), ("replicate", "tp"), []),
         ((2, 2), ("replicate", "shard"), ["--activation-checkpointing"]),

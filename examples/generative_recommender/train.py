@@ -10,8 +10,8 @@ import logging
 import math
 import sys
 import time
-import warnings
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # what the examples share
@@ -64,13 +64,16 @@ def main() -> None:
     first_step = 0
     if args.resume:
         extra = load_checkpoint(args.resume, model, optimizer)
+        if extra["data"] != asdict(generator):
+            raise ValueError(f"{args.resume} is of other data: expected {asdict(generator)}, got {extra['data']}")
         first_step = extra["step"]
         say(f"resumed {args.resume}, saved after {first_step:,} steps")
         if first_step >= args.steps:
             say(f"nothing left to train: --steps {args.steps} counts from the first step of all")
     train(model, optimizer, task, first_step, args.steps)
     if args.checkpoint:
-        save_checkpoint(args.checkpoint, model, optimizer, extra={"step": max(first_step, args.steps)})
+        extra = {"step": max(first_step, args.steps), "data": asdict(generator)}
+        save_checkpoint(args.checkpoint, model, optimizer, extra=extra)
         say(f"saved {args.checkpoint}")
 
     reached, best_1, best_10 = evaluate(model, task), generator.best_hit_rate(1), generator.best_hit_rate(10)
@@ -157,8 +160,6 @@ _probability.__name__ = "probability"  # argparse shows it in its errors
 
 
 if __name__ == "__main__":
-    # A Linear with a bias returns a view, and FSDP2 warns of writing into it in place, which nobody here does.
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
     logging.getLogger("torch.fx").setLevel(logging.ERROR)  # a remark about how TorchRec asks whether it is traced
     try:
         main()

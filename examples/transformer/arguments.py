@@ -49,7 +49,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     model("--seed", "of initial weights and of the order of the text", type=int, default=0)
 
     training = parser.options("training")
-    training("--steps", "in all, those before --resume too", metavar="N", type=positive, default=250)
+    training("--steps", "in all, those before --resume too", metavar="N", type=positive, default=150)
     training("--batch-size", "samples a step, over all data ranks", metavar="B", type=positive, default=16)
     training("--length", "bytes of a sample", metavar="T", type=positive, default=128)
     training("--lr", "highest learning rate, after a warm-up", type=float, default=3e-3)
@@ -60,7 +60,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     checkpoint("--resume", "go on from such a DIR/step-N, written on any mesh", metavar="PATH")
 
     sample = parser.options("sample")
-    sample("--sample", "bytes to write at the end; 0 for none", metavar="N", type=int, default=200)
+    sample("--sample", "bytes to write at the end; 0 for none", metavar="N", type=int, default=120)
     sample("--temperature", "0 takes the likeliest byte", metavar="X", type=float, default=0.7)
 
     args = parser.parse_args(words)

@@ -17,17 +17,19 @@ from tests.ranks import close_pools, mesh, run_ranks
 WORK = Workload(dim=512, layers=8, heads=8, kv_heads=4, hidden=1536, vocab=8192)
 MESH = "shard 2 x tp 2"
 ALLOWED, SMALL_BYTES = 1.02, 4 << 20  # objects, and pages that the allocator rounds up to
-STEPS = 2
+STEPS, RUNS = 2, 3
 
 
 def run(quick: bool) -> list[Result]:
-    """From values and from meta; the figure is that of the rank with the highest peak."""
+    """From values and from meta; the highest peak of a rank, the lowest of several runs: what is in flight varies."""
     results = []
     for device, what in (("cpu", "with values"), ("meta", "on meta")):
-        used = []
-        for is_ours in (False, True):
-            close_pools()  # memory that an earlier call has freed and the allocator has kept would hide the peak
-            used.append(max(run_ranks(prod(MESHES[MESH][0]), peak, is_ours, device, timeout=300)))
+        peaks: tuple[list[int], list[int]] = ([], [])
+        for _ in range(1 if quick else RUNS):
+            for is_ours in (False, True):
+                close_pools()  # memory that an earlier call has freed and the allocator has kept would hide the peak
+                peaks[is_ours].append(max(run_ranks(prod(MESHES[MESH][0]), peak, is_ours, device, timeout=300)))
+        used = [min(of_side) for of_side in peaks]
         allowed = (ALLOWED * used[0] + SMALL_BYTES) / MB
         name = f"memory of wrapping a transformer {what}, 2 steps: {MESH}"
         results.append(Result(name, "MB", used[0] / MB, used[1] / MB, None, allowed))

@@ -12,12 +12,23 @@ import torch.distributed as dist
 
 import dmp
 from tests.bench.report import Result
-from tests.bench.step import BATCHES, CHECKED, STEPS, TOLERANCE, both, quartiles, quickest_of_rounds, slowest
+from tests.bench.step import (
+    BATCHES,
+    CHECKED,
+    MAX_ROUNDS,
+    MIN_ROUNDS,
+    SECONDS_OF_POINT,
+    STEPS,
+    TOLERANCE,
+    both,
+    quartiles,
+    quickest_of_rounds,
+    slowest,
+)
 from tests.bench.transformer_by_hand import whole_values
 from tests.bench.transformer_workload import LARGE, MESHES, SMALL, Side, Workload, data_rank, env_of, make_sides
 from tests.ranks import run_ranks
 
-MIN_ROUNDS, MAX_ROUNDS, SECONDS_OF_POINT = 7, 40, 8.0
 GOAL = round(1 / 1.02, 3)
 SIZES = {"dim 128": SMALL, "dim 512": LARGE}
 
