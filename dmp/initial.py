@@ -2,17 +2,18 @@
 
 [Note: initial values]
 A table is filled in blocks of a fixed number of rows, each from a generator state made of (seed, name, block), so a
-rank makes only the blocks that it holds and every plan gives the same table; so are the weights of `nn.Linear` and
-`nn.Embedding`, whose initial values do not depend on the number of rows. Any other dense module is reset as a whole on
-the CPU from (seed, path). torch's DTensor random numbers are not used: on the CPU they repeat on every rank. The
-device's own random state is not touched. The values themselves are those of the model's `_init_weights(module)` where
-it has one (Hugging Face), else of each module's `reset_parameters()`.
+rank makes only the blocks that it holds and every plan gives the same table; so are the weights of `nn.Linear`,
+`nn.Embedding` and `nn.EmbeddingBag`, whose initial values do not depend on the number of rows. Any other dense module
+is reset as a whole on the CPU from (seed, path). torch's DTensor random numbers are not used: on the CPU they repeat on
+every rank. The device's own random state is not touched. The values themselves are those of each module's
+`reset_parameters()`, then of the model's `_init_weights(module)` where it has one (as Hugging Face's models do).
 """
 
 from __future__ import annotations
 
 import copy
 import hashlib
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -74,6 +75,11 @@ def fill_from_reset(targets: Mapping[str, ChunkedTensor], original: nn.Module, p
         target.fill_from(values[name].detach())
 
 
+def fill_own(targets: Mapping[str, ChunkedTensor], owner: nn.Module, path: str, seed: int, root: nn.Module) -> None:
+    """Fill chunks of what a module itself owns, as `materialise` would."""
+    _fill(owner, path, targets, seed, _reset_of(owner, path, root), ())
+
+
 def materialise(
     module: nn.Module,
     device: torch.device,
@@ -127,7 +133,7 @@ def _fill(
         assert by_rows is not None
         fill_chunks(targets[name], by_rows(owner, name, reset), f"{path}.{name}" if path else name, seed)
     rest = {n: t for n, t in targets.items() if not (is_plain and t.dim())}
-    if any(t.chunks for t in rest.values()):
+    if rest:  # on ranks that hold nothing of it too, so that all raise where nothing gives it values
         values = _own(_reset_copy(owner, path, seed, reset, elsewhere))
         for name, target in rest.items():
             target.fill_from(values[name].detach())
@@ -148,7 +154,8 @@ def _rows_of_linear(owner: Any, name: str, reset: Callable[[nn.Module], Any]) ->
 
 def _rows_of_embedding(owner: Any, name: str, reset: Callable[[nn.Module], Any]) -> Callable[[torch.Tensor], Any]:
     def fill(values: torch.Tensor) -> None:
-        small = nn.Embedding(values.shape[0], owner.embedding_dim, device="meta", dtype=values.dtype)
+        kind = nn.EmbeddingBag if isinstance(owner, nn.EmbeddingBag) else nn.Embedding
+        small = kind(values.shape[0], owner.embedding_dim, device="meta", dtype=values.dtype)
         small.weight = nn.Parameter(values)
         reset(small)
 
@@ -159,12 +166,13 @@ def _rows_of_embedding(owner: Any, name: str, reset: Callable[[nn.Module], Any])
 _BY_ROWS: dict[type[nn.Module], Callable[[Any, str, Callable[[nn.Module], Any]], Callable[[torch.Tensor], Any]]] = {
     nn.Linear: _rows_of_linear,
     nn.Embedding: _rows_of_embedding,
+    nn.EmbeddingBag: _rows_of_embedding,
 }
 
 
 def _is_row_by_row(owner: Any, reset: Callable[[nn.Module], Any]) -> bool:
     """Torch's own initial values; a subclass's may depend on the number of rows, and a padding row is zero."""
-    kind = nn.Linear if isinstance(owner, nn.Linear) else nn.Embedding
+    kind: Any = next(k for k in _BY_ROWS if isinstance(owner, k))
     has_own = type(owner).reset_parameters is not kind.reset_parameters
     return not has_own and getattr(owner, "padding_idx", None) is None
 
@@ -219,24 +227,50 @@ def _reset_copy(
         if id(t) not in memo:
             empty = torch.empty(t.shape, dtype=t.dtype, device="cpu")
             memo[id(t)] = nn.Parameter(empty, requires_grad=False) if isinstance(t, nn.Parameter) else empty
-    made = copy.deepcopy(module, memo)
+    made: nn.Module = copy.deepcopy(module, memo)
+    floats = {name: t for name, t in _own(made).items() if t.is_floating_point()}
     with seeded(seed, path), torch.no_grad():
+        for t in floats.values():
+            t.fill_(torch.nan)
         reset(made)
+    left = [name for name in floats if bool(_own(made)[name].isnan().any())]
+    if left:
+        raise ShardError(
+            f"module {path!r} ({type(module).__name__}) is on meta, and nothing gave {left} values: neither a "
+            "reset_parameters() of its own nor the model's _init_weights(module); give it one of the two"
+        )
     return made
 
 
 def _reset_of(module: nn.Module, path: str, root: nn.Module | None = None) -> Callable[[nn.Module], Any]:
     """How to reset a module: a function, for a copy of it."""
-    of_model = getattr(root, "_init_weights", None)
-    if callable(of_model):
-        return of_model  # type: ignore[no-any-return]
+    by_model = model_init(root)
     # torch's MultiheadAttention and Transformer have only the second.
     name = next((n for n in ("reset_parameters", "_reset_parameters") if callable(getattr(module, n, None))), None)
-    if name is None:
+    if name is None and by_model is None:
         on_meta = [n for n, t in _own(module).items() if t.is_meta]
         raise ShardError(
             f"module {path!r} ({type(module).__name__}) has {on_meta or 'parameters'} on meta and no "
             "reset_parameters() to fill them; give it one, or build it on a real device, or pass "
             "init_parameters=False and load values"
         )
-    return lambda made: getattr(made, name)()
+
+    def reset(made: nn.Module) -> None:
+        if name is not None:
+            getattr(made, name)()
+        if by_model is not None:
+            by_model(made)
+
+    return reset
+
+
+def model_init(root: nn.Module | None) -> Callable[[nn.Module], Any] | None:
+    """The model's `_init_weights`, where it is one that takes a module."""
+    found = getattr(root, "_init_weights", None)
+    if not callable(found):
+        return None
+    try:
+        inspect.signature(found).bind(root)
+    except (TypeError, ValueError):
+        return None
+    return found  # type: ignore[no-any-return]

@@ -23,7 +23,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.nn.parameter import is_lazy
 
 from dmp.agreement import check_agreement, sync_from_first_rank
-from dmp.chunked import ChunkedTensor, is_dtensor
+from dmp.chunked import ChunkedTensor, as_chunks, is_dtensor
 from dmp.contracts import (
     DataParallelWrapper,
     FusedModule,
@@ -36,7 +36,15 @@ from dmp.discovery import Resolved, Site, check_plan, join
 from dmp.env import ShardingEnv, default_env
 from dmp.errors import CheckpointError, DmpError, PlanError, ShardError
 from dmp.fused import FusedOptimizer
-from dmp.initial import check_can_materialise, fill_chunks, fill_from_reset, materialise, shared_seed
+from dmp.initial import (
+    check_can_materialise,
+    fill_chunks,
+    fill_from_reset,
+    fill_own,
+    materialise,
+    model_init,
+    shared_seed,
+)
 from dmp.layout import Layout, ParameterSharding
 from dmp.plan import ShardingPlan, as_plan
 from dmp.registry import (
@@ -191,6 +199,7 @@ class DistributedModelParallel(nn.Module):
         if failure is not None:
             raise failure
         modules: list[nn.Module] = made
+        root = module
         for site, new in zip(sites, modules, strict=True):
             if new is not site.module:
                 _carry_over(site.module, new)
@@ -199,7 +208,7 @@ class DistributedModelParallel(nn.Module):
             if hasattr(new, "module_path"):
                 new.module_path = site.path  # type: ignore[assignment]
             if init_parameters:
-                _fill_from_meta(site, new, seed)
+                _fill_from_meta(site, new, seed, root)
             for path in site.aliases:
                 module = _replace(module, path, new)
             self._paths[site.path] = site.aliases
@@ -503,18 +512,17 @@ def _fills_itself(site: Site) -> bool:
     return all(info.init_fn is not None for info in site.infos.values())
 
 
-def _fill_from_meta(site: Site, new: nn.Module, seed: int) -> None:
+def _fill_from_meta(site: Site, new: nn.Module, seed: int, root: nn.Module) -> None:
     on_meta = [name for name, p in site.module.named_parameters() if p.is_meta]
-    if not on_meta:
-        return
-    if not isinstance(new, ShardedModule):
+    if not on_meta or not isinstance(new, ShardedModule):
         return
     chunked, local = new.chunked_state(), dict(new.named_parameters())
+    targets = {name: chunked[name] if name in chunked else as_chunks(local[name]) for name in on_meta}
+    if model_init(root) is not None and isinstance(site.module, nn.Embedding | nn.EmbeddingBag):
+        fill_own(targets, site.module, site.path, seed, root)
+        return
     rest: dict[str, ChunkedTensor] = {}
-    for name in on_meta:
-        target = chunked.get(name)
-        if target is None:  # whole on every rank
-            target = ChunkedTensor(local[name].shape, [local[name].detach()], [(0,) * local[name].dim()])
+    for name, target in targets.items():
         init_fn = site.infos[name].init_fn if name in site.infos else None
         if init_fn is not None:
             fill_chunks(target, init_fn, join(site.path, name), seed)

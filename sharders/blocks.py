@@ -204,6 +204,10 @@ def checkpoint_blocks(blocks: Mapping[str, nn.Module], which: bool | Callable[[s
     for path, block in blocks.items():
         if which is True or (callable(which) and which(path, block)):
             checkpoint(block)
+            # First of the hooks on inputs: a recompute starts from the block's own inputs, which the others then change
+            # again (sequence parallelism takes its chunk of them).
+            hooks: Any = block._forward_pre_hooks
+            hooks.move_to_end(next(reversed(hooks)), last=False)
 
 
 def compile_blocks(blocks: Mapping[str, nn.Module], options: Mapping[str, Any]) -> None:

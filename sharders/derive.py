@@ -152,6 +152,8 @@ def _vocabulary_part(
     model: nn.Module, parts: Transformer, size: int, axis: str, loss_parallel: bool, notes: list[str]
 ) -> Iterator[_Part]:
     styles = {}
+    pair = [model.get_submodule(path) for path in (parts.embedding, parts.head) if path is not None]
+    tied = len(pair) == 2 and pair[0].weight is pair[1].weight
     for path, style in (
         (parts.embedding, "rowwise"),
         (parts.head, "colwise_loss_parallel" if loss_parallel else "colwise_gather"),
@@ -171,10 +173,12 @@ def _vocabulary_part(
             notes.append(f"{path}: left whole, its vocabulary {rows} is not divisible by {size}")
         elif isinstance(module, nn.Embedding) and (module.sparse or module.max_norm is not None):
             notes.append(f"{path}: left whole, sparse gradients and max_norm are for whole rows on one rank")
-            return  # the head too: they may be tied
+            if tied:
+                return
         elif hasattr(module.weight, "_optimizer_classes"):
             notes.append(f"{path}: left whole, its optimizer runs in the backward pass")
-            return
+            if tied:
+                return
         else:
             styles[path] = style
     if styles:

@@ -408,12 +408,9 @@ def is_of_torchrec(module: nn.Module) -> bool:
 
 def _vocabulary(outside: Mapping[str, nn.Module], width: int) -> tuple[str | None, str | None]:
     """Token embedding and head: tied, else the most rows that a head has too, else the only embedding."""
+    every = {n: m for n, m in outside.items() if isinstance(m, nn.Embedding) and m.embedding_dim == width}
     collections = [n for n, m in outside.items() if is_of_torchrec(m)]  # which call their tables by themselves
-    embeddings = {
-        n: m
-        for n, m in outside.items()
-        if isinstance(m, nn.Embedding) and m.embedding_dim == width and not any(within(n, c) for c in collections)
-    }
+    embeddings = {n: m for n, m in every.items() if not any(within(n, c) for c in collections)}
     linears = {n: m for n, m in outside.items() if isinstance(m, nn.Linear) and m.in_features == width}
     for name, embedding in embeddings.items():
         for head, linear in list(linears.items())[::-1]:
@@ -426,5 +423,8 @@ def _vocabulary(outside: Mapping[str, nn.Module], width: int) -> tuple[str | Non
         heads = [n for n, m in linears.items() if m.out_features == rows]
         if heads:
             return name, heads[-1]
+    if len(tokens) == 1:
+        return tokens[0], None
     # Several without a head may be tables of a recommender, of which none is the vocabulary.
-    return (tokens[0], None) if len(tokens) == 1 else (None, None)
+    tables = {m.num_embeddings for n, m in every.items() if n not in embeddings}
+    return None, next((n for n, m in list(linears.items())[::-1] if m.out_features in tables), None)

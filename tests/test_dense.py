@@ -311,3 +311,34 @@ def _delayed(mesh: str) -> None:
 @pytest.mark.parametrize("mesh", ["fsdp2", "fsdp2xtp2"])
 def test_data_parallel_part_may_come_later(mesh: str) -> None:
     run_ranks(_ranks(mesh), _delayed, mesh)
+
+
+class _ByModel(nn.Module):
+    """Fills its modules as Hugging Face's models do."""
+
+    def __init__(self, init_norm: bool) -> None:
+        super().__init__()
+        self.init_norm = init_norm
+        self.tokens, self.linear, self.norm = nn.Embedding(8, 4), nn.Linear(4, 4), _Norm()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.constant_(module.weight, 0.5)
+        if isinstance(module, _Norm) and self.init_norm:
+            nn.init.constant_(module.scale, 2.0)
+
+
+class _Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+
+def test_the_models_own_initial_values_win() -> None:
+    with torch.device("meta"):
+        good, bad = _ByModel(True), _ByModel(False)
+    values = full_state_dict(DistributedModelParallel(good))
+    assert (values["tokens.weight"] == 0.5).all() and (values["linear.weight"] == 0.5).all()
+    assert (values["norm.scale"] == 2.0).all() and values["linear.bias"].abs().max() > 0
+    with pytest.raises(ShardError, match=r"'norm'.*nothing gave \['scale'\] values"):
+        DistributedModelParallel(bad)

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from dmp import DistributedModelParallel, ShardingEnv, clip_grad_norm_, full_state_dict
 from tests.ranks import mesh as mesh_of
 from tests.ranks import run_ranks
-
-transformers = pytest.importorskip("transformers")
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = str(ROOT / "examples" / "hf_llama.py")
@@ -68,13 +67,13 @@ def check_equals_plain(shape: tuple[int, ...], names: tuple[str, ...], is_tied: 
 
 
 @pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("axis", ["tp", "shard", "replicate"])
-def test_equals_the_plain_model(axis: str, is_tied: bool) -> None:
-    run_ranks(2, check_equals_plain, (2,), (axis,), is_tied)
-
-
-def test_equals_the_plain_model_on_two_axes() -> None:
-    run_ranks(4, check_equals_plain, (2, 2), ("shard", "tp"), False)
+@pytest.mark.parametrize(
+    ("shape", "names"),
+    [((2, 2), ("shard", "tp")), ((2, 2), ("replicate", "shard")), ((4,), ("dp",))],
+    ids=lambda x: "x".join(map(str, x)),
+)
+def test_equals_the_plain_model(shape: tuple[int, ...], names: tuple[str, ...], is_tied: bool) -> None:
+    run_ranks(4, check_equals_plain, shape, names, is_tied)
 
 
 def test_example_trains_and_gives_a_plain_model_back(tmp_path: Path) -> None:

@@ -202,3 +202,14 @@ def _refused() -> None:
 
 def test_what_torch_compiles_wrongly_is_refused() -> None:
     run_ranks(2, _refused)
+
+
+def _head_is_split(optimizer: str | None) -> None:
+    model = DistributedModelParallel(make(optimizer), env_of("tp2"))
+    assert str(model.plan["head.weight"]) == "colwise()"
+    assert str(model.plan["items.embeddings.item.weight"]) not in ("rowwise(0)", "replicate()")
+
+
+@pytest.mark.parametrize("optimizer", [None, "adagrad"])
+def test_a_collection_is_no_vocabulary_but_its_head_is_split(optimizer: str | None) -> None:
+    run_ranks(2, _head_is_split, optimizer)

@@ -175,13 +175,16 @@ def test_equals_one_process(mesh: str, name: str, mode: str) -> None:
     [
         ("fsdp2xtp2", {"activation_checkpointing": True}),
         ("hsdp2x2", {"activation_checkpointing": True, "reshard_after_forward": False}),
-        ("tp2", {"activation_checkpointing": True}),
+        ("tp2", {"activation_checkpointing": True, "sequence_parallel": True}),
+        ("fsdp2xtp2", {"activation_checkpointing": True, "sequence_parallel": True}),
         ("fsdp2", {"reshard_after_forward": False}),
         ("fsdp2", {"offload": True}),
     ],
 )
 def test_options_do_not_change_numbers(mesh: str, options: dict[str, Any]) -> None:
-    run_ranks(math.prod(MESHES[mesh].shape), five_steps, mesh, "llama_gqa", "plain", options)
+    options = dict(options)
+    mode = "sp" if options.pop("sequence_parallel", False) else "plain"
+    run_ranks(math.prod(MESHES[mesh].shape), five_steps, mesh, "llama_gqa", mode, options)
 
 
 @pytest.mark.parametrize("mesh", ["tp2", "dp2", "fsdp2", "fsdp2xtp2", "hsdp2x2", "replicate2xtp2"])

@@ -32,8 +32,8 @@ def run(quick: bool) -> list[Result]:
             what = f"70 B parameters on {name} ranks, {'filled' if fills else 'left on meta'}"
             results.append(Result(f"wrap {what}", "s", None, took["seconds"], None, SECONDS))
             held = took["shard_bytes"] if fills else 0
-            name = f"memory above {held / 1e9:.2f} GB of own shards, {what}"
-            results.append(Result(name, "GB", None, (took["peak_bytes"] - held) / 1e9, None, GIGABYTES))
+            above = f"memory above {held / 1e9:.2f} GB of own shards, {what}"
+            results.append(Result(above, "GB", None, (took["peak_bytes"] - held) / 1e9, None, GIGABYTES))
             print(results[-2], results[-1], took["weights"], sep="\n", flush=True)
     return results
 
@@ -55,7 +55,7 @@ def wrapped(mesh_name: str, fills: bool) -> dict[str, Any]:
 
 
 def main(mesh_name: str, fills: bool) -> dict[str, Any]:
-    """Wrap the model on rank 0; processor seconds, peak resident bytes of the whole process, and weights on the rank."""
+    """Wrap the model on rank 0; processor seconds, peak resident bytes of the process, and weights on it."""
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
