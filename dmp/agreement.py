@@ -15,7 +15,9 @@ from torch.nn.parameter import is_lazy
 from dmp.env import ShardingEnv
 from dmp.errors import PlanError
 
-_COLUMNS = 1024
+# Of 64-bit words in a checksum. Many columns keep the sum fast; a prime, that no row of a weight is as long; few rows
+# (a sum of few is as fast as a copy), for the words above each other in one block are not told apart.
+_BLOCK_ROWS, _COLUMNS = 16, 1021
 _BLOCK = 1 << 22
 
 
@@ -72,14 +74,15 @@ def checksum(tensor: torch.Tensor) -> int:
     if bits.storage_offset() % 8:  # 64-bit words begin at multiples of 8
         bits = bits.clone()
     words = bits[: bits.numel() // 8 * 8].view(torch.int64)  # these need no widening to be summed
-    whole = words.numel() // _COLUMNS * _COLUMNS
-    rows = words[:whole].view(-1, _COLUMNS)
-    # Sums wrap around, so the weight of each word is odd: an even one would lose its highest bits.
-    odd = torch.arange(1, 2 * _COLUMNS, 2, device=bits.device)
-    even = torch.arange(1, 1 + len(rows), device=bits.device) * (8 * _COLUMNS + 2)
-    total = bits.numel() + int((rows.sum(0) * odd).sum()) + int((rows.sum(1) * even).sum())
-    for rest in (words[whole:], bits[8 * words.numel() :]):
-        total += int((rest * odd[: rest.numel()]).sum())
+    whole = words.numel() // (_BLOCK_ROWS * _COLUMNS) * (_BLOCK_ROWS * _COLUMNS)
+    sums = words[:whole].view(-1, _BLOCK_ROWS, _COLUMNS).sum(1).view(-1)  # the one pass over the data
+    total = bits.numel()
+    for i, part in enumerate((sums, words[whole:], bits[8 * words.numel() :])):
+        if part.numel():
+            # Sums wrap around, so the weight of each word is odd: an even one would lose its highest bits.
+            first = (1 << 40) * i + 1
+            odd = torch.arange(first, first + 2 * part.numel(), 2, device=bits.device)
+            total += int((part * odd).sum())
     return (total + (1 << 63)) % (1 << 64) - (1 << 63)
 
 

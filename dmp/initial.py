@@ -1,12 +1,16 @@
 """Initial values of parameters that are still on meta: they depend on (name, seed) alone.
 
 [Note: initial values]
-A table is filled in blocks of a fixed number of rows, each from a generator state made of (seed, name, block), so a
-rank makes only the blocks that it holds and every plan gives the same table; so are the weights of `nn.Linear`,
-`nn.Embedding` and `nn.EmbeddingBag`, whose initial values do not depend on the number of rows. Any other dense module
-is reset as a whole on the CPU from (seed, path). torch's DTensor random numbers are not used: on the CPU they repeat on
-every rank. The device's own random state is not touched. The values themselves are those of each module's
-`reset_parameters()`, then of the model's `_init_weights(module)` where it has one (as Hugging Face's models do).
+A parameter is filled in blocks, rectangles by a fixed rule of its shape, each from a generator state made of (seed,
+name, block), so a rank makes only the blocks that it holds and every plan gives the same values. How it is cut:
+- A table: blocks of whole rows, for that is what an `init_fn` is promised.
+- `nn.Linear`, `nn.Embedding` and `nn.EmbeddingBag` with torch's own initial values, where each element is drawn from
+  one distribution: small tiles, so that ranks which hold columns, or few rows, do not draw what others hold.
+- The same with a model's `_init_weights(module)`, which may look at a row: blocks of whole rows.
+- Any other dense module is reset as a whole on the CPU from (seed, path).
+The values are those of each module's `reset_parameters()`, then of the model's `_init_weights(module)` where it has one
+(as Hugging Face's models do). torch's DTensor random numbers are not used: on the CPU they repeat on every rank. The
+device's own random state is not touched.
 """
 
 from __future__ import annotations
@@ -17,6 +21,9 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import product
+from math import prod
 from typing import Any
 
 import torch
@@ -24,11 +31,27 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from dmp.chunked import ChunkedTensor, as_chunks, copy_overlap, overlap_numel
+from dmp.chunked import ChunkedTensor, as_chunks, copy_overlap
 from dmp.env import ShardingEnv
 from dmp.errors import ShardError
 
-BLOCK_ELEMENTS = 1 << 20
+BLOCK_ELEMENTS = 1 << 20  # of whole rows: an init_fn costs some 50 us each time
+# Of a tile. Smaller ones cost more for seeding (5 us) and copying, larger ones more for elements that others hold.
+TILE_ROWS, TILE_COLUMNS = 32, 1024
+
+
+@dataclass(frozen=True)
+class _Reset:
+    """Gives a module its initial values: by a method of its own, then by the model's `_init_weights`."""
+
+    by_module: str | None
+    by_model: Callable[[nn.Module], Any] | None
+
+    def __call__(self, module: nn.Module) -> None:
+        if self.by_module is not None:
+            getattr(module, self.by_module)()
+        if self.by_model is not None:
+            self.by_model(module)
 
 
 def shared_seed(env: ShardingEnv) -> int:
@@ -42,30 +65,57 @@ def shared_seed(env: ShardingEnv) -> int:
 @contextmanager
 def seeded(seed: int, *names: Any) -> Iterator[None]:
     """CPU random numbers from (seed, names) inside; the state before is put back."""
-    digest = hashlib.sha256(repr((seed, *names)).encode()).digest()
     with torch.random.fork_rng(devices=[]):
-        # The CPU's generator alone: torch.manual_seed would set those of the devices too.
-        torch.default_generator.manual_seed(int.from_bytes(digest[:7], "big"))
+        _set_seed(seed, *names)
         yield
+
+
+def _set_seed(seed: int, *names: Any) -> None:
+    digest = hashlib.sha256(repr((seed, *names)).encode()).digest()
+    # The CPU's generator alone: torch.manual_seed would set those of the devices too.
+    torch.default_generator.manual_seed(int.from_bytes(digest[:7], "big"))
 
 
 def fill_chunks(target: ChunkedTensor, init_fn: Callable[[torch.Tensor], Any], name: str, seed: int) -> None:
     """Fill the local chunks of a table by `init_fn` on blocks of whole rows; holds one block at a time."""
-    shape = tuple(target.size())
-    row = target.numel() // max(1, shape[0])
-    rows = max(1, BLOCK_ELEMENTS // max(1, row))
+    rows, *rest = target.shape
+    row = target.numel() // max(1, rows)
+    _fill_blocks(target, (max(1, BLOCK_ELEMENTS // max(1, row)), *rest), init_fn, name, seed)
+
+
+def _fill_tiles(target: ChunkedTensor, draw: Callable[[torch.Tensor], Any], name: str, seed: int) -> None:
+    """Fill the local chunks by `draw`, which draws every element from one distribution, on small tiles."""
+    *first, last = target.shape
+    columns = min(TILE_COLUMNS, last)
+    rows = TILE_ROWS * TILE_COLUMNS // max(1, columns)
+    _fill_blocks(target, (rows, columns) if first else (TILE_ROWS * TILE_COLUMNS,), draw, name, seed)
+
+
+def _fill_blocks(
+    target: ChunkedTensor, block: tuple[int, ...], fill: Callable[[torch.Tensor], Any], name: str, seed: int
+) -> None:
+    """Fill the local chunks by `fill` on those blocks of a grid that they touch; holds one at a time."""
+    shape = tuple(target.shape)
+    touching: dict[tuple[int, ...], list[tuple[torch.Tensor, tuple[int, ...]]]] = {}
+    for chunk, offset in zip(target.chunks, target.offsets, strict=True):
+        if chunk.numel():
+            spans = zip(offset, chunk.shape, block, strict=True)
+            for index in product(*(range(o // step, (o + n - 1) // step + 1) for o, n, step in spans)):
+                touching.setdefault(index, []).append((chunk, offset))
+    if not touching:
+        return
     # One buffer for all blocks: a new one for each, while the last is alive, scatters the heap.
-    buffer = torch.empty((min(rows, shape[0]), *shape[1:]), dtype=target.dtype)
-    for block, start in enumerate(range(0, shape[0], rows)):
-        size, at = (min(rows, shape[0] - start), *shape[1:]), (start, *(0 for _ in shape[1:]))
-        held = list(zip(target.chunks, target.offsets, strict=True))
-        if not any(overlap_numel(c.shape, o, size, at) for c, o in held):
-            continue
-        values = buffer[: size[0]]
-        with seeded(seed, name, block), torch.no_grad():
-            init_fn(values)
-        for chunk, offset in held:
-            copy_overlap(chunk, offset, values, at)
+    room = prod(min(step, size) for step, size in zip(block, shape, strict=True))
+    buffer = torch.empty(room, dtype=target.dtype, device="cpu")
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        for index, chunks in touching.items():
+            at = tuple(i * step for i, step in zip(index, block, strict=True))
+            size = tuple(min(step, n - o) for step, n, o in zip(block, shape, at, strict=True))
+            values = buffer[: prod(size)].view(size)
+            _set_seed(seed, name, *index)
+            fill(values)
+            for chunk, offset in chunks:
+                copy_overlap(chunk, offset, values, at)
 
 
 def fill_from_reset(targets: Mapping[str, ChunkedTensor], original: nn.Module, path: str, seed: int) -> None:
@@ -123,20 +173,36 @@ def _fill(
     path: str,
     targets: Mapping[str, ChunkedTensor],
     seed: int,
-    reset: Callable[[nn.Module], Any],
+    reset: _Reset,
     elsewhere: Iterable[nn.Module],
 ) -> None:
     """Fill chunks of the tensors that a module itself owns."""
-    by_rows = _BY_ROWS.get(next((k for k in _BY_ROWS if isinstance(owner, k)), nn.Module))
-    is_plain = by_rows is not None and _is_row_by_row(owner, reset)
-    for name in [n for n in targets if is_plain and targets[n].dim()]:
-        assert by_rows is not None
-        fill_chunks(targets[name], by_rows(owner, name, reset), f"{path}.{name}" if path else name, seed)
-    rest = {n: t for n, t in targets.items() if not (is_plain and t.dim())}
+    kind = next((k for k in _BY_BLOCKS if isinstance(owner, k)), None)
+    in_blocks = {n: t for n, t in targets.items() if kind is not None and t.dim() and _is_torchs_own(owner, kind)}
+    for name, target in in_blocks.items():
+        assert kind is not None
+        draw, by_rows = _BY_BLOCKS[kind]
+        full_name = f"{path}.{name}" if path else name
+        if reset.by_model is None:
+            _fill_tiles(target, draw(owner), full_name, seed)
+        else:
+            fill_chunks(target, by_rows(owner, name, reset), full_name, seed)
+    rest = {n: t for n, t in targets.items() if n not in in_blocks}
     if rest:  # on ranks that hold nothing of it too, so that all raise where nothing gives it values
         values = _own(_reset_copy(owner, path, seed, reset, elsewhere))
         for name, target in rest.items():
             target.fill_from(values[name].detach())
+
+
+def _uniform(owner: Any) -> Callable[[torch.Tensor], Any]:
+    """What `nn.Linear.reset_parameters` draws weight and bias from."""
+    bound = owner.in_features**-0.5 if owner.in_features else 0.0
+    return lambda values: values.uniform_(-bound, bound)
+
+
+def _normal(owner: Any) -> Callable[[torch.Tensor], Any]:
+    """What `nn.Embedding.reset_parameters` draws the weight from."""
+    return torch.Tensor.normal_
 
 
 def _rows_of_linear(owner: Any, name: str, reset: Callable[[nn.Module], Any]) -> Callable[[torch.Tensor], Any]:
@@ -162,19 +228,19 @@ def _rows_of_embedding(owner: Any, name: str, reset: Callable[[nn.Module], Any])
     return fill
 
 
-# Modules whose weights can be filled row by row: a function of (module, parameter, reset) that fills a block of rows.
-_BY_ROWS: dict[type[nn.Module], Callable[[Any, str, Callable[[nn.Module], Any]], Callable[[torch.Tensor], Any]]] = {
-    nn.Linear: _rows_of_linear,
-    nn.Embedding: _rows_of_embedding,
-    nn.EmbeddingBag: _rows_of_embedding,
+_Fill = Callable[[torch.Tensor], Any]
+# Modules whose weights can be filled block by block: what each element is drawn from, by torch's own reset; and for a
+# model's reset a function of (module, parameter, reset) that fills a block of rows.
+_BY_BLOCKS: dict[type[nn.Module], tuple[Callable[[Any], _Fill], Callable[[Any, str, _Reset], _Fill]]] = {
+    nn.Linear: (_uniform, _rows_of_linear),
+    nn.Embedding: (_normal, _rows_of_embedding),
+    nn.EmbeddingBag: (_normal, _rows_of_embedding),
 }
 
 
-def _is_row_by_row(owner: Any, reset: Callable[[nn.Module], Any]) -> bool:
-    """Torch's own initial values; a subclass's may depend on the number of rows, and a padding row is zero."""
-    kind: Any = next(k for k in _BY_ROWS if isinstance(owner, k))
-    has_own = type(owner).reset_parameters is not kind.reset_parameters
-    return not has_own and getattr(owner, "padding_idx", None) is None
+def _is_torchs_own(owner: Any, kind: Any) -> bool:
+    """A subclass's reset may look at the number of rows, and a padding row is zero."""
+    return type(owner).reset_parameters is kind.reset_parameters and getattr(owner, "padding_idx", None) is None
 
 
 class _Elsewhere(nn.Module):
@@ -242,8 +308,8 @@ def _reset_copy(
     return made
 
 
-def _reset_of(module: nn.Module, path: str, root: nn.Module | None = None) -> Callable[[nn.Module], Any]:
-    """How to reset a module: a function, for a copy of it."""
+def _reset_of(module: nn.Module, path: str, root: nn.Module | None = None) -> _Reset:
+    """How to reset a module, or a copy of it."""
     by_model = model_init(root)
     # torch's MultiheadAttention and Transformer have only the second.
     name = next((n for n in ("reset_parameters", "_reset_parameters") if callable(getattr(module, n, None))), None)
@@ -254,14 +320,7 @@ def _reset_of(module: nn.Module, path: str, root: nn.Module | None = None) -> Ca
             "reset_parameters() to fill them; give it one, or build it on a real device, or pass "
             "init_parameters=False and load values"
         )
-
-    def reset(made: nn.Module) -> None:
-        if name is not None:
-            getattr(made, name)()
-        if by_model is not None:
-            by_model(made)
-
-    return reset
+    return _Reset(name, by_model)
 
 
 def model_init(root: nn.Module | None) -> Callable[[nn.Module], Any] | None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterable, Mapping
-from importlib.metadata import entry_points
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from torch import nn
@@ -61,13 +62,13 @@ def check_sharder_protocol(sharder: Any) -> None:
 def default_sharders() -> list[AnySharder]:
     """Built-in sharders, then those of entry points (`dmp.sharders`), then registered ones; later ones win."""
     built_in = [load(path)() for path, package in _BUILT_IN_SHARDERS.values() if package in sys.modules]
-    plugins = [_instance(point) for point in entry_points(group="dmp.sharders")]
+    plugins = [_instance(point) for point in _points("dmp.sharders")]
     return [*built_in, *plugins, *_registered]
 
 
 def default_planner() -> Any:
     """A planner from the entry points (`dmp.planners`) when there is one, else the built-in one."""
-    points = list(entry_points(group="dmp.planners"))
+    points = _points("dmp.planners")
     return points[-1].load()() if points else load(_BUILT_IN_PLANNER)()
 
 
@@ -95,6 +96,12 @@ def load(path: str) -> Any:
     """Object at `package.module:name`."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
+
+
+@cache
+def _points(group: str) -> tuple[EntryPoint, ...]:
+    """Entry points of installed packages; read once, for each time all packages' metadata is searched."""
+    return tuple(entry_points(group=group))
 
 
 def _instance(point: Any) -> AnySharder:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Iterator
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -13,17 +15,42 @@ from dmp.chunked import as_chunks
 
 
 def skeleton_of(module: nn.Module, sharded: list[nn.Module]) -> nn.Module:
-    """The same structure on meta; modules in `sharded` are not copied."""
+    """The same structure on meta; modules in `sharded` are not copied.
+
+    What `copy.deepcopy` would give, but most of what a module's attributes hold are numbers, for which that is slow.
+    """
     memo: dict[int, Any] = {id(m): m for m in sharded}
-    owned = {id(t) for m in sharded for t in [*m.parameters(), *m.buffers()]}
-    for _, tensor in all_tensors(module):
-        if id(tensor) in memo or id(tensor) in owned:
-            continue
-        empty = torch.empty_like(tensor.detach(), device="meta")
-        is_parameter = isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
-    made: nn.Module = copy.deepcopy(module, memo)
+    owned = {id(m) for s in sharded for m in s.modules()}
+    copied = [m for m in module.modules() if id(m) not in owned]
+    memo.update({id(m): type(m).__new__(type(m)) for m in copied})
+    for each in copied:
+        for tensor in [*each._parameters.values(), *each._buffers.values()]:
+            if tensor is not None and id(tensor) not in memo:
+                memo[id(tensor)] = _on_meta(tensor)
+    for each in copied:
+        memo[id(each)].__dict__.update({name: _copied(value, memo) for name, value in each.__dict__.items()})
+    made: nn.Module = memo[id(module)]
     return made
+
+
+_SHARED = (int, float, complex, str, bytes, type, torch.dtype, torch.device, torch.Size, FunctionType)
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    if value is None or isinstance(value, _SHARED):
+        return value
+    if type(value) is dict and all(v is None or id(v) in memo for v in value.values()):  # of modules, of parameters
+        return {key: None if v is None else memo[id(v)] for key, v in value.items()}
+    if type(value) in (OrderedDict, set) and not value:
+        return type(value)()
+    return copy.deepcopy(value, memo)
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    empty = torch.empty_like(tensor.detach(), device="meta")
+    if not isinstance(tensor, nn.Parameter):
+        return empty
+    return nn.Parameter(empty, requires_grad=tensor.requires_grad)
 
 
 def copy_values(old: nn.Module, new: nn.Module, device: torch.device) -> None:

@@ -32,7 +32,7 @@ from dmp.contracts import (
     ModuleSharder,
     ShardedModule,
 )
-from dmp.discovery import Resolved, Site, check_plan, join
+from dmp.discovery import Resolved, Site, check_plan, join, place_dense
 from dmp.env import ShardingEnv, default_env
 from dmp.errors import CheckpointError, DmpError, PlanError, ShardError
 from dmp.fused import FusedOptimizer
@@ -133,15 +133,14 @@ class DistributedModelParallel(nn.Module):
         check_agreement({"model": _describe(module)}, self._env)
         if plan is None:
             planner = planner if planner is not None else default_planner()
+            if self._env.tensor_size > 1 and self._env.rank:
+                # Sharders remember what they found for a model: the check below asks again, and rank 0 plans meanwhile.
+                _attempt(lambda: place_dense(module, self._sharders, self._env))
             plan = planner.collective_plan(module, self._sharders, self._env)
         elif planner is not None:
             raise PlanError("pass a plan or a planner, not both; to fix part of a plan: planner.plan(..., pinned=plan)")
-        given, failure = _attempt(lambda: as_plan(plan))
-        check_agreement({"error": str(failure or ""), "plan": given.to_json() if given else ""}, self._env)
-        if failure is not None:
-            raise failure
-        resolved = self._resolve(given, module)
-        self._plan = ShardingPlan(resolved.plan, report=given.report)
+        resolved = self._resolve(plan, module)
+        self._plan = ShardingPlan(resolved.plan, report=getattr(plan, "report", None))
 
         if init_parameters:
             check_can_materialise(module, [s.module for s in resolved.sites if _fills_itself(s)])
@@ -181,16 +180,21 @@ class DistributedModelParallel(nn.Module):
         """The modules that sharders have put into the model."""
         return [self.module.get_submodule(path) for path in self._paths]
 
-    def _resolve(self, given: ShardingPlan, module: nn.Module) -> Resolved:
+    def _resolve(self, plan: Any, module: nn.Module) -> Resolved:
         """The plan against model and mesh, on all ranks before anyone goes on."""
-        resolved, failure = _attempt(lambda: check_plan(given, module, self._sharders, self._env))
-        entries = ShardingPlan(resolved.plan).to_json() if resolved else ""
-        sites = "\n".join(f"{s.path}: {type(s.module).__name__}" for s in resolved.sites) if resolved else ""
-        check_agreement({"error": str(failure or ""), "sharded modules": sites, "plan": entries}, self._env)
+        given, failure = _attempt(lambda: as_plan(plan))
+        resolved: Resolved | None = None
+        if failure is None:
+            resolved, failure = _attempt(lambda: check_plan(given, module, self._sharders, self._env))
+        facts = {"error": str(failure or ""), "plan": given.to_json() if given else ""}
+        if resolved is not None:
+            facts["sharded modules"] = "\n".join(f"{s.path}: {type(s.module).__name__}" for s in resolved.sites)
+            facts["plan with what sharders chose"] = "\n".join(f"{name}: {e}" for name, e in resolved.plan.items())
+        check_agreement(facts, self._env)
         if failure is not None:
             raise failure
-        found: Resolved = resolved
-        return found
+        assert resolved is not None
+        return resolved
 
     def _shard(self, module: nn.Module, sites: list[Site], seed: int, init_parameters: bool) -> nn.Module:
         """Replace the module of each site, at all its paths, once all are made; returns the root."""

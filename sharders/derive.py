@@ -14,19 +14,11 @@ from torch import nn
 
 from dmp import PlanError
 from sharders.dry_run import DryRunError
-from sharders.local_attributes import (
-    Divided,
-    Rehearsal,
-    divide,
-    divide_by_source,
-    divided_attributes,
-    fits,
-    rehearse,
-)
-from sharders.recognise import Transformer, Unit, join, recognise
+from sharders.local_attributes import Divided, Rehearsal, divided_attributes
+from sharders.recognise import Block, Transformer, Unit, join
 from sharders.sequence_parallel import sequence_styles
 
-__all__ = ["Derived", "check_heads", "complete_sequence", "derive", "divided_attributes"]
+__all__ = ["Derived", "Rehearsal", "check_heads", "complete_sequence", "derive", "divided_attributes"]
 
 
 @dataclass(frozen=True)
@@ -51,22 +43,20 @@ class _Part:
     styles: Mapping[str, str]
 
 
-def derive(
-    model: nn.Module, size: int, axis: str, *, sequence_parallel: bool = False, loss_parallel: bool = False
-) -> Derived:
+def derive(rehearsal: Rehearsal, axis: str, *, sequence_parallel: bool = False, loss_parallel: bool = False) -> Derived:
     """A plan for every block that can be split; nothing is changed, parameters may be on meta.
 
     Args:
-        size: ranks on the tensor axis.
-        axis: its name, for messages.
+        rehearsal: of the model, for the number of ranks on the tensor axis.
+        axis: the axis's name, for messages.
         sequence_parallel: also split norms and dropout over the sequence, see `complete_sequence`.
         loss_parallel: leave the logits split over the vocabulary.
 
     Raises:
-        PlanError: heads, KV heads or a hidden size that `size` does not divide; with `loss_parallel` a vocabulary
+        PlanError: heads, KV heads or a hidden size that the axis does not divide; with `loss_parallel` a vocabulary
             that it does not divide, or no head.
     """
-    parts = recognise(model)
+    model, parts, size = rehearsal.model, rehearsal.parts, rehearsal.size
     if not parts.blocks:
         return Derived({}, {}, ("no transformer blocks: nothing to split by tensor parallelism",))
     for block in parts.blocks:
@@ -74,20 +64,20 @@ def derive(
             _check_unit(join(block.path, unit.path), unit, size, axis)
     notes = list(_whole_notes(parts))
     vocabulary = list(_vocabulary_part(model, parts, size, axis, loss_parallel, notes))
-    styles, divided = _decide(model, parts, list(_unit_parts(model, parts)), vocabulary, size, notes)
+    styles, divided = _decide(rehearsal, list(_unit_parts(model, parts)), vocabulary, notes)
     if loss_parallel and "colwise_loss_parallel" not in styles.values():
         raise PlanError(
             f"loss_parallel needs a head whose logits can be split over axis {axis!r} of size {size}; this model has "
             "none; use TensorParallelSharder(loss_parallel=False), or name its head in a plan"
         )
     if sequence_parallel:
-        styles, note = sequence_styles(model, styles, divided, size, axis)
+        styles, note = sequence_styles(rehearsal, styles, divided, axis)
         notes.append(note)
     return Derived(styles, divided, tuple(notes))
 
 
 def complete_sequence(
-    model: nn.Module, styles: Mapping[str, str], size: int, axis: str, *, loss_parallel: bool = False
+    rehearsal: Rehearsal, styles: Mapping[str, str], axis: str, *, loss_parallel: bool = False
 ) -> Derived:
     """A plan of splits, completed for sequence parallelism: see [Note: sequence region].
 
@@ -98,18 +88,18 @@ def complete_sequence(
     Raises:
         PlanError: no blocks, several stacks of them, or a module in them that cannot run on a slice of the sequence.
     """
-    divided = divided_attributes(model, styles, size, axis)
-    done, note = sequence_styles(model, styles, divided, size, axis, loss_parallel=loss_parallel)
+    divided = divided_attributes(rehearsal, styles)
+    done, note = sequence_styles(rehearsal, styles, divided, axis, loss_parallel=loss_parallel)
     return Derived(done, divided, (note,))
 
 
-def check_heads(model: nn.Module, styles: Mapping[str, str], size: int, axis: str) -> None:
+def check_heads(parts: Transformer, styles: Mapping[str, str], size: int, axis: str) -> None:
     """Raise for attentions whose query, key or value are split in the middle of a head, under any plan.
 
     Raises:
         PlanError: names the module, its number of heads, and the axis.
     """
-    for block in recognise(model).blocks:
+    for block in parts.blocks:
         for unit in block.units:
             if unit.heads is not None and any(styles.get(join(block.path, n)) == "colwise" for n in unit.up):
                 _check_unit(join(block.path, unit.path), unit, size, axis)
@@ -130,8 +120,7 @@ def _check_unit(path: str, unit: Unit, size: int, axis: str) -> None:
 
 
 def _unit_parts(model: nn.Module, parts: Transformer) -> Iterator[_Part]:
-    for structure, first in parts.representatives().items():
-        blocks = [b for b in parts.blocks if b.structure == structure]
+    for first, blocks in _by_structure(parts):
         for unit in first.units:
             name = _counted(join(first.path, unit.path) if unit.path else join(first.path, unit.down), len(blocks))
             relative = _unit_styles(model.get_submodule(first.path), unit)
@@ -186,85 +175,83 @@ def _vocabulary_part(
 
 
 def _decide(
-    model: nn.Module, parts: Transformer, units: list[_Part], vocabulary: list[_Part], size: int, notes: list[str]
+    rehearsal: Rehearsal, units: list[_Part], vocabulary: list[_Part], notes: list[str]
 ) -> tuple[dict[str, str], Divided]:
     """What a dry run of the model verifies, else of each block alone, else what structure and source say."""
     try:
-        return _verified(model, parts, [*units, *vocabulary], size, notes)
+        return _verified(rehearsal, [*units, *vocabulary], notes)
     except DryRunError as error:
         failure = str(error)
+    parts = rehearsal.parts
     if parts.head is None and vocabulary:
         # It may be the head as well, by its weight, and only a dry run would show that.
         notes.append(f"{parts.embedding}: left whole, the model has no head and was not verified by a dry run")
         vocabulary = []
     others = _merged(vocabulary)
     try:
-        styles, divided = _verified_blocks(model, parts, size, notes)
+        styles, divided = _verified_blocks(rehearsal, notes)
     except DryRunError:
         notes.append(f"not verified by a dry run: {failure}")
         styles = _merged(units)
-        return {**styles, **others}, divide_by_source(model, parts, styles, size)
+        return {**styles, **others}, rehearsal.divide_by_source(styles)
     notes.append(f"not verified by a dry run outside the blocks: {failure}")
     return {**styles, **others}, divided
 
 
-def _verified(
-    model: nn.Module, parts: Transformer, candidates: list[_Part], size: int, notes: list[str]
-) -> tuple[dict[str, str], Divided]:
+def _verified(rehearsal: Rehearsal, candidates: list[_Part], notes: list[str]) -> tuple[dict[str, str], Divided]:
     """Take all if a dry run verifies them together, else those that it verifies one by one."""
-    rehearsal = rehearse(model, parts, size)
+    feed = rehearsal.unsplit().feed
     kept = candidates
-    names = _attribute_names(model, parts, rehearsal, _merged(kept), size)
+    names = rehearsal.names(_merged(kept))
     if names is None:
         kept, names = [], frozenset[str]()
         for part in candidates:
-            with_part = _attribute_names(model, parts, rehearsal, _merged([*kept, part]), size)
+            with_part = rehearsal.names(_merged([*kept, part]))
             if with_part is None:
                 notes.append(f"{part.name}: left whole, a dry run with its local shapes failed or gave other shapes")
             else:
                 kept, names = [*kept, part], with_part
     styles = _merged(kept)
-    notes.append(f"verified by a dry run with {rehearsal.feed.name}")
-    return styles, divide(model, parts, styles, names, size)
+    notes.append(f"verified by a dry run with {feed.name}")
+    return styles, rehearsal.divide(styles, names)
 
 
-def _verified_blocks(
-    model: nn.Module, parts: Transformer, size: int, notes: list[str]
-) -> tuple[dict[str, str], Divided]:
+def _verified_blocks(rehearsal: Rehearsal, notes: list[str]) -> tuple[dict[str, str], Divided]:
     """One block of each structure on its own, with hidden states."""
+    parts = rehearsal.parts
     styles: dict[str, str] = {}
     divided: Divided = {}
     said: list[str] = []
-    for structure, first in parts.representatives().items():
-        module, alone = (
-            model.get_submodule(first.path),
-            Transformer((replace(first, path=""),), parts.width, None, None),
-        )
+    for first, blocks in _by_structure(parts):
+        module = rehearsal.model.get_submodule(first.path)
+        alone = Transformer((replace(first, path=""),), parts.width, None, None)
         of_block: list[str] = []
-        local, attributes = _verified(module, alone, list(_unit_parts(module, alone)), size, of_block)
+        rehearsed = Rehearsal(module, rehearsal.size, alone)
+        local, attributes = _verified(rehearsed, list(_unit_parts(module, alone)), of_block)
         said += [f"{first.path}: {note}" for note in of_block]
-        for path in (b.path for b in parts.blocks if b.structure == structure):
+        for path in (b.path for b in blocks):
             styles |= {join(path, name): style for name, style in local.items()}
             divided |= {(join(path, name), a): value for (name, a), value in attributes.items()}
     notes += said
     return styles, divided
 
 
-def _attribute_names(
-    model: nn.Module, parts: Transformer, rehearsal: Rehearsal, styles: Mapping[str, str], size: int
-) -> frozenset[str] | None:
-    return next((n for n in rehearsal.options if fits(model, parts, rehearsal, styles, n, size)), None)
-
-
 def _merged(parts: Iterable[_Part]) -> dict[str, str]:
     return {path: style for part in parts for path, style in part.styles.items()}
 
 
+def _by_structure(parts: Transformer) -> Iterator[tuple[Block, list[Block]]]:
+    """The first block of each structure, and all of them."""
+    found: dict[int, list[Block]] = {}
+    for block in parts.blocks:
+        found.setdefault(block.structure, []).append(block)
+    yield from ((blocks[0], blocks) for blocks in found.values())
+
+
 def _whole_notes(parts: Transformer) -> Iterator[str]:
-    for structure, first in parts.representatives().items():
-        count = sum(b.structure == structure for b in parts.blocks)
+    for first, blocks in _by_structure(parts):
         for whole in first.whole:
-            yield f"{_counted(join(first.path, whole.path), count)}: left whole, {whole.why}"
+            yield f"{_counted(join(first.path, whole.path), len(blocks))}: left whole, {whole.why}"
 
 
 def _counted(path: str, count: int) -> str:

@@ -1,7 +1,7 @@
 """Runs a model on meta, whole or with the local shapes of a tensor-parallel plan: shapes come out, nothing is computed.
 
 [Note: dry run]
-The copy shares nothing with the model and holds no values. Blocks of a structure that the copy already has are stood in
+A copy shares nothing with the model and holds no values. Blocks of a structure that the copy already has are stood in
 for by its last output, so eighty equal blocks cost as much as one. It runs in evaluation mode without hooks of the
 model's own; random state, warnings and logging are as before afterwards.
 """
@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from sharders.recognise import Transformer, is_of_torchrec, outward, within
+from sharders.recognise import Transformer, is_of_torchrec, within
 
 Shape = tuple[int, ...]
 
@@ -94,38 +94,80 @@ def sequence_length(size: int) -> int:
     return size * -(-8 // size)
 
 
-def find_feed(
-    model: nn.Module, parts: Transformer, size: int, watch: Iterable[tuple[str, str]] = ()
-) -> tuple[Feed, Trace]:
+class MetaCopies:
+    """Makes copies of a model on meta, see [Note: dry run]; they share meta parameters, and nothing with the model."""
+
+    def __init__(self, model: nn.Module, parts: Transformer) -> None:
+        self.model = model
+        self.parts = parts
+        self._kept: list[nn.Module] = []
+        self._repeats: list[tuple[nn.Module, str]] = []
+        self._tensors: dict[int, torch.Tensor] = {}
+
+    def make(self) -> tuple[nn.Module, dict[int, Any]]:
+        """A new copy, and where the last outputs of blocks that others repeat are kept."""
+        if not self._kept:
+            self._prepare()
+        memo: dict[int, Any] = dict(self._tensors)
+        last: dict[int, Any] = {}
+        stand_ins = [(_Repeat(last), path) for _, path in self._repeats]
+        memo.update((id(block), stand_in) for (block, _), (stand_in, _) in zip(self._repeats, stand_ins, strict=True))
+        memo.update((id(vars(module)[name]), OrderedDict()) for module in self._kept for name in _HOOKS)
+        copied = copy.deepcopy(self.model, memo).eval()
+        for stand_in, path in stand_ins:
+            stand_in.like.append(copied.get_submodule(path))
+        for module in copied.modules():
+            config = vars(module).get("config")
+            if getattr(config, "use_cache", False) is True:
+                setattr(config, "use_cache", False)  # noqa: B010  # a cache would grow where one block stands for many
+        return copied, last
+
+    def _prepare(self) -> None:
+        """What no copy may hold: other blocks than the first of each structure, values, hooks."""
+        firsts = {structure: block.path for structure, block in self.parts.representatives().items()}
+        paths = [(b.path, firsts[b.structure]) for b in self.parts.blocks if firsts[b.structure] != b.path]
+        self._repeats = [(self.model.get_submodule(path), like) for path, like in paths]
+        self._kept = [module for _, module in self.model.named_modules(memo={block for block, _ in self._repeats})]
+        for module in self._kept:
+            for value in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
+                if isinstance(value, torch.Tensor):
+                    empty = torch.empty(value.shape, dtype=value.dtype, device="meta")
+                    is_parameter = isinstance(value, nn.Parameter)
+                    self._tensors[id(value)] = nn.Parameter(empty, requires_grad=False) if is_parameter else empty
+
+
+def find_feed(copies: MetaCopies, size: int, watch: Iterable[tuple[str, str]] = ()) -> tuple[Feed, Trace]:
     """The first guess that the unsplit model runs with.
 
     Raises:
         DryRunError: none does; says how the first one failed.
     """
+    model = copies.model
     if any(is_of_torchrec(m) for m in model.modules()):
         raise DryRunError("its tables take jagged tensors")
     watch, failure = list(watch), ""
     dtypes = (p.dtype for p in model.parameters() if p.is_floating_point())
-    for feed in feeds(parts.width, sequence_length(size), next(dtypes, torch.float32)):
+    for feed in feeds(copies.parts.width, sequence_length(size), next(dtypes, torch.float32)):
         try:
-            return feed, dry_run(model, parts, feed, watch=watch)
+            return feed, dry_run(copies, feed, watch=watch)
         except DryRunError as error:
             failure = failure or str(error)
     raise DryRunError(failure)
 
 
 def dry_run(
-    model: nn.Module,
-    parts: Transformer,
+    copies: MetaCopies,
     feed: Feed,
     edit: Callable[[dict[str, nn.Module]], None] | None = None,
     watch: Iterable[tuple[str, str]] = (),
+    expected: Trace | None = None,
 ) -> Trace:
     """Run a copy on meta.
 
     Args:
         edit: changes the copy, given by module path, before it runs.
         watch: (module path, attribute) to see reads of.
+        expected: a trace whose sums this one is to repeat; the first other one ends the run.
 
     Raises:
         DryRunError: whatever it was that the copy raised.
@@ -133,14 +175,14 @@ def dry_run(
     trace = Trace()
     with _undisturbed():
         try:
-            copied, last = _meta_copy(model, parts)
+            copied, last = copies.make()
             modules = dict(copied.named_modules())
             if edit is not None:
                 edit(modules)
             _watch(modules, watch, trace.reads)
             for path, module in modules.items():
                 _record(path, module, trace, last)
-            with torch.device("meta"), _Sums(trace):
+            with torch.device("meta"), _Sums(trace, expected):
                 trace.result = shapes(copied(*feed.args, **feed.kwargs))
         except Exception as error:
             text = str(error).strip().partition("\n")[0]
@@ -202,10 +244,9 @@ def _shrink(module: nn.Linear | nn.Embedding, dim: int, size: int) -> None:
 class _Repeat(nn.Module):
     """Stands for a block like one that has run: the same output again."""
 
-    def __init__(self, structure: Any) -> None:
+    def __init__(self, last: dict[int, Any]) -> None:
         super().__init__()
-        self.structure = structure
-        self.last: dict[int, Any] = {}
+        self.last = last
         self.like: list[nn.Module] = []  # in a list: not a child
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -215,38 +256,6 @@ class _Repeat(nn.Module):
     def __getattr__(self, name: str) -> Any:
         # What the model asks its blocks, as Hugging Face's does for a kind of mask.
         return getattr(self.__dict__["like"][0], name)
-
-
-def _meta_copy(model: nn.Module, parts: Transformer) -> tuple[nn.Module, dict[int, Any]]:
-    """A copy without values, and where the last outputs of blocks that others repeat are kept."""
-    modules = dict(model.named_modules())
-    firsts = parts.representatives()
-    repeats = [b for b in parts.blocks if firsts[b.structure].path != b.path]
-    memo: dict[int, Any] = {}
-    for block in repeats:
-        memo[id(modules[block.path])] = _Repeat(block.structure)
-    inside = {b.path for b in repeats}
-    for path, module in modules.items():
-        if any(p in inside for p in outward(path)):
-            continue
-        for value in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
-            if isinstance(value, torch.Tensor):
-                empty = torch.empty(value.shape, dtype=value.dtype, device="meta")
-                is_parameter = isinstance(value, nn.Parameter)
-                memo[id(value)] = nn.Parameter(empty, requires_grad=False) if is_parameter else empty
-        for name in _HOOKS:
-            memo[id(vars(module)[name])] = OrderedDict()
-    copied = copy.deepcopy(model, memo).eval()
-    last: dict[int, Any] = {}
-    copies = dict(copied.named_modules())
-    for config in [vars(m).get("config") for m in copies.values()]:
-        if getattr(config, "use_cache", False) is True:
-            setattr(config, "use_cache", False)  # noqa: B010  # a cache would grow where one block stands for many
-    for block in repeats:
-        stand_in = memo[id(modules[block.path])]
-        stand_in.like.append(copies[firsts[block.structure].path])
-        stand_in.last = last
-    return copied, last
 
 
 def _record(path: str, module: nn.Module, trace: Trace, last: dict[int, Any]) -> None:
@@ -281,32 +290,40 @@ def _watched(cls: type[nn.Module], path: str, wanted: frozenset[str], reads: set
 class _Sums(TorchFunctionMode):
     """Notes the sizes that products of two activations, and reductions, sum over."""
 
-    def __init__(self, into: Trace) -> None:
+    def __init__(self, into: Trace, expected: Trace | None) -> None:
         super().__init__()
-        self.into, self.reductions = into.contractions, into.reductions
+        self.trace, self.expected = into, expected
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         if name in _REDUCTIONS and args and isinstance(args[0], torch.Tensor):
             given = args[_REDUCTIONS[name] :]
-            self.reductions.append(_reduced(args[0].shape, kwargs.get("dim", given[0] if given else None)))
+            self._note("reductions", _reduced(args[0].shape, kwargs.get("dim", given[0] if given else None)))
         if name in ("matmul", "__matmul__", "bmm"):
-            self.into.append((args[0].shape[-1],))
+            self._note("contractions", (args[0].shape[-1],))
         elif name == "baddbmm":
-            self.into.append((args[1].shape[-1],))
+            self._note("contractions", (args[1].shape[-1],))
         elif name == "scaled_dot_product_attention":
             query, key, value = (
                 args[i] if i < len(args) else kwargs[n] for i, n in enumerate(("query", "key", "value"))
             )
-            self.into.append((query.shape[-1], key.shape[-1], value.shape[-1]))
+            self._note("contractions", (query.shape[-1], key.shape[-1], value.shape[-1]))
         elif name == "einsum" and isinstance(args[0], str) and "." not in args[0]:
             terms, _, out = args[0].replace(" ", "").partition("->")
             operands = args[1] if isinstance(args[1], list | tuple) else args[1:]
             sizes = {
                 c: n for t, x in zip(terms.split(","), operands, strict=True) for c, n in zip(t, x.shape, strict=True)
             }
-            self.into.append(tuple(n for c, n in sizes.items() if not re.search(c, out)))
+            self._note("contractions", tuple(n for c, n in sizes.items() if not re.search(c, out)))
         return func(*args, **kwargs)
+
+    def _note(self, kind: str, sizes: Shape) -> None:
+        noted: list[Shape] = getattr(self.trace, kind)
+        noted.append(sizes)
+        if self.expected is not None:
+            known: list[Shape] = getattr(self.expected, kind)
+            if known[len(noted) - 1 : len(noted)] != [sizes]:
+                raise ValueError(f"{kind} over {sizes} are not those of the unsplit model")
 
 
 def _reduced(shape: Shape, dim: Any) -> Shape:

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 
+_LARGE_BYTES = 64 << 20
+
+
 class FSDPWrapper:
     """Shards dense parameters over the `shard` axes by torch's `fully_shard`, unit by unit, then the root for the rest.
 
@@ -104,7 +107,8 @@ class FSDPWrapper:
                 )
         elif env.data_size == 1 and not env.fully_sharded_axes:
             return module
-        self._shard(module, env, ignored, dense)
+        del dense  # whole parameters go as they are split, unit by unit: nobody may hold them
+        self._shard(module, env, ignored)
         return module
 
     def _prepare_blocks(self, module: nn.Module, ignored: Collection[str]) -> None:
@@ -117,9 +121,22 @@ class FSDPWrapper:
             _check_compilable(module)
             compile_blocks(blocks, self.compile if isinstance(self.compile, Mapping) else {})
 
-    def _shard(
-        self, module: nn.Module, env: ShardingEnv, ignored: Collection[str], dense: Mapping[str, nn.Parameter]
-    ) -> None:
+    def _shard(self, module: nn.Module, env: ShardingEnv, ignored: Collection[str]) -> None:
+        whole, units, apply, options = self._prepare(module, env, ignored)
+        policy = options.get("mp_policy")
+        for m in [*units.values(), module]:
+            m.register_forward_hook(_own_outputs)  # before torch's hook on outputs, so it runs before it
+            if policy is not None:
+                options["mp_policy"] = replace(policy, output_dtype=policy.output_dtype if m is module else None)
+            apply(m, **options)
+        if whole and (group := env.group("replicate", "shard")) is not None:
+            _average_gradients(module, whole, group)
+
+    def _prepare(
+        self, module: nn.Module, env: ShardingEnv, ignored: Collection[str]
+    ) -> tuple[list[str], dict[str, nn.Module], Callable[..., Any], dict[str, Any]]:
+        """Names of parameters that stay whole, units, torch's function and its options."""
+        dense = {name: p for name, p in module.named_parameters() if name not in ignored}
         whole = [name for name, p in dense.items() if p.dim() == 0]
         managed = {name: p for name, p in dense.items() if p.dim() > 0}
         units = find_units(module, self.units, ignored)
@@ -138,13 +155,7 @@ class FSDPWrapper:
             for m in module.modules():
                 if any(id(p) in ids for p in m._parameters.values()):
                     cast_inputs(m, policy.param_dtype)
-        for m in [*units.values(), module]:
-            m.register_forward_hook(_own_outputs)  # before torch's hook on outputs, so it runs before it
-            if policy is not None:
-                options["mp_policy"] = replace(policy, output_dtype=policy.output_dtype if m is module else None)
-            apply(m, **options)
-        if whole and (group := env.group("replicate", "shard")) is not None:
-            _average_gradients(module, whole, group)
+        return whole, units, apply, options
 
     def _apply(self, env: ShardingEnv) -> tuple[Callable[..., Any], dict[str, Any]]:
         """torch's function for this mesh, and its options."""
@@ -254,6 +265,7 @@ def _own_outputs(_: nn.Module, args: Any, output: Any) -> Any:
 
     torch hangs the gather and reduction of the backward pass on the outputs. An in-place operation on a view takes its
     hooks away (such as on what `nn.Linear` with a bias gives for 3-D inputs), and gradients would not be averaged.
+    A large one (logits) is not worth a second time its memory: of that torch itself warns.
     """
     if not torch.is_grad_enabled() or not any(map(_is_view, tree_leaves(output))):
         return None  # as it is
@@ -261,7 +273,12 @@ def _own_outputs(_: nn.Module, args: Any, output: Any) -> Any:
 
 
 def _is_view(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf._is_view()
+    return (
+        isinstance(leaf, torch.Tensor)
+        and leaf.requires_grad
+        and leaf._is_view()
+        and leaf.numel() * leaf.element_size() <= _LARGE_BYTES
+    )
 
 
 def _average_gradients(module: nn.Module, names: Collection[str], group: dist.ProcessGroup) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from sharders.dry_run import DryRunError, Feed, Trace, dry_run, find_feed, make_local, same_outside
+from sharders.dry_run import DryRunError, Feed, MetaCopies, Trace, dry_run, find_feed, make_local, same_outside
 from sharders.recognise import HEAD_DIM, HEADS, KV_HEADS, Block, Transformer, join, recognise
 
 Divided = dict[tuple[str, str], int]
@@ -33,7 +33,7 @@ class Attribute:
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class Unsplit:
     """The unsplit model's dry run, and what of its attentions may have to be divided."""
 
     feed: Feed
@@ -42,63 +42,88 @@ class Rehearsal:
     """Sets of attribute names to try, the smallest change first."""
 
 
-def rehearse(model: nn.Module, parts: Transformer, size: int) -> Rehearsal:
-    """Run the unsplit model.
+class Rehearsal:
+    """Dry runs of one model for one size of the axis; its parts, meta tensors and unsplit run are found once.
 
-    Raises:
-        DryRunError: it does not run with guessed inputs.
+    Args:
+        size: ranks on the tensor axis.
+        parts: what `recognise` says of the model, or of a block that runs alone.
     """
-    found = {(a.path, a.name): a for _, a in _attributes(model, parts.representatives().values())}
-    feed, whole = find_feed(model, parts, size, found)
-    read = [found[key] for key in found if key in whole.reads]
-    counts = frozenset(a.name for a in read if a.is_count)
-    products = sorted({a.name for a in read if not a.is_count})[:4]
-    subsets = [frozenset(s) for n in range(len(products) + 1) for s in itertools.combinations(products, n)]
-    # Where no product of activations shows the size of a head, shapes cannot tell: then counts are divided if read.
-    bases = dict.fromkeys([frozenset[str](), counts] if whole.contractions else [counts])
-    return Rehearsal(feed, whole, tuple(b | s for b in bases for s in subsets))
+
+    def __init__(self, model: nn.Module, size: int, parts: Transformer | None = None) -> None:
+        self.model = model
+        self.size = size
+        self.parts = recognise(model) if parts is None else parts
+        self.copies = MetaCopies(model, self.parts)
+        self._unsplit: Unsplit | DryRunError | None = None
+
+    def unsplit(self) -> Unsplit:
+        """Run the unsplit model, the first time.
+
+        Raises:
+            DryRunError: it does not run with guessed inputs.
+        """
+        if self._unsplit is None:
+            try:
+                self._unsplit = self._run_unsplit()
+            except DryRunError as error:
+                self._unsplit = error
+        if isinstance(self._unsplit, DryRunError):
+            raise DryRunError(str(self._unsplit))
+        return self._unsplit
+
+    def _run_unsplit(self) -> Unsplit:
+        found = {(a.path, a.name): a for _, a in _attributes(self.model, self.parts.representatives().values())}
+        feed, whole = find_feed(self.copies, self.size, found)
+        read = [found[key] for key in found if key in whole.reads]
+        counts = frozenset(a.name for a in read if a.is_count)
+        products = sorted({a.name for a in read if not a.is_count})[:4]
+        subsets = [frozenset(s) for n in range(len(products) + 1) for s in itertools.combinations(products, n)]
+        # Where no product of activations shows the size of a head, shapes cannot tell: then counts are divided if read.
+        bases = dict.fromkeys([frozenset[str](), counts] if whole.contractions else [counts])
+        return Unsplit(feed, whole, tuple(b | s for b in bases for s in subsets))
+
+    def names(self, styles: Mapping[str, str]) -> frozenset[str] | None:
+        """The first option with which the model runs under `styles`; None where none does.
+
+        Raises:
+            DryRunError: the unsplit model does not run with guessed inputs.
+        """
+        return next((names for names in self.unsplit().options if self._fits(styles, names)), None)
+
+    def _fits(self, styles: Mapping[str, str], names: frozenset[str]) -> bool:
+        """Whether the model runs with local shapes, and gives the same shapes outside the units."""
+        divided, known = self.divide(styles, names), self.unsplit()
+        insides = [p for b in self.parts.representatives().values() for p in _insides(self.model, b, styles)]
+
+        def edit(modules: dict[str, nn.Module]) -> None:
+            make_local(modules, styles, divided, self.size)
+
+        try:
+            local = dry_run(self.copies, known.feed, edit, expected=known.whole)
+        except DryRunError:
+            return False
+        return same_outside(known.whole, local, insides)
+
+    def divide(self, styles: Mapping[str, str], names: Iterable[str]) -> Divided:
+        """Local values of the attributes called `names`, in every attention that `styles` split."""
+        names = set(names)
+        return {
+            (a.path, a.name): a.value // self.size
+            for down, a in (_attributes(self.model, self.parts.blocks) if names else ())
+            if a.name in names and down in styles
+        }
+
+    def divide_by_source(self, styles: Mapping[str, str]) -> Divided:
+        """The same, by what the methods of an attention's class do with the attribute; shapes are not verified."""
+        return {
+            (a.path, a.name): a.value // self.size
+            for down, a in _attributes(self.model, self.parts.blocks)
+            if down in styles and _is_used(type(self.model.get_submodule(a.path)), a)
+        }
 
 
-def fits(
-    model: nn.Module,
-    parts: Transformer,
-    rehearsal: Rehearsal,
-    styles: Mapping[str, str],
-    names: frozenset[str],
-    size: int,
-) -> bool:
-    """Whether the model runs with local shapes under `styles`, and gives the same shapes outside the units."""
-    divided = divide(model, parts, styles, names, size)
-    insides = [p for b in parts.representatives().values() for p in _insides(model, b, styles)]
-    try:
-        local = dry_run(model, parts, rehearsal.feed, lambda modules: make_local(modules, styles, divided, size))
-    except DryRunError:
-        return False
-    return same_outside(rehearsal.whole, local, insides)
-
-
-def divide(model: nn.Module, parts: Transformer, styles: Mapping[str, str], names: Iterable[str], size: int) -> Divided:
-    """Local values of the attributes called `names`, in every attention that `styles` split."""
-    names = set(names)
-    return {
-        (a.path, a.name): a.value // size
-        for down, a in (_attributes(model, parts.blocks) if names else ())
-        if a.name in names and down in styles
-    }
-
-
-def divide_by_source(model: nn.Module, parts: Transformer, styles: Mapping[str, str], size: int) -> Divided:
-    """The same, by what the methods of an attention's class do with the attribute; shapes are not verified."""
-    return {
-        (a.path, a.name): a.value // size
-        for down, a in _attributes(model, parts.blocks)
-        if down in styles and _is_used(type(model.get_submodule(a.path)), a)
-    }
-
-
-def divided_attributes(
-    model: nn.Module, styles: Mapping[str, str], size: int, axis: str
-) -> Mapping[tuple[str, str], int]:
+def divided_attributes(rehearsal: Rehearsal, styles: Mapping[str, str]) -> Divided:
     """Integer attributes of attentions that must become local under a plan of styles.
 
     Args:
@@ -107,17 +132,13 @@ def divided_attributes(
     Returns:
         (module path, attribute) -> local value; empty where `forward` reads no numbers of heads.
     """
-    parts = recognise(model)
-    if not parts.blocks:
+    if not rehearsal.parts.blocks:
         return {}
     try:
-        rehearsal = rehearse(model, parts, size)
+        names = rehearsal.names(styles)
     except DryRunError:
-        return divide_by_source(model, parts, styles, size)
-    for names in rehearsal.options:
-        if fits(model, parts, rehearsal, styles, names, size):
-            return divide(model, parts, styles, names, size)
-    return divide_by_source(model, parts, styles, size)
+        names = None
+    return rehearsal.divide_by_source(styles) if names is None else rehearsal.divide(styles, names)
 
 
 def _attributes(model: nn.Module, blocks: Iterable[Block]) -> Iterator[tuple[str, Attribute]]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -23,6 +23,7 @@ from torch import nn
 HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads", "nhead", "num_head", "nheads")
 KV_HEADS = ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "n_kv_head", "kv_heads", "num_key_value_head")
 HEAD_DIM = ("head_dim", "d_head", "dim_head", "attention_head_size", "head_size", "kv_channels", "d_k", "d_kv")
+_NUMBERS = (*HEADS, *KV_HEADS, *HEAD_DIM)
 _CONFIGS = ("config", "cfg", "args", "params")
 
 _AFTER = r"(_?(proj|projection|lin|linear|layer|w))?"
@@ -73,7 +74,9 @@ class Block:
     """One of the repeated modules of a transformer."""
 
     path: str
-    structure: Hashable
+    structure: int
+    """A number, equal for blocks of one model that are the same but for their weights."""
+
     units: tuple[Unit, ...]
     """Paths relative to the block."""
 
@@ -95,9 +98,9 @@ class Transformer:
     head: str | None
     """Linear from the hidden size to the vocabulary."""
 
-    def representatives(self) -> dict[Hashable, Block]:
+    def representatives(self) -> dict[int, Block]:
         """The first block of each structure."""
-        first: dict[Hashable, Block] = {}
+        first: dict[int, Block] = {}
         for block in self.blocks:
             first.setdefault(block.structure, block)
         return first
@@ -132,9 +135,8 @@ def recognise(model: nn.Module) -> Transformer:
     for path in paths:
         structure = _structure(modules[path])
         if structure not in found:
-            found[structure] = _block(path, structure, modules[path], attentions)
-        known = found[structure]
-        blocks.append(Block(path, structure, known.units, known.whole))
+            found[structure] = _block(path, len(found), modules[path], attentions)
+        blocks.append(replace(found[structure], path=path))
     if not blocks:
         return Transformer((), 0, None, None)
     inside = set(paths)
@@ -158,15 +160,17 @@ def is_norm(module: nn.Module, width: int) -> bool:
 def _attentions(modules: Mapping[str, nn.Module]) -> dict[str, Unit | Whole]:
     """Attentions by path (absolute paths inside), innermost modules first."""
     found: dict[str, Unit | Whole] = {}
+    around: set[str] = set()
     # In two passes: query, key and value alone, as in Bert, look like a fused attention until their output is found.
     for find in (_attention, _fused):
         for path, module in list(modules.items())[::-1]:
             is_list = isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
-            if is_list or any(within(p, path) or within(path, p) for p in found):
+            if is_list or path in around or any(p in found for p in outward(path)):
                 continue
             attention = find(path, module)
             if attention is not None:
                 found[path] = attention
+                around.update(outward(path))
     return {path: found[path] for path in modules if path in found}
 
 
@@ -314,13 +318,14 @@ def _structure(block: nn.Module) -> Hashable:
             path,
             type(module),
             tuple((n, p.shape) for n, p in module._parameters.items() if p is not None),
-            tuple((n, vars(module)[n]) for n in (*HEADS, *KV_HEADS, *HEAD_DIM) if isinstance(vars(module).get(n), int)),
+            tuple((n, own[n]) for n in _NUMBERS if n in own and isinstance(own[n], int)),
         )
         for path, module in block.named_modules()
+        for own in (vars(module),)
     )
 
 
-def _block(path: str, structure: Hashable, module: nn.Module, attentions: Mapping[str, Unit | Whole]) -> Block:
+def _block(path: str, structure: int, module: nn.Module, attentions: Mapping[str, Unit | Whole]) -> Block:
     inside = [a for p, a in attentions.items() if within(p, path)]
     units = [_relative(a, path) for a in inside if isinstance(a, Unit)]
     whole = [Whole(_strip(a.path, path), a.why) for a in inside if isinstance(a, Whole)]

@@ -14,22 +14,22 @@ whole. Styles, beside those that split:
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from dmp import PlanError
-from sharders.dry_run import DryRunError, Feed, Shape, Trace, dry_run, find_feed, make_local, resize, sequence_length
-from sharders.recognise import Block, Transformer, Unit, is_norm, join, outward, recognise, within
+from sharders.dry_run import DryRunError, Shape, Trace, dry_run, make_local, resize, sequence_length
+from sharders.local_attributes import Rehearsal, Unsplit
+from sharders.recognise import Block, Transformer, Unit, is_norm, join, outward, within
 
 
 def sequence_styles(
-    model: nn.Module,
+    rehearsal: Rehearsal,
     styles: Mapping[str, str],
     divided: Mapping[tuple[str, str], int],
-    size: int,
     axis: str,
     *,
     loss_parallel: bool = False,
@@ -44,20 +44,19 @@ def sequence_styles(
     Raises:
         PlanError: no blocks, several stacks of them, or a module in them that cannot run on a slice of the sequence.
     """
-    parts = recognise(model)
+    model, parts = rehearsal.model, rehearsal.parts
     _check_stack(parts, axis)
     done = dict(styles)
     if loss_parallel:
         done |= {p: "colwise_loss_parallel" for p, s in styles.items() if s == "colwise_gather"}
     scopes = {scope for block in parts.blocks for scope in _add_units(block, done, axis)}
-    feed: Feed | None = None
-    whole: Trace | None = None
+    unsplit: Unsplit | None = None
     try:
-        feed, whole = find_feed(model, parts, size)
-        note = f"sequence parallel: verified by a dry run with {feed.name}"
+        unsplit = rehearsal.unsplit()
+        note = f"sequence parallel: verified by a dry run with {unsplit.feed.name}"
     except DryRunError as error:
         note = f"sequence parallel: not verified by a dry run: {error}"
-    final = _final_norm(model, parts, whole)
+    final = _final_norm(model, parts, None if unsplit is None else unsplit.whole)
     if final is None and len(parts.blocks) == 1:
         raise PlanError(
             f"sequence parallel over axis {axis!r} needs a second block or a final norm after "
@@ -66,11 +65,11 @@ def sequence_styles(
         )
     _set(done, parts.blocks[0].path, "split_sequence", axis)
     _set(done, final or parts.blocks[-1].path, "gather_sequence", axis)
-    owned = (join(b.path, n) for b in parts.blocks for n in _owners(model.get_submodule(b.path)))
+    owned = [join(b.path, n) for b in parts.blocks for n in _owners(model.get_submodule(b.path))]
     sliced = [path for path in owned if not any(p in scopes for p in outward(path))]
     _check_norms(model, [p for p in sliced if p not in done], parts.width, axis)
-    if feed is not None and whole is not None:
-        sliced = _see_slices(model, parts, done, divided, feed, whole, size, axis)
+    if unsplit is not None:
+        sliced = _see_slices(rehearsal, done, divided, unsplit, axis)
     norms = [p for p in sliced if p not in done]
     _check_norms(model, norms, parts.width, axis)
     return {**done, **dict.fromkeys(norms, "sequence")}, note
@@ -154,16 +153,14 @@ def _owners(module: nn.Module) -> Iterator[str]:
 
 
 def _see_slices(
-    model: nn.Module,
-    parts: Transformer,
+    rehearsal: Rehearsal,
     styles: Mapping[str, str],
     divided: Mapping[tuple[str, str], int],
-    feed: Feed,
-    whole: Trace,
-    size: int,
+    unsplit: Unsplit,
     axis: str,
 ) -> list[str]:
     """Modules with parameters that see a slice of the sequence, in every block, by a dry run."""
+    parts, size, whole = rehearsal.parts, rehearsal.size, unsplit.whole
     length = sequence_length(size)
 
     def edit(modules: dict[str, nn.Module]) -> None:
@@ -173,7 +170,7 @@ def _see_slices(
                 _simulate(modules[path], style, parts.width, length, length // size)
 
     try:
-        seen = dry_run(model, parts, feed, edit)
+        seen = dry_run(rehearsal.copies, unsplit.feed, edit)
         if seen.result != whole.result:
             raise DryRunError(f"the model's output is {seen.result} instead of {whole.result}")
     except DryRunError as error:
@@ -181,9 +178,9 @@ def _see_slices(
             f"a dry run of this model with the sequence split over axis {axis!r} of size {size} failed: {error}; "
             "use TensorParallelSharder(sequence_parallel=False)"
         ) from error
-    sliced: dict[Hashable, list[str]] = {}
+    sliced: dict[int, list[str]] = {}
     for structure, first in parts.representatives().items():
-        owners = _owners(model.get_submodule(first.path))
+        owners = _owners(rehearsal.model.get_submodule(first.path))
         sliced[structure] = [
             n for n in owners if _is_sliced(*(t.inputs.get(join(first.path, n), []) for t in (seen, whole)))
         ]

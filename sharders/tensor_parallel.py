@@ -6,7 +6,8 @@ inputs -> torch's styles -> hooks on activations -> numbers of heads -> ties put
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from dmp import Layout, PlanError, ShardError, ShardingEnv
 from sharders import tp_hooks
-from sharders.derive import check_heads, complete_sequence, derive, divided_attributes
+from sharders.derive import Rehearsal, check_heads, complete_sequence, derive, divided_attributes
 from sharders.leftovers import align_gradient, keep_leftovers
 from sharders.styles import (
     COLWISE,
@@ -63,6 +64,11 @@ class TensorParallelSharder:
         self.plan = None if plan is None else dict(plan)
         self.sequence_parallel = sequence_parallel
         self.loss_parallel = loss_parallel
+        self._last: _Remembered | None = None
+
+    def __getstate__(self) -> dict[str, object]:
+        """Without what is remembered: weak references cannot be pickled."""
+        return {**vars(self), "_last": None}
 
     def place(self, model: nn.Module, given: Mapping[str, Layout], env: ShardingEnv) -> TensorParallelPlacement:
         """What to split; the model is not changed.
@@ -72,6 +78,9 @@ class TensorParallelSharder:
             given: a plan's layouts by parameter name. With tensor-parallel ones among them they are all that is split;
                 where they are those of this sharder's own choice, that is taken as it is.
             env: the mesh, possibly abstract.
+
+        The last answer is remembered: to be asked again about an unchanged model, by rank 0 to plan and to check the
+        plan, costs next to nothing.
 
         Raises:
             PlanError: several tensor axes, sizes or heads that do not divide, unknown styles and modules.
@@ -85,7 +94,13 @@ class TensorParallelSharder:
             )
         if env.tensor_size == 1:
             return TensorParallelPlacement(wanted, {}, {}, (), env)
-        return _Placing(model, env.tensor_size, axes[0], env, self).place(wanted)
+        key = (env.tensor_size, axes[0], self.sequence_parallel, self.loss_parallel, self.plan and dict(self.plan))
+        last = self._last
+        if last is None or not last.answers(model, wanted, key):
+            choice, is_own = _Placing(model, Rehearsal(model, env.tensor_size), axes[0], self).place(wanted)
+            last = self._last = _Remembered(model, wanted, key, choice, is_own)
+        choice = last.choice
+        return TensorParallelPlacement(choice.layouts, choice.styles, choice.divided, choice.notes, env)
 
 
 @dataclass(frozen=True)
@@ -157,20 +172,23 @@ class _Placing:
     """One call of `place`: the choice of styles, completed and checked."""
 
     model: nn.Module
-    size: int
+    rehearsal: Rehearsal
     axis: str
-    env: ShardingEnv
     sharder: TensorParallelSharder
 
-    def place(self, wanted: Mapping[str, Layout]) -> TensorParallelPlacement:
+    def place(self, wanted: Mapping[str, Layout]) -> tuple[_Checked, bool]:
+        """What is split, and whether it is the sharder's own choice."""
         if not wanted:
-            return self._checked(self._own())
-        asked = self._given(wanted)
+            return self._checked(self._own()), True
         try:
             own = self._checked(self._own())
         except PlanError:  # it is not what was asked for
-            return self._checked(asked)
-        return own if own.layouts == self._layouts(asked.styles) else self._checked(asked)
+            return self._checked(self._given(wanted)), False
+        if own.layouts == wanted:
+            return own, True
+        asked = self._given(wanted)
+        is_own = own.layouts == self._layouts(asked.styles)
+        return (own, True) if is_own else (self._checked(asked), False)
 
     def _own(self) -> _Choice:
         """The sharder's plan, the model's, or one from its structure."""
@@ -180,7 +198,7 @@ class _Placing:
             styles = with_ties(self.model, expand(self.model, plan))
             return self._completed(styles, sharder.sequence_parallel and bool(plan))
         found = derive(
-            *(self.model, self.size, self.axis),
+            *(self.rehearsal, self.axis),
             sequence_parallel=sharder.sequence_parallel,
             loss_parallel=sharder.loss_parallel,
         )
@@ -200,23 +218,24 @@ class _Placing:
         names = {path: style if isinstance(style, str) else family(style) for path, style in styles.items()}
         names = {path: name for path, name in names.items() if name}
         if not is_sequence:
-            return _Choice(styles, divided_attributes(self.model, names, self.size, self.axis), ())
+            return _Choice(styles, divided_attributes(self.rehearsal, names), ())
         for path, style in styles.items():
             if not isinstance(style, str):
                 raise PlanError(
                     f"module {path!r}: sequence_parallel=True changes what goes in and out of split modules, and "
                     f"cannot change a {type(style).__name__} object; give the style's name, or sequence_parallel=False"
                 )
-        found = complete_sequence(self.model, names, self.size, self.axis, loss_parallel=self.sharder.loss_parallel)
+        found = complete_sequence(self.rehearsal, names, self.axis, loss_parallel=self.sharder.loss_parallel)
         return _Choice({**styles, **expand(self.model, found.styles)}, found.divided, found.notes)
 
     def _with_heads(self, styles: Styles) -> Styles:
-        return with_heads(self.model, styles, self.sharder.loss_parallel and self.sharder.plan != {})
+        is_loss_parallel = self.sharder.loss_parallel and self.sharder.plan != {}
+        return with_heads(self.model, self.rehearsal.parts, styles, is_loss_parallel)
 
-    def _checked(self, choice: _Choice) -> TensorParallelPlacement:
+    def _checked(self, choice: _Choice) -> _Checked:
         styles = {path: choice.styles[path] for path, _ in self.model.named_modules() if path in choice.styles}
         self._check(styles)
-        return TensorParallelPlacement(self._layouts(styles), styles, choice.divided, choice.notes, self.env)
+        return _Checked(styles, choice.divided, choice.notes, self._layouts(styles))
 
     def _check(self, styles: Styles) -> None:
         for path, style in styles.items():
@@ -225,11 +244,11 @@ class _Placing:
             lazy = [name for name, p in module._parameters.items() if p is not None and is_lazy(p)]
             if lazy and family(style):
                 raise PlanError(f"module {path!r}: {lazy} of a lazy module cannot be split before the first forward")
-            check_divides(style, path, module, self.size, self.axis)
+            check_divides(style, path, module, self.rehearsal.size, self.axis)
             if style in ("gather_input", "split_sequence"):
                 _hidden_size(path, module, styles)
         names = {path: style if isinstance(style, str) else family(style) for path, style in styles.items()}
-        check_heads(self.model, names, self.size, self.axis)
+        check_heads(self.rehearsal.parts, names, self.rehearsal.size, self.axis)
 
     def _layouts(self, styles: Styles) -> dict[str, Layout]:
         """By the first name of each parameter."""
@@ -249,6 +268,52 @@ class _Choice:
     styles: Styles
     divided: Mapping[tuple[str, str], int]
     notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Checked(_Choice):
+    """The same, checked, with what it does to parameters."""
+
+    layouts: Mapping[str, Layout]
+
+
+class _Remembered:
+    """The last answer of a sharder, and to what question; keeps no model, parameter or mesh alive."""
+
+    def __init__(
+        self, model: nn.Module, wanted: Mapping[str, Layout], key: tuple[object, ...], choice: _Checked, is_own: bool
+    ) -> None:
+        self.choice = choice
+        self._model = weakref.ref(model)
+        self._parameters = [weakref.ref(p) for p in model.parameters()]
+        self._looks = _looks(model)
+        self._key = key
+        self._wanted = ({}, choice.layouts) if is_own else (wanted,)
+
+    def answers(self, model: nn.Module, wanted: Mapping[str, Layout], key: tuple[object, ...]) -> bool:
+        """Whether the question is the same, and the model as it was."""
+        if self._model() is not model or self._key != key or wanted not in self._wanted:
+            return False
+        parameters = list(model.parameters())
+        same = len(parameters) == len(self._parameters)
+        same = same and all(known() is p for known, p in zip(self._parameters, parameters, strict=True))
+        return same and self._looks == _looks(model)
+
+
+def _looks(model: nn.Module) -> list[Hashable]:
+    """What a choice goes by: modules, shapes, ties, and numbers such as those of heads."""
+    return [
+        (
+            path,
+            type(module),
+            tuple(
+                (name, id(p), None if p is None or is_lazy(p) else p.shape) for name, p in own["_parameters"].items()
+            ),
+            tuple((name, value) for name, value in own.items() if type(value) is int),
+        )
+        for path, module in model.named_modules()
+        for own in (vars(module),)
+    ]
 
 
 def _hidden_size(path: str, module: nn.Module, styles: Mapping[str, Style]) -> int:

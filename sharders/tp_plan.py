@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from dmp import Layout, PlanError
-from sharders.recognise import recognise, within
+from sharders.recognise import Transformer, outward
 from sharders.styles import COLWISE, Style, canonical, family, layouts_of, split_dim
 
 Styles = dict[str, Style]
@@ -28,12 +28,13 @@ def expand(model: nn.Module, plan: Mapping[str, Style]) -> Styles:
         PlanError: a pattern that matches nothing, patterns that disagree, or a style that its module cannot take.
     """
     first = {id(m): path for path, m in model.named_modules()}
-    every = [(path, m) for path, m in model.named_modules(remove_duplicate=False)]
+    every = dict(model.named_modules(remove_duplicate=False))
+    paths = _Paths(every)
     chosen: dict[str, tuple[bool, str, Style]] = {}
     for pattern, style in plan.items():
-        hits = {first[id(m)]: m for path, m in every if fits(path, pattern)}
+        hits = {first[id(every[path])]: every[path] for path in paths.matching(pattern)}
         if not hits:
-            raise PlanError(_no_match(pattern, [path for path, _ in every if path]))
+            raise PlanError(_no_match(pattern, filter(None, every)))
         is_exact = not _has_wildcard(pattern)
         for path, module in hits.items():
             new = canonical(style, path, module)
@@ -54,11 +55,11 @@ def own_plan(model: nn.Module) -> dict[str, Style]:
     Entries for modules that this model lacks are left out: the plan is that of its class.
     """
     found: dict[str, Style] = {}
+    names: _Paths | None = None
     for path, plan in _planned(model, ""):
-        names = {name for name, _ in [*model.named_modules(remove_duplicate=False), *model.named_parameters()]}
+        names = names or _Paths(n for n, _ in [*model.named_modules(remove_duplicate=False), *model.named_parameters()])
         full = {f"{path}.{pattern}".strip("."): style for pattern, style in plan.items()}
-        parts = {pattern: [name for name in names if fits(name, pattern)] for pattern in full}
-        found.update({pattern: style for pattern, style in full.items() if parts[pattern]})
+        found.update({pattern: style for pattern, style in full.items() if names.matching(pattern)})
     return found
 
 
@@ -83,11 +84,12 @@ def from_layouts(model: nn.Module, given: Mapping[str, Layout]) -> Styles:
             )
         if styles.setdefault(path, style) != style:
             raise PlanError(f"plan gives the weights of module {path!r} different layouts: {styles[path]}, {layout}")
+    named = {(id(places[name][0]), places[name][1]) for name in given}
     for path in styles:
         module = model.get_submodule(path)
         weight = f"{path}.weight".strip(".")
         is_split = family(styles[path]) != "sequence"
-        if is_split and not any(places[name] == (module, "weight") for name in given) and not _is_tied(module, places):
+        if is_split and (id(module), "weight") not in named and not _is_tied(module, places):
             raise PlanError(f"plan splits the bias of module {path!r}, but has no entry for {weight!r}", table=weight)
     return {path: styles[path] for path in first.values() if path in styles}
 
@@ -120,14 +122,17 @@ def with_ties(model: nn.Module, styles: Mapping[str, Style]) -> Styles:
     return done
 
 
-def with_heads(model: nn.Module, styles: Mapping[str, Style], loss_parallel: bool) -> Styles:
+def with_heads(model: nn.Module, parts: Transformer, styles: Mapping[str, Style], loss_parallel: bool) -> Styles:
     """The styles, with a whole output where `colwise` is the model's last word, or one for `loss_parallel`.
+
+    Args:
+        parts: what `recognise` says of the model.
 
     Raises:
         PlanError: `loss_parallel` without a head that is split over the vocabulary.
     """
     done: Styles = dict(styles)
-    heads = [path for path in _outputs(model, styles) if family(styles[path]) == "colwise"]
+    heads = [path for path in _outputs(model, parts, styles) if family(styles[path]) == "colwise"]
     for path in heads:
         if styles[path] == "colwise":
             done[path] = "colwise_gather"
@@ -152,19 +157,35 @@ def tied_places(model: nn.Module) -> list[list[tuple[str, nn.Module, str]]]:
     return [found for found in places.values() if len(found) > 1]
 
 
-def fits(path: str, pattern: str) -> bool:
-    """Whether a path fits a pattern, component by component."""
-    parts, wanted = path.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+class _Paths:
+    """Paths in order, to be found by exact path at once, and by pattern among those of its length and last word."""
+
+    def __init__(self, paths: Iterable[str]) -> None:
+        self._all = dict.fromkeys(paths)
+        self._split: dict[tuple[int, str | None], list[tuple[str, list[str]]]] = {}
+
+    def matching(self, pattern: str) -> list[str]:
+        """Those that fit the pattern, component by component."""
+        if not _has_wildcard(pattern):
+            return [pattern] if pattern in self._all else []
+        if not self._split:
+            for path in self._all:
+                words = path.split(".")
+                for last in (words[-1], None):
+                    self._split.setdefault((len(words), last), []).append((path, words))
+        wanted = pattern.split(".")
+        last = None if _has_wildcard(wanted[-1]) else wanted[-1]
+        near = self._split.get((len(wanted), last), [])
+        return [path for path, words in near if all(map(fnmatchcase, words, wanted))]
 
 
-def _outputs(model: nn.Module, styles: Mapping[str, Style]) -> list[str]:
+def _outputs(model: nn.Module, parts: Transformer, styles: Mapping[str, Style]) -> list[str]:
     """Linears outside the repeated blocks whose output no split Linear takes: it leaves the model."""
-    blocks = [block.path for block in recognise(model).blocks]
+    blocks = {block.path for block in parts.blocks}
     outside = {
         path: m
         for path, m in model.named_modules()
-        if path in styles and isinstance(m, nn.Linear) and not any(within(path, block) for block in blocks)
+        if path in styles and isinstance(m, nn.Linear) and blocks.isdisjoint(outward(path))
     }
     order = list(outside)
     takers = [path for path in order if family(styles[path]) == "rowwise"]

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from dmp import PlanError
-from sharders.derive import Derived, check_heads, complete_sequence, derive, divided_attributes
+from sharders.derive import Derived, Rehearsal, check_heads, complete_sequence, derive, divided_attributes
+from sharders.recognise import recognise
 from tests.transformers_zoo import GPT, Bert, Llama, LlamaBlock
 
 
@@ -36,7 +37,7 @@ LLAMA = {
 
 
 def test_llama() -> None:
-    found = derive(Llama(), 2, "tp")
+    found = derive(Rehearsal(Llama(), 2), "tp")
     blocks = {f"layers.{i}.{n}": s for i in range(2) for n, s in LLAMA.items()}
     assert found.styles == {**blocks, "tok_embeddings": "rowwise", "output": "colwise_gather"}
     heads = {(f"layers.{i}.attention", n): v for i in range(2) for n, v in (("heads", 2), ("kv_heads", 1))}
@@ -45,7 +46,7 @@ def test_llama() -> None:
 
 
 def test_gpt_divides_heads_though_the_shapes_outside_do_not_ask_for_it() -> None:
-    found = derive(GPT(), 2, "tp")
+    found = derive(Rehearsal(GPT(), 2), "tp")
     assert found.divided == {("h.0.attn", "n_head"): 2, ("h.1.attn", "n_head"): 2}
     assert of_block(found.styles, "h.1") == {
         "attn.query": "colwise",
@@ -60,7 +61,7 @@ def test_gpt_divides_heads_though_the_shapes_outside_do_not_ask_for_it() -> None
 
 
 def test_bert_divides_the_joint_width_of_heads_too() -> None:
-    found = derive(Bert(layers=1), 4, "tp")
+    found = derive(Rehearsal(Bert(layers=1), 4), "tp")
     path = "encoder.0.attention.self"
     assert found.divided == {(path, "num_attention_heads"): 1, (path, "all_head_size"): 8}
     assert {p: s for p, s in found.styles.items() if "encoder" not in p} == {
@@ -81,7 +82,7 @@ def test_eighty_blocks_on_meta_are_one_decision() -> None:
 
     forward, LlamaBlock.forward = LlamaBlock.forward, lambda *a: (count(), forward(*a))[1]
     try:
-        found = derive(model, 8, "tp", sequence_parallel=True)
+        found = derive(Rehearsal(model, 8), "tp", sequence_parallel=True)
     finally:
         LlamaBlock.forward = forward
     assert calls < 10, "one block of the eighty runs, once in each dry run"
@@ -95,7 +96,7 @@ def test_blocks_of_several_structures_each_get_their_own_numbers() -> None:
     model.layers[1] = LlamaBlock(32, 8, 4, 128)
     model.layers[1].attention.head_dim = 4
     model.layers[1].forward = lambda x, positions: x  # its heads are of another size than the rotary table
-    found = derive(model, 2, "tp")
+    found = derive(Rehearsal(model, 2), "tp")
     assert {v for (p, _), v in found.divided.items() if p.startswith("layers.1")} == {4, 2}
     assert {v for (p, _), v in found.divided.items() if p.startswith("layers.2")} == {2, 1}
 
@@ -110,7 +111,7 @@ def test_the_model_is_as_before(make: Callable[[], nn.Module]) -> None:
     attributes = {p: {k: v for k, v in vars(m).items() if k[0] != "_"} for p, m in model.named_modules()}
     parameters = {n: id(p) for n, p in model.named_parameters()}
     states = torch.get_rng_state(), random.getstate()
-    derive(model, 2, "tp", sequence_parallel=True)
+    derive(Rehearsal(model, 2), "tp", sequence_parallel=True)
     assert torch.equal(torch.get_rng_state(), states[0])
     assert random.getstate() == states[1]
     assert parameters == {n: id(p) for n, p in model.named_parameters()}
@@ -122,14 +123,16 @@ def test_the_model_is_as_before(make: Callable[[], nn.Module]) -> None:
 
 def test_transformer_encoder_keeps_its_fused_attention_whole() -> None:
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2)
-    found = derive(model, 2, "tp")
+    found = derive(Rehearsal(model, 2), "tp")
     assert found.styles == {f"layers.{i}.linear{n}": s for i in "01" for n, s in (("1", "colwise"), ("2", "rowwise"))}
     assert "layers.0.self_attn (and 1 like it): left whole" in found.notes[0]
     assert is_verified(found)
 
 
 def test_no_transformer_no_plan() -> None:
-    found = derive(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8)), 2, "tp", sequence_parallel=True)
+    found = derive(
+        Rehearsal(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8)), 2), "tp", sequence_parallel=True
+    )
     assert (found.styles, found.divided) == ({}, {})
     assert "no transformer blocks" in found.notes[0]
 
@@ -144,21 +147,21 @@ def test_no_transformer_no_plan() -> None:
 )
 def test_what_does_not_divide_is_named(model: nn.Module, size: int, words: tuple[str, ...]) -> None:
     with pytest.raises(PlanError) as caught:
-        derive(model, size, "tensor")
+        derive(Rehearsal(model, size), "tensor")
     for word in (*words, f"not divisible by {size}", "axis 'tensor'", "TensorParallelSharder({"):
         assert word in str(caught.value)
 
 
 def test_a_vocabulary_that_does_not_divide_stays_whole() -> None:
-    found = derive(GPT(vocab=65), 2, "tp")
+    found = derive(Rehearsal(GPT(vocab=65), 2), "tp")
     assert "wte" not in found.styles and "lm_head" not in found.styles
     assert any("vocabulary 65" in n for n in found.notes)
     with pytest.raises(PlanError, match="vocabulary 65 is not divisible by 2"):
-        derive(GPT(vocab=65), 2, "tp", loss_parallel=True)
+        derive(Rehearsal(GPT(vocab=65), 2), "tp", loss_parallel=True)
 
 
 def test_loss_parallel_needs_a_head() -> None:
-    assert derive(Llama(), 2, "tp", loss_parallel=True).styles["output"] == "colwise_loss_parallel"
+    assert derive(Rehearsal(Llama(), 2), "tp", loss_parallel=True).styles["output"] == "colwise_loss_parallel"
     with pytest.raises(PlanError, match="loss_parallel needs a head"):
         derive(
             nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2),
@@ -181,11 +184,11 @@ class Asks(nn.Module):
 
 
 def test_without_a_dry_run_the_source_decides() -> None:
-    found, known = derive(Asks(Llama()), 2, "tp"), derive(Llama(), 2, "tp")
+    found, known = derive(Rehearsal(Asks(Llama()), 2), "tp"), derive(Rehearsal(Llama(), 2), "tp")
     assert found.styles == {f"body.{p}": s for p, s in known.styles.items()}
     assert found.divided == {(f"body.{p}", a): v for (p, a), v in known.divided.items()}
     assert any(n.startswith("not verified by a dry run") and "item" in n for n in found.notes)
-    bert = derive(Asks(Bert()), 2, "tp", sequence_parallel=True)
+    bert = derive(Rehearsal(Asks(Bert()), 2), "tp", sequence_parallel=True)
     path = "body.encoder.0.attention.self"
     assert bert.divided[path, "num_attention_heads"] == 2
     assert bert.divided[path, "all_head_size"] == 16
@@ -193,19 +196,19 @@ def test_without_a_dry_run_the_source_decides() -> None:
 
 def test_without_a_dry_run_sequence_parallel_goes_by_structure() -> None:
     for make in (Llama, GPT, Bert):
-        found = derive(Asks(make()), 2, "tp", sequence_parallel=True)
-        known = derive(make(), 2, "tp", sequence_parallel=True)
+        found = derive(Rehearsal(Asks(make()), 2), "tp", sequence_parallel=True)
+        known = derive(Rehearsal(make(), 2), "tp", sequence_parallel=True)
         assert found.styles == {f"body.{p}": s for p, s in known.styles.items()}
 
 
 def test_blocks_are_run_alone_where_the_model_cannot() -> None:
-    found = derive(Asks(GPT()), 2, "tp")
+    found = derive(Rehearsal(Asks(GPT()), 2), "tp")
     assert found.divided == {("body.h.0.attn", "n_head"): 2, ("body.h.1.attn", "n_head"): 2}
     assert any(n.startswith("body.h.0: verified by a dry run with hidden states") for n in found.notes)
 
 
 def test_blocks_alone_get_hidden_states_of_their_dtype() -> None:
-    found = derive(Asks(GPT().bfloat16()), 2, "tp")
+    found = derive(Rehearsal(Asks(GPT().bfloat16()), 2), "tp")
     assert any(n.startswith("body.h.0: verified") for n in found.notes)
 
 
@@ -223,7 +226,7 @@ class TiedByFunction(nn.Module):
 
 @pytest.mark.parametrize("make", [TiedByFunction, lambda: Asks(TiedByFunction())])
 def test_an_embedding_that_is_used_as_a_head_stays_whole(make: Callable[[], nn.Module]) -> None:
-    found = derive(make(), 2, "tp")
+    found = derive(Rehearsal(make(), 2), "tp")
     assert not [p for p in found.styles if p.endswith("wte")]
     assert len(found.styles) == 12
     assert any("wte: left whole" in n for n in found.notes)
@@ -244,7 +247,7 @@ def test_a_norm_over_all_heads_keeps_the_attention_whole() -> None:
 
     model = GPT(layers=1)
     model.h[0].attn = Normed()
-    found = derive(model, 2, "tp")
+    found = derive(Rehearsal(model, 2), "tp")
     assert set(of_block(found.styles, "h.0")) == {"mlp.0", "mlp.2"}
     assert any("h.0.attn: left whole" in n for n in found.notes)
 
@@ -252,7 +255,7 @@ def test_a_norm_over_all_heads_keeps_the_attention_whole() -> None:
 def test_an_mlp_that_normalises_its_hidden_units_stays_whole() -> None:
     model = GPT(layers=1)
     model.h[0].mlp[1] = nn.Softmax(-1)
-    found = derive(model, 2, "tp")
+    found = derive(Rehearsal(model, 2), "tp")
     assert "h.0.mlp.0" not in found.styles and found.styles["h.0.attn.proj"] == "rowwise"
     assert any("h.0.mlp: left whole" in n for n in found.notes)
 
@@ -293,7 +296,7 @@ SEQUENCE = {
 
 @pytest.mark.parametrize("make", SEQUENCE)
 def test_sequence_parallel(make: Callable[[], nn.Module]) -> None:
-    plain, found = derive(make(), 2, "tp"), derive(make(), 2, "tp", sequence_parallel=True)
+    plain, found = derive(Rehearsal(make(), 2), "tp"), derive(Rehearsal(make(), 2), "tp", sequence_parallel=True)
     changed = {p: s for p, s in found.styles.items() if plain.styles.get(p) != s}
     first = SEQUENCE[make]
     assert {p: s for p, s in changed.items() if p in first} == first
@@ -302,12 +305,12 @@ def test_sequence_parallel(make: Callable[[], nn.Module]) -> None:
     assert {p: s for p, s in changed.items() if p not in first} == later
     assert any(n.startswith("sequence parallel: verified") for n in found.notes)
     assert found.divided == plain.divided
-    assert complete_sequence(make(), plain.styles, 2, "tp").styles == found.styles
+    assert complete_sequence(Rehearsal(make(), 2), plain.styles, "tp").styles == found.styles
 
 
 def test_sequence_parallel_with_loss_parallel_changes_the_head_alone() -> None:
-    model, styles = Llama(), derive(Llama(), 2, "tp").styles
-    whole, split = (complete_sequence(model, styles, 2, "tp", loss_parallel=b).styles for b in (False, True))
+    model, styles = Llama(), derive(Rehearsal(Llama(), 2), "tp").styles
+    whole, split = (complete_sequence(Rehearsal(model, 2), styles, "tp", loss_parallel=b).styles for b in (False, True))
     assert {p for p in whole if whole[p] != split[p]} == {"output"}
     assert split["output"] == "colwise_loss_parallel"
 
@@ -315,18 +318,18 @@ def test_sequence_parallel_with_loss_parallel_changes_the_head_alone() -> None:
 def test_sequence_parallel_refuses_what_it_cannot_slice() -> None:
     fused = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2)
     with pytest.raises(PlanError, match=r"layers\.0.*sequence_parallel=False"):
-        derive(fused, 2, "tp", sequence_parallel=True)
+        derive(Rehearsal(fused, 2), "tp", sequence_parallel=True)
     model = Llama()
     model.layers[1].ffn_norm = nn.Sequential(nn.Conv1d(32, 32, 1))
     with pytest.raises(PlanError, match=r"'layers\.1\.ffn_norm\.0' \(Conv1d\)"):
-        derive(Asks(model).body, 2, "tp", sequence_parallel=True)
-    mlps = {p: s for p, s in derive(GPT(), 2, "tp").styles.items() if "mlp" in p}
+        derive(Rehearsal(Asks(model).body, 2), "tp", sequence_parallel=True)
+    mlps = {p: s for p, s in derive(Rehearsal(GPT(), 2), "tp").styles.items() if "mlp" in p}
     with pytest.raises(PlanError, match=r"'h\.0\.attn\.query' \(Linear\)"):
-        complete_sequence(GPT(), mlps, 2, "tp")
+        complete_sequence(Rehearsal(GPT(), 2), mlps, "tp")
     with pytest.raises(PlanError, match="one stack"):
-        complete_sequence(nn.Linear(2, 2), {}, 2, "tp")
+        complete_sequence(Rehearsal(nn.Linear(2, 2), 2), {}, "tp")
     with pytest.raises(PlanError, match="second block or a final norm"):
-        derive(Bert(layers=1), 2, "tp", sequence_parallel=True)
+        derive(Rehearsal(Bert(layers=1), 2), "tp", sequence_parallel=True)
 
 
 def test_sequence_parallel_refuses_linears_directly_in_a_block() -> None:
@@ -340,26 +343,26 @@ def test_sequence_parallel_refuses_linears_directly_in_a_block() -> None:
             return x + self.fc2(self.fc1(self.norm(x + self.attn(x))).relu())
 
     model = nn.Sequential(Direct(), Direct())
-    assert derive(model, 2, "tp").styles["1.fc2"] == "rowwise"
+    assert derive(Rehearsal(model, 2), "tp").styles["1.fc2"] == "rowwise"
     with pytest.raises(PlanError, match=r"\['0\.fc1'\] lie directly in block '0'"):
-        derive(model, 2, "tp", sequence_parallel=True)
+        derive(Rehearsal(model, 2), "tp", sequence_parallel=True)
 
 
 def test_check_heads_is_for_any_plan() -> None:
     model = Llama()
-    styles = derive(model, 2, "tp").styles
-    check_heads(model, styles, 2, "tp")
-    check_heads(model, {p: s for p, s in styles.items() if "attention" not in p}, 4, "tp")
+    styles = derive(Rehearsal(model, 2), "tp").styles
+    check_heads(recognise(model), styles, 2, "tp")
+    check_heads(recognise(model), {p: s for p, s in styles.items() if "attention" not in p}, 4, "tp")
     with pytest.raises(PlanError, match=r"'layers\.0\.attention': number of key/value heads 2 .* axis 'tp'"):
-        check_heads(model, styles, 4, "tp")
+        check_heads(recognise(model), styles, 4, "tp")
 
 
 @pytest.mark.parametrize("make", [Llama, GPT, Bert])
 def test_divided_attributes_of_a_given_plan(make: Callable[[], nn.Module]) -> None:
-    found = derive(make(), 2, "tp")
-    assert divided_attributes(make(), found.styles, 2, "tp") == found.divided
+    found = derive(Rehearsal(make(), 2), "tp")
+    assert divided_attributes(Rehearsal(make(), 2), found.styles) == found.divided
     mlps = {p: s for p, s in found.styles.items() if not any(n in p for n in ("attn", "attention"))}
-    assert divided_attributes(make(), mlps, 2, "tp") == {}
+    assert divided_attributes(Rehearsal(make(), 2), mlps) == {}
 
 
 def tiny_llama() -> nn.Module:
@@ -379,7 +382,7 @@ def tiny_llama() -> nn.Module:
 
 def test_hugging_face_llama_equals_its_own_plan() -> None:
     model = tiny_llama()
-    found = derive(model, 2, "tp")
+    found = derive(Rehearsal(model, 2), "tp")
     assert found.divided == {}, "its forward says -1 for the number of heads"
     assert is_verified(found)
     names = {"colwise_gather_output": "colwise_gather", "embedding_rowwise": "rowwise"}
@@ -387,7 +390,7 @@ def test_hugging_face_llama_equals_its_own_plan() -> None:
         pattern.replace("*", i): names.get(style, style) for pattern, style in model.tp_plan.items() for i in ("0", "1")
     }
     assert found.styles == own
-    sequence = complete_sequence(model, own, 2, "tp").styles
+    sequence = complete_sequence(Rehearsal(model, 2), own, "tp").styles
     assert sequence["model.layers.1.input_layernorm"] == "sequence"
     assert sequence["model.norm"] == "gather_sequence"
 
@@ -396,7 +399,7 @@ def test_hugging_face_gpt2_is_fused() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0)
-    found = derive(GPT2LMHeadModel(config), 2, "tp")
+    found = derive(Rehearsal(GPT2LMHeadModel(config), 2), "tp")
     assert found.styles == {"transformer.wte": "rowwise", "lm_head": "colwise_gather"}
     assert any("transformer.h.0.attn (and 1 like it): left whole" in n for n in found.notes)
 
@@ -412,7 +415,7 @@ def test_hugging_face_bert() -> None:
         intermediate_size=64,
         max_position_embeddings=32,
     )
-    found = derive(BertForMaskedLM(config), 2, "tp", sequence_parallel=True)
+    found = derive(Rehearsal(BertForMaskedLM(config), 2), "tp", sequence_parallel=True)
     assert of_block(found.styles, "bert.encoder.layer.1") == {
         "attention.self": "gather_input",
         "attention.self.query": "colwise",
@@ -441,7 +444,7 @@ def test_hugging_face_qwen3_norms_single_heads() -> None:
         intermediate_size=64,
         head_dim=16,
     )
-    found = derive(Qwen3ForCausalLM(config), 2, "tp")
+    found = derive(Rehearsal(Qwen3ForCausalLM(config), 2), "tp")
     norms = {p: s for p, s in found.styles.items() if "norm" in p}
     assert norms == {f"model.layers.0.self_attn.{n}_norm": "sum_gradients" for n in "qk"}
     assert is_verified(found)
@@ -451,7 +454,7 @@ def test_hugging_face_t5_shares_its_position_bias_between_blocks() -> None:
     from transformers import T5Config, T5ForConditionalGeneration
 
     model = T5ForConditionalGeneration(T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4))
-    found = derive(model, 2, "tp")
+    found = derive(Rehearsal(model, 2), "tp")
     assert not [p for p in found.styles if "SelfAttention" in p], "the first block's bias has all heads"
     assert len([p for p in found.styles if "DenseReluDense" in p]) == 8
 
@@ -466,7 +469,7 @@ def test_tables_of_torchrec_are_not_run() -> None:
             self.tables = EmbeddingCollection(device=torch.device("meta"), tables=[config])
             self.h = GPT().h
 
-    found = derive(Generative(), 2, "tp")
+    found = derive(Rehearsal(Generative(), 2), "tp")
     assert len(found.styles) == 12
     assert found.divided == {("h.0.attn", "n_head"): 2, ("h.1.attn", "n_head"): 2}
     assert any("jagged" in n for n in found.notes)

@@ -25,6 +25,7 @@ from dmp import (
     table_wise,
 )
 from dmp.agreement import checksum, sync_from_first_rank
+from dmp.chunked import as_chunks
 from dmp.initial import BLOCK_ELEMENTS
 from tests.equality import env_of, make_module, random_rectangles
 from tests.ranks import run_ranks
@@ -75,13 +76,11 @@ TABLES = ("ebc.embedding_bags.ones.weight", "ebc.embedding_bags.large.weight", "
 
 def digests(model: DistributedModelParallel) -> dict[str, list[tuple[Any, int]]]:
     """Name -> (offset, size, checksum) of what this rank holds."""
-    result = {}
-    for name, value in model.state_dict().items():
-        if hasattr(value, "chunks"):
-            result[name] = [(o, tuple(c.shape), checksum(c)) for c, o in zip(value.chunks, value.offsets, strict=True)]
-        else:
-            result[name] = [((0,) * value.dim(), tuple(value.shape), checksum(value))]
-    return result
+    pieces = {name: as_chunks(value) for name, value in model.state_dict().items()}
+    return {
+        name: [(o, tuple(c.shape), checksum(c)) for c, o in zip(held.chunks, held.offsets, strict=True)]
+        for name, held in pieces.items()
+    }
 
 
 def expected(whole: dict[str, torch.Tensor], held: dict[str, list[Any]]) -> None:

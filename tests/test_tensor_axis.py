@@ -82,7 +82,7 @@ def _results_are_equal(kind: str) -> None:
     env = env_of("shard2xtp2")
     model = _wrap(make_module(kind), env)
     for step in range(3):
-        out = model(*make_batch(kind, env.step))
+        out = model(*make_batch(kind, env.data_rank, step))
         tensors = (
             [out] if isinstance(out, torch.Tensor) else [*out.values()] if isinstance(out, dict) else [out.values()]
         )

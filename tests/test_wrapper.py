@@ -36,6 +36,7 @@ from dmp import (
     row_wise,
     table_wise,
 )
+from dmp.chunked import as_chunks
 from sharders import EmbeddingSharder
 from tests.equality import attach, env_of, random_rectangles
 from tests.ranks import run_ranks
@@ -93,9 +94,9 @@ def same_values(model: DistributedModelParallel, module: nn.Module) -> None:
     state, whole = model.state_dict(), module.state_dict()
     assert set(state) == set(whole)
     for name, value in state.items():
-        pieces = zip(value.chunks, value.offsets, strict=True) if hasattr(value, "chunks") else [(value, None)]
-        for piece, at in pieces:
-            part = whole[name] if at is None else whole[name][tuple(map(slice, at, map(sum, zip(at, piece.shape))))]  # noqa: B905
+        held = as_chunks(value)
+        for piece, at in zip(held.chunks, held.offsets, strict=True):
+            part = whole[name][tuple(map(slice, at, map(sum, zip(at, piece.shape))))]  # noqa: B905
             torch.testing.assert_close(piece, part, atol=1e-5, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
