@@ -15,8 +15,8 @@ from torch.nn.parameter import is_lazy
 from dmp.env import ShardingEnv
 from dmp.errors import PlanError
 
-# Of 64-bit words in a checksum. Many columns keep the sum fast; a prime, that no row of a weight is as long; few rows
-# (a sum of few is as fast as a copy), for the words above each other in one block are not told apart.
+# Of 64-bit words in a checksum. Words above each other in one block of rows are not told apart, hence few rows (more
+# are no faster) and a prime number of columns, which no usual row length is a multiple of.
 _BLOCK_ROWS, _COLUMNS = 16, 1021
 _BLOCK = 1 << 22
 

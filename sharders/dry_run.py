@@ -33,6 +33,12 @@ _REDUCTIONS = {
     **dict.fromkeys(("softmax", "log_softmax", "logsumexp", "mean", "sum", "var", "std"), 1),
     **dict.fromkeys(("norm", "normalize", "linalg_vector_norm"), 2),
 }
+_QKV = ("query", "key", "value")
+# Make a new tensor, of whose shape, strides and dtype those of the inputs decide; slow on meta, so made once for each.
+_NEW = frozenset(
+    ("add", "sub", "mul", "div", "pow", "neg", "square", "sqrt", "rsqrt", "mean", "cos", "sin", "exp", "sigmoid")
+    + ("tanh", "__rsub__", "__rdiv__", "__rpow__")
+)
 _HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",
@@ -103,6 +109,8 @@ class MetaCopies:
         self._kept: list[nn.Module] = []
         self._repeats: list[tuple[nn.Module, str]] = []
         self._tensors: dict[int, torch.Tensor] = {}
+        self.known: dict[Any, tuple[Shape, Shape, torch.dtype]] = {}
+        """What operations on meta made of what, by `_Sums`."""
 
     def make(self) -> tuple[nn.Module, dict[int, Any]]:
         """A new copy, and where the last outputs of blocks that others repeat are kept."""
@@ -182,7 +190,7 @@ def dry_run(
             _watch(modules, watch, trace.reads)
             for path, module in modules.items():
                 _record(path, module, trace, last)
-            with torch.device("meta"), _Sums(trace, expected):
+            with torch.device("meta"), _Sums(trace, expected, copies.known):
                 trace.result = shapes(copied(*feed.args, **feed.kwargs))
         except Exception as error:
             text = str(error).strip().partition("\n")[0]
@@ -288,11 +296,16 @@ def _watched(cls: type[nn.Module], path: str, wanted: frozenset[str], reads: set
 
 
 class _Sums(TorchFunctionMode):
-    """Notes the sizes that products of two activations, and reductions, sum over."""
+    """Notes the sizes that products of two activations, and reductions, sum over.
 
-    def __init__(self, into: Trace, expected: Trace | None) -> None:
+    Args:
+        expected: a trace with the only sizes that may be noted.
+        known: results of operations in `_NEW`, kept from run to run.
+    """
+
+    def __init__(self, into: Trace, expected: Trace | None, known: dict[Any, tuple[Shape, Shape, torch.dtype]]) -> None:
         super().__init__()
-        self.trace, self.expected = into, expected
+        self.trace, self.expected, self.known = into, expected, known
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
@@ -304,10 +317,9 @@ class _Sums(TorchFunctionMode):
         elif name == "baddbmm":
             self._note("contractions", (args[1].shape[-1],))
         elif name == "scaled_dot_product_attention":
-            query, key, value = (
-                args[i] if i < len(args) else kwargs[n] for i, n in enumerate(("query", "key", "value"))
-            )
+            query, key, value = (args[i] if i < len(args) else kwargs[n] for i, n in enumerate(_QKV))
             self._note("contractions", (query.shape[-1], key.shape[-1], value.shape[-1]))
+            return attended(query, key, value, *args[3:], **{n: v for n, v in kwargs.items() if n not in _QKV})
         elif name == "einsum" and isinstance(args[0], str) and "." not in args[0]:
             terms, _, out = args[0].replace(" ", "").partition("->")
             operands = args[1] if isinstance(args[1], list | tuple) else args[1:]
@@ -315,7 +327,20 @@ class _Sums(TorchFunctionMode):
                 c: n for t, x in zip(terms.split(","), operands, strict=True) for c, n in zip(t, x.shape, strict=True)
             }
             self._note("contractions", tuple(n for c, n in sizes.items() if not re.search(c, out)))
-        return func(*args, **kwargs)
+        return self._made(func, args, kwargs) if name in _NEW else func(*args, **kwargs)
+
+    def _made(self, func: Any, args: Any, kwargs: Any) -> Any:
+        key = (func, *map(_looks, args), *(part for item in kwargs.items() for part in (item[0], _looks(item[1]))))
+        if None in key or any(isinstance(value, torch.Tensor) for value in kwargs.values()):
+            return func(*args, **kwargs)
+        if key not in self.known:
+            made = func(*args, **kwargs)
+            if not (type(made) is torch.Tensor and made.is_meta):
+                return made
+            self.known[key] = (tuple(made.shape), made.stride(), made.dtype)
+            return made
+        shape, strides, dtype = self.known[key]
+        return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
 
     def _note(self, kind: str, sizes: Shape) -> None:
         noted: list[Shape] = getattr(self.trace, kind)
@@ -324,6 +349,32 @@ class _Sums(TorchFunctionMode):
             known: list[Shape] = getattr(self.expected, kind)
             if known[len(noted) - 1 : len(noted)] != [sizes]:
                 raise ValueError(f"{kind} over {sizes} are not those of the unsplit model")
+
+
+def _looks(value: Any) -> Any:
+    """All of an argument that decides on a result's shape and dtype; None of what may hide more."""
+    if type(value) in (torch.Tensor, nn.Parameter):
+        return value.shape, value.stride(), value.dtype, value.device.type
+    return (type(value), value) if type(value) in (int, float, bool) else None
+
+
+def attended(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """The two products of `scaled_dot_product_attention`, which torch makes of many slow operations on meta."""
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
+    weights = torch.matmul(query, key.transpose(-2, -1))
+    if attn_mask is not None and torch.broadcast_shapes(attn_mask.shape, weights.shape) != weights.shape:
+        raise ValueError(f"a mask {tuple(attn_mask.shape)} for attention weights {tuple(weights.shape)}")
+    return torch.matmul(weights, value)
 
 
 def _reduced(shape: Shape, dim: Any) -> Shape:

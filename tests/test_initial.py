@@ -246,7 +246,7 @@ def test_rank_0_wins_where_ranks_differ() -> None:
 )
 def test_checksum_sees_every_bit_and_place(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    for shape in ((), (3,), (40, 50), (5, 1024), (0, 4)):
+    for shape in ((), (3,), (40, 50), (5, 1024), (0, 4), (37, 8191)):  # the last of more words than a block
         tensor = (torch.randn(shape) * 5).to(dtype)
         if dtype == torch.bool:
             tensor = torch.randn(shape) > 0
@@ -261,6 +261,9 @@ def test_checksum_sees_every_bit_and_place(dtype: torch.dtype) -> None:
     rows = torch.randn(4, 1024)
     assert checksum(rows) != checksum(rows[[1, 0, 2, 3]])  # rows that lie under each other are told apart too
     assert checksum(rows.t()) == checksum(rows.t().contiguous())
+    words = torch.arange(8 * 16 * 1021, dtype=torch.int64)  # whole blocks: order of blocks, and of columns inside
+    assert checksum(words) != checksum(words.view(8, -1).flip(0).flatten())
+    assert checksum(words) != checksum(words.view(8, 16, 1021).flip(2).flatten())
 
 
 def test_shards_of_rank_0_come_from_the_group_not_the_world() -> None:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,7 +17,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 from dmp import PlanError, ShardError, ShardingEnv, colwise, replicate, row_wise, rowwise, sequence
-from sharders import TensorParallelSharder
+from sharders import TensorParallelSharder, dry_run, local_attributes, tensor_parallel, tp_plan
 from sharders.styles import ALIASES, KNOWN, canonical, layouts_of, torch_style
 from tests.transformers_zoo import GPT, Bert, Llama
 
@@ -279,3 +284,112 @@ def test_place_reads_meta_and_changes_nothing() -> None:
 def test_lazy_modules_cannot_be_split() -> None:
     model = nn.ModuleDict({"a": nn.LazyLinear(4)})
     fails(model, "'a'", "lazy", plan={"a": "colwise"})
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes of the axis for which a choice was worked out."""
+    sizes: list[int] = []
+    rehearse = tensor_parallel.Rehearsal
+
+    def counted(model: nn.Module, size: int) -> Any:
+        sizes.append(size)
+        return rehearse(model, size)
+
+    monkeypatch.setattr(tensor_parallel, "Rehearsal", counted)
+    return sizes
+
+
+def test_the_same_question_is_answered_from_memory(asked: list[int]) -> None:
+    model, sharder = Llama(), TensorParallelSharder(sequence_parallel=True)
+    own = sharder.place(model, {}, TP2)
+    for given in (dict(own.layouts), {}, {**own.layouts, "other": replicate()}):
+        assert sharder.place(model, given, TP2) == own
+    assert asked == [2]
+    assert sharder.place(model, {}, SHARD2_TP2).env == SHARD2_TP2, "the mesh is the one of this call"
+
+    some = {"layers.0.feed_forward.w1.weight": colwise(), "layers.0.feed_forward.w3.weight": colwise()}
+    for _ in range(2):
+        assert sharder.place(model, some, TP2).layouts == some
+    assert asked == [2, 2]
+    assert sharder.place(model, {}, TP2) == own
+    assert asked == [2, 2, 2]
+
+
+def tie(model: Llama) -> None:
+    model.output.weight = model.tok_embeddings.weight
+
+
+def replace_linear(model: Llama) -> None:
+    model.layers[0].attention.wq = nn.Linear(32, 32, bias=False)
+
+
+def replace_attribute(model: Llama) -> None:
+    model.layers[0].attention.heads = 8
+
+
+def replace_norm(model: Llama) -> None:
+    model.norm = nn.Identity()
+
+
+@pytest.mark.parametrize("change", [tie, replace_linear, replace_attribute, replace_norm])
+def test_a_changed_model_is_looked_at_again(asked: list[int], change: Callable[[Llama], None]) -> None:
+    model, sharder = Llama(), TensorParallelSharder()
+    sharder.place(model, {}, TP2)
+    change(model)
+    assert sharder.place(model, {}, TP2) == place(model)
+    assert asked == [2, 2, 2]
+
+
+def test_other_questions_are_not_answered_from_memory(asked: list[int]) -> None:
+    model, sharder = Llama(heads=8, kv_heads=4), TensorParallelSharder({})
+    assert sharder.place(model, {}, TP2).layouts == {}
+    sharder.plan = None
+    assert sharder.place(model, {}, TP2).layouts
+    sharder.loss_parallel = True
+    assert sharder.place(model, {}, TP2).styles["output"] == "colwise_loss_parallel"
+    four = sharder.place(model, {}, ShardingEnv.abstract((4,), ("tp",)))
+    assert set(four.divided.values()) == {2, 1}
+    assert sharder.place(copy.deepcopy(model), {}, TP2).divided != four.divided
+    assert asked == [2, 2, 2, 4, 2]
+
+
+def test_memory_keeps_nothing_alive_and_is_not_copied() -> None:
+    model, sharder = Llama(), TensorParallelSharder()
+    own = sharder.place(model, {}, TP2)
+    for other in (copy.deepcopy(sharder), pickle.loads(pickle.dumps(sharder))):
+        assert other.place(model, {}, TP2) == own
+    seen = weakref.ref(model)
+    del model
+    gc.collect()
+    assert seen() is None
+
+
+def test_one_look_and_three_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unsplit, split, and split with local numbers of heads; whatever the number of blocks, from parts found once."""
+    calls: list[str] = []
+
+    def count(module: ModuleType, name: str) -> None:
+        call = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, **kwargs: (calls.append(name), call(*args, **kwargs))[1])
+
+    count(local_attributes, "recognise")
+    count(local_attributes, "dry_run")
+    count(dry_run, "dry_run")
+    for given in ({}, dict(place(Llama(layers=5)).layouts)):
+        calls.clear()
+        place(Llama(layers=5), given=given)
+        assert sorted(calls) == ["dry_run"] * 3 + ["recognise"]
+
+
+def test_exact_paths_are_not_matched_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Llama(layers=6)
+    plan = {path: "colwise" for path, m in model.named_modules() if isinstance(m, nn.Linear)}
+    matches: list[tuple[str, str]] = []
+    real = tp_plan.fnmatchcase
+    monkeypatch.setattr(tp_plan, "fnmatchcase", lambda *a: (matches.append(a), real(*a))[1])
+    assert tp_plan.expand(model, plan) == plan
+    assert matches == []
+    assert len(tp_plan.expand(model, {"layers.*.attention.wq": "colwise"})) == 6
+    assert len(matches) == 6 * 4, "paths of another length or with another last word are passed over"
+    assert len(tp_plan.expand(model, {"layers.[12].*.w[qk]": "colwise"})) == 4

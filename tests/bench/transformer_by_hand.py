@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -51,6 +52,15 @@ def by_hand(
             fully_shard(layer, mesh=data_mesh)
         fully_shard(model, mesh=data_mesh)
     return model
+
+
+def by_hand_from_first_rank(model: Llama, mesh: DeviceMesh) -> Llama:
+    """The same with rank 0's values on every rank: `parallelize_module` sends what it splits, and nothing the rest."""
+    for parameter in model.parameters():
+        for name in mesh.mesh_dim_names or ():
+            if name != "tp" or parameter.dim() == 1:
+                dist.broadcast(parameter.detach(), group=mesh[name].get_group(), group_src=0)
+    return by_hand(model, mesh, src_data_rank=0)
 
 
 def by_hand_from_meta(model: Llama, mesh: DeviceMesh) -> Llama:
