@@ -32,9 +32,6 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 
-_LARGE_BYTES = 64 << 20
-
-
 class FSDPWrapper:
     """Shards dense parameters over the `shard` axes by torch's `fully_shard`, unit by unit, then the root for the rest.
 
@@ -265,20 +262,27 @@ def _own_outputs(_: nn.Module, args: Any, output: Any) -> Any:
 
     torch hangs the gather and reduction of the backward pass on the outputs. An in-place operation on a view takes its
     hooks away (such as on what `nn.Linear` with a bias gives for 3-D inputs), and gradients would not be averaged.
-    A large one (logits) is not worth a second time its memory: of that torch itself warns.
+    Nothing is copied.
     """
     if not torch.is_grad_enabled() or not any(map(_is_view, tree_leaves(output))):
         return None  # as it is
-    return tree_map(lambda leaf: leaf.clone() if _is_view(leaf) else leaf, output)
+    return tree_map(lambda leaf: _Own.apply(leaf) if _is_view(leaf) else leaf, output)  # type: ignore[no-untyped-call]
 
 
 def _is_view(leaf: Any) -> bool:
-    return (
-        isinstance(leaf, torch.Tensor)
-        and leaf.requires_grad
-        and leaf._is_view()
-        and leaf.numel() * leaf.element_size() <= _LARGE_BYTES
-    )
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf._is_view()
+
+
+class _Own(torch.autograd.Function):
+    """The same values in the same memory, which autograd does not take for a view; versions are still counted."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
 
 
 def _average_gradients(module: nn.Module, names: Collection[str], group: dist.ProcessGroup) -> None:

@@ -39,8 +39,10 @@ class Model(nn.Module):
         torch.manual_seed(5)
         features = {"t0": ["a", "b"], "t1": ["c"]}
         self.ebc = EmbeddingBagCollection(
-            tables=[EmbeddingBagConfig(num_embeddings=ROWS[t], embedding_dim=DIM, name=t, feature_names=f)
-                    for t, f in features.items()],
+            tables=[
+                EmbeddingBagConfig(num_embeddings=ROWS[t], embedding_dim=DIM, name=t, feature_names=f)
+                for t, f in features.items()
+            ],
             device=torch.device(device),
         )
         self.over = nn.Linear(3 * DIM, 1)
@@ -131,8 +133,7 @@ def compare(case: str, optimizer: str) -> None:
             continue
         for shard in other[name].local_shards():
             part = tuple(
-                slice(o, o + n)
-                for o, n in zip(shard.metadata.shard_offsets, shard.metadata.shard_sizes, strict=True)
+                slice(o, o + n) for o, n in zip(shard.metadata.shard_offsets, shard.metadata.shard_sizes, strict=True)
             )
             torch.testing.assert_close(value[part], shard.tensor.detach(), atol=1e-5, rtol=1e-5)
             moved += float((value[part] - initial[name][part]).abs().sum())

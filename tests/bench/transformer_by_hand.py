@@ -6,6 +6,8 @@ DTensor once, so that its gradient is summed once.
 
 from __future__ import annotations
 
+import copy
+import zlib
 from typing import Any
 
 import torch
@@ -64,13 +66,34 @@ def by_hand_from_first_rank(model: Llama, mesh: DeviceMesh) -> Llama:
 
 
 def by_hand_from_meta(model: Llama, mesh: DeviceMesh) -> Llama:
-    """The same from a model on meta: allocated and filled after it is split."""
+    """The same from a model on meta: allocated after it is split, and filled with what one process would have.
+
+    A DTensor's own `reset_parameters` will not do: on the CPU torch draws the same numbers on every rank. So each
+    module is reset whole, from a seed of its own, and every rank takes its parts.
+    """
+    whole = copy.deepcopy(model)
     by_hand(model, mesh)
     model.to_empty(device="cpu")
-    for module in model.modules():
-        if hasattr(module, "reset_parameters"):
+    targets = dict(model.named_parameters())
+    for path, module in whole.named_modules():
+        if not hasattr(module, "reset_parameters"):
+            continue
+        module.to_empty(device="cpu", recurse=False)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(zlib.crc32(path.encode()))
             module.reset_parameters()
+        for name, value in module.named_parameters(recurse=False):
+            _take_part(targets[f"{path}.{name}"], value.detach())
     return model
+
+
+def _take_part(target: torch.Tensor, whole: torch.Tensor) -> None:
+    if not isinstance(target, DTensor):
+        target.detach().copy_(whole)
+        return
+    local = target.detach().to_local()
+    for box in target.__create_chunk_list__() if local.numel() else ():
+        local.copy_(whole[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))])
 
 
 def _split(model: Llama, tp: DeviceMesh, sequence: bool, loss: bool, src_data_rank: int | None) -> None:

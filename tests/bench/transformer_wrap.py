@@ -2,7 +2,7 @@
 
 With values, the goal is against a program whose ranks need not have started alike, as ours do not: `fully_shard` keeps
 each rank's own values, so by hand rank 0's are broadcast before. One that trusts equal seeds is for information. On
-meta both allocate and fill.
+meta both allocate and fill with values that do not depend on the mesh.
 """
 
 from __future__ import annotations
