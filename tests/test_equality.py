@@ -9,7 +9,7 @@ import pytest
 from tests.equality import KINDS, MESHES, run_matrix, run_random
 from tests.ranks import run_ranks
 
-# Those with a tensor axis have a sample of the matrix in test_tensor_axis.py; axes the other way round differ in little.
+# Those with a tensor axis have a sample of the matrix in test_tensor_axis.py; the order of axes changes little.
 _SLOW = {name for name, (shape, axes) in MESHES.items() if math.prod(shape) > 4 or "tp" in axes}
 _SLOW |= {"shard2xreplicate2"}
 _SLOW_KINDS = {"host2xlocal2": ("bag", "bag_mean", "ebc_weighted", "embedding")}
