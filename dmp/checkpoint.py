@@ -25,10 +25,11 @@ from torch import nn
 
 from dmp.env import default_env
 from dmp.gather import env_of
+from dmp.opening import open_source
 from dmp.random_state import prepare_random_state
+from dmp.renaming import Rename, fitted, renamed
 from dmp.restore import Job, prepare
 from dmp.saving import collect, wait_for_pending, write, write_in_background
-from dmp.sources import open_source
 from dmp.together import together
 from dmp.wrapper import DistributedModelParallel
 
@@ -91,7 +92,11 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    rename: Rename | None = None,
 ) -> Any:
     """Fill a model, and its optimizer, from a checkpoint of any mesh and plan; returns `extra` as it was saved.
 
@@ -101,10 +106,17 @@ def load_checkpoint(
     derived from the saved state and the data rank (tensor-parallel ranks draw the same).
 
     Args:
-        path: a folder that `save_checkpoint` wrote, or a `torch.save` file of a full state dict, or of
-            `{"model": full_state_dict(m), "optimizer": full_optimizer_state_dict(m, o), "extra": ...}`.
+        path: one of
+            - a folder that `save_checkpoint` wrote;
+            - any folder of torch's distributed checkpoint, TorchRec's too: weights, and optimizer state by parameter
+              name (see [Note: names] of torch_folder.py); learning rates stay the model's;
+            - a safetensors file, or a Hugging Face folder of one or several: weights;
+            - a `torch.save` file of a full state dict, or of
+              `{"model": full_state_dict(m), "optimizer": full_optimizer_state_dict(m, o), "extra": ...}`.
         model: a `DistributedModelParallel`, or any module.
         optimizer: an ordinary optimizer over its parameters, stepped or not.
+        rename: the checkpoint's names -> the model's: a function, or a dict that names parameters or modules. A prefix
+            that all names have (`module.`, `model.`), or all lack, is found without it; the logger "dmp" says so.
 
     Raises:
         CheckpointError: on every rank, naming file and parameter: a missing, truncated or newer file, a missing or
@@ -117,7 +129,8 @@ def load_checkpoint(
     wait_for_pending()
 
     def checked() -> Job:
-        job = prepare(open_source(source_path), model, optimizer)
+        source = fitted(renamed(open_source(source_path), rename), model.state_dict())
+        job = prepare(source, model, optimizer)
         prepare_random_state(job, env)
         return job
 

@@ -67,6 +67,7 @@ def prepare(source: Source, model: nn.Module, optimizer: torch.optim.Optimizer |
 
 def _prepare_weights(job: Job, model: nn.Module, wrong: list[str]) -> None:
     own = model.state_dict()
+    same = aliases(model)
     objects: dict[str, Any] = job.source.objects.get("model", {})
     saved = {key.removeprefix(MODEL) for key in job.source.shapes if key.startswith(MODEL)}
     for name, value in own.items():
@@ -74,6 +75,8 @@ def _prepare_weights(job: Job, model: nn.Module, wrong: list[str]) -> None:
             wrong += [] if name in objects else [f"missing key {name!r}"]
         elif value.is_meta or is_lazy(value):
             wrong.append(f"{name!r} of the model has no storage to fill; materialise it first")
+        elif name not in saved and saved.intersection(same.get(name, ())):
+            pass  # a tied weight that was stored once
         else:
             target = as_chunks(value)
             problem = _misfit(job.source, MODEL + name, target, f"{name!r}") if value.numel() else None
@@ -82,6 +85,14 @@ def _prepare_weights(job: Job, model: nn.Module, wrong: list[str]) -> None:
     wrong += [f"unexpected key {name!r}" for name in sorted({*saved, *objects} - set(own))]
     if objects:
         job.then.append(lambda: model.load_state_dict({**own, **objects}))
+
+
+def aliases(model: nn.Module) -> dict[str, list[str]]:
+    """Name -> all names of the same parameter."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {name: same for same in names.values() for name in same}
 
 
 def _misfit(source: Source, key: str, target: ChunkedTensor, shown: str) -> str | None:
@@ -107,6 +118,8 @@ def _prepare_state(job: Job, owned: OwnedState, widths: tuple[int, ...] | None, 
     fresh: dict[str, Any] = {}
     if owned.optimizer is None or (owned.values and (keys or numbers)):
         lost = {*owned.values} - {*keys, *numbers}
+        if owned.optimizer is None and not job.source.about.get("has_steps", True):
+            lost.discard("step")  # it goes on from the model's own
         wrong += [f"optimizer state {key!r} of {owned.name!r} is missing" for key in sorted(lost)]
     for short, key in keys.items():
         shown = f"optimizer state {short!r} of {owned.name!r}"
