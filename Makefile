@@ -39,7 +39,7 @@ bench-transformer: .venv/.installed
 	test -f $@ || $(PYTHON) -m venv --clear .venv
 	rm -f $@
 	$(PY) -m pip install --quiet torch==2.13.0
-	$(PY) -m pip install --quiet --editable '.[planner,torchrec,dev]'
+	$(PY) -m pip install --quiet --editable '.[planner,torchrec,safetensors,dev]'
 	$(PY) -m pip install --quiet --no-deps torchrec==1.8.0
 	touch $@
 

@@ -18,6 +18,7 @@ from dmp.contracts import (
 from dmp.discovery import dense_parameters, place_dense, plan_parameters
 from dmp.env import ShardingEnv
 from dmp.errors import CheckpointError, DmpError, InputError, PlanError, ShardError
+from dmp.export import export_safetensors
 from dmp.gather import full_state_dict, to_unsharded
 from dmp.layout import (
     Layout,
@@ -74,6 +75,7 @@ __all__ = [
     "colwise",
     "data_parallel",
     "dense_parameters",
+    "export_safetensors",
     "full_optimizer_state_dict",
     "full_state_dict",
     "fully_sharded",

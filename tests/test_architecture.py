@@ -49,6 +49,7 @@ PUBLIC = {
         # state
         "GradScaler",
         "clip_grad_norm_",
+        "export_safetensors",
         "full_optimizer_state_dict",
         "full_state_dict",
         "load_checkpoint",

@@ -1,0 +1,43 @@
+"""Random state in a checkpoint: rank by rank on an equal mesh, else derived from what was saved."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+from dmp.chunked import as_chunks
+from dmp.env import ShardingEnv
+from dmp.restore import Job
+
+
+def random_state(env: ShardingEnv) -> dict[str, torch.Tensor]:
+    """Generator states of this process: device type -> bytes."""
+    states = {"cpu": torch.get_rng_state()}
+    if env.device_type not in ("cpu", "meta"):
+        states[env.device_type] = torch.get_device_module(env.device_type).get_rng_state()
+    return states
+
+
+def prepare_random_state(job: Job, env: ShardingEnv) -> None:
+    mesh = job.source.about.get("mesh")
+    if mesh is None or "rng.0.cpu" not in job.source.shapes:
+        return
+    devices = list(random_state(env))
+    keys = {device: f"rng.{env.rank}.{device}" for device in devices}
+    same = (mesh["names"], mesh["shape"]) == (list(env.names), list(env.shape))
+    exact = same and all(key in job.source.shapes for key in keys.values())
+    wanted = keys if exact else {"cpu": "rng.0.cpu"}
+    states = {d: torch.empty(job.source.shapes[key][0], dtype=torch.uint8) for d, key in wanted.items()}
+    job.targets.update({key: as_chunks(states[device]) for device, key in wanted.items()})
+
+    def restore() -> None:
+        if not exact:
+            digest = hashlib.sha256(states["cpu"].numpy().tobytes() + env.data_rank.to_bytes(8, "little")).digest()
+            torch.manual_seed(int.from_bytes(digest[:7], "big"))
+            return
+        torch.set_rng_state(states["cpu"])
+        for device in devices[1:]:
+            torch.get_device_module(device).set_rng_state(states[device])
+
+    job.then.append(restore)

@@ -1,0 +1,197 @@
+"""From a model to a checkpoint's folder: collected on every rank, written beside the path, put in place in one step."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import warnings
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from dmp.chunked import ChunkedTensor, as_chunks
+from dmp.env import ShardingEnv
+from dmp.errors import CheckpointError
+from dmp.optimizer_state import column_widths, owned_states, param_groups
+from dmp.plan import ShardingPlan
+from dmp.random_state import random_state
+from dmp.sources import FORMAT_VERSION, MODEL, STATE
+from dmp.together import together
+from dmp.wrapper import DistributedModelParallel
+
+
+class Content(NamedTuple):
+    """What this rank writes."""
+
+    tensors: dict[str, ChunkedTensor]
+    files: dict[str, bytes]
+
+
+def collect(model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any, env: ShardingEnv) -> Content:
+    own = model.state_dict()
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    owned = owned_states(model, optimizer)
+    tensors: dict[str, ChunkedTensor] = {}
+    for name, value in own.items():
+        if isinstance(value, torch.Tensor) and (name in parameters or env.rank == 0):  # buffers may differ: rank 0's
+            if value.is_meta or is_lazy(value):
+                raise CheckpointError(f"{name!r} has no values yet (it is {'on meta' if value.is_meta else 'lazy'})")
+            tensors[MODEL + name] = as_chunks(value)
+    for o in owned:
+        for key, value in o.values.items():
+            if isinstance(value, ChunkedTensor):
+                tensors[f"{STATE}{o.name}.{key}"] = value
+    for device, state in random_state(env).items():
+        tensors[f"rng.{env.rank}.{device}"] = as_chunks(state)
+    objects = {
+        "extra": extra,
+        "model": {name: value for name, value in own.items() if not isinstance(value, torch.Tensor)},
+        "state": {o.name: {k: v for k, v in o.values.items() if not isinstance(v, torch.Tensor)} for o in owned},
+        "param_groups": param_groups(owned),
+    }
+    about = {
+        "format": "dmp",
+        "version": FORMAT_VERSION,
+        "mesh": {"names": env.names, "shape": env.shape, "roles": env.roles},
+        "column_widths": column_widths(model, owned),
+    }
+    plan = model.plan if isinstance(model, DistributedModelParallel) else ShardingPlan()
+    files = {"plan.json": plan.to_json().encode(), "dmp.json": json.dumps(about, indent=1).encode()}
+    return Content(tensors, {**files, "objects.pt": _pack(objects)} if env.rank == 0 else {})
+
+
+def _pack(objects: dict[str, Any]) -> bytes:
+    """As a file that can be read without running anything from it."""
+    whole = _packed(objects)
+    if isinstance(whole, bytes):
+        return whole
+    bad = next((key for key, value in objects.items() if not isinstance(_packed(value), bytes)), "it")
+    reason = next((line for line in str(whole).splitlines() if "nsupported" in line), str(whole)).strip()
+    raise CheckpointError(
+        f"{bad} holds something that cannot be read back safely (numbers, strings, tensors, dicts, lists and tuples "
+        f"can): {reason}"
+    ) from whole
+
+
+def _packed(value: Any) -> bytes | Exception:
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+    except Exception as error:
+        return error
+    return buffer.getvalue()
+
+
+def write(target: Path, content: Content, rank: int, group: dist.ProcessGroup | None) -> None:
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    what = f"saving {target}"
+    partial = target.with_name(f".{target.name}.saving")
+
+    def begin() -> None:
+        if rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            for name, data in content.files.items():
+                (partial / name).write_bytes(data)
+
+    def write() -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            save(
+                dict(content.tensors),
+                storage_writer=FileSystemWriter(partial, sync_files=True),
+                planner=DefaultSavePlanner(flatten_state_dict=False),
+                process_group=group,
+                no_dist=group is None,
+            )
+
+    def finish() -> None:
+        if rank == 0:
+            _replace(partial, target)
+
+    try:
+        for step in (begin, write, finish):
+            together(step, group, what)
+    except CheckpointError:
+        if rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _replace(new: Path, target: Path) -> None:
+    """Put folder `new` at `target`; where something lies there the two change places in one step, if the system can."""
+    if not target.exists():
+        os.rename(new, target)
+        return
+    old = target.with_name(f".{target.name}.replaced")
+    _remove(old)
+    if _exchange(new, target):
+        os.rename(new, old)
+    else:
+        os.rename(target, old)  # for a moment there is nothing at the path: `open_source` then reads the replaced one
+        os.rename(new, target)
+    _remove(old)
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Linux's renameat2 with RENAME_EXCHANGE; False where it is missing."""
+    import ctypes
+
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError, TypeError):
+        return False
+    at_fdcwd, rename_exchange = -100, 2
+    return bool(renameat2(at_fdcwd, os.fsencode(a), at_fdcwd, os.fsencode(b), rename_exchange) == 0)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+_pending: list[Future[None]] = []
+
+
+def write_in_background(target: Path, content: Content, rank: int, group: dist.ProcessGroup | None) -> Future[None]:
+    """`write` on a copy of the tensors, with connections of its own."""
+    if group is not None:
+        group = _background_group(group)
+    tensors = {name: t.mapped(lambda c: c.to("cpu", copy=True)) for name, t in content.tensors.items()}
+    _pending[:] = [_background().submit(write, target, content._replace(tensors=tensors), rank, group)]
+    return _pending[0]
+
+
+@lru_cache(maxsize=1)
+def _background() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="dmp-save")
+
+
+def wait_for_pending() -> None:
+    """One save at a time: their collectives must not mix. Its error is for its own handle."""
+    if _pending:
+        _pending.pop().exception()
+
+
+@lru_cache(maxsize=16)
+def _background_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The same ranks with their own connections, so that a save does not meet the training step's collectives."""
+    ranks = dist.get_process_group_ranks(group)
+    made = dist.new_group(ranks, backend="gloo", timeout=timedelta(hours=1), use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup)
+    return made

@@ -1,0 +1,26 @@
+"""What a checkpoint's source is: tensors by the keys of [Note: on disk] of `dmp.checkpoint`, whatever lies there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from dmp.chunked import ChunkedTensor
+
+FORMAT_VERSION = 1
+MODEL, STATE = "model.", "optimizer.state."
+
+
+class Source(Protocol):
+    """Something that holds tensors by the keys of [Note: on disk]."""
+
+    path: Path
+    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    objects: dict[str, Any]
+    about: dict[str, Any]
+
+    def read(self, targets: dict[str, ChunkedTensor]) -> None:
+        """Fill the pieces that this rank holds."""
+        ...

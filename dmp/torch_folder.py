@@ -1,0 +1,229 @@
+"""Any folder of torch's distributed checkpoint, TorchRec's too, as a checkpoint's source.
+
+[Note: names]
+Such a folder has a key for each tensor, the path to it in the dict that was saved, and says nothing of what it is. A
+key `<head>state.<parameter>.<...>.<state>` is optimizer state if `<parameter>` is, behind one prefix, the name of
+another key; what lies beside the prefix is then no part of the model. TorchRec puts the table's name in between, and
+calls the first state `momentum1`: `optim.state.ebc.embedding_bags.t0.weight.t0.momentum1`.
+
+[Note: blocks one after another]
+Where TorchRec cuts a table of R rows into B column blocks, row-wise Adagrad's state has size (R * B,): a block's values
+after another's. It is given out as (R, B), as our own folders hold it.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import pickle
+import struct
+import zipfile
+from collections.abc import Iterable
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dmp.chunked import ChunkedTensor
+from dmp.errors import CheckpointError
+from dmp.metadata import check_files, read_metadata, read_with_torch, shapes_of
+from dmp.sources import MODEL, STATE
+from dmp.stored import Stored, fill
+
+_log = logging.getLogger("dmp")
+_LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip entry: the lengths of its name and of what follows the name
+_DEPTH = 3  # components of a prefix, at most
+
+
+class TorchFolder:
+    """Weights and optimizer state by [Note: names]; it holds no learning rates that could be told apart."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._metadata = read_metadata(path / ".metadata")
+        check_files(path, self._metadata)
+        shapes = shapes_of(self._metadata)
+        for key, (size, _) in shapes.items():
+            held = sum(prod(chunk.sizes) for chunk in self._metadata.state_dict_metadata[key].chunks)
+            if held != prod(size):
+                raise CheckpointError(f"{path}: the pieces of {key!r} hold {held} of {prod(size)} elements")
+        self._keys = sort_keys(shapes)
+        self.shapes = {ours: shapes[key] for ours, key in self._keys.items()}
+        owners = sorted({ours[len(STATE) :].rpartition(".")[0] for ours in self._keys if ours.startswith(STATE)})
+        self.objects: dict[str, Any] = {"param_groups": [{"params": owners}] if owners else []}
+        uncounted = [name for name in owners if f"{STATE}{name}.step" not in self._keys]
+        if uncounted:
+            _log.warning(
+                "%s: no step count for %s, as TorchRec saves none: the model's own goes on, so Adam's bias correction "
+                "begins anew in a new model",
+                path,
+                f"{uncounted[0]!r}" + f" and {len(uncounted) - 1} more" * (len(uncounted) > 1),
+            )
+        widths: dict[str, tuple[int, ...]] = {}
+        for ours, (size, dtype) in self.shapes.items():
+            name = ours[len(STATE) :].rpartition(".")[0]
+            found = self._column_widths(MODEL + name, size) if ours.startswith(STATE) else ()
+            if found:
+                widths[name] = found
+                self.shapes[ours] = (size[0] // len(found), len(found)), dtype
+        self.about: dict[str, Any] = {"holds_more": True, "has_steps": not uncounted, "column_widths": widths}
+
+    def _column_widths(self, weight: str, size: tuple[int, ...]) -> tuple[int, ...]:
+        """Of the blocks that a table's state of this size has one after another; empty for other state."""
+        table, _ = self.shapes[weight]
+        if len(table) != 2 or len(size) != 1 or size[0] == table[0]:
+            return ()
+        chunks = self._metadata.state_dict_metadata[self._keys[weight]].chunks
+        starts = sorted({chunk.offsets[1] for chunk in chunks})
+        is_blocks = 1 < len(starts) < table[1] and size[0] == table[0] * len(starts)
+        return tuple(b - a for a, b in pairwise([*starts, table[1]])) if is_blocks else ()
+
+    def read(self, targets: dict[str, ChunkedTensor]) -> None:
+        infos = {
+            (index.fqn, tuple(index.offset or ())): info for index, info in (self._metadata.storage_data or {}).items()
+        }
+        others: dict[str, ChunkedTensor] = {}
+        for ours, target in targets.items():
+            key = self._keys[ours]
+            entry = self._metadata.state_dict_metadata[key]
+            stored = []
+            for chunk in entry.chunks:
+                info = infos[key, tuple(chunk.offsets)]
+                place = _place(self.path / info.relative_path, info, entry.properties.dtype, tuple(chunk.sizes))
+                size, at = tuple(chunk.sizes), tuple(chunk.offsets)
+                if len(self.shapes[ours][0]) != len(entry.size):  # [Note: blocks one after another]
+                    rows = self.shapes[ours][0][0]
+                    size, at = (*size, 1), (at[0] % rows, at[0] // rows)
+                stored.append((place, at, size))
+            if all(place is not None for place, _, _ in stored):
+                file_of = (Stored(*place, entry.properties.dtype, size, at) for place, at, size in stored if place)
+                fill(target, file_of)
+            else:
+                others[key] = target
+        if others:
+            read_with_torch(self.path, self._metadata, others)
+
+
+def sort_keys(keys: Iterable[str]) -> dict[str, str]:
+    """Our key -> the folder's key; see [Note: names]."""
+    keys = list(keys)
+    groups: dict[str, list[str]] = {}
+    for key in keys:
+        parts = key.split(".")
+        found = next((i for i in range(len(parts) - 2) if parts[i] == "state"), None)
+        if found is not None:
+            groups.setdefault(".".join(parts[: found + 1]) + ".", []).append(key)
+    grouped = {key for group in groups.values() for key in group}
+    weights = [key for key in keys if key not in grouped]
+    best: dict[str, tuple[str, str]] = {}
+    best_prefix = ""
+    for prefix in sorted(prefixes(weights), key=len):
+        names = {key[len(prefix) :] for key in weights if key.startswith(prefix)}
+        owned: dict[str, tuple[str, str]] = {}
+        for head, group in groups.items():
+            owners = {key: _owner(key[len(head) :], names) for key in group}
+            if all(owners.values()):
+                owned.update({key: owner for key, owner in owners.items() if owner})
+        if len(owned) > len(best):
+            best, best_prefix = owned, prefix
+    result = {f"{STATE}{name}.{state}": key for key, (name, state) in _states(best).items()}
+    for key in keys:
+        if key not in best and key.startswith(best_prefix):
+            result[MODEL + key[len(best_prefix) :]] = key
+    return result
+
+
+def prefixes(names: Iterable[str]) -> set[str]:
+    """What names begin with, a few whole components at most, each with its dot; and nothing."""
+    found = {""}
+    for name in names:
+        parts = name.split(".")
+        found.update(".".join(parts[:i]) + "." for i in range(1, min(len(parts), _DEPTH + 1)))
+    return found
+
+
+def _owner(rest: str, names: set[str]) -> tuple[str, str] | None:
+    parts = rest.split(".")
+    for i in range(len(parts) - 1, 0, -1):
+        if ".".join(parts[:i]) in names:
+            return ".".join(parts[:i]), parts[-1]
+    return None
+
+
+def _states(owned: dict[str, tuple[str, str]]) -> dict[str, tuple[str, str]]:
+    """TorchRec names a first state `momentum1` whatever it is: Adam's, where there is a second, else Adagrad's."""
+    second = {name for name, state in owned.values() if state in ("momentum2", "exp_avg_sq")}
+    names = {"momentum2": "exp_avg_sq", "iter": "step"}
+    return {
+        key: (name, ("exp_avg" if name in second else "sum") if state == "momentum1" else names.get(state, state))
+        for key, (name, state) in owned.items()
+    }
+
+
+def _place(file: Path, info: Any, dtype: torch.dtype, size: tuple[int, ...]) -> tuple[Path, int] | None:
+    """Where a chunk's bytes begin: torch stores each as a zip archive, uncompressed. None: not as plain bytes."""
+    if getattr(info, "transform_descriptors", None):
+        return None
+    with file.open("rb") as whole:
+        window = _Window(whole, info.offset, info.length)
+        try:
+            archive = zipfile.ZipFile(window)
+            pickled = next(i for i in archive.infolist() if i.filename.endswith("/data.pkl"))
+            data = next(i for i in archive.infolist() if i.filename.endswith("/data/0"))
+            first, saved_size, stride = _TensorUnpickler(io.BytesIO(archive.read(pickled))).load()
+        except (zipfile.BadZipFile, StopIteration, pickle.UnpicklingError, TypeError, ValueError):
+            return None
+        plain = torch.empty(size, device="meta").stride()
+        if data.compress_type != zipfile.ZIP_STORED or tuple(saved_size) != size or tuple(stride) != plain:
+            return None
+        if data.file_size < (first + prod(size)) * dtype.itemsize:
+            return None
+        window.seek(data.header_offset)
+        name_bytes, more_bytes = _LOCAL_HEADER.unpack(window.read(_LOCAL_HEADER.size))
+    header = data.header_offset + _LOCAL_HEADER.size + name_bytes + more_bytes
+    return file, info.offset + header + first * dtype.itemsize
+
+
+class _TensorUnpickler(pickle.Unpickler):
+    """Reads of a saved tensor where it begins in its storage, its size and its strides; builds nothing."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return lambda storage, first, size, stride, *_: (first, size, stride)
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        if module == "torch" and name.endswith("Storage"):
+            return str
+        raise pickle.UnpicklingError(f"{module}.{name} is not part of a plain tensor")
+
+    def persistent_load(self, pid: Any) -> Any:
+        return None
+
+
+class _Window(io.RawIOBase):
+    """A part of a file as a file."""
+
+    def __init__(self, whole: Any, start: int, length: int) -> None:
+        self._whole, self._start, self._length, self._at = whole, start, length, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        self._whole.seek(self._start + self._at)
+        data = self._whole.read(max(0, min(len(buffer), self._length - self._at)))
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
