@@ -71,7 +71,7 @@ def check(kind: str, mesh: str, optimizer: str | None = None) -> None:
     check_sharder(sharder_of(kind), make, lambda rank, step: make_batch(kind, rank, step), equality.env_of(mesh))
 
 
-SLOW_ON_FOUR = ("ebc", "ebc_weighted")
+SLOW_ON_FOUR = ("ebc", "ebc_weighted", "bag", "bag_mean", "ec")  # "bag_weighted" and "embedding" every time
 CASES = [
     pytest.param(world, mesh, kind, marks=[pytest.mark.slow] if world == 4 and kind in SLOW_ON_FOUR else [])
     for world, mesh in ((1, "single"), (2, "dp2"), (4, "dp4"))

@@ -12,7 +12,11 @@ from tests.ranks import run_ranks
 # Those with a tensor axis have a sample of the matrix in test_tensor_axis.py; the order of axes changes little.
 _SLOW = {name for name, (shape, axes) in MESHES.items() if math.prod(shape) > 4 or "tp" in axes}
 _SLOW |= {"shard2xreplicate2"}
-_SLOW_KINDS = {"host2xlocal2": ("bag", "bag_mean", "ebc_weighted", "embedding")}
+_SLOW_KINDS = {
+    "dp4": ("bag_mean", "bag_weighted"),
+    "host2xlocal2": ("bag", "bag_mean", "ebc_weighted", "embedding"),
+    "replicate2xshard2": ("bag", "bag_mean", "ebc_weighted"),
+}
 
 
 def _cases() -> list[object]:
