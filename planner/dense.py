@@ -76,11 +76,11 @@ def vocabularies(
     room = sum(prod(info.shape) for info in weights.values())
     pinned, found = set(pinned), {}
     for name, (sharder, info) in tables.items():
-        if name in pinned:
+        small = info.shape[0] <= _VOCABULARY_ROWS and prod(info.shape) <= room
+        if name in pinned or not (small or constraints[name].layouts):
             continue
         offered = {layout.name: layout for layout in sharder.layouts(info, env) if layout.is_dense}
         wanted = [offered[asked] for asked in constraints[name].layouts or () if asked in offered]
-        small = info.shape[0] <= _VOCABULARY_ROWS and prod(info.shape) <= room
         if wanted:
             found[name] = wanted[0]
         elif offered and small and constraints[name] == Constraint():

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.amp import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
@@ -53,15 +52,10 @@ def env_of(shape: tuple[int, ...] | None, names: tuple[str, ...] = ()) -> Shardi
     return ShardingEnv.single() if shape is None else ShardingEnv.from_mesh(mesh(shape, names))
 
 
-def data_rank(env: ShardingEnv) -> int:
-    group = env.group("replicate", "shard")
-    return 0 if group is None else dist.get_rank(group)
-
-
 def ids_of(step: int, env: ShardingEnv, everyone: bool = False) -> torch.Tensor:
     """(B, T) ids of this data rank, or of all of them."""
     ids = torch.randint(0, VOCAB, (env.data_size, SAMPLES, 5), generator=torch.Generator().manual_seed(step))
-    return ids.flatten(0, 1) if everyone else ids[data_rank(env)]
+    return ids.flatten(0, 1) if everyone else ids[env.data_rank]
 
 
 def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:

@@ -46,14 +46,14 @@ class Task:
         """The model's inputs on this rank, and the number of positions of the global batch."""
         batch = self.generator.sequences("train", step, self.batch_size)
         candidates = self.generator.candidates(step, NUM_CANDIDATES) if self.softmax == "sampled" else None
-        mine = batch.share(data_rank(self.env), self.env.data_size)
+        mine = batch.share(self.env.data_rank, self.env.data_size)
         return *mine.inputs(candidates), int(batch.lengths.sum())
 
     def held_out_batch(self, index: int) -> tuple[KeyedJaggedTensor, KeyedJaggedTensor]:
         """The model's inputs on this rank; every item is a candidate."""
         batch = self.generator.sequences("held-out", index, _HELD_OUT_BATCH_SIZE)
         candidates = torch.arange(self.generator.num_items) if self.softmax == "sampled" else None
-        return batch.share(data_rank(self.env), self.env.data_size).inputs(candidates)
+        return batch.share(self.env.data_rank, self.env.data_size).inputs(candidates)
 
 
 @dataclass(frozen=True)
@@ -119,14 +119,6 @@ def attach_table_optimizer(model: nn.Module, lr: float) -> None:
 def make_dense_optimizer(model: nn.Module, lr: float) -> torch.optim.Optimizer:
     """Adam, for all but the tables."""
     return torch.optim.Adam([p for name, p in model.named_parameters() if not name.startswith(TABLES)], lr=lr)
-
-
-def data_rank(env: ShardingEnv) -> int:
-    """This rank's place among the ranks whose samples differ: along all axes but the tensor axis."""
-    index = 0
-    for coordinate, size, role in zip(env.coordinate, env.shape, env.roles, strict=True):
-        index = index if role == "tensor" else index * size + coordinate
-    return index
 
 
 def sum_over_data_ranks(value: Tensor, env: ShardingEnv) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.bench.report import Result
-from tests.bench.transformer_workload import MESHES, MODES, Workload, data_rank, env_of, make_sides
+from tests.bench.transformer_workload import MESHES, MODES, Workload, env_of, make_sides
 from tests.ranks import run_ranks
 
 WORK = Workload(dim=32, layers=3, heads=4, kv_heads=2, hidden=64, vocab=64, length=8, batch_size=2)
@@ -43,7 +43,7 @@ def count(work: Workload, mesh_name: str, mode: str) -> tuple[tuple[Counts, Coun
     """On each rank, in the second step."""
     found = []
     for side in make_sides(work, mesh_name, mode):
-        batch = work.batch(data_rank(env_of(mesh_name)), 0)
+        batch = work.batch(env_of(mesh_name).data_rank, 0)
         for _ in range(2):  # the first sets up what later ones have
             both = (_counted(side.backward, *batch), _counted(side.update))
         found.append(both)

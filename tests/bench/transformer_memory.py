@@ -11,7 +11,7 @@ import torch
 from tests.bench.memory import MB, _reset_peak, _status
 from tests.bench.report import Result
 from tests.bench.transformer_by_hand import by_hand, by_hand_from_meta, optimizer_of
-from tests.bench.transformer_workload import MESHES, Side, Workload, data_rank, env_of, wrap_ours
+from tests.bench.transformer_workload import MESHES, Side, Workload, env_of, wrap_ours
 from tests.ranks import close_pools, mesh, run_ranks
 
 WORK = Workload(dim=512, layers=8, heads=8, kv_heads=4, hidden=1536, vocab=8192)
@@ -57,6 +57,6 @@ def train(work: Workload, is_ours: bool, device: str) -> int:
         made = (by_hand if device == "cpu" else by_hand_from_meta)(model, on)
         side = Side(made, optimizer_of(made))
     for step in range(STEPS):
-        side.backward(*work.batch(data_rank(env), step))
+        side.backward(*work.batch(env.data_rank, step))
         side.update()
     return _status("VmHWM") - before

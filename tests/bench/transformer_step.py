@@ -26,7 +26,7 @@ from tests.bench.step import (
     slowest,
 )
 from tests.bench.transformer_by_hand import whole_values
-from tests.bench.transformer_workload import LARGE, MESHES, SMALL, Side, Workload, data_rank, env_of, make_sides
+from tests.bench.transformer_workload import LARGE, MESHES, SMALL, Side, Workload, env_of, make_sides
 from tests.ranks import run_ranks
 
 GOAL = round(1 / 1.02, 3)
@@ -52,7 +52,7 @@ def run(quick: bool) -> list[Result]:
 def compare(work: Workload, mesh_name: str, quick: bool) -> tuple[list[float], list[float]]:
     """On each rank: check that both train the same, then time them; seconds of every step, by hand and ours."""
     sides = make_sides(work, mesh_name)
-    rank = data_rank(env_of(mesh_name))
+    rank = env_of(mesh_name).data_rank
     batches = [work.batch(rank, step) for step in range(BATCHES)]
     for i in range(CHECKED):
         start = perf_counter()

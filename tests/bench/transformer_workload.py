@@ -90,14 +90,6 @@ def env_of(mesh_name: str) -> dmp.ShardingEnv:
     return dmp.ShardingEnv.from_mesh(mesh(*MESHES[mesh_name]))
 
 
-def data_rank(env: dmp.ShardingEnv) -> int:
-    """Which samples this rank gets: ranks of one tensor group share theirs."""
-    index = 0
-    for i, size, role in zip(env.coordinate, env.shape, env.roles, strict=True):
-        index = index * size + i if role != "tensor" else index
-    return index
-
-
 def wrap_ours(model: nn.Module, env: dmp.ShardingEnv, mode: str = "plain") -> dmp.DistributedModelParallel:
     """Our wrapper, with its defaults wherever the mode is the default."""
     sharders = [TensorParallelSharder(**MODES[mode])] if MODES[mode] else None
