@@ -6,10 +6,11 @@ inputs -> torch's styles -> hooks on activations -> numbers of heads -> ties put
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -328,10 +329,22 @@ def _hidden_size(path: str, module: nn.Module, styles: Mapping[str, Style]) -> i
 
 
 def _parallelize(module: nn.Module, mesh: DeviceMesh, style: ParallelStyle) -> None:
-    from torch.distributed.tensor.parallel import parallelize_module
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
+    if isinstance(style, ColwiseParallel):
+        style = copy.copy(style)
+        style._prepare_output_fn = _as_it_is  # type: ignore[method-assign]
     # Values are equal on all ranks already: nothing is sent.
     parallelize_module(module, mesh, style, src_data_rank=None)
+
+
+def _as_it_is(placements: Any, use_local_output: bool, module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+    """torch's, but it leaves an output that is split as asked: torch takes Shard(-1) and Shard(2) for different."""
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel
+
+    asked = tuple(Shard(p.dim % output.ndim) if isinstance(p, Shard) else p for p in placements)
+    return ColwiseParallel._prepare_output_fn(asked, use_local_output, module, output, mesh)
 
 
 def _random_state(device_type: str) -> list[torch.Tensor]:
