@@ -20,6 +20,7 @@ from dmp.env import ShardingEnv
 from dmp.errors import CheckpointError, DmpError, InputError, PlanError, ShardError
 from dmp.export import export_safetensors
 from dmp.gather import full_state_dict, to_unsharded
+from dmp.history import keep_last, latest
 from dmp.layout import (
     Layout,
     ParameterSharding,
@@ -81,6 +82,8 @@ __all__ = [
     "fully_sharded",
     "grid",
     "is_replicated",
+    "keep_last",
+    "latest",
     "load_checkpoint",
     "place_dense",
     "plan_parameters",

@@ -6,11 +6,14 @@ A folder of torch's distributed checkpoint, readable by `torch.distributed.check
     dmp.json              format version, the mesh, widths of column blocks (see optimizer_state.py)
     plan.json             the plan
     objects.pt            what is no tensor: extra, param groups by name, counters; read with `weights_only`
-It is written beside the path as `.<name>.saving`, `.metadata` last, and renamed when every rank is done. Each tensor is
-stored in pieces of a few MB, each by one of the ranks that hold it.
+    checksums.json        CRC-32 of the other small files; those of tensors lie beside them
+It is written beside the path as `.<name>.saving`, `checksums.json` last, and renamed when every rank is done. Each
+tensor is stored in pieces of a few MB, each by one of the ranks that hold it.
 
 [Note: nothing half done]
-Loading checks every name, shape and dtype before it changes the model, and every rank raises when one does.
+Before it changes the model, loading checks every name, shape and dtype, and reads all that will be read once to compare
+checksums, each rank a part of it; when one rank raises, every rank does. The bytes are then read again, straight to
+where they belong: to hold them in between would double the memory.
 """
 
 from __future__ import annotations
@@ -24,12 +27,13 @@ import torch
 from torch import nn
 
 from dmp.env import default_env
+from dmp.errors import CheckpointError
 from dmp.gather import env_of
 from dmp.opening import open_source
 from dmp.random_state import prepare_random_state
 from dmp.renaming import Rename, fitted, renamed
 from dmp.restore import Job, prepare
-from dmp.saving import collect, wait_for_pending, write, write_in_background
+from dmp.saving import Content, collect, wait_for_pending, write, write_in_background
 from dmp.together import together
 from dmp.wrapper import DistributedModelParallel
 
@@ -61,6 +65,7 @@ def save_checkpoint(
     extra: Any = None,
     *,
     asynchronous: bool = False,
+    keep_last: int | None = None,
 ) -> PendingSave | None:
     """Save weights, optimizer state, random state and `extra`, to be loaded on any mesh and plan.
 
@@ -73,6 +78,8 @@ def save_checkpoint(
         optimizer: an ordinary optimizer over its parameters; state of in-backward optimizers is saved without it.
         extra: rank 0's, any nest of dicts, lists, tuples, numbers, strings and tensors.
         asynchronous: return after copying the state; the copy is written in the background.
+        keep_last: when the new checkpoint is in place, remove all but the newest so many in the folder that `path` lies
+            in, and what saves that were cut short left there (see `keep_last`); None removes nothing.
 
     Returns:
         A handle with `.wait()` when asynchronous.
@@ -84,11 +91,17 @@ def save_checkpoint(
     env = model.env if isinstance(model, DistributedModelParallel) else default_env()
     wait_for_pending()
     group = env.group() if env.size > 1 else None
-    content = together(lambda: collect(model, optimizer, extra, env), group, f"saving {target}")
+
+    def collected() -> Content:
+        if keep_last is not None and keep_last < 1:
+            raise CheckpointError(f"keep_last: expected a count of at least 1, got {keep_last}")
+        return collect(model, optimizer, extra, env)
+
+    content = together(collected, group, f"saving {target}", same=f"keep_last={keep_last}")
     if not asynchronous:
-        write(target, content, env.rank, group)
+        write(target, content, env.rank, group, keep_last)
         return None
-    return PendingSave(write_in_background(target, content, env.rank, group))
+    return PendingSave(write_in_background(target, content, env.rank, group, keep_last))
 
 
 def load_checkpoint(
@@ -135,5 +148,7 @@ def load_checkpoint(
         return job
 
     job = together(checked, group, what)
+    when = job.source.about.get("saved_ns")  # what one host sees may be older than what another does
+    together(lambda: job.check((env.rank, env.size)), group, what, same=when)
     together(job.run, group, what)
     return job.source.objects.get("extra")

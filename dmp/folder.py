@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import zlib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,10 @@ import torch
 
 from dmp.chunked import ChunkedTensor
 from dmp.errors import CheckpointError
-from dmp.metadata import check_files, read_metadata, read_with_torch, shapes_of
-from dmp.sources import FORMAT_VERSION
+from dmp.metadata import check_files, read_metadata, shapes_of
+from dmp.pieces import Pieces
+from dmp.sources import CHECKSUMS, FORMAT_VERSION
+from dmp.stored import fill
 
 
 class Folder:
@@ -25,8 +29,11 @@ class Folder:
             raise CheckpointError(
                 f"{path / 'dmp.json'}: format version {version!r}; this version of dmp reads up to {FORMAT_VERSION}"
             )
-        if not (path / ".metadata").exists():
-            raise CheckpointError(f"{path} has no .metadata: it is a save that was cut short")
+        if not (path / ".metadata").exists() or (version > 1 and not (path / CHECKSUMS).exists()):
+            lacks = ".metadata" if not (path / ".metadata").exists() else CHECKSUMS
+            raise CheckpointError(f"{path} has no {lacks}: it is a save that was cut short")
+        if version > 1:
+            self._check_small_files()
         try:
             self.objects: dict[str, Any] = torch.load(path / "objects.pt", map_location="cpu", weights_only=True)
         except Exception as error:  # torch.load raises many kinds
@@ -34,6 +41,7 @@ class Folder:
         self._metadata = read_metadata(path / ".metadata")
         self.shapes = shapes_of(self._metadata)
         check_files(path, self._metadata)
+        self._pieces = Pieces(path, self._metadata, is_plain=True)
 
     def _json(self, name: str) -> dict[str, Any]:
         try:
@@ -44,5 +52,20 @@ class Folder:
             raise CheckpointError(f"{self.path / name} cannot be read: {error}") from error
         return data if isinstance(data, dict) else {}
 
+    def _check_small_files(self) -> None:
+        for name, crc in self._json(CHECKSUMS).items():
+            try:
+                found = zlib.crc32((self.path / name).read_bytes())
+            except OSError as error:
+                raise CheckpointError(f"{self.path / name} cannot be read: {error}") from error
+            if found != crc:
+                raise CheckpointError(
+                    f"{self.path / name} is damaged: it has CRC-32 {found:08x}, expected {crc:08x} by {CHECKSUMS}"
+                )
+
+    def check(self, keys: Collection[str], part: tuple[int, int]) -> None:
+        self._pieces.check(keys, part)
+
     def read(self, targets: dict[str, ChunkedTensor]) -> None:
-        read_with_torch(self.path, self._metadata, targets)
+        for key, target in targets.items():
+            fill(target, self._pieces.of(key) or ())

@@ -95,6 +95,9 @@ class _Renamed:
         self.objects = {**objects, "state": state, "model": model, "param_groups": groups}
         self.about = {**source.about, "column_widths": by_name(source.about.get("column_widths", {}))}
 
+    def check(self, keys: Collection[str], part: tuple[int, int]) -> None:
+        self._source.check([self._old[key] for key in keys], part)
+
     def read(self, targets: dict[str, ChunkedTensor]) -> None:
         self._source.read({self._old[key]: target for key, target in targets.items()})
 

@@ -29,6 +29,11 @@ class Job(NamedTuple):
     targets: dict[str, ChunkedTensor]
     then: list[Callable[[], Any]]
 
+    def check(self, part: tuple[int, int]) -> None:
+        """Read the i-th of n parts of what all ranks will read, and raise where it is damaged."""
+        keys = (key for key in self.source.shapes if key in self.targets or key.startswith("rng."))
+        self.source.check(list(keys), part)
+
     def run(self) -> None:
         with torch.no_grad():
             self.source.read({key: t for key, t in self.targets.items() if t.chunks and t.numel()})

@@ -7,6 +7,7 @@ name the parameter, and rows are read as those of torch's own folders are.
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,9 @@ class SafetensorsSource:
         else:
             self._stored = _read_header(path / ONE_FILE if path.is_dir() else path)
         self.shapes = {MODEL + name: (s.size, s.dtype) for name, s in self._stored.items()}
+
+    def check(self, keys: Collection[str], part: tuple[int, int]) -> None:
+        """Nothing: the format has no checksums."""
 
     def read(self, targets: dict[str, ChunkedTensor]) -> None:
         for key, target in targets.items():

@@ -6,8 +6,12 @@ import io
 import json
 import os
 import shutil
+import time
 import warnings
+import zlib
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
@@ -21,10 +25,11 @@ from torch.nn.parameter import is_lazy
 from dmp.chunked import ChunkedTensor, as_chunks
 from dmp.env import ShardingEnv
 from dmp.errors import CheckpointError
+from dmp.history import keep_last
 from dmp.optimizer_state import column_widths, owned_states, param_groups
 from dmp.plan import ShardingPlan
 from dmp.random_state import random_state
-from dmp.sources import FORMAT_VERSION, MODEL, STATE
+from dmp.sources import CHECKSUMS, FORMAT_VERSION, MODEL, STATE
 from dmp.together import together
 from dmp.wrapper import DistributedModelParallel
 
@@ -61,6 +66,7 @@ def collect(model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: An
     about = {
         "format": "dmp",
         "version": FORMAT_VERSION,
+        "saved_ns": time.time_ns(),
         "mesh": {"names": env.names, "shape": env.shape, "roles": env.roles},
         "column_widths": column_widths(model, owned),
     }
@@ -92,7 +98,8 @@ def _packed(value: Any) -> bytes | Exception:
     return buffer.getvalue()
 
 
-def write(target: Path, content: Content, rank: int, group: dist.ProcessGroup | None) -> None:
+def write(target: Path, content: Content, rank: int, group: dist.ProcessGroup | None, keep: int | None = None) -> None:
+    """On every rank; then all but the newest `keep` checkpoints beside the target go."""
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
@@ -105,10 +112,10 @@ def write(target: Path, content: Content, rank: int, group: dist.ProcessGroup | 
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             for name, data in content.files.items():
-                (partial / name).write_bytes(data)
+                _write_file(partial / name, data)
 
     def write() -> None:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _checksums():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             save(
                 dict(content.tensors),
@@ -120,7 +127,14 @@ def write(target: Path, content: Content, rank: int, group: dist.ProcessGroup | 
 
     def finish() -> None:
         if rank == 0:
+            crcs = {name: zlib.crc32((partial / name).read_bytes()) for name in (".metadata", *content.files)}
+            _write_file(partial / CHECKSUMS, json.dumps(crcs, indent=1).encode())
             _replace(partial, target)
+            _sync_folder(target.parent)
+
+    def tidy() -> None:
+        if rank == 0 and keep is not None:
+            keep_last(target.parent, keep)
 
     try:
         for step in (begin, write, finish):
@@ -129,6 +143,37 @@ def write(target: Path, content: Content, rank: int, group: dist.ProcessGroup | 
         if rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
         raise
+    if keep is not None:
+        together(tidy, group, f"{target} is saved, but removing what is older failed")
+
+
+@contextmanager
+def _checksums() -> Iterator[None]:
+    """Have torch write them, whatever the program has set."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(True)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+def _write_file(path: Path, data: bytes) -> None:
+    """So that it is on the disk, not in its cache."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    """What was renamed in it stays so after a loss of power; some file systems have no such call."""
+    with suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _replace(new: Path, target: Path) -> None:
@@ -168,12 +213,14 @@ def _remove(path: Path) -> None:
 _pending: list[Future[None]] = []
 
 
-def write_in_background(target: Path, content: Content, rank: int, group: dist.ProcessGroup | None) -> Future[None]:
+def write_in_background(
+    target: Path, content: Content, rank: int, group: dist.ProcessGroup | None, keep: int | None = None
+) -> Future[None]:
     """`write` on a copy of the tensors, with connections of its own."""
     if group is not None:
         group = _background_group(group)
     tensors = {name: t.mapped(lambda c: c.to("cpu", copy=True)) for name, t in content.tensors.items()}
-    _pending[:] = [_background().submit(write, target, content._replace(tensors=tensors), rank, group)]
+    _pending[:] = [_background().submit(write, target, content._replace(tensors=tensors), rank, group, keep)]
     return _pending[0]
 
 

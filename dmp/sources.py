@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -9,7 +10,8 @@ import torch
 
 from dmp.chunked import ChunkedTensor
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+CHECKSUMS = "checksums.json"
 MODEL, STATE = "model.", "optimizer.state."
 
 
@@ -20,6 +22,14 @@ class Source(Protocol):
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]
     objects: dict[str, Any]
     about: dict[str, Any]
+
+    def check(self, keys: Collection[str], part: tuple[int, int]) -> None:
+        """Read the i-th of n parts of these tensors' bytes, where the format has a checksum of them.
+
+        Raises:
+            CheckpointError: naming the file and the tensor that is damaged.
+        """
+        ...
 
     def read(self, targets: dict[str, ChunkedTensor]) -> None:
         """Fill the pieces that this rank holds."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -13,8 +13,13 @@ _SHOWN = 5
 T = TypeVar("T")
 
 
-def together(step: Callable[[], T], group: dist.ProcessGroup | None, what: str) -> T:
+def together(step: Callable[[], T], group: dist.ProcessGroup | None, what: str, same: Any = None) -> T:
     """Run a local step on every rank; when it fails on one, every rank raises the same.
+
+    Args:
+        step: without collectives.
+        what: for the error; the same on every rank, or that is the error.
+        same: likewise.
 
     Raises:
         CheckpointError: naming the ranks and what failed there.
@@ -28,10 +33,18 @@ def together(step: Callable[[], T], group: dist.ProcessGroup | None, what: str) 
     except (Exception, CheckpointException) as error:  # whatever it is, the other ranks must hear of it
         cause = error
     message = None if cause is None else _text(cause)
-    messages: list[str | None] = [message]
+    about = what if same is None else f"{what} ({same})"
+    said: list[tuple[str, str | None]] = [(about, message)]
     if group is not None:
-        messages = [None] * dist.get_world_size(group)
-        dist.all_gather_object(messages, message, group=group)
+        said = said * dist.get_world_size(group)
+        dist.all_gather_object(said, (about, message), group=group)
+    others = {text: rank for rank, (text, _) in reversed(list(enumerate(said)))}
+    if len(others) > 1:
+        shown = "; ".join(
+            f"rank {rank}: {text}" for text, rank in sorted(others.items(), key=lambda pair: pair[1])[:_SHOWN]
+        )
+        raise CheckpointError(f"the ranks are not at the same checkpoint: {shown}") from cause
+    messages = [message for _, message in said]
     failed: dict[str, list[int]] = {}
     for rank, text in enumerate(messages):
         if text is not None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import zipfile
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import torch
 
 from dmp.chunked import ChunkedTensor
 from dmp.errors import CheckpointError
+from dmp.pieces import crc_of, data_start
 from dmp.sources import MODEL, STATE
+from dmp.stored import Stored
 
 
 class TorchFile:
@@ -20,6 +23,7 @@ class TorchFile:
         self.path = path
         try:
             data = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            self._storages = _read_storages(path)
         except Exception as error:
             raise CheckpointError(f"{path} cannot be read as a torch.save file of tensors: {error}") from error
         if not isinstance(data, Mapping):
@@ -48,7 +52,35 @@ class TorchFile:
                 if isinstance(value, torch.Tensor):
                     self._tensors[f"{STATE}{name}.{key}"] = value
         self.shapes = {key: (tuple(t.shape), t.dtype) for key, t in self._tensors.items()}
+        self._names = _names(self._tensors, self._storages)
+
+    def check(self, keys: Collection[str], part: tuple[int, int]) -> None:
+        """The file's storages, whichever tensors they belong to: torch writes a CRC-32 of each."""
+        for stored in self._storages[part[0] :: part[1]]:
+            stored.check(self._names.get(stored.at, "something"))
 
     def read(self, targets: dict[str, ChunkedTensor]) -> None:
         for key, target in targets.items():
             target.fill_from(self._tensors[key])
+
+
+def _read_storages(path: Path) -> list[Stored]:
+    with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+        entries = [e for e in archive.infolist() if "/data/" in e.filename and e.file_size]
+        return [
+            Stored(path, data_start(file, e), torch.uint8, (e.file_size,), (0,), crc_of(e))
+            for e in sorted(entries, key=lambda e: e.header_offset)
+        ]
+
+
+def _names(tensors: Mapping[str, torch.Tensor], storages: Iterable[Stored]) -> dict[int, str]:
+    """Where a storage begins in the file -> the first tensor that lies in it; the file is mapped in one piece."""
+    pointers: dict[int, str] = {}
+    for key, tensor in tensors.items():
+        if tensor.untyped_storage().nbytes():
+            pointers.setdefault(tensor.untyped_storage().data_ptr(), key.removeprefix(MODEL))
+    starts = {stored.at for stored in storages}
+    first = min(pointers, default=0)
+    bases = (first - start for start in starts)
+    base = next((base for base in bases if starts.issuperset(p - base for p in pointers)), None)
+    return {} if base is None else {pointer - base: name for pointer, name in pointers.items()}

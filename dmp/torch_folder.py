@@ -13,27 +13,21 @@ after another's. It is given out as (R, B), as our own folders hold it.
 
 from __future__ import annotations
 
-import io
 import logging
-import pickle
-import struct
-import zipfile
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from dmp.chunked import ChunkedTensor
 from dmp.errors import CheckpointError
 from dmp.metadata import check_files, read_metadata, read_with_torch, shapes_of
+from dmp.pieces import Pieces
 from dmp.sources import MODEL, STATE
-from dmp.stored import Stored, fill
+from dmp.stored import fill
 
 _log = logging.getLogger("dmp")
-_LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip entry: the lengths of its name and of what follows the name
 _DEPTH = 3  # components of a prefix, at most
 
 
@@ -44,6 +38,7 @@ class TorchFolder:
         self.path = path
         self._metadata = read_metadata(path / ".metadata")
         check_files(path, self._metadata)
+        self._pieces = Pieces(path, self._metadata)
         shapes = shapes_of(self._metadata)
         for key, (size, _) in shapes.items():
             held = sum(prod(chunk.sizes) for chunk in self._metadata.state_dict_metadata[key].chunks)
@@ -80,28 +75,23 @@ class TorchFolder:
         is_blocks = 1 < len(starts) < table[1] and size[0] == table[0] * len(starts)
         return tuple(b - a for a, b in pairwise([*starts, table[1]])) if is_blocks else ()
 
+    def check(self, keys: Collection[str], part: tuple[int, int]) -> None:
+        self._pieces.check([self._keys[key] for key in keys], part)
+
     def read(self, targets: dict[str, ChunkedTensor]) -> None:
-        infos = {
-            (index.fqn, tuple(index.offset or ())): info for index, info in (self._metadata.storage_data or {}).items()
-        }
         others: dict[str, ChunkedTensor] = {}
         for ours, target in targets.items():
-            key = self._keys[ours]
-            entry = self._metadata.state_dict_metadata[key]
-            stored = []
-            for chunk in entry.chunks:
-                info = infos[key, tuple(chunk.offsets)]
-                place = _place(self.path / info.relative_path, info, entry.properties.dtype, tuple(chunk.sizes))
-                size, at = tuple(chunk.sizes), tuple(chunk.offsets)
-                if len(self.shapes[ours][0]) != len(entry.size):  # [Note: blocks one after another]
-                    rows = self.shapes[ours][0][0]
-                    size, at = (*size, 1), (at[0] % rows, at[0] // rows)
-                stored.append((place, at, size))
-            if all(place is not None for place, _, _ in stored):
-                file_of = (Stored(*place, entry.properties.dtype, size, at) for place, at, size in stored if place)
-                fill(target, file_of)
-            else:
-                others[key] = target
+            stored = self._pieces.of(self._keys[ours])
+            if stored is None:
+                others[self._keys[ours]] = target
+            elif len(target.shape) == len(stored[0].size):
+                fill(target, stored)
+            else:  # [Note: blocks one after another]
+                rows = target.shape[0]
+                fill(
+                    target,
+                    (s._replace(size=(*s.size, 1), offset=(s.offset[0] % rows, s.offset[0] // rows)) for s in stored),
+                )
         if others:
             read_with_torch(self.path, self._metadata, others)
 
@@ -160,70 +150,3 @@ def _states(owned: dict[str, tuple[str, str]]) -> dict[str, tuple[str, str]]:
         key: (name, ("exp_avg" if name in second else "sum") if state == "momentum1" else names.get(state, state))
         for key, (name, state) in owned.items()
     }
-
-
-def _place(file: Path, info: Any, dtype: torch.dtype, size: tuple[int, ...]) -> tuple[Path, int] | None:
-    """Where a chunk's bytes begin: torch stores each as a zip archive, uncompressed. None: not as plain bytes."""
-    if getattr(info, "transform_descriptors", None):
-        return None
-    with file.open("rb") as whole:
-        window = _Window(whole, info.offset, info.length)
-        try:
-            archive = zipfile.ZipFile(window)
-            pickled = next(i for i in archive.infolist() if i.filename.endswith("/data.pkl"))
-            data = next(i for i in archive.infolist() if i.filename.endswith("/data/0"))
-            first, saved_size, stride = _TensorUnpickler(io.BytesIO(archive.read(pickled))).load()
-        except (zipfile.BadZipFile, StopIteration, pickle.UnpicklingError, TypeError, ValueError):
-            return None
-        plain = torch.empty(size, device="meta").stride()
-        if data.compress_type != zipfile.ZIP_STORED or tuple(saved_size) != size or tuple(stride) != plain:
-            return None
-        if data.file_size < (first + prod(size)) * dtype.itemsize:
-            return None
-        window.seek(data.header_offset)
-        name_bytes, more_bytes = _LOCAL_HEADER.unpack(window.read(_LOCAL_HEADER.size))
-    header = data.header_offset + _LOCAL_HEADER.size + name_bytes + more_bytes
-    return file, info.offset + header + first * dtype.itemsize
-
-
-class _TensorUnpickler(pickle.Unpickler):
-    """Reads of a saved tensor where it begins in its storage, its size and its strides; builds nothing."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return lambda storage, first, size, stride, *_: (first, size, stride)
-        if (module, name) == ("collections", "OrderedDict"):
-            return dict
-        if module == "torch" and name.endswith("Storage"):
-            return str
-        raise pickle.UnpicklingError(f"{module}.{name} is not part of a plain tensor")
-
-    def persistent_load(self, pid: Any) -> Any:
-        return None
-
-
-class _Window(io.RawIOBase):
-    """A part of a file as a file."""
-
-    def __init__(self, whole: Any, start: int, length: int) -> None:
-        self._whole, self._start, self._length, self._at = whole, start, length, 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        self._whole.seek(self._start + self._at)
-        data = self._whole.read(max(0, min(len(buffer), self._length - self._at)))
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)

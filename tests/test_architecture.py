@@ -52,6 +52,8 @@ PUBLIC = {
         "export_safetensors",
         "full_optimizer_state_dict",
         "full_state_dict",
+        "keep_last",
+        "latest",
         "load_checkpoint",
         "save_checkpoint",
         "to_unsharded",
