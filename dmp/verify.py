@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +53,8 @@ def verify(model: nn.Module, module: nn.Module, batch: Any) -> VerifyReport:
         batch: this rank's batch: a tuple of arguments, or a single one.
 
     Raises:
-        DmpError: on every rank, naming each output and gradient that differs by more than rounding explains.
+        DmpError: on every rank, naming each output and gradient that differs by more than rounding explains, or the
+            rank on which the plain module fails.
     """
     env = env_of(model)
     args = batch if isinstance(batch, tuple) else (batch,)
@@ -64,19 +65,41 @@ def verify(model: nn.Module, module: nn.Module, batch: Any) -> VerifyReport:
         raise DmpError(f"the model's names and shapes are not those of {type(module).__name__}: {error}") from error
     plain.to(env.device).train(model.training)
     sharded = copy.deepcopy(model)
-    results = []
+
+    def run(candidate: nn.Module) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        candidate.zero_grad(set_to_none=True)
+        outputs = dict(_tensors(candidate(*args)))
+        _project(outputs.values())
+        return outputs
+
     with torch.random.fork_rng():
-        for candidate in (sharded, plain):
-            torch.manual_seed(0)
-            candidate.zero_grad(set_to_none=True)
-            results.append(dict(_tensors(candidate(*args))))
-            _project(results[-1].values())
-    got, expected = results
+        expected = _on_every_rank(lambda: run(plain), env)
+        got = run(sharded)
     if got.keys() != expected.keys():
         raise DmpError(f"the output has {sorted(got)}, the plain module's {sorted(expected)}")
     outputs = {where: _compare(got[where].detach(), expected[where].detach()) for where in expected}
     gradients, not_compared = _compare_gradients(sharded, plain, env)
     return _judge(outputs, gradients, not_compared, env)
+
+
+def _on_every_rank(step: Callable[[], dict[str, torch.Tensor]], env: ShardingEnv) -> dict[str, torch.Tensor]:
+    """A step without collectives: where it fails on one rank, no rank goes on to a collective and waits there."""
+    cause: Exception | None = None
+    result: dict[str, torch.Tensor] = {}
+    try:
+        result = step()
+    except Exception as error:
+        cause = error
+    text = None if cause is None else f"{type(cause).__name__}: {cause}"
+    said = [text]
+    if env.size > 1 and env.group() is not None:
+        said = said * env.size
+        dist.all_gather_object(said, text, group=env.group())
+    for rank, text in enumerate(said):
+        if text is not None:
+            raise DmpError(f"the plain module fails on the batch of rank {rank}: {text}") from cause
+    return result
 
 
 @dataclass

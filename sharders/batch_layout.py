@@ -14,10 +14,13 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from dmp import InputError, ShardingEnv
 from sharders.exchange import all_gather
 from sharders.tensor_slice import Cut, TensorRanks, cut_of_lengths, cut_rows, even_cut, gather_rows, tensor_ranks
+
+_SIZES = 62  # in the first exchange of `gather_batch`
 
 
 class Jagged(NamedTuple):
@@ -61,7 +64,8 @@ def slice_batch(x: Any, env: ShardingEnv) -> Any:
 def gather_batch(x: Any, env: ShardingEnv) -> Any:
     """Data layout to tensor layout: the samples of all ranks of a tensor group, in their order, on each of them.
 
-    Forward: one small all-gather of sizes, then one for each dtype, padded to the rank that has most.
+    Forward: one small all-gather of sizes (two for more than a few tens of tensors), then one for each dtype, padded
+    to the rank that has most.
     Backward: this rank's slice, no exchange. That is right where all ranks of the group compute the same loss of the
     results, as tensor-parallel modules do; where each computes a loss of its own, sum the gradients first.
 
@@ -73,18 +77,21 @@ def gather_batch(x: Any, env: ShardingEnv) -> Any:
         The same structure, with the group's samples; `x` itself on a mesh without tensor axes.
 
     Raises:
-        InputError: as `slice_batch`.
+        InputError: as `slice_batch`, on all ranks of the group; also for other structures than the first rank's.
     """
     ranks = tensor_ranks(env)
     if ranks.size == 1:
         return x
     leaves: list[_Leaf] = []
-    build = _read(x, leaves)
+    fault: InputError | None = None
+    try:
+        build = _read(x, leaves)
+    except InputError as error:
+        fault = error
     sizes = [n for leaf in leaves for n in (leaf.batch_size, *leaf.counts)]
+    by_rank = _gather_sizes(sizes, fault, ranks, env.device)
     if not sizes:
         return x
-    mine = torch.tensor(sizes, dtype=torch.int64, device=leaves[0].tensors[0].device)
-    by_rank = all_gather(mine, mine.new_empty(ranks.size, len(sizes)), ranks.group).tolist()
     cuts: list[list[Cut]] = []
     for leaf in leaves:
         num = 1 + len(leaf.counts)
@@ -93,6 +100,29 @@ def gather_batch(x: Any, env: ShardingEnv) -> Any:
         starts = accumulate((bounds[-1] for bounds in rows), initial=0)
         cuts.append(leaf.cuts(samples, [[a + b for b in bounds] for a, bounds in zip(starts, rows, strict=False)]))
     return _replace_all(build, leaves, cuts, gather_rows, ranks)
+
+
+def _gather_sizes(
+    sizes: list[int], fault: InputError | None, ranks: TensorRanks, device: torch.device
+) -> list[list[int]]:
+    """Every rank's sizes; a fault of one is raised on all. The first exchange has one length, whatever the batch is."""
+    head = [len(sizes), int(fault is not None), *sizes[:_SIZES], *[0] * (_SIZES - len(sizes))]
+    mine = torch.tensor(head, dtype=torch.int64, device=device)
+    by_rank = all_gather(mine, mine.new_empty(ranks.size, len(head)), ranks.group).tolist()
+    if any(is_fault or num != by_rank[0][0] for num, is_fault, *_ in by_rank):
+        said: list[str] = [""] * ranks.size
+        dist.all_gather_object(said, str(fault or ""), group=ranks.group)
+        faults = [f"rank {rank} of the tensor group: {text}" for rank, text in enumerate(said) if text]
+        numbers = [num for num, *_ in by_rank]
+        raise InputError(
+            "; ".join(faults) or f"the batches of a tensor group differ in structure: {numbers} sizes"
+        ) from fault
+    found = [row[2 : 2 + len(sizes)] for row in by_rank]
+    if len(sizes) > _SIZES:
+        mine = torch.tensor(sizes[_SIZES:], dtype=torch.int64, device=device)
+        rest = all_gather(mine, mine.new_empty(ranks.size, len(mine)), ranks.group).tolist()
+        found = [a + b for a, b in zip(found, rest, strict=True)]
+    return found
 
 
 def jagged_to_dense(values: torch.Tensor, lengths: torch.Tensor, max_length: int, padding: float = 0.0) -> torch.Tensor:

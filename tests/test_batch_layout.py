@@ -55,6 +55,28 @@ def test_dense(size: int) -> None:
     assert run_ranks(2, _dense, size) == [[(size // 2, size)], [(size - size // 2, size)]]
 
 
+def _bad_on_one_rank() -> list[str]:
+    env = _env((2,), ("tp",))
+    said = []
+    for bad in (torch.tensor(1.0), "text", [torch.ones(2)] * 3):
+        try:
+            gather_batch(bad if env.rank else [torch.ones(3)], env)
+        except InputError as error:
+            said.append(str(error))
+    many = [torch.full((env.rank + 1, 1), float(i)) for i in range(100)]  # more than the first exchange holds
+    whole = gather_batch(many, env)
+    assert all(torch.equal(w, torch.full((3, 1), float(i))) for i, w in enumerate(whole))
+    return said
+
+
+def test_bad_input_of_one_rank_is_raised_on_all() -> None:
+    for said in run_ranks(2, _bad_on_one_rank):
+        assert len(said) == 3
+        assert said[0].startswith("rank 1 of the tensor group: batch is a tensor of no dims")
+        assert said[1].startswith("rank 1 of the tensor group: batch is of type str")
+        assert said[2] == "the batches of a tensor group differ in structure: [1, 3] sizes"
+
+
 def _uneven() -> None:
     """Parts of any sizes are gathered; backward is this rank's rows."""
     env = _env((2, 2), ("dp", "tp"))
