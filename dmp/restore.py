@@ -63,7 +63,8 @@ def prepare(source: Source, model: nn.Module, optimizer: torch.optim.Optimizer |
                 f"optimizer state of {name!r} was saved, but no optimizer here has that parameter" for name in lost
             ]
     elif optimizer is not None:
-        wrong.append("it holds no optimizer state; pass no optimizer to load the weights alone")
+        why = source.about.get("no_state") or "it holds no optimizer state"
+        wrong.append(f"{why}; pass no optimizer to load the weights alone")
     if wrong:
         more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise CheckpointError(f"the checkpoint does not fit {_kind(model)}: " + "; ".join(wrong[:_SHOWN]) + more)

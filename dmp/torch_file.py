@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import zipfile
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -14,6 +15,13 @@ from dmp.errors import CheckpointError
 from dmp.pieces import crc_of, data_start
 from dmp.sources import MODEL, STATE
 from dmp.stored import Stored
+
+_MODEL_KEYS = ("model", "state_dict", "model_state_dict")
+_OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict")
+_NAMELESS = (
+    "its optimizer state goes by number, as torch.optim saves it, and does not say which parameter is which; expected "
+    "names, as full_optimizer_state_dict(model, optimizer) gives them, or an optimizer made from named_parameters()"
+)
 
 
 class TorchFile:
@@ -28,26 +36,24 @@ class TorchFile:
             raise CheckpointError(f"{path} cannot be read as a torch.save file of tensors: {error}") from error
         if not isinstance(data, Mapping):
             raise CheckpointError(f"{path} holds a {type(data).__name__}; expected a dict of parameter name -> tensor")
-        nested = isinstance(data.get("model"), Mapping)
-        weights = data["model"] if nested else data
-        optimizer = data.get("optimizer") if nested else None
-        state: Mapping[str, Mapping[str, Any]] = (optimizer or {}).get("state", {})
+        own = next((key for key in _MODEL_KEYS if isinstance(data.get(key), Mapping)), None)
+        weights = data if own is None else data[own]
+        found = [data[key] for key in _OPTIMIZER_KEYS if own is not None and isinstance(data.get(key), Mapping)]
+        state, groups = _by_name(found[0]) if found else ({}, [])
         self._tensors: dict[str, torch.Tensor] = {
             MODEL + name: value for name, value in weights.items() if isinstance(value, torch.Tensor)
         }
         self.about: dict[str, Any] = {}
         self.objects: dict[str, Any] = {
-            "extra": data.get("extra") if nested else None,
+            "extra": None if own is None else data.get("extra"),
             "model": {name: value for name, value in weights.items() if not isinstance(value, torch.Tensor)},
             "state": {n: {k: v for k, v in s.items() if not isinstance(v, torch.Tensor)} for n, s in state.items()},
-            "param_groups": (optimizer or {}).get("param_groups", []),
+            "param_groups": groups,
         }
+        if found and found[0].get("state") and not state:
+            self.about["no_state"] = _NAMELESS
+            logging.getLogger("dmp").warning("%s: %s", path, _NAMELESS)
         for name, values in state.items():
-            if not isinstance(name, str):
-                raise CheckpointError(
-                    f"{path}: optimizer state goes by number ({name!r}), as torch.optim saves it; expected parameter "
-                    "names, as full_optimizer_state_dict(model, optimizer) gives them"
-                )
             for key, value in values.items():
                 if isinstance(value, torch.Tensor):
                     self._tensors[f"{STATE}{name}.{key}"] = value
@@ -62,6 +68,19 @@ class TorchFile:
     def read(self, targets: dict[str, ChunkedTensor]) -> None:
         for key, target in targets.items():
             target.fill_from(self._tensors[key])
+
+
+def _by_name(optimizer: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """State and param groups by parameter name; nothing where the optimizer was not told the names."""
+    names: dict[Any, str] = {}
+    groups: list[dict[str, Any]] = []
+    for group in optimizer.get("param_groups", ()):
+        known = group["params"] if all(isinstance(p, str) for p in group["params"]) else group.get("param_names")
+        if known is None:
+            return {}, []
+        names.update(zip(group["params"], known, strict=True))
+        groups.append({**{k: v for k, v in group.items() if k != "param_names"}, "params": list(known)})
+    return {names[p]: values for p, values in optimizer.get("state", {}).items() if p in names}, groups
 
 
 def _read_storages(path: Path) -> list[Stored]:

@@ -1,0 +1,60 @@
+"""`torch.save` files as people write them: the keys they use, and optimizer state by name or by number."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dmp import CheckpointError, load_checkpoint
+
+KEYS = [("model", "optimizer"), ("model_state_dict", "optimizer_state_dict"), ("state_dict", "optimizer")]
+
+
+def model(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+
+
+def trained(module: nn.Module, parameters: Any) -> torch.optim.Optimizer:
+    groups = list(parameters)
+    optimizer = torch.optim.AdamW([{"params": groups[:2]}, {"params": groups[2:], "lr": 0.7}], lr=0.3)
+    module(torch.ones(2, 3)).square().sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("keys", KEYS, ids=lambda keys: keys[0])
+def test_named_state_is_found(keys: tuple[str, str], tmp_path: Path) -> None:
+    saved, loaded = model(0), model(1)
+    optimizer = trained(saved, reversed(list(saved.named_parameters())))  # the order says nothing
+    torch.save(
+        {keys[0]: saved.state_dict(), keys[1]: optimizer.state_dict(), "extra": {"epoch": 3}}, tmp_path / "all.pt"
+    )
+    own = torch.optim.AdamW([{"params": loaded[1].parameters()}, {"params": loaded[0].parameters()}], lr=0.1)
+    assert load_checkpoint(tmp_path / "all.pt", loaded, own) == {"epoch": 3}
+    assert [group["lr"] for group in own.param_groups] == [0.3, 0.7]
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, saved.get_parameter(name))
+        for key, value in optimizer.state[saved.get_parameter(name)].items():
+            assert torch.equal(own.state[parameter][key], value)
+
+
+@pytest.mark.parametrize("keys", KEYS, ids=lambda keys: keys[0])
+def test_state_by_number_is_not_guessed(
+    keys: tuple[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved, loaded = model(0), model(1)
+    optimizer = trained(saved, saved.parameters())
+    torch.save({keys[0]: saved.state_dict(), keys[1]: optimizer.state_dict()}, tmp_path / "all.pt")
+    before = {name: value.clone() for name, value in loaded.state_dict().items()}
+    with pytest.raises(CheckpointError, match=r"goes by number.*pass no optimizer to load the weights alone"):
+        load_checkpoint(tmp_path / "all.pt", loaded, torch.optim.AdamW(loaded.parameters()))
+    assert all(torch.equal(value, before[name]) for name, value in loaded.state_dict().items())
+    caplog.clear()
+    load_checkpoint(tmp_path / "all.pt", loaded)
+    assert "goes by number" in caplog.text
+    assert all(torch.equal(value, saved.state_dict()[name]) for name, value in loaded.state_dict().items())
