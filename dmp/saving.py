@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import shutil
 import time
@@ -32,6 +33,8 @@ from dmp.random_state import random_state
 from dmp.sources import CHECKSUMS, FORMAT_VERSION, MODEL, STATE
 from dmp.together import together
 from dmp.wrapper import DistributedModelParallel
+
+_log = logging.getLogger("dmp")
 
 
 class Content(NamedTuple):
@@ -220,7 +223,17 @@ def write_in_background(
     if group is not None:
         group = _background_group(group)
     tensors = {name: t.mapped(lambda c: c.to("cpu", copy=True)) for name, t in content.tensors.items()}
-    _pending[:] = [_background().submit(write, target, content._replace(tensors=tensors), rank, group, keep)]
+    content = content._replace(tensors=tensors)
+
+    def run() -> None:
+        try:
+            write(target, content, rank, group, keep)
+        except CheckpointError as error:  # also for a program that never asks the handle
+            if rank == 0:
+                _log.error("a save in the background failed: %s", error)
+            raise
+
+    _pending[:] = [_background().submit(run)]
     return _pending[0]
 
 

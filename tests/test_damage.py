@@ -163,6 +163,15 @@ def test_the_format_before_checksums_is_read(tmp_path: Path) -> None:
     assert equal(flat(model, None), flat(saved, None))
 
 
+def test_a_failed_save_in_the_background_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("no folder")
+    pending = save_checkpoint(tmp_path / "file" / "saved", Model(), asynchronous=True)
+    assert pending is not None
+    with pytest.raises(CheckpointError, match="file"):
+        pending.wait()
+    assert "a save in the background failed" in caplog.text and "file" in caplog.text
+
+
 def different_paths(folder: str) -> list[str]:
     """Each rank has a path of its own making; what each is told."""
     said = []
