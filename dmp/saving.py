@@ -10,13 +10,13 @@ import shutil
 import time
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,10 +31,12 @@ from dmp.optimizer_state import column_widths, owned_states, param_groups
 from dmp.plan import ShardingPlan
 from dmp.random_state import random_state
 from dmp.sources import CHECKSUMS, FORMAT_VERSION, MODEL, STATE
-from dmp.together import together
+from dmp.together import PeerLost, together
 from dmp.wrapper import DistributedModelParallel
 
 _log = logging.getLogger("dmp")
+
+T = TypeVar("T")
 
 
 class Content(NamedTuple):
@@ -118,11 +120,13 @@ def write(target: Path, content: Content, rank: int, group: dist.ProcessGroup | 
                 _write_file(partial / name, data)
 
     def write() -> None:
+        writer = FileSystemWriter(partial, sync_files=True)
+        writer.write_data = _saying_why(writer.write_data)  # type: ignore[method-assign]
         with warnings.catch_warnings(), _checksums():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             save(
                 dict(content.tensors),
-                storage_writer=FileSystemWriter(partial, sync_files=True),
+                storage_writer=writer,
                 planner=DefaultSavePlanner(flatten_state_dict=False),
                 process_group=group,
                 no_dist=group is None,
@@ -142,12 +146,27 @@ def write(target: Path, content: Content, rank: int, group: dist.ProcessGroup | 
     try:
         for step in (begin, write, finish):
             together(step, group, what)
-    except CheckpointError:
-        if rank == 0:
+    except CheckpointError as error:
+        if rank == 0 and not isinstance(error, PeerLost):  # then others may still be writing
             shutil.rmtree(partial, ignore_errors=True)
         raise
     if keep is not None:
         together(tidy, group, f"{target} is saved, but removing what is older failed")
+
+
+def _saying_why(write: Callable[..., T]) -> Callable[..., T]:
+    """Raise the system's error, such as that of a full disk, not the one that torch's zip writer has after it."""
+
+    def wrapped(*args: Any) -> T:
+        try:
+            return write(*args)
+        except Exception as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__cause__ or cause.__context__
+            raise cause or error from None
+
+    return wrapped
 
 
 @contextmanager

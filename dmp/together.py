@@ -13,6 +13,10 @@ _SHOWN = 5
 T = TypeVar("T")
 
 
+class PeerLost(CheckpointError):
+    """Another rank is gone: what it has done, and what the others still do, is not known."""
+
+
 def together(step: Callable[[], T], group: dist.ProcessGroup | None, what: str, same: Any = None) -> T:
     """Run a local step on every rank; when it fails on one, every rank raises the same.
 
@@ -23,6 +27,7 @@ def together(step: Callable[[], T], group: dist.ProcessGroup | None, what: str, 
 
     Raises:
         CheckpointError: naming the ranks and what failed there.
+        PeerLost: a rank does not answer.
     """
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -37,7 +42,11 @@ def together(step: Callable[[], T], group: dist.ProcessGroup | None, what: str, 
     said: list[tuple[str, str | None]] = [(about, message)]
     if group is not None:
         said = said * dist.get_world_size(group)
-        dist.all_gather_object(said, (about, message), group=group)
+        try:
+            dist.all_gather_object(said, (about, message), group=group)
+        except RuntimeError as error:
+            own = f"; here: {message}" if message else ""
+            raise PeerLost(f"{what}: another rank is gone ({error}){own}") from error
     others = {text: rank for rank, (text, _) in reversed(list(enumerate(said)))}
     if len(others) > 1:
         shown = "; ".join(
