@@ -5,7 +5,7 @@ PY := .venv/bin/python
 # One thread per process: the ranks share the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-all lint bench bench-transformer clean
+.PHONY: demo test test-all lint bench bench-transformer bench-state clean
 
 demo: .venv/.installed
 	$(PY) examples/dlrm/demo.py
@@ -23,14 +23,17 @@ lint: .venv/.installed
 
 # The allocator keeps what it freed, for both sides of a comparison alike: else glibc maps each large buffer anew and the
 # page faults decide the ratio.
-bench bench-transformer: export MALLOC_MMAP_THRESHOLD_ := 4294967296
-bench bench-transformer: export MALLOC_TRIM_THRESHOLD_ := 4294967296
-bench bench-transformer: export MALLOC_TOP_PAD_ := 268435456
+bench bench-transformer bench-state: export MALLOC_MMAP_THRESHOLD_ := 4294967296
+bench bench-transformer bench-state: export MALLOC_TRIM_THRESHOLD_ := 4294967296
+bench bench-transformer bench-state: export MALLOC_TOP_PAD_ := 268435456
 bench: .venv/.installed
 	$(PY) tests/bench/run.py $(BENCH)
 
 bench-transformer: .venv/.installed
 	$(PY) tests/bench/run.py transformer $(BENCH)
+
+bench-state: .venv/.installed
+	$(PY) tests/bench/run.py state $(BENCH)
 
 # The stamp goes first and comes last: an interrupted install leaves none, and the next run starts from an empty
 # environment. A finished one that is merely older than these files is brought up to date in place.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections.abc import Callable, Mapping
+from math import prod
 from pathlib import Path
 
 import torch
@@ -18,6 +20,7 @@ from dmp.safetensors_source import INDEX, ONE_FILE
 from dmp.together import together
 
 MAX_SHARD_BYTES = 5 * 10**9
+Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 def export_safetensors(
@@ -25,8 +28,9 @@ def export_safetensors(
 ) -> None:
     """Write the unsharded weights as `model.safetensors`, or as several files and an index: what Transformers reads.
 
-    Collective over `model.env`. Rank 0 gathers and writes one file at a time, so it holds at most `max_shard_bytes`, or
-    the largest tensor; the other ranks a few MB. A tied weight is stored once, under its first name.
+    Collective over `model.env`. Every rank holds pieces of a few MB: rank 0 gathers a file's tensors into mapped files
+    of the folder and writes from there, so the disk takes `max_shard_bytes` more for a while. A tied weight is stored
+    once, under its first name.
 
     Args:
         path: a folder, made where it is missing; its other files, such as `config.json`, are left alone.
@@ -43,30 +47,54 @@ def export_safetensors(
     same = aliases(model)
     state = model.state_dict()
 
-    def sizes() -> dict[str, int]:
+    def shapes() -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         other = sorted(name for name, value in state.items() if not isinstance(value, torch.Tensor))
         if other:
             raise CheckpointError(f"{other[0]!r} is no tensor; a safetensors file holds tensors alone")
-        return {name: value.numel() * value.dtype.itemsize for name, value in state.items()}
+        return {name: (tuple(value.shape), value.dtype) for name, value in state.items()}
 
-    own = together(sizes, group, f"exporting to {target}")
+    own = together(shapes, group, f"exporting to {target}")
     everyone = [own]
     if group is not None:
         everyone = [{}] * env.size
         dist.all_gather_object(everyone, own, group=group)
-    union = {name: size for known in everyone for name, size in known.items()}
-    once = {name: size for name, size in union.items() if name == next(n for n in union if n in same.get(name, [name]))}
+    union = {name: shape for known in everyone for name, shape in known.items()}
+    once = {name: union[name] for name in union if name == next(n for n in union if n in same.get(name, [name]))}
 
-    def whole(names: list[str]) -> dict[str, torch.Tensor]:
-        return gather({name: state[name] for name in names if name in state}, env, rank0_only=True)
+    def fill(names: list[str], tensors: dict[str, torch.Tensor]) -> None:
+        gather({name: state[name] for name in names if name in state}, env, rank0_only=True, out=tensors)
 
-    write_safetensors(target, once, whole, max_shard_bytes, env.rank, group)
+    write_safetensors(target, once, fill, max_shard_bytes, env.rank, group)
+
+
+def mapped(shapes: Shapes, folder: Path) -> dict[str, torch.Tensor]:
+    """Tensors on files of their own, for what is larger than memory; nobody else sees the files, and they go with them.
+
+    Args:
+        shapes: name -> size and dtype.
+        folder: where there is room.
+
+    Raises:
+        OSError: the disk is full, which is asked before: a write into a mapping without room would end the process.
+    """
+    tensors = {}
+    for name, (size, dtype) in shapes.items():
+        num_bytes = prod(size) * dtype.itemsize
+        if not num_bytes:
+            tensors[name] = torch.empty(size, dtype=dtype)
+            continue
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".") as file:
+            if hasattr(os, "posix_fallocate"):  # macOS has none
+                os.posix_fallocate(file.fileno(), 0, num_bytes)
+            data = torch.from_file(file.name, shared=True, size=num_bytes, dtype=torch.uint8)
+        tensors[name] = data.view(dtype).view(size)
+    return tensors
 
 
 def write_safetensors(
     target: Path,
-    sizes: Mapping[str, int],
-    whole: Callable[[list[str]], dict[str, torch.Tensor]],
+    shapes: Shapes,
+    fill: Callable[[list[str], dict[str, torch.Tensor]], None],
     max_shard_bytes: int = MAX_SHARD_BYTES,
     rank: int = 0,
     group: dist.ProcessGroup | None = None,
@@ -75,8 +103,8 @@ def write_safetensors(
 
     Args:
         target: the folder.
-        sizes: name -> bytes, the same on every rank.
-        whole: names -> their tensors, contiguous, on rank 0; collective over `group`.
+        shapes: name -> size and dtype, the same on every rank.
+        fill: gives the named tensors their values, which are rank 0's to hold; collective over `group`.
         max_shard_bytes: of one file.
         rank: who writes is 0.
         group: of all ranks; None for one process.
@@ -85,6 +113,7 @@ def write_safetensors(
         CheckpointError: see `export_safetensors`.
     """
     what = f"exporting to {target}"
+    sizes = {name: prod(size) * dtype.itemsize for name, (size, dtype) in shapes.items()}
     files = _files(sizes, max_shard_bytes)
 
     def begin() -> None:
@@ -100,7 +129,12 @@ def write_safetensors(
 
     together(begin, group, what)
     for file, names in files.items():
-        tensors = whole(names)
+
+        def room(names: list[str] = names) -> dict[str, torch.Tensor]:
+            return mapped({name: shapes[name] for name in names}, target) if rank == 0 else {}
+
+        tensors = together(room, group, what)
+        fill(names, tensors)
 
         def write(file: str = file, tensors: dict[str, torch.Tensor] = tensors) -> None:
             if rank == 0:

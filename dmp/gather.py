@@ -22,27 +22,32 @@ from dmp.contracts import ShardedModule
 from dmp.discovery import join
 from dmp.env import ShardingEnv, default_env
 from dmp.errors import ShardError
+from dmp.together import together
 from dmp.wrapper import DistributedModelParallel
 
 _ALIGN_BYTES = 16
 _Rectangle = tuple[tuple[int, ...], tuple[int, ...]]  # offset, size
 
 
-def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, Any]:
-    """The state dict of the unsharded model, as plain CPU tensors that share nothing with the model.
+def full_state_dict(model: nn.Module, *, rank0_only: bool = False, cpu: bool = True) -> dict[str, Any]:
+    """The state dict of the unsharded model, as plain tensors that share nothing with the model.
 
-    Collective over `model.env` (for a plain module with DTensors: over the default group). Each rank holds the result
-    and one piece of a few MB.
+    Collective over `model.env` (for a plain module with DTensors: over the default group). Each rank holds its result
+    and pieces of a few MB; with `rank0_only` the others hold pieces alone.
 
     Args:
         model: a `DistributedModelParallel`, or any module.
         rank0_only: only rank 0 receives; the others return `{}`.
+        cpu: the result is on the CPU; else each tensor is where the model has its own.
+
+    Raises:
+        CheckpointError: on every rank, with what failed where.
 
     Example:
         >>> full_state_dict(DistributedModelParallel(nn.Linear(2, 1))).keys()
         dict_keys(['weight', 'bias'])
     """
-    return gather(model.state_dict(), env_of(model), rank0_only=rank0_only)
+    return gather(model.state_dict(), env_of(model), rank0_only=rank0_only, cpu=cpu)
 
 
 def to_unsharded(model: nn.Module) -> nn.Module:
@@ -150,50 +155,69 @@ def gather(
     env: ShardingEnv,
     *,
     rank0_only: bool = False,
+    cpu: bool = True,
     out: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, Any]:
-    """Every tensor whole, on the CPU. Names that only some table ranks have are complete on all of them.
+    """Every tensor whole. Names that only some table ranks have are complete on all of them.
 
-    One exchange tells who holds what; then pieces travel in buffers of a few MB.
+    One exchange tells who holds what, one whether every rank is ready to receive; then pieces travel in buffers of a
+    few MB.
 
     Args:
         state: name -> tensor, or any other object, which is copied.
         env: whose table ranks hold the pieces.
         rank0_only: the others return `{}`.
+        cpu: the result is on the CPU; else each tensor is where this rank holds its part, or on the env's device.
         out: where to put the values, by name, instead of new tensors.
 
     Raises:
-        ShardError: pieces that do not cover a tensor.
+        CheckpointError: on every rank of `env`: pieces that do not cover a tensor, or no memory for the result.
     """
-    mine = {name: as_chunks(t) for name, t in state.items() if isinstance(t, torch.Tensor)}
+    mine: dict[str, ChunkedTensor] = {}
+    problem: Exception | None = None
+    try:
+        mine = {name: as_chunks(t) for name, t in state.items() if isinstance(t, torch.Tensor)}
+    except ShardError as error:  # the others wait in the exchange
+        problem = error
+    takes_part = not rank0_only or env.replica_of(env.rank) == 0
+    keep = not rank0_only or env.rank == 0
     group = env.table_group if env.table_size > 1 else None
-    if rank0_only and env.replica_of(env.rank) != 0:
-        return {}
     listing = {
         name: (tuple(t.size()), t.dtype, [(offset, tuple(piece.shape)) for offset, piece in t.pieces()])
         for name, t in mine.items()
     }
-    everyone = _exchange(listing, group, env.table_size)
-    keep = not rank0_only or env.rank == 0
-    out = {} if out is None else out
-    result: dict[str, Any] = {}
-    for name in dict.fromkeys([*state, *(name for known in everyone for name in known)]):
-        if name not in mine and name in state:
-            result[name] = copy.deepcopy(state[name])
-        elif keep:
-            size, dtype, _ = next(known[name] for known in everyone if name in known)
-            result[name] = out[name] if name in out else torch.empty(size, dtype=dtype, device="cpu")
-    if not keep:
-        result = {}
-    sends = _who_sends(everyone)
+    everyone = _exchange(listing, group, env.table_size) if takes_part else []
+
+    def receiver(name: str) -> torch.Tensor:
+        if out is not None and name in out:
+            return out[name]
+        size, dtype, _ = next(known[name] for known in everyone if name in known)
+        where = torch.device("cpu") if cpu else mine[name].device if name in mine else env.device
+        return torch.empty(size, dtype=dtype, device=where)
+
+    def ready() -> tuple[dict[int | None, list[tuple[str, _Rectangle]]], dict[str, Any]]:
+        if problem is not None:
+            raise problem
+        names = dict.fromkeys([*state, *(name for known in everyone for name in known)]) if keep else ()
+        return _who_sends(everyone), {
+            name: copy.deepcopy(state[name]) if name in state and name not in mine else receiver(name) for name in names
+        }
+
+    sends, result = together(ready, env.group() if env.size > 1 else None, "gathering whole tensors")
     local = {(name, offset): piece for name, t in mine.items() for offset, piece in t.pieces()}
+    buffer = torch.empty(0, dtype=torch.uint8, device=env.device)  # one for all: the allocator would keep several
     for owner, pieces in sends.items():
-        if owner is None or (owner == env.table_rank and keep):
-            for name, (offset, _) in pieces if keep else ():
+        if keep and owner in (None, env.table_rank):
+            for name, (offset, _) in pieces:
                 _place(result[name], offset, local[name, offset])
-        if owner is not None:
-            for batch in _batches(pieces, everyone[owner]):
-                _transfer(batch, owner, local, result, everyone[owner], env, group, rank0_only)
+        for batch in _batches(pieces, everyone[owner]) if owner is not None else ():
+            assert owner is not None
+            if rank0_only and (owner == 0 or env.table_rank not in (0, owner)):
+                continue
+            num_bytes = batch[-1][2] + batch[-1][3]
+            if buffer.numel() < num_bytes:
+                buffer = buffer.new_empty(num_bytes)
+            _transfer(batch, buffer[:num_bytes], owner, local, result, everyone[owner], env, group, rank0_only)
     return result
 
 
@@ -242,6 +266,7 @@ def _batches(
 
 def _transfer(
     batch: list[tuple[str, _Rectangle, int, int]],
+    buffer: torch.Tensor,
     owner: int,
     local: Mapping[tuple[str, tuple[int, ...]], torch.Tensor],
     result: Mapping[str, torch.Tensor],
@@ -252,9 +277,6 @@ def _transfer(
 ) -> None:
     """Send one buffer from its owner to every rank, or to rank 0, and place what came."""
     is_owner = owner == env.table_rank
-    if rank0_only and (owner == 0 or not (is_owner or env.table_rank == 0)):
-        return
-    buffer = torch.empty(batch[-1][2] + batch[-1][3], dtype=torch.uint8, device=env.device)
     if is_owner:
         for name, (offset, _), at, num_bytes in batch:
             buffer[at : at + num_bytes].copy_(local[name, offset].contiguous().reshape(-1).view(torch.uint8))

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from tests.bench import imports, memory, phases, step, transformer, wrap
+from tests.bench import imports, memory, phases, state, step, transformer, wrap
 from tests.bench.report import HEADER, Result, markdown, rewrite
 from tests.ranks import close_pools
 
@@ -27,6 +27,7 @@ BENCHMARKS = {
     "memory": memory.run,
     "imports": imports.run,
     "transformer": transformer.run,
+    "state": state.run,
 }
 # glibc keeps what was freed, for both sides alike: else it maps each large buffer anew, which costs TorchRec more.
 ALLOCATOR = {
