@@ -56,7 +56,7 @@ from dmp.registry import (
 )
 from dmp.skeleton import all_tensors, copy_values, reshard, skeleton_of
 from dmp.state_hooks import misfit, register_state_hooks, with_local_parts
-from dmp.ties import find_ties, restore_ties
+from dmp.ties import Tie, find_ties, restore_ties
 from dmp.unfit import guard_optimizers
 
 
@@ -326,27 +326,38 @@ class DistributedModelParallel(nn.Module):
         Args:
             prefix: of the names in `state_dict`; names without it belong to others.
             strict: raise on missing and unexpected names, else return them.
-            assign: as in torch, for parameters that no sharder owns; collective where they are data-parallel already.
+            assign: as in torch, for whole parameters that no sharder owns; what is sharded is filled in place, and
+                ties stay. Collective where parameters are data-parallel already.
 
         Returns:
             Missing and unexpected keys, as torch does.
 
         Raises:
-            CheckpointError: names (when strict) or shapes that do not fit; the model is unchanged.
+            CheckpointError: names (when strict), shapes, or dtypes (with `assign`) that do not fit, or a sharded
+                parameter on meta (without); the model is unchanged.
         """
         given = {k[len(prefix) :]: v for k, v in state_dict.items() if k.startswith(prefix)}
         own = self.module.state_dict()
         missing = [prefix + k for k in own if k not in given]
         unexpected = [prefix + k for k in given if k not in own]
         wrong = [f"{prefix}{k} {misfit(own[k], given[k])}" for k in own if k in given and misfit(own[k], given[k])]
+        if not wrong:
+            in_place = self._sharded_names() | {k for k, v in own.items() if is_dtensor(v)}
+            reasons = {k: _unfillable(own[k], given[k], assign) for k in own if k in given and k in in_place}
+            wrong = [f"{prefix}{k} {reason}" for k, reason in reasons.items() if reason]
         if (strict and (missing or unexpected)) or wrong:
             parts = [f"missing keys: {missing}"] * bool(missing and strict)
             parts += [f"unexpected keys: {unexpected}"] * bool(unexpected and strict) + wrong
             raise CheckpointError(f"state dict does not fit {type(self.module).__name__}: " + "; ".join(parts))
+        ties = find_ties(self.module) if assign else []
+        tied = [module._parameters[name] for (module, name), *_ in ties]
+        if assign:  # which gives storage to what is on meta, as in torch
+            own = {k: torch.empty_like(v, device=self._device) if _is_split_on_meta(v) else v for k, v in own.items()}
         try:
             self.module.load_state_dict(with_local_parts(own, given), strict=False, assign=assign)
         except DmpError as error:
             raise CheckpointError(str(error)) from error
+        restore_ties([_replaced_first(tie, old) for tie, old in zip(ties, tied, strict=True)])
         if assign and self._wrapped is not self.module:  # its hooks are on the parameters that have been replaced
             self._is_data_parallel = False
             self.init_data_parallel()
@@ -356,8 +367,7 @@ class DistributedModelParallel(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """The unsharded module's names; a sharded parameter holds this rank's pieces, possibly none."""
-        if self._is_data_parallel and self._skeleton:
-            reshard(self.module)
+        self._reshard()
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
     def named_buffers(
@@ -370,11 +380,17 @@ class DistributedModelParallel(nn.Module):
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         """This wrapper and the module's modules under the unsharded module's names, in a parent module too."""
+        self._reshard()  # this is how a parent's `parameters()` comes by
         memo = set() if memo is None else memo
         if self not in memo or not remove_duplicate:
             memo.add(self)
             yield prefix, self
         yield from self.module.named_modules(memo, prefix, remove_duplicate)
+
+    def _reshard(self) -> None:
+        """Before parameters are given out."""
+        if self._is_data_parallel and self._skeleton:
+            reshard(self.module)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """A parent module's load: from here on it looks for names as they are below this wrapper."""
@@ -387,7 +403,11 @@ class DistributedModelParallel(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def copy(self, device: torch.device | str | None = None) -> DistributedModelParallel:
-        """An independent copy on `device` (this one's by default) that shares process groups."""
+        """An independent copy on `device` (this one's by default) that shares process groups.
+
+        For an average of weights give torch's `AveragedModel` an `avg_fn`: its `multi_avg_fn`, the default, takes no
+        DTensors beside tables.
+        """
         return self._copied({}, self._device if device is None else torch.device(device))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedModelParallel:
@@ -509,6 +529,23 @@ def _carry_over(old: nn.Module, new: nn.Module) -> None:
     new._is_full_backward_hook = old._is_full_backward_hook
     for kind in ("_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called"):
         getattr(new, kind).update(getattr(old, kind))
+
+
+def _replaced_first(tie: Tie, old: nn.Parameter | None) -> Tie:
+    return sorted(tie, key=lambda place: place[0]._parameters[place[1]] is old)
+
+
+def _is_split_on_meta(value: Any) -> bool:
+    return is_dtensor(value) and value.is_meta
+
+
+def _unfillable(own: torch.Tensor, given: torch.Tensor, assign: bool) -> str:
+    """Why a value that fits a sharded parameter cannot go where that lies, or nothing."""
+    if assign and given.dtype != own.dtype:
+        return f"has dtype {given.dtype}, expected {own.dtype}: what is sharded is filled in place; cast one of them"
+    if not assign and _is_split_on_meta(own):
+        return "is on meta and would stay empty: pass assign=True, or init_parameters=True when wrapping"
+    return ""
 
 
 def _fills_itself(site: Site) -> bool:

@@ -1,0 +1,172 @@
+"""Checkpoints of transformers, and of tables with one, between meshes that split them: to the bit, and AdamW goes on.
+
+The optimizer of a plain module is the pattern: its state's names and shapes are everyone's.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dmp import DistributedModelParallel, ShardingEnv
+from tests.equality import attach
+from tests.ranks import mesh as mesh_of
+from tests.ranks import run_ranks
+from tests.state_jobs import Found, Run, Saves, assert_none_wrong, assert_same, each, load_and_go_on, save_and_go_on
+from tests.test_mixed import ITEMS, USERS, Recommender
+from tests.test_mixed import T as HISTORY
+from tests.transformers_zoo import Llama
+
+# A Linear with a bias returns a view, and FSDP2 warns of writing into it in place, which nobody here does.
+pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")
+
+MORE, GLOBAL_BATCH, T, V = 3, 4, 8, 64
+MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
+    "plain": ((1,), ("dp",)),  # the module itself, not wrapped
+    "single": ((1,), ("dp",)),
+    "dp2": ((2,), ("dp",)),
+    "shard2": ((2,), ("shard",)),
+    "tp2": ((2,), ("tp",)),
+    "shard2xtp2": ((2, 2), ("shard", "tp")),
+    "replicate2xshard2": ((2, 2), ("replicate", "shard")),
+    "replicate2xtp2": ((2, 2), ("replicate", "tp")),
+}
+MODELS: dict[str, Any] = {"llama": Llama, "mixed": Recommender, "mixed_adagrad": Recommender}
+SAMPLE = [
+    # model, from, to
+    ("llama", "plain", "shard2xtp2"),
+    ("llama", "shard2xtp2", "replicate2xshard2"),
+    ("llama", "replicate2xshard2", "tp2"),
+    ("llama", "tp2", "shard2"),
+    ("llama", "shard2", "dp2"),
+    ("llama", "dp2", "replicate2xtp2"),
+    ("llama", "replicate2xtp2", "single"),
+    ("llama", "single", "plain"),
+    ("llama", "shard2xtp2", "shard2xtp2"),
+    ("mixed", "replicate2xtp2", "plain"),
+    ("mixed", "shard2", "tp2"),
+    ("mixed_adagrad", "shard2xtp2", "dp2"),
+    ("mixed_adagrad", "tp2", "replicate2xshard2"),
+]
+
+
+def plain(model: str, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    module: nn.Module = MODELS[model]()
+    if model == "mixed_adagrad":
+        attach(module.items, "adagrad")  # type: ignore[arg-type]
+        attach(module.users, "adagrad")  # type: ignore[arg-type]
+    return module
+
+
+def build(model: str, mesh: str, seed: int = 0) -> nn.Module:
+    if mesh == "plain":
+        return plain(model, seed)
+    return DistributedModelParallel(plain(model, seed), env_of(mesh))
+
+
+def env_of(mesh: str) -> ShardingEnv:
+    return ShardingEnv.single() if mesh == "single" else ShardingEnv.from_mesh(mesh_of(*MESHES[mesh]))
+
+
+def adamw(model: nn.Module, lr: float = 3e-3, weight_decay: float = 0.1) -> torch.optim.Optimizer:
+    """Over all that is not updated in the backward pass.
+
+    In float32 a gradient that is nothing but rounding becomes a whole step of AdamW; a larger eps keeps it from that.
+    """
+    fused = model.fused_optimizer.fused if isinstance(model, DistributedModelParallel) else {}
+    ours = [
+        p for name, p in model.named_parameters() if name not in fused and not hasattr(p, "_in_backward_optimizers")
+    ]
+    return torch.optim.AdamW(ours, lr=lr, weight_decay=weight_decay, eps=1e-5)
+
+
+def loss_of(model: nn.Module, step: int, rank: int, size: int) -> torch.Tensor:
+    """Of this data rank's part of the global batch; the parts are equal, so their mean is the global loss."""
+    rng = torch.Generator().manual_seed(1000 + step)
+    mine = slice(rank * GLOBAL_BATCH // size, (rank + 1) * GLOBAL_BATCH // size)
+    inner = model.module if isinstance(model, DistributedModelParallel) else model
+    if isinstance(inner, Llama):
+        ids = torch.randint(0, V, (GLOBAL_BATCH, T + 1), generator=rng)[mine]
+        return F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+    from torchrec import KeyedJaggedTensor
+
+    lengths = torch.tensor([3, 0, HISTORY, 2])
+    histories = torch.randint(0, ITEMS, (GLOBAL_BATCH, HISTORY), generator=rng)[mine]
+    users = torch.randint(0, USERS, (GLOBAL_BATCH,), generator=rng)[mine]
+    targets = torch.randint(0, ITEMS, (GLOBAL_BATCH,), generator=rng)[mine]
+    ids = torch.cat([row[:n] for row, n in zip(histories, lengths[mine].tolist(), strict=True)])
+    history = KeyedJaggedTensor(keys=["history"], values=ids, lengths=lengths[mine])
+    user = KeyedJaggedTensor(keys=["user"], values=users, lengths=torch.ones_like(users))
+    return F.cross_entropy(model(history, user), targets)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, env: ShardingEnv) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, step, env.data_rank, env.data_size).backward()
+        optimizer.step()
+
+
+def save(path: str, model: str, mesh: str) -> Run:
+    made = build(model, mesh)
+    return save_and_go_on(path, made, adamw(made), train, MORE)
+
+
+def load(path: str, model: str, mesh: str) -> Run:
+    made = build(model, mesh, seed=1)
+    return load_and_go_on(path, made, adamw(made, lr=1.0, weight_decay=0.0), train, MORE)
+
+
+def check_load(loaded: Run, saved: Run, model: str, exact: bool) -> None:
+    assert_same(loaded.at, saved.at)
+    assert_same(loaded.later, saved.later, exact, tolerance=(1e-5, 1e-5))
+    weights, optimizer = loaded.at
+    own = plain(model)
+    assert weights.keys() == own.state_dict().keys()
+    for name, parameter in own.named_parameters():
+        shapes = {key: torch.as_tensor(value).shape for key, value in optimizer["state"][name].items()}
+        assert shapes.pop("step") == ()
+        names = {"sum"} if hasattr(parameter, "_in_backward_optimizers") else {"exp_avg", "exp_avg_sq"}
+        assert shapes == dict.fromkeys(names, parameter.shape), name
+
+
+def load_all(sources: dict[str, str], model: str, mesh: str) -> Found:
+    return each(
+        sources,
+        lambda source, path: load(path, model, mesh),
+        lambda loaded, saved, source: check_load(loaded, saved, model, exact=source == mesh),
+        lambda source: MESHES[source] == MESHES[mesh],
+    )
+
+
+@pytest.fixture(scope="module")
+def saves(tmp_path_factory: pytest.TempPathFactory) -> Saves:
+    return Saves(tmp_path_factory.mktemp("saved"))
+
+
+def check(saves: Saves, model: str, sources: list[str], target: str) -> None:
+    paths = {s: saves.path(f"{model}-{s}", math.prod(MESHES[s][0]), save, model, s) for s in sources}
+    shape, names = MESHES[target]
+    results = run_ranks(math.prod(shape), load_all, paths, model, target, timeout=300.0)
+    env = ShardingEnv.abstract(shape, names, "cpu")
+    ranks = range(env.size)
+    data_ranks = [r // env.tensor_size for r in ranks]  # the tensor axis is the inner one
+    assert_none_wrong(f"{model} into {target}", results, data_ranks)
+
+
+@pytest.mark.parametrize(("model", "source", "target"), SAMPLE)
+def test_save_here_load_there(model: str, source: str, target: str, saves: Saves) -> None:
+    check(saves, model, [source], target)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", MESHES)
+@pytest.mark.parametrize("model", MODELS)
+def test_every_mesh_loads_every_other(model: str, target: str, saves: Saves) -> None:
+    check(saves, model, list(MESHES), target)
