@@ -7,6 +7,8 @@ import json
 import logging
 import os
 import shutil
+import sys
+import threading
 import time
 import warnings
 import zlib
@@ -35,6 +37,7 @@ from dmp.together import PeerLost, together
 from dmp.wrapper import DistributedModelParallel
 
 _log = logging.getLogger("dmp")
+_NICE = 19  # the last of all
 
 T = TypeVar("T")
 
@@ -241,7 +244,7 @@ def write_in_background(
     """`write` on a copy of the tensors, with connections of its own."""
     if group is not None:
         group = _background_group(group)
-    tensors = {name: t.mapped(lambda c: c.to("cpu", copy=True)) for name, t in content.tensors.items()}
+    tensors = {name: _staged(t) for name, t in content.tensors.items()}
     content = content._replace(tensors=tensors)
 
     def run() -> None:
@@ -256,9 +259,22 @@ def write_in_background(
     return _pending[0]
 
 
+def _staged(tensor: ChunkedTensor) -> ChunkedTensor:
+    """A copy, piece by piece, as it will be written: torch would copy what is a part of something larger once more."""
+    pieces = [(offset, piece.to("cpu", copy=True)) for offset, piece in tensor.pieces()]
+    return ChunkedTensor(tensor.size(), [p for _, p in pieces], [o for o, _ in pieces], tensor.dtype, "cpu")
+
+
 @lru_cache(maxsize=1)
 def _background() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="dmp-save")
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="dmp-save", initializer=_step_back)
+
+
+def _step_back() -> None:
+    """Training beside it goes first; on Linux a thread has a priority of its own."""
+    if sys.platform == "linux":
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 def wait_for_pending() -> None:

@@ -579,8 +579,8 @@ def test_a_rank_reads_its_rows_a_piece_at_a_time(kind: str, tmp_path: Path, monk
             return {"weight": ChunkedTensor((TALL, WIDE), [mine], [(first, 0)])}
 
     read: list[torch.Tensor] = []
-    true_read = Stored._read_into
-    monkeypatch.setattr(Stored, "_read_into", lambda self, at, to: (read.append(to), true_read(self, at, to))[1])
+    true_read = Stored._read
+    monkeypatch.setattr(Stored, "_read", lambda self, file, at, to: (read.append(to), true_read(self, file, at, to))[1])
     load_checkpoint(tmp_path / "table.safetensors", Part())
     assert torch.equal(mine, table[first : first + rows])
     assert sum(to.numel() for to in read) == rows * WIDE
