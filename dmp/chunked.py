@@ -38,6 +38,7 @@ class ChunkedTensor(torch.Tensor):
 
     _chunks: list[torch.Tensor]
     _offsets: list[tuple[int, ...]]
+    _by_offset: dict[tuple[int, ...], torch.Tensor] | None  # pieces, where torch has asked for one
 
     @staticmethod
     def __new__(
@@ -65,6 +66,7 @@ class ChunkedTensor(torch.Tensor):
             device=chunks[0].device if chunks else torch.device(device or "cpu"),
         )
         tensor._chunks = [c.detach() for c in chunks]
+        tensor._by_offset = None
         tensor._offsets = [tuple(int(x) for x in o) for o in offsets]
         return tensor
 
@@ -147,9 +149,10 @@ class ChunkedTensor(torch.Tensor):
         return [ChunkStorageMetadata(torch.Size(offset), piece.size()) for offset, piece in self.pieces()]
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        for offset, piece in self.pieces():
-            if torch.Size(offset) == index.offset:
-                return piece
+        if self._by_offset is None:
+            self._by_offset = dict(self.pieces())
+        if tuple(index.offset) in self._by_offset:
+            return _alone(self._by_offset[tuple(index.offset)])
         raise ShardError(f"no local chunk of {index.fqn!r} begins at {index.offset}; chunks begin at {self._offsets}")
 
     @classmethod
@@ -191,6 +194,13 @@ _PER_CHUNK = (
     aten.zeros_like.default,
     aten.empty_like.default,
 )
+
+
+def _alone(piece: torch.Tensor) -> torch.Tensor:
+    """The same memory as a storage that ends where the piece does: torch copies what is a part of a larger one."""
+    if piece.device.type != "cpu" or not piece.is_contiguous() or not piece.numel():
+        return piece
+    return torch.from_numpy(piece.view(-1).view(torch.uint8).numpy()).view(piece.dtype).view(piece.shape)
 
 
 def as_chunks(tensor: torch.Tensor) -> ChunkedTensor:

@@ -37,6 +37,7 @@ from dmp.together import PeerLost, together
 from dmp.wrapper import DistributedModelParallel
 
 _log = logging.getLogger("dmp")
+_FILES = 2  # of each rank, written at the same time
 _NICE = 19  # the last of all
 
 T = TypeVar("T")
@@ -123,7 +124,7 @@ def write(target: Path, content: Content, rank: int, group: dist.ProcessGroup | 
                 _write_file(partial / name, data)
 
     def write() -> None:
-        writer = FileSystemWriter(partial, sync_files=True)
+        writer = FileSystemWriter(partial, sync_files=True, thread_count=_FILES)
         writer.write_data = _saying_why(writer.write_data)  # type: ignore[method-assign]
         with warnings.catch_warnings(), _checksums():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -244,8 +245,7 @@ def write_in_background(
     """`write` on a copy of the tensors, with connections of its own."""
     if group is not None:
         group = _background_group(group)
-    tensors = {name: _staged(t) for name, t in content.tensors.items()}
-    content = content._replace(tensors=tensors)
+    content = content._replace(tensors={name: _staged(t) for name, t in content.tensors.items()})
 
     def run() -> None:
         try:
@@ -260,7 +260,7 @@ def write_in_background(
 
 
 def _staged(tensor: ChunkedTensor) -> ChunkedTensor:
-    """A copy, piece by piece, as it will be written: torch would copy what is a part of something larger once more."""
+    """A copy, piece by piece, as it will be written: what is a part of something larger torch would copy once more."""
     pieces = [(offset, piece.to("cpu", copy=True)) for offset, piece in tensor.pieces()]
     return ChunkedTensor(tensor.size(), [p for _, p in pieces], [o for o, _ in pieces], tensor.dtype, "cpu")
 

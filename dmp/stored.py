@@ -1,12 +1,17 @@
 """`Stored`: one rectangle of a tensor as plain bytes in a file, of which a rank reads the part it holds.
 
-[Note: straight into place] Bytes go from the file into the target's own memory, where the shared part is whole rows of
-both; else through a small buffer. Where a target has some of the columns and a row of them is long, it is read row
-by row, so that nothing else is.
+[Note: straight into place] Where the shared part is whole rows of both, bytes go from the file into the target's own
+memory. Else they are copied, and to compare checksums they are read, out of a mapping: that costs two thirds of reading
+them into a buffer first. Its pages are brought in by a call that says when that fails; touching them would end the
+process.
 """
 
 from __future__ import annotations
 
+import errno
+import mmap
+import os
+import sys
 import zlib
 from collections.abc import Iterable
 from math import prod
@@ -15,11 +20,10 @@ from typing import IO, NamedTuple
 
 import torch
 
-from dmp.chunked import ChunkedTensor
+from dmp.chunked import PIECE_BYTES, ChunkedTensor
 from dmp.errors import CheckpointError
 
-_LONG_RUN_BYTES = 16 << 10  # from here on, a read for each row costs less than reading what is not needed
-_STAGE_BYTES = 512 << 10  # what is read to be looked at or copied stays in a core's cache
+_POPULATE_READ = 22  # Linux's MADV_POPULATE_READ, which the module mmap has no name for
 
 
 class Stored(NamedTuple):
@@ -51,34 +55,21 @@ class Stored(NamedTuple):
         for dim, (start, stop) in enumerate(zip(starts, stops, strict=True)):
             target = target.narrow(dim, start - offset[dim], stop - start)
         first = [start - at for start, at in zip(starts, self.offset, strict=True)]
-        with self.file.open("rb", buffering=0) as file:
-            self._fill(target, first, file)
-
-    def _fill(self, target: torch.Tensor, first: list[int], file: IO[bytes]) -> None:
-        """The rectangle of `target`'s shape at `first` in this one."""
-        is_plain = target.device.type == "cpu" and target.dtype == self.dtype
         row = prod(self.size[1:])
         at = first[0] * row if first else 0
-        if target.shape[1:] == self.size[1:] and target.is_contiguous() and is_plain:
-            self._read(file, at, target)
-        elif not self.size:
-            target.copy_(self._read(file, 0, torch.empty((), dtype=self.dtype)))
-        elif len(self.size) == 2 and target.shape[1] * self.dtype.itemsize >= _LONG_RUN_BYTES:
-            for part in target:
-                is_run = is_plain and part.is_contiguous()
-                run = self._read(file, at + first[1], part if is_run else torch.empty(part.shape, dtype=self.dtype))
-                if not is_run:
-                    part.copy_(run)
-                at += row
-        else:
-            rows = min(len(target), max(1, _STAGE_BYTES // (row * self.dtype.itemsize)))
-            stage = torch.empty((rows, *self.size[1:]), dtype=self.dtype)
-            for part in target.split(rows):
-                wanted = self._read(file, at, stage[: len(part)])
-                for dim, (start, count) in enumerate(zip(first[1:], part.shape[1:], strict=True), 1):
-                    wanted = wanted.narrow(dim, start, count)
-                part.copy_(wanted)
-                at += row * len(part)
+        is_plain = target.device.type == "cpu" and target.dtype == self.dtype
+        with self.file.open("rb", buffering=0) as file:
+            if target.shape[1:] == self.size[1:] and target.is_contiguous() and is_plain:
+                file.seek(self.at + at * self.dtype.itemsize)
+                _fill_buffer(file, memoryview(target.view(-1).view(torch.uint8).numpy().data), self.file)
+                return
+            data = self._mapped(
+                file, at * self.dtype.itemsize, (len(target) * row if first else 1) * self.dtype.itemsize
+            )
+        rows = torch.frombuffer(data, dtype=self.dtype).view(target.shape[:1] + self.size[1:])
+        for dim, (start, count) in enumerate(zip(first[1:], target.shape[1:], strict=True), 1):
+            rows = rows.narrow(dim, start, count)
+        target.copy_(rows)
 
     def check(self, name: str) -> None:
         """Read all of it.
@@ -88,26 +79,34 @@ class Stored(NamedTuple):
         """
         if self.crc is None:
             return
-        left, crc = prod(self.size) * self.dtype.itemsize, 0
-        buffer = memoryview(bytearray(min(left, _STAGE_BYTES)))
+        num_bytes, crc = prod(self.size) * self.dtype.itemsize, 0
         with self.file.open("rb", buffering=0) as file:
-            file.seek(self.at)
-            while left:
-                part = buffer[: min(left, len(buffer))]
-                _fill_buffer(file, part, self.file)
-                crc = zlib.crc32(part, crc)
-                left -= len(part)
-        if crc != self.crc:
+            for start in range(0, num_bytes, PIECE_BYTES):
+                crc = zlib.crc32(self._mapped(file, start, min(PIECE_BYTES, num_bytes - start)), crc)
+        self.compare(crc, name)
+
+    def compare(self, crc: int, name: str) -> None:
+        """Raise as `check` does, unless the CRC-32 is this one."""
+        if self.crc is not None and crc != self.crc:
             raise CheckpointError(
                 f"{self.file} is damaged: the bytes of {name!r} from {self.at} on have CRC-32 {crc:08x}, expected "
                 f"{self.crc:08x}"
             )
 
-    def _read(self, file: IO[bytes], first: int, target: torch.Tensor) -> torch.Tensor:
-        """Fill `target`, contiguous, with the elements from the first on; returns it."""
-        file.seek(self.at + first * self.dtype.itemsize)
-        _fill_buffer(file, memoryview(target.view(-1).view(torch.uint8).numpy().data), self.file)
-        return target
+    def _mapped(self, file: IO[bytes], first: int, num_bytes: int) -> memoryview:
+        """So many bytes from the first on, see [Note: straight into place]; changing them changes no file."""
+        start = self.at + first
+        page = start - start % mmap.ALLOCATIONGRANULARITY
+        if os.fstat(file.fileno()).st_size < start + num_bytes:
+            raise CheckpointError(f"{self.file} ends before byte {start + num_bytes}: it is cut short")
+        data = mmap.mmap(file.fileno(), start + num_bytes - page, access=mmap.ACCESS_COPY, offset=page)
+        if sys.platform == "linux":
+            try:
+                data.madvise(_POPULATE_READ)
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # a kernel before 5.14
+                    raise CheckpointError(f"{self.file} cannot be read up to byte {start + num_bytes}") from error
+        return memoryview(data)[start - page :]
 
 
 def _fill_buffer(file: IO[bytes], buffer: memoryview, path: Path) -> None:
