@@ -12,13 +12,13 @@ import threading
 import time
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,12 +35,10 @@ from dmp.random_state import random_state
 from dmp.sources import CHECKSUMS, FORMAT_VERSION, MODEL, STATE
 from dmp.together import PeerLost, together
 from dmp.wrapper import DistributedModelParallel
+from dmp.writer import writer_to
 
 _log = logging.getLogger("dmp")
-_FILES = 2  # of each rank, written at the same time
 _NICE = 19  # the last of all
-
-T = TypeVar("T")
 
 
 class Content(NamedTuple):
@@ -110,7 +108,6 @@ def _packed(value: Any) -> bytes | Exception:
 def write(target: Path, content: Content, rank: int, group: dist.ProcessGroup | None, keep: int | None = None) -> None:
     """On every rank; then all but the newest `keep` checkpoints beside the target go."""
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
     what = f"saving {target}"
@@ -124,13 +121,11 @@ def write(target: Path, content: Content, rank: int, group: dist.ProcessGroup | 
                 _write_file(partial / name, data)
 
     def write() -> None:
-        writer = FileSystemWriter(partial, sync_files=True, thread_count=_FILES)
-        writer.write_data = _saying_why(writer.write_data)  # type: ignore[method-assign]
         with warnings.catch_warnings(), _checksums():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             save(
                 dict(content.tensors),
-                storage_writer=writer,
+                storage_writer=writer_to(partial),
                 planner=DefaultSavePlanner(flatten_state_dict=False),
                 process_group=group,
                 no_dist=group is None,
@@ -156,21 +151,6 @@ def write(target: Path, content: Content, rank: int, group: dist.ProcessGroup | 
         raise
     if keep is not None:
         together(tidy, group, f"{target} is saved, but removing what is older failed")
-
-
-def _saying_why(write: Callable[..., T]) -> Callable[..., T]:
-    """Raise the system's error, such as that of a full disk, not the one that torch's zip writer has after it."""
-
-    def wrapped(*args: Any) -> T:
-        try:
-            return write(*args)
-        except Exception as error:
-            cause: BaseException | None = error
-            while cause is not None and not isinstance(cause, OSError):
-                cause = cause.__cause__ or cause.__context__
-            raise cause or error from None
-
-    return wrapped
 
 
 @contextmanager
