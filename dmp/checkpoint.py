@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dmp.checksums import compare
 from dmp.env import default_env
 from dmp.errors import CheckpointError
 from dmp.gather import env_of
@@ -34,7 +35,7 @@ from dmp.random_state import prepare_random_state
 from dmp.renaming import Rename, fitted, renamed
 from dmp.restore import Job, prepare
 from dmp.saving import Content, collect, wait_for_pending, write, write_in_background
-from dmp.together import together
+from dmp.together import everyone, together
 from dmp.wrapper import DistributedModelParallel
 
 
@@ -151,6 +152,7 @@ def load_checkpoint(
 
     job = together(checked, group, what)
     when = job.source.about.get("saved_ns")  # what one host sees may be older than what another does
-    together(lambda: job.check((env.rank, env.size)), group, what, same=when)
+    parts = everyone(lambda: job.check((env.rank, env.size)), group, what, same=when)
+    together(lambda: compare(part for of_rank in parts for part in of_rank), None, what)
     together(job.run, group, what)
     return job.source.objects.get("extra")

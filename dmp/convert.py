@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from dmp.checksums import compare
 from dmp.chunked import as_chunks
 from dmp.errors import CheckpointError
 from dmp.export import mapped, write_safetensors
@@ -44,7 +45,7 @@ def convert(source: Path, target: Path, kind: str, rename: Mapping[str, str] | N
     state = [key for key in read.shapes if key.startswith(STATE)]
     if kind != "safetensors" and target.exists():
         raise CheckpointError(f"{target} is there already; remove it, or give another path")
-    read.check(weights if kind == "safetensors" else list(read.shapes), (0, 1))
+    compare(read.check(weights if kind == "safetensors" else list(read.shapes), (0, 1)))
     if kind == "safetensors":
         _to_safetensors(read, target, weights)
         left = f"; {len(state)} tensors of optimizer state were left out" if state else ""

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from dmp.checksums import Checked
 from dmp.chunked import ChunkedTensor
 from dmp.errors import CheckpointError
 from dmp.metadata import check_files, read_metadata, shapes_of
@@ -63,8 +64,9 @@ class Folder:
                     f"{self.path / name} is damaged: it has CRC-32 {found:08x}, expected {crc:08x} by {CHECKSUMS}"
                 )
 
-    def check(self, keys: Collection[str], part: tuple[int, int]) -> None:
+    def check(self, keys: Collection[str], part: tuple[int, int]) -> list[Checked]:
         self._pieces.check(keys, part)
+        return []
 
     def read(self, targets: dict[str, ChunkedTensor]) -> None:
         for key, target in targets.items():

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from dmp.checksums import Checked
 from dmp.chunked import ChunkedTensor, as_chunks
 from dmp.errors import CheckpointError
 from dmp.optimizer_state import OwnedState, column_widths, is_blocked, merge_blocks, owned_states
@@ -29,10 +30,10 @@ class Job(NamedTuple):
     targets: dict[str, ChunkedTensor]
     then: list[Callable[[], Any]]
 
-    def check(self, part: tuple[int, int]) -> None:
-        """Read the i-th of n parts of what all ranks will read, and raise where it is damaged."""
+    def check(self, part: tuple[int, int]) -> list[Checked]:
+        """Read the i-th of n parts of what all ranks will read, raise where it is damaged; what is to be compared."""
         keys = (key for key in self.source.shapes if key in self.targets or key.startswith("rng."))
-        self.source.check(list(keys), part)
+        return self.source.check(list(keys), part)
 
     def run(self) -> None:
         with torch.no_grad():

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from dmp.checksums import Checked
 from dmp.chunked import ChunkedTensor
 from dmp.errors import CheckpointError
 from dmp.sources import MODEL
@@ -55,8 +56,9 @@ class SafetensorsSource:
             self._stored = _read_header(path / ONE_FILE if path.is_dir() else path)
         self.shapes = {MODEL + name: (s.size, s.dtype) for name, s in self._stored.items()}
 
-    def check(self, keys: Collection[str], part: tuple[int, int]) -> None:
+    def check(self, keys: Collection[str], part: tuple[int, int]) -> list[Checked]:
         """Nothing: the format has no checksums."""
+        return []
 
     def read(self, targets: dict[str, ChunkedTensor]) -> None:
         for key, target in targets.items():

@@ -77,13 +77,16 @@ class Stored(NamedTuple):
         Raises:
             CheckpointError: naming the file and `name`; the bytes are not those that were written, or are not there.
         """
-        if self.crc is None:
-            return
-        num_bytes, crc = prod(self.size) * self.dtype.itemsize, 0
+        if self.crc is not None:
+            self.compare(self.crc_of(0, prod(self.size) * self.dtype.itemsize), name)
+
+    def crc_of(self, start: int, num_bytes: int) -> int:
+        """CRC-32 of some of its bytes."""
+        crc = 0
         with self.file.open("rb", buffering=0) as file:
-            for start in range(0, num_bytes, PIECE_BYTES):
-                crc = zlib.crc32(self._mapped(file, start, min(PIECE_BYTES, num_bytes - start)), crc)
-        self.compare(crc, name)
+            for at in range(start, start + num_bytes, PIECE_BYTES):
+                crc = zlib.crc32(self._mapped(file, at, min(PIECE_BYTES, start + num_bytes - at)), crc)
+        return crc
 
     def compare(self, crc: int, name: str) -> None:
         """Raise as `check` does, unless the CRC-32 is this one."""

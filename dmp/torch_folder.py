@@ -20,6 +20,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from dmp.checksums import Checked
 from dmp.chunked import ChunkedTensor
 from dmp.errors import CheckpointError
 from dmp.metadata import check_files, read_metadata, read_with_torch, shapes_of
@@ -75,8 +76,9 @@ class TorchFolder:
         is_blocks = 1 < len(starts) < table[1] and size[0] == table[0] * len(starts)
         return tuple(b - a for a, b in pairwise([*starts, table[1]])) if is_blocks else ()
 
-    def check(self, keys: Collection[str], part: tuple[int, int]) -> None:
+    def check(self, keys: Collection[str], part: tuple[int, int]) -> list[Checked]:
         self._pieces.check([self._keys[key] for key in keys], part)
+        return []
 
     def read(self, targets: dict[str, ChunkedTensor]) -> None:
         others: dict[str, ChunkedTensor] = {}
