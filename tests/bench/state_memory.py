@@ -1,35 +1,24 @@
-"""What a rank holds above its shards while it saves or loads 256 MB, and how much it reads of them."""
+"""What a rank holds above its shards while it saves or loads 256 MB."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from shutil import rmtree
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
 import dmp
 from tests.bench.report import Result
 from tests.bench.state_peak import peak_above
-from tests.bench.state_workload import FORMATS, LAYOUTS, OURS, RANKS, SAVED, bytes_read, own_bytes, wrapped
+from tests.bench.state_workload import FORMATS, LAYOUTS, OURS, RANKS, wrapped
 from tests.ranks import close_pools, run_ranks
 
 MB, GOAL_MB = 1e6, 32.0
 
 
-class Taken(NamedTuple):
-    """Bytes, of one rank and format."""
-
-    held: int
-    """Above what was there before, at most."""
-
-    read: int
-    own: int
-    """Of the rank's chunks."""
-
-
 def run(quick: bool, folder: Path) -> list[Result]:
-    """The rank that holds most; on the layout that was saved, where a rank needs a quarter, the one that reads most."""
+    """The rank that holds most, on the layout that was saved and on one that takes parts of rows."""
     results: list[Result] = []
     for layout in LAYOUTS[:2]:
         close_pools()  # what earlier calls have left in the allocator would hide what is held
@@ -38,20 +27,13 @@ def run(quick: bool, folder: Path) -> list[Result]:
         results.append(held(f"memory above own shards, save, ours, {layout}", saved))
         for i, kind in enumerate(FORMATS):
             results.append(held(f"memory above own shards, load, {kind.name}, {layout}", [r[i] for r in of_ranks]))
-        for i, kind in enumerate(FORMATS) if layout == SAVED else ():
-            most = max((r[i] for r in of_ranks), key=lambda taken: taken.read)
-            name = f"read for a quarter of the rows, {kind.name}"
-            ratio = most.own / max(most.read, 1)
-            results.append(Result(name, "MB", most.own / MB, most.read / MB, ratio, None))
-            print(results[-1], flush=True)
     close_pools()
     return results
 
 
-def held(name: str, of_ranks: list[int] | list[Taken]) -> Result:
+def held(name: str, of_ranks: list[int]) -> Result:
     """The largest."""
-    most = max(taken if isinstance(taken, int) else taken.held for taken in of_ranks)
-    result = Result(name, "MB", None, most / MB, None, GOAL_MB)
+    result = Result(name, "MB", None, max(of_ranks) / MB, None, GOAL_MB)
     print(result, flush=True)
     return result
 
@@ -71,7 +53,7 @@ def peak_of_save(name: str, layout: str) -> int:
     return peak
 
 
-def peaks_of_loads(name: str, layout: str) -> list[Taken]:
+def peaks_of_loads(name: str, layout: str) -> list[int]:
     """On each rank and for each format, after a load of tiny tables."""
     folder = Path(name)
     models: dict[int, tuple[Any, Any]] = {}
@@ -83,10 +65,8 @@ def peaks_of_loads(name: str, layout: str) -> list[Taken]:
                 chunk.detach().fill_(0.0)  # what the shards take is there before
         small, model = models[kind.tables]
         dmp.load_checkpoint(kind.path(folder, tiny=True), small)
-        before = bytes_read()
         dmp.load_checkpoint(kind.path(folder), model)
-        read = bytes_read() - before
         dist.barrier()
         _, peak = peak_above(lambda: dmp.load_checkpoint(kind.path(folder), model))  # noqa: B023
-        results.append(Taken(peak, read, own_bytes(model)))
+        results.append(peak)
     return results

@@ -126,11 +126,6 @@ def wrapped(work: Workload, layout: str, ranks: int = RANKS) -> dmp.DistributedM
     return dmp.DistributedModelParallel(make_model(work, "meta"), env=env, plan=plan, init_parameters=False)
 
 
-def own_bytes(model: dmp.DistributedModelParallel) -> int:
-    """Of this rank's chunks."""
-    return sum(c.numel() * c.element_size() for c in chunks_of(model).values())
-
-
 def chunks_of(model: dmp.DistributedModelParallel) -> dict[tuple[str, tuple[int, ...]], torch.Tensor]:
     """(name, offset) -> chunk, of this rank."""
     return {
@@ -158,9 +153,3 @@ def check(model: dmp.DistributedModelParallel, folder: Path) -> None:
 def size_of(path: Path) -> int:
     """Bytes of a file, or of all files in a folder."""
     return sum(p.stat().st_size for p in ([path] if path.is_file() else path.rglob("*")) if p.is_file())
-
-
-def bytes_read() -> int:
-    """By this process's calls of read, from the disk or its cache; not what a mapping brings. Linux only."""
-    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(fields["rchar"])
