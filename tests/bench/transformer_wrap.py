@@ -7,20 +7,16 @@ meta both allocate and fill with values that do not depend on the mesh.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from math import prod
 from statistics import geometric_mean
-from time import perf_counter
 from typing import Any
-
-import torch
-import torch.distributed as dist
 
 from tests.bench.report import Result
 from tests.bench.step import both, quartiles, slowest
 from tests.bench.transformer_by_hand import by_hand, by_hand_from_first_rank, by_hand_from_meta
 from tests.bench.transformer_workload import MESHES, Workload, env_of, wrap_ours
+from tests.bench.wrap import timed
 from tests.ranks import mesh, run_ranks
 
 WORK = Workload(dim=512, layers=8, heads=8, kv_heads=4, hidden=1536, vocab=8192)
@@ -55,7 +51,7 @@ def compare(mesh_name: str, device: str, syncs: bool, rounds: int) -> tuple[list
     for i in range(-1, rounds):
         for which in (0, 1) if i % 2 == 0 else (1, 0):
             make = prepare_theirs(mesh_name, device, syncs) if which == 0 else prepare_ours(mesh_name, device)
-            seconds = _timed(make)
+            seconds = timed(make)
             if i >= 0:
                 times[which].append(seconds)
     return times
@@ -73,14 +69,3 @@ def prepare_ours(mesh_name: str, device: str) -> Callable[[], Any]:
     """What is to be timed: our wrapper with the planner's plan, on a new model."""
     model, env = WORK.model(device), env_of(mesh_name)
     return lambda: wrap_ours(model, env)
-
-
-def _timed(make: Callable[[], Any]) -> float:
-    gc.collect()
-    torch.manual_seed(0)
-    dist.barrier()
-    start = perf_counter()
-    made = make()
-    seconds = perf_counter() - start
-    del made
-    return seconds

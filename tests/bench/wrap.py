@@ -64,12 +64,12 @@ def wrap_theirs(layout: str, device: str) -> float:
     """Seconds of TorchRec's wrapper."""
     model = make_model(WORK, device)
     plan = torchrec_plan(model, layout, RANKS)
-    return _timed(lambda: torchrec_wrap(model, plan))
+    return timed(lambda: torchrec_wrap(model, plan))
 
 
 def wrap_ours(layout: str | None, device: str) -> float:
     """Seconds of our wrapper."""
-    return _timed(prepare_ours(layout, device))
+    return timed(prepare_ours(layout, device))
 
 
 def prepare_ours(layout: str | None, device: str) -> Callable[[], dmp.DistributedModelParallel]:
@@ -80,7 +80,8 @@ def prepare_ours(layout: str | None, device: str) -> Callable[[], dmp.Distribute
     return lambda: dmp.DistributedModelParallel(model, env=env, plan=plan)
 
 
-def _timed(make: Callable[[], Any]) -> float:
+def timed(make: Callable[[], Any]) -> float:
+    """Seconds of one call; the ranks begin it together."""
     gc.collect()
     torch.manual_seed(0)
     dist.barrier()
