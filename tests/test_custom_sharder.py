@@ -31,7 +31,11 @@ def run(*arguments: str, path: Path | None = None) -> str:
 
 @pytest.mark.parametrize(
     ("size", "arguments"),
-    [(1, [str(EXAMPLE), "1"]), (2, [str(EXAMPLE)]), (3, [*TORCHRUN, "--nproc_per_node=3", str(EXAMPLE)])],
+    [
+        pytest.param(1, [str(EXAMPLE), "1"], marks=pytest.mark.slow),
+        (2, [str(EXAMPLE)]),
+        pytest.param(3, [*TORCHRUN, "--nproc_per_node=3", str(EXAMPLE)], marks=pytest.mark.slow),
+    ],
 )
 def test_example_proves_what_it_says(size: int, arguments: list[str]) -> None:
     said = run(*arguments)

@@ -588,7 +588,7 @@ def test_a_rank_reads_its_rows_a_piece_at_a_time(kind: str, tmp_path: Path, monk
     assert peak < 8 << 20, peak
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_example(processes: int) -> None:
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
     done = subprocess.run(
