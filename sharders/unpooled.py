@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -93,8 +94,7 @@ class UnpooledPath:
         """For each feature its rows (N_f, dim)."""
         parts: dict[int, Iterator[torch.Tensor]] = {}
         for dim, rows, counts in zip(self.distinct_dims, out, self.counts_by_dim(batch), strict=True):
-            bounds = pairwise(accumulate(counts, initial=0))
-            parts[dim] = iter([rows[a:b] for a, b in bounds])  # views that may be changed in place; those of split not
+            parts[dim] = iter(_Parts.apply(rows, counts))  # type: ignore[no-untyped-call]
         return [next(parts[dim]) for dim in self.dims]
 
     def _update(
@@ -198,3 +198,16 @@ class UnpooledPath:
             where = slice(starts[f], starts[f] + batch.counts[key])
             result.append((slot, ids, Patch(dim, 0, dim, batch.counts[key], where)))
         return result
+
+
+class _Parts(torch.autograd.Function):
+    """Rows cut into parts that may be changed in place, as those of `split` may not, and whose gradients are joined
+    once: each slice of a tensor would have a gradient as large as the whole."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, counts: list[int]) -> tuple[torch.Tensor, ...]:
+        return tuple(part.detach() for part in rows.split(counts))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return torch.cat(gradients), None
