@@ -19,7 +19,6 @@ where they belong: to hold them in between would double the memory.
 from __future__ import annotations
 
 import os
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -34,29 +33,32 @@ from dmp.opening import open_source
 from dmp.random_state import prepare_random_state
 from dmp.renaming import Rename, fitted, renamed
 from dmp.restore import Job, prepare
-from dmp.saving import Content, collect, wait_for_pending, write, write_in_background
+from dmp.saving import Background, Content, collect, wait_for_pending, write, write_in_background
 from dmp.together import everyone, together
 from dmp.wrapper import DistributedModelParallel
 
 
 class PendingSave:
-    """A save that runs in the background, on staged copies: the model may be trained on at once."""
+    """A save that runs in the background, on staged copies: the model may be trained on at once.
 
-    def __init__(self, future: Future[None]) -> None:
-        self._future = future
+    It takes its time, a tenth of a core's, for training goes first; who waits for it, or saves again, ends that.
+    """
+
+    def __init__(self, running: Background) -> None:
+        self._running = running
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Return when every rank has written and the path is in place.
+        """Return when every rank has written and the path is in place; until then it writes as fast as it can.
 
         Raises:
             CheckpointError: what stopped the save.
             TimeoutError: not done in time.
         """
-        self._future.result(timeout_s)
+        self._running.wait(timeout_s)
 
     def done(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
-        return self._future.done()
+        return self._running.future.done()
 
 
 def save_checkpoint(

@@ -105,8 +105,15 @@ def _packed(value: Any) -> bytes | Exception:
     return buffer.getvalue()
 
 
-def write(target: Path, content: Content, rank: int, group: dist.ProcessGroup | None, keep: int | None = None) -> None:
-    """On every rank; then all but the newest `keep` checkpoints beside the target go."""
+def write(
+    target: Path,
+    content: Content,
+    rank: int,
+    group: dist.ProcessGroup | None,
+    keep: int | None = None,
+    hurry: threading.Event | None = None,
+) -> None:
+    """On every rank; then all but the newest `keep` checkpoints beside the target go. `hurry`: see writer.py."""
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -125,7 +132,7 @@ def write(target: Path, content: Content, rank: int, group: dist.ProcessGroup | 
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             save(
                 dict(content.tensors),
-                storage_writer=writer_to(partial),
+                storage_writer=writer_to(partial, hurry),
                 planner=DefaultSavePlanner(flatten_state_dict=False),
                 process_group=group,
                 no_dist=group is None,
@@ -216,26 +223,40 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-_pending: list[Future[None]] = []
+_pending: list[Background] = []
+
+
+class Background(NamedTuple):
+    """A save that runs; `hurry` is set by who waits for it."""
+
+    future: Future[None]
+    hurry: threading.Event
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Until it is done; raises what stopped it."""
+        self.hurry.set()
+        self.future.result(timeout_s)
 
 
 def write_in_background(
     target: Path, content: Content, rank: int, group: dist.ProcessGroup | None, keep: int | None = None
-) -> Future[None]:
+) -> Background:
     """`write` on a copy of the tensors, with connections of its own."""
     if group is not None:
         group = _background_group(group)
     content = content._replace(tensors={name: _staged(t) for name, t in content.tensors.items()})
 
+    hurry = threading.Event()
+
     def run() -> None:
         try:
-            write(target, content, rank, group, keep)
+            write(target, content, rank, group, keep, hurry)
         except CheckpointError as error:  # also for a program that never asks the handle
             if rank == 0:
                 _log.error("a save in the background failed: %s", error)
             raise
 
-    _pending[:] = [_background().submit(run)]
+    _pending[:] = [Background(_background().submit(run), hurry)]
     return _pending[0]
 
 
@@ -260,7 +281,9 @@ def _step_back() -> None:
 def wait_for_pending() -> None:
     """One save at a time: their collectives must not mix. Its error is for its own handle."""
     if _pending:
-        _pending.pop().exception()
+        last = _pending.pop()
+        last.hurry.set()
+        last.future.exception()
 
 
 @lru_cache(maxsize=16)

@@ -3,25 +3,37 @@
 [Note: aligned] torch puts one zip archive after another, each with its values at a multiple of 64 bytes from where the
 archive begins, which is anywhere. Here each begins at such a multiple too, so that values can be copied out of a
 mapped file as fast as out of memory: pieces of rows take a third of the time.
+
+[Note: rests] A save in the background takes Python's lock and a core's time from the training beside it, however low
+its priority is. So it writes one file, and after each piece rests several times as long as that took, until somebody
+waits for it.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from time import perf_counter
 from typing import Any, TypeVar
 
 _ALIGN_BYTES = 64
 _FILES = 2  # of each rank, written at the same time
+_REST, _LONGEST_REST_S = 10.0, 0.5  # as a multiple of the work before it
 T = TypeVar("T")
 
 
-def writer_to(folder: Path) -> Any:
-    """A `FileSystemWriter` whose files are on the disk when it is done."""
+def writer_to(folder: Path, hurry: threading.Event | None = None) -> Any:
+    """A `FileSystemWriter` whose files are on the disk when it is done.
+
+    Args:
+        folder: where it writes.
+        hurry: of a save in the background: set when somebody waits for it, see [Note: rests].
+    """
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-    writer = FileSystemWriter(folder, sync_files=True, thread_count=_FILES)
+    writer = FileSystemWriter(folder, sync_files=True, thread_count=_FILES if hurry is None else 1)
     writer.write_data = _saying_why(writer.write_data)  # type: ignore[method-assign]
     create = writer.fs.create_stream
 
@@ -29,18 +41,20 @@ def writer_to(folder: Path) -> Any:
     def aligned(path: Any, mode: str) -> Iterator[Any]:
         opened: AbstractContextManager[Any] = create(path, mode)
         with opened as stream:
-            yield _Aligned(stream)
+            yield _Aligned(stream, hurry)
 
     writer.fs.create_stream = aligned  # type: ignore[method-assign]
     return writer
 
 
 class _Aligned:
-    """A stream in which what is written between two calls of `tell` begins at a multiple, see [Note: aligned]."""
+    """A stream in which what is written between two calls of `tell`, a piece, begins at a multiple; see the notes."""
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: Any, hurry: threading.Event | None) -> None:
         self._stream = stream
+        self._hurry = hurry
         self._is_written = False
+        self._began = perf_counter()
 
     def write(self, data: Any) -> int:
         self._is_written = True
@@ -50,7 +64,10 @@ class _Aligned:
         at = int(self._stream.tell())
         if not self._is_written:
             at += self._stream.write(bytes(-at % _ALIGN_BYTES))
+        elif self._hurry is not None and threading.main_thread().is_alive():
+            self._hurry.wait(min(_REST * (perf_counter() - self._began), _LONGEST_REST_S))
         self._is_written = False
+        self._began = perf_counter()
         return at
 
     def __getattr__(self, name: str) -> Any:
