@@ -137,7 +137,7 @@ def load_checkpoint(
             that all names have (`module.`, `model.`), or all lack, is found without it; the logger "dmp" says so.
 
     Raises:
-        CheckpointError: on every rank, naming file and parameter: a missing, truncated or newer file, a missing or
+        CheckpointError: on every rank, naming file and parameter: a missing, damaged or newer file, a missing or
             unknown name, another shape or dtype. The model is unchanged then.
     """
     source_path = Path(path).absolute()
