@@ -200,7 +200,9 @@ def _alone(piece: torch.Tensor) -> torch.Tensor:
     """The same memory as a storage that ends where the piece does: torch copies what is a part of a larger one."""
     if piece.device.type != "cpu" or not piece.is_contiguous() or not piece.numel():
         return piece
-    return torch.from_numpy(piece.view(-1).view(torch.uint8).numpy()).view(piece.dtype).view(piece.shape)
+    first = piece.storage_offset() * piece.element_size()
+    own = piece.untyped_storage()[first : first + piece.nbytes]
+    return torch.empty(0, dtype=piece.dtype).set_(own, 0, piece.shape)  # type: ignore[call-overload, no-any-return]
 
 
 def as_chunks(tensor: torch.Tensor) -> ChunkedTensor:

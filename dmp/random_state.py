@@ -33,7 +33,7 @@ def prepare_random_state(job: Job, env: ShardingEnv) -> None:
 
     def restore() -> None:
         if not exact:
-            digest = hashlib.sha256(states["cpu"].numpy().tobytes() + env.data_rank.to_bytes(8, "little")).digest()
+            digest = hashlib.sha256(bytes(states["cpu"].tolist()) + env.data_rank.to_bytes(8, "little")).digest()
             torch.manual_seed(int.from_bytes(digest[:7], "big"))
             return
         torch.set_rng_state(states["cpu"])

@@ -8,6 +8,7 @@ process.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
@@ -61,7 +62,7 @@ class Stored(NamedTuple):
         with self.file.open("rb", buffering=0) as file:
             if target.shape[1:] == self.size[1:] and target.is_contiguous() and is_plain:
                 file.seek(self.at + at * self.dtype.itemsize)
-                _fill_buffer(file, memoryview(target.view(-1).view(torch.uint8).numpy().data), self.file)
+                _fill_buffer(file, _memory_of(target), self.file)
                 return
             data = self._mapped(
                 file, at * self.dtype.itemsize, (len(target) * row if first else 1) * self.dtype.itemsize
@@ -110,6 +111,11 @@ class Stored(NamedTuple):
                 if error.errno != errno.EINVAL:  # a kernel before 5.14
                     raise CheckpointError(f"{self.file} cannot be read up to byte {start + num_bytes}") from error
         return memoryview(data)[start - page :]
+
+
+def _memory_of(tensor: torch.Tensor) -> memoryview:
+    """Of a contiguous one on the CPU, while it lives; without NumPy, which torch does not bring."""
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def _fill_buffer(file: IO[bytes], buffer: memoryview, path: Path) -> None:
