@@ -70,6 +70,7 @@ def test_trained_on_two_processes_goes_on_anywhere(log: str, tmp_path: Path) -> 
     assert auc(further) == pytest.approx(auc(run(1, *load, "--unsharded")), abs=1e-3)
 
 
+@pytest.mark.slow
 def test_bad_line_ends_all_ranks_with_one_message(log: str, tmp_path: Path) -> None:
     lines = Path(log).read_text().splitlines()
     lines[1500] = "0\tnonsense"

@@ -15,7 +15,7 @@ _SLOW |= {"shard2xreplicate2"}
 _SLOW_KINDS = {
     "dp4": ("bag_mean", "bag_weighted"),
     "host2xlocal2": ("bag", "bag_mean", "ebc_weighted", "embedding"),
-    "replicate2xshard2": ("bag", "bag_mean", "ebc_weighted"),
+    "replicate2xshard2": ("bag", "bag_mean", "bag_weighted", "ebc_weighted", "embedding"),
 }
 
 
