@@ -17,7 +17,7 @@ from dmp.errors import CheckpointError
 from dmp.gather import env_of, gather
 from dmp.restore import aliases
 from dmp.safetensors_source import INDEX, ONE_FILE
-from dmp.together import together
+from dmp.together import everyone, together
 
 MAX_SHARD_BYTES = 5 * 10**9
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -53,12 +53,8 @@ def export_safetensors(
             raise CheckpointError(f"{other[0]!r} is no tensor; a safetensors file holds tensors alone")
         return {name: (tuple(value.shape), value.dtype) for name, value in state.items()}
 
-    own = together(shapes, group, f"exporting to {target}")
-    everyone = [own]
-    if group is not None:
-        everyone = [{}] * env.size
-        dist.all_gather_object(everyone, own, group=group)
-    union = {name: shape for known in everyone for name, shape in known.items()}
+    everywhere = everyone(shapes, group, f"exporting to {target}")
+    union = {name: shape for known in everywhere for name, shape in known.items()}
     once = {name: union[name] for name in union if name == next(n for n in union if n in same.get(name, [name]))}
 
     def fill(names: list[str], tensors: dict[str, torch.Tensor]) -> None:
