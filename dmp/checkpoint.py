@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dmp.background import PendingSave, wait_for_pending, write_in_background
 from dmp.checksums import compare
 from dmp.env import default_env
 from dmp.errors import CheckpointError
@@ -33,32 +34,9 @@ from dmp.opening import open_source
 from dmp.random_state import prepare_random_state
 from dmp.renaming import Rename, fitted, renamed
 from dmp.restore import Job, prepare
-from dmp.saving import Background, Content, collect, wait_for_pending, write, write_in_background
+from dmp.saving import Content, collect, write
 from dmp.together import everyone, together
 from dmp.wrapper import DistributedModelParallel
-
-
-class PendingSave:
-    """A save that runs in the background, on staged copies: the model may be trained on at once.
-
-    It takes its time, a tenth of a core's, for training goes first; who waits for it, or saves again, ends that.
-    """
-
-    def __init__(self, running: Background) -> None:
-        self._running = running
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Return when every rank has written and the path is in place; until then it writes as fast as it can.
-
-        Raises:
-            CheckpointError: what stopped the save.
-            TimeoutError: not done in time.
-        """
-        self._running.wait(timeout_s)
-
-    def done(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
-        return self._running.future.done()
 
 
 def save_checkpoint(
@@ -104,7 +82,7 @@ def save_checkpoint(
     if not asynchronous:
         write(target, content, env.rank, group, keep_last)
         return None
-    return PendingSave(write_in_background(target, content, env.rank, group, keep_last))
+    return write_in_background(target, content, env.rank, group, keep_last)
 
 
 def load_checkpoint(

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 import os
 import shutil
-import sys
 import threading
 import time
 import warnings
 import zlib
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from datetime import timedelta
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,9 +31,6 @@ from dmp.sources import CHECKSUMS, FORMAT_VERSION, MODEL, STATE
 from dmp.together import PeerLost, together
 from dmp.wrapper import DistributedModelParallel
 from dmp.writer import writer_to
-
-_log = logging.getLogger("dmp")
-_NICE = 19  # the last of all
 
 
 class Content(NamedTuple):
@@ -221,75 +213,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-_pending: list[Background] = []
-
-
-class Background(NamedTuple):
-    """A save that runs; `hurry` is set by who waits for it."""
-
-    future: Future[None]
-    hurry: threading.Event
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Until it is done; raises what stopped it."""
-        self.hurry.set()
-        self.future.result(timeout_s)
-
-
-def write_in_background(
-    target: Path, content: Content, rank: int, group: dist.ProcessGroup | None, keep: int | None = None
-) -> Background:
-    """`write` on a copy of the tensors, with connections of its own."""
-    if group is not None:
-        group = _background_group(group)
-    content = content._replace(tensors={name: _staged(t) for name, t in content.tensors.items()})
-
-    hurry = threading.Event()
-
-    def run() -> None:
-        try:
-            write(target, content, rank, group, keep, hurry)
-        except CheckpointError as error:  # also for a program that never asks the handle
-            if rank == 0:
-                _log.error("a save in the background failed: %s", error)
-            raise
-
-    _pending[:] = [Background(_background().submit(run), hurry)]
-    return _pending[0]
-
-
-def _staged(tensor: ChunkedTensor) -> ChunkedTensor:
-    """A copy, piece by piece, as it will be written: what is a part of something larger torch would copy once more."""
-    pieces = [(offset, piece.to("cpu", copy=True)) for offset, piece in tensor.pieces()]
-    return ChunkedTensor(tensor.size(), [p for _, p in pieces], [o for o, _ in pieces], tensor.dtype, "cpu")
-
-
-@lru_cache(maxsize=1)
-def _background() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="dmp-save", initializer=_step_back)
-
-
-def _step_back() -> None:
-    """Training beside it goes first; on Linux a thread has a priority of its own."""
-    if sys.platform == "linux":
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-
-
-def wait_for_pending() -> None:
-    """One save at a time: their collectives must not mix. Its error is for its own handle."""
-    if _pending:
-        last = _pending.pop()
-        last.hurry.set()
-        last.future.exception()
-
-
-@lru_cache(maxsize=16)
-def _background_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The same ranks with their own connections, so that a save does not meet the training step's collectives."""
-    ranks = dist.get_process_group_ranks(group)
-    made = dist.new_group(ranks, backend="gloo", timeout=timedelta(hours=1), use_local_synchronization=True)
-    assert isinstance(made, dist.ProcessGroup)
-    return made
