@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dmp.chunked import PIECE_BYTES, ChunkedTensor, as_chunks, is_dtensor
+from dmp.chunked import ChunkedTensor, as_chunks, is_dtensor
 from dmp.contracts import ShardedModule
 from dmp.discovery import join
 from dmp.env import ShardingEnv, default_env
@@ -26,6 +26,7 @@ from dmp.together import together
 from dmp.wrapper import DistributedModelParallel
 
 _ALIGN_BYTES = 16
+_BUFFER_BYTES = 4 << 20
 _Rectangle = tuple[tuple[int, ...], tuple[int, ...]]  # offset, size
 
 
@@ -183,7 +184,7 @@ def gather(
     keep = not rank0_only or env.rank == 0
     group = env.table_group if env.table_size > 1 else None
     listing = {
-        name: (tuple(t.size()), t.dtype, [(offset, tuple(piece.shape)) for offset, piece in t.pieces()])
+        name: (tuple(t.size()), t.dtype, [(offset, tuple(piece.shape)) for offset, piece in t.pieces(_BUFFER_BYTES)])
         for name, t in mine.items()
     }
     everyone = _exchange(listing, group, env.table_size) if takes_part else []
@@ -204,7 +205,7 @@ def gather(
         }
 
     sends, result = together(ready, env.group() if env.size > 1 else None, "gathering whole tensors")
-    local = {(name, offset): piece for name, t in mine.items() for offset, piece in t.pieces()}
+    local = {(name, offset): piece for name, t in mine.items() for offset, piece in t.pieces(_BUFFER_BYTES)}
     buffer = torch.empty(0, dtype=torch.uint8, device=env.device)  # one for all: the allocator would keep several
     for owner, pieces in sends.items():
         if keep and owner in (None, env.table_rank):
@@ -255,7 +256,7 @@ def _batches(
     at = 0
     for name, rectangle in pieces:
         num_bytes = prod(rectangle[1]) * known[name][1].itemsize
-        if batch and at + num_bytes > PIECE_BYTES:
+        if batch and at + num_bytes > _BUFFER_BYTES:
             yield batch
             batch, at = [], 0
         batch.append((name, rectangle, at, num_bytes))

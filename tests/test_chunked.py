@@ -96,6 +96,14 @@ def test_pieces_are_small_and_cover(monkeypatch: pytest.MonkeyPatch) -> None:
     t = cut((0, 0, 3, 8), (3, 4, 3, 4))
     pieces = [(offset, tuple(piece.shape)) for offset, piece in t.pieces()]
     assert pieces == [((0, 0), (2, 8)), ((2, 0), (1, 8)), ((3, 4), (3, 4))]
+    experts = torch.arange(2 * 5 * 8.0).view(2, 5, 8)  # a row of 160 bytes
+    deep = list(ChunkedTensor((4, 5, 8), [experts], [(2, 0, 0)]).pieces())
+    assert [offset for offset, _ in deep] == [(i, j, 0) for i in (2, 3) for j in (0, 2, 4)]
+    assert [piece.shape[1] for _, piece in deep] == [2, 2, 1] * 2
+    whole = torch.zeros(2, 5, 8)
+    for (i, j, _), piece in deep:
+        whole[i - 2 : i - 1, j : j + piece.shape[1]] = piece
+    assert torch.equal(whole, experts)
     assert list(ChunkedTensor((), [torch.tensor(1.0)], [()]).pieces()) == [((), torch.tensor(1.0))]
     assert list(ChunkedTensor((0, 4), [torch.zeros(0, 4)], [(0, 0)]).pieces()) == []
 
