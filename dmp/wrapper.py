@@ -392,15 +392,24 @@ class DistributedModelParallel(nn.Module):
         if self._is_data_parallel and self._skeleton:
             reshard(self.module)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """A parent module's load: from here on it looks for names as they are below this wrapper."""
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: Mapping[str, Any], *args: Any
+    ) -> None:
+        """A parent module's load: what is below this wrapper, which torch comes to next, finds itself loaded."""
+        given = {key: state_dict.pop(key) for key in list(state_dict) if key.startswith(prefix)}
+        assign = bool(local_metadata.get("assign_to_params_buffers"))
+        try:
+            self.load_state_dict(given, prefix, strict=False, assign=assign)
+        except CheckpointError as error:
+            args[-1].append(str(error))
+        held = dict([*self.named_parameters(remove_duplicate=False), *self.named_buffers(remove_duplicate=False)])
+        own = self.module.state_dict()
+        own.update((k, held[k]) for k, v in own.items() if k in held and not isinstance(v, ChunkedTensor))
         where = next(name for name, m in super().named_modules() if m is self.module)
-        for key in [k for k in state_dict if k.startswith(prefix)]:
-            state_dict[f"{prefix}{where}.{key[len(prefix) :]}"] = state_dict.pop(key)
-        below = f"{prefix}{where}."
-        own = {below + name: value for name, value in self.module.state_dict().items()}
-        state_dict.update(with_local_parts(own, {k: v for k, v in state_dict.items() if k in own}))
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        for key, value in given.items():
+            name = key[len(prefix) :]
+            state_dict[f"{prefix}{where}.{name}"] = own.get(name, value)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
     def copy(self, device: torch.device | str | None = None) -> DistributedModelParallel:
         """An independent copy on `device` (this one's by default) that shares process groups.

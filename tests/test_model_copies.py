@@ -211,7 +211,13 @@ def assigned(name: str) -> None:
     own.load_state_dict(given)
     for values in ({key: value.clone() for key, value in given.items()}, own.state_dict()):
         pieces = isinstance(next(iter(values.values())), ChunkedTensor)
-        model.load_state_dict(values, assign=True)
+        if pieces:  # and through another module
+            parent, names = nn.Sequential(model), {f"0.{key}": value for key, value in values.items()}
+            with pytest.raises(RuntimeError, match=r"unexpected key|Unexpected key"):
+                parent.load_state_dict({**names, "0.more": torch.ones(1)}, assign=True)
+            parent.load_state_dict(names, assign=True)
+        else:
+            model.load_state_dict(values, assign=True)
         oracle.load_state_dict(given)  # with `assign` it would lose its in-backward optimizers, which ours keeps
         assert {key: p.requires_grad for key, p in model.named_parameters()} == {
             key: p.requires_grad for key, p in oracle.named_parameters()
