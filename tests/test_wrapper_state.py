@@ -1,0 +1,289 @@
+"""`DistributedModelParallel`: loading, copies and the fused optimizer, beside the unsharded model."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from dmp import CheckpointError, ChunkedTensor, DistributedModelParallel
+from tests.equality import env_of
+from tests.ranks import run_ranks
+from tests.wrapped_net import LR, TABLES, Net, batch, loss_of, mixed, plan_for, same_values, wrap
+
+# ---- loading ----
+
+
+def untouched(given: dict[str, Any]) -> Any:
+    """A check that a dict has the same keys, objects and values as now."""
+    before = [(k, v, v.detach().clone() if isinstance(v, torch.Tensor) else v) for k, v in given.items()]
+
+    def check() -> None:
+        assert [k for k, _, _ in before] == list(given)
+        assert all(given[k] is v and torch.equal(v, value) for k, v, value in before)
+
+    return check
+
+
+def _load() -> None:
+    env = env_of("dp2")
+    for seed in (None, 1, 2):
+        model, source = wrap(env, plan_for(env, seed)), Net(seed=9)
+        ids = {n: id(p) for n, p in model.named_parameters()}
+        whole = dict(source.state_dict())
+        check = untouched(whole)
+        result = model.load_state_dict(whole)
+        assert result.missing_keys == [] and result.unexpected_keys == []
+        check()
+        same_values(model, source)
+        assert {n: id(p) for n, p in model.named_parameters()} == ids
+        torch.testing.assert_close(model(batch(env.rank)), source(batch(env.rank)))
+
+        model.load_state_dict(
+            {"x." + k: v for k, v in Net(seed=8).state_dict().items()} | {"epoch": torch.ones(1)}, prefix="x."
+        )
+        same_values(model, Net(seed=8))
+
+        snapshot = copy.deepcopy(model.state_dict())  # this plan's own pieces
+        model.load_state_dict(whole)
+        model.load_state_dict(snapshot)
+        same_values(model, Net(seed=8))
+
+
+def test_a_whole_state_dict_loads_into_every_plan() -> None:
+    run_ranks(2, _load)
+
+
+def test_strict_raises_with_full_names_and_changes_nothing() -> None:
+    model = wrap()
+    given = dict(Net(seed=9).state_dict())
+    del given["over.bias"], given["users.weight"]
+    given["over.extra"] = torch.ones(1)
+    given["odd"] = torch.ones(1)
+    check = untouched(given)
+    with pytest.raises(
+        CheckpointError,
+        match=r"missing keys: \['users\.weight', 'over\.bias'\]; unexpected keys: \['over\.extra', 'odd'\]",
+    ):
+        model.load_state_dict(given)
+    check()
+    same_values(model, Net())
+    result = model.load_state_dict(given, strict=False)
+    check()
+    assert result.missing_keys == ["users.weight", "over.bias"] and result.unexpected_keys == ["over.extra", "odd"]
+    expected = Net(seed=9)
+    expected.users, expected.over.bias = Net().users, Net().over.bias
+    same_values(model, expected)
+    with pytest.raises(
+        CheckpointError, match=r"missing keys: \['p\.scale', 'p\.users\.weight'.*unexpected keys: \['p\.new'\]"
+    ):
+        model.load_state_dict({"p.new": torch.ones(1)}, prefix="p.")
+    assert issubclass(CheckpointError, RuntimeError)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("out.weight", torch.ones(1, 5), ["'?out.weight'?", r"\(1, 5\)", r"\(1, 6\)"]),
+        ("users.weight", torch.ones(11, 4), [r"users\.weight", r"\(11, 4\)", r"\(11, 8\)"]),
+        ("more.weight", torch.ones(30), [r"more\.weight", r"\(30,\)"]),
+        (
+            "items.weight",
+            ChunkedTensor((7, 8), [torch.ones(3, 8)], [(0, 0)]),
+            [r"items\.weight", "another plan", "full_state_dict"],
+        ),
+        ("items.weight", [1.0], [r"items\.weight", "list"]),
+        ("scale", 3, ["scale", "int"]),
+    ],
+)
+@pytest.mark.parametrize("strict", [True, False])
+def test_what_does_not_fit_changes_nothing(name: str, value: Any, words: list[str], strict: bool) -> None:
+    model = wrap()
+    with pytest.raises(CheckpointError) as error:
+        model.load_state_dict({**Net(seed=9).state_dict(), name: value}, strict=strict)
+    assert all(re.search(word, str(error.value)) for word in words), str(error.value)
+    same_values(model, Net())
+
+
+def _assign() -> None:
+    env = env_of("dp2")
+    model, oracle = wrap(env), Net(seed=9)
+    given = dict(Net(seed=9).state_dict())
+    model.load_state_dict(given, assign=True)
+    same_values(model, oracle)
+    assert model.module.over.weight.data_ptr() == given["over.weight"].data_ptr()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=LR) for m in (model, oracle)]
+    for step in range(2):
+        loss_of(model, batch(env.rank, step)).backward()
+        loss_of(oracle, torch.cat([batch(r, step) for r in range(2)])).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    same_values(model, oracle)
+
+
+def test_assigned_values_train() -> None:
+    run_ranks(2, _assign)
+
+
+def _inside_another() -> None:
+    env = env_of("dp2")
+    outer, source = nn.Sequential(wrap(env), nn.Identity()), Net(seed=9)
+    outer.load_state_dict({"0." + k: v for k, v in source.state_dict().items()})
+    same_values(outer[0], source)
+    missing = outer.load_state_dict({"0.over.weight": source.over.weight, "0.new": torch.ones(1)}, strict=False)
+    assert "0.users.weight" not in missing.unexpected_keys and len(missing.unexpected_keys) == 1
+
+
+def test_loading_through_a_parent_module() -> None:
+    run_ranks(2, _inside_another)
+    outer = nn.Sequential(wrap())
+    outer.load_state_dict({"0." + k: v for k, v in Net(seed=9).state_dict().items()})
+    same_values(outer[0], Net(seed=9))
+
+
+# ---- copies ----
+
+
+def _copies(optimizer: str | None) -> None:
+    env = env_of("dp2")
+    model = wrap(env, None, optimizer)
+    loss_of(model, batch(env.rank)).backward()
+    for twin in (copy.deepcopy(model), model.copy("cpu"), model.copy()):
+        assert type(twin) is DistributedModelParallel and twin.plan == model.plan and twin.env is model.env
+        assert [n for n, _ in twin.named_parameters()] == [n for n, _ in model.named_parameters()]
+        storages = {p.untyped_storage().data_ptr() for p in model.parameters() if p.numel()}
+        assert not storages & {p.untyped_storage().data_ptr() for p in twin.parameters() if p.numel()}
+        ids = batch(env.rank, 7)
+        assert torch.equal(model(ids), twin(ids))
+        before = [p.detach().clone() for p in model.parameters()]
+        ordinary = torch.optim.SGD(list(twin.parameters()), lr=LR)
+        for step in range(2):
+            ordinary.zero_grad()
+            loss_of(twin, batch(env.rank, step)).backward()
+            ordinary.step()
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        assert not all(torch.equal(a, b) for a, b in zip(before, twin.parameters(), strict=True))
+        if optimizer:
+            for group, old in zip(twin.fused_optimizer.param_groups, model.fused_optimizer.param_groups, strict=True):
+                group["lr"] = 0.7
+                assert old["lr"] == LR
+            assert {id(p) for g in twin.fused_optimizer.param_groups for p in g["params"]} <= {
+                id(p) for p in twin.parameters()
+            }
+    # The original trains on as if there had been no copy.
+    oracle = wrap(env, None, optimizer)
+    loss_of(oracle, batch(env.rank)).backward()
+    for m in (model, oracle):
+        m.zero_grad()
+        loss_of(m, batch(env.rank, 1)).backward()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), oracle.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("optimizer", [None, "adagrad"])
+def test_copies_are_independent(optimizer: str | None) -> None:
+    run_ranks(2, _copies, optimizer)
+
+
+def _average() -> None:
+    env = env_of("dp2")
+    model, oracle = wrap(env, None, "sgd"), Net()
+    ours, theirs = (AveragedModel(m, use_buffers=False) for m in (model, oracle))
+    dense = torch.optim.SGD([p for n, p in model.named_parameters() if n not in TABLES], lr=LR)
+    whole = torch.optim.SGD(oracle.parameters(), lr=LR)
+    for step in range(3):
+        loss_of(model, batch(env.rank, step)).backward()
+        loss_of(oracle, torch.cat([batch(r, step) for r in range(2)])).backward()
+        for optimizer in (dense, whole):
+            optimizer.step()
+            optimizer.zero_grad()
+        ours.update_parameters(model)
+        theirs.update_parameters(oracle)
+    same_values(model, oracle)
+    same_values(ours.module, theirs.module)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    saved = copy.deepcopy(ours.state_dict())
+    again = AveragedModel(model, use_buffers=False)
+    again.load_state_dict(saved)
+    same_values(again.module, theirs.module)
+
+
+def test_an_average_of_weights() -> None:
+    run_ranks(2, _average)
+
+
+def test_a_copy_keeps_what_users_put_on_the_wrapper() -> None:
+    class Mine(DistributedModelParallel):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.notes = ["a"]
+
+    model = Mine(Net(), plan=mixed())
+    model.register_forward_hook(lambda m, args, out: out + 1)
+    twin = copy.deepcopy(model)
+    assert type(twin) is Mine and twin.notes == ["a"] and twin.notes is not model.notes
+    assert torch.equal(twin(batch(0)), model(batch(0)))
+
+
+def test_pickling_is_refused_with_the_way_out() -> None:
+    for refuse in (lambda m: pickle.dumps(m), lambda m: torch.save(m, io.BytesIO())):
+        with pytest.raises(TypeError, match=r"process groups.*save_checkpoint.*full_state_dict.*deepcopy"):
+            refuse(wrap())
+
+
+# ---- the fused optimizer ----
+
+
+def test_fused_optimizer_state_has_the_unsharded_names_and_shapes() -> None:
+    model = wrap(optimizer="adam")
+    loss_of(model, batch(0)).backward()
+    state = model.fused_optimizer.state_dict()
+    assert set(state["state"]) == set(TABLES)
+    for name, whole in ((n, dict(Net().named_parameters())[n]) for n in TABLES):
+        shapes = {k: tuple(v.shape) for k, v in state["state"][name].items()}
+        assert shapes == {"step": (), "exp_avg": tuple(whole.shape), "exp_avg_sq": tuple(whole.shape)}
+    assert sorted(n for g in state["param_groups"] for n in g["params"]) == sorted(TABLES)
+    assert {g["lr"] for g in state["param_groups"]} == {LR}
+    other = wrap(optimizer="adam")
+    other.load_state_dict(model.state_dict())
+    other.fused_optimizer.load_state_dict(copy.deepcopy(state))
+    for m in (model, other):
+        loss_of(m, batch(0, 1)).backward()
+    assert torch.equal(model.state_dict()["users.weight"], other.state_dict()["users.weight"])
+    with pytest.raises(CheckpointError, match=r"no state for 'items\.weight'"):
+        other.fused_optimizer.load_state_dict(
+            {"state": {k: v for k, v in state["state"].items() if k != "items.weight"}}
+        )
+
+
+def _schedule() -> None:
+    """A new learning rate is used at the next backward; torch's scheduler drives it."""
+    env = env_of("dp2")
+    model, oracle = wrap(env, None, "sgd"), Net()
+    whole = torch.optim.SGD([p for n, p in oracle.named_parameters() if n in TABLES], lr=LR)
+    optimizers = [model.fused_optimizer, whole]
+    schedulers = [torch.optim.lr_scheduler.StepLR(o, step_size=1, gamma=0.5) for o in optimizers]
+    for step in range(4):
+        loss_of(model, batch(env.rank, step)).backward()
+        loss_of(oracle, torch.cat([batch(r, step) for r in range(2)])).backward()
+        for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
+            optimizer.step()
+            scheduler.step()
+            if step == 2:
+                for group in optimizer.param_groups:
+                    group["lr"] = 0.0
+        oracle.zero_grad()
+        model.zero_grad()
+    assert {g["lr"] for g in model.fused_optimizer.param_groups} == {0.0}
+    same_values(model, oracle)
+
+
+def test_a_schedule_takes_effect() -> None:
+    run_ranks(2, _schedule)
