@@ -10,8 +10,9 @@ import copy
 import functools
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -41,6 +42,7 @@ MESHES = {
     "tp4": ((4,), ("tp",)),
 }
 LR = 0.1
+Shards = tuple[tuple[str, tuple[Shard, ...]], ...]
 Layouts = Callable[[int, tuple[int, int], ShardingEnv], dmp.Layout]
 
 
@@ -294,28 +296,71 @@ def attach(module: nn.Module, kind: str | None) -> None:
     _apply_optimizer_in_backward(optimizer, module.parameters(), {"lr": LR})
 
 
-def compare_state(model: dmp.DistributedModelParallel, oracle_module: nn.Module, oracle: Oracle) -> None:
+class Taken(NamedTuple):
+    """A step that the unsharded module has taken, or its beginning.
+
+    Args:
+        outs: for each rank's batch; None where it is empty.
+        weight_grads: of each rank's per-id weights, where they were learned.
+        values: its weights then.
+        state: its optimizer state then, by parameter.
+        steps: so far.
+    """
+
+    outs: list[object | None]
+    weight_grads: list[torch.Tensor | None]
+    values: dict[str, torch.Tensor]
+    state: dict[str, dict[str, torch.Tensor]]
+    steps: int
+
+
+@functools.cache
+def unsharded(kind: str, optimizer: str | None, ranks: int, steps: int, shards: Shards | None) -> list[Taken]:
+    """The beginning, then each step on the global batch; `shards` where the numbers depend on them."""
+    module, oracle = make_module(kind), Oracle(optimizer, dict(shards or ()), {})
+    taken = [_taken([], [], module, oracle)]
+    for step in range(steps):
+        batches = [make_batch(kind, rank, step) for rank in range(ranks)]
+        weights = [weights_of(batch) for batch in batches]
+        for each in weights:
+            if each is not None and step % 2 == 0:
+                each.requires_grad_()
+        outs = [None if _is_empty(batch) else module(*batch) for batch in batches]
+        loss = sum((loss_of(out) for out in outs if out is not None), torch.zeros((), requires_grad=True))
+        (loss / ranks).backward()
+        oracle.step(module)
+        taken.append(_taken(outs, [None if each is None else each.grad for each in weights], module, oracle))
+    return taken
+
+
+def _taken(
+    outs: list[object | None], weight_grads: list[torch.Tensor | None], module: nn.Module, oracle: Oracle
+) -> Taken:
+    values = {name: p.detach().clone() for name, p in module.named_parameters()}
+    return Taken(outs, weight_grads, values, copy.deepcopy(oracle.state), oracle.steps)
+
+
+def compare_state(model: dmp.DistributedModelParallel, taken: Taken, shards: Mapping[str, Sequence[Shard]]) -> None:
     """This rank's pieces of weights and optimizer state against the oracle's."""
-    expected = {n: p.detach() for n, p in oracle_module.named_parameters()}
-    assert {n for n, _ in model.named_parameters()} == set(expected)
+    assert {n for n, _ in model.named_parameters()} == set(taken.values)
     state = model.state_dict()
-    assert set(state) == set(oracle_module.state_dict())
+    assert set(state) == set(taken.values)
     for name, value in state.items():
-        _compare(value, expected[name], f"{name}")
-    if oracle.kind is None or oracle.steps == 0:
-        return
+        _compare(value, taken.values[name], f"{name}")
     fused = model.fused_optimizer.state_dict()["state"]
-    assert set(fused) == set(expected)
+    if not fused or taken.steps == 0:
+        return
+    assert set(fused) == set(taken.values)
     for name, states in fused.items():
         for key, value in states.items():
             if key == "step":
-                assert float(value) == oracle.steps, (name, value, oracle.steps)
+                assert float(value) == taken.steps, (name, value, taken.steps)
                 continue
-            want = oracle.state[name][key]
+            want = taken.state[name][key]
             if value.dim() == 1:
                 want = want[:, 0]
             elif value.shape != want.shape:  # (rows, column blocks)
-                starts = sorted({s.offsets[1] for s in oracle.shards[name]})
+                starts = sorted({s.offsets[1] for s in shards[name]})
                 want = want[:, starts]
             _compare(value, want, f"{name}.{key}")
 
@@ -333,46 +378,42 @@ def _compare(value: torch.Tensor, want: torch.Tensor, name: str) -> None:
 
 
 def check_case(kind: str, layouts: Layouts, optimizer: str | None, env: ShardingEnv, steps: int = 3) -> None:
-    """Run `steps` steps of both, and compare outputs, weights and state; raises AssertionError."""
-    oracle_module = make_module(kind)
+    """Run `steps` steps, and compare outputs, weights and state with the unsharded module's; raises AssertionError."""
     module = make_module(kind)
     attach(module, optimizer)
     shapes = {n: tuple(p.shape) for n, p in module.named_parameters()}
     plan = {n: layouts(i, s, env) for i, (n, s) in enumerate(shapes.items())}
-    shards = {n: layout.shards(shapes[n], env) for n, layout in plan.items()}
+    shards = {n: tuple(layout.shards(shapes[n], env)) for n, layout in plan.items()}
     model = dmp.DistributedModelParallel(module, env=env, plan=plan)
-    oracle = Oracle(optimizer, shards, {})
+    by_shard = tuple(shards.items()) if optimizer == "rowwise_adagrad" else None
+    began, *taken = unsharded(kind, optimizer, env.data_size, steps, by_shard)
     ordinary = torch.optim.SGD(model.parameters(), lr=LR) if optimizer is None else None
-    compare_state(model, oracle_module, oracle)
-    ranks, me = range(env.data_size), env.data_rank
-    for step in range(steps):
-        batches = [make_batch(kind, r, step) for r in ranks]
-        copies = [copy.deepcopy(b) for b in batches]
-        learned = [weights_of(b) for b in copies], weights_of(batches[me])
-        for weights in (*learned[0], learned[1]):
-            if weights is not None and step % 2 == 0:
-                weights.requires_grad_()
-        plain = [None if _is_empty(b) else oracle_module(*b) for b in copies]
-        out = model(*batches[me])
-        if plain[me] is None:
-            same_empty_result(out, oracle_module)
+    assert bool(model.fused_optimizer.fused) == (optimizer is not None)
+    compare_state(model, began, shards)
+    me = env.data_rank
+    for step, expected in enumerate(taken):
+        batch = make_batch(kind, me, step)
+        weights = weights_of(batch)
+        if weights is not None and step % 2 == 0:
+            weights.requires_grad_()
+        out = model(*batch)
+        if expected.outs[me] is None:
+            same_empty_result(out, make_module(kind))
         else:
-            same_result(out, plain[me])
-        loss = sum((loss_of(o) for o in plain if o is not None), torch.zeros((), requires_grad=True))
-        (loss / len(plain)).backward()
+            same_result(out, expected.outs[me])
         loss_of(out).backward()
-        mine, theirs = learned[1], learned[0][me]
-        if mine is not None and theirs is not None and mine.requires_grad and mine.numel():
+        theirs = expected.weight_grads[me]
+        assert (weights is not None and weights.requires_grad and weights.numel() > 0) == (
+            theirs is not None and theirs.numel() > 0
+        )
+        if weights is not None and theirs is not None and weights.numel():
             # A rank's weights are its own: their gradient is of its own loss, not of the mean.
-            assert mine.grad is not None
-            assert theirs.grad is not None
-            torch.testing.assert_close(mine.grad, theirs.grad * len(plain), atol=1e-5, rtol=1e-5)
+            assert weights.grad is not None
+            torch.testing.assert_close(weights.grad, theirs * env.data_size, atol=1e-5, rtol=1e-5)
         if ordinary is not None:
             ordinary.step()
             ordinary.zero_grad()
-        oracle.step(oracle_module)
-        if env.data_size > 0:
-            compare_state(model, oracle_module, oracle)
+        compare_state(model, expected, shards)
 
 
 def run_matrix(mesh_name: str, kind: str, optimizers: tuple[str | None, ...] = OPTIMIZERS) -> list[str]:
