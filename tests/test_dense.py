@@ -34,7 +34,7 @@ from planner import Constraint, ShardingPlanner, Topology
 from sharders import default_sharders
 from tests.ranks import mesh as mesh_of
 from tests.ranks import run_ranks
-from tests.test_transformers import MESHES, batch, compare, loss_of, make
+from tests.test_transformers import MESHES, batch, compare, end_of, loss_of, make
 
 SPLIT = ["tp2", "fsdp2", "hsdp2x2", "fsdp2xtp2", "replicate2xtp2"]
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")
@@ -153,7 +153,7 @@ def _replicated_among_split(mesh: str) -> None:
             one.zero_grad()
             total.backward()  # type: ignore[union-attr]
             one.step()
-    compare(model, oracle, optimizers[1], optimizers[0])
+    compare(model, optimizers[1], end_of(oracle, optimizers[0]))
 
 
 @pytest.mark.parametrize("mesh", ["fsdp2", "hsdp2x2"])

@@ -11,7 +11,7 @@ from dmp import DistributedModelParallel, GradScaler, ShardError, ShardingEnv, f
 from tests.equality import attach, make_module
 from tests.ranks import mesh as mesh_of
 from tests.ranks import run_ranks
-from tests.test_transformers import MESHES, batch, compare, loss_of, make
+from tests.test_transformers import MESHES, batch, compare, end_of, loss_of, make
 
 
 def _scaled(mesh: str) -> None:
@@ -29,7 +29,7 @@ def _scaled(mesh: str) -> None:
         scaler.scale(loss_of(model, *batches[env.data_rank])).backward()
         scaler.step(mine)
         scaler.update()
-    compare(model, oracle, mine, plain)
+    compare(model, mine, end_of(oracle, plain))
     before = full_state_dict(model)
     scaler.scale(loss_of(model, *batches[env.data_rank])).backward()
     if env.rank == env.size - 1:  # an overflow in what this rank alone holds

@@ -5,6 +5,7 @@ Shapes: B samples for each data rank, T positions, V vocabulary.
 
 from __future__ import annotations
 
+import functools
 import math
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ from tests.transformers_zoo import GPT, Bert, Llama
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")
 
 B, T, V = 2, 8, 64
-LR, STEPS = 3e-3, 5
+LR, STEPS, CLIP = 3e-3, 5, 0.05
 
 
 class Mesh(NamedTuple):
@@ -89,6 +90,51 @@ def parallel_loss(mode: str) -> Any:
     return loss_parallel() if MODES[mode].get("loss_parallel") else nullcontext()
 
 
+class End(NamedTuple):
+    """Where the unsharded model ends: weights, and optimizer state by parameter."""
+
+    values: dict[str, torch.Tensor]
+    state: dict[str, dict[str, torch.Tensor]]
+
+
+class Run(NamedTuple):
+    """Five steps of the unsharded model: losses by step, part and data rank, norms by step."""
+
+    losses: list[list[list[torch.Tensor]]]
+    norms: list[torch.Tensor]
+    end: End
+
+
+def end_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> End:
+    return End(model.state_dict(), {name: optimizer.state[parameter] for name, parameter in model.named_parameters()})
+
+
+def adamw(model: nn.Module, name: str, dtype: torch.dtype) -> torch.optim.AdamW:
+    # In float32 a gradient that is nothing but rounding (as of the bias of attention's keys) becomes a whole step of
+    # AdamW; a larger eps keeps it from that. The runs in float64 need none.
+    eps = (1e-5 if name.startswith("llama") else 1e-4) if dtype == torch.float32 else 1e-8
+    return torch.optim.AdamW(model.parameters(), lr=LR, eps=eps)
+
+
+@functools.cache
+def one_process(name: str, ranks: int, accumulate: int, clip: bool, dtype: torch.dtype) -> Run:
+    model = make(name).to(dtype)
+    optimizer = adamw(model, name, dtype)
+    all_losses: list[list[list[torch.Tensor]]] = []
+    norms: list[torch.Tensor] = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        all_losses.append([])
+        for part in range(accumulate):
+            losses = [loss_of(model, *batch(r, step * accumulate + part)) for r in range(ranks)]
+            (sum(losses) / len(losses) / accumulate).backward()  # type: ignore[union-attr]
+            all_losses[-1].append([loss.detach() for loss in losses])
+        if clip:
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP))
+        optimizer.step()
+    return Run(all_losses, norms, end_of(model, optimizer))
+
+
 def five_steps(
     mesh: str,
     name: str,
@@ -99,53 +145,40 @@ def five_steps(
     dtype: torch.dtype = torch.float32,
 ) -> None:
     env = ShardingEnv.from_mesh(mesh_of(*MESHES[mesh]))
-    oracle = make(name).to(dtype)
+    expected = one_process(name, env.data_size, accumulate, clip, dtype)
     model = DistributedModelParallel(
         make(name, seed=env.rank).to(dtype),  # rank 0's values win
         env,
         sharders=[TensorParallelSharder(**MODES[mode])] if mode != "plain" else None,
         data_parallel_wrapper=FSDPWrapper(**options) if options else None,
     )
-    assert [n for n, _ in model.named_parameters()] == [n for n, _ in oracle.named_parameters()]
-    # In float32 a gradient that is nothing but rounding (as of the bias of attention's keys) becomes a whole step of
-    # AdamW; a larger eps keeps it from that. The runs in float64 need none.
-    eps = (1e-5 if name.startswith("llama") else 1e-4) if dtype == torch.float32 else 1e-8
+    assert [n for n, _ in model.named_parameters()] == list(expected.end.state)
     tolerance = 1e-5 if dtype == torch.float32 else 1e-10
-    plain, mine = (torch.optim.AdamW(m.parameters(), lr=LR, eps=eps) for m in (oracle, model))
+    optimizer = adamw(model, name, dtype)
     for step in range(STEPS):
-        plain.zero_grad()
-        mine.zero_grad()
+        optimizer.zero_grad()
         for part in range(accumulate):
-            batches = [batch(r, step * accumulate + part) for r in range(env.data_size)]
-            losses = [loss_of(oracle, *b) for b in batches]
-            (sum(losses) / len(losses) / accumulate).backward()  # type: ignore[union-attr]
             with parallel_loss(mode):
-                loss = loss_of(model, *batches[env.data_rank])
+                loss = loss_of(model, *batch(env.data_rank, step * accumulate + part))
                 (loss / accumulate).backward()
             got = loss.full_tensor() if hasattr(loss, "full_tensor") else loss
-            torch.testing.assert_close(got, losses[env.data_rank], atol=tolerance, rtol=tolerance)
+            want = expected.losses[step][part][env.data_rank]
+            torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
         if clip:
-            want = nn.utils.clip_grad_norm_(oracle.parameters(), 0.05)
-            torch.testing.assert_close(clip_grad_norm_(model, 0.05), want, atol=tolerance, rtol=tolerance)
-        plain.step()
-        mine.step()
-    compare(model, oracle, mine, plain, tolerance)
+            norm = clip_grad_norm_(model, CLIP)
+            torch.testing.assert_close(norm, expected.norms[step], atol=tolerance, rtol=tolerance)
+        optimizer.step()
+    compare(model, optimizer, expected.end, tolerance)
 
 
-def compare(
-    model: nn.Module,
-    oracle: nn.Module,
-    mine: torch.optim.Optimizer,
-    plain: torch.optim.Optimizer,
-    tolerance: float = 1e-5,
-) -> None:
+def compare(model: nn.Module, optimizer: torch.optim.Optimizer, expected: End, tolerance: float = 1e-5) -> None:
     values = full_state_dict(model)
-    assert list(values) == list(oracle.state_dict())
-    for key, value in oracle.state_dict().items():
+    assert list(values) == list(expected.values)
+    for key, value in expected.values.items():
         torch.testing.assert_close(values[key], value, atol=tolerance, rtol=tolerance, msg=f"{key} differs")
-    state = full_optimizer_state_dict(model, mine)["state"]
-    for key, parameter in oracle.named_parameters():
-        for what, want in plain.state[parameter].items():
+    state = full_optimizer_state_dict(model, optimizer)["state"]
+    for key, wanted in expected.state.items():
+        for what, want in wanted.items():
             torch.testing.assert_close(
                 state[key][what], want, atol=tolerance, rtol=10 * tolerance, msg=f"{key}: {what} differs"
             )
