@@ -39,7 +39,7 @@ def compare(parts: Iterable[Checked]) -> None:
     for (stored, name), of_one in groupby(in_order, key=lambda part: (part.stored, part.name)):
         crc = 0
         for part in of_one:
-            crc = joined(crc, part.crc, part.num_bytes)
+            crc = joined(crc, part.crc, part.num_bytes) if part.start else part.crc
         stored.compare(crc, name)
 
 

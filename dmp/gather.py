@@ -112,8 +112,8 @@ def sharded_parameters(model: nn.Module) -> dict[str, tuple[nn.Parameter, Chunke
     root = model.module if isinstance(model, DistributedModelParallel) else model
     found: dict[str, tuple[nn.Parameter, ChunkedTensor]] = {}
     for path, module in root.named_modules():
-        local = dict(module.named_parameters())
         if isinstance(module, ShardedModule):
+            local = dict(module.named_parameters())
             for name, chunked in module.chunked_state().items():
                 if name in local:
                     found[join(path, name)] = (local[name], chunked)

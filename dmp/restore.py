@@ -53,13 +53,13 @@ def prepare(source: Source, model: nn.Module, optimizer: torch.optim.Optimizer |
     _prepare_weights(job, model, wrong)
     owned = owned_states(model, optimizer)
     if source.objects.get("param_groups") or any(key.startswith(STATE) for key in source.shapes):
+        saved = _Saved.of(source)
         for o in owned:
-            _prepare_state(job, o, column_widths(model, [o]).get(o.name), wrong)
+            _prepare_state(job, o, column_widths(model, [o]).get(o.name), saved, wrong)
         _prepare_options(job, owned, wrong)
         if optimizer is not None:
             names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-            saved = {name for group in source.objects["param_groups"] for name in group["params"]} & names
-            lost = sorted(saved - {o.name for o in owned})
+            lost = sorted(saved.owners & names - {o.name for o in owned})
             wrong += [
                 f"optimizer state of {name!r} was saved, but no optimizer here has that parameter" for name in lost
             ]
@@ -113,13 +113,34 @@ def _misfit(source: Source, key: str, target: ChunkedTensor, shown: str) -> str 
     return None
 
 
-def _prepare_state(job: Job, owned: OwnedState, widths: tuple[int, ...] | None, wrong: list[str]) -> None:
+class _Saved(NamedTuple):
+    """Optimizer state that a source has.
+
+    Args:
+        keys: parameter -> state's name -> key of the tensor.
+        owners: parameters that had an optimizer.
+    """
+
+    keys: dict[str, dict[str, str]]
+    owners: set[str]
+
+    @classmethod
+    def of(cls, source: Source) -> _Saved:
+        keys: dict[str, dict[str, str]] = {}
+        for key in source.shapes:
+            if key.startswith(STATE):
+                name, _, short = key[len(STATE) :].rpartition(".")
+                keys.setdefault(name, {})[short] = key
+        return cls(keys, {name for group in source.objects.get("param_groups", ()) for name in group["params"]})
+
+
+def _prepare_state(
+    job: Job, owned: OwnedState, widths: tuple[int, ...] | None, saved: _Saved, wrong: list[str]
+) -> None:
     """Have one parameter's optimizer state filled."""
-    prefix = f"{STATE}{owned.name}."
     numbers: dict[str, Any] = job.source.objects.get("state", {}).get(owned.name, {})
-    keys = {key.removeprefix(prefix): key for key in job.source.shapes if key.rpartition(".")[0] + "." == prefix}
-    known = {name for group in job.source.objects.get("param_groups", ()) for name in group["params"]}
-    if not keys and owned.name not in known:
+    keys = saved.keys.get(owned.name, {})
+    if not keys and owned.name not in saved.owners:
         wrong.append(f"no optimizer state for {owned.name!r}")
         return
     fresh: dict[str, Any] = {}
