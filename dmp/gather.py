@@ -110,13 +110,13 @@ def env_of(model: nn.Module) -> ShardingEnv:
 def sharded_parameters(model: nn.Module) -> dict[str, tuple[nn.Parameter, ChunkedTensor]]:
     """Fully-qualified name -> (local parameter, its pieces), for every parameter that a sharded module holds."""
     root = model.module if isinstance(model, DistributedModelParallel) else model
+    local = dict(root.named_parameters(remove_duplicate=False))
     found: dict[str, tuple[nn.Parameter, ChunkedTensor]] = {}
     for path, module in root.named_modules():
         if isinstance(module, ShardedModule):
-            local = dict(module.named_parameters())
             for name, chunked in module.chunked_state().items():
-                if name in local:
-                    found[join(path, name)] = (local[name], chunked)
+                if join(path, name) in local:
+                    found[join(path, name)] = (local[join(path, name)], chunked)
     return found
 
 
