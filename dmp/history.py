@@ -60,6 +60,8 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
 
     Checkpoints are those that `save_checkpoint` wrote, under any name. The logger "dmp" names each that is newer and
     is passed over, as a save cut short or a damaged file. Every rank may ask for itself, while nothing is being saved.
+    Tensors are checked when they are loaded: move a checkpoint that `load_checkpoint` calls damaged out of the folder,
+    and the one before it is the newest.
 
     Example:
         >>> if (path := latest("checkpoints")) is not None:  # doctest: +SKIP
