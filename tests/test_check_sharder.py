@@ -85,7 +85,7 @@ def test_ours_pass(world: int, mesh: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [pytest.param("ebc", marks=pytest.mark.slow), "experts"])
-@pytest.mark.parametrize("mesh", ["replicate2xshard2", "host2xlocal2"])
+@pytest.mark.parametrize("mesh", [pytest.param("replicate2xshard2", marks=pytest.mark.slow), "host2xlocal2"])
 def test_ours_pass_on_two_axes(mesh: str, kind: str) -> None:
     run_ranks(4, check, kind, mesh, timeout=200)
 

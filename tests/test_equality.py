@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import pytest
 
@@ -19,26 +20,33 @@ _SLOW_KINDS = {
 }
 
 
+_THINNED = {"dp4", "host2xlocal2", "replicate2", "replicate2xshard2"}  # a third of the product; whole if slow
+
+
 def _cases() -> list[object]:
-    return [
-        pytest.param(m, k, marks=[pytest.mark.slow] if m in _SLOW or k in _SLOW_KINDS.get(m, ()) else [])
-        for m in MESHES
-        for k in KINDS
-    ]
+    found = []
+    for m, k in product(MESHES, KINDS):
+        is_slow = m in _SLOW or k in _SLOW_KINDS.get(m, ())
+        if m in _THINNED and not is_slow:
+            found.append(pytest.param(m, k, 3, id=f"{m}-{k}-third"))
+        slow = [pytest.mark.slow] if is_slow or m in _THINNED else []
+        found.append(pytest.param(m, k, 1, id=f"{m}-{k}", marks=slow))
+    return found
 
 
-@pytest.mark.parametrize(("mesh", "kind"), _cases())
-def test_equals_unsharded(mesh: str, kind: str) -> None:
+@pytest.mark.parametrize(("mesh", "kind", "every"), _cases())
+def test_equals_unsharded(mesh: str, kind: str, every: int) -> None:
     world = max(1, math.prod(MESHES[mesh][0]))
-    failed = run_ranks(world, run_matrix, mesh, kind, timeout=300)
+    failed = run_ranks(world, run_matrix, mesh, kind, every, timeout=300)
     assert not any(failed), "\n".join(sorted({line for of_rank in failed for line in of_rank}))
 
 
+@pytest.mark.parametrize("seeds", [range(10), pytest.param(range(10, 50), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize(
     ("mesh", "kind"),
     [("dp2", "ebc"), ("dp4", "ebc_weighted"), ("dp4", "ec"), ("host2xlocal2", "ebc"), ("replicate2xshard2", "ebc")],
 )
-def test_random_rectangles(mesh: str, kind: str) -> None:
+def test_random_rectangles(mesh: str, kind: str, seeds: range) -> None:
     world = math.prod(MESHES[mesh][0])
-    failed = run_ranks(world, run_random, mesh, kind, range(50 if mesh == "dp4" else 10), timeout=300)
+    failed = run_ranks(world, run_random, mesh, kind, seeds, timeout=300)
     assert not any(failed), "\n".join(sorted({line for of_rank in failed for line in of_rank}))

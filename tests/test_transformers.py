@@ -195,7 +195,10 @@ def _cases() -> list[Any]:
         modes = list(MODES) if in_full else ["plain", "sp_loss"]
         for name in models:  # grouped-query attention where its 2 KV heads divide
             for mode in modes if tensor > 1 else ["plain"]:
-                marks = [pytest.mark.slow] if math.prod(shape) > 4 else []
+                is_more = (
+                    mesh == "fsdp2xtp2" and name in ("llama_tied", "bert", "gpt_untied") and mode in ("sp", "loss")
+                )
+                marks = [pytest.mark.slow] if math.prod(shape) > 4 or is_more else []
                 found.append(pytest.param(mesh, name, mode, marks=marks, id=f"{mesh}-{name}-{mode}"))
     return found
 
