@@ -18,6 +18,7 @@ from dmp.contracts import ModelPlacement, ModelSharder, ModuleSharder, Parameter
 from dmp.env import ShardingEnv
 from dmp.errors import PlanError, ShardError
 from dmp.layout import Layout, ParameterSharding
+from dmp.private_state import refuse_private_state
 from dmp.registry import by_module_type, sharder_for
 
 
@@ -174,12 +175,14 @@ def check_plan(
     Raises:
         PlanError: a name that the model lacks or that no sharder takes, a parameter that the plan lacks, a layout that
             does not fit the mesh or that the sharder cannot run.
+        ShardError: a module that each rank would teach something else.
     """
     sharders = list(sharders)
     dense = _dense_entries(plan, module, env)
     placements = place_dense(module, sharders, env, dense)
     placed = {name: layout for p in placements for name, layout in p.layouts.items()}
     sites = find_sites(module, sharders, placed.keys())
+    refuse_private_state(module, env, [s.module for s in sites])
     infos = {name: (s, s.infos[rel]) for s in sites for rel, name in s.names().items()}
     first = {join(alias, rel): join(s.path, rel) for s in sites for alias in s.aliases for rel in s.infos}
     resolved: dict[str, ParameterSharding] = {}
