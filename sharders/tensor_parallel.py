@@ -1,16 +1,14 @@
 """`TensorParallelSharder`: splits a model's Linears and Embeddings over the tensor axis, by torch's styles.
 
-`place` decides and checks everything on the whole model; `apply` then changes it in place, in this order: shared
-inputs -> torch's styles -> hooks on activations -> numbers of heads -> ties put back -> leftovers -> random state.
+`place` decides and checks everything on the whole model; `apply` then changes it in place, see `sharders.splitting`.
 """
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -18,24 +16,13 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from dmp import Layout, PlanError, ShardError, ShardingEnv
-from sharders import tp_hooks
 from sharders.derive import Rehearsal, check_heads, complete_sequence, derive, divided_attributes
-from sharders.leftovers import align_gradient, keep_leftovers
-from sharders.styles import (
-    COLWISE,
-    ON_PARTS,
-    Style,
-    canonical,
-    check_divides,
-    family,
-    layouts_of,
-    torch_style,
-)
-from sharders.tp_plan import Styles, expand, from_layouts, own_plan, tied_places, with_heads, with_ties
+from sharders.splitting import hidden_size, split
+from sharders.styles import Style, canonical, check_divides, family, layouts_of
+from sharders.tp_plan import Styles, expand, from_layouts, own_plan, with_heads, with_ties
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor.parallel import ParallelStyle
 
 
 class TensorParallelSharder:
@@ -131,41 +118,8 @@ class TensorParallelPlacement:
             raise ShardError(f"tensor parallelism needs processes, and {self.env} is a mesh that is not here")
         random_state = _random_state(mesh.device_type)
         if self.styles:
-            self._split(model, mesh)
+            split(model, mesh, self.styles, self.divided)
         _share_random_state(random_state, mesh)  # also where all is whole: ranks must drop the same
-
-    def _split(self, model: nn.Module, mesh: DeviceMesh) -> None:
-        ties = tied_places(model)
-        modules = {path: model.get_submodule(path) for path in self.styles}
-        self._share_inputs(modules, model, mesh)
-        for path, module in modules.items():
-            style = torch_style(self.styles[path], module)
-            if style is not None:
-                _parallelize(module, mesh, style)
-                if isinstance(module, nn.Embedding) and family(self.styles[path]) == "rowwise":
-                    align_gradient(module, "weight")
-            self._move_activations(path, module, mesh)
-        for (path, attribute), value in self.divided.items():
-            setattr(model.get_submodule(path), attribute, value)
-        for (_, first, name), *others in ties:
-            for _, owner, other in others:
-                owner._parameters[other] = first._parameters[name]
-        keep_leftovers(model, mesh, {id(modules[path]) for path, style in self.styles.items() if style in ON_PARTS})
-
-    def _share_inputs(self, modules: Mapping[str, nn.Module], model: nn.Module, mesh: DeviceMesh) -> None:
-        linears = {p: m for p, m in modules.items() if self.styles[p] in COLWISE and isinstance(m, nn.Linear)}
-        from_chunks = [m for path, m in linears.items() if self.styles[path] == "colwise_from_sequence"]
-        holders = dict.fromkeys(["", *(path.rpartition(".")[0] for path in linears)])
-        tp_hooks.share_inputs(linears.values(), from_chunks, map(model.get_submodule, holders), mesh)
-
-    def _move_activations(self, path: str, module: nn.Module, mesh: DeviceMesh) -> None:
-        style = self.styles[path]
-        if style == "gather_input":
-            tp_hooks.gather_input(module, mesh, path, _hidden_size(path, module, self.styles))
-        elif style == "split_sequence":
-            tp_hooks.split_sequence(module, mesh, path, _hidden_size(path, module, self.styles))
-        elif style == "gather_sequence":
-            tp_hooks.gather_sequence(module, mesh)
 
 
 @dataclass(frozen=True)
@@ -247,7 +201,7 @@ class _Placing:
                 raise PlanError(f"module {path!r}: {lazy} of a lazy module cannot be split before the first forward")
             check_divides(style, path, module, self.rehearsal.size, self.axis)
             if style in ("gather_input", "split_sequence"):
-                _hidden_size(path, module, styles)
+                hidden_size(path, module, styles)
         names = {path: style if isinstance(style, str) else family(style) for path, style in styles.items()}
         check_heads(self.rehearsal.parts, names, self.rehearsal.size, self.axis)
 
@@ -315,36 +269,6 @@ def _looks(model: nn.Module) -> list[Hashable]:
         for path, module in model.named_modules()
         for own in (vars(module),)
     ]
-
-
-def _hidden_size(path: str, module: nn.Module, styles: Mapping[str, Style]) -> int:
-    """What the first colwise Linear inside takes."""
-    for below, inner in module.named_modules():
-        name = f"{path}.{below}".strip(".")
-        if isinstance(inner, nn.Linear) and family(styles.get(name, "")) == "colwise":
-            return inner.in_features
-    raise PlanError(
-        f"module {path!r}: {styles[path]!r} needs a colwise nn.Linear inside, to take the hidden state; there is none"
-    )
-
-
-def _parallelize(module: nn.Module, mesh: DeviceMesh, style: ParallelStyle) -> None:
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
-    if isinstance(style, ColwiseParallel):
-        style = copy.copy(style)
-        style._prepare_output_fn = _as_it_is  # type: ignore[method-assign]
-    # Values are equal on all ranks already: nothing is sent.
-    parallelize_module(module, mesh, style, src_data_rank=None)
-
-
-def _as_it_is(placements: Any, use_local_output: bool, module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
-    """torch's, but it leaves an output that is split as asked: torch takes Shard(-1) and Shard(2) for different."""
-    from torch.distributed.tensor import Shard
-    from torch.distributed.tensor.parallel import ColwiseParallel
-
-    asked = tuple(Shard(p.dim % output.ndim) if isinstance(p, Shard) else p for p in placements)
-    return ColwiseParallel._prepare_output_fn(asked, use_local_output, module, output, mesh)
 
 
 def _random_state(device_type: str) -> list[torch.Tensor]:
