@@ -32,10 +32,10 @@ from dmp.errors import CheckpointError
 from dmp.gather import env_of
 from dmp.opening import open_source
 from dmp.random_state import prepare_random_state
+from dmp.ranks import everyone, together
 from dmp.renaming import Rename, fitted, renamed
 from dmp.restore import Job, prepare
 from dmp.saving import Content, collect, write
-from dmp.together import everyone, together
 from dmp.wrapper import DistributedModelParallel
 
 

@@ -15,9 +15,9 @@ from torch import nn
 
 from dmp.errors import CheckpointError
 from dmp.gather import env_of, gather
+from dmp.ranks import everyone, together
 from dmp.restore import aliases
 from dmp.safetensors_source import INDEX, ONE_FILE
-from dmp.together import everyone, together
 
 MAX_SHARD_BYTES = 5 * 10**9
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]

@@ -22,7 +22,7 @@ from dmp.contracts import ShardedModule
 from dmp.discovery import join
 from dmp.env import ShardingEnv, default_env
 from dmp.errors import ShardError
-from dmp.together import together
+from dmp.ranks import together
 from dmp.wrapper import DistributedModelParallel
 
 _ALIGN_BYTES = 16

@@ -27,8 +27,8 @@ from dmp.history import keep_last
 from dmp.optimizer_state import column_widths, owned_states, param_groups
 from dmp.plan import ShardingPlan
 from dmp.random_state import random_state
+from dmp.ranks import PeerLost, together
 from dmp.sources import CHECKSUMS, FORMAT_VERSION, MODEL, STATE
-from dmp.together import PeerLost, together
 from dmp.wrapper import DistributedModelParallel
 from dmp.writer import writer_to
 
