@@ -32,6 +32,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                 self._names[id(f.options)] = []
             group["params"].append(f.parameter)
             self._names[id(f.options)].append(f.name)
+            if not hasattr(f.parameter, "_in_backward_optimizers"):  # by which TorchRec's filter leaves it out
+                f.parameter._in_backward_optimizers = []  # type: ignore[attr-defined]
         super().__init__([{"params": []}], {"lr": 0.0})
         self.param_groups = list(groups.values())
 

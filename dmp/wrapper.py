@@ -23,6 +23,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.nn.parameter import is_lazy
 
 from dmp.agreement import check_agreement, sync_from_first_rank
+from dmp.arguments import check_arguments, take
 from dmp.chunked import ChunkedTensor, as_chunks, is_dtensor
 from dmp.contracts import (
     DataParallelWrapper,
@@ -45,6 +46,7 @@ from dmp.initial import (
     model_init,
     shared_seed,
 )
+from dmp.launch import join_launch
 from dmp.layout import Layout, ParameterSharding
 from dmp.plan import ShardingPlan, as_plan
 from dmp.registry import (
@@ -69,7 +71,8 @@ class DistributedModelParallel(nn.Module):
 
     Args:
         module: any module; parameters may be on meta.
-        env: where to run; the default process group as one axis, or one process when there is none.
+        env: where to run; the default process group as one axis, or one process when there is none. Where a launcher
+            (`torchrun`) started several processes and no group is initialised, it is, by the device's backend.
         device: of the parameters; the mesh's by default.
         plan: a `ShardingPlan` or a dict parameter name -> layout; the planner's by default.
         sharders: who takes which module; every registered one by default.
@@ -119,10 +122,9 @@ class DistributedModelParallel(nn.Module):
         data_parallel_wrapper: DataParallelWrapper | None,
         planner: Any,
     ) -> None:
-        if not isinstance(module, nn.Module):
-            raise ShardError(f"expected a torch.nn.Module to wrap; got {type(module).__name__}")
-        if env is not None and not isinstance(env, ShardingEnv):
-            raise ShardError(f"expected env to be a ShardingEnv (see ShardingEnv.from_mesh); got {type(env).__name__}")
+        check_arguments(module, env, device, data_parallel_wrapper)
+        if env is None:
+            join_launch(None if device is None else torch.device(device))
         self._env = env if env is not None else default_env(torch.device(device).type if device else None)
         self._device = torch.device(device) if device is not None else self._env.device
         self._data_parallel = data_parallel_wrapper or default_data_parallel_wrapper()
@@ -168,6 +170,7 @@ class DistributedModelParallel(nn.Module):
         if init_data_parallel and not wraps_meta:
             self.init_data_parallel()
         self._guard_optimizers()
+        take(module)
 
     def _place(self) -> None:
         """Split dense weights in place, ties kept."""
