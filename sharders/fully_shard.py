@@ -126,8 +126,19 @@ class FSDPWrapper:
             if policy is not None:
                 options["mp_policy"] = replace(policy, output_dtype=policy.output_dtype if m is module else None)
             apply(m, **options)
+            if m is module or not env.fully_sharded_axes:
+                self._put_back_without_backward(m)
         if whole and (group := env.group("replicate", "shard")) is not None:
             _average_gradients(module, whole, group)
+
+    def _put_back_without_backward(self, module: nn.Module) -> None:
+        """Have pieces in place of whole weights after a forward that no backward pass will follow.
+
+        torch leaves these whole, for a backward pass to begin with. An optimizer made after an evaluation would train
+        them, and not the pieces. Not where the user has asked for them to stay.
+        """
+        if self.reshard_after_forward is None:
+            module.register_forward_hook(_put_back)
 
     def _prepare(
         self, module: nn.Module, env: ShardingEnv, ignored: Collection[str]
@@ -271,6 +282,11 @@ def _own_outputs(_: nn.Module, args: Any, output: Any) -> Any:
 
 def _is_view(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf._is_view()
+
+
+def _put_back(module: nn.Module, args: Any, output: Any) -> None:
+    if not torch.is_grad_enabled():
+        module.reshard()  # type: ignore[operator]
 
 
 class _Own(torch.autograd.Function):

@@ -1,10 +1,13 @@
-"""Leftovers: weights that tensor parallelism does not split, kept as DTensors that read as plain tensors.
+"""Leftovers: weights that tensor parallelism does not split, kept as DTensors that a model's code reads as plain ones.
 
 [Note: leftovers] Beside split weights, which are DTensors, a plain one is trouble: optimizers' foreach kernels and
 gradient clipping take no mixture. So a leftover becomes a DTensor, whole on every rank of the tensor axis, but no
-forward should have to know. The module that owns it gets a subclass of its class, with a property of the weight's name
-that reads the local tensor; the gradient arrives at the DTensor as a DTensor. Under FSDP2 the same holds of the weight
-that is gathered for the forward; its sharded form, on a larger mesh, reads as what it is.
+forward should have to know. The module that owns it gets a subclass of its class, with a property of the weight's name.
+While the model's own code runs that reads the local tensor, and the gradient arrives at the DTensor as a DTensor; for
+everybody else (who makes an optimizer, freezes, compares) it is the parameter. The model's own code is: `forward` of
+the owner and of every module around it, their methods that are given something to compute with (`encode(x)`, not
+`freeze()`), and what is computed again in the backward pass. Under FSDP2 the same holds of the weight that is gathered
+for the forward; its sharded form, on a larger mesh, reads as what it is.
 
 Where a weight is used on a part of the activations only (a chunk of the sequence, some of the heads), its gradients on
 the ranks are parts of a sum: reading it through `redistribute` has torch sum them in the backward pass, one all-reduce
@@ -14,11 +17,15 @@ way a vocabulary's gradient is brought to the rows that are here: torch's embedd
 
 from __future__ import annotations
 
+import functools
+import inspect
+import threading
 import types
 from collections.abc import Callable, Collection, Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -52,6 +59,7 @@ def keep_leftovers(model: nn.Module, mesh: DeviceMesh, on_parts: Collection[int]
                 made[id(old)] = made[id(new)] = new
             owner._parameters[name] = made[id(old)]
         _read_as(owner, tuple(plain), _summed if id(owner) in on_parts else _local)
+    _read_inside(model)
 
 
 def align_gradient(owner: nn.Module, name: str) -> None:
@@ -59,18 +67,76 @@ def align_gradient(owner: nn.Module, name: str) -> None:
     _read_as(owner, (name,), _aligned)
 
 
-def _read_as(owner: nn.Module, names: tuple[str, ...], read: Callable[[Any], Any]) -> None:
+def _read_as(owner: nn.Module, names: tuple[str, ...], read: Callable[[Any], Any] | None) -> None:
     kind: Any = owner.__class__
     owner.__class__ = _reader(kind, names, read)
 
 
+def _read_inside(module: nn.Module) -> None:
+    """Have the code of every module around one that reads so count as the model's."""
+    for each in _outside_tables(module):
+        has_code = type(each).forward is not nn.Module.forward and not isinstance(each, nn.Sequential)
+        if has_code and not _is_reader(each) and any(map(_is_reader, each.modules())):
+            _read_as(each, (), None)
+
+
+def _is_reader(module: nn.Module) -> bool:
+    return hasattr(type(module), "_dmp_reads")
+
+
 @cache
-def _reader(kind: Any, names: tuple[str, ...], read: Callable[[Any], Any]) -> type[nn.Module]:
+def _reader(kind: Any, names: tuple[str, ...], read: Callable[[Any], Any] | None) -> type[nn.Module]:
     """The subclass of `kind` that reads these parameters through `read`; named as `kind`, for code that asks."""
-    body: dict[str, Any] = {name: property(_getter(name, read)) for name in names}
-    body.update(__module__=kind.__module__, __qualname__=kind.__qualname__, __doc__=kind.__doc__)
+    body: dict[str, Any] = {name: property(_getter(name, read)) for name in names if read is not None}
+    if not hasattr(kind, "_dmp_reads"):
+        body.update({name: _model_code(method) for name, method in _methods(kind)})
+    body.update(__module__=kind.__module__, __qualname__=kind.__qualname__, __doc__=kind.__doc__, _dmp_reads=True)
     made: type[nn.Module] = types.new_class(kind.__name__, (kind,), exec_body=lambda space: space.update(body))
     return made
+
+
+def _methods(kind: type[nn.Module]) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """`forward`, and what else of the class's own takes at least one argument."""
+    found: dict[str, Any] = {}
+    for each in kind.__mro__[: kind.__mro__.index(nn.Module)]:
+        for name, value in vars(each).items():
+            found.setdefault(name, value)
+    for name, value in found.items():
+        if inspect.isfunction(value) and not name.startswith("__") and (name == "forward" or _takes_something(value)):
+            yield name, value
+
+
+def _takes_something(method: Callable[..., Any]) -> bool:
+    _, *rest = inspect.signature(method).parameters.values()
+    return any(p.default is p.empty and p.kind is not p.VAR_KEYWORD for p in rest)
+
+
+class _Running(threading.local):
+    """Whether the code of a model with leftovers runs in this thread."""
+
+    code = False
+
+
+_running = _Running()
+
+
+def _model_code(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or _running.code:
+            return method(*args, **kwargs)
+        _running.code = True
+        try:
+            return method(*args, **kwargs)
+        finally:
+            _running.code = False
+
+    return run
+
+
+def _is_read_by_model() -> bool:
+    # The last is private in torch: whether a backward pass runs, in which checkpointed functions run again.
+    return torch.compiler.is_compiling() or _running.code or torch._C._current_graph_task_id() >= 0
 
 
 def _getter(name: str, read: Callable[[Any], Any]) -> Callable[[nn.Module], Any]:
@@ -80,7 +146,7 @@ def _getter(name: str, read: Callable[[Any], Any]) -> Callable[[nn.Module], Any]
         parameter = module._parameters.get(name)
         if isinstance(parameter, DTensor):
             # On several axes it is FSDP2's sharded form, which is nothing to compute with.
-            return read(parameter) if parameter.device_mesh.ndim == 1 else parameter
+            return read(parameter) if _is_read_by_model() and parameter.device_mesh.ndim == 1 else parameter
         return module.__getattr__(name) if parameter is None and name not in module._parameters else parameter
 
     return get

@@ -66,7 +66,7 @@ class TableModule(nn.Module):
         for fused in self._engine.store.fused_parameters():
             _carry_state(original.get_parameter(fused.name), fused)
         for table, parameter in zip(tables, self._engine.store.parameters, strict=True):
-            _place(self, table.parameter, parameter)
+            _place(self, table.parameter, parameter, original)
 
     @property
     def module_path(self) -> str:
@@ -192,12 +192,14 @@ def _carry_state(original: nn.Parameter, fused: FusedParameter) -> None:
             target.copy_(value)
 
 
-def _place(root: nn.Module, name: str, parameter: nn.Parameter) -> None:
+def _place(root: nn.Module, name: str, parameter: nn.Parameter, original: nn.Module) -> None:
+    """Under its name, in dicts of modules where the original has them, so that code reads it as before."""
     *path, last = name.split(".")
     module = root
     for part in path:
+        original = original.get_submodule(part)
         if part not in module._modules:
-            module.add_module(part, Holder())
+            module.add_module(part, nn.ModuleDict() if isinstance(original, nn.ModuleDict) else Holder())
         child = module._modules[part]
         assert child is not None
         module = child

@@ -1,0 +1,173 @@
+"""A weight read as an attribute is the parameter itself, on every mesh; a model's own code reads plain tensors."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from dmp import DistributedModelParallel, ShardingEnv, full_state_dict
+from tests.equality import env_of, make_batch, make_module
+from tests.ranks import mesh, run_ranks
+from tests.transformers_zoo import GPT, LlamaBlock, rotary
+
+LR = 0.05
+MESHES = {
+    2: [((2,), ("dp",)), ((2,), ("shard",)), ((2,), ("tp",)), ((1, 2), ("dp", "tp")), ((2, 1), ("shard", "tp"))],
+    4: [((2, 2), ("dp", "tp")), ((2, 2), ("shard", "tp")), ((2, 2), ("replicate", "shard"))],
+}
+
+
+class Reader(nn.Module):
+    """Weights of its own and of others, read in every way: in its forward, in a method, in what is computed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(65, 32)  # 65: left whole, so that it may be read as the head
+        self.pos = nn.Parameter(torch.randn(8, 32))
+        self.layers = nn.ModuleList(LlamaBlock(32, 4, 4, 64) for _ in range(2))
+        self.norm = nn.LayerNorm(32)
+        self.gain = nn.Parameter(torch.ones(32))
+        self.temperature = nn.Parameter(torch.zeros(()))
+
+    def encode(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.emb(ids) + self.pos[: ids.shape[1]]
+        for layer in self.layers:
+            x = layer(x, rotary(ids.shape[1], 8, ids.device))
+        x = checkpoint(lambda x: x * self.gain, x, use_reentrant=False)
+        return F.layer_norm(x, (32,), self.norm.weight, self.norm.bias)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.linear(self.encode(ids), self.emb.weight) * self.temperature.exp()
+
+    def freeze(self) -> None:
+        self.norm.weight.requires_grad = False
+
+
+def make() -> Reader:
+    torch.manual_seed(0)
+    return Reader().double()
+
+
+def others(module: nn.Module, model: DistributedModelParallel) -> list[str]:
+    """Parameters that an attribute, read first, is not."""
+    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    paths = [name.rpartition(".") for name in names]
+    read = {name: getattr(module.get_submodule(path), last) for name, (path, _, last) in zip(names, paths, strict=True)}
+    held = dict(model.named_parameters(remove_duplicate=False))
+    return [name for name in names if read[name] is not held[name]]
+
+
+def batches(env: ShardingEnv, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """All ids (4, 8), and this rank's part."""
+    ids = torch.randint(0, 64, (4, 8), generator=torch.Generator().manual_seed(step))
+    return ids, ids.chunk(env.data_size)[env.data_rank]
+
+
+def loss_of(module: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(module(ids).flatten(0, 1), ids.flatten())
+
+
+def attributes_are_parameters(shape: tuple[int, ...], names: tuple[str, ...]) -> None:
+    env = ShardingEnv.from_mesh(mesh(shape, names))
+    for module in (make(), GPT().double())[names == ("dp",) :]:
+        model = DistributedModelParallel(module, env=env)
+        assert not others(module, model)
+        with torch.no_grad():
+            model(batches(env, 0)[1])
+        assert not others(module, model)
+        loss_of(model, batches(env, 0)[1]).backward()
+        assert not others(module, model)
+        twin = model.copy()
+        assert not others(twin.module, twin)
+        twin.eval()(batches(env, 0)[1])
+        twin = copy.deepcopy(model)
+        assert not others(twin.module, twin)
+    model.to(torch.float64)
+    assert not others(module, model)
+
+
+def chosen_by_attribute(shape: tuple[int, ...], names: tuple[str, ...]) -> None:
+    """An optimizer of some weights, others frozen, all named by attributes."""
+    env, plain, module = ShardingEnv.from_mesh(mesh(shape, names)), make(), make()
+    model = DistributedModelParallel(module, env=env)
+    for each in (plain, module):
+        each.freeze()
+        each.norm.bias.requires_grad = False
+    optimizers = [torch.optim.AdamW([m.pos, m.gain, m.emb.weight, m.temperature], lr=LR) for m in (module, plain)]
+    for step in range(3):
+        ids, mine = batches(env, step)
+        losses = loss_of(model, mine), loss_of(plain, ids)
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert not others(module, model)
+    state = full_state_dict(model)
+    for name, p in plain.named_parameters():
+        torch.testing.assert_close(state[name], p.detach(), atol=1e-9, rtol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_an_attribute_is_the_parameter(world: int) -> None:
+    for shape, names in MESHES[world]:
+        run_ranks(world, attributes_are_parameters, shape, names)
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_weights_are_chosen_by_attribute(world: int) -> None:
+    for shape, names in MESHES[world][1:]:
+        run_ranks(world, chosen_by_attribute, shape, names)
+
+
+def methods_beside_forward() -> None:
+    """Of the model, and of a class that has been split before under another name."""
+    env, plain, module = ShardingEnv.from_mesh(mesh((2,), ("tp",))), make(), make()
+    DistributedModelParallel(module, env=env)
+    ids = batches(env, 0)[0]
+    with torch.no_grad():
+        for each in (module.encode, module.forward):
+            torch.testing.assert_close(each(ids), getattr(plain, each.__name__)(ids))  # type: ignore[operator]
+    out = module.norm(torch.ones(3, 32, dtype=torch.float64))
+    assert type(out) is torch.Tensor and isinstance(module.norm.weight, DTensor)
+    assert type(module).__name__ == "Reader" and isinstance(module, Reader)
+    module.layers[1].register_forward_pre_hook(stop)
+    with pytest.raises(ValueError, match="stop"):  # after which nothing is left behind
+        module(ids)
+    assert isinstance(module.norm.weight, DTensor)
+
+
+def stop(*_: Any) -> None:
+    raise ValueError("stop")
+
+
+def test_methods_beside_forward() -> None:
+    run_ranks(2, methods_beside_forward)
+
+
+def tables(mesh_name: str) -> None:
+    env = env_of(mesh_name)
+    for kind in ("ebc", "ec", "bag"):
+        module = nn.Sequential(make_module(kind))
+        model = DistributedModelParallel(module, env=env)
+        assert not others(module, model)
+        if kind != "bag":
+            (attribute,) = [n for n, _ in model.module[0].named_children()]  # type: ignore[index]
+            for table, held in getattr(model.module[0], attribute).items():  # type: ignore[index]
+                assert held.weight is dict(model.named_parameters())[f"0.{attribute}.{table}.weight"]
+        model.module[0](*make_batch(kind, env.data_rank, 0))  # type: ignore[index, operator]
+        twin = model.copy()
+        assert not others(twin.module, twin)
+        model.to(torch.float64)
+        assert not others(module, model)
+
+
+@pytest.mark.parametrize("mesh_name", ["dp2", "tp2", "replicate2"])
+def test_tables(mesh_name: str) -> None:
+    run_ranks(2, tables, mesh_name)
