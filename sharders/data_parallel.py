@@ -11,13 +11,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dmp import ShardError, ShardingEnv
+from sharders.unreached import AnyReachDDP
 
 
 class DDPWrapper:
     """Wraps in `DistributedDataParallel` over the data ranks; does nothing for one process or without dense parameters.
 
     Args:
-        options: passed to `DistributedDataParallel` (`bucket_cap_mb`, `static_graph`, ...).
+        options: passed to `DistributedDataParallel` (`bucket_cap_mb`, ...). With neither `static_graph` nor
+            `find_unused_parameters`, parameters that the loss does not reach need nothing: see `AnyReachDDP`.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -42,7 +44,10 @@ class DDPWrapper:
         # The only way to keep DDP off a parameter; see also dmp/__init__.py's list of private torch names.
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
         ids = [device] if device.type != "cpu" else None
-        return DistributedDataParallel(module, device_ids=ids, process_group=group, **self.options)
+        # Where torch's own treatment of parameters without gradients is asked for, it is.
+        asked = any(self.options.get(option) for option in ("static_graph", "find_unused_parameters"))
+        kind = DistributedDataParallel if asked else AnyReachDDP
+        return kind(module, device_ids=ids, process_group=group, **self.options)
 
 
 def has_dtensors(tensors: Iterable[torch.Tensor]) -> bool:

@@ -1,0 +1,210 @@
+"""Dense parameters that the loss does not reach, on all ranks or on some: gradients are those of one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from dmp import DistributedModelParallel, ShardingEnv
+from sharders import DDPWrapper
+from tests.ranks import mesh, run_ranks
+
+Loss = Callable[[nn.Module, int, int], torch.Tensor]
+
+
+class Net(nn.Module):
+    """Takes a branch or not; one of its parameters is for nothing."""
+
+    def __init__(self, checkpoints: bool | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.EmbeddingBag(8, 4, mode="sum")
+        self.first, self.branch, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.dummy = nn.Parameter(torch.ones(3))
+        self.checkpoints = checkpoints
+
+    def forward(self, x: torch.Tensor, takes_branch: bool, form: str = "tensor") -> Any:
+        looked_up = self.table((x[:, :2] * 10).long() % 8)
+        part = (
+            self._part
+            if self.checkpoints is None
+            else lambda *a: checkpoint(self._part, *a, use_reentrant=self.checkpoints)
+        )
+        y = part(x + looked_up, takes_branch)
+        if form == "tables":
+            return looked_up
+        if form == "view":
+            return self.head(y).view(-1).view(-1, 2)
+        return SimpleNamespace(logits=[self.head(y)]) if form == "object" else self.head(y)
+
+    def _part(self, x: torch.Tensor, takes_branch: bool) -> torch.Tensor:
+        x = self.first(x)
+        return self.branch(x) if takes_branch else x
+
+
+def batch(rank: int, step: int) -> torch.Tensor:
+    return torch.rand(5, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def branches(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """Both, neither, one of the ranks, the other, then from the start."""
+    takes = ((True, True), (False, False), (True, False), (False, True))[step % 4][rank]
+    return (model(batch(rank, step), takes) ** 2).mean()
+
+
+def nothing_dense_on_one_rank(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    return (model(batch(rank, step), True, "tables" if rank == step % 2 else "tensor") ** 2).mean()
+
+
+def in_an_object(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    return (model(batch(rank, step), step % 2 == 0, "object").logits[0] ** 2).mean()
+
+
+def a_view_changed_in_place(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    return (model(batch(rank, step), False, "view").mul_(2) ** 2).mean()
+
+
+def called_twice(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    one, other = (model(batch(rank, step + i), i == rank) for i in (0, 5))
+    return (one * other).mean()
+
+
+LOSSES: dict[str, tuple[Loss, bool | None]] = {
+    "branches": (branches, None),
+    "checkpoint": (branches, False),
+    "reentrant checkpoint": (branches, True),
+    "tables alone": (nothing_dense_on_one_rank, None),
+    "object": (in_an_object, None),
+    "view": (a_view_changed_in_place, None),
+    "twice": (called_twice, None),
+}
+
+
+def differences(model: nn.Module, plain: nn.Module) -> Iterator[str]:
+    wanted = dict(plain.named_parameters())
+    for name, p in model.named_parameters():
+        got, expected = p.grad, wanted[name].grad
+        if name.startswith("table"):
+            continue  # a table's gradient is never None; tests of tables compare it
+        got = got.full_tensor() if hasattr(got, "full_tensor") else got
+        if (got is None) != (expected is None):
+            yield f"{name}: {got} for {expected}"
+        elif got is not None and expected is not None and not torch.allclose(got, expected, atol=1e-6):
+            yield f"{name} differs by {(got - expected).abs().max()}"
+
+
+def made(axis: str, checkpoints: bool | None = None, **options: Any) -> tuple[DistributedModelParallel, Net]:
+    env = ShardingEnv.from_mesh(mesh((2,), (axis,)))
+    return DistributedModelParallel(Net(checkpoints), env, **options), Net(checkpoints)
+
+
+def steps_of(axis: str, name: str) -> list[str]:
+    loss, checkpoints = LOSSES[name]
+    model, plain = made(axis, checkpoints)
+    rank, found = model.env.rank, []
+    for step in range(6):
+        for m in (model, plain):
+            m.zero_grad()
+        loss(model, rank, step).backward()
+        for other in range(2):
+            (loss(plain, other, step) / 2).backward()
+        found += [f"step {step}: {text}" for text in differences(model, plain)]
+    return found
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("axis", ["dp"])
+def test_gradients_are_those_of_one_process(axis: str, name: str) -> None:
+    assert run_ranks(2, steps_of, axis, name) == [[], []]
+
+
+def accumulated(axis: str) -> list[str]:
+    """Three micro-batches, averaged in the last, where neither rank takes the branch that one took before."""
+    model, plain = made(axis)
+    rank, found = model.env.rank, []
+    takes = ((rank == 0, False, False), (True, False, False))
+    for step in range(2):
+        for m in (model, plain):
+            m.zero_grad()
+        with model._wrapped.no_sync():
+            for micro in range(2):
+                model(batch(rank, micro), takes[step][micro]).mean().backward()
+        model(batch(rank, 2), takes[step][2]).mean().backward()
+        for other in range(2):
+            for micro in range(3):
+                is_taken = micro == 0 and (step == 1 or other == 0)
+                (plain(batch(other, micro), is_taken).mean() / 2).backward()
+        found += [f"step {step}: {text}" for text in differences(model, plain)]
+    return found
+
+
+def test_what_was_accumulated_before_is_averaged_too() -> None:
+    assert run_ranks(2, accumulated, "dp") == [[], []]
+
+
+def misused(axis: str) -> list[str]:
+    """Two forwards then two backwards; a gradient on one rank alone; backward of some; frozen and thawed; a copy."""
+    model, plain = made(axis)
+    rank, found = model.env.rank, []
+
+    def compare(what: str) -> None:
+        found.extend(f"{what}: {text}" for text in differences(model, plain))
+        for m in (model, plain):
+            m.zero_grad()
+
+    losses = [model(batch(rank, i), i == rank).mean() for i in range(2)]
+    for loss in losses:
+        loss.backward()
+    for other in range(2):
+        for i in range(2):
+            (plain(batch(other, i), i == other).mean() / 2).backward()
+    compare("two backwards")
+
+    only_dense = DistributedModelParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), model.env)
+    if rank == 0:  # a saliency map: nothing is averaged, so nobody waits
+        x = batch(rank, 0).requires_grad_()
+        torch.autograd.grad(only_dense(x).sum(), x)
+    only_dense(batch(rank, 0)).sum().backward()
+
+    for takes in ((True, True), (False, False)):
+        model.module.first.weight.requires_grad_(takes[0])
+        plain.first.weight.requires_grad_(takes[0])
+        model(batch(rank, 0), takes[rank]).mean().backward()
+        for other in range(2):
+            (plain(batch(other, 0), takes[other]).mean() / 2).backward()
+        compare(f"trains {takes[0]}")
+    for m in (model.module, plain):
+        m.first.weight.requires_grad_(True)
+
+    model = copy.deepcopy(model)
+    for step in range(2):
+        branches(model, rank, step + 1).backward()
+        for other in range(2):
+            (branches(plain, other, step + 1) / 2).backward()
+        compare(f"copy, step {step}")
+    return found
+
+
+def test_uses_of_the_model_that_ddp_does_not_foresee() -> None:
+    assert run_ranks(2, misused, "dp") == [[], []]
+
+
+def asked() -> tuple[str, str, bool]:
+    models = [made("dp", data_parallel_wrapper=w)[0] for w in (DDPWrapper(), DDPWrapper(static_graph=True))]
+    hooks = models[0].module.dummy._post_accumulate_grad_hooks
+    del models[0]
+    import gc
+
+    gc.collect()
+    return "", type(models[-1]._wrapped).__name__, not hooks
+
+
+def test_torchs_own_ways_are_there_where_asked_for() -> None:
+    assert run_ranks(2, asked) == [("", "DistributedDataParallel", True)] * 2
