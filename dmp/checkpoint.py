@@ -30,12 +30,13 @@ from dmp.checksums import compare
 from dmp.env import default_env
 from dmp.errors import CheckpointError
 from dmp.gather import env_of
+from dmp.history import next_saved_ns
 from dmp.opening import open_source
 from dmp.random_state import prepare_random_state
 from dmp.ranks import everyone, together
 from dmp.renaming import Rename, fitted, renamed
 from dmp.restore import Job, prepare
-from dmp.saving import Content, collect, write
+from dmp.saving import Content, check_target, collect, write
 from dmp.wrapper import DistributedModelParallel
 
 
@@ -51,7 +52,9 @@ def save_checkpoint(
     """Save weights, optimizer state, random state and `extra`, to be loaded on any mesh and plan.
 
     Collective over `model.env` (for a plain module: the default group, where there is one). An existing checkpoint at
-    `path` is replaced in one step when the new one is whole; a failed save leaves it as it was.
+    `path` is replaced in one step when the new one is whole; a failed save leaves it as it was. Anything else that lies
+    there, a folder with other files in it or a file, is an error before a byte is written. So is a second save to the
+    path while one runs, of any process that sees it.
 
     Args:
         path: a folder that every rank sees.
@@ -69,6 +72,7 @@ def save_checkpoint(
         CheckpointError: on every rank, with what failed where.
     """
     target = Path(path).absolute()
+    target = target.resolve() if target.name == ".." else target
     env = model.env if isinstance(model, DistributedModelParallel) else default_env()
     wait_for_pending()
     group = env.group() if env.size > 1 else None
@@ -76,7 +80,9 @@ def save_checkpoint(
     def collected() -> Content:
         if keep_last is not None and keep_last < 1:
             raise CheckpointError(f"keep_last: expected a count of at least 1, got {keep_last}")
-        return collect(model, optimizer, extra, env)
+        if env.rank == 0:
+            check_target(target)
+        return collect(model, optimizer, extra, env, next_saved_ns(target.parent) if env.rank == 0 else 0)
 
     content = together(collected, group, f"saving {target}", same=f"keep_last={keep_last}")
     if not asynchronous:

@@ -21,6 +21,7 @@ from dmp.errors import CheckpointError
 from dmp.export import mapped, write_safetensors
 from dmp.opening import open_source
 from dmp.optimizer_state import merge_blocks
+from dmp.own import new_file
 from dmp.plan import ShardingPlan
 from dmp.renaming import renamed
 from dmp.saving import Content, write
@@ -112,9 +113,8 @@ def _to_torch(source: Source, target: Path) -> None:
     data: dict[str, Any] = weights
     if groups or state or extra is not None:
         data = {"model": weights, "optimizer": {"state": state, "param_groups": groups}, "extra": extra}
-    partial = target.with_name(f".{target.name}.saving")
-    torch.save(data, partial)
-    partial.rename(target)
+    with new_file(target) as partial:
+        torch.save(data, partial)
 
 
 def _merged(value: torch.Tensor, widths: Sequence[int], folder: Path) -> torch.Tensor:

@@ -15,6 +15,7 @@ from torch import nn
 
 from dmp.errors import CheckpointError
 from dmp.gather import env_of, gather
+from dmp.own import new_file
 from dmp.ranks import everyone, together
 from dmp.restore import aliases
 from dmp.safetensors_source import INDEX, ONE_FILE
@@ -136,9 +137,8 @@ def write_safetensors(
             if rank == 0:
                 from safetensors.torch import save_file
 
-                partial = target / f".{file}.saving"
-                save_file(tensors, partial, metadata={"format": "pt"})
-                partial.rename(target / file)
+                with new_file(target / file) as partial:
+                    save_file(tensors, partial, metadata={"format": "pt"})
 
         together(write, group, what)
 
@@ -146,7 +146,8 @@ def write_safetensors(
         if rank == 0 and len(files) > 1:
             places = {name: file for file, names in files.items() for name in names}
             index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
-            (target / INDEX).write_text(json.dumps(index, indent=2))
+            with new_file(target / INDEX) as partial:
+                partial.write_text(json.dumps(index, indent=2))
 
     together(finish, group, what)
 

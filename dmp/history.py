@@ -5,32 +5,41 @@
     .x.saving       one that is being written, or whose save was cut short
     .x.replaced     what lay at x before; it counts as x while nothing is there (see `_replace` of saving.py)
     .x.removing     one that is being removed, or whose removal was cut short; its dmp.json goes last
-A link is left alone: what it points to is a checkpoint where it lies.
+    .x.claim        a file that says who saves to x at this moment, see claim.py
+A link is left alone: what it points to is a checkpoint where it lies. What is removed is ours to the last entry, see
+own.py.
+
+[Note: order]
+By `saved_ns`, which is rank 0's clock, or one more than the newest beside it has where the clock is behind that: so the
+last that was saved is the newest, whatever clocks say.
 
 [Note: leftovers]
 Saves into one folder go one after another. So a `.x.saving` in which nothing was written since the newest whole
-checkpoint was begun is what a killed save left, and one that is newer may be being written at this moment. Nor is
-anything touched beside the newest itself: it may be changing places with its predecessor.
+checkpoint was begun is what a killed save left, and one that is newer, or is claimed by a save that lives, may be
+being written at this moment. Nor is anything touched beside the newest itself: it may be changing places with its
+predecessor.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
 import re
-import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from dmp.claim import claim_of, drop_claim, is_dead
 from dmp.errors import CheckpointError
 from dmp.folder import Folder
+from dmp.own import ABOUT, about_of, remove_own, stranger_at
 
 _log = logging.getLogger("dmp")
 _HIDDEN = re.compile(r"\.(.+)\.(saving|replaced|removing)")
-_ABOUT = "dmp.json"
+_CLAIM = re.compile(r"\..+\.claim(\.[0-9a-f]{32})?")
+_SILENT_NS = 60 * 10**9  # of a claim, against its touches every few seconds
 
 
 class _Found(NamedTuple):
@@ -42,16 +51,18 @@ class _Found(NamedTuple):
     state: str
     """"", "saving", "replaced" or "removing"."""
     saved_ns: float
-    """Rank 0's clock when it was saved; 0 where it does not say, infinite where it cannot be read."""
+    """See [Note: order]; 0 where it does not say, infinite where it cannot be read."""
 
     def problem(self) -> str | None:
         """Why it is not whole; None where it is."""
         if self.state == "saving":
             return f"{self.path} is a save that was cut short, or still runs"
         try:
-            Folder(self.path)
-        except CheckpointError as error:
-            return str(error)
+            saved_ns = Folder(self.path).about.get("saved_ns", 0)
+        except (CheckpointError, OSError, RecursionError) as error:
+            return f"{self.path}: {error}" if isinstance(error, RecursionError) else str(error)
+        if not _is_whole_number(saved_ns):
+            return f"{self.path / ABOUT}: saved_ns is {saved_ns!r}, expected a whole number"
         return None
 
 
@@ -80,8 +91,9 @@ def keep_last(folder: str | os.PathLike[str], count: int) -> list[Path]:
     """Remove all whole checkpoints directly in a folder but the newest `count`, and what killed saves left there.
 
     For one rank to call. Folders of one job: where two save into one, each may take the other's running save for a
-    leftover. Damaged checkpoints, links and whatever `save_checkpoint` did not write stay. A removal that is cut short
-    leaves nothing that looks like a checkpoint, and the next call ends it.
+    leftover. Damaged checkpoints, links and whatever `save_checkpoint` did not write stay, and so does a checkpoint
+    into which something else was put. A removal that is cut short leaves nothing that looks like a checkpoint, and the
+    next call ends it.
 
     Returns:
         What was removed.
@@ -90,48 +102,89 @@ def keep_last(folder: str | os.PathLike[str], count: int) -> list[Path]:
         ValueError: a count below 1.
         OSError: something that cannot be removed.
     """
+    return _remove_older(Path(folder).absolute(), count, None)
+
+
+def remove_older(just_written: Path, count: int) -> list[Path]:
+    """`keep_last` beside a checkpoint, which itself stays, whatever the clocks say."""
+    return _remove_older(just_written.parent, count, just_written.name)
+
+
+def next_saved_ns(folder: Path) -> int:
+    """For what is saved into a folder now; see [Note: order]."""
+    return max([time.time_ns(), *(one.saved_ns + 1 for one in _found(folder) if isinstance(one.saved_ns, int))])
+
+
+def _remove_older(root: Path, count: int, just_written: str | None) -> list[Path]:
     if count < 1:
         raise ValueError(f"keep_last: expected a count of at least 1, got {count}")
-    root = Path(folder).absolute()
     found = _found(root)
     whole = [one for one in _candidates(found) if one.state != "saving" and _is_whole(one)]
     removed = [one for one in found if one.state == "removing"]
     if whole:
         removed += [one for one in found if _is_leftover(one, whole)]
-        removed += whole[count:]
+        removed += [one for one in whole[count:] if one.name != just_written]
+    removed = [one for one in removed if _is_ours_alone(one)]
     for one in removed:
         hidden = root / f".{one.name}.removing"
         if one.path != hidden:
             os.rename(one.path, hidden)
-        _clear(hidden)
+        remove_own(hidden)
+    _drop_claims_of_the_dead(root)
     return [one.path for one in removed]
+
+
+def _is_ours_alone(one: _Found) -> bool:
+    """Whether it, and what lies where it is removed, is ours to the last entry."""
+    for path in (one.path, one.path.with_name(f".{one.name}.removing")):
+        stranger = stranger_at(path)
+        if stranger is not None:
+            _log.warning("kept: %s: %s", one.path, stranger)
+            return False
+    return True
+
+
+def _drop_claims_of_the_dead(root: Path) -> None:
+    for path in root.iterdir() if root.is_dir() else ():
+        if _CLAIM.fullmatch(path.name) and is_dead(path):
+            drop_claim(path)
 
 
 def _found(root: Path) -> list[_Found]:
     """Every folder of ours that lies in a folder."""
     if not root.is_dir():
         return []
-    paths = [path for path in root.iterdir() if path.is_dir() and not path.is_symlink()]
-    return [one for path in paths for one in _as_ours(path)]
+    found: list[_Found] = []
+    for path in root.iterdir():
+        try:
+            if path.is_dir() and not path.is_symlink():
+                found += _as_ours(path)
+        except FileNotFoundError:  # just renamed, by a save that runs in the background
+            continue
+        except OSError as error:
+            _log.warning("passed over: %s", error)
+    return found
 
 
 def _as_ours(path: Path) -> Iterator[_Found]:
     hidden = _HIDDEN.fullmatch(path.name)
     name, state = hidden.groups() if hidden else (path.name, "")
-    try:
-        files = {entry.name for entry in path.iterdir()}
-    except FileNotFoundError:  # just renamed, by a save that runs in the background
-        return
-    just_begun = state in ("saving", "removing") and files <= {"plan.json"}
-    if not (just_begun or files & {_ABOUT, "objects.pt"}):
+    files = set(os.listdir(path))
+    just_begun = state in ("saving", "removing") and not files
+    if not (just_begun or files & {ABOUT, "objects.pt"}):
         return
     try:
-        about = json.loads((path / _ABOUT).read_bytes())
+        about = about_of(path)
     except (OSError, ValueError):
         yield _Found(path, name, state, math.inf)
         return
-    if isinstance(about, dict) and about.get("format") == "dmp":
-        yield _Found(path, name, state, about.get("saved_ns", 0))
+    if about is not None:
+        saved_ns = about.get("saved_ns", 0)
+        yield _Found(path, name, state, saved_ns if _is_whole_number(saved_ns) else math.inf)
+
+
+def _is_whole_number(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _candidates(found: list[_Found]) -> list[_Found]:
@@ -164,19 +217,18 @@ def _is_leftover(one: _Found, whole: list[_Found]) -> bool:
         return False
     if one.state == "replaced":
         return any(other.name == one.name and other.path != one.path for other in whole)
-    began_ns = (newest.path / _ABOUT).stat().st_mtime_ns
+    began_ns = (newest.path / ABOUT).stat().st_mtime_ns
     try:
-        return one.state == "saving" and all(p.lstat().st_mtime_ns < began_ns for p in [one.path, *one.path.rglob("*")])
+        return (
+            one.state == "saving"
+            and all(path.lstat().st_mtime_ns < began_ns for path in [one.path, *one.path.rglob("*")])
+            and not _is_claimed(one, began_ns)
+        )
     except FileNotFoundError:  # something in it was just renamed: it is being written
         return False
 
 
-def _clear(path: Path) -> None:
-    """Remove a folder; dmp.json goes last, for what is left over must be known as ours."""
-    for entry in path.iterdir():
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
-        elif entry.name != _ABOUT:
-            entry.unlink()
-    (path / _ABOUT).unlink(missing_ok=True)
-    path.rmdir()
+def _is_claimed(one: _Found, now_ns: int) -> bool:
+    """Whether a save that may live has the claim; `now_ns` is of the same file system's clock."""
+    claim = claim_of(one.path.with_name(one.name))
+    return not is_dead(claim) and claim.lstat().st_mtime_ns > now_ns - _SILENT_NS

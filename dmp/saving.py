@@ -5,9 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
-import shutil
 import threading
-import time
 import warnings
 import zlib
 from collections.abc import Iterator
@@ -21,10 +19,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from dmp.chunked import ChunkedTensor, as_chunks
+from dmp.claim import Claim, take_claim
 from dmp.env import ShardingEnv
 from dmp.errors import CheckpointError
-from dmp.history import keep_last
+from dmp.history import remove_older
 from dmp.optimizer_state import column_widths, owned_states, param_groups
+from dmp.own import ABOUT, refuse_strangers, remove_own, stranger_at
 from dmp.plan import ShardingPlan
 from dmp.random_state import random_state
 from dmp.ranks import PeerLost, together
@@ -40,7 +40,10 @@ class Content(NamedTuple):
     files: dict[str, bytes]
 
 
-def collect(model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any, env: ShardingEnv) -> Content:
+def collect(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any, env: ShardingEnv, saved_ns: int
+) -> Content:
+    """What this rank writes; `saved_ns` is rank 0's word on when, see history.py."""
     own = model.state_dict()
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     owned = owned_states(model, optimizer)
@@ -65,12 +68,12 @@ def collect(model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: An
     about = {
         "format": "dmp",
         "version": FORMAT_VERSION,
-        "saved_ns": time.time_ns(),
+        "saved_ns": saved_ns,
         "mesh": {"names": env.names, "shape": env.shape, "roles": env.roles},
         "column_widths": column_widths(model, owned),
     }
     plan = model.plan if isinstance(model, DistributedModelParallel) else ShardingPlan()
-    files = {"plan.json": plan.to_json().encode(), "dmp.json": json.dumps(about, indent=1).encode()}
+    files = {ABOUT: json.dumps(about, indent=1).encode(), "plan.json": plan.to_json().encode()}
     return Content(tensors, {**files, "objects.pt": _pack(objects)} if env.rank == 0 else {})
 
 
@@ -105,18 +108,26 @@ def write(
     keep: int | None = None,
     hurry: threading.Event | None = None,
 ) -> None:
-    """On every rank; then all but the newest `keep` checkpoints beside the target go. `hurry`: see writer.py."""
+    """On every rank; then all but the newest `keep` checkpoints beside the target go. `hurry`: see writer.py.
+
+    Rank 0 has the only claim on the target meanwhile (claim.py); what it replaces or removes is ours (own.py).
+    """
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.state_dict_saver import save
 
     what = f"saving {target}"
     partial = target.with_name(f".{target.name}.saving")
 
+    claims: list[Claim] = []
+
     def begin() -> None:
         if rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            for name, data in content.files.items():
+            check_target(target)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            claims.append(take_claim(target))
+            remove_own(partial)
+            partial.mkdir()
+            for name, data in sorted(content.files.items(), key=lambda file: file[0] != ABOUT):
                 _write_file(partial / name, data)
 
     def write() -> None:
@@ -134,20 +145,26 @@ def write(
         if rank == 0:
             crcs = {name: zlib.crc32((partial / name).read_bytes()) for name in (".metadata", *content.files)}
             _write_file(partial / CHECKSUMS, json.dumps(crcs, indent=1).encode())
+            claims[0].check()
             _replace(partial, target)
             _sync_folder(target.parent)
 
     def tidy() -> None:
         if rank == 0 and keep is not None:
-            keep_last(target.parent, keep)
+            remove_older(target, keep)
 
     try:
         for step in (begin, write, finish):
             together(step, group, what)
     except CheckpointError as error:
-        if rank == 0 and not isinstance(error, PeerLost):  # then others may still be writing
-            shutil.rmtree(partial, ignore_errors=True)
+        if claims and not isinstance(error, PeerLost):  # then others may still be writing
+            with suppress(CheckpointError, OSError):
+                claims[0].check()
+                remove_own(partial)
         raise
+    finally:
+        for claim in claims:
+            claim.release()
     if keep is not None:
         together(tidy, group, f"{target} is saved, but removing what is older failed")
 
@@ -181,19 +198,41 @@ def _sync_folder(path: Path) -> None:
             os.close(descriptor)
 
 
+def check_target(target: Path) -> None:
+    """What a save to the target would replace is nothing, empty or ours, and so is what it needs beside it.
+
+    Raises:
+        CheckpointError: it names what lies there.
+    """
+    if not target.name:
+        raise CheckpointError(f"{target} is no place for a checkpoint: give a path below it")
+    for path in (target, *(target.with_name(f".{target.name}.{state}") for state in ("saving", "replaced"))):
+        refuse_strangers(path)
+    with suppress(FileNotFoundError, NotADirectoryError):
+        if os.path.samefile(target, os.curdir):
+            raise CheckpointError(
+                f"{target} is the working directory of this process, which a save would take away from under it: give "
+                f"a path in it, such as {target / 'step-1'}"
+            )
+
+
 def _replace(new: Path, target: Path) -> None:
     """Put folder `new` at `target`; where something lies there the two change places in one step, if the system can."""
+    refuse_strangers(target)
     if not target.exists():
         os.rename(new, target)
         return
     old = target.with_name(f".{target.name}.replaced")
-    _remove(old)
+    remove_own(old)
     if _exchange(new, target):
+        if stranger_at(new) is not None:  # it came in this moment
+            _exchange(new, target)
+            refuse_strangers(target)
         os.rename(new, old)
     else:
         os.rename(target, old)  # for a moment there is nothing at the path: `open_source` then reads the replaced one
         os.rename(new, target)
-    _remove(old)
+    remove_own(old)
 
 
 def _exchange(a: Path, b: Path) -> bool:
@@ -206,10 +245,3 @@ def _exchange(a: Path, b: Path) -> bool:
         return False
     at_fdcwd, rename_exchange = -100, 2
     return bool(renameat2(at_fdcwd, os.fsencode(a), at_fdcwd, os.fsencode(b), rename_exchange) == 0)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

@@ -68,7 +68,7 @@ DEATHS: dict[str, tuple[str, Death, int]] = {
     "0 before the rename": ("other", Death(0, "os.rename", r".*/NAME"), 2),
     "0 before the exchange": ("last", Death(0, "ctypes.dlsym", "renameat2"), 2),
     "0 after the exchange": ("last", Death(0, "os.rename", r".*/\.NAME\.replaced"), 4),
-    "0 before the old one is removed": ("last", Death(0, "shutil.rmtree", r".*/\.NAME\.replaced"), 4),
+    "0 before the old one is removed": ("last", Death(0, "os.remove", r".*/\.NAME\.replaced/.*"), 4),
 }
 IN_EVERY_RUN = [
     "1 in the middle of its data",
