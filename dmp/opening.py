@@ -11,6 +11,9 @@ from dmp.sources import Source
 from dmp.torch_file import TorchFile
 from dmp.torch_folder import TorchFolder
 
+_SIGNS = ("dmp.json", ".metadata", ONE_FILE, INDEX)
+_SHOWN = 3
+
 
 def open_source(path: Path) -> Source:
     """The source at a path, by what lies there.
@@ -26,8 +29,22 @@ def open_source(path: Path) -> Source:
             return TorchFolder(path)
         if not ours and ((path / ONE_FILE).exists() or (path / INDEX).exists()):
             return SafetensorsSource(path)
+        if not ours:
+            raise CheckpointError(f"{path} is no checkpoint: {_what_is_in(path)}")
         return Folder(path)
     if path.is_file():
         return SafetensorsSource(path) if path.suffix == ".safetensors" else TorchFile(path)
     half = path.with_name(f".{path.name}.saving")
     raise CheckpointError(f"there is nothing at {path}" + (f"; {half} is a save that was cut short" * half.exists()))
+
+
+def _what_is_in(folder: Path) -> str:
+    """For who gave the folder of a run, where one of its checkpoints is wanted."""
+    lacks = f"it has no {', '.join(_SIGNS[:-1])} or {_SIGNS[-1]}"
+    signs = [sign for name in _SIGNS for sign in folder.glob(f"[!.]*/{name}")]
+    inside = list(dict.fromkeys(sign.parent for sign in sorted(signs, key=lambda s: s.stat().st_mtime, reverse=True)))
+    if not inside:
+        return lacks
+    names = ", ".join(repr(path.name) for path in inside[:_SHOWN])
+    more = f" and {len(inside) - _SHOWN:,} more" if len(inside) > _SHOWN else ""
+    return f"{lacks}; there are checkpoints in it, the newest first: {names}{more}; give one of these: {inside[0]}"

@@ -386,3 +386,15 @@ def test_convert_and_export_leave_what_is_there(tmp_path: Path) -> None:
     after = tree(tmp_path)
     assert {name: after.get(name) for name in before} == before
     assert after.keys() - before.keys() == {"out", "folder/model.safetensors"}
+
+
+def test_the_folder_of_a_run_names_its_checkpoints(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has no dmp\.json, \.metadata, model\.safetensors or .*index\.json$"):
+        load_checkpoint(tmp_path, nn.Linear(2, 1))
+    for second, step in enumerate((10, 20, 30, 40)):
+        os.utime(saved(tmp_path / f"step-{step}") / "dmp.json", (second, second))
+    put(tmp_path / "plots" / "loss.png")
+    with pytest.raises(CheckpointError, match=r"'step-40', 'step-30', 'step-20' and 1 more; .*: .*/step-40$"):
+        load_checkpoint(tmp_path, nn.Linear(2, 1))
+    with pytest.raises(CheckpointError, match=r"give one of these: .*/step-40$"):
+        convert(tmp_path, tmp_path / "out", "torch")
