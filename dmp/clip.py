@@ -1,18 +1,36 @@
-"""Gradient clipping by the norm of the whole model."""
+"""Gradient clipping by the norm of the whole model: our own function, and torch's over a wrapped model's parameters.
+
+[Note: torch's clipping]
+Trainers call `torch.nn.utils.clip_grad_norm_(model.parameters(), ...)`, which took the norm of one rank's pieces. Each
+of torch's clipping functions is a decorator's wrapper around a body; from the first wrapping on the bodies here stand
+in their place, so that a function does the same under every name that it was imported by. They look for gradients and
+parameters of wrapped models, and leave others to torch's bodies.
+"""
 
 from __future__ import annotations
+
+import importlib
+import math
+import sys
+from collections.abc import Callable, Iterable
+from types import GeneratorType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from dmp import live
 from dmp.env import ShardingEnv
 from dmp.errors import ShardError
 from dmp.gather import env_of, sharded_parameters
+from dmp.inside import plan_inside
 from dmp.layout import is_replicated
-from dmp.wrapper import DistributedModelParallel
+from dmp.replaced import successors
 
+torch_clip: Any = importlib.import_module("torch.nn.utils.clip_grad")  # whose private names it does not export
 _EPS = 1e-6  # as torch's
+_norm_of: Callable[..., torch.Tensor] = torch_clip._get_total_norm.__wrapped__  # torch's own body
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
@@ -20,7 +38,13 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
 
     The norm is the unsharded model's, whatever the plan: pieces of tables are added up, what several ranks hold counts
     once. Covers every parameter that has a `.grad`; tables updated in the backward pass are outside: they never have
-    one. Collective over `model.env`: one all-reduce.
+    one. Collective over `model.env`: one all-reduce. `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`
+    does the same, and takes other norms.
+
+    Args:
+        model: a `DistributedModelParallel`, or a module with some inside, whose other gradients are the same on every
+            rank (as under DistributedDataParallel).
+        max_norm: of the whole gradient.
 
     Returns:
         The 2-norm before clipping, a plain 0-D float32 tensor, the same on every rank.
@@ -32,37 +56,48 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
         tensor(1.7321)
     """
     env = env_of(model)
-    by_copies: dict[int, list[torch.Tensor]] = {}
-    whole = _replicated_names(model, env)
-    pieces = sharded_parameters(model).keys() - whole
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            copies = env.size // env.table_size if name in pieces else env.size
-            grad, copies = _local(parameter.grad, copies, env.size)
-            by_copies.setdefault(copies, []).append(grad)
-    # What several ranks hold each of them counts in part, so that one sum over all ranks is right for everything.
-    total = torch.zeros((), dtype=torch.float64, device=env.device)
-    for copies, grads in by_copies.items():
-        total += nn.utils.get_total_norm(grads).to(total) ** 2 / copies
-    if env.size > 1 and env.group() is not None:
-        dist.all_reduce(total, group=env.group())
-    norm = total.sqrt().float()
-    scale = (max_norm / (norm + _EPS)).clamp(max=1.0)
-    for grads in by_copies.values():
-        for grad in grads:
+    shares = list(_shares(model, env).values())
+    with torch.no_grad():
+        norm = _whole_norm(shares, 2.0, env).float()
+        scale = (max_norm / (norm + _EPS)).clamp(max=1.0)
+        for grad, _ in shares:
             grad.mul_(scale.to(grad.device))
     return norm
 
 
-def _replicated_names(model: nn.Module, env: ShardingEnv) -> set[str]:
-    """Parameters that a sharded module holds whole on every table rank."""
-    if not isinstance(model, DistributedModelParallel):
-        return set()
-    return {
-        name
-        for name, (_, chunked) in sharded_parameters(model).items()
-        if name in model.plan and is_replicated(model.plan[name].layout.shards(chunked.size(), env), chunked.size())
-    }
+def _shares(model: nn.Module, env: ShardingEnv) -> dict[int, tuple[torch.Tensor, int]]:
+    """id of each gradient -> this rank's part of it, a view, and how many ranks hold the same part."""
+    plan, sharded = plan_inside(model), sharded_parameters(model)
+    shares = {}
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        if grad is None:
+            continue
+        copies = env.size
+        if name in sharded:
+            size = sharded[name][1].size()
+            if name not in plan or not is_replicated(plan[name].layout.shards(size, env), size):
+                copies = env.size // env.table_size
+        shares[id(grad)] = _local(grad, copies, env.size)
+    return shares
+
+
+def _whole_norm(shares: Iterable[tuple[torch.Tensor, int]], norm_type: float, env: ShardingEnv) -> torch.Tensor:
+    """Over all ranks, float64, 0-D on the env's device. One all-reduce.
+
+    What several ranks hold each of them counts in part, so that one sum over all ranks is right for everything.
+    """
+    by_copies: dict[int, list[torch.Tensor]] = {}
+    for grad, copies in shares:
+        if grad.numel():
+            by_copies.setdefault(copies, []).append(grad)
+    total = torch.zeros((), dtype=torch.float64, device=env.device)
+    for copies, grads in by_copies.items():
+        norm = _norm_of(grads, norm_type).to(total)
+        total = torch.maximum(total, norm) if math.isinf(norm_type) else total + norm**norm_type / copies
+    if env.size > 1 and env.group() is not None:
+        dist.all_reduce(total, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=env.group())
+    return total if math.isinf(norm_type) else total ** (1 / norm_type)
 
 
 def _local(grad: torch.Tensor, copies: int, size: int) -> tuple[torch.Tensor, int]:
@@ -78,3 +113,75 @@ def _local(grad: torch.Tensor, copies: int, size: int) -> tuple[torch.Tensor, in
             raise ShardError(f"clip_grad_norm_ met a gradient whose sum is still open: {placements}")
         parts *= 1 if placement.is_replicate() else axis_size
     return grad.to_local(), size // parts  # type: ignore[attr-defined]
+
+
+# Torch's bodies, see [Note: torch's clipping].
+
+
+def _total_norm(
+    tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+) -> torch.Tensor:
+    """As torch's; gradients of a wrapped model count over all ranks of its mesh."""
+    tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    norms: list[torch.Tensor] = []
+    rest = {id(tensor): tensor for tensor in tensors}
+    for model in live.models if tensors else ():
+        shares = {key: share for key, share in _shares(model, model.env).items() if key in rest}
+        if shares:
+            if not norm_type > 0:
+                raise ShardError(f"a wrapped model's gradients have norms of order p > 0 or inf; got {norm_type=}")
+            norms.append(_whole_norm(shares.values(), float(norm_type), model.env))
+            rest = {key: tensor for key, tensor in rest.items() if key not in shares}
+    if not norms:
+        return _norm_of(tensors, norm_type, error_if_nonfinite, foreach)
+    if rest:
+        norms.append(_norm_of(list(rest.values()), norm_type, False, foreach).to(norms[0]))
+    dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+    total = _norm_of(norms, norm_type, error_if_nonfinite).to(dtype)
+    return total.to(tensors[0].device)
+
+
+def _of_successors(body: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, where an optimizer from before wrapping gives its old parameters, see replaced.py."""
+
+    def clip(parameters: Any, *args: Any, **options: Any) -> Any:
+        if isinstance(parameters, torch.Tensor):
+            parameters = [parameters]
+        found = successors(parameters)
+        return body((p for p in found) if isinstance(parameters, GeneratorType) else found, *args, **options)
+
+    return clip
+
+
+def _by_device_dtype_and_mesh(tensorlistlist: Any, with_indices: bool = False) -> Any:
+    """torch's grouping; DTensors of each mesh apart, since torch multiplies no list of several kinds."""
+    module = sys.modules.get("torch.distributed.tensor")
+    (tensors,) = tensorlistlist
+    kinds: dict[Any, list[Any]] = {}
+    for tensor in tensors:
+        is_dtensor = module is not None and isinstance(tensor, module.DTensor)
+        kinds.setdefault(tensor.device_mesh if is_dtensor else None, []).append(tensor)
+    return {
+        (device, (dtype, kind)): group
+        for kind, of_kind in kinds.items()
+        for (device, dtype), group in _group([of_kind], with_indices).items()
+    }
+
+
+_group = torch_clip._group_tensors_by_device_and_dtype
+
+
+def _stand_in(function: Any, body: Callable[..., Any]) -> None:
+    """Put a body in the place of the one that torch's decorator holds."""
+    cell = next(c for c in function.__closure__ if c.cell_contents is function.__wrapped__)
+    cell.cell_contents = body
+
+
+def _prepare() -> None:
+    for function in (torch_clip.clip_grad_norm_, torch_clip.clip_grad_value_, torch_clip._clip_grads_with_norm_):
+        _stand_in(function, _of_successors(function.__wrapped__))
+    _stand_in(torch_clip._get_total_norm, _total_norm)
+    torch_clip._group_tensors_by_device_and_dtype = _by_device_dtype_and_mesh
+
+
+live.at_first_wrap(_prepare)

@@ -22,6 +22,7 @@ from dmp.contracts import ShardedModule
 from dmp.discovery import join
 from dmp.env import ShardingEnv, default_env
 from dmp.errors import ShardError
+from dmp.inside import env_inside
 from dmp.ranks import together
 from dmp.wrapper import DistributedModelParallel
 
@@ -101,9 +102,10 @@ def _take_buffers(live: nn.Module, plain: nn.Module) -> None:
 
 
 def env_of(model: nn.Module) -> ShardingEnv:
-    """The model's env; for a plain module the default one where it has DTensors, else this process alone."""
-    if isinstance(model, DistributedModelParallel):
-        return model.env
+    """Of the wrapped models; for a plain module the default one where it has DTensors, else this process alone."""
+    inside = env_inside(model)
+    if inside is not None:
+        return inside
     return default_env() if any(is_dtensor(p) for p in model.parameters()) else ShardingEnv.single()
 
 

@@ -21,6 +21,7 @@ from torch import nn
 from dmp.chunked import ChunkedTensor, as_chunks
 from dmp.errors import CheckpointError
 from dmp.gather import chunk_views, env_of, gather, sharded_parameters
+from dmp.replaced import follow
 from dmp.wrapper import DistributedModelParallel
 
 
@@ -196,6 +197,7 @@ def _groups(
     """(name, group) of each parameter of an ordinary optimizer; the model's own fused one is not ordinary."""
     if optimizer is None or (isinstance(model, DistributedModelParallel) and optimizer is model.fused_optimizer):
         return []
+    follow(optimizer)
     fused = model.fused_optimizer.fused if isinstance(model, DistributedModelParallel) else {}
     names = {id(p): name for name, p in named.items()}
     found = []

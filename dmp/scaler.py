@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from dmp.errors import ShardError
+from dmp.replaced import follow
 from dmp.wrapper import DistributedModelParallel
 
 
@@ -54,6 +55,7 @@ class GradScaler(torch.amp.GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
+        follow(optimizer)
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:

@@ -13,6 +13,7 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from dmp.errors import ShardError
+from dmp.replaced import follow
 
 UNFIT = {
     "Muon": "orthogonalises whole matrices, and of a piece it gets another result",
@@ -30,7 +31,8 @@ _is_guarding = False
 def guard_optimizers() -> None:
     """From now on a step of an unfit optimizer that holds a sharded parameter raises `ShardError`; once per process.
 
-    The check is before the step, so nothing has changed; other optimizers pay one dict lookup a step.
+    The check is before the step, so nothing has changed; other optimizers pay two dict lookups a step. Optimizers that
+    were made before wrapping get the wrapped model's parameters, see replaced.py.
     """
     global _is_guarding
     if not _is_guarding:
@@ -39,6 +41,7 @@ def guard_optimizers() -> None:
 
 
 def _check(optimizer: Optimizer, *_: Any) -> None:
+    follow(optimizer)
     kind = type(optimizer)
     if kind not in _reasons:
         _reasons[kind] = next(((c.__name__, UNFIT[c.__name__]) for c in kind.__mro__ if c.__name__ in UNFIT), None)

@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.nn.parameter import is_lazy
 
+from dmp import live
 from dmp.agreement import check_agreement, sync_from_first_rank
 from dmp.arguments import check_arguments, take
 from dmp.chunked import ChunkedTensor, as_chunks, is_dtensor
@@ -56,6 +57,7 @@ from dmp.registry import (
     default_sharders,
     replicating_wrapper,
 )
+from dmp.replaced import marking_replaced
 from dmp.skeleton import all_tensors, copy_values, reshard, skeleton_of
 from dmp.state_hooks import misfit, register_state_hooks, with_local_parts
 from dmp.ties import Tie, find_ties, restore_ties
@@ -105,7 +107,8 @@ class DistributedModelParallel(nn.Module):
         planner: Any = None,
     ) -> None:
         super().__init__()
-        with _without_collection():
+        check_arguments(module, env, device, data_parallel_wrapper)
+        with _without_collection(), marking_replaced(self, module):
             self._init(
                 module, env, device, plan, sharders, init_data_parallel, init_parameters, data_parallel_wrapper, planner
             )
@@ -122,7 +125,6 @@ class DistributedModelParallel(nn.Module):
         data_parallel_wrapper: DataParallelWrapper | None,
         planner: Any,
     ) -> None:
-        check_arguments(module, env, device, data_parallel_wrapper)
         if env is None:
             join_launch(None if device is None else torch.device(device))
         self._env = env if env is not None else default_env(torch.device(device).type if device else None)
@@ -171,6 +173,7 @@ class DistributedModelParallel(nn.Module):
             self.init_data_parallel()
         self._guard_optimizers()
         take(module)
+        live.add(self)
 
     def _place(self) -> None:
         """Split dense weights in place, ties kept."""
@@ -246,7 +249,8 @@ class DistributedModelParallel(nn.Module):
                 raise ShardError(f"parameter {name!r} is on meta: pass init_parameters=True, or load values first")
         if in_place and not self._skeleton:
             self._skeleton = [skeleton_of(self.module, self._owned())]
-        self._wrapped = self._data_parallel_part(self.module)
+        with marking_replaced(self, self.module):
+            self._wrapped = self._data_parallel_part(self.module)
         self._is_data_parallel = True
 
     def _is_in_place(self) -> bool:
@@ -280,8 +284,7 @@ class DistributedModelParallel(nn.Module):
             for name, parameter in owned.named_parameters():
                 if name in pieces:
                     parameter._dmp_sharded = True  # type: ignore[attr-defined]
-        if self._env.size > 1:
-            guard_optimizers()
+        guard_optimizers()
 
     @property
     def module(self) -> nn.Module:
@@ -459,6 +462,8 @@ class DistributedModelParallel(nn.Module):
         if self._is_data_parallel and not wraps_meta:
             new.init_data_parallel()
         new._guard_optimizers()
+        take(new.module)
+        live.add(new)
         return new
 
     def __reduce_ex__(self, protocol: Any) -> Any:

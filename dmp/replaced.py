@@ -1,0 +1,128 @@
+"""Parameters that wrapping has replaced, in optimizers that were made before: their groups follow at the first step.
+
+Users of DDP make the optimizer first. A table, a weight that tensor parallelism or FSDP2 splits, and one that was on
+meta is another object after wrapping; the old one never gets a gradient again, and torch's optimizers pass over it in
+silence. So the old one is marked with the name that it had.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from dmp.errors import ShardError
+
+_SHOWN = 5
+_marks = 0  # so that an optimizer is looked at once, and again after another model has been wrapped
+
+
+class _Mark:
+    """What a replaced parameter knows: the wrapped model, and its name there. Not kept where it is pickled."""
+
+    def __init__(self, model: nn.Module, name: str) -> None:
+        self.model, self.name = weakref.ref(model), name
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+@contextmanager
+def marking_replaced(model: nn.Module, module: nn.Module) -> Iterator[None]:
+    """Mark each parameter of `module` for which `model.module` has another one at the end. Keeps none alive."""
+    global _marks
+    before = [(name, weakref.ref(p)) for name, p in module.named_parameters()]
+    yield
+    _marks += 1
+    now = dict(model.module.named_parameters(remove_duplicate=False))  # type: ignore[union-attr]
+    for name, reference in before:
+        old = reference()
+        if old is not None and name in now and old is not now[name]:
+            old._dmp_replaced = _Mark(model, name)  # type: ignore[attr-defined]
+
+
+def follow(optimizer: Optimizer) -> None:
+    """Put the wrapped model's parameters into the groups of an optimizer that was made before wrapping.
+
+    Raises:
+        ShardError: naming the parameters, where the optimizer has state for them, or keeps them outside its groups
+            too; nothing is changed.
+    """
+    if optimizer.__dict__.get("_dmp_marks") == _marks:
+        return
+    old = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    new = {key: p for key, p in zip(old, successors(old.values()), strict=True) if p is not old[key]}
+    if new:
+        _check_can_follow(optimizer, [old[key] for key in new])
+        _exchange(optimizer, new)
+    optimizer.__dict__["_dmp_marks"] = _marks
+
+
+def successors(parameters: Iterable[Any]) -> list[Any]:
+    """For each its wrapped model's parameter where wrapping has replaced it, and the model is there; else itself."""
+    known: dict[int, dict[str, nn.Parameter]] = {}
+    found = []
+    for p in parameters:
+        mark = getattr(p, "_dmp_replaced", None)
+        model = mark.model() if mark is not None else None
+        if model is not None and id(model) not in known:
+            known[id(model)] = dict(model.named_parameters(remove_duplicate=False))
+        found.append(p if mark is None or model is None else known[id(model)].get(mark.name, p))
+    return found
+
+
+def _check_can_follow(optimizer: Optimizer, old: list[Any]) -> None:
+    ids = {id(p) for p in old}
+    reason = ""
+    if not all(_is_fresh(optimizer.state.get(p, {})) for p in old):
+        reason = "has state for them, which was gathered before wrapping"
+    for name, value in vars(optimizer).items():
+        items = [*value.values()] if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+        if name not in ("param_groups", "state", "defaults") and any(id(item) in ids for item in items):
+            reason = f"keeps them in its attribute {name!r} too"
+    if reason:
+        names = [p._dmp_replaced.name for p in old]
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        raise ShardError(
+            f"{type(optimizer).__name__} was made before the model was wrapped, which has replaced its parameters "
+            f"{names[:_SHOWN]}{more}, and {reason}: it would not train them. Make the optimizer after wrapping, from "
+            "model.parameters(); load_checkpoint(path, model, optimizer) gives it earlier state"
+        )
+
+
+def _exchange(optimizer: Optimizer, new: dict[int, nn.Parameter]) -> None:
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for group in optimizer.param_groups:
+        kept: list[int] = []
+        for i, p in enumerate(group["params"]):
+            target = new.get(id(p), p)
+            if target is p or id(target) not in held:
+                held.add(id(target))
+                group["params"][i] = target
+                kept.append(i)
+            state = optimizer.state.pop(p, None) if target is not p else None
+            if state:
+                optimizer.state[target] = {key: _started(value, p, target) for key, value in state.items()}
+        for key in ("params", "param_names"):
+            if key in group:
+                group[key] = [group[key][i] for i in kept]
+
+
+def _is_fresh(state: Mapping[str, Any]) -> bool:
+    """Whether an optimizer has not stepped with it: none, or as torch's Adagrad makes it, all alike."""
+    tensors = [value for value in state.values() if isinstance(value, torch.Tensor) and value.numel()]
+    stepped = float(state.get("step", 0.0 if not state else 1.0)) > 0
+    return not stepped and all(not value.is_meta and bool((value == value.flatten()[0]).all()) for value in tensors)
+
+
+def _started(value: Any, old: torch.Tensor, new: torch.Tensor) -> Any:
+    """Fresh state for a parameter of another shape."""
+    if not isinstance(value, torch.Tensor) or value.shape != old.shape or not value.dim():
+        return value
+    first = value.flatten()[0].item() if value.numel() else 0.0
+    return torch.full_like(new.detach(), first, dtype=value.dtype)
