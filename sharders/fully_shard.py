@@ -19,7 +19,6 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves, tree_map
@@ -27,6 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from dmp import ShardError, ShardingEnv
 from sharders.blocks import Units, cast_inputs, checkpoint_blocks, compile_blocks, find_units, repeated_blocks
 from sharders.data_parallel import DDPWrapper, has_dtensors
+from sharders.unreached import average_scalars, hook_hidden, reduce_unreached_pieces
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
@@ -128,8 +128,9 @@ class FSDPWrapper:
             apply(m, **options)
             if m is module or not env.fully_sharded_axes:
                 self._put_back_without_backward(m)
+        reduce_unreached_pieces(module)
         if whole and (group := env.group("replicate", "shard")) is not None:
-            _average_gradients(module, whole, group)
+            average_scalars(module, whole, group)
 
     def _put_back_without_backward(self, module: nn.Module) -> None:
         """Have pieces in place of whole weights after a forward that no backward pass will follow.
@@ -268,13 +269,15 @@ def split_by_dtype(
     return {**inner, **units}
 
 
-def _own_outputs(_: nn.Module, args: Any, output: Any) -> Any:
+def _own_outputs(module: nn.Module, args: Any, output: Any) -> Any:
     """Outputs that are views, as tensors of their own.
 
     torch hangs the gather and reduction of the backward pass on the outputs. An in-place operation on a view takes its
     hooks away (such as on what `nn.Linear` with a bias gives for 3-D inputs), and gradients would not be averaged.
-    Nothing is copied.
+    Nothing is copied. What torch does not find in an output, an object's attributes, gets its hook here.
     """
+    if torch.is_grad_enabled():
+        hook_hidden(module, output)
     if not torch.is_grad_enabled() or not any(map(_is_view, tree_leaves(output))):
         return None  # as it is
     return tree_map(lambda leaf: _Own.apply(leaf) if _is_view(leaf) else leaf, output)  # type: ignore[no-untyped-call]
@@ -299,27 +302,3 @@ class _Own(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         return grad
-
-
-def _average_gradients(module: nn.Module, names: Collection[str], group: dist.ProcessGroup) -> None:
-    """Average the gradients of these parameters as they are accumulated; a mean of means is itself, so it may repeat.
-
-    Hooks are put on when the module runs: what is on meta now will have been replaced by then.
-    """
-    hooked: dict[str, nn.Parameter] = {}
-
-    def average(p: torch.Tensor) -> None:
-        gradient = p.grad
-        assert gradient is not None
-        local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-        dist.all_reduce(local, group=group)
-        local.div_(group.size())
-
-    def hook(*_: Any) -> None:
-        for name in names:
-            p = module.get_parameter(name)
-            if hooked.get(name) is not p and p.requires_grad:
-                hooked[name] = p
-                p.register_post_accumulate_grad_hook(average)
-
-    module.register_forward_pre_hook(hook)

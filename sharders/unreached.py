@@ -1,4 +1,4 @@
-"""`AnyReachDDP`: copies whose gradients are averaged whichever parameters the loss reaches, on whichever rank.
+"""Gradients averaged whichever parameters the loss reaches, on whichever rank: of copies, of pieces, of scalars.
 
 [Note: unreached] DDP averages a bucket when every parameter in it has a gradient. One that the loss does not reach (a
 branch not taken, a dummy) keeps its bucket local, without a word in the first step. torch's two answers do not fit all
@@ -6,17 +6,21 @@ models: `static_graph` takes the first step's branch for every step's, `find_unu
 exchanges a bitmap at every step, and does not see through reentrant checkpoints. So at the end of the backward pass,
 when it is known what was reached, a gradient of -0.0 is accumulated for the rest. Numbers are the same with it, for
 x + -0.0 is x to the bit; and where the mean comes back as -0.0 everywhere, no rank has reached the parameter, and its
-gradient is None again, as in one process. When all are reached, the cost is a hook on the output and an append for each
-parameter.
+gradient is None again, as in one process. When all are reached, the cost is a hook on the output and an append for
+each parameter. FSDP2 leaves such a parameter out of its unit's exchange, which then fits no other rank's; asked to, it
+takes zeros, which are -0.0 here.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
@@ -48,7 +52,7 @@ class AnyReachDDP(DistributedDataParallel):
             self._reached.clear()
             if self.require_backward_grad_sync:
                 self._is_awaited = True
-                for tensor in _with_graph(output):
+                for tensor in with_graph(output):
                     tensor.register_hook(self._begin)
         return output
 
@@ -82,12 +86,112 @@ class AnyReachDDP(DistributedDataParallel):
         self._reached.clear()
 
 
+def reduce_unreached_pieces(module: Any) -> None:
+    """Have FSDP2's units exchange something for every trained parameter, see [Note: unreached].
+
+    Args:
+        module: the root, after `fully_shard`.
+    """
+    module.set_reduce_scatter_unused_params(True)
+    for each in module.modules():
+        if hasattr(each, "_get_fsdp_state"):  # private, as what it holds: nothing public tells who had no gradient
+            for group in each._get_fsdp_state()._fsdp_param_groups:
+                for held in group.fsdp_params:
+                    held.__class__ = _any_reach(type(held))  # type: ignore[arg-type]
+
+
+def hook_hidden(module: Any, output: Any) -> None:
+    """Have the backward pass of a unit begin at tensors of its output that torch does not look for."""
+    if isinstance(output, torch.Tensor):
+        return
+    from torch.distributed.fsdp._common_utils import collect_grad_tensors
+
+    found = {id(each) for t in collect_grad_tensors(output) for each in (t, t._base)}
+    hidden = [t for t in with_graph(output) if id(t) not in found]
+    if hidden:
+        module._get_fsdp_state()._register_pre_backward_hook(hidden)
+
+
+@cache
+def _any_reach(kind: Any) -> Any:
+    """The subclass of torch's `FSDPParam` that marks what is nobody's gradient."""
+
+    class AnyReach(kind):  # type: ignore[misc]
+        is_unreached = False
+
+        @property
+        def unsharded_zero_grad_data(self) -> torch.Tensor:
+            self.is_unreached = True
+            return self._get_grad_inner_tensor(torch.full_like(self.unsharded_param, -0.0))  # type: ignore[no-any-return]
+
+        def to_sharded_dtensor(self, tensor: torch.Tensor) -> Any:
+            """As torch's; None for the mean of nothing, which is what becomes of the gradient."""
+            if self.is_unreached:
+                self.is_unreached = False
+                if self.grad_offload_event is not None:
+                    self.grad_offload_event.synchronize()
+                if _is_nothing(tensor):
+                    return None
+            return super().to_sharded_dtensor(tensor)
+
+    return AnyReach
+
+
+def average_scalars(module: nn.Module, names: Sequence[str], group: dist.ProcessGroup) -> None:
+    """Average the gradients of these small parameters in one exchange at the end of each backward pass.
+
+    A mean of means is itself, so that it may repeat while gradients accumulate.
+
+    Args:
+        module: the root; parameters are looked up when it has run, for those on meta are replaced.
+        names: of parameters that nothing else averages.
+    """
+    is_queued = False
+
+    def begin(_: torch.Tensor) -> None:
+        nonlocal is_queued
+        if not is_queued:
+            is_queued = True
+            Variable._execution_engine.queue_callback(complete)
+
+    def complete() -> None:
+        nonlocal is_queued
+        is_queued = False
+        # Not by attribute: beside split weights a backward pass reads these as plain tensors.
+        places = [(module.get_submodule(path), name) for path, _, name in (n.rpartition(".") for n in names)]
+        held = [owner._parameters[name] for owner, name in places]
+        trained = [p for p in held if p is not None and p.requires_grad]
+        if not trained:
+            return
+        gradients = [_nothing(p.detach()) if p.grad is None else p.grad for p in trained]
+        mean = torch.stack([_local(g).double() for g in gradients])
+        dist.all_reduce(mean, group=group)
+        mean.div_(group.size())
+        for p, gradient, value in zip(trained, gradients, mean, strict=True):
+            _local(gradient).copy_(value)
+            if p.grad is None and not _is_nothing(value):
+                p.grad = gradient
+
+    def hook(_: nn.Module, args: Any, output: Any) -> None:
+        nonlocal is_queued
+        if torch.is_grad_enabled():
+            is_queued = False  # a backward that raised has left it so
+            for tensor in with_graph(output):
+                tensor.register_hook(begin)
+
+    module.register_forward_hook(hook)
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[no-any-return]
+
+
 def _remove(handles: Sequence[RemovableHandle]) -> None:
     for handle in handles:
         handle.remove()
 
 
-def _with_graph(value: Any) -> Iterator[torch.Tensor]:
+def with_graph(value: Any) -> Iterator[torch.Tensor]:
     """Tensors of an output that a backward pass may begin at, whatever holds them."""
     if isinstance(value, torch.Tensor):
         if value.requires_grad:
@@ -96,12 +200,12 @@ def _with_graph(value: Any) -> Iterator[torch.Tensor]:
             yield value if base is None or not base.requires_grad else base
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from _with_graph(item)
+            yield from with_graph(item)
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from _with_graph(item)
+            yield from with_graph(item)
     elif hasattr(value, "__dict__") and not isinstance(value, (type, torch.nn.Module)):
-        yield from _with_graph(vars(value))
+        yield from with_graph(vars(value))
 
 
 def _accumulate_nothing(unreached: Sequence[torch.Tensor]) -> None:

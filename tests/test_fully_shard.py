@@ -139,7 +139,7 @@ MESHES = {
         ((1, 1), ("replicate", "shard"), "FSDPModule"),
     ],
     2: [
-        ((2,), ("dp",), "DistributedDataParallel"),
+        ((2,), ("dp",), "AnyReachDDP"),
         ((2,), ("shard",), "FSDPModule"),
         ((1, 2), ("replicate", "shard"), "FSDPModule"),
         ((2, 1), ("replicate", "shard"), "FSDPModule"),
@@ -156,7 +156,7 @@ MESHES = {
         ((2, 2), ("shard", "replicate"), "FSDPModule"),
         ((2, 2), ("shard", "fsdp"), "FSDPModule"),
         ((2, 1, 2), ("host", "replicate", "shard"), "FSDPModule"),
-        ((2, 2), ("host", "local"), "DistributedDataParallel"),
+        ((2, 2), ("host", "local"), "AnyReachDDP"),
         ((2, 2), ("shard", "tp"), "FSDPModule"),
         ((2, 2), ("tp", "shard"), "FSDPModule"),
         ((2, 2), ("replicate", "tp"), "ReplicateModule"),

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dmp import DistributedModelParallel, ShardingEnv
+from dmp import DistributedModelParallel, ShardingEnv, colwise, data_parallel, rowwise
 from sharders import DDPWrapper
 from tests.ranks import mesh, run_ranks
 
@@ -27,7 +27,8 @@ class Net(nn.Module):
         torch.manual_seed(0)
         self.table = nn.EmbeddingBag(8, 4, mode="sum")
         self.first, self.branch, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
-        self.dummy = nn.Parameter(torch.ones(3))
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4, bias=False)
+        self.dummy, self.scale = nn.Parameter(torch.ones(3)), nn.Parameter(torch.tensor(2.0))
         self.checkpoints = checkpoints
 
     def forward(self, x: torch.Tensor, takes_branch: bool, form: str = "tensor") -> Any:
@@ -46,7 +47,7 @@ class Net(nn.Module):
 
     def _part(self, x: torch.Tensor, takes_branch: bool) -> torch.Tensor:
         x = self.first(x)
-        return self.branch(x) if takes_branch else x
+        return self.down(self.up(self.branch(x) * self.scale)) if takes_branch else x
 
 
 def batch(rank: int, step: int) -> torch.Tensor:
@@ -101,14 +102,17 @@ def differences(model: nn.Module, plain: nn.Module) -> Iterator[str]:
 
 
 def made(axis: str, checkpoints: bool | None = None, **options: Any) -> tuple[DistributedModelParallel, Net]:
-    env = ShardingEnv.from_mesh(mesh((2,), (axis,)))
+    env = ShardingEnv.from_mesh(mesh((2, 2), (axis, "tp")) if "tp" in options else mesh((2,), (axis,)))
+    if options.pop("tp", False):
+        options["plan"] = {"table.weight": data_parallel(), "down.weight": rowwise()}
+        options["plan"].update({f"up.{name}": colwise() for name in ("weight", "bias")})
     return DistributedModelParallel(Net(checkpoints), env, **options), Net(checkpoints)
 
 
-def steps_of(axis: str, name: str) -> list[str]:
+def steps_of(axis: str, name: str, **options: Any) -> list[str]:
     loss, checkpoints = LOSSES[name]
-    model, plain = made(axis, checkpoints)
-    rank, found = model.env.rank, []
+    model, plain = made(axis, checkpoints, **options)
+    rank, found = model.env.data_rank, []
     for step in range(6):
         for m in (model, plain):
             m.zero_grad()
@@ -120,9 +124,15 @@ def steps_of(axis: str, name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("axis", ["dp"])
+@pytest.mark.parametrize("axis", ["dp", "shard"])
 def test_gradients_are_those_of_one_process(axis: str, name: str) -> None:
     assert run_ranks(2, steps_of, axis, name) == [[], []]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["replicate", "shard"])
+def test_beside_split_weights_too(axis: str) -> None:
+    assert run_ranks(4, steps_of, axis, "branches", tp=True) == [[]] * 4
 
 
 def accumulated(axis: str) -> list[str]:
