@@ -56,7 +56,7 @@ class ModuleSharder(Protocol):
         ...
 
     def parameters(self, module: nn.Module) -> Mapping[str, ParameterInfo]:
-        """Parameters of `module` that a plan places; empty leaves the module to the data-parallel part."""
+        """Parameters of `module` that a plan places; the others, all where empty, are the data-parallel part's."""
         ...
 
     def layouts(self, info: ParameterInfo, env: ShardingEnv) -> Iterable[Layout]:
@@ -76,10 +76,11 @@ class ModuleSharder(Protocol):
     ) -> nn.Module:
         """A module for `module`'s place, with the same parameter and buffer names, on `device`.
 
-        `plan` names exactly what `parameters` named. Values present are kept; parameters on meta are allocated and
-        filled by the wrapper afterwards. Gradients are means over the data ranks (`env.data_size`), also those of
-        parameters that `parameters` does not name: the data-parallel part leaves the whole module alone.
-        `module` itself is not changed, so that a failure loses nothing.
+        `plan` names exactly what `parameters` named. Values present are kept. What is on meta, buffers too, is
+        allocated here, uninitialised, and filled by the wrapper afterwards, whatever its form: pieces, a DTensor, or
+        the whole. Gradients of what `parameters` named are means over the data ranks (`env.data_size`). Parameters
+        that it did not name are kept whole, and belong to the data-parallel part, which averages their gradients;
+        buffers stay with the module. `module` itself is not changed, so that a failure loses nothing.
         The result has `chunked_state` (see `ShardedModule`) unless every parameter is whole or a DTensor.
         """
         ...

@@ -120,7 +120,8 @@ def _fill_blocks(
 
 def fill_from_reset(targets: Mapping[str, ChunkedTensor], original: nn.Module, path: str, seed: int) -> None:
     """Fill chunks of a module's parameters from a whole copy that its own `reset_parameters` made."""
-    values = dict(_reset_copy(original, path, seed, _reset_of(original, path)).named_parameters())
+    made = _reset_copy(original, path, seed, _reset_of(original, path))
+    values = {**dict(made.named_parameters()), **dict(made.named_buffers())}
     for name, target in targets.items():
         target.fill_from(values[name].detach())
 

@@ -25,7 +25,7 @@ from torch.nn.parameter import is_lazy
 from dmp import live
 from dmp.agreement import check_agreement, sync_from_first_rank
 from dmp.arguments import check_arguments, take
-from dmp.chunked import ChunkedTensor, as_chunks, is_dtensor
+from dmp.chunked import ChunkedTensor, is_dtensor
 from dmp.contracts import (
     DataParallelWrapper,
     FusedModule,
@@ -37,14 +37,11 @@ from dmp.contracts import (
 from dmp.discovery import Resolved, Site, check_plan, join, place_dense
 from dmp.env import ShardingEnv, default_env
 from dmp.errors import CheckpointError, DmpError, PlanError, ShardError
+from dmp.filling import check_made, fill_from_meta, fills_itself
 from dmp.fused import FusedOptimizer
 from dmp.initial import (
     check_can_materialise,
-    fill_chunks,
-    fill_from_reset,
-    fill_own,
     materialise,
-    model_init,
     shared_seed,
 )
 from dmp.launch import join_launch
@@ -147,10 +144,11 @@ class DistributedModelParallel(nn.Module):
         self._plan = ShardingPlan(resolved.plan, report=getattr(plan, "report", None))
 
         if init_parameters:
-            check_can_materialise(module, [s.module for s in resolved.sites if _fills_itself(s)])
+            check_can_materialise(module, [s.module for s in resolved.sites if fills_itself(s)])
         sync_from_first_rank(module, self._env)
         seed = shared_seed(self._env) if init_parameters else 0
         self._paths: dict[str, tuple[str, ...]] = {}
+        self._claimed: dict[str, frozenset[str]] = {}  # path -> relative names of the parameters that a sharder named
         module = self._shard(module, list(resolved.sites), seed, init_parameters)
         self._unwrapped = [module]  # in a list, so that it is not a second child
         self._wrapped: nn.Module = module
@@ -204,7 +202,7 @@ class DistributedModelParallel(nn.Module):
 
     def _shard(self, module: nn.Module, sites: list[Site], seed: int, init_parameters: bool) -> nn.Module:
         """Replace the module of each site, at all its paths, once all are made; returns the root."""
-        made, failure = _attempt(lambda: [self._make(site) for site in sites])
+        made, failure = _attempt(lambda: [self._make(site, init_parameters) for site in sites])
         check_agreement({"error": "" if failure is None else f"{type(failure).__name__}: {failure}"}, self._env)
         if failure is not None:
             raise failure
@@ -218,16 +216,18 @@ class DistributedModelParallel(nn.Module):
             if hasattr(new, "module_path"):
                 new.module_path = site.path  # type: ignore[assignment]
             if init_parameters:
-                _fill_from_meta(site, new, seed, root)
+                fill_from_meta(site, new, seed, root)
             for path in site.aliases:
                 module = _replace(module, path, new)
             self._paths[site.path] = site.aliases
+            self._claimed[site.path] = frozenset(site.infos)
         return module
 
-    def _make(self, site: Site) -> nn.Module:
+    def _make(self, site: Site, init_parameters: bool) -> nn.Module:
         entries = {relative: self._plan[name] for relative, name in site.names().items()}
         new = site.sharder.shard(site.module, entries, self._env, self._device)
         _check_same_names(site, new)
+        check_made(site, new, init_parameters)
         return new
 
     def init_data_parallel(self) -> None:
@@ -260,8 +260,12 @@ class DistributedModelParallel(nn.Module):
 
     def _data_parallel_part(self, module: nn.Module) -> nn.Module:
         """The module with gradients averaged; weights that the plan replicates on a fully sharded mesh apart."""
+        kept, unclaimed = self._kept_whole(), self._unclaimed_names()
         owned = self._sharded_names()
-        kept = self._kept_whole()
+        if self._is_in_place():  # what lies inside a sharder's module cannot be split with the rest
+            kept |= unclaimed
+        else:
+            owned -= unclaimed
         wrapped = self._data_parallel.wrap(module, self._env, self._device, owned | kept)
         if kept:
             others = {name for name, _ in all_tensors(module)} - kept
@@ -491,6 +495,16 @@ class DistributedModelParallel(nn.Module):
                 names.update(join(alias, relative) for alias in aliases)
         return frozenset(names)
 
+    def _unclaimed_names(self) -> frozenset[str]:
+        """Names (under every alias) of parameters in sharders' modules that no sharder named: data-parallel ones."""
+        return frozenset(
+            join(alias, relative)
+            for path, aliases in self._paths.items()
+            for relative, _ in self.module.get_submodule(path).named_parameters(remove_duplicate=False)
+            if relative not in self._claimed[path]
+            for alias in aliases
+        )
+
     def _fused_parameters(self) -> Iterator[FusedParameter]:
         for path in self._paths:
             owned = self.module.get_submodule(path)
@@ -563,31 +577,6 @@ def _unfillable(own: torch.Tensor, given: torch.Tensor, assign: bool) -> str:
     if not assign and _is_split_on_meta(own):
         return "is on meta and would stay empty: pass assign=True, or init_parameters=True when wrapping"
     return ""
-
-
-def _fills_itself(site: Site) -> bool:
-    """Whether every parameter of the site has an `init_fn`; else the module's own reset is needed."""
-    return all(info.init_fn is not None for info in site.infos.values())
-
-
-def _fill_from_meta(site: Site, new: nn.Module, seed: int, root: nn.Module) -> None:
-    on_meta = [name for name, p in site.module.named_parameters() if p.is_meta]
-    if not on_meta or not isinstance(new, ShardedModule):
-        return
-    chunked, local = new.chunked_state(), dict(new.named_parameters())
-    targets = {name: chunked[name] if name in chunked else as_chunks(local[name]) for name in on_meta}
-    if model_init(root) is not None and isinstance(site.module, nn.Embedding | nn.EmbeddingBag):
-        fill_own(targets, site.module, site.path, seed, root)
-        return
-    rest: dict[str, ChunkedTensor] = {}
-    for name, target in targets.items():
-        init_fn = site.infos[name].init_fn if name in site.infos else None
-        if init_fn is not None:
-            fill_chunks(target, init_fn, join(site.path, name), seed)
-        else:
-            rest[name] = target
-    if rest:
-        fill_from_reset(rest, site.module, site.path, seed)
 
 
 def _replace(root: nn.Module, path: str, new: nn.Module) -> nn.Module:
