@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Collection
 from pathlib import Path
@@ -10,55 +9,59 @@ from typing import Any
 
 import torch
 
+from dmp.archive import check_file
 from dmp.checksums import Checked
-from dmp.chunked import ChunkedTensor
+from dmp.chunked import PIECE_BYTES, ChunkedTensor
+from dmp.entries import check_entries, from_json, shapes_of
 from dmp.errors import CheckpointError
-from dmp.metadata import check_files, read_metadata, shapes_of
+from dmp.metadata import read_metadata
+from dmp.objects import check_about, checked_objects
+from dmp.paths import inside, is_size, open_file, read_json, shown
 from dmp.pieces import Pieces
-from dmp.sources import CHECKSUMS, FORMAT_VERSION
+from dmp.sources import CHECKSUMS, FORMAT_VERSION, TENSORS
 from dmp.stored import fill
 
 
 class Folder:
-    """A folder that `save_checkpoint` wrote."""
+    """A folder that `save_checkpoint` wrote; of formats before the third, `.metadata` says where its tensors lie."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.about = self._json("dmp.json")
+        if not (path / "dmp.json").exists():
+            raise CheckpointError(f"{path} is not a checkpoint of this library: it has no dmp.json")
+        self.about = read_json(path / "dmp.json")
         version = self.about.get("version")
-        if not isinstance(version, int) or version > FORMAT_VERSION:
+        if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
             raise CheckpointError(
-                f"{path / 'dmp.json'}: format version {version!r}; this version of dmp reads up to {FORMAT_VERSION}"
+                f"{path / 'dmp.json'}: format version {shown(version)}; this version of dmp reads 1 to {FORMAT_VERSION}"
             )
-        if not (path / ".metadata").exists() or (version > 1 and not (path / CHECKSUMS).exists()):
-            lacks = ".metadata" if not (path / ".metadata").exists() else CHECKSUMS
+        needed = ((".metadata", 1), (CHECKSUMS, 2), (TENSORS, 3))
+        lacks = next((name for name, since in needed if version >= since and not (path / name).exists()), None)
+        if lacks is not None:
             raise CheckpointError(f"{path} has no {lacks}: it is a save that was cut short")
         if version > 1:
             self._check_small_files()
-        try:
-            self.objects: dict[str, Any] = torch.load(path / "objects.pt", map_location="cpu", weights_only=True)
-        except Exception as error:  # torch.load raises many kinds
-            raise CheckpointError(f"{path / 'objects.pt'} cannot be read: {error}") from error
-        self._metadata = read_metadata(path / ".metadata")
-        self.shapes = shapes_of(self._metadata)
-        check_files(path, self._metadata)
-        self._pieces = Pieces(path, self._metadata, is_plain=True)
-
-    def _json(self, name: str) -> dict[str, Any]:
-        try:
-            data = json.loads((self.path / name).read_bytes())
-        except FileNotFoundError:
-            raise CheckpointError(f"{self.path} is not a checkpoint of this library: it has no {name}") from None
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{self.path / name} cannot be read: {error}") from error
-        return data if isinstance(data, dict) else {}
+        self.objects = checked_objects(path / "objects.pt", _unpacked(path / "objects.pt"))
+        check_about(path / "dmp.json", self.about)
+        if version > 2:
+            by = TENSORS
+            entries = from_json(read_json(path / TENSORS), path / TENSORS)
+        else:
+            by = ".metadata"
+            entries = read_metadata(path / ".metadata")
+        check_entries(path, entries, by)
+        self.shapes = shapes_of(entries)
+        self._pieces = Pieces(path, entries, only_plain=True)
 
     def _check_small_files(self) -> None:
-        for name, crc in self._json(CHECKSUMS).items():
-            try:
-                found = zlib.crc32((self.path / name).read_bytes())
-            except OSError as error:
-                raise CheckpointError(f"{self.path / name} cannot be read: {error}") from error
+        listed = self.path / CHECKSUMS
+        crcs = read_json(listed)
+        if self.about["version"] > 2 and TENSORS not in crcs:
+            raise CheckpointError(f"{listed} has no CRC-32 of {TENSORS}; expected one")
+        for name, crc in crcs.items():
+            if not is_size(crc):
+                raise CheckpointError(f"{listed}: the CRC-32 of {shown(name)} is {shown(crc)}; expected a number")
+            found = _crc_of(inside(self.path, name, str(listed)))
             if found != crc:
                 raise CheckpointError(
                     f"{self.path / name} is damaged: it has CRC-32 {found:08x}, expected {crc:08x} by {CHECKSUMS}"
@@ -70,4 +73,24 @@ class Folder:
 
     def read(self, targets: dict[str, ChunkedTensor]) -> None:
         for key, target in targets.items():
-            fill(target, self._pieces.of(key) or ())
+            fill(target, self._pieces.of(key))
+
+
+def _unpacked(path: Path) -> Any:
+    try:
+        with open_file(path) as file:
+            check_file(file)
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch.load raises many kinds
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def _crc_of(path: Path) -> int:
+    crc = 0
+    try:
+        with open_file(path) as file:
+            while data := file.read(PIECE_BYTES):
+                crc = zlib.crc32(data, crc)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    return crc

@@ -34,6 +34,8 @@ def open_source(path: Path) -> Source:
         return Folder(path)
     if path.is_file():
         return SafetensorsSource(path) if path.suffix == ".safetensors" else TorchFile(path)
+    if path.exists() or path.is_symlink():
+        raise CheckpointError(f"{path} is neither a folder nor a file; expected a checkpoint")
     half = path.with_name(f".{path.name}.saving")
     raise CheckpointError(f"there is nothing at {path}" + (f"; {half} is a save that was cut short" * half.exists()))
 

@@ -1,110 +1,172 @@
-"""Pieces of a folder of torch's distributed checkpoint: where each chunk's bytes lie, and whether they are whole.
+"""Pieces of a folder of torch's distributed checkpoint: where each one's bytes lie, and whether they are whole.
 
-torch stores each chunk as an uncompressed zip archive, many in a file. An archive has a CRC-32 of each entry, which
+torch stores each piece as an uncompressed zip archive, many in a file. An archive has a CRC-32 of each entry, which
 torch writes and does not look at when it reads; here it is what tells a flipped bit.
+
+[Note: as they are stored]
+Where a piece's values lie in the file one after another, a rank reads just those it holds (`Stored`). Else, with other
+strides or packed, it is read whole, once to be checked and again to be copied from (`Packed`).
 """
 
 from __future__ import annotations
 
 import io
-import pickle
-import struct
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from math import prod
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
 import torch
 
+from dmp.archive import crc_places, is_plain, read_archive, strided
+from dmp.chunked import copy_overlap
+from dmp.entries import Entries, Entry, Piece
 from dmp.errors import CheckpointError
+from dmp.paths import open_file, shown
+from dmp.safetensors_header import read_header
 from dmp.stored import Stored
 
-_LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip entry: the lengths of its name and of what follows the name
-_DIRECTORY_ENTRY = struct.Struct("<28xHHH12x")  # the lengths of what follows: name, more, comment
-_Chunk = tuple[str, tuple[int, ...], tuple[int, ...]]  # key, offset, size
+_ZSTD = "stream.zstd/1"
+_MORE_BYTES = 1 << 20  # than its values, that a packed piece may have
 
 
 class Pieces:
-    """The stored chunks of a folder's tensors, each looked up when it is first wanted.
+    """The stored pieces of a folder's tensors, each looked up when it is first wanted.
 
     Args:
         path: the folder.
-        metadata: its `.metadata`.
-        is_plain: all of them lie there as plain bytes, or the folder is damaged.
+        entries: its tensors.
+        only_plain: all of them lie there as plain bytes, or the folder is damaged.
     """
 
-    def __init__(self, path: Path, metadata: Any, *, is_plain: bool = False) -> None:
+    def __init__(self, path: Path, entries: Entries, *, only_plain: bool = False) -> None:
         self._path = path
-        self._is_plain = is_plain
-        self._metadata = metadata
-        self._infos = {
-            (index.fqn, tuple(index.offset or ())): info for index, info in (metadata.storage_data or {}).items()
-        }
-        self._known: dict[_Chunk, Stored | None] = {}
-        self._like: dict[tuple[int, torch.dtype, tuple[int, ...]], _Archive] = {}
+        self._only_plain = only_plain
+        self._entries = entries
+        self._known: dict[tuple[str, tuple[int, ...]], Stored | Packed] = {}
+        self._like: dict[tuple[int, torch.dtype, tuple[int, ...]], _Like] = {}
 
     def check(self, keys: Iterable[str], part: tuple[int, int]) -> None:
-        """Read the i-th of n parts of these tensors' chunks, and compare each with its CRC-32.
+        """Read the i-th of n parts of these tensors' pieces, and compare each with its CRC-32.
 
         Raises:
             CheckpointError: naming the file and the tensor.
         """
-        chunks = [chunk for key in sorted(keys) for chunk in self._chunks(key)]
-        for chunk in chunks[part[0] :: part[1]]:
-            stored = self._find(chunk)
-            if stored is not None:
-                stored.check(chunk[0])
+        pieces = [(key, piece) for key in sorted(keys) for piece in self._entries[key].pieces if all(piece.size)]
+        for key, piece in pieces[part[0] :: part[1]]:
+            self._find(key, piece).check(key)
 
-    def of(self, key: str) -> list[Stored] | None:
-        """All chunks of a tensor; None where they do not lie there as plain bytes."""
-        found = [self._find(chunk) for chunk in self._chunks(key)]
-        plain = [stored for stored in found if stored is not None]
-        return plain if len(plain) == len(found) else None
+    def of(self, key: str) -> list[Stored | Packed]:
+        """All pieces of a tensor."""
+        return [self._find(key, piece) for piece in self._entries[key].pieces if all(piece.size)]
 
-    def _chunks(self, key: str) -> list[_Chunk]:
-        entry = self._metadata.state_dict_metadata[key]
-        return [(key, tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
-
-    def _find(self, chunk: _Chunk) -> Stored | None:
-        if chunk not in self._known:
-            key, offset, size = chunk
-            info = self._infos.get((key, offset))
-            if info is None:
-                raise CheckpointError(f"{self._path / '.metadata'} does not say where {key!r} at {offset} lies")
-            dtype = self._metadata.state_dict_metadata[key].properties.dtype
-            file = self._path / info.relative_path
+    def _find(self, key: str, piece: Piece) -> Stored | Packed:
+        found = self._known.get((key, piece.offset))
+        if found is None:
+            file = self._path / piece.file
             try:
-                self._known[chunk] = self._look(file, info, dtype, size, offset)
-            except (zipfile.BadZipFile, LookupError, pickle.UnpicklingError, struct.error, ValueError) as error:
+                found = self._look(file, piece, self._entries[key])
+            except Exception as error:  # zipfile has many kinds for what is no archive
                 raise CheckpointError(
-                    f"{file} is damaged: {key!r} at {offset} cannot be found in it: {error}"
+                    f"{file} is damaged: {key!r} at {piece.offset} cannot be found in it: {error}"
                 ) from error
-        return self._known[chunk]
+            self._known[key, piece.offset] = found
+        return found
 
-    def _look(
-        self, file: Path, info: Any, dtype: torch.dtype, size: tuple[int, ...], offset: tuple[int, ...]
-    ) -> Stored | None:
-        if getattr(info, "transform_descriptors", None):
-            return None
-        like = self._like.get((info.length, dtype, size))
-        with file.open("rb") as whole:
-            crc = None if like is None else like.crc(whole, info.offset)
+    def _look(self, file: Path, piece: Piece, entry: Entry) -> Stored | Packed:
+        dtype, size = entry.dtype, piece.size
+        packed = Packed(file, piece, dtype, size, piece.offset)
+        if piece.transforms:
+            packed.check("it")
+            return packed
+        like = self._like.get((piece.num_bytes, dtype, size))
+        with open_file(file) as whole:
+            crc = None if like is None else like.crc(whole, piece.at)
             if like is None or crc is None:
-                whole.seek(info.offset)
-                if whole.read(9)[8:] == b"{" and not self._is_plain:  # safetensors, torch's other way
-                    return None
-                like = _read_archive(cast(IO[bytes], _Window(whole, info.offset, info.length)), dtype, size)
+                whole.seek(piece.at)
+                if whole.read(9)[8:] == b"{" and not self._only_plain:  # safetensors, torch's other way
+                    return _in_safetensors(whole, file, piece, dtype)
+                like = _read_like(cast(IO[bytes], _Window(whole, piece.at, piece.num_bytes)), dtype, size)
                 if like is None:
-                    if self._is_plain:
+                    if self._only_plain:
                         raise ValueError("it is not stored as plain bytes")
-                    return None
-                self._like[info.length, dtype, size] = like
-                crc = like.crc(whole, info.offset)
-        return Stored(file, info.offset + like.at, dtype, size, offset, crc if like.is_alone and crc else None)
+                    return packed
+                self._like[piece.num_bytes, dtype, size] = like
+                crc = like.crc(whole, piece.at)
+        return Stored(file, piece.at + like.at, dtype, size, piece.offset, crc if like.is_alone and crc else None)
 
 
-class _Archive(NamedTuple):
+class Packed(NamedTuple):
+    """A rectangle of which the file does not hold the values one after another; see [Note: as they are stored].
+
+    Args:
+        file: where it lies.
+        piece: as the folder has it.
+        dtype: of its elements.
+        size: of the rectangle, as it is given out.
+        offset: its first index in the whole tensor.
+    """
+
+    file: Path
+    piece: Piece
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    offset: tuple[int, ...]
+
+    def fill(self, chunk: torch.Tensor, offset: tuple[int, ...]) -> None:
+        copy_overlap(chunk.detach(), offset, self._tensor().reshape(self.size), self.offset)
+
+    def check(self, name: str) -> None:
+        """Read all of it.
+
+        Raises:
+            CheckpointError: naming the file and `name`; it is damaged, or packed in a way that is not known.
+        """
+        try:
+            self._tensor()
+        except Exception as error:  # zipfile has many kinds for what is no archive
+            raise CheckpointError(
+                f"{self.file} is damaged, or in a form that is not known: {name!r} at {self.piece.offset}: {error}"
+            ) from error
+
+    def _tensor(self) -> torch.Tensor:
+        with open_file(self.file) as whole:
+            whole.seek(self.piece.at)
+            data = whole.read(self.piece.num_bytes)
+        for transform in reversed(self.piece.transforms):
+            data = _unpacked(data, transform, 2 * prod(self.piece.size) * self.dtype.itemsize + _MORE_BYTES)
+        file = io.BytesIO(data)
+        archive = zipfile.ZipFile(file)
+        described = read_archive(archive, file, self.dtype, self.piece.size)
+        return strided(bytearray(archive.read(described.entry)), described, self.dtype, self.piece.size)
+
+
+def _unpacked(data: bytes, transform: str, limit: int) -> bytes:
+    """What was packed, at most so many bytes."""
+    if not (transform == _ZSTD or transform.startswith(_ZSTD + ".")):
+        raise ValueError(f"it went through {shown(transform)}; expected {_ZSTD}, or nothing")
+    try:
+        import zstandard
+    except ImportError:
+        raise ValueError(
+            "it is compressed, and the package zstandard is not installed: pip install zstandard"
+        ) from None
+    found: bytes = zstandard.ZstdDecompressor().stream_reader(io.BytesIO(data)).read(limit + 1)
+    if len(found) > limit:
+        raise ValueError(f"it unpacks to more than {limit} bytes")
+    return found
+
+
+def _in_safetensors(whole: IO[bytes], file: Path, piece: Piece, dtype: torch.dtype) -> Stored:
+    whole.seek(piece.at)
+    held = list(read_header(whole, piece.num_bytes, str(file)).values())
+    if len(held) != 1 or (held[0].dtype, held[0].size) != (dtype, piece.size):
+        raise ValueError(f"it holds {shown(held)}; expected one tensor, {dtype} of {piece.size}")
+    return Stored(file, piece.at + held[0].at, dtype, piece.size, piece.offset)
+
+
+class _Like(NamedTuple):
     """What one archive is like, and so are all of as many bytes: each is looked at as a zip archive only once.
 
     Args:
@@ -131,25 +193,19 @@ class _Archive(NamedTuple):
         return crc if _without(found, self.of_values) == self.directory else None
 
 
-def _read_archive(file: IO[bytes], dtype: torch.dtype, size: tuple[int, ...]) -> _Archive | None:
+def _read_like(file: IO[bytes], dtype: torch.dtype, size: tuple[int, ...]) -> _Like | None:
     """None where the tensor does not lie there as plain bytes."""
     archive = zipfile.ZipFile(file)
-    entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
-    pickled, data = entries["data.pkl"], entries["data/0"]
-    first, saved_size, stride = _TensorUnpickler(io.BytesIO(archive.read(pickled))).load()
-    num_bytes = prod(size) * dtype.itemsize
-    is_plain = tuple(stride) == torch.empty(size, device="meta").stride()
-    if data.compress_type != zipfile.ZIP_STORED or tuple(saved_size) != size or not is_plain:
+    described = read_archive(archive, file, dtype, size)
+    if not is_plain(described, size):
         return None
-    if data.file_size < first * dtype.itemsize + num_bytes:
-        raise ValueError(f"it has {data.file_size} bytes, {num_bytes} are needed")
     file.seek(archive.start_dir)
     directory = file.read()
-    crcs = dict(_crc_places(directory))
+    crcs = dict(crc_places(directory))
     of_values = tuple(at for name, at in crcs.items() if name in ("data/0", ".data/serialization_id"))
-    return _Archive(
-        data_start(file, data) + first * dtype.itemsize,
-        data.file_size == num_bytes,
+    return _Like(
+        described.at + described.first * dtype.itemsize,
+        described.num_bytes == prod(size) * dtype.itemsize,
         archive.start_dir,
         _without(directory, of_values),
         crcs["data/0"],
@@ -157,49 +213,11 @@ def _read_archive(file: IO[bytes], dtype: torch.dtype, size: tuple[int, ...]) ->
     )
 
 
-def _crc_places(directory: bytes) -> Iterator[tuple[str, int]]:
-    """(name, where its CRC-32 is) of each entry of a zip archive's directory."""
-    at = 0
-    while directory[at : at + 4] == b"PK\1\2":
-        lengths = _DIRECTORY_ENTRY.unpack_from(directory, at)
-        name = directory[at + _DIRECTORY_ENTRY.size :][: lengths[0]].decode()
-        yield name.partition("/")[2], at + 16
-        at += _DIRECTORY_ENTRY.size + sum(lengths)
-
-
 def _without(data: bytes, places: tuple[int, ...]) -> bytes:
     cleared = bytearray(data)
     for at in places:
         cleared[at : at + 4] = bytes(4)
     return bytes(cleared)
-
-
-def data_start(archive: IO[bytes], entry: zipfile.ZipInfo) -> int:
-    """Where in an archive the bytes of an entry begin."""
-    archive.seek(entry.header_offset)
-    name_bytes, more_bytes = _LOCAL_HEADER.unpack(archive.read(_LOCAL_HEADER.size))
-    return int(entry.header_offset + _LOCAL_HEADER.size + name_bytes + more_bytes)
-
-
-def crc_of(entry: zipfile.ZipInfo) -> int | None:
-    """None where torch was told to leave it out, and wrote 0."""
-    return entry.CRC or None
-
-
-class _TensorUnpickler(pickle.Unpickler):
-    """Reads of a saved tensor where it begins in its storage, its size and its strides; builds nothing."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return lambda storage, first, size, stride, *_: (first, size, stride)
-        if (module, name) == ("collections", "OrderedDict"):
-            return dict
-        if module == "torch" and name.endswith("Storage"):
-            return str
-        raise pickle.UnpicklingError(f"{module}.{name} is not part of a plain tensor")
-
-    def persistent_load(self, pid: Any) -> Any:
-        return None
 
 
 class _Window(io.RawIOBase):
@@ -218,7 +236,10 @@ class _Window(io.RawIOBase):
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        if at < 0:
+            raise ValueError(f"byte {at} of an archive")
+        self._at = at
         return self._at
 
     def readinto(self, buffer: Any) -> int:

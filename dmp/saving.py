@@ -20,15 +20,17 @@ from torch.nn.parameter import is_lazy
 
 from dmp.chunked import ChunkedTensor, as_chunks
 from dmp.claim import Claim, take_claim
+from dmp.entries import to_json
 from dmp.env import ShardingEnv
 from dmp.errors import CheckpointError
 from dmp.history import remove_older
+from dmp.metadata import read_metadata
 from dmp.optimizer_state import column_widths, owned_states, param_groups
 from dmp.own import ABOUT, refuse_strangers, remove_own, stranger_at
 from dmp.plan import ShardingPlan
 from dmp.random_state import random_state
 from dmp.ranks import PeerLost, together
-from dmp.sources import CHECKSUMS, FORMAT_VERSION, MODEL, STATE
+from dmp.sources import CHECKSUMS, FORMAT_VERSION, MODEL, STATE, TENSORS
 from dmp.wrapper import DistributedModelParallel
 from dmp.writer import writer_to
 
@@ -143,7 +145,10 @@ def write(
 
     def finish() -> None:
         if rank == 0:
-            crcs = {name: zlib.crc32((partial / name).read_bytes()) for name in (".metadata", *content.files)}
+            tensors = to_json(read_metadata(partial / ".metadata")).encode()
+            _write_file(partial / TENSORS, tensors)
+            small = (".metadata", TENSORS, *content.files)
+            crcs = {name: zlib.crc32((partial / name).read_bytes()) for name in small}
             _write_file(partial / CHECKSUMS, json.dumps(crcs, indent=1).encode())
             claims[0].check()
             _replace(partial, target)

@@ -11,8 +11,8 @@ import torch
 from dmp.checksums import Checked
 from dmp.chunked import ChunkedTensor
 
-FORMAT_VERSION = 2
-CHECKSUMS = "checksums.json"
+FORMAT_VERSION = 3
+CHECKSUMS, TENSORS = "checksums.json", "tensors.json"
 MODEL, STATE = "model.", "optimizer.state."
 
 

@@ -17,12 +17,13 @@ import zlib
 from collections.abc import Iterable
 from math import prod
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, NamedTuple, Protocol
 
 import torch
 
 from dmp.chunked import PIECE_BYTES, ChunkedTensor
 from dmp.errors import CheckpointError
+from dmp.paths import open_file
 
 _POPULATE_READ = 22  # Linux's MADV_POPULATE_READ, which the module mmap has no name for
 
@@ -59,7 +60,7 @@ class Stored(NamedTuple):
         row = prod(self.size[1:])
         at = first[0] * row if first else 0
         is_plain = target.device.type == "cpu" and target.dtype == self.dtype
-        with self.file.open("rb", buffering=0) as file:
+        with open_file(self.file, buffering=0) as file:
             if target.shape[1:] == self.size[1:] and target.is_contiguous() and is_plain:
                 file.seek(self.at + at * self.dtype.itemsize)
                 _fill_buffer(file, _memory_of(target), self.file)
@@ -84,7 +85,7 @@ class Stored(NamedTuple):
     def crc_of(self, start: int, num_bytes: int) -> int:
         """CRC-32 of some of its bytes."""
         crc = 0
-        with self.file.open("rb", buffering=0) as file:
+        with open_file(self.file, buffering=0) as file:
             for at in range(start, start + num_bytes, PIECE_BYTES):
                 crc = zlib.crc32(self._mapped(file, at, min(PIECE_BYTES, start + num_bytes - at)), crc)
         return crc
@@ -126,7 +127,15 @@ def _fill_buffer(file: IO[bytes], buffer: memoryview, path: Path) -> None:
         buffer = buffer[count:]
 
 
-def fill(target: ChunkedTensor, stored: Iterable[Stored]) -> None:
+class Rectangle(Protocol):
+    """A stored part of a tensor."""
+
+    def fill(self, chunk: torch.Tensor, offset: tuple[int, ...]) -> None:
+        """Give the chunk what it shares with it."""
+        ...
+
+
+def fill(target: ChunkedTensor, stored: Iterable[Rectangle]) -> None:
     """Fill this rank's chunks from the rectangles, which cover the tensor."""
     for rectangle in stored:
         for chunk, offset in zip(target.chunks, target.offsets, strict=True):

@@ -16,14 +16,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable
 from itertools import pairwise
-from math import prod
 from pathlib import Path
 from typing import Any
 
 from dmp.checksums import Checked
 from dmp.chunked import ChunkedTensor
-from dmp.errors import CheckpointError
-from dmp.metadata import check_files, read_metadata, read_with_torch, shapes_of
+from dmp.entries import check_entries, shapes_of
+from dmp.metadata import read_metadata
 from dmp.pieces import Pieces
 from dmp.sources import MODEL, STATE
 from dmp.stored import fill
@@ -37,14 +36,10 @@ class TorchFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._metadata = read_metadata(path / ".metadata")
-        check_files(path, self._metadata)
-        self._pieces = Pieces(path, self._metadata)
-        shapes = shapes_of(self._metadata)
-        for key, (size, _) in shapes.items():
-            held = sum(prod(chunk.sizes) for chunk in self._metadata.state_dict_metadata[key].chunks)
-            if held != prod(size):
-                raise CheckpointError(f"{path}: the pieces of {key!r} hold {held} of {prod(size)} elements")
+        self._entries = read_metadata(path / ".metadata")
+        check_entries(path, self._entries, ".metadata")
+        self._pieces = Pieces(path, self._entries)
+        shapes = shapes_of(self._entries)
         self._keys = sort_keys(shapes)
         self.shapes = {ours: shapes[key] for ours, key in self._keys.items()}
         owners = sorted({ours[len(STATE) :].rpartition(".")[0] for ours in self._keys if ours.startswith(STATE)})
@@ -71,8 +66,7 @@ class TorchFolder:
         table, _ = self.shapes[weight]
         if len(table) != 2 or len(size) != 1 or size[0] == table[0]:
             return ()
-        chunks = self._metadata.state_dict_metadata[self._keys[weight]].chunks
-        starts = sorted({chunk.offsets[1] for chunk in chunks})
+        starts = sorted({piece.offset[1] for piece in self._entries[self._keys[weight]].pieces})
         is_blocks = 1 < len(starts) < table[1] and size[0] == table[0] * len(starts)
         return tuple(b - a for a, b in pairwise([*starts, table[1]])) if is_blocks else ()
 
@@ -81,12 +75,10 @@ class TorchFolder:
         return []
 
     def read(self, targets: dict[str, ChunkedTensor]) -> None:
-        others: dict[str, ChunkedTensor] = {}
         for ours, target in targets.items():
-            stored = self._pieces.of(self._keys[ours])
-            if stored is None:
-                others[self._keys[ours]] = target
-            elif len(target.shape) == len(stored[0].size):
+            key = self._keys[ours]
+            stored = self._pieces.of(key)
+            if len(target.shape) == len(self._entries[key].size):
                 fill(target, stored)
             else:  # [Note: blocks one after another]
                 rows = target.shape[0]
@@ -94,8 +86,6 @@ class TorchFolder:
                     target,
                     (s._replace(size=(*s.size, 1), offset=(s.offset[0] % rows, s.offset[0] // rows)) for s in stored),
                 )
-        if others:
-            read_with_torch(self.path, self._metadata, others)
 
 
 def sort_keys(keys: Iterable[str]) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -143,7 +144,9 @@ def test_a_file_that_is_lost_between_the_check_and_the_read(tmp_path: Path, monk
         load_checkpoint(path, model)
 
 
-@pytest.mark.parametrize("name", ["checksums.json", ".metadata", "dmp.json", "objects.pt", "plan.json", "__0_0.distcp"])
+@pytest.mark.parametrize(
+    "name", ["checksums.json", "tensors.json", ".metadata", "dmp.json", "objects.pt", "plan.json", "__0_0.distcp"]
+)
 def test_a_missing_file_is_named(name: str, tmp_path: Path) -> None:
     path, model = tmp_path / "saved", Model(1)
     save_checkpoint(path, Model())
@@ -154,13 +157,21 @@ def test_a_missing_file_is_named(name: str, tmp_path: Path) -> None:
     assert equal(flat(model, None), before)
 
 
-def test_the_format_before_checksums_is_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [1, 2])
+def test_formats_before_are_read(version: int, tmp_path: Path) -> None:
+    """The first had no checksums, the first two no tensors.json."""
     path, model = tmp_path / "saved", Model(1)
     saved = Model()
     save_checkpoint(path, saved)
-    about = json.loads((path / "dmp.json").read_text())
-    (path / "dmp.json").write_text(json.dumps({**about, "version": 1}))
-    (path / "checksums.json").unlink()
+    about = json.dumps({**json.loads((path / "dmp.json").read_text()), "version": version})
+    (path / "dmp.json").write_text(about)
+    (path / "tensors.json").unlink()
+    crcs = json.loads((path / "checksums.json").read_text())
+    if version == 1:
+        (path / "checksums.json").unlink()
+    else:
+        del crcs["tensors.json"]
+        (path / "checksums.json").write_text(json.dumps({**crcs, "dmp.json": zlib.crc32(about.encode())}))
     load_checkpoint(path, model)
     assert equal(flat(model, None), flat(saved, None))
 

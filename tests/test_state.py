@@ -219,8 +219,8 @@ def test_on_disk(tmp_path: Path) -> None:
     path = tmp_path / "saved"
     module, _ = save_plain(path)
     names = {p.name for p in path.iterdir()}
-    assert {"dmp.json", "plan.json", "objects.pt", ".metadata", "checksums.json"} < names
-    assert json.loads((path / "dmp.json").read_text())["version"] == 2
+    assert {"dmp.json", "plan.json", "objects.pt", ".metadata", "tensors.json", "checksums.json"} < names
+    assert json.loads((path / "dmp.json").read_text())["version"] == 3
     assert os.listdir(tmp_path) == ["saved"]
     dcp_to_torch_save(path, tmp_path / "all.pt")
     stored = torch.load(tmp_path / "all.pt", weights_only=True)
@@ -281,11 +281,14 @@ def newer(path: Path) -> None:
 
 
 def evil(path: Path) -> None:
-    """One who means harm writes the checksum too."""
-    code = b"cos\nsystem\n(S'true'\ntR."
-    (path / ".metadata").write_bytes(code)
+    """One who means harm writes the checksums too, and the version before tensors.json was read."""
+    about = json.loads((path / "dmp.json").read_text())
+    written = {".metadata": b"cos\nsystem\n(S'true'\ntR.", "dmp.json": json.dumps({**about, "version": 2}).encode()}
     checksums = json.loads((path / "checksums.json").read_text())
-    (path / "checksums.json").write_text(json.dumps({**checksums, ".metadata": zlib.crc32(code)}))
+    for name, data in written.items():
+        (path / name).write_bytes(data)
+        checksums[name] = zlib.crc32(data)
+    (path / "checksums.json").write_text(json.dumps(checksums))
 
 
 SPOILERS: dict[str, tuple[Any, str]] = {
