@@ -32,13 +32,13 @@ from dmp.env import default_env
 from dmp.errors import CheckpointError
 from dmp.gather import env_of
 from dmp.history import next_saved_ns
+from dmp.inside import env_inside
 from dmp.opening import open_source
 from dmp.random_state import prepare_random_state
 from dmp.ranks import everyone, together
 from dmp.renaming import Rename, fitted, renamed
 from dmp.restore import Job, prepare
 from dmp.saving import Content, check_target, collect, write
-from dmp.wrapper import DistributedModelParallel
 
 
 def save_checkpoint(
@@ -74,7 +74,7 @@ def save_checkpoint(
     """
     target = Path(path).absolute()
     target = target.resolve() if target.name == ".." else target
-    env = model.env if isinstance(model, DistributedModelParallel) else default_env()
+    env = env_inside(model) or default_env()
     wait_for_pending()
     group = env.group() if env.size > 1 else None
 

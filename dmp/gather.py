@@ -22,7 +22,7 @@ from dmp.contracts import ShardedModule
 from dmp.discovery import join
 from dmp.env import ShardingEnv, default_env
 from dmp.errors import ShardError
-from dmp.inside import env_inside
+from dmp.inside import env_inside, wrapped_in
 from dmp.ranks import together
 from dmp.wrapper import DistributedModelParallel
 
@@ -61,6 +61,8 @@ def to_unsharded(model: nn.Module) -> nn.Module:
     Raises:
         ShardError: a sharded module without `unsharded()`, or one that leaves a tensor on meta.
     """
+    if not isinstance(model, DistributedModelParallel) and wrapped_in(model):
+        return _parent_unsharded(model)
     live = model.module if isinstance(model, DistributedModelParallel) else model
     root = model.skeleton or live if isinstance(model, DistributedModelParallel) else live
     memo: dict[int, Any] = {}
@@ -87,6 +89,14 @@ def to_unsharded(model: nn.Module) -> nn.Module:
     targets = {name: t for name, t in plain.state_dict().items() if isinstance(t, torch.Tensor)}
     gather(model.state_dict(), env_of(model), out=targets)
     return plain
+
+
+def _parent_unsharded(parent: nn.Module) -> nn.Module:
+    """A copy with plain modules in place of the wrapped models; inside another wrapper, as DDP, what that holds."""
+    if isinstance(parent, nn.parallel.DistributedDataParallel):
+        return to_unsharded(parent.module)
+    memo: dict[int, Any] = {id(m): to_unsharded(m) for m in wrapped_in(parent).values()}
+    return copy.deepcopy(parent, memo).cpu()
 
 
 def _take_buffers(live: nn.Module, plain: nn.Module) -> None:

@@ -21,8 +21,8 @@ from torch import nn
 from dmp.chunked import ChunkedTensor, as_chunks
 from dmp.errors import CheckpointError
 from dmp.gather import chunk_views, env_of, gather, sharded_parameters
+from dmp.inside import env_inside, fused_inside, plan_inside, wrapped_in
 from dmp.replaced import follow
-from dmp.wrapper import DistributedModelParallel
 
 
 @dataclass
@@ -143,9 +143,8 @@ def owned_states(model: nn.Module, optimizer: torch.optim.Optimizer | None = Non
             entry.values[key] = value
         owned[name] = entry
 
-    if isinstance(model, DistributedModelParallel):
-        for name, fused in model.fused_optimizer.fused.items():
-            add(name, fused.options, None, fused.state())
+    for name, fused in fused_inside(model).items():
+        add(name, fused.options, None, fused.state())
     for name, parameter in named.items():
         for inner in () if name in owned else getattr(parameter, "_in_backward_optimizers", ()):
             add(name, inner.param_groups[0], inner, inner.state.get(parameter, {}))
@@ -168,12 +167,13 @@ def param_groups(owned: Iterable[OwnedState]) -> list[dict[str, Any]]:
 
 def column_widths(model: nn.Module, owned: Iterable[OwnedState]) -> dict[str, tuple[int, ...]]:
     """Widths of the column blocks of every parameter that the plan splits by columns; see [Note: column blocks]."""
-    if not isinstance(model, DistributedModelParallel):
+    plan, env = plan_inside(model), env_inside(model)
+    if env is None:
         return {}
     widths: dict[str, tuple[int, ...]] = {}
     for o in owned:
-        if o.name in model.plan and len(o.shape) == 2 and not model.plan[o.name].layout.is_dense:
-            shards = model.plan[o.name].layout.shards(o.shape, model.env)
+        if o.name in plan and len(o.shape) == 2 and not plan[o.name].layout.is_dense:
+            shards = plan[o.name].layout.shards(o.shape, env)
             starts = sorted({s.offsets[1] for s in shards})
             if len(starts) > 1:
                 widths[o.name] = tuple(b - a for a, b in pairwise([*starts, o.shape[1]]))
@@ -195,10 +195,10 @@ def _groups(
     model: nn.Module, named: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None
 ) -> list[tuple[str, dict[str, Any]]]:
     """(name, group) of each parameter of an ordinary optimizer; the model's own fused one is not ordinary."""
-    if optimizer is None or (isinstance(model, DistributedModelParallel) and optimizer is model.fused_optimizer):
+    if optimizer is None or any(optimizer is m.fused_optimizer for m in wrapped_in(model).values()):
         return []
     follow(optimizer)
-    fused = model.fused_optimizer.fused if isinstance(model, DistributedModelParallel) else {}
+    fused = fused_inside(model)
     names = {id(p): name for name, p in named.items()}
     found = []
     for i, group in enumerate(optimizer.param_groups):

@@ -24,14 +24,13 @@ from dmp.entries import to_json
 from dmp.env import ShardingEnv
 from dmp.errors import CheckpointError
 from dmp.history import remove_older
+from dmp.inside import plan_inside
 from dmp.metadata import read_metadata
 from dmp.optimizer_state import column_widths, owned_states, param_groups
 from dmp.own import ABOUT, refuse_strangers, remove_own, stranger_at
-from dmp.plan import ShardingPlan
 from dmp.random_state import random_state
 from dmp.ranks import PeerLost, together
 from dmp.sources import CHECKSUMS, FORMAT_VERSION, MODEL, STATE, TENSORS
-from dmp.wrapper import DistributedModelParallel
 from dmp.writer import writer_to
 
 
@@ -74,7 +73,7 @@ def collect(
         "mesh": {"names": env.names, "shape": env.shape, "roles": env.roles},
         "column_widths": column_widths(model, owned),
     }
-    plan = model.plan if isinstance(model, DistributedModelParallel) else ShardingPlan()
+    plan = plan_inside(model)
     files = {ABOUT: json.dumps(about, indent=1).encode(), "plan.json": plan.to_json().encode()}
     return Content(tensors, {**files, "objects.pt": _pack(objects)} if env.rank == 0 else {})
 

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 from dmp.errors import ShardError
+from dmp.gather import env_of
+from dmp.inside import fused_inside
 from dmp.replaced import follow
 from dmp.wrapper import DistributedModelParallel
 
@@ -22,7 +24,7 @@ class GradScaler(torch.amp.GradScaler):
     One all-reduce of a number for each `unscale_` (or `step` without it).
 
     Args:
-        model: the wrapped model whose gradients are scaled.
+        model: the wrapped model whose gradients are scaled, or a module with some inside.
         options: of `torch.amp.GradScaler` (`init_scale`, `growth_interval`, ...).
 
     Raises:
@@ -36,16 +38,17 @@ class GradScaler(torch.amp.GradScaler):
         >>> scaler.update()
     """
 
-    def __init__(self, model: DistributedModelParallel, **options: Any) -> None:
-        if model.fused_optimizer.fused and options.get("enabled", True):
-            name = next(iter(model.fused_optimizer.fused))
+    def __init__(self, model: DistributedModelParallel | torch.nn.Module, **options: Any) -> None:
+        fused = fused_inside(model)
+        if fused and options.get("enabled", True):
+            name = next(iter(fused))
             raise ShardError(
                 f"{name!r} is updated in the backward pass, where its gradient is still scaled: its optimizer would "
                 "take steps that are too long. Leave such tables without an in-backward optimizer, or train in "
                 "bfloat16, which needs no scaling"
             )
-        super().__init__(model.device.type, **options)
-        self._env = model.env
+        self._env = env_of(model)
+        super().__init__(self._env.device_type, **options)
 
     # Private in torch: the one place where gradients are looked at.
     def _unscale_grads_(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from dmp.chunked import PIECE
 from dmp.errors import ShardError
 from dmp.replaced import follow
 
@@ -41,7 +42,8 @@ def guard_optimizers() -> None:
 
 
 def _check(optimizer: Optimizer, *_: Any) -> None:
-    follow(optimizer)
+    if follow(optimizer) and any(is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
+        _mark_state(optimizer)
     kind = type(optimizer)
     if kind not in _reasons:
         _reasons[kind] = next(((c.__name__, UNFIT[c.__name__]) for c in kind.__mro__ if c.__name__ in UNFIT), None)
@@ -56,6 +58,13 @@ def _check(optimizer: Optimizer, *_: Any) -> None:
                     f"this rank holds a piece: {unfit[0]} {unfit[1]}. Use an optimizer that works on each element, "
                     "such as AdamW, or leave the parameter whole (replicated)"
                 )
+
+
+def _mark_state(optimizer: Optimizer) -> None:
+    """Have its state dict say, where it is pickled, that it is of this rank's pieces."""
+    if not optimizer.__dict__.get("_dmp_is_marked"):
+        optimizer.__dict__["_dmp_is_marked"] = True
+        optimizer.register_state_dict_post_hook(lambda _, state_dict: state_dict.__setitem__("pieces", PIECE))
 
 
 def is_sharded(parameter: torch.Tensor) -> bool:

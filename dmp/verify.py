@@ -15,6 +15,7 @@ from dmp.chunked import as_chunks
 from dmp.env import ShardingEnv
 from dmp.errors import CheckpointError, DmpError
 from dmp.gather import chunk_views, env_of, full_state_dict, gather, sharded_parameters
+from dmp.inside import fused_inside
 
 _TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 _SHOWN = 5
@@ -158,8 +159,7 @@ def _compare_gradients(
     sharded: nn.Module, plain: nn.Module, env: ShardingEnv
 ) -> tuple[dict[str, _Difference], list[str]]:
     pieces = sharded_parameters(sharded)
-    fused = getattr(sharded, "fused_optimizer", None)
-    not_compared = sorted(getattr(fused, "fused", {}))
+    not_compared = sorted(fused_inside(sharded))
     mine: dict[str, torch.Tensor] = {}
     for name, parameter in sharded.named_parameters():
         grad = parameter.grad

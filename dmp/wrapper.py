@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -25,7 +25,8 @@ from torch.nn.parameter import is_lazy
 from dmp import live
 from dmp.agreement import check_agreement, sync_from_first_rank
 from dmp.arguments import check_arguments, take
-from dmp.chunked import ChunkedTensor, is_dtensor
+from dmp.around import guard_ddp
+from dmp.chunked import PIECE, ChunkedTensor, is_dtensor
 from dmp.contracts import (
     DataParallelWrapper,
     FusedModule,
@@ -38,6 +39,7 @@ from dmp.discovery import Resolved, Site, check_plan, join, place_dense
 from dmp.env import ShardingEnv, default_env
 from dmp.errors import CheckpointError, DmpError, PlanError, ShardError
 from dmp.filling import check_made, fill_from_meta, fills_itself
+from dmp.forward import Forward
 from dmp.fused import FusedOptimizer
 from dmp.initial import (
     check_can_materialise,
@@ -150,8 +152,8 @@ class DistributedModelParallel(nn.Module):
         self._paths: dict[str, tuple[str, ...]] = {}
         self._claimed: dict[str, frozenset[str]] = {}  # path -> relative names of the parameters that a sharder named
         module = self._shard(module, list(resolved.sites), seed, init_parameters)
-        self._unwrapped = [module]  # in a list, so that it is not a second child
-        self._wrapped: nn.Module = module
+        self._unwrapped, self._running = [module], [module]  # in lists, so that they are no children
+        self.__dict__["_modules"] = module._modules  # which are: names stay as they are, seen from the wrapper too
         self._is_data_parallel = False
         self._placements = resolved.placements
         self._skeleton: list[nn.Module] = []
@@ -172,6 +174,7 @@ class DistributedModelParallel(nn.Module):
         self._guard_optimizers()
         take(module)
         live.add(self)
+        guard_ddp()
 
     def _place(self) -> None:
         """Split dense weights in place, ties kept."""
@@ -250,7 +253,7 @@ class DistributedModelParallel(nn.Module):
         if in_place and not self._skeleton:
             self._skeleton = [skeleton_of(self.module, self._owned())]
         with marking_replaced(self, self.module):
-            self._wrapped = self._data_parallel_part(self.module)
+            self._running = [self._data_parallel_part(self.module)]
         self._is_data_parallel = True
 
     def _is_in_place(self) -> bool:
@@ -287,7 +290,7 @@ class DistributedModelParallel(nn.Module):
             pieces = owned.chunked_state() if isinstance(owned, ShardedModule) and self._env.table_size > 1 else ()
             for name, parameter in owned.named_parameters():
                 if name in pieces:
-                    parameter._dmp_sharded = True  # type: ignore[attr-defined]
+                    parameter._dmp_sharded = PIECE  # type: ignore[attr-defined]
         guard_optimizers()
 
     @property
@@ -320,9 +323,49 @@ class DistributedModelParallel(nn.Module):
         """The parameters that are updated in the backward pass: their options (`lr`, ...) and state."""
         return self._fused_optimizer
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward."""
-        return self._wrapped(*args, **kwargs)
+    forward = Forward()
+
+    @property
+    def running(self) -> nn.Module:
+        """What forward runs: the module, in its data-parallel wrapper where it has one."""
+        return self._running[0]
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Without averages of dense gradients, while they accumulate: the next backward outside averages their sum.
+
+        Gradients of tables are exchanged in every backward, which comes to the same.
+        """
+        with ExitStack() as stack:
+            layer = self.running
+            while layer is not self.module:
+                stack.enter_context(layer.no_sync())  # type: ignore[operator]
+                layer = layer.module  # type: ignore[assignment]
+            if hasattr(type(layer), "set_requires_gradient_sync"):  # FSDP2
+                layer.set_requires_gradient_sync(False)  # type: ignore[operator]
+                stack.callback(layer.set_requires_gradient_sync, True)  # type: ignore[arg-type]
+            yield
+
+    def train(self, mode: bool = True) -> DistributedModelParallel:
+        """As of the module, whose own `train` is called."""
+        self.running.train(mode)
+        self.training = mode
+        return self
+
+    def apply(self, fn: Callable[[nn.Module], Any]) -> DistributedModelParallel:
+        """`fn` of every module, the root and this wrapper last."""
+        self.module.apply(fn)
+        fn(self)
+        return self
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> DistributedModelParallel:
+        """Moves and casts, by the module's own."""
+        self.running._apply(fn, recurse)
+        return self
+
+    def extra_repr(self) -> str:
+        """The module's class."""
+        return type(self.module).__name__ if self.__dict__.get("_unwrapped") else ""
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The unsharded module's names; sharded parameters as `ChunkedTensor`s of this rank's pieces."""
@@ -368,7 +411,7 @@ class DistributedModelParallel(nn.Module):
         except DmpError as error:
             raise CheckpointError(str(error)) from error
         restore_ties([_replaced_first(tie, old) for tie, old in zip(ties, tied, strict=True)])
-        if assign and self._wrapped is not self.module:  # its hooks are on the parameters that have been replaced
+        if assign and self.running is not self.module:  # its hooks are on the parameters that have been replaced
             self._is_data_parallel = False
             self.init_data_parallel()
         return _IncompatibleKeys(missing, unexpected)
@@ -406,7 +449,7 @@ class DistributedModelParallel(nn.Module):
         self, state_dict: dict[str, Any], prefix: str, local_metadata: Mapping[str, Any], *args: Any
     ) -> None:
         """A parent module's load: what is below this wrapper, which torch comes to next, finds itself loaded."""
-        given = {key: state_dict.pop(key) for key in list(state_dict) if key.startswith(prefix)}
+        given = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
         assign = bool(local_metadata.get("assign_to_params_buffers"))
         try:
             self.load_state_dict(given, prefix, strict=False, assign=assign)
@@ -415,10 +458,13 @@ class DistributedModelParallel(nn.Module):
         held = dict([*self.named_parameters(remove_duplicate=False), *self.named_buffers(remove_duplicate=False)])
         own = self.module.state_dict()
         own.update((k, held[k]) for k, v in own.items() if k in held and not isinstance(v, ChunkedTensor))
-        where = next(name for name, m in super().named_modules() if m is self.module)
-        for key, value in given.items():
-            name = key[len(prefix) :]
-            state_dict[f"{prefix}{where}.{name}"] = own.get(name, value)
+        strict, missing, *_ = args
+        for name in own:
+            if "." not in name:  # of the root itself, which torch does not come to
+                missing.extend([prefix + name] * (strict and prefix + name not in given))
+                state_dict.pop(prefix + name, None)
+            elif prefix + name in given:
+                state_dict[prefix + name] = own[name]
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
     def copy(self, device: torch.device | str | None = None) -> DistributedModelParallel:
@@ -442,7 +488,15 @@ class DistributedModelParallel(nn.Module):
                 f"the model's weights are split on a mesh of {self._device.type} devices and cannot be copied to "
                 f"{device}; to_unsharded(model) gives a plain module, which a mesh of {device.type} can take"
             )
-        rebuilt = ("_modules", "_is_data_parallel", "_fused_optimizer", "_unwrapped", "_skeleton", "_device")
+        rebuilt = (
+            "_modules",
+            "_is_data_parallel",
+            "_fused_optimizer",
+            "_unwrapped",
+            "_running",
+            "_skeleton",
+            "_device",
+        )
         new.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k not in rebuilt})
         new._device, new._is_data_parallel, new._skeleton = device, False, []
         if self._skeleton:  # see [Note: in place]
@@ -451,7 +505,7 @@ class DistributedModelParallel(nn.Module):
             new._skeleton = [skeleton_of(new.module, new._owned())]
         else:
             new._unwrapped = [copy.deepcopy(self.module, memo)]
-        new.__dict__["_modules"] = {"_wrapped": new.module}
+        new._running, new.__dict__["_modules"] = [new.module], new.module._modules
         if device != self._device:
             for moved in new._owned() if new._skeleton else [new.module]:
                 moved.to(device)

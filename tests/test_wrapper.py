@@ -354,7 +354,8 @@ def _ddp_leaves_tables_alone() -> None:
     model = wrap(
         env, {"users.weight": table_wise(1), "items.weight": row_wise(), "more.weight": column_wise([1, 0], [3, 1])}
     )
-    ddp = next(m for m in model.children() if isinstance(m, nn.parallel.DistributedDataParallel))
+    ddp = model.running
+    assert isinstance(ddp, nn.parallel.DistributedDataParallel)
     assert ddp.parameters_to_ignore == set(TABLES)
     for step in range(3):
         loss = loss_of(model, batch(env.rank, step))
@@ -417,9 +418,9 @@ def _lazy() -> None:
     with torch.no_grad():
         model(torch.tensor([1]))
     model.init_data_parallel()
-    wrapped = next(iter(model.children()))
+    wrapped = model.running
     model.init_data_parallel()  # idempotent
-    assert next(iter(model.children())) is wrapped and isinstance(wrapped, nn.parallel.DistributedDataParallel)
+    assert model.running is wrapped and isinstance(wrapped, nn.parallel.DistributedDataParallel)
     model(batch(env.rank) % 9).sum().backward()
     for p in (model.module.over.weight, model.module.over.weight.grad):
         mine = p.detach().clone()

@@ -1,0 +1,60 @@
+"""torch's DistributedDataParallel around wrapped models: it leaves them alone, or is refused.
+
+It would broadcast rank 0's pieces over the other ranks', and average gradients of different rows. Trainers (Accelerate,
+Lightning, Fabric) put it around whatever they are given.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dmp import live
+from dmp.errors import ShardError
+
+_is_guarding = False
+_ADVICE = (
+    "A wrapped model averages its own gradients and is ready to train: leave it out. With accelerate, prepare the "
+    "optimizer and the loader only; with Lightning, give the strategy a module with trainable parameters of its own "
+    "beside it, or a strategy that wraps nothing"
+)
+
+
+def _check(module: Any) -> None:
+    """Have DistributedDataParallel pass over the wrapped models in a module, or say why it cannot."""
+    if not isinstance(module, nn.Module) or not live.models:
+        return
+    inside = [(path, m) for path, m in module.named_modules() if m in live.models]
+    if not inside:
+        return
+    names = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    for path, m in inside:
+        if not path:
+            raise ShardError(f"DistributedDataParallel around a DistributedModelParallel is refused. {_ADVICE}")
+        for tensors in (m.named_parameters(remove_duplicate=False), m.named_buffers(remove_duplicate=False)):
+            names.update(f"{path}.{name}" for name, _ in tensors)
+    if not any(p.requires_grad for name, p in module.named_parameters() if name not in names):
+        raise ShardError(
+            f"DistributedDataParallel around {type(module).__name__} has nothing to do: all its trainable parameters "
+            f"are those of the wrapped model {inside[0][0]!r}. {_ADVICE}"
+        )
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
+
+
+def guard_ddp() -> None:
+    """From now on DistributedDataParallel looks for wrapped models in what it is given; once per process."""
+    global _is_guarding
+    if _is_guarding:
+        return
+    _is_guarding = True
+    original = DistributedDataParallel.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, module: Any, *args: Any, **options: Any) -> None:
+        _check(module)
+        original(self, module, *args, **options)
+
+    DistributedDataParallel.__init__ = init  # type: ignore[method-assign]

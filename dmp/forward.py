@@ -1,0 +1,35 @@
+"""`model.forward` of the wrapper: runs the model, and has the signature of the module's own forward."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+
+def _forward(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """The module's forward."""
+    return model.running(*args, **kwargs)
+
+
+class _BoundForward:
+    """As a bound method; trainers read its signature, to tell which columns of a batch the model takes."""
+
+    __slots__ = ("__self__",)
+    __func__, __name__, __doc__ = _forward, "forward", _forward.__doc__
+
+    def __init__(self, model: Any) -> None:
+        self.__self__ = model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__self__.running(*args, **kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.__self__.module.forward)
+
+
+class Forward:
+    """The attribute `forward` of a class: a function there, of an instance as above."""
+
+    def __get__(self, model: Any, owner: Any = None) -> Any:
+        return _forward if model is None else _BoundForward(model)

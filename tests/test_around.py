@@ -1,0 +1,238 @@
+"""A wrapped model inside what others wrap again, look into, or write: left alone, covered whole, or refused by name."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dmp import (
+    DistributedModelParallel,
+    DmpError,
+    ShardError,
+    ShardingEnv,
+    clip_grad_norm_,
+    full_optimizer_state_dict,
+    full_state_dict,
+    load_checkpoint,
+    save_checkpoint,
+    to_unsharded,
+    verify,
+)
+from tests.equality import attach
+from tests.ranks import mesh, run_ranks
+from tests.wrapped_net import TABLES, Net, batch, loss_of, mixed, wrap
+
+
+class Parent(nn.Module):
+    """A model, wrapped or plain, with layers of its own behind."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(9)
+        self.inner, self.head, self.norm = inner, nn.Linear(1, 1), nn.BatchNorm1d(1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.norm(self.head(self.inner(ids).unsqueeze(1))).squeeze(1)
+        return out
+
+
+def same(got: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert got.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(got[name], value, atol=1e-5, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def around(shape: tuple[int, ...], names: tuple[str, ...], kind: str | None, folder: str) -> Any:
+    module = Net()
+    for name in TABLES:
+        attach(module.get_submodule(name.removesuffix(".weight")), kind)
+    env = ShardingEnv.from_mesh(mesh(shape, names))
+    parent = Parent(DistributedModelParallel(module, env, plan=mixed()))
+    parent.norm.eval()
+    before = full_state_dict(parent)
+    if env.rank:
+        with torch.no_grad():
+            parent.head.weight.zero_()
+    outer = DistributedDataParallel(parent)
+    same(full_state_dict(outer), {f"module.{name}": value for name, value in before.items()})
+    optimizer = torch.optim.Adagrad(outer.parameters(), lr=0.1)
+    assert set(dict(outer.named_parameters())) == {f"module.{n}" for n, _ in Parent(Net()).named_parameters()}
+    norms = []
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(outer, batch(env.data_rank, step)).backward()
+        norms.append(float(clip_grad_norm_(outer, 0.5)))
+        optimizer.step()
+    whole = full_state_dict(outer)
+    plain = to_unsharded(outer)
+    assert isinstance(plain, Parent) and isinstance(plain.inner, Net)
+    same(plain.state_dict(), {name.removeprefix("module."): value for name, value in whole.items()})
+    save_checkpoint(folder, outer, optimizer)
+    state = full_optimizer_state_dict(outer, optimizer)["state"]
+    again = Parent(wrap(env, optimizer=kind))
+    load_checkpoint(folder, again)
+    same(full_state_dict(again), plain.state_dict())
+    if kind is None:
+        again.eval()
+        with pytest.raises(
+            DmpError, match=r": gradient of head\.weight differs by \S*; gradient of norm\.weight differs"
+        ):
+            verify(again, plain, batch(env.data_rank))  # nobody averages those: this parent is in no DDP
+    return norms, plain.state_dict(), sorted(state)
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "kind"),
+    [
+        ((2,), ("dp",), None),
+        ((2,), ("dp",), "adagrad"),
+        ((2,), ("shard",), None),
+        ((2, 2), ("replicate", "shard"), None),
+    ],
+)
+def test_ddp_around_a_parent_trains_what_one_process_does(
+    shape: Any, names: Any, kind: str | None, tmp_path: Path
+) -> None:
+    world = 4 if len(shape) > 1 else 2
+    plain = Parent(Net())
+    plain.norm.eval()
+    dense = [p for name, p in plain.named_parameters() if kind is None or name.removeprefix("inner.") not in TABLES]
+    tables = [p for name, p in plain.named_parameters() if kind and name.removeprefix("inner.") in TABLES]
+    optimizers = [torch.optim.Adagrad(dense, lr=0.1), *([torch.optim.Adagrad(tables, lr=0.1)] if tables else [])]
+    norms = []
+    for step in range(2):
+        plain.zero_grad()
+        for rank in range(world):
+            (loss_of(plain, batch(rank, step)) / world).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(dense, 0.5)))
+        for optimizer in optimizers:
+            optimizer.step()
+    for got_norms, got, state in run_ranks(world, around, shape, names, kind, str(tmp_path / "it")):
+        assert got_norms == pytest.approx(norms)
+        assert state == sorted(f"module.{name}" for name, _ in plain.named_parameters())
+        if kind is None:  # tables' own optimizer has a rate of its own
+            same(got, plain.state_dict())
+
+
+def refused() -> None:
+    model = wrap()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with pytest.raises(ShardError, match=r"around a DistributedModelParallel is refused.*leave it out"):
+        DistributedDataParallel(model)
+    with pytest.raises(ShardError, match=r"around Sequential has nothing to do.*wrapped model '0'.*leave it out"):
+        DistributedDataParallel(nn.Sequential(model))
+    assert all(torch.equal(p.detach(), before[name]) for name, p in model.named_parameters())
+    assert isinstance(DistributedDataParallel(nn.Linear(2, 1)).module, nn.Linear)
+    assert next(iter(inspect.signature(DistributedDataParallel).parameters)) == "module"
+
+
+def test_ddp_with_nothing_to_do_is_refused() -> None:
+    run_ranks(2, refused)
+
+
+# ---- writers of other formats ----
+
+WRITERS: dict[str, Callable[..., Any]] = {
+    "torch.save of the state": lambda model, optimizer, path: torch.save(model.state_dict(), path),
+    "torch.save of a parent's": lambda model, optimizer, path: torch.save(nn.Sequential(model).state_dict(), path),
+    "of the parameters": lambda model, optimizer, path: torch.save(dict(model.named_parameters()), path),
+    "of the optimizer's state": lambda model, optimizer, path: torch.save(optimizer.state_dict(), path),
+    "of both": lambda model, optimizer, path: torch.save([model.state_dict(), optimizer.state_dict()], io.BytesIO()),
+    "safetensors.save_file": lambda model, optimizer, path: safetensors().save_file(dict(model.state_dict()), path),
+    "safetensors.save_model": lambda model, optimizer, path: safetensors().save_model(model, path),
+    "numpy": lambda model, optimizer, path: model.state_dict()["users.weight"].numpy(),
+}
+
+
+def safetensors() -> Any:
+    import safetensors.torch
+
+    return safetensors.torch
+
+
+def written(folder: str) -> None:
+    model = wrap()
+    optimizer = torch.optim.Adam(model.parameters())
+    loss_of(model, batch(model.env.rank)).backward()
+    optimizer.step()
+    for what, write in WRITERS.items():
+        with pytest.raises(
+            ShardError, match=r"rank's pieces alone.*save_checkpoint\(path, model, optimizer\)"
+        ) as error:
+            write(model, optimizer, f"{folder}/{model.env.rank}")
+        assert "full_state_dict(model)" in str(error.value), what
+    kept = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(kept)
+    optimizer.step()
+    torch.save(full_state_dict(model), io.BytesIO())
+    torch.save(full_optimizer_state_dict(model, optimizer), io.BytesIO())
+
+
+def test_pieces_are_not_written_as_if_they_were_all(tmp_path: Path) -> None:
+    run_ranks(2, written, str(tmp_path))
+    model = wrap(ShardingEnv.single())  # one process has no pieces
+    optimizer = torch.optim.Adam(model.parameters())
+    loss_of(model, batch(0)).backward()
+    optimizer.step()
+    torch.save([model.state_dict(), optimizer.state_dict(), dict(model.named_parameters())], tmp_path / "it")
+    safetensors().save_file(dict(model.state_dict()), tmp_path / "it")
+
+
+# ---- names and signatures ----
+
+
+def looked_at() -> None:
+    model, module = wrap(), Net()
+    for kind in ("named_children", "named_parameters", "named_buffers"):
+        assert [name for name, _ in getattr(model, kind)()] == [name for name, _ in getattr(module, kind)()], kind
+    assert [name for name, _ in model.named_modules()][1:] == [name for name, _ in module.named_modules()]
+    assert list(model._modules) == list(module._modules) and model.get_submodule("over") is model.module.over
+    assert model.get_parameter("over.weight") is model.module.over.weight
+    assert "_wrapped" not in repr(model) and "(over): Linear" in repr(model)
+    assert inspect.signature(model.forward) == inspect.signature(module.forward)
+    assert list(inspect.signature(DistributedModelParallel.forward).parameters) == ["model", "args", "kwargs"]
+    assert torch.equal(model.forward(batch(0)), model(batch(0)))
+    seen: list[Any] = []
+    model.apply(seen.append)
+    assert seen[-2:] == [model.module, model] and len(seen) == len(list(model.modules()))
+    assert not any(m.training for m in model.eval().running.modules()) and not model.training
+    assert all(m.training for m in model.train().running.modules()) and model.training
+    root = DistributedModelParallel(nn.Linear(2, 1))
+    parent = nn.Sequential(root)
+    parent.load_state_dict({"0.weight": torch.ones(1, 2), "0.bias": torch.ones(1)})
+    assert torch.equal(root.weight, torch.ones(1, 2))
+    with pytest.raises(RuntimeError, match=r"Missing.*0\.bias[\s\S]*Unexpected.*0\.other"):
+        parent.load_state_dict({"0.weight": torch.ones(1, 2), "0.other": torch.ones(1)})
+
+
+def test_names_and_signature_are_the_modules_own() -> None:
+    run_ranks(2, looked_at)
+
+
+def accumulated(shape: tuple[int, ...], names: tuple[str, ...], sync: bool) -> dict[str, Any]:
+    env = ShardingEnv.from_mesh(mesh(shape, names))
+    model = wrap(env)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        with contextlib.nullcontext() if sync or step % 2 else model.no_sync():
+            loss_of(model, batch(env.data_rank, step)).backward()
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return full_state_dict(model)
+
+
+@pytest.mark.parametrize(("shape", "names"), [((2,), ("dp",)), ((2,), ("shard",)), ((2, 2), ("shard", "tp"))])
+def test_no_sync_comes_to_the_same(shape: Any, names: Any) -> None:
+    world = 4 if len(shape) > 1 else 2
+    same(run_ranks(world, accumulated, shape, names, False)[0], run_ranks(world, accumulated, shape, names, True)[0])
