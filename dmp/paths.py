@@ -17,6 +17,7 @@ from typing import IO, Any
 from dmp.errors import CheckpointError
 
 _MOST_BYTES = 256 << 20  # of JSON or a pickle; a million pieces take half of it
+_LONGEST = 250  # of a name
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 _repr = Repr()
 _repr.maxstring = _repr.maxother = 80
@@ -42,7 +43,7 @@ def inside(root: Path, name: Any, by: str, *, links: bool = False) -> Path:
     Raises:
         CheckpointError: not a name, or one that leads out of the folder.
     """
-    if not isinstance(name, str) or not name or "\0" in name:
+    if not isinstance(name, str) or not name or "\0" in name or len(name) > _LONGEST or not name.isprintable():
         raise CheckpointError(f"{by} names the file {shown(name)}; expected the name of a file in {root}")
     path = root / name
     parts = name.replace("\\", "/").split("/")

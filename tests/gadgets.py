@@ -140,7 +140,7 @@ _VALUES: dict[str, Callable[[Path], Any]] = {
     "a dotted name of torch": lambda marker: Call(Name("torch", "os.system"), _touch(marker)),
     "a dotted name of the writer": lambda marker: Call(Name(FILES, "os.system"), _touch(marker)),
     "a dotted name of the metadata": lambda marker: Call(Name(METADATA, "os.system"), _touch(marker)),
-    "a module that torch's imports": lambda marker: Call(
+    "a module that torch imports": lambda marker: Call(
         Call(Name("builtins", "getattr"), Name(FILES, "os"), "system"), _touch(marker)
     ),
     "an extension": _extension,
@@ -195,7 +195,7 @@ if __name__ == "__main__":  # each of them, on its own: `python -m tests.gadgets
     for name, make in GADGETS.items():
         child = os.fork()
         if not child:
-            data = make(folder / name.replace(" ", "_").replace(",", "").replace("'", ""))
+            data = make(folder / name.replace(" ", "_"))
             try:
                 pickle.loads(data)
             except Exception as error:

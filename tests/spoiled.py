@@ -359,15 +359,22 @@ MUTATIONS: dict[str, Callable[[Path, Random], str]] = {
 """Name -> spoils the checkpoint at a path, which may be a folder or a file, in place; says how."""
 
 
+NOT_SPOILED = (OSError, ValueError, IndexError, TypeError, KeyError, EOFError, zipfile.BadZipFile, struct.error)
+
+
 def spoil(path: Path, seed: int) -> str:
-    """One mutation, or two, that a seed decides; what was done."""
+    """One mutation, or two, that a seed decides; what was done.
+
+    Raises:
+        Exception: one of `NOT_SPOILED`: there is nothing that could be spoiled so.
+    """
     rng = Random(seed)
     done = []
     for _ in range(rng.choice((1, 1, 1, 2))):
         name = rng.choice(sorted(MUTATIONS))
         try:
             done.append(f"{name}: {MUTATIONS[name](path, rng)}")
-        except (OSError, ValueError, IndexError, TypeError, zipfile.BadZipFile, struct.error) as error:
+        except NOT_SPOILED as error:
             if not done:  # a second one may find nothing left to spoil
                 raise
             done.append(f"{name}: {type(error).__name__}")
