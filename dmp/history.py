@@ -35,6 +35,7 @@ from dmp.claim import claim_of, drop_claim, is_dead
 from dmp.errors import CheckpointError
 from dmp.folder import Folder
 from dmp.own import ABOUT, about_of, remove_own, stranger_at
+from dmp.paths import is_size
 
 _log = logging.getLogger("dmp")
 _HIDDEN = re.compile(r"\.(.+)\.(saving|replaced|removing)")
@@ -58,11 +59,9 @@ class _Found(NamedTuple):
         if self.state == "saving":
             return f"{self.path} is a save that was cut short, or still runs"
         try:
-            saved_ns = Folder(self.path).about.get("saved_ns", 0)
+            Folder(self.path)
         except (CheckpointError, OSError, RecursionError) as error:
             return f"{self.path}: {error}" if isinstance(error, RecursionError) else str(error)
-        if not _is_whole_number(saved_ns):
-            return f"{self.path / ABOUT}: saved_ns is {saved_ns!r}, expected a whole number"
         return None
 
 
@@ -112,7 +111,8 @@ def remove_older(just_written: Path, count: int) -> list[Path]:
 
 def next_saved_ns(folder: Path) -> int:
     """For what is saved into a folder now; see [Note: order]."""
-    return max([time.time_ns(), *(one.saved_ns + 1 for one in _found(folder) if isinstance(one.saved_ns, int))])
+    after = [one.saved_ns + 1 for one in _found(folder) if is_size(one.saved_ns)]
+    return int(max([time.time_ns(), *filter(is_size, after)]))
 
 
 def _remove_older(root: Path, count: int, just_written: str | None) -> list[Path]:
@@ -180,11 +180,7 @@ def _as_ours(path: Path) -> Iterator[_Found]:
         return
     if about is not None:
         saved_ns = about.get("saved_ns", 0)
-        yield _Found(path, name, state, saved_ns if _is_whole_number(saved_ns) else math.inf)
-
-
-def _is_whole_number(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+        yield _Found(path, name, state, saved_ns if is_size(saved_ns) else math.inf)
 
 
 def _candidates(found: list[_Found]) -> list[_Found]:
