@@ -21,7 +21,7 @@ import functools
 import inspect
 import threading
 import types
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +65,24 @@ def keep_leftovers(model: nn.Module, mesh: DeviceMesh, on_parts: Collection[int]
 def align_gradient(owner: nn.Module, name: str) -> None:
     """Have the gradient of a split weight arrive split as it is."""
     _read_as(owner, (name,), _aligned)
+
+
+def keep_tie(places: Sequence[tuple[nn.Module, str]]) -> None:
+    """Put a split weight back into all the places that had it; one that is not split itself reads it whole.
+
+    Such as the bias of a masked language model's head, which BERT holds beside its decoder too.
+
+    Args:
+        places: of one parameter before modules were split: (module, attribute).
+    """
+    from torch.distributed.tensor import DTensor
+
+    held = [owner._parameters[name] for owner, name in places]
+    split = next((p for p in held if isinstance(p, DTensor)), held[0])
+    for (owner, name), was in zip(places, held, strict=True):
+        owner._parameters[name] = split
+        if isinstance(split, DTensor) and not isinstance(was, DTensor):
+            _read_as(owner, (name,), _gathered)
 
 
 def _read_as(owner: nn.Module, names: tuple[str, ...], read: Callable[[Any], Any] | None) -> None:
@@ -154,6 +172,12 @@ def _getter(name: str, read: Callable[[Any], Any]) -> Callable[[nn.Module], Any]
 
 def _local(parameter: Any) -> Any:
     return parameter.to_local()
+
+
+def _gathered(parameter: Any) -> Any:
+    from torch.distributed.tensor import Replicate
+
+    return parameter.redistribute(placements=[Replicate()]).to_local()
 
 
 def _summed(parameter: Any) -> Any:

@@ -10,7 +10,7 @@ from torch import nn
 
 from dmp import PlanError
 from sharders import tp_hooks
-from sharders.leftovers import align_gradient, keep_leftovers
+from sharders.leftovers import align_gradient, keep_leftovers, keep_tie
 from sharders.styles import COLWISE, ON_PARTS, Style, family, torch_style
 from sharders.tp_plan import tied_places
 
@@ -42,9 +42,8 @@ def split(
         _move_activations(path, module, styles, mesh)
     for (path, attribute), value in divided.items():
         setattr(model.get_submodule(path), attribute, value)
-    for (_, first, name), *others in ties:
-        for _, owner, other in others:
-            owner._parameters[other] = first._parameters[name]
+    for places in ties:
+        keep_tie([(owner, name) for _, owner, name in places])
     keep_leftovers(model, mesh, {id(modules[path]) for path, style in styles.items() if style in ON_PARTS})
 
 

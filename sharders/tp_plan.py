@@ -69,7 +69,7 @@ def from_layouts(model: nn.Module, given: Mapping[str, Layout]) -> Styles:
     Raises:
         PlanError: a layout that the parameter's module cannot take, or a bias without its weight.
     """
-    places = {name: _owner(model, name) for name, _ in model.named_parameters(remove_duplicate=False)}
+    places = _places(model)
     first = {id(m): path for path, m in model.named_modules()}
     styles: Styles = {}
     for name, layout in given.items():
@@ -106,6 +106,7 @@ def with_ties(model: nn.Module, styles: Mapping[str, Style]) -> Styles:
             path: split_dim(done[path], module) for path, module, name in places if path in done and name == "weight"
         }
         split = {path: dim for path, dim in dims.items() if dim is not None}
+        _check_tied_bias([(path, name) for path, _, name in places if name != "weight"], done)
         if not split:
             continue
         (named, dim), *_ = split.items()
@@ -120,6 +121,18 @@ def with_ties(model: nn.Module, styles: Mapping[str, Style]) -> Styles:
                     table=f"{path}.{name}".strip("."),
                 )
     return done
+
+
+def _check_tied_bias(places: list[tuple[str, str]], styles: Mapping[str, Style]) -> None:
+    kinds = {path: family(styles[path]) for path, _ in places if path in styles}
+    kinds = {path: kind for path, kind in kinds.items() if kind in ("colwise", "rowwise")}
+    if len(set(kinds.values())) > 1:
+        (one, kind), (other, second), *_ = sorted(kinds.items(), key=lambda item: item[1])
+        raise PlanError(
+            f"modules {one!r} ({kind}) and {other!r} ({second}) share a bias, which the one splits and the other keeps "
+            "whole; give both the same style, or leave one of them out of the plan",
+            table=f"{other}.{places[0][1]}".strip("."),
+        )
 
 
 def with_heads(model: nn.Module, parts: Transformer, styles: Mapping[str, Style], loss_parallel: bool) -> Styles:
@@ -222,9 +235,19 @@ def _style_of_dim(module: nn.Module, dim: int) -> str:
     return "rowwise_gather" if dim else "colwise_gather"
 
 
-def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    path, _, attribute = name.rpartition(".")
-    return model.get_submodule(path), attribute
+def _places(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """Under every name of each parameter its (module, attribute); of a tied one those of a module that can be split."""
+    places: dict[str, tuple[nn.Module, str]] = {}
+    splittable: dict[int, tuple[nn.Module, str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        path, _, attribute = name.rpartition(".")
+        places[name] = (model.get_submodule(path), attribute)
+        if isinstance(places[name][0], (nn.Linear, nn.Embedding)):
+            splittable.setdefault(id(parameter), places[name])
+    for name, (module, attribute) in places.items():
+        if not isinstance(module, (nn.Linear, nn.Embedding)):
+            places[name] = splittable.get(id(module._parameters[attribute]), places[name])
+    return places
 
 
 def _is_tied(module: nn.Module, places: Mapping[str, tuple[nn.Module, str]]) -> bool:
