@@ -1,4 +1,4 @@
-"""A tensor-parallel plan for any transformer: by structure, verified by a dry run on meta.
+"""A tensor-parallel plan for any transformer: by structure, proved on a small copy (`sharders.proof`).
 
 The plan is data, module path -> style name, see [Note: style names]; `sharders.tensor_parallel` applies it. Linears of
 a unit are split together or not at all. The token embedding and the head are both split over the vocabulary, so that
@@ -7,7 +7,8 @@ they may be tied. Norms of single heads see a rank's heads alone: the gradients 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -15,8 +16,13 @@ from torch import nn
 from dmp import PlanError
 from sharders.dry_run import DryRunError
 from sharders.local_attributes import Divided, Rehearsal, divided_attributes
+from sharders.proving import Settled, say, settle
 from sharders.recognise import Block, Transformer, Unit, join
+from sharders.sample import UnprovedError
 from sharders.sequence_parallel import sequence_styles
+from sharders.tp_plan import with_ties
+
+_TRIES, _TRIES_OF_ONE = 8, 3  # ways to divide attributes; the likeliest come first
 
 __all__ = ["Derived", "Rehearsal", "check_heads", "complete_sequence", "derive", "divided_attributes"]
 
@@ -64,7 +70,7 @@ def derive(rehearsal: Rehearsal, axis: str, *, sequence_parallel: bool = False, 
             _check_unit(join(block.path, unit.path), unit, size, axis)
     notes = list(_whole_notes(parts))
     vocabulary = list(_vocabulary_part(model, parts, size, axis, loss_parallel, notes))
-    styles, divided = _decide(rehearsal, list(_unit_parts(model, parts)), vocabulary, notes)
+    styles, divided = _decide(rehearsal, axis, list(_unit_parts(model, parts)), vocabulary, notes)
     if loss_parallel and "colwise_loss_parallel" not in styles.values():
         raise PlanError(
             f"loss_parallel needs a head whose logits can be split over axis {axis!r} of size {size}; this model has "
@@ -175,32 +181,96 @@ def _vocabulary_part(
 
 
 def _decide(
-    rehearsal: Rehearsal, units: list[_Part], vocabulary: list[_Part], notes: list[str]
+    rehearsal: Rehearsal, axis: str, units: list[_Part], vocabulary: list[_Part], notes: list[str]
 ) -> tuple[dict[str, str], Divided]:
-    """What a dry run of the model verifies, else of each block alone, else what structure and source say."""
+    """What is proved of the model, else of each block alone, else what a dry run verifies or structure and source say.
+
+    What is not proved is not right for certain, and the notes say so.
+    """
     try:
-        return _verified(rehearsal, [*units, *vocabulary], notes)
-    except DryRunError as error:
+        return _proved(rehearsal, axis, [*units, *vocabulary], notes)
+    except UnprovedError as error:
         failure = str(error)
-    parts = rehearsal.parts
-    if parts.head is None and vocabulary:
-        # It may be the head as well, by its weight, and only a dry run would show that.
-        notes.append(f"{parts.embedding}: left whole, the model has no head and was not verified by a dry run")
-        vocabulary = []
+    vocabulary = _seen_vocabulary(rehearsal, units, vocabulary, notes)
     others = _merged(vocabulary)
     try:
-        styles, divided = _verified_blocks(rehearsal, notes)
-    except DryRunError:
-        notes.append(f"not verified by a dry run: {failure}")
-        styles = _merged(units)
-        return {**styles, **others}, rehearsal.divide_by_source(styles)
-    notes.append(f"not verified by a dry run outside the blocks: {failure}")
+        styles, divided = _proved_blocks(rehearsal, axis, notes)
+    except UnprovedError:
+        notes.append(f"not proved: {failure}")
+        styles, divided = _verified(rehearsal, units, notes)
+    else:
+        notes.append(f"not proved outside the blocks: {failure}")
     return {**styles, **others}, divided
 
 
-def _verified(rehearsal: Rehearsal, candidates: list[_Part], notes: list[str]) -> tuple[dict[str, str], Divided]:
+def _proved(
+    rehearsal: Rehearsal, axis: str, candidates: list[_Part], notes: list[str]
+) -> tuple[dict[str, str], Divided]:
+    """Take all if they are proved together, else those that are proved one by one.
+
+    Raises:
+        UnprovedError: the model does not run with guessed inputs, or is too large.
+    """
+    kept, settled = candidates, _settled(rehearsal, axis, candidates, _TRIES)
+    if settled.divided is None:
+        kept, settled = [], Settled({})
+        for part in candidates:
+            with_part = _settled(rehearsal, axis, [*kept, part], _TRIES_OF_ONE)
+            if with_part.divided is None:
+                notes.append(f"{part.name}: left whole, because {with_part.failure}")
+                say(notes[-1])
+            else:
+                kept, settled = [*kept, part], with_part
+    notes.append(rehearsal.verified() + settled.note)
+    return _merged(kept), settled.divided or {}
+
+
+def _settled(rehearsal: Rehearsal, axis: str, parts: list[_Part], tries: int) -> Settled:
+    styles = _merged(parts)
+    tied = with_ties(rehearsal.model, styles)
+    return settle(rehearsal, tied, itertools.islice(rehearsal.divisions(styles), tries), axis, alone=False)
+
+
+def _seen_vocabulary(
+    rehearsal: Rehearsal, units: list[_Part], vocabulary: list[_Part], notes: list[str]
+) -> list[_Part]:
+    """What of the vocabulary may be split though it is not proved."""
+    try:
+        if rehearsal.names(_merged([*units, *vocabulary])) is not None:
+            return vocabulary
+    except DryRunError:
+        if rehearsal.parts.head is not None or not vocabulary:
+            return vocabulary
+    # The embedding may be the head as well, by its weight, and only a run would show that.
+    notes += [f"{part.name}: left whole, it is neither proved nor verified by a dry run" for part in vocabulary]
+    return []
+
+
+def _proved_blocks(rehearsal: Rehearsal, axis: str, notes: list[str]) -> tuple[dict[str, str], Divided]:
+    """One block of each structure on its own, with hidden states."""
+
+    def decide(alone: Rehearsal, parts: list[_Part], of_block: list[str]) -> tuple[dict[str, str], Divided]:
+        return _proved(alone, axis, parts, of_block)
+
+    return _of_blocks(rehearsal, decide, notes)
+
+
+def _verified(rehearsal: Rehearsal, units: list[_Part], notes: list[str]) -> tuple[dict[str, str], Divided]:
+    """What has the right shapes in a dry run of the model, else of each block; else what structure and source say."""
+    try:
+        return _fitting(rehearsal, units, notes)
+    except DryRunError as error:
+        failure = str(error)
+    try:
+        return _of_blocks(rehearsal, _fitting, notes)
+    except DryRunError:
+        notes.append(f"not verified by a dry run: {failure}")
+        styles = _merged(units)
+        return styles, rehearsal.divide_by_source(styles)
+
+
+def _fitting(rehearsal: Rehearsal, candidates: list[_Part], notes: list[str]) -> tuple[dict[str, str], Divided]:
     """Take all if a dry run verifies them together, else those that it verifies one by one."""
-    feed = rehearsal.unsplit().feed
     kept = candidates
     names = rehearsal.names(_merged(kept))
     if names is None:
@@ -212,12 +282,16 @@ def _verified(rehearsal: Rehearsal, candidates: list[_Part], notes: list[str]) -
             else:
                 kept, names = [*kept, part], with_part
     styles = _merged(kept)
-    notes.append(f"verified by a dry run with {feed.name}")
+    notes.append(f"{rehearsal.verified()}not proved")
     return styles, rehearsal.divide(styles, names)
 
 
-def _verified_blocks(rehearsal: Rehearsal, notes: list[str]) -> tuple[dict[str, str], Divided]:
-    """One block of each structure on its own, with hidden states."""
+def _of_blocks(
+    rehearsal: Rehearsal,
+    decide: Callable[[Rehearsal, list[_Part], list[str]], tuple[dict[str, str], Divided]],
+    notes: list[str],
+) -> tuple[dict[str, str], Divided]:
+    """What `decide` says of one block of each structure, for all of them."""
     parts = rehearsal.parts
     styles: dict[str, str] = {}
     divided: Divided = {}
@@ -227,7 +301,7 @@ def _verified_blocks(rehearsal: Rehearsal, notes: list[str]) -> tuple[dict[str, 
         alone = Transformer((replace(first, path=""),), parts.width, None, None)
         of_block: list[str] = []
         rehearsed = Rehearsal(module, rehearsal.size, alone)
-        local, attributes = _verified(rehearsed, list(_unit_parts(module, alone)), of_block)
+        local, attributes = decide(rehearsed, list(_unit_parts(module, alone)), of_block)
         said += [f"{first.path}: {note}" for note in of_block]
         for path in (b.path for b in blocks):
             styles |= {join(path, name): style for name, style in local.items()}

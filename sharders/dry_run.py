@@ -75,6 +75,9 @@ class Trace:
     reductions: list[Shape] = field(default_factory=list)
     """Sizes of the dimensions that softmax, means and the like are taken over: no rank sees a part of them."""
 
+    calls: list[str] = field(default_factory=list)
+    """Names of torch's functions, in order."""
+
     reads: set[tuple[str, str]] = field(default_factory=set)
     """(module path, attribute) that `forward` read, of those that were asked for."""
 
@@ -106,20 +109,21 @@ class MetaCopies:
     def __init__(self, model: nn.Module, parts: Transformer) -> None:
         self.model = model
         self.parts = parts
+        self._paths: dict[str, nn.Module] = {}
         self._kept: list[nn.Module] = []
-        self._repeats: list[tuple[nn.Module, str]] = []
+        self._repeats: dict[str, tuple[nn.Module, str]] = {}
         self._tensors: dict[int, torch.Tensor] = {}
         self.known: dict[Any, tuple[Shape, Shape, torch.dtype]] = {}
         """What operations on meta made of what, by `_Sums`."""
 
     def make(self) -> tuple[nn.Module, dict[int, Any]]:
         """A new copy, and where the last outputs of blocks that others repeat are kept."""
-        if not self._kept:
-            self._prepare()
+        self._prepare()
         memo: dict[int, Any] = dict(self._tensors)
         last: dict[int, Any] = {}
-        stand_ins = [(_Repeat(last), path) for _, path in self._repeats]
-        memo.update((id(block), stand_in) for (block, _), (stand_in, _) in zip(self._repeats, stand_ins, strict=True))
+        repeats = self._repeats.values()
+        stand_ins = [(_Repeat(last), path) for _, path in repeats]
+        memo.update((id(block), stand_in) for (block, _), (stand_in, _) in zip(repeats, stand_ins, strict=True))
         memo.update((id(vars(module)[name]), OrderedDict()) for module in self._kept for name in _HOOKS)
         copied = copy.deepcopy(self.model, memo).eval()
         for stand_in, path in stand_ins:
@@ -130,12 +134,33 @@ class MetaCopies:
                 setattr(config, "use_cache", False)  # noqa: B010  # a cache would grow where one block stands for many
         return copied, last
 
+    def kept(self) -> dict[str, nn.Module]:
+        """The model's modules, without blocks that repeat another."""
+        self._prepare()
+        return self._paths
+
+    def repeats(self) -> dict[str, str]:
+        """Path of a block -> that of the one which it repeats."""
+        self._prepare()
+        return {path: like for path, (_, like) in self._repeats.items()}
+
+    def original(self, path: str, name: str) -> torch.Tensor | None:
+        """The model's own tensor of this name in a module of a copy."""
+        module = self.model.get_submodule(path)
+        for store in (module._parameters, module._buffers, vars(module)):
+            if isinstance(store.get(name), torch.Tensor):
+                return store[name]
+        return None
+
     def _prepare(self) -> None:
         """What no copy may hold: other blocks than the first of each structure, values, hooks."""
+        if self._kept:
+            return
         firsts = {structure: block.path for structure, block in self.parts.representatives().items()}
         paths = [(b.path, firsts[b.structure]) for b in self.parts.blocks if firsts[b.structure] != b.path]
-        self._repeats = [(self.model.get_submodule(path), like) for path, like in paths]
-        self._kept = [module for _, module in self.model.named_modules(memo={block for block, _ in self._repeats})]
+        self._repeats = {path: (self.model.get_submodule(path), like) for path, like in paths}
+        self._paths = dict(self.model.named_modules(memo={block for block, _ in self._repeats.values()}))
+        self._kept = list(self._paths.values())
         for module in self._kept:
             for value in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
                 if isinstance(value, torch.Tensor):
@@ -144,18 +169,27 @@ class MetaCopies:
                     self._tensors[id(value)] = nn.Parameter(empty, requires_grad=False) if is_parameter else empty
 
 
+def guesses(copies: MetaCopies, size: int) -> Iterator[Feed]:
+    """Inputs worth a try for the copied model."""
+    dtypes = (p.dtype for p in copies.model.parameters() if p.is_floating_point())
+    if not _takes_jagged(copies.model):
+        yield from feeds(copies.parts.width, sequence_length(size), next(dtypes, torch.float32))
+
+
+def _takes_jagged(model: nn.Module) -> bool:
+    return any(is_of_torchrec(m) for m in model.modules())
+
+
 def find_feed(copies: MetaCopies, size: int, watch: Iterable[tuple[str, str]] = ()) -> tuple[Feed, Trace]:
     """The first guess that the unsplit model runs with.
 
     Raises:
         DryRunError: none does; says how the first one failed.
     """
-    model = copies.model
-    if any(is_of_torchrec(m) for m in model.modules()):
+    if _takes_jagged(copies.model):
         raise DryRunError("its tables take jagged tensors")
     watch, failure = list(watch), ""
-    dtypes = (p.dtype for p in model.parameters() if p.is_floating_point())
-    for feed in feeds(copies.parts.width, sequence_length(size), next(dtypes, torch.float32)):
+    for feed in guesses(copies, size):
         try:
             return feed, dry_run(copies, feed, watch=watch)
         except DryRunError as error:
@@ -181,7 +215,7 @@ def dry_run(
         DryRunError: whatever it was that the copy raised.
     """
     trace = Trace()
-    with _undisturbed():
+    with undisturbed():
         try:
             copied, last = copies.make()
             modules = dict(copied.named_modules())
@@ -255,11 +289,14 @@ class _Repeat(nn.Module):
     def __init__(self, last: dict[int, Any]) -> None:
         super().__init__()
         self.last = last
-        self.like: list[nn.Module] = []  # in a list: not a child
+        self.like: list[Any] = []  # in a list: not a child
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         like = self.like[0]
         return self.last[id(like)] if id(like) in self.last else like(*args, **kwargs)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.like[0][key]
 
     def __getattr__(self, name: str) -> Any:
         # What the model asks its blocks, as Hugging Face's does for a kind of mask.
@@ -309,6 +346,7 @@ class _Sums(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        self.trace.calls.append(name)
         if name in _REDUCTIONS and args and isinstance(args[0], torch.Tensor):
             given = args[_REDUCTIONS[name] :]
             self._note("reductions", _reduced(args[0].shape, kwargs.get("dim", given[0] if given else None)))
@@ -383,7 +421,8 @@ def _reduced(shape: Shape, dim: Any) -> Shape:
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
+    """Random state, warnings and logging are as before afterwards; no gradients."""
     state, disabled = random.getstate(), logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

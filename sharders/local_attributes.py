@@ -10,15 +10,21 @@ from __future__ import annotations
 import inspect
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import nn
 
-from sharders.dry_run import DryRunError, Feed, MetaCopies, Trace, dry_run, find_feed, make_local, same_outside
+from sharders.dry_run import DryRunError, Feed, MetaCopies, Trace, dry_run, find_feed, guesses, make_local, same_outside
+from sharders.likeness import UnlikeError, likeness, value_key
+from sharders.proof import Verdict, Verdicts, disproof
 from sharders.recognise import HEAD_DIM, HEADS, KV_HEADS, Block, Transformer, join, recognise
+from sharders.sample import Sample, UnprovedError
+from sharders.styles import Style
 
 Divided = dict[tuple[str, str], int]
+
+_verdicts = Verdicts()
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,10 @@ class Rehearsal:
         self.parts = recognise(model) if parts is None else parts
         self.copies = MetaCopies(model, self.parts)
         self._unsplit: Unsplit | DryRunError | None = None
+        self._sample: Sample | UnprovedError | None = None
+        self._likeness: Hashable = None
+        self.proved_on = ""
+        """What the last plan was proved on."""
 
     def unsplit(self) -> Unsplit:
         """Run the unsplit model, the first time.
@@ -75,13 +85,87 @@ class Rehearsal:
     def _run_unsplit(self) -> Unsplit:
         found = {(a.path, a.name): a for _, a in _attributes(self.model, self.parts.representatives().values())}
         feed, whole = find_feed(self.copies, self.size, found)
-        read = [found[key] for key in found if key in whole.reads]
-        counts = frozenset(a.name for a in read if a.is_count)
-        products = sorted({a.name for a in read if not a.is_count})[:4]
-        subsets = [frozenset(s) for n in range(len(products) + 1) for s in itertools.combinations(products, n)]
         # Where no product of activations shows the size of a head, shapes cannot tell: then counts are divided if read.
-        bases = dict.fromkeys([frozenset[str](), counts] if whole.contractions else [counts])
-        return Unsplit(feed, whole, tuple(b | s for b in bases for s in subsets))
+        read = (found[key] for key in found if key in whole.reads)
+        return Unsplit(feed, whole, _options(read, only_counts=not whole.contractions))
+
+    def divisions(self, styles: Mapping[str, str]) -> Iterator[Divided]:
+        """Local values of attributes worth a try under `styles`: what fits by shapes, the smallest change first; then
+        what the source says; then the rest.
+        """
+        tried: list[Divided] = []
+        for divided in self._divisions(styles):
+            if divided not in tried:
+                tried.append(divided)
+                yield divided
+
+    def _divisions(self, styles: Mapping[str, str]) -> Iterator[Divided]:
+        try:
+            options = self.unsplit().options
+            yield from (self.divide(styles, names) for names in options if self._fits(styles, names))
+        except DryRunError:
+            options = _options(a for _, a in _attributes(self.model, self.parts.representatives().values()))
+        yield self.divide_by_source(styles)
+        yield from (self.divide(styles, names) for names in options)
+
+    def verified(self) -> str:
+        """What a dry run showed, for notes; empty where there is none."""
+        try:
+            return f"verified by a dry run with {self.unsplit().feed.name}; "
+        except DryRunError:
+            return ""
+
+    def disproof(self, styles: Mapping[str, Style], divided: Divided, axis: str) -> str | None:
+        """What is wrong with a plan, see `sharders.proof`; None where it is proved.
+
+        What was found for another model that is alike holds for this one.
+
+        Raises:
+            UnprovedError: the model does not run, and why.
+        """
+        verdict = self._verdict(styles, divided, axis)
+        self.proved_on = verdict.on
+        if verdict.unproved:
+            raise UnprovedError(verdict.unproved)
+        return verdict.wrong
+
+    def _verdict(self, styles: Mapping[str, Style], divided: Divided, axis: str) -> Verdict:
+        try:
+            plan = value_key(dict(sorted(styles.items()))), tuple(sorted(divided.items()))
+            key = (self._alike(), self.size, axis, *plan)
+        except UnlikeError:
+            return self._found(styles, divided, axis)
+        if key not in _verdicts:
+            _verdicts[key] = self._found(styles, divided, axis)
+        return _verdicts[key]
+
+    def _alike(self) -> Hashable:
+        if self._likeness is None:
+            self._likeness = likeness(self.copies.kept()), tuple(self.copies.repeats().items())
+        return self._likeness
+
+    def _found(self, styles: Mapping[str, Style], divided: Divided, axis: str) -> Verdict:
+        if self._sample is None:
+            try:
+                self._sample = self._real()
+            except UnprovedError as error:
+                self._sample = error
+        if isinstance(self._sample, UnprovedError):
+            return Verdict(unproved=str(self._sample))
+        return Verdict(disproof(self._sample, styles, divided, axis), on=str(self._sample))
+
+    def _real(self) -> Sample:
+        """Of the inputs that a dry run found, else of those that the model runs with although it does not on meta."""
+        try:
+            unsplit = self.unsplit()
+        except DryRunError as error:
+            for feed in guesses(self.copies, self.size):
+                try:
+                    return Sample(self.copies, feed, None, self.size)
+                except UnprovedError:
+                    continue
+            raise UnprovedError(str(error)) from error
+        return Sample(self.copies, unsplit.feed, unsplit.whole, self.size)
 
     def names(self, styles: Mapping[str, str]) -> frozenset[str] | None:
         """The first option with which the model runs under `styles`; None where none does.
@@ -121,6 +205,16 @@ class Rehearsal:
             for down, a in _attributes(self.model, self.parts.blocks)
             if down in styles and _is_used(type(self.model.get_submodule(a.path)), a)
         }
+
+
+def _options(attributes: Iterable[Attribute], *, only_counts: bool = False) -> tuple[frozenset[str], ...]:
+    """Sets of names of attributes to divide, the smallest change first."""
+    every = list(attributes)
+    counts = frozenset(a.name for a in every if a.is_count)
+    products = sorted({a.name for a in every if not a.is_count})[:4]
+    subsets = [frozenset(s) for n in range(len(products) + 1) for s in itertools.combinations(products, n)]
+    bases = dict.fromkeys([counts] if only_counts else [frozenset[str](), counts])
+    return tuple(b | s for b in bases for s in subsets)
 
 
 def divided_attributes(rehearsal: Rehearsal, styles: Mapping[str, str]) -> Divided:

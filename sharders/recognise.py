@@ -24,7 +24,7 @@ HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads", "nhea
 KV_HEADS = ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "n_kv_head", "kv_heads", "num_key_value_head")
 HEAD_DIM = ("head_dim", "d_head", "dim_head", "attention_head_size", "head_size", "kv_channels", "d_k", "d_kv")
 _NUMBERS = (*HEADS, *KV_HEADS, *HEAD_DIM)
-_CONFIGS = ("config", "cfg", "args", "params")
+CONFIGS = ("config", "cfg", "args", "params")
 
 _AFTER = r"(_?(proj|projection|lin|linear|layer|w))?"
 _QKV = re.compile(r"(to_?|w_?|linear_?|lin_?|proj_?|c_)?(q|k|v|query|key|value)s?" + _AFTER)
@@ -250,7 +250,7 @@ def _number(owners: Iterable[nn.Module], names: Iterable[str], *, configs: bool 
     owners = list(owners)
     places: list[Any] = [*owners]
     if configs:
-        places += [vars(m)[c] for m in owners for c in _CONFIGS if c in vars(m)]
+        places += [vars(m)[c] for m in owners for c in CONFIGS if c in vars(m)]
     for place in places:
         for name in names:
             value = vars(place).get(name) if isinstance(place, nn.Module) else getattr(place, name, None)

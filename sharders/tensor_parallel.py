@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,8 @@ from torch.nn.parameter import is_lazy
 
 from dmp import Layout, PlanError, ShardError, ShardingEnv
 from sharders.derive import Rehearsal, check_heads, complete_sequence, derive, divided_attributes
+from sharders.local_attributes import Divided
+from sharders.proving import say, settle
 from sharders.splitting import hidden_size, split
 from sharders.styles import Style, canonical, check_divides, family, layouts_of
 from sharders.tp_plan import Styles, expand, from_layouts, own_plan, with_heads, with_ties
@@ -134,9 +136,9 @@ class _Placing:
     def place(self, wanted: Mapping[str, Layout]) -> tuple[_Checked, bool]:
         """What is split, and whether it is the sharder's own choice."""
         if not wanted:
-            return self._checked(self._own()), True
+            return self._own(), True
         try:
-            own = self._checked(self._own())
+            own = self._own()
         except PlanError:  # it is not what was asked for
             return self._checked(self._given(wanted)), False
         if own.layouts == wanted:
@@ -145,20 +147,35 @@ class _Placing:
         is_own = own.layouts == self._layouts(asked.styles)
         return (own, True) if is_own else (self._checked(asked), False)
 
-    def _own(self) -> _Choice:
+    def _own(self) -> _Checked:
         """The sharder's plan, the model's, or one from its structure."""
         sharder = self.sharder
-        plan = own_plan(self.model) if sharder.plan is None else sharder.plan
-        if plan or sharder.plan is not None:
-            styles = with_ties(self.model, expand(self.model, plan))
-            return self._completed(styles, sharder.sequence_parallel and bool(plan))
+        if sharder.plan is not None:
+            return self._checked(self._planned(sharder.plan))
+        plan = own_plan(self.model)
+        if not plan:
+            return self._derived(())
+        try:
+            return self._checked(self._planned(plan))
+        except _WrongPlanError as error:
+            note = f"the model's own tp_plan is not used: {error}"
+        found = self._derived((note,))
+        say(note)
+        return found
+
+    def _planned(self, plan: Mapping[str, Style]) -> _Choice:
+        styles = with_ties(self.model, expand(self.model, plan))
+        return self._completed(styles, self.sharder.sequence_parallel and bool(plan))
+
+    def _derived(self, notes: tuple[str, ...]) -> _Checked:
+        sharder = self.sharder
         found = derive(
             *(self.rehearsal, self.axis),
             sequence_parallel=sharder.sequence_parallel,
             loss_parallel=sharder.loss_parallel,
         )
-        styles = with_ties(self.model, expand(self.model, found.styles))
-        return _Choice(self._with_heads(styles), found.divided, found.notes)
+        styles = self._with_heads(with_ties(self.model, expand(self.model, found.styles)))
+        return self._checked(_Choice(styles, found.divided, (*notes, *found.notes)), is_derived=True)
 
     def _given(self, wanted: Mapping[str, Layout]) -> _Choice:
         styles = with_ties(self.model, from_layouts(self.model, wanted))
@@ -170,8 +187,7 @@ class _Placing:
         """A plan of splits, with the rest that it needs."""
         styles = self._with_heads(styles)
         self._check(styles)
-        names = {path: style if isinstance(style, str) else family(style) for path, style in styles.items()}
-        names = {path: name for path, name in names.items() if name}
+        names = _names(styles)
         if not is_sequence:
             return _Choice(styles, divided_attributes(self.rehearsal, names), ())
         for path, style in styles.items():
@@ -187,10 +203,29 @@ class _Placing:
         is_loss_parallel = self.sharder.loss_parallel and self.sharder.plan != {}
         return with_heads(self.model, self.rehearsal.parts, styles, is_loss_parallel)
 
-    def _checked(self, choice: _Choice) -> _Checked:
+    def _checked(self, choice: _Choice, *, is_derived: bool = False) -> _Checked:
         styles = {path: choice.styles[path] for path, _ in self.model.named_modules() if path in choice.styles}
         self._check(styles)
-        return _Checked(styles, choice.divided, choice.notes, self._layouts(styles))
+        if not styles:
+            return _Checked(styles, choice.divided, choice.notes, {})
+        settled = settle(self.rehearsal, styles, self._choices(choice, styles, is_derived), self.axis)
+        if settled.divided is None:
+            raise _WrongPlanError(
+                f"a tensor-parallel plan that is wrong for this model: run on {self.rehearsal.size} simulated ranks of "
+                f"axis {self.axis!r} with small random inputs, {settled.failure}; leave out of the plan the module "
+                "whose weights are not used as its styles say, or pass no plan"
+            )
+        notes = choice.notes
+        if not any("proved" in note for note in notes) or (settled.unproved and not is_derived):
+            notes = (*notes, settled.note)
+        if settled.unproved:
+            say(settled.note)
+        return _Checked(styles, settled.divided, notes, self._layouts(styles))
+
+    def _choices(self, choice: _Choice, styles: Styles, is_derived: bool) -> Iterator[Divided]:
+        yield dict(choice.divided)
+        if not is_derived:
+            yield from self.rehearsal.divisions(_names(styles))
 
     def _check(self, styles: Styles) -> None:
         for path, style in styles.items():
@@ -230,6 +265,15 @@ class _Checked(_Choice):
     """The same, checked, with what it does to parameters."""
 
     layouts: Mapping[str, Layout]
+
+
+class _WrongPlanError(PlanError):
+    """The plan gives other numbers than the whole model."""
+
+
+def _names(styles: Styles) -> dict[str, str]:
+    names = {path: style if isinstance(style, str) else family(style) for path, style in styles.items()}
+    return {path: name for path, name in names.items() if name}
 
 
 class _Remembered:

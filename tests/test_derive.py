@@ -181,11 +181,11 @@ class Asks(nn.Module):
         return self.body(ids)
 
 
-def test_without_a_dry_run_the_source_decides() -> None:
+def test_a_model_that_looks_at_values_is_proved_without_a_dry_run() -> None:
     found, known = derive(Rehearsal(Asks(Llama()), 2), "tp"), derive(Rehearsal(Llama(), 2), "tp")
     assert found.styles == {f"body.{p}": s for p, s in known.styles.items()}
     assert found.divided == {(f"body.{p}", a): v for (p, a), v in known.divided.items()}
-    assert any(n.startswith("not verified by a dry run") and "item" in n for n in found.notes)
+    assert found.notes[-1].startswith("proved"), "it runs with values"
     bert = derive(Rehearsal(Asks(Bert()), 2), "tp", sequence_parallel=True)
     path = "body.encoder.0.attention.self"
     assert bert.divided[path, "num_attention_heads"] == 2
@@ -199,14 +199,33 @@ def test_without_a_dry_run_sequence_parallel_goes_by_structure() -> None:
         assert found.styles == {f"body.{p}": s for p, s in known.styles.items()}
 
 
+class Batched(nn.Module):
+    """Takes what nobody can guess."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self.body(batch["ids"])
+
+
 def test_blocks_are_run_alone_where_the_model_cannot() -> None:
-    found = derive(Rehearsal(Asks(GPT()), 2), "tp")
+    found = derive(Rehearsal(Batched(GPT()), 2), "tp")
     assert found.divided == {("body.h.0.attn", "n_head"): 2, ("body.h.1.attn", "n_head"): 2}
     assert any(n.startswith("body.h.0: verified by a dry run with hidden states") for n in found.notes)
+    assert any(n.startswith("not proved outside the blocks") for n in found.notes)
+
+
+def test_what_does_not_run_goes_by_its_source_and_is_said_not_to_be_proved() -> None:
+    found, known = derive(Rehearsal(Batched(Llama()), 2), "tp"), derive(Rehearsal(Llama(), 2), "tp")
+    assert found.styles == {f"body.{p}": s for p, s in known.styles.items()}
+    assert found.divided == {(f"body.{p}", a): v for (p, a), v in known.divided.items()}
+    assert any(n.startswith("not proved: ") for n in found.notes)
 
 
 def test_blocks_alone_get_hidden_states_of_their_dtype() -> None:
-    found = derive(Rehearsal(Asks(GPT().bfloat16()), 2), "tp")
+    found = derive(Rehearsal(Batched(GPT().bfloat16()), 2), "tp")
     assert any(n.startswith("body.h.0: verified") for n in found.notes)
 
 
@@ -222,7 +241,7 @@ class TiedByFunction(nn.Module):
         return F.linear(self.gpt(ids), self.gpt.wte.weight)
 
 
-@pytest.mark.parametrize("make", [TiedByFunction, lambda: Asks(TiedByFunction())])
+@pytest.mark.parametrize("make", [TiedByFunction, lambda: Batched(TiedByFunction())])
 def test_an_embedding_that_is_used_as_a_head_stays_whole(make: Callable[[], nn.Module]) -> None:
     found = derive(Rehearsal(make(), 2), "tp")
     assert not [p for p in found.styles if p.endswith("wte")]

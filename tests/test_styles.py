@@ -122,9 +122,9 @@ def test_patterns() -> None:
     ]
     assert placed.layouts["layers.0.feed_forward.w3.weight"] == colwise()
     assert placed.divided[("layers.0.attention", "heads")] == 2
-    exact = place(model, {**ATTENTION, "layers.*.feed_forward.w1": "colwise", "layers.1.feed_forward.w1": "replicate"})
-    assert exact.styles["layers.0.feed_forward.w1"] == "colwise"
-    assert exact.styles["layers.1.feed_forward.w1"] == "replicate"
+    norms = {"layers.*.ffn_norm": "sum_gradients", "layers.1.ffn_norm": "replicate", "layers.0.ffn_norm": "replicate"}
+    exact = place(model, {**ATTENTION, **norms, "layers.*.attention_norm": "replicate"})
+    assert exact.styles["layers.1.ffn_norm"] == exact.styles["layers.1.attention_norm"] == "replicate"
     assert place(model, {}).layouts == {} == place(model, {}, loss_parallel=True).styles
 
 
@@ -308,7 +308,8 @@ def test_the_same_question_is_answered_from_memory(asked: list[int]) -> None:
     assert asked == [2]
     assert sharder.place(model, {}, SHARD2_TP2).env == SHARD2_TP2, "the mesh is the one of this call"
 
-    some = {"layers.0.feed_forward.w1.weight": colwise(), "layers.0.feed_forward.w3.weight": colwise()}
+    some = {f"layers.0.feed_forward.{name}.weight": colwise() for name in ("w1", "w3")}
+    some["layers.0.feed_forward.w2.weight"] = rowwise()
     for _ in range(2):
         assert sharder.place(model, some, TP2).layouts == some
     assert asked == [2, 2]
