@@ -19,6 +19,7 @@ from dmp.env import ShardingEnv
 from dmp.errors import PlanError, ShardError
 from dmp.layout import Layout, ParameterSharding
 from dmp.private_state import refuse_private_state
+from dmp.readers import find_readers
 from dmp.registry import by_module_type, sharder_for
 
 
@@ -53,11 +54,13 @@ class Resolved:
         plan: every entry under its parameter's first name, with those that model sharders chose themselves.
         sites: modules to be replaced.
         placements: of the model sharders.
+        read: parameters that would be tables, were they only looked up -> who else reads them.
     """
 
     plan: Mapping[str, ParameterSharding]
     sites: tuple[Site, ...]
     placements: tuple[ModelPlacement, ...]
+    read: Mapping[str, str]
 
 
 def join(path: str, name: str) -> str:
@@ -66,12 +69,19 @@ def join(path: str, name: str) -> str:
 
 
 def find_sites(
-    module: nn.Module, sharders: Iterable[ModuleSharder | ModelSharder], without: Set[str] = frozenset()
-) -> list[Site]:
+    module: nn.Module,
+    sharders: Iterable[ModuleSharder | ModelSharder],
+    without: Set[str] = frozenset(),
+    keep: Set[str] = frozenset(),
+) -> tuple[list[Site], dict[str, str]]:
     """Modules that a sharder takes, in the order of their paths in the model.
 
     A module whose parameters are tied to another module's stays with the data-parallel part, for a sharded copy could
-    not stay tied; so does one with a parameter named in `without` (any of its names).
+    not stay tied; so does one with a parameter named in `without` (any of its names), and one whose parameters other
+    code may read, unless `keep` names one of them.
+
+    Returns:
+        The sites; names of the parameters that other code may read (those in `keep` too) -> what code.
     """
     by_type = by_module_type(sharders)
     owners = _owners(module)
@@ -89,20 +99,27 @@ def find_sites(
             continue
         _check_names(candidate, path, sharder, infos)
         found[id(candidate)] = Site(path, (path,), candidate, sharder, infos)
-    return list(found.values())
+    readers = find_readers(module, {key: (site.module, site.infos) for key, site in found.items()})
+    kept = {key for key in readers if not keep.isdisjoint(_every_name(found[key]))}
+    read = {name: reader for key, reader in readers.items() for name in found[key].names().values()}
+    return [site for key, site in found.items() if key not in readers or key in kept], read
 
 
 def plan_parameters(
-    module: nn.Module, sharders: Iterable[ModuleSharder | ModelSharder], without: Set[str] = frozenset()
+    module: nn.Module,
+    sharders: Iterable[ModuleSharder | ModelSharder],
+    without: Set[str] = frozenset(),
+    keep: Set[str] = frozenset(),
 ) -> dict[str, tuple[ModuleSharder, ParameterInfo]]:
     """Fully-qualified name of every parameter that a plan must place -> who runs it and what is known of it.
 
     Args:
         without: names of parameters that are placed already, such as `place_dense`'s.
+        keep: names that are placed as tables although code besides their module's forward may read them.
     """
     return {
         name: (site.sharder, site.infos[relative])
-        for site in find_sites(module, sharders, without)
+        for site in find_sites(module, sharders, without, keep)[0]
         for relative, name in site.names().items()
     }
 
@@ -181,7 +198,8 @@ def check_plan(
     dense = _dense_entries(plan, module, env)
     placements = place_dense(module, sharders, env, dense)
     placed = {name: layout for p in placements for name, layout in p.layouts.items()}
-    sites = find_sites(module, sharders, placed.keys())
+    tables = {name for name, e in plan.items() if not e.layout.is_dense and e.layout.name != "data_parallel"}
+    sites, read = find_sites(module, sharders, placed.keys(), tables)
     refuse_private_state(module, env, [s.module for s in sites])
     infos = {name: (s, s.infos[rel]) for s in sites for rel, name in s.names().items()}
     first = {join(alias, rel): join(s.path, rel) for s in sites for alias in s.aliases for rel in s.infos}
@@ -189,6 +207,8 @@ def check_plan(
     for name, entry in plan.items():
         if entry.layout.is_dense:
             continue
+        if name in read and name not in first:
+            continue  # a copy on every rank, as asked for: that is what the data-parallel part makes of it
         if name not in first:
             raise PlanError(_unknown_name(name, module, list(first), placed), table=name)
         known = resolved.get(first[name])
@@ -212,7 +232,7 @@ def check_plan(
         if site not in left and names:
             raise PlanError(f"plan gives some weights of {site.path!r} dense layouts, but not {_some(names)}")
     entries = {name: ParameterSharding(layout) for name, layout in {**dense, **placed}.items()}
-    return Resolved({**resolved, **entries}, tuple(left), placements)
+    return Resolved({**resolved, **entries}, tuple(left), placements, read)
 
 
 def _dense_entries(plan: Mapping[str, ParameterSharding], module: nn.Module, env: ShardingEnv) -> dict[str, Layout]:
@@ -260,6 +280,10 @@ def _walk(module: nn.Module, path: str, stop_at: Callable[[nn.Module], bool]) ->
     for name, child in module._modules.items():
         if child is not None:
             yield from _walk(child, join(path, name), stop_at)
+
+
+def _every_name(site: Site) -> set[str]:
+    return {join(alias, name) for alias in site.aliases for name in site.infos}
 
 
 def _owners(module: nn.Module) -> dict[int, set[tuple[int, str]]]:

@@ -98,7 +98,8 @@ class ShardingPlanner:
         given, pinned = _dense_part(pinned)
         placements = place_dense(module, sharders, env, given)
         split = {name for p in placements for name in p.layouts}
-        parameters = plan_parameters(module, sharders, split)
+        named = frozenset(pinned if isinstance(pinned, Mapping) else ())
+        parameters = plan_parameters(module, sharders, split, named)
         constraints = constraints_of(self.constraints, parameters)
         kept = _by_first_name(pinned, module, [name for name in parameters if name not in given])
         weights = dense_parameters(module, parameters.keys() - given.keys())

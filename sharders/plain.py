@@ -183,6 +183,8 @@ def _flat_batch(ids: Any) -> Batch:
 
 def _is_plain(module: Any, kind: type[nn.Module]) -> bool:
     own_forward = type(module).forward is not kind.forward
+    if "weight" not in module._parameters:  # it is computed at each call: a parametrization, weight norm
+        return False
     return not own_forward and module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
 
 
