@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dmp.calls import Calls
 from dmp.checkpoint import load_checkpoint, save_checkpoint
 from dmp.chunked import ChunkedTensor
 from dmp.clip import clip_grad_norm_
@@ -48,6 +49,7 @@ from dmp.verify import verify
 from dmp.wrapper import DistributedModelParallel
 
 __all__ = [
+    "Calls",
     "CheckpointError",
     "ChunkedTensor",
     "DataParallelWrapper",

@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from dmp.background import PendingSave, wait_for_pending, write_in_background
+from dmp.calls import alone
 from dmp.checksums import compare
 from dmp.env import default_env
 from dmp.errors import CheckpointError
@@ -41,6 +42,7 @@ from dmp.restore import Job, prepare
 from dmp.saving import Content, check_target, collect, write
 
 
+@alone("save_checkpoint")
 def save_checkpoint(
     path: str | os.PathLike[str],
     model: nn.Module,
@@ -92,6 +94,7 @@ def save_checkpoint(
     return write_in_background(target, content, env.rank, group, keep_last)
 
 
+@alone("load_checkpoint")
 def load_checkpoint(
     path: str | os.PathLike[str],
     model: nn.Module,

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dmp import live
+from dmp.calls import alone
 from dmp.env import ShardingEnv
 from dmp.errors import ShardError
 from dmp.gather import env_of, sharded_parameters
@@ -33,6 +34,7 @@ _EPS = 1e-6  # as torch's
 _norm_of: Callable[..., torch.Tensor] = torch_clip._get_total_norm.__wrapped__  # torch's own body
 
 
+@alone("clip_grad_norm_")
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
     """Scale all gradients in place so that the norm of the whole model's gradient is at most `max_norm`.
 

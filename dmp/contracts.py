@@ -90,8 +90,9 @@ class ModuleSharder(Protocol):
 class ShardedModule(Protocol):
     """What the wrapper asks of a module that holds pieces of parameters.
 
-    It may also have `module_path` (a str that the wrapper sets to its path, for messages) and `unsharded()` (a plain
-    module of the same structure and names on meta, for `to_unsharded`).
+    It may also have `module_path` (a str that the wrapper sets to its path, for messages), `calls` (a `Calls` that
+    the wrapper sets: whether the model's forward is under way, in which nobody but the module itself should read its
+    pieces) and `unsharded()` (a plain module of the same structure and names on meta, for `to_unsharded`).
     """
 
     def chunked_state(self) -> Mapping[str, ChunkedTensor]:

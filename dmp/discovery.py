@@ -7,6 +7,7 @@ the module of such a weight is not a site, even where a sharder would take it (a
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -21,6 +22,9 @@ from dmp.layout import Layout, ParameterSharding
 from dmp.private_state import refuse_private_state
 from dmp.readers import find_readers
 from dmp.registry import by_module_type, sharder_for
+
+_log = logging.getLogger("dmp")
+_LARGE_BYTES = 64 << 20  # what a warning is worth: copies on every rank
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,7 @@ def find_sites(
 
     A module whose parameters are tied to another module's stays with the data-parallel part, for a sharded copy could
     not stay tied; so does one with a parameter named in `without` (any of its names), and one whose parameters other
-    code may read, unless `keep` names one of them.
+    code may read, unless `keep` names one of them and nobody keeps the module itself elsewhere.
 
     Returns:
         The sites; names of the parameters that other code may read (those in `keep` too) -> what code.
@@ -100,8 +104,8 @@ def find_sites(
         _check_names(candidate, path, sharder, infos)
         found[id(candidate)] = Site(path, (path,), candidate, sharder, infos)
     readers = find_readers(module, {key: (site.module, site.infos) for key, site in found.items()})
-    kept = {key for key in readers if not keep.isdisjoint(_every_name(found[key]))}
-    read = {name: reader for key, reader in readers.items() for name in found[key].names().values()}
+    kept = {k for k, reader in readers.items() if not (reader.is_keeper or keep.isdisjoint(_every_name(found[k])))}
+    read = {name: reader.text for key, reader in readers.items() for name in found[key].names().values()}
     return [site for key, site in found.items() if key not in readers or key in kept], read
 
 
@@ -207,10 +211,10 @@ def check_plan(
     for name, entry in plan.items():
         if entry.layout.is_dense:
             continue
-        if name in read and name not in first:
+        if name in read and name not in first and entry.layout.name == "data_parallel":
             continue  # a copy on every rank, as asked for: that is what the data-parallel part makes of it
         if name not in first:
-            raise PlanError(_unknown_name(name, module, list(first), placed), table=name)
+            raise PlanError(_unknown_name(name, module, list(first), placed, read), table=name)
         known = resolved.get(first[name])
         if known is not None and known != entry:
             raise PlanError(f"plan gives {name!r} {entry}, but {known} under another of its names", table=name)
@@ -235,6 +239,23 @@ def check_plan(
     return Resolved({**resolved, **entries}, tuple(left), placements, read)
 
 
+def say_what_is_read(resolved: Resolved, module: nn.Module) -> None:
+    """Tell the logger "dmp" which tables are left to the data-parallel part because other code reads them."""
+    placed = {name for site in resolved.sites for name in site.names().values()} | resolved.plan.keys()
+    known = dict(module.named_parameters(remove_duplicate=False))
+    for name, reader in resolved.read.items():
+        if name not in placed:
+            num_bytes = known[name].numel() * known[name].element_size()
+            _log.log(
+                logging.WARNING if num_bytes >= _LARGE_BYTES else logging.INFO,
+                "%r (%s bytes) is no table but part of the data-parallel weights: %s reads it besides the forward of "
+                "its own module. A plan entry such as row_wise() makes it a table all the same, and a read an error",
+                name,
+                f"{num_bytes:,}",
+                reader,
+            )
+
+
 def _dense_entries(plan: Mapping[str, ParameterSharding], module: nn.Module, env: ShardingEnv) -> dict[str, Layout]:
     """The plan's dense layouts under their parameters' first names, each checked against shape and mesh."""
     named = [name for name, entry in plan.items() if entry.layout.is_dense]
@@ -246,7 +267,7 @@ def _dense_entries(plan: Mapping[str, ParameterSharding], module: nn.Module, env
     for name in named:
         layout = plan[name].layout
         if name not in known:
-            raise PlanError(_unknown_name(name, module, list(known), {}), table=name)
+            raise PlanError(_unknown_name(name, module, list(known), {}, {}), table=name)
         if dense.setdefault(first[id(known[name])], layout) != layout:
             other = dense[first[id(known[name])]]
             raise PlanError(f"plan gives {name!r} {layout}, but {other} under another of its names", table=name)
@@ -262,6 +283,8 @@ def _check_layout(name: str, layout: Layout, sharder: ModuleSharder, info: Param
         layout.shards(info.shape, env)
     except ShardError as error:
         raise PlanError(f"plan entry {name!r} = {layout}: {error}", table=name) from error
+    if layout.name == "replicate" and info.optimizer is None:
+        return  # an ordinary dense weight then, which no sharder runs
     accepts = None if layout.is_dense else getattr(sharder, "accepts", None)
     offered = list(dict.fromkeys(o.name for o in sharder.layouts(info, env)))
     if not (accepts(info, layout, env) if accepts else layout.name in offered):
@@ -317,7 +340,14 @@ def _check_names(module: nn.Module, path: str, sharder: ModuleSharder, infos: Ma
             )
 
 
-def _unknown_name(name: str, module: nn.Module, shardable: list[str], placed: Mapping[str, Layout]) -> str:
+def _unknown_name(
+    name: str, module: nn.Module, shardable: list[str], placed: Mapping[str, Layout], read: Mapping[str, str]
+) -> str:
+    if name in read:
+        return (
+            f"plan makes {name!r} a table, but {read[name]} reads it besides its own module's forward, where a table's "
+            "piece would be taken for the whole: leave the entry out, or give it replicate()"
+        )
     if name in placed:
         return f"plan gives {name!r} the layout of a table, but tensor parallelism splits it as {placed[name]}"
     if name in dict(module.named_parameters(remove_duplicate=False)):

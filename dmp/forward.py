@@ -8,7 +8,8 @@ from typing import Any
 
 def _forward(model: Any, *args: Any, **kwargs: Any) -> Any:
     """The module's forward."""
-    return model.running(*args, **kwargs)
+    with model._calls.forward:
+        return model.running(*args, **kwargs)
 
 
 class _BoundForward:
@@ -21,7 +22,7 @@ class _BoundForward:
         self.__self__ = model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__self__.running(*args, **kwargs)
+        return _forward(self.__self__, *args, **kwargs)
 
     @property
     def __signature__(self) -> inspect.Signature:

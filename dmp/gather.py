@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dmp.calls import alone
 from dmp.chunked import ChunkedTensor, as_chunks, is_dtensor
 from dmp.contracts import ShardedModule
 from dmp.discovery import join
@@ -31,6 +32,7 @@ _BUFFER_BYTES = 4 << 20
 _Rectangle = tuple[tuple[int, ...], tuple[int, ...]]  # offset, size
 
 
+@alone("full_state_dict")
 def full_state_dict(model: nn.Module, *, rank0_only: bool = False, cpu: bool = True) -> dict[str, Any]:
     """The state dict of the unsharded model, as plain tensors that share nothing with the model.
 
@@ -52,6 +54,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False, cpu: bool = T
     return gather(model.state_dict(), env_of(model), rank0_only=rank0_only, cpu=cpu)
 
 
+@alone("to_unsharded")
 def to_unsharded(model: nn.Module) -> nn.Module:
     """A plain module on the CPU with the model's weights: for serving, export, or a look.
 

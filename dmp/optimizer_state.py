@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dmp.calls import alone
 from dmp.chunked import ChunkedTensor, as_chunks
 from dmp.errors import CheckpointError
 from dmp.gather import chunk_views, env_of, gather, sharded_parameters
@@ -85,6 +86,7 @@ class OwnedState:
         return chunk_views(value, self.parameter, self.chunked)
 
 
+@alone("full_optimizer_state_dict")
 def full_optimizer_state_dict(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, rank0_only: bool = False
 ) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dis
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -43,7 +44,20 @@ _HARMLESS = frozenset(("num_embeddings", "embedding_dim", "padding_idx", "traini
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
-def find_readers(model: nn.Module, sites: Mapping[int, tuple[nn.Module, Iterable[str]]]) -> dict[int, str]:
+@dataclass(frozen=True)
+class Reader:
+    """What reads a weight.
+
+    Args:
+        text: in words.
+        is_keeper: it keeps the module or the parameter itself, and would not see what takes their place.
+    """
+
+    text: str
+    is_keeper: bool = False
+
+
+def find_readers(model: nn.Module, sites: Mapping[int, tuple[nn.Module, Iterable[str]]]) -> dict[int, Reader]:
     """Which sites' weights something else may read, and what does.
 
     Args:
@@ -56,27 +70,27 @@ def find_readers(model: nn.Module, sites: Mapping[int, tuple[nn.Module, Iterable
     watched = _Watched(sites)
     inside = {id(m) for module, _ in sites.values() for m in module.modules()}
     others = [m for m in model.modules() if id(m) not in inside]
-    readers = watched.captured(others)
     codes = reachable(others, [module for module, _ in sites.values()])
+    readers = watched.kept(others, codes)
     unknown = ""
     for code in codes:
         names = code.code.co_names
         if not _ALL.isdisjoint(names) and "next" not in names:  # `next(self.parameters()).device` asks one for no value
             for found in _Reads(code).of_all():
                 for site in watched.below(found):
-                    readers.setdefault(site, code.title)
+                    readers.setdefault(site, Reader(code.title))
         if watched.names.isdisjoint(names) and watched.names.isdisjoint(_strings(code.code)):
             continue
         reads = _Reads(code)
         for found in reads.of(watched.names):
             for holder in found or ():
                 if id(holder) in watched.site_of:
-                    readers.setdefault(watched.site_of[id(holder)], code.title)
+                    readers.setdefault(watched.site_of[id(holder)], Reader(code.title))
             if found is None:
                 unknown = unknown or code.title
     if unknown:
         for site in watched.handed_out(model, codes):
-            readers.setdefault(site, f"maybe {unknown}")
+            readers.setdefault(site, Reader(f"maybe {unknown}"))
     return readers
 
 
@@ -104,15 +118,20 @@ class _Watched:
             return set(self.site_of.values())
         return {self.site_of[id(m)] for module in modules for m in module.modules() if id(m) in self.site_of}
 
-    def captured(self, modules: Iterable[nn.Module]) -> dict[int, str]:
-        """Sites of whose parameters a module keeps the object itself, in an attribute or a plain container."""
-        found: dict[int, str] = {}
-        for module in modules:
-            for name, value in _attributes(module).items():
-                for each in _contents(value):
-                    if id(each) in self.parameters:
-                        found.setdefault(self.parameters[id(each)], f"{type(module).__name__}.{name}, which keeps it")
-        return found
+    def kept(self, modules: Iterable[nn.Module], codes: Iterable[Code]) -> dict[int, Reader]:
+        """Sites of which something keeps the module or a parameter, other than as a submodule."""
+        places = [
+            (f"{type(m).__name__}.{name}", each)
+            for m in modules
+            for name, value in _attributes(m).items()
+            for each in _contents(value)
+        ]
+        for code in codes:
+            held = [*code.closed.values(), *(code.names.get(name) for name in code.code.co_names)]
+            places += [(code.title, each) for each in held]
+        objects = {**{site: site for site in self.direct}, **self.parameters}
+        found = [(objects[id(each)], where) for where, each in places if each is not None and id(each) in objects]
+        return {site: Reader(f"{where}, which keeps it beside its place in the model,", True) for site, where in found}
 
     def handed_out(self, model: nn.Module, codes: list[Code]) -> Set[int]:
         """Sites that code may get hold of without naming them before their weight."""
@@ -120,11 +139,10 @@ class _Watched:
         if not _HANDS_OUT.isdisjoint(names):
             return self.direct
         called_as = _names_of(model, self.direct)
-        kept = {id(each) for m in model.modules() for value in _attributes(m).values() for each in _contents(value)}
         wanted = {name for of_site in called_as.values() for name in of_site}
         mentioning = [code.code for code in codes if not wanted.isdisjoint(code.code.co_names)]
         escaping = {name for code in mentioning for name in _uncalled(code)}
-        return {site for site in self.direct if site in kept or not escaping.isdisjoint(called_as[site])}
+        return {site for site in self.direct if not escaping.isdisjoint(called_as[site])}
 
 
 class _Reads:

@@ -26,6 +26,7 @@ from dmp import live
 from dmp.agreement import check_agreement, sync_from_first_rank
 from dmp.arguments import check_arguments, take
 from dmp.around import guard_ddp
+from dmp.calls import Calls
 from dmp.chunked import PIECE, ChunkedTensor, is_dtensor
 from dmp.contracts import (
     DataParallelWrapper,
@@ -35,7 +36,7 @@ from dmp.contracts import (
     ModuleSharder,
     ShardedModule,
 )
-from dmp.discovery import Resolved, Site, check_plan, join, place_dense
+from dmp.discovery import Resolved, Site, check_plan, join, place_dense, say_what_is_read
 from dmp.env import ShardingEnv, default_env
 from dmp.errors import CheckpointError, DmpError, PlanError, ShardError
 from dmp.filling import check_made, fill_from_meta, fills_itself
@@ -143,12 +144,15 @@ class DistributedModelParallel(nn.Module):
         elif planner is not None:
             raise PlanError("pass a plan or a planner, not both; to fix part of a plan: planner.plan(..., pinned=plan)")
         resolved = self._resolve(plan, module)
+        if self._env.size > 1 and self._env.rank == 0:
+            say_what_is_read(resolved, module)
         self._plan = ShardingPlan(resolved.plan, report=getattr(plan, "report", None))
 
         if init_parameters:
             check_can_materialise(module, [s.module for s in resolved.sites if fills_itself(s)])
         sync_from_first_rank(module, self._env)
         seed = shared_seed(self._env) if init_parameters else 0
+        self._calls = Calls()
         self._paths: dict[str, tuple[str, ...]] = {}
         self._claimed: dict[str, frozenset[str]] = {}  # path -> relative names of the parameters that a sharder named
         module = self._shard(module, list(resolved.sites), seed, init_parameters)
@@ -218,6 +222,8 @@ class DistributedModelParallel(nn.Module):
                 register_state_hooks(new)
             if hasattr(new, "module_path"):
                 new.module_path = site.path  # type: ignore[assignment]
+            if hasattr(new, "calls"):
+                new.calls = self._calls  # type: ignore[assignment]
             if init_parameters:
                 fill_from_meta(site, new, seed, root)
             for path in site.aliases:

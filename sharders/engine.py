@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dmp import InputError, Layout, ShardError, ShardingEnv
+from dmp import Calls, InputError, Layout, ShardError, ShardingEnv
 from sharders.copies import Copies
 from sharders.exchange import all_to_all
 from sharders.faults import Fault, Kind
@@ -60,6 +60,8 @@ class Engine:
         _check_supported(tables, env, sync_interval)
         self.env, self.tables, self.unpooled, self.validate = env, list(tables), unpooled, validate
         self.sync_interval = sync_interval
+        self.calls = Calls()
+        """Calls of the model that are under way; the wrapper sets the model's."""
         self.placement = Placement(tables, layouts, env, unpooled)
         self.tensor = tensor_ranks(env)
         self.peers = find_peers(env, sync_interval == 1, by_stages=not unpooled)
@@ -119,13 +121,13 @@ class Engine:
     def pooled(self, parse: Callable[[], Batch]) -> torch.Tensor:
         """(B, sum of dims): results of all features side by side. `parse` may raise `Fault`."""
         whole, call, parameters = self._start(parse)
-        result: torch.Tensor = _Pooled.apply(self.pooled_path, call, call.batch.weights, *parameters)  # type: ignore[no-untyped-call]
+        result: torch.Tensor = _Pooled.apply(self, self.pooled_path, call, call.batch.weights, *parameters)  # type: ignore[no-untyped-call]
         return self._whole([result], [[whole.batch_size]])[0]
 
     def rows(self, parse: Callable[[], Batch]) -> list[torch.Tensor]:
         """For each feature its ids' rows (N_f, dim). `parse` may raise `Fault`."""
         whole, call, parameters = self._start(parse)
-        out: tuple[torch.Tensor, ...] = _Rows.apply(self.unpooled_path, call, *parameters)  # type: ignore[no-untyped-call]
+        out: tuple[torch.Tensor, ...] = _Rows.apply(self, self.unpooled_path, call, *parameters)  # type: ignore[no-untyped-call]
         return self.unpooled_path.split(whole, self._whole(out, self.unpooled_path.counts_by_dim(whole)))
 
     def _whole(self, results: Sequence[torch.Tensor], counts: Sequence[Sequence[int]]) -> Sequence[torch.Tensor]:
@@ -186,30 +188,35 @@ class _Pooled(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, path: PooledPath, call: Call, weights: torch.Tensor | None, *parameters: torch.Tensor
+        ctx: Any, engine: Engine, path: PooledPath, call: Call, weights: torch.Tensor | None, *parameters: torch.Tensor
     ) -> torch.Tensor:
-        ctx.path, ctx.call = path, call
+        ctx.engine, ctx.path, ctx.call = engine, path, call
         return path.forward(call).data  # no view, to autograd: it may be changed in place, as the unsharded result
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        of_weights, of_tables = ctx.path.backward(ctx.call, grad, ctx.needs_input_grad[2])
-        return None, None, of_weights, *of_tables
+        with ctx.engine.calls.backward:
+            of_weights, of_tables = ctx.path.backward(ctx.call, grad, ctx.needs_input_grad[3])
+        return None, None, None, of_weights, *of_tables
 
 
 class _Rows(torch.autograd.Function):
     """Forward: one (N, dim) tensor of rows for each distinct dim. Backward: as `_Pooled`."""
 
     @staticmethod
-    def forward(ctx: Any, path: UnpooledPath, call: Call, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.path, ctx.call = path, call
+    def forward(
+        ctx: Any, engine: Engine, path: UnpooledPath, call: Call, *parameters: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.engine, ctx.path, ctx.call = engine, path, call
         return tuple(rows.data for rows in path.forward(call))  # as above
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return None, None, *ctx.path.backward(ctx.call, grads)
+        with ctx.engine.calls.backward:
+            of_tables = ctx.path.backward(ctx.call, grads)
+        return None, None, None, *of_tables
 
 
 def _check_supported(tables: Sequence[Table], env: ShardingEnv, sync_interval: int) -> None:

@@ -16,6 +16,7 @@ from sharders.route import Batch
 from sharders.table_module import InitFn, TableModule, TableSharder, make_table
 
 _INTS = (torch.int32, torch.int64)
+_WAY_OUT = "Give it the plan entry replicate(): it is then a dense weight, which anybody may read"
 
 
 class ShardedEmbeddingBag(TableModule):
@@ -23,6 +24,8 @@ class ShardedEmbeddingBag(TableModule):
 
     Gradients are means over the data ranks; an in-backward optimizer runs once for each backward through a forward.
     """
+
+    way_out = _WAY_OUT
 
     def __init__(self, original: Any, *where: Any, **options: Any) -> None:
         super().__init__(original, *where, **options)
@@ -98,6 +101,8 @@ class ShardedEmbedding(TableModule):
 
     Gradients and updates as in `ShardedEmbeddingBag`.
     """
+
+    way_out = _WAY_OUT
 
     def __init__(self, original: Any, *where: Any, **options: Any) -> None:
         super().__init__(original, *where, **options)

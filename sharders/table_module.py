@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from dmp import (
+    Calls,
     ChunkedTensor,
     FusedParameter,
     Layout,
@@ -26,11 +28,57 @@ from dmp import (
 from sharders.engine import Engine
 from sharders.optimizers import optimizer_of
 from sharders.placement import Table
+from sharders.unread import Unread
 
 InitFn = Callable[[torch.Tensor], Any]
 
 
-class Holder(nn.Module):
+@dataclass
+class Watch:
+    """The engine whose tables' parameters are not read inside the model's forward, and what to do about a read."""
+
+    engine: Engine
+    way_out: str
+
+
+class Watched(nn.Module):
+    """Holds tables' parameters: inside the model's forward each is an `Unread`. The lookup takes them elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._watch: Watch | None = None
+        self._tables: dict[str, int] = {}  # parameter -> its table
+
+    @property
+    def _parameters(self) -> dict[str, nn.Parameter | None]:
+        """What torch's `parameters()` goes through."""
+        held: dict[str, Any] = self.__dict__["_parameters"]
+        watch: Watch | None = self.__dict__.get("_watch")
+        if watch is None or not watch.engine.calls.is_forward:
+            return held
+        return {name: self._unread(name, parameter) for name, parameter in held.items()}
+
+    @_parameters.setter
+    def _parameters(self, held: dict[str, nn.Parameter | None]) -> None:
+        self.__dict__["_parameters"] = held
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        if name in self.__dict__["_parameters"] and self._watch and self._watch.engine.calls.is_forward:
+            return self._unread(name, value)
+        return value
+
+    def _unread(self, name: str, parameter: Any) -> Any:
+        assert self._watch is not None
+        engine = self._watch.engine
+        table = engine.tables[self._tables[name]]
+        if engine.env.size == 1 and table.optimizer is None:
+            return parameter  # the whole table, whose gradient is whole
+        path = f"{engine.name}.{table.parameter}" if engine.name else table.parameter
+        return Unread.of(parameter, (table.rows, table.dim), path, self._watch.way_out)
+
+
+class Holder(Watched):
     """A place for one parameter, so that it keeps its name."""
 
     def extra_repr(self) -> str:
@@ -38,7 +86,7 @@ class Holder(nn.Module):
         return ", ".join(f"{name}: {tuple(p.shape)}" for name, p in self.named_parameters(recurse=False))
 
 
-class TableModule(nn.Module):
+class TableModule(Watched):
     """Tables on a mesh, run by an `Engine`; subclasses turn inputs into batches and results back.
 
     Args:
@@ -48,6 +96,11 @@ class TableModule(nn.Module):
         env, device: where to run.
         options: passed to `Engine`.
     """
+
+    way_out = (
+        "Read it outside the forward (full_state_dict(model) gives whole tables), or leave its module to the "
+        "data-parallel part: pass sharders without the one that takes it"
+    )
 
     def __init__(
         self,
@@ -65,8 +118,11 @@ class TableModule(nn.Module):
         self._engine.store.load_all({i: v for i, v in values.items() if not v.is_meta})
         for fused in self._engine.store.fused_parameters():
             _carry_state(original.get_parameter(fused.name), fused)
-        for table, parameter in zip(tables, self._engine.store.parameters, strict=True):
-            _place(self, table.parameter, parameter, original)
+        watch = Watch(self._engine, self.way_out)
+        for index, parameter in enumerate(self._engine.store.parameters):
+            holder = _place(self, tables[index].parameter, parameter, original)
+            holder._watch = watch
+            holder._tables[tables[index].parameter.rpartition(".")[2]] = index
 
     @property
     def module_path(self) -> str:
@@ -76,6 +132,15 @@ class TableModule(nn.Module):
     @module_path.setter
     def module_path(self, path: str) -> None:
         self._engine.rename(path)
+
+    @property
+    def calls(self) -> Calls:
+        """Calls of the model that are under way; set by the wrapper."""
+        return self._engine.calls
+
+    @calls.setter
+    def calls(self, calls: Calls) -> None:
+        self._engine.calls = calls
 
     def chunked_state(self) -> Mapping[str, ChunkedTensor]:
         """Pieces of every table that is cut, as views."""
@@ -192,10 +257,10 @@ def _carry_state(original: nn.Parameter, fused: FusedParameter) -> None:
             target.copy_(value)
 
 
-def _place(root: nn.Module, name: str, parameter: nn.Parameter, original: nn.Module) -> None:
+def _place(root: Watched, name: str, parameter: nn.Parameter, original: nn.Module) -> Watched:
     """Under its name, in dicts of modules where the original has them, so that code reads it as before."""
     *path, last = name.split(".")
-    module = root
+    module: nn.Module = root
     for part in path:
         original = original.get_submodule(part)
         if part not in module._modules:
@@ -203,4 +268,6 @@ def _place(root: nn.Module, name: str, parameter: nn.Parameter, original: nn.Mod
         child = module._modules[part]
         assert child is not None
         module = child
+    assert isinstance(module, Watched)
     module.register_parameter(last, parameter)
+    return module

@@ -68,6 +68,7 @@ PUBLIC = {
         "ModuleSharder",
         "ParameterInfo",
         "ShardedModule",
+        "Calls",
         "register_sharder",
         # errors
         "CheckpointError",

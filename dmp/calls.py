@@ -1,0 +1,106 @@
+"""What of a model is running now, and in which thread.
+
+A model is one conversation between its ranks: a forward in a second thread, or a save while another thread trains,
+would mix two of them, and write pieces of different steps. That is an error here, not a lock to wait at: the ranks'
+threads need not come to it in one order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import wraps
+from threading import Lock, current_thread, get_ident
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar
+
+from torch import nn
+
+from dmp.errors import DmpError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Calls:
+    """The calls of one model that are under way: all of one thread, one inside the other."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._owner = 0
+        self._thread = ""
+        self._names: list[str] = []
+        self._forwards = 0
+        self.forward, self.backward = Call(self, "the forward", 1), Call(self, "the backward")
+
+    @property
+    def is_forward(self) -> bool:
+        """Whether this thread is in the model's forward."""
+        return self._forwards > 0 and self._owner == get_ident()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Calls:
+        """A copy of the model runs by itself."""
+        return Calls()
+
+    def enter(self, what: str, forwards: int) -> None:
+        """Begin a call.
+
+        Raises:
+            DmpError: another thread is in one.
+        """
+        me = get_ident()
+        if self._owner != me:
+            if not self._lock.acquire(blocking=False):
+                raise DmpError(
+                    f"thread {current_thread().name!r} begins {what} while thread {self._thread!r} is in "
+                    f"{self._names[0] if self._names else 'another call'} of the same model, which runs in one thread "
+                    "at a time: wait for the other to end. To save while training goes on: "
+                    "save_checkpoint(..., asynchronous=True)"
+                )
+            self._owner, self._thread = me, current_thread().name
+        self._names.append(what)
+        self._forwards += forwards
+
+    def leave(self, forwards: int) -> None:
+        """End the call that was begun last."""
+        self._names.pop()
+        self._forwards -= forwards
+        if not self._names:
+            self._owner = 0
+            self._lock.release()
+
+
+class Call:
+    """`with` it, the call is under way."""
+
+    def __init__(self, calls: Calls, what: str, forwards: int = 0) -> None:
+        self._of, self._what, self._forwards = calls, what, forwards
+
+    def __enter__(self) -> None:
+        self._of.enter(self._what, self._forwards)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._of.leave(self._forwards)
+
+
+def alone(what: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Makes a function one of the calls of the models in its arguments.
+
+    Raises:
+        DmpError: another thread is in a call of one of them.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            given = [each for each in (*args, *kwargs.values()) if isinstance(each, nn.Module)]
+            with ExitStack() as stack:
+                for calls in {c for each in given for m in each.modules() if (c := vars(m).get("_calls"))}:
+                    stack.enter_context(Call(calls, what))
+                return function(*args, **kwargs)
+
+        return run
+
+    return decorate
