@@ -60,7 +60,8 @@ def read_header(file: IO[bytes], num_bytes: int, where: str) -> dict[str, Held]:
         raise CheckpointError(f"{where} cannot be read as a safetensors file: {error}") from error
     if not isinstance(header, dict):
         raise CheckpointError(f"{where} cannot be read as a safetensors file: its header is {shown(header)}")
-    about = header.pop("__metadata__", None) or {}
+    about = header.pop("__metadata__", None)
+    about = {} if about is None else about
     if not isinstance(about, dict) or not all(isinstance(value, str) for value in about.values()):
         raise CheckpointError(f"{where} has the __metadata__ {shown(about)}; expected texts by name")
     begins = _LENGTH_BYTES + length
