@@ -117,10 +117,10 @@ class ChunkedTensor(torch.Tensor):
         if source.size() != self.size():
             raise ShardError(f"expected size {tuple(self.size())}, got {tuple(source.size())}")
         if isinstance(source, ChunkedTensor):
-            missing = [o for c, o in zip(self._chunks, self._offsets, strict=True) if not source._holds(c, o)]
-            if missing:
+            missing = self.lacks(source)
+            if missing is not None:
                 raise ShardError(
-                    f"the given chunks do not hold the values of this process's chunk at {missing[0]}; "
+                    f"the given chunks do not hold the values of this process's chunk at {missing}; "
                     "they come from another plan: use save_checkpoint and load_checkpoint, or a full tensor"
                 )
             pieces = list(zip(source._chunks, source._offsets, strict=True))
@@ -130,6 +130,13 @@ class ChunkedTensor(torch.Tensor):
             for chunk, offset in zip(self._chunks, self._offsets, strict=True):
                 for piece, at in pieces:
                     copy_overlap(chunk, offset, piece, at)
+
+    def lacks(self, source: torch.Tensor) -> tuple[int, ...] | None:
+        """Offset of the first local chunk whose values another tensor of this size does not hold here."""
+        if not isinstance(source, ChunkedTensor):
+            return None
+        chunks = zip(self._chunks, self._offsets, strict=True)
+        return next((offset for chunk, offset in chunks if not source._holds(chunk, offset)), None)
 
     def _holds(self, chunk: torch.Tensor, offset: tuple[int, ...]) -> bool:
         return chunk.numel() == sum(

@@ -109,12 +109,14 @@ class FusedParameter:
         parameter: the local parameter.
         options: the live param group: `lr` and others, read at every update; shared by parameters updated together.
         state: gives the live state by torch.optim's names, in the unsharded parameter's shape: pieces, or whole.
+        widths: of the column blocks, where row-wise state has a value for each; None where there is one per row.
     """
 
     name: str
     parameter: nn.Parameter
     options: dict[str, Any]
     state: Callable[[], dict[str, torch.Tensor]] = field(repr=False)
+    widths: tuple[int, ...] | None = None
 
 
 @runtime_checkable

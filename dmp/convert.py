@@ -17,10 +17,10 @@ import torch
 
 from dmp.checksums import compare
 from dmp.chunked import as_chunks
+from dmp.column_blocks import merge_blocks
 from dmp.errors import CheckpointError
 from dmp.export import mapped, write_safetensors
 from dmp.opening import open_source
-from dmp.optimizer_state import merge_blocks
 from dmp.own import new_file
 from dmp.plan import ShardingPlan
 from dmp.renaming import renamed

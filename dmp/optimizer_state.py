@@ -2,10 +2,6 @@
 
 Three kinds of owners: the model's fused optimizer (updates in the backward pass), optimizers that
 `apply_optimizer_in_backward` left on a plain parameter, and the ordinary optimizer that the caller passes.
-
-[Note: column blocks]
-Row-wise Adagrad keeps one value per row. Where a table is cut into B column blocks it keeps one per row and block, of
-size (rows, B); the unsharded state, (rows,), is their mean weighted by the blocks' widths.
 """
 
 from __future__ import annotations
@@ -20,6 +16,7 @@ from torch import nn
 
 from dmp.calls import alone
 from dmp.chunked import ChunkedTensor, as_chunks
+from dmp.column_blocks import is_blocked, merge_blocks
 from dmp.errors import CheckpointError
 from dmp.gather import chunk_views, env_of, gather, sharded_parameters
 from dmp.inside import env_inside, fused_inside, plan_inside, wrapped_in
@@ -168,7 +165,7 @@ def param_groups(owned: Iterable[OwnedState]) -> list[dict[str, Any]]:
 
 
 def column_widths(model: nn.Module, owned: Iterable[OwnedState]) -> dict[str, tuple[int, ...]]:
-    """Widths of the column blocks of every parameter that the plan splits by columns; see [Note: column blocks]."""
+    """Widths of the column blocks of every parameter that the plan splits by columns; see column_blocks.py."""
     plan, env = plan_inside(model), env_inside(model)
     if env is None:
         return {}
@@ -180,17 +177,6 @@ def column_widths(model: nn.Module, owned: Iterable[OwnedState]) -> dict[str, tu
             if len(starts) > 1:
                 widths[o.name] = tuple(b - a for a, b in pairwise([*starts, o.shape[1]]))
     return widths
-
-
-def is_blocked(value: Any, widths: Sequence[int]) -> bool:
-    """Whether a state has one column per column block, rather than one per column of the parameter."""
-    return isinstance(value, torch.Tensor) and value.dim() == 2 and value.shape[1] == len(widths) < sum(widths)
-
-
-def merge_blocks(value: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
-    """(rows, B) -> (rows,), the mean weighted by the blocks' widths."""
-    weights = torch.tensor(widths, dtype=torch.float64, device=value.device) / sum(widths)
-    return (value.double() @ weights).to(value.dtype)
 
 
 def _groups(

@@ -14,8 +14,9 @@ from torch.nn.parameter import is_lazy
 
 from dmp.checksums import Checked
 from dmp.chunked import ChunkedTensor, as_chunks
+from dmp.column_blocks import is_blocked, merge_blocks
 from dmp.errors import CheckpointError
-from dmp.optimizer_state import OwnedState, column_widths, is_blocked, merge_blocks, owned_states
+from dmp.optimizer_state import OwnedState, column_widths, owned_states
 from dmp.sources import MODEL, STATE, Source
 from dmp.wrapper import DistributedModelParallel
 

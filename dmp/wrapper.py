@@ -569,7 +569,7 @@ class DistributedModelParallel(nn.Module):
         for path in self._paths:
             owned = self.module.get_submodule(path)
             for f in owned.fused_parameters() if isinstance(owned, FusedModule) else ():
-                yield FusedParameter(join(path, f.name), f.parameter, f.options, f.state)
+                yield FusedParameter(join(path, f.name), f.parameter, f.options, f.state, f.widths)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -105,9 +106,10 @@ class TableStore:
             if holding.bank.spec is None or not holding.is_trainable:
                 continue
             for i, index in enumerate(holding.tables):
-                name = self.placement.tables[index].parameter
+                table, starts = self.placement.tables[index], self.placement.column_blocks(index)
+                widths = tuple(b - a for a, b in pairwise([*starts, table.dim])) if len(starts) > 1 else None
                 state = self._state_of(holding.bank, i, index)
-                yield FusedParameter(name, self.parameters[index], holding.bank.options, state)
+                yield FusedParameter(table.parameter, self.parameters[index], holding.bank.options, state, widths)
 
     def apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace all storage by `fn` of it (a move to another device); the parameters stay the same objects."""
