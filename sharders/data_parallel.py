@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dmp import ShardError, ShardingEnv
-from sharders.unreached import AnyReachDDP
+from sharders.unreached import AnyReachDDP, average_whole
 
 
 class DDPWrapper:
@@ -48,6 +48,21 @@ class DDPWrapper:
         asked = any(self.options.get(option) for option in ("static_graph", "find_unused_parameters"))
         kind = DistributedDataParallel if asked else AnyReachDDP
         return kind(module, device_ids=ids, process_group=group, **self.options)
+
+
+class WholeWrapper:
+    """Averages the few weights that a plan replicates on a mesh that splits the others: by DDP, or beside weights that
+    tensor parallelism has split, of which DDP takes none, in one exchange at the end of the backward pass."""
+
+    def wrap(self, module: nn.Module, env: ShardingEnv, device: torch.device, ignored: frozenset[str]) -> nn.Module:
+        """`module`, in DDP or in place; `ignored` parameters and buffers are left alone."""
+        group = env.group("replicate", "shard")
+        whole = {name: p for name, p in module.named_parameters() if name not in ignored}
+        if not has_dtensors(whole.values()):
+            return DDPWrapper().wrap(module, env, device, ignored)
+        if group is not None and env.data_size > 1:
+            average_whole(module, list(whole), group)
+        return module
 
 
 def has_dtensors(tensors: Iterable[torch.Tensor]) -> bool:

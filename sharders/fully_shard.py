@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from dmp import ShardError, ShardingEnv
 from sharders.blocks import Units, cast_inputs, checkpoint_blocks, compile_blocks, find_units, repeated_blocks
 from sharders.data_parallel import DDPWrapper, has_dtensors
-from sharders.unreached import average_scalars, hook_hidden, reduce_unreached_pieces
+from sharders.unreached import average_whole, hook_hidden, reduce_unreached_pieces
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
@@ -130,7 +130,7 @@ class FSDPWrapper:
                 self._put_back_without_backward(m)
         reduce_unreached_pieces(module)
         if whole and (group := env.group("replicate", "shard")) is not None:
-            average_scalars(module, whole, group)
+            average_whole(module, whole, group)
 
     def _put_back_without_backward(self, module: nn.Module) -> None:
         """Have pieces in place of whole weights after a forward that no backward pass will follow.

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, reduce
 from typing import Any
 
 import torch
@@ -137,8 +137,8 @@ def _any_reach(kind: Any) -> Any:
     return AnyReach
 
 
-def average_scalars(module: nn.Module, names: Sequence[str], group: dist.ProcessGroup) -> None:
-    """Average the gradients of these small parameters in one exchange at the end of each backward pass.
+def average_whole(module: nn.Module, names: Sequence[str], group: dist.ProcessGroup) -> None:
+    """Average the gradients of these few parameters in one exchange at the end of each backward pass.
 
     A mean of means is itself, so that it may repeat while gradients accumulate.
 
@@ -164,11 +164,14 @@ def average_scalars(module: nn.Module, names: Sequence[str], group: dist.Process
         if not trained:
             return
         gradients = [_nothing(p.detach()) if p.grad is None else p.grad for p in trained]
-        mean = torch.stack([_local(g).double() for g in gradients])
+        local = [_local(g) for g in gradients]
+        wide = reduce(torch.promote_types, [g.dtype for g in local], torch.float32)
+        mean = torch.cat([g.reshape(-1).to(wide) for g in local])
         dist.all_reduce(mean, group=group)
         mean.div_(group.size())
-        for p, gradient, value in zip(trained, gradients, mean, strict=True):
-            _local(gradient).copy_(value)
+        means = mean.split([g.numel() for g in local])
+        for p, gradient, part, value in zip(trained, gradients, local, means, strict=True):
+            part.copy_(value.view_as(part))
             if p.grad is None and not _is_nothing(value):
                 p.grad = gradient
 

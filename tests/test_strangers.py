@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from dmp import DistributedModelParallel, ShardingEnv, full_state_dict, load_checkpoint, save_checkpoint
+from dmp import DistributedModelParallel, ShardingEnv, full_state_dict, load_checkpoint, replicate, save_checkpoint
 from tests.ranks import mesh, run_ranks
 from tests.strangers import STRANGERS
 
@@ -138,3 +138,35 @@ def test_as_strangers_write_them_on_two_axes(
 @pytest.mark.parametrize("name", HUGGING_FACE)
 def test_heads_of_hugging_face(name: str, shape: tuple[int, ...], names: tuple[str, ...], tmp_path: Path) -> None:
     run_ranks(math.prod(shape), trains_as_whole, name, shape, names, str(tmp_path / "saved"))
+
+
+def keeps_whole(shape: tuple[int, ...], names: tuple[str, ...]) -> None:
+    """A plan that replicates weights of every kind beside split ones: each holds them whole, trained as one."""
+    env, plain = ShardingEnv.from_mesh(mesh(shape, names)), build("relative")
+    tables = [f"block.{i}.attn.relative.weight" for i in range(2)]
+    kept = [*tables, "block.1.norms.0.weight", "predictions.norm.bias"]
+    model = DistributedModelParallel(copy.deepcopy(plain), env=env, plan=dict.fromkeys(kept, replicate()))
+    held = dict(model.named_parameters())
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, plain)]
+    for step in range(STEPS):
+        loss_of(model, "relative", step, env.data_rank, env.data_size).backward()
+        loss_of(plain, "relative", step, None, 1).backward()
+        for key, p in plain.named_parameters():
+            same(key, f"gradient of step {step}", whole(held[key].grad), p.grad, 1e-9)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for key in kept:
+        local = held[key].to_local() if isinstance(held[key], DTensor) else held[key]  # type: ignore[attr-defined]
+        assert local.shape == plain.get_parameter(key).shape
+    for key, value in full_state_dict(model).items():
+        same(key, "weight", value, plain.state_dict()[key], 1e-7)
+
+
+@pytest.mark.parametrize(
+    ("shape", "names"),
+    [((2, 1), ("shard", "tp")), ((1, 2), ("shard", "tp")), ((2, 2), ("shard", "tp")), ((2, 2), ("dp", "tp"))],
+    ids=str,
+)
+def test_a_plan_replicates_weights_beside_split_ones(shape: tuple[int, ...], names: tuple[str, ...]) -> None:
+    run_ranks(math.prod(shape), keeps_whole, shape, names)
