@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from dmp.chunked import ChunkedTensor, as_chunks
+from dmp.chunked import as_chunks
 from dmp.contracts import ShardedModule
 from dmp.discovery import Site, join
 from dmp.errors import ShardError
-from dmp.initial import fill_chunks, fill_from_reset, fill_own, model_init
+from dmp.initial import check_can_materialise, fill_chunks, fill_own
+from dmp.rules import Rules, warn_of_constructors
 
 
-def fills_itself(site: Site) -> bool:
+def _fills_itself(site: Site) -> bool:
     """Whether every parameter of the site has an `init_fn`; else the module's own reset is needed."""
     own = {name for name, _ in site.module.named_parameters()}
     return own == set(site.infos) and all(info.init_fn is not None for info in site.infos.values())
@@ -46,29 +50,34 @@ def check_made(site: Site, new: nn.Module, is_filled: bool) -> None:
             )
 
 
-def fill_from_meta(site: Site, new: nn.Module, seed: int, root: nn.Module) -> None:
+def rules_of(module: nn.Module, sites: Sequence[Site], rank: int) -> Rules | None:
+    """What gives the model's tensors on meta their values; None when there are none.
+
+    Raises:
+        ShardError: nothing would.
+    """
+    if not any(t.is_meta and not is_lazy(t) for t in [*module.parameters(), *module.buffers()]):
+        return None
+    filled = [site for site in sites if _fills_itself(site)]
+    rules = Rules(module, [site.path for site in filled])
+    check_can_materialise(module, rules, [site.module for site in filled])
+    if rank == 0:
+        warn_of_constructors(module, logging.getLogger("dmp"))
+    return rules
+
+
+def fill_from_meta(site: Site, new: nn.Module, seed: int, rules: Rules) -> None:
     """Fill what a sharder has allocated for the site's tensors on meta: pieces, DTensors, wholes."""
     on_meta = [name for name, t in _tensors(site.module).items() if t.is_meta and not is_lazy(t)]
-    if not on_meta:
-        return
     state = _state(new)
-    targets = {name: as_chunks(state[name]) for name in on_meta}
-    if model_init(root) is not None and isinstance(site.module, nn.Embedding | nn.EmbeddingBag):
-        fill_own(targets, site.module, site.path, seed, root)
-        return
-    rest: dict[str, ChunkedTensor] = {}
-    for name, target in targets.items():
+    for name in on_meta:
+        relative, _, own_name = name.rpartition(".")
+        path, target = join(site.path, relative), as_chunks(state[name])
         init_fn = site.infos[name].init_fn if name in site.infos else None
-        if init_fn is not None:
-            fill_chunks(target, init_fn, join(site.path, name), seed)
+        if init_fn is None or rules.reach_into(site.path, path):
+            fill_own(site.module.get_submodule(relative), path, {own_name: target}, seed, rules)
         else:
-            rest[name] = target
-    own = {name: target for name, target in rest.items() if "." not in name}
-    if own:
-        fill_own(own, site.module, site.path, seed, root)
-    if len(own) < len(rest):
-        below = {name: target for name, target in rest.items() if name not in own}
-        fill_from_reset(below, site.module, site.path, seed)
+            fill_chunks(target, init_fn, join(site.path, name), seed)
 
 
 def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:

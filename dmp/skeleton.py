@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from dmp.chunked import as_chunks
 
@@ -47,6 +48,8 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    if is_lazy(tensor):
+        return copy.deepcopy(tensor)
     empty = torch.empty_like(tensor.detach(), device="meta")
     if not isinstance(tensor, nn.Parameter):
         return empty

@@ -39,11 +39,10 @@ from dmp.contracts import (
 from dmp.discovery import Resolved, Site, check_plan, join, place_dense, say_what_is_read
 from dmp.env import ShardingEnv, default_env
 from dmp.errors import CheckpointError, DmpError, PlanError, ShardError
-from dmp.filling import check_made, fill_from_meta, fills_itself
+from dmp.filling import check_made, fill_from_meta, rules_of
 from dmp.forward import Forward
 from dmp.fused import FusedOptimizer
 from dmp.initial import (
-    check_can_materialise,
     materialise,
     shared_seed,
 )
@@ -58,6 +57,7 @@ from dmp.registry import (
     replicating_wrapper,
 )
 from dmp.replaced import marking_replaced
+from dmp.rules import Rules
 from dmp.skeleton import all_tensors, copy_values, reshard, skeleton_of
 from dmp.state_hooks import misfit, register_state_hooks, with_local_parts
 from dmp.ties import Tie, find_ties, restore_ties
@@ -148,14 +148,13 @@ class DistributedModelParallel(nn.Module):
             say_what_is_read(resolved, module)
         self._plan = ShardingPlan(resolved.plan, report=getattr(plan, "report", None))
 
-        if init_parameters:
-            check_can_materialise(module, [s.module for s in resolved.sites if fills_itself(s)])
+        rules = rules_of(module, resolved.sites, self._env.rank) if init_parameters else None
         sync_from_first_rank(module, self._env)
         seed = shared_seed(self._env) if init_parameters else 0
         self._calls = Calls()
         self._paths: dict[str, tuple[str, ...]] = {}
         self._claimed: dict[str, frozenset[str]] = {}  # path -> relative names of the parameters that a sharder named
-        module = self._shard(module, list(resolved.sites), seed, init_parameters)
+        module = self._shard(module, list(resolved.sites), seed, rules)
         self._unwrapped, self._running = [module], [module]  # in lists, so that they are no children
         self.__dict__["_modules"] = module._modules  # which are: names stay as they are, seen from the wrapper too
         self._is_data_parallel = False
@@ -169,8 +168,8 @@ class DistributedModelParallel(nn.Module):
         wraps_meta = init_data_parallel and self._is_in_place()
         if wraps_meta:
             self.init_data_parallel()
-        if init_parameters:
-            materialise(module, self._device, seed, sharded, self.skeleton)
+        if rules is not None:
+            materialise(module, self._device, seed, rules, sharded)
         _move(module, self._device, sharded)
         self._fused_optimizer = FusedOptimizer(self._fused_parameters())
         if init_data_parallel and not wraps_meta:
@@ -207,14 +206,13 @@ class DistributedModelParallel(nn.Module):
         assert resolved is not None
         return resolved
 
-    def _shard(self, module: nn.Module, sites: list[Site], seed: int, init_parameters: bool) -> nn.Module:
+    def _shard(self, module: nn.Module, sites: list[Site], seed: int, rules: Rules | None) -> nn.Module:
         """Replace the module of each site, at all its paths, once all are made; returns the root."""
-        made, failure = _attempt(lambda: [self._make(site, init_parameters) for site in sites])
+        made, failure = _attempt(lambda: [self._make(site, rules is not None) for site in sites])
         check_agreement({"error": "" if failure is None else f"{type(failure).__name__}: {failure}"}, self._env)
         if failure is not None:
             raise failure
         modules: list[nn.Module] = made
-        root = module
         for site, new in zip(sites, modules, strict=True):
             if new is not site.module:
                 _carry_over(site.module, new)
@@ -224,8 +222,8 @@ class DistributedModelParallel(nn.Module):
                 new.module_path = site.path  # type: ignore[assignment]
             if hasattr(new, "calls"):
                 new.calls = self._calls  # type: ignore[assignment]
-            if init_parameters:
-                fill_from_meta(site, new, seed, root)
+            if rules is not None:
+                fill_from_meta(site, new, seed, rules)
             for path in site.aliases:
                 module = _replace(module, path, new)
             self._paths[site.path] = site.aliases

@@ -42,7 +42,9 @@ class DDPWrapper:
                 "pass data_parallel_wrapper=FSDPWrapper(), which copies or splits them over the data axes"
             )
         # The only way to keep DDP off a parameter; see also dmp/__init__.py's list of private torch names.
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
+        # It asks for those of the module itself by "name" in one place, by ".name" in another.
+        names = {*ignored, *(f".{name}" for name in ignored if "." not in name)}
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
         ids = [device] if device.type != "cpu" else None
         # Where torch's own treatment of parameters without gradients is asked for, it is.
         asked = any(self.options.get(option) for option in ("static_graph", "find_unused_parameters"))

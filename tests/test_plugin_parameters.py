@@ -80,13 +80,22 @@ def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(5, 4, generator=rng), torch.randint(0, 6, (5,), generator=rng)
 
 
-def check(axes: tuple[str, ...], sharder: Any) -> None:
-    check_sharder(sharder(), Model, batch, ShardingEnv.from_mesh(mesh((2,) * len(axes), axes)))
+def alone() -> nn.Module:
+    torch.manual_seed(5)
+    return Biased(6, 4, 3)
+
+
+def check(axes: tuple[str, ...], sharder: Any, make: Any = Model) -> None:
+    check_sharder(sharder(), make, batch, ShardingEnv.from_mesh(mesh((2,) * len(axes), axes)))
 
 
 @pytest.mark.parametrize("axis", ["dp", "shard"])
 def test_what_a_sharder_does_not_name_is_averaged(axis: str) -> None:
     run_ranks(2, check, (axis,), BiasedSharder, timeout=200)
+
+
+def test_what_a_sharder_does_not_name_in_the_model_itself_is_averaged() -> None:
+    run_ranks(2, check, ("dp",), BiasedSharder, alone, timeout=200)
 
 
 @pytest.mark.slow
