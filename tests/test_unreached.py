@@ -143,7 +143,7 @@ def accumulated(axis: str) -> list[str]:
     for step in range(2):
         for m in (model, plain):
             m.zero_grad()
-        with model._wrapped.no_sync():
+        with model.no_sync():
             for micro in range(2):
                 model(batch(rank, micro), takes[step][micro]).mean().backward()
         model(batch(rank, 2), takes[step][2]).mean().backward()
@@ -213,7 +213,7 @@ def asked() -> tuple[str, str, bool]:
     import gc
 
     gc.collect()
-    return "", type(models[-1]._wrapped).__name__, not hooks
+    return "", type(models[-1]._running[0]).__name__, not hooks
 
 
 def test_torchs_own_ways_are_there_where_asked_for() -> None:
