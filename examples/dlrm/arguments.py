@@ -15,16 +15,19 @@ EPILOG = """\
 examples:
   one process, 150,000 generated lines:
     python examples/dlrm/train.py
-  two processes, planned; save what was trained:
-    torchrun --nproc_per_node=2 examples/dlrm/train.py --data clicks.tsv --save checkpoint
+  two processes, planned; saved every 100 steps, at Ctrl-C and at the end:
+    torchrun --nproc_per_node=2 examples/dlrm/train.py --save checkpoint --save-every 100
+  on from there, after Ctrl-C or for a second pass over the lines:
+    torchrun --nproc_per_node=2 examples/dlrm/train.py --save checkpoint --resume checkpoint --epochs 2
   four processes, replicate x shard:
     torchrun --nproc_per_node=4 examples/dlrm/train.py --mesh 2x2
   the checkpoint on four processes, under another plan:
-    torchrun --nproc_per_node=4 examples/dlrm/train.py --data clicks.tsv --load checkpoint --eval-only --layout row_wise
+    torchrun --nproc_per_node=4 examples/dlrm/train.py --load checkpoint --eval-only --layout row_wise
   the checkpoint in a plain module, without any wrapper:
-    python examples/dlrm/train.py --data clicks.tsv --load checkpoint --eval-only --unsharded
+    python examples/dlrm/train.py --load checkpoint --eval-only --unsharded
 
-Real data, as it comes: train.txt of the Kaggle display-advertising challenge, or a day of the terabyte click logs.
+Real data, as it comes: --data train.txt of the Kaggle display-advertising challenge, or the terabyte click logs,
+file by file (--data day_0 day_1) or as a folder (--data days).
 """
 TABLE_OPTIMIZERS = ("rowwise_adagrad", "adagrad", "sgd", "adam")
 DENSE_OPTIMIZERS = ("adam", "adagrad")
@@ -35,11 +38,12 @@ def parse_arguments() -> argparse.Namespace:
     parser = Parser(DESCRIPTION, EPILOG)
 
     data = parser.options("data")
-    data("--data", "click log, plain or gzip; a tenth of its lines is held out (default: generated)", metavar="PATH")
+    logs = "click logs, plain or gzip, or folders of them; a tenth of the lines is held out (default: generated)"
+    data("--data", logs, metavar="PATH", nargs="+")
     data("--generate", "first write N lines with a known best AUC to --data", metavar="N", type=positive)
     data("--on-bad-line", "stop at a malformed line, or skip and count it", choices=("error", "skip"), default="error")
     data("--batch-size", "lines a step, about, over all processes", metavar="B", type=positive, default=512)
-    data("--epochs", "passes over the file", metavar="E", type=positive, default=1)
+    data("--epochs", "passes over the lines", metavar="E", type=positive, default=1)
 
     model = parser.options("model")
     rows = "rows of every table, or 26 numbers with commas between; categories are hashed to them"
@@ -59,13 +63,23 @@ def parse_arguments() -> argparse.Namespace:
     where("--unsharded", "a plain module in one process, without any wrapper", action="store_true")
 
     checkpoint = parser.options("checkpoints")
-    checkpoint("--save", "write one at the end", metavar="DIR")
-    checkpoint("--load", "start from one, saved on any mesh and plan", metavar="DIR")
+    checkpoint("--save", "write one at the end, and when the run is stopped (Ctrl-C, a bad line)", metavar="DIR")
+    checkpoint("--save-every", "and every N steps", metavar="N", type=positive)
+    checkpoint("--resume", "go on from one, at the line where it was saved", metavar="DIR")
+    checkpoint("--load", "start from one, saved on any mesh and plan, at the first line", metavar="DIR")
     checkpoint("--eval-only", "do not train", action="store_true")
 
     args = parser.parse_args()
     if args.unsharded and (args.mesh or args.layout):
         parser.error("--unsharded has no mesh and no layout")
+    if args.save_every and not args.save:
+        parser.error("--save-every needs --save, which says where")
+    if args.resume and args.load:
+        parser.error("--resume and --load both name a checkpoint to start from; give one")
+    if args.resume and args.eval_only:
+        parser.error("--eval-only does not train; give --load")
+    if args.generate and args.data and len(args.data) > 1:
+        parser.error(f"--generate writes one file, --data names {len(args.data)}")
     if args.data is None:
         args.data, args.generate = GENERATED, args.generate or GENERATED_LINES
     return args

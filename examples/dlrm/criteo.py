@@ -76,6 +76,10 @@ class Fields:
     well_formed: np.ndarray  # (lines,) bool
 
 
+class MalformedLine(ValueError):
+    """A line that is not in the format; `on_error="skip"` goes on without it."""
+
+
 class CriteoReader:
     """Iterates over one rank's batches of one part of a click log; every iteration starts again at the first.
 
@@ -90,7 +94,8 @@ class CriteoReader:
 
     Raises:
         FileNotFoundError, IsADirectoryError, ValueError (empty file): at construction.
-        ValueError: while iterating, at a malformed line (with its number) or a damaged gzip stream.
+        MalformedLine: while iterating, with its number.
+        ValueError: while iterating, at a damaged gzip stream.
 
     Example:
         >>> for batch in CriteoReader("clicks.tsv.gz", rows=10_000, batch_size=1024):
@@ -140,10 +145,14 @@ class CriteoReader:
         return None if size is None else -(-size // self.window_bytes)
 
     def __iter__(self) -> Iterator[Batch]:
+        return self.windows()
+
+    def windows(self, first: int = 0) -> Iterator[Batch]:
+        """The batches from global batch `first` on."""
         self.skipped = 0
         file = open_bytes(self.path)
         width = self.window_bytes
-        window = 0
+        window = first
         while file.read_at(window * width, 1):
             begin = window * width + self.rank * width // self.num_ranks
             end = window * width + (self.rank + 1) * width // self.num_ranks
@@ -159,7 +168,7 @@ class CriteoReader:
         bad = np.flatnonzero(~fields.well_formed)
         if len(bad) and self.on_error == "error":
             start, end = int(starts[bad[0]]), int(ends[bad[0]])
-            raise ValueError(
+            raise MalformedLine(
                 f"{self.path}, line {line_number(self.path, base + start)}: {why_malformed(data[start:end])}"
             )
         self.skipped += len(bad)
@@ -306,7 +315,7 @@ def open_bytes(path: str) -> BytesByOffset:
         FileNotFoundError, IsADirectoryError: when there is no such file.
     """
     if os.path.isdir(path):
-        raise IsADirectoryError(f"{path} is a directory, expected one file of clicks")
+        raise IsADirectoryError(f"{path} is a directory, expected one file of clicks (`ClickLogs` takes folders)")
     if not os.path.exists(path):
         raise FileNotFoundError(f"{path}: no such file")
     with open(path, "rb") as file:

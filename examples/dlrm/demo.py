@@ -16,6 +16,7 @@ from pathlib import Path
 
 from criteo import HELD_OUT
 from generate import CARDINALITIES, GENERATED, GENERATED_LINES, ensure_generated
+from resume import command
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = str(Path(__file__).with_name("train.py"))
@@ -68,14 +69,13 @@ def main() -> int:
 def run(processes: int, *arguments: str) -> float:
     """Runs train.py, shows what it prints, and returns its AUC; ends the demo if it fails."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
-    command = [sys.executable, *launcher, TRAIN, *arguments]
-    shown = ["torchrun", f"--nproc_per_node={processes}"] if processes > 1 else ["python"]
-    short = [short_path(word) if word != ROWS else "..." for word in (TRAIN, *arguments)]
-    say("$ " + " ".join(shown + short))
+    say(f"$ {command([TRAIN, *arguments], processes)}")
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
     auc = None
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+    with subprocess.Popen(
+        [sys.executable, *launcher, TRAIN, *arguments], stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
         assert process.stdout is not None
         for line in process.stdout:
             say(line.rstrip("\n"))
@@ -85,11 +85,6 @@ def run(processes: int, *arguments: str) -> float:
         say(f"FAILED: the command above ended with exit code {process.returncode}")
         sys.exit(1)
     return auc
-
-
-def short_path(word: str) -> str:
-    """Paths below the repository as a user there would type them."""
-    return word.removeprefix(f"{ROOT}{os.sep}")
 
 
 def heading(text: str) -> None:

@@ -14,6 +14,7 @@ import argparse
 import gzip
 import json
 import os
+import secrets
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
@@ -43,6 +44,8 @@ class Truth:
     best_auc: float
     """AUC of the true probabilities on the held-out lines."""
     best_log_loss: float
+    num_bytes: int = 0
+    """Of all lines, uncompressed; 0 where an earlier version does not say."""
 
 
 class PlantedSignal:
@@ -110,14 +113,14 @@ def generate(path: str, lines: int, seed: int = 0, *, progress: bool = False) ->
     signal = PlantedSignal(seed)
     rng = np.random.default_rng([seed, 2])
     scores, labels = [], []  # of the held-out lines
-    clicks = 0
-    partial = f"{path}.{os.getpid()}.partial"
+    clicks, num_bytes = 0, 0
+    partial = f"{path}.{os.getpid()}.{secrets.token_hex(8)}.partial"
     try:
         with open(partial, "wb") as raw, tqdm(total=lines, unit=" lines", desc="generate", disable=not progress) as bar:
             out: IO[bytes] | gzip.GzipFile = gzip.GzipFile("", "wb", 6, raw, mtime=0) if path.endswith(".gz") else raw
             for done in range(0, lines, _BLOCK_LINES):
                 text, label, score = signal.lines(min(_BLOCK_LINES, lines - done), rng)
-                out.write(b"\n".join(text) + b"\n")
+                num_bytes += out.write(b"\n".join(text) + b"\n")
                 clicks += int(label.sum())
                 held_out = _held_out(text)
                 scores.append(score[held_out])
@@ -126,7 +129,9 @@ def generate(path: str, lines: int, seed: int = 0, *, progress: bool = False) ->
             if out is not raw:
                 out.close()
         best = compute_metrics(torch.from_numpy(np.concatenate(scores)), torch.from_numpy(np.concatenate(labels)))
-        truth = Truth(_VERSION, lines, seed, clicks / lines, HELD_OUT, best.num_rows, best.auc, best.log_loss)
+        truth = Truth(
+            _VERSION, lines, seed, clicks / lines, HELD_OUT, best.num_rows, best.auc, best.log_loss, num_bytes
+        )
         with open(truth_path(path), "w") as file:
             json.dump(asdict(truth), file, indent=1)
             file.write("\n")
@@ -150,8 +155,11 @@ def read_truth(path: str) -> Truth | None:
     """What is known of the file at `path`; None for a file that was not generated."""
     if not os.path.exists(truth_path(path)):
         return None
-    with open(truth_path(path)) as file:
-        return Truth(**json.load(file))
+    try:
+        with open(truth_path(path)) as file:
+            return Truth(**json.load(file))
+    except (TypeError, ValueError):  # another's file of that name
+        return None
 
 
 GENERATED = str(Path(__file__).resolve().parents[2] / ".demo" / "clicks.tsv")
@@ -165,8 +173,12 @@ def ensure_generated(path: str, lines: int, seed: int = 0, *, progress: bool = F
         truth = read_truth(path)
         if truth is None:
             raise ValueError(f"{path} exists and was not generated (no {truth_path(path)} beside it): not written over")
+        if truth.num_bytes and not path.endswith(".gz") and os.path.getsize(path) != truth.num_bytes:
+            raise ValueError(f"{path} has been changed since it was generated: not written over")
         if (truth.version, truth.lines, truth.seed) == (_VERSION, lines, seed):
             return truth
+    elif os.path.lexists(truth_path(path)) and read_truth(path) is None:
+        raise ValueError(f"{truth_path(path)} exists and was not generated: not written over")
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     return generate(path, lines, seed, progress=progress)
 

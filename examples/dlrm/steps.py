@@ -7,12 +7,14 @@ mean over the rows of the global batch, for any number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from criteo import Batch, CriteoReader
+from criteo import Batch
+from logs import ClickLogs
+from resume import Stopped
 
 
 @dataclass(frozen=True)
@@ -24,10 +26,16 @@ class Step:
     """What to multiply a sum over this rank's rows with, so that its mean over ranks is a mean over `num_rows`."""
 
 
-def global_steps(reader: CriteoReader, group: dist.ProcessGroup | None, device: torch.device) -> Iterator[Step]:
+def global_steps(
+    reader: ClickLogs,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    stop_asked: Callable[[], bool] = lambda: False,
+) -> Iterator[Step]:
     """The reader's batches as steps that all ranks of `group` take together; one small all-reduce each.
 
     Raises:
+        Stopped: on every rank, when one was asked to stop.
         ValueError, OSError: on every rank, when one rank's reader raises (the lowest such rank's), or the files differ.
     """
     num_ranks = 1 if group is None else dist.get_world_size(group)
@@ -40,10 +48,12 @@ def global_steps(reader: CriteoReader, group: dist.ProcessGroup | None, device: 
         except (ValueError, OSError) as error:
             failure = error
         rows = 0 if batch is None else len(batch.labels)
-        counts = torch.tensor([rows, batch is not None, failure is not None], device=device)
+        counts = torch.tensor([rows, batch is not None, failure is not None, stop_asked()], device=device)
         if group is not None:
             dist.all_reduce(counts, group=group)
-        num_rows, num_batches, num_failures = counts.tolist()
+        num_rows, num_batches, num_failures, num_stopped = counts.tolist()
+        if num_stopped:
+            raise Stopped
         if num_failures:
             raise _first_failure(failure, group)
         if num_batches == 0:
@@ -56,7 +66,7 @@ def global_steps(reader: CriteoReader, group: dist.ProcessGroup | None, device: 
         yield Step(batch.to(device), num_rows, num_ranks / max(num_rows, 1))
 
 
-def num_skipped(reader: CriteoReader, group: dist.ProcessGroup | None, device: torch.device) -> int:
+def num_skipped(reader: ClickLogs, group: dist.ProcessGroup | None, device: torch.device) -> int:
     """Malformed lines that all ranks skipped in their last pass."""
     count = torch.tensor([reader.skipped], device=device)
     if group is not None:
