@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dmp import ranks, watchdog
 from dmp.calls import Calls
 from dmp.checkpoint import load_checkpoint, save_checkpoint
 from dmp.chunked import ChunkedTensor
@@ -18,7 +19,7 @@ from dmp.contracts import (
 )
 from dmp.discovery import dense_parameters, place_dense, plan_parameters
 from dmp.env import ShardingEnv
-from dmp.errors import CheckpointError, DmpError, InputError, PlanError, ShardError
+from dmp.errors import CheckpointError, DmpError, InputError, PlanError, RanksError, ShardError
 from dmp.export import export_safetensors
 from dmp.gather import full_state_dict, to_unsharded
 from dmp.history import keep_last, latest
@@ -48,6 +49,8 @@ from dmp.scaler import GradScaler
 from dmp.verify import verify
 from dmp.wrapper import DistributedModelParallel
 
+watchdog.await_group()
+
 __all__ = [
     "Calls",
     "CheckpointError",
@@ -67,6 +70,7 @@ __all__ = [
     "ParameterSharding",
     "PlanChange",
     "PlanError",
+    "RanksError",
     "Shard",
     "ShardError",
     "ShardedModule",
@@ -89,6 +93,7 @@ __all__ = [
     "load_checkpoint",
     "place_dense",
     "plan_parameters",
+    "ranks",
     "rectangles",
     "register_sharder",
     "replicate",

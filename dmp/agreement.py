@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
 from collections.abc import Mapping
 from itertools import groupby
@@ -14,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from dmp.env import ShardingEnv
 from dmp.errors import PlanError
+from dmp.ranks import agree
 
 # Of 64-bit words in a checksum. Words above each other in one block of rows are not told apart, hence few rows (more
 # are no faster) and a prime number of columns, which no usual row length is a multiple of.
@@ -21,28 +21,22 @@ _BLOCK_ROWS, _COLUMNS = 16, 1021
 _BLOCK = 1 << 22
 
 
-def check_agreement(facts: Mapping[str, str], env: ShardingEnv) -> None:
+def check_agreement(facts: Mapping[str, str], env: ShardingEnv, what: str = "wrapping a model") -> None:
     """Compare `facts` (what -> its text) over all ranks; one small exchange, a second only when they differ.
 
     Raises:
         PlanError: on every rank, naming the first fact that differs, the rank, and both texts.
+        RanksError: on every rank: some are in another call.
     """
-    group = env.group()
-    if group is None or env.size == 1:
+    theirs = agree(facts, env.group() if env.size > 1 else None, what)
+    if theirs is None:
         return
-    digest = hashlib.sha256(repr(sorted(facts.items())).encode()).digest()
-    mine = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(env.device)
-    everyone = _all_gather(mine, env)
-    if bool((everyone == everyone[0]).all()):
-        return
-    theirs: list[dict[str, str]] = [{}] * env.size
-    dist.all_gather_object(theirs, dict(facts), group=group)
-    for what in facts:
+    for fact in dict.fromkeys(name for of_rank in theirs for name in of_rank):
         for rank, other in enumerate(theirs):
-            if other.get(what) != theirs[0].get(what):
+            if other.get(fact) != theirs[0].get(fact):
                 raise PlanError(
-                    f"ranks disagree on {what}: rank 0 has {_first_difference(theirs[0].get(what), other.get(what))}, "
-                    f"rank {rank} has {_first_difference(other.get(what), theirs[0].get(what))}; every rank must build "
+                    f"ranks disagree on {fact}: rank 0 has {_first_difference(theirs[0].get(fact), other.get(fact))}, "
+                    f"rank {rank} has {_first_difference(other.get(fact), theirs[0].get(fact))}; every rank must build "
                     "the same model with the same plan"
                 )
     raise PlanError("ranks disagree on what they wrap; every rank must build the same model with the same plan")

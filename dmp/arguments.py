@@ -29,11 +29,16 @@ def check_arguments(module: Any, env: Any, device: Any, data_parallel_wrapper: A
     """
     if not isinstance(module, nn.Module):
         raise ShardError(f"expected a torch.nn.Module to wrap; got {type(module).__name__}")
-    if env is not None and not isinstance(env, ShardingEnv):
-        raise ShardError(f"expected env to be a ShardingEnv (see ShardingEnv.from_mesh); got {type(env).__name__}")
+    check_env(env)
     _check_device(device)
     _check_data_parallel_wrapper(data_parallel_wrapper)
     _check_not_wrapped(module)
+
+
+def check_env(env: Any) -> None:
+    """Raise `ShardError` for what is no env."""
+    if env is not None and not isinstance(env, ShardingEnv):
+        raise ShardError(f"expected env to be a ShardingEnv (see ShardingEnv.from_mesh); got {type(env).__name__}")
 
 
 def _check_device(device: Any) -> None:

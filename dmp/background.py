@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from dmp.chunked import ChunkedTensor
 from dmp.errors import CheckpointError
+from dmp.ranks import own_group
 from dmp.saving import Content, write
 
 _log = logging.getLogger("dmp")
@@ -54,7 +55,7 @@ def write_in_background(
 ) -> PendingSave:
     """`write` on a copy of the tensors, with connections of its own."""
     if group is not None:
-        group = _background_group(group)
+        group = own_group(group, "background", timedelta(hours=1))
     content = content._replace(tensors={name: _staged(t) for name, t in content.tensors.items()})
     hurry = threading.Event()
 
@@ -93,12 +94,3 @@ def wait_for_pending() -> None:
     if _pending:
         with suppress(CheckpointError):
             _pending.pop().wait()
-
-
-@lru_cache(maxsize=16)
-def _background_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The same ranks with their own connections, so that a save does not meet the training step's collectives."""
-    ranks = dist.get_process_group_ranks(group)
-    made = dist.new_group(ranks, backend="gloo", timeout=timedelta(hours=1), use_local_synchronization=True)
-    assert isinstance(made, dist.ProcessGroup)
-    return made

@@ -24,19 +24,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from dmp.background import PendingSave, wait_for_pending, write_in_background
 from dmp.calls import alone
 from dmp.checksums import compare
-from dmp.env import default_env
+from dmp.env import ShardingEnv, default_env
 from dmp.errors import CheckpointError
 from dmp.gather import env_of
 from dmp.history import next_saved_ns
 from dmp.inside import env_inside
 from dmp.opening import open_source
 from dmp.random_state import prepare_random_state
-from dmp.ranks import everyone, together
+from dmp.ranks import entry, everyone, together
 from dmp.renaming import Rename, fitted, renamed
 from dmp.restore import Job, prepare
 from dmp.saving import Content, check_target, collect, write
@@ -79,7 +80,20 @@ def save_checkpoint(
     env = env_inside(model) or default_env()
     wait_for_pending()
     group = env.group() if env.size > 1 else None
+    with entry("save_checkpoint", group):
+        return _save(target, model, optimizer, extra, asynchronous, keep_last, env, group)
 
+
+def _save(
+    target: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    extra: Any,
+    asynchronous: bool,
+    keep_last: int | None,
+    env: ShardingEnv,
+    group: dist.ProcessGroup | None,
+) -> PendingSave | None:
     def collected() -> Content:
         if keep_last is not None and keep_last < 1:
             raise CheckpointError(f"keep_last: expected a count of at least 1, got {keep_last}")
@@ -131,8 +145,20 @@ def load_checkpoint(
     source_path = Path(path).absolute()
     env = env_of(model)
     group = env.group() if env.size > 1 else None
-    what = f"loading {source_path}"
     wait_for_pending()
+    with entry("load_checkpoint", group):
+        return _load(source_path, model, optimizer, rename, env, group)
+
+
+def _load(
+    source_path: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    rename: Rename | None,
+    env: ShardingEnv,
+    group: dist.ProcessGroup | None,
+) -> Any:
+    what = f"loading {source_path}"
 
     def checked() -> Job:
         source = fitted(renamed(open_source(source_path), rename), model.state_dict())

@@ -27,10 +27,12 @@ from dmp.errors import ShardError
 from dmp.gather import env_of, sharded_parameters
 from dmp.inside import plan_inside
 from dmp.layout import is_replicated
+from dmp.ranks import entry, numbers
 from dmp.replaced import successors
 
 torch_clip: Any = importlib.import_module("torch.nn.utils.clip_grad")  # whose private names it does not export
 _EPS = 1e-6  # as torch's
+_NAME = "clip_grad_norm_"
 _norm_of: Callable[..., torch.Tensor] = torch_clip._get_total_norm.__wrapped__  # torch's own body
 
 
@@ -40,7 +42,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
 
     The norm is the unsharded model's, whatever the plan: pieces of tables are added up, what several ranks hold counts
     once. Covers every parameter that has a `.grad`; tables updated in the backward pass are outside: they never have
-    one. Collective over `model.env`: one all-reduce. `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`
+    one. Collective over `model.env`: one small exchange. `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`
     does the same, and takes other norms.
 
     Args:
@@ -58,8 +60,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
         tensor(1.7321)
     """
     env = env_of(model)
-    shares = list(_shares(model, env).values())
-    with torch.no_grad():
+    with entry(_NAME, env.group() if env.size > 1 else None), torch.no_grad():
+        shares = list(_shares(model, env).values())
         norm = _whole_norm(shares, 2.0, env).float()
         scale = (max_norm / (norm + _EPS)).clamp(max=1.0)
         for grad, _ in shares:
@@ -85,7 +87,7 @@ def _shares(model: nn.Module, env: ShardingEnv) -> dict[int, tuple[torch.Tensor,
 
 
 def _whole_norm(shares: Iterable[tuple[torch.Tensor, int]], norm_type: float, env: ShardingEnv) -> torch.Tensor:
-    """Over all ranks, float64, 0-D on the env's device. One all-reduce.
+    """Over all ranks, float64, 0-D on the env's device. One small exchange.
 
     What several ranks hold each of them counts in part, so that one sum over all ranks is right for everything.
     """
@@ -97,8 +99,12 @@ def _whole_norm(shares: Iterable[tuple[torch.Tensor, int]], norm_type: float, en
     for copies, grads in by_copies.items():
         norm = _norm_of(grads, norm_type).to(total)
         total = torch.maximum(total, norm) if math.isinf(norm_type) else total + norm**norm_type / copies
-    if env.size > 1 and env.group() is not None:
-        dist.all_reduce(total, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=env.group())
+    group = env.group() if env.size > 1 else None
+    if group is not None and total.is_cpu:
+        every = numbers(_NAME, lambda: float(total), group)
+        total = torch.tensor(max(every) if math.isinf(norm_type) else sum(every), dtype=torch.float64)
+    elif group is not None:  # without waiting for the device
+        dist.all_reduce(total, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=group)
     return total if math.isinf(norm_type) else total ** (1 / norm_type)
 
 

@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from dmp import watchdog
+
 ROLES = ("replicate", "shard", "tensor")
 _ROLE_OF_NAME = {
     "dp": "shard",
@@ -80,6 +82,7 @@ class ShardingEnv:
         if coordinate is None:
             raise ValueError(f"this process (rank {dist.get_rank()}) is not part of the mesh {mesh}")
         roles = _roles(tuple(names), replicate, shard, tensor)
+        watchdog.start()
         if mesh.device_type == "cpu":
             _close_groups_at_exit()
         return cls(mesh, mesh.device_type, tuple(names), tuple(mesh.shape), roles, tuple(coordinate))
@@ -241,6 +244,7 @@ def _close_groups_at_exit() -> None:
     """gloo's threads that outlive the interpreter abort the process, in about one run of eight: let them end before."""
 
     def close() -> None:
+        watchdog.stop()
         if dist.is_initialized():
             dist.destroy_process_group()
         time.sleep(0.2)

@@ -35,3 +35,7 @@ class InputError(DmpError, ValueError):
 
 class CheckpointError(DmpError, RuntimeError):
     """A state or checkpoint that does not fit the model; the model is unchanged."""
+
+
+class RanksError(CheckpointError):
+    """Ranks that are in different calls, each of which waits for the others. A `CheckpointError` too: saves meet it."""

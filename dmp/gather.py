@@ -24,7 +24,7 @@ from dmp.discovery import join
 from dmp.env import ShardingEnv, default_env
 from dmp.errors import ShardError
 from dmp.inside import env_inside, wrapped_in
-from dmp.ranks import together
+from dmp.ranks import entry, meet, tell, together
 from dmp.wrapper import DistributedModelParallel
 
 _ALIGN_BYTES = 16
@@ -51,7 +51,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False, cpu: bool = T
         >>> full_state_dict(DistributedModelParallel(nn.Linear(2, 1))).keys()
         dict_keys(['weight', 'bias'])
     """
-    return gather(model.state_dict(), env_of(model), rank0_only=rank0_only, cpu=cpu)
+    return gather(model.state_dict(), env_of(model), rank0_only=rank0_only, cpu=cpu, what="full_state_dict")
 
 
 @alone("to_unsharded")
@@ -90,7 +90,7 @@ def to_unsharded(model: nn.Module) -> nn.Module:
     for name, parameter in plain.named_parameters():
         parameter.requires_grad_(trained[name])
     targets = {name: t for name, t in plain.state_dict().items() if isinstance(t, torch.Tensor)}
-    gather(model.state_dict(), env_of(model), out=targets)
+    gather(model.state_dict(), env_of(model), out=targets, what="to_unsharded")
     return plain
 
 
@@ -173,11 +173,12 @@ def gather(
     rank0_only: bool = False,
     cpu: bool = True,
     out: Mapping[str, torch.Tensor] | None = None,
+    what: str = "gathering whole tensors",
 ) -> dict[str, Any]:
     """Every tensor whole. Names that only some table ranks have are complete on all of them.
 
-    One exchange tells who holds what, one whether every rank is ready to receive; then pieces travel in buffers of a
-    few MB.
+    One exchange tells that all ranks are here, one who holds what, one whether every rank is ready to receive; then
+    pieces travel in buffers of a few MB.
 
     Args:
         state: name -> tensor, or any other object, which is copied.
@@ -185,11 +186,26 @@ def gather(
         rank0_only: the others return `{}`.
         cpu: the result is on the CPU; else each tensor is where this rank holds its part, or on the env's device.
         out: where to put the values, by name, instead of new tensors.
+        what: the call, for messages.
 
     Raises:
+        RanksError: ranks are in other calls.
         CheckpointError: on every rank of `env`: pieces that do not cover a tensor, or no memory for the result.
     """
+    with entry(what, env.group() if env.size > 1 else None):
+        return _gather(state, env, rank0_only, cpu, out, what)
+
+
+def _gather(
+    state: Mapping[str, Any],
+    env: ShardingEnv,
+    rank0_only: bool,
+    cpu: bool,
+    out: Mapping[str, torch.Tensor] | None,
+    what: str,
+) -> dict[str, Any]:
     mine: dict[str, ChunkedTensor] = {}
+    everywhere = env.group() if env.size > 1 else None
     problem: Exception | None = None
     try:
         mine = {name: as_chunks(t) for name, t in state.items() if isinstance(t, torch.Tensor)}
@@ -202,7 +218,8 @@ def gather(
         name: (tuple(t.size()), t.dtype, [(offset, tuple(piece.shape)) for offset, piece in t.pieces(_BUFFER_BYTES)])
         for name, t in mine.items()
     }
-    everyone = _exchange(listing, group, env.table_size) if takes_part else []
+    meet(what, [0, 0], everywhere)
+    everyone = tell(what, listing, group) if takes_part else []
 
     def receiver(name: str) -> torch.Tensor:
         if out is not None and name in out:
@@ -219,7 +236,7 @@ def gather(
             name: copy.deepcopy(state[name]) if name in state and name not in mine else receiver(name) for name in names
         }
 
-    sends, result = together(ready, env.group() if env.size > 1 else None, "gathering whole tensors")
+    sends, result = together(ready, everywhere, what)
     local = {(name, offset): piece for name, t in mine.items() for offset, piece in t.pieces(_BUFFER_BYTES)}
     buffer = torch.empty(0, dtype=torch.uint8, device=env.device)  # one for all: the allocator would keep several
     for owner, pieces in sends.items():
@@ -237,14 +254,6 @@ def gather(
     return result
 
 
-def _exchange(listing: dict[str, Any], group: dist.ProcessGroup | None, size: int) -> list[dict[str, Any]]:
-    if group is None:
-        return [listing]
-    everyone: list[dict[str, Any]] = [{}] * size
-    dist.all_gather_object(everyone, listing, group=group)
-    return everyone
-
-
 def _who_sends(everyone: list[dict[str, Any]]) -> dict[int | None, list[tuple[str, _Rectangle]]]:
     """Pieces by the rank that sends them; under None those that every rank holds already."""
     holders: dict[tuple[str, _Rectangle], list[int]] = {}
@@ -257,7 +266,7 @@ def _who_sends(everyone: list[dict[str, Any]]) -> dict[int | None, list[tuple[st
     for (name, piece), ranks in holders.items():
         covered[name] = covered.get(name, 0) + prod(piece[1])
         sends.setdefault(None if len(ranks) == len(everyone) else ranks[0], []).append((name, piece))
-    for name, (size, _, _) in {n: entry for known in everyone for n, entry in known.items()}.items():
+    for name, (size, _, _) in {n: known[n] for known in everyone for n in known}.items():
         if covered.get(name, 0) != prod(size):
             raise ShardError(f"the ranks' pieces of {name!r} hold {covered.get(name, 0)} of {prod(size)} elements")
     return sends

@@ -23,13 +23,13 @@ from math import prod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from dmp.chunked import ChunkedTensor, as_chunks, copy_overlap
 from dmp.env import ShardingEnv
 from dmp.errors import ShardError
+from dmp.ranks import meet
 from dmp.rules import TOGETHER_ELEMENTS, Rules, set_seed
 
 BLOCK_ELEMENTS = 1 << 20  # of whole rows: an init_fn costs some 50 us each time
@@ -39,10 +39,8 @@ TILE_ROWS, TILE_COLUMNS = 32, 1024
 
 def shared_seed(env: ShardingEnv) -> int:
     """Rank 0's `torch.initial_seed()`, the same on every rank."""
-    seed = torch.tensor([torch.initial_seed() & ((1 << 62) - 1)], dtype=torch.int64, device=env.device)
-    if env.size > 1 and env.group() is not None:
-        dist.broadcast(seed, group=env.group(), group_src=0)
-    return int(seed)
+    own = torch.initial_seed() & ((1 << 62) - 1)
+    return meet("wrapping: the seed", [own, 0], env.group() if env.size > 1 else None)[0][0]
 
 
 def fill_chunks(target: ChunkedTensor, init_fn: Callable[[torch.Tensor], Any], name: str, seed: int) -> None:

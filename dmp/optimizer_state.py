@@ -109,7 +109,12 @@ def full_optimizer_state_dict(
     """
     owned = owned_states(model, optimizer)
     flat = {(o.name, key): value for o in owned for key, value in o.values.items()}
-    whole = gather({"\0".join(pair): value for pair, value in flat.items()}, env_of(model), rank0_only=rank0_only)
+    whole = gather(
+        {"\0".join(pair): value for pair, value in flat.items()},
+        env_of(model),
+        rank0_only=rank0_only,
+        what="full_optimizer_state_dict",
+    )
     widths = column_widths(model, owned)
     state: dict[str, dict[str, Any]] = {}
     for pair, value in whole.items():

@@ -29,7 +29,7 @@ from dmp.metadata import read_metadata
 from dmp.optimizer_state import column_widths, owned_states, param_groups
 from dmp.own import ABOUT, refuse_strangers, remove_own, stranger_at
 from dmp.random_state import random_state
-from dmp.ranks import PeerLost, together
+from dmp.ranks import RanksError, together
 from dmp.sources import CHECKSUMS, FORMAT_VERSION, MODEL, STATE, TENSORS
 from dmp.writer import writer_to
 
@@ -161,7 +161,7 @@ def write(
         for step in (begin, write, finish):
             together(step, group, what)
     except CheckpointError as error:
-        if claims and not isinstance(error, PeerLost):  # then others may still be writing
+        if claims and not isinstance(error, RanksError):  # then others may still be writing
             with suppress(CheckpointError, OSError):
                 claims[0].check()
                 remove_own(partial)

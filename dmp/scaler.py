@@ -14,6 +14,7 @@ import torch.distributed as dist
 from dmp.errors import ShardError
 from dmp.gather import env_of
 from dmp.inside import fused_inside
+from dmp.ranks import entry, numbers
 from dmp.replaced import follow
 from dmp.wrapper import DistributedModelParallel
 
@@ -73,6 +74,9 @@ class GradScaler(torch.amp.GradScaler):
             for grads in by_dtype.values():
                 torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
         everyone = self._env.group() if self._env.size > 1 else None
-        if everyone is not None:
-            dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=everyone)
+        with entry("GradScaler.unscale_", everyone):
+            if everyone is not None and found_inf.is_cpu:
+                found_inf.fill_(max(numbers("GradScaler.unscale_", lambda: float(found_inf), everyone)))
+            elif everyone is not None:  # without waiting for the device
+                dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=everyone)
         return {found_inf.device: found_inf}

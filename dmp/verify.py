@@ -13,9 +13,10 @@ from torch import nn
 
 from dmp.chunked import as_chunks
 from dmp.env import ShardingEnv
-from dmp.errors import CheckpointError, DmpError
+from dmp.errors import CheckpointError, DmpError, RanksError
 from dmp.gather import chunk_views, env_of, full_state_dict, gather, sharded_parameters
 from dmp.inside import fused_inside
+from dmp.ranks import entry, together
 
 _TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 _SHOWN = 5
@@ -58,10 +59,17 @@ def verify(model: nn.Module, module: nn.Module, batch: Any) -> VerifyReport:
             rank on which the plain module fails.
     """
     env = env_of(model)
+    with entry("verify", env.group() if env.size > 1 else None):
+        return _verify(model, module, batch, env)
+
+
+def _verify(model: nn.Module, module: nn.Module, batch: Any, env: ShardingEnv) -> VerifyReport:
     args = batch if isinstance(batch, tuple) else (batch,)
     plain = copy.deepcopy(module)
     try:
         plain.load_state_dict(full_state_dict(model))
+    except RanksError:
+        raise
     except (RuntimeError, CheckpointError) as error:
         raise DmpError(f"the model's names and shapes are not those of {type(module).__name__}: {error}") from error
     plain.to(env.device).train(model.training)
@@ -86,21 +94,12 @@ def verify(model: nn.Module, module: nn.Module, batch: Any) -> VerifyReport:
 
 def _on_every_rank(step: Callable[[], dict[str, torch.Tensor]], env: ShardingEnv) -> dict[str, torch.Tensor]:
     """A step without collectives: where it fails on one rank, no rank goes on to a collective and waits there."""
-    cause: Exception | None = None
-    result: dict[str, torch.Tensor] = {}
     try:
-        result = step()
-    except Exception as error:
-        cause = error
-    text = None if cause is None else f"{type(cause).__name__}: {cause}"
-    said = [text]
-    if env.size > 1 and env.group() is not None:
-        said = said * env.size
-        dist.all_gather_object(said, text, group=env.group())
-    for rank, text in enumerate(said):
-        if text is not None:
-            raise DmpError(f"the plain module fails on the batch of rank {rank}: {text}") from cause
-    return result
+        return together(step, env.group() if env.size > 1 else None, "verify: the plain module on the batch")
+    except RanksError:
+        raise
+    except CheckpointError as error:
+        raise DmpError(str(error)) from error.__cause__
 
 
 @dataclass

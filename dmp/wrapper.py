@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 
 from dmp import live
 from dmp.agreement import check_agreement, sync_from_first_rank
-from dmp.arguments import check_arguments, take
+from dmp.arguments import check_arguments, check_env, take
 from dmp.around import guard_ddp
 from dmp.calls import Calls
 from dmp.chunked import PIECE, ChunkedTensor, is_dtensor
@@ -38,7 +38,7 @@ from dmp.contracts import (
 )
 from dmp.discovery import Resolved, Site, check_plan, join, place_dense, say_what_is_read
 from dmp.env import ShardingEnv, default_env
-from dmp.errors import CheckpointError, DmpError, PlanError, ShardError
+from dmp.errors import CheckpointError, DmpError, PlanError, RanksError, ShardError
 from dmp.filling import check_made, fill_from_meta, rules_of
 from dmp.forward import Forward
 from dmp.fused import FusedOptimizer
@@ -49,6 +49,7 @@ from dmp.initial import (
 from dmp.launch import join_launch
 from dmp.layout import Layout, ParameterSharding
 from dmp.plan import ShardingPlan, as_plan
+from dmp.ranks import entry
 from dmp.registry import (
     check_sharder_protocol,
     default_data_parallel_wrapper,
@@ -107,42 +108,71 @@ class DistributedModelParallel(nn.Module):
         planner: Any = None,
     ) -> None:
         super().__init__()
-        check_arguments(module, env, device, data_parallel_wrapper)
-        with _without_collection(), marking_replaced(self, module):
-            self._init(
-                module, env, device, plan, sharders, init_data_parallel, init_parameters, data_parallel_wrapper, planner
+        self._env = _environment(env, device)
+        with entry(f"wrapping {type(module).__name__}", self._env.group() if self._env.size > 1 else None):
+            self._check(
+                module, device, plan, sharders, init_data_parallel, init_parameters, data_parallel_wrapper, planner
             )
+            with _without_collection(), marking_replaced(self, module):
+                self._wrap(module, plan, planner, init_data_parallel, init_parameters)
 
-    def _init(
+    def _check(
         self,
         module: nn.Module,
-        env: ShardingEnv | None,
         device: torch.device | str | None,
-        plan: ShardingPlan | Mapping[str, ParameterSharding | Layout] | None,
+        plan: Any,
         sharders: Iterable[ModuleSharder | ModelSharder] | None,
         init_data_parallel: bool,
         init_parameters: bool,
         data_parallel_wrapper: DataParallelWrapper | None,
         planner: Any,
     ) -> None:
-        if env is None:
-            join_launch(None if device is None else torch.device(device))
-        self._env = env if env is not None else default_env(torch.device(device).type if device else None)
+        """Take the arguments, the same on all ranks."""
+
+        def taken() -> None:
+            check_arguments(module, self._env, device, data_parallel_wrapper)
+            self._take(module, device, plan, sharders, data_parallel_wrapper, planner)
+
+        _, failure = _attempt(taken)
+        facts = {"the arguments": "" if failure is None else f"{type(failure).__name__}: {failure}"}
+        if failure is None:
+            facts |= {
+                "the mesh": str(self._env).rpartition(", rank")[0],
+                "device": self._device.type,
+                "whether a plan is given": str(plan is not None),
+                "planner": type(planner).__name__,
+                "sharders": ", ".join(type(s).__name__ for s in self._sharders),
+                "data_parallel_wrapper": type(self._data_parallel).__name__,
+                "init_data_parallel": str(bool(init_data_parallel)),
+                "init_parameters": str(bool(init_parameters)),
+                "model": _describe(module),
+            }
+        check_agreement(facts, self._env)
+        if failure is not None:
+            raise failure
+
+    def _take(
+        self,
+        module: nn.Module,
+        device: Any,
+        plan: Any,
+        sharders: Any,
+        wrapper: DataParallelWrapper | None,
+        planner: Any,
+    ) -> None:
         self._device = torch.device(device) if device is not None else self._env.device
-        self._data_parallel = data_parallel_wrapper or default_data_parallel_wrapper()
+        self._data_parallel = wrapper or default_data_parallel_wrapper()
         self._sharders = list(default_sharders() if sharders is None else sharders)
         for sharder in self._sharders:
             check_sharder_protocol(sharder)
-
-        check_agreement({"model": _describe(module)}, self._env)
-        if plan is None:
-            planner = planner if planner is not None else default_planner()
-            if self._env.tensor_size > 1 and self._env.rank:
-                # Sharders remember what they found for a model: the check below asks again, and rank 0 plans meanwhile.
-                _attempt(lambda: place_dense(module, self._sharders, self._env))
-            plan = planner.collective_plan(module, self._sharders, self._env)
-        elif planner is not None:
+        if plan is not None and planner is not None:
             raise PlanError("pass a plan or a planner, not both; to fix part of a plan: planner.plan(..., pinned=plan)")
+
+    def _wrap(
+        self, module: nn.Module, plan: Any, planner: Any, init_data_parallel: bool, init_parameters: bool
+    ) -> None:
+        if plan is None:
+            plan = self._planned(module, planner if planner is not None else default_planner())
         resolved = self._resolve(plan, module)
         if self._env.size > 1 and self._env.rank == 0:
             say_what_is_read(resolved, module)
@@ -178,6 +208,23 @@ class DistributedModelParallel(nn.Module):
         take(module)
         live.add(self)
         guard_ddp()
+
+    def _planned(self, module: nn.Module, planner: Any) -> Any:
+        """The planner's plan. A planner that raises on one rank alone has left the others in an exchange of its own."""
+        if self._env.tensor_size > 1 and self._env.rank:
+            # Sharders remember what they found for a model: the check below asks again, and rank 0 plans meanwhile.
+            _attempt(lambda: place_dense(module, self._sharders, self._env))
+        plan, failure = _attempt(lambda: planner.collective_plan(module, self._sharders, self._env))
+        if isinstance(failure, RanksError):
+            raise failure
+        why = "" if failure is None else f", where the planner raised {type(failure).__name__}: {failure}"
+        try:
+            check_agreement({}, self._env, f"after planning{why}")
+        except RanksError as error:
+            raise (failure or error) from error
+        if failure is not None:
+            raise failure
+        return plan
 
     def _place(self) -> None:
         """Split dense weights in place, ties kept."""
@@ -568,6 +615,16 @@ class DistributedModelParallel(nn.Module):
             owned = self.module.get_submodule(path)
             for f in owned.fused_parameters() if isinstance(owned, FusedModule) else ():
                 yield FusedParameter(join(path, f.name), f.parameter, f.options, f.state, f.widths)
+
+
+def _environment(env: ShardingEnv | None, device: Any) -> ShardingEnv:
+    """The env given, or the default one; whether the device can be had is said when all ranks are there to hear it."""
+    check_env(env)
+    if env is not None:
+        return env
+    where, _ = _attempt(lambda: torch.device(device) if device is not None else None)
+    join_launch(where)
+    return default_env(where.type if where is not None and where.type != "meta" else None)
 
 
 @contextmanager

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from dmp import PlanError, ShardingEnv, ShardingPlan
+from dmp import CheckpointError, PlanError, ShardingEnv, ShardingPlan, ranks
 from planner.report import PlanReport
 
 
@@ -17,40 +14,37 @@ def from_first_rank(
 ) -> tuple[ShardingPlan, PlanReport]:
     """Call `make` on rank 0 of the env; every rank gets its result, or raises its error as a `PlanError`.
 
-    Two collectives over the env's ranks: a broadcast of the plan's JSON with its digest and report, and a minimum over
-    ranks of whether what was read has that digest.
+    The plan's JSON is broadcast with its digest and report; then all ranks say whether what they read has that digest.
     """
     group = env.group()
     if group is None or env.size == 1:
         return make()
-    sent: list[Any] = [None]
-    cause: Exception | None = None
-    if env.rank == 0:
+    cause: list[Exception] = []
+
+    def made() -> dict[str, Any]:
         try:
             plan, report = make()
-            sent = [{"plan": plan.to_json(), "digest": plan.digest, "report": report}]
         except Exception as error:  # of any kind: the other ranks wait for it
-            cause = error
-            sent = [{"error": _as_fields(error)}]
-    dist.broadcast_object_list(sent, group=group, group_src=0, device=env.device)
-    received = sent[0]
+            cause.append(error)
+            return {"error": _as_fields(error)}
+        return {"plan": plan.to_json(), "digest": plan.digest, "report": report}
+
+    received = ranks.from_first(made, group, "planning")
     if "error" in received:
-        raise PlanError(**received["error"]) from cause
-    read, problem = ShardingPlan(), ""
+        raise PlanError(**received["error"]) from (cause[0] if cause else None)
+
+    def read() -> ShardingPlan:
+        plan = ShardingPlan.from_json(received["plan"])
+        if plan.digest != received["digest"]:
+            raise PlanError(f"its digest is {plan.digest}, rank 0 sent {received['digest']}")
+        return plan
+
     try:
-        read = ShardingPlan.from_json(received["plan"])
-        if read.digest != received["digest"]:
-            problem = f"its digest is {read.digest}, rank 0 sent {received['digest']}"
-    except PlanError as error:
-        problem = str(error)
-    agrees = torch.tensor([int(not problem)], device=env.device)
-    dist.all_reduce(agrees, op=dist.ReduceOp.MIN, group=group)
-    if not int(agrees):
-        raise PlanError(
-            f"rank {env.rank} read {'the same plan as' if not problem else 'another plan than'} rank 0 sent, but not "
-            f"all ranks did{': ' * bool(problem)}{problem}; do all ranks run the same version?"
-        )
-    return read, received["report"]
+        return ranks.together(read, group, "reading the plan that rank 0 sent"), received["report"]
+    except ranks.RanksError:
+        raise
+    except CheckpointError as error:
+        raise PlanError(f"{error}; do all ranks run the same version?") from error
 
 
 def _as_fields(error: Exception) -> dict[str, Any]:

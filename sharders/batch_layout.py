@@ -14,9 +14,9 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from dmp import InputError, ShardingEnv
+from dmp import ranks as of_all
 from sharders.exchange import all_gather
 from sharders.tensor_slice import Cut, TensorRanks, cut_of_lengths, cut_rows, even_cut, gather_rows, tensor_ranks
 
@@ -110,8 +110,7 @@ def _gather_sizes(
     mine = torch.tensor(head, dtype=torch.int64, device=device)
     by_rank = all_gather(mine, mine.new_empty(ranks.size, len(head)), ranks.group).tolist()
     if any(is_fault or num != by_rank[0][0] for num, is_fault, *_ in by_rank):
-        said: list[str] = [""] * ranks.size
-        dist.all_gather_object(said, str(fault or ""), group=ranks.group)
+        said = of_all.tell("gather_batch", str(fault or ""), ranks.group)
         faults = [f"rank {rank} of the tensor group: {text}" for rank, text in enumerate(said) if text]
         numbers = [num for num, *_ in by_rank]
         raise InputError(

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dmp import Calls, InputError, Layout, ShardError, ShardingEnv
+from dmp import Calls, InputError, Layout, ShardError, ShardingEnv, ranks
 from sharders.copies import Copies
 from sharders.exchange import all_to_all
 from sharders.faults import Fault, Kind
@@ -69,7 +69,7 @@ class Engine:
         self.handshake = Handshake(
             repr([(t, str(lay)) for t, lay in zip(tables, layouts, strict=True)]),
             [f.name for f in self.placement.features],
-            self.peers.exchange,
+            self.peers.headers,
             self.peers.data_ranks,
             env.axes("tensor"),
         )
@@ -120,15 +120,21 @@ class Engine:
 
     def pooled(self, parse: Callable[[], Batch]) -> torch.Tensor:
         """(B, sum of dims): results of all features side by side. `parse` may raise `Fault`."""
-        whole, call, parameters = self._start(parse)
-        result: torch.Tensor = _Pooled.apply(self, self.pooled_path, call, call.batch.weights, *parameters)  # type: ignore[no-untyped-call]
-        return self._whole([result], [[whole.batch_size]])[0]
+        with ranks.entry(self.handshake.forward, self.peers.exchange) as here:
+            whole, call, parameters = self._start(parse, here)
+            result: torch.Tensor = _Pooled.apply(self, self.pooled_path, call, call.batch.weights, *parameters)  # type: ignore[no-untyped-call]
+            return self._whole([result], [[whole.batch_size]])[0]
 
     def rows(self, parse: Callable[[], Batch]) -> list[torch.Tensor]:
         """For each feature its ids' rows (N_f, dim). `parse` may raise `Fault`."""
-        whole, call, parameters = self._start(parse)
-        out: tuple[torch.Tensor, ...] = _Rows.apply(self, self.unpooled_path, call, *parameters)  # type: ignore[no-untyped-call]
-        return self.unpooled_path.split(whole, self._whole(out, self.unpooled_path.counts_by_dim(whole)))
+        with ranks.entry(self.handshake.forward, self.peers.exchange) as here:
+            whole, call, parameters = self._start(parse, here)
+            out: tuple[torch.Tensor, ...] = _Rows.apply(self, self.unpooled_path, call, *parameters)  # type: ignore[no-untyped-call]
+            return self.unpooled_path.split(whole, self._whole(out, self.unpooled_path.counts_by_dim(whole)))
+
+    def way_back(self) -> ranks.entry:
+        """The backward pass, as a call of all ranks."""
+        return ranks.entry(self.handshake.backward, self.peers.exchange)
 
     def _whole(self, results: Sequence[torch.Tensor], counts: Sequence[Sequence[int]]) -> Sequence[torch.Tensor]:
         """Results of the tensor group's batch, whose segments have these rows, from each rank's part of it."""
@@ -136,7 +142,7 @@ class Engine:
             return results
         return gather_rows(results, [even_cut(n, self.tensor.size) for n in counts], self.tensor)
 
-    def _start(self, parse: Callable[[], Batch]) -> tuple[Batch, Call, list[torch.Tensor]]:
+    def _start(self, parse: Callable[[], Batch], here: ranks.entry) -> tuple[Batch, Call, list[torch.Tensor]]:
         """The batch; this rank's part of it on its way; and the parameters that gradients will be for."""
         wants_grad = [p.requires_grad for p in self.store.parameters]
         is_training = torch.is_grad_enabled() and any(wants_grad)
@@ -167,7 +173,7 @@ class Engine:
         words = sent.words if sent is not None else [0] * len(self.peers.table_ranks)
         mine = [Header(size, n, is_training, weighted, wants_weights, shared, fault) for n in words]
         try:
-            headers = self.handshake.exchange(mine, self.device)
+            headers = self.handshake.exchange(mine, self.device, here)
         except InputError as error:
             raise error from cause
         assert whole is not None and batch is not None and sent is not None, "a fault has been raised"
@@ -196,7 +202,7 @@ class _Pooled(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        with ctx.engine.calls.backward:
+        with ctx.engine.calls.backward, ctx.engine.way_back():
             of_weights, of_tables = ctx.path.backward(ctx.call, grad, ctx.needs_input_grad[3])
         return None, None, None, of_weights, *of_tables
 
@@ -214,7 +220,7 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        with ctx.engine.calls.backward:
+        with ctx.engine.calls.backward, ctx.engine.way_back():
             of_tables = ctx.path.backward(ctx.call, grads)
         return None, None, None, *of_tables
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from dmp import InputError
+from dmp import InputError, ranks
 from sharders.exchange import all_to_all
 from sharders.faults import Fault, Kind
 
-_WORDS = 9  # fingerprint, batch size, payload words, flags, checksum, fault (4)
+_WORDS = 10  # fingerprint, number of the entry, batch size, payload words, flags, checksum, fault (4)
 
 
 @dataclass(frozen=True)
@@ -42,17 +42,18 @@ class Header:
     checksum: int
     fault: Fault | None
 
-    def packed(self, fingerprint: int) -> list[int]:
+    def packed(self, fingerprint: int, number: int) -> list[int]:
         """As integers."""
         fault = self.fault.packed() if self.fault else [0, 0, 0, 0]
         flags = self.is_training + 2 * self.is_weighted + 4 * self.wants_weight_gradient
-        return [fingerprint, self.batch_size, self.words, flags, self.checksum, *fault]
+        return [fingerprint, number, self.batch_size, self.words, flags, self.checksum, *fault]
 
     @staticmethod
     def unpacked(words: Sequence[int]) -> Header:
         """Inverse of `packed`."""
-        fault = Fault.unpacked(words[5:]) if words[5] != Kind.NONE else None
-        return Header(words[1], words[2], bool(words[3] & 1), bool(words[3] & 2), bool(words[3] & 4), words[4], fault)
+        batch_size, num_words, flags, checksum, *fault = words[2:]
+        found = Fault.unpacked(fault) if fault[0] != Kind.NONE else None
+        return Header(batch_size, num_words, bool(flags & 1), bool(flags & 2), bool(flags & 4), checksum, found)
 
     def manner(self) -> str:
         """How the module is called, in words."""
@@ -67,7 +68,7 @@ class Handshake:
     Args:
         content: text that must be equal on all ranks: tables and layouts.
         features: names, for messages.
-        group: ranks that exchange.
+        group: ranks that exchange, on connections that carry headers alone: a header never meets anything else.
         data_ranks: which of the different batches each of them has.
         tensor_axes: mesh axes along which the batch is the same, for messages.
     """
@@ -88,11 +89,18 @@ class Handshake:
     def rename(self, name: str) -> None:
         """Set the module's name, which is part of what is compared."""
         self.name = name
+        self.forward, self.backward = f"the forward of {name!r}", f"the backward of {name!r}"
+        """Names of the calls, for messages."""
         digest = hashlib.sha256((name + self._content).encode()).digest()
         self._fingerprint = int.from_bytes(digest[:7], "big")
 
-    def exchange(self, mine: Sequence[Header], device: torch.device) -> list[Header]:
+    def exchange(self, mine: Sequence[Header], device: torch.device, here: ranks.entry) -> list[Header]:
         """Send a header to every rank; returns theirs.
+
+        Args:
+            mine: for each rank.
+            device: to send from.
+            here: the call under way, which is counted alike from now on.
 
         Raises:
             InputError: on every rank alike, what any rank found, or how they differ.
@@ -100,10 +108,11 @@ class Handshake:
         if self.size == 1:
             headers = list(mine)
         else:
-            packed = [word for header in mine for word in header.packed(self._fingerprint)]
+            packed = [word for header in mine for word in header.packed(self._fingerprint, here.number)]
             sizes = [_WORDS] * self.size
             send = torch.tensor(packed, dtype=torch.int64, device=device)
             words = all_to_all(send, sizes, sizes, self.group).view(self.size, _WORDS).tolist()
+            here.align(max(w[1] for w in words))
             if any(w[0] != self._fingerprint for w in words):
                 self._raise_mismatch()
             headers = [Header.unpacked(w) for w in words]
@@ -133,8 +142,7 @@ class Handshake:
                 )
 
     def _raise_mismatch(self) -> None:
-        told: list[tuple[str, str]] = [("", "")] * self.size
-        dist.all_gather_object(told, (self.name, self._content), group=self.group)
+        told = ranks.tell("the forward of different modules", (self.name, self._content), self.group)
         for rank, (name, _) in enumerate(told):
             if told[rank] != told[0]:
                 what = f"calls {name!r}" if name != told[0][0] else f"has other tables or layouts in {name!r}"

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from dmp import ShardError, ShardingEnv
+from dmp import ranks as of_all
 from sharders.exchange import all_gather
 from sharders.route import Batch
 from sharders.topology import place_of
@@ -42,7 +43,12 @@ def tensor_ranks(env: ShardingEnv) -> TensorRanks:
         return TensorRanks(None, 0, 1)
     if env.mesh is None:
         raise ShardError(f"{env} is abstract: it can be planned for, not run on; use ShardingEnv.from_mesh")
-    return TensorRanks(env.group("tensor"), place_of(env, env.rank, "tensor"), env.tensor_size)
+    return TensorRanks(_own(env.group("tensor")), place_of(env, env.rank, "tensor"), env.tensor_size)
+
+
+def _own(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """See [Note: parted ranks] of topology.py: tensor-parallel modules gather along these axes too."""
+    return None if group is None else of_all.own_group(group, "tables")
 
 
 def even_cut(counts: Sequence[int], size: int) -> Cut:

@@ -7,7 +7,7 @@ from math import prod
 
 import torch.distributed as dist
 
-from dmp import ShardingEnv
+from dmp import ShardingEnv, ranks
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,14 @@ class Peers:
     are ordered by inner rank, then by outer rank, in both cases this rank's own last. All copies of a piece keep the
     same order, so they add the same numbers in the same order.
 
+    [Note: parted ranks] gloo ends the process where two all-to-alls of different sizes meet. A rank may be at its next
+    forward, or in a collective of the program's, while another is in its backward: so what tables exchange has
+    connections of its own, and headers, which come first in every forward, have others. Ranks that part there wait,
+    until the watchdog tells them.
+
     Args:
         exchange: ranks that ids are sent to: the table ranks, or with shared gradients all copies' ranks.
+        headers: the same with connections of their own, see [Note: parted ranks].
         table_ranks: table rank of each rank of `exchange`.
         data_ranks: which of the different batches each rank of `exchange` has; equal along tensor axes.
         own: indices in `exchange` of this copy's ranks, in the order of sources.
@@ -34,6 +40,7 @@ class Peers:
     """
 
     exchange: dist.ProcessGroup | None
+    headers: dist.ProcessGroup | None
     table_ranks: list[int]
     data_ranks: list[int]
     own: list[int]
@@ -59,8 +66,10 @@ def find_peers(env: ShardingEnv, share_gradients: bool, by_stages: bool) -> Peer
     shape = env.table_shape
     num_replicas = env.size // env.table_size
     shared = share_gradients and num_replicas > 1
-    ranks = range(env.size) if shared else [r for r in range(env.size) if env.replica_of(r) == env.replica_of(env.rank)]
-    place = {(env.replica_of(r), env.table_rank_of(r)): i for i, r in enumerate(ranks)}
+    members = (
+        range(env.size) if shared else [r for r in range(env.size) if env.replica_of(r) == env.replica_of(env.rank)]
+    )
+    place = {(env.replica_of(r), env.table_rank_of(r)): i for i, r in enumerate(members)}
     two_stages = by_stages and len(shape) > 1 and shape[-1] > 1 and prod(shape[:-1]) > 1
     inner_size, outer_size = (shape[-1], prod(shape[:-1])) if two_stages else (env.table_size, 1)
     my_outer, my_inner = divmod(env.table_rank, inner_size)
@@ -72,20 +81,22 @@ def find_peers(env: ShardingEnv, share_gradients: bool, by_stages: bool) -> Peer
     copy = env.replica_of(env.rank)
     copies = sorted({replica for replica, _ in place})
     axes = env.axes("shard", "tensor")
+    exchange = env.group() if shared else env.table_group
     return Peers(
-        exchange=env.group() if shared else env.table_group,
-        table_ranks=[env.table_rank_of(r) for r in ranks],
-        data_ranks=[place_of(env, r, "replicate", "shard") for r in ranks],
+        exchange=_own(exchange),
+        headers=exchange if exchange is None or _own(exchange) is exchange else ranks.control_group(exchange),
+        table_ranks=[env.table_rank_of(r) for r in members],
+        data_ranks=[place_of(env, r, "replicate", "shard") for r in members],
         own=[place[copy, t] for t in order],
         everyone=[place[c, t] for c in copies for t in order],
         by_table_rank=[place[copy, t] for t in range(env.table_size)],
-        table=env.table_group,
+        table=_own(env.table_group),
         table_rank=env.table_rank,
-        inner=env.axis_group(axes[-1]) if two_stages else None,
-        outer=env.axis_group(*axes[:-1]) if two_stages else None,
+        inner=_own(env.axis_group(axes[-1])) if two_stages else None,
+        outer=_own(env.axis_group(*axes[:-1])) if two_stages else None,
         inner_size=inner_size,
         outer_size=outer_size,
-        replicas=env.group("replicate") if num_replicas > 1 else None,
+        replicas=_own(env.group("replicate")) if num_replicas > 1 else None,
         num_replicas=num_replicas if shared else 1,
     )
 
@@ -98,6 +109,11 @@ def place_of(env: ShardingEnv, rank: int, *roles: str) -> int:
         if role in roles:
             place, step = place + at * step, step * size
     return place
+
+
+def _own(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The same ranks, for tables alone: see [Note: parted ranks]."""
+    return None if group is None or dist.get_world_size(group) == 1 else ranks.own_group(group, "tables")
 
 
 def _own_last(size: int, own: int) -> list[int]:

@@ -70,11 +70,14 @@ PUBLIC = {
         "ShardedModule",
         "Calls",
         "register_sharder",
+        # calls that all ranks make together
+        "ranks",
         # errors
         "CheckpointError",
         "DmpError",
         "InputError",
         "PlanError",
+        "RanksError",
         "ShardError",
     },
     "sharders": {

@@ -35,4 +35,4 @@ def _fails_on_one_rank() -> str:
 
 def test_a_plain_module_that_fails_on_one_rank_is_named_on_all() -> None:
     said = run_ranks(2, _fails_on_one_rank)
-    assert said == ["the plain module fails on the batch of rank 1: ValueError: an empty batch"] * 2
+    assert said == ["verify: the plain module on the batch: rank 1: ValueError: an empty batch"] * 2

@@ -1,0 +1,215 @@
+"""What runs on ranks that part ways: a small model on each, and for each rank something else to do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import dmp
+from dmp import DistributedModelParallel, ShardingEnv, row_wise
+from tests.ranks import mesh
+
+ROWS = 20_000
+
+
+class Sparse(nn.Module):
+    """A table into a dense layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.sparse = nn.EmbeddingBag(ROWS, 8, mode="sum")
+        self.over = nn.Linear(8, 1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.over(self.sparse(ids))
+        return out.sum()
+
+
+class Dense(nn.Module):
+    """Two dense layers: nothing but torch's own collectives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.under, self.over = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.over(self.under(x).tanh())
+        return out.sum()
+
+
+class Job:
+    """One rank's model, and what it can do; each is one call, or none."""
+
+    def __init__(self, kind: str, folder: str) -> None:
+        self.env = ShardingEnv.from_mesh(mesh((dist.get_world_size(),), ("shard",) if kind == "fsdp" else ("dp",)))
+        self.is_sparse = kind == "sparse"
+        plan = {"sparse.weight": row_wise()} if self.is_sparse else None
+        self.plain: type[nn.Module] = Sparse if self.is_sparse else Dense
+        self.model = DistributedModelParallel(self.plain(), self.env, plan=plan)
+        self.path = Path(folder) / "checkpoint"
+        ids = torch.arange(12).view(4, 3)
+        self.batch = ids if self.is_sparse else ids[:, :1] / torch.arange(1, 9)
+
+    def step(self) -> None:
+        self.model(self.batch).backward()
+
+    def forward(self) -> None:
+        self.model(self.batch)
+
+    def forward_alone(self) -> None:
+        self.model(self.batch)
+        self.step()
+
+    def backward_twice(self) -> None:
+        loss = self.model(self.batch)
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    def between(self) -> None:
+        try:
+            self.model(self.batch)
+            raise ValueError("between forward and backward")
+        except ValueError:
+            self.step()
+
+    def no_grad(self) -> None:
+        with torch.no_grad():
+            self.model(self.batch)
+
+    def save(self) -> None:
+        dmp.save_checkpoint(self.path, self.model)
+
+    def save_in_background(self) -> None:
+        pending = dmp.save_checkpoint(self.path, self.model, asynchronous=True)
+        assert pending is not None
+        pending.wait()
+
+    def load(self) -> None:
+        dmp.load_checkpoint(self.path, self.model)
+
+    def gather(self) -> None:
+        dmp.full_state_dict(self.model)
+
+    def clip(self) -> None:
+        dmp.clip_grad_norm_(self.model, 1.0)
+
+    def verify(self) -> None:
+        dmp.verify(self.model, self.plain(), self.batch)
+
+    def wrap(self) -> None:
+        DistributedModelParallel(self.plain(), self.env)
+
+    def barrier(self) -> None:
+        dist.barrier()
+
+    def other_sizes(self) -> None:
+        """A collective of the program's that gloo would end the process for, were it to meet one of ours."""
+        dist.all_gather_object([None] * self.env.size, "x" * 5000)
+
+    def sleep(self) -> None:
+        time.sleep(4.0)
+        self.step()
+
+    def nothing(self) -> None:
+        """As it is."""
+
+    def kill(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def stop(self) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def leave(self) -> None:
+        sys.exit(3)
+
+
+def part(kind: str, folder: str, by_rank: list[str]) -> tuple[str, float]:
+    """Steps and a checkpoint together, then each rank what it is told, then two steps: its error, after seconds."""
+    os.environ["DMP_LOST_AFTER_S"] = "4"
+    job = Job(kind, folder)
+    for _ in range(3):
+        job.step()
+    job.save()
+    dist.barrier()
+    started = time.monotonic()
+    own: Callable[[], None] = getattr(job, by_rank[dist.get_rank()])
+    try:
+        own()
+        for _ in range(2):
+            job.step()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - started
+    return "", time.monotonic() - started
+
+
+def meet_elsewhere(folder: str, by_rank: list[str]) -> str:
+    """What meets in a header: the error; then all go on together, on the same groups."""
+    job = Job("sparse", folder)
+    job.save()
+    message = ""
+    try:
+        getattr(job, by_rank[dist.get_rank()])()
+    except dmp.RanksError as error:
+        message = str(error)
+    job.step()
+    job.clip()
+    job.save()
+    return message
+
+
+def wrap_with(change: str) -> None:
+    """Rank 1 wraps with another argument."""
+    env = ShardingEnv.from_mesh(mesh((dist.get_world_size(),)))
+    arguments: dict[str, object] = {"plan": {"sparse.weight": row_wise()}, "env": env}
+    if dist.get_rank() == 1:
+        if change == "plan":
+            del arguments["plan"]
+        elif change == "role":
+            arguments["env"] = ShardingEnv.from_mesh(mesh((dist.get_world_size(),)), replicate="dp")
+        elif change == "device":
+            arguments["device"] = "meta"
+        elif change == "init_parameters":
+            arguments["init_parameters"] = False
+        elif change == "sharders":
+            arguments["sharders"] = []
+    DistributedModelParallel(Sparse(), **arguments)  # type: ignore[arg-type]
+
+
+class Planner:
+    """Raises on rank 1, before it asks the others."""
+
+    def collective_plan(self, *arguments: object) -> object:
+        from planner import ShardingPlanner
+
+        if dist.get_rank() == 1:
+            raise ValueError("no plan today")
+        return ShardingPlanner().collective_plan(*arguments)  # type: ignore[arg-type]
+
+
+def wrap_with_a_planner_that_raises() -> None:
+    env = ShardingEnv.from_mesh(mesh((dist.get_world_size(),)))
+    DistributedModelParallel(Sparse(), env, planner=Planner())
+
+
+def together_where_one_raises() -> str:
+    """A local error is shown as itself, also where it looks like a lost connection."""
+
+    def step() -> None:
+        if dist.get_rank() == 1:
+            raise RuntimeError("Connection closed by the database")
+
+    try:
+        dmp.ranks.together(step, dist.group.WORLD, "asking")
+    except dmp.CheckpointError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

@@ -1,0 +1,185 @@
+"""Ranks that part ways, or of which one is gone: every living one is told, with names, within seconds."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dmp import PlanError, RanksError
+from tests.parting_jobs import (
+    meet_elsewhere,
+    part,
+    together_where_one_raises,
+    wrap_with,
+    wrap_with_a_planner_that_raises,
+)
+from tests.ranks import run_ranks
+from tests.test_survival import mortal_ranks
+
+TOLD_S = 10.0
+slow = pytest.mark.slow
+
+# What ranks 0 and 1 do, and what each is said to be in.
+PARTED = {
+    "save | step": ("save_checkpoint", "the forward of 'sparse'"),
+    "load | step": ("load_checkpoint", "the forward of 'sparse'"),
+    "gather | step": ("full_state_dict", "the forward of 'sparse'"),
+    "clip | step": ("clip_grad_norm_", "the forward of 'sparse'"),
+    "verify | step": ("verify", "the forward of 'sparse'"),
+    "wrap | step": ("wrapping Sparse", "the forward of 'sparse'"),
+    "step | forward_alone": ("the backward of 'sparse'", "the forward of 'sparse'"),
+    "step | backward_twice": ("the forward of 'sparse'", "the backward of 'sparse'"),
+    "step | between": ("the backward of 'sparse'", "the forward of 'sparse'"),
+    "step | save": ("the forward of 'sparse'", "save_checkpoint"),
+    "save | barrier": ("save_checkpoint", "torch's barrier"),
+    "step | other_sizes": ("the forward of 'sparse'", "torch's all_gather_object"),
+}
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=() if case == "save | step" else slow) for case in PARTED])
+def test_parted_in_a_model_with_tables(case: str, tmp_path: Path) -> None:
+    for rank, (message, seconds) in enumerate(mortal_ranks(2, part, "sparse", str(tmp_path), case.split(" | "))):
+        first, second = PARTED[case]
+        if not (rank == 1 and second.startswith("torch's")):  # there it is torch that raises, after the log
+            assert message.startswith("RanksError: the ranks have parted ways: "), message
+            assert f"rank 0 is in {first} (" in message and f"rank 1 is in {second} (" in message, message
+        assert message and seconds < TOLD_S, (message, seconds)
+
+
+@slow
+@pytest.mark.parametrize("kind", ["dense", "fsdp"])
+@pytest.mark.parametrize("case", ["save | step", "clip | step", "gather | step", "load | step", "step | save"])
+def test_parted_where_torch_waits(kind: str, case: str, tmp_path: Path) -> None:
+    """In the gradients' or weights' collectives of DDP and FSDP2, which no entry of ours is around."""
+    replies = mortal_ranks(2, part, kind, str(tmp_path), case.split(" | "))
+    for message, seconds in replies:
+        assert message and seconds < TOLD_S, (message, seconds)
+    assert sum(m.startswith("RanksError: the ranks have parted ways: ") for m, _ in replies) >= 1, replies
+
+
+@slow
+@pytest.mark.parametrize("case", ["save | step | step | step", "step | step | step | between"])
+def test_parted_on_four_ranks(case: str, tmp_path: Path) -> None:
+    for message, seconds in mortal_ranks(4, part, "sparse", str(tmp_path), case.split(" | ")):
+        assert "RanksError: the ranks have parted ways: " in message and seconds < TOLD_S, (message, seconds)
+
+
+@pytest.mark.parametrize("case", ["save | clip", pytest.param("gather | load", marks=slow)])
+def test_calls_that_meet_in_a_header_leave_the_groups_as_they_were(case: str, tmp_path: Path) -> None:
+    calls = {
+        "save": "save_checkpoint",
+        "clip": "clip_grad_norm_",
+        "gather": "full_state_dict",
+        "load": "load_checkpoint",
+    }
+    first, second = (calls[name] for name in case.split(" | "))
+    for message in run_ranks(2, meet_elsewhere, str(tmp_path), case.split(" | ")):
+        assert f"rank 0 is in {first}" in message and f"rank 1 is in {second}" in message, message
+
+
+def test_a_rank_that_is_slow_is_waited_for(tmp_path: Path) -> None:
+    assert [message for message, _ in run_ranks(2, part, "sparse", str(tmp_path), ["step", "sleep"])] == ["", ""]
+
+
+@pytest.mark.parametrize("change", ["plan", "role", "device", "init_parameters", "sharders"])
+def test_arguments_are_compared_first(change: str) -> None:
+    expected = {"plan": "whether a plan is given", "role": "the mesh", "device": "the arguments"}
+    for error in run_ranks(2, wrap_with, change, expect=(PlanError,)):
+        assert f"ranks disagree on {expected.get(change, change)}" in str(error), error
+
+
+def test_a_planner_that_raises_on_one_rank() -> None:
+    first, second = run_ranks(2, wrap_with_a_planner_that_raises, expect=(RanksError, ValueError))
+    assert "rank 1 is in wrapping Sparse, after planning, where the planner raised ValueError: no plan today" in str(
+        first
+    )
+    assert str(second) == "no plan today"
+
+
+def test_what_fails_here_is_no_lost_rank() -> None:
+    expected = "CheckpointError: asking: rank 1: RuntimeError: Connection closed by the database"
+    assert run_ranks(2, together_where_one_raises) == [expected] * 2
+
+
+@slow
+@pytest.mark.parametrize("kind", ["sparse", "dense"])
+@pytest.mark.parametrize("death", ["kill", "leave", "stop"])
+@pytest.mark.parametrize("other", ["step", "save", "save_in_background", "gather"])
+def test_a_rank_that_is_gone_is_named(kind: str, death: str, other: str, tmp_path: Path) -> None:
+    replies = mortal_ranks(2, part, kind, str(tmp_path), [other, death], timeout=30.0)
+    message, seconds = replies[0]
+    assert seconds < TOLD_S, (message, seconds)
+    if kind == "sparse" or other != "step":  # else it is DDP that raises, what gloo says
+        assert message.startswith("PeerLost: ") and "rank 1 " in message, message
+
+
+PROGRAM = """
+import os, signal, sys, time
+import torch, torch.distributed as dist
+from torch import nn
+import dmp
+dist.init_process_group("gloo")
+rank, case = dist.get_rank(), sys.argv[1]
+started = time.monotonic()
+try:
+    if case == "wrap alone":
+        if rank == 0:
+            dmp.DistributedModelParallel(nn.Linear(2, 1))
+        else:
+            dist.barrier()
+    elif case == "wrap against the end":
+        if rank == 0:
+            dmp.DistributedModelParallel(nn.Linear(2, 1))
+    else:
+        model = dmp.DistributedModelParallel(nn.EmbeddingBag(20_000, 8), plan={"weight": dmp.row_wise()})
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        for _ in range(3):
+            model(torch.arange(6).view(2, 3)).sum().backward()
+except Exception as error:
+    print(f"{type(error).__name__}: {error}", round(time.monotonic() - started), flush=True)
+"""
+
+
+@slow
+@pytest.mark.parametrize(
+    ("case", "rank", "expected"),
+    [
+        ("wrap alone", 0, "RanksError: the ranks have parted ways: rank 0 is in wrapping Linear"),
+        ("wrap against the end", 0, "PeerLost: rank 1 is gone: "),
+        ("rank 0 is killed", 1, "PeerLost: what hosts the process group's store is gone (rank 0"),
+    ],
+)
+def test_as_a_program_of_its_own(case: str, rank: int, expected: str, unused_port: int) -> None:
+    """Rank 0 hosts the store, and nothing of ours is made on rank 1 but the import."""
+    environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(unused_port)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, case],
+            env={**environment, "RANK": str(each)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for each in range(2)
+    ]
+    told = [process.communicate(timeout=90) for process in processes]
+    assert expected in told[rank][0], told
+    assert int(told[rank][0].split()[-1]) < TOLD_S
+    assert all(p.returncode in (0, -signal.SIGKILL) for p in processes), told
+    assert "ways: rank 0" in told[rank][1] or " gone" in told[rank][1], "nothing on stderr without logging configured"
+
+
+@pytest.fixture
+def unused_port() -> int:
+    import socket
+
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port
