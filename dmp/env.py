@@ -38,6 +38,7 @@ _ROLE_OF_NAME = {
 }
 # Shard axes along which dense parameters are copies; along others, and those of a name we do not know, they are split.
 _DENSE_COPIES = ("dp", "data", "host", "local")
+_UNSUPPORTED = ("pp", "pipe", "pipeline", "stage", "cp", "context", "sp", "sequence", "ep", "expert", "etp")
 Axes = str | Sequence[str] | None
 
 
@@ -283,6 +284,11 @@ def _roles(names: tuple[str, ...], replicate: Axes, shard: Axes, tensor: Axes) -
     roles: list[str] = []
     for name in names:
         known = given.get(name) or _ROLE_OF_NAME.get(name)
+        if known is None and name.removesuffix("_size") in _UNSUPPORTED:
+            raise ValueError(
+                f"mesh axis {name!r}: pipeline (pp), context (cp) and expert (ep) axes are not supported yet; make the "
+                f"mesh without it. Supported are axes of samples and of weights: {sorted(_ROLE_OF_NAME)}"
+            )
         if known is None:
             raise ValueError(
                 f"mesh axis {name!r} has no role; known names are {sorted(_ROLE_OF_NAME)}, "

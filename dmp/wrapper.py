@@ -57,6 +57,7 @@ from dmp.registry import (
     default_sharders,
     replicating_wrapper,
 )
+from dmp.remarks import say_what_is_whole
 from dmp.replaced import marking_replaced
 from dmp.rules import Rules
 from dmp.skeleton import all_tensors, copy_values, reshard, skeleton_of
@@ -176,6 +177,7 @@ class DistributedModelParallel(nn.Module):
         resolved = self._resolve(plan, module)
         if self._env.size > 1 and self._env.rank == 0:
             say_what_is_read(resolved, module)
+            say_what_is_whole(resolved, module, self._env)
         self._plan = ShardingPlan(resolved.plan, report=getattr(plan, "report", None))
 
         rules = rules_of(module, resolved.sites, self._env.rank) if init_parameters else None

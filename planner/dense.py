@@ -13,6 +13,7 @@ from math import prod
 
 from dmp import Layout, ModelPlacement, ModuleSharder, ParameterInfo, PlanError, ShardingEnv, fully_sharded, replicate
 from planner.constraints import Constraint
+from planner.page import show_bytes
 from planner.topology import Topology
 
 KINDS = ("tensor parallel", "fully sharded", "replicated")
@@ -132,8 +133,8 @@ def decide(
     short = dense.training_bytes - topology.usable_bytes
     if short > 0:
         raise PlanError(
-            f"dense weights with gradients and optimizer state need {dense.training_bytes} bytes on a rank, which has "
-            f"{int(topology.usable_bytes)}: {int(short)} short; split them further: "
+            f"dense weights with gradients and optimizer state need {show_bytes(dense.training_bytes)} on a rank, "
+            f"which has {show_bytes(topology.usable_bytes)}: {show_bytes(short)} short; split them further: "
             + (
                 "more ranks on the shard or tensor axis"
                 if env.fully_sharded_axes

@@ -8,8 +8,8 @@ from dmp import PlanError
 from planner.cost import BYTES
 from planner.offers import Offers
 from planner.packing import Place, State
+from planner.page import show_bytes
 from planner.problem import Infeasible, Item, Problem
-from planner.report import show_bytes
 from planner.topology import Topology
 
 _RANKS_SHOWN = 16

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 _PAGE = """<!doctype html>
@@ -43,7 +42,16 @@ gap {{ "%.1f" | format(r.gap * 100) }} %; planned in {{ "%.2f" | format(r.planni
 """
 
 
-def render(report: Any, show_bytes: Callable[[float], str]) -> str:
+def show_bytes(size: float) -> str:
+    """A size that a person reads."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if abs(size) < 1000:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1000
+    return f"{size:.2f} TB"
+
+
+def render(report: Any) -> str:
     """The page's text for a `PlanReport`.
 
     Raises:

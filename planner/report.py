@@ -9,7 +9,7 @@ from typing import Any
 from dmp import Layout
 from planner.cost import PHASES
 from planner.dense import DenseBlock
-from planner.page import render
+from planner.page import render, show_bytes
 
 _RANKS_SHOWN = 16
 _PARAMETERS_SHOWN = 20
@@ -152,16 +152,7 @@ class PlanReport:
         Raises:
             ModuleNotFoundError: Jinja2 is not installed.
         """
-        Path(path).write_text(render(self, show_bytes), encoding="utf-8")
-
-
-def show_bytes(size: float) -> str:
-    """A size that a person reads."""
-    for unit in ("B", "KB", "MB", "GB"):
-        if abs(size) < 1000:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.2f} {unit}"
-        size /= 1000
-    return f"{size:.2f} TB"
+        Path(path).write_text(render(self), encoding="utf-8")
 
 
 def _dense_lines(report: PlanReport) -> list[str]:

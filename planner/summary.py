@@ -11,8 +11,9 @@ from planner.cost import BYTES
 from planner.dense import Dense
 from planner.figures import totals
 from planner.offers import Menu, Offers
+from planner.page import show_bytes
 from planner.problem import Option, Problem
-from planner.report import Alternative, ParameterReport, PlanReport, show_bytes
+from planner.report import Alternative, ParameterReport, PlanReport
 from planner.search import Solution
 
 

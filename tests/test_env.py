@@ -185,7 +185,7 @@ def _group_errors() -> list[str]:
 def test_mesh_errors() -> None:
     for unnamed, unknown, twice in run_ranks(2, _group_errors):
         assert "2 dims" in unnamed and "mesh_dim_names" in unnamed
-        assert "'pp'" in unknown and "no role" in unknown
+        assert "'pp'" in unknown and "not supported yet" in unknown and "shard=" not in unknown
         assert "'a'" in twice and "'shard'" in twice and "'tensor'" in twice
 
 
