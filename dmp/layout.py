@@ -18,13 +18,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 from dmp.cover import first_fault
 from dmp.errors import ShardError
+from dmp.paths import shown
 
 if TYPE_CHECKING:
     from dmp.env import ShardingEnv
+
+_LIMIT = 1 << 62  # of what counts elements or ranks
 
 
 @dataclass(frozen=True, order=True)
@@ -42,8 +46,10 @@ class Shard:
     rank: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "offsets", tuple(int(x) for x in self.offsets))
-        object.__setattr__(self, "sizes", tuple(int(x) for x in self.sizes))
+        object.__setattr__(self, "offsets", _integers("Shard.offsets", self.offsets))
+        object.__setattr__(self, "sizes", _integers("Shard.sizes", self.sizes))
+        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or abs(self.rank) >= _LIMIT:
+            raise ShardError(f"Shard.rank must be an integer; got {shown(self.rank)}")
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,14 @@ class Layout:
     name: str
     args: tuple[tuple[str, Any], ...] = ()
 
+    def __post_init__(self) -> None:
+        """Of one that is written by hand: as its constructor would have it."""
+        try:
+            args = dict(self.args)
+        except (TypeError, ValueError) as error:
+            raise ShardError(f"Layout.args must be (name, value) pairs; got {shown(self.args)}") from error
+        object.__setattr__(self, "args", Layout.from_json({**args, "layout": self.name}).args)
+
     def shards(self, shape: Sequence[int], env: ShardingEnv) -> tuple[Shard, ...]:
         """Rectangles that cover `shape` exactly, in order of their offsets as the constructor gives them.
 
@@ -60,9 +74,14 @@ class Layout:
             ShardError: a rank that does not exist, rectangles that overlap or leave a hole, a mesh without the axes
                 that the layout needs.
         """
+        if not hasattr(env, "table_shape"):
+            raise ShardError(f"a layout resolves for a ShardingEnv; got {shown(env)}")
+        shape = _integers("a parameter's shape", shape)
+        if any(n < 0 for n in shape):
+            raise ShardError(f"a parameter's shape must be integers >= 0; got {shape}")
         if self.is_dense:
-            return _resolve_dense(self, tuple(shape), _dense_axes(env))
-        return _resolve(self, tuple(shape), env.table_shape)
+            return _resolve_dense(self, shape, _dense_axes(env))
+        return _resolve(self, shape, env.table_shape)
 
     @property
     def is_dense(self) -> bool:
@@ -89,14 +108,16 @@ class Layout:
         Raises:
             ShardError: an unknown layout name or argument.
         """
+        if not isinstance(data, Mapping) or not all(isinstance(key, str) for key in data):
+            raise ShardError(f'expected {{"layout": name, and its arguments}}; got {shown(data)}')
         args = dict(data)
         name = args.pop("layout", None)
-        if name not in _CONSTRUCTORS:
-            raise ShardError(f"unknown layout {name!r}; known layouts: {', '.join(sorted(_CONSTRUCTORS))}")
+        if not isinstance(name, str) or name not in _CONSTRUCTORS:
+            raise ShardError(f"unknown layout {shown(name)}; known layouts: {', '.join(sorted(_CONSTRUCTORS))}")
         try:
             return _CONSTRUCTORS[name](**args)
         except TypeError as error:
-            raise ShardError(f"layout {name!r} does not take these arguments {args}: {error}") from error
+            raise ShardError(f"layout {name!r} does not take these arguments {shown(args)}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -109,18 +130,30 @@ class ParameterSharding:
 
     layout: Layout
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.layout, Layout):
+            raise ShardError(f"a ParameterSharding holds a layout such as row_wise(); got {shown(self.layout)}")
+
     def __str__(self) -> str:
         return str(self.layout)
 
 
+def _made(name: str, args: tuple[tuple[str, Any], ...] = ()) -> Layout:
+    """By a constructor, which has looked at its arguments."""
+    layout = object.__new__(Layout)
+    object.__setattr__(layout, "name", name)
+    object.__setattr__(layout, "args", args)
+    return layout
+
+
 def table_wise(rank: int) -> Layout:
     """The whole parameter on one rank."""
-    return Layout("table_wise", (("rank", _rank(rank)),))
+    return _made("table_wise", (("rank", _rank(rank)),))
 
 
 def row_wise(ranks: Sequence[int] | None = None) -> Layout:
     """Blocks of ceil(rows / n) rows, the first on the first of `ranks`; all ranks in order by default."""
-    return Layout("row_wise", (("ranks", None if ranks is None else _ranks(ranks)),))
+    return _made("row_wise", (("ranks", None if ranks is None else _ranks(ranks)),))
 
 
 def column_wise(ranks: Sequence[int], widths: Sequence[int] | None = None) -> Layout:
@@ -130,32 +163,36 @@ def column_wise(ranks: Sequence[int], widths: Sequence[int] | None = None) -> La
         widths: columns of each block; by default as even as whole multiples of 4 allow.
     """
     cut = None if widths is None else _numbers("widths", "columns", widths)
-    return Layout("column_wise", (("ranks", _ranks(ranks)), ("widths", cut)))
+    return _made("column_wise", (("ranks", _ranks(ranks)), ("widths", cut)))
 
 
 def table_row_wise(host: int | Sequence[int]) -> Layout:
     """Row-wise inside one coordinate (or several) of the outer shard axis; needs a mesh with two shard axes."""
     hosts: int | tuple[int, ...] = _rank(host) if isinstance(host, int) else _ranks(host)
-    return Layout("table_row_wise", (("host", hosts),))
+    return _made("table_row_wise", (("host", hosts),))
 
 
 def grid(ranks: Sequence[Sequence[int]]) -> Layout:
     """Row blocks x column blocks: `ranks[i][j]` holds row block i of column block j."""
     rows = tuple(_ranks(row) for row in ranks) if isinstance(ranks, Sequence) else ()
     if not rows or len({len(row) for row in rows}) != 1:
-        raise ShardError(f"grid needs rows of ranks of one length, at least 1x1; got {ranks!r}")
-    return Layout("grid", (("ranks", rows),))
+        raise ShardError(f"grid needs rows of ranks of one length, at least 1x1; got {shown(ranks)}")
+    return _made("grid", (("ranks", rows),))
 
 
 def rectangles(shards: Iterable[Shard | Sequence[Any]]) -> Layout:
     """Any rectangles that cover the parameter exactly."""
-    items = tuple((s.offsets, s.sizes, _rank(s.rank)) for s in map(_shard, shards))
-    return Layout("rectangles", (("shards", items),))
+    try:
+        given = list(shards)
+    except TypeError:
+        raise ShardError(f"rectangles takes a list of Shard; got {shown(shards)}") from None
+    items = tuple((s.offsets, s.sizes, _rank(s.rank)) for s in map(_shard, given))
+    return _made("rectangles", (("shards", items),))
 
 
 def data_parallel() -> Layout:
     """The whole parameter on every rank, gradients averaged."""
-    return Layout("data_parallel")
+    return _made("data_parallel")
 
 
 def colwise(dim: int | None = None) -> Layout:
@@ -164,7 +201,7 @@ def colwise(dim: int | None = None) -> Layout:
     Args:
         dim: another tensor dim to split (1 for the columns of an embedding).
     """
-    return Layout("colwise", (("dim", None if dim is None else _number("dim", dim)),))
+    return _made("colwise", (("dim", None if dim is None else _number("dim", dim)),))
 
 
 def rowwise(dim: int | None = None) -> Layout:
@@ -173,22 +210,22 @@ def rowwise(dim: int | None = None) -> Layout:
     Args:
         dim: another tensor dim to split (0 for the vocabulary of an embedding).
     """
-    return Layout("rowwise", (("dim", None if dim is None else _number("dim", dim)),))
+    return _made("rowwise", (("dim", None if dim is None else _number("dim", dim)),))
 
 
 def sequence() -> Layout:
     """Sequence parallel: the weight is whole on the tensor axis, the activations are split along the sequence."""
-    return Layout("sequence")
+    return _made("sequence")
 
 
 def replicate() -> Layout:
     """A dense weight whole on every rank, gradients averaged."""
-    return Layout("replicate")
+    return _made("replicate")
 
 
 def fully_sharded() -> Layout:
     """A dense weight split along dim 0 over the fully sharded axes (FSDP2), gathered while it is used."""
-    return Layout("fully_sharded")
+    return _made("fully_sharded")
 
 
 def is_replicated(shards: Sequence[Shard], shape: Sequence[int]) -> bool:
@@ -238,8 +275,6 @@ def _first_overlap(shards: Sequence[Shard]) -> tuple[Shard, Shard] | None:
 
 @lru_cache(maxsize=4096)
 def _resolve(layout: Layout, shape: tuple[int, ...], table_shape: tuple[int, ...]) -> tuple[Shard, ...]:
-    if layout.name not in _RULES:
-        raise ShardError(f"unknown layout {layout.name!r}; known layouts: {', '.join(sorted(_CONSTRUCTORS))}")
     shards = tuple(_RULES[layout.name](shape, table_shape, **dict(layout.args)))
     check_cover(shards, shape, prod(table_shape))
     return shards
@@ -437,8 +472,8 @@ _RULES: dict[str, Callable[..., list[Shard]]] = {
 
 
 def _number(what: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ShardError(f"{what} must be an integer >= 0; got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _LIMIT:
+        raise ShardError(f"{what} must be an integer >= 0; got {shown(value)}")
     return value
 
 
@@ -446,8 +481,21 @@ def _numbers(what: str, of: str, values: Any) -> tuple[int, ...]:
     try:
         items = tuple(values)
     except TypeError:
-        raise ShardError(f"{what} must be a list of {of}; got {values!r}") from None
+        raise ShardError(f"{what} must be a list of {of}; got {shown(values)}") from None
     return tuple(_number(f"each of {what}", v) for v in items)
+
+
+def _integers(what: str, values: Any) -> tuple[int, ...]:
+    try:
+        items = tuple(values)
+        if any(isinstance(item, (bool, str)) for item in items):
+            raise TypeError
+        integers = tuple(index(item) for item in items)
+        if any(abs(i) >= _LIMIT for i in integers):
+            raise TypeError
+        return integers
+    except TypeError:
+        raise ShardError(f"{what} must be a list of integers; got {shown(values)}") from None
 
 
 def _rank(value: Any) -> int:
@@ -464,8 +512,8 @@ def _ranks(values: Sequence[int]) -> tuple[int, ...]:
 def _shard(item: Any) -> Shard:
     try:
         return item if isinstance(item, Shard) else Shard(*item)
-    except (TypeError, ValueError):
-        raise ShardError(f"expected a Shard, or its (offsets, sizes, rank); got {item!r}") from None
+    except TypeError:
+        raise ShardError(f"expected a Shard, or its (offsets, sizes, rank); got {shown(item)}") from None
 
 
 def _need_dims(name: str, shape: tuple[int, ...], dims: int) -> None:

@@ -15,6 +15,7 @@ from dmp.discovery import check_plan
 from dmp.env import ShardingEnv
 from dmp.errors import PlanError, ShardError
 from dmp.layout import Layout, ParameterSharding
+from dmp.paths import parse_json, shown
 
 VERSION = 1
 
@@ -46,14 +47,16 @@ class ShardingPlan(Mapping[str, ParameterSharding]):
 
     def __init__(self, mapping: Mapping[str, ParameterSharding | Layout] | None = None, *, report: Any = None) -> None:
         entries: dict[str, ParameterSharding] = {}
+        if mapping is not None and not isinstance(mapping, Mapping):
+            raise PlanError(f"expected a dict of parameter name -> layout; got {shown(mapping)}")
         unnamed = [name for name in mapping or () if not isinstance(name, str)]
         if unnamed:
-            raise PlanError(f"a plan's keys are parameter names; got {unnamed[0]!r}")
+            raise PlanError(f"a plan's keys are parameter names; got {shown(unnamed[0])}")
         for name, value in sorted((mapping or {}).items()):
             entry = ParameterSharding(value) if isinstance(value, Layout) else value
             if not isinstance(entry, ParameterSharding):
                 raise PlanError(
-                    f"plan entry {name!r} must be a layout such as row_wise() or a ParameterSharding; got {value!r}",
+                    f"plan entry {name!r} must be a layout, as row_wise(), or a ParameterSharding; got {shown(value)}",
                     table=name,
                 )
             entries[name] = entry
@@ -94,18 +97,20 @@ class ShardingPlan(Mapping[str, ParameterSharding]):
             PlanError: not a plan, or one of a newer version.
         """
         try:
-            data: Any = json.loads(text)
+            data: Any = parse_json(text)
             version, entries = data["version"], data["parameters"].items()
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise PlanError(f'not a plan: expected {{"version": .., "parameters": {{..}}}}; {error!r}') from error
-        if version != VERSION:
-            raise PlanError(f"this plan has format version {version!r}; this version of dmp reads version {VERSION}")
+            raise PlanError(f'not a plan: expected {{"version": .., "parameters": {{..}}}}; {error!r:.500}') from error
+        if type(version) is not int or version != VERSION:
+            raise PlanError(
+                f"this plan has format version {shown(version)}; this version of dmp reads version {VERSION}"
+            )
         parsed = {}
         for name, layout in entries:
             try:
                 parsed[name] = Layout.from_json(layout)
             except (ShardError, TypeError, ValueError) as error:
-                raise PlanError(f"plan entry {name!r} = {layout!r}: {error}", table=name) from error
+                raise PlanError(f"plan entry {name!r} = {shown(layout)}: {error}", table=name) from error
         return cls(parsed)
 
     def diff(self, other: ShardingPlan | Mapping[str, ParameterSharding | Layout]) -> list[PlanChange]:
@@ -126,7 +131,7 @@ class ShardingPlan(Mapping[str, ParameterSharding]):
 
     def merged(self, other: Mapping[str, ParameterSharding | Layout]) -> ShardingPlan:
         """This plan with the entries of `other` over its own."""
-        return ShardingPlan({**self._entries, **other})
+        return ShardingPlan({**self._entries, **as_plan(other)})
 
     def __str__(self) -> str:
         if not self._entries:
