@@ -8,6 +8,7 @@ from typing import Any
 
 def _forward(model: Any, *args: Any, **kwargs: Any) -> Any:
     """The module's forward."""
+    model.hold_parameters()
     with model._calls.forward:
         return model.running(*args, **kwargs)
 

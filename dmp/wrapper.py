@@ -64,6 +64,7 @@ from dmp.skeleton import all_tensors, copy_values, reshard, skeleton_of
 from dmp.state_hooks import misfit, register_state_hooks, with_local_parts
 from dmp.ties import Tie, find_ties, restore_ties
 from dmp.unfit import guard_optimizers
+from dmp.watch import SplitWatch, Watch
 
 
 class DistributedModelParallel(nn.Module):
@@ -190,6 +191,8 @@ class DistributedModelParallel(nn.Module):
         self._unwrapped, self._running = [module], [module]  # in lists, so that they are no children
         self.__dict__["_modules"] = module._modules  # which are: names stay as they are, seen from the wrapper too
         self._is_data_parallel = False
+        self._watch: Watch | None = None
+        self._split_watch: SplitWatch | None = None
         self._placements = resolved.placements
         self._skeleton: list[nn.Module] = []
         if any(p.layouts for p in self._placements):
@@ -307,7 +310,22 @@ class DistributedModelParallel(nn.Module):
             self._skeleton = [skeleton_of(self.module, self._owned())]
         with marking_replaced(self, self.module):
             self._running = [self._data_parallel_part(self.module)]
+        if self.running is not self.module or (self._env.data_size > 1 and not in_place):
+            self._watch = Watch(self.module, self._sharded_names())
         self._is_data_parallel = True
+
+    def hold_parameters(self) -> None:
+        """Before a forward: the data-parallel part is made again where it has lost parameters, see watch.py.
+
+        Collective where it has; every rank must have done the same to its model.
+        """
+        if self._watch is not None and self._watch.is_lost():
+            self._running, self._is_data_parallel = [self.module], False
+            self.init_data_parallel()
+        if self._skeleton and self._is_data_parallel:
+            if self._split_watch is None:
+                self._split_watch = SplitWatch(self.module)
+            self._split_watch.check()
 
     def _is_in_place(self) -> bool:
         """Whether the data-parallel part shards the module in place, see [Note: in place]."""
@@ -414,6 +432,19 @@ class DistributedModelParallel(nn.Module):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> DistributedModelParallel:
         """Moves and casts, by the module's own."""
         self.running._apply(fn, recurse)
+        return self
+
+    def share_memory(self) -> DistributedModelParallel:
+        """As torch's, where nothing is split: torch has no shared memory for DTensors, and ends the process.
+
+        Raises:
+            ShardError: weights that are DTensors.
+        """
+        if any(is_dtensor(p) for p in self.module.parameters()):
+            raise ShardError(
+                "weights that are split (DTensors) cannot be shared between processes: to_unsharded(model)"
+            )
+        super().share_memory()
         return self
 
     def extra_repr(self) -> str:
@@ -547,11 +578,14 @@ class DistributedModelParallel(nn.Module):
             "_fused_optimizer",
             "_unwrapped",
             "_running",
+            "_watch",
+            "_split_watch",
             "_skeleton",
             "_device",
         )
         new.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k not in rebuilt})
-        new._device, new._is_data_parallel, new._skeleton = device, False, []
+        new._device, new._is_data_parallel, new._skeleton, new._watch = device, False, [], None
+        new._split_watch = None
         if self._skeleton:  # see [Note: in place]
             memo.update({id(owned): copy.deepcopy(owned, memo) for owned in self._owned()})
             new._unwrapped = [copy.deepcopy(self._skeleton[0], memo)]

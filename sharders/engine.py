@@ -76,6 +76,7 @@ class Engine:
         self._rows = [self.tables[f.table].rows for f in self.placement.features]
         self._num_slots = len(self.placement.slots[env.table_rank])
         self._trainable = [t.trainable for t in tables]
+        self.places: list[tuple[dict[str, Any], str]] = []  # of the parameters in the module, set by it
         self._compile(device)
 
     def _compile(self, device: torch.device) -> None:
@@ -136,6 +137,22 @@ class Engine:
         """The backward pass, as a call of all ranks."""
         return ranks.entry(self.handshake.backward, self.peers.exchange)
 
+    def _check_parameters(self) -> None:
+        """Whether the module's parameters are those that are looked up and updated here; their values may be others.
+
+        Raises:
+            ShardError: a table's parameter that was replaced.
+        """
+        for parameter, (held, name), table in zip(self.store.parameters, self.places, self.tables, strict=False):
+            if held.get(name) is not parameter:
+                raise ShardError(
+                    f"the parameter of table {table.parameter!r} of {self.name} was replaced by "
+                    f"{_described(held.get(name))}, which would neither be looked up nor trained; copy values into "
+                    "the one that was there (model.load_state_dict takes whole tensors), and "
+                    "leave a wrapped model to no other wrapper"
+                )
+        self.store.take_back(self.name)
+
     def _whole(self, results: Sequence[torch.Tensor], counts: Sequence[Sequence[int]]) -> Sequence[torch.Tensor]:
         """Results of the tensor group's batch, whose segments have these rows, from each rank's part of it."""
         if self.tensor.size == 1:
@@ -154,6 +171,7 @@ class Engine:
         fault: Fault | None = None
         cause: Exception | None = None
         try:
+            self._check_parameters()
             if is_training and wants_grad != self._trainable:
                 changed = next(i for i, w in enumerate(wants_grad) if w != self._trainable[i])
                 raise Fault(Kind.FROZEN, next((f.index for f in self.placement.features if f.table == changed), -1))
@@ -175,6 +193,8 @@ class Engine:
         try:
             headers = self.handshake.exchange(mine, self.device, here)
         except InputError as error:
+            if isinstance(cause, ShardError):  # of this rank's module, not of its batch
+                raise cause from error
             raise error from cause
         assert whole is not None and batch is not None and sent is not None, "a fault has been raised"
         words = [h.words for h in headers]
@@ -223,6 +243,10 @@ class _Rows(torch.autograd.Function):
         with ctx.engine.calls.backward, ctx.engine.way_back():
             of_tables = ctx.path.backward(ctx.call, grads)
         return None, None, None, *of_tables
+
+
+def _described(value: Any) -> str:
+    return "nothing" if value is None else f"a {type(value).__name__} of shape {tuple(value.shape)}"
 
 
 def _check_supported(tables: Sequence[Table], env: ShardingEnv, sync_interval: int) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dmp import ChunkedTensor, FusedParameter
+from dmp import ChunkedTensor, FusedParameter, ShardError
 from sharders import kernels
 from sharders.bank import Bank
 from sharders.optimizers import counts_steps, state_shapes
@@ -62,6 +62,38 @@ class TableStore:
             for i, index in enumerate(holding.tables):
                 view = holding.bank.table_view(i, placement.tables[index].dim)
                 self.parameters[index] = nn.Parameter(view, requires_grad=placement.tables[index].trainable)
+        self._settle()
+
+    def _settle(self) -> None:
+        self._addresses = [p.data_ptr() for p in self.parameters]
+
+    def take_back(self, name: str) -> None:
+        """Take values over from what a user has put in a parameter's place by `p.data = ...`; it is a view again then.
+
+        Args:
+            name: of the module, for the error.
+
+        Raises:
+            ShardError: another shape or dtype than the local part's; whole tables are cut.
+        """
+        if [p.data_ptr() for p in self.parameters] == self._addresses:
+            return
+        for index, bank, i, chunks, offsets in self.views():
+            parameter, table = self.parameters[index], self.placement.tables[index]
+            view, given = bank.table_view(i, table.dim), parameter.data
+            if given.data_ptr() == view.data_ptr():
+                continue
+            parameter.data = view
+            if given.dtype != view.dtype or given.shape not in (view.shape, (table.rows, table.dim)):
+                raise ShardError(
+                    f"the data of table {table.parameter!r} of {name} was replaced by {tuple(given.shape)} "
+                    f"{given.dtype}; expected this rank's part {tuple(view.shape)}, or the whole table "
+                    f"{(table.rows, table.dim)}, {view.dtype}; to change the dtype cast the whole module"
+                )
+            if given.shape == view.shape:
+                view.copy_(given)
+            else:
+                self._chunked(index, chunks, offsets).fill_from(given)
 
     @property
     def sharded(self) -> list[Holding]:
@@ -118,6 +150,7 @@ class TableStore:
             holding.lookup = kernels.compile_lookup(holding.bank, holding.lookup.slots)
             for i, index in enumerate(holding.tables):
                 self.parameters[index].data = holding.bank.table_view(i, self.placement.tables[index].dim)
+        self._settle()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TableStore:
         new = type(self).__new__(type(self))
@@ -135,6 +168,7 @@ class TableStore:
                 view = bank.table_view(i, self.placement.tables[index].dim)
                 parameter = nn.Parameter(view, requires_grad=self.parameters[index].requires_grad)
                 memo[id(self.parameters[index])] = new.parameters[index] = parameter
+        new._settle()
         return new
 
     def _hold(self, tables: list[int], is_local: bool, device: torch.device) -> Holding:

@@ -123,6 +123,12 @@ class TableModule(Watched):
             holder = _place(self, tables[index].parameter, parameter, original)
             holder._watch = watch
             holder._tables[tables[index].parameter.rpartition(".")[2]] = index
+        self._tell_places()
+
+    def _tell_places(self) -> None:
+        """Where its parameters stand in this module, so that the engine sees when one is replaced."""
+        paths = [table.parameter.rpartition(".") for table in self._engine.tables]
+        self._engine.places = [(self.get_submodule(path).__dict__["_parameters"], name) for path, _, name in paths]
 
     @property
     def module_path(self) -> str:
@@ -160,6 +166,7 @@ class TableModule(Watched):
         memo[id(self)] = new
         copy.deepcopy(self._engine, memo)  # first, for it tells `memo` the parameters' copies
         new.__dict__ = copy.deepcopy(self.__dict__, memo)
+        new._tell_places()
         return new
 
 

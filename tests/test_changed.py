@@ -1,0 +1,171 @@
+"""Casts, moves and replaced parameters after wrapping: right from the next forward on, or an error that names them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dmp import DistributedModelParallel, InputError, ShardError, ShardingEnv, full_state_dict
+from tests.ranks import mesh, run_ranks
+from tests.wrapped_net import Net, batch, loss_of, mixed, wrap
+
+Module = Any
+
+
+def parts(module: Module) -> None:
+    for part in (module.users, module.items, module.more, module.over, module.out):
+        part.double()
+
+
+def replaced(module: Module) -> None:
+    weight = module.over.weight.detach()
+    module.over.weight = nn.Parameter(weight.clone())
+
+
+def late(module: Module) -> None:
+    module.requires_grad_(False)
+    module(batch(0))
+    module.requires_grad_(True)
+
+
+CHANGES: dict[str, Callable[[Module], Any]] = {
+    "double": lambda model: model.double(),
+    "bfloat16": lambda model: model.bfloat16(),
+    "to": lambda model: model.to(dtype=torch.float64),
+    "cpu": lambda model: model.cpu(),
+    "of a parent": lambda model: nn.Sequential(model).double(),
+    "of the module": lambda model: getattr(model, "module", model).double(),
+    "of parts": lambda model: parts(getattr(model, "module", model)),
+    "to_empty": lambda model: model.load_state_dict(kept(model)),
+    "replaced": replaced,
+    "frozen for a while": late,
+}
+
+
+def kept(model: Module) -> dict[str, Any]:
+    state = full_state_dict(model)
+    model.to_empty(device="cpu")
+    return state
+
+
+def steps(model: Module, data_size: int, data_rank: int | None) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        for rank in range(data_size) if data_rank is None else [data_rank]:
+            (loss_of(model, batch(rank, step)) / (data_size if data_rank is None else 1)).backward()
+        optimizer.step()
+
+
+def changed(shape: tuple[int, ...], names: tuple[str, ...], what: str) -> dict[str, Any]:
+    env = ShardingEnv.from_mesh(mesh(shape, names))
+    model = DistributedModelParallel(Net(), env, plan=mixed())
+    loss_of(model, batch(env.data_rank)).backward()  # DDP has run before
+    model.zero_grad()
+    CHANGES[what](model)
+    steps(model, env.data_size, env.data_rank)
+    assert {p.dtype for p in model.parameters()} == {p.dtype for p in model.copy().parameters()}
+    return full_state_dict(model)
+
+
+CASTS = ("double", "bfloat16", "to", "of a parent", "of the module", "of parts")
+
+
+@pytest.mark.parametrize("what", CASTS)
+def test_fsdp2_that_has_run_refuses_casts(what: str) -> None:
+    for error in run_ranks(2, changed, (2,), ("shard",), what, expect=ShardError):
+        assert "'over.weight' was cast from torch.float32" in str(error) and "mixed_precision" in str(error)
+
+
+def test_shared_memory_of_dtensors_is_refused() -> None:
+    run_ranks(2, shared)
+
+
+def shared() -> None:
+    wrap(ShardingEnv.from_mesh(mesh((2,), ("dp",)))).share_memory()
+    with pytest.raises(ShardError, match=r"DTensors.*to_unsharded"):
+        wrap(ShardingEnv.from_mesh(mesh((2,), ("shard",)))).share_memory()
+
+
+ONCE = [(names, what) for what in ("cpu", "to_empty", "frozen for a while") for names in ("dp", "shard", "tp")]
+
+
+@pytest.mark.parametrize(
+    ("names", "what"),
+    [
+        *ONCE,
+        *(("dp", what) for what in (*CASTS, "replaced")),
+        ("replicate", "double"),
+        ("tp", "to"),
+        ("tp", "of parts"),
+    ],
+)
+def test_trains_as_one_process_does(names: str, what: str) -> None:
+    module = Net()
+    CHANGES[what](module)
+    steps(module, 1 if names == "tp" else 2, None)
+    wanted = module.state_dict()
+    tolerance = 3e-2 if what == "bfloat16" else 1e-5
+    for got in run_ranks(2, changed, (2,), (names,), what):
+        for name, value in wanted.items():
+            torch.testing.assert_close(
+                got[name], value, atol=tolerance, rtol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+            )
+
+
+# ---- a table's parameter ----
+
+
+def given_data() -> None:
+    model = wrap()
+    whole = full_state_dict(model)
+    rank = model.env.rank
+    users, items, more = model.users.weight, model.items.weight, model.more.weight
+    users.data = users.data * 2  # its part
+    items.data = whole["items.weight"] * 3  # the whole table
+    model(batch(rank))
+    for name, factor in (("users", 2), ("items", 3), ("more", 1)):
+        torch.testing.assert_close(full_state_dict(model)[f"{name}.weight"], whole[f"{name}.weight"] * factor)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model, batch(rank)).backward()
+    optimizer.step()
+    plain = Net()
+    with torch.no_grad():
+        plain.users.weight.mul_(2)
+        plain.items.weight.mul_(3)
+    steps_of = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for other in range(2):
+        (loss_of(plain, batch(other)) / 2).backward()
+    steps_of.step()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(full_state_dict(model)[name], value)
+    more.data = more.data.double()
+    with pytest.raises(ShardError, match=r"table 'weight' of more was replaced by \(30, 4\) torch\.float64; expected"):
+        model(batch(rank))
+    model(batch(rank))  # it is what it was before
+
+
+def replaced_table() -> None:
+    model = wrap()
+    table = model.users.weight
+    model.users.weight = nn.Parameter(table.detach().clone())
+    with pytest.raises(ShardError, match=r"table 'weight' of users was replaced by a Parameter.*load_state_dict"):
+        model(batch(model.env.rank))
+    model.users.weight = table
+    model(batch(model.env.rank))
+    if model.env.rank:  # the others are told
+        del model.users.weight
+    with pytest.raises((ShardError, InputError), match=r"replaced by nothing|cannot be read"):
+        model(batch(model.env.rank))
+
+
+def test_data_put_in_a_tables_place_is_taken_over() -> None:
+    run_ranks(2, given_data)
+
+
+def test_a_tables_parameter_cannot_be_replaced() -> None:
+    run_ranks(2, replaced_table)
