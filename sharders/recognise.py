@@ -14,7 +14,7 @@ Structure means shapes of Linears and numbers of heads; a class decides nothing,
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,6 @@ from torch import nn
 HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads", "nhead", "num_head", "nheads")
 KV_HEADS = ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "n_kv_head", "kv_heads", "num_key_value_head")
 HEAD_DIM = ("head_dim", "d_head", "dim_head", "attention_head_size", "head_size", "kv_channels", "d_k", "d_kv")
-_NUMBERS = (*HEADS, *KV_HEADS, *HEAD_DIM)
 CONFIGS = ("config", "cfg", "args", "params")
 
 _AFTER = r"(_?(proj|projection|lin|linear|layer|w))?"
@@ -130,10 +129,11 @@ def recognise(model: nn.Module) -> Transformer:
     attentions = _attentions(modules)
     claimed = {p for a in attentions.values() if isinstance(a, Unit) for p in (*a.up, a.down)}
     paths = _block_paths(modules, attentions, claimed)
+    counted = _counted(paths, modules)
     found: dict[Hashable, Block] = {}
     blocks = []
     for path in paths:
-        structure = _structure(modules[path])
+        structure = _structure(modules[path], counted)
         if structure not in found:
             found[structure] = _block(path, len(found), modules[path], attentions)
         blocks.append(replace(found[structure], path=path))
@@ -311,18 +311,35 @@ def _has_stack(module: nn.Module, path: str, attentions: Iterable[str]) -> bool:
     return False
 
 
-def _structure(block: nn.Module) -> Hashable:
-    """Equal for blocks that are the same but for their weights."""
+def _structure(block: nn.Module, counted: Set[tuple[str, str]]) -> Hashable:
+    """Equal for blocks that are the same but for their weights, and for the number that they count themselves by."""
     return tuple(
         (
-            path,
+            name,
             type(module),
             tuple((n, p.shape) for n, p in module._parameters.items() if p is not None),
-            tuple((n, own[n]) for n in _NUMBERS if n in own and isinstance(own[n], int)),
+            tuple((n, v) for n, v in vars(module).items() if _decides(n, v) and (name, n) not in counted),
         )
-        for path, module in block.named_modules()
-        for own in (vars(module),)
+        for name, module in block.named_modules()
     )
+
+
+def _decides(name: str, value: object) -> bool:
+    """Whether an attribute may say what a block does: a number, a flag or a kind (a sliding window, no rotation)."""
+    is_rate = isinstance(value, float) and "drop" in name  # often grows from block to block
+    return isinstance(value, bool | int | float | str) and name != "training" and not is_rate
+
+
+def _counted(paths: Iterable[str], modules: Mapping[str, nn.Module]) -> set[tuple[str, str]]:
+    """(module in a block, attribute) that is the block's place in its list, in all of them."""
+    found: set[tuple[str, str]] | None = None
+    for path in paths:
+        place = _last(path)
+        if place.isdigit():
+            inside = modules[path].named_modules()
+            here = {(n, a) for n, m in inside for a, v in vars(m).items() if type(v) is int and v == int(place)}
+            found = here if found is None else found & here
+    return found or set()
 
 
 def _block(path: str, structure: int, module: nn.Module, attentions: Mapping[str, Unit | Whole]) -> Block:

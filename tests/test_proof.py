@@ -12,13 +12,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from dmp import PlanError, ShardingEnv, sequence
+from dmp import DistributedModelParallel, PlanError, ShardingEnv, sequence
 from sharders import TensorParallelSharder, local_attributes
 from sharders.local_attributes import Rehearsal
 from sharders.proof import Verdicts
 from sharders.sample import Sample
 from sharders.simulated import SimulationError, simulate
 from sharders.tensor_parallel import TensorParallelPlacement
+from tests.ranks import mesh, run_ranks
 from tests.transformers_zoo import GPT, Bert, Llama, RMSNorm, SwiGLU
 
 TP2 = ShardingEnv.abstract((2,), ("tp",))
@@ -108,6 +109,21 @@ def test_chunks_that_an_attention_is_given_are_gathered_or_refused(join: Callabl
     norms = {f"blocks.{i}.{n}.weight": sequence() for i in range(2) for n in ("n1", "n2")}
     with pytest.raises(PlanError):
         TensorParallelSharder().place(model, norms, TP2)
+
+
+def test_a_block_that_does_something_else_is_proved_too() -> None:
+    """The same class and shapes, and another flag."""
+
+    def by_flag(x: torch.Tensor, of: Attention) -> torch.Tensor:
+        return (by_count if of.counts else by_size)(x, of)
+
+    model = Model(lambda: Attention(by_flag))
+    for i, block in enumerate(model.blocks):
+        block.attention.counts, block.attention.index = i == 1, i
+    with pytest.raises(PlanError, match=r"run split|differs"):
+        place(model, plan=QKVO)
+    model.blocks[1].attention.counts = False
+    assert place(model, plan=QKVO).notes[-1].startswith("proved")
 
 
 class FusedAttention(nn.Module):
@@ -286,6 +302,22 @@ def test_one_proof_for_models_that_are_alike(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(SwiGLU, "forward", lambda self, x: self.w2(self.w1(x) * self.w3(x)))
     place(Llama())
     assert proofs == 4, "a class that does something else since"
+
+
+def _refused_on_every_rank() -> None:
+    env = ShardingEnv.from_mesh(mesh((2,), ("tp",)))
+    model = Model(FusedAttention)
+    plan = {"blocks.*.attention.c_attn": "colwise", "blocks.*.attention.c_proj": "rowwise"}
+    with pytest.raises(PlanError, match="differs from the whole module's"):
+        DistributedModelParallel(model, env, sharders=[TensorParallelSharder(plan)])
+    assert not any(hasattr(p, "placements") for p in model.parameters())
+    wrapped = DistributedModelParallel(model, env)
+    ids = torch.arange(16).view(2, 8)
+    wrapped(ids).sum().backward()
+
+
+def test_a_plan_that_is_wrong_is_refused_on_every_rank_and_nothing_is_changed() -> None:
+    run_ranks(2, _refused_on_every_rank)
 
 
 def test_verdicts_are_bounded() -> None:
