@@ -24,6 +24,7 @@ from planner.broadcast import from_first_rank
 from planner.constraints import Constraint, constraints_of
 from planner.cost import CostModel
 from planner.dense import decide, vocabularies
+from planner.given import is_number, shown
 from planner.infeasible import plan_error
 from planner.offers import Offers
 from planner.problem import Infeasible
@@ -64,10 +65,15 @@ class ShardingPlanner:
         batch_size: int = 512,
         time_budget_s: float = 10.0,
     ) -> None:
-        if not batch_size > 0 or not time_budget_s > 0:
-            raise ValueError(f"batch_size and time_budget_s must be positive; got {batch_size=}, {time_budget_s=}")
+        if not is_number(batch_size) or not is_number(time_budget_s):
+            raise ValueError(
+                f"batch_size and time_budget_s must be positive; got batch_size={shown(batch_size)}, "
+                f"time_budget_s={shown(time_budget_s)}"
+            )
+        if constraints is not None and not isinstance(constraints, Mapping):
+            raise ValueError(f"constraints must be a dict of parameter name -> Constraint; got {shown(constraints)}")
         self.topology = topology
-        self.constraints = dict(constraints or {})
+        self.constraints = dict(constraints) if constraints is not None else {}
         self.cost_model = cost_model if cost_model is not None else CostModel()
         self.batch_size = batch_size
         self.time_budget_s = time_budget_s

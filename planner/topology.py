@@ -9,6 +9,7 @@ from math import prod
 from typing import NamedTuple
 
 from dmp import ShardingEnv
+from planner.given import is_number, positive, shown
 
 _PER_AXIS = "expected a number, one per mesh axis (outer first), or a dict axis name -> number"
 _CUDA_RANKS_PER_HOST = 8
@@ -52,20 +53,19 @@ class Topology:
 
     def __post_init__(self) -> None:
         for field in ("memory_bytes", "memory_bandwidth", "flops"):
-            if not getattr(self, field) > 0:
-                raise ValueError(f"Topology.{field} must be positive; got {getattr(self, field)!r}")
-        if not 0 <= self.reserved_fraction < 1:
-            raise ValueError(f"Topology.reserved_fraction must be in [0, 1); got {self.reserved_fraction!r}")
+            positive(f"Topology.{field}", getattr(self, field))
+        if not is_number(self.reserved_fraction, least=-1.0) or not 0 <= self.reserved_fraction < 1:
+            raise ValueError(f"Topology.reserved_fraction must be in [0, 1); got {shown(self.reserved_fraction)}")
         for field in ("link_bandwidth", "link_latency"):
             values = getattr(self, field)
             if isinstance(values, str) or not isinstance(values, (int, float, Sequence, Mapping)):
-                raise ValueError(f"Topology.{field}: {_PER_AXIS}; got {values!r}")
+                raise ValueError(f"Topology.{field}: {_PER_AXIS}; got {shown(values)}")
             listed = (
                 values.values() if isinstance(values, Mapping) else values if isinstance(values, Sequence) else [values]
             )
-            wrong = [v for v in listed if not (v > 0 or (v == 0 and field == "link_latency"))]
-            if wrong:
-                raise ValueError(f"Topology.{field} must be positive; got {wrong[0]!r}")
+            for value in listed:
+                if not (field == "link_latency" and type(value) in (int, float) and value == 0):
+                    positive(f"Topology.{field}", value)
 
     @classmethod
     def of(cls, env: ShardingEnv) -> Topology:
@@ -141,7 +141,7 @@ def _per_axis(field: str, values: PerAxis, env: ShardingEnv) -> list[float]:
         return [float(values)] * len(env.names)
     if isinstance(values, Mapping):
         if set(values) != set(env.names):
-            raise ValueError(f"Topology.{field} names the axes {sorted(values)}; the mesh has {env.names}")
+            raise ValueError(f"Topology.{field} names the axes {shown(list(values))}; the mesh has {env.names}")
         return [float(values[name]) for name in env.names]
     if len(values) != len(env.names):
         raise ValueError(f"Topology.{field} has {len(values)} figures; the mesh has {len(env.names)} axes {env.names}")

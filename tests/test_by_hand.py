@@ -14,6 +14,7 @@ import torch
 import dmp
 from dmp import Layout, ParameterSharding, PlanError, Shard, ShardError, ShardingEnv, ShardingPlan
 from dmp.layout import column_wise, colwise, grid, rectangles, row_wise, table_row_wise, table_wise
+from planner import Constraint, ShardingPlanner, Topology
 from tests.spoiled import change_json
 
 ENVS = [
@@ -151,3 +152,28 @@ def test_mutations() -> None:
         change_json(value, rng)
         refused += bool(works_or_is_ours(lambda value=value: ShardingPlan.from_json(json.dumps(value))))
     assert refused > 200
+
+
+MACHINE = dict.fromkeys(("memory_bytes", "memory_bandwidth", "flops", "link_bandwidth", "link_latency"), 1e9)
+CONSTRAINTS = ("layouts", "forbid", "ranks", "colocate", "spread", "pooling_factor")
+MAKERS: dict[str, Callable[[str, Any], Any]] = {
+    **dict.fromkeys(CONSTRAINTS, lambda key, odd: hash(Constraint(**{key: odd}))),
+    **dict.fromkeys(
+        (*MACHINE, "reserved_fraction"),
+        lambda key, odd: Topology(**{**MACHINE, key: odd}).links(ENVS[2]),  # type: ignore[arg-type]
+    ),
+    **dict.fromkeys(("batch_size", "time_budget_s", "constraints"), lambda key, odd: ShardingPlanner(**{key: odd})),
+}
+
+
+@pytest.mark.parametrize("key", MAKERS)
+def test_what_the_planner_is_given(key: str) -> None:
+    """A figure or name, or a ValueError that names the argument and shows what came."""
+    said = []
+    for odd in ODD:
+        try:
+            MAKERS[key](key, odd)
+        except ValueError as error:
+            said.append(str(error))
+    assert len(said) > 20
+    assert [text for text in said if key not in text or not 30 < len(text) < 300] == []

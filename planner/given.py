@@ -1,0 +1,48 @@
+"""What a user gives the planner by hand, checked one by one: numbers and names."""
+
+from __future__ import annotations
+
+from numbers import Real
+from reprlib import repr as short
+from typing import Any
+
+
+def shown(value: Any) -> str:
+    """As an error may show it: not long."""
+    try:
+        return short(value)
+    except ValueError:  # an integer of too many digits
+        return f"a {type(value).__name__} of thousands of digits"
+
+
+def is_number(value: Any, *, least: float = 0.0) -> bool:
+    """Whether it is a real number above `least`, which may be infinite; True and False are none."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return False
+    try:
+        return float(value) > least
+    except OverflowError:
+        return False
+
+
+def positive(what: str, value: Any) -> None:
+    """Raise `ValueError` unless it is a number > 0."""
+    if not is_number(value):
+        raise ValueError(f"{what} must be positive, a number; got {shown(value)}")
+
+
+def names(what: str, value: Any) -> tuple[str, ...] | None:
+    """One name or several as a tuple.
+
+    Raises:
+        ValueError: anything else.
+    """
+    if value is None:
+        return None
+    try:
+        several = (value,) if isinstance(value, str) else tuple(value)
+    except TypeError:
+        several = (None,)
+    if not all(isinstance(name, str) for name in several):
+        raise ValueError(f"{what} must be names of layouts such as 'row_wise'; got {shown(value)}")
+    return several
