@@ -43,6 +43,7 @@ from dmp.layout import (
     table_wise,
 )
 from dmp.optimizer_state import full_optimizer_state_dict
+from dmp.outputs import tensors_of
 from dmp.plan import PlanChange, ShardingPlan
 from dmp.registry import register_sharder
 from dmp.scaler import GradScaler
@@ -103,6 +104,7 @@ __all__ = [
     "sequence",
     "table_row_wise",
     "table_wise",
+    "tensors_of",
     "to_unsharded",
     "verify",
 ]

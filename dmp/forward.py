@@ -5,12 +5,19 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from dmp.skeleton import put_back
+
 
 def _forward(model: Any, *args: Any, **kwargs: Any) -> Any:
     """The module's forward."""
     model.hold_parameters()
-    with model._calls.forward:
-        return model.running(*args, **kwargs)
+    try:
+        with model._calls.forward:
+            return model.running(*args, **kwargs)
+    except BaseException:
+        if model.skeleton is not None:
+            put_back(model.module)
+        raise
 
 
 class _BoundForward:

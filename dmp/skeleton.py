@@ -84,6 +84,15 @@ def reshard(module: nn.Module) -> None:
             each.reshard()  # type: ignore[operator]
 
 
+def put_back(module: nn.Module) -> None:
+    """Pieces in place of whole weights after a forward that has failed, for an optimizer made then, and the next one.
+
+    What FSDP2 has accumulated without exchanging it (`set_requires_gradient_sync(False)`) is lost with that forward.
+    """
+    if hasattr(type(module), "reset_iter_state"):
+        module.reset_iter_state()  # type: ignore[operator]
+
+
 def all_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters and buffers under every name they have."""
     yield from module.named_parameters(remove_duplicate=False)

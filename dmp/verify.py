@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from dmp.env import ShardingEnv
 from dmp.errors import CheckpointError, DmpError, RanksError
 from dmp.gather import chunk_views, env_of, full_state_dict, gather, sharded_parameters
 from dmp.inside import fused_inside
+from dmp.outputs import tensors_of
 from dmp.ranks import entry, together
 
 _TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -72,13 +73,14 @@ def _verify(model: nn.Module, module: nn.Module, batch: Any, env: ShardingEnv) -
         raise
     except (RuntimeError, CheckpointError) as error:
         raise DmpError(f"the model's names and shapes are not those of {type(module).__name__}: {error}") from error
-    plain.to(env.device).train(model.training)
+    plain.to(env.device)
+    _take_modes(plain, model)
     sharded = copy.deepcopy(model)
 
     def run(candidate: nn.Module) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
         candidate.zero_grad(set_to_none=True)
-        outputs = dict(_tensors(candidate(*args)))
+        outputs = dict(tensors_of(candidate(*args)))
         _project(outputs.values())
         return outputs
 
@@ -90,6 +92,15 @@ def _verify(model: nn.Module, module: nn.Module, batch: Any, env: ShardingEnv) -
     outputs = {where: _compare(got[where].detach(), expected[where].detach()) for where in expected}
     gradients, not_compared = _compare_gradients(sharded, plain, env)
     return _judge(outputs, gradients, not_compared, env)
+
+
+def _take_modes(plain: nn.Module, model: Any) -> None:
+    """Each module's mode; inside what a sharder has replaced, that of the module that took its place."""
+    modes = {name: m.training for name, m in model.module.named_modules(remove_duplicate=False)}
+    for name, module in plain.named_modules(remove_duplicate=False):
+        while name not in modes:
+            name = name.rpartition(".")[0]
+        module.training = modes[name]
 
 
 def _on_every_rank(step: Callable[[], dict[str, torch.Tensor]], env: ShardingEnv) -> dict[str, torch.Tensor]:
@@ -109,26 +120,6 @@ class _Difference:
     found: float
     allowed: float
     note: str = ""
-
-
-def _tensors(value: Any, where: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor in an output, with its place; keyed and jagged ones by what they hold."""
-    if isinstance(value, torch.Tensor):
-        yield where, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _tensors(item, f"{where}[{key!r}]")
-    elif isinstance(value, (tuple, list)):
-        for i, item in enumerate(value):
-            yield from _tensors(item, f"{where}[{i}]")
-    elif callable(getattr(value, "to_dict", None)):
-        yield from _tensors(value.to_dict(), where)
-    elif callable(getattr(value, "values", None)):
-        for part in ("values", "lengths"):
-            if callable(getattr(value, part, None)):
-                yield from _tensors(getattr(value, part)(), f"{where}.{part}()")
-    elif hasattr(value, "__dict__"):
-        yield from _tensors(vars(value), where)
 
 
 def _project(outputs: Any) -> None:

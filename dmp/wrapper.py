@@ -48,8 +48,9 @@ from dmp.initial import (
 )
 from dmp.launch import join_launch
 from dmp.layout import Layout, ParameterSharding
+from dmp.left_out import say_what_is_left
 from dmp.plan import ShardingPlan, as_plan
-from dmp.ranks import entry
+from dmp.ranks import entry, everyone
 from dmp.registry import (
     check_sharder_protocol,
     default_data_parallel_wrapper,
@@ -179,6 +180,7 @@ class DistributedModelParallel(nn.Module):
         if self._env.size > 1 and self._env.rank == 0:
             say_what_is_read(resolved, module)
             say_what_is_whole(resolved, module, self._env)
+            say_what_is_left(resolved, module, self._sharders, self._env)
         self._plan = ShardingPlan(resolved.plan, report=getattr(plan, "report", None))
 
         rules = rules_of(module, resolved.sites, self._env.rank) if init_parameters else None
@@ -460,11 +462,13 @@ class DistributedModelParallel(nn.Module):
     ) -> _IncompatibleKeys:
         """Load whole tensors (each rank takes its pieces) or this plan's own pieces; the dict given is not changed.
 
+        Collective: what does not fit on one rank is raised on all, and no rank has loaded anything then.
+
         Args:
             prefix: of the names in `state_dict`; names without it belong to others.
             strict: raise on missing and unexpected names, else return them.
             assign: as in torch, for whole parameters that no sharder owns; what is sharded is filled in place, and
-                ties stay. Collective where parameters are data-parallel already.
+                ties stay.
 
         Returns:
             Missing and unexpected keys, as torch does.
@@ -475,17 +479,15 @@ class DistributedModelParallel(nn.Module):
         """
         given = {k[len(prefix) :]: v for k, v in state_dict.items() if k.startswith(prefix)}
         own = self.module.state_dict()
-        missing = [prefix + k for k in own if k not in given]
-        unexpected = [prefix + k for k in given if k not in own]
-        wrong = [f"{prefix}{k} {misfit(own[k], given[k])}" for k in own if k in given and misfit(own[k], given[k])]
-        if not wrong:
-            in_place = self._sharded_names() | {k for k, v in own.items() if is_dtensor(v)}
-            reasons = {k: _unfillable(own[k], given[k], assign) for k in own if k in given and k in in_place}
-            wrong = [f"{prefix}{k} {reason}" for k, reason in reasons.items() if reason]
-        if (strict and (missing or unexpected)) or wrong:
-            parts = [f"missing keys: {missing}"] * bool(missing and strict)
-            parts += [f"unexpected keys: {unexpected}"] * bool(unexpected and strict) + wrong
-            raise CheckpointError(f"state dict does not fit {type(self.module).__name__}: " + "; ".join(parts))
+        group = self._env.group() if self._env.size > 1 else None
+        found = everyone(lambda: self._check_given(own, given, prefix, strict, assign), group, "load_state_dict")
+        missing, unexpected = found[self._env.rank if group is not None else 0]
+        if any(each != found[0] for each in found):
+            rank = next(rank for rank, each in enumerate(found) if each != found[0])
+            raise CheckpointError(
+                "load_state_dict: expected the same names on every rank; rank 0 has (missing, unexpected) "
+                f"{found[0]}, rank {rank} {found[rank]}; copies would drift apart"
+            )
         ties = find_ties(self.module) if assign else []
         tied = [module._parameters[name] for (module, name), *_ in ties]
         if assign:  # which gives storage to what is on meta, as in torch
@@ -499,6 +501,23 @@ class DistributedModelParallel(nn.Module):
             self._is_data_parallel = False
             self.init_data_parallel()
         return _IncompatibleKeys(missing, unexpected)
+
+    def _check_given(
+        self, own: Mapping[str, Any], given: Mapping[str, Any], prefix: str, strict: bool, assign: bool
+    ) -> tuple[list[str], list[str]]:
+        """Missing and unexpected names; what `load_state_dict` raises, before anything is filled."""
+        missing = [prefix + k for k in own if k not in given]
+        unexpected = [prefix + k for k in given if k not in own]
+        wrong = [f"{prefix}{k} {misfit(own[k], given[k])}" for k in own if k in given and misfit(own[k], given[k])]
+        if not wrong:
+            in_place = self._sharded_names() | {k for k, v in own.items() if is_dtensor(v)}
+            reasons = {k: _unfillable(own[k], given[k], assign) for k in own if k in given and k in in_place}
+            wrong = [f"{prefix}{k} {reason}" for k, reason in reasons.items() if reason]
+        if (strict and (missing or unexpected)) or wrong:
+            parts = [f"missing keys: {missing}"] * bool(missing and strict)
+            parts += [f"unexpected keys: {unexpected}"] * bool(unexpected and strict) + wrong
+            raise CheckpointError(f"state dict does not fit {type(self.module).__name__}: " + "; ".join(parts))
+        return missing, unexpected
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

@@ -56,6 +56,7 @@ PUBLIC = {
         "latest",
         "load_checkpoint",
         "save_checkpoint",
+        "tensors_of",
         "to_unsharded",
         "verify",
         # contracts of sharders

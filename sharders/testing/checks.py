@@ -18,6 +18,7 @@ from dmp import (
     ShardedModule,
     ShardError,
     ShardingEnv,
+    tensors_of,
 )
 from sharders.testing.compare import (
     compare_gradients,
@@ -27,7 +28,6 @@ from sharders.testing.compare import (
     compare_state,
     local_of,
     pieces_of,
-    tensors_of,
     whole_of,
 )
 from sharders.testing.subject import Case, Subject, accepts, planned_sites, sites, with_other_values, without_processes
@@ -323,7 +323,7 @@ def _backward(outputs: Sequence[Any], num_ranks: int) -> None:
     """Backward of the outputs' losses, divided by `num_ranks`; in a loss every element counts differently."""
     total: Any = 0.0
     for output in outputs:
-        for i, (_, tensor) in enumerate(tensors_of(output, "")):
+        for i, (_, tensor) in enumerate(tensors_of(output)):
             if tensor.requires_grad:
                 weight = torch.linspace(0.5, 1.5, tensor.numel(), device=tensor.device).view(tensor.shape) + 0.1 * i
                 total = total + (tensor * weight).sum() / num_ranks + 0.3 * (tensor * tensor).sum() / num_ranks

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from dmp import ChunkedTensor, DistributedModelParallel, Shard, ShardingEnv
+from dmp import ChunkedTensor, DistributedModelParallel, Shard, ShardingEnv, tensors_of
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 Pieces = list[tuple[tuple[int, ...], torch.Tensor]]
@@ -136,7 +136,7 @@ def compare_gradients(model: DistributedModelParallel, plain: nn.Module) -> Iter
 
 
 def compare_outputs(got: Any, expected: Any, when: str) -> Iterator[str]:
-    given, wanted = list(tensors_of(got, "")), list(tensors_of(expected, ""))
+    given, wanted = list(tensors_of(got)), list(tensors_of(expected))
     if [place for place, _ in given] != [place for place, _ in wanted]:
         shown = [[place or "a tensor" for place, _ in side] for side in (wanted, given)]
         yield f"{when}: expected outputs {shown[0]}, got {shown[1]}"
@@ -145,20 +145,3 @@ def compare_outputs(got: Any, expected: Any, when: str) -> Iterator[str]:
         different = _difference(a, b)
         if different:
             yield f"output{place} {when}: {different}"
-
-
-def tensors_of(value: Any, place: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of a result with its place; keyed and jagged ones by their values and lengths, in order of keys."""
-    if isinstance(value, torch.Tensor):
-        yield place, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from tensors_of(item, f"{place}[{key!r}]")
-    elif isinstance(value, (tuple, list)):
-        for i, item in enumerate(value):
-            yield from tensors_of(item, f"{place}[{i}]")
-    elif callable(getattr(value, "values", None)):
-        keys = f"{value.keys()}" if callable(getattr(value, "keys", None)) else ""
-        yield f"{place}{keys}.values()", value.values()
-        if callable(getattr(value, "lengths", None)):
-            yield f"{place}{keys}.lengths()", value.lengths()

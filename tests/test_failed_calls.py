@@ -1,0 +1,93 @@
+"""A load or a forward that fails: on all ranks alike, and the model is as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from dmp import CheckpointError, DistributedModelParallel, InputError, ShardingEnv, full_state_dict, row_wise
+from tests.ranks import mesh, run_ranks
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.EmbeddingBag(8, 4, mode="sum")
+        self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, ids: torch.Tensor, fails: bool = False) -> torch.Tensor:
+        x = self.layer(self.table(ids))
+        if fails:
+            raise ArithmeticError("the model's own")
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+def wrapped(axis: str) -> DistributedModelParallel:
+    return DistributedModelParallel(
+        Net(), ShardingEnv.from_mesh(mesh((2,), (axis,))), plan={"table.weight": row_wise()}
+    )
+
+
+def load(axis: str, what: str, in_a_parent: bool) -> list[str]:
+    model = wrapped(axis)
+    before = full_state_dict(model)
+    given = {name: value + 1 for name, value in before.items()}
+    if model.env.rank == 1 and what == "shape":
+        given["head.weight"] = torch.zeros(1, 5)
+    if model.env.rank == 1 and what == "missing":
+        del given["layer.bias"]
+    if model.env.rank == 0 and what == "unexpected":
+        given["other"] = torch.zeros(1)
+    target: nn.Module = nn.ModuleDict({"inner": model}) if in_a_parent else model
+    given = {f"inner.{name}": value for name, value in given.items()} if in_a_parent else given
+    try:
+        target.load_state_dict(given, strict=what == "shape")
+        raised = ""
+    except (CheckpointError, RuntimeError) as error:
+        raised = str(error)
+    after = full_state_dict(model)
+    changed = [name for name in before if not torch.equal(before[name], after[name])]
+    return [raised, *changed]
+
+
+@pytest.mark.parametrize("in_a_parent", [False, True])
+@pytest.mark.parametrize(
+    ("axis", "what", "text"),
+    [
+        ("dp", "shape", "rank 1: .*head.weight has shape (1, 5), expected (1, 4)"),
+        ("shard", "shape", "rank 1: .*head.weight has shape (1, 5), expected (1, 4)"),
+        ("dp", "missing", "rank 1 (['PREFIXlayer.bias'], [])"),
+        ("dp", "unexpected", "rank 0 has (missing, unexpected) ([], ['PREFIXother'])"),
+    ],
+)
+def test_what_does_not_fit_on_one_rank_is_loaded_on_none(axis: str, what: str, text: str, in_a_parent: bool) -> None:
+    for raised, *changed in run_ranks(2, load, axis, what, in_a_parent):
+        assert not changed
+        assert all(part in raised for part in text.replace("PREFIX", "inner." if in_a_parent else "").split(".*")), (
+            raised
+        )
+
+
+def fail(kind: type[Exception]) -> bool:
+    model = wrapped("shard")
+    ids = torch.tensor([[1, 2]])
+    bad = torch.tensor([[1, 99]]) if model.env.rank == 0 and kind is InputError else ids
+    with pytest.raises(kind):
+        model(bad, kind is ArithmeticError)
+    before = full_state_dict(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(ids).sum().backward()
+    optimizer.step()
+    plain = Net()
+    (plain(ids).sum()).backward()
+    after = full_state_dict(model)
+    steps = {name: before[name] - 0.1 * p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    return all(torch.allclose(after[name], value, atol=1e-6) for name, value in steps.items())
+
+
+@pytest.mark.parametrize("kind", [InputError, ArithmeticError])
+def test_an_optimizer_made_after_a_failed_forward_trains(kind: type[Exception]) -> None:
+    assert run_ranks(2, fail, kind) == [True, True]

@@ -1,0 +1,69 @@
+"""Tables that are left to the data-parallel part are said once, on rank 0, with their bytes and why."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import nn
+
+from dmp import DistributedModelParallel, ShardingEnv
+from tests.ranks import mesh, run_ranks
+
+
+class Shifted(nn.Embedding):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids + 1)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept, self.normed = nn.EmbeddingBag(8, 4, mode="sum"), nn.EmbeddingBag(8, 4, max_norm=1.0)
+        self.sparse, self.most = nn.Embedding(8, 4, sparse=True), nn.EmbeddingBag(8, 4, mode="max")
+        self.shifted, self.tied, self.head = Shifted(9, 4), nn.Embedding(8, 4), nn.Linear(4, 8)
+        self.head.weight = self.tied.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.tied(ids))  # type: ignore[no-any-return]
+
+
+def said(large: bool) -> list[tuple[str, str]]:
+    from dmp import left_out
+
+    records: list[logging.LogRecord] = []
+    handler, log, before = logging.Handler(), logging.getLogger("dmp"), left_out.LARGE_BYTES
+    handler.emit = records.append  # type: ignore[method-assign]
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    left_out.LARGE_BYTES = 1 if large else before
+    try:
+        DistributedModelParallel(Net(), ShardingEnv.from_mesh(mesh((2,), ("dp",))))
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(logging.NOTSET)
+        left_out.LARGE_BYTES = before
+    return [(r.levelname, r.getMessage()) for r in records]
+
+
+def test_what_stays_whole_is_said_once_with_the_reason() -> None:
+    on_first, on_second = run_ranks(2, said, False)
+    assert on_second == []
+    texts = [text for _, text in on_first]
+    for name, num_bytes, why in [
+        ("normed", 128, "max_norm=1.0"),
+        ("sparse", 128, "sparse=True"),
+        ("most", 128, "mode='max'"),
+        ("shifted", 144, "Shifted has a forward of its own"),
+        ("tied", 128, "tied to 'head.weight'"),
+    ]:
+        (text,) = [t for t in texts if t.startswith(f"'{name}.weight' ({num_bytes} bytes)")]
+        assert text.endswith(why) and "whole on every rank" in text
+    assert not any("'kept.weight'" in text for text in texts)
+    assert any(text == "6 dense parameters of 688 bytes are whole on every data rank" for text in texts)
+    assert {level for level, _ in on_first} == {"INFO"}
+
+
+def test_a_large_one_is_a_warning() -> None:
+    on_first, _ = run_ranks(2, said, True)
+    assert sum(level == "WARNING" for level, _ in on_first) == 5
