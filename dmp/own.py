@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import stat
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -121,14 +121,10 @@ def new_file(path: Path) -> Iterator[Path]:
     Raises:
         CheckpointError: something lies at the path.
     """
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(descriptor)
-    beside = Path(name)
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    beside.open("xb").close()
     try:
         yield beside
-        mask = os.umask(0)
-        os.umask(mask)
-        beside.chmod(0o666 & ~mask)  # as of a file that a program opens
         if path.exists() or path.is_symlink():
             raise CheckpointError(f"{path} is there already; remove it, or give another path")
         try:
