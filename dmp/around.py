@@ -18,8 +18,9 @@ from dmp.errors import ShardError
 _is_guarding = False
 _ADVICE = (
     "A wrapped model averages its own gradients and is ready to train: leave it out. With accelerate, prepare the "
-    "optimizer and the loader only; with Lightning, give the strategy a module with trainable parameters of its own "
-    "beside it, or a strategy that wraps nothing"
+    "optimizer and the loader only (where a trainer prepares the model, first set accelerator.prepare_model = "
+    "lambda model, **_: model); with Lightning, give the strategy a module with trainable parameters of its own beside "
+    "it, or a strategy that wraps nothing"
 )
 
 
