@@ -17,7 +17,7 @@ from dmp import PlanError
 from sharders.dry_run import DryRunError
 from sharders.local_attributes import Divided, Rehearsal, divided_attributes
 from sharders.proving import Settled, say, settle
-from sharders.recognise import Block, Transformer, Unit, join
+from sharders.recognise import Block, Transformer, Unit, join, within
 from sharders.sample import UnprovedError
 from sharders.sequence_parallel import sequence_styles
 from sharders.tp_plan import with_ties
@@ -197,7 +197,7 @@ def _decide(
         styles, divided = _proved_blocks(rehearsal, axis, notes)
     except UnprovedError:
         notes.append(f"not proved: {failure}")
-        styles, divided = _verified(rehearsal, units, notes)
+        styles, divided = _verified(rehearsal, list(_without_disproved(rehearsal, axis, units, notes)), notes)
     else:
         notes.append(f"not proved outside the blocks: {failure}")
     return {**styles, **others}, divided
@@ -253,6 +253,23 @@ def _proved_blocks(rehearsal: Rehearsal, axis: str, notes: list[str]) -> tuple[d
         return _proved(alone, axis, parts, of_block)
 
     return _of_blocks(rehearsal, decide, notes)
+
+
+def _without_disproved(rehearsal: Rehearsal, axis: str, units: list[_Part], notes: list[str]) -> Iterator[_Part]:
+    """Units without those that run alone, of the first block of each structure, and are wrong there."""
+    for part, block in zip(units, _blocks_of_units(rehearsal.parts), strict=True):
+        styles = {path: style for path, style in part.styles.items() if within(path, block)}
+        failure = settle(rehearsal, styles, [rehearsal.divide_by_source(styles)], axis).failure
+        if failure:
+            notes.append(f"{part.name}: left whole, because {failure}")
+            say(notes[-1])
+        else:
+            yield part
+
+
+def _blocks_of_units(parts: Transformer) -> Iterator[str]:
+    """The path of the first block, for each unit in `_unit_parts`' order."""
+    return (first.path for first, _ in _by_structure(parts) for _ in first.units)
 
 
 def _verified(rehearsal: Rehearsal, units: list[_Part], notes: list[str]) -> tuple[dict[str, str], Divided]:

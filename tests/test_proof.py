@@ -264,6 +264,23 @@ def test_without_inputs_a_part_is_proved_alone_and_the_note_says_so(caplog: pyte
         place(Towers(nn.PReLU), plan=plan)
 
 
+def test_an_mlp_that_is_wrong_stays_whole_though_the_rest_does_not_run() -> None:
+    class Batched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = Llama()
+            for layer in self.body.layers:
+                layer.feed_forward = Tempered("temperature")
+
+        def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            return self.body(batch["ids"])
+
+    found = place(Batched())
+    assert "body.layers.1.attention.wq" in found.styles and "body.layers.1.feed_forward.up" not in found.styles
+    assert any("feed_forward" in n and "temperature' on rank 0 differs" in n for n in found.notes)
+    assert any(n.startswith("not proved: ") for n in found.notes)
+
+
 def test_a_model_of_seventy_billion_is_proved_on_a_narrower_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Sample] = []
 
