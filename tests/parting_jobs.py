@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -129,9 +128,6 @@ class Job:
     def stop(self) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
-    def leave(self) -> None:
-        sys.exit(3)
-
 
 def part(kind: str, folder: str, by_rank: list[str]) -> tuple[str, float]:
     """Steps and a checkpoint together, then each rank what it is told, then two steps: its error, after seconds."""
@@ -140,7 +136,8 @@ def part(kind: str, folder: str, by_rank: list[str]) -> tuple[str, float]:
     for _ in range(3):
         job.step()
     job.save()
-    dist.barrier()
+    pids: list[int] = [0] * job.env.size
+    dist.all_gather_object(pids, os.getpid())
     started = time.monotonic()
     own: Callable[[], None] = getattr(job, by_rank[dist.get_rank()])
     try:
@@ -148,7 +145,11 @@ def part(kind: str, folder: str, by_rank: list[str]) -> tuple[str, float]:
         for _ in range(2):
             job.step()
     except Exception as error:
-        return f"{type(error).__name__}: {error}", time.monotonic() - started
+        told = f"{type(error).__name__}: {error}", time.monotonic() - started
+        for rank, what in enumerate(by_rank):
+            if what == "stop":
+                os.kill(pids[rank], signal.SIGKILL)
+        return told
     return "", time.monotonic() - started
 
 

@@ -108,13 +108,13 @@ def test_what_fails_here_is_no_lost_rank() -> None:
 
 @slow
 @pytest.mark.parametrize("kind", ["sparse", "dense"])
-@pytest.mark.parametrize("death", ["kill", "leave", "stop"])
+@pytest.mark.parametrize("death", ["kill", "stop"])
 @pytest.mark.parametrize("other", ["step", "save", "save_in_background", "gather"])
 def test_a_rank_that_is_gone_is_named(kind: str, death: str, other: str, tmp_path: Path) -> None:
     replies = mortal_ranks(2, part, kind, str(tmp_path), [other, death], timeout=30.0)
     message, seconds = replies[0]
     assert seconds < TOLD_S, (message, seconds)
-    if kind == "sparse" or other != "step":  # else it is DDP that raises, what gloo says
+    if kind == "sparse" or other != "step":  # else it is DDP that raises what gloo says
         assert message.startswith("PeerLost: ") and "rank 1 " in message, message
 
 
@@ -135,6 +135,12 @@ try:
     elif case == "wrap against the end":
         if rank == 0:
             dmp.DistributedModelParallel(nn.Linear(2, 1))
+    elif case == "one ends":
+        model = dmp.DistributedModelParallel(nn.EmbeddingBag(20_000, 8), plan={"weight": dmp.row_wise()})
+        for step in range(3):
+            if rank == 1 and step == 2:
+                sys.exit(1)
+            model(torch.arange(6).view(2, 3)).sum().backward()
     else:
         model = dmp.DistributedModelParallel(nn.EmbeddingBag(20_000, 8), plan={"weight": dmp.row_wise()})
         if rank == 0:
@@ -152,11 +158,12 @@ except Exception as error:
     [
         ("wrap alone", 0, "RanksError: the ranks have parted ways: rank 0 is in wrapping Linear"),
         ("wrap against the end", 0, "PeerLost: rank 1 is gone: "),
+        ("one ends", 0, "PeerLost: rank 1 is gone: "),
         ("rank 0 is killed", 1, "PeerLost: what hosts the process group's store is gone (rank 0"),
     ],
 )
 def test_as_a_program_of_its_own(case: str, rank: int, expected: str, unused_port: int) -> None:
-    """Rank 0 hosts the store, and nothing of ours is made on rank 1 but the import."""
+    """Rank 0 hosts the store."""
     environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(unused_port)}
     processes = [
         subprocess.Popen(
@@ -171,7 +178,7 @@ def test_as_a_program_of_its_own(case: str, rank: int, expected: str, unused_por
     told = [process.communicate(timeout=90) for process in processes]
     assert expected in told[rank][0], told
     assert int(told[rank][0].split()[-1]) < TOLD_S
-    assert all(p.returncode in (0, -signal.SIGKILL) for p in processes), told
+    assert all(p.returncode in (0, 1, -signal.SIGKILL) for p in processes), told
     assert "ways: rank 0" in told[rank][1] or " gone" in told[rank][1], "nothing on stderr without logging configured"
 
 
