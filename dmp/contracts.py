@@ -166,7 +166,9 @@ class DataParallelWrapper(Protocol):
     """Runs what no sharder owns with gradients averaged over the data ranks.
 
     It may also have `shards_in_place(env, has_dtensors) -> bool`: then `wrap` returns the module that it was given and
-    takes parameters on meta, which are filled afterwards; `has_dtensors` says that weights are tensor-parallel.
+    takes parameters on meta, which are filled afterwards; `has_dtensors` says that weights are tensor-parallel. And
+    `check(module, env, placed, ignored)`: raises what `wrap` would, before anything is changed; `placed` are the
+    layouts of what tensor parallelism will split.
     """
 
     def wrap(self, module: nn.Module, env: ShardingEnv, device: torch.device, ignored: frozenset[str]) -> nn.Module:

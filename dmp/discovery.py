@@ -170,8 +170,8 @@ def place_dense(
                 )
             if given.get(name, layout) != layout:
                 raise PlanError(
-                    f"plan entry {name!r} = {given[name]}, but {type(sharder).__name__} splits it as {layout}; "
-                    "leave it out of one of the two",
+                    f"plan entry {name!r} = {given[name]}, but {type(sharder).__name__} splits it as {layout}; leave "
+                    f"it out of the plan, or out of what that splits: sharders=[{type(sharder).__name__}(...), ...]",
                     table=name,
                 )
             owner[name] = type(sharder).__name__

@@ -411,7 +411,7 @@ def _split_dim(name: str, shape: tuple[int, ...], axes: _DenseAxes, dim: int) ->
     if shape[dim] % axes.size("tensor"):
         raise ShardError(
             f"{name} splits dim {dim} of shape {shape}, whose size {shape[dim]} does not divide over the "
-            f"{axes.size('tensor')} ranks of the tensor axis"
+            f"{axes.size('tensor')} ranks of the tensor axis; pad it, make that axis smaller, or leave the entry out"
         )
     return dim
 

@@ -177,6 +177,8 @@ class DistributedModelParallel(nn.Module):
         if plan is None:
             plan = self._planned(module, planner if planner is not None else default_planner())
         resolved = self._resolve(plan, module)
+        if init_data_parallel:
+            self._check_data_parallel(resolved, module)
         if self._env.size > 1 and self._env.rank == 0:
             say_what_is_read(resolved, module)
             say_what_is_whole(resolved, module, self._env)
@@ -328,6 +330,16 @@ class DistributedModelParallel(nn.Module):
             if self._split_watch is None:
                 self._split_watch = SplitWatch(self.module)
             self._split_watch.check()
+
+    def _check_data_parallel(self, resolved: Resolved, module: nn.Module) -> None:
+        """Whether the data-parallel part will run what is left to it, as far as it says beforehand."""
+        check = getattr(self._data_parallel, "check", None)
+        if check is not None:
+            taken = (
+                join(path, name) for s in resolved.sites for path in s.aliases for name, _ in all_tensors(s.module)
+            )
+            placed = {name: layout for p in resolved.placements for name, layout in p.layouts.items()}
+            check(module, self._env, placed, frozenset(taken))
 
     def _is_in_place(self) -> bool:
         """Whether the data-parallel part shards the module in place, see [Note: in place]."""

@@ -118,10 +118,11 @@ def _check_unit(path: str, unit: Unit, size: int, axis: str) -> None:
         counts = {"number of heads": unit.heads.query, "number of key/value heads": unit.heads.key_value}
     for what, count in counts.items():
         if count % size:
+            fitting = f"whose {axis!r} axis divides {count}" if count > 1 else f"without the axis {axis!r}"
             raise PlanError(
                 f"module {path!r}: {what} {count} is not divisible by {size}, the size of mesh axis {axis!r}; use a "
-                f"mesh whose {axis!r} axis divides {count}, or TensorParallelSharder({{...}}) with a plan of module "
-                "paths and styles that leaves this module out"
+                f"mesh {fitting}, or TensorParallelSharder({{...}}) with a plan of module paths and styles that leaves "
+                "this module out"
             )
 
 

@@ -13,7 +13,7 @@ Copies along some and split along others is torch's HSDP: a 2-D mesh (copies, pi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dmp import ShardError, ShardingEnv
+from dmp import Layout, ShardError, ShardingEnv
 from sharders.blocks import Units, cast_inputs, checkpoint_blocks, compile_blocks, find_units, repeated_blocks
 from sharders.data_parallel import DDPWrapper, has_dtensors
 from sharders.unreached import average_whole, hook_hidden, reduce_unreached_pieces
@@ -95,18 +95,42 @@ class FSDPWrapper:
         self._prepare_blocks(module, ignored)
         if not self.shards_in_place(env, has_dtensors(dense.values())):
             return DDPWrapper().wrap(module, env, device, ignored)
-        if policies := self._policies():
-            if env.mesh is None or not env.axes("replicate", "shard"):
-                asked = " and ".join("mixed_precision" if name == "mp_policy" else "offload" for name in policies)
-                raise ShardError(
-                    f"{asked} of FSDPWrapper needs a mesh with a data axis (dp, shard, replicate, ...); "
-                    f"this is {env}. For mixed precision without one use torch.autocast"
-                )
-        elif env.data_size == 1 and not env.fully_sharded_axes:
+        self._check_policies(env)
+        if not self._policies() and env.data_size == 1 and not env.fully_sharded_axes:
             return module
         del dense  # whole parameters go as they are split, unit by unit: nobody may hold them
         self._shard(module, env, ignored)
         return module
+
+    def check(self, module: nn.Module, env: ShardingEnv, placed: Mapping[str, Layout], ignored: frozenset[str]) -> None:
+        """Raise what `wrap` would raise, while nothing of the module has been changed.
+
+        Args:
+            placed: what tensor parallelism will split, by the parameters' first names.
+            ignored: names of what the tables' sharders take.
+        """
+        dense = {name: p for name, p in module.named_parameters() if name not in ignored}
+        if not dense:
+            return
+        if self.compile is not False:
+            rows = {n.rpartition(".")[0] for n, layout in placed.items() if layout.name == "rowwise"}
+            kinds = dict(module.named_modules())
+            vocabularies = [path for path in rows if isinstance(kinds[path], nn.Embedding)]
+            _check_compilable(any(layout.name == "sequence" for layout in placed.values()), vocabularies)
+        if not self.shards_in_place(env, bool(placed)):
+            return
+        self._check_policies(env)
+        if env.mesh is not None and (env.data_size > 1 or env.fully_sharded_axes):
+            split_by_dtype(find_units(module, self.units, ignored), module, {n: p for n, p in dense.items() if p.dim()})
+
+    def _check_policies(self, env: ShardingEnv) -> None:
+        policies = self._policies()
+        if policies and (env.mesh is None or not env.axes("replicate", "shard")):
+            asked = " and ".join("mixed_precision" if name == "mp_policy" else "offload" for name in policies)
+            raise ShardError(
+                f"{asked} of FSDPWrapper needs a mesh with a data axis (dp, shard, replicate, ...); "
+                f"this is {env}. For mixed precision without one use torch.autocast"
+            )
 
     def _prepare_blocks(self, module: nn.Module, ignored: Collection[str]) -> None:
         """Checkpointing, then compilation of what it runs; sharding comes after both, so that it stays outside."""
@@ -115,7 +139,8 @@ class FSDPWrapper:
         blocks = repeated_blocks(module, ignored)
         checkpoint_blocks(blocks, self.activation_checkpointing)
         if self.compile is not False:
-            _check_compilable(module)
+            is_chunked = any(getattr(m, "_dmp_chunks_sequence", False) for m in module.modules())
+            _check_compilable(is_chunked, list(_split_vocabularies(module)))
             compile_blocks(blocks, self.compile if isinstance(self.compile, Mapping) else {})
 
     def _shard(self, module: nn.Module, env: ShardingEnv, ignored: Collection[str]) -> None:
@@ -199,19 +224,29 @@ class FSDPWrapper:
         return policies
 
 
-def _check_compilable(module: nn.Module) -> None:
-    """Refuse what torch 2.13 compiles into wrong or missing gradients without a word."""
-    if any(getattr(m, "_dmp_chunks_sequence", False) for m in module.modules()):
+def _check_compilable(is_chunked: bool, vocabularies: Sequence[str]) -> None:
+    """Refuse what torch 2.13 compiles into wrong or missing gradients without a word.
+
+    Args:
+        is_chunked: whether the sequence is split.
+        vocabularies: paths of embeddings whose rows are.
+    """
+    if is_chunked:
         raise ShardError(
             "compile=True with sequence parallelism leaves weights without gradients in torch 2.13; use one of the two"
         )
+    if vocabularies:
+        raise ShardError(
+            f"compile=True with the vocabulary of {vocabularies[0]!r} split gives it wrong gradients in torch 2.13; "
+            "leave it (and the head) out of the tensor-parallel plan, or do not compile"
+        )
+
+
+def _split_vocabularies(module: nn.Module) -> Iterator[str]:
     for path, m in module.named_modules():
         weight = m._parameters.get("weight") if isinstance(m, nn.Embedding) else None
         if weight is not None and any(p.is_shard(0) for p in getattr(weight, "placements", ())):
-            raise ShardError(
-                f"compile=True with the vocabulary of {path!r} split gives it wrong gradients in torch 2.13; leave it "
-                "(and the head) out of the tensor-parallel plan, or do not compile"
-            )
+            yield path
 
 
 def data_mesh(env: ShardingEnv) -> DeviceMesh:

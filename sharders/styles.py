@@ -166,6 +166,6 @@ def _checked_object(style: ParallelStyle, path: str, module: nn.Module) -> Paral
     if family(style) in ("colwise", "rowwise") and not isinstance(module, (nn.Linear, nn.Embedding)):
         raise PlanError(
             f"module {path!r} is a {type(module).__name__}, which {type(style).__name__} cannot split; it splits "
-            "nn.Linear and nn.Embedding"
+            f"nn.Linear and nn.Embedding: leave it out of the plan, or give it one of {', '.join(ACTIVATIONS)}"
         )
     return style
