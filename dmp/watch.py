@@ -55,15 +55,16 @@ class Watch:
 
     def __init__(self, module: nn.Module, others: Collection[str]) -> None:
         self._seen = [
-            (owner._parameters, name, p, p.dtype, p.device, p.requires_grad)
+            (owner._parameters, name, p, p.dtype, p.requires_grad)
             for path, owner in module.named_modules()
             for name, p in owner._parameters.items()
             if p is not None and (f"{path}.{name}" if path else name) not in others and not is_dtensor(p)
         ]
+        self._device = self._seen[0][2].device if self._seen else None
 
     def is_lost(self) -> bool:
         """Whether a parameter is another one, or of another kind."""
-        for held, name, p, dtype, device, is_trained in self._seen:
-            if held.get(name) is not p or p.dtype is not dtype or p.device != device or p.requires_grad != is_trained:
+        for held, name, p, dtype, is_trained in self._seen:
+            if held.get(name) is not p or p.dtype is not dtype or p.requires_grad is not is_trained:
                 return True
-        return False
+        return bool(self._seen) and self._seen[0][2].device != self._device  # of all, for a model moves as one
