@@ -74,7 +74,9 @@ def fill_from_meta(site: Site, new: nn.Module, seed: int, rules: Rules) -> None:
         relative, _, own_name = name.rpartition(".")
         path, target = join(site.path, relative), as_chunks(state[name])
         init_fn = site.infos[name].init_fn if name in site.infos else None
-        if init_fn is None or rules.reach_into(site.path, path):
+        # One that is a table here may be a dense weight on another mesh, where it is filled so.
+        may_be_dense = isinstance(site.module, nn.Embedding | nn.EmbeddingBag)
+        if init_fn is None or may_be_dense or rules.reach_into(site.path, path):
             fill_own(site.module.get_submodule(relative), path, {own_name: target}, seed, rules)
         else:
             fill_chunks(target, init_fn, join(site.path, name), seed)

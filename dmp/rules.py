@@ -65,7 +65,7 @@ class Rules:
 
     Args:
         root: the model before anything is sharded.
-        leave: paths of modules whose own methods are of no interest, with all below.
+        leave: paths of modules whose own methods are of no interest beyond those of leaves, with all below.
     """
 
     def __init__(self, root: nn.Module, leave: Collection[str] = ()) -> None:
@@ -84,7 +84,7 @@ class Rules:
         self._rules: dict[str, list[Rule]] = {}
         for order, (path, module, name, owner) in enumerate(_calls(self._root)):
             is_left = any(path == p or path.startswith(f"{p}.") or not p for p in leave)
-            if name == _BY_MODEL or not is_left:
+            if name == _BY_MODEL or not is_left or next(module.children(), None) is None:
                 self._rules.setdefault(path, []).append(self._rule(order, path, module, name, owner))
         self._groups: dict[tuple[int, ...], list[str]] = {}
         for path, names in self._on_meta.items():
