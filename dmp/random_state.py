@@ -8,7 +8,11 @@ import torch
 
 from dmp.chunked import as_chunks
 from dmp.env import ShardingEnv
+from dmp.errors import CheckpointError
 from dmp.restore import Job
+from dmp.sources import Source
+
+_MOST_BYTES = 1 << 20  # of a generator's state, which has some thousand
 
 
 def random_state(env: ShardingEnv) -> dict[str, torch.Tensor]:
@@ -28,8 +32,8 @@ def prepare_random_state(job: Job, env: ShardingEnv) -> None:
     same = (mesh["names"], mesh["shape"]) == (list(env.names), list(env.shape))
     exact = same and all(key in job.source.shapes for key in keys.values())
     wanted = keys if exact else {"cpu": "rng.0.cpu"}
-    states = {d: torch.empty(job.source.shapes[key][0], dtype=torch.uint8) for d, key in wanted.items()}
-    job.targets.update({key: as_chunks(states[device]) for device, key in wanted.items()})
+    states = {device: _read(job.source, key) for device, key in wanted.items()}
+    _check(job.source, states, exact)
 
     def restore() -> None:
         if not exact:
@@ -41,3 +45,21 @@ def prepare_random_state(job: Job, env: ShardingEnv) -> None:
             torch.get_device_module(device).set_rng_state(states[device])
 
     job.then.append(restore)
+
+
+def _read(source: Source, key: str) -> torch.Tensor:
+    """Before anything is changed; the bytes are checked with all others."""
+    size, dtype = source.shapes[key]
+    if len(size) != 1 or not 0 < size[0] <= _MOST_BYTES or dtype != torch.uint8:
+        raise CheckpointError(f"{source.path}: {key!r} is {dtype} of {size}; expected a generator's state, some bytes")
+    state = torch.empty(size, dtype=torch.uint8)
+    source.read({key: as_chunks(state)})
+    return state
+
+
+def _check(source: Source, states: dict[str, torch.Tensor], exact: bool) -> None:
+    try:
+        if exact:
+            torch.Generator().set_state(states["cpu"])
+    except RuntimeError as error:
+        raise CheckpointError(f"{source.path}: the random state is none of torch's: {error}") from error

@@ -17,6 +17,7 @@ from dmp.chunked import ChunkedTensor, as_chunks
 from dmp.column_blocks import is_blocked, merge_blocks
 from dmp.errors import CheckpointError
 from dmp.optimizer_state import OwnedState, column_widths, owned_states
+from dmp.paths import shown
 from dmp.sources import MODEL, STATE, Source
 from dmp.wrapper import DistributedModelParallel
 
@@ -255,6 +256,9 @@ def _prepare_options(job: Job, owned: Iterable[OwnedState], wrong: list[str]) ->
             for key, value in group.items():
                 if key in _NOT_RESTORED or (key not in options and key != "initial_lr"):
                     continue
+                if key in options and not _is_like(options[key], value):
+                    wrong.append(f"{key} of {name!r} was saved as {shown(value)}, expected the like of {options[key]}")
+                    continue
                 if key in taken and not _equal(taken[key], value):
                     wrong.append(
                         f"{key} of {next(iter(found))!r} was {taken[key]} and of {name!r} {value}, but here they share "
@@ -262,6 +266,19 @@ def _prepare_options(job: Job, owned: Iterable[OwnedState], wrong: list[str]) ->
                     )
                 taken.setdefault(key, value)
         job.then.append(_updater(options, taken))
+
+
+def _is_like(own: Any, value: Any) -> bool:
+    """Whether an option can stand for another; a tensor of one number is a number."""
+    if own is None or value is None:
+        return True
+    kinds = [
+        "number" if isinstance(v, (int, float)) or (isinstance(v, torch.Tensor) and v.numel() == 1) else type(v)
+        for v in (own, value)
+    ]
+    if isinstance(own, (tuple, list)) and isinstance(value, (tuple, list)):
+        return len(own) == len(value) and all(map(_is_like, own, value))
+    return kinds[0] == kinds[1] and isinstance(own, bool) == isinstance(value, bool)
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -139,7 +139,7 @@ def test_a_flipped_bit_is_named_on_every_rank(save: Callable[..., None], name: s
 def test_a_file_that_is_lost_between_the_check_and_the_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, model = tmp_path / "saved", Model()
     save_checkpoint(path, Model(1))
-    monkeypatch.setattr("dmp.folder.Folder.check", lambda *_: [next(path.glob("*.distcp")).unlink()][:0])
+    monkeypatch.setattr("dmp.folder.Folder.check", lambda *_: [file.unlink() for file in path.glob("*.distcp")][:0])
     with pytest.raises(CheckpointError, match=r"\.distcp"):
         load_checkpoint(path, model)
 

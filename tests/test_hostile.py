@@ -343,3 +343,25 @@ def test_spoiled(kind: str, good: dict[str, Path], net: Any, tmp_path: Path) -> 
 @pytest.mark.parametrize("kind", spoiled.KINDS)
 def test_spoiled_more(kind: str, good: dict[str, Path], net: Any, tmp_path: Path) -> None:
     assert sum(try_seed(kind, seed, good[kind], net, tmp_path / "x") for seed in range(1000, 1400)) > 200
+
+
+def test_what_cannot_be_set_is_found_before(good: dict[str, Path], net: Any, tmp_path: Path) -> None:
+    """Options of an optimizer and random state, which are set when the tensors are in place."""
+    before = state_of(net)
+    path = spoiled.copied(good["ours"], tmp_path / "rate")
+    objects = torch.load(path / "objects.pt", weights_only=True)
+    for key, odd in {"lr": "fast", "betas": (0.9,), "amsgrad": 3, "eps": [1]}.items():
+        (group,) = objects["param_groups"]
+        torch.save({**objects, "param_groups": [{**group, key: odd}]}, path / "objects.pt")
+        spoiled.approve(path)
+        with pytest.raises(CheckpointError, match=f"{key} of '[a-z.]+' was saved as"):
+            load_checkpoint(path, *net)
+    path = spoiled.copied(good["ours"], tmp_path / "random")
+    held = json.loads((path / "tensors.json").read_text())
+    tensors = held["tensors"]
+    for change in ({"size": [0], "pieces": []}, tensors["model.table.weight"]):
+        (path / "tensors.json").write_text(json.dumps({**held, "tensors": {**tensors, "rng.0.cpu": change}}))
+        spoiled.approve(path)
+        with pytest.raises(CheckpointError, match=r"'rng\.0\.cpu' is |dtype"):
+            load_checkpoint(path, *net)
+    assert same(state_of(net), before)
