@@ -129,11 +129,14 @@ def recognise(model: nn.Module) -> Transformer:
     attentions = _attentions(modules)
     claimed = {p for a in attentions.values() if isinstance(a, Unit) for p in (*a.up, a.down)}
     paths = _block_paths(modules, attentions, claimed)
-    counted = _counted(paths, modules)
+    stacks: dict[str, list[str]] = {}
+    for path in paths:
+        stacks.setdefault(path.rpartition(".")[0], []).append(path)
+    counted = {stack: _counted(inside, modules) for stack, inside in stacks.items()}
     found: dict[Hashable, Block] = {}
     blocks = []
     for path in paths:
-        structure = _structure(modules[path], counted)
+        structure = _structure(modules[path], counted[path.rpartition(".")[0]])
         if structure not in found:
             found[structure] = _block(path, len(found), modules[path], attentions)
         blocks.append(replace(found[structure], path=path))
