@@ -12,6 +12,7 @@ from sharders.faults import Fault, Kind, dtype_index
 from sharders.placement import Table
 from sharders.route import Batch
 from sharders.table_module import InitFn, TableModule, TableSharder, make_table
+from sharders.validate import check_lengths
 
 
 class ShardedEmbeddingBagCollection(TableModule):
@@ -205,7 +206,6 @@ def keyed_batch(features: Any, names: list[str], is_weighted: bool) -> Batch:
 
 def _as_one_bag(batch: Batch) -> Batch:
     """For unpooled lookups only the number of ids of each key matters; lengths are checked all the same."""
-    if batch.lengths.numel() and int(batch.lengths.min()) < 0:
-        return batch
+    check_lengths(batch)
     lengths = torch.tensor(batch.counts, dtype=batch.lengths.dtype, device=batch.lengths.device).view(-1, 1)
     return Batch(batch.values, lengths, batch.key_of, batch.weights, batch.counts)

@@ -72,6 +72,10 @@ class Engine:
             self.peers.headers,
             self.peers.data_ranks,
             env.axes("tensor"),
+            self.peers.replicas if sync_interval > 1 else None,
+            [r for r in range(env.size) if env.replica_of(r) == env.replica_of(env.rank)]
+            if sync_interval > 1
+            else None,
         )
         self._rows = [self.tables[f.table].rows for f in self.placement.features]
         self._num_slots = len(self.placement.slots[env.table_rank])

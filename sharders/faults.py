@@ -37,6 +37,8 @@ class Kind(IntEnum):
     WEIGHTS_DTYPE = 15
     FROZEN = 16
     UNREADABLE = 17
+    LENGTH_LARGE = 18
+    ELSEWHERE = 19
 
 
 @dataclass
@@ -70,6 +72,9 @@ class Fault(Exception):
             f"ids must be 0..{expected - 1}",
             Kind.ID_DTYPE: f"ids must be int32 or int64; got {dtype_at(value)}",
             Kind.LENGTH_NEGATIVE: f"feature {feature!r} has a negative length {value}; lengths must be >= 0",
+            Kind.ELSEWHERE: "it and the ranks of its copy of the tables call different modules, or in different ways; "
+            "their own error says how",
+            Kind.LENGTH_LARGE: f"feature {feature!r} has a length {value}, but there are {expected} ids in all",
             Kind.LENGTH_SUM: f"lengths sum to {value}, but there are {expected} ids; the two must be equal",
             Kind.KEY_MISSING: f"feature {feature!r} is missing from the batch, which has {value} keys",
             Kind.WEIGHTS_MISSING: "the module is weighted, but the batch has no weights",

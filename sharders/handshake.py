@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from dmp import InputError, ranks
-from sharders.exchange import all_to_all
+from sharders.exchange import all_gather, all_to_all
 from sharders.faults import Fault, Kind
 
 _WORDS = 10  # fingerprint, number of the entry, batch size, payload words, flags, checksum, fault (4)
@@ -71,6 +71,8 @@ class Handshake:
         group: ranks that exchange, on connections that carry headers alone: a header never meets anything else.
         data_ranks: which of the different batches each of them has.
         tensor_axes: mesh axes along which the batch is the same, for messages.
+        replicas: ranks of the other copies that do not exchange ids with this one, but must hear of a fault.
+        rank_names: what each rank of the group is called; its index by default.
     """
 
     def __init__(
@@ -80,7 +82,11 @@ class Handshake:
         group: dist.ProcessGroup | None,
         data_ranks: Sequence[int],
         tensor_axes: Sequence[str],
+        replicas: dist.ProcessGroup | None = None,
+        rank_names: Sequence[int] | None = None,
     ) -> None:
+        self.replicas = replicas
+        self.rank_names = list(rank_names if rank_names is not None else range(len(data_ranks)))
         self.features, self.group, self.size = list(features), group, len(data_ranks)
         self.data_ranks, self.tensor_axes = list(data_ranks), list(tensor_axes)
         self._content = content
@@ -114,19 +120,42 @@ class Handshake:
             words = all_to_all(send, sizes, sizes, self.group).view(self.size, _WORDS).tolist()
             here.align(max(w[1] for w in words))
             if any(w[0] != self._fingerprint for w in words):
+                self._of_all_copies((self.rank_names[0], Fault(Kind.ELSEWHERE)), device)
                 self._raise_mismatch()
             headers = [Header.unpacked(w) for w in words]
-        for rank, header in enumerate(headers):
-            if header.fault is not None:
-                raise header.fault.error(self.features, self.name, rank)
+        found = next(((r, h.fault) for r, h in zip(self.rank_names, headers, strict=True) if h.fault is not None), None)
+        difference: InputError | None = None
+        if found is None:
+            try:
+                self._check_same_manner(headers)
+                self._check_same_samples(headers)
+            except InputError as error:
+                difference, found = error, (self.rank_names[0], Fault(Kind.ELSEWHERE))
+        found = self._of_all_copies(found, device)
+        if difference is not None:
+            raise difference
+        if found is not None:
+            raise found[1].error(self.features, self.name, found[0])
+        return headers
+
+    def _check_same_manner(self, headers: Sequence[Header]) -> None:
         for rank, header in enumerate(headers):
             if header.manner() != headers[0].manner():
                 raise InputError(
                     f"ranks call {self.name} in different ways: rank 0 {headers[0].manner()}, rank {rank} "
                     f"{header.manner()}; call it the same way on every rank"
                 )
-        self._check_same_samples(headers)
-        return headers
+
+    def _of_all_copies(self, found: tuple[int, Fault] | None, device: torch.device) -> tuple[int, Fault] | None:
+        """The first fault of any copy: one that goes on alone would wait for the others in the next average."""
+        if self.replicas is None:
+            return found
+        size = dist.get_world_size(self.replicas)
+        words = [0] * 5 if found is None else [found[0], *found[1].packed()]
+        mine = torch.tensor(words, dtype=torch.int64, device=device)
+        everyone = all_gather(mine, mine.new_empty(size, len(words)), self.replicas).tolist()
+        told = next((w for w in everyone if w[1] != Kind.NONE), None)
+        return None if told is None else (told[0], Fault.unpacked(told[1:]))
 
     def _check_same_samples(self, headers: Sequence[Header]) -> None:
         first = {data_rank: rank for rank, data_rank in reversed([*enumerate(self.data_ranks)])}

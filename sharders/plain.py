@@ -88,7 +88,11 @@ class ShardedEmbeddingBag(TableModule):
         else:
             bounds = torch.cat([offsets, offsets.new_tensor([count])])
         lengths = bounds[1:] - bounds[:-1]
-        if lengths.numel() and (int(bounds[0]) != 0 or int(lengths.min()) < 0 or int(bounds[-1]) > count):
+        # The bounds themselves first: a difference of two that are far apart wraps around.
+        is_inside = not lengths.numel() or (
+            int(bounds[0]) == 0 and int(bounds.min()) >= 0 and int(bounds.max()) <= count
+        )
+        if not is_inside or (lengths.numel() and int(lengths.min()) < 0):
             first_wrong = next(
                 (int(b) for a, b in pairwise([0, *bounds.tolist()]) if b < a or b > count), int(bounds[0])
             )

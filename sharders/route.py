@@ -18,6 +18,8 @@ import torch
 from sharders.bucketize import Bucketizer
 from sharders.placement import Placement
 
+_MAX_ORDERS = 16  # of keys, that are kept compiled
+
 
 @dataclass
 class Batch:
@@ -132,7 +134,7 @@ class Router:
         """Payloads for every rank of the exchange; ids must be valid."""
         num_keys = batch.lengths.shape[0]
         key = (num_keys, batch.key_of)
-        compiled = self._compiled.get(key) or self._compiled.setdefault(key, self._compile(num_keys, batch.key_of))
+        compiled = self._compiled.get(key) or self._keep(key, self._compile(num_keys, batch.key_of))
         values, weights = batch.values.to(self.word), self._bits(batch.weights)
         key_starts = [0, *accumulate(batch.counts)]
         out_starts = self._out_starts(batch) if self.unpooled else []
@@ -167,6 +169,13 @@ class Router:
                 sent.spans.append(self._spans(sources, batch, split, out_starts, len(sent.spans)))
         sent.payload = torch.cat(parts) if parts else values[:0]
         return sent
+
+    def _keep(self, key: tuple[int, tuple[int, ...]], compiled: _Compiled) -> _Compiled:
+        """The oldest goes where there are too many: an order of keys that changes with every batch never comes back."""
+        if len(self._compiled) >= _MAX_ORDERS:
+            del self._compiled[next(iter(self._compiled))]
+        self._compiled[key] = compiled
+        return compiled
 
     def receive(
         self, payload: torch.Tensor, words: Sequence[int], batch_sizes: Sequence[int], slots: int, weighted: bool

@@ -22,10 +22,7 @@ def check_batch(batch: Batch, rows: Sequence[int]) -> None:
     """
     if batch.values.dtype not in (torch.int32, torch.int64):
         raise Fault(Kind.ID_DTYPE, value=dtype_index(batch.values.dtype))
-    if batch.lengths.numel() and int(batch.lengths.min()) < 0:
-        key = int((batch.lengths.min(1).values < 0).nonzero()[0])
-        feature = next((f for f, k in enumerate(batch.key_of) if k == key), -1)
-        raise Fault(Kind.LENGTH_NEGATIVE, feature, int(batch.lengths[key].min()))
+    check_lengths(batch)
     total = sum(batch.counts)
     if total != batch.values.numel():
         raise Fault(Kind.LENGTH_SUM, value=total, expected=batch.values.numel())
@@ -35,6 +32,25 @@ def check_batch(batch: Batch, rows: Sequence[int]) -> None:
         if not batch.weights.is_floating_point():
             raise Fault(Kind.WEIGHTS_DTYPE, value=dtype_index(batch.weights.dtype))
     _check_ids(batch, rows)
+
+
+def check_lengths(batch: Batch) -> None:
+    """Each is between 0 and the number of ids, so that no sum of them wraps around.
+
+    Raises:
+        Fault: one is not.
+    """
+    if not batch.lengths.numel():
+        return
+    low, high = batch.lengths.aminmax()
+    count = batch.values.numel()
+    if int(low) >= 0 and int(high) <= count:
+        return
+    wrong = (batch.lengths < 0) | (batch.lengths > count)
+    key = int(wrong.any(1).nonzero()[0])
+    feature = next((f for f, k in enumerate(batch.key_of) if k == key), -1)
+    value = int(batch.lengths[key][wrong[key]][0])
+    raise Fault(Kind.LENGTH_NEGATIVE if value < 0 else Kind.LENGTH_LARGE, feature, value, count)
 
 
 def _check_ids(batch: Batch, rows: Sequence[int]) -> None:

@@ -45,6 +45,11 @@ def kjt(kind: str, change: str = "") -> Any:
         lengths = lengths[:-1]
     elif change == "negative length":
         lengths[1], lengths[0] = -1, 3
+    elif change == "lengths whose sum wraps around":  # to the number of ids
+        lengths[0] = lengths[0] - 2
+        lengths[1], lengths[2] = 2**63 - 1, 2**63 - 1
+        lengths[3:] = 0
+        lengths[0] = len(ids) + 2
     elif change == "no weights":
         weights = None
     elif change == "weights of another length":
@@ -71,6 +76,8 @@ def bag(change: str = "") -> tuple[Any, ...]:
         offsets = torch.tensor([0, 3, 1])
     elif change == "offsets pass the end":
         offsets[2] = 5
+    elif change == "offsets whose differences wrap around":
+        offsets = torch.tensor([0, 2**63 - 1, -(2**63), -1])
     elif change == "float offsets":
         offsets = offsets.float()
     elif change == "offsets in a list":
@@ -166,6 +173,7 @@ KEYED = {
     "lengths do not add up": ["sum to"],
     "too few lengths": ["lengths"],
     "negative length": ["'a'", "negative length -1"],
+    "lengths whose sum wraps around": ["'a'", "a length", "ids in all"],
     "missing key": ["'c'", "missing"],
     "a plain tensor": ["type"],
     "nothing": ["type"],
@@ -185,6 +193,7 @@ CASES = {
         "offsets begin late": ["offsets", "found 1"],
         "offsets decrease": ["offsets", "not decrease"],
         "offsets pass the end": ["offsets", "not pass the 4 ids"],
+        "offsets whose differences wrap around": ["offsets", "not pass the 4 ids"],
         "float offsets": ["offsets", "float32"],
         "no offsets": ["dims"],
         "three dims": ["3 dims"],
@@ -354,3 +363,47 @@ def test_ids_that_no_feature_reads_may_be_anything() -> None:
     values = torch.cat([good.values(), torch.tensor([-5, 10**12])])
     out = model(KeyedJaggedTensor(keys=keys, values=values, lengths=lengths))
     same_result(out, make_module("ec")(good))
+
+
+def _copies_that_average() -> list[str]:
+    """With an average every k updates the copies exchange no ids: a fault of one must be raised on all the same."""
+    from sharders import EmbeddingBagSharder
+
+    env = env_of("replicate2xshard2")
+    module = nn.EmbeddingBag(10, 4, mode="sum")
+    attach(module, "sgd")
+    sharder = EmbeddingBagSharder(sync_interval=2)
+    model = dmp.DistributedModelParallel(module, env=env, plan={"weight": row_wise()}, sharders=[sharder])
+    texts = []
+    for bad_rank in range(4):
+        try:
+            model(torch.tensor([[1, 10 if env.rank == bad_rank else 2]]))
+        except InputError as error:
+            texts.append(str(error))
+    for _ in range(2):
+        model(torch.tensor([[1, 2]])).sum().backward()  # and all is well again
+    return texts
+
+
+def test_a_fault_reaches_copies_that_only_average() -> None:
+    for texts in run_ranks(4, _copies_that_average, timeout=60):
+        assert len(texts) == 4 and all(f"rank {i}:" in text and "id 10" in text for i, text in enumerate(texts)), texts
+
+
+def test_orders_of_keys_are_not_kept_for_ever() -> None:
+    from torchrec import KeyedJaggedTensor
+
+    module = make_module("ebc")
+    model = dmp.DistributedModelParallel(module, plan={n: row_wise() for n, _ in module.named_parameters()})
+    batch, plain = kjt("ebc").to_dict(), make_module("ebc")
+    for step in range(40):
+        keys = [*"abcde", *(f"other{i}" for i in range(step))]
+        values = [batch[k] for k in "abcde"]
+        given = KeyedJaggedTensor(
+            keys=keys,
+            values=torch.cat([v.values() for v in values]),
+            lengths=torch.cat([*(v.lengths() for v in values), torch.zeros(3 * step, dtype=torch.int64)]),
+        )
+        out = model(given)
+    same_result(out, plain(kjt("ebc")))
+    assert len(model.module._engine.router._compiled) <= 16

@@ -6,10 +6,12 @@ FBGEMM's table-batched operators (float32 on the CPU) and torch's own (anything)
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import cache
 from typing import Protocol
 
+import torch.distributed as dist
 from torch import Tensor
 
 from dmp import ShardError
@@ -19,6 +21,8 @@ from sharders.kernels.fbgemm_kernel import FbgemmLookup
 from sharders.kernels.torch_kernel import Segments, TorchLookup, update_dense
 
 __all__ = ["Lookup", "Segments", "Slot", "compile_lookup", "kernel_report", "update_dense"]
+
+_log = logging.getLogger("dmp")
 
 
 class Lookup(Protocol):
@@ -85,12 +89,21 @@ def compile_lookup(bank: Bank, slots: Sequence[Slot], *, kernel: str | None = No
     problem = _fbgemm_problem()
     if problem and kernel == "fbgemm":
         raise ShardError(f"the fbgemm kernel cannot be used: {problem}. Use kernel='torch', or install fbgemm-gpu-cpu")
-    return TorchLookup(bank, slots) if problem else FbgemmLookup(bank, slots)
+    if problem:
+        _say_once(problem)
+        return TorchLookup(bank, slots)
+    return FbgemmLookup(bank, slots)
 
 
 def kernel_report() -> dict[str, str]:
     """Per kernel "ok", or why it cannot be used; tries FBGEMM at the first call."""
     return {"torch": "ok", "fbgemm": _fbgemm_problem() or "ok"}
+
+
+@cache
+def _say_once(problem: str) -> None:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        _log.warning("tables are looked up by torch's own operations, for FBGEMM's cannot be used: %s", problem)
 
 
 @cache
