@@ -22,6 +22,8 @@ _ALLOWED = frozenset(
     + ("nbytes", "itemsize", "__len__", "get_device", "stride")
 )
 
+_THE_SAME = frozenset(("data", "detach"))  # what tools of torch's keep of every parameter, without a look at values
+
 
 class Unread(torch.Tensor):
     """A tensor without values; see the top of the file."""
@@ -47,6 +49,8 @@ class Unread(torch.Tensor):
         owner = getattr(func, "__self__", None)  # of a getter the attribute's descriptor
         name = getattr(owner, "__name__", "") if func.__name__ == "__get__" else func.__name__
         found = [each for each in _nested((args, kwargs or {})) if isinstance(each, Unread)]
+        if name in _THE_SAME and len(found) == 1 and hasattr(found[0], "_table"):
+            return found[0]
         if name in _ALLOWED or not found or not hasattr(found[0], "_table"):
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         raise ShardError(
