@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from dmp.ranks import explain
 from dmp.skeleton import put_back
 
 
@@ -14,9 +15,11 @@ def _forward(model: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         with model._calls.forward:
             return model.running(*args, **kwargs)
-    except BaseException:
+    except BaseException as error:
         if model.skeleton is not None:
             put_back(model.module)
+        if isinstance(error, RuntimeError):  # of a collective of torch's, which no entry of ours is around
+            explain(error)
         raise
 
 

@@ -33,6 +33,7 @@ __all__ = [
     "control_group",
     "entry",
     "everyone",
+    "explain",
     "from_first",
     "meet",
     "numbers",
@@ -55,20 +56,23 @@ class entry:
     Args:
         name: for messages, as in "rank 1 is in ...": `the forward of 'sparse'`.
         group: None for this process alone.
+        is_backward: it is a backward pass, of which each rank keeps the name until `take_backwards`.
 
     Raises:
         RanksError: the ranks are in different calls.
         PeerLost: one of them is gone.
     """
 
-    __slots__ = ("_entry", "_name", "_sequence")
+    __slots__ = ("_entry", "_is_backward", "_name", "_sequence")
 
-    def __init__(self, name: str, group: dist.ProcessGroup | None) -> None:
-        self._name = name
+    def __init__(self, name: str, group: dist.ProcessGroup | None, *, is_backward: bool = False) -> None:
+        self._name, self._is_backward = name, is_backward
         self._sequence = None if group is None else whereabouts.sequence_of(group)
 
     def __enter__(self) -> entry:
         self._entry = None if self._sequence is None else whereabouts.begin(self._name, self._sequence)
+        if self._entry is not None and self._is_backward:
+            self._entry.sequence.backwards.append(self._name)
         return self
 
     def __exit__(
@@ -77,8 +81,8 @@ class entry:
         if self._entry is None:
             return
         try:
-            if isinstance(error, RuntimeError) and not isinstance(error, RanksError):
-                _explain(error)
+            if isinstance(error, RuntimeError):
+                explain(error)
         finally:
             whereabouts.end(self._entry)
 
@@ -87,14 +91,28 @@ class entry:
         """Of this entry among its ranks'; 0 without a group."""
         return 0 if self._entry is None else self._entry.number
 
+    def take_backwards(self) -> list[str]:
+        """Names of the backward passes that this rank has run since the last time."""
+        if self._entry is None:
+            return []
+        taken = self._entry.sequence.backwards
+        self._entry.sequence.backwards = []
+        return taken
+
     def align(self, number: int) -> None:
         """Have the next entry counted from here: where all ranks have just met, the largest of their numbers."""
         if self._entry is not None and self._entry.sequence.number == self._entry.number:
             self._entry.sequence.number = self._entry.number = max(number, self._entry.number)
 
 
-def _explain(error: RuntimeError) -> None:
-    """Raise what is behind a broken collective; return where the error is this rank's own."""
+def explain(error: RuntimeError) -> None:
+    """Raise what is behind a broken collective; return where the error is this rank's own.
+
+    Raises:
+        RanksError: the ranks are in different calls, or one of them is gone.
+    """
+    if isinstance(error, RanksError):
+        return
     if whereabouts.Verdict.error is None and _is_broken(error):
         dog = watchdog.start()
         if dog is not None:

@@ -139,7 +139,7 @@ class Engine:
 
     def way_back(self) -> ranks.entry:
         """The backward pass, as a call of all ranks."""
-        return ranks.entry(self.handshake.backward, self.peers.exchange)
+        return ranks.entry(self.handshake.backward, self.peers.exchange, is_backward=True)
 
     def _check_parameters(self) -> None:
         """Whether the module's parameters are those that are looked up and updated here; their values may be others.

@@ -7,6 +7,7 @@ so instead of hanging. A fault that one rank finds in its batch is raised on all
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,7 +18,8 @@ from dmp import InputError, ranks
 from sharders.exchange import all_gather, all_to_all
 from sharders.faults import Fault, Kind
 
-_WORDS = 10  # fingerprint, number of the entry, batch size, payload words, flags, checksum, fault (4)
+_WORDS = 11
+"""Fingerprint, number of the entry, digest of backward passes; batch size, words, flags, checksum; fault (4)."""
 
 
 @dataclass(frozen=True)
@@ -42,16 +44,16 @@ class Header:
     checksum: int
     fault: Fault | None
 
-    def packed(self, fingerprint: int, number: int) -> list[int]:
-        """As integers."""
+    def packed(self, *before: int) -> list[int]:
+        """As integers, behind these three of the call."""
         fault = self.fault.packed() if self.fault else [0, 0, 0, 0]
         flags = self.is_training + 2 * self.is_weighted + 4 * self.wants_weight_gradient
-        return [fingerprint, number, self.batch_size, self.words, flags, self.checksum, *fault]
+        return [*before, self.batch_size, self.words, flags, self.checksum, *fault]
 
     @staticmethod
     def unpacked(words: Sequence[int]) -> Header:
         """Inverse of `packed`."""
-        batch_size, num_words, flags, checksum, *fault = words[2:]
+        batch_size, num_words, flags, checksum, *fault = words[3:]
         found = Fault.unpacked(fault) if fault[0] != Kind.NONE else None
         return Header(batch_size, num_words, bool(flags & 1), bool(flags & 2), bool(flags & 4), checksum, found)
 
@@ -114,7 +116,9 @@ class Handshake:
         if self.size == 1:
             headers = list(mine)
         else:
-            packed = [word for header in mine for word in header.packed(self._fingerprint, here.number)]
+            backwards = here.take_backwards()
+            digest = zlib.crc32("\n".join(backwards).encode())
+            packed = [word for header in mine for word in header.packed(self._fingerprint, here.number, digest)]
             sizes = [_WORDS] * self.size
             send = torch.tensor(packed, dtype=torch.int64, device=device)
             words = all_to_all(send, sizes, sizes, self.group).view(self.size, _WORDS).tolist()
@@ -122,6 +126,9 @@ class Handshake:
             if any(w[0] != self._fingerprint for w in words):
                 self._of_all_copies((self.rank_names[0], Fault(Kind.ELSEWHERE)), device)
                 self._raise_mismatch()
+            if any(w[2] != digest for w in words):
+                self._of_all_copies((self.rank_names[0], Fault(Kind.ELSEWHERE)), device)
+                self._raise_parted_backwards(backwards)
             headers = [Header.unpacked(w) for w in words]
         found = next(((r, h.fault) for r, h in zip(self.rank_names, headers, strict=True) if h.fault is not None), None)
         difference: InputError | None = None
@@ -169,6 +176,17 @@ class Handshake:
                     "process's place on the mesh's other axes. Where each rank loads samples of its own on purpose: "
                     "sharders.gather_batch(batch, env) makes one batch of them"
                 )
+
+    def _raise_parted_backwards(self, mine: list[str]) -> None:
+        """A backward pass has no header: where the sizes fit, ranks have taken each other's gradients for their own."""
+        told = ranks.tell("the forward after different backward passes", mine, self.group)
+        texts = [", ".join(names) or "none" for names in told]
+        raise ranks.RanksError(
+            "the ranks have run different backward passes since the forward before this one: "
+            + "; ".join(f"rank {name}: {text}" for name, text in zip(self.rank_names, texts, strict=True))
+            + ". Gradients of their tables went to one another: go on from a checkpoint, with a loss that reaches the "
+            "same tables on every rank"
+        )
 
     def _raise_mismatch(self) -> None:
         told = ranks.tell("the forward of different modules", (self.name, self._content), self.group)

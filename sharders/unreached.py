@@ -26,6 +26,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from dmp import ranks
+
 
 class AnyReachDDP(DistributedDataParallel):
     """`DistributedDataParallel` that needs no word on unused parameters, see [Note: unreached].
@@ -36,6 +38,7 @@ class AnyReachDDP(DistributedDataParallel):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        self._buffers_group = ranks.own_group(self.process_group, "buffers") if self.modules_buffers else None
         self._trained = [p for p in self._module_parameters if p.requires_grad]
         self._nodes = [get_gradient_edge(p).node for p in self._trained]
         self._reached: list[torch.Tensor] = []
@@ -55,6 +58,11 @@ class AnyReachDDP(DistributedDataParallel):
                 for tensor in with_graph(output):
                     tensor.register_hook(self._begin)
         return output
+
+    def _distributed_broadcast_coalesced(self, tensors: Any, buffer_size: int, authoritative_rank: int = 0) -> None:
+        """Buffers, apart from gradients: gloo ends the process where one rank's forward meets another's backward."""
+        group = self._buffers_group or self.process_group
+        dist._broadcast_coalesced(group, tensors, buffer_size, authoritative_rank)  # type: ignore[attr-defined]
 
     def _begin(self, _: torch.Tensor) -> None:
         """A backward pass comes by the output: have `_complete` run at its end."""

@@ -214,3 +214,26 @@ def together_where_one_raises() -> str:
     except dmp.CheckpointError as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+class Two(nn.Module):
+    """Two tables alike, of which each batch's loss takes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.EmbeddingBag(40, 8, mode="sum"), nn.EmbeddingBag(40, 8, mode="sum")
+
+    def forward(self, ids: torch.Tensor, takes_first: bool) -> torch.Tensor:
+        first, second = self.first(ids), self.second(ids)
+        return (first if takes_first else second).sum()
+
+
+def losses_of_different_tables() -> None:
+    """The gradients fit each other's places; the next forward must not go on."""
+    env = ShardingEnv.from_mesh(mesh((dist.get_world_size(),)))
+    plan = {"first.weight": row_wise(), "second.weight": row_wise()}
+    model = DistributedModelParallel(Two(), env, plan=plan)
+    ids = torch.arange(12).view(4, 3)
+    model(ids, True).backward()
+    model(ids, env.rank == 0).backward()
+    model(ids, True)

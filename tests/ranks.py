@@ -131,6 +131,20 @@ def run_ranks(
     return errors if expect is not None else [reply.value for reply in replies if reply]
 
 
+def run_apart(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 90.0) -> list[Any]:
+    """Run `fn(*args)` on ranks that part ways: a new pool, ended afterwards, and every rank's own end.
+
+    Returns:
+        For each rank its result; where it raised or died the text of that; None where it did not answer in time.
+    """
+    pool = _Pool(world_size)
+    try:
+        replies = pool.ask([_dumps((fn, args, {}, list(warnings.filters)))] * world_size, timeout, timeout)
+        return [None if reply is None else reply.value if reply.trace is None else reply.trace for reply in replies]
+    finally:
+        pool.close()
+
+
 @functools.cache
 def mesh(shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> DeviceMesh:
     """The CPU mesh of this shape, made once per worker (call it inside `fn`): process groups cannot be freed."""

@@ -12,6 +12,7 @@ import pytest
 
 from dmp import PlanError, RanksError
 from tests.parting_jobs import (
+    losses_of_different_tables,
     meet_elsewhere,
     part,
     together_where_one_raises,
@@ -104,6 +105,11 @@ def test_a_planner_that_raises_on_one_rank() -> None:
 def test_what_fails_here_is_no_lost_rank() -> None:
     expected = "CheckpointError: asking: rank 1: RuntimeError: Connection closed by the database"
     assert run_ranks(2, together_where_one_raises) == [expected] * 2
+
+
+def test_losses_that_reach_different_tables() -> None:
+    for error in run_ranks(2, losses_of_different_tables, expect=RanksError):
+        assert "rank 0: the backward of 'first'; rank 1: the backward of 'second'" in str(error), error
 
 
 @slow

@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -38,15 +37,10 @@ NOTICED_S = 20.0
 
 
 def mortal_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
-    """`run_ranks` in processes of its own, which may die: for each rank its result, or text of its end."""
-    request = ranks._dumps((fn, args, {}, list(warnings.filters)))
-    pool = ranks._Pool(world_size)
-    try:
-        replies = pool.ask([request] * world_size, timeout, timeout)
-    finally:
-        pool.close()
-    assert None not in replies, "a rank hangs"
-    return [reply.value if reply.trace is None else reply.trace for reply in replies if reply]
+    """`run_apart` where no rank may hang."""
+    ends = ranks.run_apart(world_size, fn, *args, timeout=timeout)
+    assert None not in ends, "a rank hangs"
+    return ends
 
 
 def load_here(path: Path) -> tuple[int, State]:
