@@ -1,12 +1,14 @@
-"""torch's DistributedDataParallel around wrapped models: it leaves them alone, or is refused.
+"""torch's data parallelism around wrapped models: it leaves them alone, or is refused.
 
-It would broadcast rank 0's pieces over the other ranks', and average gradients of different rows. Trainers (Accelerate,
-Lightning, Fabric) put it around whatever they are given.
+DistributedDataParallel would broadcast rank 0's pieces over the other ranks', and average gradients of different rows;
+`fully_shard` would cut pieces of different sizes, for which gloo ends the process. Trainers (Accelerate, Lightning,
+Fabric) put them around whatever they are given.
 """
 
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from typing import Any
 
 from torch import nn
@@ -43,6 +45,14 @@ def _check(module: Any) -> None:
             f"are those of the wrapped model {inside[0][0]!r}. {_ADVICE}"
         )
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
+
+
+def keep_from_fully_shard(model: nn.Module) -> None:
+    """Have `fully_shard` of a parent pass over a wrapped model, as over what `replicate` has taken."""
+    # Private: what torch's composable functions know each other by.
+    from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
+
+    setattr(model, REGISTRY_KEY, OrderedDict(replicate=RegistryItem()))
 
 
 def guard_ddp() -> None:

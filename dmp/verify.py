@@ -94,9 +94,9 @@ def _verify(model: nn.Module, module: nn.Module, batch: Any, env: ShardingEnv) -
     return _judge(outputs, gradients, not_compared, env)
 
 
-def _take_modes(plain: nn.Module, model: Any) -> None:
+def _take_modes(plain: nn.Module, model: nn.Module) -> None:
     """Each module's mode; inside what a sharder has replaced, that of the module that took its place."""
-    modes = {name: m.training for name, m in model.module.named_modules(remove_duplicate=False)}
+    modes = {name: m.training for name, m in model.named_modules(remove_duplicate=False)}
     for name, module in plain.named_modules(remove_duplicate=False):
         while name not in modes:
             name = name.rpartition(".")[0]

@@ -25,7 +25,7 @@ from torch.nn.parameter import is_lazy
 from dmp import live
 from dmp.agreement import check_agreement, sync_from_first_rank
 from dmp.arguments import check_arguments, check_env, take
-from dmp.around import guard_ddp
+from dmp.around import guard_ddp, keep_from_fully_shard
 from dmp.calls import Calls
 from dmp.chunked import PIECE, ChunkedTensor, is_dtensor
 from dmp.contracts import (
@@ -217,6 +217,7 @@ class DistributedModelParallel(nn.Module):
         take(module)
         live.add(self)
         guard_ddp()
+        keep_from_fully_shard(self)
 
     def _planned(self, module: nn.Module, planner: Any) -> Any:
         """The planner's plan. A planner that raises on one rank alone has left the others in an exchange of its own."""

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dmp import (
@@ -122,6 +124,31 @@ def test_ddp_around_a_parent_trains_what_one_process_does(
         assert state == sorted(f"module.{name}" for name, _ in plain.named_parameters())
         if kind is None:  # tables' own optimizer has a rate of its own
             same(got, plain.state_dict())
+
+
+def fully_sharded_parent() -> dict[str, torch.Tensor]:
+    env = ShardingEnv.from_mesh(mesh((2,), ("dp",)))
+    inner = DistributedModelParallel(Net(), env, plan=mixed())
+    parent = Parent(inner)
+    parent.norm.eval()
+    fully_shard(parent, mesh=env.mesh)
+    loss_of(parent, batch(env.data_rank)).backward()
+    torch.optim.SGD(parent.parameters(), lr=0.1, foreach=False).step()
+    outer = {n: p.full_tensor() for n, p in parent.named_parameters() if isinstance(p, DTensor)}
+    assert outer and not any(name.startswith("inner.") for name in outer)
+    return {**{f"inner.{n}": v for n, v in full_state_dict(inner).items()}, **{n: v.detach() for n, v in outer.items()}}
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view")
+def test_fully_shard_of_a_parent_leaves_it_alone() -> None:
+    plain = Parent(Net())
+    plain.norm.eval()
+    for rank in range(2):
+        (loss_of(plain, batch(rank)) / 2).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    for got in run_ranks(2, fully_sharded_parent):
+        assert set(got) >= {name for name, _ in plain.named_parameters()}
+        same({name: got[name] for name, _ in plain.named_parameters()}, dict(plain.named_parameters()))
 
 
 def refused() -> None:
