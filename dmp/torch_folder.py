@@ -22,6 +22,7 @@ from typing import Any
 from dmp.checksums import Checked
 from dmp.chunked import ChunkedTensor
 from dmp.entries import check_entries, shapes_of
+from dmp.errors import CheckpointError
 from dmp.metadata import read_metadata
 from dmp.pieces import Pieces
 from dmp.sources import MODEL, STATE
@@ -57,8 +58,10 @@ class TorchFolder:
             name = ours[len(STATE) :].rpartition(".")[0]
             found = self._column_widths(MODEL + name, size) if ours.startswith(STATE) else ()
             if found:
+                rows = size[0] // len(found)
+                self._check_within_blocks(ours, rows)
                 widths[name] = found
-                self.shapes[ours] = (size[0] // len(found), len(found)), dtype
+                self.shapes[ours] = (rows, len(found)), dtype
         self.about: dict[str, Any] = {"holds_more": True, "has_steps": not uncounted, "column_widths": widths}
 
     def _column_widths(self, weight: str, size: tuple[int, ...]) -> tuple[int, ...]:
@@ -69,6 +72,15 @@ class TorchFolder:
         starts = sorted({piece.offset[1] for piece in self._entries[self._keys[weight]].pieces})
         is_blocks = 1 < len(starts) < table[1] and size[0] == table[0] * len(starts)
         return tuple(b - a for a, b in pairwise([*starts, table[1]])) if is_blocks else ()
+
+    def _check_within_blocks(self, ours: str, rows: int) -> None:
+        """A piece that is of two of the blocks one after another has no place in (rows, blocks)."""
+        for piece in self._entries[self._keys[ours]].pieces:
+            if piece.offset[0] % rows + piece.size[0] > rows:
+                raise CheckpointError(
+                    f"{self.path}: the piece of {self._keys[ours]!r} at {piece.offset[0]} has {piece.size[0]} values, "
+                    f"over the end of a column block of {rows} rows; expected pieces within a block, as TorchRec saves"
+                )
 
     def check(self, keys: Collection[str], part: tuple[int, int]) -> list[Checked]:
         self._pieces.check([self._keys[key] for key in keys], part)

@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from torch import nn
 
 from dmp import (
     CheckpointError,
+    ChunkedTensor,
     DistributedModelParallel,
     ShardingEnv,
     column_wise,
@@ -362,6 +364,19 @@ def test_whatever_lies_in_a_folder_of_torch(tmp_path: Path) -> None:
     holder = Holder()
     load_checkpoint(tmp_path / "torch", holder)
     assert_equal(holder.held, state)
+
+
+def test_state_over_the_end_of_a_column_block_is_refused(tmp_path: Path) -> None:
+    """Two column blocks one after another, stored as one piece: half of it would have been left unfilled."""
+    halves = [torch.zeros(6, 4), torch.ones(6, 4)]
+    weight = ChunkedTensor((6, 8), halves, [(0, 0), (0, 4)])
+    state = {"model.t.weight": weight, "optim.state.t.weight.t.momentum1": torch.arange(12.0)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, checkpoint_id=tmp_path / "saved", no_dist=True)
+    model = nn.ModuleDict({"t": nn.Embedding(6, 8)})
+    with pytest.raises(CheckpointError, match=r"at 0 has 12 values, over the end of a column block of 6 rows"):
+        load_checkpoint(tmp_path / "saved", model)
 
 
 def test_sorting_keys() -> None:
