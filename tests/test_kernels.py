@@ -415,6 +415,15 @@ def test_choice_of_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         compile_lookup(bank, slots, kernel="fbgemm")
 
 
+def test_what_the_fast_kernel_does_not_take_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    kernels._say_once.cache_clear()
+    with caplog.at_level("WARNING", logger="dmp"):
+        for dtype in (torch.float64, torch.float64, torch.bfloat16, torch.float32):
+            compile_lookup(Bank([], dtype, "cpu"), [])
+        compile_lookup(Bank([], torch.float64, "cpu"), [], kernel="torch")  # asked for: nothing fell back
+    assert [("float64" in text, "bfloat16" in text) for text in caplog.messages] == [(True, False), (False, True)]
+
+
 @pytest.mark.parametrize("kernel", ["torch", "fbgemm"])
 def test_default_device_does_not_matter(kernel: str) -> None:
     """Modules are often built inside `torch.device("meta")`."""

@@ -82,9 +82,11 @@ def compile_lookup(bank: Bank, slots: Sequence[Slot], *, kernel: str | None = No
     if kernel not in (None, "fbgemm", "torch"):
         raise ShardError(f"expected the kernel 'fbgemm' or 'torch', or None; got {kernel!r}")
     if kernel == "torch" or not fbgemm_kernel.supports(bank):
-        if kernel == "fbgemm":
-            came = f"{bank.weights.dtype} on {bank.weights.device}"
-            raise ShardError(f"the fbgemm kernel takes float32 tables on the CPU; got {came}. Use kernel='torch'")
+        if kernel != "torch":
+            takes = f"takes float32 tables on the CPU; got {bank.weights.dtype} on {bank.weights.device.type}"
+            if kernel == "fbgemm":
+                raise ShardError(f"the fbgemm kernel {takes}. Use kernel='torch'")
+            _say_once(f"its kernel {takes}")
         return TorchLookup(bank, slots)
     problem = _fbgemm_problem()
     if problem and kernel == "fbgemm":
