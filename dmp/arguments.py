@@ -53,6 +53,10 @@ def _check_device(device: Any) -> None:
             "device='meta' holds no values, so nothing can run on it: leave out device to take the mesh's. A module "
             "whose parameters are on meta is filled on the mesh's device; to plan without values: planner.plan(...)"
         )
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for the device
+        raise ShardError(f"device={str(device)!r} is not to be had in this process: {error}") from error
 
 
 def _check_data_parallel_wrapper(wrapper: Any) -> None:

@@ -53,12 +53,17 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
     Returns:
         The 2-norm before clipping, a plain 0-D float32 tensor, the same on every rank.
 
+    Raises:
+        ShardError: a `max_norm` that is negative or no number, sparse gradients.
+
     Example:
         >>> model = nn.Linear(2, 1)
         >>> model(torch.ones(1, 2)).sum().backward()
         >>> clip_grad_norm_(model, 1.0)
         tensor(1.7321)
     """
+    if not isinstance(max_norm, int | float) or not max_norm >= 0:
+        raise ShardError(f"expected max_norm to be a number of at least 0; got {max_norm!r}")
     env = env_of(model)
     with entry(_NAME, env.group() if env.size > 1 else None), torch.no_grad():
         shares = list(_shares(model, env).values())

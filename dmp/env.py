@@ -99,7 +99,7 @@ class ShardingEnv:
     @classmethod
     def single(cls, device: str | torch.device = "cpu") -> ShardingEnv:
         """Env of this process alone; no process group is needed."""
-        return cls(None, torch.device(device).type, ("dp",), (1,), ("shard",), (0,))
+        return cls(None, _device_type(device), ("dp",), (1,), ("shard",), (0,))
 
     @classmethod
     def abstract(
@@ -116,7 +116,8 @@ class ShardingEnv:
         shape, names = tuple(shape), tuple(names)
         if len(shape) != len(names) or not shape or any(not isinstance(n, int) or n < 1 for n in shape):
             raise ValueError(f"expected one positive size for each axis name; got {shape=}, {names=}")
-        return cls(None, device_type, names, shape, _roles(names, replicate, shard, tensor), (0,) * len(shape))
+        roles = _roles(names, replicate, shard, tensor)
+        return cls(None, device_type, names, shape, roles, (0,) * len(shape))
 
     @cached_property
     def size(self) -> int:
@@ -131,8 +132,10 @@ class ShardingEnv:
     @property
     def device(self) -> torch.device:
         """Device of this process: the current accelerator of `device_type`, or the CPU."""
-        if self.device_type == "cpu":
-            return torch.device("cpu")
+        if self.device_type in ("cpu", "meta"):
+            return torch.device(self.device_type)
+        if not torch.accelerator.is_available():
+            raise ValueError(f"{self} is on {self.device_type!r}, and this process has no accelerator")
         return torch.device(self.device_type, torch.accelerator.current_device_index())
 
     @cached_property
@@ -296,6 +299,13 @@ def _roles(names: tuple[str, ...], replicate: Axes, shard: Axes, tensor: Axes) -
             )
         roles.append(known)
     return tuple(roles)
+
+
+def _device_type(device: Any) -> str:
+    try:
+        return str(torch.device(device).type)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"expected a device such as 'cpu' or 'cuda'; got {device!r}") from error
 
 
 def _flatten(coordinate: Sequence[int], shape: Sequence[int]) -> int:
