@@ -5,7 +5,7 @@ PY := .venv/bin/python
 # One thread per process: the ranks share the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-all lint bench bench-transformer bench-state clean
+.PHONY: demo test test-all fuzz lint bench bench-transformer bench-state clean
 
 demo: .venv/.installed
 	$(PY) examples/dlrm/demo.py
@@ -16,6 +16,11 @@ test: .venv/.installed
 
 test-all: .venv/.installed
 	$(PY) -m pytest tests
+
+# Seeded probes of what strangers do, as a table of outcomes; another SEED draws others. ONLY=inputs runs one category.
+SEED ?= 1
+fuzz: .venv/.installed
+	$(PY) -m tests.fuzz.run --seed $(SEED) $(if $(ONLY),--only $(ONLY)) $(if $(COUNT),--count $(COUNT))
 
 lint: .venv/.installed
 	$(PY) -m ruff check
