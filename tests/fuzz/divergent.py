@@ -153,6 +153,7 @@ def run(case: Probe) -> Outcome:
 
         told = _Told()
         logging.getLogger("dmp").addHandler(told)
+        logging.getLogger("dmp").propagate = False  # this pool is not used again; the outcome says it
         outcome = outcome_of(str(case), attempt, lambda: None, RIGHT if is_same else ERROR)
         if outcome.end.startswith("foreign") and "loss.backward()" in outcome.text:
             # It came up in torch's own backward, which nobody is around: the log has said what it is.
