@@ -304,11 +304,7 @@ class DistributedModelParallel(nn.Module):
             return
         in_place = self._is_in_place()
         for name, parameter in self.module.named_parameters():
-            if is_lazy(parameter):
-                raise ShardError(
-                    f"parameter {name!r} of a lazy module has no shape yet: pass init_data_parallel=False, run one "
-                    "forward, then call init_data_parallel()"
-                )
+            _check_not_lazy(name, parameter)
             if parameter.is_meta and not in_place:
                 raise ShardError(f"parameter {name!r} is on meta: pass init_parameters=True, or load values first")
         if in_place and not self._skeleton:
@@ -334,6 +330,8 @@ class DistributedModelParallel(nn.Module):
 
     def _check_data_parallel(self, resolved: Resolved, module: nn.Module) -> None:
         """Whether the data-parallel part will run what is left to it, as far as it says beforehand."""
+        for name, parameter in module.named_parameters():
+            _check_not_lazy(name, parameter)
         check = getattr(self._data_parallel, "check", None)
         if check is not None:
             taken = (
@@ -747,6 +745,14 @@ def _carry_over(old: nn.Module, new: nn.Module) -> None:
 
 def _replaced_first(tie: Tie, old: nn.Parameter | None) -> Tie:
     return sorted(tie, key=lambda place: place[0]._parameters[place[1]] is old)
+
+
+def _check_not_lazy(name: str, parameter: nn.Parameter) -> None:
+    if is_lazy(parameter):
+        raise ShardError(
+            f"parameter {name!r} of a lazy module has no shape yet: pass init_data_parallel=False, run one "
+            "forward, then call init_data_parallel()"
+        )
 
 
 def _is_split_on_meta(value: Any) -> bool:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dmp import Layout, ShardError, ShardingEnv
@@ -109,7 +110,7 @@ class FSDPWrapper:
             placed: what tensor parallelism will split, by the parameters' first names.
             ignored: names of what the tables' sharders take.
         """
-        dense = {name: p for name, p in module.named_parameters() if name not in ignored}
+        dense = {name: p for name, p in module.named_parameters() if name not in ignored and not is_lazy(p)}
         if not dense:
             return
         if self.compile is not False:
