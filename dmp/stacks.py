@@ -60,6 +60,7 @@ def _waits_in(frame: FrameType | None) -> str:
         return "the backward pass"
     if not _is_distributed(frame):
         return ""
+    inner = frame.f_code.co_name
     outer: FrameType = frame
     while frame is not None and frame.f_code.co_name != _BACKWARD:
         if _is_distributed(frame) and os.path.basename(frame.f_code.co_filename) not in _SKIPPED:
@@ -71,7 +72,7 @@ def _waits_in(frame: FrameType | None) -> str:
     if outer.f_code.co_filename.endswith(os.path.join("parallel", "distributed.py")) or "fsdp" in (
         outer.f_code.co_filename
     ):
-        return "the forward pass"
+        return "the forward pass" + (", for buffers of rank 0's" if "broadcast" in inner else "")
     return f"torch's {name}"
 
 

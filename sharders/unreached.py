@@ -61,8 +61,11 @@ class AnyReachDDP(DistributedDataParallel):
 
     def _distributed_broadcast_coalesced(self, tensors: Any, buffer_size: int, authoritative_rank: int = 0) -> None:
         """Buffers, apart from gradients: gloo ends the process where one rank's forward meets another's backward."""
-        group = self._buffers_group or self.process_group
-        dist._broadcast_coalesced(group, tensors, buffer_size, authoritative_rank)  # type: ignore[attr-defined]
+        gradients, self.process_group = self.process_group, self._buffers_group or self.process_group
+        try:  # by torch's own frame, in which the watchdog knows a wait
+            super()._distributed_broadcast_coalesced(tensors, buffer_size, authoritative_rank)  # type: ignore[no-untyped-call]
+        finally:
+            self.process_group = gradients
 
     def _begin(self, _: torch.Tensor) -> None:
         """A backward pass comes by the output: have `_complete` run at its end."""
