@@ -71,11 +71,14 @@ def test_a_second_thread_is_told(what: str, tmp_path: Path) -> None:
 def test_one_threads_calls_may_lie_in_each_other() -> None:
     model = wrapped()
 
+    seen = []
+
     def look(*_: Any) -> None:
-        dmp.full_state_dict(model)
+        seen.append(dmp.full_state_dict(model).keys())
 
     model.module.emb.register_forward_hook(look)
     model(IDS).sum().backward()
+    assert seen == [model.state_dict().keys()]
 
 
 def test_an_error_ends_the_call() -> None:
