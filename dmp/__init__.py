@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dmp import ranks, watchdog
+from dmp import ranks
 from dmp.calls import Calls
-from dmp.checkpoint import load_checkpoint, save_checkpoint
+from dmp.checkpoint.api import load_checkpoint, save_checkpoint
+from dmp.checkpoint.export import export_safetensors
+from dmp.checkpoint.retention import keep_last, latest
 from dmp.chunked import ChunkedTensor
-from dmp.clip import clip_grad_norm_
 from dmp.contracts import (
     DataParallelWrapper,
     FusedModule,
@@ -17,13 +18,9 @@ from dmp.contracts import (
     ParameterInfo,
     ShardedModule,
 )
-from dmp.discovery import dense_parameters, place_dense, plan_parameters
 from dmp.env import ShardingEnv
 from dmp.errors import CheckpointError, DmpError, InputError, PlanError, RanksError, ShardError
-from dmp.export import export_safetensors
-from dmp.gather import full_state_dict, to_unsharded
-from dmp.history import keep_last, latest
-from dmp.layout import (
+from dmp.layouts.layout import (
     Layout,
     ParameterSharding,
     Shard,
@@ -42,13 +39,17 @@ from dmp.layout import (
     table_row_wise,
     table_wise,
 )
-from dmp.optimizer_state import full_optimizer_state_dict
 from dmp.outputs import tensors_of
-from dmp.plan import PlanChange, ShardingPlan
+from dmp.plans.discovery import dense_parameters, place_dense, plan_parameters
+from dmp.plans.plan import PlanChange, ShardingPlan
+from dmp.ranks import watchdog
 from dmp.registry import register_sharder
-from dmp.scaler import GradScaler
-from dmp.verify import verify
-from dmp.wrapper import DistributedModelParallel
+from dmp.state.clip import clip_grad_norm_
+from dmp.state.full_state import full_state_dict, to_unsharded
+from dmp.state.optimizer_state import full_optimizer_state_dict
+from dmp.state.scaler import GradScaler
+from dmp.state.verify import verify
+from dmp.wrap.wrapper import DistributedModelParallel
 
 watchdog.await_group()
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dmp.convert import KINDS, convert
+from dmp.checkpoint.convert import KINDS, convert
 from dmp.errors import CheckpointError
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from dmp.chunked import ChunkedTensor
 from dmp.env import ShardingEnv
-from dmp.layout import Layout, ParameterSharding
+from dmp.layouts.layout import Layout, ParameterSharding
 
 
 @dataclass(frozen=True)

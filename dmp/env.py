@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from dmp import watchdog
+from dmp.ranks import watchdog
 
 ROLES = ("replicate", "shard", "tensor")
 _ROLE_OF_NAME = {

@@ -28,7 +28,7 @@ _BUILT_IN_SHARDERS = {
 }
 _BUILT_IN_PLANNER = "planner:ShardingPlanner"
 _BUILT_IN_DATA_PARALLEL = "sharders:FSDPWrapper"
-_BUILT_IN_REPLICATING = "sharders.data_parallel:WholeWrapper"
+_BUILT_IN_REPLICATING = "sharders.data_parallel.ddp:WholeWrapper"
 AnySharder = ModuleSharder | ModelSharder
 _registered: list[AnySharder] = []
 

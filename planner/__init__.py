@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from planner.constraints import Constraint
-from planner.cost import CostModel
+from planner.candidates.constraints import Constraint
+from planner.costs.cost_model import CostModel
+from planner.costs.topology import Topology
 from planner.planner import ShardingPlanner
-from planner.report import PlanReport
-from planner.topology import Topology
+from planner.report.report import PlanReport
 
 __all__ = ["Constraint", "CostModel", "PlanReport", "ShardingPlanner", "Topology"]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dmp import CheckpointError, PlanError, ShardingEnv, ShardingPlan, ranks
-from planner.report import PlanReport
+from planner.report.report import PlanReport
 
 
 def from_first_rank(

@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 from numbers import Real
-from reprlib import repr as short
 from typing import Any
 
-
-def shown(value: Any) -> str:
-    """As an error may show it: not long."""
-    try:
-        return short(value)
-    except ValueError:  # an integer of too many digits
-        return f"a {type(value).__name__} of thousands of digits"
+from planner.text import shown
 
 
 def is_number(value: Any, *, least: float = 0.0) -> bool:

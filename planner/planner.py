@@ -21,17 +21,18 @@ from dmp import (
     plan_parameters,
 )
 from planner.broadcast import from_first_rank
-from planner.constraints import Constraint, constraints_of
-from planner.cost import CostModel
-from planner.dense import decide, vocabularies
-from planner.given import is_number, shown
-from planner.infeasible import plan_error
-from planner.offers import Offers
-from planner.problem import Infeasible
-from planner.report import PlanReport
-from planner.search import search
-from planner.summary import summarise
-from planner.topology import Topology
+from planner.candidates.constraints import Constraint, constraints_of
+from planner.candidates.dense import decide, vocabularies
+from planner.candidates.offers import Offers
+from planner.costs.cost_model import CostModel
+from planner.costs.topology import Topology
+from planner.given import is_number
+from planner.report.infeasible import plan_error
+from planner.report.report import PlanReport
+from planner.report.summary import summarise
+from planner.search.problem import Infeasible
+from planner.search.solve import search
+from planner.text import shown
 
 Pinned = Mapping[str, ParameterSharding | Layout] | None
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dmp import ModelSharder, ModuleSharder
-from sharders.batch_layout import Jagged, dense_to_jagged, gather_batch, jagged_to_dense, slice_batch
-from sharders.collections import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
-from sharders.data_parallel import DDPWrapper
-from sharders.fully_shard import FSDPWrapper
-from sharders.plain import EmbeddingBagSharder, EmbeddingSharder
-from sharders.tensor_parallel import TensorParallelSharder
+from sharders.data_parallel.ddp import DDPWrapper
+from sharders.data_parallel.fsdp import FSDPWrapper
+from sharders.embedding.collections import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
+from sharders.embedding.plain import EmbeddingBagSharder, EmbeddingSharder
+from sharders.tensor_axis.batch_layout import Jagged, dense_to_jagged, gather_batch, jagged_to_dense, slice_batch
+from sharders.tensor_parallel.sharder import TensorParallelSharder
 
 __all__ = [
     "DDPWrapper",

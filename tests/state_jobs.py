@@ -26,9 +26,9 @@ from dmp import (
     table_row_wise,
     table_wise,
 )
-from dmp.checkpoint import load_checkpoint, save_checkpoint
-from dmp.gather import env_of, full_state_dict, gather
-from dmp.optimizer_state import full_optimizer_state_dict
+from dmp.checkpoint.api import load_checkpoint, save_checkpoint
+from dmp.state.full_state import env_of, full_state_dict, gather
+from dmp.state.optimizer_state import full_optimizer_state_dict
 from tests.ranks import mesh, run_ranks
 
 with warnings.catch_warnings():

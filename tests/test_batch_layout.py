@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dmp import InputError, ShardError, ShardingEnv
-from sharders.batch_layout import Jagged, dense_to_jagged, gather_batch, jagged_to_dense, slice_batch
+from sharders.tensor_axis.batch_layout import Jagged, dense_to_jagged, gather_batch, jagged_to_dense, slice_batch
 from tests.ranks import mesh, run_ranks
 
 

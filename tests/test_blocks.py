@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dmp import ShardError
-from sharders.blocks import cast_inputs, checkpoint_blocks, find_units, repeated_blocks
+from sharders.data_parallel.blocks import cast_inputs, checkpoint_blocks, find_units, repeated_blocks
 from tests.transformers_zoo import Llama
 
 

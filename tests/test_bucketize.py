@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sharders import kernels
-from sharders.bucketize import Bucketizer
+from sharders.embedding.lookup import kernels
+from sharders.embedding.lookup.bucketize import Bucketizer
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from dmp import CheckpointError
-from dmp.checksums import Checked, compare, joined
-from dmp.stored import Stored
+from dmp.checkpoint.sources.checksums import Checked, compare, joined
+from dmp.checkpoint.sources.stored_chunk import Stored
 
 
 @pytest.mark.parametrize("cut", [0, 1, 7, 4096, 99_999, 100_000])

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from dmp import CheckpointError, full_optimizer_state_dict
-from dmp.column_blocks import between_blocks, merge_blocks
-from dmp.gather import env_of, gather
+from dmp.state.full_state import env_of, gather
+from dmp.wrap.column_blocks import between_blocks, merge_blocks
 from tests import state_jobs
 from tests.ranks import run_ranks
 from tests.state_jobs import TABLES

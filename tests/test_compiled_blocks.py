@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from sharders.fully_shard import FSDPWrapper
+from sharders.data_parallel.fsdp import FSDPWrapper
 from tests.ranks import close_pools, run_ranks
 from tests.test_fully_shard import env_of, ids_of, make, same, split_by_tensor, train
 

@@ -30,8 +30,8 @@ from dmp import (
     table_wise,
 )
 from dmp import __main__ as command_line
-from dmp.convert import convert
-from dmp.gather import gather
+from dmp.checkpoint.convert import convert
+from dmp.state.full_state import gather
 from tests import equality, test_formats, test_torchrec_opinion
 from tests.bench.state_peak import peak_above
 from tests.ranks import mesh, run_ranks

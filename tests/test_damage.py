@@ -16,8 +16,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from dmp import CheckpointError, DistributedModelParallel, ShardingEnv, load_checkpoint, row_wise, save_checkpoint
-from dmp.gather import full_state_dict
-from dmp.optimizer_state import full_optimizer_state_dict
+from dmp.state.full_state import full_state_dict
+from dmp.state.optimizer_state import full_optimizer_state_dict
 from tests.ranks import mesh, run_ranks
 
 ROWS, DIM = 40, 8
@@ -139,7 +139,9 @@ def test_a_flipped_bit_is_named_on_every_rank(save: Callable[..., None], name: s
 def test_a_file_that_is_lost_between_the_check_and_the_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, model = tmp_path / "saved", Model()
     save_checkpoint(path, Model(1))
-    monkeypatch.setattr("dmp.folder.Folder.check", lambda *_: [file.unlink() for file in path.glob("*.distcp")][:0])
+    monkeypatch.setattr(
+        "dmp.checkpoint.sources.native.Folder.check", lambda *_: [file.unlink() for file in path.glob("*.distcp")][:0]
+    )
     with pytest.raises(CheckpointError, match=r"\.distcp"):
         load_checkpoint(path, model)
 

@@ -13,9 +13,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from dmp import PlanError
-from sharders import dry_run
-from sharders.derive import Derived, Rehearsal, check_heads, complete_sequence, derive, divided_attributes
-from sharders.recognise import Transformer, recognise
+from sharders.tensor_parallel.auto_plan import (
+    Derived,
+    Rehearsal,
+    check_heads,
+    complete_sequence,
+    derive,
+    divided_attributes,
+)
+from sharders.tensor_parallel.structure import dry_run
+from sharders.tensor_parallel.structure.find_transformer import Transformer, recognise
 from tests.transformers_zoo import GPT, Bert, Llama, LlamaBlock
 
 

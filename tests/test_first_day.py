@@ -142,10 +142,10 @@ def test_an_editable_install_beside_a_script(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
         "import dmp, planner, sharders\nprint(dmp.DistributedModelParallel.__module__)\n"
     )
-    assert run(python, "script.py", cwd=tmp_path) == "dmp.wrapper\n"
+    assert run(python, "script.py", cwd=tmp_path) == "dmp.wrap.wrapper\n"
     (tmp_path / "typed.py").write_text(
         "from dmp import DistributedModelParallel\nimport torch\n\n"
         "reveal_type(DistributedModelParallel(torch.nn.Linear(2, 1)).plan)\n"
     )
     checker = ("-m", "mypy", "--strict", "--python-executable", python, "--cache-dir", tmp_path / "cache", "typed.py")
-    assert 'Revealed type is "dmp.plan.ShardingPlan"' in run(sys.executable, *checker, cwd=tmp_path)
+    assert 'Revealed type is "dmp.plans.plan.ShardingPlan"' in run(sys.executable, *checker, cwd=tmp_path)

@@ -32,10 +32,10 @@ from dmp import (
     full_state_dict,
     load_checkpoint,
     row_wise,
-    stored,
     table_wise,
 )
-from dmp.torch_folder import sort_keys
+from dmp.checkpoint.sources import stored_chunk as stored
+from dmp.checkpoint.sources.dcp import sort_keys
 from tests import equality, test_torchrec_opinion
 from tests.bench.state_peak import peak_above
 from tests.ranks import mesh, run_ranks
@@ -596,7 +596,10 @@ def test_a_rank_reads_its_rows_a_piece_at_a_time(kind: str, tmp_path: Path, monk
 
     read: list[int] = []
     true_fill = stored._fill_buffer
-    monkeypatch.setattr("dmp.stored._fill_buffer", lambda f, to, path: (read.append(len(to)), true_fill(f, to, path)))
+    monkeypatch.setattr(
+        "dmp.checkpoint.sources.stored_chunk._fill_buffer",
+        lambda f, to, path: (read.append(len(to)), true_fill(f, to, path)),
+    )
     _, peak = peak_above(lambda: load_checkpoint(tmp_path / "table.safetensors", Part()))
     assert torch.equal(mine, table[first : first + rows])
     assert sum(read) == mine.nbytes

@@ -19,8 +19,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from dmp import ShardError, ShardingEnv
-from sharders.data_parallel import DDPWrapper, has_dtensors
-from sharders.fully_shard import FSDPWrapper, data_mesh
+from sharders.data_parallel.ddp import DDPWrapper, has_dtensors
+from sharders.data_parallel.fsdp import FSDPWrapper, data_mesh
 from tests.ranks import mesh, run_ranks
 from tests.transformers_zoo import GPT, Bert, Llama
 

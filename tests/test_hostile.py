@@ -19,7 +19,7 @@ import torch
 
 from dmp import CheckpointError, full_state_dict, keep_last, latest, load_checkpoint
 from dmp.__main__ import main
-from dmp.metadata import read_metadata
+from dmp.checkpoint.sources.dcp_metadata import read_metadata
 from tests import spoiled
 from tests.gadgets import GADGETS, PLANTERS, Call, Name, State, targets_of_planters, whole
 

@@ -24,9 +24,9 @@ from dmp import (
     row_wise,
     table_wise,
 )
-from dmp.agreement import checksum, sync_from_first_rank
 from dmp.chunked import as_chunks
-from dmp.initial import BLOCK_ELEMENTS
+from dmp.wrap.agreement import checksum, sync_from_first_rank
+from dmp.wrap.initial_values import BLOCK_ELEMENTS
 from tests.equality import env_of, make_module, random_rectangles
 from tests.ranks import run_ranks
 

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dmp.errors import ShardError
-from sharders import kernels
-from sharders.bank import Bank, Chunk, Slot
-from sharders.kernels import Lookup, compile_lookup, fbgemm_kernel, kernel_report, update_dense
-from sharders.kernels.torch_kernel import TorchLookup
-from sharders.optimizers import OptimizerSpec
+from sharders.embedding.lookup import fbgemm_kernel, kernels
+from sharders.embedding.lookup.bank import Bank, Chunk, Slot
+from sharders.embedding.lookup.kernels import Lookup, compile_lookup, kernel_report, update_dense
+from sharders.embedding.lookup.optimizers import OptimizerSpec
+from sharders.embedding.lookup.torch_kernel import TorchLookup
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # FBGEMM's CPU build warns of what only its GPU build has

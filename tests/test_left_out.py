@@ -29,7 +29,7 @@ class Net(nn.Module):
 
 
 def said(large: bool) -> list[tuple[str, str]]:
-    from dmp import left_out
+    from dmp.plans import left_out
 
     records: list[logging.LogRecord] = []
     handler, log, before = logging.Handler(), logging.getLogger("dmp"), left_out.LARGE_BYTES

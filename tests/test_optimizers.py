@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dmp.errors import ShardError
-from sharders.optimizers import ROW_UPDATES, OptimizerSpec, counts_steps, optimizer_of, state_shapes
+from sharders.embedding.lookup.optimizers import ROW_UPDATES, OptimizerSpec, counts_steps, optimizer_of, state_shapes
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's of its own TorchScript, FBGEMM's CPU build of what only GPUs have

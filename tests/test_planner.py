@@ -28,8 +28,8 @@ from dmp import (
     table_wise,
 )
 from planner import Constraint, CostModel, PlanReport, ShardingPlanner, Topology
-from planner.cost import PHASES
-from planner.options import relocate
+from planner.candidates.options import relocate
+from planner.costs.cost_model import PHASES
 from tests.ranks import mesh, run_ranks
 
 WORKLOADS = Path(__file__).parent / "workloads"

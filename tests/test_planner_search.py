@@ -7,8 +7,8 @@ import itertools
 import numpy as np
 import pytest
 
-from planner.problem import Infeasible, Item, Option, Problem
-from planner.search import Solution, search
+from planner.search.problem import Infeasible, Item, Option, Problem
+from planner.search.solve import Solution, search
 
 PHASES = 2
 

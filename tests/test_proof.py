@@ -13,12 +13,13 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from dmp import DistributedModelParallel, PlanError, ShardingEnv, sequence
-from sharders import TensorParallelSharder, local_attributes
-from sharders.local_attributes import Rehearsal
-from sharders.proof import Verdicts
-from sharders.sample import Sample
-from sharders.simulated import SimulationError, simulate
-from sharders.tensor_parallel import TensorParallelPlacement
+from sharders import TensorParallelSharder
+from sharders.tensor_parallel import head_counts as local_attributes
+from sharders.tensor_parallel.head_counts import Rehearsal
+from sharders.tensor_parallel.proof.proof import Verdicts
+from sharders.tensor_parallel.proof.sample import Sample
+from sharders.tensor_parallel.proof.simulated import SimulationError, simulate
+from sharders.tensor_parallel.sharder import TensorParallelPlacement
 from tests.ranks import mesh, run_ranks
 from tests.transformers_zoo import GPT, Bert, Llama, RMSNorm, SwiGLU
 

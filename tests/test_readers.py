@@ -19,7 +19,7 @@ from torch import nn
 
 import dmp
 from dmp import PlanError, ShardError, row_wise
-from dmp.discovery import find_sites
+from dmp.plans.discovery import find_sites
 from dmp.registry import default_sharders
 from tests.equality import env_of
 from tests.ranks import run_ranks
@@ -414,8 +414,8 @@ def test_tables_of_a_collection() -> None:
 
 
 def test_it_is_said_with_its_bytes(caplog: pytest.LogCaptureFixture) -> None:
-    from dmp.discovery import check_plan, say_what_is_read
-    from dmp.plan import as_plan
+    from dmp.plans.discovery import check_plan, say_what_is_read
+    from dmp.plans.plan import as_plan
 
     model = Direct()
     plan = as_plan({"bags.0.weight": row_wise(), "bags.1.weight": row_wise()})

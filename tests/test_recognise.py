@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from sharders.recognise import Heads, recognise
+from sharders.tensor_parallel.structure.find_transformer import Heads, recognise
 from tests.transformers_zoo import GPT, Bert, Llama
 
 

@@ -13,8 +13,8 @@ import torch
 from safetensors import safe_open
 
 from dmp import CheckpointError, load_checkpoint
+from dmp.checkpoint.sources.safetensors import SafetensorsSource
 from dmp.chunked import as_chunks
-from dmp.safetensors_source import SafetensorsSource
 from tests import spoiled
 
 ENTRY = '{"dtype":"F32","shape":[2],"data_offsets":[0,8]}'

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import nn
 
 from dmp import CheckpointError, DistributedModelParallel, DmpError, ShardingEnv, rectangles
-from dmp.checkpoint import load_checkpoint, save_checkpoint
-from dmp.gather import chunk_views, full_state_dict, sharded_parameters, to_unsharded
-from dmp.optimizer_state import full_optimizer_state_dict
-from dmp.verify import verify
+from dmp.checkpoint.api import load_checkpoint, save_checkpoint
+from dmp.state.full_state import chunk_views, full_state_dict, sharded_parameters, to_unsharded
+from dmp.state.optimizer_state import full_optimizer_state_dict
+from dmp.state.verify import verify
 from tests.equality import attach, env_of, loss_of, make_batch, make_module, random_rectangles
 from tests.ranks import mesh, run_ranks
 from tests.state_jobs import (

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dmp import CheckpointError
-from dmp.stored import Stored
+from dmp.checkpoint.sources.stored_chunk import Stored
 
 BEFORE = 13  # bytes in the file ahead of the rectangle
 

@@ -17,8 +17,12 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 from dmp import PlanError, ShardError, ShardingEnv, colwise, replicate, row_wise, rowwise, sequence
-from sharders import TensorParallelSharder, dry_run, local_attributes, tensor_parallel, tp_plan
-from sharders.styles import ALIASES, KNOWN, canonical, layouts_of, torch_style
+from sharders import TensorParallelSharder
+from sharders.tensor_parallel import head_counts as local_attributes
+from sharders.tensor_parallel import sharder as tensor_parallel
+from sharders.tensor_parallel.split import patterns as tp_plan
+from sharders.tensor_parallel.split.styles import ALIASES, KNOWN, canonical, layouts_of, torch_style
+from sharders.tensor_parallel.structure import dry_run
 from tests.transformers_zoo import GPT, Bert, Llama
 
 TP2 = ShardingEnv.abstract((2,), ("tp",))

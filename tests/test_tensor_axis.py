@@ -17,7 +17,7 @@ from torch import nn
 import dmp
 from dmp import InputError, ShardingEnv, column_wise, data_parallel, row_wise, table_wise
 from sharders import EmbeddingBagCollectionSharder
-from sharders.copies import Copies
+from sharders.embedding.replicas import Copies
 from tests.equality import (
     KINDS,
     LR,

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.optim import optimizer as torch_optimizer
 
 from dmp import ShardError
-from dmp.unfit import UNFIT, guard_optimizers, is_sharded
+from dmp.wrap.optimizer_guard import UNFIT, guard_optimizers, is_sharded
 from tests.ranks import mesh, run_ranks
 
 

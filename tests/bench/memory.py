@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 import dmp
-from dmp.initial import BLOCK_ELEMENTS
+from dmp.wrap.initial_values import BLOCK_ELEMENTS
 from tests.bench.report import Result
 from tests.bench.workload import Workload, make_model, make_plan
 from tests.ranks import close_pools, mesh, run_ranks

@@ -1,0 +1,175 @@
+"""Checkpoints: saved on any mesh and plan, loaded on any other, or into a plain module.
+
+[Note: on disk]
+A folder of torch's distributed checkpoint, readable by `torch.distributed.checkpoint` as it stands:
+    .metadata, *.distcp   tensors `model.<name>`, `optimizer.state.<name>.<state>`, `rng.<rank>.<device>`, unsharded
+    dmp.json              format version, the mesh, widths of column blocks (see optimizer_state.py)
+    plan.json             the plan
+    objects.pt            what is no tensor: extra, param groups by name, counters; read with `weights_only`
+    tensors.json          what .metadata says, in JSON; see [Note: tensors.json] of entries.py
+    checksums.json        CRC-32 of the other small files; those of tensors lie beside them
+It is written beside the path as `.<name>.saving`, under a claim on the path (claim.py), `checksums.json` last, and
+renamed when every rank is done. Each tensor is stored in pieces of 16 MB at most, each by one of the ranks that hold
+it.
+
+[Note: nothing half done]
+Before it changes the model, loading checks every name, shape and dtype, and reads all that will be read once to compare
+checksums, each rank a part of it; when one rank raises, every rank does. The bytes are then read again, straight to
+where they belong: to hold them in between would double the memory.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dmp.calls import alone
+from dmp.checkpoint.background import PendingSave, wait_for_pending, write_in_background
+from dmp.checkpoint.random_state import prepare_random_state
+from dmp.checkpoint.renaming import Rename, fitted, renamed
+from dmp.checkpoint.restore import Job, prepare
+from dmp.checkpoint.retention import next_saved_ns
+from dmp.checkpoint.save import Content, check_target, collect, write
+from dmp.checkpoint.sources.checksums import compare
+from dmp.checkpoint.sources.detect import open_source
+from dmp.env import ShardingEnv, default_env
+from dmp.errors import CheckpointError
+from dmp.ranks.collective import entry, everyone, together
+from dmp.state.find_wrapped import env_inside
+from dmp.state.full_state import env_of
+
+
+@alone("save_checkpoint")
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    extra: Any = None,
+    *,
+    asynchronous: bool = False,
+    keep_last: int | None = None,
+) -> PendingSave | None:
+    """Save weights, optimizer state, random state and `extra`, to be loaded on any mesh and plan.
+
+    Collective over `model.env` (for a plain module: the default group, where there is one). An existing checkpoint at
+    `path` is replaced in one step when the new one is whole; a failed save leaves it as it was. Anything else that lies
+    there, a folder with other files in it or a file, is an error before a byte is written. So is a second save to the
+    path while one runs, of any process that sees it.
+
+    Args:
+        path: a folder that every rank sees.
+        model: a `DistributedModelParallel`, or any module.
+        optimizer: an ordinary optimizer over its parameters; state of in-backward optimizers is saved without it.
+        extra: rank 0's, any nest of dicts, lists, tuples, numbers, strings and tensors.
+        asynchronous: return after copying the state; the copy is written in the background.
+        keep_last: when the new checkpoint is in place, remove all but the newest so many in the folder that `path` lies
+            in, and what saves that were cut short left there (see `keep_last`); None removes nothing.
+
+    Returns:
+        A handle with `.wait()` when asynchronous.
+
+    Raises:
+        CheckpointError: on every rank, with what failed where.
+    """
+    target = Path(path).absolute()
+    target = target.resolve() if target.name == ".." else target
+    env = env_inside(model) or default_env()
+    wait_for_pending()
+    group = env.group() if env.size > 1 else None
+    with entry("save_checkpoint", group):
+        return _save(target, model, optimizer, extra, asynchronous, keep_last, env, group)
+
+
+def _save(
+    target: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    extra: Any,
+    asynchronous: bool,
+    keep_last: int | None,
+    env: ShardingEnv,
+    group: dist.ProcessGroup | None,
+) -> PendingSave | None:
+    def collected() -> Content:
+        if keep_last is not None and keep_last < 1:
+            raise CheckpointError(f"keep_last: expected a count of at least 1, got {keep_last}")
+        if env.rank == 0:
+            check_target(target)
+        return collect(model, optimizer, extra, env, next_saved_ns(target.parent) if env.rank == 0 else 0)
+
+    content = together(collected, group, f"saving {target}", same=f"keep_last={keep_last}")
+    if not asynchronous:
+        write(target, content, env.rank, group, keep_last)
+        return None
+    return write_in_background(target, content, env.rank, group, keep_last)
+
+
+@alone("load_checkpoint")
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    rename: Rename | None = None,
+) -> Any:
+    """Fill a model, and its optimizer, from a checkpoint of any mesh and plan; returns `extra` as it was saved.
+
+    Collective over `model.env`; a plain module is filled by this process alone. Each rank reads what it holds.
+    In-backward optimizers are filled too, `optimizer` where it is given; a checkpoint without any optimizer state
+    leaves in-backward optimizers as they are. Random state comes back rank by rank on an equal mesh; on another it is
+    derived from the saved state and the data rank (tensor-parallel ranks draw the same).
+
+    Args:
+        path: one of
+            - a folder that `save_checkpoint` wrote;
+            - any folder of torch's distributed checkpoint, TorchRec's too: weights, and optimizer state by parameter
+              name (see [Note: names] of torch_folder.py); learning rates stay the model's;
+            - a safetensors file, or a Hugging Face folder of one or several: weights;
+            - a `torch.save` file of a full state dict, or of
+              `{"model": full_state_dict(m), "optimizer": full_optimizer_state_dict(m, o), "extra": ...}`; the keys may
+              also be `state_dict`, `model_state_dict`, `optimizer_state_dict`. torch.optim's own state dict will do
+              for the optimizer where it was made from `model.named_parameters()`: else it says no names.
+        model: a `DistributedModelParallel`, or any module.
+        optimizer: an ordinary optimizer over its parameters, stepped or not.
+        rename: the checkpoint's names -> the model's: a function, or a dict that names parameters or modules. A prefix
+            that all names have (`module.`, `model.`), or all lack, is found without it; the logger "dmp" says so.
+
+    Raises:
+        CheckpointError: on every rank, naming file and parameter: a missing, damaged or newer file, a missing or
+            unknown name, another shape or dtype. The model is unchanged then.
+    """
+    source_path = Path(path).absolute()
+    env = env_of(model)
+    group = env.group() if env.size > 1 else None
+    wait_for_pending()
+    with entry("load_checkpoint", group):
+        return _load(source_path, model, optimizer, rename, env, group)
+
+
+def _load(
+    source_path: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    rename: Rename | None,
+    env: ShardingEnv,
+    group: dist.ProcessGroup | None,
+) -> Any:
+    what = f"loading {source_path}"
+
+    def checked() -> Job:
+        source = fitted(renamed(open_source(source_path), rename), model.state_dict())
+        job = prepare(source, model, optimizer)
+        prepare_random_state(job, env)
+        return job
+
+    job = together(checked, group, what)
+    when = job.source.about.get("saved_ns")  # what one host sees may be older than what another does
+    parts = everyone(lambda: job.check((env.rank, env.size)), group, what, same=when)
+    together(lambda: compare(part for of_rank in parts for part in of_rank), None, what)
+    together(job.run, group, what)
+    return job.source.objects.get("extra")

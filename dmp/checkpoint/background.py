@@ -1,0 +1,96 @@
+"""A save in the background: on a copy of the state, after the training beside it, one at a time."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from datetime import timedelta
+from functools import lru_cache
+from pathlib import Path
+
+import torch.distributed as dist
+
+from dmp.checkpoint.save import Content, write
+from dmp.chunked import ChunkedTensor
+from dmp.errors import CheckpointError
+from dmp.ranks.collective import own_group
+
+_log = logging.getLogger("dmp")
+_NICE = 19  # the last of all
+
+_pending: list[PendingSave] = []
+
+
+class PendingSave:
+    """A save that runs in the background, on staged copies: the model may be trained on at once.
+
+    It takes its time, a tenth of a core's, for training goes first; who waits for it, or saves again, ends that.
+    """
+
+    def __init__(self, future: Future[None], hurry: threading.Event) -> None:
+        self._future = future
+        self._hurry = hurry
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Return when every rank has written and the path is in place; until then it writes as fast as it can.
+
+        Raises:
+            CheckpointError: what stopped the save.
+            TimeoutError: not done in time.
+        """
+        self._hurry.set()
+        self._future.result(timeout_s)
+
+    def done(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return self._future.done()
+
+
+def write_in_background(
+    target: Path, content: Content, rank: int, group: dist.ProcessGroup | None, keep: int | None = None
+) -> PendingSave:
+    """`write` on a copy of the tensors, with connections of its own."""
+    if group is not None:
+        group = own_group(group, "background", timedelta(hours=1))
+    content = content._replace(tensors={name: _staged(t) for name, t in content.tensors.items()})
+    hurry = threading.Event()
+
+    def run() -> None:
+        try:
+            write(target, content, rank, group, keep, hurry)
+        except CheckpointError as error:  # also for a program that never asks the handle
+            if rank == 0:
+                _log.error("a save in the background failed: %s", error)
+            raise
+
+    _pending[:] = [PendingSave(_background().submit(run), hurry)]
+    return _pending[0]
+
+
+def _staged(tensor: ChunkedTensor) -> ChunkedTensor:
+    """A copy, piece by piece, as it will be written: what is a part of something larger torch would copy once more."""
+    pieces = [(offset, piece.to("cpu", copy=True)) for offset, piece in tensor.pieces()]
+    return ChunkedTensor(tensor.size(), [p for _, p in pieces], [o for o, _ in pieces], tensor.dtype, "cpu")
+
+
+@lru_cache(maxsize=1)
+def _background() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="dmp-save", initializer=_step_back)
+
+
+def _step_back() -> None:
+    """Training beside it goes first; on Linux a thread has a priority of its own."""
+    if sys.platform == "linux":
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+
+
+def wait_for_pending() -> None:
+    """One save at a time: their collectives must not mix. Its error is for its own handle."""
+    if _pending:
+        with suppress(CheckpointError):
+            _pending.pop().wait()

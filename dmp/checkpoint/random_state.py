@@ -1,0 +1,65 @@
+"""Random state in a checkpoint: rank by rank on an equal mesh, else derived from what was saved."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+from dmp.checkpoint.restore import Job
+from dmp.checkpoint.sources.source import Source
+from dmp.chunked import as_chunks
+from dmp.env import ShardingEnv
+from dmp.errors import CheckpointError
+
+_MOST_BYTES = 1 << 20  # of a generator's state, which has some thousand
+
+
+def random_state(env: ShardingEnv) -> dict[str, torch.Tensor]:
+    """Generator states of this process: device type -> bytes."""
+    states = {"cpu": torch.get_rng_state()}
+    if env.device_type not in ("cpu", "meta"):
+        states[env.device_type] = torch.get_device_module(env.device_type).get_rng_state()
+    return states
+
+
+def prepare_random_state(job: Job, env: ShardingEnv) -> None:
+    mesh = job.source.about.get("mesh")
+    if mesh is None or "rng.0.cpu" not in job.source.shapes:
+        return
+    devices = list(random_state(env))
+    keys = {device: f"rng.{env.rank}.{device}" for device in devices}
+    same = (mesh["names"], mesh["shape"]) == (list(env.names), list(env.shape))
+    exact = same and all(key in job.source.shapes for key in keys.values())
+    wanted = keys if exact else {"cpu": "rng.0.cpu"}
+    states = {device: _read(job.source, key) for device, key in wanted.items()}
+    _check(job.source, states, exact)
+
+    def restore() -> None:
+        if not exact:
+            digest = hashlib.sha256(bytes(states["cpu"].tolist()) + env.data_rank.to_bytes(8, "little")).digest()
+            torch.manual_seed(int.from_bytes(digest[:7], "big"))
+            return
+        torch.set_rng_state(states["cpu"])
+        for device in devices[1:]:
+            torch.get_device_module(device).set_rng_state(states[device])
+
+    job.then.append(restore)
+
+
+def _read(source: Source, key: str) -> torch.Tensor:
+    """Before anything is changed; the bytes are checked with all others."""
+    size, dtype = source.shapes[key]
+    if len(size) != 1 or not 0 < size[0] <= _MOST_BYTES or dtype != torch.uint8:
+        raise CheckpointError(f"{source.path}: {key!r} is {dtype} of {size}; expected a generator's state, some bytes")
+    state = torch.empty(size, dtype=torch.uint8)
+    source.read({key: as_chunks(state)})
+    return state
+
+
+def _check(source: Source, states: dict[str, torch.Tensor], exact: bool) -> None:
+    try:
+        if exact:
+            torch.Generator().set_state(states["cpu"])
+    except RuntimeError as error:
+        raise CheckpointError(f"{source.path}: the random state is none of torch's: {error}") from error

@@ -1,0 +1,230 @@
+"""A folder of checkpoints: which is the newest whole one, and which may go.
+
+[Note: names]
+    x               a checkpoint that `save_checkpoint` wrote
+    .x.saving       one that is being written, or whose save was cut short
+    .x.replaced     what lay at x before; it counts as x while nothing is there (see `_replace` of saving.py)
+    .x.removing     one that is being removed, or whose removal was cut short; its dmp.json goes last
+    .x.claim        a file that says who saves to x at this moment, see claim.py
+A link is left alone: what it points to is a checkpoint where it lies. What is removed is ours to the last entry, see
+own.py.
+
+[Note: order]
+By `saved_ns`, which is rank 0's clock, or one more than the newest beside it has where the clock is behind that: so the
+last that was saved is the newest, whatever clocks say.
+
+[Note: leftovers]
+Saves into one folder go one after another. So a `.x.saving` in which nothing was written since the newest whole
+checkpoint was begun is what a killed save left, and one that is newer, or is claimed by a save that lives, may be
+being written at this moment. Nor is anything touched beside the newest itself: it may be changing places with its
+predecessor.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from dmp.checkpoint.claim import claim_of, drop_claim, is_dead
+from dmp.checkpoint.own_files import ABOUT, about_of, remove_own, stranger_at
+from dmp.checkpoint.sources.native import Folder
+from dmp.errors import CheckpointError
+from dmp.paths import is_size
+
+_log = logging.getLogger("dmp")
+_HIDDEN = re.compile(r"\.(.+)\.(saving|replaced|removing)")
+_CLAIM = re.compile(r"\..+\.claim(\.[0-9a-f]{32})?")
+_SILENT_NS = 60 * 10**9  # of a claim, against its touches every few seconds
+
+
+class _Found(NamedTuple):
+    """A folder of ours."""
+
+    path: Path
+    name: str
+    """x of [Note: names]."""
+    state: str
+    """"", "saving", "replaced" or "removing"."""
+    saved_ns: float
+    """See [Note: order]; 0 where it does not say, infinite where it cannot be read."""
+
+    def problem(self) -> str | None:
+        """Why it is not whole; None where it is."""
+        if self.state == "saving":
+            return f"{self.path} is a save that was cut short, or still runs"
+        try:
+            Folder(self.path)
+        except (CheckpointError, OSError, RecursionError) as error:
+            return f"{self.path}: {error}" if isinstance(error, RecursionError) else str(error)
+        return None
+
+
+def latest(folder: str | os.PathLike[str]) -> Path | None:
+    """The newest whole checkpoint directly in a folder, by the time at which it was saved; None where there is none.
+
+    Checkpoints are those that `save_checkpoint` wrote, under any name. The logger "dmp" names each that is newer and
+    is passed over, as a save cut short or a damaged file. Every rank may ask for itself, while nothing is being saved.
+    Tensors are checked when they are loaded: move a checkpoint that `load_checkpoint` calls damaged out of the folder,
+    and the one before it is the newest.
+
+    Example:
+        >>> if (path := latest("checkpoints")) is not None:  # doctest: +SKIP
+        ...     extra = load_checkpoint(path, model, optimizer)
+    """
+    root = Path(folder).absolute()
+    for one in _candidates(_found(root)):
+        problem = one.problem()
+        if problem is None:
+            return root / one.name
+        _log.warning("passed over: %s", problem)
+    return None
+
+
+def keep_last(folder: str | os.PathLike[str], count: int) -> list[Path]:
+    """Remove all whole checkpoints directly in a folder but the newest `count`, and what killed saves left there.
+
+    For one rank to call. Folders of one job: where two save into one, each may take the other's running save for a
+    leftover. Damaged checkpoints, links and whatever `save_checkpoint` did not write stay, and so does a checkpoint
+    into which something else was put. A removal that is cut short leaves nothing that looks like a checkpoint, and the
+    next call ends it.
+
+    Returns:
+        What was removed.
+
+    Raises:
+        ValueError: a count below 1.
+        OSError: something that cannot be removed.
+    """
+    return _remove_older(Path(folder).absolute(), count, None)
+
+
+def remove_older(just_written: Path, count: int) -> list[Path]:
+    """`keep_last` beside a checkpoint, which itself stays, whatever the clocks say."""
+    return _remove_older(just_written.parent, count, just_written.name)
+
+
+def next_saved_ns(folder: Path) -> int:
+    """For what is saved into a folder now; see [Note: order]."""
+    after = [one.saved_ns + 1 for one in _found(folder) if is_size(one.saved_ns)]
+    return int(max([time.time_ns(), *filter(is_size, after)]))
+
+
+def _remove_older(root: Path, count: int, just_written: str | None) -> list[Path]:
+    if count < 1:
+        raise ValueError(f"keep_last: expected a count of at least 1, got {count}")
+    found = _found(root)
+    whole = [one for one in _candidates(found) if one.state != "saving" and _is_whole(one)]
+    removed = [one for one in found if one.state == "removing"]
+    if whole:
+        removed += [one for one in found if _is_leftover(one, whole)]
+        removed += [one for one in whole[count:] if one.name != just_written]
+    removed = [one for one in removed if _is_ours_alone(one)]
+    for one in removed:
+        hidden = root / f".{one.name}.removing"
+        if one.path != hidden:
+            os.rename(one.path, hidden)
+        remove_own(hidden)
+    _drop_claims_of_the_dead(root)
+    return [one.path for one in removed]
+
+
+def _is_ours_alone(one: _Found) -> bool:
+    """Whether it, and what lies where it is removed, is ours to the last entry."""
+    for path in (one.path, one.path.with_name(f".{one.name}.removing")):
+        stranger = stranger_at(path)
+        if stranger is not None:
+            _log.warning("kept: %s: %s", one.path, stranger)
+            return False
+    return True
+
+
+def _drop_claims_of_the_dead(root: Path) -> None:
+    for path in root.iterdir() if root.is_dir() else ():
+        if _CLAIM.fullmatch(path.name) and is_dead(path):
+            drop_claim(path)
+
+
+def _found(root: Path) -> list[_Found]:
+    """Every folder of ours that lies in a folder."""
+    if not root.is_dir():
+        return []
+    found: list[_Found] = []
+    for path in root.iterdir():
+        try:
+            if path.is_dir() and not path.is_symlink():
+                found += _as_ours(path)
+        except FileNotFoundError:  # just renamed, by a save that runs in the background
+            continue
+        except OSError as error:
+            _log.warning("passed over: %s", error)
+    return found
+
+
+def _as_ours(path: Path) -> Iterator[_Found]:
+    hidden = _HIDDEN.fullmatch(path.name)
+    name, state = hidden.groups() if hidden else (path.name, "")
+    files = set(os.listdir(path))
+    just_begun = state in ("saving", "removing") and not files
+    if not (just_begun or files & {ABOUT, "objects.pt"}):
+        return
+    try:
+        about = about_of(path)
+    except (OSError, ValueError):
+        yield _Found(path, name, state, math.inf)
+        return
+    if about is not None:
+        saved_ns = about.get("saved_ns", 0)
+        yield _Found(path, name, state, saved_ns if is_size(saved_ns) else math.inf)
+
+
+def _candidates(found: list[_Found]) -> list[_Found]:
+    """What is a checkpoint, or would have become one; newest first."""
+    there = {one.name for one in found if not one.state}
+    one_each = [one for one in found if one.state in ("", "saving") or _counts_as_there(one, there)]
+    return sorted(one_each, key=lambda one: (one.saved_ns, _natural(one.name)), reverse=True)
+
+
+def _counts_as_there(one: _Found, there: set[str]) -> bool:
+    return one.state == "replaced" and one.name not in there and not one.path.with_name(one.name).exists()
+
+
+def _natural(name: str) -> list[tuple[str, int]]:
+    """Orders step-3 before step-10."""
+    return [(text, int(digits or -1)) for text, digits in re.findall(r"(\D*)(\d*)", name)]
+
+
+def _is_whole(one: _Found) -> bool:
+    problem = one.problem()
+    if problem is not None:
+        _log.warning("kept as it is: %s", problem)
+    return problem is None
+
+
+def _is_leftover(one: _Found, whole: list[_Found]) -> bool:
+    """Whether a hidden folder is what a killed save left; see [Note: leftovers]."""
+    newest = whole[0]
+    if one.name == newest.name:
+        return False
+    if one.state == "replaced":
+        return any(other.name == one.name and other.path != one.path for other in whole)
+    began_ns = (newest.path / ABOUT).stat().st_mtime_ns
+    try:
+        return (
+            one.state == "saving"
+            and all(path.lstat().st_mtime_ns < began_ns for path in [one.path, *one.path.rglob("*")])
+            and not _is_claimed(one, began_ns)
+        )
+    except FileNotFoundError:  # something in it was just renamed: it is being written
+        return False
+
+
+def _is_claimed(one: _Found, now_ns: int) -> bool:
+    """Whether a save that may live has the claim; `now_ns` is of the same file system's clock."""
+    claim = claim_of(one.path.with_name(one.name))
+    return not is_dead(claim) and claim.lstat().st_mtime_ns > now_ns - _SILENT_NS

@@ -1,0 +1,163 @@
+"""`ShardingPlan`: which layout each parameter has. Immutable data that a person can read, change and compare."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from dmp.contracts import ModelSharder, ModuleSharder
+from dmp.env import ShardingEnv
+from dmp.errors import PlanError, ShardError
+from dmp.layouts.layout import Layout, ParameterSharding
+from dmp.paths import parse_json, shown
+from dmp.plans.discovery import check_plan
+
+VERSION = 1
+
+
+class PlanChange(NamedTuple):
+    """A difference between two plans; None stands for a missing entry."""
+
+    name: str
+    before: ParameterSharding | None
+    after: ParameterSharding | None
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.before or '(none)'} -> {self.after or '(none)'}"
+
+
+class ShardingPlan(Mapping[str, ParameterSharding]):
+    """Fully-qualified parameter name -> `ParameterSharding`.
+
+    Args:
+        mapping: names to `ParameterSharding` or to bare layouts.
+
+    Example:
+        >>> plan = ShardingPlan({"embedding_bags.t1.weight": table_wise(1)})
+        >>> plan["embedding_bags.t1.weight"].layout
+    """
+
+    report: Any = None
+    """How a planner came to this plan; None for a hand-written one. Not part of the content."""
+
+    def __init__(self, mapping: Mapping[str, ParameterSharding | Layout] | None = None, *, report: Any = None) -> None:
+        entries: dict[str, ParameterSharding] = {}
+        if mapping is not None and not isinstance(mapping, Mapping):
+            raise PlanError(f"expected a dict of parameter name -> layout; got {shown(mapping)}")
+        unnamed = [name for name in mapping or () if not isinstance(name, str)]
+        if unnamed:
+            raise PlanError(f"a plan's keys are parameter names; got {shown(unnamed[0])}")
+        for name, value in sorted((mapping or {}).items()):
+            entry = ParameterSharding(value) if isinstance(value, Layout) else value
+            if not isinstance(entry, ParameterSharding):
+                raise PlanError(
+                    f"plan entry {name!r} must be a layout, as row_wise(), or a ParameterSharding; got {shown(value)}",
+                    table=name,
+                )
+            entries[name] = entry
+        self._entries = entries
+        self.report = report
+        self._digest = hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def __getitem__(self, name: str) -> ParameterSharding:
+        return self._entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ShardingPlan) and self._entries == other._entries
+
+    def __hash__(self) -> int:
+        return int(self._digest[:15], 16)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the content, the same in every process."""
+        return self._digest
+
+    def to_json(self) -> str:
+        """The plan as text, with a format version."""
+        entries = {name: entry.layout.to_json() for name, entry in self._entries.items()}
+        return json.dumps({"version": VERSION, "parameters": entries}, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> ShardingPlan:
+        """Inverse of `to_json`.
+
+        Raises:
+            PlanError: not a plan, or one of a newer version.
+        """
+        try:
+            data: Any = parse_json(text)
+            version, entries = data["version"], data["parameters"].items()
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise PlanError(f'not a plan: expected {{"version": .., "parameters": {{..}}}}; {error!r:.500}') from error
+        if type(version) is not int or version != VERSION:
+            raise PlanError(
+                f"this plan has format version {shown(version)}; this version of dmp reads version {VERSION}"
+            )
+        parsed = {}
+        for name, layout in entries:
+            try:
+                parsed[name] = Layout.from_json(layout)
+            except (ShardError, TypeError, ValueError) as error:
+                raise PlanError(f"plan entry {name!r} = {shown(layout)}: {error}", table=name) from error
+        return cls(parsed)
+
+    def diff(self, other: ShardingPlan | Mapping[str, ParameterSharding | Layout]) -> list[PlanChange]:
+        """What changes from this plan to `other`, by name."""
+        other = as_plan(other)
+        names = sorted({*self, *other})
+        changes = [PlanChange(n, self._entries.get(n), other._entries.get(n)) for n in names]
+        return [c for c in changes if c.before != c.after]
+
+    def validate(self, module: nn.Module, env: ShardingEnv, sharders: Iterable[ModuleSharder | ModelSharder]) -> None:
+        """Check the plan against a model and a mesh in both directions; nothing is changed.
+
+        Raises:
+            PlanError: a name that the model lacks, a parameter that the plan lacks, a rank that does not exist, or a
+                layout that the sharder cannot run.
+        """
+        check_plan(self, module, sharders, env)
+
+    def merged(self, other: Mapping[str, ParameterSharding | Layout]) -> ShardingPlan:
+        """This plan with the entries of `other` over its own."""
+        return ShardingPlan({**self._entries, **as_plan(other)})
+
+    def __str__(self) -> str:
+        if not self._entries:
+            return "ShardingPlan: no sharded parameters"
+        width = max(len("parameter"), *(len(n) for n in self._entries))
+        lines = [f"{'parameter':<{width}}  layout", f"{'-' * width}  {'-' * 24}"]
+        lines += [f"{name:<{width}}  {self[name]}" for name in sorted(self, key=_natural)]
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"ShardingPlan({len(self)} parameters, {self._digest[:12]})"
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Sorts `t_10` after `t_2`."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def as_plan(plan: ShardingPlan | Mapping[str, ParameterSharding | Layout]) -> ShardingPlan:
+    """A plan from a plan or from a plain dict name -> layout.
+
+    Raises:
+        PlanError: anything else.
+    """
+    if isinstance(plan, ShardingPlan):
+        return plan
+    if not isinstance(plan, Mapping):
+        raise PlanError(f"expected a ShardingPlan or a dict of parameter name -> layout; got {type(plan).__name__}")
+    return ShardingPlan(plan)

@@ -1,0 +1,430 @@
+"""A thread that sees when ranks part ways: one of them is dead, or two wait for each other in different calls.
+
+[Note: how] Nothing is exchanged while all goes well; once a second the thread reads one counter in the store that the
+process group was made with. A rank that has been in one entry (see call_log.py) for a while raises the counter, upon
+which every rank writes down where it is; the one that asked compares:
+    the same entry, or one that the other has passed     the other is slow, or idle: wait
+    another entry of the same number                     they have parted
+    nobody moves at all, in different calls              they have parted: see [Note: still]
+    it has ended, or does not answer for a minute        it is lost
+The first to know writes the *verdict* into the store; every rank that it concerns reports it to the log, then ends its
+gloo connections, so that what waits raises at once, and entries turn that into the verdict.
+
+[Note: still] A rank is still when it is in an entry or in a call of torch's that may wait (backward, a collective),
+its main thread uses no time, its stack does not change and no byte moves on its connections. A rank that loads data,
+evaluates or computes is not still, however long that takes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import threading
+import time
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from dmp.errors import RanksError
+from dmp.ranks import call_log
+from dmp.ranks.connections import shut_all, traffic
+from dmp.ranks.stacks import place_of
+
+_log = logging.getLogger("dmp")
+
+LOST_AFTER = "DMP_LOST_AFTER_S"
+"""Environment variable: seconds after which a rank that does not answer is lost; 60 by default."""
+
+_IDLE_S, _BUSY_S = 1.0, 0.3  # between looks
+_SUSPECT_S = 1.5  # in one entry, before others are asked
+_WAITS_S, _STILL_S = 0.5, 4.0
+_ABSENT_S = 10.0  # before a rank that waits says for whom
+_ENDED_S = 4.0  # an answer is awaited when a connection has broken
+_ACKNOWLEDGED_S = 2.0
+_SHOWN = 6
+
+
+class PeerLost(RanksError):
+    """Another rank is gone: what it has done, and what the others still do, is not known."""
+
+
+class _Answer(NamedTuple):
+    """Where a rank says it is.
+
+    Attributes:
+        asked: the question that it answers.
+        numbers: key of a sequence -> how far it has come.
+        running: [key, number, name, seconds] of its entries.
+        waits_in: see `Place`.
+        line: likewise.
+        still_s: for how long nothing has moved.
+    """
+
+    asked: int
+    numbers: dict[str, int]
+    running: list[Any]
+    waits_in: str
+    line: str
+    still_s: float
+
+    def of_sequence(self, key: str) -> list[Any]:
+        return [one for one in self.running if one[0] == key]
+
+    def shown(self, key: str = "", number: int = 0) -> str:
+        """In words; the entry of this number where there are several."""
+        names = [one[2] for one in self.running if not key or one[0] == key]
+        match = [one[2] for one in self.running if one[0] == key and one[1] == number]
+        name = match[0] if match else names[0] if names else self.waits_in or "code of its own"
+        return f"in {name}" + (f" ({self.line})" if self.line else "")
+
+
+class Watchdog:
+    """Of one process group. `start` makes it."""
+
+    def __init__(self, group: dist.ProcessGroup, store: Any) -> None:
+        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+        self._store = store
+        self._patience_s = float(os.environ.get(LOST_AFTER, "60"))
+        self._pid = os.getpid()
+        self._main = threading.main_thread().ident or 0
+        self._wake, self._stopped = threading.Event(), False
+        self._answered, self._asked = -1, 0
+        self._asked_at: dict[int, float] = {}
+        self._mark: Any = None
+        self._still_since = time.monotonic()
+        self._suspicious_since: float | None = None
+        self._has_lost, self._has_warned = False, False
+        # gloo connects every rank of the default group to every other, unless it is asked to wait until they speak.
+        self._is_meshed = dist.get_backend(group) == "gloo" and traffic().num_open >= self.size - 1
+        self._looked = threading.Condition()
+        self._failure: Exception | None = None
+        self._done = False
+        self._thread = threading.Thread(target=self._run, name="dmp-watchdog", daemon=True)
+
+    def begin(self) -> None:
+        self._asked = self._store.add("asked", 0)
+        self._answer(0.0)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Say that this rank ends, and end the thread."""
+        if os.getpid() != self._pid or self._stopped:
+            return
+        self._stopped = True
+        self._wake.set()
+        self._thread.join(2.0)
+        if not self._thread.is_alive() and self._failure is None:
+            with suppress(Exception):
+                self._store.set(f"left/{self.rank}", "1")
+
+    def explain(self) -> RanksError | None:
+        """Why a collective of this rank has broken, where that is another rank's doing; takes a few seconds at most."""
+        if threading.current_thread() is self._thread:
+            return None
+        with self._looked:
+            if self._suspicious_since is None:
+                self._suspicious_since = time.monotonic()
+            self._wake.set()
+            self._looked.wait_for(lambda: self._suspicious_since is None or self._done, _ENDED_S + 3.0)
+        return call_log.Verdict.error
+
+    def wait_in_store(self, key: str, count: int) -> int:
+        """Return when `count` ranks have come here as often as this one; how often that is.
+
+        Raises:
+            RanksError: they will not.
+        """
+        arrived = self._store.add(key, 1)
+        wanted = -(-arrived // count) * count
+        pause_s = 0.001
+        while arrived < wanted:
+            if call_log.Verdict.error is not None:
+                raise type(call_log.Verdict.error)(str(call_log.Verdict.error))
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, max(0.05, count / 2000))
+            arrived = self._store.add(key, 0)
+        times: int = wanted // count
+        return times
+
+    # ---- the thread ----
+
+    def _run(self) -> None:
+        while not self._stopped:
+            try:
+                self._look()
+            except Exception as error:  # of the store: its host is gone
+                self._failure = error
+                self._host_is_gone(error)
+            busy = bool(call_log.running) or self._suspicious_since is not None
+            self._wake.wait(_BUSY_S if busy else _IDLE_S)
+            if not self._stopped:
+                self._wake.clear()
+
+    def _look(self) -> None:
+        if self._done:
+            return
+        stuck_s, still_s = self._observe()
+        asked = self._store.add("asked", 0)
+        if asked != self._answered:
+            self._asked = asked
+            if self._store.check(["verdict"]):
+                self._adopt(json.loads(self._store.get("verdict")))
+                return
+            self._answer(still_s)
+        if stuck_s > _SUSPECT_S or still_s > _STILL_S or self._suspicious_since is not None:
+            self._compare(still_s)
+
+    def _observe(self) -> tuple[float, float]:
+        """For how long this rank has been in one entry, and for how long it has been still."""
+        now = time.monotonic()
+        oldest = max((now - e.since for e in list(call_log.running.values())), default=0.0)
+        inner = max(list(call_log.running.values()), key=lambda e: e.since, default=None)
+        place = place_of(self._main)
+        if not place.waits_in and now - (inner.since if inner else now) < _SUSPECT_S:
+            self._mark, self._still_since, self._has_lost = None, now, False
+            return oldest, 0.0
+        threads = {e.thread: place_of(e.thread).mark for e in list(call_log.running.values())}
+        moved = traffic()
+        self._has_lost = self._is_meshed and moved.num_open < self.size - 1
+        mark = (place.mark, tuple(threads.items()), tuple(call_log.running), self._used_s(), moved.num_bytes)
+        if mark != self._mark:
+            self._mark, self._still_since = mark, now
+        return oldest, now - self._still_since
+
+    def _used_s(self) -> float:
+        """Processor time of the main thread, to a tenth."""
+        if not hasattr(time, "pthread_getcpuclockid"):
+            return 0.0
+        return round(time.clock_gettime(time.pthread_getcpuclockid(self._main)), 1)
+
+    def _answer(self, still_s: float) -> None:
+        place = place_of(self._main)
+        now = time.monotonic()
+        running = list(call_log.running.values())
+        told = {
+            "asked": self._asked,
+            "numbers": {e.sequence.key: e.sequence.number for e in running},
+            "running": [[e.sequence.key, e.number, e.name, round(now - e.since, 2)] for e in running],
+            "waits_in": place.waits_in,
+            "line": place.line,
+            "still_s": round(still_s, 2),
+        }
+        self._store.set(f"at/{self.rank}", json.dumps(told))
+        self._answered = self._asked
+
+    def _compare(self, still_s: float) -> None:
+        """Ask, and judge by what has been answered so far."""
+        now = time.monotonic()
+        recent = max(self._asked_at.values(), default=0.0)
+        if now - recent > 1.0 + self.size / 64:
+            self._asked = self._store.add("asked", 1)
+            self._asked_at[self._asked] = now
+            for old in list(self._asked_at)[:-200]:
+                del self._asked_at[old]
+            self._answer(still_s)
+        mine = list(call_log.running.values())
+        ranks = sorted({rank for e in mine for rank in e.sequence.ranks} or range(self.size))
+        answers, ended = self._read(ranks)
+        own = _Answer(**json.loads(self._store.get(f"at/{self.rank}")))
+        verdict = self._ended(ranks, answers, ended, now, still_s) or self._parted(mine, answers, own)
+        if verdict is None and still_s > _STILL_S:
+            verdict = self._all_still(ranks, answers, own)
+        if verdict is not None:
+            kind, text = verdict
+            told = {"kind": kind, "text": text, "ranks": ranks}
+            self._store.compare_set("verdict", "", json.dumps(told))
+            self._store.add("asked", 1)
+            self._adopt(json.loads(self._store.get("verdict")), is_first=True)
+            return
+        with self._looked:
+            since = self._suspicious_since
+            if since is not None and now - since > _ENDED_S:
+                self._suspicious_since = None
+                self._looked.notify_all()
+
+    def _read(self, ranks: list[int]) -> tuple[dict[int, _Answer], list[int]]:
+        """What the others have answered, and which have ended."""
+        answers: dict[int, _Answer] = {}
+        others = [rank for rank in ranks if rank != self.rank]
+        here = others
+        if not self._store.check([f"at/{rank}" for rank in others]):
+            here = [rank for rank in others if self._store.check([f"at/{rank}"])]
+        values = self._store.multi_get([f"at/{rank}" for rank in here]) if here else []
+        for rank, value in zip(here, values, strict=True):
+            answers[rank] = _Answer(**json.loads(value))
+        ended = [rank for rank in others if self._store.check([f"left/{rank}"])]
+        return answers, ended
+
+    def _ended(
+        self, ranks: list[int], answers: dict[int, _Answer], ended: list[int], now: float, still_s: float
+    ) -> tuple[str, str] | None:
+        """Ranks that are lost. One that has ended may have done its part: what it sent last is still on its way."""
+        if ended and (self._suspicious_since is not None or still_s > _SUSPECT_S):
+            return "lost", f"{_ranks(ended)} {_is(ended)} gone: the program has ended there"
+        absent = [rank for rank in ranks if rank not in answers and rank != self.rank]
+        if absent and (self._has_lost or (still_s > _ABSENT_S and not self._has_warned)):
+            if self._has_lost:
+                gone = _ranks(absent) if len(absent) == 1 else f"one of {_ranks(absent)}"
+                return "lost", f"{gone} is gone: a connection has been closed, and no call of dmp was ever made there"
+            text = f"{_ranks(absent)} {'has' if len(absent) == 1 else 'have'} come to no call of dmp so far"
+            self._has_warned = True
+            names = [e.name for e in list(call_log.running.values())]
+            _log.warning("rank %d has waited for %d s in %s: %s", self.rank, still_s, names[0] if names else "", text)
+        suspicious = self._suspicious_since
+        silent: list[int] = []
+        for rank, answer in answers.items():
+            unanswered = [at for asked, at in self._asked_at.items() if asked > answer.asked]
+            wait_s = now - min(unanswered, default=now)
+            broken = suspicious is not None and now - suspicious > _ENDED_S and wait_s > _ENDED_S - 1
+            if wait_s > self._patience_s or broken:
+                silent.append(rank)
+        if not silent:
+            return None
+        if suspicious is not None:
+            return "lost", f"{_ranks(silent)} {_is(silent)} gone: a connection broke and no answer comes from there"
+        return "lost", (
+            f"{_ranks(silent)} {'has' if len(silent) == 1 else 'have'} not answered for {self._patience_s:g} s "
+            f"(killed, stopped or cut off; {LOST_AFTER} sets the time)"
+        )
+
+    def _parted(self, mine: list[call_log.Entry], answers: dict[int, _Answer], own: _Answer) -> tuple[str, str] | None:
+        """Entries of one number and different names."""
+        now = time.monotonic()
+        for entry in mine:
+            if now - entry.since < _SUSPECT_S:
+                continue
+            for answer in answers.values():
+                for _, number, name, seconds in answer.of_sequence(entry.sequence.key):
+                    waits = _spins() or (seconds > _SUSPECT_S and min(own.still_s, answer.still_s) >= _WAITS_S)
+                    if number == entry.number and name != entry.name and waits:
+                        return "parted", self._told(entry.sequence.key, number, answers, own)
+        return None
+
+    def _all_still(self, ranks: list[int], answers: dict[int, _Answer], own: _Answer) -> tuple[str, str] | None:
+        """Nobody moves, and not all are in the same call."""
+        others = [rank for rank in ranks if rank != self.rank]
+        if any(rank not in answers or answers[rank].still_s < _STILL_S for rank in others):
+            return None
+        if max(answers[rank].asked for rank in others) < self._asked - 2:
+            return None
+        if len({answer.shown().partition(" (")[0] for answer in [own, *answers.values()]}) == 1:
+            return None
+        return "parted", self._told("", 0, answers, own)
+
+    def _told(self, key: str, number: int, answers: dict[int, _Answer], own: _Answer) -> str:
+        by_place: dict[str, list[int]] = {}
+        for rank, answer in sorted({**answers, self.rank: own}.items()):
+            by_place.setdefault(answer.shown(key, number), []).append(rank)
+        parts = [f"{_ranks(ranks)} {_is(ranks)} {place}" for place, ranks in by_place.items()]
+        return (
+            "the ranks have parted ways: "
+            + ", ".join(parts[:_SHOWN])
+            + ("; all ranks of a group must make the same calls in the same order")
+        )
+
+    def _host_is_gone(self, error: Exception) -> None:
+        if self._done or not (call_log.running or self._suspicious_since is not None):
+            return
+        oldest = max((time.monotonic() - e.since for e in list(call_log.running.values())), default=0.0)
+        if oldest < _SUSPECT_S and self._suspicious_since is None:
+            return
+        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        host = "torchrun's agent" if agent else "rank 0, unless the program has made the store itself"
+        why = str(error).splitlines()[0][:120]
+        text = f"what hosts the process group's store is gone ({host}): the store no longer answers ({why})"
+        self._adopt({"kind": "lost", "text": text, "ranks": list(range(self.size))})
+
+    def _adopt(self, told: dict[str, Any], is_first: bool = False) -> None:
+        """Take a verdict as it is, tell of it, and end what waits."""
+        self._done = True
+        if self.rank in told["ranks"]:
+            kind = PeerLost if told["kind"] == "lost" else RanksError
+            call_log.Verdict.error, call_log.Verdict.ranks = kind(told["text"]), frozenset(told["ranks"])
+            _log.error("rank %d: %s", self.rank, told["text"])
+            if self._failure is None:
+                self._acknowledge(told["ranks"], is_first)
+            shut_all()
+        with self._looked:
+            self._suspicious_since = None
+            self._looked.notify_all()
+
+    def _acknowledge(self, ranks: list[int], is_first: bool) -> None:
+        """So that all have read it before the first of them ends, and the store with it."""
+        with suppress(Exception):
+            count = self._store.add("heard", 1)
+            until = time.monotonic() + _ACKNOWLEDGED_S
+            while is_first and count < len(ranks) and time.monotonic() < until:
+                time.sleep(0.05)
+                count = self._store.add("heard", 0)
+
+
+def _spins() -> bool:
+    """Whether a thread that waits for others may use time: it does for a device's work."""
+    return torch.cuda.is_available() and torch.cuda.is_initialized()
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
+
+
+def _is(ranks: list[int]) -> str:
+    return "is" if len(ranks) == 1 else "are"
+
+
+_current: list[Watchdog] = []
+
+
+def start() -> Watchdog | None:
+    """The watchdog of the default group, made where there is none; None for one process, or without a real store."""
+    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if world is None:
+        return None
+    with _starting:
+        return _started(world)
+
+
+def _started(world: dist.ProcessGroup) -> Watchdog | None:
+    if _current and _current[0].group is world and _current[0]._pid == os.getpid():
+        return _current[0]
+    if dist.get_world_size(world) == 1 or dist.get_backend(world) == "fake":
+        return None
+    for old in _current:
+        old.stop()
+    call_log.forget()
+    # Private: the store that the group was made with; a clone has a connection, and a lock, of its own.
+    default: Any = dist.distributed_c10d._get_default_store()
+    store = dist.distributed_c10d.PrefixStore("dmp_watchdog", default.clone())
+    made = Watchdog(world, store)
+    made.begin()
+    _current[:] = [made]
+    return made
+
+
+def stop() -> None:
+    """Say that this process ends."""
+    for one in _current:
+        one.stop()
+
+
+def await_group() -> None:
+    """Start as soon as there is a group, in a process that a launcher has started as one of several.
+
+    A rank that never comes to a call of ours can be told only where it is seen.
+    """
+    if os.environ.get("WORLD_SIZE", "1") in ("", "1") or not dist.is_available():
+        return
+
+    def wait() -> None:
+        while not dist.is_initialized():
+            time.sleep(_IDLE_S)
+        start()
+
+    threading.Thread(target=wait, name="dmp-awaits-group", daemon=True).start()
+
+
+_starting = threading.Lock()
+atexit.register(stop)

@@ -1,0 +1,200 @@
+"""Gradient clipping by the norm of the whole model: our own function, and torch's over a wrapped model's parameters.
+
+[Note: torch's clipping]
+Trainers call `torch.nn.utils.clip_grad_norm_(model.parameters(), ...)`, which took the norm of one rank's pieces. Each
+of torch's clipping functions is a decorator's wrapper around a body; from the first wrapping on the bodies here stand
+in their place, so that a function does the same under every name that it was imported by. They look for gradients and
+parameters of wrapped models, and leave others to torch's bodies.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+from collections.abc import Callable, Iterable
+from types import GeneratorType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dmp.calls import alone
+from dmp.env import ShardingEnv
+from dmp.errors import ShardError
+from dmp.layouts.layout import is_replicated
+from dmp.ranks.collective import entry, numbers
+from dmp.state.find_wrapped import plan_inside
+from dmp.state.full_state import env_of, sharded_parameters
+from dmp.wrap import live_models as live
+from dmp.wrap.earlier_optimizers import successors
+
+torch_clip: Any = importlib.import_module("torch.nn.utils.clip_grad")  # whose private names it does not export
+_EPS = 1e-6  # as torch's
+_NAME = "clip_grad_norm_"
+_norm_of: Callable[..., torch.Tensor] = torch_clip._get_total_norm.__wrapped__  # torch's own body
+
+
+@alone("clip_grad_norm_")
+def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
+    """Scale all gradients in place so that the norm of the whole model's gradient is at most `max_norm`.
+
+    The norm is the unsharded model's, whatever the plan: pieces of tables are added up, what several ranks hold counts
+    once. Covers every parameter that has a `.grad`; tables updated in the backward pass are outside: they never have
+    one. Collective over `model.env`: one small exchange. `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`
+    does the same, and takes other norms.
+
+    Args:
+        model: a `DistributedModelParallel`, or a module with some inside, whose other gradients are the same on every
+            rank (as under DistributedDataParallel).
+        max_norm: of the whole gradient.
+
+    Returns:
+        The 2-norm before clipping, a plain 0-D float32 tensor, the same on every rank.
+
+    Raises:
+        ShardError: a `max_norm` that is negative or no number, sparse gradients.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> model(torch.ones(1, 2)).sum().backward()
+        >>> clip_grad_norm_(model, 1.0)
+        tensor(1.7321)
+    """
+    if not isinstance(max_norm, int | float) or not max_norm >= 0:
+        raise ShardError(f"expected max_norm to be a number of at least 0; got {max_norm!r}")
+    env = env_of(model)
+    with entry(_NAME, env.group() if env.size > 1 else None), torch.no_grad():
+        shares = list(_shares(model, env).values())
+        norm = _whole_norm(shares, 2.0, env).float()
+        scale = (max_norm / (norm + _EPS)).clamp(max=1.0)
+        for grad, _ in shares:
+            grad.mul_(scale.to(grad.device))
+    return norm
+
+
+def _shares(model: nn.Module, env: ShardingEnv) -> dict[int, tuple[torch.Tensor, int]]:
+    """id of each gradient -> this rank's part of it, a view, and how many ranks hold the same part."""
+    plan, sharded = plan_inside(model), sharded_parameters(model)
+    shares = {}
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        if grad is None:
+            continue
+        copies = env.size
+        if name in sharded:
+            size = sharded[name][1].size()
+            if name not in plan or not is_replicated(plan[name].layout.shards(size, env), size):
+                copies = env.size // env.table_size
+        shares[id(grad)] = _local(grad, copies, env.size)
+    return shares
+
+
+def _whole_norm(shares: Iterable[tuple[torch.Tensor, int]], norm_type: float, env: ShardingEnv) -> torch.Tensor:
+    """Over all ranks, float64, 0-D on the env's device. One small exchange.
+
+    What several ranks hold each of them counts in part, so that one sum over all ranks is right for everything.
+    """
+    by_copies: dict[int, list[torch.Tensor]] = {}
+    for grad, copies in shares:
+        if grad.numel():
+            by_copies.setdefault(copies, []).append(grad)
+    total = torch.zeros((), dtype=torch.float64, device=env.device)
+    for copies, grads in by_copies.items():
+        norm = _norm_of(grads, norm_type).to(total)
+        total = torch.maximum(total, norm) if math.isinf(norm_type) else total + norm**norm_type / copies
+    group = env.group() if env.size > 1 else None
+    if group is not None and total.is_cpu:
+        every = numbers(_NAME, lambda: float(total), group)
+        total = torch.tensor(max(every) if math.isinf(norm_type) else sum(every), dtype=torch.float64)
+    elif group is not None:  # without waiting for the device
+        dist.all_reduce(total, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=group)
+    return total if math.isinf(norm_type) else total ** (1 / norm_type)
+
+
+def _local(grad: torch.Tensor, copies: int, size: int) -> tuple[torch.Tensor, int]:
+    """This rank's part of a gradient, as a view, and how many ranks hold the same part."""
+    if grad.is_sparse:
+        raise ShardError("clip_grad_norm_ does not take sparse gradients, as torch's does not")
+    placements = getattr(grad, "placements", None)
+    if placements is None:
+        return grad, copies
+    parts = 1
+    for placement, axis_size in zip(placements, grad.device_mesh.shape, strict=True):  # type: ignore[attr-defined]
+        if placement.is_partial():
+            raise ShardError(f"clip_grad_norm_ met a gradient whose sum is still open: {placements}")
+        parts *= 1 if placement.is_replicate() else axis_size
+    return grad.to_local(), size // parts  # type: ignore[attr-defined]
+
+
+# Torch's bodies, see [Note: torch's clipping].
+
+
+def _total_norm(
+    tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+) -> torch.Tensor:
+    """As torch's; gradients of a wrapped model count over all ranks of its mesh."""
+    tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    norms: list[torch.Tensor] = []
+    rest = {id(tensor): tensor for tensor in tensors}
+    for model in live.models if tensors else ():
+        shares = {key: share for key, share in _shares(model, model.env).items() if key in rest}
+        if shares:
+            if not norm_type > 0:
+                raise ShardError(f"a wrapped model's gradients have norms of order p > 0 or inf; got {norm_type=}")
+            norms.append(_whole_norm(shares.values(), float(norm_type), model.env))
+            rest = {key: tensor for key, tensor in rest.items() if key not in shares}
+    if not norms:
+        return _norm_of(tensors, norm_type, error_if_nonfinite, foreach)
+    if rest:
+        norms.append(_norm_of(list(rest.values()), norm_type, False, foreach).to(norms[0]))
+    dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+    total = _norm_of(norms, norm_type, error_if_nonfinite).to(dtype)
+    return total.to(tensors[0].device)
+
+
+def _of_successors(body: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, where an optimizer from before wrapping gives its old parameters, see replaced.py."""
+
+    def clip(parameters: Any, *args: Any, **options: Any) -> Any:
+        if isinstance(parameters, torch.Tensor):
+            parameters = [parameters]
+        found = successors(parameters)
+        return body((p for p in found) if isinstance(parameters, GeneratorType) else found, *args, **options)
+
+    return clip
+
+
+def _by_device_dtype_and_mesh(tensorlistlist: Any, with_indices: bool = False) -> Any:
+    """torch's grouping; DTensors of each mesh apart, since torch multiplies no list of several kinds."""
+    module = sys.modules.get("torch.distributed.tensor")
+    (tensors,) = tensorlistlist
+    kinds: dict[Any, list[Any]] = {}
+    for tensor in tensors:
+        is_dtensor = module is not None and isinstance(tensor, module.DTensor)
+        kinds.setdefault(tensor.device_mesh if is_dtensor else None, []).append(tensor)
+    return {
+        (device, (dtype, kind)): group
+        for kind, of_kind in kinds.items()
+        for (device, dtype), group in _group([of_kind], with_indices).items()
+    }
+
+
+_group = torch_clip._group_tensors_by_device_and_dtype
+
+
+def _stand_in(function: Any, body: Callable[..., Any]) -> None:
+    """Put a body in the place of the one that torch's decorator holds."""
+    cell = next(c for c in function.__closure__ if c.cell_contents is function.__wrapped__)
+    cell.cell_contents = body
+
+
+def _prepare() -> None:
+    for function in (torch_clip.clip_grad_norm_, torch_clip.clip_grad_value_, torch_clip._clip_grads_with_norm_):
+        _stand_in(function, _of_successors(function.__wrapped__))
+    _stand_in(torch_clip._get_total_norm, _total_norm)
+    torch_clip._group_tensors_by_device_and_dtype = _by_device_dtype_and_mesh
+
+
+live.at_first_wrap(_prepare)

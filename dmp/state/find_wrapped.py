@@ -1,0 +1,49 @@
+"""The wrapped models inside a module: what takes a model takes a parent of some too, under the parent's names."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from dmp.contracts import FusedParameter
+from dmp.env import ShardingEnv
+from dmp.errors import ShardError
+from dmp.plans.discovery import join
+from dmp.plans.plan import ShardingPlan
+from dmp.wrap.wrapper import DistributedModelParallel
+
+
+def wrapped_in(model: nn.Module) -> dict[str, DistributedModelParallel]:
+    """Path -> wrapped model; the module itself is at `""`."""
+    if isinstance(model, DistributedModelParallel):
+        return {"": model}
+    return {path: m for path, m in model.named_modules() if isinstance(m, DistributedModelParallel)}
+
+
+def env_inside(model: nn.Module) -> ShardingEnv | None:
+    """Where the wrapped models in it run; None where there are none.
+
+    Raises:
+        ShardError: several, on different meshes.
+    """
+    envs: dict[str, ShardingEnv] = {path: m.env for path, m in wrapped_in(model).items()}
+    first = next(iter(envs.items()), None)
+    for path, env in envs.items():
+        if first is not None and env != first[1]:
+            raise ShardError(
+                f"the wrapped models {first[0]!r} and {path!r} are on different meshes, {first[1]} and {env}; "
+                "give each of them by itself"
+            )
+    return first[1] if first is not None else None
+
+
+def plan_inside(model: nn.Module) -> ShardingPlan:
+    """The plans in force, in one; empty where nothing is wrapped."""
+    models = wrapped_in(model)
+    if "" in models:
+        return models[""].plan
+    return ShardingPlan({join(path, name): m.plan[name] for path, m in models.items() for name in m.plan})
+
+
+def fused_inside(model: nn.Module) -> dict[str, FusedParameter]:
+    """Parameters that wrapped models update in the backward pass, by name."""
+    return {join(path, name): f for path, m in wrapped_in(model).items() for name, f in m.fused_optimizer.fused.items()}

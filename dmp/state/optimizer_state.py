@@ -1,0 +1,208 @@
+"""Optimizer state by parameter name, in the unsharded model's shapes, whoever updates the parameter.
+
+Three kinds of owners: the model's fused optimizer (updates in the backward pass), optimizers that
+`apply_optimizer_in_backward` left on a plain parameter, and the ordinary optimizer that the caller passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from dmp.calls import alone
+from dmp.chunked import ChunkedTensor, as_chunks
+from dmp.errors import CheckpointError
+from dmp.state.find_wrapped import env_inside, fused_inside, plan_inside, wrapped_in
+from dmp.state.full_state import chunk_views, env_of, gather, sharded_parameters
+from dmp.wrap.column_blocks import is_blocked, merge_blocks
+from dmp.wrap.earlier_optimizers import follow
+
+
+@dataclass
+class OwnedState:
+    """The live optimizer state of one parameter.
+
+    Args:
+        name: fully-qualified name of the parameter.
+        shape: of the unsharded parameter.
+        options: the live param group.
+        values: state name -> the live tensor as pieces in the unsharded shape, or a plain object (a number).
+        optimizer: whose `state` holds the values and may be given more; None where the model itself keeps them.
+        parameter: the local parameter.
+        chunked: its pieces when a sharded module holds it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    options: dict[str, Any]
+    values: dict[str, Any]
+    optimizer: torch.optim.Optimizer | None
+    parameter: nn.Parameter
+    chunked: ChunkedTensor | None
+
+    def new(self, key: str, size: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, ChunkedTensor]:
+        """A zero state tensor for the optimizer, and the pieces through which to fill it.
+
+        Raises:
+            CheckpointError: a shape that says nothing of how a sharded parameter's state is cut.
+        """
+        on_cpu = not (self.options.get("capturable") or self.options.get("fused"))
+        if tuple(size) == self.shape and (size or key != "step"):
+            made = torch.zeros_like(self.parameter.detach(), dtype=dtype)
+        elif not size:
+            made = torch.zeros((), dtype=dtype, device="cpu" if on_cpu else self.parameter.device)
+        elif self.chunked is None and not hasattr(self.parameter, "placements"):
+            made = torch.zeros(tuple(size), dtype=dtype, device=self.parameter.device)
+        else:
+            raise CheckpointError(
+                f"optimizer state {key!r} of {self.name!r} has shape {tuple(size)}, not the parameter's {self.shape}: "
+                "it cannot be cut as the parameter is"
+            )
+        return made, self.pieces(key, made)
+
+    def pieces(self, key: str, value: torch.Tensor) -> ChunkedTensor:
+        """A state tensor of the local parameter as pieces in the unsharded shape; views.
+
+        Raises:
+            CheckpointError: state of a sharded parameter that is neither a scalar nor shaped as the parameter.
+        """
+        if value.dim() == 0 or self.chunked is None:
+            if value.dim() == 2 and tuple(value.shape) == (self.shape[0], 1) != self.shape:
+                value = value.view(-1)  # one value per row: (rows,) everywhere, as torch.optim would
+            return as_chunks(value)
+        if value.shape != self.parameter.shape:
+            raise CheckpointError(
+                f"optimizer state {key!r} of {self.name!r} has local shape {tuple(value.shape)}, neither a scalar nor "
+                f"the local parameter's {tuple(self.parameter.shape)}; its optimizer cannot run on a sharded table"
+            )
+        return chunk_views(value, self.parameter, self.chunked)
+
+
+@alone("full_optimizer_state_dict")
+def full_optimizer_state_dict(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, rank0_only: bool = False
+) -> dict[str, Any]:
+    """Fused and ordinary optimizer state of the unsharded model, as plain CPU tensors.
+
+    Collective over `model.env`. Row-wise Adagrad's `sum` is (rows,) also where the table is split by columns: the
+    width-weighted mean over the column blocks.
+
+    Args:
+        model: a `DistributedModelParallel`, or any module.
+        optimizer: an ordinary optimizer over the model's parameters.
+        rank0_only: the other ranks return empty state.
+
+    Returns:
+        `{"state": {parameter name: {state name: tensor}}, "param_groups": [{..., "params": [names]}]}`.
+
+    Raises:
+        CheckpointError: an optimizer with a parameter that is not the model's, or state that cannot be unsharded.
+
+    Example:
+        >>> full_optimizer_state_dict(nn.Linear(2, 1))
+        {'state': {}, 'param_groups': []}
+    """
+    owned = owned_states(model, optimizer)
+    flat = {(o.name, key): value for o in owned for key, value in o.values.items()}
+    whole = gather(
+        {"\0".join(pair): value for pair, value in flat.items()},
+        env_of(model),
+        rank0_only=rank0_only,
+        what="full_optimizer_state_dict",
+    )
+    widths = column_widths(model, owned)
+    state: dict[str, dict[str, Any]] = {}
+    for pair, value in whole.items():
+        name, key = pair.split("\0")
+        if name in widths and is_blocked(value, widths[name]):
+            value = merge_blocks(value, widths[name])
+        state.setdefault(name, {})[key] = value
+    return {"state": state, "param_groups": param_groups(owned)}
+
+
+def owned_states(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[OwnedState]:
+    """Every parameter that an optimizer updates, with its state; the values are live.
+
+    Raises:
+        CheckpointError: an optimizer with a parameter that is not the model's, or several optimizers of one parameter.
+    """
+    sharded = sharded_parameters(model)
+    named = dict(model.named_parameters())
+    owned: dict[str, OwnedState] = {}
+
+    def add(name: str, options: dict[str, Any], own: torch.optim.Optimizer | None, values: Mapping[str, Any]) -> None:
+        if name in owned:
+            raise CheckpointError(f"parameter {name!r} is updated by more than one optimizer; only one can be saved")
+        chunked = sharded[name][1] if name in sharded else None
+        shape = tuple(chunked.size() if chunked is not None else named[name].shape)
+        entry = OwnedState(name, shape, options, {}, own, named[name], chunked)
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor):
+                value = entry.pieces(key, value) if own is not None else as_chunks(value)
+            entry.values[key] = value
+        owned[name] = entry
+
+    for name, fused in fused_inside(model).items():
+        add(name, fused.options, None, fused.state())
+    for name, parameter in named.items():
+        for inner in () if name in owned else getattr(parameter, "_in_backward_optimizers", ()):
+            add(name, inner.param_groups[0], inner, inner.state.get(parameter, {}))
+    for name, group in _groups(model, named, optimizer):
+        assert optimizer is not None
+        add(name, group, optimizer, optimizer.state.get(named[name], {}))
+    return list(owned.values())
+
+
+def param_groups(owned: Iterable[OwnedState]) -> list[dict[str, Any]]:
+    """The param groups with names in place of parameters, copied."""
+    groups: dict[int, dict[str, Any]] = {}
+    for o in owned:
+        if id(o.options) not in groups:
+            options = {k: v.detach().clone() if isinstance(v, torch.Tensor) else v for k, v in o.options.items()}
+            groups[id(o.options)] = {**options, "params": []}
+        groups[id(o.options)]["params"].append(o.name)
+    return list(groups.values())
+
+
+def column_widths(model: nn.Module, owned: Iterable[OwnedState]) -> dict[str, tuple[int, ...]]:
+    """Widths of the column blocks of every parameter that the plan splits by columns; see column_blocks.py."""
+    plan, env = plan_inside(model), env_inside(model)
+    if env is None:
+        return {}
+    widths: dict[str, tuple[int, ...]] = {}
+    for o in owned:
+        if o.name in plan and len(o.shape) == 2 and not plan[o.name].layout.is_dense:
+            shards = plan[o.name].layout.shards(o.shape, env)
+            starts = sorted({s.offsets[1] for s in shards})
+            if len(starts) > 1:
+                widths[o.name] = tuple(b - a for a, b in pairwise([*starts, o.shape[1]]))
+    return widths
+
+
+def _groups(
+    model: nn.Module, named: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None
+) -> list[tuple[str, dict[str, Any]]]:
+    """(name, group) of each parameter of an ordinary optimizer; the model's own fused one is not ordinary."""
+    if optimizer is None or any(optimizer is m.fused_optimizer for m in wrapped_in(model).values()):
+        return []
+    follow(optimizer)
+    fused = fused_inside(model)
+    names = {id(p): name for name, p in named.items()}
+    found = []
+    for i, group in enumerate(optimizer.param_groups):
+        for p in group["params"]:
+            if id(p) not in names:
+                raise CheckpointError(
+                    f"param group {i} of {type(optimizer).__name__} has a parameter of shape {tuple(p.shape)} that is "
+                    "not the model's; pass the optimizer that was made from model.parameters()"
+                )
+            name = names[id(p)]
+            updated_in_backward = name in fused or hasattr(p, "_in_backward_optimizers")
+            if not updated_in_backward:  # such a parameter never gets a .grad: the optimizer does nothing to it
+                found.append((name, group))
+    return found

@@ -1,0 +1,202 @@
+"""Does the sharded model compute what the plain one does? Ask it, on a real batch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dmp.chunked import as_chunks
+from dmp.env import ShardingEnv
+from dmp.errors import CheckpointError, DmpError, RanksError
+from dmp.outputs import tensors_of
+from dmp.ranks.collective import entry, together
+from dmp.state.find_wrapped import fused_inside
+from dmp.state.full_state import chunk_views, env_of, full_state_dict, gather, sharded_parameters
+
+_TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """Largest absolute differences between sharded and plain model, over all ranks."""
+
+    outputs: dict[str, float]
+    """By place in the output: `""` for a single tensor, `"[0]"`, `"['key']"`, ..."""
+
+    gradients: dict[str, float]
+    """By parameter name."""
+
+    not_compared: tuple[str, ...]
+    """Parameters updated in the backward pass: they have no gradient to compare."""
+
+    def __str__(self) -> str:
+        lines = [f"output{where}: {diff:.3g}" for where, diff in self.outputs.items()]
+        lines += [f"gradient of {name}: {diff:.3g}" for name, diff in self.gradients.items()]
+        lines += [f"gradient of {name}: not compared, updated in the backward pass" for name in self.not_compared]
+        return "\n".join(lines)
+
+
+def verify(model: nn.Module, module: nn.Module, batch: Any) -> VerifyReport:
+    """Run `batch` through copies of the sharded model and of the plain `module` with its weights, and compare.
+
+    Outputs are compared on each rank; then gradients of a fixed random projection of them, averaged over the ranks.
+    Neither argument is changed, nor the random state. Collective over `model.env`; needs room for both copies and their
+    gradients, so use a small model of the same build.
+
+    Args:
+        model: a `DistributedModelParallel`.
+        module: the unsharded module; its values do not matter.
+        batch: this rank's batch: a tuple of arguments, or a single one.
+
+    Raises:
+        DmpError: on every rank, naming each output and gradient that differs by more than rounding explains, or the
+            rank on which the plain module fails.
+    """
+    env = env_of(model)
+    with entry("verify", env.group() if env.size > 1 else None):
+        return _verify(model, module, batch, env)
+
+
+def _verify(model: nn.Module, module: nn.Module, batch: Any, env: ShardingEnv) -> VerifyReport:
+    args = batch if isinstance(batch, tuple) else (batch,)
+    plain = copy.deepcopy(module)
+    try:
+        plain.load_state_dict(full_state_dict(model))
+    except RanksError:
+        raise
+    except (RuntimeError, CheckpointError) as error:
+        raise DmpError(f"the model's names and shapes are not those of {type(module).__name__}: {error}") from error
+    plain.to(env.device)
+    _take_modes(plain, model)
+    sharded = copy.deepcopy(model)
+
+    def run(candidate: nn.Module) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        candidate.zero_grad(set_to_none=True)
+        outputs = dict(tensors_of(candidate(*args)))
+        _project(outputs.values())
+        return outputs
+
+    with torch.random.fork_rng():
+        expected = _on_every_rank(lambda: run(plain), env)
+        got = run(sharded)
+    if got.keys() != expected.keys():
+        raise DmpError(f"the output has {sorted(got)}, the plain module's {sorted(expected)}")
+    outputs = {where: _compare(got[where].detach(), expected[where].detach()) for where in expected}
+    gradients, not_compared = _compare_gradients(sharded, plain, env)
+    return _judge(outputs, gradients, not_compared, env)
+
+
+def _take_modes(plain: nn.Module, model: nn.Module) -> None:
+    """Each module's mode; inside what a sharder has replaced, that of the module that took its place."""
+    modes = {name: m.training for name, m in model.named_modules(remove_duplicate=False)}
+    for name, module in plain.named_modules(remove_duplicate=False):
+        while name not in modes:
+            name = name.rpartition(".")[0]
+        module.training = modes[name]
+
+
+def _on_every_rank(step: Callable[[], dict[str, torch.Tensor]], env: ShardingEnv) -> dict[str, torch.Tensor]:
+    """A step without collectives: where it fails on one rank, no rank goes on to a collective and waits there."""
+    try:
+        return together(step, env.group() if env.size > 1 else None, "verify: the plain module on the batch")
+    except RanksError:
+        raise
+    except CheckpointError as error:
+        raise DmpError(str(error)) from error.__cause__
+
+
+@dataclass
+class _Difference:
+    """Largest absolute difference, and the largest that rounding explains."""
+
+    found: float
+    allowed: float
+    note: str = ""
+
+
+def _project(outputs: Any) -> None:
+    """Backward of a sum with fixed random weights, so that errors do not cancel."""
+    total: Any = 0.0
+    generator = torch.Generator().manual_seed(0)
+    for output in outputs:
+        if output.requires_grad:
+            weights = torch.rand(output.shape, generator=generator, dtype=torch.float64) + 0.5
+            total = total + (output * weights.to(output)).sum()
+    if isinstance(total, torch.Tensor):
+        total.backward()
+
+
+def _compare(got: torch.Tensor, expected: torch.Tensor) -> _Difference:
+    if got.shape != expected.shape or got.dtype != expected.dtype:
+        note = f"is {tuple(got.shape)} {got.dtype}, expected {tuple(expected.shape)} {expected.dtype}"
+        return _Difference(float("inf"), 0.0, note)
+    if not expected.numel():
+        return _Difference(0.0, 0.0)
+    difference = (got.double() - expected.double()).abs()
+    largest = float(difference.nan_to_num(nan=float("inf")).max())
+    return _Difference(largest, _TOLERANCE.get(expected.dtype, 0.0) * max(1e-3, float(expected.double().abs().max())))
+
+
+def _compare_gradients(
+    sharded: nn.Module, plain: nn.Module, env: ShardingEnv
+) -> tuple[dict[str, _Difference], list[str]]:
+    pieces = sharded_parameters(sharded)
+    not_compared = sorted(fused_inside(sharded))
+    mine: dict[str, torch.Tensor] = {}
+    for name, parameter in sharded.named_parameters():
+        grad = parameter.grad
+        if name in not_compared or grad is None:
+            continue
+        if name in pieces:
+            mine[name] = chunk_views(grad.contiguous(), *pieces[name])
+        else:
+            mine[name] = as_chunks(grad)
+    whole = gather(mine, env)
+    differences: dict[str, _Difference] = {}
+    for name, parameter in plain.named_parameters():
+        if name in not_compared:
+            continue
+        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        grad = grad.to_dense() if grad.is_sparse else grad
+        if env.size > 1 and env.group() is not None:
+            grad = grad.contiguous()
+            dist.all_reduce(grad, group=env.group())
+            grad = grad / env.size
+        got = whole.get(name)
+        differences[name] = _compare(torch.zeros_like(grad, device="cpu") if got is None else got, grad.cpu())
+    return differences, not_compared
+
+
+def _judge(
+    outputs: dict[str, _Difference], gradients: dict[str, _Difference], not_compared: list[str], env: ShardingEnv
+) -> VerifyReport:
+    """The worst rank's differences on every rank."""
+    mine = [*outputs.values(), *gradients.values()]
+    excess = torch.tensor([[d.found, float(not d.found <= d.allowed)] for d in mine], dtype=torch.float64)
+    excess = excess.to(env.device)
+    if env.size > 1 and env.group() is not None:
+        dist.all_reduce(excess, dist.ReduceOp.MAX, group=env.group())
+    labels = [f"output{where}" for where in outputs] + [f"gradient of {name}" for name in gradients]
+    wrong = [
+        f"{label} differs by {found:.3g}" + (f" (here it {d.note})" if d.note else "")
+        for label, (found, bad), d in zip(labels, excess.tolist(), mine, strict=True)
+        if bad
+    ]
+    if wrong:
+        more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        shown = "; ".join(wrong[:_SHOWN])
+        raise DmpError(f"the sharded model does not compute what the plain one does: {shown}{more}")
+    found = [value for value, _ in excess.tolist()]
+    return VerifyReport(
+        dict(zip(outputs, found, strict=False)),
+        dict(zip(gradients, found[len(outputs) :], strict=True)),
+        tuple(not_compared),
+    )

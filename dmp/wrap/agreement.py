@@ -1,0 +1,119 @@
+"""What all ranks must share before sharding: the same model and plan, and rank 0's values."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from itertools import groupby
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from dmp.env import ShardingEnv
+from dmp.errors import PlanError
+from dmp.ranks.collective import agree
+
+# Of 64-bit words in a checksum. Words above each other in one block of rows are not told apart, hence few rows (more
+# are no faster) and a prime number of columns, which no usual row length is a multiple of.
+_BLOCK_ROWS, _COLUMNS = 16, 1021
+_BLOCK = 1 << 22
+
+
+def check_agreement(facts: Mapping[str, str], env: ShardingEnv, what: str = "wrapping a model") -> None:
+    """Compare `facts` (what -> its text) over all ranks; one small exchange, a second only when they differ.
+
+    Raises:
+        PlanError: on every rank, naming the first fact that differs, the rank, and both texts.
+        RanksError: on every rank: some are in another call.
+    """
+    theirs = agree(facts, env.group() if env.size > 1 else None, what)
+    if theirs is None:
+        return
+    for fact in dict.fromkeys(name for of_rank in theirs for name in of_rank):
+        for rank, other in enumerate(theirs):
+            if other.get(fact) != theirs[0].get(fact):
+                raise PlanError(
+                    f"ranks disagree on {fact}: rank 0 has {_first_difference(theirs[0].get(fact), other.get(fact))}, "
+                    f"rank {rank} has {_first_difference(other.get(fact), theirs[0].get(fact))}; every rank must build "
+                    "the same model with the same plan"
+                )
+    raise PlanError("ranks disagree on what they wrap; every rank must build the same model with the same plan")
+
+
+def sync_from_first_rank(module: nn.Module, env: ShardingEnv) -> list[str]:
+    """Give every rank the values of rank 0 where a checksum differs; parameters on meta or lazy are passed over.
+
+    Returns:
+        Names of the tensors that travelled.
+    """
+    group = env.group()
+    if group is None or env.size == 1:
+        return []
+    tensors = {n: t.detach() for n, t in _tensors(module).items() if not is_lazy(t) and not t.is_meta}
+    if not tensors:
+        return []
+    everyone = _all_gather(torch.tensor([checksum(t) for t in tensors.values()], device=env.device), env)
+    differs = (everyone != everyone[0]).any(0).tolist()
+    sent = [name for name, differ in zip(tensors, differs, strict=True) if differ]
+    for _, of_dtype in groupby(sorted(sent, key=lambda n: str(tensors[n].dtype)), key=lambda n: tensors[n].dtype):
+        _broadcast([tensors[name] for name in of_dtype], env)
+    return sent
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """A 64-bit sum of the tensor's bits that depends on their places, on any device."""
+    bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if bits.storage_offset() % 8:  # 64-bit words begin at multiples of 8
+        bits = bits.clone()
+    words = bits[: bits.numel() // 8 * 8].view(torch.int64)  # these need no widening to be summed
+    whole = words.numel() // (_BLOCK_ROWS * _COLUMNS) * (_BLOCK_ROWS * _COLUMNS)
+    sums = words[:whole].view(-1, _BLOCK_ROWS, _COLUMNS).sum(1).view(-1)  # the one pass over the data
+    total = bits.numel()
+    for i, part in enumerate((sums, words[whole:], bits[8 * words.numel() :])):
+        if part.numel():
+            # Sums wrap around, so the weight of each word is odd: an even one would lose its highest bits.
+            first = (1 << 40) * i + 1
+            odd = torch.arange(first, first + 2 * part.numel(), 2, device=bits.device)
+            total += int((part * odd).sum())
+    return (total + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def _all_gather(mine: torch.Tensor, env: ShardingEnv) -> torch.Tensor:
+    """(size, n): every rank's (n,)."""
+    parts = [torch.empty_like(mine) for _ in range(env.size)]
+    dist.all_gather(parts, mine, group=env.group())
+    return torch.stack(parts)
+
+
+def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def _broadcast(tensors: list[torch.Tensor], env: ShardingEnv) -> None:
+    """Rank 0's values of tensors of one dtype, in blocks of a fixed size: small ones together, large ones in parts."""
+    flats = [t.reshape(-1) for t in tensors]  # a copy where the tensor is not contiguous, written back below
+    pieces = deque(part for flat in flats for part in flat.split(_BLOCK))
+    while pieces:
+        block = [pieces.popleft()]
+        room = _BLOCK - block[0].numel()
+        while pieces and pieces[0].numel() <= room:
+            room -= pieces[0].numel()
+            block.append(pieces.popleft())
+        moved = torch.cat(block).to(env.device)
+        dist.broadcast(moved, group=env.group(), group_src=0)
+        for piece, value in zip(block, moved.split([p.numel() for p in block]), strict=True):
+            piece.copy_(value)
+    for tensor, flat in zip(tensors, flats, strict=True):
+        if not tensor.is_contiguous():
+            tensor.copy_(flat.view(tensor.shape))
+
+
+def _first_difference(text: str | None, other: str | None, width: int = 160) -> str:
+    """The part of `text` around where it first differs from `other`."""
+    if text is None or other is None:
+        return "nothing" if text is None else text[:width]
+    at = next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
+    start = max(0, text.rfind("\n", 0, at) + 1, at - width // 2)
+    return repr(text[start : start + width])

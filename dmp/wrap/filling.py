@@ -1,0 +1,91 @@
+"""What a sharder has made, checked; and its parameters that were on meta, filled whatever their form."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from dmp.chunked import as_chunks
+from dmp.contracts import ShardedModule
+from dmp.errors import ShardError
+from dmp.plans.discovery import Site, join
+from dmp.wrap.initial_rules import Rules, warn_of_constructors
+from dmp.wrap.initial_values import check_can_materialise, fill_chunks, fill_own
+
+
+def _fills_itself(site: Site) -> bool:
+    """Whether every parameter of the site has an `init_fn`; else the module's own reset is needed."""
+    own = {name for name, _ in site.module.named_parameters()}
+    return own == set(site.infos) and all(info.init_fn is not None for info in site.infos.values())
+
+
+def check_made(site: Site, new: nn.Module, is_filled: bool) -> None:
+    """What `shard` owes beside the names: room for what was on meta, and wholes of what `parameters` does not name.
+
+    Args:
+        is_filled: what is on meta is to get values.
+
+    Raises:
+        ShardError: naming sharder and parameter.
+    """
+    sharder, local, state = type(site.sharder).__name__, _tensors(new), _state(new)
+    for name, old in _tensors(site.module).items():
+        if is_lazy(old):
+            continue
+        if tuple(state[name].shape) != tuple(old.shape):
+            named = name in site.infos
+            expected = "its pieces, by chunked_state()" if named else "it whole, since parameters() does not name it"
+            raise ShardError(
+                f"{sharder}.shard made {join(site.path, name)!r} of shape {tuple(state[name].shape)} for one of "
+                f"{tuple(old.shape)}; expected {expected}"
+            )
+        if is_filled and local[name].is_meta:
+            raise ShardError(
+                f"{sharder}.shard left {join(site.path, name)!r} on meta: shard() allocates what is on meta (for "
+                "instance torch.empty_like(pieces, device=device)), the wrapper fills it"
+            )
+
+
+def rules_of(module: nn.Module, sites: Sequence[Site], rank: int) -> Rules | None:
+    """What gives the model's tensors on meta their values; None when there are none.
+
+    Raises:
+        ShardError: nothing would.
+    """
+    if not any(t.is_meta and not is_lazy(t) for t in [*module.parameters(), *module.buffers()]):
+        return None
+    filled = [site for site in sites if _fills_itself(site)]
+    rules = Rules(module, [site.path for site in filled])
+    check_can_materialise(module, rules, [site.module for site in filled])
+    if rank == 0:
+        warn_of_constructors(module, logging.getLogger("dmp"))
+    return rules
+
+
+def fill_from_meta(site: Site, new: nn.Module, seed: int, rules: Rules) -> None:
+    """Fill what a sharder has allocated for the site's tensors on meta: pieces, DTensors, wholes."""
+    on_meta = [name for name, t in _tensors(site.module).items() if t.is_meta and not is_lazy(t)]
+    state = _state(new)
+    for name in on_meta:
+        relative, _, own_name = name.rpartition(".")
+        path, target = join(site.path, relative), as_chunks(state[name])
+        init_fn = site.infos[name].init_fn if name in site.infos else None
+        # One that is a table here may be a dense weight on another mesh, where it is filled so.
+        may_be_dense = isinstance(site.module, nn.Embedding | nn.EmbeddingBag)
+        if init_fn is None or may_be_dense or rules.reach_into(site.path, path):
+            fill_own(site.module.get_submodule(relative), path, {own_name: target}, seed, rules)
+        else:
+            fill_chunks(target, init_fn, join(site.path, name), seed)
+
+
+def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def _state(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Every tensor of a sharded module, by its pieces where it has them."""
+    return {**_tensors(module), **(module.chunked_state() if isinstance(module, ShardedModule) else {})}

@@ -1,0 +1,47 @@
+"""`model.forward` of the wrapper: runs the model, and has the signature of the module's own forward."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from dmp.ranks.collective import explain
+from dmp.wrap.skeleton import put_back
+
+
+def _forward(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """The module's forward."""
+    model.hold_parameters()
+    try:
+        with model._calls.forward:
+            return model.running(*args, **kwargs)
+    except BaseException as error:
+        if model.skeleton is not None:
+            put_back(model.module)
+        if isinstance(error, RuntimeError):  # of a collective of torch's, which no entry of ours is around
+            explain(error)
+        raise
+
+
+class _BoundForward:
+    """As a bound method; trainers read its signature, to tell which columns of a batch the model takes."""
+
+    __slots__ = ("__self__",)
+    __func__, __name__, __doc__ = _forward, "forward", _forward.__doc__
+
+    def __init__(self, model: Any) -> None:
+        self.__self__ = model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _forward(self.__self__, *args, **kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.__self__.module.forward)
+
+
+class Forward:
+    """The attribute `forward` of a class: a function there, of an instance as above."""
+
+    def __get__(self, model: Any, owner: Any = None) -> Any:
+        return _forward if model is None else _BoundForward(model)

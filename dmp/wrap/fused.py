@@ -1,0 +1,155 @@
+"""`FusedOptimizer`: a torch optimizer over the parameters that are updated in the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from dmp.chunked import ChunkedTensor
+from dmp.contracts import FusedParameter
+from dmp.errors import CheckpointError
+from dmp.wrap.column_blocks import between_blocks
+
+
+class FusedOptimizer(torch.optim.Optimizer):
+    """Shows and sets what the backward pass uses: a new `lr` in `param_groups` takes effect at the next backward.
+
+    `step` has nothing left to do. State has torch.optim's names and the unsharded parameters' shapes.
+
+    Args:
+        fused: the parameters, with fully-qualified names.
+    """
+
+    def __init__(self, fused: Iterable[FusedParameter]) -> None:
+        self.fused = {f.name: f for f in fused}
+        groups: dict[int, dict[str, Any]] = {}
+        self._names: dict[int, list[str]] = {}
+        for f in self.fused.values():
+            group = groups.setdefault(id(f.options), f.options)
+            if id(f.options) not in self._names:
+                group["params"] = []
+                self._names[id(f.options)] = []
+            group["params"].append(f.parameter)
+            self._names[id(f.options)].append(f.name)
+            if not hasattr(f.parameter, "_in_backward_optimizers"):  # by which TorchRec's filter leaves it out
+                f.parameter._in_backward_optimizers = []  # type: ignore[attr-defined]
+        super().__init__([{"params": []}], {"lr": 0.0})
+        self.param_groups = list(groups.values())
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Nothing: the backward pass has updated the parameters. Returns the closure's result if there is one."""
+        return closure() if closure is not None else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """`{"state": {parameter name: {state name: tensor}}, "param_groups": [...]}`; tensors are live, not copies.
+
+        Where columns are cut, `column_widths` says by name how wide the blocks are, see [Note: column blocks] of
+        column_blocks.py.
+        """
+        groups = [
+            {**{k: v for k, v in group.items() if k != "params"}, "params": list(self._names[id(group)])}
+            for group in self.param_groups
+        ]
+        state = {"state": {name: f.state() for name, f in self.fused.items()}, "param_groups": groups}
+        widths = {name: f.widths for name, f in self.fused.items() if f.widths is not None}
+        return {**state, "column_widths": widths} if widths else state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Copy values in: whole tensors, or pieces that hold what this rank needs.
+
+        Row-wise state of another plan loads too: one value per row (as `full_optimizer_state_dict` gives it), or whole
+        tensors of one per row and column block with the `column_widths` that `state_dict` gives.
+
+        Raises:
+            CheckpointError: a parameter or state that is missing, unknown, or of another shape; nothing is changed.
+        """
+        given, groups, widths = _parts(state_dict)
+        own = {name: f.state() for name, f in self.fused.items()}
+        wrong = _unnamed(own, given)
+        found: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for name, states in own.items():
+            for key, target in states.items() if not wrong else ():
+                shown = f"{name!r} state {key!r}"
+                value = given[name][key]
+                fitting = _fitting(value, widths.get(name), target, self.fused[name].widths)
+                if not isinstance(fitting, torch.Tensor):
+                    wrong.append(f"{shown} {fitting}")
+                else:
+                    found.append((target, fitting))
+        if wrong:
+            raise CheckpointError("fused optimizer state does not fit the model: " + "; ".join(wrong[:5]))
+        with torch.no_grad():
+            for target, fitting in found:
+                if isinstance(target, ChunkedTensor):
+                    target.fill_from(fitting)
+                else:
+                    target.copy_(fitting)
+        for saved in groups:
+            for name in saved["params"]:
+                if name in self.fused:
+                    self.fused[name].options.update({k: v for k, v in saved.items() if k != "params"})
+
+
+def _parts(state_dict: Any) -> tuple[Mapping[str, Any], Sequence[Mapping[str, Any]], Mapping[str, Any]]:
+    """(state, param groups, column widths) of what came, if it has the form of a state dict."""
+    expected = 'expected {"state": {parameter name: {state name: tensor}}, "param_groups": [{"params": [names], ..}]}'
+    if not isinstance(state_dict, Mapping) or not isinstance(state_dict.get("state"), Mapping):
+        raise CheckpointError(
+            f"fused optimizer state: {expected}; got {type(state_dict).__name__} without a dict of state"
+        )
+    state: Mapping[str, Any] = state_dict["state"]
+    groups: Sequence[Any] = state_dict.get("param_groups") or ()
+    widths: Any = state_dict.get("column_widths") or {}
+    bad = next((name for name, values in state.items() if not isinstance(values, Mapping)), None)
+    if bad is not None:
+        raise CheckpointError(
+            f"fused optimizer state: {expected}; the state of {bad!r} is a {type(state[bad]).__name__}"
+        )
+    if not all(isinstance(g, Mapping) and isinstance(g.get("params"), (list, tuple)) for g in groups):
+        raise CheckpointError(f"fused optimizer state: {expected}; a param group has no list of params")
+    if not isinstance(widths, Mapping) or not all(
+        isinstance(of_one, (list, tuple)) and all(type(n) is int and n > 0 for n in of_one)
+        for of_one in widths.values()
+    ):
+        raise CheckpointError("fused optimizer state: expected column_widths as lists of numbers by parameter name")
+    return state, groups, widths
+
+
+def _unnamed(own: Mapping[str, Mapping[str, Any]], given: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What is missing or unknown."""
+    wrong = [f"no state for {name!r}" for name in own if name not in given]
+    wrong += [
+        f"unknown parameter {name!r} (none of those that the backward pass updates: {', '.join(sorted(own)) or 'none'})"
+        for name in given
+        if name not in own
+    ]
+    for name in own:
+        states = given.get(name, own[name])
+        wrong += [f"{name!r} has no state {key!r}" for key in sorted({*own[name]} - {*states})]
+        wrong += [f"{name!r} has an unknown state {key!r}" for key in sorted({*states} - {*own[name]}, key=str)]
+    return wrong
+
+
+def _fitting(
+    value: Any, given: Sequence[int] | None, target: torch.Tensor, wanted: Sequence[int] | None
+) -> torch.Tensor | str:
+    """What to copy into a live state, or what is wrong."""
+    expected = f"expected {tuple(target.shape)}"
+    if not isinstance(value, torch.Tensor):
+        if type(value) in (int, float) and not target.dim():
+            return torch.tensor(value, dtype=target.dtype)
+        return f"is a {type(value).__name__}; expected a tensor of {tuple(target.shape)}"
+    is_same = value.shape == target.shape and (given is None or wanted is None or tuple(given) == tuple(wanted))
+    if is_same or isinstance(value, ChunkedTensor):
+        if value.shape != target.shape:
+            return f"has shape {tuple(value.shape)}, {expected}"
+        lacks = (
+            target.lacks(value) is not None if isinstance(target, ChunkedTensor) else isinstance(value, ChunkedTensor)
+        )
+        return f"comes in pieces that do not hold what this rank needs; {expected}, whole" if lacks else value
+    fitting = between_blocks(value, given, target, wanted)
+    if fitting is None and value.dim() == 2 and given is None:
+        expected += "; or one value per row and column block, with the column_widths that state_dict() gives"
+    return f"has shape {tuple(value.shape)}, {expected}" if fitting is None else fitting

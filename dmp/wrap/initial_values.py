@@ -1,0 +1,195 @@
+"""Initial values of parameters that are still on meta: they depend on (name, seed) alone.
+
+[Note: initial values]
+A parameter is filled in blocks, rectangles by a fixed rule of its shape, each from a generator state made of (seed,
+name, block), so a rank makes only the blocks that it holds and every plan gives the same values. How it is cut:
+- A table: blocks of whole rows, for that is what an `init_fn` is promised.
+- `nn.Linear`, `nn.Embedding` and `nn.EmbeddingBag` with torch's own initial values, where each element is drawn from
+  one distribution: small tiles, so that ranks which hold columns, or few rows, do not draw what others hold.
+- The same with a model's `_init_weights(module)`, which may look at a row: blocks of whole rows.
+- Any other module is filled as a whole on the CPU, with those that a parent's rule reaches too (see `initial_rules`);
+  a table that is too large for that by blocks of whole rows.
+torch's DTensor random numbers are not used: on the CPU they repeat on every rank. The device's own random state is not
+touched.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from itertools import product
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from dmp.chunked import ChunkedTensor, as_chunks, copy_overlap
+from dmp.env import ShardingEnv
+from dmp.errors import ShardError
+from dmp.ranks.collective import meet
+from dmp.wrap.initial_rules import TOGETHER_ELEMENTS, Rules, set_seed
+
+BLOCK_ELEMENTS = 1 << 20  # of whole rows: an init_fn costs some 50 us each time
+# Of a tile. Smaller ones cost more for seeding (5 us) and copying, larger ones more for elements that others hold.
+TILE_ROWS, TILE_COLUMNS = 32, 1024
+
+
+def shared_seed(env: ShardingEnv) -> int:
+    """Rank 0's `torch.initial_seed()`, the same on every rank."""
+    own = torch.initial_seed() & ((1 << 62) - 1)
+    return meet("wrapping: the seed", [own, 0], env.group() if env.size > 1 else None)[0][0]
+
+
+def fill_chunks(target: ChunkedTensor, init_fn: Callable[[torch.Tensor], Any], name: str, seed: int) -> None:
+    """Fill the local chunks of a table by `init_fn` on blocks of whole rows; holds one block at a time."""
+    rows, *rest = target.shape
+    row = target.numel() // max(1, rows)
+    _fill_blocks(target, (max(1, BLOCK_ELEMENTS // max(1, row)), *rest), init_fn, name, seed)
+
+
+def _fill_tiles(target: ChunkedTensor, draw: Callable[[torch.Tensor], Any], name: str, seed: int) -> None:
+    """Fill the local chunks by `draw`, which draws every element from one distribution, on small tiles."""
+    *first, last = target.shape
+    columns = min(TILE_COLUMNS, last)
+    rows = TILE_ROWS * TILE_COLUMNS // max(1, columns)
+    _fill_blocks(target, (rows, columns) if first else (TILE_ROWS * TILE_COLUMNS,), draw, name, seed)
+
+
+def _fill_blocks(
+    target: ChunkedTensor, block: tuple[int, ...], fill: Callable[[torch.Tensor], Any], name: str, seed: int
+) -> None:
+    """Fill the local chunks by `fill` on those blocks of a grid that they touch; holds one at a time."""
+    shape = tuple(target.shape)
+    touching: dict[tuple[int, ...], list[tuple[torch.Tensor, tuple[int, ...]]]] = {}
+    for chunk, offset in zip(target.chunks, target.offsets, strict=True):
+        if chunk.numel():
+            spans = zip(offset, chunk.shape, block, strict=True)
+            for index in product(*(range(o // step, (o + n - 1) // step + 1) for o, n, step in spans)):
+                touching.setdefault(index, []).append((chunk, offset))
+    if not touching:
+        return
+    # One buffer for all blocks: a new one for each, while the last is alive, scatters the heap.
+    room = prod(min(step, size) for step, size in zip(block, shape, strict=True))
+    buffer = torch.empty(room, dtype=target.dtype, device="cpu")
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        for index, chunks in touching.items():
+            at = tuple(i * step for i, step in zip(index, block, strict=True))
+            size = tuple(min(step, n - o) for step, n, o in zip(block, shape, at, strict=True))
+            values = buffer[: prod(size)].view(size)
+            set_seed(seed, name, *index)
+            fill(values)
+            for chunk, offset in chunks:
+                copy_overlap(chunk, offset, values, at)
+
+
+def materialise(
+    module: nn.Module, device: torch.device, seed: int, rules: Rules, skip: Iterable[nn.Module] = ()
+) -> None:
+    """Allocate and fill every parameter and buffer that is on meta, tied ones once; modules in `skip` are left alone.
+
+    Of a DTensor only the local part is allocated. Beyond that no more is held than one module's tensors, or one block,
+    or what `Rules` fills together.
+
+    Args:
+        rules: of the model before it was sharded.
+
+    Raises:
+        ShardError: nothing gives such a tensor values.
+    """
+    made: dict[int, torch.Tensor] = {}
+    for path, owner in list(_owners_on_meta(module, skip)):
+        on_meta = {name: t for name, t in _own(owner).items() if _on_meta(t)}
+        new = {name: made.get(id(t)) for name, t in on_meta.items()}
+        missing = [name for name, value in new.items() if value is None]
+        for name in missing:
+            new[name] = made[id(on_meta[name])] = _like(on_meta[name], device)
+        fill_own(owner, path, {name: as_chunks(new[name]) for name in missing}, seed, rules)  # type: ignore[arg-type]
+        for name, value in new.items():
+            (owner._parameters if name in owner._parameters else owner._buffers)[name] = value  # type: ignore[assignment]
+
+
+def check_can_materialise(module: nn.Module, rules: Rules, skip: Iterable[nn.Module] = ()) -> None:
+    """Raise where no rule could give a tensor values, before anything is changed."""
+    for path, owner in _owners_on_meta(module, skip):
+        if not rules.of(path):
+            on_meta = [n for n, t in _own(owner).items() if t.is_meta]
+            raise ShardError(
+                f"module {path!r} ({type(owner).__name__}) has {on_meta} on meta and no "
+                "reset_parameters() to fill them; give it one, or build it on a real device, or pass "
+                "init_parameters=False and load values"
+            )
+
+
+def fill_own(owner: nn.Module, path: str, targets: Mapping[str, ChunkedTensor], seed: int, rules: Rules) -> None:
+    """Fill chunks of the tensors that a module itself owns."""
+    of, from_above = rules.of(path), rules.from_above(path)
+    kind = next((k for k in _BY_BLOCKS if isinstance(owner, k) and _is_torchs_own(owner, k)), None)
+    for name, target in targets.items():
+        full_name = f"{path}.{name}" if path else name
+        is_large = isinstance(owner, _TABLES) and target.numel() > TOGETHER_ELEMENTS
+        if kind is not None and target.dim() and not from_above and all(rule.is_own for rule in of):
+            _fill_tiles(target, _BY_BLOCKS[kind](owner), full_name, seed)
+        elif target.dim() and (is_large if from_above else kind is not None):
+            fill_chunks(target, partial(rules.fill, path, name), full_name, seed)
+        else:  # on ranks that hold nothing of it too, so that all raise where nothing gives it values
+            target.fill_from(rules.value(path, name, seed))
+
+
+def _uniform(owner: Any) -> Callable[[torch.Tensor], Any]:
+    """What `nn.Linear.reset_parameters` draws weight and bias from."""
+    bound = owner.in_features**-0.5 if owner.in_features else 0.0
+    return lambda values: values.uniform_(-bound, bound)
+
+
+def _normal(owner: Any) -> Callable[[torch.Tensor], Any]:
+    """What `nn.Embedding.reset_parameters` draws the weight from."""
+    return torch.Tensor.normal_
+
+
+_TABLES = (nn.Embedding, nn.EmbeddingBag)
+# Modules whose weights can be filled block by block, and what each element is drawn from by torch's own reset.
+_BY_BLOCKS: dict[type[nn.Module], Callable[[Any], Callable[[torch.Tensor], Any]]] = {
+    nn.Linear: _uniform,
+    nn.Embedding: _normal,
+    nn.EmbeddingBag: _normal,
+}
+
+
+def _is_torchs_own(owner: Any, kind: Any) -> bool:
+    """A subclass's reset may look at the number of rows, and a padding row is zero."""
+    return type(owner).reset_parameters is kind.reset_parameters and getattr(owner, "padding_idx", None) is None
+
+
+def _owners_on_meta(module: nn.Module, skip: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    skipped = {id(m) for s in skip for m in s.modules()}
+    for path, owner in module.named_modules():
+        if id(owner) not in skipped and any(_on_meta(t) for t in _own(owner).values()):
+            yield path, owner
+
+
+def _own(module: nn.Module) -> dict[str, torch.Tensor]:
+    both = [*module._parameters.items(), *module._buffers.items()]
+    return {name: tensor for name, tensor in both if tensor is not None}
+
+
+def _on_meta(tensor: torch.Tensor) -> bool:
+    return tensor.is_meta and not is_lazy(tensor)
+
+
+def _like(old: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Room on the device for what `old` stands for on meta."""
+    value = torch.empty_like(old.detach(), device=device)
+    if not isinstance(old, nn.Parameter):
+        return value
+    new = nn.Parameter(value, requires_grad=old.requires_grad)
+    attached = list(zip(getattr(old, "_optimizer_classes", ()), getattr(old, "_optimizer_kwargs", ()), strict=True))
+    if attached:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # torch's own import uses torch.jit
+            from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore[attr-defined]
+        for optimizer, kwargs in attached:
+            _apply_optimizer_in_backward(optimizer, [new], kwargs)
+    return new

@@ -1,0 +1,128 @@
+"""`Constraint`: what a user asks of the plan for some parameters, and which parameters a key means."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from math import inf
+from typing import Any
+
+from dmp import PlanError
+from planner.given import is_number, names
+from planner.text import shown
+
+_WILD = frozenset("*?[")
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """What the plan must keep for the parameters that a key names; None leaves a point open.
+
+    On a single rank, where all layouts are the same, `layouts` and `forbid` are passed over.
+
+    Args:
+        layouts: names of the only layouts to choose from (`"row_wise"`).
+        forbid: names of layouts not to choose.
+        ranks: table ranks that may hold the parameter.
+        colocate: name of a group whose members are cut alike and lie on the same ranks.
+        spread: name of a group no two members of which share a rank.
+        pooling_factor: mean ids per sample and feature, a number or one per feature; over what the sharder says.
+    """
+
+    layouts: tuple[str, ...] | None = None
+    forbid: tuple[str, ...] | None = None
+    ranks: tuple[int, ...] | None = None
+    colocate: str | None = None
+    spread: str | None = None
+    pooling_factor: float | tuple[float, ...] | None = None
+
+    def __init__(
+        self,
+        layouts: Sequence[str] | str | None = None,
+        forbid: Sequence[str] | str | None = None,
+        ranks: Sequence[int] | int | None = None,
+        colocate: str | None = None,
+        spread: str | None = None,
+        pooling_factor: float | Sequence[float] | None = None,
+    ) -> None:
+        numbers = (ranks,) if isinstance(ranks, int) else None if ranks is None else _ranks(ranks)
+        if numbers is not None and (not numbers or any(not _is_rank(r) for r in numbers)):
+            raise ValueError(f"Constraint.ranks must be table ranks, at least one; got {shown(ranks)}")
+        only = names("Constraint.layouts", layouts)
+        if only == ():
+            raise ValueError("Constraint.layouts is empty, which leaves no choice; pass None to allow all")
+        for what, group in (("colocate", colocate), ("spread", spread)):
+            if group is not None and not isinstance(group, str):
+                raise ValueError(f"Constraint.{what} must be the name of a group; got {shown(group)}")
+        values = (only, names("Constraint.forbid", forbid), numbers, colocate, spread, _factors(pooling_factor))
+        for field, value in zip(fields(self), values, strict=True):
+            object.__setattr__(self, field.name, value)
+
+
+def _ranks(values: Any) -> tuple[Any, ...]:
+    try:
+        return tuple(sorted(set(values)))
+    except TypeError:
+        return (None,)
+
+
+def _is_rank(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
+
+
+def _factors(value: Any) -> float | tuple[float, ...] | None:
+    if value is None or (is_number(value, least=-1.0) and 0 <= value < inf):
+        return None if value is None else float(value) if not isinstance(value, (int, float)) else value
+    try:
+        several = None if isinstance(value, (str, Mapping)) else tuple(value)
+    except TypeError:
+        several = None
+    if several is None or not all(is_number(p, least=-1.0) and 0 <= p < inf for p in several):
+        raise ValueError(
+            "Constraint.pooling_factor must be mean ids per sample, a number >= 0 or one per feature; got "
+            f"{shown(value)}"
+        )
+    return tuple(float(p) for p in several)
+
+
+def constraints_of(constraints: Mapping[str, Constraint] | None, parameters: Iterable[str]) -> dict[str, Constraint]:
+    """The constraint of each parameter: patterns in the order given, then exact names; later ones win point by point.
+
+    A key is a parameter's full name, the name of its module, that module's last part (a table's name), or an fnmatch
+    pattern of one of these.
+
+    Raises:
+        PlanError: a key that no parameter answers to.
+    """
+    if constraints is not None and not (
+        isinstance(constraints, Mapping) and all(isinstance(key, str) for key in constraints)
+    ):
+        raise PlanError(f"constraints must be a dict of parameter name -> Constraint; got {shown(constraints)}")
+    known_names = list(parameters)
+    answers = {name: _answers_to(name) for name in known_names}
+    found = {name: Constraint() for name in known_names}
+    keys = sorted(constraints or {}, key=lambda key: not _WILD.intersection(key))
+    for key in keys:
+        assert constraints is not None
+        if not isinstance(constraints[key], Constraint):
+            raise PlanError(f"constraints[{key!r}] must be a Constraint; got {shown(constraints[key])}")
+        matched = [n for n in known_names if key in answers[n] or any(fnmatchcase(a, key) for a in answers[n])]
+        if not matched:
+            known = list(dict.fromkeys(a for name in known_names for a in answers[name]))
+            close = get_close_matches(key, known, n=3, cutoff=0.5)
+            hint = (
+                f"did you mean {close}?" if close else f"parameters: {known_names[:5]}{' ...' * (len(known_names) > 5)}"
+            )
+            raise PlanError(f"constraints name {key!r}, which no parameter that a sharder takes answers to; {hint}")
+        given = {f.name: v for f in fields(Constraint) if (v := getattr(constraints[key], f.name)) is not None}
+        for name in matched:
+            found[name] = replace(found[name], **given)
+    return found
+
+
+def _answers_to(name: str) -> tuple[str, ...]:
+    """`a.t1.weight` -> itself, `a.t1`, `t1`."""
+    module = name.rpartition(".")[0]
+    return tuple(dict.fromkeys(part for part in (name, module, module.rpartition(".")[2]) if part))

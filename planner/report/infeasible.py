@@ -1,0 +1,71 @@
+"""The error for a model that fits no plan: what is short where, how full the ranks are, and what would help."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dmp import PlanError
+from planner.candidates.offers import Offers
+from planner.costs.cost_model import BYTES
+from planner.costs.topology import Topology
+from planner.search.packing import Place, State
+from planner.search.problem import Infeasible, Item, Problem
+from planner.text import show_bytes
+
+_RANKS_SHOWN = 16
+
+
+def plan_error(error: Infeasible, offers: Offers, problem: Problem, topology: Topology) -> PlanError:
+    """The error to raise for a search that found no placement."""
+    slot = offers.slots[error.item]
+    name = slot.members[0]
+    whom = repr(name) + (f" and what must lie with it, {list(slot.members[1:])}," if slot.members[1:] else "")
+    if error.rank is None or error.option is None:
+        constraints = {m: offers.constraints[m] for m in slot.members}
+        return PlanError(
+            f"no rank is left for {whom}: its constraints (ranks, spread, colocate) or its layouts need more different "
+            f"ranks than the {len(problem.capacity)} table ranks offer; {constraints}",
+            table=name,
+        )
+    layout = slot.rows[error.option][0].sketch.layout
+    used = error.load[:, BYTES]
+    needed = sum(float(r.max()) for r in slot.item.options[error.option].loads[..., BYTES])
+    picture = [
+        f"  rank {rank}: {show_bytes(used[rank])} of {show_bytes(problem.capacity[rank])} used"
+        for rank in range(min(len(used), _RANKS_SHOWN))
+    ]
+    picture += [f"  and {len(used) - _RANKS_SHOWN} more ranks"] * (len(used) > _RANKS_SHOWN)
+    memory = (float(problem.capacity[error.rank]) + error.bytes_short) / (1 - topology.reserved_fraction)
+    changes = [
+        f"  memory_bytes of {memory:.0f} per rank ({show_bytes(memory)}; now {show_bytes(topology.memory_bytes)})"
+    ]
+    changes = [*_other_layouts(error, offers, problem), *changes]
+    return PlanError(
+        f"{whom} does not fit: with the nearest layout, {layout}, rank {error.rank} is {error.bytes_short} bytes "
+        f"({show_bytes(error.bytes_short)}) short of {show_bytes(needed)} when it comes to it.\n"
+        f"Ranks when it came to it ({topology.reserved_fraction:.0%} of the memory is reserved):\n"
+        + "\n".join(picture)
+        + "\nAny of these would make it fit:\n"
+        + "\n".join(changes),
+        table=name,
+        rank=error.rank,
+        bytes_short=error.bytes_short,
+    )
+
+
+def _other_layouts(error: Infeasible, offers: Offers, problem: Problem) -> list[str]:
+    """Layouts that the sharder offers, and that would fit what is left, but that may not be chosen; smallest first."""
+    slot = offers.slots[error.item]
+    if len(slot.members) > 1:
+        return []
+    menu = offers.menus[slot.members[0]]
+    if not menu.rejected:
+        return []
+    item = Item(menu.rejected_options, None, slot.item.spread)
+    state = State(replace(problem, items=(item,), base=error.load))
+    fitting = [
+        (float(option.loads[..., BYTES].max()), f"  layout {r.sketch.layout}, now ruled out ({r.reason})")
+        for i, (r, option) in enumerate(zip(menu.rejected, menu.rejected_options, strict=True))
+        if isinstance(state.find(0, i), Place)
+    ]
+    return [text for _, text in sorted(fitting)[:3]]

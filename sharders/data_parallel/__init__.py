@@ -1,0 +1,1 @@
+"""What no sharder owns: replicated (`ddp`) or fully sharded (`fsdp`, by the units that `blocks` finds)."""

@@ -1,0 +1,73 @@
+"""`DDPWrapper`: what no sharder owns, replicated, gradients averaged by torch's DistributedDataParallel."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dmp import ShardError, ShardingEnv
+from sharders.data_parallel.unreached import AnyReachDDP, average_whole
+
+
+class DDPWrapper:
+    """Wraps in `DistributedDataParallel` over the data ranks; does nothing for one process or without dense parameters.
+
+    Args:
+        options: passed to `DistributedDataParallel` (`bucket_cap_mb`, ...). With neither `static_graph` nor
+            `find_unused_parameters`, parameters that the loss does not reach need nothing: see `AnyReachDDP`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+
+    def wrap(self, module: nn.Module, env: ShardingEnv, device: torch.device, ignored: frozenset[str]) -> nn.Module:
+        """DDP of `module` that leaves `ignored` parameters and buffers alone.
+
+        Raises:
+            ShardError: parameters that tensor parallelism has split.
+        """
+        group = env.group("replicate", "shard")
+        trained = {name: p for name, p in module.named_parameters() if name not in ignored and p.requires_grad}
+        if group is None or env.data_size == 1 or not trained:
+            return module
+        if has_dtensors(trained.values()):
+            first = next(name for name, p in trained.items() if has_dtensors([p]))
+            raise ShardError(
+                f"DistributedDataParallel takes no DTensors, and {first!r} is one (split over {env.axes('tensor')}); "
+                "pass data_parallel_wrapper=FSDPWrapper(), which copies or splits them over the data axes"
+            )
+        # The only way to keep DDP off a parameter; see also dmp/__init__.py's list of private torch names.
+        # It asks for those of the module itself by "name" in one place, by ".name" in another.
+        names = {*ignored, *(f".{name}" for name in ignored if "." not in name)}
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
+        ids = [device] if device.type != "cpu" else None
+        # Where torch's own treatment of parameters without gradients is asked for, it is.
+        asked = any(self.options.get(option) for option in ("static_graph", "find_unused_parameters"))
+        kind = DistributedDataParallel if asked else AnyReachDDP
+        return kind(module, device_ids=ids, process_group=group, **self.options)
+
+
+class WholeWrapper:
+    """Averages the few weights that a plan replicates on a mesh that splits the others: by DDP, or beside weights that
+    tensor parallelism has split, of which DDP takes none, in one exchange at the end of the backward pass."""
+
+    def wrap(self, module: nn.Module, env: ShardingEnv, device: torch.device, ignored: frozenset[str]) -> nn.Module:
+        """`module`, in DDP or in place; `ignored` parameters and buffers are left alone."""
+        group = env.group("replicate", "shard")
+        whole = {name: p for name, p in module.named_parameters() if name not in ignored}
+        if not has_dtensors(whole.values()):
+            return DDPWrapper().wrap(module, env, device, ignored)
+        if group is not None and env.data_size > 1:
+            average_whole(module, list(whole), group)
+        return module
+
+
+def has_dtensors(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether any of them is a DTensor; does not import them."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and any(isinstance(t, module.DTensor) for t in tensors)

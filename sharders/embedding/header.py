@@ -1,0 +1,200 @@
+"""The first exchange of every call: sizes of what follows, and whatever any rank has found wrong.
+
+It has a fixed size for every module, so ranks that are at different modules, or have different plans, meet here and say
+so instead of hanging. A fault that one rank finds in its batch is raised on all of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from dmp import InputError, ranks
+from sharders.collectives import all_gather, all_to_all
+from sharders.embedding.input_faults import Fault, Kind
+
+_WORDS = 11
+"""Fingerprint, number of the entry, digest of backward passes; batch size, words, flags, checksum; fault (4)."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a rank says before its payload.
+
+    Args:
+        batch_size: samples it has.
+        words: of its payload for the receiver.
+        is_training: gradients will follow.
+        is_weighted: its payload carries weights.
+        wants_weight_gradient: the weights get gradients.
+        checksum: of the batch that its tensor group should share; 0 where there is nothing to compare.
+        fault: what is wrong with its batch, or None.
+    """
+
+    batch_size: int
+    words: int
+    is_training: bool
+    is_weighted: bool
+    wants_weight_gradient: bool
+    checksum: int
+    fault: Fault | None
+
+    def packed(self, *before: int) -> list[int]:
+        """As integers, behind these three of the call."""
+        fault = self.fault.packed() if self.fault else [0, 0, 0, 0]
+        flags = self.is_training + 2 * self.is_weighted + 4 * self.wants_weight_gradient
+        return [*before, self.batch_size, self.words, flags, self.checksum, *fault]
+
+    @staticmethod
+    def unpacked(words: Sequence[int]) -> Header:
+        """Inverse of `packed`."""
+        batch_size, num_words, flags, checksum, *fault = words[3:]
+        found = Fault.unpacked(fault) if fault[0] != Kind.NONE else None
+        return Header(batch_size, num_words, bool(flags & 1), bool(flags & 2), bool(flags & 4), checksum, found)
+
+    def manner(self) -> str:
+        """How the module is called, in words."""
+        gradient = " with a gradient" if self.wants_weight_gradient else ""
+        weights = f"weights{gradient}" if self.is_weighted else "no weights"
+        return f"{'trains' if self.is_training else 'does not train'} and has {weights}"
+
+
+class Handshake:
+    """Headers of one module.
+
+    Args:
+        content: text that must be equal on all ranks: tables and layouts.
+        features: names, for messages.
+        group: ranks that exchange, on connections that carry headers alone: a header never meets anything else.
+        data_ranks: which of the different batches each of them has.
+        tensor_axes: mesh axes along which the batch is the same, for messages.
+        replicas: ranks of the other copies that do not exchange ids with this one, but must hear of a fault.
+        rank_names: what each rank of the group is called; its index by default.
+    """
+
+    def __init__(
+        self,
+        content: str,
+        features: Sequence[str],
+        group: dist.ProcessGroup | None,
+        data_ranks: Sequence[int],
+        tensor_axes: Sequence[str],
+        replicas: dist.ProcessGroup | None = None,
+        rank_names: Sequence[int] | None = None,
+    ) -> None:
+        self.replicas = replicas
+        self.rank_names = list(rank_names if rank_names is not None else range(len(data_ranks)))
+        self.features, self.group, self.size = list(features), group, len(data_ranks)
+        self.data_ranks, self.tensor_axes = list(data_ranks), list(tensor_axes)
+        self._content = content
+        self.rename("the module")
+
+    def rename(self, name: str) -> None:
+        """Set the module's name, which is part of what is compared."""
+        self.name = name
+        self.forward, self.backward = f"the forward of {name!r}", f"the backward of {name!r}"
+        """Names of the calls, for messages."""
+        digest = hashlib.sha256((name + self._content).encode()).digest()
+        self._fingerprint = int.from_bytes(digest[:7], "big")
+
+    def exchange(self, mine: Sequence[Header], device: torch.device, here: ranks.entry) -> list[Header]:
+        """Send a header to every rank; returns theirs.
+
+        Args:
+            mine: for each rank.
+            device: to send from.
+            here: the call under way, which is counted alike from now on.
+
+        Raises:
+            InputError: on every rank alike, what any rank found, or how they differ.
+        """
+        if self.size == 1:
+            headers = list(mine)
+        else:
+            backwards = here.take_backwards()
+            digest = zlib.crc32("\n".join(backwards).encode())
+            packed = [word for header in mine for word in header.packed(self._fingerprint, here.number, digest)]
+            sizes = [_WORDS] * self.size
+            send = torch.tensor(packed, dtype=torch.int64, device=device)
+            words = all_to_all(send, sizes, sizes, self.group).view(self.size, _WORDS).tolist()
+            here.align(max(w[1] for w in words))
+            if any(w[0] != self._fingerprint for w in words):
+                self._of_all_copies((self.rank_names[0], Fault(Kind.ELSEWHERE)), device)
+                self._raise_mismatch()
+            if any(w[2] != digest for w in words):
+                self._of_all_copies((self.rank_names[0], Fault(Kind.ELSEWHERE)), device)
+                self._raise_parted_backwards(backwards)
+            headers = [Header.unpacked(w) for w in words]
+        found = next(((r, h.fault) for r, h in zip(self.rank_names, headers, strict=True) if h.fault is not None), None)
+        difference: InputError | None = None
+        if found is None:
+            try:
+                self._check_same_manner(headers)
+                self._check_same_samples(headers)
+            except InputError as error:
+                difference, found = error, (self.rank_names[0], Fault(Kind.ELSEWHERE))
+        found = self._of_all_copies(found, device)
+        if difference is not None:
+            raise difference
+        if found is not None:
+            raise found[1].error(self.features, self.name, found[0])
+        return headers
+
+    def _check_same_manner(self, headers: Sequence[Header]) -> None:
+        for rank, header in enumerate(headers):
+            if header.manner() != headers[0].manner():
+                raise InputError(
+                    f"ranks call {self.name} in different ways: rank 0 {headers[0].manner()}, rank {rank} "
+                    f"{header.manner()}; call it the same way on every rank"
+                )
+
+    def _of_all_copies(self, found: tuple[int, Fault] | None, device: torch.device) -> tuple[int, Fault] | None:
+        """The first fault of any copy: one that goes on alone would wait for the others in the next average."""
+        if self.replicas is None:
+            return found
+        size = dist.get_world_size(self.replicas)
+        words = [0] * 5 if found is None else [found[0], *found[1].packed()]
+        mine = torch.tensor(words, dtype=torch.int64, device=device)
+        everyone = all_gather(mine, mine.new_empty(size, len(words)), self.replicas).tolist()
+        told = next((w for w in everyone if w[1] != Kind.NONE), None)
+        return None if told is None else (told[0], Fault.unpacked(told[1:]))
+
+    def _check_same_samples(self, headers: Sequence[Header]) -> None:
+        first = {data_rank: rank for rank, data_rank in reversed([*enumerate(self.data_ranks)])}
+        for rank, (header, data_rank) in enumerate(zip(headers, self.data_ranks, strict=True)):
+            if header.checksum != headers[first[data_rank]].checksum:
+                axes = ", ".join(repr(axis) for axis in self.tensor_axes)
+                raise InputError(
+                    f"ranks {first[data_rank]} and {rank} call {self.name} with different batches, and lie along mesh "
+                    f"axis {axes}, whose ranks must all have the same samples: both are data rank {data_rank}. Does a "
+                    "data loader shard over all ranks? Its sampler's num_replicas is env.data_size, its rank this "
+                    "process's place on the mesh's other axes. Where each rank loads samples of its own on purpose: "
+                    "sharders.gather_batch(batch, env) makes one batch of them"
+                )
+
+    def _raise_parted_backwards(self, mine: list[str]) -> None:
+        """A backward pass has no header: where the sizes fit, ranks have taken each other's gradients for their own."""
+        told = ranks.tell("the forward after different backward passes", mine, self.group)
+        texts = [", ".join(names) or "none" for names in told]
+        raise ranks.RanksError(
+            "the ranks have run different backward passes since the forward before this one: "
+            + "; ".join(f"rank {name}: {text}" for name, text in zip(self.rank_names, texts, strict=True))
+            + ". Gradients of their tables went to one another: go on from a checkpoint, with a loss that reaches the "
+            "same tables on every rank"
+        )
+
+    def _raise_mismatch(self) -> None:
+        told = ranks.tell("the forward of different modules", (self.name, self._content), self.group)
+        for rank, (name, _) in enumerate(told):
+            if told[rank] != told[0]:
+                what = f"calls {name!r}" if name != told[0][0] else f"has other tables or layouts in {name!r}"
+                raise InputError(
+                    f"ranks are not at the same module: rank 0 calls {told[0][0]!r}, rank {rank} {what}; every rank "
+                    "must run the same modules in the same order, with the same plan"
+                )
+        raise AssertionError("fingerprints differ, contents do not")

@@ -1,0 +1,248 @@
+"""`TableStore`: what one rank holds of a module's tables: banks, their lookups, and one parameter for each table."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from dmp import ChunkedTensor, FusedParameter, ShardError
+from sharders.embedding.lookup import kernels
+from sharders.embedding.lookup.bank import Bank
+from sharders.embedding.lookup.optimizers import counts_steps, state_shapes
+from sharders.embedding.placement import Placement
+
+
+@dataclass
+class Holding:
+    """A bank, its lookup, and which tables and slots they are of.
+
+    Args:
+        bank: storage.
+        lookup: compiled for `slots`.
+        tables: indices of the tables, in the bank's order.
+        slots: of a sharded bank, the range among this rank's slots.
+        features: of a local bank, the features that its lookup's slots stand for.
+        is_local: whole on every rank.
+        is_trainable: gets gradients.
+    """
+
+    bank: Bank
+    lookup: kernels.Lookup
+    tables: list[int]
+    slots: range
+    features: list[int]
+    is_local: bool
+    is_trainable: bool
+
+
+class TableStore:
+    """Storage of one rank.
+
+    Args:
+        placement: all slots of all ranks.
+        rank: this rank's table rank.
+        device: of weights and optimizer state.
+    """
+
+    def __init__(self, placement: Placement, rank: int, device: torch.device) -> None:
+        self.placement, self.rank = placement, rank
+        keys: dict[tuple[bool, Any], list[int]] = {}
+        for index in sorted(range(len(placement.tables)), key=lambda i: placement.tables[i].bank_key):
+            table = placement.tables[index]
+            keys.setdefault((placement.is_local[index], table.bank_key), []).append(index)
+        self.holdings = [self._hold(tables, is_local, device) for (is_local, _), tables in keys.items()]
+        self.parameters: list[nn.Parameter] = [nn.Parameter(torch.empty(0))] * len(placement.tables)
+        for holding in self.holdings:
+            for i, index in enumerate(holding.tables):
+                view = holding.bank.table_view(i, placement.tables[index].dim)
+                self.parameters[index] = nn.Parameter(view, requires_grad=placement.tables[index].trainable)
+        self._settle()
+
+    def _settle(self) -> None:
+        self._addresses = [p.data_ptr() for p in self.parameters]
+
+    def take_back(self, name: str) -> None:
+        """Take values over from what a user has put in a parameter's place by `p.data = ...`; it is a view again then.
+
+        Args:
+            name: of the module, for the error.
+
+        Raises:
+            ShardError: another shape or dtype than the local part's; whole tables are cut.
+        """
+        if [p.data_ptr() for p in self.parameters] == self._addresses:
+            return
+        for index, bank, i, chunks, offsets in self.views():
+            parameter, table = self.parameters[index], self.placement.tables[index]
+            view, given = bank.table_view(i, table.dim), parameter.data
+            if given.data_ptr() == view.data_ptr():
+                continue
+            parameter.data = view
+            if given.dtype != view.dtype or given.shape not in (view.shape, (table.rows, table.dim)):
+                raise ShardError(
+                    f"the data of table {table.parameter!r} of {name} was replaced by {tuple(given.shape)} "
+                    f"{given.dtype}; expected this rank's part {tuple(view.shape)}, or the whole table "
+                    f"{(table.rows, table.dim)}, {view.dtype}; to change the dtype cast the whole module"
+                )
+            if given.shape == view.shape:
+                view.copy_(given)
+            else:
+                self._chunked(index, chunks, offsets).fill_from(given)
+
+    @property
+    def sharded(self) -> list[Holding]:
+        """Holdings of tables that are cut."""
+        return [h for h in self.holdings if not h.is_local]
+
+    @property
+    def local(self) -> list[Holding]:
+        """Holdings of tables that are whole on every rank."""
+        return [h for h in self.holdings if h.is_local]
+
+    def views(self) -> Iterator[tuple[int, Bank, int, list[torch.Tensor], list[tuple[int, int]]]]:
+        """(table, bank, index in the bank, views of its chunks, their offsets) of every table."""
+        for holding in self.holdings:
+            for i, index in enumerate(holding.tables):
+                chunks = [holding.bank.chunk_view(i, c) for c in range(len(holding.bank.chunks[i]))]
+                yield index, holding.bank, i, chunks, self._offsets(index)
+
+    def load_all(self, values: dict[int, torch.Tensor]) -> None:
+        """Copy this rank's pieces out of whole tables, by table."""
+        with torch.no_grad():
+            for index, _, _, chunks, offsets in self.views():
+                if index in values:
+                    self._chunked(index, chunks, offsets).fill_from(values[index].detach())
+
+    def chunked_state(self) -> dict[str, ChunkedTensor]:
+        """Pieces of every table that is cut, by parameter name, as views."""
+        return {
+            self.placement.tables[index].parameter: self._chunked(index, chunks, offsets)
+            for index, _, _, chunks, offsets in self.views()
+            if not self._is_whole(index)
+        }
+
+    def _is_whole(self, index: int) -> bool:
+        """Whether every process that there is holds the whole table: an ordinary tensor then."""
+        alone = len(self.placement.slots) == 1 and len(self.placement.shards[index]) == 1
+        return alone or self.placement.is_local[index]
+
+    def fused_parameters(self) -> Iterator[FusedParameter]:
+        """Tables that are updated in the backward pass."""
+        for holding in self.holdings:
+            if holding.bank.spec is None or not holding.is_trainable:
+                continue
+            for i, index in enumerate(holding.tables):
+                table, starts = self.placement.tables[index], self.placement.column_blocks(index)
+                widths = tuple(b - a for a, b in pairwise([*starts, table.dim])) if len(starts) > 1 else None
+                state = self._state_of(holding.bank, i, index)
+                yield FusedParameter(table.parameter, self.parameters[index], holding.bank.options, state, widths)
+
+    def apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Replace all storage by `fn` of it (a move to another device); the parameters stay the same objects."""
+        for holding in self.holdings:
+            holding.bank.apply(fn)
+            holding.lookup = kernels.compile_lookup(holding.bank, holding.lookup.slots)
+            for i, index in enumerate(holding.tables):
+                self.parameters[index].data = holding.bank.table_view(i, self.placement.tables[index].dim)
+        self._settle()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TableStore:
+        new = type(self).__new__(type(self))
+        new.placement, new.rank = self.placement, self.rank
+        new.parameters = list(self.parameters)
+        new.holdings = []
+        for old in self.holdings:
+            # The copy's optimizer names its own parameters, which do not exist yet.
+            memo[id(old.bank.options)] = {k: v for k, v in old.bank.options.items() if k != "params"}
+            bank = copy.deepcopy(old.bank, memo)
+            lookup = kernels.compile_lookup(bank, old.lookup.slots)
+            holding = Holding(bank, lookup, old.tables, old.slots, old.features, old.is_local, old.is_trainable)
+            new.holdings.append(holding)
+            for i, index in enumerate(holding.tables):
+                view = bank.table_view(i, self.placement.tables[index].dim)
+                parameter = nn.Parameter(view, requires_grad=self.parameters[index].requires_grad)
+                memo[id(self.parameters[index])] = new.parameters[index] = parameter
+        new._settle()
+        return new
+
+    def _hold(self, tables: list[int], is_local: bool, device: torch.device) -> Holding:
+        placement = self.placement
+        first = placement.tables[tables[0]]
+        chunks = placement.chunks[self.rank]
+        shapes = [
+            [(placement.tables[t].rows, placement.tables[t].dim)] if is_local else [s.sizes for s in chunks[t]]
+            for t in tables
+        ]
+        spec = first.optimizer if first.trainable else None
+        bank = Bank([[(s[0], s[1]) for s in of_table] for of_table in shapes], first.dtype, device, spec)
+        where = {index: i for i, index in enumerate(tables)}
+        if is_local:
+            features = [f.index for f in placement.local_features if f.table in where]
+            picked = [
+                (where[t], 0, 0, placement.tables[t].rows) for t in (placement.features[f].table for f in features)
+            ]
+            slots = range(0)
+        else:
+            features = []
+            mine = [i for i, s in enumerate(placement.slots[self.rank]) if s.table in where]
+            slots = range(mine[0], mine[-1] + 1) if mine else range(0)
+            assert len(slots) == len(mine), "slots of one bank must be one run"
+            picked = [
+                (where[s.table], s.chunk, s.first_row, s.rows) for s in (placement.slots[self.rank][i] for i in mine)
+            ]
+        kernel_slots = [kernels.Slot(bank.chunks[t][c], row, rows) for t, c, row, rows in picked]
+        return Holding(
+            bank, kernels.compile_lookup(bank, kernel_slots), tables, slots, features, is_local, first.trainable
+        )
+
+    def _offsets(self, index: int) -> list[tuple[int, int]]:
+        if self.placement.is_local[index]:
+            return [(0, 0)]
+        return [(s.offsets[0], s.offsets[1]) for s in self.placement.chunks[self.rank][index]]
+
+    def _chunked(self, index: int, chunks: list[torch.Tensor], offsets: list[tuple[int, int]]) -> ChunkedTensor:
+        table = self.placement.tables[index]
+        parameter = self.parameters[index]
+        return ChunkedTensor((table.rows, table.dim), chunks, offsets, parameter.dtype, parameter.device)
+
+    def _state_of(self, bank: Bank, i: int, index: int) -> Callable[[], dict[str, torch.Tensor]]:
+        """Live optimizer state of a table, in the unsharded shape.
+
+        Row-wise state of a table whose columns are cut has shape (rows, column blocks): one column for each block.
+        """
+
+        def state() -> dict[str, torch.Tensor]:
+            assert bank.spec is not None
+            placement, table = self.placement, self.placement.tables[index]
+            result: dict[str, torch.Tensor] = {"step": bank.steps[i]} if counts_steps(bank.spec.kind) else {}
+            blocks = placement.column_blocks(index)
+            for name, extent in state_shapes(bank.spec.kind).items():
+                views = [bank.state_view(name, i, c) for c in range(len(bank.chunks[i]))]
+                offsets: list[tuple[int, ...]] = list(self._offsets(index))
+                size: tuple[int, ...] = (table.rows, table.dim)
+                if extent == "rowwise" and len(blocks) == 1:
+                    size, offsets = (table.rows,), [o[:1] for o in offsets]
+                elif extent == "rowwise":
+                    # A rectangle's column of sums stands for every block that it spans.
+                    size = (table.rows, len(blocks))
+                    spans = zip(views, offsets, bank.chunks[i], strict=True)
+                    cells = [
+                        (view.unsqueeze(1), (at[0], j))
+                        for view, at, chunk in spans
+                        for j, start in enumerate(blocks)
+                        if at[1] <= start < at[1] + chunk.width
+                    ]
+                    views, offsets = [view for view, _ in cells], [at for _, at in cells]
+                if self._is_whole(index):
+                    result[name] = views[0]
+                else:
+                    result[name] = ChunkedTensor(size, views, offsets, bank.state[name].dtype, bank.weights.device)
+            return result
+
+        return state

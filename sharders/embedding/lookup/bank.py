@@ -1,0 +1,222 @@
+"""`Bank`: the storage of the table rectangles that one rank holds and that can be looked up and updated together.
+
+Terms:
+    chunk: a rectangle of a table, here (rows, width), stored row by row.
+    bank: all chunks of a rank with one dtype and one optimizer, in one flat tensor.
+    bank row: a row of any chunk, numbered 0..total_rows in storage order; row-wise optimizer state is indexed by it.
+    region: the bank seen as one matrix of a given width. Every chunk starts at a multiple of its width, so its rows
+        are whole rows of the region of that width: lookups over many chunks are one lookup in a region.
+    slot: a range of a chunk's rows that a feature's ids address.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sharders.embedding.lookup.optimizers import OptimizerSpec, state_shapes
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Where a rectangle lies in its bank."""
+
+    element_offset: int
+    """First element in `Bank.weights`; a multiple of `width`."""
+
+    row_offset: int
+    """First bank row."""
+
+    rows: int
+    width: int
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The rows `first_row .. first_row + rows` of a chunk; a feature's ids count from `first_row`."""
+
+    chunk: Chunk
+    first_row: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Region:
+    """The bank's chunks of one width, inside the bank seen as a matrix of that width.
+
+    One entry per non-empty chunk, in storage order.
+    """
+
+    width: int
+    first_rows: tuple[int, ...]
+    """First row in the matrix."""
+
+    row_shifts: tuple[int, ...]
+    """Bank row less row in the matrix."""
+
+    tables: tuple[int, ...]
+
+    def view(self, flat: Tensor) -> Tensor:
+        """A tensor shaped as `Bank.weights` as (V, width)."""
+        num_rows = flat.numel() // self.width
+        return flat.narrow(0, 0, num_rows * self.width).view(num_rows, self.width)
+
+    def bank_rows(self, rows: Tensor) -> Tensor:
+        """(n,) rows of the matrix as bank rows."""
+        if len(set(self.row_shifts)) <= 1:
+            return rows + self.row_shifts[0] if any(self.row_shifts) else rows
+        return rows + self._chunk_values(rows, self.row_shifts, rows.dtype)
+
+    def steps(self, rows: Tensor, steps: Tensor) -> Tensor:
+        """Step of the table of each row: float64, 0-D on the CPU where all tables agree, else (n, 1)."""
+        values = steps.tolist()
+        if len({values[t] for t in self.tables}) <= 1:
+            return torch.tensor(values[self.tables[0]] if self.tables else 0.0, dtype=torch.float64, device="cpu")
+        return self._chunk_values(rows, [values[t] for t in self.tables], torch.float64).unsqueeze(1)
+
+    def _chunk_values(self, rows: Tensor, values: Sequence[float], dtype: torch.dtype) -> Tensor:
+        first_rows = torch.tensor(self.first_rows, device=rows.device)
+        return torch.tensor(values, dtype=dtype, device=rows.device)[torch.bucketize(rows, first_rows, right=True) - 1]
+
+
+class Bank:
+    """Weights and in-backward optimizer state of a rank's chunks that share a dtype and an optimizer.
+
+    Chunks of one table are adjacent. Wide tables come first, so that padding (always zero) is rare. `copy.deepcopy`
+    gives an independent bank; views taken before stay with the old one.
+
+    Args:
+        shapes: per table, (rows, width) of each chunk; possibly none. Zero rows are fine.
+        dtype: of weights and state.
+        device: of weights and state.
+        spec: the in-backward optimizer, or None.
+
+    Example:
+        >>> bank = Bank([[(10, 4)], [(3, 8)]], torch.float32, "cpu", OptimizerSpec.make("rowwise_adagrad"))
+        >>> bank.chunk_view(1, 0).shape, bank.state_view("sum", 1, 0).shape
+        (torch.Size([3, 8]), torch.Size([3]))
+    """
+
+    weights: Tensor
+    """(numel,): every chunk, row by row; never requires grad."""
+
+    state: dict[str, Tensor]
+    """Per state name (numel,) if pointwise, laid out as `weights`, or (total_rows,) if row-wise."""
+
+    steps: Tensor
+    """(num_tables,) float32 on the CPU: updates so far."""
+
+    options: dict[str, Any]
+    """The optimizer's param group; read at every update, so that a changed `lr` takes effect."""
+
+    chunks: list[list[Chunk]]
+    """Per table, in the order given."""
+
+    regions: dict[int, Region]
+    """By width."""
+
+    def __init__(
+        self,
+        shapes: Sequence[Sequence[tuple[int, int]]],
+        dtype: torch.dtype,
+        device: torch.device | str,
+        spec: OptimizerSpec | None = None,
+    ) -> None:
+        self.spec = spec
+        self.options = spec.param_group() if spec else {}
+        self.chunks, numel, self.total_rows = _lay_out(shapes)
+        self.regions = _regions(self.chunks)
+        self.weights = torch.zeros(numel, dtype=dtype, device=device)
+        self.steps = torch.zeros(len(shapes), dtype=torch.float32, device="cpu")
+        extents = state_shapes(spec.kind) if spec else {}
+        start = {"sum": float(self.options.get("initial_accumulator_value", 0.0))}
+        self.state = {
+            name: torch.full(
+                (numel if extent == "pointwise" else self.total_rows,), start.get(name, 0.0), dtype=dtype, device=device
+            )
+            for name, extent in extents.items()
+        }
+
+    def chunk_view(self, table: int, i: int) -> Tensor:
+        """Chunk `i` of a table, a (rows, width) view of `weights`."""
+        return _rectangle(self.weights, self.chunks[table][i])
+
+    def state_view(self, name: str, table: int, i: int) -> Tensor:
+        """Optimizer state of chunk `i` of a table, a view: (rows, width) if pointwise, (rows,) if row-wise."""
+        chunk = self.chunks[table][i]
+        assert self.spec is not None, f"a bank without optimizer has no state {name!r}"
+        if state_shapes(self.spec.kind)[name] == "pointwise":
+            return _rectangle(self.state[name], chunk)
+        return self.state[name].narrow(0, chunk.row_offset, chunk.rows)
+
+    def table_span(self, table: int) -> tuple[int, int]:
+        """First element of a table in `weights`, and how many there are, padding between its chunks included."""
+        chunks = self.chunks[table]
+        first = min((c.element_offset for c in chunks), default=0)
+        return first, max((c.element_offset + c.rows * c.width for c in chunks), default=0) - first
+
+    def table_view(self, table: int, width: int, flat: Tensor | None = None) -> Tensor:
+        """All chunks of a table as one contiguous matrix.
+
+        Args:
+            table: index of the table.
+            width: the unsharded table's, for a table that has no chunk here.
+            flat: what to view: a tensor shaped as `weights` (a gradient, say), `weights` itself by default.
+
+        Returns:
+            (span // g, g), a view, where g is the greatest common divisor of the chunks' widths: (rows, width) for a
+            table of one chunk, (0, width) without chunks.
+        """
+        first, span = self.table_span(table)
+        divisor = gcd(*(c.width for c in self.chunks[table])) or width
+        return (self.weights if flat is None else flat).narrow(0, first, span).view(span // divisor, divisor)
+
+    def step(self) -> None:
+        """Count one update of every table; to be called once per backward pass, before the updates."""
+        self.steps += 1
+
+    def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Replace weights and state by `fn` of them, as `nn.Module._apply` does; take views anew after it."""
+        self.weights = fn(self.weights)
+        self.state = {name: fn(tensor) for name, tensor in self.state.items()}
+
+
+def _rectangle(flat: Tensor, chunk: Chunk) -> Tensor:
+    return flat.narrow(0, chunk.element_offset, chunk.rows * chunk.width).view(chunk.rows, chunk.width)
+
+
+def _lay_out(shapes: Sequence[Sequence[tuple[int, int]]]) -> tuple[list[list[Chunk]], int, int]:
+    """Chunks, elements and rows of a bank."""
+    chunks: list[list[Chunk | None]] = [[None] * len(table) for table in shapes]
+    elements = rows = 0
+    widest_first = sorted(range(len(shapes)), key=lambda t: -max((w for _, w in shapes[t]), default=0))
+    for table in widest_first:
+        for i in sorted(range(len(shapes[table])), key=lambda i: -shapes[table][i][1]):
+            num_rows, width = shapes[table][i]
+            elements = -(-elements // width) * width
+            chunks[table][i] = Chunk(elements, rows, num_rows, width)
+            elements += num_rows * width
+            rows += num_rows
+    return [[c for c in table if c is not None] for table in chunks], elements, rows
+
+
+def _regions(chunks: Sequence[Sequence[Chunk]]) -> dict[int, Region]:
+    """The regions of all widths that occur."""
+    by_width: dict[int, list[tuple[int, int, int]]] = {}
+    for table, of_table in enumerate(chunks):
+        for c in of_table:
+            entries = by_width.setdefault(c.width, [])
+            if c.rows:
+                first = c.element_offset // c.width
+                entries.append((first, c.row_offset - first, table))
+    return {
+        width: Region(width, *(tuple(column) for column in zip(*sorted(entries), strict=True)))
+        if entries
+        else Region(width, (), (), ())
+        for width, entries in by_width.items()
+    }

@@ -1,0 +1,110 @@
+"""Sorting ids by row block: which block of its table each id lies in, keeping the order inside a block.
+
+FBGEMM does it in one pass where it loads (4 to 5 times faster on a CPU core); torch's own operators do it anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from sharders.embedding.lookup import kernels
+
+_FEW_BLOCKS = 8
+
+
+@dataclass
+class Bucketized:
+    """Ids by (block, feature, sample).
+
+    Args:
+        values: (N,) relative to their block's first row.
+        lengths: (blocks * features, B).
+        order: (N,) where each was before; None unless asked for.
+    """
+
+    values: torch.Tensor
+    lengths: torch.Tensor
+    order: torch.Tensor | None
+
+
+class Bucketizer:
+    """Compiled for the row boundaries of some features.
+
+    Args:
+        bounds: for each feature its blocks' boundaries, from 0 to the table's rows.
+        device: of the ids.
+    """
+
+    def __init__(self, bounds: Sequence[Sequence[int]], device: torch.device) -> None:
+        self.num_blocks = max(len(b) for b in bounds) - 1
+        self.device = device
+        self._use_fbgemm = device.type == "cpu" and kernels.kernel_report()["fbgemm"] == "ok"
+        # All features' rows in one line, so that one search finds the block of every id.
+        first_rows = [0, *accumulate(b[-1] for b in bounds)]
+        self._first_rows = self._long(first_rows[:-1])
+        self._starts = self._long([r + x for r, b in zip(first_rows, bounds, strict=False) for x in b[:-1]])
+        self._numbers = self._long([i for b in bounds for i in range(len(b) - 1)])
+        # FBGEMM: equal blocks by division, others by a search in padded boundaries.
+        sizes = [b[1] for b in bounds]
+        self._sizes = self._long(sizes)
+        is_even = all(
+            list(b) == [min(i * n, b[-1]) for i in range(len(b))] and n * self.num_blocks >= b[-1]
+            for b, n in zip(bounds, sizes, strict=True)
+        )
+        padded = [list(b) + [b[-1]] * (self.num_blocks + 1 - len(b)) for b in bounds]
+        self._positions = None if is_even else [self._long(b) for b in padded]
+
+    def _long(self, values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+    def __call__(self, values: torch.Tensor, lengths: torch.Tensor, with_order: bool) -> Bucketized:
+        """Sort.
+
+        Args:
+            values: (N,) ids, feature-major, in range.
+            lengths: (features, B) of the same dtype.
+            with_order: tell where each id was.
+        """
+        if self._use_fbgemm and values.numel():
+            return self._by_fbgemm(values, lengths, with_order)
+        return self._by_torch(values, lengths, with_order)
+
+    def _by_fbgemm(self, values: torch.Tensor, lengths: torch.Tensor, with_order: bool) -> Bucketized:
+        positions = self._positions
+        new_lengths, new_values, _, _, place = torch.ops.fbgemm.block_bucketize_sparse_features(
+            lengths.reshape(-1),
+            values,
+            False,
+            with_order,
+            self._sizes.to(values.dtype),
+            self.num_blocks,
+            None,
+            None,
+            -1,
+            None if positions is None else [p.to(values.dtype) for p in positions],
+        )
+        order = None
+        if with_order:
+            order = torch.empty(values.numel(), dtype=torch.int64)
+            order[place.long()] = torch.arange(values.numel())
+        return Bucketized(new_values, new_lengths.view(-1, lengths.shape[1]), order)
+
+    def _by_torch(self, values: torch.Tensor, lengths: torch.Tensor, with_order: bool) -> Bucketized:
+        features, batch_size = lengths.shape
+        line = values.to(torch.int64) + self._first_rows.repeat_interleave(lengths.sum(1), output_size=values.numel())
+        found = torch.bucketize(line, self._starts, right=True) - 1
+        block = self._numbers[found]
+        if self.num_blocks <= _FEW_BLOCKS:
+            order = torch.cat([(block == k).nonzero().view(-1) for k in range(self.num_blocks)])
+        else:
+            order = block.to(torch.int32).argsort(stable=True)
+        bags = features * batch_size
+        bag = torch.arange(bags, device=self.device).repeat_interleave(lengths.reshape(-1), output_size=values.numel())
+        new_lengths = torch.bincount(block * bags + bag, minlength=self.num_blocks * bags).to(values.dtype)
+        new_values = (line - self._starts[found])[order].to(values.dtype)
+        new_lengths = new_lengths.view(self.num_blocks * features, batch_size)
+        return Bucketized(new_values, new_lengths, order if with_order else None)

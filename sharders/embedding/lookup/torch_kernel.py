@@ -1,0 +1,263 @@
+"""Lookups and updates in plain torch operations: any device, any dtype.
+
+Slots of one width are one lookup in the bank's region of that width: ids become rows of the region. A gradient is the
+same lookup turned round: ids are sorted by row, each distinct row is a bag, and what it sums are rows of the output's
+gradient. So nothing of the size ids x width is made, and sums have a fixed order.
+
+Legend: N ids, S slots, B bags per slot, C columns of the output, D width, n distinct rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sharders.embedding.lookup.bank import Bank, Region, Slot
+from sharders.embedding.lookup.optimizers import ROW_UPDATES, state_shapes
+
+Segments = Sequence[tuple[int, int]]
+"""(slot, number of ids), in the order of the ids."""
+
+
+@dataclass(frozen=True)
+class _Group:
+    """The slots of one width."""
+
+    region: Region
+    slots: tuple[int, ...]
+    columns: tuple[int, ...]
+    """First column of each slot in the output."""
+
+
+@dataclass(frozen=True)
+class _Bags:
+    """The ids of one group."""
+
+    rows: Tensor
+    """(N,) int64 rows of the region."""
+
+    lengths: Tensor
+    """(slots of the group * B,) ids per bag."""
+
+    weights: Tensor | None
+    positions: Tensor | None
+    """(N,) where the ids were among all; None where they are all."""
+
+    def offsets(self) -> Tensor:
+        return self.lengths.cumsum(0) - self.lengths
+
+    def bag_of_id(self) -> Tensor:
+        bags = torch.arange(self.lengths.numel(), device=self.lengths.device)
+        return torch.repeat_interleave(bags, self.lengths, output_size=self.rows.numel())
+
+
+class TorchLookup:
+    """Lookups of `slots` in `bank`; see `sharders.embedding.lookup.kernels.Lookup`."""
+
+    def __init__(self, bank: Bank, slots: Sequence[Slot]) -> None:
+        self.bank = bank
+        self.slots = tuple(slots)
+        self.num_columns = sum(s.chunk.width for s in slots)
+        self._first_rows = [s.chunk.element_offset // s.chunk.width + s.first_row for s in slots]
+        by_width: dict[int, list[tuple[int, int]]] = {}
+        column = 0
+        for index, slot in enumerate(slots):
+            by_width.setdefault(slot.chunk.width, []).append((index, column))
+            column += slot.chunk.width
+        self._groups = [
+            _Group(bank.regions[width], tuple(i for i, _ in members), tuple(c for _, c in members))
+            for width, members in by_width.items()
+        ]
+
+    def pooled(self, ids: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Tensor:
+        num_bags = self._num_bags(offsets)
+        output_BC = self.bank.weights.new_zeros(num_bags, self.num_columns)
+        if not ids.numel():
+            return output_BC
+        for group in self._groups:
+            bags = self._bags(group, ids, offsets, weights)
+            table_VD = group.region.view(self.bank.weights)
+            part = _sum_bags(table_VD, bags.rows, bags.offsets(), bags.weights)
+            part_BSD = part.view(len(group.slots), num_bags, group.region.width).transpose(0, 1)
+            if len(self._groups) == 1:
+                return part_BSD.reshape(num_bags, self.num_columns)
+            output_BC.index_copy_(1, self._columns(group, ids.device), part_BSD.reshape(num_bags, -1))
+        return output_BC
+
+    def update_pooled(self, grad: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None = None) -> None:
+        for region, rows_n, grads_nD in self._row_gradients(grad, ids, offsets, weights):
+            update(self.bank, region, rows_n, grads_nD)
+
+    def gradient_pooled(self, grad: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Tensor:
+        flat = torch.zeros_like(self.bank.weights)
+        for region, rows_n, grads_nD in self._row_gradients(grad, ids, offsets, weights):
+            region.view(flat).index_copy_(0, rows_n, grads_nD)
+        return flat
+
+    def gradient_weights(self, grad: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
+        result_N = self.bank.weights.new_zeros(ids.numel())
+        if not ids.numel():
+            return result_N
+        for group in self._groups:
+            bags = self._bags(group, ids, offsets, None)
+            grads_ND = self._bag_gradients(group, grad).index_select(0, bags.bag_of_id())
+            values = grads_ND.mul_(group.region.view(self.bank.weights).index_select(0, bags.rows)).sum(1)
+            if bags.positions is None:
+                return values
+            result_N[bags.positions] = values
+        return result_N
+
+    def touched_pooled(self, ids: Tensor, offsets: Tensor) -> Tensor:
+        touched = torch.zeros(self.bank.total_rows, dtype=torch.bool, device=ids.device)
+        if ids.numel():
+            for group in self._groups:
+                touched[group.region.bank_rows(self._bags(group, ids, offsets, None).rows)] = True
+        return touched
+
+    def rows(self, ids: Tensor, segments: Segments) -> Tensor:
+        region = self.region_of(segments)
+        if region is None:
+            return self.bank.weights.new_zeros(0, 0)
+        return region.view(self.bank.weights).index_select(0, self.region_rows(ids, segments))
+
+    def update_rows(self, grad: Tensor, ids: Tensor, segments: Segments) -> None:
+        region = self.region_of(segments)
+        if region is not None and ids.numel():
+            update(self.bank, region, *_combine(self.region_rows(ids, segments), self._cast(grad), None, None))
+
+    def gradient_rows(self, grad: Tensor, ids: Tensor, segments: Segments) -> Tensor:
+        flat = torch.zeros_like(self.bank.weights)
+        region = self.region_of(segments)
+        if region is not None and ids.numel():
+            rows_n, grads_nD = _combine(self.region_rows(ids, segments), self._cast(grad), None, None)
+            region.view(flat).index_copy_(0, rows_n, grads_nD)
+        return flat
+
+    def touched_rows(self, ids: Tensor, segments: Segments) -> Tensor:
+        touched = torch.zeros(self.bank.total_rows, dtype=torch.bool, device=ids.device)
+        region = self.region_of(segments)
+        if region is not None and ids.numel():
+            touched[region.bank_rows(self.region_rows(ids, segments))] = True
+        return touched
+
+    def region_of(self, segments: Segments) -> Region | None:
+        """The region in which the segments' slots lie; None without segments."""
+        widths = {self.slots[slot].chunk.width for slot, _ in segments}
+        assert len(widths) <= 1, f"segments of one call have one width, not {sorted(widths)}"
+        return self.bank.regions[widths.pop()] if widths else None
+
+    def region_rows(self, ids: Tensor, segments: Segments) -> Tensor:
+        """(N,) int64 rows of the segments' region."""
+        first_rows = torch.tensor([self._first_rows[slot] for slot, _ in segments], device=ids.device)
+        counts = torch.tensor([count for _, count in segments], device=ids.device)
+        return torch.repeat_interleave(first_rows, counts, output_size=ids.numel()).add_(ids)
+
+    def as_one_slot(self, grad: Tensor, ids: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+        """Slots of one width as one slot of S * B bags: (N,) rows of their region, and the gradient as (S * B, D)."""
+        (group,) = self._groups
+        return self._bags(group, ids, offsets, None).rows, self._bag_gradients(group, grad)
+
+    def _num_bags(self, offsets: Tensor) -> int:
+        return (offsets.numel() - 1) // len(self.slots) if self.slots else 0
+
+    def _cast(self, grad: Tensor) -> Tensor:
+        return grad.to(self.bank.weights.dtype)
+
+    def _columns(self, group: _Group, device: torch.device) -> Tensor:
+        """(slots of the group * D,) columns of the output."""
+        first = torch.tensor(group.columns, device=device).unsqueeze(1)
+        return (first + torch.arange(group.region.width, device=device)).flatten()
+
+    def _bags(self, group: _Group, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> _Bags:
+        """The ids of a group's slots; there is at least one bag per slot."""
+        num_bags = self._num_bags(offsets)
+        weights = None if weights is None else self._cast(weights)
+        offsets = offsets.long()
+        lengths = offsets.diff()
+        first_rows = torch.tensor([self._first_rows[i] for i in group.slots], device=ids.device)
+        bounds = offsets[::num_bags]
+        if len(self._groups) == 1:
+            rows = torch.repeat_interleave(first_rows, bounds.diff(), output_size=ids.numel())
+            return _Bags(rows.add_(ids), lengths, weights, None)
+        slots = torch.tensor(group.slots, device=ids.device)
+        counts = bounds.diff()[slots]
+        ends = counts.cumsum(0)
+        num_ids = int(ends[-1])
+        positions = torch.repeat_interleave(bounds[slots] - ends + counts, counts, output_size=num_ids)
+        positions += torch.arange(num_ids, device=ids.device)
+        rows = torch.repeat_interleave(first_rows, counts, output_size=num_ids).add_(ids[positions])
+        lengths = lengths.view(-1, num_bags)[slots].flatten()
+        return _Bags(rows, lengths, None if weights is None else weights[positions], positions)
+
+    def _bag_gradients(self, group: _Group, grad_BC: Tensor) -> Tensor:
+        """(slots of the group * B, D)."""
+        if len(self._groups) > 1:
+            grad_BC = grad_BC.index_select(1, self._columns(group, grad_BC.device))
+        width = group.region.width
+        return self._cast(grad_BC).reshape(-1, len(group.slots), width).transpose(0, 1).reshape(-1, width)
+
+    def _row_gradients(
+        self, grad: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None
+    ) -> list[tuple[Region, Tensor, Tensor]]:
+        """Per width: the region, its rows that have a gradient, and the gradients."""
+        if not ids.numel():
+            return []
+        result = []
+        for group in self._groups:
+            bags = self._bags(group, ids, offsets, weights)
+            if bags.rows.numel():
+                sums = _combine(bags.rows, self._bag_gradients(group, grad), bags.bag_of_id(), bags.weights)
+                result.append((group.region, *sums))
+        return result
+
+
+def update(bank: Bank, region: Region, rows_n: Tensor, grads_nD: Tensor) -> None:
+    """Apply the bank's optimizer to distinct rows of a region, in place."""
+    assert bank.spec is not None, "a bank without optimizer is not updated in the backward pass"
+    extents = state_shapes(bank.spec.kind)
+    state = {n: region.view(t) if extents[n] == "pointwise" else t for n, t in bank.state.items()}
+    bank_rows_n = region.bank_rows(rows_n) if "rowwise" in extents.values() else rows_n
+    step = region.steps(rows_n, bank.steps)
+    ROW_UPDATES[bank.spec.kind](region.view(bank.weights), rows_n, grads_nD, state, bank_rows_n, bank.options, step)
+
+
+def update_dense(bank: Bank, flat_grad: Tensor, touched_rows: Tensor) -> None:
+    """Apply the bank's optimizer, given the gradient of all weights, to the rows that some batch touched.
+
+    Args:
+        bank: updated in place; its steps are not counted here.
+        flat_grad: (numel,), laid out as `bank.weights`.
+        touched_rows: (total_rows,) bool, by bank row.
+    """
+    chunks = sorted((c for table in bank.chunks for c in table if c.rows), key=lambda c: c.row_offset)
+    touched = touched_rows.nonzero().squeeze(1)
+    if not touched.numel():
+        return
+    ends = torch.tensor([c.row_offset + c.rows for c in chunks], device=touched.device)
+    shifts = torch.tensor([c.element_offset // c.width - c.row_offset for c in chunks], device=touched.device)
+    widths = torch.tensor([c.width for c in chunks], device=touched.device)
+    chunk_of_row = torch.bucketize(touched, ends, right=True)
+    rows = touched + shifts[chunk_of_row]
+    for width, region in bank.regions.items():
+        rows_n = rows[widths[chunk_of_row] == width]
+        if rows_n.numel():
+            update(bank, region, rows_n, region.view(flat_grad).index_select(0, rows_n).to(bank.weights.dtype))
+
+
+def _combine(
+    rows_N: Tensor, grads: Tensor, sources_N: Tensor | None, weights_N: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Distinct rows, ascending, and for each the sum of `grads[sources] * weights` over its ids; in the ids' order."""
+    sorted_rows, order = rows_N.sort(stable=True)
+    rows_n, counts_n = torch.unique_consecutive(sorted_rows, return_counts=True)
+    sources = order if sources_N is None else sources_N[order]
+    weights = None if weights_N is None else weights_N[order]
+    return rows_n, _sum_bags(grads, sources, counts_n.cumsum(0) - counts_n, weights)
+
+
+def _sum_bags(table: Tensor, rows: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
+    return F.embedding_bag(rows, table, offsets, mode="sum", per_sample_weights=weights)

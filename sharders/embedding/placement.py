@@ -1,0 +1,159 @@
+"""Where each table's rectangles are, compiled once from the plan: what is sent to whom, and in which order.
+
+[Note: slots]
+A *table* is read by *features*. Its rows are cut into *blocks* at every row boundary of its shards. A *slot* is the
+smallest unit that travels: the ids of one feature that fall into one block, for one rectangle on one rank. Each rank
+has an ordered list of slots; its lookup's columns and the wire have that order. Slots of one rectangle and block are
+adjacent, whatever their features, because the kernels combine their gradients.
+A *local* table is whole on every rank (data-parallel) and is looked up where its ids are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from dmp import Layout, Shard, ShardingEnv, is_replicated
+from sharders.embedding.lookup.optimizers import OptimizerSpec
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table of a module.
+
+    Args:
+        parameter: its parameter's name, relative to the module.
+        rows: number of embeddings.
+        dim: elements of a row.
+        dtype: of its elements.
+        features: names of the inputs that read it, in the order of the module's results.
+        mean: pool by mean instead of sum.
+        optimizer: runs in the backward pass; None gives an ordinary `.grad`.
+        trainable: False for a frozen table.
+    """
+
+    parameter: str
+    rows: int
+    dim: int
+    dtype: torch.dtype
+    features: tuple[str, ...]
+    mean: bool = False
+    optimizer: OptimizerSpec | None = None
+    trainable: bool = True
+
+    @property
+    def bank_key(self) -> tuple[str, bool, str]:
+        """Tables with one key are stored and updated together."""
+        return str(self.dtype), self.trainable, repr(self.optimizer)
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One input that reads one table: `index` counts the module's results."""
+
+    index: int
+    name: str
+    table: int
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Ids of one feature in one row block, for one rectangle; see [Note: slots].
+
+    Args:
+        feature: index of the feature.
+        table: index of the table.
+        segment: index of (feature, block) among all segments of the module.
+        chunk: index of the rectangle among those of the table on its rank.
+        first_row: of the block, relative to the rectangle.
+        rows: of the block.
+        column: first column of the rectangle.
+        width: columns of the rectangle.
+    """
+
+    feature: int
+    table: int
+    segment: int
+    chunk: int
+    first_row: int
+    rows: int
+    column: int
+    width: int
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Ids of one feature in one row block of its table: rows `start` to `stop`."""
+
+    feature: int
+    block: int
+    start: int
+    stop: int
+
+
+class Placement:
+    """All slots of all ranks for the tables of one module.
+
+    Args:
+        tables: the module's tables.
+        layouts: one for each table.
+        env: the mesh.
+        unpooled: results are rows; slots of one width are then adjacent, so that their rows are one matrix.
+    """
+
+    def __init__(
+        self, tables: Sequence[Table], layouts: Sequence[Layout], env: ShardingEnv, unpooled: bool = False
+    ) -> None:
+        self.tables = list(tables)
+        self.shards = [lay.shards((t.rows, t.dim), env) for t, lay in zip(tables, layouts, strict=True)]
+        self.is_local = [is_replicated(s, (t.rows, t.dim)) for t, s in zip(tables, self.shards, strict=True)]
+        self.features: list[Feature] = []
+        for index, table in enumerate(self.tables):
+            for name in table.features:
+                self.features.append(Feature(len(self.features), name, index))
+        by_table: list[list[Feature]] = [[] for _ in self.tables]
+        for feature in self.features:
+            by_table[feature.table].append(feature)
+        self.segments: list[Segment] = []
+        self.slots: list[list[Slot]] = [[] for _ in range(env.table_size)]
+        self.chunks: list[list[list[Shard]]] = [[[] for _ in self.tables] for _ in range(env.table_size)]
+        self.local_features = [f for f in self.features if self.is_local[f.table]]
+        # Tables that are stored together are adjacent, so that a bank's slots are one run.
+        order = sorted(range(len(self.tables)), key=lambda i: self.tables[i].bank_key)
+        for index in order:
+            if not self.is_local[index]:
+                self._place(index, by_table[index])
+        if unpooled:
+            for slots in self.slots:
+                slots.sort(key=lambda s: (self.tables[s.table].bank_key, s.width))
+
+    def _place(self, index: int, features: list[Feature]) -> None:
+        shards = sorted(self.shards[index], key=lambda s: s.offsets)
+        cuts = sorted({cut for s in shards for cut in (s.offsets[0], s.offsets[0] + s.sizes[0])})
+        blocks = list(pairwise(cuts))
+        first: dict[tuple[int, int], int] = {}
+        for feature in features:
+            for block, (start, stop) in enumerate(blocks):
+                first[feature.index, block] = len(self.segments)
+                self.segments.append(Segment(feature.index, block, start, stop))
+        block_of = {start: block for block, (start, _) in enumerate(blocks)}
+        for shard in shards:
+            (row, column), (rows, width) = shard.offsets, shard.sizes
+            chunk = len(self.chunks[shard.rank][index])
+            self.chunks[shard.rank][index].append(shard)
+            block = block_of[row]
+            while block < len(blocks) and blocks[block][0] < row + rows:
+                start, stop = blocks[block]
+                for feature in features:
+                    segment = first[feature.index, block]
+                    self.slots[shard.rank].append(
+                        Slot(feature.index, index, segment, chunk, start - row, stop - start, column, width)
+                    )
+                block += 1
+
+    def column_blocks(self, table: int) -> list[int]:
+        """Distinct first columns of the table's rectangles; one when no row is cut."""
+        return sorted({s.offsets[1] for s in self.shards[table]})

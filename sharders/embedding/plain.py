@@ -1,0 +1,205 @@
+"""Plain `nn.EmbeddingBag` and `nn.Embedding` on a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from dmp import Layout, ParameterInfo, ShardingEnv, fully_sharded, replicate
+from sharders.embedding.input_dist import Batch
+from sharders.embedding.input_faults import Fault, Kind, dtype_index
+from sharders.embedding.placement import Table
+from sharders.embedding.table_module import InitFn, TableModule, TableSharder, make_table
+
+_INTS = (torch.int32, torch.int64)
+_WAY_OUT = "Give it the plan entry replicate(): it is then a dense weight, which anybody may read"
+
+
+class ShardedEmbeddingBag(TableModule):
+    """As `nn.EmbeddingBag`: takes (B, n) ids, or (N,) ids with offsets; gives (B, dim).
+
+    Gradients are means over the data ranks; an in-backward optimizer runs once for each backward through a forward.
+    """
+
+    way_out = _WAY_OUT
+
+    def __init__(self, original: Any, *where: Any, **options: Any) -> None:
+        super().__init__(original, *where, **options)
+        self.num_embeddings, self.embedding_dim = original.num_embeddings, original.embedding_dim
+        self.mode, self.include_last_offset = original.mode, original.include_last_offset
+        self.padding_idx = original.padding_idx
+
+    def forward(
+        self,
+        input: torch.Tensor,
+        offsets: torch.Tensor | None = None,
+        per_sample_weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Pooled embeddings (B, dim)."""
+        out = self._engine.pooled(lambda: self._batch(input, offsets, per_sample_weights))
+        return out.to(self._engine.dtype_of(0))
+
+    def unsharded(self) -> nn.Module:
+        """A plain module of the same structure, on meta."""
+        return nn.EmbeddingBag(
+            self.num_embeddings,
+            self.embedding_dim,
+            mode=self.mode,
+            include_last_offset=self.include_last_offset,
+            padding_idx=self.padding_idx,
+            device="meta",
+            dtype=self._engine.dtype_of(0),
+        )
+
+    def _batch(self, ids: Any, offsets: Any, weights: Any) -> Batch:
+        if not isinstance(ids, torch.Tensor):
+            raise Fault(Kind.INPUT_TYPE)
+        if ids.dtype not in _INTS:
+            raise Fault(Kind.ID_DTYPE, value=dtype_index(ids.dtype))
+        if weights is not None and self.mode != "sum":
+            raise Fault(Kind.WEIGHTS_UNEXPECTED)
+        if weights is not None and weights.numel() != ids.numel():
+            raise Fault(Kind.WEIGHTS_LENGTH, value=weights.numel(), expected=ids.numel())
+        if ids.dim() == 2 and offsets is None:
+            lengths = torch.full((ids.shape[0],), ids.shape[1], dtype=torch.int64, device=ids.device)
+        elif ids.dim() == 1 and offsets is not None:
+            lengths = self._lengths(offsets, ids.numel())
+        else:
+            raise Fault(Kind.SHAPE, value=ids.dim(), expected=1)
+        ids, weights = ids.reshape(-1), None if weights is None else weights.reshape(-1)
+        if self.padding_idx is not None:
+            keep = ids != self.padding_idx
+            bag = torch.arange(lengths.numel(), device=ids.device).repeat_interleave(lengths)
+            lengths = torch.bincount(bag[keep], minlength=lengths.numel())
+            ids, weights = ids[keep], None if weights is None else weights[keep]
+        return Batch(ids, lengths.view(1, -1), (0,), weights, [int(lengths.sum())])
+
+    def _lengths(self, offsets: torch.Tensor, count: int) -> torch.Tensor:
+        if offsets.dtype not in _INTS:
+            raise Fault(Kind.LENGTH_DTYPE, value=dtype_index(offsets.dtype))
+        if self.include_last_offset:
+            if not offsets.numel():
+                raise Fault(Kind.OFFSETS, value=0, expected=count)
+            bounds = offsets
+        else:
+            bounds = torch.cat([offsets, offsets.new_tensor([count])])
+        lengths = bounds[1:] - bounds[:-1]
+        # The bounds themselves first: a difference of two that are far apart wraps around.
+        is_inside = not lengths.numel() or (
+            int(bounds[0]) == 0 and int(bounds.min()) >= 0 and int(bounds.max()) <= count
+        )
+        if not is_inside or (lengths.numel() and int(lengths.min()) < 0):
+            first_wrong = next(
+                (int(b) for a, b in pairwise([0, *bounds.tolist()]) if b < a or b > count), int(bounds[0])
+            )
+            raise Fault(Kind.OFFSETS, value=first_wrong, expected=count)
+        return lengths
+
+
+class ShardedEmbedding(TableModule):
+    """As `nn.Embedding`: takes ids of any shape, gives (*shape, dim).
+
+    Gradients and updates as in `ShardedEmbeddingBag`.
+    """
+
+    way_out = _WAY_OUT
+
+    def __init__(self, original: Any, *where: Any, **options: Any) -> None:
+        super().__init__(original, *where, **options)
+        self.num_embeddings, self.embedding_dim = original.num_embeddings, original.embedding_dim
+        self.padding_idx = original.padding_idx
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Embeddings (*shape of input, dim)."""
+        (rows,) = self._engine.rows(lambda: _flat_batch(input))
+        rows = rows.view(*input.shape, self.embedding_dim).to(self._engine.dtype_of(0))
+        if self.padding_idx is not None and rows.requires_grad:
+            # The row of padding is read but gets no gradient.
+            rows = torch.where((input == self.padding_idx).unsqueeze(-1), rows.detach(), rows)
+        return rows
+
+    def unsharded(self) -> nn.Module:
+        """A plain module of the same structure, on meta."""
+        return nn.Embedding(
+            self.num_embeddings,
+            self.embedding_dim,
+            padding_idx=self.padding_idx,
+            device="meta",
+            dtype=self._engine.dtype_of(0),
+        )
+
+
+class EmbeddingBagSharder(TableSharder):
+    """Shards `nn.EmbeddingBag` (sum and mean); one with `max_norm`, `scale_grad_by_freq`, `sparse` or max pooling
+    stays with the data-parallel part, and so does a subclass with a forward of its own."""
+
+    sharded_type = ShardedEmbeddingBag
+    is_pooled = True
+
+    @property
+    def module_type(self) -> type[nn.Module]:
+        """`nn.EmbeddingBag`."""
+        return nn.EmbeddingBag
+
+    def tables(self, module: Any) -> list[tuple[Table, InitFn | None]]:
+        """`weight`."""
+        if not _is_plain(module, nn.EmbeddingBag) or module.mode not in ("sum", "mean"):
+            return []
+        is_mean = module.mode == "mean"
+        table = make_table(module.weight, "weight", ["input"], mean=is_mean)
+        return [(table, _init_fn(module))]
+
+
+class EmbeddingSharder(TableSharder):
+    """Shards `nn.Embedding`; one with `max_norm`, `scale_grad_by_freq` or `sparse` stays with the data-parallel part,
+    and so does a subclass with a forward of its own."""
+
+    sharded_type = ShardedEmbedding
+    is_pooled = False
+
+    @property
+    def module_type(self) -> type[nn.Module]:
+        """`nn.Embedding`."""
+        return nn.Embedding
+
+    def tables(self, module: Any) -> list[tuple[Table, InitFn | None]]:
+        """`weight`."""
+        if not _is_plain(module, nn.Embedding):
+            return []
+        return [(make_table(module.weight, "weight", ["input"]), _init_fn(module))]
+
+    def layouts(self, info: ParameterInfo, env: ShardingEnv) -> Iterable[Layout]:
+        """A table's; and, where dense weights are split or samples shared, that of a transformer's vocabulary."""
+        yield from super().layouts(info, env)
+        if info.optimizer is None and env.fully_sharded_axes:
+            yield fully_sharded()
+        if info.optimizer is None and (env.fully_sharded_axes or env.axes("tensor")):
+            yield replicate()
+
+
+def _flat_batch(ids: Any) -> Batch:
+    if not isinstance(ids, torch.Tensor):
+        raise Fault(Kind.INPUT_TYPE)
+    if ids.dtype not in _INTS:
+        raise Fault(Kind.ID_DTYPE, value=dtype_index(ids.dtype))
+    count = torch.tensor([[ids.numel()]], dtype=torch.int64, device=ids.device)
+    return Batch(ids.reshape(-1), count, (0,), None, [ids.numel()])
+
+
+def _is_plain(module: Any, kind: type[nn.Module]) -> bool:
+    own_forward = type(module).forward is not kind.forward
+    if "weight" not in module._parameters:  # it is computed at each call: a parametrization, weight norm
+        return False
+    return not own_forward and module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
+
+
+def _init_fn(module: Any) -> Any:
+    """torch's own initial values; None for a subclass with a `reset_parameters` of its own."""
+    kind = nn.EmbeddingBag if isinstance(module, nn.EmbeddingBag) else nn.Embedding
+    if type(module).reset_parameters is not kind.reset_parameters or module.padding_idx is not None:
+        return None  # the padding row is zero: the module's own reset does it
+    return nn.init.normal_

@@ -1,0 +1,280 @@
+"""`TableModule`: what the sharded versions of embedding modules share: parameters, state, moves and copies."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from dmp import (
+    Calls,
+    ChunkedTensor,
+    FusedParameter,
+    Layout,
+    ParameterInfo,
+    ParameterSharding,
+    ShardingEnv,
+    column_wise,
+    data_parallel,
+    grid,
+    row_wise,
+    table_row_wise,
+    table_wise,
+)
+from sharders.embedding.engine import Engine
+from sharders.embedding.lookup.optimizers import optimizer_of
+from sharders.embedding.placement import Table
+from sharders.embedding.unread_weight import Unread
+
+InitFn = Callable[[torch.Tensor], Any]
+
+
+@dataclass
+class Watch:
+    """The engine whose tables' parameters are not read inside the model's forward, and what to do about a read."""
+
+    engine: Engine
+    way_out: str
+
+
+class Watched(nn.Module):
+    """Holds tables' parameters: inside the model's forward each is an `Unread`. The lookup takes them elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._watch: Watch | None = None
+        self._tables: dict[str, int] = {}  # parameter -> its table
+
+    @property
+    def _parameters(self) -> dict[str, nn.Parameter | None]:
+        """What torch's `parameters()` goes through."""
+        held: dict[str, Any] = self.__dict__["_parameters"]
+        watch: Watch | None = self.__dict__.get("_watch")
+        if watch is None or not watch.engine.calls.is_forward:
+            return held
+        return {name: self._unread(name, parameter) for name, parameter in held.items()}
+
+    @_parameters.setter
+    def _parameters(self, held: dict[str, nn.Parameter | None]) -> None:
+        self.__dict__["_parameters"] = held
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        if name in self.__dict__["_parameters"] and self._watch and self._watch.engine.calls.is_forward:
+            return self._unread(name, value)
+        return value
+
+    def _unread(self, name: str, parameter: Any) -> Any:
+        assert self._watch is not None
+        engine = self._watch.engine
+        table = engine.tables[self._tables[name]]
+        if engine.env.size == 1 and table.optimizer is None:
+            return parameter  # the whole table, whose gradient is whole
+        path = f"{engine.name}.{table.parameter}" if engine.name else table.parameter
+        return Unread.of(parameter, (table.rows, table.dim), path, self._watch.way_out)
+
+
+class Holder(Watched):
+    """A place for one parameter, so that it keeps its name."""
+
+    def extra_repr(self) -> str:
+        """Shapes of what is held."""
+        return ", ".join(f"{name}: {tuple(p.shape)}" for name, p in self.named_parameters(recurse=False))
+
+
+class TableModule(Watched):
+    """Tables on a mesh, run by an `Engine`; subclasses turn inputs into batches and results back.
+
+    Args:
+        original: the module in whose place this one stands; its values are kept.
+        tables: its tables.
+        plan: relative parameter name -> entry.
+        env, device: where to run.
+        options: passed to `Engine`.
+    """
+
+    way_out = (
+        "Read it outside the forward (full_state_dict(model) gives whole tables), or leave its module to the "
+        "data-parallel part: pass sharders without the one that takes it"
+    )
+
+    def __init__(
+        self,
+        original: nn.Module,
+        tables: Sequence[Table],
+        plan: Mapping[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        layouts = [plan[t.parameter].layout for t in tables]
+        self._engine = Engine(tables, layouts, env, device, **options)
+        values = {i: original.get_parameter(t.parameter) for i, t in enumerate(tables)}
+        self._engine.store.load_all({i: v for i, v in values.items() if not v.is_meta})
+        for fused in self._engine.store.fused_parameters():
+            _carry_state(original.get_parameter(fused.name), fused)
+        watch = Watch(self._engine, self.way_out)
+        for index, parameter in enumerate(self._engine.store.parameters):
+            holder = _place(self, tables[index].parameter, parameter, original)
+            holder._watch = watch
+            holder._tables[tables[index].parameter.rpartition(".")[2]] = index
+        self._tell_places()
+
+    def _tell_places(self) -> None:
+        """Where its parameters stand in this module, so that the engine sees when one is replaced."""
+        paths = [table.parameter.rpartition(".") for table in self._engine.tables]
+        self._engine.places = [(self.get_submodule(path).__dict__["_parameters"], name) for path, _, name in paths]
+
+    @property
+    def module_path(self) -> str:
+        """Path in the model, for messages; set by the wrapper."""
+        return self._engine.name
+
+    @module_path.setter
+    def module_path(self, path: str) -> None:
+        self._engine.rename(path)
+
+    @property
+    def calls(self) -> Calls:
+        """Calls of the model that are under way; set by the wrapper."""
+        return self._engine.calls
+
+    @calls.setter
+    def calls(self, calls: Calls) -> None:
+        self._engine.calls = calls
+
+    def chunked_state(self) -> Mapping[str, ChunkedTensor]:
+        """Pieces of every table that is cut, as views."""
+        return self._engine.store.chunked_state()
+
+    def fused_parameters(self) -> Iterable[FusedParameter]:
+        """Tables that are updated in the backward pass."""
+        return self._engine.store.fused_parameters()
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> TableModule:
+        """Storage moves as a whole, for the parameters are views of it."""
+        self._engine.move(fn)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TableModule:
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        copy.deepcopy(self._engine, memo)  # first, for it tells `memo` the parameters' copies
+        new.__dict__ = copy.deepcopy(self.__dict__, memo)
+        new._tell_places()
+        return new
+
+
+class TableSharder:
+    """What the sharders of embedding modules share: any layout, one data path.
+
+    Subclasses say which modules (`module_type`), what takes their place (`sharded_type`) and which tables they have.
+
+    Args:
+        validate: check every batch before any exchange.
+        sync_interval: with a replicate axis: share gradients at every step (1), or average the copies every k updates.
+    """
+
+    sharded_type: type[TableModule]
+    is_pooled: bool
+
+    def __init__(self, *, validate: bool = True, sync_interval: int = 1) -> None:
+        self._options = {"validate": validate, "sync_interval": sync_interval}
+
+    def tables(self, module: nn.Module) -> list[tuple[Table, InitFn | None]]:
+        """The module's tables and how each is filled; none where the data path would not give the same results."""
+        raise AssertionError("a subclass says which tables there are")
+
+    def parameters(self, module: nn.Module) -> Mapping[str, ParameterInfo]:
+        """One table each."""
+        return {
+            table.parameter: ParameterInfo(
+                shape=(table.rows, table.dim),
+                dtype=table.dtype,
+                kind="table",
+                optimizer=table.optimizer.kind if table.optimizer else None,
+                num_features=len(table.features),
+                pooled=self.is_pooled,
+                init_fn=init_fn,
+            )
+            for table, init_fn in self.tables(module)
+        }
+
+    def layouts(self, info: ParameterInfo, env: ShardingEnv) -> Iterable[Layout]:
+        """Representatives of every way to cut a table; the planner chooses the ranks."""
+        size, dim = env.table_size, info.shape[1]
+        yield table_wise(0)
+        if size > 1:
+            yield row_wise()
+            yield data_parallel()
+            blocks = 2
+            while blocks <= min(size, dim // 4):
+                yield column_wise(range(blocks))
+                blocks *= 2
+            if dim >= 8 and size >= 4:
+                half = size // 2
+                yield grid([[i, half + i] for i in range(half)])
+        if len(env.table_shape) > 1:
+            yield table_row_wise(0)
+
+    def accepts(self, info: ParameterInfo, layout: Layout, env: ShardingEnv) -> bool:
+        """Any rectangles that cover the table."""
+        return len(info.shape) == 2
+
+    def shard(
+        self, module: nn.Module, plan: Mapping[str, ParameterSharding], env: ShardingEnv, device: torch.device
+    ) -> nn.Module:
+        """The module on the mesh; inputs and results as of the unsharded one."""
+        tables = [table for table, _ in self.tables(module)]
+        return self.sharded_type(module, tables, plan, env, device, unpooled=not self.is_pooled, **self._options)
+
+
+def make_table(parameter: nn.Parameter, name: str, features: Sequence[str], *, mean: bool = False) -> Table:
+    """A table from its parameter, with the optimizer that `apply_optimizer_in_backward` left on it."""
+    return Table(
+        parameter=name,
+        rows=parameter.shape[0],
+        dim=parameter.shape[1],
+        dtype=parameter.dtype,
+        features=tuple(features),
+        mean=mean,
+        optimizer=optimizer_of(parameter, name) if parameter.requires_grad else None,
+        trainable=parameter.requires_grad,
+    )
+
+
+def _carry_state(original: nn.Parameter, fused: FusedParameter) -> None:
+    """Take over what the original's in-backward optimizer has gathered, for one that has stepped before wrapping."""
+    optimizer = original._in_backward_optimizers[0]  # type: ignore[attr-defined]
+    given = getattr(optimizer, "state", {}).get(original, {})
+    for name, target in fused.state().items():
+        value = torch.as_tensor(given.get(name, target))
+        if value is target or value.is_meta:
+            continue
+        if value.shape != target.shape:  # row-wise: (rows, 1) to (rows,), or to one column for each column block
+            value = value.view(-1) if target.dim() == 1 else value.expand(target.shape)
+        if isinstance(target, ChunkedTensor):
+            target.fill_from(value)
+        else:
+            target.copy_(value)
+
+
+def _place(root: Watched, name: str, parameter: nn.Parameter, original: nn.Module) -> Watched:
+    """Under its name, in dicts of modules where the original has them, so that code reads it as before."""
+    *path, last = name.split(".")
+    module: nn.Module = root
+    for part in path:
+        original = original.get_submodule(part)
+        if part not in module._modules:
+            module.add_module(part, nn.ModuleDict() if isinstance(original, nn.ModuleDict) else Holder())
+        child = module._modules[part]
+        assert child is not None
+        module = child
+    assert isinstance(module, Watched)
+    module.register_parameter(last, parameter)
+    return module

@@ -1,0 +1,189 @@
+"""Rows that all ranks of a group hold, cut between these ranks and gathered again: what a tensor axis needs.
+
+[Note: cuts] A tensor's rows are *segments*, one after the other: the keys of a batch, the features of a result, or one
+segment of everything. A *cut* has for each segment the T + 1 rows between which rank t's rows lie; rank t's *part* is
+its rows of all segments, one after the other. Cuts follow from sizes that every rank of the group knows, so that
+gathering needs one exchange, and none for sizes.
+
+[Note: gradients] Ranks along a tensor axis hold the same activations, hence the same gradients of them: each has the
+gradient of its group's one loss, whole. So the way back of gathering is to take the own part, without an exchange, the
+way back of cutting is to gather, and nothing is summed or scaled on either: each is the transpose of the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dmp import ShardError, ShardingEnv
+from dmp import ranks as of_all
+from sharders.collectives import all_gather
+from sharders.embedding.input_dist import Batch
+from sharders.embedding.peers import place_of
+
+Cut = list[list[int]]
+
+
+@dataclass(frozen=True)
+class TensorRanks:
+    """The ranks that hold the same samples, of which this process is number `rank`."""
+
+    group: dist.ProcessGroup | None
+    rank: int
+    size: int
+
+
+def tensor_ranks(env: ShardingEnv) -> TensorRanks:
+    """This process's ranks along the tensor axes; the first call for a mesh is collective."""
+    if env.tensor_size == 1:
+        return TensorRanks(None, 0, 1)
+    if env.mesh is None:
+        raise ShardError(f"{env} is abstract: it can be planned for, not run on; use ShardingEnv.from_mesh")
+    return TensorRanks(_own(env.group("tensor")), place_of(env, env.rank, "tensor"), env.tensor_size)
+
+
+def _own(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """See [Note: parted ranks] of topology.py: tensor-parallel modules gather along these axes too."""
+    return None if group is None else of_all.own_group(group, "tables")
+
+
+def even_cut(counts: Sequence[int], size: int) -> Cut:
+    """A cut of segments with these rows into `size` parts, as even as whole rows allow; parts may be empty."""
+    cut, start = [], 0
+    for n in counts:
+        cut.append([start + n * t // size for t in range(size + 1)])
+        start += n
+    return cut
+
+
+def part_of(tensor: torch.Tensor, cut: Cut, rank: int) -> torch.Tensor:
+    """Rank `rank`'s part, copied."""
+    return torch.cat([tensor[bounds[rank] : bounds[rank + 1]] for bounds in cut] or [tensor[:0]])
+
+
+def cut_rows(tensors: Sequence[torch.Tensor], cuts: Sequence[Cut], ranks: TensorRanks) -> list[torch.Tensor]:
+    """This rank's part of each tensor. Backward: the parts' gradients are gathered, one exchange for each dtype."""
+    return list(_CutRows.apply(ranks, cuts, *tensors))  # type: ignore[no-untyped-call]
+
+
+def gather_rows(parts: Sequence[torch.Tensor], cuts: Sequence[Cut], ranks: TensorRanks) -> list[torch.Tensor]:
+    """The tensors of which every rank has a part; one exchange for each dtype. Backward: the own part, no exchange."""
+    return list(_GatherRows.apply(ranks, cuts, *parts))  # type: ignore[no-untyped-call]
+
+
+def cut_batch(batch: Batch, ranks: TensorRanks, unpooled: bool) -> Batch:
+    """This rank's part of a batch that all ranks have: samples, or where results are rows its part of each key's ids.
+
+    The gradient of the weights is gathered on the way back.
+    """
+    if ranks.size == 1:
+        return batch
+    if unpooled:
+        cut = even_cut(batch.counts, ranks.size)
+    else:
+        (samples,) = even_cut([batch.batch_size], ranks.size)
+        cut = cut_of_lengths(batch.lengths, samples)
+    counts = [bounds[ranks.rank + 1] - bounds[ranks.rank] for bounds in cut]
+    if unpooled:
+        lengths = batch.lengths.new_tensor(counts).view(-1, 1)
+    else:
+        lengths = batch.lengths[:, samples[ranks.rank] : samples[ranks.rank + 1]]
+    weights = None if batch.weights is None else cut_rows([batch.weights], [cut], ranks)[0]
+    return Batch(part_of(batch.values, cut, ranks.rank), lengths, batch.key_of, weights, counts)
+
+
+def cut_of_lengths(lengths: torch.Tensor, samples: Sequence[int]) -> Cut:
+    """Cut of the ids of bags, key-major, that follows a cut of the samples.
+
+    Args:
+        lengths: (K, B).
+        samples: T + 1 bounds, 0 to B.
+    """
+    num_keys, batch_size = lengths.shape
+    ends = torch.cat([lengths.new_zeros(1, dtype=torch.int64), lengths.reshape(-1).cumsum(0)])
+    at = torch.tensor([[k * batch_size + s for s in samples] for k in range(num_keys)], dtype=torch.int64)
+    cut: Cut = ends[at.to(lengths.device)].tolist() if num_keys else []
+    return cut
+
+
+def checksum(batch: Batch) -> int:
+    """A 63-bit number that tells batches apart by ids, lengths and their order, for ranks that should have the same."""
+    total = batch.batch_size * 31 + len(batch.counts)
+    for words in (batch.values, batch.lengths.reshape(-1)):
+        mixed = torch.arange(1, words.numel() + 1, device=words.device).mul_(-0x61C8864680B583EB).add_(words)
+        mixed = mixed.mul_(-0x40A7B892E31B1A47)
+        total = total * 0x9E3779B1 + int((mixed ^ (mixed >> 29)).sum())
+    return total % (1 << 63)
+
+
+class _CutRows(torch.autograd.Function):
+    """Forward: own parts of the tensors. Backward: gathered; see [Note: gradients]."""
+
+    @staticmethod
+    def forward(ctx: Any, ranks: TensorRanks, cuts: Sequence[Cut], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.ranks, ctx.cuts = ranks, cuts
+        return tuple(part_of(t, cut, ranks.rank) for t, cut in zip(tensors, cuts, strict=True))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        wanted = [i for i, wants in enumerate(ctx.needs_input_grad[2:]) if wants]
+        gathered = _gather([grads[i] for i in wanted], [ctx.cuts[i] for i in wanted], ctx.ranks)
+        result: list[torch.Tensor | None] = [None] * len(grads)
+        for i, grad in zip(wanted, gathered, strict=True):
+            result[i] = grad
+        return None, None, *result
+
+
+class _GatherRows(torch.autograd.Function):
+    """Forward: all ranks' parts put together. Backward: the own part; see [Note: gradients]."""
+
+    @staticmethod
+    def forward(ctx: Any, ranks: TensorRanks, cuts: Sequence[Cut], *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.ranks, ctx.cuts = ranks, cuts
+        return tuple(_gather(parts, cuts, ranks))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        needed = ctx.needs_input_grad[2:]
+        return (
+            None,
+            None,
+            *(
+                part_of(g, cut, ctx.ranks.rank) if wants else None
+                for g, cut, wants in zip(grads, ctx.cuts, needed, strict=True)
+            ),
+        )
+
+
+def _gather(parts: Sequence[torch.Tensor], cuts: Sequence[Cut], ranks: TensorRanks) -> list[torch.Tensor]:
+    """All ranks' parts put together; tensors of one dtype travel in one exchange, padded to the largest rank's."""
+    result = list(parts)
+    for dtype in dict.fromkeys(p.dtype for p in parts):
+        indices = [i for i, p in enumerate(parts) if p.dtype == dtype]
+        shapes = [parts[i].shape[1:] for i in indices]
+        rows = [[sum(b[t + 1] - b[t] for b in cuts[i]) for i in indices] for t in range(ranks.size)]
+        sizes = [[n * shape.numel() for n, shape in zip(of_rank, shapes, strict=True)] for of_rank in rows]
+        longest = max(sum(of_rank) for of_rank in sizes)
+        own = [parts[i].reshape(-1) for i in indices]
+        padding = own[0].new_zeros(longest - sum(sizes[ranks.rank]))
+        send = torch.cat([*own, padding]) if padding.numel() or len(own) > 1 else own[0]
+        if len(indices) == len(cuts[indices[0]]) == 1 and all(of_rank == rows[0] for of_rank in rows):
+            whole = send.new_empty(ranks.size * rows[0][0], *shapes[0])
+            result[indices[0]] = all_gather(send, whole, ranks.group)  # comes in order as it is
+            continue
+        everything = all_gather(send, send.new_empty(ranks.size, longest), ranks.group)
+        came = [of_rank[: sum(n)].split(n) for of_rank, n in zip(everything, sizes, strict=True)]
+        for place, i in enumerate(indices):
+            pieces = [
+                of_rank[place].view(rows[t][place], *shapes[place]).split([b[t + 1] - b[t] for b in cuts[i]])
+                for t, of_rank in enumerate(came)
+            ]
+            in_order = [pieces[t][segment] for segment in range(len(cuts[i])) for t in range(ranks.size)]
+            result[i] = torch.cat(in_order) if in_order else parts[i].clone()
+    return result

@@ -1,0 +1,327 @@
+"""Batches between two layouts, and jagged rows between two shapes.
+
+In the *data layout* every rank has samples of its own; in the *tensor layout* the ranks along the mesh's tensor axes
+all have the same samples, those of their group. `slice_batch` and `gather_batch` go from one to the other. Both are
+differentiable and, by [Note: gradients] of `tensor_slice`, transposes of each other where the loss is computed alike on
+all ranks of a tensor group: activations that are equal there have equal gradients, and nothing is summed or scaled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+
+from dmp import InputError, ShardingEnv
+from dmp import ranks as of_all
+from sharders.collectives import all_gather
+from sharders.embedding.tensor_slice import (
+    Cut,
+    TensorRanks,
+    cut_of_lengths,
+    cut_rows,
+    even_cut,
+    gather_rows,
+    tensor_ranks,
+)
+
+_SIZES = 62  # in the first exchange of `gather_batch`
+
+
+class Jagged(NamedTuple):
+    """A jagged tensor as a pair: `values` (N, ...), rows of sample after sample; `lengths` (B,), rows of each."""
+
+    values: torch.Tensor
+    lengths: torch.Tensor
+
+
+def slice_batch(x: Any, env: ShardingEnv) -> Any:
+    """Tensor layout to data layout: of samples that all ranks of a tensor group have, this rank's.
+
+    Rank t of T takes samples B * t // T to B * (t + 1) // T; some ranks take none where B < T.
+    Forward: no exchange. Backward: the parts' gradients are all-gathered along the tensor axes, one exchange for each
+    dtype; every rank gets the whole gradient, so the loss is the sum of the ranks' losses.
+
+    Args:
+        x: (B, ...) tensors, `Jagged` pairs, TorchRec's `JaggedTensor`, `KeyedJaggedTensor` and `KeyedTensor`; None; and
+            dicts, lists and tuples of these. Equal on all ranks of a tensor group.
+        env: the mesh.
+
+    Returns:
+        The same structure, with this rank's samples; `x` itself on a mesh without tensor axes.
+
+    Raises:
+        InputError: something else in `x`, or lengths that do not fit their values.
+    """
+    ranks = tensor_ranks(env)
+    if ranks.size == 1:
+        return x
+    leaves: list[_Leaf] = []
+    build = _read(x, leaves)
+
+    def cuts_of(leaf: _Leaf) -> list[Cut]:
+        (samples,) = even_cut([leaf.batch_size], ranks.size)
+        return leaf.cuts(samples, [] if leaf.lengths is None else cut_of_lengths(leaf.lengths, samples))
+
+    return _replace_all(build, leaves, [cuts_of(leaf) for leaf in leaves], cut_rows, ranks)
+
+
+def gather_batch(x: Any, env: ShardingEnv) -> Any:
+    """Data layout to tensor layout: the samples of all ranks of a tensor group, in their order, on each of them.
+
+    Forward: one small all-gather of sizes (two for more than a few tens of tensors), then one for each dtype, padded
+    to the rank that has most.
+    Backward: this rank's slice, no exchange. That is right where all ranks of the group compute the same loss of the
+    results, as tensor-parallel modules do; where each computes a loss of its own, sum the gradients first.
+
+    Args:
+        x: as `slice_batch` takes; any sizes, the same structure (keys, dims) on all ranks of a tensor group.
+        env: the mesh.
+
+    Returns:
+        The same structure, with the group's samples; `x` itself on a mesh without tensor axes.
+
+    Raises:
+        InputError: as `slice_batch`, on all ranks of the group; also for other structures than the first rank's.
+    """
+    ranks = tensor_ranks(env)
+    if ranks.size == 1:
+        return x
+    leaves: list[_Leaf] = []
+    fault: InputError | None = None
+    try:
+        build = _read(x, leaves)
+    except InputError as error:
+        fault = error
+    sizes = [n for leaf in leaves for n in (leaf.batch_size, *leaf.counts)]
+    by_rank = _gather_sizes(sizes, fault, ranks, env.device)
+    if not sizes:
+        return x
+    cuts: list[list[Cut]] = []
+    for leaf in leaves:
+        num = 1 + len(leaf.counts)
+        of_leaf, by_rank = [of_rank[:num] for of_rank in by_rank], [of_rank[num:] for of_rank in by_rank]
+        samples, *rows = [_bounds(of_all) for of_all in zip(*of_leaf, strict=True)]
+        starts = accumulate((bounds[-1] for bounds in rows), initial=0)
+        cuts.append(leaf.cuts(samples, [[a + b for b in bounds] for a, bounds in zip(starts, rows, strict=False)]))
+    return _replace_all(build, leaves, cuts, gather_rows, ranks)
+
+
+def _gather_sizes(
+    sizes: list[int], fault: InputError | None, ranks: TensorRanks, device: torch.device
+) -> list[list[int]]:
+    """Every rank's sizes; a fault of one is raised on all. The first exchange has one length, whatever the batch is."""
+    head = [len(sizes), int(fault is not None), *sizes[:_SIZES], *[0] * (_SIZES - len(sizes))]
+    mine = torch.tensor(head, dtype=torch.int64, device=device)
+    by_rank = all_gather(mine, mine.new_empty(ranks.size, len(head)), ranks.group).tolist()
+    if any(is_fault or num != by_rank[0][0] for num, is_fault, *_ in by_rank):
+        said = of_all.tell("gather_batch", str(fault or ""), ranks.group)
+        faults = [f"rank {rank} of the tensor group: {text}" for rank, text in enumerate(said) if text]
+        numbers = [num for num, *_ in by_rank]
+        raise InputError(
+            "; ".join(faults) or f"the batches of a tensor group differ in structure: {numbers} sizes"
+        ) from fault
+    found = [row[2 : 2 + len(sizes)] for row in by_rank]
+    if len(sizes) > _SIZES:
+        mine = torch.tensor(sizes[_SIZES:], dtype=torch.int64, device=device)
+        rest = all_gather(mine, mine.new_empty(ranks.size, len(mine)), ranks.group).tolist()
+        found = [a + b for a, b in zip(found, rest, strict=True)]
+    return found
+
+
+def jagged_to_dense(values: torch.Tensor, lengths: torch.Tensor, max_length: int, padding: float = 0.0) -> torch.Tensor:
+    """Rows of jagged samples in a rectangle: short samples are padded at the end, long ones lose their last rows.
+
+    Backward: each row's gradient from its place; zero for rows that were left out.
+
+    Args:
+        values: (N, D), or (N,) or more dims: rows of sample after sample.
+        lengths: (B,) integers, rows of each sample; their sum is N.
+        max_length: T.
+        padding: what stands in the places of no row.
+
+    Returns:
+        (B, T, D), of the dtype of `values`.
+
+    Raises:
+        InputError: lengths that are not integers of one dim, are negative, or do not sum to N; a negative `max_length`.
+
+    Example:
+        >>> jagged_to_dense(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2, 0, 1]), 2)
+        tensor([[1., 2.],
+                [0., 0.],
+                [3., 0.]])
+    """
+    if max_length < 0:
+        raise InputError(f"max_length must be >= 0; got {max_length}")
+    sample, place = _places(lengths, values.shape[0])
+    if values.shape[0]:
+        keep = place < max_length
+        sample, place, values = sample[keep], place[keep], values[keep]
+    dense = values.new_full((lengths.numel() * max_length, *values.shape[1:]), padding)
+    dense = dense.index_copy(0, sample * max_length + place, values)
+    return dense.view(lengths.numel(), max_length, *values.shape[1:])
+
+
+def dense_to_jagged(dense: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """The first `lengths[b]` rows of each sample, sample after sample. Backward: zero in the places left out.
+
+    Args:
+        dense: (B, T, D), or (B, T) or more dims.
+        lengths: (B,) integers, 0 to T.
+
+    Returns:
+        (N, D) with N the sum of `lengths`.
+
+    Raises:
+        InputError: lengths that are not integers of one dim, are not one for each sample, are negative, or pass T.
+
+    Example:
+        >>> dense_to_jagged(torch.tensor([[1.0, 2.0], [0.0, 0.0], [3.0, 0.0]]), torch.tensor([2, 0, 1]))
+        tensor([1., 2., 3.])
+    """
+    if dense.dim() < 2:
+        raise InputError(f"dense must be (B, T, ...); got shape {tuple(dense.shape)}")
+    if lengths.shape != dense.shape[:1]:
+        raise InputError(f"there must be one length for each of the {len(dense)} samples; got {tuple(lengths.shape)}")
+    sample, place = _places(lengths, None)
+    width = dense.shape[1]
+    if lengths.numel() and int(lengths.max()) > width:
+        raise InputError(
+            f"lengths must be 0..{width}, the rows of each sample; sample {int(lengths.argmax())} has "
+            f"{int(lengths.max())}: lengths.clamp(max={width}) for rows that jagged_to_dense has cut"
+        )
+    return dense.reshape(len(dense) * width, *dense.shape[2:]).index_select(0, sample * width + place)
+
+
+def _places(lengths: torch.Tensor, count: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(N,) sample of each row, and its place in the sample; `count` is what N must be."""
+    _check_lengths(lengths, count, "the jagged tensor")
+    if lengths.dim() != 1:
+        raise InputError(f"lengths must have one dim, the samples; got shape {tuple(lengths.shape)}")
+    total = int(lengths.sum())
+    lengths = lengths.long()
+    sample = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths, output_size=total)
+    starts = lengths.cumsum(0) - lengths
+    return sample, torch.arange(total, device=lengths.device) - starts[sample]
+
+
+def _check_lengths(lengths: torch.Tensor, count: int | None, what: str) -> None:
+    if lengths.dtype not in (torch.int32, torch.int64):
+        raise InputError(f"lengths of {what} must be int32 or int64; got {lengths.dtype}")
+    if lengths.numel() and int(lengths.min()) < 0:
+        index = int(lengths.reshape(-1).argmin())
+        raise InputError(f"lengths of {what} must be >= 0; number {index} is {int(lengths.min())}")
+    if count is not None and int(lengths.sum()) != count:
+        raise InputError(f"lengths of {what} sum to {int(lengths.sum())}, but there are {count} rows of values")
+
+
+@dataclass
+class _Leaf:
+    """One thing with samples in it: tensors, and how they lie.
+
+    Args:
+        tensors: what travels: dense, or lengths, values and perhaps weights.
+        build: the same thing of other tensors.
+        batch_size: samples.
+        lengths: (K, B) of a jagged one; None of a dense one.
+        counts: rows of each key.
+    """
+
+    tensors: list[torch.Tensor]
+    build: Callable[..., Any]
+    batch_size: int
+    lengths: torch.Tensor | None = None
+    counts: list[int] = field(default_factory=list)
+
+    def cuts(self, samples: list[int], rows: Cut) -> list[Cut]:
+        """A cut for each tensor, from the T + 1 bounds of samples and the cut of values."""
+        if self.lengths is None:
+            return [[samples]]
+        of_lengths = [[k * samples[-1] + s for s in samples] for k in range(len(self.counts))]
+        return [of_lengths, *[rows] * (len(self.tensors) - 1)]
+
+
+def _bounds(counts: Sequence[int]) -> list[int]:
+    """T + 1 bounds from the counts of the ranks."""
+    return [*accumulate(counts, initial=0)]
+
+
+def _replace_all(
+    build: Callable[[Iterator[Any]], Any],
+    leaves: Sequence[_Leaf],
+    cuts: Sequence[Sequence[Cut]],
+    move: Callable[[Sequence[torch.Tensor], Sequence[Cut], TensorRanks], list[torch.Tensor]],
+    ranks: TensorRanks,
+) -> Any:
+    """The structure with all its tensors moved together."""
+    tensors = [t for leaf in leaves for t in leaf.tensors]
+    moved = iter(move(tensors, [cut for of_leaf in cuts for cut in of_leaf], ranks)) if tensors else iter(())
+    return build(iter([leaf.build(*(next(moved) for _ in leaf.tensors)) for leaf in leaves]))
+
+
+def _read(x: Any, leaves: list[_Leaf], path: str = "batch") -> Callable[[Iterator[Any]], Any]:
+    """Append the leaves of `x`; returns what builds the same structure from new ones."""
+    if x is None:
+        return lambda new: None
+    if isinstance(x, Mapping):
+        of_keys = {key: _read(value, leaves, f"{path}[{key!r}]") for key, value in x.items()}
+        return lambda new: {key: build(new) for key, build in of_keys.items()}
+    if isinstance(x, (list, tuple)) and not isinstance(x, Jagged):
+        builds = [_read(value, leaves, f"{path}[{i}]") for i, value in enumerate(x)]
+        kind: Any = type(x)
+        if hasattr(x, "_fields"):  # a named tuple
+            return lambda new: kind(*(build(new) for build in builds))
+        return lambda new: kind(build(new) for build in builds)
+    leaves.append(_leaf(x, path))
+    return next
+
+
+def _leaf(x: Any, path: str) -> _Leaf:
+    if isinstance(x, torch.Tensor):
+        if not x.dim():
+            raise InputError(f"{path} is a tensor of no dims; its dim 0 must be the samples")
+        return _Leaf([x], lambda new: new, len(x))
+    if isinstance(x, Jagged):
+        return _jagged_leaf(path, x.values, x.lengths, None, 1, lambda lengths, values: Jagged(values, lengths))
+    kind: Any = type(x)
+    if _has(x, "keys", "values", "length_per_key", "key_dim"):  # KeyedTensor
+        if x.key_dim() != 1:
+            raise InputError(f"{path} joins its keys along dim {x.key_dim()}; expected dim 1, with samples in dim 0")
+        keys, dims = x.keys(), x.length_per_key()
+        return _Leaf([x.values()], lambda values: kind(keys, dims, values), len(x.values()))
+    if _has(x, "values", "lengths", "weights_or_none"):  # JaggedTensor and KeyedJaggedTensor
+        options = {"keys": x.keys()} if _has(x, "keys") else {}
+        if options and x.variable_stride_per_key():
+            raise InputError(f"{path} has a batch size of its own for each key; only one for all keys is supported")
+
+        def build(lengths: torch.Tensor, values: torch.Tensor, weights: torch.Tensor | None = None) -> Any:
+            return kind(**options, values=values, lengths=lengths, weights=weights)
+
+        num_keys = len(options["keys"]) if options else 1
+        return _jagged_leaf(path, x.values(), x.lengths(), x.weights_or_none(), num_keys, build)
+    raise InputError(
+        f"{path} is of type {kind.__name__}; expected tensors, Jagged pairs, TorchRec's JaggedTensor, "
+        "KeyedJaggedTensor or KeyedTensor, None, and dicts, lists and tuples of these"
+    )
+
+
+def _jagged_leaf(
+    path: str,
+    values: torch.Tensor,
+    lengths: torch.Tensor,
+    weights: torch.Tensor | None,
+    num_keys: int,
+    build: Callable[..., Any],
+) -> _Leaf:
+    _check_lengths(lengths, len(values), path)
+    by_key = lengths.reshape(num_keys, -1) if num_keys else lengths.reshape(0, 0)
+    tensors = [lengths.reshape(-1), values, *([] if weights is None else [weights])]
+    return _Leaf(tensors, build, by_key.shape[1], by_key, by_key.sum(1).tolist())
+
+
+def _has(x: Any, *methods: str) -> bool:
+    return all(callable(getattr(x, name, None)) for name in methods)

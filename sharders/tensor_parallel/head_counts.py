@@ -1,0 +1,302 @@
+"""Which integer attributes of attentions must have their local value when heads are divided over ranks.
+
+An attention whose `forward` says `view(B, T, self.num_heads, self.head_dim)` needs `num_heads // size`; one that says
+`view(B, T, -1, self.head_dim)` needs nothing. A dry run decides, see [Note: dry run]; where the model does not run with
+guessed inputs, the source of its class does.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import re
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from sharders.tensor_parallel.proof.likeness import UnlikeError, likeness, value_key
+from sharders.tensor_parallel.proof.proof import Verdict, Verdicts, disproof
+from sharders.tensor_parallel.proof.sample import Sample, UnprovedError
+from sharders.tensor_parallel.split.styles import Style
+from sharders.tensor_parallel.structure.dry_run import (
+    DryRunError,
+    Feed,
+    MetaCopies,
+    Trace,
+    dry_run,
+    find_feed,
+    guesses,
+    make_local,
+    same_outside,
+)
+from sharders.tensor_parallel.structure.find_transformer import (
+    HEAD_DIM,
+    HEADS,
+    KV_HEADS,
+    Block,
+    Transformer,
+    join,
+    recognise,
+)
+
+Divided = dict[tuple[str, str], int]
+
+_verdicts = Verdicts()
+
+
+@dataclass(frozen=True)
+class Attribute:
+    """An integer of an attention that may have to be divided."""
+
+    path: str
+    name: str
+    value: int
+    is_count: bool
+    """A number of heads; otherwise heads times head size, which may also mean the hidden size."""
+
+
+@dataclass(frozen=True)
+class Unsplit:
+    """The unsplit model's dry run, and what of its attentions may have to be divided."""
+
+    feed: Feed
+    whole: Trace
+    options: tuple[frozenset[str], ...]
+    """Sets of attribute names to try, the smallest change first."""
+
+
+class Rehearsal:
+    """Dry runs of one model for one size of the axis; its parts, meta tensors and unsplit run are found once.
+
+    Args:
+        size: ranks on the tensor axis.
+        parts: what `recognise` says of the model, or of a block that runs alone.
+    """
+
+    def __init__(self, model: nn.Module, size: int, parts: Transformer | None = None) -> None:
+        self.model = model
+        self.size = size
+        self.parts = recognise(model) if parts is None else parts
+        self.copies = MetaCopies(model, self.parts)
+        self._unsplit: Unsplit | DryRunError | None = None
+        self._sample: Sample | UnprovedError | None = None
+        self._likeness: Hashable = None
+        self.proved_on = ""
+        """What the last plan was proved on."""
+
+    def unsplit(self) -> Unsplit:
+        """Run the unsplit model, the first time.
+
+        Raises:
+            DryRunError: it does not run with guessed inputs.
+        """
+        if self._unsplit is None:
+            try:
+                self._unsplit = self._run_unsplit()
+            except DryRunError as error:
+                self._unsplit = error
+        if isinstance(self._unsplit, DryRunError):
+            raise DryRunError(str(self._unsplit))
+        return self._unsplit
+
+    def _run_unsplit(self) -> Unsplit:
+        found = {(a.path, a.name): a for _, a in _attributes(self.model, self.parts.representatives().values())}
+        feed, whole = find_feed(self.copies, self.size, found)
+        # Where no product of activations shows the size of a head, shapes cannot tell: then counts are divided if read.
+        read = (found[key] for key in found if key in whole.reads)
+        return Unsplit(feed, whole, _options(read, only_counts=not whole.contractions))
+
+    def divisions(self, styles: Mapping[str, str]) -> Iterator[Divided]:
+        """Local values of attributes worth a try under `styles`: what fits by shapes, the smallest change first; then
+        what the source says; then the rest.
+        """
+        tried: list[Divided] = []
+        for divided in self._divisions(styles):
+            if divided not in tried:
+                tried.append(divided)
+                yield divided
+
+    def _divisions(self, styles: Mapping[str, str]) -> Iterator[Divided]:
+        try:
+            options = self.unsplit().options
+            yield from (self.divide(styles, names) for names in options if self._fits(styles, names))
+        except DryRunError:
+            options = _options(a for _, a in _attributes(self.model, self.parts.representatives().values()))
+        yield self.divide_by_source(styles)
+        yield from (self.divide(styles, names) for names in options)
+
+    def verified(self) -> str:
+        """What a dry run showed, for notes; empty where there is none."""
+        try:
+            return f"verified by a dry run with {self.unsplit().feed.name}; "
+        except DryRunError:
+            return ""
+
+    def disproof(self, styles: Mapping[str, Style], divided: Divided, axis: str) -> str | None:
+        """What is wrong with a plan, see `sharders.tensor_parallel.proof.proof`; None where it is proved.
+
+        What was found for another model that is alike holds for this one.
+
+        Raises:
+            UnprovedError: the model does not run, and why.
+        """
+        verdict = self._verdict(styles, divided, axis)
+        self.proved_on = verdict.on
+        if verdict.unproved:
+            raise UnprovedError(verdict.unproved)
+        return verdict.wrong
+
+    def _verdict(self, styles: Mapping[str, Style], divided: Divided, axis: str) -> Verdict:
+        try:
+            plan = value_key(dict(sorted(styles.items()))), tuple(sorted(divided.items()))
+            key = (self._alike(), self.size, axis, *plan)
+        except UnlikeError:
+            return self._found(styles, divided, axis)
+        if key not in _verdicts:
+            _verdicts[key] = self._found(styles, divided, axis)
+        return _verdicts[key]
+
+    def _alike(self) -> Hashable:
+        if self._likeness is None:
+            self._likeness = likeness(self.copies.kept()), tuple(self.copies.repeats().items())
+        return self._likeness
+
+    def _found(self, styles: Mapping[str, Style], divided: Divided, axis: str) -> Verdict:
+        if self._sample is None:
+            try:
+                self._sample = self._real()
+            except UnprovedError as error:
+                self._sample = error
+        if isinstance(self._sample, UnprovedError):
+            return Verdict(unproved=str(self._sample))
+        return Verdict(disproof(self._sample, styles, divided, axis), on=str(self._sample))
+
+    def _real(self) -> Sample:
+        """Of the inputs that a dry run found, else of those that the model runs with although it does not on meta."""
+        try:
+            unsplit = self.unsplit()
+        except DryRunError as error:
+            for feed in guesses(self.copies, self.size):
+                try:
+                    return Sample(self.copies, feed, None, self.size)
+                except UnprovedError:
+                    continue
+            raise UnprovedError(str(error)) from error
+        return Sample(self.copies, unsplit.feed, unsplit.whole, self.size)
+
+    def names(self, styles: Mapping[str, str]) -> frozenset[str] | None:
+        """The first option with which the model runs under `styles`; None where none does.
+
+        Raises:
+            DryRunError: the unsplit model does not run with guessed inputs.
+        """
+        return next((names for names in self.unsplit().options if self._fits(styles, names)), None)
+
+    def _fits(self, styles: Mapping[str, str], names: frozenset[str]) -> bool:
+        """Whether the model runs with local shapes, and gives the same shapes outside the units."""
+        divided, known = self.divide(styles, names), self.unsplit()
+        insides = [p for b in self.parts.representatives().values() for p in _insides(self.model, b, styles)]
+
+        def edit(modules: dict[str, nn.Module]) -> None:
+            make_local(modules, styles, divided, self.size)
+
+        try:
+            local = dry_run(self.copies, known.feed, edit, expected=known.whole)
+        except DryRunError:
+            return False
+        return same_outside(known.whole, local, insides)
+
+    def divide(self, styles: Mapping[str, str], names: Iterable[str]) -> Divided:
+        """Local values of the attributes called `names`, in every attention that `styles` split."""
+        names = set(names)
+        return {
+            (a.path, a.name): a.value // self.size
+            for down, a in (_attributes(self.model, self.parts.blocks) if names else ())
+            if a.name in names and down in styles
+        }
+
+    def divide_by_source(self, styles: Mapping[str, str]) -> Divided:
+        """The same, by what the methods of an attention's class do with the attribute; shapes are not verified."""
+        return {
+            (a.path, a.name): a.value // self.size
+            for down, a in _attributes(self.model, self.parts.blocks)
+            if down in styles and _is_used(type(self.model.get_submodule(a.path)), a)
+        }
+
+
+def _options(attributes: Iterable[Attribute], *, only_counts: bool = False) -> tuple[frozenset[str], ...]:
+    """Sets of names of attributes to divide, the smallest change first."""
+    every = list(attributes)
+    counts = frozenset(a.name for a in every if a.is_count)
+    products = sorted({a.name for a in every if not a.is_count})[:4]
+    subsets = [frozenset(s) for n in range(len(products) + 1) for s in itertools.combinations(products, n)]
+    bases = dict.fromkeys([counts] if only_counts else [frozenset[str](), counts])
+    return tuple(b | s for b in bases for s in subsets)
+
+
+def divided_attributes(rehearsal: Rehearsal, styles: Mapping[str, str]) -> Divided:
+    """Integer attributes of attentions that must become local under a plan of styles.
+
+    Args:
+        styles: module path -> style, exact paths.
+
+    Returns:
+        (module path, attribute) -> local value; empty where `forward` reads no numbers of heads.
+    """
+    if not rehearsal.parts.blocks:
+        return {}
+    try:
+        names = rehearsal.names(styles)
+    except DryRunError:
+        names = None
+    return rehearsal.divide_by_source(styles) if names is None else rehearsal.divide(styles, names)
+
+
+def _attributes(model: nn.Module, blocks: Iterable[Block]) -> Iterator[tuple[str, Attribute]]:
+    """(path of the output Linear, attribute) of the attentions in `blocks`."""
+    for block in blocks:
+        for unit in block.units:
+            if unit.heads is None:
+                continue
+            outer = join(block.path, unit.path)
+            for name, module in model.get_submodule(outer).named_modules():
+                for attribute, value in vars(module).items():
+                    if isinstance(module, nn.Linear) or type(value) is not int or attribute in HEAD_DIM:
+                        continue
+                    heads = unit.heads
+                    is_count = (attribute in HEADS and value == heads.query) or (
+                        attribute in KV_HEADS and value == heads.key_value
+                    )
+                    if is_count or value in (heads.query * heads.size, heads.key_value * heads.size):
+                        yield (
+                            join(block.path, unit.down),
+                            Attribute(join(outer, name), attribute, value, is_count),
+                        )
+
+
+def _insides(model: nn.Module, block: Block, styles: Mapping[str, str]) -> Iterator[str]:
+    """Modules of a block whose outputs are local when its units are split."""
+    for unit in block.units:
+        if join(block.path, unit.down) not in styles:
+            continue
+        if unit.path:
+            yield join(block.path, unit.path)
+            continue
+        # Directly in the block: an activation or dropout between up and down cannot be told from others.
+        yield from (join(block.path, n.partition(".")[0]) for n in unit.up)
+        children = model.get_submodule(block.path).named_children()
+        yield from (join(block.path, n) for n, child in children if not any(True for _ in child.parameters()))
+
+
+def _is_used(cls: type[nn.Module], attribute: Attribute) -> bool:
+    methods = [m for n, m in vars(cls).items() if inspect.isfunction(m) and n != "__init__"]
+    try:
+        source = "".join(inspect.getsource(m) for m in methods)
+    except (OSError, TypeError):
+        return False
+    name = rf"self\.{re.escape(attribute.name)}\b"
+    if attribute.is_count:
+        return re.search(name, source) is not None
+    # The hidden size has many uses; only that of joining heads is divided.
+    return re.search(rf"(view|reshape)\([^()]*{name}", source) is not None

@@ -1,0 +1,154 @@
+"""Makes a copy of a transformer narrower: the same operations on fewer features, for a proof of a model that is large.
+
+[Note: narrow] Every size that the model is made of (hidden size, widths of MLPs and attentions, vocabulary) is replaced
+by a smaller one wherever it stands: in shapes of weights, in integer attributes, in configurations. The sizes of heads
+stay, and so do the numbers of query heads for each key; so a rank has the shapes of one rank, of fewer heads. That the
+narrower copy is one is seen by running it: it must do the same operations in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from sharders.tensor_parallel.structure.find_transformer import CONFIGS, HEADS, KV_HEADS, Transformer, Unit
+
+_LEAST = 48
+"""Smaller numbers may mean anything."""
+_MANY_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What is replaced by what."""
+
+    sizes: Mapping[int, int]
+    """Of dimensions, and of integer attributes of any name."""
+
+    query_heads: Mapping[int, int]
+    key_value_heads: Mapping[int, int]
+    """Of attributes that are called so."""
+
+    ranks: int = 0
+    """How many ranks the tensor axis has then; 0 for as many as it had."""
+
+    def resized(self, x: torch.Tensor) -> torch.Tensor:
+        """An empty tensor of the narrower shape, on meta; the same where it does not change."""
+        shape = [self.sizes.get(n, n) for n in x.shape]
+        return x if shape == list(x.shape) else torch.empty(shape, dtype=x.dtype, device="meta")
+
+
+AS_IT_IS = Numbers({}, {}, {})
+
+
+def narrow(modules: Iterable[nn.Module], numbers: Numbers) -> None:
+    """Change a copy on meta in place: tensors, integer attributes, configurations."""
+    if not numbers.sizes:
+        return
+    done: dict[int, torch.Tensor] = {}
+    places: dict[int, Any] = {}
+    for module in modules:
+        stores: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
+        for store in stores:
+            for name, old in list(store.items()):
+                if isinstance(old, torch.Tensor) and old.is_meta:
+                    store[name] = done.setdefault(id(old), _resized(old, numbers))
+        places[id(module)] = module
+        places |= {id(v): v for n, v in vars(module).items() if n in CONFIGS and hasattr(v, "__dict__")}
+    for place in places.values():
+        values = vars(place)
+        values.update({n: _replaced(n, v, numbers) for n, v in values.items() if type(v) in (int, tuple, list)})
+
+
+def narrowings(model: nn.Module, parts: Transformer, size: int) -> Iterator[Numbers]:
+    """Replacements worth a try, that which changes least first.
+
+    Args:
+        size: ranks on the tensor axis, which divides all that is split.
+    """
+    units = [unit for block in parts.representatives().values() for unit in block.units]
+    yield _without_conflict(_Draft(model, parts, units, size, size).widths())
+    ranks = min(size, 2)
+    yield _without_conflict(_Draft(model, parts, units, size, ranks).heads().widths())
+
+
+class _Draft:
+    """Replacements as they are found; later ones keep clear of the sizes that are there."""
+
+    def __init__(self, model: nn.Module, parts: Transformer, units: list[Unit], size: int, ranks: int) -> None:
+        self.model, self.parts, self.units, self.size, self.ranks = model, parts, units, size, ranks
+        self.sizes: dict[int, int] = {}
+        self.query_heads: dict[int, int] = {}
+        self.key_value_heads: dict[int, int] = {}
+        self.fits = True
+
+    def heads(self) -> _Draft:
+        """Fewer heads of the same size, and the hidden size with them."""
+        for unit in self.units:
+            if unit.heads is None:
+                continue
+            query, key_value, size = unit.heads.query, unit.heads.key_value, unit.heads.size
+            kept = self.ranks * min(key_value // self.size, 2)
+            self._replace(self.query_heads, query, kept * (query // key_value))
+            self._replace(self.key_value_heads, key_value, kept)
+            self._replace(self.sizes, query * size, kept * (query // key_value) * size)
+            self._replace(self.sizes, key_value * size, kept * size)
+        if self.parts.width not in self.sizes:
+            self._replace(self.sizes, self.parts.width, self._free(32))
+        width = self.parts.width
+        for times in (2, 3, 4):
+            self.sizes.setdefault(times * width, times * self.sizes[width])
+        return self
+
+    def widths(self) -> _Draft:
+        """Narrower MLPs, fewer rows of embeddings and heads."""
+        for unit in self.units:
+            if unit.heads is None and unit.hidden not in self.sizes:
+                self._replace(self.sizes, unit.hidden, self._free(8 * self.ranks))
+                self.sizes.setdefault(2 * unit.hidden, 2 * self.sizes[unit.hidden])
+        for module in self.model.modules():
+            rows = module.num_embeddings if isinstance(module, nn.Embedding) else 0
+            if rows >= _MANY_ROWS and rows not in self.sizes:
+                self._replace(self.sizes, rows, self._free(8 * self.ranks))
+        return self
+
+    def _free(self, multiple: int) -> int:
+        """A size that means nothing else."""
+        taken = {self.parts.width, *self.sizes, *self.sizes.values()}
+        number = multiple * -(-_LEAST // multiple)
+        while number in taken:
+            number += multiple
+        return number
+
+    def _replace(self, numbers: dict[int, int], old: int, new: int) -> None:
+        is_size = numbers is self.sizes
+        if numbers.setdefault(old, new) != new or (is_size and old < _LEAST):
+            self.fits = False
+
+
+def _without_conflict(draft: _Draft) -> Numbers:
+    if not draft.fits:
+        return AS_IT_IS
+    ranks = draft.ranks if draft.ranks != draft.size else 0
+    return Numbers(draft.sizes, draft.query_heads, draft.key_value_heads, ranks)
+
+
+def _resized(old: torch.Tensor, numbers: Numbers) -> torch.Tensor:
+    new = numbers.resized(old)
+    return nn.Parameter(new, requires_grad=False) if isinstance(old, nn.Parameter) and new is not old else new
+
+
+def _replaced(name: str, value: Any, numbers: Numbers) -> Any:
+    if type(value) is int:
+        if name in HEADS:
+            return numbers.query_heads.get(value, value)
+        if name in KV_HEADS:
+            return numbers.key_value_heads.get(value, value)
+        return numbers.sizes.get(value, value)
+    if value and all(type(v) is int for v in value):
+        return type(value)(numbers.sizes.get(v, v) for v in value)
+    return value

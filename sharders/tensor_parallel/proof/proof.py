@@ -1,0 +1,222 @@
+"""Proves a tensor-parallel plan: every rank's outputs and gradients against those of the whole module.
+
+[Note: proof] A sample of the module (`sample`) runs whole, then split by the very code that splits the model,
+once for each rank of a simulated group (`simulated`). What must agree: every output, and the gradient of every
+parameter and input, where each rank has all of it or its own part. Rounding is told from an error by size: an error
+makes a difference as large as the numbers themselves.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from sharders.tensor_parallel.proof.sample import Run, Sample, local, part_of
+from sharders.tensor_parallel.proof.simulated import simulate
+from sharders.tensor_parallel.split.split import split
+from sharders.tensor_parallel.split.styles import Style
+from sharders.tensor_parallel.structure.dry_run import undisturbed
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+RAISES = "run split it raises"
+_SHARE = 1e-3
+"""Of a tensor's largest number: rounding, even where a module computes in float32, stays below."""
+_FLOOR = {torch.float64: 2e-6, torch.float32: 2e-5}
+"""Of the largest of all gradients (outputs): below it a gradient that is zero but for rounding is not told from one."""
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """One simulated rank's run."""
+
+    run: Run
+    placed: Mapping[str, Any]
+    """Parameter name -> its local gradient, and its placement (None for a plain tensor)."""
+
+
+def disproof(
+    sample: Sample, styles: Mapping[str, Style], divided: Mapping[tuple[str, str], int], axis: str
+) -> str | None:
+    """What is wrong with a plan: which output or parameter, and by how much. None where it is right.
+
+    Args:
+        styles: module path -> style.
+        divided: (module path, attribute) -> the value it has on each rank.
+    """
+    found = _differs(sample, styles, divided, axis, apart=False)
+    if found is None or all(isinstance(style, str) for style in styles.values()):
+        return found
+    # A style of one's own may make shards of different sizes: what one rank knows of DTensor is not another's then.
+    return _differs(sample, styles, divided, axis, apart=True)
+
+
+def _differs(
+    sample: Sample,
+    styles: Mapping[str, Style],
+    divided: Mapping[tuple[str, str], int],
+    axis: str,
+    *,
+    apart: bool,
+) -> str | None:
+    def job(mesh: DeviceMesh) -> _Rank:
+        model = sample.make()
+        modules = dict(model.named_modules())
+        here = {path: _own(style) for path, style in styles.items() if path in modules}
+        attributes = {key: vars(modules[key[0]])[key[1]] // sample.ranks for key in divided if key[0] in modules}
+        split(model, mesh, here, attributes)
+        run = sample.run(model, mesh.get_rank(), _between(modules))
+        return _Rank(run, {name: _gradient(p) for name, p in model.named_parameters()})
+
+    try:
+        with undisturbed():
+            ranks = simulate(sample.ranks, axis, job, apart=apart)
+    except Exception as error:  # a user's forward, or style, may raise anything
+        text = str(error).strip().partition("\n")[0]
+        return f"{RAISES} {type(error).__name__}: {text[:300]}"
+    wrong = _compare(sample, ranks)
+    return None if wrong is None else wrong + _departure(sample, ranks[0].run)
+
+
+def _own(style: Style) -> Style:
+    """A style object may keep something of the module it is applied to."""
+    return style if isinstance(style, str) else copy.copy(style)
+
+
+def _between(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Of whose outputs a failure can name the first."""
+    return {path: module for path, module in modules.items() if path}
+
+
+def _gradient(parameter: nn.Parameter) -> tuple[torch.Tensor | None, Any]:
+    from torch.distributed.tensor import DTensor
+
+    gradient = parameter.grad
+    if isinstance(gradient, DTensor):
+        return gradient.to_local(), gradient.placements[0]
+    if isinstance(parameter, DTensor) and gradient is None:
+        return None, parameter.placements[0]
+    return gradient, None
+
+
+def _compare(sample: Sample, ranks: list[_Rank]) -> str | None:
+    whole = sample.whole
+    scale = _largest(whole.outputs)
+    for i, expected in enumerate(whole.outputs):
+        for r, rank in enumerate(ranks):
+            if len(rank.run.outputs) != len(whole.outputs):
+                return f"{len(rank.run.outputs)} outputs instead of {len(whole.outputs)} on rank {r}"
+            here = local(rank.run.outputs[i])
+            try:
+                part = part_of(expected, here.shape, r, len(ranks))
+            except ValueError as error:
+                return f"output {i} on rank {r}: {error}"
+            wrong = _difference(sample, here, part, scale)
+            if wrong is not None:
+                return f"output {i} {tuple(expected.shape)} on rank {r} {wrong}"
+    scale = _largest([g for g in whole.gradients.values() if g is not None])
+    for name, expected_or_none in whole.gradients.items():
+        wrong = _gradient_differs(sample, name, expected_or_none, ranks, scale)
+        if wrong is not None:
+            return wrong
+    return None
+
+
+def _gradient_differs(
+    sample: Sample, name: str, expected: torch.Tensor | None, ranks: list[_Rank], scale: float
+) -> str | None:
+    every = [rank.placed.get(name, (rank.run.gradients.get(name), None)) for rank in ranks]
+    if all(here is None for here, _ in every):
+        is_zero = expected is None or _largest([expected]) <= _FLOOR[sample.dtype] * scale
+        return None if is_zero else f"the gradient of {name!r} is missing on every rank"
+    first = next(placement for here, placement in every if here is not None)
+    if first is not None and first.is_partial():
+        total = sum(here for here, _ in every if here is not None)
+        every = [(total, None)] * len(every)
+    for r, (here, _) in enumerate(every):
+        if expected is None:
+            part = None if here is None else torch.zeros_like(here)
+        elif first is not None and first.is_shard():
+            part = _chunk(expected, first.dim, r, len(ranks))
+        else:
+            part = expected
+        here = torch.zeros_like(part) if here is None and part is not None else here
+        if here is None or part is None:
+            continue
+        if here.shape != part.shape:
+            return f"the gradient of {name!r} on rank {r} has shape {tuple(here.shape)} instead of {tuple(part.shape)}"
+        wrong = _difference(sample, here, part, scale)
+        if wrong is not None:
+            return f"the gradient of {name!r} on rank {r} {wrong}"
+    return None
+
+
+def _chunk(whole: torch.Tensor, dim: int, rank: int, ranks: int) -> torch.Tensor:
+    """torch's `Shard`: the last ranks may have fewer, or none."""
+    parts = whole.chunk(ranks, dim)
+    return parts[rank] if rank < len(parts) else whole.narrow(dim, 0, 0)
+
+
+def _difference(sample: Sample, here: torch.Tensor, expected: torch.Tensor, scale: float) -> str | None:
+    if not expected.numel():
+        return None
+    error = float((here.double() - expected.double()).abs().max())
+    largest = float(expected.abs().max())
+    if error <= _SHARE * largest + _FLOOR[sample.dtype] * scale:
+        return None
+    return f"differs from the whole module's by {error:.3g}, where the largest value is {largest:.3g}"
+
+
+def _largest(tensors: list[torch.Tensor]) -> float:
+    return max((float(x.abs().max()) for x in tensors if x.numel()), default=0.0)
+
+
+def _departure(sample: Sample, run: Run) -> str:
+    """The first module whose output is another one's on rank 0."""
+    model = sample.make()
+    (whole,) = simulate(1, "whole", lambda _: sample.run(model, None, _between(dict(model.named_modules()))))
+    scale = _largest(list(whole.between.values()))
+    for path, expected in whole.between.items():
+        here = run.between.get(path)
+        if here is None:
+            continue
+        if here.shape == expected.shape and _difference(sample, here, expected, scale) is not None:
+            return f"; the first module whose output is another is {path!r}"
+    return ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is known of a plan for a model and all that are alike."""
+
+    wrong: str | None = None
+    unproved: str = ""
+    on: str = ""
+    """What ran."""
+
+
+class Verdicts:
+    """What was found, by all that decides on it; the oldest are forgotten."""
+
+    def __init__(self, limit: int = 64) -> None:
+        self._limit = limit
+        self._known: OrderedDict[Hashable, Verdict] = OrderedDict()
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._known
+
+    def __getitem__(self, key: Hashable) -> Verdict:
+        self._known.move_to_end(key)
+        return self._known[key]
+
+    def __setitem__(self, key: Hashable, verdict: Verdict) -> None:
+        self._known[key] = verdict
+        while len(self._known) > self._limit:
+            self._known.popitem(last=False)

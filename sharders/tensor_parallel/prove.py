@@ -1,0 +1,135 @@
+"""Has a plan proved before it is used: on the whole model, else on the modules of it that run alone.
+
+[Note: alone] A model that takes inputs nobody can guess is not run whole. Then each module around what is split runs
+alone, the outermost that takes hidden states or ids; with parts of the sequence between modules none can.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import torch.distributed as dist
+from torch import nn
+
+from sharders.tensor_parallel.head_counts import Divided, Rehearsal
+from sharders.tensor_parallel.proof.proof import RAISES
+from sharders.tensor_parallel.proof.sample import UnprovedError
+from sharders.tensor_parallel.split.styles import Style, family
+from sharders.tensor_parallel.structure.find_transformer import Transformer, outward, recognise, within
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What was found out about a plan."""
+
+    divided: Divided | None
+    """Local values of attributes with which the plan is right; None where it is wrong with all."""
+
+    failure: str = ""
+    """What is wrong, with the first values tried."""
+
+    unproved: str = ""
+    """Why it could not be proved, or not all of it."""
+
+    on: str = ""
+    """What it was proved on."""
+
+    @property
+    def note(self) -> str:
+        """For showing."""
+        return f"not proved: {self.unproved}" if self.unproved else f"proved: {self.on}"
+
+
+def settle(
+    rehearsal: Rehearsal,
+    styles: Mapping[str, Style],
+    choices: Iterable[Divided],
+    axis: str,
+    *,
+    alone: bool = True,
+) -> Settled:
+    """The first of `choices` with which the plan is proved.
+
+    Args:
+        choices: local values of attributes, the likeliest first; at least one.
+        alone: prove modules on their own where the model does not run; see [Note: alone].
+
+    Raises:
+        UnprovedError: without `alone`, where the model does not run.
+    """
+    failure = ""
+    for divided in choices:
+        try:
+            wrong = rehearsal.disproof(styles, divided, axis)
+        except UnprovedError as error:
+            if not alone:
+                raise
+            return _settle_alone(rehearsal, styles, divided, axis, str(error))
+        if wrong is None:
+            return Settled(divided, on=rehearsal.proved_on)
+        failure = failure or wrong
+    return Settled(None, failure=failure)
+
+
+def _settle_alone(rehearsal: Rehearsal, styles: Mapping[str, Style], divided: Divided, axis: str, why: str) -> Settled:
+    """Each of the outermost modules that run alone; those left over are named."""
+    split = [path for path, style in styles.items() if family(style) in ("colwise", "rowwise")]
+    if any(family(style) == "sequence" or style == "gather_input" for style in styles.values()):
+        return Settled(divided, unproved=why)
+    left: list[str] = []
+    proved: list[str] = []
+    for path in split:
+        if any(within(path, scope) for scope in proved):
+            continue
+        scope, wrong = _first_that_runs(rehearsal, path, styles, divided, axis)
+        if wrong:
+            return Settled(None, failure=f"in module {scope!r} alone, {wrong}")
+        (left if scope is None else proved).append(path if scope is None else scope)
+    if not left:
+        return Settled(divided, unproved=f"outside {', '.join(map(repr, proved[:3]))}: {why}")
+    return Settled(divided, unproved=f"{', '.join(map(repr, left[:3]))}{' and others' * (len(left) > 3)}: {why}")
+
+
+def _first_that_runs(
+    rehearsal: Rehearsal, path: str, styles: Mapping[str, Style], divided: Divided, axis: str
+) -> tuple[str | None, str]:
+    """The outermost module around `path` that runs alone, and what is wrong with the plan there."""
+    around = [scope for scope in outward(path) if scope and scope != path]
+    for scope in around[::-1]:
+        module = rehearsal.model.get_submodule(scope)
+        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+            continue
+        inside = {_below(p, scope): style for p, style in styles.items() if within(p, scope)}
+        values = {(_below(p, scope), name): value for (p, name), value in divided.items() if within(p, scope)}
+        try:
+            wrong = _alone(rehearsal, scope).disproof(inside, values, axis)
+        except UnprovedError:
+            continue
+        if wrong is None or not wrong.startswith(RAISES):
+            return scope, wrong or ""
+    return None, ""
+
+
+def _below(path: str, scope: str) -> str:
+    return path[len(scope) + 1 :]
+
+
+def _alone(rehearsal: Rehearsal, scope: str) -> Rehearsal:
+    module = rehearsal.model.get_submodule(scope)
+    blocks = [b for b in rehearsal.parts.blocks if b.path == scope]
+    if blocks:
+        return Rehearsal(
+            module, rehearsal.size, Transformer((replace(blocks[0], path=""),), rehearsal.parts.width, None, None)
+        )
+    parts = recognise(module)
+    if not parts.width:
+        parts = replace(parts, width=next((m.in_features for m in module.modules() if isinstance(m, nn.Linear)), 0))
+    return Rehearsal(module, rehearsal.size, parts)
+
+
+def say(text: str) -> None:
+    """On rank 0, what is not seen from the numbers of a step."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        logging.getLogger("dmp").warning("tensor parallel: %s", text)

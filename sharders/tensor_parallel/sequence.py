@@ -1,0 +1,233 @@
+"""Completes a tensor-parallel plan with its sequence-parallel parts.
+
+[Note: sequence region]
+From the first block's input to the final norm's output each rank holds a slice of the sequence (dim 1 of (B, T, D));
+attentions and MLPs gather it and scatter their output. Outside, embeddings, positions, rotary tables and masks are
+whole. Styles, beside those that split:
+- split_sequence: the first block; the hidden state that enters it, whole, is split.
+- sequence: a norm on a slice. Its parameters are whole, their gradients summed over the axis.
+- gather_input: the module that holds an attention's or MLP's column-wise Linears; the hidden state that enters it
+  (its first floating (B, T, D) argument, positional or keyword) is gathered.
+- rowwise_scatter: a row-wise Linear whose output is summed and scattered over the sequence.
+- gather_sequence: the final norm (it is also what `sequence` is), or else the last block: its output is gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from dmp import PlanError
+from sharders.tensor_parallel.head_counts import Rehearsal, Unsplit
+from sharders.tensor_parallel.structure.dry_run import (
+    DryRunError,
+    Shape,
+    Trace,
+    dry_run,
+    make_local,
+    resize,
+    sequence_length,
+)
+from sharders.tensor_parallel.structure.find_transformer import Block, Transformer, Unit, is_norm, join, outward, within
+
+
+def sequence_styles(
+    rehearsal: Rehearsal,
+    styles: Mapping[str, str],
+    divided: Mapping[tuple[str, str], int],
+    axis: str,
+    *,
+    loss_parallel: bool = False,
+) -> tuple[dict[str, str], str]:
+    """The styles with those of sequence parallelism, and a note on how they were verified.
+
+    Args:
+        styles: module path -> style, exact paths.
+        divided: (module path, attribute) -> local value, as the styles need it.
+        loss_parallel: a head that gathers its logits leaves them split.
+
+    Raises:
+        PlanError: no blocks, several stacks of them, or a module in them that cannot run on a slice of the sequence.
+    """
+    model, parts = rehearsal.model, rehearsal.parts
+    _check_stack(parts, axis)
+    done = dict(styles)
+    if loss_parallel:
+        done |= {p: "colwise_loss_parallel" for p, s in styles.items() if s == "colwise_gather"}
+    scopes = {scope for block in parts.blocks for scope in _add_units(block, done, axis)}
+    unsplit: Unsplit | None = None
+    try:
+        unsplit = rehearsal.unsplit()
+        note = f"sequence parallel: verified by a dry run with {unsplit.feed.name}"
+    except DryRunError as error:
+        note = f"sequence parallel: not verified by a dry run: {error}"
+    final = _final_norm(model, parts, None if unsplit is None else unsplit.whole)
+    if final is None and len(parts.blocks) == 1:
+        raise PlanError(
+            f"sequence parallel over axis {axis!r} needs a second block or a final norm after "
+            f"{parts.blocks[0].path!r}, to gather the sequence there; use "
+            "TensorParallelSharder(sequence_parallel=False)"
+        )
+    _set(done, parts.blocks[0].path, "split_sequence", axis)
+    _set(done, final or parts.blocks[-1].path, "gather_sequence", axis)
+    owned = [join(b.path, n) for b in parts.blocks for n in _owners(model.get_submodule(b.path))]
+    sliced = [path for path in owned if not any(p in scopes for p in outward(path))]
+    _check_norms(model, [p for p in sliced if p not in done], parts.width, axis)
+    if unsplit is not None:
+        sliced = _see_slices(rehearsal, done, divided, unsplit, axis)
+    norms = [p for p in sliced if p not in done]
+    _check_norms(model, norms, parts.width, axis)
+    return {**done, **dict.fromkeys(norms, "sequence")}, note
+
+
+def _check_norms(model: nn.Module, paths: Iterable[str], width: int, axis: str) -> None:
+    for path in paths:
+        module = model.get_submodule(path)
+        if not is_norm(module, width):
+            raise PlanError(
+                f"module {path!r} ({type(module).__name__}) has parameters and would see a slice of the sequence on "
+                f"each rank of axis {axis!r}; sequence parallel runs norms, and attentions and MLPs that are split; "
+                "use TensorParallelSharder(sequence_parallel=False)"
+            )
+
+
+def _check_stack(parts: Transformer, axis: str) -> None:
+    stacks = {b.path.rpartition(".")[0] for b in parts.blocks}
+    if len(stacks) != 1:
+        found = ", ".join(repr(s) for s in sorted(stacks)) or "none"
+        raise PlanError(
+            f"sequence parallel over axis {axis!r} runs a model with one stack of transformer blocks, found {found}; "
+            "use TensorParallelSharder(sequence_parallel=False)"
+        )
+
+
+def _add_units(block: Block, styles: dict[str, str], axis: str) -> Iterator[str]:
+    """Styles of a block's attentions and MLPs; yields the modules that gather their input."""
+    for unit in block.units:
+        down = join(block.path, unit.down)
+        if styles.get(down) not in ("rowwise", "rowwise_scatter"):
+            continue
+        scope = _scope(unit)
+        if not scope:
+            raise PlanError(
+                f"modules {[join(block.path, n) for n in unit.up]} lie directly in block {block.path!r}: sequence "
+                f"parallel over axis {axis!r} gathers the hidden state where a module within the block takes it; put "
+                "them into one, or use TensorParallelSharder(sequence_parallel=False)"
+            )
+        styles[down] = "rowwise_scatter"
+        _set(styles, join(block.path, scope), "gather_input", axis)
+        yield join(block.path, scope)
+
+
+def _scope(unit: Unit) -> str:
+    """The smallest module, relative to the block, that holds every Linear that reads the hidden size."""
+    scope = unit.up[0].rpartition(".")[0]
+    while scope and not all(within(n, scope) for n in unit.up):
+        scope = scope.rpartition(".")[0]
+    return scope
+
+
+def _set(styles: dict[str, str], path: str, style: str, axis: str) -> None:
+    if styles.get(path, style) != style:
+        raise PlanError(
+            f"module {path!r} would be both {styles[path]!r} and {style!r} on axis {axis!r}: sequence parallel needs "
+            "blocks that hold their attention or MLP, and the sum around it, inside; use "
+            "TensorParallelSharder(sequence_parallel=False)"
+        )
+    styles[path] = style
+
+
+def _final_norm(model: nn.Module, parts: Transformer, whole: Trace | None) -> str | None:
+    """The norm that takes the last block's output directly: called next, or else registered next."""
+    last = parts.blocks[-1].path
+    if whole is None:
+        stack = last.rpartition(".")[0]
+        siblings = [n for n, _ in model.get_submodule(stack.rpartition(".")[0]).named_children()]
+        names = siblings[siblings.index(stack.rpartition(".")[2]) + 1 :] if stack else []
+        after = [join(stack.rpartition(".")[0], n) for n in names]
+    else:
+        after = whole.order[whole.order.index(last) + 1 :] if last in whole.order else []
+    owners = (p for p in after if any(True for _ in model.get_submodule(p).parameters(recurse=False)))
+    first = next(owners, None)
+    return first if first is not None and is_norm(model.get_submodule(first), parts.width) else None
+
+
+def _owners(module: nn.Module) -> Iterator[str]:
+    """Modules inside that have parameters of their own."""
+    return (name for name, m in module.named_modules() if any(True for _ in m.parameters(recurse=False)))
+
+
+def _see_slices(
+    rehearsal: Rehearsal,
+    styles: Mapping[str, str],
+    divided: Mapping[tuple[str, str], int],
+    unsplit: Unsplit,
+    axis: str,
+) -> list[str]:
+    """Modules with parameters that see a slice of the sequence, in every block, by a dry run."""
+    parts, size, whole = rehearsal.parts, rehearsal.size, unsplit.whole
+    length = sequence_length(size)
+
+    def edit(modules: dict[str, nn.Module]) -> None:
+        make_local(modules, styles, divided, size)
+        for path, style in styles.items():
+            if path in modules:
+                _simulate(modules[path], style, parts.width, length, length // size)
+
+    try:
+        seen = dry_run(rehearsal.copies, unsplit.feed, edit)
+        if seen.result != whole.result:
+            raise DryRunError(f"the model's output is {seen.result} instead of {whole.result}")
+    except DryRunError as error:
+        raise PlanError(
+            f"a dry run of this model with the sequence split over axis {axis!r} of size {size} failed: {error}; "
+            "use TensorParallelSharder(sequence_parallel=False)"
+        ) from error
+    sliced: dict[int, list[str]] = {}
+    for structure, first in parts.representatives().items():
+        owners = _owners(rehearsal.model.get_submodule(first.path))
+        sliced[structure] = [
+            n for n in owners if _is_sliced(*(t.inputs.get(join(first.path, n), []) for t in (seen, whole)))
+        ]
+    return [join(block.path, name) for block in parts.blocks for name in sliced[block.structure]]
+
+
+def _is_sliced(seen: list[Shape], whole: list[Shape]) -> bool:
+    return any(len(s) > 2 and s[1] != w[1] for s, w in zip(seen, whole, strict=False))
+
+
+def _simulate(module: nn.Module, style: str, width: int, whole: int, local: int) -> None:
+    """Hooks that change the sequence dimension of shapes as a style does."""
+
+    def hidden(value: Any, length: int) -> Any:
+        is_hidden = isinstance(value, torch.Tensor) and value.dim() == 3 and value.is_floating_point()
+        return resize(value, 1, length) if is_hidden and value.shape[2] == width else value
+
+    def enter(length: int) -> None:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            if args and hidden(args[0], length) is not args[0]:
+                return (hidden(args[0], length), *args[1:]), kwargs
+            name = next((n for n, v in kwargs.items() if hidden(v, length) is not v), None)
+            return args, kwargs if name is None else {**kwargs, name: hidden(kwargs[name], length)}
+
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+
+    def leave(length: int) -> None:
+        def hook(module: nn.Module, args: Any, output: Any) -> Any:
+            if isinstance(output, tuple):
+                return (hidden(output[0], length), *output[1:])
+            return hidden(output, length)
+
+        module.register_forward_hook(hook)
+
+    if style == "split_sequence":
+        enter(local)
+    elif style == "gather_input":
+        enter(whole)
+    elif style == "rowwise_scatter":
+        leave(local)
+    elif style == "gather_sequence":
+        leave(whole)

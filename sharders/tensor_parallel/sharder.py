@@ -1,0 +1,334 @@
+"""`TensorParallelSharder`: splits a model's Linears and Embeddings over the tensor axis, by torch's styles.
+
+`place` decides and checks everything on the whole model; `apply` then changes it in place, see `split`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from dmp import Layout, PlanError, ShardError, ShardingEnv
+from sharders.tensor_parallel.auto_plan import Rehearsal, check_heads, complete_sequence, derive, divided_attributes
+from sharders.tensor_parallel.head_counts import Divided
+from sharders.tensor_parallel.prove import say, settle
+from sharders.tensor_parallel.split.patterns import Styles, expand, from_layouts, own_plan, with_heads, with_ties
+from sharders.tensor_parallel.split.split import hidden_size, split
+from sharders.tensor_parallel.split.styles import Style, canonical, check_divides, family, layouts_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class TensorParallelSharder:
+    """Splits dense layers over the tensor axis of the mesh; a mesh without one is left alone.
+
+    Names, shapes and values of parameters are kept: split ones become DTensors, and so do the others (see
+    `sharders.tensor_parallel.split.replicated_weights`), except where nothing at all is split.
+
+    Random numbers: ranks of a tensor group go on from the random state (CPU and device) of its first rank, so that
+    dropout of what they all hold is one process's dropout. Masks of what is split (attention probabilities, an MLP's
+    hidden units, chunks of the sequence) repeat from rank to rank: as good for training, not those of one process.
+
+    Args:
+        plan: module path or pattern (`*` stands for one component: `layers.*.mlp.up`) -> style: a name (see
+            `styles`) or a torch `ParallelStyle`. By default the model's own `tp_plan` (Hugging Face), else
+            what its structure says (`sharders.tensor_parallel.auto_plan`). `{}` splits nothing.
+        sequence_parallel: between blocks each rank keeps its chunk of the sequence (dim 1) of the hidden state alone.
+        loss_parallel: the logits stay split over the vocabulary, as a DTensor for `loss_parallel()` of
+            `torch.distributed.tensor.parallel`.
+    """
+
+    def __init__(
+        self, plan: Mapping[str, Style] | None = None, *, sequence_parallel: bool = False, loss_parallel: bool = False
+    ) -> None:
+        if plan is not None and not isinstance(plan, Mapping):
+            raise PlanError(f"expected plan to be a dict of module path -> style; got {type(plan).__name__}: {plan!r}")
+        self.plan = None if plan is None else dict(plan)
+        self.sequence_parallel = sequence_parallel
+        self.loss_parallel = loss_parallel
+        self._last: _Remembered | None = None
+
+    def __getstate__(self) -> dict[str, object]:
+        """Without what is remembered: weak references cannot be pickled."""
+        return {**vars(self), "_last": None}
+
+    def place(self, model: nn.Module, given: Mapping[str, Layout], env: ShardingEnv) -> TensorParallelPlacement:
+        """What to split; the model is not changed.
+
+        Args:
+            model: unsharded, parameters possibly on meta.
+            given: a plan's layouts by parameter name. With tensor-parallel ones among them they are all that is split;
+                where they are those of this sharder's own choice, that is taken as it is.
+            env: the mesh, possibly abstract.
+
+        The last answer is remembered: to be asked again about an unchanged model, by rank 0 to plan and to check the
+        plan, costs next to nothing.
+
+        Raises:
+            PlanError: several tensor axes, sizes or heads that do not divide, unknown styles and modules.
+        """
+        wanted = {name: layout for name, layout in given.items() if layout.is_tensor_parallel}
+        axes = env.axes("tensor")
+        if len(axes) > 1:
+            raise PlanError(
+                f"a tensor-parallel style needs a 1-D mesh, but this mesh has the tensor axes {axes}; give one axis "
+                "that role: ShardingEnv.from_mesh(mesh, tensor=..., shard=...)"
+            )
+        if env.tensor_size == 1:
+            return TensorParallelPlacement(wanted, {}, {}, (), env)
+        key = (env.tensor_size, axes[0], self.sequence_parallel, self.loss_parallel, self.plan and dict(self.plan))
+        last = self._last
+        if last is None or not last.answers(model, wanted, key):
+            choice, is_own = _Placing(model, Rehearsal(model, env.tensor_size), axes[0], self).place(wanted)
+            last = self._last = _Remembered(model, wanted, key, choice, is_own)
+        choice = last.choice
+        return TensorParallelPlacement(choice.layouts, choice.styles, choice.divided, choice.notes, env)
+
+
+@dataclass(frozen=True)
+class TensorParallelPlacement:
+    """What `TensorParallelSharder` splits.
+
+    Args:
+        layouts: parameter name -> layout, of every parameter that a style places.
+        styles: module path -> style, in the order of the model.
+        divided: (module path, attribute) -> its value on each rank, such as a number of heads.
+        notes: what was left whole, and why, for showing.
+        env: the mesh.
+    """
+
+    layouts: Mapping[str, Layout]
+    styles: Mapping[str, Style]
+    divided: Mapping[tuple[str, str], int]
+    notes: tuple[str, ...]
+    env: ShardingEnv = field(repr=False)
+
+    def apply(self, model: nn.Module) -> None:
+        """Split the model in place. No communication, but for the random state; parameters may be on meta."""
+        if self.env.tensor_size == 1:
+            return
+        mesh = self.env.submesh("tensor")
+        if mesh is None:
+            raise ShardError(f"tensor parallelism needs processes, and {self.env} is a mesh that is not here")
+        random_state = _random_state(mesh.device_type)
+        if self.styles:
+            split(model, mesh, self.styles, self.divided)
+        _share_random_state(random_state, mesh)  # also where all is whole: ranks must drop the same
+
+
+@dataclass(frozen=True)
+class _Placing:
+    """One call of `place`: the choice of styles, completed and checked."""
+
+    model: nn.Module
+    rehearsal: Rehearsal
+    axis: str
+    sharder: TensorParallelSharder
+
+    def place(self, wanted: Mapping[str, Layout]) -> tuple[_Checked, bool]:
+        """What is split, and whether it is the sharder's own choice."""
+        if not wanted:
+            return self._own(), True
+        try:
+            own = self._own()
+        except PlanError:  # it is not what was asked for
+            return self._checked(self._given(wanted)), False
+        if own.layouts == wanted:
+            return own, True
+        asked = self._given(wanted)
+        is_own = own.layouts == self._layouts(asked.styles)
+        return (own, True) if is_own else (self._checked(asked), False)
+
+    def _own(self) -> _Checked:
+        """The sharder's plan, the model's, or one from its structure."""
+        sharder = self.sharder
+        if sharder.plan is not None:
+            return self._checked(self._planned(sharder.plan))
+        plan = own_plan(self.model)
+        if not plan:
+            return self._derived(())
+        try:
+            return self._checked(self._planned(plan))
+        except _WrongPlanError as error:
+            note = f"the model's own tp_plan is not used: {error}"
+        found = self._derived((note,))
+        say(note)
+        return found
+
+    def _planned(self, plan: Mapping[str, Style]) -> _Choice:
+        styles = with_ties(self.model, expand(self.model, plan))
+        return self._completed(styles, self.sharder.sequence_parallel and bool(plan))
+
+    def _derived(self, notes: tuple[str, ...]) -> _Checked:
+        sharder = self.sharder
+        found = derive(
+            *(self.rehearsal, self.axis),
+            sequence_parallel=sharder.sequence_parallel,
+            loss_parallel=sharder.loss_parallel,
+        )
+        styles = self._with_heads(with_ties(self.model, expand(self.model, found.styles)))
+        return self._checked(_Choice(styles, found.divided, (*notes, *found.notes)), is_derived=True)
+
+    def _given(self, wanted: Mapping[str, Layout]) -> _Choice:
+        styles = with_ties(self.model, from_layouts(self.model, wanted))
+        splits = {path: style for path, style in styles.items() if family(style) != "sequence"}
+        found = self._completed(splits, len(splits) < len(styles))
+        return _Choice({**styles, **found.styles}, found.divided, found.notes)
+
+    def _completed(self, styles: Styles, is_sequence: bool) -> _Choice:
+        """A plan of splits, with the rest that it needs."""
+        styles = self._with_heads(styles)
+        self._check(styles)
+        names = _names(styles)
+        if not is_sequence:
+            return _Choice(styles, divided_attributes(self.rehearsal, names), ())
+        for path, style in styles.items():
+            if not isinstance(style, str):
+                raise PlanError(
+                    f"module {path!r}: sequence_parallel=True changes what goes in and out of split modules, and "
+                    f"cannot change a {type(style).__name__} object; give the style's name, or sequence_parallel=False"
+                )
+        found = complete_sequence(self.rehearsal, names, self.axis, loss_parallel=self.sharder.loss_parallel)
+        return _Choice({**styles, **expand(self.model, found.styles)}, found.divided, found.notes)
+
+    def _with_heads(self, styles: Styles) -> Styles:
+        is_loss_parallel = self.sharder.loss_parallel and self.sharder.plan != {}
+        return with_heads(self.model, self.rehearsal.parts, styles, is_loss_parallel)
+
+    def _checked(self, choice: _Choice, *, is_derived: bool = False) -> _Checked:
+        styles = {path: choice.styles[path] for path, _ in self.model.named_modules() if path in choice.styles}
+        self._check(styles)
+        if not styles:
+            return _Checked(styles, choice.divided, choice.notes, {})
+        settled = settle(self.rehearsal, styles, self._choices(choice, styles, is_derived), self.axis)
+        if settled.divided is None:
+            raise _WrongPlanError(
+                f"a tensor-parallel plan that is wrong for this model: run on {self.rehearsal.size} simulated ranks of "
+                f"axis {self.axis!r} with small random inputs, {settled.failure}; leave out of the plan the module "
+                "whose weights are not used as its styles say, or pass no plan"
+            )
+        notes = choice.notes
+        if not any("proved" in note for note in notes) or (settled.unproved and not is_derived):
+            notes = (*notes, settled.note)
+        if settled.unproved:
+            say(settled.note)
+        return _Checked(styles, settled.divided, notes, self._layouts(styles))
+
+    def _choices(self, choice: _Choice, styles: Styles, is_derived: bool) -> Iterator[Divided]:
+        yield dict(choice.divided)
+        if not is_derived:
+            yield from self.rehearsal.divisions(_names(styles))
+
+    def _check(self, styles: Styles) -> None:
+        for path, style in styles.items():
+            module = self.model.get_submodule(path)
+            canonical(style, path, module)
+            lazy = [name for name, p in module._parameters.items() if p is not None and is_lazy(p)]
+            if lazy and family(style):
+                raise PlanError(f"module {path!r}: {lazy} of a lazy module cannot be split before the first forward")
+            check_divides(style, path, module, self.rehearsal.size, self.axis)
+            if style in ("gather_input", "split_sequence"):
+                hidden_size(path, module, styles)
+        names = {path: style if isinstance(style, str) else family(style) for path, style in styles.items()}
+        check_heads(self.rehearsal.parts, names, self.rehearsal.size, self.axis)
+
+    def _layouts(self, styles: Styles) -> dict[str, Layout]:
+        """By the first name of each parameter."""
+        first = {id(p): name for name, p in self.model.named_parameters()}
+        found: dict[str, Layout] = {}
+        for path, style in styles.items():
+            module = self.model.get_submodule(path)
+            for name, layout in layouts_of(style, module).items():
+                found.setdefault(first[id(module._parameters[name])], layout)
+        return {name: found[name] for name in first.values() if name in found}
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """Styles by module path, with what goes with them; not checked yet."""
+
+    styles: Styles
+    divided: Mapping[tuple[str, str], int]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Checked(_Choice):
+    """The same, checked, with what it does to parameters."""
+
+    layouts: Mapping[str, Layout]
+
+
+class _WrongPlanError(PlanError):
+    """The plan gives other numbers than the whole model."""
+
+
+def _names(styles: Styles) -> dict[str, str]:
+    names = {path: style if isinstance(style, str) else family(style) for path, style in styles.items()}
+    return {path: name for path, name in names.items() if name}
+
+
+class _Remembered:
+    """The last answer of a sharder, and to what question; keeps no model, parameter or mesh alive."""
+
+    def __init__(
+        self, model: nn.Module, wanted: Mapping[str, Layout], key: tuple[object, ...], choice: _Checked, is_own: bool
+    ) -> None:
+        self.choice = choice
+        self._model = weakref.ref(model)
+        self._parameters = [weakref.ref(p) for p in model.parameters()]
+        self._looks = _looks(model)
+        self._key = key
+        self._wanted = ({}, choice.layouts) if is_own else (wanted,)
+
+    def answers(self, model: nn.Module, wanted: Mapping[str, Layout], key: tuple[object, ...]) -> bool:
+        """Whether the question is the same, and the model as it was."""
+        if self._model() is not model or self._key != key or wanted not in self._wanted:
+            return False
+        parameters = list(model.parameters())
+        same = len(parameters) == len(self._parameters)
+        same = same and all(known() is p for known, p in zip(self._parameters, parameters, strict=True))
+        return same and self._looks == _looks(model)
+
+
+def _looks(model: nn.Module) -> list[Hashable]:
+    """What a choice goes by: modules, shapes, ties, and numbers such as those of heads."""
+    return [
+        (
+            path,
+            type(module),
+            tuple(
+                (name, id(p), None if p is None or is_lazy(p) else p.shape) for name, p in own["_parameters"].items()
+            ),
+            tuple((name, value) for name, value in own.items() if type(value) is int),
+        )
+        for path, module in model.named_modules()
+        for own in (vars(module),)
+    ]
+
+
+def _random_state(device_type: str) -> list[torch.Tensor]:
+    """Of the CPU, and of the device if that is another."""
+    states = [torch.get_rng_state()]
+    if device_type != "cpu":
+        states.append(torch.get_device_module(device_type).get_rng_state())
+    return states
+
+
+def _share_random_state(states: list[torch.Tensor], mesh: DeviceMesh) -> None:
+    """Go on from the first rank's `states`, taken before the first DTensor: on a GPU that aligns the whole world."""
+    for state in states:
+        sent = state.to(mesh.device_type)
+        dist.broadcast(sent, group=mesh.get_group(), group_src=0)
+        state.copy_(sent)
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.get_device_module(mesh.device_type).set_rng_state(state)

@@ -1,0 +1,271 @@
+"""A tensor-parallel plan for one model: from patterns, a Hugging Face `tp_plan` or layouts to a style per module.
+
+A module is known by its first path in the model. Nothing here changes the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from dmp import Layout, PlanError
+from sharders.tensor_parallel.split.styles import COLWISE, Style, canonical, family, layouts_of, split_dim
+from sharders.tensor_parallel.structure.find_transformer import Transformer, outward
+
+Styles = dict[str, Style]
+
+
+def expand(model: nn.Module, plan: Mapping[str, Style]) -> Styles:
+    """The style of every module that the plan's patterns match, in the model's order; `*` stands within one component.
+
+    Where several patterns match one module, one without a wildcard wins.
+
+    Raises:
+        PlanError: a pattern that matches nothing, patterns that disagree, or a style that its module cannot take.
+    """
+    first = {id(m): path for path, m in model.named_modules()}
+    every = dict(model.named_modules(remove_duplicate=False))
+    paths = _Paths(every)
+    chosen: dict[str, tuple[bool, str, Style]] = {}
+    for pattern, style in plan.items():
+        hits = {first[id(every[path])]: every[path] for path in paths.matching(pattern)}
+        if not hits:
+            raise PlanError(_no_match(pattern, filter(None, every)))
+        is_exact = not _has_wildcard(pattern)
+        for path, module in hits.items():
+            new = canonical(style, path, module)
+            was_exact, other, old = chosen.get(path, (False, "", new))
+            if was_exact == is_exact and old != new:
+                raise PlanError(
+                    f"module {path!r}: pattern {other!r} gives it {old!r}, and {pattern!r} gives it {new!r}; "
+                    "name the module itself, or change one of the patterns"
+                )
+            if is_exact or not was_exact:
+                chosen[path] = (is_exact, pattern, new)
+    return {path: chosen[path][2] for path in first.values() if path in chosen}
+
+
+def own_plan(model: nn.Module) -> dict[str, Style]:
+    """The plans that Hugging Face models bring along (`tp_plan`), with full paths; empty where none does.
+
+    Entries for modules that this model lacks are left out: the plan is that of its class.
+    """
+    found: dict[str, Style] = {}
+    names: _Paths | None = None
+    for path, plan in _planned(model, ""):
+        names = names or _Paths(n for n, _ in [*model.named_modules(remove_duplicate=False), *model.named_parameters()])
+        full = {f"{path}.{pattern}".strip("."): style for pattern, style in plan.items()}
+        found.update({pattern: style for pattern, style in full.items() if names.matching(pattern)})
+    return found
+
+
+def from_layouts(model: nn.Module, given: Mapping[str, Layout]) -> Styles:
+    """The styles that give these weights these layouts.
+
+    Raises:
+        PlanError: a layout that the parameter's module cannot take, or a bias without its weight.
+    """
+    places = _places(model)
+    first = {id(m): path for path, m in model.named_modules()}
+    styles: Styles = {}
+    for name, layout in given.items():
+        module, attribute = places[name]
+        path = first[id(module)]
+        style = canonical(layout.name, path, module)
+        fitting = layouts_of(style, module)[attribute]
+        if fitting != layout:
+            raise PlanError(
+                f"plan entry {name!r} = {layout}: module {path!r} is a {type(module).__name__}, expected {fitting}",
+                table=name,
+            )
+        if styles.setdefault(path, style) != style:
+            raise PlanError(f"plan gives the weights of module {path!r} different layouts: {styles[path]}, {layout}")
+    named = {(id(places[name][0]), places[name][1]) for name in given}
+    for path in styles:
+        module = model.get_submodule(path)
+        weight = f"{path}.weight".strip(".")
+        is_split = family(styles[path]) != "sequence"
+        if is_split and (id(module), "weight") not in named and not _is_tied(module, places):
+            raise PlanError(f"plan splits the bias of module {path!r}, but has no entry for {weight!r}", table=weight)
+    return {path: styles[path] for path in first.values() if path in styles}
+
+
+def with_ties(model: nn.Module, styles: Mapping[str, Style]) -> Styles:
+    """The styles, and those of modules that share a weight with a split one; an embedding and a head most often.
+
+    Raises:
+        PlanError: modules that would split a weight that they share in different ways.
+    """
+    done: Styles = dict(styles)
+    for places in tied_places(model):
+        dims = {
+            path: split_dim(done[path], module) for path, module, name in places if path in done and name == "weight"
+        }
+        split = {path: dim for path, dim in dims.items() if dim is not None}
+        _check_tied_bias([(path, name) for path, _, name in places if name != "weight"], done)
+        if not split:
+            continue
+        (named, dim), *_ = split.items()
+        for path, module, name in places:
+            if path not in done and name == "weight" and isinstance(module, (nn.Linear, nn.Embedding)):
+                done[path] = _style_of_dim(module, dim)
+            elif path not in done or name != "weight" or dims[path] != dim:
+                raise PlanError(
+                    f"modules {named!r} and {path!r} share a weight; {done[named]!r} splits it along dim {dim}, but "
+                    f"{path!r} ({done.get(path, 'not in the plan')!r}) does not; give both styles that split one dim, "
+                    "such as 'embedding_rowwise' and 'colwise_gather'",
+                    table=f"{path}.{name}".strip("."),
+                )
+    return done
+
+
+def _check_tied_bias(places: list[tuple[str, str]], styles: Mapping[str, Style]) -> None:
+    kinds = {path: family(styles[path]) for path, _ in places if path in styles}
+    kinds = {path: kind for path, kind in kinds.items() if kind in ("colwise", "rowwise")}
+    if len(set(kinds.values())) > 1:
+        (one, kind), (other, second), *_ = sorted(kinds.items(), key=lambda item: item[1])
+        raise PlanError(
+            f"modules {one!r} ({kind}) and {other!r} ({second}) share a bias, which the one splits and the other keeps "
+            "whole; give both the same style, or leave one of them out of the plan",
+            table=f"{other}.{places[0][1]}".strip("."),
+        )
+
+
+def with_heads(model: nn.Module, parts: Transformer, styles: Mapping[str, Style], loss_parallel: bool) -> Styles:
+    """The styles, with a whole output where `colwise` is the model's last word, or one for `loss_parallel`.
+
+    Args:
+        parts: what `recognise` says of the model.
+
+    Raises:
+        PlanError: `loss_parallel` without a head that is split over the vocabulary.
+    """
+    done: Styles = dict(styles)
+    heads = [path for path in _outputs(model, parts, styles) if family(styles[path]) == "colwise"]
+    for path in heads:
+        if styles[path] == "colwise":
+            done[path] = "colwise_gather"
+    if loss_parallel:
+        if not heads:
+            raise PlanError(
+                "loss_parallel=True needs a head that is split over the vocabulary, and the plan has none: add it, "
+                "{'lm_head': 'colwise'}, or pass loss_parallel=False"
+            )
+        if styles[heads[-1]] in COLWISE:
+            done[heads[-1]] = "colwise_loss_parallel"
+    return done
+
+
+def tied_places(model: nn.Module) -> list[list[tuple[str, nn.Module, str]]]:
+    """For each parameter that several modules hold: (path, module, attribute) of each."""
+    places: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((path, module, name))
+    return [found for found in places.values() if len(found) > 1]
+
+
+class _Paths:
+    """Paths in order, to be found by exact path at once, and by pattern among those of its length and last word."""
+
+    def __init__(self, paths: Iterable[str]) -> None:
+        self._all = dict.fromkeys(paths)
+        self._split: dict[tuple[int, str | None], list[tuple[str, list[str]]]] = {}
+
+    def matching(self, pattern: str) -> list[str]:
+        """Those that fit the pattern, component by component."""
+        if not _has_wildcard(pattern):
+            return [pattern] if pattern in self._all else []
+        if not self._split:
+            for path in self._all:
+                words = path.split(".")
+                for last in (words[-1], None):
+                    self._split.setdefault((len(words), last), []).append((path, words))
+        wanted = pattern.split(".")
+        last = None if _has_wildcard(wanted[-1]) else wanted[-1]
+        near = self._split.get((len(wanted), last), [])
+        return [path for path, words in near if all(map(fnmatchcase, words, wanted))]
+
+
+def _outputs(model: nn.Module, parts: Transformer, styles: Mapping[str, Style]) -> list[str]:
+    """Linears outside the repeated blocks whose output no split Linear takes: it leaves the model."""
+    blocks = {block.path for block in parts.blocks}
+    outside = {
+        path: m
+        for path, m in model.named_modules()
+        if path in styles and isinstance(m, nn.Linear) and blocks.isdisjoint(outward(path))
+    }
+    order = list(outside)
+    takers = [path for path in order if family(styles[path]) == "rowwise"]
+
+    def is_taken(path: str) -> bool:
+        """By one of its width; or of one module with it and after it (keys are narrower than queries)."""
+        return any(
+            outside[taker].in_features == outside[path].out_features
+            or (_parent(taker) == _parent(path) and order.index(taker) > order.index(path))
+            for taker in takers
+        )
+
+    return [path for path in order if not is_taken(path)]
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _planned(model: nn.Module, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Path and plan of the outermost modules that have one."""
+    plan = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
+    if isinstance(plan, Mapping) and plan:
+        yield path, plan
+        return
+    for name, child in model.named_children():
+        yield from _planned(child, f"{path}.{name}".strip("."))
+
+
+def _style_of_dim(module: nn.Module, dim: int) -> str:
+    """Of a module whose output is to be whole and whose input is."""
+    if isinstance(module, nn.Embedding):
+        return "colwise" if dim else "rowwise"
+    return "rowwise_gather" if dim else "colwise_gather"
+
+
+def _places(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """Under every name of each parameter its (module, attribute); of a tied one those of a module that can be split."""
+    places: dict[str, tuple[nn.Module, str]] = {}
+    splittable: dict[int, tuple[nn.Module, str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        path, _, attribute = name.rpartition(".")
+        places[name] = (model.get_submodule(path), attribute)
+        if isinstance(places[name][0], (nn.Linear, nn.Embedding)):
+            splittable.setdefault(id(parameter), places[name])
+    for name, (module, attribute) in places.items():
+        if not isinstance(module, (nn.Linear, nn.Embedding)):
+            places[name] = splittable.get(id(module._parameters[attribute]), places[name])
+    return places
+
+
+def _is_tied(module: nn.Module, places: Mapping[str, tuple[nn.Module, str]]) -> bool:
+    """Whether the weight has another name too: the plan may have used that."""
+    weight = module._parameters["weight"]
+    return any(m is not module and m._parameters[attribute] is weight for m, attribute in places.values())
+
+
+def _has_wildcard(pattern: str) -> bool:
+    return any(c in pattern for c in "*?[")
+
+
+def _no_match(pattern: str, paths: Iterable[str]) -> str:
+    paths = list(paths)
+    last = pattern.rpartition(".")[2]
+    same_end = [path for path in paths if fnmatchcase(path.rpartition(".")[2], last)] if last != "*" else []
+    close = same_end[:3] or get_close_matches(pattern, paths, n=3, cutoff=0.5)
+    hint = f"did you mean {', '.join(map(repr, close))}?" if close else f"modules: {', '.join(map(repr, paths[:6]))}"
+    return (
+        f"tensor-parallel plan: pattern {pattern!r} matches no module ('*' stands for one component of a path); {hint}"
+    )

@@ -1,0 +1,96 @@
+"""Splits a model in place: styles -> DTensors and hooks, numbers of heads, ties and leftovers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from dmp import PlanError
+from sharders.tensor_parallel.split import hooks
+from sharders.tensor_parallel.split.patterns import tied_places
+from sharders.tensor_parallel.split.replicated_weights import align_gradient, keep_leftovers, keep_tie
+from sharders.tensor_parallel.split.styles import COLWISE, ON_PARTS, Style, family, torch_style
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+
+def split(
+    model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Style], divided: Mapping[tuple[str, str], int]
+) -> None:
+    """Split the model in place, in this order: shared inputs -> torch's styles -> hooks on activations -> numbers of
+    heads -> ties put back -> leftovers. No communication; parameters may be on meta.
+
+    Args:
+        mesh: the tensor axis.
+        styles: module path -> style, in the order of the model.
+        divided: (module path, attribute) -> its value on each rank.
+    """
+    ties = tied_places(model)
+    modules = {path: model.get_submodule(path) for path in styles}
+    _share_inputs(modules, styles, model, mesh)
+    for path, module in modules.items():
+        style = torch_style(styles[path], module)
+        if style is not None:
+            _parallelize(module, mesh, style)
+            if isinstance(module, nn.Embedding) and family(styles[path]) == "rowwise":
+                align_gradient(module, "weight")
+        _move_activations(path, module, styles, mesh)
+    for (path, attribute), value in divided.items():
+        setattr(model.get_submodule(path), attribute, value)
+    for places in ties:
+        keep_tie([(owner, name) for _, owner, name in places])
+    keep_leftovers(model, mesh, {id(modules[path]) for path, style in styles.items() if style in ON_PARTS})
+
+
+def _share_inputs(
+    modules: Mapping[str, nn.Module], styles: Mapping[str, Style], model: nn.Module, mesh: DeviceMesh
+) -> None:
+    linears = {p: m for p, m in modules.items() if styles[p] in COLWISE and isinstance(m, nn.Linear)}
+    from_chunks = [m for path, m in linears.items() if styles[path] == "colwise_from_sequence"]
+    holders = dict.fromkeys(["", *(path.rpartition(".")[0] for path in linears)])
+    hooks.share_inputs(linears.values(), from_chunks, map(model.get_submodule, holders), mesh)
+
+
+def _move_activations(path: str, module: nn.Module, styles: Mapping[str, Style], mesh: DeviceMesh) -> None:
+    style = styles[path]
+    if style == "gather_input":
+        hooks.gather_input(module, mesh, path, hidden_size(path, module, styles))
+    elif style == "split_sequence":
+        hooks.split_sequence(module, mesh, path, hidden_size(path, module, styles))
+    elif style == "gather_sequence":
+        hooks.gather_sequence(module, mesh)
+
+
+def hidden_size(path: str, module: nn.Module, styles: Mapping[str, Style]) -> int:
+    """What the first colwise Linear inside takes."""
+    for below, inner in module.named_modules():
+        name = f"{path}.{below}".strip(".")
+        if isinstance(inner, nn.Linear) and family(styles.get(name, "")) == "colwise":
+            return inner.in_features
+    raise PlanError(
+        f"module {path!r}: {styles[path]!r} needs a colwise nn.Linear inside, to take the hidden state; there is none"
+    )
+
+
+def _parallelize(module: nn.Module, mesh: DeviceMesh, style: ParallelStyle) -> None:
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    if isinstance(style, ColwiseParallel):
+        style = copy.copy(style)
+        style._prepare_output_fn = _as_it_is  # type: ignore[method-assign]
+    # Values are equal on all ranks already: nothing is sent.
+    parallelize_module(module, mesh, style, src_data_rank=None)
+
+
+def _as_it_is(placements: Any, use_local_output: bool, module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+    """torch's, but it leaves an output that is split as asked: torch takes Shard(-1) and Shard(2) for different."""
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel
+
+    asked = tuple(Shard(p.dim % output.ndim) if isinstance(p, Shard) else p for p in placements)
+    return ColwiseParallel._prepare_output_fn(asked, use_local_output, module, output, mesh)

@@ -1,0 +1,444 @@
+"""Runs a model on meta, whole or with the local shapes of a tensor-parallel plan: shapes come out, nothing is computed.
+
+[Note: dry run]
+A copy shares nothing with the model and holds no values. Blocks of a structure that the copy already has are stood in
+for by its last output, so eighty equal blocks cost as much as one. It runs in evaluation mode without hooks of the
+model's own; random state, warnings and logging are as before afterwards.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+import re
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from sharders.tensor_parallel.structure.find_transformer import Transformer, is_of_torchrec, within
+
+Shape = tuple[int, ...]
+
+BATCH = 2
+# Where the dimension stands among the arguments.
+_REDUCTIONS = {
+    **dict.fromkeys(("softmax", "log_softmax", "logsumexp", "mean", "sum", "var", "std"), 1),
+    **dict.fromkeys(("norm", "normalize", "linalg_vector_norm"), 2),
+}
+_QKV = ("query", "key", "value")
+# Make a new tensor, of whose shape, strides and dtype those of the inputs decide; slow on meta, so made once for each.
+_NEW = frozenset(
+    ("add", "sub", "mul", "div", "pow", "neg", "square", "sqrt", "rsqrt", "mean", "cos", "sin", "exp", "sigmoid")
+    + ("tanh", "__rsub__", "__rdiv__", "__rpow__")
+)
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+
+@dataclass(frozen=True)
+class Feed:
+    """Guessed inputs of a model."""
+
+    name: str
+    args: tuple[torch.Tensor, ...] = ()
+    kwargs: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class Trace:
+    """What a dry run showed; of a module called several times, the first call."""
+
+    result: list[Shape] = field(default_factory=list)
+    outputs: dict[str, list[Shape]] = field(default_factory=dict)
+    inputs: dict[str, list[Shape]] = field(default_factory=dict)
+    order: list[str] = field(default_factory=list)
+    """Modules in the order in which they returned."""
+
+    contractions: list[Shape] = field(default_factory=list)
+    """Sizes that products of activations sum over: an attention's must not change when its heads are divided."""
+
+    reductions: list[Shape] = field(default_factory=list)
+    """Sizes of the dimensions that softmax, means and the like are taken over: no rank sees a part of them."""
+
+    calls: list[str] = field(default_factory=list)
+    """Names of torch's functions, in order."""
+
+    reads: set[tuple[str, str]] = field(default_factory=set)
+    """(module path, attribute) that `forward` read, of those that were asked for."""
+
+
+class DryRunError(Exception):
+    """The model does not run on meta with guessed inputs, or not with these local shapes."""
+
+
+def feeds(width: int, length: int, dtype: torch.dtype) -> Iterator[Feed]:
+    """Inputs worth a guess: ids, ids by Hugging Face's keywords, hidden states."""
+    ids = torch.zeros((BATCH, length), dtype=torch.int64, device="meta")
+    yield Feed(f"ids {tuple(ids.shape)}", (ids,))
+    # A mask of four dimensions is taken as it is by Hugging Face's models, which look into one they make themselves.
+    mask = torch.ones((BATCH, 1, length, length), dtype=torch.bool, device="meta")
+    yield Feed(f"input_ids {tuple(ids.shape)}", (), {"input_ids": ids, "attention_mask": mask})
+    yield Feed(f"input_ids and decoder_input_ids {tuple(ids.shape)}", (ids,), {"decoder_input_ids": ids})
+    hidden = torch.zeros((BATCH, length, width), dtype=dtype, device="meta")
+    yield Feed(f"hidden states {tuple(hidden.shape)}", (hidden,))
+
+
+def sequence_length(size: int) -> int:
+    """At least 8 positions, and the same number on each of `size` ranks."""
+    return size * -(-8 // size)
+
+
+class MetaCopies:
+    """Makes copies of a model on meta, see [Note: dry run]; they share meta parameters, and nothing with the model."""
+
+    def __init__(self, model: nn.Module, parts: Transformer) -> None:
+        self.model = model
+        self.parts = parts
+        self._paths: dict[str, nn.Module] = {}
+        self._kept: list[nn.Module] = []
+        self._repeats: dict[str, tuple[nn.Module, str]] = {}
+        self._tensors: dict[int, torch.Tensor] = {}
+        self.known: dict[Any, tuple[Shape, Shape, torch.dtype]] = {}
+        """What operations on meta made of what, by `_Sums`."""
+
+    def make(self) -> tuple[nn.Module, dict[int, Any]]:
+        """A new copy, and where the last outputs of blocks that others repeat are kept."""
+        self._prepare()
+        memo: dict[int, Any] = dict(self._tensors)
+        last: dict[int, Any] = {}
+        repeats = self._repeats.values()
+        stand_ins = [(_Repeat(last), path) for _, path in repeats]
+        memo.update((id(block), stand_in) for (block, _), (stand_in, _) in zip(repeats, stand_ins, strict=True))
+        memo.update((id(vars(module)[name]), OrderedDict()) for module in self._kept for name in _HOOKS)
+        copied = copy.deepcopy(self.model, memo).eval()
+        for stand_in, path in stand_ins:
+            stand_in.like.append(copied.get_submodule(path))
+        for module in copied.modules():
+            config = vars(module).get("config")
+            if getattr(config, "use_cache", False) is True:
+                setattr(config, "use_cache", False)  # noqa: B010  # a cache would grow where one block stands for many
+        return copied, last
+
+    def kept(self) -> dict[str, nn.Module]:
+        """The model's modules, without blocks that repeat another."""
+        self._prepare()
+        return self._paths
+
+    def repeats(self) -> dict[str, str]:
+        """Path of a block -> that of the one which it repeats."""
+        self._prepare()
+        return {path: like for path, (_, like) in self._repeats.items()}
+
+    def original(self, path: str, name: str) -> torch.Tensor | None:
+        """The model's own tensor of this name in a module of a copy."""
+        module = self.model.get_submodule(path)
+        for store in (module._parameters, module._buffers, vars(module)):
+            if isinstance(store.get(name), torch.Tensor):
+                return store[name]
+        return None
+
+    def _prepare(self) -> None:
+        """What no copy may hold: other blocks than the first of each structure, values, hooks."""
+        if self._kept:
+            return
+        firsts = {structure: block.path for structure, block in self.parts.representatives().items()}
+        paths = [(b.path, firsts[b.structure]) for b in self.parts.blocks if firsts[b.structure] != b.path]
+        self._repeats = {path: (self.model.get_submodule(path), like) for path, like in paths}
+        self._paths = dict(self.model.named_modules(memo={block for block, _ in self._repeats.values()}))
+        self._kept = list(self._paths.values())
+        for module in self._kept:
+            for value in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
+                if isinstance(value, torch.Tensor):
+                    empty = torch.empty(value.shape, dtype=value.dtype, device="meta")
+                    is_parameter = isinstance(value, nn.Parameter)
+                    self._tensors[id(value)] = nn.Parameter(empty, requires_grad=False) if is_parameter else empty
+
+
+def guesses(copies: MetaCopies, size: int) -> Iterator[Feed]:
+    """Inputs worth a try for the copied model."""
+    dtypes = (p.dtype for p in copies.model.parameters() if p.is_floating_point())
+    if not _takes_jagged(copies.model):
+        yield from feeds(copies.parts.width, sequence_length(size), next(dtypes, torch.float32))
+
+
+def _takes_jagged(model: nn.Module) -> bool:
+    return any(is_of_torchrec(m) for m in model.modules())
+
+
+def find_feed(copies: MetaCopies, size: int, watch: Iterable[tuple[str, str]] = ()) -> tuple[Feed, Trace]:
+    """The first guess that the unsplit model runs with.
+
+    Raises:
+        DryRunError: none does; says how the first one failed.
+    """
+    if _takes_jagged(copies.model):
+        raise DryRunError("its tables take jagged tensors")
+    watch, failure = list(watch), ""
+    for feed in guesses(copies, size):
+        try:
+            return feed, dry_run(copies, feed, watch=watch)
+        except DryRunError as error:
+            failure = failure or str(error)
+    raise DryRunError(failure)
+
+
+def dry_run(
+    copies: MetaCopies,
+    feed: Feed,
+    edit: Callable[[dict[str, nn.Module]], None] | None = None,
+    watch: Iterable[tuple[str, str]] = (),
+    expected: Trace | None = None,
+) -> Trace:
+    """Run a copy on meta.
+
+    Args:
+        edit: changes the copy, given by module path, before it runs.
+        watch: (module path, attribute) to see reads of.
+        expected: a trace whose sums this one is to repeat; the first other one ends the run.
+
+    Raises:
+        DryRunError: whatever it was that the copy raised.
+    """
+    trace = Trace()
+    with undisturbed():
+        try:
+            copied, last = copies.make()
+            modules = dict(copied.named_modules())
+            if edit is not None:
+                edit(modules)
+            _watch(modules, watch, trace.reads)
+            for path, module in modules.items():
+                _record(path, module, trace, last)
+            with torch.device("meta"), _Sums(trace, expected, copies.known):
+                trace.result = shapes(copied(*feed.args, **feed.kwargs))
+        except Exception as error:
+            text = str(error).strip().partition("\n")[0]
+            raise DryRunError(f"{type(error).__name__}: {text[:200]}") from error
+    return trace
+
+
+def make_local(
+    modules: Mapping[str, nn.Module], styles: Mapping[str, str], divided: Mapping[tuple[str, str], int], size: int
+) -> None:
+    """Give a copy on meta the shapes that one of `size` ranks has; outputs that a style gathers stay whole."""
+    for path, style in styles.items():
+        module = modules.get(path)
+        if isinstance(module, nn.Linear | nn.Embedding):
+            is_out = style.startswith("colwise") == isinstance(module, nn.Linear)
+            if style.startswith(("colwise", "rowwise")):
+                _shrink(module, 0 if is_out else 1, size)
+            is_gathered = isinstance(module, nn.Embedding) or style in ("colwise_gather", "colwise_loss_parallel")
+            if style.startswith("colwise") and is_gathered:
+                module.register_forward_hook(lambda _m, _i, out: resize(out, -1, out.shape[-1] * size))
+    for (path, name), value in divided.items():
+        if path in modules and name in vars(modules[path]):
+            setattr(modules[path], name, value)
+
+
+def resize(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+    """Stands for a gather or a split: the same, `length` long in `dim`."""
+    shape = list(x.shape)
+    shape[dim] = length
+    return x.new_empty(shape)
+
+
+def shapes(value: Any) -> list[Shape]:
+    """Shapes of all tensors in a module's input or output."""
+    if isinstance(value, torch.Tensor):
+        return [tuple(value.shape)]
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return [s for v in value for s in shapes(v)]
+    return []
+
+
+def _shrink(module: nn.Linear | nn.Embedding, dim: int, size: int) -> None:
+    shape = list(module.weight.shape)
+    if shape[dim] % size:
+        raise ValueError(f"{shape} does not divide by {size} in dimension {dim}")
+    shape[dim] //= size
+    module.weight = nn.Parameter(torch.empty(shape, dtype=module.weight.dtype, device="meta"), requires_grad=False)
+    if isinstance(module, nn.Embedding):
+        module.num_embeddings, module.embedding_dim = shape
+        module.padding_idx = None  # may lie beyond the local rows
+        return
+    module.out_features, module.in_features = shape
+    if module.bias is not None and dim == 0:
+        module.bias = nn.Parameter(module.bias.new_empty(shape[0]), requires_grad=False)
+
+
+class _Repeat(nn.Module):
+    """Stands for a block like one that has run: the same output again."""
+
+    def __init__(self, last: dict[int, Any]) -> None:
+        super().__init__()
+        self.last = last
+        self.like: list[Any] = []  # in a list: not a child
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        like = self.like[0]
+        return self.last[id(like)] if id(like) in self.last else like(*args, **kwargs)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.like[0][key]
+
+    def __getattr__(self, name: str) -> Any:
+        # What the model asks its blocks, as Hugging Face's does for a kind of mask.
+        return getattr(self.__dict__["like"][0], name)
+
+
+def _record(path: str, module: nn.Module, trace: Trace, last: dict[int, Any]) -> None:
+    def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        last[id(module)] = output
+        if path not in trace.outputs:
+            trace.inputs[path] = shapes((args, kwargs))
+            trace.outputs[path] = shapes(output)
+            trace.order.append(path)
+
+    module.register_forward_hook(hook, with_kwargs=True)
+
+
+def _watch(modules: Mapping[str, nn.Module], watch: Iterable[tuple[str, str]], reads: set[tuple[str, str]]) -> None:
+    names: dict[str, set[str]] = {}
+    for path, name in watch:
+        names.setdefault(path, set()).add(name)
+    for path, wanted in names.items():
+        if path in modules:
+            modules[path].__class__ = _watched(type(modules[path]), path, frozenset(wanted), reads)
+
+
+def _watched(cls: type[nn.Module], path: str, wanted: frozenset[str], reads: set[tuple[str, str]]) -> type[nn.Module]:
+    def __getattribute__(self: nn.Module, name: str) -> Any:
+        if name in wanted:
+            reads.add((path, name))
+        return cls.__getattribute__(self, name)
+
+    return type(cls.__name__, (cls,), {"__getattribute__": __getattribute__, "__module__": cls.__module__})
+
+
+class _Sums(TorchFunctionMode):
+    """Notes the sizes that products of two activations, and reductions, sum over.
+
+    Args:
+        expected: a trace with the only sizes that may be noted.
+        known: results of operations in `_NEW`, kept from run to run.
+    """
+
+    def __init__(self, into: Trace, expected: Trace | None, known: dict[Any, tuple[Shape, Shape, torch.dtype]]) -> None:
+        super().__init__()
+        self.trace, self.expected, self.known = into, expected, known
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        self.trace.calls.append(name)
+        if name in _REDUCTIONS and args and isinstance(args[0], torch.Tensor):
+            given = args[_REDUCTIONS[name] :]
+            self._note("reductions", _reduced(args[0].shape, kwargs.get("dim", given[0] if given else None)))
+        if name in ("matmul", "__matmul__", "bmm"):
+            self._note("contractions", (args[0].shape[-1],))
+        elif name == "baddbmm":
+            self._note("contractions", (args[1].shape[-1],))
+        elif name == "scaled_dot_product_attention":
+            query, key, value = (args[i] if i < len(args) else kwargs[n] for i, n in enumerate(_QKV))
+            self._note("contractions", (query.shape[-1], key.shape[-1], value.shape[-1]))
+            return attended(query, key, value, *args[3:], **{n: v for n, v in kwargs.items() if n not in _QKV})
+        elif name == "einsum" and isinstance(args[0], str) and "." not in args[0]:
+            terms, _, out = args[0].replace(" ", "").partition("->")
+            operands = args[1] if isinstance(args[1], list | tuple) else args[1:]
+            sizes = {
+                c: n for t, x in zip(terms.split(","), operands, strict=True) for c, n in zip(t, x.shape, strict=True)
+            }
+            self._note("contractions", tuple(n for c, n in sizes.items() if not re.search(c, out)))
+        return self._made(func, args, kwargs) if name in _NEW else func(*args, **kwargs)
+
+    def _made(self, func: Any, args: Any, kwargs: Any) -> Any:
+        key = (func, *map(_looks, args), *(part for item in kwargs.items() for part in (item[0], _looks(item[1]))))
+        if None in key or any(isinstance(value, torch.Tensor) for value in kwargs.values()):
+            return func(*args, **kwargs)
+        if key not in self.known:
+            made = func(*args, **kwargs)
+            if not (type(made) is torch.Tensor and made.is_meta):
+                return made
+            self.known[key] = (tuple(made.shape), made.stride(), made.dtype)
+            return made
+        shape, strides, dtype = self.known[key]
+        return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+
+    def _note(self, kind: str, sizes: Shape) -> None:
+        noted: list[Shape] = getattr(self.trace, kind)
+        noted.append(sizes)
+        if self.expected is not None:
+            known: list[Shape] = getattr(self.expected, kind)
+            if known[len(noted) - 1 : len(noted)] != [sizes]:
+                raise ValueError(f"{kind} over {sizes} are not those of the unsplit model")
+
+
+def _looks(value: Any) -> Any:
+    """All of an argument that decides on a result's shape and dtype; None of what may hide more."""
+    if type(value) in (torch.Tensor, nn.Parameter):
+        return value.shape, value.stride(), value.dtype, value.device.type
+    return (type(value), value) if type(value) in (int, float, bool) else None
+
+
+def attended(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """The two products of `scaled_dot_product_attention`, which torch makes of many slow operations on meta."""
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
+    weights = torch.matmul(query, key.transpose(-2, -1))
+    if attn_mask is not None and torch.broadcast_shapes(attn_mask.shape, weights.shape) != weights.shape:
+        raise ValueError(f"a mask {tuple(attn_mask.shape)} for attention weights {tuple(weights.shape)}")
+    return torch.matmul(weights, value)
+
+
+def _reduced(shape: Shape, dim: Any) -> Shape:
+    dims = (dim,) if isinstance(dim, int) else dim if isinstance(dim, list | tuple) else range(len(shape))
+    return tuple(shape[d] for d in dims)
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Random state, warnings and logging are as before afterwards; no gradients."""
+    state, disabled = random.getstate(), logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+        random.setstate(state)
+
+
+def same_outside(whole: Trace, local: Trace, insides: Iterable[str]) -> bool:
+    """Whether a run with local shapes shows what the unsplit one did, everywhere but inside the units."""
+    insides = list(insides)
+    sums = (whole.contractions, whole.reductions), (local.contractions, local.reductions)
+    if whole.result != local.result or sums[0] != sums[1]:
+        return False
+    watched = (p for p in whole.outputs if not any(within(p, i) for i in insides))
+    return all(whole.outputs[p] == local.outputs.get(p) for p in watched)
