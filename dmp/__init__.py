@@ -1,4 +1,18 @@
-"""One wrapper that puts any PyTorch model on any device mesh."""
+"""One wrapper that puts any PyTorch model on any device mesh.
+
+Rooms, lower ones first; each says in its `__init__` what lives there: `ranks`, `layouts`, `plans`, `wrap`, `state`,
+`checkpoint`. Single files:
+
+- `errors`: the errors a user can meet
+- `env`: `ShardingEnv`, a mesh whose axes have roles
+- `chunked`: `ChunkedTensor`, a tensor of which a rank holds rectangles
+- `contracts`: protocols between wrapper, sharders and planner
+- `registry`: sharders and planners by name and entry point
+- `calls`: one call of a model at a time, in one thread
+- `outputs`: the tensors in what a model returns
+- `paths`: files that a checkpoint names: regular, inside its folder, and the JSON in them
+- `__main__`: the command line: `python -m dmp convert`
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,12 @@
-"""Chooses a layout for every parameter that a sharder takes: the sharders' options, a model's costs, a search."""
+"""Chooses a layout for every parameter that a sharder takes: the sharders' options, a model's costs, a search.
+
+Rooms: `costs`, `candidates`, `search`, `report`. Single files:
+
+- `planner`: `ShardingPlanner`, from module to plan
+- `broadcast`: rank 0's plan to all ranks
+- `given`: numbers and names that a user gives by hand, checked
+- `text`: values and sizes as a person reads them
+"""
 
 from __future__ import annotations
 

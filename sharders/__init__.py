@@ -1,4 +1,9 @@
-"""Sharders: how each kind of module runs on a mesh."""
+"""Sharders: how each kind of module runs on a mesh.
+
+Rooms: `embedding` (tables), `tensor_axis`, `tensor_parallel`, `data_parallel`, `testing`. Single files:
+
+- `collectives`: the collectives of the data path
+"""
 
 from __future__ import annotations
 

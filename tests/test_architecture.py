@@ -279,6 +279,46 @@ def test_no_import_cycles() -> None:
     assert cycle(edges(all_imports())) == []
 
 
+def room(module: str) -> str:
+    """The folder of a file; a file beside the rooms of a package is one by itself, and so is its `__init__`."""
+    folder = module if module_files()[module].name == "__init__.py" else module.rpartition(".")[0]
+    return module if folder in PACKAGES else folder
+
+
+def test_no_circles_between_folders() -> None:
+    """What a package's own `__init__` brings together does not count: it is the face, which nothing inside looks at."""
+    graph: dict[str, set[str]] = {}
+    for module, targets in edges(all_imports()).items():
+        if module not in PACKAGES:
+            graph.setdefault(room(module), set()).update(room(target) for target in targets)
+    assert cycle({name: targets - {name} for name, targets in graph.items()}) == []
+
+
+def test_no_private_name_across_files() -> None:
+    """Neither imported, nor reached through an imported module of ours."""
+    found = []
+    files = module_files()
+    for module, imports in all_imports().items():
+        found += [(i.place, n) for i in imports for n in i.names if i.package in PACKAGES and n.startswith("_")]
+        tree = ast.parse(files[module].read_text())
+        ours = {
+            (alias.asname or alias.name): node.module
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in PACKAGES
+            for alias in node.names
+            if f"{node.module}.{alias.name}" in files
+        }
+        found += [
+            (f"{files[module].relative_to(ROOT)}:{node.lineno}", node.attr)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id in ours
+            and node.attr.startswith("_")
+        ]
+    assert found == []
+
+
 def test_import_dmp_needs_torch_alone() -> None:
     """In a fresh interpreter, that has the extras installed: what would be imported, is."""
     code = "import sys, torch; before = set(sys.modules); import dmp; print(*sorted(set(sys.modules) - before))"
@@ -299,16 +339,25 @@ def test_public_names_are_frozen(package: str) -> None:
     assert [name for name in module.__all__ if not hasattr(module, name)] == []
 
 
-def test_readme_names_every_file_in_a_phrase() -> None:
-    """A line of the README has the file's path and at least three words more."""
-    lines = (ROOT / "README.md").read_text().splitlines()
-    unnamed = []
-    for path in module_files().values():
-        name = path.relative_to(ROOT).as_posix()
-        alone = re.compile(rf"(?<![\w/.]){re.escape(name)}(?![\w/])")
-        phrases = [alone.sub(" ", line) for line in lines if alone.search(line)]
-        if path.read_text().strip() and not any(len(re.findall(r"[A-Za-z]{2,}", text)) >= 3 for text in phrases):
-            unnamed.append(name)
+def test_every_file_has_its_phrase_in_its_folder() -> None:
+    """A line of the folder's `__init__` has its name and two words more; none names what is not there."""
+    for package in (module for module, path in module_files().items() if path.name == "__init__.py"):
+        folder = ROOT / package.replace(".", "/")
+        lines = (ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or "").splitlines()
+        phrases = dict(found.groups() for line in lines if (found := re.match(r"- `(\w+)`: (.*)", line)))
+        assert set(phrases) == {path.stem for path in folder.glob("*.py")} - {"__init__"}, package
+        assert [name for name, phrase in phrases.items() if len(phrase.split()) < 2] == [], package
+
+
+def test_readme_names_every_folder_in_a_phrase() -> None:
+    text = (ROOT / "README.md").read_text()
+    folders = {path.parent.relative_to(ROOT) for path in module_files().values()} - {Path(name) for name in PACKAGES}
+    unnamed = [
+        folder.as_posix()
+        for folder in sorted(folders)
+        if not re.search(rf"\| `{folder.as_posix()}/` \| .*\w \w.* \|", text)
+        and not re.search(rf"\| `{folder.parent.as_posix()}/` \| .*`{folder.name}/`.* \|", text)
+    ]
     assert unnamed == []
 
 

@@ -1,5 +1,6 @@
-"""Where the rectangles of a parameter lie.
+"""Where the rectangles of a parameter lie: a layout is what a user wrote, and resolves for a shape and a mesh. In
+reading order:
 
-A layout is what a user wrote; for a shape and a mesh it resolves to a list of `Shard`s that cover the parameter once.
-Read `layout`, then `cover`.
+- `layout`: layouts and the rectangles they resolve to
+- `cover`: whether rectangles cover a whole exactly once
 """

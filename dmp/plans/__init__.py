@@ -1,5 +1,10 @@
-"""A layout for every parameter of a model, and whether it fits.
+"""A layout for every parameter of a model, whether it fits, and what keeps a module from being a table. In reading
+order:
 
-Read `plan` (the data), `discovery` (which modules sharders take, and whether a plan fits them), then what keeps one
-from being a table: `weight_readers` over `reachable`, `private_state`, `left_out`.
+- `plan`: `ShardingPlan`, layouts by parameter name
+- `discovery`: which modules sharders take, and whether a plan fits
+- `weight_readers`: who reads a weight besides its own module: such a one is no table
+- `reachable`: the code that a model's forward may come to
+- `private_state`: modules that learn from each rank's own ids, refused
+- `left_out`: what a sharder might have taken and does not, said once
 """

@@ -1,7 +1,11 @@
-"""What all ranks do, and fail, together.
+"""What all ranks do, and fail, together; and how ranks that part ways are told. In reading order:
 
-Read `collective` (the calls that everybody uses, as `dmp.ranks`), then how ranks that part ways are told: `call_log`,
-`watchdog`, `connections`, `stacks`. `launch` makes the process group of a launch that made none.
+- `collective`: what all ranks do, and fail, together; a header before it
+- `call_log`: notes of the calls that ranks make together
+- `watchdog`: a thread that sees when ranks part ways, or one is dead
+- `connections`: gloo's connections of this process, and an end to them
+- `stacks`: where a thread of this process is
+- `launch`: the process group of a launch that made none
 """
 
 from dmp.ranks.collective import (

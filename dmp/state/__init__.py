@@ -1,4 +1,10 @@
-"""What goes over the whole of a wrapped model: its state gathered, gradients clipped and scaled, numbers verified.
+"""What goes over the whole of a wrapped model: its state gathered, its gradients clipped and scaled, its numbers
+verified. In reading order:
 
-Read `find_wrapped`, `full_state`, `optimizer_state`, then any of the others.
+- `find_wrapped`: the wrapped models inside a module
+- `full_state`: whole tensors out of pieces
+- `optimizer_state`: optimizer state by name, in unsharded shapes
+- `clip`: gradient clipping by the norm of the whole model, torch's function too
+- `scaler`: gradient scaling, one decision on all ranks
+- `verify`: compares a sharded model with the plain one
 """

@@ -1,6 +1,21 @@
-"""From a plain module to a wrapped one, and the wrapped one itself.
+"""From a plain module to a wrapped one, and the wrapped one itself. In reading order:
 
-Read `wrapper` first: each step of its `__init__` is a file here. Before anything changes: `arguments`, `agreement`.
-Values: `initial_rules`, `initial_values`, `filling`, `skeleton`, `ties`. Around the step: `forward`, `ddp_watch`,
-`outer_wrappers`, `earlier_optimizers`, `optimizer_guard`, `fused`.
+- `wrapper`: `DistributedModelParallel`, the wrapper itself
+- `arguments`: what the wrapper is given, checked before anything is changed
+- `agreement`: what all ranks must share: model, plan, rank 0's values
+- `skeleton`: a module's structure on meta, from which copies are made
+- `ties`: tied parameters, found and put back
+- `initial_rules`: which calls give a model's tensors their initial values, and what they give
+- `initial_values`: initial values from (name, seed) alone, for meta parameters
+- `filling`: what a sharder has made, checked, and filled where it was on meta
+- `state_hooks`: how values get in and out of sharded modules
+- `forward`: `model.forward`, with the signature of the module's own
+- `ddp_watch`: whether DDP still has hold of the dense parameters
+- `left_whole`: what a step's numbers do not show, said once
+- `fused`: the optimizer view of what is updated in the backward pass
+- `column_blocks`: row-wise optimizer state of a table whose columns are cut, in each of its forms
+- `earlier_optimizers`: optimizers that were made before wrapping
+- `optimizer_guard`: optimizers that are wrong on pieces, refused
+- `live_models`: the wrapped models of this process
+- `outer_wrappers`: DistributedDataParallel around wrapped models: left alone, or refused
 """

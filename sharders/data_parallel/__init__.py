@@ -1,1 +1,7 @@
-"""What no sharder owns: replicated (`ddp`) or fully sharded (`fsdp`, by the units that `blocks` finds)."""
+"""What no sharder owns: replicated, or fully sharded. In reading order:
+
+- `ddp`: DDP for what no sharder owns
+- `fsdp`: `FSDPWrapper`: FSDP2, HSDP, or DDP by the mesh
+- `blocks`: repeated blocks: units of FSDP2, checkpointing, compilation
+- `unreached`: gradients of dense parameters that the loss does not reach
+"""

@@ -1,6 +1,21 @@
-"""Embedding tables on a mesh: one data path for all layouts.
+"""Embedding tables on a mesh: one data path for all layouts, from ids to rows and back. In reading order:
 
-Read `placement` (terms: what is sent to whom), then a batch's way: `input_checks`, `input_dist`, `header`, `lookup`,
-`pooled` and `pooled_output` or `unpooled` and `unpooled_output`, put together in `engine`. `table_module` is what
-`collections` and `plain` share.
+- `collections`: TorchRec's two collections on a mesh
+- `plain`: `nn.EmbeddingBag` and `nn.Embedding` on a mesh
+- `table_module`: what sharded embedding modules share
+- `unread_weight`: a table's parameter inside the forward: asked for its shape, never read
+- `placement`: slots: what is sent to whom, in which order
+- `peers`: who exchanges with whom on a mesh
+- `engine`: the data path of one module, forward and backward
+- `input_checks`: checks of a batch before any exchange
+- `input_faults`: faults of a batch as integers that travel
+- `header`: the first exchange: sizes, faults, mismatches
+- `input_dist`: input dist: ids to the ranks that own their rows
+- `local_tables`: what one rank holds of a module's tables
+- `pooled`: pooled lookups and their backward
+- `pooled_output`: output dist of pooled lookups
+- `unpooled`: unpooled lookups and their backward
+- `unpooled_output`: output dist of unpooled lookups
+- `replicas`: replicas and data-parallel tables kept equal
+- `tensor_slice`: rows cut between the ranks of a tensor axis and gathered
 """

@@ -1,1 +1,5 @@
-"""Batches between the ranks of a tensor axis, which share them, and the data layout, in which they differ."""
+"""Batches between the ranks of a tensor axis, which share them, and the data layout, in which they differ. In reading
+order:
+
+- `batch_layout`: batches between the data and the tensor layout, jagged and dense
+"""

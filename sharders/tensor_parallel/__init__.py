@@ -1,5 +1,8 @@
-"""Transformers split over the tensor axis by a plan that is proved first.
+"""Transformers split over the tensor axis, by a plan that is proved first. In reading order:
 
-Read `sharder`, then `auto_plan` (the plan from a model's structure), `sequence`, `head_counts` and `prove`. Below them
-`structure` says what a model is, `split` splits it, `proof` compares a small copy, whole and split.
+- `sharder`: `TensorParallelSharder`: decides, checks, splits
+- `auto_plan`: a tensor-parallel plan from a model's structure
+- `sequence`: completes a plan with its sequence-parallel parts
+- `head_counts`: numbers of heads that become local
+- `prove`: has a plan proved: on the whole model, else on the modules of it that run alone
 """

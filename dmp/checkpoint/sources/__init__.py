@@ -1,5 +1,18 @@
-"""What lies on a disk, read as tensors by name and never executed.
+"""What lies on a disk, read as tensors by name, never executed, and only inside its folder. In reading order:
 
-Read `source` (what one must give) and `detect` (which one a path is), then one format: `native`, `dcp`, `torch_save`,
-`safetensors`. Below them: `dcp_metadata` and `plain_pickle`, `archive`, `dcp_chunks`, `stored_chunk`, `tensors_json`.
+- `source`: what a checkpoint's source must give
+- `detect`: which kind of source lies at a path
+- `native`: a folder of our own as a source
+- `tensors_json`: which tensors a folder holds, and where: `tensors.json`
+- `objects`: what a checkpoint holds that is no tensor, its form checked
+- `checksums`: CRC-32 computed by several ranks
+- `dcp`: any folder of torch's distributed checkpoint as a source
+- `dcp_metadata`: torch's `.metadata`, a pickle, read as plain data
+- `plain_pickle`: a pickle as plain data: nothing that it names is looked up or called
+- `dcp_chunks`: where the chunks of torch's folders lie, and their checksums
+- `archive`: one tensor's zip archive as torch.save writes it, read without unpacking or running it
+- `stored_chunk`: plain bytes in a file, of which a rank reads its rows
+- `torch_save`: a `torch.save` file as a source
+- `safetensors`: a safetensors file or Hugging Face folder as a source
+- `safetensors_header`: a safetensors file's header, refused where the library refuses it
 """

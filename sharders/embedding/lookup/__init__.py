@@ -1,5 +1,9 @@
-"""A rank's rows: where they lie, how they are looked up and updated.
+"""A rank's rows: where they lie, how they are looked up and updated. In reading order:
 
-Read `optimizers` and `bank`, then `kernels`, which chooses between `fbgemm_kernel` and `torch_kernel`; `bucketize`
-sorts ids by the row block they lie in.
+- `optimizers`: in-backward optimizers and their row updates
+- `bank`: storage of a rank's rectangles and optimizer state
+- `kernels`: chooses a lookup kernel by probing
+- `fbgemm_kernel`: lookups and updates by FBGEMM on the CPU
+- `torch_kernel`: lookups and updates in plain torch operations
+- `bucketize`: sorts ids by the row block they lie in
 """

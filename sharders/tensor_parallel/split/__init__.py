@@ -1,1 +1,8 @@
-"""A model split by the styles of a plan. Read `styles`, `patterns`, `split`, then `hooks`, `replicated_weights`."""
+"""A model split in place by the styles of a plan. In reading order:
+
+- `styles`: style names, and what each does to weights
+- `patterns`: from patterns or a `tp_plan` to a style for each module
+- `split`: splits a model in place by styles, and its numbers of heads
+- `hooks`: activations moved where torch has no style for it
+- `replicated_weights`: whole weights beside split ones, which the model reads as plain tensors
+"""
