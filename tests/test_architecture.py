@@ -285,13 +285,30 @@ def room(module: str) -> str:
     return module if folder in PACKAGES else folder
 
 
-def test_no_circles_between_folders() -> None:
-    """What a package's own `__init__` brings together does not count: it is the face, which nothing inside looks at."""
+def rooms() -> dict[str, set[str]]:
+    """Folder -> the folders it imports. A package's own `__init__` is its face, and left out."""
     graph: dict[str, set[str]] = {}
     for module, targets in edges(all_imports()).items():
         if module not in PACKAGES:
             graph.setdefault(room(module), set()).update(room(target) for target in targets)
-    assert cycle({name: targets - {name} for name, targets in graph.items()}) == []
+    return {name: targets - {name} for name, targets in graph.items()}
+
+
+def test_no_circles_between_folders() -> None:
+    assert cycle(rooms()) == []
+
+
+def test_every_import_goes_down_in_the_picture() -> None:
+    """The picture in docs/architecture.md, line by line, is the order of the rooms; it names each of them."""
+    picture = (ROOT / "docs" / "architecture.md").read_text().split("```")[1]
+    line_of, package = {}, ""
+    for number, line in enumerate(picture.splitlines()):
+        if (found := re.match(r" (\w+)? {2,}(\S.*)", line)) and "import" not in line:
+            package = found[1] or package
+            line_of |= {f"{package}.{name.strip().replace('/', '.')}": number for name in found[2].split("|")}
+    graph = rooms()
+    assert set(line_of) == set(graph)
+    assert [(a, b) for a in graph for b in graph[a] if b in line_of and line_of[a] >= line_of[b]] == []
 
 
 def test_no_private_name_across_files() -> None:
