@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dmp.errors import ShardError
 from sharders.embedding.lookup import fbgemm_kernel, kernels
-from sharders.embedding.lookup.bank import Bank, Chunk, Slot
+from sharders.embedding.lookup.bank import Bank, Chunk, RowRange
 from sharders.embedding.lookup.kernels import Lookup, compile_lookup, kernel_report, update_dense
 from sharders.embedding.lookup.optimizers import OptimizerSpec
 from sharders.embedding.lookup.torch_kernel import TorchLookup
@@ -51,7 +51,7 @@ def make(layout: Any, dtype: torch.dtype, spec: OptimizerSpec | None, kernel: st
         for i in range(len(chunks)):
             view = bank.chunk_view(table, i)
             view.copy_(torch.randn(view.shape, generator=generator, dtype=torch.float64))
-    lookup = compile_lookup(bank, [Slot(bank.chunks[t][i], first, n) for t, i, first, n in slots], kernel=kernel)
+    lookup = compile_lookup(bank, [RowRange(bank.chunks[t][i], first, n) for t, i, first, n in slots], kernel=kernel)
     return bank, lookup
 
 
@@ -72,13 +72,13 @@ def make_batch(
 ) -> Batch:  # fmt: skip
     g = torch.Generator().manual_seed(seed)
     ids, lengths = [], []
-    for slot in lookup.slots:
+    for slot in lookup.ranges:
         bag_lengths = torch.randint(0, longest + 1, (num_bags,), generator=g) * (slot.rows > 0)
         lengths.append(bag_lengths)
         ids.append(torch.randint(0, max(slot.rows, 1), (int(bag_lengths.sum()),), generator=g))
     flat, length = torch.cat(ids).to(index), torch.cat(lengths)
     weights = torch.rand(flat.numel(), generator=g).to(lookup.bank.weights.dtype) if weighted else None
-    return Batch(flat, F.pad(length.cumsum(0), (1, 0)).to(index), weights, length.view(len(lookup.slots), num_bags))
+    return Batch(flat, F.pad(length.cumsum(0), (1, 0)).to(index), weights, length.view(len(lookup.ranges), num_bags))
 
 
 def assert_close(found: Tensor, expected: Tensor) -> None:
@@ -89,7 +89,7 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
 class Oracle:
     """One parameter per chunk, F.embedding_bag per slot, and an optimizer of torch's."""
 
-    def __init__(self, bank: Bank, slots: tuple[Slot, ...]) -> None:
+    def __init__(self, bank: Bank, slots: tuple[RowRange, ...]) -> None:
         self.slots = slots
         self.parameters = {
             chunk: bank.chunk_view(t, i).clone().requires_grad_()
@@ -131,7 +131,7 @@ class Oracle:
         bags = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
         return rows.new_zeros(len(lengths), table.shape[1]).index_add(0, bags, rows)
 
-    def dtype(self, slot: Slot) -> torch.dtype:
+    def dtype(self, slot: RowRange) -> torch.dtype:
         return self.parameters[slot.chunk].dtype
 
     def step(self) -> None:
@@ -152,7 +152,7 @@ class Oracle:
 @pytest.mark.parametrize(("kernel", "dtype"), KERNELS)
 def test_pooled_training(kernel: str, dtype: torch.dtype, layout: str, spec: OptimizerSpec, weighted: bool) -> None:
     bank, lookup = make(LAYOUTS[layout], dtype, spec, kernel)
-    oracle = Oracle(bank, lookup.slots)
+    oracle = Oracle(bank, lookup.ranges)
     for seed in range(3):
         if seed == 2:
             bank.options["lr"] = 0.03
@@ -177,7 +177,7 @@ def test_pooled_training(kernel: str, dtype: torch.dtype, layout: str, spec: Opt
 @pytest.mark.parametrize(("kernel", "dtype"), KERNELS)
 def test_pooled_gradients(kernel: str, dtype: torch.dtype, layout: str) -> None:
     bank, lookup = make(LAYOUTS[layout], dtype, None, kernel)
-    oracle = Oracle(bank, lookup.slots)
+    oracle = Oracle(bank, lookup.ranges)
     batch = make_batch(lookup, 6, weighted=True)
     assert batch.weights is not None
     grad = torch.randn(6, lookup.num_columns, dtype=dtype)
@@ -208,18 +208,18 @@ def test_pooled_gradients(kernel: str, dtype: torch.dtype, layout: str) -> None:
 @pytest.mark.parametrize(("kernel", "dtype"), KERNELS)
 def test_unpooled_training(kernel: str, dtype: torch.dtype, layout: str, spec: OptimizerSpec) -> None:
     bank, lookup = make(LAYOUTS[layout], dtype, spec, kernel)
-    oracle = Oracle(bank, lookup.slots)
+    oracle = Oracle(bank, lookup.ranges)
     g = torch.Generator().manual_seed(0)
     for _ in range(3):
         bank.step()
         for width in bank.regions:
-            slots = [i for i, s in enumerate(lookup.slots) if s.chunk.width == width and s.rows]
+            slots = [i for i, s in enumerate(lookup.ranges) if s.chunk.width == width and s.rows]
             segments = [(i, n) for n in (4, 0, 9) for i in reversed(slots)]
-            ids = torch.cat([torch.randint(0, lookup.slots[i].rows, (n,), generator=g) for i, n in segments])
+            ids = torch.cat([torch.randint(0, lookup.ranges[i].rows, (n,), generator=g) for i, n in segments])
             parts = torch.split(ids, [n for _, n in segments])
             expected = torch.cat([
                 F.embedding(
-                    part + lookup.slots[i].first_row, oracle.parameters[lookup.slots[i].chunk], sparse=oracle.sparse
+                    part + lookup.ranges[i].first_row, oracle.parameters[lookup.ranges[i].chunk], sparse=oracle.sparse
                 )
                 for (i, _), part in zip(segments, parts, strict=True)
             ])  # fmt: skip
@@ -230,7 +230,7 @@ def test_unpooled_training(kernel: str, dtype: torch.dtype, layout: str, spec: O
             flat = lookup.gradient_rows(grad, ids.int(), segments)
             wanted = torch.zeros(bank.total_rows, dtype=torch.bool)
             for (i, _), part in zip(segments, parts, strict=True):
-                wanted[part + lookup.slots[i].chunk.row_offset + lookup.slots[i].first_row] = True
+                wanted[part + lookup.ranges[i].chunk.row_offset + lookup.ranges[i].first_row] = True
             assert torch.equal(lookup.touched_rows(ids.int(), segments), wanted)
             for chunk, parameter in oracle.parameters.items():
                 if chunk.width == width and parameter.grad is not None:
@@ -282,7 +282,7 @@ def test_fbgemm_equals_torch(layout: str, spec: OptimizerSpec) -> None:
 def test_no_ids(kernel: str, spec: OptimizerSpec, num_bags: int) -> None:
     bank, lookup = make(MIXED, torch.float32, spec, kernel)
     before = bank.weights.clone()
-    ids, offsets = torch.zeros(0, dtype=torch.int32), torch.zeros(len(lookup.slots) * num_bags + 1, dtype=torch.int32)
+    ids, offsets = torch.zeros(0, dtype=torch.int32), torch.zeros(len(lookup.ranges) * num_bags + 1, dtype=torch.int32)
     output = lookup.pooled(ids, offsets)
     assert torch.equal(output, torch.zeros(num_bags, lookup.num_columns))
     for weights in (None, torch.zeros(0)):
@@ -401,7 +401,7 @@ def test_other_tables_rest() -> None:
 def test_choice_of_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernel_report() == {"torch": "ok", "fbgemm": "ok"}
     bank = Bank([[(2, 3)]], torch.float32, "cpu")
-    slots = [Slot(bank.chunks[0][0], 0, 2)]
+    slots = [RowRange(bank.chunks[0][0], 0, 2)]
     assert isinstance(compile_lookup(bank, slots), fbgemm_kernel.FbgemmLookup)
     assert isinstance(compile_lookup(bank, slots, kernel="torch"), TorchLookup)
     with pytest.raises(ShardError, match="'triton'"):
@@ -429,7 +429,7 @@ def test_default_device_does_not_matter(kernel: str) -> None:
     """Modules are often built inside `torch.device("meta")`."""
     with torch.device("meta"):
         bank = Bank([[(4, 3)]], torch.float32, "cpu", SPECS[3 if kernel == "torch" else 2])
-        lookup = compile_lookup(bank, [Slot(bank.chunks[0][0], 0, 4)], kernel=kernel)
+        lookup = compile_lookup(bank, [RowRange(bank.chunks[0][0], 0, 4)], kernel=kernel)
     batch = make_batch(lookup, 3)
     with torch.device("meta"):
         bank.step()

@@ -29,7 +29,7 @@ from dmp import (
     is_replicated,
 )
 from planner.candidates.constraints import Constraint
-from planner.costs.cost_model import ALL_REDUCE, BYTES, EXCHANGE, CostModel, Piece
+from planner.costs.cost_model import ALL_REDUCE, BYTES, EXCHANGE, CostModel, ShardInfo
 from planner.costs.topology import Topology
 from planner.search.problem import Option
 
@@ -48,7 +48,7 @@ class Sketch:
 
     layout: Layout
     block: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ShardInfo, ...]
     ranks: tuple[int, ...]
     num_blocks: int
 
@@ -176,20 +176,20 @@ def _sketch(
 
 def _pieces(
     name: str, layout: Layout, info: ParameterInfo, constraint: Constraint, env: ShardingEnv
-) -> tuple[tuple[Piece, ...], tuple[int, ...]]:
+) -> tuple[tuple[ShardInfo, ...], tuple[int, ...]]:
     try:
         shards = layout.shards(info.shape, env)
     except ShardError as error:
         raise PlanError(f"{name!r} = {layout}: {error}", table=name) from error
     ids = _ids_per_sample(name, info, constraint)
     if is_replicated(shards, info.shape) or layout == data_parallel():
-        return (Piece.of(info, shards[0], ids, True, False),), tuple(range(env.table_size))
+        return (ShardInfo.of(info, shards[0], ids, True, False),), tuple(range(env.table_size))
     shards = shards or (Shard((0,) * len(info.shape), info.shape, 0),)  # a parameter of no rows
     inner = prod(env.table_shape[1:])
     two_axes = len(env.table_shape) > 1
     together = Counter((s.rank // inner, s.offsets[1:], s.sizes[1:]) for s in shards) if two_axes else Counter()
     pieces = tuple(
-        Piece.of(info, s, ids, False, two_axes and together[s.rank // inner, s.offsets[1:], s.sizes[1:]] > 1)
+        ShardInfo.of(info, s, ids, False, two_axes and together[s.rank // inner, s.offsets[1:], s.sizes[1:]] > 1)
         for s in shards
     )
     return pieces, tuple(s.rank for s in shards)

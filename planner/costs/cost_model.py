@@ -36,7 +36,7 @@ _STATE = {  # optimizer -> (times the weights, bytes per row, keeps a gradient o
 Array = NDArray[np.float64]
 
 
-class Piece(NamedTuple):
+class ShardInfo(NamedTuple):
     """What the model knows of one rectangle; a column each in `Pieces`."""
 
     rows: float
@@ -63,7 +63,7 @@ class Piece(NamedTuple):
         ids_per_sample: float,
         replicated: bool,
         row_cut_in_host: bool,
-    ) -> Piece:
+    ) -> ShardInfo:
         """The piece that `shard` is of a parameter."""
         times, per_row, dense = _STATE.get(info.optimizer, (2, 0, False))
         item_bytes = info.dtype.itemsize
@@ -115,7 +115,7 @@ class CostModel:
     id_bytes: int = 8
 
     def costs(
-        self, pieces: list[Piece], env: ShardingEnv, topology: Topology, batch_size: float
+        self, pieces: list[ShardInfo], env: ShardingEnv, topology: Topology, batch_size: float
     ) -> tuple[Array, Array]:
         """Cost of each piece.
 
@@ -205,9 +205,9 @@ def _seconds_per_byte(env: ShardingEnv, topology: Topology) -> tuple[float, floa
     return direct, to_locals * inner + to_hosts / local * outer
 
 
-def _columns(pieces: list[Piece]) -> dict[str, NDArray[Any]]:
-    table = np.array(pieces, dtype=np.float64).reshape(len(pieces), len(Piece._fields))
-    columns: dict[str, NDArray[Any]] = {name: table[:, i] for i, name in enumerate(Piece._fields)}
+def _columns(pieces: list[ShardInfo]) -> dict[str, NDArray[Any]]:
+    table = np.array(pieces, dtype=np.float64).reshape(len(pieces), len(ShardInfo._fields))
+    columns: dict[str, NDArray[Any]] = {name: table[:, i] for i, name in enumerate(ShardInfo._fields)}
     for name in ("pooled", "is_table", "replicated", "row_cut_in_host", "dense_gradient"):
         columns[name] = columns[name].astype(bool)
     return columns

@@ -147,7 +147,7 @@ class TableStore:
         """Replace all storage by `fn` of it (a move to another device); the parameters stay the same objects."""
         for holding in self.holdings:
             holding.bank.apply(fn)
-            holding.lookup = kernels.compile_lookup(holding.bank, holding.lookup.slots)
+            holding.lookup = kernels.compile_lookup(holding.bank, holding.lookup.ranges)
             for i, index in enumerate(holding.tables):
                 self.parameters[index].data = holding.bank.table_view(i, self.placement.tables[index].dim)
         self._settle()
@@ -161,7 +161,7 @@ class TableStore:
             # The copy's optimizer names its own parameters, which do not exist yet.
             memo[id(old.bank.options)] = {k: v for k, v in old.bank.options.items() if k != "params"}
             bank = copy.deepcopy(old.bank, memo)
-            lookup = kernels.compile_lookup(bank, old.lookup.slots)
+            lookup = kernels.compile_lookup(bank, old.lookup.ranges)
             holding = Holding(bank, lookup, old.tables, old.slots, old.features, old.is_local, old.is_trainable)
             new.holdings.append(holding)
             for i, index in enumerate(holding.tables):
@@ -196,7 +196,7 @@ class TableStore:
             picked = [
                 (where[s.table], s.chunk, s.first_row, s.rows) for s in (placement.slots[self.rank][i] for i in mine)
             ]
-        kernel_slots = [kernels.Slot(bank.chunks[t][c], row, rows) for t, c, row, rows in picked]
+        kernel_slots = [kernels.RowRange(bank.chunks[t][c], row, rows) for t, c, row, rows in picked]
         return Holding(
             bank, kernels.compile_lookup(bank, kernel_slots), tables, slots, features, is_local, first.trainable
         )

@@ -6,7 +6,7 @@ Terms:
     bank row: a row of any chunk, numbered 0..total_rows in storage order; row-wise optimizer state is indexed by it.
     region: the bank seen as one matrix of a given width. Every chunk starts at a multiple of its width, so its rows
         are whole rows of the region of that width: lookups over many chunks are one lookup in a region.
-    slot: a range of a chunk's rows that a feature's ids address.
+    row range: the rows of a chunk that the ids of one slot of the input dist address (several features may share one).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Slot:
+class RowRange:
     """The rows `first_row .. first_row + rows` of a chunk; a feature's ids count from `first_row`."""
 
     chunk: Chunk

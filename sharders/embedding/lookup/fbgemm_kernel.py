@@ -1,9 +1,9 @@
 """Lookups and updates by FBGEMM's table-batched CPU operators: float32 on the CPU.
 
 What FBGEMM is called with, beyond ids, offsets and gradients:
-    features: one per slot; those of one physical table are adjacent and have equal entries in `hash_size_cumsum`,
+    features: one per row range; those of one physical table are adjacent and have equal entries in `hash_size_cumsum`,
         weights and state offsets; only then are their gradients of a row combined before the update.
-    hash size: number of rows; a size of 0 would mean "same table as the next", so empty slots claim one row.
+    hash size: number of rows; a size of 0 would mean "same table as the next", so empty ranges claim one row.
     unpooled updates: bags of one id in one table that is the whole region, as FBGEMM's own unpooled row-wise Adagrad
         is some 30 times slower than its pooled one.
 FBGEMM does not check ids on the way back; callers have.
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sharders.embedding.lookup.bank import Bank, Slot
+from sharders.embedding.lookup.bank import Bank, RowRange
 from sharders.embedding.lookup.optimizers import OptimizerSpec
 from sharders.embedding.lookup.torch_kernel import Segments, TorchLookup
 
@@ -33,7 +33,7 @@ _MAX_WIDTH = 4096  # row-wise Adagrad keeps 64 rows of gradient on the stack
 
 @dataclass(frozen=True)
 class _Features:
-    """FBGEMM's description of the slots (T features)."""
+    """FBGEMM's description of the row ranges (T features)."""
 
     weights_offsets: Tensor
     """(T,) int64"""
@@ -54,31 +54,31 @@ class _Features:
     max_rows: int
 
 
-def _features(slots: Sequence[Slot]) -> _Features:
-    columns, cumsum, ranges = [0], [], []
+def _features(ranges: Sequence[RowRange]) -> _Features:
+    columns, cumsum, distinct = [0], [], []
     total_rows = 0
-    for index, slot in enumerate(slots):
-        columns.append(columns[-1] + slot.chunk.width)
-        if index and slot != slots[index - 1]:
-            total_rows += max(slots[index - 1].rows, 1)
-            ranges.append(slots[index - 1])
+    for index, r in enumerate(ranges):
+        columns.append(columns[-1] + r.chunk.width)
+        if index and r != ranges[index - 1]:
+            total_rows += max(ranges[index - 1].rows, 1)
+            distinct.append(ranges[index - 1])
         cumsum.append(total_rows)
-    ranges.append(slots[-1])
-    cumsum.append(total_rows + max(slots[-1].rows, 1))
-    filled = [r for r in ranges if r.rows]
-    assert len(set(filled)) == len(filled), "slots of one row range must be adjacent"
+    distinct.append(ranges[-1])
+    cumsum.append(total_rows + max(ranges[-1].rows, 1))
+    filled = [r for r in distinct if r.rows]
+    assert len(set(filled)) == len(filled), "equal row ranges must be adjacent"
     return _Features(
         weights_offsets=torch.tensor(
-            [s.chunk.element_offset + s.first_row * s.chunk.width for s in slots], device="cpu"
+            [r.chunk.element_offset + r.first_row * r.chunk.width for r in ranges], device="cpu"
         ),
-        state_offsets=torch.tensor([s.chunk.row_offset + s.first_row for s in slots], device="cpu"),
+        state_offsets=torch.tensor([r.chunk.row_offset + r.first_row for r in ranges], device="cpu"),
         column_offsets=torch.tensor(columns, dtype=torch.int32, device="cpu"),
         hash_size_cumsum=torch.tensor(cumsum, device="cpu"),
-        placements=torch.zeros(len(slots), dtype=torch.int32, device="cpu"),
-        ones=torch.ones(len(slots), dtype=torch.float32, device="cpu"),
+        placements=torch.zeros(len(ranges), dtype=torch.int32, device="cpu"),
+        ones=torch.ones(len(ranges), dtype=torch.float32, device="cpu"),
         num_columns=columns[-1],
-        max_width=max(s.chunk.width for s in slots),
-        max_rows=max(s.rows for s in slots),
+        max_width=max(r.chunk.width for r in ranges),
+        max_rows=max(r.rows for r in ranges),
     )
 
 
@@ -91,21 +91,21 @@ def _region_features(bank: Bank, width: int) -> tuple[_Features, int] | None:
     first = min(chunks, key=lambda c: c.element_offset)
     last = max(chunks, key=lambda c: c.element_offset)
     num_rows = (last.element_offset - first.element_offset) // width + last.rows
-    return _features([Slot(first, 0, num_rows)]), region.first_rows[0]
+    return _features([RowRange(first, 0, num_rows)]), region.first_rows[0]
 
 
 class FbgemmLookup:
-    """Lookups of `slots` in `bank`; see `sharders.embedding.lookup.kernels.Lookup`.
+    """Lookups of `ranges` of `bank`; see `sharders.embedding.lookup.kernels.Lookup`.
 
     What FBGEMM lacks (Adam, for one), and a bank that has moved to another device or dtype, go to torch.
     """
 
-    def __init__(self, bank: Bank, slots: Sequence[Slot]) -> None:
+    def __init__(self, bank: Bank, ranges: Sequence[RowRange]) -> None:
         self.bank = bank
-        self.slots = tuple(slots)
-        self.num_columns = sum(s.chunk.width for s in slots)
-        self._torch = TorchLookup(bank, slots)
-        self._features = _features(self.slots) if slots else None
+        self.ranges = tuple(ranges)
+        self.num_columns = sum(r.chunk.width for r in ranges)
+        self._torch = TorchLookup(bank, ranges)
+        self._features = _features(self.ranges) if ranges else None
         self._regions = {width: _region_features(bank, width) for width in bank.regions}
         self._one_table = self._features_share_tables()
 
@@ -134,7 +134,7 @@ class FbgemmLookup:
         elif ids.numel():
             if self._one_table is not None:
                 table, first_row = self._one_table
-                rows, grads = self._torch.as_one_slot(grad, ids, offsets)
+                rows, grads = self._torch.as_one_range(grad, ids, offsets)
                 _update(self.bank, table, grads, rows.sub_(first_row), offsets, weights)
             else:
                 _update(self.bank, features, grad, ids, offsets, weights)
@@ -183,13 +183,13 @@ class FbgemmLookup:
         return self._torch.touched_rows(ids, segments)
 
     def _features_share_tables(self) -> tuple[_Features, int] | None:
-        """The one region to update in place of the slots; None where FBGEMM is quicker with the slots as they are.
+        """The one region to update in place of the ranges; None where FBGEMM is quicker with the ranges as they are.
 
         Its row-wise Adagrad is scalar code for a table of several features: 8.9 ms for 13 tables of two features,
         width 64 and 2,048 bags, where the region as one table takes 4.3, with the copy of the gradient that it needs.
         """
-        shared = any(a == b and a.rows for a, b in pairwise(self.slots))
-        widths = {s.chunk.width for s in self.slots}
+        shared = any(a == b and a.rows for a, b in pairwise(self.ranges))
+        widths = {r.chunk.width for r in self.ranges}
         kind = self.bank.spec.kind if self.bank.spec else None
         if not shared or len(widths) > 1 or kind != "rowwise_adagrad":
             return None
@@ -291,7 +291,7 @@ def _compare(version: str) -> str:
         for lookup_class in (FbgemmLookup, TorchLookup):
             bank = Bank([[(3, 4)], [(2, 4)]], torch.float32, "cpu", OptimizerSpec.make(kind, lr=0.5))
             bank.weights.copy_(torch.arange(20.0))
-            lookup = lookup_class(bank, [Slot(bank.chunks[0][0], 0, 3), Slot(bank.chunks[1][0], 0, 2)])
+            lookup = lookup_class(bank, [RowRange(bank.chunks[0][0], 0, 3), RowRange(bank.chunks[1][0], 0, 2)])
             before = lookup.pooled(ids, offsets)
             gradients = lookup.gradient_pooled(grad, ids, offsets), lookup.gradient_weights(grad, ids, offsets)
             lookup.update_pooled(grad, ids, offsets)

@@ -1,7 +1,7 @@
 """Lookups in one bank, and the updates of its rows in the backward pass: the local part of the data path.
 
-A lookup is compiled once from a bank and its slots, and holds no communication. Two kernels give the same numbers:
-FBGEMM's table-batched operators (float32 on the CPU) and torch's own (anything).
+A lookup is compiled once from a bank and row ranges of it, and holds no communication. Two kernels give the same
+numbers: FBGEMM's table-batched operators (float32 on the CPU) and torch's own (anything).
 """
 
 from __future__ import annotations
@@ -16,27 +16,28 @@ from torch import Tensor
 
 from dmp import ShardError
 from sharders.embedding.lookup import fbgemm_kernel
-from sharders.embedding.lookup.bank import Bank, Slot
+from sharders.embedding.lookup.bank import Bank, RowRange
 from sharders.embedding.lookup.fbgemm_kernel import FbgemmLookup
 from sharders.embedding.lookup.torch_kernel import Segments, TorchLookup, update_dense
 
-__all__ = ["Lookup", "Segments", "Slot", "compile_lookup", "kernel_report", "update_dense"]
+__all__ = ["Lookup", "RowRange", "Segments", "compile_lookup", "kernel_report", "update_dense"]
 
 _log = logging.getLogger("dmp")
 
 
 class Lookup(Protocol):
-    """Lookups of S slots in a bank, compiled once.
+    """Lookups in S row ranges of a bank, one for each slot of the input dist, compiled once.
 
-    Pooled: `ids` (N,) int32 or int64, slot by slot and counted from the slot's first row; `offsets` (S * B + 1,) of
-    the bags, `weights` (N,) or None. Columns are the slots' widths in slot order, C in all; without slots B is 0.
-    Unpooled: `ids` (N,) in any order of segments, each (slot, number of ids); all slots of a call have one width D.
+    Pooled: `ids` (N,) int32 or int64, range by range and counted from the range's first row; `offsets` (S * B + 1,) of
+    the bags, `weights` (N,) or None. Columns are the ranges' widths in their order, C in all; without ranges B is 0.
+    Unpooled: `ids` (N,) in any order of segments, each (index of a range, number of ids); all ranges of a call have one
+    width D.
     Results have the bank's dtype. Ids are not checked here. An update combines, for each row, the gradients of all
     its ids in the call before it applies the optimizer; `Bank.step` counts the update and is called before.
     """
 
     bank: Bank
-    slots: tuple[Slot, ...]
+    ranges: tuple[RowRange, ...]
     num_columns: int
     """C"""
 
@@ -68,12 +69,12 @@ class Lookup(Protocol):
         """(total_rows,) bool: the bank rows that the ids name."""
 
 
-def compile_lookup(bank: Bank, slots: Sequence[Slot], *, kernel: str | None = None) -> Lookup:
-    """The lookup of `slots` in `bank`.
+def compile_lookup(bank: Bank, ranges: Sequence[RowRange], *, kernel: str | None = None) -> Lookup:
+    """The lookup of `ranges` of `bank`.
 
     Args:
         bank: whose storage is read at every call.
-        slots: those of one row range are adjacent; the ranges of a chunk are disjoint or equal.
+        ranges: equal ones are adjacent; those of a chunk are disjoint or equal.
         kernel: "fbgemm" or "torch"; by default FBGEMM's where it loads, gives right numbers and takes the bank.
 
     Raises:
@@ -87,14 +88,14 @@ def compile_lookup(bank: Bank, slots: Sequence[Slot], *, kernel: str | None = No
             if kernel == "fbgemm":
                 raise ShardError(f"the fbgemm kernel {takes}. Use kernel='torch'")
             _say_once(f"its kernel {takes}")
-        return TorchLookup(bank, slots)
+        return TorchLookup(bank, ranges)
     problem = _fbgemm_problem()
     if problem and kernel == "fbgemm":
         raise ShardError(f"the fbgemm kernel cannot be used: {problem}. Use kernel='torch', or install fbgemm-gpu-cpu")
     if problem:
         _say_once(problem)
-        return TorchLookup(bank, slots)
-    return FbgemmLookup(bank, slots)
+        return TorchLookup(bank, ranges)
+    return FbgemmLookup(bank, ranges)
 
 
 def kernel_report() -> dict[str, str]:

@@ -1,10 +1,10 @@
 """Lookups and updates in plain torch operations: any device, any dtype.
 
-Slots of one width are one lookup in the bank's region of that width: ids become rows of the region. A gradient is the
-same lookup turned round: ids are sorted by row, each distinct row is a bag, and what it sums are rows of the output's
-gradient. So nothing of the size ids x width is made, and sums have a fixed order.
+Row ranges of one width are one lookup in the bank's region of that width: ids become rows of the region. A gradient is
+the same lookup turned round: ids are sorted by row, each distinct row is a bag, and what it sums are rows of the
+output's gradient. So nothing of the size ids x width is made, and sums have a fixed order.
 
-Legend: N ids, S slots, B bags per slot, C columns of the output, D width, n distinct rows.
+Legend: N ids, S row ranges, B bags per range, C columns of the output, D width, n distinct rows.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sharders.embedding.lookup.bank import Bank, Region, Slot
+from sharders.embedding.lookup.bank import Bank, Region, RowRange
 from sharders.embedding.lookup.optimizers import ROW_UPDATES, state_shapes
 
 Segments = Sequence[tuple[int, int]]
-"""(slot, number of ids), in the order of the ids."""
+"""(index of a row range, number of ids), in the order of the ids."""
 
 
 @dataclass(frozen=True)
 class _Group:
-    """The slots of one width."""
+    """The row ranges of one width."""
 
     region: Region
-    slots: tuple[int, ...]
+    ranges: tuple[int, ...]
     columns: tuple[int, ...]
-    """First column of each slot in the output."""
+    """First column of each in the output."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class _Bags:
     """(N,) int64 rows of the region."""
 
     lengths: Tensor
-    """(slots of the group * B,) ids per bag."""
+    """(ranges of the group * B,) ids per bag."""
 
     weights: Tensor | None
     positions: Tensor | None
@@ -56,18 +56,18 @@ class _Bags:
 
 
 class TorchLookup:
-    """Lookups of `slots` in `bank`; see `sharders.embedding.lookup.kernels.Lookup`."""
+    """Lookups of `ranges` of `bank`; see `sharders.embedding.lookup.kernels.Lookup`."""
 
-    def __init__(self, bank: Bank, slots: Sequence[Slot]) -> None:
+    def __init__(self, bank: Bank, ranges: Sequence[RowRange]) -> None:
         self.bank = bank
-        self.slots = tuple(slots)
-        self.num_columns = sum(s.chunk.width for s in slots)
-        self._first_rows = [s.chunk.element_offset // s.chunk.width + s.first_row for s in slots]
+        self.ranges = tuple(ranges)
+        self.num_columns = sum(r.chunk.width for r in ranges)
+        self._first_rows = [r.chunk.element_offset // r.chunk.width + r.first_row for r in ranges]
         by_width: dict[int, list[tuple[int, int]]] = {}
         column = 0
-        for index, slot in enumerate(slots):
-            by_width.setdefault(slot.chunk.width, []).append((index, column))
-            column += slot.chunk.width
+        for index, r in enumerate(ranges):
+            by_width.setdefault(r.chunk.width, []).append((index, column))
+            column += r.chunk.width
         self._groups = [
             _Group(bank.regions[width], tuple(i for i, _ in members), tuple(c for _, c in members))
             for width, members in by_width.items()
@@ -82,7 +82,7 @@ class TorchLookup:
             bags = self._bags(group, ids, offsets, weights)
             table_VD = group.region.view(self.bank.weights)
             part = _sum_bags(table_VD, bags.rows, bags.offsets(), bags.weights)
-            part_BSD = part.view(len(group.slots), num_bags, group.region.width).transpose(0, 1)
+            part_BSD = part.view(len(group.ranges), num_bags, group.region.width).transpose(0, 1)
             if len(self._groups) == 1:
                 return part_BSD.reshape(num_bags, self.num_columns)
             output_BC.index_copy_(1, self._columns(group, ids.device), part_BSD.reshape(num_bags, -1))
@@ -145,60 +145,60 @@ class TorchLookup:
         return touched
 
     def region_of(self, segments: Segments) -> Region | None:
-        """The region in which the segments' slots lie; None without segments."""
-        widths = {self.slots[slot].chunk.width for slot, _ in segments}
+        """The region in which the segments' ranges lie; None without segments."""
+        widths = {self.ranges[i].chunk.width for i, _ in segments}
         assert len(widths) <= 1, f"segments of one call have one width, not {sorted(widths)}"
         return self.bank.regions[widths.pop()] if widths else None
 
     def region_rows(self, ids: Tensor, segments: Segments) -> Tensor:
         """(N,) int64 rows of the segments' region."""
-        first_rows = torch.tensor([self._first_rows[slot] for slot, _ in segments], device=ids.device)
+        first_rows = torch.tensor([self._first_rows[i] for i, _ in segments], device=ids.device)
         counts = torch.tensor([count for _, count in segments], device=ids.device)
         return torch.repeat_interleave(first_rows, counts, output_size=ids.numel()).add_(ids)
 
-    def as_one_slot(self, grad: Tensor, ids: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-        """Slots of one width as one slot of S * B bags: (N,) rows of their region, and the gradient as (S * B, D)."""
+    def as_one_range(self, grad: Tensor, ids: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+        """Ranges of one width as one range of S * B bags: (N,) rows of their region, and the gradient as (S * B, D)."""
         (group,) = self._groups
         return self._bags(group, ids, offsets, None).rows, self._bag_gradients(group, grad)
 
     def _num_bags(self, offsets: Tensor) -> int:
-        return (offsets.numel() - 1) // len(self.slots) if self.slots else 0
+        return (offsets.numel() - 1) // len(self.ranges) if self.ranges else 0
 
     def _cast(self, grad: Tensor) -> Tensor:
         return grad.to(self.bank.weights.dtype)
 
     def _columns(self, group: _Group, device: torch.device) -> Tensor:
-        """(slots of the group * D,) columns of the output."""
+        """(ranges of the group * D,) columns of the output."""
         first = torch.tensor(group.columns, device=device).unsqueeze(1)
         return (first + torch.arange(group.region.width, device=device)).flatten()
 
     def _bags(self, group: _Group, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> _Bags:
-        """The ids of a group's slots; there is at least one bag per slot."""
+        """The ids of a group's ranges; there is at least one bag per range."""
         num_bags = self._num_bags(offsets)
         weights = None if weights is None else self._cast(weights)
         offsets = offsets.long()
         lengths = offsets.diff()
-        first_rows = torch.tensor([self._first_rows[i] for i in group.slots], device=ids.device)
+        first_rows = torch.tensor([self._first_rows[i] for i in group.ranges], device=ids.device)
         bounds = offsets[::num_bags]
         if len(self._groups) == 1:
             rows = torch.repeat_interleave(first_rows, bounds.diff(), output_size=ids.numel())
             return _Bags(rows.add_(ids), lengths, weights, None)
-        slots = torch.tensor(group.slots, device=ids.device)
-        counts = bounds.diff()[slots]
+        members = torch.tensor(group.ranges, device=ids.device)
+        counts = bounds.diff()[members]
         ends = counts.cumsum(0)
         num_ids = int(ends[-1])
-        positions = torch.repeat_interleave(bounds[slots] - ends + counts, counts, output_size=num_ids)
+        positions = torch.repeat_interleave(bounds[members] - ends + counts, counts, output_size=num_ids)
         positions += torch.arange(num_ids, device=ids.device)
         rows = torch.repeat_interleave(first_rows, counts, output_size=num_ids).add_(ids[positions])
-        lengths = lengths.view(-1, num_bags)[slots].flatten()
+        lengths = lengths.view(-1, num_bags)[members].flatten()
         return _Bags(rows, lengths, None if weights is None else weights[positions], positions)
 
     def _bag_gradients(self, group: _Group, grad_BC: Tensor) -> Tensor:
-        """(slots of the group * B, D)."""
+        """(ranges of the group * B, D)."""
         if len(self._groups) > 1:
             grad_BC = grad_BC.index_select(1, self._columns(group, grad_BC.device))
         width = group.region.width
-        return self._cast(grad_BC).reshape(-1, len(group.slots), width).transpose(0, 1).reshape(-1, width)
+        return self._cast(grad_BC).reshape(-1, len(group.ranges), width).transpose(0, 1).reshape(-1, width)
 
     def _row_gradients(
         self, grad: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None
