@@ -406,4 +406,4 @@ def test_orders_of_keys_are_not_kept_for_ever() -> None:
         )
         out = model(given)
     same_result(out, plain(kjt("ebc")))
-    assert len(model.module._engine.router._compiled) <= 16
+    assert len(model.module._engine.input_dist._compiled) <= 16

@@ -18,7 +18,7 @@ from dmp import Calls, InputError, Layout, ShardError, ShardingEnv, ranks
 from sharders.collectives import all_to_all
 from sharders.embedding.header import Handshake, Header
 from sharders.embedding.input_checks import check_batch
-from sharders.embedding.input_dist import Batch, Call, Router, Sent
+from sharders.embedding.input_dist import Batch, Call, InputDist, Sent
 from sharders.embedding.input_faults import Fault, Kind
 from sharders.embedding.local_tables import TableStore
 from sharders.embedding.peers import find_peers
@@ -89,12 +89,12 @@ class Engine:
         is_double = any(p.dtype == torch.float64 for p in self.store.parameters)
         dtype = torch.float64 if is_double else torch.float32
         wide = dtype == torch.float64 or any(t.rows >= 2**31 for t in self.tables)
-        self.router = Router(self.placement, self.peers.table_ranks, device, wide, self.unpooled)
+        self.input_dist = InputDist(self.placement, self.peers.table_ranks, device, wide, self.unpooled)
         copies = Copies(self.store, self.peers, self.sync_interval)
         if self.unpooled:
             self.unpooled_path = UnpooledPath(self.peers, self.store, copies, dtype, device)
         else:
-            self.pooled_path = PooledPath(self.peers, self.router, self.store, copies, dtype, device)
+            self.pooled_path = PooledPath(self.peers, self.input_dist, self.store, copies, dtype, device)
 
     @property
     def name(self) -> str:
@@ -112,7 +112,7 @@ class Engine:
     def move(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace storage by `fn` of it, and compile for its device."""
         self.store.apply(fn)
-        self._compile(next((h.bank.weights.device for h in self.store.holdings), self.device))
+        self._compile(next((tbe.bank.weights.device for tbe in self.store.tbes), self.device))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
         """Own storage; placement and process groups are shared."""
@@ -184,7 +184,7 @@ class Engine:
                 check_batch(whole, self._rows)
                 shared = checksum(whole) if self.tensor.size > 1 else 0
             batch = cut_batch(whole, self.tensor, self.unpooled)
-            sent = self.router.send(batch)
+            sent = self.input_dist.send(batch)
             wants_weights = batch.wants_weight_gradient and not self.unpooled
         except Fault as found:
             fault = found
@@ -204,7 +204,7 @@ class Engine:
         words = [h.words for h in headers]
         payload = all_to_all(sent.payload, sent.words, words, self.peers.exchange)
         batch_sizes = [h.batch_size for h in headers]
-        received = self.router.receive(payload, words, batch_sizes, self._num_slots, weighted)
+        received = self.input_dist.receive(payload, words, batch_sizes, self._num_slots, weighted)
         parameters: list[torch.Tensor] = [*self.store.parameters] if is_training or wants_weights else []
         return whole, Call(batch, sent, received, batch_sizes), parameters
 

@@ -100,7 +100,7 @@ class _Split:
     order: torch.Tensor | None  # where each was in the batch; only for gradients of weights
 
 
-class Router:
+class InputDist:
     """Compiled input dist of one module.
 
     Args:
@@ -118,14 +118,9 @@ class Router:
         self.word = torch.int64 if wide else torch.int32
         self.unpooled = unpooled
         self._compiled: dict[tuple[int, tuple[int, ...]], _Compiled] = {}
-        blocks: dict[int, list[int]] = {}
-        for index, segment in enumerate(placement.segments):
-            blocks.setdefault(segment.feature, []).append(index)
-        self.split_features = sorted(f for f, ids in blocks.items() if len(ids) > 1)
-        bounds = [
-            [*(placement.segments[i].start for i in blocks[f]), placement.segments[blocks[f][-1]].stop]
-            for f in self.split_features
-        ]
+        row_blocks = {f.index: placement.row_blocks[f.table] for f in placement.features}
+        self.split_features = [f for f, blocks in row_blocks.items() if len(blocks) > 1]
+        bounds = [[0, *(stop for _, stop in row_blocks[f])] for f in self.split_features]
         self._bucketizer = Bucketizer(bounds, device) if bounds else None
         self._in_split = {f: i for i, f in enumerate(self.split_features)}
         self._device = device
@@ -212,12 +207,9 @@ class Router:
             sources: list[tuple[bool, int]] = []
             for slot in self.placement.slots[table_rank]:
                 is_split = slot.feature in self._in_split
-                block = self.placement.segments[slot.segment].block
-                index = (
-                    block * len(self.split_features) + self._in_split[slot.feature]
-                    if is_split
-                    else key_of[slot.feature]
-                )
+                index = key_of[slot.feature]
+                if is_split:
+                    index = slot.row_block * len(self.split_features) + self._in_split[slot.feature]
                 rows.append(num_keys + index if is_split else index)
                 sources.append((is_split, index))
                 if runs and runs[-1][0] == is_split and runs[-1][2] + 1 == index:

@@ -19,8 +19,8 @@ from sharders.embedding.placement import Placement
 
 
 @dataclass
-class Holding:
-    """A bank, its lookup, and which tables and slots they are of.
+class TBE:
+    """Tables that are stored, looked up and updated together (TorchRec's table-batched embedding).
 
     Args:
         bank: storage.
@@ -56,11 +56,11 @@ class TableStore:
         for index in sorted(range(len(placement.tables)), key=lambda i: placement.tables[i].bank_key):
             table = placement.tables[index]
             keys.setdefault((placement.is_local[index], table.bank_key), []).append(index)
-        self.holdings = [self._hold(tables, is_local, device) for (is_local, _), tables in keys.items()]
+        self.tbes = [self._make(tables, is_local, device) for (is_local, _), tables in keys.items()]
         self.parameters: list[nn.Parameter] = [nn.Parameter(torch.empty(0))] * len(placement.tables)
-        for holding in self.holdings:
-            for i, index in enumerate(holding.tables):
-                view = holding.bank.table_view(i, placement.tables[index].dim)
+        for tbe in self.tbes:
+            for i, index in enumerate(tbe.tables):
+                view = tbe.bank.table_view(i, placement.tables[index].dim)
                 self.parameters[index] = nn.Parameter(view, requires_grad=placement.tables[index].trainable)
         self._settle()
 
@@ -96,21 +96,21 @@ class TableStore:
                 self._chunked(index, chunks, offsets).fill_from(given)
 
     @property
-    def sharded(self) -> list[Holding]:
-        """Holdings of tables that are cut."""
-        return [h for h in self.holdings if not h.is_local]
+    def sharded(self) -> list[TBE]:
+        """TBEs of tables that are cut."""
+        return [tbe for tbe in self.tbes if not tbe.is_local]
 
     @property
-    def local(self) -> list[Holding]:
-        """Holdings of tables that are whole on every rank."""
-        return [h for h in self.holdings if h.is_local]
+    def local(self) -> list[TBE]:
+        """TBEs of tables that are whole on every rank."""
+        return [tbe for tbe in self.tbes if tbe.is_local]
 
     def views(self) -> Iterator[tuple[int, Bank, int, list[torch.Tensor], list[tuple[int, int]]]]:
         """(table, bank, index in the bank, views of its chunks, their offsets) of every table."""
-        for holding in self.holdings:
-            for i, index in enumerate(holding.tables):
-                chunks = [holding.bank.chunk_view(i, c) for c in range(len(holding.bank.chunks[i]))]
-                yield index, holding.bank, i, chunks, self._offsets(index)
+        for tbe in self.tbes:
+            for i, index in enumerate(tbe.tables):
+                chunks = [tbe.bank.chunk_view(i, c) for c in range(len(tbe.bank.chunks[i]))]
+                yield index, tbe.bank, i, chunks, self._offsets(index)
 
     def load_all(self, values: dict[int, torch.Tensor]) -> None:
         """Copy this rank's pieces out of whole tables, by table."""
@@ -134,44 +134,44 @@ class TableStore:
 
     def fused_parameters(self) -> Iterator[FusedParameter]:
         """Tables that are updated in the backward pass."""
-        for holding in self.holdings:
-            if holding.bank.spec is None or not holding.is_trainable:
+        for tbe in self.tbes:
+            if tbe.bank.spec is None or not tbe.is_trainable:
                 continue
-            for i, index in enumerate(holding.tables):
+            for i, index in enumerate(tbe.tables):
                 table, starts = self.placement.tables[index], self.placement.column_blocks(index)
                 widths = tuple(b - a for a, b in pairwise([*starts, table.dim])) if len(starts) > 1 else None
-                state = self._state_of(holding.bank, i, index)
-                yield FusedParameter(table.parameter, self.parameters[index], holding.bank.options, state, widths)
+                state = self._state_of(tbe.bank, i, index)
+                yield FusedParameter(table.parameter, self.parameters[index], tbe.bank.options, state, widths)
 
     def apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace all storage by `fn` of it (a move to another device); the parameters stay the same objects."""
-        for holding in self.holdings:
-            holding.bank.apply(fn)
-            holding.lookup = kernels.compile_lookup(holding.bank, holding.lookup.ranges)
-            for i, index in enumerate(holding.tables):
-                self.parameters[index].data = holding.bank.table_view(i, self.placement.tables[index].dim)
+        for tbe in self.tbes:
+            tbe.bank.apply(fn)
+            tbe.lookup = kernels.compile_lookup(tbe.bank, tbe.lookup.ranges)
+            for i, index in enumerate(tbe.tables):
+                self.parameters[index].data = tbe.bank.table_view(i, self.placement.tables[index].dim)
         self._settle()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TableStore:
         new = type(self).__new__(type(self))
         new.placement, new.rank = self.placement, self.rank
         new.parameters = list(self.parameters)
-        new.holdings = []
-        for old in self.holdings:
+        new.tbes = []
+        for old in self.tbes:
             # The copy's optimizer names its own parameters, which do not exist yet.
             memo[id(old.bank.options)] = {k: v for k, v in old.bank.options.items() if k != "params"}
             bank = copy.deepcopy(old.bank, memo)
             lookup = kernels.compile_lookup(bank, old.lookup.ranges)
-            holding = Holding(bank, lookup, old.tables, old.slots, old.features, old.is_local, old.is_trainable)
-            new.holdings.append(holding)
-            for i, index in enumerate(holding.tables):
+            tbe = TBE(bank, lookup, old.tables, old.slots, old.features, old.is_local, old.is_trainable)
+            new.tbes.append(tbe)
+            for i, index in enumerate(tbe.tables):
                 view = bank.table_view(i, self.placement.tables[index].dim)
                 parameter = nn.Parameter(view, requires_grad=self.parameters[index].requires_grad)
                 memo[id(self.parameters[index])] = new.parameters[index] = parameter
         new._settle()
         return new
 
-    def _hold(self, tables: list[int], is_local: bool, device: torch.device) -> Holding:
+    def _make(self, tables: list[int], is_local: bool, device: torch.device) -> TBE:
         placement = self.placement
         first = placement.tables[tables[0]]
         chunks = placement.chunks[self.rank]
@@ -197,9 +197,7 @@ class TableStore:
                 (where[s.table], s.chunk, s.first_row, s.rows) for s in (placement.slots[self.rank][i] for i in mine)
             ]
         kernel_slots = [kernels.RowRange(bank.chunks[t][c], row, rows) for t, c, row, rows in picked]
-        return Holding(
-            bank, kernels.compile_lookup(bank, kernel_slots), tables, slots, features, is_local, first.trainable
-        )
+        return TBE(bank, kernels.compile_lookup(bank, kernel_slots), tables, slots, features, is_local, first.trainable)
 
     def _offsets(self, index: int) -> list[tuple[int, int]]:
         if self.placement.is_local[index]:

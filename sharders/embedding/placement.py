@@ -1,10 +1,10 @@
-"""Where each table's rectangles are, compiled once from the plan: what is sent to whom, and in which order.
+"""Where each table's shards are, compiled once from the plan: what is sent to whom, and in which order.
 
 [Note: slots]
-A *table* is read by *features*. Its rows are cut into *blocks* at every row boundary of its shards. A *slot* is the
-smallest unit that travels: the ids of one feature that fall into one block, for one rectangle on one rank. Each rank
-has an ordered list of slots; its lookup's columns and the wire have that order. Slots of one rectangle and block are
-adjacent, whatever their features, because the kernels combine their gradients.
+A *table* is read by *features*. Its rows are cut into *row blocks* at every row boundary of its shards. A *slot* is
+the smallest unit that travels: the ids of one feature that fall into one row block, for one shard on one rank. Each
+rank has an ordered list of slots; its lookup's columns and the wire have that order. Slots of one shard and row block
+are adjacent, whatever their features, because the kernels combine their gradients.
 A *local* table is whole on every rank (data-parallel) and is looked up where its ids are.
 """
 
@@ -61,22 +61,22 @@ class Feature:
 
 @dataclass(frozen=True)
 class Slot:
-    """Ids of one feature in one row block, for one rectangle; see [Note: slots].
+    """Ids of one feature in one row block, for one shard; see [Note: slots].
 
     Args:
         feature: index of the feature.
         table: index of the table.
-        segment: index of (feature, block) among all segments of the module.
-        chunk: index of the rectangle among those of the table on its rank.
-        first_row: of the block, relative to the rectangle.
-        rows: of the block.
-        column: first column of the rectangle.
-        width: columns of the rectangle.
+        row_block: index of the row block in its table.
+        chunk: index of the shard among those of the table on its rank.
+        first_row: of the row block, relative to the shard.
+        rows: of the row block.
+        column: first column of the shard.
+        width: columns of the shard.
     """
 
     feature: int
     table: int
-    segment: int
+    row_block: int
     chunk: int
     first_row: int
     rows: int
@@ -84,18 +84,10 @@ class Slot:
     width: int
 
 
-@dataclass(frozen=True)
-class Segment:
-    """Ids of one feature in one row block of its table: rows `start` to `stop`."""
-
-    feature: int
-    block: int
-    start: int
-    stop: int
-
-
 class Placement:
     """All slots of all ranks for the tables of one module.
+
+    `row_blocks` has for each table the first row of each block and the one after its last; none for a local table.
 
     Args:
         tables: the module's tables.
@@ -117,7 +109,7 @@ class Placement:
         by_table: list[list[Feature]] = [[] for _ in self.tables]
         for feature in self.features:
             by_table[feature.table].append(feature)
-        self.segments: list[Segment] = []
+        self.row_blocks: list[list[tuple[int, int]]] = [[] for _ in self.tables]
         self.slots: list[list[Slot]] = [[] for _ in range(env.table_size)]
         self.chunks: list[list[list[Shard]]] = [[[] for _ in self.tables] for _ in range(env.table_size)]
         self.local_features = [f for f in self.features if self.is_local[f.table]]
@@ -133,12 +125,7 @@ class Placement:
     def _place(self, index: int, features: list[Feature]) -> None:
         shards = sorted(self.shards[index], key=lambda s: s.offsets)
         cuts = sorted({cut for s in shards for cut in (s.offsets[0], s.offsets[0] + s.sizes[0])})
-        blocks = list(pairwise(cuts))
-        first: dict[tuple[int, int], int] = {}
-        for feature in features:
-            for block, (start, stop) in enumerate(blocks):
-                first[feature.index, block] = len(self.segments)
-                self.segments.append(Segment(feature.index, block, start, stop))
+        blocks = self.row_blocks[index] = list(pairwise(cuts))
         block_of = {start: block for block, (start, _) in enumerate(blocks)}
         for shard in shards:
             (row, column), (rows, width) = shard.offsets, shard.sizes
@@ -147,13 +134,11 @@ class Placement:
             block = block_of[row]
             while block < len(blocks) and blocks[block][0] < row + rows:
                 start, stop = blocks[block]
-                for feature in features:
-                    segment = first[feature.index, block]
-                    self.slots[shard.rank].append(
-                        Slot(feature.index, index, segment, chunk, start - row, stop - start, column, width)
-                    )
+                self.slots[shard.rank] += [
+                    Slot(f.index, index, block, chunk, start - row, stop - start, column, width) for f in features
+                ]
                 block += 1
 
     def column_blocks(self, table: int) -> list[int]:
-        """Distinct first columns of the table's rectangles; one when no row is cut."""
+        """Distinct first columns of the table's shards; one when no row is cut."""
         return sorted({s.offsets[1] for s in self.shards[table]})

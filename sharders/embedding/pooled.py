@@ -8,8 +8,8 @@ from itertools import accumulate
 import torch
 
 from sharders.collectives import all_to_all
-from sharders.embedding.input_dist import Batch, Call, Router, take
-from sharders.embedding.local_tables import Holding, TableStore
+from sharders.embedding.input_dist import Batch, Call, InputDist, take
+from sharders.embedding.local_tables import TBE, TableStore
 from sharders.embedding.peers import Peers
 from sharders.embedding.pooled_output import Piece, Stage, cut_pieces
 from sharders.embedding.replicas import Copies, make_rider, trainable_local
@@ -28,13 +28,13 @@ class PooledPath:
     def __init__(
         self,
         peers: Peers,
-        router: Router,
+        input_dist: InputDist,
         store: TableStore,
         copies: Copies,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.peers, self.router, self.store, self.copies = peers, router, store, copies
+        self.peers, self.input_dist, self.store, self.copies = peers, input_dist, store, copies
         self.dtype, self.device = dtype, device
         self.factor = copies.mean_factor
         placement = store.placement
@@ -47,15 +47,15 @@ class PooledPath:
         """(B, sum of dims)."""
         ids, lengths, weights = self._slot_major(call, self.peers.own)
         parts = [
-            h.lookup.pooled(*self._bags(h, ids, lengths, weights)).to(self.dtype)
-            for h in self.store.sharded
-            if len(h.slots)
+            tbe.lookup.pooled(*self._bags(tbe, ids, lengths, weights)).to(self.dtype)
+            for tbe in self.store.sharded
+            if len(tbe.slots)
         ]
         if len(parts) == 1:
             out = parts[0]
         else:
             out = torch.cat(parts, 1) if parts else self._zeros(lengths.shape[1], 0)
-        local = [h.lookup.pooled(*self._own_bags(call.batch, h)).to(self.dtype) for h in self.store.local]
+        local = [tbe.lookup.pooled(*self._own_bags(call.batch, tbe)).to(self.dtype) for tbe in self.store.local]
         block = None if not local else local[0] if len(local) == 1 else torch.cat(local, 1)
         for i, stage in enumerate(self.stages):
             out = stage.forward(out, self._rows(call, i), block if i == len(self.stages) - 1 else None)
@@ -100,12 +100,12 @@ class PooledPath:
         assert weights is not None
         ids, lengths, bits = self._slot_major(call, self.peers.own)
         parts, column = [], 0
-        for h in self.store.sharded:
-            if len(h.slots):
-                columns = looked_up[:, column : column + h.lookup.num_columns].to(h.bank.weights.dtype).contiguous()
-                column += h.lookup.num_columns
-                bag_ids, offsets, _ = self._bags(h, ids, lengths, bits)
-                parts.append(h.lookup.gradient_weights(columns, bag_ids, offsets).to(self.dtype))
+        for tbe in self.store.sharded:
+            if len(tbe.slots):
+                columns = looked_up[:, column : column + tbe.lookup.num_columns].to(tbe.bank.weights.dtype).contiguous()
+                column += tbe.lookup.num_columns
+                bag_ids, offsets, _ = self._bags(tbe, ids, lengths, bits)
+                parts.append(tbe.lookup.gradient_weights(columns, bag_ids, offsets).to(self.dtype))
         slot_major = torch.cat(parts) if parts else self._zeros(0)
         # Slot-major to source by source, back to the sources, and there to the weights' places.
         counts = call.received.counts(self.peers.own)
@@ -119,32 +119,32 @@ class PooledPath:
         for s, part in zip(self.peers.by_table_rank, came.split(receive_sizes), strict=True):
             result.index_add_(0, call.sent.weight_places[s], part, alpha=1.0 / self.factor)
         starts, key_starts = [0, *accumulate(self.dims)], [0, *accumulate(call.batch.counts)]
-        for h in self.store.local:
-            columns = torch.cat([given[:, starts[f] : starts[f + 1]] for f in h.features], 1)
-            bag_ids, offsets, _ = self._own_bags(call.batch, h)
-            part = h.lookup.gradient_weights(columns.to(h.bank.weights.dtype), bag_ids, offsets).to(self.dtype)
+        for tbe in self.store.local:
+            columns = torch.cat([given[:, starts[f] : starts[f + 1]] for f in tbe.features], 1)
+            bag_ids, offsets, _ = self._own_bags(call.batch, tbe)
+            part = tbe.lookup.gradient_weights(columns.to(tbe.bank.weights.dtype), bag_ids, offsets).to(self.dtype)
             places = torch.arange(weights.numel(), device=self.device)
-            result.index_add_(0, take(places, [call.batch.key_of[f] for f in h.features], key_starts), part)
+            result.index_add_(0, take(places, [call.batch.key_of[f] for f in tbe.features], key_starts), part)
         return result.to(weights.dtype)
 
     def _update(self, call: Call, grad: torch.Tensor, sources: Sequence[int]) -> dict[int, torch.Tensor]:
         ids, lengths, weights = self._slot_major(call, sources)
         gradients: dict[int, torch.Tensor] = {}
         column = 0
-        for h in self.store.sharded:
-            of_holding = grad[:, column : column + h.lookup.num_columns]
-            column += h.lookup.num_columns
-            if not h.is_trainable:
+        for tbe in self.store.sharded:
+            of_tbe = grad[:, column : column + tbe.lookup.num_columns]
+            column += tbe.lookup.num_columns
+            if not tbe.is_trainable:
                 continue
-            bags = self._bags(h, ids, lengths, weights) if len(h.slots) else None
-            of_holding = of_holding.to(h.bank.weights.dtype).contiguous()
-            if h.bank.spec is None:
-                flat = h.lookup.gradient_pooled(of_holding, *bags) if bags else torch.zeros_like(h.bank.weights)
-                gradients[id(h)] = flat
+            bags = self._bags(tbe, ids, lengths, weights) if len(tbe.slots) else None
+            of_tbe = of_tbe.to(tbe.bank.weights.dtype).contiguous()
+            if tbe.bank.spec is None:
+                flat = tbe.lookup.gradient_pooled(of_tbe, *bags) if bags else torch.zeros_like(tbe.bank.weights)
+                gradients[id(tbe)] = flat
                 continue
-            h.bank.step()
+            tbe.bank.step()
             if bags:
-                h.lookup.update_pooled(of_holding, *bags)
+                tbe.lookup.update_pooled(of_tbe, *bags)
         return gradients
 
     def _make_stages(self) -> list[Stage]:
@@ -153,7 +153,7 @@ class PooledPath:
             [(s.feature, s.column, s.width) for s in of_rank] for of_rank in self.store.placement.slots
         ]
         target: list[Piece] = [(f, 0, dim) for f, dim in enumerate(self.dims)]
-        local: list[Piece] = [(f, 0, self.dims[f]) for h in self.store.local for f in h.features]
+        local: list[Piece] = [(f, 0, self.dims[f]) for tbe in self.store.local for f in tbe.features]
         if peers.outer_size == 1:
             return [Stage(peers.table, peers.table_rank, [*pieces, local], target)]
         hosts = [pieces[h * peers.inner_size : (h + 1) * peers.inner_size] for h in range(peers.outer_size)]
@@ -179,34 +179,34 @@ class PooledPath:
 
     def _slot_major(self, call: Call, sources: Sequence[int]) -> Bags:
         ids, lengths, bits = call.received.slot_major(sources)
-        return ids, lengths, None if bits is None else self.router.weights_of(bits)
+        return ids, lengths, None if bits is None else self.input_dist.weights_of(bits)
 
-    def _bags(self, h: Holding, ids: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor | None) -> Bags:
-        """Bags of a holding's slots."""
-        if len(h.slots) != lengths.shape[0]:
+    def _bags(self, tbe: TBE, ids: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor | None) -> Bags:
+        """Bags of a TBE's slots."""
+        if len(tbe.slots) != lengths.shape[0]:
             bounds = [0, *lengths.sum(1).cumsum(0).tolist()]
-            lengths = lengths[h.slots.start : h.slots.stop]
-            span = slice(bounds[h.slots.start], bounds[h.slots.stop])
+            lengths = lengths[tbe.slots.start : tbe.slots.stop]
+            span = slice(bounds[tbe.slots.start], bounds[tbe.slots.stop])
             ids, weights = ids[span], None if weights is None else weights[span]
-        return ids, _offsets(lengths), None if weights is None else weights.to(h.bank.weights.dtype)
+        return ids, _offsets(lengths), None if weights is None else weights.to(tbe.bank.weights.dtype)
 
-    def _own_bags(self, batch: Batch, h: Holding) -> Bags:
-        """This rank's own bags for the features of a local holding."""
-        keys = [batch.key_of[f] for f in h.features]
+    def _own_bags(self, batch: Batch, tbe: TBE) -> Bags:
+        """This rank's own bags for the features of a local TBE."""
+        keys = [batch.key_of[f] for f in tbe.features]
         starts = [0, *accumulate(batch.counts)]
         ids = take(batch.values, keys, starts)
-        weights = None if batch.weights is None else take(batch.weights, keys, starts).to(h.bank.weights.dtype)
+        weights = None if batch.weights is None else take(batch.weights, keys, starts).to(tbe.bank.weights.dtype)
         return ids, _offsets(batch.lengths[keys].to(ids.dtype)), weights
 
     def _local_gradients(self, batch: Batch, grad: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(flat gradient, touched rows) of each trainable local holding, from this rank's own bags."""
+        """(flat gradient, touched rows) of each trainable local TBE, from this rank's own bags."""
         starts = [0, *accumulate(self.dims)]
         result = []
-        for h in trainable_local(self.store):
-            columns = torch.cat([grad[:, starts[f] : starts[f + 1]] for f in h.features], 1).mul_(self.factor)
-            ids, offsets, weights = self._own_bags(batch, h)
-            flat = h.lookup.gradient_pooled(columns.to(h.bank.weights.dtype), ids, offsets, weights)
-            result.append((flat, h.lookup.touched_pooled(ids, offsets)))
+        for tbe in trainable_local(self.store):
+            columns = torch.cat([grad[:, starts[f] : starts[f + 1]] for f in tbe.features], 1).mul_(self.factor)
+            ids, offsets, weights = self._own_bags(batch, tbe)
+            flat = tbe.lookup.gradient_pooled(columns.to(tbe.bank.weights.dtype), ids, offsets, weights)
+            result.append((flat, tbe.lookup.touched_pooled(ids, offsets)))
         return result
 
     def _mean_scale(self, batch: Batch) -> torch.Tensor | None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from sharders.collectives import all_reduce_sum, all_to_all
-from sharders.embedding.local_tables import Holding, TableStore
+from sharders.embedding.local_tables import TBE, TableStore
 from sharders.embedding.lookup.kernels import update_dense
 from sharders.embedding.peers import Peers
 
@@ -66,9 +66,9 @@ class Copies:
         """Update data-parallel tables, average copies when it is time, and cut gradients by table.
 
         Args:
-            rider: gradients of the trainable local holdings and, after each, which rows were touched.
+            rider: gradients of the trainable local TBEs and, after each, which rows were touched.
             is_summed: the exchange has summed it.
-            gradients: id(holding) -> flat gradient, of holdings without in-backward optimizer.
+            gradients: id(tbe) -> flat gradient, of TBEs without in-backward optimizer.
 
         Returns:
             For each table its ordinary gradient; None for those updated in place.
@@ -79,39 +79,39 @@ class Copies:
             self._update_local(rider, gradients)
         self._average()
         result: list[torch.Tensor | None] = [None] * len(self.store.parameters)
-        for h in self.store.holdings:
-            flat = gradients.get(id(h))
-            for i, index in enumerate(h.tables if flat is not None else ()):
-                result[index] = h.bank.table_view(i, self.store.placement.tables[index].dim, flat)
+        for tbe in self.store.tbes:
+            flat = gradients.get(id(tbe))
+            for i, index in enumerate(tbe.tables if flat is not None else ()):
+                result[index] = tbe.bank.table_view(i, self.store.placement.tables[index].dim, flat)
         return result
 
     def _update_local(self, rider: torch.Tensor, gradients: dict[int, torch.Tensor]) -> None:
-        holdings = trainable_local(self.store)
-        parts = rider.split([n for h in holdings for n in (h.bank.weights.numel(), h.bank.total_rows)])
-        for i, h in enumerate(holdings):
-            flat, touched = parts[2 * i].to(h.bank.weights.dtype), parts[2 * i + 1] > 0
-            if h.bank.spec is None:
-                gradients[id(h)] = flat
+        tbes = trainable_local(self.store)
+        parts = rider.split([n for tbe in tbes for n in (tbe.bank.weights.numel(), tbe.bank.total_rows)])
+        for i, tbe in enumerate(tbes):
+            flat, touched = parts[2 * i].to(tbe.bank.weights.dtype), parts[2 * i + 1] > 0
+            if tbe.bank.spec is None:
+                gradients[id(tbe)] = flat
             else:
-                h.bank.step()
-                update_dense(h.bank, flat, touched)
+                tbe.bank.step()
+                update_dense(tbe.bank, flat, touched)
 
     def _average(self) -> None:
         if self.sync_interval == 1 or self.peers.replicas is None:
             return
         count = dist.get_world_size(self.peers.replicas)
-        for h in self.store.holdings:
-            if h.is_trainable and int(h.bank.steps[0]) % self.sync_interval == 0:
-                for tensor in (h.bank.weights, *h.bank.state.values()):
+        for tbe in self.store.tbes:
+            if tbe.is_trainable and int(tbe.bank.steps[0]) % self.sync_interval == 0:
+                for tensor in (tbe.bank.weights, *tbe.bank.state.values()):
                     all_reduce_sum(tensor, self.peers.replicas)
                     tensor.div_(count)
 
 
-def trainable_local(store: TableStore) -> list[Holding]:
-    """Data-parallel holdings that get gradients."""
-    return [h for h in store.local if h.is_trainable]
+def trainable_local(store: TableStore) -> list[TBE]:
+    """Data-parallel TBEs that get gradients."""
+    return [tbe for tbe in store.local if tbe.is_trainable]
 
 
 def make_rider(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], dtype: torch.dtype) -> torch.Tensor | None:
-    """(flat gradient, touched rows) of each trainable local holding as one flat tensor; None when there are none."""
+    """(flat gradient, touched rows) of each trainable local TBE as one flat tensor; None when there are none."""
     return torch.cat([t.to(dtype) for pair in parts for t in pair]) if parts else None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from sharders.embedding.input_dist import Batch, Call
-from sharders.embedding.local_tables import Holding, TableStore
+from sharders.embedding.local_tables import TBE, TableStore
 from sharders.embedding.peers import Peers
 from sharders.embedding.replicas import Copies, make_rider, trainable_local
 from sharders.embedding.unpooled_output import Patch, RowDelivery
@@ -45,9 +45,9 @@ class UnpooledPath:
         """One tensor (N, dim) for each distinct dim: rows of all its features, feature-major."""
         counts = call.received.counts(self.peers.own)
         blocks: list[torch.Tensor] = []
-        for h, slots, _ in self.groups:
-            ids, segments = self._ids(call, self.peers.own, counts, h, slots)
-            blocks.append(h.lookup.rows(ids, segments).to(self.dtype).reshape(-1))
+        for tbe, slots, _ in self.groups:
+            ids, segments = self._ids(call, self.peers.own, counts, tbe, slots)
+            blocks.append(tbe.lookup.rows(ids, segments).to(self.dtype).reshape(-1))
         if len(blocks) == 1:
             send = blocks[0]  # source by source already
         else:
@@ -106,47 +106,47 @@ class UnpooledPath:
         sizes: list[list[int]],
     ) -> dict[int, torch.Tensor]:
         gradients: dict[int, torch.Tensor] = {}
-        for h in self.store.sharded:
-            if h.is_trainable and h.bank.spec is not None:
-                h.bank.step()
-            elif h.is_trainable:
-                gradients[id(h)] = torch.zeros_like(h.bank.weights)
+        for tbe in self.store.sharded:
+            if tbe.is_trainable and tbe.bank.spec is not None:
+                tbe.bank.step()
+            elif tbe.is_trainable:
+                gradients[id(tbe)] = torch.zeros_like(tbe.bank.weights)
         cut = grad.split([n for of_source in sizes for n in of_source]) if self.groups else ()
-        for g, (h, slots, width) in enumerate(self.groups):
-            if not h.is_trainable:
+        for g, (tbe, slots, width) in enumerate(self.groups):
+            if not tbe.is_trainable:
                 continue
-            ids, segments = self._ids(call, sources, counts, h, slots)
+            ids, segments = self._ids(call, sources, counts, tbe, slots)
             pieces = [cut[s * len(self.groups) + g] for s in range(len(sources))]
             flat = grad if len(self.groups) == 1 else torch.cat(pieces)
-            rows = flat.view(-1, width).to(h.bank.weights.dtype)
-            if h.bank.spec is None:
-                gradients[id(h)] += h.lookup.gradient_rows(rows, ids, segments)
+            rows = flat.view(-1, width).to(tbe.bank.weights.dtype)
+            if tbe.bank.spec is None:
+                gradients[id(tbe)] += tbe.lookup.gradient_rows(rows, ids, segments)
             else:
-                h.lookup.update_rows(rows, ids, segments)
+                tbe.lookup.update_rows(rows, ids, segments)
         return gradients
 
-    def _find_groups(self) -> list[tuple[Holding, range, int]]:
-        """(holding, slots, width); see [Note: groups]."""
+    def _find_groups(self) -> list[tuple[TBE, range, int]]:
+        """(tbe, slots, width); see [Note: groups]."""
         slots = self.store.placement.slots[self.store.rank]
-        groups: list[tuple[Holding, range, int]] = []
-        for h in self.store.sharded:
-            for i in h.slots:
-                if groups and groups[-1][0] is h and groups[-1][2] == slots[i].width:
-                    groups[-1] = (h, range(groups[-1][1].start, i + 1), slots[i].width)
+        groups: list[tuple[TBE, range, int]] = []
+        for tbe in self.store.sharded:
+            for i in tbe.slots:
+                if groups and groups[-1][0] is tbe and groups[-1][2] == slots[i].width:
+                    groups[-1] = (tbe, range(groups[-1][1].start, i + 1), slots[i].width)
                 else:
-                    groups.append((h, range(i, i + 1), slots[i].width))
+                    groups.append((tbe, range(i, i + 1), slots[i].width))
         return groups
 
     def _ids(
-        self, call: Call, sources: Sequence[int], counts: list[list[int]], h: Holding, slots: range
+        self, call: Call, sources: Sequence[int], counts: list[list[int]], tbe: TBE, slots: range
     ) -> tuple[torch.Tensor, list[tuple[int, int]]]:
-        """Ids of some slots, source by source, and their (slot of the holding, count) segments."""
+        """Ids of some slots, source by source, and their (slot of the TBE, count) segments."""
         pieces, segments = [], []
         for source, of_slots in zip(sources, counts, strict=True):
             start = sum(of_slots[: slots.start])
             stop = start + sum(of_slots[slots.start : slots.stop])
             pieces.append(call.received.ids[source][start:stop])
-            segments += [(i - h.slots.start, of_slots[i]) for i in slots]
+            segments += [(i - tbe.slots.start, of_slots[i]) for i in slots]
         return torch.cat(pieces) if len(pieces) != 1 else pieces[0], segments
 
     def _sizes(self, counts: list[list[int]]) -> list[list[int]]:
@@ -165,26 +165,26 @@ class UnpooledPath:
     def _local_rows(self, batch: Batch) -> list[tuple[Patch, torch.Tensor]]:
         """Rows that this rank's own copies give, and where they go."""
         return [
-            (patch, h.lookup.rows(ids, [(slot, patch.count)]).view(patch.count, patch.width).to(self.dtype))
-            for h in self.store.local
-            for slot, ids, patch in self._local_patches(batch, h)
+            (patch, tbe.lookup.rows(ids, [(slot, patch.count)]).view(patch.count, patch.width).to(self.dtype))
+            for tbe in self.store.local
+            for slot, ids, patch in self._local_patches(batch, tbe)
         ]
 
     def _local_gradients(self, batch: Batch, grads: dict[int, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(flat gradient, touched rows) of each trainable local holding, from this rank's own ids."""
+        """(flat gradient, touched rows) of each trainable local TBE, from this rank's own ids."""
         result = []
-        for h in trainable_local(self.store):
-            flat = torch.zeros_like(h.bank.weights)
-            touched = torch.zeros(h.bank.total_rows, dtype=torch.bool, device=flat.device)
-            for slot, ids, patch in self._local_patches(batch, h):
+        for tbe in trainable_local(self.store):
+            flat = torch.zeros_like(tbe.bank.weights)
+            touched = torch.zeros(tbe.bank.total_rows, dtype=torch.bool, device=flat.device)
+            for slot, ids, patch in self._local_patches(batch, tbe):
                 rows = (grads[patch.dim][patch.where] * self.factor).to(flat.dtype)
-                flat += h.lookup.gradient_rows(rows, ids, [(slot, patch.count)])
-                touched |= h.lookup.touched_rows(ids, [(slot, patch.count)])
+                flat += tbe.lookup.gradient_rows(rows, ids, [(slot, patch.count)])
+                touched |= tbe.lookup.touched_rows(ids, [(slot, patch.count)])
             result.append((flat, touched))
         return result
 
-    def _local_patches(self, batch: Batch, h: Holding) -> list[tuple[int, torch.Tensor, Patch]]:
-        """(slot, ids, where the rows go) of each feature of a local holding."""
+    def _local_patches(self, batch: Batch, tbe: TBE) -> list[tuple[int, torch.Tensor, Patch]]:
+        """(slot, ids, where the rows go) of each feature of a local TBE."""
         key_starts = [0, *accumulate(batch.counts)]
         at = dict.fromkeys(self.distinct_dims, 0)
         starts = []
@@ -192,7 +192,7 @@ class UnpooledPath:
             starts.append(at[dim])
             at[dim] += batch.counts[key]
         result = []
-        for slot, f in enumerate(h.features):
+        for slot, f in enumerate(tbe.features):
             key, dim = batch.key_of[f], self.dims[f]
             ids = batch.values[key_starts[key] : key_starts[key + 1]]
             where = slice(starts[f], starts[f] + batch.counts[key])
