@@ -9,6 +9,7 @@
 - `initial_values`: initial values from (name, seed) alone, for meta parameters
 - `filling`: what a sharder has made, checked, and filled where it was on meta
 - `state_hooks`: how values get in and out of sharded modules
+- `gathered`: weights that FSDP2 has left gathered, looked at without effect
 - `forward`: `model.forward`, with the signature of the module's own
 - `ddp_watch`: whether DDP still has hold of the dense parameters
 - `left_whole`: what a step's numbers do not show, said once

@@ -74,16 +74,6 @@ def copy_values(old: nn.Module, new: nn.Module, device: torch.device) -> None:
                 own[key] = made[id(meta)]
 
 
-def reshard(module: nn.Module) -> None:
-    """Put pieces back where whole weights are left from a forward without a backward: an optimizer must not meet those.
-
-    FSDP2 keeps the root's weights gathered after a forward; an optimizer made after an evaluation would train copies.
-    """
-    for each in module.modules():
-        if hasattr(type(each), "reshard"):
-            each.reshard()  # type: ignore[operator]
-
-
 def put_back(module: nn.Module) -> None:
     """Pieces in place of whole weights after a forward that has failed, for an optimizer made then, and the next one.
 

@@ -55,6 +55,7 @@ from dmp.wrap.earlier_optimizers import marking_replaced
 from dmp.wrap.filling import check_made, fill_from_meta, rules_of
 from dmp.wrap.forward import Forward
 from dmp.wrap.fused import FusedOptimizer
+from dmp.wrap.gathered import pieces_shown, state_dict_of_pieces
 from dmp.wrap.initial_rules import Rules
 from dmp.wrap.initial_values import (
     materialise,
@@ -63,7 +64,7 @@ from dmp.wrap.initial_values import (
 from dmp.wrap.left_whole import say_what_is_whole
 from dmp.wrap.optimizer_guard import guard_optimizers
 from dmp.wrap.outer_wrappers import guard_ddp, keep_from_fully_shard
-from dmp.wrap.skeleton import all_tensors, copy_values, reshard, skeleton_of
+from dmp.wrap.skeleton import all_tensors, copy_values, skeleton_of
 from dmp.wrap.state_hooks import misfit, register_state_hooks, with_local_parts
 from dmp.wrap.ties import Tie, find_ties, restore_ties
 
@@ -466,7 +467,7 @@ class DistributedModelParallel(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The unsharded module's names; sharded parameters as `ChunkedTensor`s of this rank's pieces."""
-        return self.module.state_dict(*args, **kwargs)
+        return state_dict_of_pieces(self.module, *args, **kwargs)
 
     def load_state_dict(  # type: ignore[override]
         self, state_dict: Mapping[str, Any], prefix: str = "", strict: bool = True, assign: bool = False
@@ -534,8 +535,8 @@ class DistributedModelParallel(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """The unsharded module's names; a sharded parameter holds this rank's pieces, possibly none."""
-        self._reshard()
-        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+        with pieces_shown(self.module):
+            return iter(list(self.module.named_parameters(prefix, recurse, remove_duplicate)))
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -547,17 +548,12 @@ class DistributedModelParallel(nn.Module):
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         """This wrapper and the module's modules under the unsharded module's names, in a parent module too."""
-        self._reshard()  # this is how a parent's `parameters()` comes by
         memo = set() if memo is None else memo
         if self not in memo or not remove_duplicate:
             memo.add(self)
             yield prefix, self
-        yield from self.module.named_modules(memo, prefix, remove_duplicate)
-
-    def _reshard(self) -> None:
-        """Before parameters are given out."""
-        if self._is_data_parallel and self._skeleton:
-            reshard(self.module)
+        with pieces_shown(self.module):  # this is how a parent's `parameters()` comes by
+            yield from self.module.named_modules(memo, prefix, remove_duplicate)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: Mapping[str, Any], *args: Any

@@ -159,20 +159,14 @@ class FSDPWrapper:
             if policy is not None:
                 options["mp_policy"] = replace(policy, output_dtype=policy.output_dtype if m is module else None)
             apply(m, **options)
-            if m is module or not env.fully_sharded_axes:
-                self._put_back_without_backward(m)
+            if self.reshard_after_forward is None and (m is module or not env.fully_sharded_axes):
+                m.register_forward_hook(_put_back)
+        module.register_forward_pre_hook(
+            _free_outdated([*units.values(), module], stays=self.reshard_after_forward is not None), prepend=True
+        )
         reduce_unreached_pieces(module)
         if whole and (group := env.group("replicate", "shard")) is not None:
             average_whole(module, whole, group)
-
-    def _put_back_without_backward(self, module: nn.Module) -> None:
-        """Have pieces in place of whole weights after a forward that no backward pass will follow.
-
-        torch leaves these whole, for a backward pass to begin with. An optimizer made after an evaluation would train
-        them, and not the pieces. Not where the user has asked for them to stay.
-        """
-        if self.reshard_after_forward is None:
-            module.register_forward_hook(_put_back)
 
     def _prepare(
         self, module: nn.Module, env: ShardingEnv, ignored: Collection[str]
@@ -331,8 +325,37 @@ def _is_view(leaf: Any) -> bool:
 
 
 def _put_back(module: nn.Module, args: Any, output: Any) -> None:
+    """Pieces in place of whole weights after a forward that no backward pass will follow."""
     if not torch.is_grad_enabled():
         module.reshard()  # type: ignore[operator]
+
+
+def _free_outdated(modules: Sequence[Any], stays: bool) -> Callable[[Any, Any], None]:
+    """A hook before torch's: weights that an earlier forward has left whole are freed, where pieces may be newer.
+
+    On all ranks alike: none may gather alone. Pieces are written by optimizers, or by whoever goes through parameters.
+
+    Args:
+        modules: those that are gathered at once each.
+        stays: the user has asked for them to stay: only what has been written in place, as torch counts it, is newer.
+    """
+    # Private, as what it holds: nothing public tells what is gathered, and how often pieces were written.
+    units = [unit for m in modules for unit in m._get_fsdp_state()._fsdp_param_groups]
+    written: list[int] = []
+
+    def before(_: Any, args: Any) -> None:
+        now = [held.sharded_param._version for unit in units for held in unit.fsdp_params]
+        for unit in units:
+            if unit.is_sharded or unit._training_state.name != "IDLE":  # the latter: a backward pass computes it again
+                continue
+            if now != written or not (stays or not unit.reshard_after_backward):
+                unit.reshard()
+            elif unit.is_unsharded:
+                for held in unit.fsdp_params:
+                    held.to_unsharded()  # in the middle of a look its modules hold the pieces
+        written[:] = now
+
+    return before
 
 
 class _Own(torch.autograd.Function):
