@@ -34,22 +34,15 @@ from dmp.contracts import (
 )
 from dmp.env import ShardingEnv
 from dmp.errors import CheckpointError, DmpError, InputError, PlanError, RanksError, ShardError
-from dmp.layouts.layout import (
-    Layout,
-    ParameterSharding,
-    Shard,
-    check_cover,
+from dmp.layouts.dense import colwise, fully_sharded, replicate, rowwise, sequence
+from dmp.layouts.layout import Layout, ParameterSharding
+from dmp.layouts.shard import Shard, check_cover, is_replicated
+from dmp.layouts.tables import (
     column_wise,
-    colwise,
     data_parallel,
-    fully_sharded,
     grid,
-    is_replicated,
     rectangles,
-    replicate,
     row_wise,
-    rowwise,
-    sequence,
     table_row_wise,
     table_wise,
 )

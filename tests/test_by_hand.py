@@ -12,8 +12,22 @@ import pytest
 import torch
 
 import dmp
-from dmp import Layout, ParameterSharding, PlanError, Shard, ShardError, ShardingEnv, ShardingPlan
-from dmp.layouts.layout import column_wise, colwise, grid, rectangles, row_wise, table_row_wise, table_wise
+from dmp import (
+    Layout,
+    ParameterSharding,
+    PlanError,
+    Shard,
+    ShardError,
+    ShardingEnv,
+    ShardingPlan,
+    column_wise,
+    colwise,
+    grid,
+    rectangles,
+    row_wise,
+    table_row_wise,
+    table_wise,
+)
 from planner import Constraint, ShardingPlanner, Topology
 from tests.spoiled import change_json
 

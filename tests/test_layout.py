@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import random
 from math import prod
 from typing import Any
@@ -16,7 +18,9 @@ from dmp import (
     ShardingEnv,
     check_cover,
     column_wise,
+    colwise,
     data_parallel,
+    fully_sharded,
     grid,
     is_replicated,
     rectangles,
@@ -24,6 +28,8 @@ from dmp import (
     table_row_wise,
     table_wise,
 )
+from dmp.layouts.dense import DenseLayout
+from dmp.layouts.tables import TableLayout
 from tests.equality import random_rectangles
 
 FLAT = ShardingEnv.abstract((4,), ("dp",), "cpu")
@@ -219,6 +225,37 @@ def test_is_data(layout: Layout, text: str | None) -> None:
     back = Layout.from_json(json.loads(json.dumps(layout.to_json())))
     assert back == layout and hash(back) == hash(layout)
     assert text is None or str(layout) == text
+
+
+def test_relocated_keeps_everything_but_ranks() -> None:
+    env = ShardingEnv.abstract((2, 2), ("host", "local"), "cpu")
+    moved = {0: 3, 1: 2, 2: 1, 3: 0}
+    two = rectangles([((0, 0), (2, 4), 0), ((2, 0), (2, 4), 1)])
+    pairs = {
+        table_wise(0): table_wise(3),
+        column_wise([0, 1], widths=[4, 12]): column_wise([3, 2], widths=[4, 12]),
+        row_wise([1, 0]): row_wise([2, 3]),
+        grid([[0, 1], [2, 3]]): grid([[3, 2], [1, 0]]),
+        two: rectangles([((0, 0), (2, 4), 3), ((2, 0), (2, 4), 2)]),
+        row_wise(): row_wise(),
+        data_parallel(): data_parallel(),
+        colwise(): colwise(),
+    }
+    for before, after in pairs.items():
+        assert before.relocated(moved, env) == after
+    assert table_row_wise(0).relocated({0: 2, 1: 3}, env) == table_row_wise(1)
+    assert table_row_wise([0, 1]).named_ranks(env) == (0, 2) and grid([[3, 1]]).named_ranks(env) == (3, 1)
+    assert row_wise().named_ranks(env) == data_parallel().named_ranks(env) == fully_sharded().named_ranks(env) == ()
+
+
+def test_two_types() -> None:
+    """Both are `Layout`s, written by hand too, and come back from pickles, of when they were one type as well."""
+    for layout, kind in ((row_wise([1, 0]), TableLayout), (colwise(dim=1), DenseLayout)):
+        assert type(layout) is type(Layout(layout.name, layout.args)) is kind and isinstance(layout, Layout)
+        as_it_was = object.__new__(Layout)
+        as_it_was.__dict__.update(name=layout.name, args=layout.args)
+        for back in (copy.deepcopy(layout), *(pickle.loads(pickle.dumps(x)) for x in (layout, as_it_was))):
+            assert back == layout and type(back) is kind
 
 
 @pytest.mark.parametrize(

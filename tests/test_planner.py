@@ -28,7 +28,6 @@ from dmp import (
     table_wise,
 )
 from planner import Constraint, CostModel, PlanReport, ShardingPlanner, Topology
-from planner.candidates.options import relocate
 from planner.costs.cost_model import PHASES
 from tests.ranks import mesh, run_ranks
 
@@ -151,23 +150,6 @@ def test_more_row_blocks_than_rows() -> None:
         ShardingPlanner().plan(module, [BagSharder(only=only)], hosts(2, 8)).validate(
             module, hosts(2, 8), [BagSharder()]
         )
-
-
-def test_relocate_keeps_everything_but_ranks() -> None:
-    env, moved = hosts(2, 2), {0: 3, 1: 2, 2: 1, 3: 0}
-    two = rectangles([((0, 0), (2, 4), 0), ((2, 0), (2, 4), 1)])
-    pairs = {
-        table_wise(0): table_wise(3),
-        column_wise([0, 1], widths=[4, 12]): column_wise([3, 2], widths=[4, 12]),
-        row_wise([1, 0]): row_wise([2, 3]),
-        grid([[0, 1], [2, 3]]): grid([[3, 2], [1, 0]]),
-        two: rectangles([((0, 0), (2, 4), 3), ((2, 0), (2, 4), 2)]),
-        row_wise(): row_wise(),
-        data_parallel(): data_parallel(),
-    }
-    for before, after in pairs.items():
-        assert relocate(before, moved, env) == after
-    assert relocate(table_row_wise(0), {0: 2, 1: 3}, env) == table_row_wise(1)
 
 
 def test_row_wise_adagrad_is_not_cut_by_columns_unless_asked() -> None:

@@ -23,7 +23,7 @@ from torch import nn
 from dmp.calls import alone
 from dmp.env import ShardingEnv
 from dmp.errors import ShardError
-from dmp.layouts.layout import is_replicated
+from dmp.layouts.shard import is_replicated
 from dmp.ranks.collective import entry, numbers
 from dmp.state.find_wrapped import plan_inside
 from dmp.state.full_state import env_of, sharded_parameters

@@ -10,10 +10,10 @@ inside a host the host's ranks. `row_wise()` and `data_parallel()` name no ranks
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from dmp import (
     ShardingEnv,
     data_parallel,
     is_replicated,
+    row_wise,
 )
 from planner.candidates.constraints import Constraint
 from planner.costs.cost_model import ALL_REDUCE, BYTES, EXCHANGE, CostModel, ShardInfo
@@ -55,7 +56,7 @@ class Sketch:
     def at(self, blocks: Sequence[int], env: ShardingEnv) -> Layout:
         """The layout with its blocks put at `blocks`."""
         moved = {i * self.block + k: to * self.block + k for i, to in enumerate(blocks) for k in range(self.block)}
-        return relocate(self.layout, moved, env)
+        return self.layout.relocated(moved, env)
 
 
 class Rejected(NamedTuple):
@@ -63,27 +64,6 @@ class Rejected(NamedTuple):
 
     sketch: Sketch
     reason: str
-
-
-def relocate(layout: Layout, moved: Mapping[int, int], env: ShardingEnv) -> Layout:
-    """The same layout on other ranks.
-
-    Args:
-        moved: table rank -> table rank, for every rank the layout names.
-    """
-
-    def rank(value: Any) -> Any:
-        return moved[value] if isinstance(value, int) else [rank(v) for v in value]
-
-    def host(value: Any) -> Any:
-        inner = prod(env.table_shape[1:])
-        return moved[value * inner] // inner if isinstance(value, int) else [host(v) for v in value]
-
-    def shards(value: Any) -> Any:
-        return [[offsets, sizes, rank(r)] for offsets, sizes, r in value]
-
-    change = {"rank": rank, "ranks": rank, "host": host, "shards": shards}
-    return Layout.from_json({k: change[k](v) if k in change else v for k, v in layout.to_json().items()})
 
 
 def sketches(
@@ -159,14 +139,19 @@ def _sketch(
     name: str, layout: Layout, sharder: ModuleSharder, info: ParameterInfo, constraint: Constraint, env: ShardingEnv
 ) -> Sketch:
     in_place = sketch_in_place(name, layout, info, constraint, env)
-    named = _named_ranks(layout, env)
+    named = layout.named_ranks(env)
     block = _block_size(in_place, named, env)
     if block == in_place.block:
         return in_place
     places = list(dict.fromkeys(rank // block for rank in (*in_place.ranks, *named)))
     canonical = {at * block + k: i * block + k for i, at in enumerate(places) for k in range(block)}
-    moved = relocate(layout, canonical, env)
-    sketch = Sketch(moved, block, in_place.pieces, tuple(canonical[r] for r in in_place.ranks), len(places))
+    sketch = Sketch(
+        layout.relocated(canonical, env),
+        block,
+        in_place.pieces,
+        tuple(canonical[r] for r in in_place.ranks),
+        len(places),
+    )
     accepts = getattr(sharder, "accepts", None)
     last = [in_place.block // block - 1 - i for i in range(len(places))]
     if accepts and not accepts(info, sketch.at(last, env), env):
@@ -209,23 +194,7 @@ def _ids_per_sample(name: str, info: ParameterInfo, constraint: Constraint) -> f
 
 def _within(layout: Layout, constraint: Constraint) -> Layout:
     """`row_wise()` on the constraint's ranks, where there is one."""
-    if constraint.ranks is None or layout.to_json() != {"layout": "row_wise"}:
-        return layout
-    return Layout.from_json({"layout": "row_wise", "ranks": list(constraint.ranks)})
-
-
-def _named_ranks(layout: Layout, env: ShardingEnv) -> tuple[int, ...]:
-    """Ranks that the layout's arguments name, empty ones too (of a host its first); none for `row_wise()`."""
-    asked = _Asked()
-    relocate(layout, asked, env)
-    return tuple(asked)
-
-
-class _Asked(dict[int, int]):
-    """Each rank to itself, and which ranks were asked for."""
-
-    def __missing__(self, rank: int) -> int:
-        return self.setdefault(rank, rank)
+    return layout if constraint.ranks is None or layout != row_wise() else row_wise(constraint.ranks)
 
 
 def _block_size(sketch: Sketch, named: tuple[int, ...], env: ShardingEnv) -> int:

@@ -18,6 +18,7 @@ from dmp import (
     ShardedModule,
     ShardError,
     ShardingEnv,
+    table_wise,
     tensors_of,
 )
 from sharders.testing.compare import (
@@ -302,7 +303,7 @@ def check_unsharded(subject: Subject, case: Case) -> Iterator[str]:
 def check_refusal(subject: Subject, case: Case) -> Iterator[str]:
     """A plan that cannot be run is an error that is raised before anything of the module is changed."""
     name = next(iter(case.plan))
-    nowhere = Layout("table_wise", (("rank", subject.env.table_size),))
+    nowhere = table_wise(subject.env.table_size)
     without = {n: layout for n, layout in case.plan.items() if n != name}
     for plan in ({**case.plan, name: nowhere}, {**case.plan, "no.such.parameter": nowhere}, without):
         module = subject.make_module()

@@ -19,6 +19,7 @@ from dmp import (
     ShardingEnv,
     plan_parameters,
     rectangles,
+    row_wise,
 )
 
 Plan = dict[str, Layout]
@@ -82,24 +83,15 @@ def plans_of(subject: Subject) -> Iterator[Plan]:
 
 
 def _shifted(layout: Layout, info: ParameterInfo, env: ShardingEnv) -> Layout | None:
-    """The same kind of layout with every rank one further; None where it cannot be."""
-    size = env.table_size
-
-    def shift(key: str, value: Any) -> Any:
-        if key == "shards":
-            return tuple((offsets, sizes, (rank + 1) % size) for offsets, sizes, rank in value)
-        if isinstance(value, tuple):
-            return tuple(shift(key, v) for v in value)
-        if value is None and key == "ranks":
-            return tuple((rank + 1) % size for rank in range(size))
-        if isinstance(value, int) and key in ("rank", "ranks"):
-            return (value + 1) % size
-        return (value + 1) % env.table_shape[0] if isinstance(value, int) and key == "host" else value
-
-    moved = Layout(layout.name, tuple((key, shift(key, value)) for key, value in layout.args))
+    """The same kind of layout with every rank (or host) one further; None where it cannot be."""
+    size, inner = env.table_size, env.table_size // env.table_shape[0]
     try:
+        moved = row_wise([*range(1, size), 0]) if layout == row_wise() else layout
+        for step in (1, inner):  # a host moves by all its ranks
+            if moved == layout:
+                moved = layout.relocated({rank: (rank + step) % size for rank in range(size)}, env)
         moved.shards(info.shape, env)
-    except (ShardError, TypeError):
+    except (ShardError, TypeError, KeyError):
         return None
     return moved
 
