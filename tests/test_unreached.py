@@ -213,7 +213,7 @@ def asked() -> tuple[str, str, bool]:
     import gc
 
     gc.collect()
-    return "", type(models[-1]._running[0]).__name__, not hooks
+    return "", type(models[-1].running).__name__, not hooks
 
 
 def test_torchs_own_ways_are_there_where_asked_for() -> None:

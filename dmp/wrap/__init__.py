@@ -1,7 +1,9 @@
 """From a plain module to a wrapped one, and the wrapped one itself. In reading order:
 
-- `wrapper`: `DistributedModelParallel`, the wrapper itself
+- `wrapper`: `DistributedModelParallel`, the wrapped model as a module
 - `arguments`: what the wrapper is given, checked before anything is changed
+- `build`: from a plain module to a wrapped one, step by step
+- `assembly`: what a wrapped model is made of, one frozen record
 - `agreement`: what all ranks must share: model, plan, rank 0's values
 - `skeleton`: a module's structure on meta, from which copies are made
 - `ties`: tied parameters, found and put back
@@ -10,6 +12,9 @@
 - `filling`: what a sharder has made, checked, and filled where it was on meta
 - `state_hooks`: how values get in and out of sharded modules
 - `gathered`: weights that FSDP2 has left gathered, looked at without effect
+- `data_parallel`: the data-parallel part: checked beforehand, started, started again
+- `copying`: copies of a wrapped model on its mesh
+- `loading`: a state dict into a wrapped model
 - `forward`: `model.forward`, with the signature of the module's own
 - `ddp_watch`: whether DDP still has hold of the dense parameters
 - `left_whole`: what a step's numbers do not show, said once

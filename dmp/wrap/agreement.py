@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import groupby
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,25 +13,62 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from dmp.env import ShardingEnv
-from dmp.errors import PlanError
+from dmp.errors import PlanError, RanksError
 from dmp.ranks.collective import agree
 
 # Of 64-bit words in a checksum. Words above each other in one block of rows are not told apart, hence few rows (more
 # are no faster) and a prime number of columns, which no usual row length is a multiple of.
 _BLOCK_ROWS, _COLUMNS = 16, 1021
 _BLOCK = 1 << 22
+_FAILURE = "failure"
+_SHOWN = 5
+T = TypeVar("T")
+
+
+def on_all_ranks(
+    step: Callable[[], T],
+    env: ShardingEnv,
+    what: str = "wrapping a model",
+    facts: Callable[[T], Mapping[str, str]] = lambda made: {},
+) -> T:
+    """Run a local step on every rank; what fails on one of them is raised on all, before anyone goes on.
+
+    Args:
+        step: without collectives.
+        what: for messages; the same on every rank.
+        facts: of what the step made, that all ranks must share.
+
+    Raises:
+        PlanError: the step failed on another rank, or the ranks' facts differ.
+        RanksError: some are in another call.
+    """
+    failure: Exception | None = None
+    try:
+        made = step()
+        said = dict(facts(made))
+    except RanksError:  # they know
+        raise
+    except Exception as error:  # of any kind: the other ranks must hear of it
+        failure, said = error, {_FAILURE: f"{type(error).__name__}: {error}"}
+    check_agreement(said, env, what)
+    if failure is not None:
+        raise failure
+    return made
 
 
 def check_agreement(facts: Mapping[str, str], env: ShardingEnv, what: str = "wrapping a model") -> None:
     """Compare `facts` (what -> its text) over all ranks; one small exchange, a second only when they differ.
 
     Raises:
-        PlanError: on every rank, naming the first fact that differs, the rank, and both texts.
+        PlanError: on every rank: a step failed on some, or the first fact that differs, the rank, and both texts.
         RanksError: on every rank: some are in another call.
     """
     theirs = agree(facts, env.group() if env.size > 1 else None, what)
     if theirs is None:
         return
+    failed = [f"rank {rank}: {said[_FAILURE]}" for rank, said in enumerate(theirs) if _FAILURE in said]
+    if failed:
+        raise PlanError(f"{what} fails on {len(failed)} of {len(theirs)} ranks, {'; '.join(failed[:_SHOWN])}")
     for fact in dict.fromkeys(name for of_rank in theirs for name in of_rank):
         for rank, other in enumerate(theirs):
             if other.get(fact) != theirs[0].get(fact):

@@ -2,43 +2,115 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from dmp.contracts import ShardedModule
-from dmp.env import ShardingEnv
-from dmp.errors import ShardError
+from dmp.contracts import DataParallelWrapper, ModelSharder, ModuleSharder, ShardedModule
+from dmp.env import ShardingEnv, default_env
+from dmp.errors import PlanError, ShardError
+from dmp.ranks.launch import join_launch
+from dmp.registry import check_sharder_protocol, default_data_parallel_wrapper, default_sharders
 
 _taken: WeakSet[nn.Module] = WeakSet()
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Those of `DistributedModelParallel`, with defaults in the places of None but for the plan and its planner."""
+
+    module: nn.Module
+    env: ShardingEnv
+    device: torch.device
+    plan: Any
+    sharders: list[ModuleSharder | ModelSharder]
+    init_data_parallel: bool
+    init_parameters: bool
+    wrapper: DataParallelWrapper
+    planner: Any
+
+    def facts(self) -> dict[str, str]:
+        """What all ranks must share of them: name -> text."""
+        return {
+            "the mesh": str(self.env).rpartition(", rank")[0],
+            "device": self.device.type,
+            "whether a plan is given": str(self.plan is not None),
+            "planner": type(self.planner).__name__,
+            "sharders": ", ".join(type(s).__name__ for s in self.sharders),
+            "data_parallel_wrapper": type(self.wrapper).__name__,
+            "init_data_parallel": str(self.init_data_parallel),
+            "init_parameters": str(self.init_parameters),
+            "model": _described(self.module),
+        }
+
+
+def checked(
+    module: nn.Module,
+    env: ShardingEnv,
+    device: torch.device | str | None,
+    plan: Any,
+    sharders: Iterable[ModuleSharder | ModelSharder] | None,
+    init_data_parallel: bool,
+    init_parameters: bool,
+    wrapper: DataParallelWrapper | None,
+    planner: Any,
+) -> Arguments:
+    """The arguments, after a look at all that a user can get wrong without knowing sharders or plans.
+
+    Raises:
+        ShardError: something of another kind, a device without values, or a module that is wrapped already.
+        PlanError: a plan and a planner.
+    """
+    if not isinstance(module, nn.Module):
+        raise ShardError(f"expected a torch.nn.Module to wrap; got {type(module).__name__}")
+    _check_device(device)
+    _check_data_parallel_wrapper(wrapper)
+    _check_not_wrapped(module)
+    taken = list(default_sharders() if sharders is None else sharders)
+    for sharder in taken:
+        check_sharder_protocol(sharder)
+    if plan is not None and planner is not None:
+        raise PlanError("pass a plan or a planner, not both; to fix part of a plan: planner.plan(..., pinned=plan)")
+    return Arguments(
+        module,
+        env,
+        torch.device(device) if device is not None else env.device,
+        plan,
+        taken,
+        bool(init_data_parallel),
+        bool(init_parameters),
+        wrapper or default_data_parallel_wrapper(),
+        planner,
+    )
+
+
+def environment(env: ShardingEnv | None, device: Any) -> ShardingEnv:
+    """The env given, or the default one; whether the device can be had is said when all ranks are there to hear it.
+
+    Raises:
+        ShardError: what is no env.
+    """
+    if env is not None and not isinstance(env, ShardingEnv):
+        raise ShardError(f"expected env to be a ShardingEnv (see ShardingEnv.from_mesh); got {type(env).__name__}")
+    if env is not None:
+        return env
+    try:
+        kind = None if device is None else torch.device(device)
+    except (RuntimeError, TypeError):
+        kind = None
+    join_launch(kind)
+    return default_env(kind.type if kind is not None and kind.type != "meta" else None)
 
 
 def take(module: nn.Module) -> None:
     """From now on neither this module nor one inside it can be wrapped again."""
     for each in module.modules():
         _taken.add(each)
-
-
-def check_arguments(module: Any, env: Any, device: Any, data_parallel_wrapper: Any) -> None:
-    """Raise what a user can get wrong without knowing sharders or plans.
-
-    Raises:
-        ShardError: something of another kind, a device without values, or a module that is wrapped already.
-    """
-    if not isinstance(module, nn.Module):
-        raise ShardError(f"expected a torch.nn.Module to wrap; got {type(module).__name__}")
-    check_env(env)
-    _check_device(device)
-    _check_data_parallel_wrapper(data_parallel_wrapper)
-    _check_not_wrapped(module)
-
-
-def check_env(env: Any) -> None:
-    """Raise `ShardError` for what is no env."""
-    if env is not None and not isinstance(env, ShardingEnv):
-        raise ShardError(f"expected env to be a ShardingEnv (see ShardingEnv.from_mesh); got {type(env).__name__}")
 
 
 def _check_device(device: Any) -> None:
@@ -82,3 +154,11 @@ def _check_not_wrapped(module: nn.Module) -> None:
             f"({type(each).__name__}) was put on a mesh before, and rank 0's pieces would overwrite the others'. Wrap "
             "the whole model once; to change mesh or plan: to_unsharded(model), or a checkpoint into a new model"
         )
+
+
+def _described(module: nn.Module) -> str:
+    """The model as text, for comparing it over ranks: every parameter and buffer."""
+    return "\n".join(
+        f"{name}: {'lazy' if is_lazy(t) else (tuple(t.shape), t.dtype, t.is_meta)} {t.requires_grad}"
+        for name, t in [*module.named_parameters(), *module.named_buffers()]
+    )

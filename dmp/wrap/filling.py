@@ -24,7 +24,7 @@ def _fills_itself(site: Site) -> bool:
 
 
 def check_made(site: Site, new: nn.Module, is_filled: bool) -> None:
-    """What `shard` owes beside the names: room for what was on meta, and wholes of what `parameters` does not name.
+    """What `shard` owes: all names, room for what was on meta, and wholes of what `parameters` does not name.
 
     Args:
         is_filled: what is on meta is to get values.
@@ -32,6 +32,7 @@ def check_made(site: Site, new: nn.Module, is_filled: bool) -> None:
     Raises:
         ShardError: naming sharder and parameter.
     """
+    _check_same_names(site, new)
     sharder, local, state = type(site.sharder).__name__, _tensors(new), _state(new)
     for name, old in _tensors(site.module).items():
         if is_lazy(old):
@@ -47,6 +48,18 @@ def check_made(site: Site, new: nn.Module, is_filled: bool) -> None:
             raise ShardError(
                 f"{sharder}.shard left {join(site.path, name)!r} on meta: shard() allocates what is on meta (for "
                 "instance torch.empty_like(pieces, device=device)), the wrapper fills it"
+            )
+
+
+def _check_same_names(site: Site, new: nn.Module) -> None:
+    """One owner and unchanged names: the sharder kept every parameter's and buffer's name and added none."""
+    for kind in ("named_parameters", "named_buffers"):
+        before = {name for name, _ in getattr(site.module, kind)()}
+        after = {name for name, _ in getattr(new, kind)()}
+        if before != after:
+            raise ShardError(
+                f"{type(site.sharder).__name__}.shard changed {kind} of {site.path!r}: missing "
+                f"{sorted(before - after)}, new {sorted(after - before)}; a sharded module keeps the names"
             )
 
 

@@ -1,0 +1,118 @@
+"""What a wrapped model is made of: one frozen record. Who changes something, as by starting the data-parallel part,
+makes another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from dmp.chunked import is_dtensor
+from dmp.contracts import DataParallelWrapper, FusedModule, FusedParameter, ModelPlacement
+from dmp.env import ShardingEnv
+from dmp.plans.discovery import join
+from dmp.plans.plan import ShardingPlan
+from dmp.wrap.ddp_watch import SplitWatch, Watch
+from dmp.wrap.fused import FusedOptimizer
+from dmp.wrap.ties import find_ties, restore_ties
+
+
+@dataclass(frozen=True)
+class Owned:
+    """A module that a sharder has put into the model.
+
+    Args:
+        path: its first path in the model.
+        aliases: every path, the first included.
+        named: relative names of the parameters that the sharder named; others in it are data-parallel ones.
+    """
+
+    path: str
+    aliases: tuple[str, ...]
+    named: frozenset[str]
+
+
+@dataclass(frozen=True, eq=False)
+class Assembly:
+    """A wrapped model.
+
+    Args:
+        env: where it runs.
+        device: of its parameters.
+        plan: in force.
+        wrapper: makes the data-parallel part.
+        placements: what model sharders split in place.
+        module: the model with sharded modules in their places, without any data-parallel wrapper.
+        owned: those sharded modules.
+        fused: the parameters that are updated in the backward pass.
+        running: what a forward runs: the module, in its data-parallel wrapper where it has one.
+        skeleton: structure of the module before dense weights were split, on meta, see [Note: in place] of build.py.
+        is_data_parallel: whether the data-parallel part was started.
+        watch: of what that part has hold of.
+        split_watch: of DTensors, from the first forward on.
+    """
+
+    env: ShardingEnv
+    device: torch.device
+    plan: ShardingPlan
+    wrapper: DataParallelWrapper
+    placements: tuple[ModelPlacement, ...]
+    module: nn.Module
+    owned: tuple[Owned, ...]
+    fused: FusedOptimizer
+    running: nn.Module
+    skeleton: nn.Module | None = None
+    is_data_parallel: bool = False
+    watch: Watch | None = None
+    split_watch: SplitWatch | None = None
+
+    @property
+    def sharded(self) -> list[nn.Module]:
+        """The modules that sharders have put into the model."""
+        return [self.module.get_submodule(each.path) for each in self.owned]
+
+    @property
+    def shards_in_place(self) -> bool:
+        """Whether the data-parallel part shards the module in place, see [Note: in place] of build.py."""
+        asked: Any = getattr(self.wrapper, "shards_in_place", None)
+        return bool(asked and asked(self.env, any(is_dtensor(p) for p in self.module.parameters())))
+
+    def split_dense(self) -> None:
+        """Split dense weights in place, ties kept."""
+        ties = find_ties(self.module)
+        for placement in self.placements:
+            placement.apply(self.module)
+        restore_ties(ties)
+
+    def sharded_names(self) -> frozenset[str]:
+        """Names (under every alias) of all parameters and buffers that sharders own."""
+        names: set[str] = set()
+        for each, module in zip(self.owned, self.sharded, strict=True):
+            for relative, _ in [*module.named_parameters(), *module.named_buffers()]:
+                names.update(join(alias, relative) for alias in each.aliases)
+        return frozenset(names)
+
+    def unnamed(self) -> frozenset[str]:
+        """Names (under every alias) of parameters in sharders' modules that no sharder named: data-parallel ones."""
+        names: set[str] = set()
+        for each, module in zip(self.owned, self.sharded, strict=True):
+            for relative, _ in module.named_parameters(remove_duplicate=False):
+                if relative not in each.named:
+                    names.update(join(alias, relative) for alias in each.aliases)
+        return frozenset(names)
+
+
+def fused_of(module: nn.Module, owned: tuple[Owned, ...]) -> FusedOptimizer:
+    """The optimizer view of what sharded modules update themselves."""
+
+    def named() -> Iterator[FusedParameter]:
+        for each in owned:
+            sharded = module.get_submodule(each.path)
+            for f in sharded.fused_parameters() if isinstance(sharded, FusedModule) else ():
+                yield FusedParameter(join(each.path, f.name), f.parameter, f.options, f.state, f.widths)
+
+    return FusedOptimizer(named())

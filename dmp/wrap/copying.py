@@ -1,0 +1,52 @@
+"""Copies of a wrapped model, on its mesh: from the skeleton where dense weights are split in place."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from dmp.chunked import is_dtensor
+from dmp.errors import ShardError
+from dmp.wrap.assembly import Assembly, fused_of
+from dmp.wrap.data_parallel import start, stopped
+from dmp.wrap.skeleton import copy_values, skeleton_of
+
+
+def copied(made: Assembly, memo: dict[int, Any], device: torch.device) -> Assembly:
+    """An independent copy that shares process groups; the data-parallel part runs where the original's does.
+
+    Args:
+        memo: of `copy.deepcopy`.
+
+    Raises:
+        ShardError: weights that are split, on a mesh of another kind of device.
+    """
+    if device.type != made.device.type and any(is_dtensor(p) for p in made.module.parameters()):
+        raise ShardError(
+            f"the model's weights are split on a mesh of {made.device.type} devices and cannot be copied to "
+            f"{device}; to_unsharded(model) gives a plain module, which a mesh of {device.type} can take"
+        )
+    memo.update({id(each): each for each in (made.env, made.plan, made.wrapper, made.placements)})
+    if made.skeleton is not None:
+        memo.update({id(sharded): copy.deepcopy(sharded, memo) for sharded in made.sharded})
+    module = copy.deepcopy(made.module if made.skeleton is None else made.skeleton, memo)
+    new = replace(stopped(made), device=device, module=module, running=module, skeleton=None, split_watch=None)
+    if made.skeleton is not None:
+        new = replace(new, skeleton=skeleton_of(module, new.sharded))
+    if device != made.device:
+        for moved in [module] if made.skeleton is None else new.sharded:
+            moved.to(device)
+    new = replace(new, fused=fused_of(module, new.owned))
+    if made.skeleton is not None:
+        new.split_dense()
+    takes_meta = made.is_data_parallel and new.shards_in_place
+    if takes_meta:
+        new = start(new)
+    if made.skeleton is not None:
+        copy_values(made.module, module, device)
+    if made.is_data_parallel and not takes_meta:
+        new = start(new)
+    return new

@@ -1,0 +1,100 @@
+"""The data-parallel part of a wrapped model: checked beforehand, started, started again where it has lost hold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from dmp.contracts import DataParallelWrapper
+from dmp.env import ShardingEnv
+from dmp.errors import ShardError
+from dmp.plans.discovery import Resolved, join
+from dmp.registry import replicating_wrapper
+from dmp.wrap.assembly import Assembly
+from dmp.wrap.ddp_watch import SplitWatch, Watch
+from dmp.wrap.skeleton import all_tensors, skeleton_of
+
+
+def check_beforehand(wrapper: DataParallelWrapper, resolved: Resolved, module: nn.Module, env: ShardingEnv) -> None:
+    """Raise what the data-parallel part will not run of what is left to it, as far as it says beforehand."""
+    for name, parameter in module.named_parameters():
+        _check_not_lazy(name, parameter)
+    check = getattr(wrapper, "check", None)
+    if check is not None:
+        paths = [(path, site.module) for site in resolved.sites for path in site.aliases]
+        taken = frozenset(join(path, name) for path, each in paths for name, _ in all_tensors(each))
+        placed = {n: layout for p in resolved.placements for n, layout in p.layouts.items()}
+        check(module, env, placed, taken)
+
+
+def start(made: Assembly) -> Assembly:
+    """The model with gradients of what no sharder owns averaged; collective.
+
+    Raises:
+        ShardError: a parameter is still lazy, or on meta.
+    """
+    in_place = made.shards_in_place
+    for name, parameter in made.module.named_parameters():
+        _check_not_lazy(name, parameter)
+        if parameter.is_meta and not in_place:
+            raise ShardError(f"parameter {name!r} is on meta: pass init_parameters=True, or load values first")
+    skeleton = made.skeleton
+    if in_place and skeleton is None:
+        skeleton = skeleton_of(made.module, made.sharded)
+    running = _averaged(made, in_place)
+    is_watched = running is not made.module or (made.env.data_size > 1 and not in_place)
+    watch = Watch(made.module, made.sharded_names()) if is_watched else None
+    return replace(made, running=running, skeleton=skeleton, watch=watch, is_data_parallel=True)
+
+
+def stopped(made: Assembly) -> Assembly:
+    """The same without what a wrapper has around it: its hooks are on parameters that have been replaced."""
+    return replace(made, running=made.module, watch=None, is_data_parallel=False)
+
+
+def watched(made: Assembly) -> Assembly:
+    """Before a forward: whether weights that are split are still of their dtype.
+
+    Raises:
+        ShardError: a weight was cast.
+    """
+    if made.skeleton is None or not made.is_data_parallel:
+        return made
+    if made.split_watch is None:
+        made = replace(made, split_watch=SplitWatch(made.module))
+    assert made.split_watch is not None
+    made.split_watch.check()
+    return made
+
+
+def _averaged(made: Assembly, in_place: bool) -> nn.Module:
+    """The module with gradients averaged; weights that the plan replicates on a fully sharded mesh apart."""
+    kept, owned = _kept_whole(made), made.sharded_names()
+    if in_place:  # what lies inside a sharder's module cannot be split with the rest
+        kept |= made.unnamed()
+    else:
+        owned -= made.unnamed()
+    wrapped = made.wrapper.wrap(made.module, made.env, made.device, owned | kept)
+    if kept:
+        others = frozenset(name for name, _ in all_tensors(made.module)) - kept
+        wrapped = replicating_wrapper().wrap(wrapped, made.env, made.device, others)
+    return wrapped
+
+
+def _kept_whole(made: Assembly) -> frozenset[str]:
+    """Names, under every alias, of weights that the plan replicates although the mesh would split them."""
+    chosen = {name for name in made.plan if made.plan[name].layout.name == "replicate"}
+    if not chosen or not made.env.fully_sharded_axes:
+        return frozenset()
+    ids = {id(p) for name, p in made.module.named_parameters() if name in chosen}
+    return frozenset(n for n, p in made.module.named_parameters(remove_duplicate=False) if id(p) in ids)
+
+
+def _check_not_lazy(name: str, parameter: nn.Parameter) -> None:
+    if is_lazy(parameter):
+        raise ShardError(
+            f"parameter {name!r} of a lazy module has no shape yet: pass init_data_parallel=False, run one "
+            "forward, then call init_data_parallel()"
+        )

@@ -1,0 +1,131 @@
+"""A state dict into a wrapped model: checked on all ranks before anything is filled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
+from torch.nn.parameter import is_lazy
+
+from dmp.chunked import ChunkedTensor, as_chunks, is_dtensor
+from dmp.errors import CheckpointError, DmpError
+from dmp.ranks.collective import everyone
+from dmp.wrap.assembly import Assembly
+from dmp.wrap.ties import Tie, find_ties, restore_ties
+
+
+def load(
+    made: Assembly, state_dict: Mapping[str, Any], prefix: str = "", strict: bool = True, assign: bool = False
+) -> _IncompatibleKeys:
+    """Fill the model; arguments, result and errors as of `DistributedModelParallel.load_state_dict`.
+
+    With `assign` the data-parallel part may have lost hold of parameters afterwards.
+    """
+    given = {k[len(prefix) :]: v for k, v in state_dict.items() if k.startswith(prefix)}
+    own = made.module.state_dict()
+    group = made.env.group() if made.env.size > 1 else None
+    found = everyone(lambda: _check(made, own, given, prefix, strict, assign), group, "load_state_dict")
+    missing, unexpected = found[made.env.rank if group is not None else 0]
+    if any(each != found[0] for each in found):
+        rank = next(rank for rank, each in enumerate(found) if each != found[0])
+        raise CheckpointError(
+            "load_state_dict: expected the same names on every rank; rank 0 has (missing, unexpected) "
+            f"{found[0]}, rank {rank} {found[rank]}; copies would drift apart"
+        )
+    ties = find_ties(made.module) if assign else []
+    tied = [module._parameters[name] for (module, name), *_ in ties]
+    if assign:  # which gives storage to what is on meta, as in torch
+        own = {k: torch.empty_like(v, device=made.device) if _is_split_on_meta(v) else v for k, v in own.items()}
+    try:
+        made.module.load_state_dict(_with_local_shards(own, given), strict=False, assign=assign)
+    except DmpError as error:
+        raise CheckpointError(str(error)) from error
+    restore_ties([_replaced_first(tie, old) for tie, old in zip(ties, tied, strict=True)])
+    return _IncompatibleKeys(missing, unexpected)
+
+
+def loaded(model: Any, state_dict: dict[str, Any], prefix: str, missing: list[str] | None) -> None:
+    """After the wrapper was loaded as a part of a parent: torch, which comes to its children next, finds them loaded.
+
+    Args:
+        model: the wrapper.
+        state_dict: of the parent; changed.
+        missing: takes the root's own names that are not in it, to which torch does not come; None where nobody asks.
+    """
+    given = {name for name in state_dict if name.startswith(prefix)}
+    held = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
+    own = model.module.state_dict()
+    own.update((k, held[k]) for k, v in own.items() if k in held and not isinstance(v, ChunkedTensor))
+    for name in own:
+        if "." not in name:
+            if missing is not None and prefix + name not in given:
+                missing.append(prefix + name)
+            state_dict.pop(prefix + name, None)
+        elif prefix + name in given:
+            state_dict[prefix + name] = own[name]
+
+
+def _check(
+    made: Assembly, own: Mapping[str, Any], given: Mapping[str, Any], prefix: str, strict: bool, assign: bool
+) -> tuple[list[str], list[str]]:
+    """Missing and unexpected names; raises what does not fit, before anything is filled."""
+    missing = [prefix + k for k in own if k not in given]
+    unexpected = [prefix + k for k in given if k not in own]
+    reasons = {k: _why_not_loaded(own[k], given[k]) for k in own if k in given}
+    if not any(reasons.values()):
+        in_place = made.sharded_names() | {k for k, v in own.items() if is_dtensor(v)}
+        reasons = {k: _why_not_filled(own[k], given[k], assign) for k in own if k in given and k in in_place}
+    wrong = [f"{prefix}{k} {reason}" for k, reason in reasons.items() if reason]
+    if (strict and (missing or unexpected)) or wrong:
+        parts = [f"missing keys: {missing}"] * bool(missing and strict)
+        parts += [f"unexpected keys: {unexpected}"] * bool(unexpected and strict) + wrong
+        raise CheckpointError(f"state dict does not fit {type(made.module).__name__}: " + "; ".join(parts))
+    return missing, unexpected
+
+
+def _why_not_loaded(own: Any, given: Any) -> str:
+    """Why `given` cannot be loaded where `own` is, or nothing."""
+    if not isinstance(own, torch.Tensor) or is_lazy(own):
+        return ""
+    if not isinstance(given, torch.Tensor):
+        return f"is a {type(given).__name__}, expected a tensor of shape {tuple(own.shape)}"
+    if is_dtensor(given) and not (
+        is_dtensor(own) and (given.device_mesh, given.placements) == (own.device_mesh, own.placements)  # type: ignore[attr-defined]
+    ):
+        return "is a DTensor of another mesh or plan: use save_checkpoint and load_checkpoint, or full_state_dict"
+    if given.shape != own.shape:
+        return f"has shape {tuple(given.shape)}, expected {tuple(own.shape)}"
+    if isinstance(given, ChunkedTensor) and (not isinstance(own, ChunkedTensor) or own.lacks(given) is not None):
+        return "is in pieces of another plan: use save_checkpoint and load_checkpoint, or full_state_dict"
+    return ""
+
+
+def _why_not_filled(own: torch.Tensor, given: torch.Tensor, assign: bool) -> str:
+    """Why a value that fits a sharded parameter cannot go where that lies, or nothing."""
+    if assign and given.dtype != own.dtype:
+        return f"has dtype {given.dtype}, expected {own.dtype}: what is sharded is filled in place; cast one of them"
+    if not assign and _is_split_on_meta(own):
+        return "is on meta and would stay empty: pass assign=True, or init_parameters=True when wrapping"
+    return ""
+
+
+def _with_local_shards(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """`given`, but DTensors filled here where it has whole tensors: torch would not load the one as the other."""
+    result = dict(given)
+    for name, value in given.items():
+        mine = own.get(name)
+        if isinstance(mine, torch.Tensor) and is_dtensor(mine) and not is_dtensor(value):
+            as_chunks(mine).fill_from(value)
+            result[name] = mine
+    return result
+
+
+def _replaced_first(tie: Tie, old: nn.Parameter | None) -> Tie:
+    return sorted(tie, key=lambda place: place[0]._parameters[place[1]] is old)
+
+
+def _is_split_on_meta(value: Any) -> bool:
+    return is_dtensor(value) and value.is_meta
