@@ -10,7 +10,7 @@ Rooms, lower ones first; each says in its `__init__` what lives there: `ranks`, 
 - `registry`: sharders and planners by name and entry point
 - `calls`: one call of a model at a time, in one thread
 - `outputs`: the tensors in what a model returns
-- `paths`: files that a checkpoint names: regular, inside its folder, and the JSON in them
+- `read_values`: values that came out of a file: strict JSON, sizes, and how an error shows them
 - `__main__`: the command line: `python -m dmp convert`
 """
 
@@ -52,9 +52,10 @@ from dmp.plans.plan import PlanChange, ShardingPlan
 from dmp.ranks import watchdog
 from dmp.registry import register_sharder
 from dmp.state.clip import clip_grad_norm_
-from dmp.state.full_state import full_state_dict, to_unsharded
+from dmp.state.gather import full_state_dict
 from dmp.state.optimizer_state import full_optimizer_state_dict
 from dmp.state.scaler import GradScaler
+from dmp.state.unsharded import to_unsharded
 from dmp.state.verify import verify
 from dmp.wrap.wrapper import DistributedModelParallel
 

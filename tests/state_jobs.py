@@ -27,7 +27,8 @@ from dmp import (
     table_wise,
 )
 from dmp.checkpoint.api import load_checkpoint, save_checkpoint
-from dmp.state.full_state import env_of, full_state_dict, gather
+from dmp.state.find_wrapped import env_of
+from dmp.state.gather import full_state_dict, gather
 from dmp.state.optimizer_state import full_optimizer_state_dict
 from tests.ranks import mesh, run_ranks
 

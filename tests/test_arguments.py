@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dmp import DistributedModelParallel, ShardError, ShardingEnv, to_unsharded
-from dmp.state.full_state import full_state_dict
+from dmp.state.gather import full_state_dict
 from sharders import DDPWrapper
 from tests.ranks import run_ranks
 from tests.wrapped_net import Net, batch, loss_of, mixed, wrap

@@ -10,7 +10,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from dmp import DistributedModelParallel, ShardingEnv
 from dmp.chunked import as_chunks
 from dmp.state.clip import clip_grad_norm_
-from dmp.state.full_state import chunk_views, gather, sharded_parameters
+from dmp.state.gather import gather
+from dmp.state.local_chunks import chunk_views, sharded_parameters
 from tests.ranks import mesh, run_ranks
 from tests.test_state import GLOBAL_BATCH, TABLES, WORLDS, batch, build, make, my_batch, prod
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from dmp import CheckpointError, full_optimizer_state_dict
-from dmp.state.full_state import env_of, gather
+from dmp.state.find_wrapped import env_of
+from dmp.state.gather import gather
 from dmp.wrap.column_blocks import between_blocks, merge_blocks
 from tests import state_jobs
 from tests.ranks import run_ranks

@@ -31,13 +31,16 @@ from dmp import (
 )
 from dmp import __main__ as command_line
 from dmp.checkpoint.convert import convert
-from dmp.state.full_state import gather
-from tests import equality, test_formats, test_torchrec_opinion
+from dmp.state.gather import gather
+from tests import equality, formats_jobs, test_torchrec_opinion
 from tests.bench.state_peak import peak_above
+from tests.formats_jobs import LAYOUTS, ROOT, Model, assert_equal, once, save_hugging_face, sharded
 from tests.ranks import mesh, run_ranks
-from tests.test_formats import LAYOUTS, ROOT, Model, assert_equal, once, read_whole, save_hugging_face, sharded
+from tests.test_torch_folders import read_whole, save_torchrec
 
-pytestmark = test_formats.pytestmark
+pytestmark = formats_jobs.pytestmark
+
+
 MB = 1 << 20
 
 
@@ -150,7 +153,7 @@ def test_convert(kind: str, to: str, tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.fixture(scope="module")
 def torchrec_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("torchrec") / "in"
-    run_ranks(2, test_formats.save_torchrec, str(path), "mixed", "rowwise_adagrad")
+    run_ranks(2, save_torchrec, str(path), "mixed", "rowwise_adagrad")
     return path
 
 

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from dmp import CheckpointError, DistributedModelParallel, ShardingEnv, load_checkpoint, row_wise, save_checkpoint
-from dmp.state.full_state import full_state_dict
+from dmp.state.gather import full_state_dict
 from dmp.state.optimizer_state import full_optimizer_state_dict
 from tests.ranks import mesh, run_ranks
 

@@ -17,8 +17,10 @@ from torch import nn
 
 from dmp import CheckpointError, DistributedModelParallel, DmpError, ShardingEnv, rectangles
 from dmp.checkpoint.api import load_checkpoint, save_checkpoint
-from dmp.state.full_state import chunk_views, full_state_dict, sharded_parameters, to_unsharded
+from dmp.state.gather import full_state_dict
+from dmp.state.local_chunks import chunk_views, sharded_parameters
 from dmp.state.optimizer_state import full_optimizer_state_dict
+from dmp.state.unsharded import to_unsharded
 from dmp.state.verify import verify
 from tests.equality import attach, env_of, loss_of, make_batch, make_module, random_rectangles
 from tests.ranks import mesh, run_ranks

@@ -12,7 +12,8 @@ from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_nor
 
 from dmp import DistributedModelParallel, ShardError, ShardingEnv, table_wise
 from dmp.chunked import as_chunks
-from dmp.state.full_state import chunk_views, gather, sharded_parameters
+from dmp.state.gather import gather
+from dmp.state.local_chunks import chunk_views, sharded_parameters
 from tests.ranks import mesh, run_ranks
 from tests.wrapped_net import TABLES, Net, batch, loss_of, mixed
 

@@ -14,7 +14,7 @@ it.
 
 [Note: nothing half done]
 Before it changes the model, loading checks every name, shape and dtype, and reads all that will be read once to compare
-checksums, each rank a part of it; when one rank raises, every rank does. The bytes are then read again, straight to
+checksums, each rank a share of it; when one rank raises, every rank does. The bytes are then read again, straight to
 where they belong: to hold them in between would double the memory.
 """
 
@@ -40,8 +40,7 @@ from dmp.checkpoint.sources.detect import open_source
 from dmp.env import ShardingEnv, default_env
 from dmp.errors import CheckpointError
 from dmp.ranks.collective import entry, everyone, together
-from dmp.state.find_wrapped import env_inside
-from dmp.state.full_state import env_of
+from dmp.state.find_wrapped import env_inside, env_of
 
 
 @alone("save_checkpoint")
@@ -169,7 +168,7 @@ def _load(
 
     job = together(checked, group, what)
     when = job.source.about.get("saved_ns")  # what one host sees may be older than what another does
-    parts = everyone(lambda: job.check((env.rank, env.size)), group, what, same=when)
-    together(lambda: compare(part for of_rank in parts for part in of_rank), None, what)
+    ranges = everyone(lambda: job.check((env.rank, env.size)), group, what, same=when)
+    together(lambda: compare(one for of_rank in ranges for one in of_rank), None, what)
     together(job.run, group, what)
     return job.source.objects.get("extra")

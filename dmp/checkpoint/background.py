@@ -72,7 +72,7 @@ def write_in_background(
 
 
 def _staged(tensor: ChunkedTensor) -> ChunkedTensor:
-    """A copy, piece by piece, as it will be written: what is a part of something larger torch would copy once more."""
+    """A copy, piece by piece, as it will be written: what is a view of something larger torch would copy once more."""
     pieces = [(offset, piece.to("cpu", copy=True)) for offset, piece in tensor.pieces()]
     return ChunkedTensor(tensor.size(), [p for _, p in pieces], [o for o, _ in pieces], tensor.dtype, "cpu")
 

@@ -120,6 +120,6 @@ def _to_torch(source: Source, target: Path) -> None:
 def _merged(value: torch.Tensor, widths: Sequence[int], folder: Path) -> torch.Tensor:
     """`merge_blocks` of mapped (rows, B), a piece at a time, into mapped (rows,)."""
     merged = mapped({"": ((len(value),), value.dtype)}, folder)[""]
-    for part, rows in zip(merged.split(_MERGED_ROWS), value.split(_MERGED_ROWS), strict=True):
-        part.copy_(merge_blocks(rows, widths))
+    for sums, rows in zip(merged.split(_MERGED_ROWS), value.split(_MERGED_ROWS), strict=True):
+        sums.copy_(merge_blocks(rows, widths))
     return merged

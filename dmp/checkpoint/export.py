@@ -18,7 +18,8 @@ from dmp.checkpoint.restore import aliases
 from dmp.checkpoint.sources.safetensors import INDEX, ONE_FILE
 from dmp.errors import CheckpointError
 from dmp.ranks.collective import everyone, together
-from dmp.state.full_state import env_of, gather
+from dmp.state.find_wrapped import env_of
+from dmp.state.gather import gather
 
 MAX_SHARD_BYTES = 5 * 10**9
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]

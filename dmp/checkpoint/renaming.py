@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeAlias
 
-from dmp.checkpoint.sources.checksums import Checked
+from dmp.checkpoint.sources.checksums import CheckedRange
 from dmp.checkpoint.sources.dcp import prefixes
 from dmp.checkpoint.sources.source import MODEL, STATE, Source
 from dmp.chunked import ChunkedTensor
@@ -96,8 +96,8 @@ class _Renamed:
         self.objects = {**objects, "state": state, "model": model, "param_groups": groups}
         self.about = {**source.about, "column_widths": by_name(source.about.get("column_widths", {}))}
 
-    def check(self, keys: Collection[str], part: tuple[int, int]) -> list[Checked]:
-        return self._source.check([self._old[key] for key in keys], part)
+    def check(self, keys: Collection[str], share: tuple[int, int]) -> list[CheckedRange]:
+        return self._source.check([self._old[key] for key in keys], share)
 
     def read(self, targets: dict[str, ChunkedTensor]) -> None:
         self._source.read({self._old[key]: target for key, target in targets.items()})

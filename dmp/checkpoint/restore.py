@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from dmp.checkpoint.sources.checksums import Checked
+from dmp.checkpoint.sources.checksums import CheckedRange
 from dmp.checkpoint.sources.source import MODEL, STATE, Source
 from dmp.chunked import ChunkedTensor, as_chunks
 from dmp.errors import CheckpointError
-from dmp.paths import shown
+from dmp.read_values import shown
 from dmp.state.optimizer_state import OwnedState, column_widths, owned_states
 from dmp.wrap.column_blocks import is_blocked, merge_blocks
 from dmp.wrap.wrapper import DistributedModelParallel
@@ -32,10 +32,10 @@ class Job(NamedTuple):
     targets: dict[str, ChunkedTensor]
     then: list[Callable[[], Any]]
 
-    def check(self, part: tuple[int, int]) -> list[Checked]:
-        """Read the i-th of n parts of what all ranks will read, raise where it is damaged; what is to be compared."""
+    def check(self, share: tuple[int, int]) -> list[CheckedRange]:
+        """Read the i-th of n shares of what all ranks will read, raise where it is damaged; what is to be compared."""
         keys = (key for key in self.source.shapes if key in self.targets or key.startswith("rng."))
-        return self.source.check(list(keys), part)
+        return self.source.check(list(keys), share)
 
     def run(self) -> None:
         with torch.no_grad():

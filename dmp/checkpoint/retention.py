@@ -35,7 +35,7 @@ from dmp.checkpoint.claim import claim_of, drop_claim, is_dead
 from dmp.checkpoint.own_files import ABOUT, about_of, remove_own, stranger_at
 from dmp.checkpoint.sources.native import Folder
 from dmp.errors import CheckpointError
-from dmp.paths import is_size
+from dmp.read_values import is_size
 
 _log = logging.getLogger("dmp")
 _HIDDEN = re.compile(r"\.(.+)\.(saving|replaced|removing)")

@@ -6,7 +6,7 @@ from operator import index
 from typing import Any
 
 from dmp.errors import ShardError
-from dmp.paths import shown
+from dmp.read_values import shown
 
 LIMIT = 1 << 62
 """Above any count of elements or ranks."""

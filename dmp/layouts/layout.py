@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from dmp.errors import ShardError
 from dmp.layouts.integers import integers
 from dmp.layouts.shard import Shard
-from dmp.paths import shown
+from dmp.read_values import shown
 
 if TYPE_CHECKING:
     from typing_extensions import Self

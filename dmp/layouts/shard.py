@@ -9,7 +9,7 @@ from math import prod
 from dmp.errors import ShardError
 from dmp.layouts.cover import first_fault
 from dmp.layouts.integers import LIMIT, integers
-from dmp.paths import shown
+from dmp.read_values import shown
 
 
 @dataclass(frozen=True, order=True)

@@ -15,7 +15,7 @@ from dmp.errors import ShardError
 from dmp.layouts import integers
 from dmp.layouts.layout import Layout, constructor
 from dmp.layouts.shard import Shard, check_cover
-from dmp.paths import shown
+from dmp.read_values import shown
 
 if TYPE_CHECKING:
     from dmp.env import ShardingEnv

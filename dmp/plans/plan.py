@@ -14,8 +14,8 @@ from dmp.contracts import ModelSharder, ModuleSharder
 from dmp.env import ShardingEnv
 from dmp.errors import PlanError, ShardError
 from dmp.layouts.layout import Layout, ParameterSharding
-from dmp.paths import parse_json, shown
 from dmp.plans.discovery import check_plan
+from dmp.read_values import parse_json, shown
 
 VERSION = 1
 

@@ -25,8 +25,8 @@ from dmp.env import ShardingEnv
 from dmp.errors import ShardError
 from dmp.layouts.shard import is_replicated
 from dmp.ranks.collective import entry, numbers
-from dmp.state.find_wrapped import plan_inside
-from dmp.state.full_state import env_of, sharded_parameters
+from dmp.state.find_wrapped import env_of, plan_inside
+from dmp.state.local_chunks import sharded_parameters
 from dmp.wrap import live_models as live
 from dmp.wrap.earlier_optimizers import successors
 

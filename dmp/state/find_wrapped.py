@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
+from dmp.chunked import is_dtensor
 from dmp.contracts import FusedParameter
-from dmp.env import ShardingEnv
+from dmp.env import ShardingEnv, default_env
 from dmp.errors import ShardError
 from dmp.plans.discovery import join
 from dmp.plans.plan import ShardingPlan
@@ -34,6 +35,14 @@ def env_inside(model: nn.Module) -> ShardingEnv | None:
                 "give each of them by itself"
             )
     return first[1] if first is not None else None
+
+
+def env_of(model: nn.Module) -> ShardingEnv:
+    """Of the wrapped models; for a plain module the default one where it has DTensors, else this process alone."""
+    inside = env_inside(model)
+    if inside is not None:
+        return inside
+    return default_env() if any(is_dtensor(p) for p in model.parameters()) else ShardingEnv.single()
 
 
 def plan_inside(model: nn.Module) -> ShardingPlan:

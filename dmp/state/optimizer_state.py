@@ -17,8 +17,9 @@ from torch import nn
 from dmp.calls import alone
 from dmp.chunked import ChunkedTensor, as_chunks
 from dmp.errors import CheckpointError
-from dmp.state.find_wrapped import env_inside, fused_inside, plan_inside, wrapped_in
-from dmp.state.full_state import chunk_views, env_of, gather, sharded_parameters
+from dmp.state.find_wrapped import env_inside, env_of, fused_inside, plan_inside, wrapped_in
+from dmp.state.gather import gather
+from dmp.state.local_chunks import chunk_views, sharded_parameters
 from dmp.wrap.column_blocks import is_blocked, merge_blocks
 from dmp.wrap.earlier_optimizers import follow
 

@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from dmp.errors import ShardError
 from dmp.ranks.collective import entry, numbers
-from dmp.state.find_wrapped import fused_inside
-from dmp.state.full_state import env_of
+from dmp.state.find_wrapped import env_of, fused_inside
 from dmp.wrap.earlier_optimizers import follow
 from dmp.wrap.wrapper import DistributedModelParallel
 

@@ -16,8 +16,9 @@ from dmp.env import ShardingEnv
 from dmp.errors import CheckpointError, DmpError, RanksError
 from dmp.outputs import tensors_of
 from dmp.ranks.collective import entry, together
-from dmp.state.find_wrapped import fused_inside
-from dmp.state.full_state import chunk_views, env_of, full_state_dict, gather, sharded_parameters
+from dmp.state.find_wrapped import env_of, fused_inside
+from dmp.state.gather import full_state_dict, gather
+from dmp.state.local_chunks import chunk_views, sharded_parameters
 
 _TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 _SHOWN = 5

@@ -15,7 +15,7 @@ import torch
 
 from dmp.checkpoint.sources.plain_pickle import Global, Record, check_nesting, read_pickle
 from dmp.checkpoint.sources.tensors_json import DTYPES
-from dmp.paths import is_shape, is_size, shown
+from dmp.read_values import is_shape, is_size, shown
 
 _LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip entry: the lengths of its name and of what follows the name
 _DIRECTORY_ENTRY = struct.Struct("<28xHHH12x")  # the lengths of what follows: name, more, comment

@@ -1,4 +1,4 @@
-"""CRC-32 of one stored rectangle, computed by several ranks, each on a part of its bytes."""
+"""CRC-32 of one stored piece, computed by several ranks, each on a range of its bytes."""
 
 from __future__ import annotations
 
@@ -6,40 +6,40 @@ from collections.abc import Iterable
 from itertools import groupby
 from typing import NamedTuple
 
-from dmp.checkpoint.sources.stored_chunk import Stored
+from dmp.checkpoint.sources.stored_piece import StoredPiece
 
 _POLYNOMIAL = 0xEDB88320  # of CRC-32, its bits in reverse, as its remainders are
 
 
-class Checked(NamedTuple):
+class CheckedRange(NamedTuple):
     """What one rank has found.
 
     Args:
-        stored: the rectangle.
+        stored: the piece.
         name: of its tensor.
-        start: the first byte of the part, in the rectangle.
-        num_bytes: of the part.
+        start: the first byte of the range, in the piece.
+        num_bytes: of the range.
         crc: its CRC-32.
     """
 
-    stored: Stored
+    stored: StoredPiece
     name: str
     start: int
     num_bytes: int
     crc: int
 
 
-def compare(parts: Iterable[Checked]) -> None:
-    """Join parts that cover rectangles, in any order, and compare.
+def compare(ranges: Iterable[CheckedRange]) -> None:
+    """Join ranges that cover pieces, in any order, and compare.
 
     Raises:
         CheckpointError: naming the file and the tensor that is damaged.
     """
-    in_order = sorted(parts, key=lambda part: (str(part.stored.file), part.stored.at, part.start))
-    for (stored, name), of_one in groupby(in_order, key=lambda part: (part.stored, part.name)):
+    in_order = sorted(ranges, key=lambda one: (str(one.stored.file), one.stored.at, one.start))
+    for (stored, name), of_one in groupby(in_order, key=lambda one: (one.stored, one.name)):
         crc = 0
-        for part in of_one:
-            crc = joined(crc, part.crc, part.num_bytes) if part.start else part.crc
+        for one in of_one:
+            crc = joined(crc, one.crc, one.num_bytes) if one.start else one.crc
         stored.compare(crc, name)
 
 

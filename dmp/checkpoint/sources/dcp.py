@@ -19,11 +19,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from dmp.checkpoint.sources.checksums import Checked
-from dmp.checkpoint.sources.dcp_chunks import Pieces
+from dmp.checkpoint.sources.checksums import CheckedRange
 from dmp.checkpoint.sources.dcp_metadata import read_metadata
+from dmp.checkpoint.sources.dcp_pieces import FolderPieces
 from dmp.checkpoint.sources.source import MODEL, STATE
-from dmp.checkpoint.sources.stored_chunk import fill
+from dmp.checkpoint.sources.stored_piece import fill
 from dmp.checkpoint.sources.tensors_json import check_entries, shapes_of
 from dmp.chunked import ChunkedTensor
 from dmp.errors import CheckpointError
@@ -39,7 +39,7 @@ class TorchFolder:
         self.path = path
         self._entries = read_metadata(path / ".metadata")
         check_entries(path, self._entries, ".metadata")
-        self._pieces = Pieces(path, self._entries)
+        self._pieces = FolderPieces(path, self._entries)
         shapes = shapes_of(self._entries)
         self._keys = sort_keys(shapes)
         self.shapes = {ours: shapes[key] for ours, key in self._keys.items()}
@@ -82,8 +82,8 @@ class TorchFolder:
                     f"over the end of a column block of {rows} rows; expected pieces within a block, as TorchRec saves"
                 )
 
-    def check(self, keys: Collection[str], part: tuple[int, int]) -> list[Checked]:
-        self._pieces.check([self._keys[key] for key in keys], part)
+    def check(self, keys: Collection[str], share: tuple[int, int]) -> list[CheckedRange]:
+        self._pieces.check([self._keys[key] for key in keys], share)
         return []
 
     def read(self, targets: dict[str, ChunkedTensor]) -> None:

@@ -6,10 +6,11 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+from dmp.checkpoint.sources.named_files import read_file
 from dmp.checkpoint.sources.plain_pickle import Global, Record, read_pickle
 from dmp.checkpoint.sources.tensors_json import DTYPES, Entry, Piece, make_entry, make_piece
 from dmp.errors import CheckpointError
-from dmp.paths import read_file, shown
+from dmp.read_values import shown
 
 _MODULES = {
     # where torch has had them, from 1.13 on

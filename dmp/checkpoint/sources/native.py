@@ -10,16 +10,17 @@ from typing import Any
 import torch
 
 from dmp.checkpoint.sources.archive import check_file
-from dmp.checkpoint.sources.checksums import Checked
-from dmp.checkpoint.sources.dcp_chunks import Pieces
+from dmp.checkpoint.sources.checksums import CheckedRange
 from dmp.checkpoint.sources.dcp_metadata import read_metadata
+from dmp.checkpoint.sources.dcp_pieces import FolderPieces
+from dmp.checkpoint.sources.named_files import open_file, path_within, read_json
 from dmp.checkpoint.sources.objects import check_about, checked_objects
 from dmp.checkpoint.sources.source import CHECKSUMS, FORMAT_VERSION, TENSORS
-from dmp.checkpoint.sources.stored_chunk import fill
+from dmp.checkpoint.sources.stored_piece import fill
 from dmp.checkpoint.sources.tensors_json import check_entries, from_json, shapes_of
 from dmp.chunked import PIECE_BYTES, ChunkedTensor
 from dmp.errors import CheckpointError
-from dmp.paths import inside, is_size, open_file, read_json, shown
+from dmp.read_values import is_size, shown
 
 
 class Folder:
@@ -51,7 +52,7 @@ class Folder:
             entries = read_metadata(path / ".metadata")
         check_entries(path, entries, by)
         self.shapes = shapes_of(entries)
-        self._pieces = Pieces(path, entries, only_plain=True)
+        self._pieces = FolderPieces(path, entries, only_plain=True)
 
     def _check_small_files(self) -> None:
         listed = self.path / CHECKSUMS
@@ -61,14 +62,14 @@ class Folder:
         for name, crc in crcs.items():
             if not is_size(crc):
                 raise CheckpointError(f"{listed}: the CRC-32 of {shown(name)} is {shown(crc)}; expected a number")
-            found = _crc_of(inside(self.path, name, str(listed)))
+            found = _crc_of(path_within(self.path, name, str(listed)))
             if found != crc:
                 raise CheckpointError(
                     f"{self.path / name} is damaged: it has CRC-32 {found:08x}, expected {crc:08x} by {CHECKSUMS}"
                 )
 
-    def check(self, keys: Collection[str], part: tuple[int, int]) -> list[Checked]:
-        self._pieces.check(keys, part)
+    def check(self, keys: Collection[str], share: tuple[int, int]) -> list[CheckedRange]:
+        self._pieces.check(keys, share)
         return []
 
     def read(self, targets: dict[str, ChunkedTensor]) -> None:

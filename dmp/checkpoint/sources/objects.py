@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dmp.errors import CheckpointError
-from dmp.paths import is_size, shown
+from dmp.read_values import is_size, shown
 
 
 def check_about(path: Path, about: Mapping[str, Any]) -> None:

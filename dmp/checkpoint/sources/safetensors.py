@@ -6,13 +6,14 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from dmp.checkpoint.sources.checksums import Checked
+from dmp.checkpoint.sources.checksums import CheckedRange
+from dmp.checkpoint.sources.named_files import open_file, path_within, read_json
 from dmp.checkpoint.sources.safetensors_header import read_header
 from dmp.checkpoint.sources.source import MODEL
-from dmp.checkpoint.sources.stored_chunk import Stored, fill
+from dmp.checkpoint.sources.stored_piece import StoredPiece, fill
 from dmp.chunked import ChunkedTensor
 from dmp.errors import CheckpointError
-from dmp.paths import inside, open_file, read_json, shown
+from dmp.read_values import shown
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -32,7 +33,7 @@ class SafetensorsSource:
             self._stored = _read_file(path / ONE_FILE if path.is_dir() else path)
         self.shapes = {MODEL + name: (s.size, s.dtype) for name, s in self._stored.items()}
 
-    def check(self, keys: Collection[str], part: tuple[int, int]) -> list[Checked]:
+    def check(self, keys: Collection[str], share: tuple[int, int]) -> list[CheckedRange]:
         """Nothing: the format has no checksums."""
         return []
 
@@ -41,18 +42,18 @@ class SafetensorsSource:
             fill(target, [self._stored[key.removeprefix(MODEL)]])
 
 
-def _read_index(index: Path) -> dict[str, Stored]:
+def _read_index(index: Path) -> dict[str, StoredPiece]:
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict):
         raise CheckpointError(
             f"{index} cannot be read as an index of safetensors files: its weight_map is {shown(places)}; expected an "
             "object of parameter name -> file"
         )
-    files: dict[str, dict[str, Stored]] = {}
+    files: dict[str, dict[str, StoredPiece]] = {}
     found = {}
     for name, file in places.items():
         # links lead out of a folder of Hugging Face's cache, to where files lie under their hash
-        path = inside(index.parent, file, str(index), links=True)
+        path = path_within(index.parent, file, str(index), links=True)
         if file not in files:
             if not path.exists():
                 raise CheckpointError(f"{path} is missing; {index.name} says that it holds {name!r}")
@@ -63,10 +64,10 @@ def _read_index(index: Path) -> dict[str, Stored]:
     return found
 
 
-def _read_file(path: Path) -> dict[str, Stored]:
+def _read_file(path: Path) -> dict[str, StoredPiece]:
     try:
         with open_file(path) as file:
             header = read_header(file, path.stat().st_size, str(path))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read as a safetensors file: {error}") from error
-    return {name: Stored(path, h.at, h.dtype, h.size, (0,) * len(h.size)) for name, h in header.items()}
+    return {name: StoredPiece(path, h.at, h.dtype, h.size, (0,) * len(h.size)) for name, h in header.items()}

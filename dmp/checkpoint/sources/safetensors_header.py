@@ -13,7 +13,7 @@ from typing import IO, Any, NamedTuple
 import torch
 
 from dmp.errors import CheckpointError
-from dmp.paths import parse_json, shown
+from dmp.read_values import parse_json, shown
 
 _MOST_BYTES = 100_000_000
 _MOST_DEPTH = 127

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from dmp.checkpoint.sources.checksums import Checked
+from dmp.checkpoint.sources.checksums import CheckedRange
 from dmp.chunked import ChunkedTensor
 
 FORMAT_VERSION = 3
@@ -24,11 +24,11 @@ class Source(Protocol):
     objects: dict[str, Any]
     about: dict[str, Any]
 
-    def check(self, keys: Collection[str], part: tuple[int, int]) -> list[Checked]:
-        """Read the i-th of n parts of these tensors' bytes, where the format has a checksum of them.
+    def check(self, keys: Collection[str], share: tuple[int, int]) -> list[CheckedRange]:
+        """Read the i-th of n shares of these tensors' bytes, where the format has a checksum of them.
 
         Returns:
-            What is yet to be compared, because a checksum is of more than this part.
+            What is yet to be compared, because a checksum is of more than this share.
 
         Raises:
             CheckpointError: naming the file and the tensor that is damaged.

@@ -17,10 +17,11 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from dmp.checkpoint.sources.named_files import check_regular, path_within
 from dmp.checkpoint.sources.source import MODEL
 from dmp.errors import CheckpointError
 from dmp.layouts.cover import first_fault
-from dmp.paths import check_regular, inside, is_shape, is_size, shown
+from dmp.read_values import is_shape, is_size, shown
 
 DTYPES: dict[str, torch.dtype] = {name: d for name, d in vars(torch).items() if isinstance(d, torch.dtype)}
 """By the names that torch gives them."""
@@ -28,11 +29,11 @@ _FIELDS = 5
 
 
 class Piece(NamedTuple):
-    """A stored rectangle of a tensor.
+    """What is stored of a chunk, by its place in the whole tensor.
 
     Args:
         offset: its first index in the whole tensor.
-        size: of the rectangle.
+        size: of its rectangle.
         file: name of the file in the folder.
         at: its first byte there.
         num_bytes: of what is stored, an archive as a rule.
@@ -92,7 +93,7 @@ def check_entries(folder: Path, entries: Entries, by: str) -> None:
             if end > ends.get(piece.file, (-1, ""))[0]:
                 ends[piece.file] = end, key
     for name, (end, key) in ends.items():
-        file = inside(folder, name, str(folder / by))
+        file = path_within(folder, name, str(folder / by))
         what = f"it holds {key.removeprefix(MODEL)!r} among others"
         try:
             found = file.stat()

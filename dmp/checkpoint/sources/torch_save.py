@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from dmp.checkpoint.sources.archive import check_file, crc_of, data_start
-from dmp.checkpoint.sources.checksums import Checked
+from dmp.checkpoint.sources.checksums import CheckedRange
+from dmp.checkpoint.sources.named_files import open_file
 from dmp.checkpoint.sources.objects import checked_objects
 from dmp.checkpoint.sources.source import MODEL, STATE
-from dmp.checkpoint.sources.stored_chunk import Stored
+from dmp.checkpoint.sources.stored_piece import StoredPiece
 from dmp.chunked import ChunkedTensor
 from dmp.errors import CheckpointError
-from dmp.paths import open_file, shown
+from dmp.read_values import shown
 
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict")
 _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict")
@@ -79,16 +80,16 @@ class TorchFile:
             raise CheckpointError(f"{self.path} is damaged: a tensor's storage is none of those in the file")
         return names
 
-    def check(self, keys: Collection[str], part: tuple[int, int]) -> list[Checked]:
+    def check(self, keys: Collection[str], share: tuple[int, int]) -> list[CheckedRange]:
         """The file's storages, whichever tensors they belong to: torch writes a CRC-32 of each, however large."""
         total, at = sum(stored.size[0] for stored in self._storages), 0
-        first, last = (total * i // part[1] for i in (part[0], part[0] + 1))
+        first, last = (total * i // share[1] for i in (share[0], share[0] + 1))
         found = []
         for stored in self._storages:
             start, stop = max(0, first - at), min(last - at, stored.size[0])
             if start < stop and stored.crc is not None:
                 name = self._names.get(stored.at, "something")
-                found.append(Checked(stored, name, start, stop - start, stored.crc_of(start, stop - start)))
+                found.append(CheckedRange(stored, name, start, stop - start, stored.crc_of(start, stop - start)))
             at += stored.size[0]
         return found
 
@@ -121,13 +122,13 @@ def _by_name(path: Path, optimizer: Mapping[str, Any]) -> tuple[dict[str, Any], 
     return named, groups
 
 
-def _read_storages(path: Path) -> list[Stored]:
+def _read_storages(path: Path) -> list[StoredPiece]:
     """The storages in the file; also, whether torch may be given the file at all."""
     try:
         with open_file(path) as file:
             entries = check_file(file)
             return [
-                Stored(path, data_start(file, e), torch.uint8, (e.file_size,), (0,), crc_of(e))
+                StoredPiece(path, data_start(file, e), torch.uint8, (e.file_size,), (0,), crc_of(e))
                 for e in entries
                 if "/data/" in e.filename and e.file_size
             ]
@@ -135,7 +136,7 @@ def _read_storages(path: Path) -> list[Stored]:
         raise CheckpointError(f"{path} cannot be read as a torch.save file of tensors: {error}") from error
 
 
-def _names(tensors: Mapping[str, torch.Tensor], storages: Iterable[Stored]) -> dict[int, str] | None:
+def _names(tensors: Mapping[str, torch.Tensor], storages: Iterable[StoredPiece]) -> dict[int, str] | None:
     """Where a storage begins in the file -> the first tensor that lies in it; None where one lies in no storage.
 
     The file is mapped in one piece.

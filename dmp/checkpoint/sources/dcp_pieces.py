@@ -4,8 +4,8 @@ torch stores each piece as an uncompressed zip archive, many in a file. An archi
 torch writes and does not look at when it reads; here it is what tells a flipped bit.
 
 [Note: as they are stored]
-Where a piece's values lie in the file one after another, a rank reads just those it holds (`Stored`). Else, with other
-strides or packed, it is read whole, once to be checked and again to be copied from (`Packed`).
+Where a piece's values lie in the file one after another, a rank reads just those it holds (`StoredPiece`). Else, with
+other strides or packed, it is read whole, once to be checked and again to be copied from (`PackedPiece`).
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from typing import IO, Any, NamedTuple, cast
 import torch
 
 from dmp.checkpoint.sources.archive import crc_places, is_plain, read_archive, strided
+from dmp.checkpoint.sources.named_files import open_file
 from dmp.checkpoint.sources.safetensors_header import read_header
-from dmp.checkpoint.sources.stored_chunk import Stored
+from dmp.checkpoint.sources.stored_piece import StoredPiece
 from dmp.checkpoint.sources.tensors_json import Entries, Entry, Piece
 from dmp.chunked import copy_overlap
 from dmp.errors import CheckpointError
-from dmp.paths import open_file, shown
+from dmp.read_values import shown
 
 _ZSTD = "stream.zstd/1"
 _MORE_BYTES = 1 << 20  # than its values, that a packed piece may have
 
 
-class Pieces:
+class FolderPieces:
     """The stored pieces of a folder's tensors, each looked up when it is first wanted.
 
     Args:
@@ -44,24 +45,24 @@ class Pieces:
         self._path = path
         self._only_plain = only_plain
         self._entries = entries
-        self._known: dict[tuple[str, tuple[int, ...]], Stored | Packed] = {}
-        self._like: dict[tuple[int, torch.dtype, tuple[int, ...]], _Like] = {}
+        self._known: dict[tuple[str, tuple[int, ...]], StoredPiece | PackedPiece] = {}
+        self._forms: dict[tuple[int, torch.dtype, tuple[int, ...]], _ArchiveForm] = {}
 
-    def check(self, keys: Iterable[str], part: tuple[int, int]) -> None:
-        """Read the i-th of n parts of these tensors' pieces, and compare each with its CRC-32.
+    def check(self, keys: Iterable[str], share: tuple[int, int]) -> None:
+        """Read the i-th of n shares of these tensors' pieces, and compare each with its CRC-32.
 
         Raises:
             CheckpointError: naming the file and the tensor.
         """
         pieces = [(key, piece) for key in sorted(keys) for piece in self._entries[key].pieces if all(piece.size)]
-        for key, piece in pieces[part[0] :: part[1]]:
+        for key, piece in pieces[share[0] :: share[1]]:
             self._find(key, piece).check(key)
 
-    def of(self, key: str) -> list[Stored | Packed]:
+    def of(self, key: str) -> list[StoredPiece | PackedPiece]:
         """All pieces of a tensor."""
         return [self._find(key, piece) for piece in self._entries[key].pieces if all(piece.size)]
 
-    def _find(self, key: str, piece: Piece) -> Stored | Packed:
+    def _find(self, key: str, piece: Piece) -> StoredPiece | PackedPiece:
         found = self._known.get((key, piece.offset))
         if found is None:
             file = self._path / piece.file
@@ -74,37 +75,37 @@ class Pieces:
             self._known[key, piece.offset] = found
         return found
 
-    def _look(self, file: Path, piece: Piece, entry: Entry) -> Stored | Packed:
+    def _look(self, file: Path, piece: Piece, entry: Entry) -> StoredPiece | PackedPiece:
         dtype, size = entry.dtype, piece.size
-        packed = Packed(file, piece, dtype, size, piece.offset)
+        packed = PackedPiece(file, piece, dtype, size, piece.offset)
         if piece.transforms:
             packed.check("it")
             return packed
-        like = self._like.get((piece.num_bytes, dtype, size))
+        form = self._forms.get((piece.num_bytes, dtype, size))
         with open_file(file) as whole:
-            crc = None if like is None else like.crc(whole, piece.at)
-            if like is None or crc is None:
+            crc = None if form is None else form.crc(whole, piece.at)
+            if form is None or crc is None:
                 whole.seek(piece.at)
                 if whole.read(9)[8:] == b"{" and not self._only_plain:  # safetensors, torch's other way
                     return _in_safetensors(whole, file, piece, dtype)
-                like = _read_like(cast(IO[bytes], _Window(whole, piece.at, piece.num_bytes)), dtype, size)
-                if like is None:
+                form = _read_form(cast(IO[bytes], _Window(whole, piece.at, piece.num_bytes)), dtype, size)
+                if form is None:
                     if self._only_plain:
                         raise ValueError("it is not stored as plain bytes")
                     return packed
-                self._like[piece.num_bytes, dtype, size] = like
-                crc = like.crc(whole, piece.at)
-        return Stored(file, piece.at + like.at, dtype, size, piece.offset, crc if like.is_alone and crc else None)
+                self._forms[piece.num_bytes, dtype, size] = form
+                crc = form.crc(whole, piece.at)
+        return StoredPiece(file, piece.at + form.at, dtype, size, piece.offset, crc if form.is_alone and crc else None)
 
 
-class Packed(NamedTuple):
-    """A rectangle of which the file does not hold the values one after another; see [Note: as they are stored].
+class PackedPiece(NamedTuple):
+    """A piece whose values do not lie in the file one after another; see [Note: as they are stored].
 
     Args:
         file: where it lies.
         piece: as the folder has it.
         dtype: of its elements.
-        size: of the rectangle, as it is given out.
+        size: of its rectangle, as it is given out.
         offset: its first index in the whole tensor.
     """
 
@@ -115,6 +116,7 @@ class Packed(NamedTuple):
     offset: tuple[int, ...]
 
     def fill(self, chunk: torch.Tensor, offset: tuple[int, ...]) -> None:
+        """Give the chunk what it shares with this piece."""
         copy_overlap(chunk.detach(), offset, self._tensor().reshape(self.size), self.offset)
 
     def check(self, name: str) -> None:
@@ -158,16 +160,16 @@ def _unpacked(data: bytes, transform: str, limit: int) -> bytes:
     return found
 
 
-def _in_safetensors(whole: IO[bytes], file: Path, piece: Piece, dtype: torch.dtype) -> Stored:
+def _in_safetensors(whole: IO[bytes], file: Path, piece: Piece, dtype: torch.dtype) -> StoredPiece:
     whole.seek(piece.at)
     held = list(read_header(whole, piece.num_bytes, str(file)).values())
     if len(held) != 1 or (held[0].dtype, held[0].size) != (dtype, piece.size):
         raise ValueError(f"it holds {shown(held)}; expected one tensor, {dtype} of {piece.size}")
-    return Stored(file, piece.at + held[0].at, dtype, piece.size, piece.offset)
+    return StoredPiece(file, piece.at + held[0].at, dtype, piece.size, piece.offset)
 
 
-class _Like(NamedTuple):
-    """What one archive is like, and so are all of as many bytes: each is looked at as a zip archive only once.
+class _ArchiveForm(NamedTuple):
+    """How one archive is laid out, and so are all of as many bytes: each is looked at as a zip archive only once.
 
     Args:
         at: where the tensor begins in it.
@@ -193,7 +195,7 @@ class _Like(NamedTuple):
         return crc if _without(found, self.of_values) == self.directory else None
 
 
-def _read_like(file: IO[bytes], dtype: torch.dtype, size: tuple[int, ...]) -> _Like | None:
+def _read_form(file: IO[bytes], dtype: torch.dtype, size: tuple[int, ...]) -> _ArchiveForm | None:
     """None where the tensor does not lie there as plain bytes."""
     archive = zipfile.ZipFile(file)
     described = read_archive(archive, file, dtype, size)
@@ -203,7 +205,7 @@ def _read_like(file: IO[bytes], dtype: torch.dtype, size: tuple[int, ...]) -> _L
     directory = file.read()
     crcs = dict(crc_places(directory))
     of_values = tuple(at for name, at in crcs.items() if name in ("data/0", ".data/serialization_id"))
-    return _Like(
+    return _ArchiveForm(
         described.at + described.first * dtype.itemsize,
         described.num_bytes == prod(size) * dtype.itemsize,
         archive.start_dir,
@@ -221,7 +223,7 @@ def _without(data: bytes, places: tuple[int, ...]) -> bytes:
 
 
 class _Window(io.RawIOBase):
-    """A part of a file as a file."""
+    """A range of a file as a file."""
 
     def __init__(self, whole: Any, start: int, length: int) -> None:
         self._whole, self._start, self._length, self._at = whole, start, length, 0

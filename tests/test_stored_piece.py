@@ -1,4 +1,4 @@
-"""`Stored`: a rectangle in a file, read into any other rectangle of the tensor, and no more of it than that."""
+"""`StoredPiece`: a piece in a file, read into any other rectangle of the tensor, and no more of it than that."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from dmp import CheckpointError
-from dmp.checkpoint.sources.stored_chunk import Stored
+from dmp.checkpoint.sources.stored_piece import StoredPiece
 
-BEFORE = 13  # bytes in the file ahead of the rectangle
+BEFORE = 13  # bytes in the file ahead of the piece
 
 
-def store(path: Path, values: torch.Tensor, offset: tuple[int, ...] = ()) -> Stored:
+def store(path: Path, values: torch.Tensor, offset: tuple[int, ...] = ()) -> StoredPiece:
     data = values.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     path.write_bytes(b"x" * BEFORE + data + b"y" * 5)
-    return Stored(path, BEFORE, values.dtype, tuple(values.shape), offset or (0,) * values.dim(), zlib.crc32(data))
+    return StoredPiece(path, BEFORE, values.dtype, tuple(values.shape), offset or (0,) * values.dim(), zlib.crc32(data))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool], ids=str)

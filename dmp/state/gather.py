@@ -1,4 +1,4 @@
-"""Whole tensors out of pieces: full state dicts, and a plain module with the weights in place.
+"""Whole tensors out of the ranks' chunks, a few MB at a time.
 
 [Note: pieces and copies]
 Every tensor of a model is seen as a `ChunkedTensor`: a table's chunks, a DTensor's local shard, or a plain tensor as
@@ -18,14 +18,11 @@ import torch.distributed as dist
 from torch import nn
 
 from dmp.calls import alone
-from dmp.chunked import ChunkedTensor, as_chunks, is_dtensor
-from dmp.contracts import ShardedModule
-from dmp.env import ShardingEnv, default_env
+from dmp.chunked import ChunkedTensor, as_chunks
+from dmp.env import ShardingEnv
 from dmp.errors import ShardError
-from dmp.plans.discovery import join
 from dmp.ranks.collective import entry, meet, tell, together
-from dmp.state.find_wrapped import env_inside, wrapped_in
-from dmp.wrap.wrapper import DistributedModelParallel
+from dmp.state.find_wrapped import env_of
 
 _ALIGN_BYTES = 16
 _BUFFER_BYTES = 4 << 20
@@ -52,118 +49,6 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False, cpu: bool = T
         dict_keys(['weight', 'bias'])
     """
     return gather(model.state_dict(), env_of(model), rank0_only=rank0_only, cpu=cpu, what="full_state_dict")
-
-
-@alone("to_unsharded")
-def to_unsharded(model: nn.Module) -> nn.Module:
-    """A plain module on the CPU with the model's weights: for serving, export, or a look.
-
-    Collective over `model.env`; complete on every rank. Sharded modules give an empty plain module of their kind
-    (`unsharded()`, parameters possibly on meta); everything else is copied.
-
-    Raises:
-        ShardError: a sharded module without `unsharded()`, or one that leaves a tensor on meta.
-    """
-    if not isinstance(model, DistributedModelParallel) and wrapped_in(model):
-        return _parent_unsharded(model)
-    live = model.module if isinstance(model, DistributedModelParallel) else model
-    root = model.skeleton or live if isinstance(model, DistributedModelParallel) else live
-    memo: dict[int, Any] = {}
-    for path, module in root.named_modules():
-        make = getattr(module, "unsharded", None)
-        if callable(make):
-            memo[id(module)] = make().train(module.training)
-        elif isinstance(module, ShardedModule):
-            raise ShardError(
-                f"module {path!r} ({type(module).__name__}) has no unsharded(), which gives an empty plain module of "
-                "the same names; full_state_dict(model) has the values without it"
-            )
-    for parameter in root.parameters():
-        if is_dtensor(parameter):
-            empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
-            memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-    plain: nn.Module = copy.deepcopy(root, memo)
-    if root is not live:
-        _take_buffers(live, plain)
-    _allocate(plain)
-    trained = {name: p.requires_grad for name, p in live.named_parameters()}
-    for name, parameter in plain.named_parameters():
-        parameter.requires_grad_(trained[name])
-    targets = {name: t for name, t in plain.state_dict().items() if isinstance(t, torch.Tensor)}
-    gather(model.state_dict(), env_of(model), out=targets, what="to_unsharded")
-    return plain
-
-
-def _parent_unsharded(parent: nn.Module) -> nn.Module:
-    """A copy with plain modules in place of the wrapped models; inside another wrapper, as DDP, what that holds."""
-    if isinstance(parent, nn.parallel.DistributedDataParallel):
-        return to_unsharded(parent.module)
-    memo: dict[int, Any] = {id(m): to_unsharded(m) for m in wrapped_in(parent).values()}
-    return copy.deepcopy(parent, memo).cpu()
-
-
-def _take_buffers(live: nn.Module, plain: nn.Module) -> None:
-    """Buffers and modes, which a skeleton does not have; a state dict lacks some of the buffers."""
-    modules = dict(live.named_modules())
-    for path, module in plain.named_modules():
-        if path not in modules:
-            continue  # inside a plain module that stands for a sharded one
-        module.training = modules[path].training
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                module._buffers[name] = modules[path]._buffers[name].detach().clone()
-
-
-def env_of(model: nn.Module) -> ShardingEnv:
-    """Of the wrapped models; for a plain module the default one where it has DTensors, else this process alone."""
-    inside = env_inside(model)
-    if inside is not None:
-        return inside
-    return default_env() if any(is_dtensor(p) for p in model.parameters()) else ShardingEnv.single()
-
-
-def sharded_parameters(model: nn.Module) -> dict[str, tuple[nn.Parameter, ChunkedTensor]]:
-    """Fully-qualified name -> (local parameter, its pieces), for every parameter that a sharded module holds."""
-    root = model.module if isinstance(model, DistributedModelParallel) else model
-    local = dict(root.named_parameters(remove_duplicate=False))
-    found: dict[str, tuple[nn.Parameter, ChunkedTensor]] = {}
-    for path, module in root.named_modules():
-        if isinstance(module, ShardedModule):
-            for name, chunked in module.chunked_state().items():
-                if join(path, name) in local:
-                    found[join(path, name)] = (local[join(path, name)], chunked)
-    return found
-
-
-def chunk_views(tensor: torch.Tensor, parameter: torch.Tensor, chunked: ChunkedTensor) -> ChunkedTensor:
-    """A tensor shaped as the local parameter, such as its gradient, cut as the parameter is; chunks are views.
-
-    Args:
-        tensor: of the local parameter's shape, any dtype.
-        parameter: the local parameter.
-        chunked: its pieces, views of its storage: their storage offsets say where each lies.
-
-    Raises:
-        ShardError: another shape, or pieces that are not in the parameter's storage.
-    """
-    if tensor.shape != parameter.shape or not (tensor.is_contiguous() and parameter.is_contiguous()):
-        raise ShardError(
-            f"expected a contiguous tensor of the local parameter's shape {tuple(parameter.shape)}; "
-            f"got {tuple(tensor.shape)} with strides {tensor.stride()}"
-        )
-    views = []
-    for chunk, offset in zip(chunked.chunks, chunked.offsets, strict=True):
-        at = chunk.storage_offset() - parameter.storage_offset()
-        last = at + sum((n - 1) * s for n, s in zip(chunk.shape, chunk.stride(), strict=True))
-        same = chunk.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
-        if chunk.numel() and not (same and at >= 0 and last < parameter.numel()):
-            raise ShardError(f"the chunk at {offset} is not a view of its local parameter of {tuple(parameter.shape)}")
-        views.append(
-            tensor.detach().as_strided(chunk.shape, chunk.stride(), tensor.storage_offset() + at)
-            if chunk.numel()
-            else tensor.new_empty(chunk.shape)
-        )
-    return ChunkedTensor(chunked.size(), views, chunked.offsets, tensor.dtype, tensor.device)
 
 
 def gather(
@@ -319,24 +204,3 @@ def _transfer(
 def _place(target: torch.Tensor, offset: tuple[int, ...], values: torch.Tensor) -> None:
     with torch.no_grad():
         target[tuple(slice(o, o + n) for o, n in zip(offset, values.shape, strict=True))].copy_(values)
-
-
-def _allocate(module: nn.Module) -> None:
-    """Give parameters and persistent buffers on meta a place on the CPU, ties kept, and move the rest there."""
-    made: dict[int, torch.Tensor] = {}
-    for path, owner in module.named_modules():
-        for name, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
-            if tensor is None:
-                continue
-            if tensor.is_meta and name in owner._non_persistent_buffers_set:
-                raise ShardError(
-                    f"unsharded() left buffer {join(path, name)!r} on meta, and a state dict does not hold it; "
-                    "give it its values there"
-                )
-            if tensor.is_meta and id(tensor) not in made:
-                new = torch.empty_like(tensor, device="cpu")
-                is_parameter = isinstance(tensor, nn.Parameter)
-                made[id(tensor)] = nn.Parameter(new, requires_grad=tensor.requires_grad) if is_parameter else new
-            if tensor.is_meta:
-                (owner._parameters if name in owner._parameters else owner._buffers)[name] = made[id(tensor)]
-    module.cpu()

@@ -1,6 +1,6 @@
-"""`Stored`: one rectangle of a tensor as plain bytes in a file, of which a rank reads the part it holds.
+"""`StoredPiece`: a piece of a tensor as plain bytes in a file, of which a rank reads what it holds.
 
-[Note: straight into place] Where the shared part is whole rows of both, bytes go from the file into the target's own
+[Note: straight into place] Where what is shared is whole rows of both, bytes go from the file into the target's own
 memory. Else they are copied, and to compare checksums they are read, out of a mapping: that costs two thirds of reading
 them into a buffer first. Its pages are brought in by a call that says when that fails; touching them would end the
 process.
@@ -21,21 +21,21 @@ from typing import IO, NamedTuple, Protocol
 
 import torch
 
+from dmp.checkpoint.sources.named_files import open_file
 from dmp.chunked import PIECE_BYTES, ChunkedTensor
 from dmp.errors import CheckpointError
-from dmp.paths import open_file
 
 _POPULATE_READ = 22  # Linux's MADV_POPULATE_READ, which the module mmap has no name for
 
 
-class Stored(NamedTuple):
-    """A contiguous rectangle.
+class StoredPiece(NamedTuple):
+    """A piece, contiguous.
 
     Args:
         file: where it lies.
         at: its first byte.
         dtype: of its elements.
-        size: of the rectangle.
+        size: of its rectangle.
         offset: its first index in the whole tensor.
         crc: CRC-32 of its bytes; None where the format has none.
     """
@@ -48,7 +48,7 @@ class Stored(NamedTuple):
     crc: int | None = None
 
     def fill(self, chunk: torch.Tensor, offset: tuple[int, ...]) -> None:
-        """Read what the chunk shares with this rectangle into it, see [Note: straight into place]."""
+        """Read what the chunk shares with this piece into it, see [Note: straight into place]."""
         starts = [max(a, b) for a, b in zip(self.offset, offset, strict=True)]
         stops = [min(a + n, b + m) for a, n, b, m in zip(self.offset, self.size, offset, chunk.shape, strict=True)]
         if any(stop <= start for start, stop in zip(starts, stops, strict=True)):
@@ -127,16 +127,16 @@ def _fill_buffer(file: IO[bytes], buffer: memoryview, path: Path) -> None:
         buffer = buffer[count:]
 
 
-class Rectangle(Protocol):
-    """A stored part of a tensor."""
+class Fills(Protocol):
+    """What is stored of a tensor."""
 
     def fill(self, chunk: torch.Tensor, offset: tuple[int, ...]) -> None:
         """Give the chunk what it shares with it."""
         ...
 
 
-def fill(target: ChunkedTensor, stored: Iterable[Rectangle]) -> None:
-    """Fill this rank's chunks from the rectangles, which cover the tensor."""
-    for rectangle in stored:
+def fill(target: ChunkedTensor, stored: Iterable[Fills]) -> None:
+    """Fill this rank's chunks from the pieces, which cover the tensor."""
+    for piece in stored:
         for chunk, offset in zip(target.chunks, target.offsets, strict=True):
-            rectangle.fill(chunk, offset)
+            piece.fill(chunk, offset)

@@ -1,37 +1,25 @@
-"""Files that a checkpoint names: regular ones, inside its folder; and the JSON in them.
+"""Files that a checkpoint names: regular ones, inside its folder.
 
-What comes from elsewhere may name a file outside (`../`, an absolute path, a link), a pipe that never answers, a file
-of a terabyte of nothing, or JSON nested without end: each is an error here, before anything is opened or kept.
+What comes from elsewhere may name a file outside (`../`, an absolute path, a link), a pipe that never answers, or a
+file of a terabyte of nothing: each is an error here, before anything is opened or kept.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import stat
-from collections.abc import Callable
 from pathlib import Path
-from reprlib import Repr
 from typing import IO, Any
 
 from dmp.errors import CheckpointError
+from dmp.read_values import parse_json, shown
 
 _MOST_BYTES = 256 << 20  # of JSON or a pickle; a million pieces take half of it
 _LONGEST = 250  # of a name
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
-_repr = Repr()
-_repr.maxstring = _repr.maxother = 80
 
 
-def shown(value: Any) -> str:
-    """A value from a file as an error may show it: neither long nor deep."""
-    try:
-        return _repr.repr(value)
-    except Exception:  # such as an integer of too many digits
-        return f"a {type(value).__name__}"
-
-
-def inside(root: Path, name: Any, by: str, *, links: bool = False) -> Path:
+def path_within(root: Path, name: Any, by: str, *, links: bool = False) -> Path:
     """The path of a file that a checkpoint names, in its folder or deeper.
 
     Args:
@@ -108,50 +96,3 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise CheckpointError(f"{path} holds {shown(data)}; expected a JSON object")
     return data
-
-
-def parse_json(text: str | bytes, parse_int: Callable[[str], Any] | None = None) -> Any:
-    """As the standard says: no NaN, no key twice, and not nested without end.
-
-    Args:
-        parse_int: as of `json.loads`.
-
-    Raises:
-        ValueError: saying what is wrong.
-    """
-    try:
-        if isinstance(text, bytes):
-            text = text.decode()
-        return json.loads(text, object_pairs_hook=_unique, parse_int=parse_int, parse_constant=_no_number)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for i, key in enumerate(keys) if key in keys[:i])
-        raise ValueError(f"the key {shown(twice)} is there twice")
-    return found
-
-
-def _no_number(text: str) -> Any:
-    raise ValueError(f"{text} is no number in JSON")
-
-
-def is_size(value: Any) -> bool:
-    """Whether it is an integer that a size, an offset or a place in a file can be."""
-    return type(value) is int and 0 <= value < 1 << 62
-
-
-def is_shape(value: Any) -> bool:
-    """Whether it is a list of such integers whose elements can be counted."""
-    if not isinstance(value, (list, tuple)) or not all(map(is_size, value)):
-        return False
-    count = 1
-    for n in value:
-        count *= n or 1
-        if count >= 1 << 62:
-            return False
-    return True

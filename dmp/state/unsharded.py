@@ -1,0 +1,99 @@
+"""A plain module with a wrapped model's weights in place."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from dmp.calls import alone
+from dmp.chunked import is_dtensor
+from dmp.contracts import ShardedModule
+from dmp.errors import ShardError
+from dmp.plans.discovery import join
+from dmp.state.find_wrapped import env_of, wrapped_in
+from dmp.state.gather import gather
+from dmp.wrap.wrapper import DistributedModelParallel
+
+
+@alone("to_unsharded")
+def to_unsharded(model: nn.Module) -> nn.Module:
+    """A plain module on the CPU with the model's weights: for serving, export, or a look.
+
+    Collective over `model.env`; complete on every rank. Sharded modules give an empty plain module of their kind
+    (`unsharded()`, parameters possibly on meta); everything else is copied.
+
+    Raises:
+        ShardError: a sharded module without `unsharded()`, or one that leaves a tensor on meta.
+    """
+    if not isinstance(model, DistributedModelParallel) and wrapped_in(model):
+        return _parent_unsharded(model)
+    live = model.module if isinstance(model, DistributedModelParallel) else model
+    root = model.skeleton or live if isinstance(model, DistributedModelParallel) else live
+    memo: dict[int, Any] = {}
+    for path, module in root.named_modules():
+        make = getattr(module, "unsharded", None)
+        if callable(make):
+            memo[id(module)] = make().train(module.training)
+        elif isinstance(module, ShardedModule):
+            raise ShardError(
+                f"module {path!r} ({type(module).__name__}) has no unsharded(), which gives an empty plain module of "
+                "the same names; full_state_dict(model) has the values without it"
+            )
+    for parameter in root.parameters():
+        if is_dtensor(parameter):
+            empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+            memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    plain: nn.Module = copy.deepcopy(root, memo)
+    if root is not live:
+        _take_buffers(live, plain)
+    _allocate(plain)
+    trained = {name: p.requires_grad for name, p in live.named_parameters()}
+    for name, parameter in plain.named_parameters():
+        parameter.requires_grad_(trained[name])
+    targets = {name: t for name, t in plain.state_dict().items() if isinstance(t, torch.Tensor)}
+    gather(model.state_dict(), env_of(model), out=targets, what="to_unsharded")
+    return plain
+
+
+def _parent_unsharded(parent: nn.Module) -> nn.Module:
+    """A copy with plain modules in place of the wrapped models; inside another wrapper, as DDP, what that holds."""
+    if isinstance(parent, nn.parallel.DistributedDataParallel):
+        return to_unsharded(parent.module)
+    memo: dict[int, Any] = {id(m): to_unsharded(m) for m in wrapped_in(parent).values()}
+    return copy.deepcopy(parent, memo).cpu()
+
+
+def _take_buffers(live: nn.Module, plain: nn.Module) -> None:
+    """Buffers and modes, which a skeleton does not have; a state dict lacks some of the buffers."""
+    modules = dict(live.named_modules())
+    for path, module in plain.named_modules():
+        if path not in modules:
+            continue  # inside a plain module that stands for a sharded one
+        module.training = modules[path].training
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = modules[path]._buffers[name].detach().clone()
+
+
+def _allocate(module: nn.Module) -> None:
+    """Give parameters and persistent buffers on meta a place on the CPU, ties kept, and move the rest there."""
+    made: dict[int, torch.Tensor] = {}
+    for path, owner in module.named_modules():
+        for name, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
+            if tensor is None:
+                continue
+            if tensor.is_meta and name in owner._non_persistent_buffers_set:
+                raise ShardError(
+                    f"unsharded() left buffer {join(path, name)!r} on meta, and a state dict does not hold it; "
+                    "give it its values there"
+                )
+            if tensor.is_meta and id(tensor) not in made:
+                new = torch.empty_like(tensor, device="cpu")
+                is_parameter = isinstance(tensor, nn.Parameter)
+                made[id(tensor)] = nn.Parameter(new, requires_grad=tensor.requires_grad) if is_parameter else new
+            if tensor.is_meta:
+                (owner._parameters if name in owner._parameters else owner._buffers)[name] = made[id(tensor)]
+    module.cpu()
