@@ -7,7 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dmp.checkpoint.convert import KINDS, convert
+from dmp.checkpoint.convert import convert
+from dmp.checkpoint.targets.by_name import target_names
 from dmp.errors import CheckpointError
 
 
@@ -18,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = commands.add_parser("convert", help=about, description=about)
     command.add_argument("source", type=Path, help="what load_checkpoint takes")
     command.add_argument("dest", type=Path, help="a folder, or for torch a file, that is not there yet")
-    command.add_argument("--to", choices=KINDS, default=KINDS[0], help="the kind to write (default: %(default)s)")
+    command.add_argument("--to", choices=target_names(), default="dmp", help="the kind to write (default: %(default)s)")
     command.add_argument(
         "--rename", metavar="OLD=NEW", action="append", default=[], help="of a parameter or module; NEW may be empty"
     )

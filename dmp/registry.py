@@ -98,6 +98,11 @@ def load(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
+def plugins(group: str) -> dict[str, EntryPoint]:
+    """Name -> entry point of an installed package; nothing of it is loaded yet."""
+    return {point.name: point for point in _points(group)}
+
+
 @cache
 def _points(group: str) -> tuple[EntryPoint, ...]:
     """Entry points of installed packages; read once, for each time all packages' metadata is searched."""

@@ -28,8 +28,8 @@ from dmp import (
     load_checkpoint,
     save_checkpoint,
 )
-from dmp.checkpoint import claim as claims
 from dmp.checkpoint.convert import convert
+from dmp.checkpoint.targets import claim as claims
 from tests.ranks import run_ranks
 
 
@@ -317,7 +317,7 @@ def test_who_lost_the_claim_changes_nothing(tmp_path: Path, monkeypatch: pytest.
         own.path.write_text(json.dumps({**json.loads(own.path.read_text()), "word": "another"}))
         return own
 
-    monkeypatch.setattr("dmp.checkpoint.save.take_claim", taken_by_another)
+    monkeypatch.setattr("dmp.checkpoint.targets.native.take_claim", taken_by_another)
     with pytest.raises(CheckpointError, match="is another save's by now"):
         save_checkpoint(tmp_path / "x", nn.Linear(2, 1))
     assert load_checkpoint(tmp_path / "x", nn.Linear(2, 1)) == "first"

@@ -1,10 +1,7 @@
-"""Checkpoints: saved, found again, loaded on any mesh and plan. In reading order:
+"""Checkpoints: saved, found again, loaded on any mesh and plan. In reading order, after `sources` and `targets`:
 
 - `api`: save and load, on any mesh and plan
-- `save`: collects, writes beside the path, puts in place
-- `own_files`: what a save of ours writes: only that is replaced or removed
-- `claim`: the right to save to a path, which one save has at a time
-- `writer`: torch's writer of folders, aligned, and saying what went wrong
+- `save`: collects what a model holds, has it written, lets older ones go
 - `background`: a save in the background
 - `retention`: a folder of checkpoints: the newest whole one, and which may go
 - `restore`: checks a checkpoint against a model, then says what to read where

@@ -6,7 +6,7 @@ A folder of torch's distributed checkpoint, readable by `torch.distributed.check
     dmp.json              format version, the mesh, widths of column blocks (see optimizer_state.py)
     plan.json             the plan
     objects.pt            what is no tensor: extra, param groups by name, counters; read with `weights_only`
-    tensors.json          what .metadata says, in JSON; see [Note: tensors.json] of entries.py
+    tensors.json          what .metadata says, in JSON; see [Note: tensors.json] of tensors_json.py
     checksums.json        CRC-32 of the other small files; those of tensors lie beside them
 It is written beside the path as `.<name>.saving`, under a claim on the path (claim.py), `checksums.json` last, and
 renamed when every rank is done. Each tensor is stored in pieces of 16 MB at most, each by one of the ranks that hold
@@ -32,11 +32,12 @@ from dmp.calls import alone
 from dmp.checkpoint.background import PendingSave, wait_for_pending, write_in_background
 from dmp.checkpoint.random_state import prepare_random_state
 from dmp.checkpoint.renaming import Rename, fitted, renamed
-from dmp.checkpoint.restore import Job, prepare
+from dmp.checkpoint.restore import CheckedLoad, prepare
 from dmp.checkpoint.retention import next_saved_ns
-from dmp.checkpoint.save import Content, check_target, collect, write
+from dmp.checkpoint.save import collect, save
 from dmp.checkpoint.sources.checksums import compare
 from dmp.checkpoint.sources.detect import open_source
+from dmp.checkpoint.targets.native import Content, check_target
 from dmp.env import ShardingEnv, default_env
 from dmp.errors import CheckpointError
 from dmp.ranks.collective import entry, everyone, together
@@ -103,7 +104,7 @@ def _save(
 
     content = together(collected, group, f"saving {target}", same=f"keep_last={keep_last}")
     if not asynchronous:
-        write(target, content, env.rank, group, keep_last)
+        save(target, content, env.rank, group, keep_last)
         return None
     return write_in_background(target, content, env.rank, group, keep_last)
 
@@ -127,7 +128,7 @@ def load_checkpoint(
         path: one of
             - a folder that `save_checkpoint` wrote;
             - any folder of torch's distributed checkpoint, TorchRec's too: weights, and optimizer state by parameter
-              name (see [Note: names] of torch_folder.py); learning rates stay the model's;
+              name (see [Note: names] of sources/dcp.py); learning rates stay the model's;
             - a safetensors file, or a Hugging Face folder of one or several: weights;
             - a `torch.save` file of a full state dict, or of
               `{"model": full_state_dict(m), "optimizer": full_optimizer_state_dict(m, o), "extra": ...}`; the keys may
@@ -160,15 +161,15 @@ def _load(
 ) -> Any:
     what = f"loading {source_path}"
 
-    def checked() -> Job:
+    def checked() -> CheckedLoad:
         source = fitted(renamed(open_source(source_path), rename), model.state_dict())
-        job = prepare(source, model, optimizer)
-        prepare_random_state(job, env)
-        return job
+        load = prepare(source, model, optimizer)
+        prepare_random_state(load, env)
+        return load
 
-    job = together(checked, group, what)
-    when = job.source.about.get("saved_ns")  # what one host sees may be older than what another does
-    ranges = everyone(lambda: job.check((env.rank, env.size)), group, what, same=when)
+    load = together(checked, group, what)
+    when = load.source.about.get("saved_ns")  # what one host sees may be older than what another does
+    ranges = everyone(lambda: load.check((env.rank, env.size)), group, what, same=when)
     together(lambda: compare(one for of_rank in ranges for one in of_rank), None, what)
-    together(job.run, group, what)
-    return job.source.objects.get("extra")
+    together(load.run, group, what)
+    return load.source.objects.get("extra")

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from dmp.checkpoint.save import Content, write
+from dmp.checkpoint.save import save
+from dmp.checkpoint.targets.native import Content
 from dmp.chunked import ChunkedTensor
 from dmp.errors import CheckpointError
 from dmp.ranks.collective import own_group
@@ -53,7 +54,7 @@ class PendingSave:
 def write_in_background(
     target: Path, content: Content, rank: int, group: dist.ProcessGroup | None, keep: int | None = None
 ) -> PendingSave:
-    """`write` on a copy of the tensors, with connections of its own."""
+    """`save` on a copy of the tensors, with connections of its own."""
     if group is not None:
         group = own_group(group, "background", timedelta(hours=1))
     content = content._replace(tensors={name: _staged(t) for name, t in content.tensors.items()})
@@ -61,7 +62,7 @@ def write_in_background(
 
     def run() -> None:
         try:
-            write(target, content, rank, group, keep, hurry)
+            save(target, content, rank, group, keep, hurry)
         except CheckpointError as error:  # also for a program that never asks the handle
             if rank == 0:
                 _log.error("a save in the background failed: %s", error)

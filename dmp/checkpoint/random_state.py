@@ -6,7 +6,7 @@ import hashlib
 
 import torch
 
-from dmp.checkpoint.restore import Job
+from dmp.checkpoint.restore import CheckedLoad
 from dmp.checkpoint.sources.source import Source
 from dmp.chunked import as_chunks
 from dmp.env import ShardingEnv
@@ -23,17 +23,17 @@ def random_state(env: ShardingEnv) -> dict[str, torch.Tensor]:
     return states
 
 
-def prepare_random_state(job: Job, env: ShardingEnv) -> None:
-    mesh = job.source.about.get("mesh")
-    if mesh is None or "rng.0.cpu" not in job.source.shapes:
+def prepare_random_state(load: CheckedLoad, env: ShardingEnv) -> None:
+    mesh = load.source.about.get("mesh")
+    if mesh is None or "rng.0.cpu" not in load.source.shapes:
         return
     devices = list(random_state(env))
     keys = {device: f"rng.{env.rank}.{device}" for device in devices}
     same = (mesh["names"], mesh["shape"]) == (list(env.names), list(env.shape))
-    exact = same and all(key in job.source.shapes for key in keys.values())
+    exact = same and all(key in load.source.shapes for key in keys.values())
     wanted = keys if exact else {"cpu": "rng.0.cpu"}
-    states = {device: _read(job.source, key) for device, key in wanted.items()}
-    _check(job.source, states, exact)
+    states = {device: _read(load.source, key) for device, key in wanted.items()}
+    _check(load.source, states, exact)
 
     def restore() -> None:
         if not exact:
@@ -44,7 +44,7 @@ def prepare_random_state(job: Job, env: ShardingEnv) -> None:
         for device in devices[1:]:
             torch.get_device_module(device).set_rng_state(states[device])
 
-    job.then.append(restore)
+    load.then.append(restore)
 
 
 def _read(source: Source, key: str) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from dmp.checkpoint.sources.checksums import CheckedRange
 from dmp.checkpoint.sources.dcp import prefixes
-from dmp.checkpoint.sources.source import MODEL, STATE, Source
+from dmp.checkpoint.sources.source import MODEL, STATE, Source, split_state
 from dmp.chunked import ChunkedTensor
 from dmp.errors import CheckpointError
 
@@ -108,7 +108,7 @@ def _new_key(key: str, new: Callable[[str], str | None]) -> str | None:
         name = new(key[len(MODEL) :])
         return None if name is None else MODEL + name
     if key.startswith(STATE):
-        owner, _, state = key[len(STATE) :].rpartition(".")
+        owner, state = split_state(key)
         name = new(owner)
         return None if name is None else f"{STATE}{name}.{state}"
     return key

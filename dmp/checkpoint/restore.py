@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from dmp.checkpoint.sources.checksums import CheckedRange
-from dmp.checkpoint.sources.source import MODEL, STATE, Source
+from dmp.checkpoint.sources.source import MODEL, STATE, Source, is_per_block, split_state
 from dmp.chunked import ChunkedTensor, as_chunks
 from dmp.errors import CheckpointError
 from dmp.read_values import shown
@@ -25,7 +25,7 @@ _NOT_RESTORED = {"params", "foreach", "fused", "capturable", "differentiable"}  
 _SHOWN = 5
 
 
-class Job(NamedTuple):
+class CheckedLoad(NamedTuple):
     """A load that has been checked: what to read, then what to do."""
 
     source: Source
@@ -44,21 +44,21 @@ class Job(NamedTuple):
                 step()
 
 
-def prepare(source: Source, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Job:
+def prepare(source: Source, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> CheckedLoad:
     """A checked load of weights and optimizer state.
 
     Raises:
         CheckpointError: names, shapes or dtypes that do not fit.
     """
-    job = Job(source, {}, [])
+    load = CheckedLoad(source, {}, [])
     wrong: list[str] = []
-    _prepare_weights(job, model, wrong)
+    _prepare_weights(load, model, wrong)
     owned = owned_states(model, optimizer)
     if source.objects.get("param_groups") or any(key.startswith(STATE) for key in source.shapes):
         saved = _Saved.of(source)
         for o in owned:
-            _prepare_state(job, o, column_widths(model, [o]).get(o.name), saved, wrong)
-        _prepare_options(job, owned, wrong)
+            _prepare_state(load, o, column_widths(model, [o]).get(o.name), saved, wrong)
+        _prepare_options(load, owned, wrong)
         if optimizer is not None:
             names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
             lost = sorted(saved.owners & names - {o.name for o in owned})
@@ -71,14 +71,14 @@ def prepare(source: Source, model: nn.Module, optimizer: torch.optim.Optimizer |
     if wrong:
         more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise CheckpointError(f"the checkpoint does not fit {_kind(model)}: " + "; ".join(wrong[:_SHOWN]) + more)
-    return job
+    return load
 
 
-def _prepare_weights(job: Job, model: nn.Module, wrong: list[str]) -> None:
+def _prepare_weights(load: CheckedLoad, model: nn.Module, wrong: list[str]) -> None:
     own = model.state_dict()
     same = aliases(model)
-    objects: dict[str, Any] = job.source.objects.get("model", {})
-    saved = {key.removeprefix(MODEL) for key in job.source.shapes if key.startswith(MODEL)}
+    objects: dict[str, Any] = load.source.objects.get("model", {})
+    saved = {key.removeprefix(MODEL) for key in load.source.shapes if key.startswith(MODEL)}
     for name, value in own.items():
         if not isinstance(value, torch.Tensor):
             wrong += [] if name in objects else [f"missing key {name!r}"]
@@ -88,12 +88,12 @@ def _prepare_weights(job: Job, model: nn.Module, wrong: list[str]) -> None:
             pass  # a tied weight that was stored once
         else:
             target = as_chunks(value)
-            problem = _misfit(job.source, MODEL + name, target, f"{name!r}") if value.numel() else None
+            problem = _mismatch(load.source, MODEL + name, target, f"{name!r}") if value.numel() else None
             wrong += [problem] if problem else []
-            job.targets[MODEL + name] = target
+            load.targets[MODEL + name] = target
     wrong += [f"unexpected key {name!r}" for name in sorted({*saved, *objects} - set(own))]
     if objects:
-        job.then.append(lambda: model.load_state_dict({**own, **objects}))
+        load.then.append(lambda: model.load_state_dict({**own, **objects}))
 
 
 def aliases(model: nn.Module) -> dict[str, list[str]]:
@@ -104,7 +104,7 @@ def aliases(model: nn.Module) -> dict[str, list[str]]:
     return {name: same for same in names.values() for name in same}
 
 
-def _misfit(source: Source, key: str, target: ChunkedTensor, shown: str) -> str | None:
+def _mismatch(source: Source, key: str, target: ChunkedTensor, shown: str) -> str | None:
     if key not in source.shapes:
         return f"missing key {shown}"
     size, dtype = source.shapes[key]
@@ -131,16 +131,16 @@ class _Saved(NamedTuple):
         keys: dict[str, dict[str, str]] = {}
         for key in source.shapes:
             if key.startswith(STATE):
-                name, _, short = key[len(STATE) :].rpartition(".")
+                name, short = split_state(key)
                 keys.setdefault(name, {})[short] = key
         return cls(keys, {name for group in source.objects.get("param_groups", ()) for name in group["params"]})
 
 
 def _prepare_state(
-    job: Job, owned: OwnedState, widths: tuple[int, ...] | None, saved: _Saved, wrong: list[str]
+    load: CheckedLoad, owned: OwnedState, widths: tuple[int, ...] | None, saved: _Saved, wrong: list[str]
 ) -> None:
     """Have one parameter's optimizer state filled."""
-    numbers: dict[str, Any] = job.source.objects.get("state", {}).get(owned.name, {})
+    numbers: dict[str, Any] = load.source.objects.get("state", {}).get(owned.name, {})
     keys = saved.keys.get(owned.name, {})
     if not keys and owned.name not in saved.owners:
         wrong.append(f"no optimizer state for {owned.name!r}")
@@ -148,23 +148,23 @@ def _prepare_state(
     fresh: dict[str, Any] = {}
     if owned.optimizer is None or (owned.values and (keys or numbers)):
         lost = {*owned.values} - {*keys, *numbers}
-        if owned.optimizer is None and not job.source.about.get("has_steps", True):
+        if owned.optimizer is None and not load.source.about.get("has_steps", True):
             lost.discard("step")  # it goes on from the model's own
         wrong += [f"optimizer state {key!r} of {owned.name!r} is missing" for key in sorted(lost)]
     for short, key in keys.items():
         shown = f"optimizer state {short!r} of {owned.name!r}"
         target = owned.values.get(short)
-        size, dtype = job.source.shapes[key]
-        saved_widths = job.source.about.get("column_widths", {}).get(owned.name)
+        size, dtype = load.source.shapes[key]
+        saved_widths = load.source.about.get("column_widths", {}).get(owned.name)
         if target is None and owned.optimizer is None:
             wrong.append(f"unknown {shown}")
             continue
-        if saved_widths and len(size) == 2 and size[1] == len(saved_widths) < sum(saved_widths):
+        if is_per_block(size, saved_widths):
             if not (widths and is_blocked(target, widths) and tuple(widths) == tuple(saved_widths)):
-                _read_blocks(job, key, target, size, dtype, saved_widths, widths, wrong, shown)
+                _read_blocks(load, key, target, size, dtype, saved_widths, widths, wrong, shown)
                 continue
         elif widths and target is not None and is_blocked(target, widths) and size == (target.size()[0],):
-            _read_blocks(job, key, target, size, dtype, None, widths, wrong, shown)
+            _read_blocks(load, key, target, size, dtype, None, widths, wrong, shown)
             continue
         if target is None:
             try:
@@ -177,25 +177,25 @@ def _prepare_state(
                 wrong.append(f"{shown} has shape {size}, expected a number")
                 continue
             number = torch.zeros((), dtype=dtype)
-            job.targets[key] = as_chunks(number)
-            job.then.append(_setter(owned, short, number, type(target)))
+            load.targets[key] = as_chunks(number)
+            load.then.append(_setter(owned, short, number, type(target)))
             continue
-        problem = _misfit(job.source, key, target, shown)
+        problem = _mismatch(load.source, key, target, shown)
         wrong += [problem] if problem else []
-        job.targets[key] = target
+        load.targets[key] = target
     for short, number in numbers.items():
         target = owned.values.get(short)
         if isinstance(target, ChunkedTensor):
-            job.then.extend(_filler(chunk, number) for chunk in target.chunks)
+            load.then.extend(_filler(chunk, number) for chunk in target.chunks)
         elif owned.optimizer is not None:
             fresh[short] = number
     if owned.optimizer is not None:
         optimizer, parameter = owned.optimizer, owned.parameter
         if keys or numbers:
             if fresh:
-                job.then.append(lambda: optimizer.state[parameter].update(fresh))
+                load.then.append(lambda: optimizer.state[parameter].update(fresh))
         else:  # it had not been stepped when it was saved
-            job.then.append(lambda: optimizer.state.pop(parameter, None))
+            load.then.append(lambda: optimizer.state.pop(parameter, None))
 
 
 def _setter(owned: OwnedState, key: str, value: torch.Tensor, kind: type) -> Callable[[], Any]:
@@ -209,7 +209,7 @@ def _filler(chunk: torch.Tensor, value: Any) -> Callable[[], Any]:
 
 
 def _read_blocks(
-    job: Job,
+    load: CheckedLoad,
     key: str,
     target: Any,
     size: tuple[int, ...],
@@ -231,7 +231,7 @@ def _read_blocks(
     rows = sorted({(o[0], c.shape[0]) for c, o in zip(target.chunks, target.offsets, strict=True) if c.numel()})
     offsets = [(start, *(0 for _ in size[1:])) for start, _ in rows]
     read = {start: torch.empty((count, *size[1:]), dtype=dtype) for start, count in rows}
-    job.targets[key] = ChunkedTensor(size, list(read.values()), offsets, dtype)
+    load.targets[key] = ChunkedTensor(size, list(read.values()), offsets, dtype)
 
     def spread() -> None:
         for chunk, offset in zip(target.chunks, target.offsets, strict=True):
@@ -240,12 +240,12 @@ def _read_blocks(
                 merged = merge_blocks(values, saved_widths) if saved_widths else values
                 chunk.copy_(merged.unsqueeze(1).expand_as(chunk) if chunk.dim() == 2 else merged)
 
-    job.then.append(spread)
+    load.then.append(spread)
 
 
-def _prepare_options(job: Job, owned: Iterable[OwnedState], wrong: list[str]) -> None:
+def _prepare_options(load: CheckedLoad, owned: Iterable[OwnedState], wrong: list[str]) -> None:
     """Learning rates and the like: each param group takes the options that its parameters were saved with."""
-    saved = {name: group for group in job.source.objects.get("param_groups", ()) for name in group["params"]}
+    saved = {name: group for group in load.source.objects.get("param_groups", ()) for name in group["params"]}
     groups: dict[int, tuple[dict[str, Any], list[str]]] = {}
     for o in owned:
         groups.setdefault(id(o.options), (o.options, []))[1].append(o.name)
@@ -265,7 +265,7 @@ def _prepare_options(job: Job, owned: Iterable[OwnedState], wrong: list[str]) ->
                         "a param group"
                     )
                 taken.setdefault(key, value)
-        job.then.append(_updater(options, taken))
+        load.then.append(_updater(options, taken))
 
 
 def _is_like(own: Any, value: Any) -> bool:

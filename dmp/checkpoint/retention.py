@@ -3,11 +3,11 @@
 [Note: names]
     x               a checkpoint that `save_checkpoint` wrote
     .x.saving       one that is being written, or whose save was cut short
-    .x.replaced     what lay at x before; it counts as x while nothing is there (see `_replace` of saving.py)
+    .x.replaced     what lay at x before; it counts as x while nothing is there (see `_replace` of targets/native.py)
     .x.removing     one that is being removed, or whose removal was cut short; its dmp.json goes last
-    .x.claim        a file that says who saves to x at this moment, see claim.py
+    .x.claim        a file that says who saves to x at this moment, see targets/claim.py
 A link is left alone: what it points to is a checkpoint where it lies. What is removed is ours to the last entry, see
-own.py.
+targets/replaceable.py.
 
 [Note: order]
 By `saved_ns`, which is rank 0's clock, or one more than the newest beside it has where the clock is behind that: so the
@@ -31,9 +31,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from dmp.checkpoint.claim import claim_of, drop_claim, is_dead
-from dmp.checkpoint.own_files import ABOUT, about_of, remove_own, stranger_at
 from dmp.checkpoint.sources.native import Folder
+from dmp.checkpoint.sources.source import ABOUT
+from dmp.checkpoint.targets.claim import claim_of, drop_claim, is_dead
+from dmp.checkpoint.targets.replaceable import about_of, remove_own, stranger_at
 from dmp.errors import CheckpointError
 from dmp.read_values import is_size
 

@@ -22,7 +22,7 @@ from typing import Any
 from dmp.checkpoint.sources.checksums import CheckedRange
 from dmp.checkpoint.sources.dcp_metadata import read_metadata
 from dmp.checkpoint.sources.dcp_pieces import FolderPieces
-from dmp.checkpoint.sources.source import MODEL, STATE
+from dmp.checkpoint.sources.source import MODEL, STATE, split_state
 from dmp.checkpoint.sources.stored_piece import fill
 from dmp.checkpoint.sources.tensors_json import check_entries, shapes_of
 from dmp.chunked import ChunkedTensor
@@ -43,7 +43,7 @@ class TorchFolder:
         shapes = shapes_of(self._entries)
         self._keys = sort_keys(shapes)
         self.shapes = {ours: shapes[key] for ours, key in self._keys.items()}
-        owners = sorted({ours[len(STATE) :].rpartition(".")[0] for ours in self._keys if ours.startswith(STATE)})
+        owners = sorted({split_state(ours)[0] for ours in self._keys if ours.startswith(STATE)})
         self.objects: dict[str, Any] = {"param_groups": [{"params": owners}] if owners else []}
         uncounted = [name for name in owners if f"{STATE}{name}.step" not in self._keys]
         if uncounted:
@@ -55,7 +55,7 @@ class TorchFolder:
             )
         widths: dict[str, tuple[int, ...]] = {}
         for ours, (size, dtype) in self.shapes.items():
-            name = ours[len(STATE) :].rpartition(".")[0]
+            name, _ = split_state(ours)
             found = self._column_widths(MODEL + name, size) if ours.startswith(STATE) else ()
             if found:
                 rows = size[0] // len(found)

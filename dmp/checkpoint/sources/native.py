@@ -15,7 +15,7 @@ from dmp.checkpoint.sources.dcp_metadata import read_metadata
 from dmp.checkpoint.sources.dcp_pieces import FolderPieces
 from dmp.checkpoint.sources.named_files import open_file, path_within, read_json
 from dmp.checkpoint.sources.objects import check_about, checked_objects
-from dmp.checkpoint.sources.source import CHECKSUMS, FORMAT_VERSION, TENSORS
+from dmp.checkpoint.sources.source import ABOUT, CHECKSUMS, FORMAT_VERSION, TENSORS
 from dmp.checkpoint.sources.stored_piece import fill
 from dmp.checkpoint.sources.tensors_json import check_entries, from_json, shapes_of
 from dmp.chunked import PIECE_BYTES, ChunkedTensor
@@ -28,9 +28,9 @@ class Folder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        if not (path / "dmp.json").exists():
+        if not (path / ABOUT).exists():
             raise CheckpointError(f"{path} is not a checkpoint of this library: it has no dmp.json")
-        self.about = read_json(path / "dmp.json")
+        self.about = read_json(path / ABOUT)
         version = self.about.get("version")
         if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
             raise CheckpointError(
@@ -43,7 +43,7 @@ class Folder:
         if version > 1:
             self._check_small_files()
         self.objects = checked_objects(path / "objects.pt", _unpacked(path / "objects.pt"))
-        check_about(path / "dmp.json", self.about)
+        check_about(path / ABOUT, self.about)
         if version > 2:
             by = TENSORS
             entries = from_json(read_json(path / TENSORS), path / TENSORS)

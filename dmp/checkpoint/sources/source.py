@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -12,17 +12,24 @@ from dmp.checkpoint.sources.checksums import CheckedRange
 from dmp.chunked import ChunkedTensor
 
 FORMAT_VERSION = 3
-CHECKSUMS, TENSORS = "checksums.json", "tensors.json"
+ABOUT, CHECKSUMS, TENSORS = "dmp.json", "checksums.json", "tensors.json"
 MODEL, STATE = "model.", "optimizer.state."
+Shapes: TypeAlias = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""Key or name -> size and dtype."""
 
 
 class Source(Protocol):
-    """Something that holds tensors by the keys of [Note: on disk]."""
+    """Something that holds tensors by the keys of [Note: on disk]: weights `model.<name>`, and more if it has it."""
 
     path: Path
+    """Where it lies, for messages."""
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    """By key, unsharded."""
     objects: dict[str, Any]
+    """What is no tensor, as far as there is any: `extra`, `model`, `state` by parameter, `param_groups` by name."""
     about: dict[str, Any]
+    """What `dmp.json` says, as far as it is known: `column_widths`, `mesh`, `saved_ns`. Also `holds_more` than one
+    model, `has_steps` (False: the state lacks step counts), `no_state`: why there is none."""
 
     def check(self, keys: Collection[str], share: tuple[int, int]) -> list[CheckedRange]:
         """Read the i-th of n shares of these tensors' bytes, where the format has a checksum of them.
@@ -36,5 +43,16 @@ class Source(Protocol):
         ...
 
     def read(self, targets: dict[str, ChunkedTensor]) -> None:
-        """Fill the pieces that this rank holds."""
+        """Fill the chunks that this rank holds, a piece at a time."""
         ...
+
+
+def split_state(key: str) -> tuple[str, str]:
+    """(parameter, state's name) of a key of optimizer state."""
+    name, _, short = key[len(STATE) :].rpartition(".")
+    return name, short
+
+
+def is_per_block(size: Sequence[int], widths: Sequence[int] | None) -> bool:
+    """Whether state of this size has a value for each row and column block of a table with blocks of such widths."""
+    return bool(widths) and len(size) == 2 and size[1] == len(widths or ()) < sum(widths or ())

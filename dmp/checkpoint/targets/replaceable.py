@@ -1,4 +1,4 @@
-"""What a save of ours writes: only that is ever replaced or removed, file by file and by its name.
+"""What a save may replace or remove: what a save of ours has written, file by file and by its name.
 
 [Note: ours]
 A folder is ours when every entry in it is a plain file with a name that a save writes, and its `dmp.json` says so. In a
@@ -11,16 +11,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from dmp.checkpoint.sources.source import ABOUT
 from dmp.errors import CheckpointError
 
-ABOUT = "dmp.json"
 _NAMES = re.compile(
     r"dmp\.json|plan\.json|objects\.pt|checksums\.json|tensors\.json|(__\d+)?\.metadata(\.tmp)?|__\d+_\d+\.distcp"
 )
@@ -64,12 +61,13 @@ def stranger_at(path: Path) -> str | None:
     foreign = sorted(name for name, is_file in kinds.items() if not (is_file and _NAMES.fullmatch(name)))
     if foreign:
         return f"{path} holds {_some(foreign)}, which no checkpoint has"
-    if kinds and not _says_ours(path, kinds.keys() <= {ABOUT}):
+    if kinds and not _is_marked(path, kinds.keys() <= {ABOUT}):
         return f"{path} holds {_some(sorted(kinds))}, and no {ABOUT} that says that a save wrote it"
     return None
 
 
-def _says_ours(path: Path, is_alone: bool) -> bool:
+def _is_marked(path: Path, is_alone: bool) -> bool:
+    """Whether `dmp.json` says that it is ours; where it cannot be read, whether it is all there is."""
     try:
         return about_of(path) is not None
     except (OSError, ValueError):
@@ -82,10 +80,11 @@ def _some(names: list[str]) -> str:
 
 
 def refuse_strangers(path: Path) -> None:
-    """Where something lies at a path that a save may not replace.
+    """Raise where something lies at a path that a save may not replace.
 
     Raises:
         CheckpointError: it names what lies there.
+        OSError: a folder that cannot be read.
     """
     stranger = stranger_at(path)
     if stranger is not None:
@@ -109,29 +108,3 @@ def remove_own(path: Path) -> None:
         if _NAMES.fullmatch(name):
             (path / name).unlink(missing_ok=True)
     path.rmdir()
-
-
-@contextmanager
-def new_file(path: Path) -> Iterator[Path]:
-    """A file that is written beside its place, and put there when it is whole, where nothing lies by then.
-
-    Yields:
-        Where to write: an empty file of a name that nothing else has.
-
-    Raises:
-        CheckpointError: something lies at the path.
-    """
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    beside.open("xb").close()
-    try:
-        yield beside
-        if path.exists() or path.is_symlink():
-            raise CheckpointError(f"{path} is there already; remove it, or give another path")
-        try:
-            os.link(beside, path)  # unlike a rename it replaces nothing
-        except FileExistsError as error:
-            raise CheckpointError(f"{path} is there already; remove it, or give another path") from error
-        except OSError:  # a file system without links
-            os.rename(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
