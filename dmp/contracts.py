@@ -28,12 +28,14 @@ class ParameterInfo:
         dtype: of its elements.
         kind: `"table"` for rows that batches look up, else a word of the sharder's own.
         optimizer: name of the optimizer that runs in the backward pass (`"sgd"`, `"adagrad"`, `"rowwise_adagrad"`,
-            `"adam"`), or None when an ordinary one will.
+            `"adam"`, or one that was registered), or None when an ordinary one will.
         pooling_factor: mean ids per sample of each feature that reads the table; None when nobody said.
         num_features: number of features that read it.
         pooled: whether a feature's rows are summed into one, or returned one by one.
         init_fn: fills a block of whole rows in place with initial values, for parameters still on meta; None when the
             module's own `reset_parameters` does it.
+        state_bytes: of that optimizer's state, for each element and for each row; None when nobody said: by its name,
+            where that is registered.
     """
 
     shape: tuple[int, ...]
@@ -44,6 +46,7 @@ class ParameterInfo:
     num_features: int = 1
     pooled: bool = True
     init_fn: Callable[[torch.Tensor], Any] | None = None
+    state_bytes: tuple[float, float] | None = None
 
 
 @runtime_checkable

@@ -8,13 +8,14 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from torch import nn
 
-from dmp.contracts import ModelSharder, ModuleSharder
+from dmp.contracts import ModelSharder, ModuleSharder, ParameterInfo
 from dmp.errors import ShardError
 
 # name -> (where it is, the package whose modules it knows): built-ins are looked at only once that package is imported,
@@ -26,6 +27,7 @@ _BUILT_IN_SHARDERS = {
     "torch.nn.Embedding": ("sharders:EmbeddingSharder", "torch"),
     "tensor parallel": ("sharders:TensorParallelSharder", "torch"),
 }
+_OPTIMIZER_STATE = "sharders.embedding.lookup.optimizers:state_bytes"
 _BUILT_IN_PLANNER = "planner:ShardingPlanner"
 _BUILT_IN_DATA_PARALLEL = "sharders:FSDPWrapper"
 _BUILT_IN_REPLICATING = "sharders.data_parallel.ddp:WholeWrapper"
@@ -90,6 +92,13 @@ def by_module_type(sharders: Iterable[AnySharder]) -> dict[type[nn.Module], Modu
 def sharder_for(module: nn.Module, by_type: Mapping[type[nn.Module], ModuleSharder]) -> ModuleSharder | None:
     """The module sharder whose `module_type` is nearest in the module's MRO; None when there is none."""
     return next((by_type[t] for t in type(module).__mro__ if t in by_type), None)
+
+
+def with_state_bytes(info: ParameterInfo) -> ParameterInfo:
+    """`info` with the bytes of its optimizer's state, where the sharder gave no more than a registered name."""
+    if info.optimizer is None or info.state_bytes is not None:
+        return info
+    return replace(info, state_bytes=load(_OPTIMIZER_STATE)(info.optimizer, info.dtype))
 
 
 def load(path: str) -> Any:

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 
-from dmp.errors import ShardError
-from sharders.embedding.lookup.optimizers import ROW_UPDATES, OptimizerSpec, counts_steps, optimizer_of, state_shapes
+import dmp
+from dmp import DistributedModelParallel, ShardError, row_wise, table_wise
+from planner import ShardingPlanner
+from sharders.embedding.lookup.optimizers import (
+    OPTIMIZERS,
+    OptimizerSpec,
+    RowOptimizer,
+    Rows,
+    StateTensor,
+    optimizer_of,
+    register_optimizer,
+)
+from tests.equality import env_of
+from tests.ranks import run_ranks
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's of its own TorchScript, FBGEMM's CPU build of what only GPUs have
@@ -106,12 +118,6 @@ def test_param_group_is_fresh() -> None:
     assert spec.param_group() == {"lr": 0.1}
 
 
-def test_which_count_steps() -> None:
-    assert {kind: counts_steps(kind) for kind in ROW_UPDATES} == {
-        "sgd": False, "adagrad": True, "rowwise_adagrad": True, "adam": True
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adagrad, torchrec.optim.RowWiseAdagrad, torch.optim.Adam])
 def test_all_rows_as_the_dense_optimizer(cls: type, dtype: torch.dtype) -> None:
@@ -123,15 +129,99 @@ def test_all_rows_as_the_dense_optimizer(cls: type, dtype: torch.dtype) -> None:
     _apply_optimizer_in_backward(cls, [parameter], {"lr": 0.1})
     spec = optimizer_of(parameter, "t")
     assert spec is not None
-    shapes = {"pointwise": (5, 3), "rowwise": (5,)}
-    state = {name: torch.zeros(shapes[extent], dtype=dtype) for name, extent in state_shapes(spec.kind).items()}
+    optimizer = spec.optimizer
+    state = {name: torch.zeros(tensor.shape(5, 3), dtype=dtype) for name, tensor in optimizer.state.items()}
     rows = torch.arange(5)
     for step in (1, 2, 3):
         grad = torch.randn(5, 3, dtype=dtype) * torch.tensor([1, 1e-3, 1e-7, 1e-8, 10], dtype=dtype).unsqueeze(1)
         parameter.grad = grad.clone()
         dense.step()
         count = torch.tensor(float(step), dtype=torch.float64)
-        ROW_UPDATES[spec.kind](weights, rows, grad, state, rows, spec.param_group(), count)
+        optimizer.update(Rows(weights, rows, grad, state, rows, spec.param_group(), count))
         torch.testing.assert_close(weights, parameter.data, rtol=1e-5, atol=1e-7)
     for name, tensor in state.items():
         torch.testing.assert_close(tensor, dense.state[parameter][name].view_as(tensor))
+
+
+class SignSGD(torch.optim.SGD):
+    """Another's optimizer: moves by the gradient's sign, and counts how often each row moved."""
+
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            with torch.no_grad():
+                p -= self.param_groups[0]["lr"] * p.grad.sign()
+            self.state[p]["moves"] = self.state[p].get("moves", 0) + p.grad.abs().sum(1).ne(0)
+
+
+def move_by_sign(rows: Rows) -> None:
+    rows.write("moves", rows.read("moves") + 1)
+    rows.descend(rows.grads_nD.sign())
+
+
+SIGN_SGD = RowOptimizer(
+    "sign_sgd",
+    {"lr": 1e-3},
+    move_by_sign,
+    state={"moves": StateTensor(is_row_wise=True, dtype=torch.int64)},
+    classes={f"{SignSGD.__module__}.SignSGD": {}},
+)
+
+
+def two_tables() -> nn.ModuleList:
+    torch.manual_seed(1)
+    return nn.ModuleList([nn.EmbeddingBag(7, 4, mode="sum"), nn.EmbeddingBag(5, 4, mode="sum")])
+
+
+class Both(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = two_tables()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.cat([table(ids) for table in self.tables], 1)
+
+
+def steps_by_sign(model: nn.Module, batches: list[torch.Tensor], optimizer: Any) -> None:
+    for ids in batches:
+        (model(ids).square().sum() / 2).backward()
+        optimizer.step()
+
+
+PLAN = {"tables.0.weight": row_wise(), "tables.1.weight": table_wise(1)}
+
+
+def planned_bytes(cls: type) -> torch.Tensor:
+    """Of each rank."""
+    module, planner = Both(), ShardingPlanner(batch_size=1)
+    _apply_optimizer_in_backward(cls, list(module.parameters()), {"lr": 0.1})
+    planner.plan(module, dmp.registry.default_sharders(), dmp.ShardingEnv.abstract((2,), ("dp",), "cpu"), pinned=PLAN)
+    assert planner.report is not None
+    return torch.tensor(planner.report.rank_bytes)
+
+
+def trained_by_a_registered_one(batches: torch.Tensor) -> tuple[dict[str, Any], dict[str, Any], list[float]]:
+    register_optimizer(SIGN_SGD)
+    try:
+        module, env = Both(), env_of("dp2")
+        _apply_optimizer_in_backward(SignSGD, list(module.parameters()), {"lr": 0.1})
+        model = DistributedModelParallel(module, env, plan=PLAN)
+        steps_by_sign(model, [*batches[:, env.rank]], model.fused_optimizer)
+        more = planned_bytes(SignSGD) - planned_bytes(torch.optim.SGD)
+        return dmp.full_state_dict(model), dmp.full_optimizer_state_dict(model)["state"], more.tolist()
+    finally:
+        del OPTIMIZERS["sign_sgd"]
+
+
+def test_another_optimizer_is_registered_in_a_few_lines() -> None:
+    """It trains cut tables as the unsharded model, its state is there, and the planner counts its bytes."""
+    batches = torch.randint(0, 5, (3, 2, 4, 2), generator=torch.Generator().manual_seed(0))
+    oracle = Both()
+    optimizer = SignSGD(oracle.parameters(), lr=0.1)
+    for ids in batches:
+        optimizer.zero_grad()
+        steps_by_sign(oracle, [ids.flatten(0, 1)], optimizer)
+    for weights, state, more in run_ranks(2, trained_by_a_registered_one, batches):
+        for name, p in oracle.named_parameters():
+            torch.testing.assert_close(weights[name], p.detach())
+            assert torch.equal(state[name]["moves"], cast(torch.Tensor, optimizer.state[p]["moves"]))
+        assert more == [8 * 4, 8 * (3 + 5)]  # 8 bytes of state for each row

@@ -21,7 +21,7 @@ from dmp.errors import PlanError, ShardError
 from dmp.layouts.layout import Layout, ParameterSharding
 from dmp.plans.private_state import refuse_private_state
 from dmp.plans.weight_readers import find_readers
-from dmp.registry import by_module_type, sharder_for
+from dmp.registry import by_module_type, sharder_for, with_state_bytes
 
 _log = logging.getLogger("dmp")
 _LARGE_BYTES = 64 << 20  # what a warning is worth: copies on every rank
@@ -98,7 +98,7 @@ def find_sites(
             continue
         sharder = sharder_for(candidate, by_type)
         assert sharder is not None
-        infos = dict(sharder.parameters(candidate))
+        infos = {name: with_state_bytes(info) for name, info in sharder.parameters(candidate).items()}
         if not infos or _is_tied(candidate, owners) or any(id(p) in excluded for p in candidate.parameters()):
             continue
         _check_names(candidate, path, sharder, infos)

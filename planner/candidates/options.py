@@ -221,8 +221,11 @@ def _objection(sketch: Sketch, info: ParameterInfo, constraint: Constraint, env:
     if constraint.forbid is not None and layout.name in constraint.forbid:
         return f"constraint: forbid={list(constraint.forbid)}"
     cuts_columns = any(p.columns != prod(info.shape[1:]) for p in sketch.pieces)
-    if info.optimizer == "rowwise_adagrad" and cuts_columns and layout.name not in (constraint.layouts or ()):
-        return "row-wise Adagrad on cut columns changes numbers; a constraint's layouts may allow it"
+    has_state_by_row = info.state_bytes is not None and info.state_bytes[1] > 0
+    if has_state_by_row and cuts_columns and layout.name not in (constraint.layouts or ()):
+        return (
+            f"{info.optimizer} keeps a value per row: cut columns change numbers; a constraint's layouts may allow it"
+        )
     if constraint.ranks is not None:
         if len(set(sketch.ranks)) > len(constraint.ranks):
             return f"constraint: ranks={list(constraint.ranks)} are fewer than the layout needs"

@@ -26,13 +26,8 @@ BYTES = 5
 EXCHANGE, ALL_REDUCE = 0, 1
 """Kinds of set-up: a plan that exchanges anything, a plan that all-reduces anything, pays once for it."""
 _LENGTH_BYTES = 4
-_STATE = {  # optimizer -> (times the weights, bytes per row, keeps a gradient of the weights' size)
-    "sgd": (0, 0, False),
-    "adagrad": (1, 0, False),
-    "rowwise_adagrad": (0, 4, False),
-    "adam": (2, 0, False),
-    None: (2, 0, True),
-}
+_UNKNOWN_STATE = 2
+"""Tensors of the weights' size that an optimizer of which nobody told the state is charged: Adam's."""
 Array = NDArray[np.float64]
 
 
@@ -65,8 +60,8 @@ class ShardInfo(NamedTuple):
         row_cut_in_host: bool,
     ) -> ShardInfo:
         """The piece that `shard` is of a parameter."""
-        times, per_row, dense = _STATE.get(info.optimizer, (2, 0, False))
         item_bytes = info.dtype.itemsize
+        per_element, per_row = info.state_bytes or (_UNKNOWN_STATE * item_bytes, 0)
         return cls(
             shard.sizes[0] if shard.sizes else 1,
             prod(shard.sizes[1:]),
@@ -78,9 +73,9 @@ class ShardInfo(NamedTuple):
             info.kind == "table",
             replicated,
             row_cut_in_host,
-            times * item_bytes,
+            per_element,
             per_row,
-            dense,
+            info.optimizer is None,
         )
 
 
@@ -97,10 +92,9 @@ class CostModel:
     id of. Copies along replicate axes exchange ids and gradients with each other; `data_parallel` all-reduces a
     gradient of the table's size.
 
-    Memory: weights, ids, bags and their gradients, and optimizer state: none for sgd, as much as the weights
-    for adagrad, 4 bytes a row for rowwise_adagrad, twice the weights for adam. A parameter without an in-
-    backward optimizer is charged a gradient of its size and, as the optimizer is not known, Adam's state.
-    `data_parallel` keeps a gradient too.
+    Memory: weights, ids, bags and their gradients, and optimizer state as the parameter's info says. A parameter
+    without an in-backward optimizer is charged a gradient of its size and, as the optimizer is not known, Adam's
+    state. `data_parallel` keeps a gradient too.
 
     Not modelled: dense layers (their memory is `Topology.reserved_fraction`), the optimizer step outside the
     backward pass, overlap of communication and compute, skewed and repeated ids (rows are taken as equally

@@ -14,7 +14,6 @@ from torch import nn
 from dmp import ChunkedTensor, FusedParameter, ShardError
 from sharders.embedding.lookup import kernels
 from sharders.embedding.lookup.bank import Bank
-from sharders.embedding.lookup.optimizers import counts_steps, state_shapes
 from sharders.embedding.placement import Placement
 
 
@@ -218,15 +217,15 @@ class TableStore:
         def state() -> dict[str, torch.Tensor]:
             assert bank.spec is not None
             placement, table = self.placement, self.placement.tables[index]
-            result: dict[str, torch.Tensor] = {"step": bank.steps[i]} if counts_steps(bank.spec.kind) else {}
+            result: dict[str, torch.Tensor] = {"step": bank.steps[i]} if bank.state else {}
             blocks = placement.column_blocks(index)
-            for name, extent in state_shapes(bank.spec.kind).items():
+            for name, tensor in bank.spec.optimizer.state.items():
                 views = [bank.state_view(name, i, c) for c in range(len(bank.chunks[i]))]
                 offsets: list[tuple[int, ...]] = list(self._offsets(index))
                 size: tuple[int, ...] = (table.rows, table.dim)
-                if extent == "rowwise" and len(blocks) == 1:
+                if tensor.is_row_wise and len(blocks) == 1:
                     size, offsets = (table.rows,), [o[:1] for o in offsets]
-                elif extent == "rowwise":
+                elif tensor.is_row_wise:
                     # A rectangle's column of sums stands for every block that it spans.
                     size = (table.rows, len(blocks))
                     spans = zip(views, offsets, bank.chunks[i], strict=True)

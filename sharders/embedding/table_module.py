@@ -198,6 +198,7 @@ class TableSharder:
                 dtype=table.dtype,
                 kind="table",
                 optimizer=table.optimizer.kind if table.optimizer else None,
+                state_bytes=table.optimizer.optimizer.state_bytes(table.dtype) if table.optimizer else None,
                 num_features=len(table.features),
                 pooled=self.is_pooled,
                 init_fn=init_fn,

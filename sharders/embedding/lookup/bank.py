@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import gcd
+from math import gcd, prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sharders.embedding.lookup.optimizers import OptimizerSpec, state_shapes
+from sharders.embedding.lookup.optimizers import OptimizerSpec
 
 
 @dataclass(frozen=True)
@@ -133,26 +133,25 @@ class Bank:
         self.regions = _regions(self.chunks)
         self.weights = torch.zeros(numel, dtype=dtype, device=device)
         self.steps = torch.zeros(len(shapes), dtype=torch.float32, device="cpu")
-        extents = state_shapes(spec.kind) if spec else {}
-        start = {"sum": float(self.options.get("initial_accumulator_value", 0.0))}
-        self.state = {
-            name: torch.full(
-                (numel if extent == "pointwise" else self.total_rows,), start.get(name, 0.0), dtype=dtype, device=device
-            )
-            for name, extent in extents.items()
-        }
+        self.state = {}
+        for name, tensor in spec.optimizer.state.items() if spec else ():
+            size = self.total_rows if tensor.is_row_wise else numel
+            start = float(self.options[tensor.start]) if tensor.start else 0.0
+            self.state[name] = torch.full((size,), start, dtype=tensor.dtype or dtype, device=device)
 
     def chunk_view(self, table: int, i: int) -> Tensor:
         """Chunk `i` of a table, a (rows, width) view of `weights`."""
-        return _rectangle(self.weights, self.chunks[table][i])
+        chunk = self.chunks[table][i]
+        return self.weights.narrow(0, chunk.element_offset, chunk.rows * chunk.width).view(chunk.rows, chunk.width)
 
     def state_view(self, name: str, table: int, i: int) -> Tensor:
         """Optimizer state of chunk `i` of a table, a view: (rows, width) if pointwise, (rows,) if row-wise."""
         chunk = self.chunks[table][i]
         assert self.spec is not None, f"a bank without optimizer has no state {name!r}"
-        if state_shapes(self.spec.kind)[name] == "pointwise":
-            return _rectangle(self.state[name], chunk)
-        return self.state[name].narrow(0, chunk.row_offset, chunk.rows)
+        tensor = self.spec.optimizer.state[name]
+        first = chunk.row_offset if tensor.is_row_wise else chunk.element_offset
+        shape = tensor.shape(chunk.rows, chunk.width)
+        return self.state[name].narrow(0, first, prod(shape)).view(shape)
 
     def table_span(self, table: int) -> tuple[int, int]:
         """First element of a table in `weights`, and how many there are, padding between its chunks included."""
@@ -184,10 +183,6 @@ class Bank:
         """Replace weights and state by `fn` of them, as `nn.Module._apply` does; take views anew after it."""
         self.weights = fn(self.weights)
         self.state = {name: fn(tensor) for name, tensor in self.state.items()}
-
-
-def _rectangle(flat: Tensor, chunk: Chunk) -> Tensor:
-    return flat.narrow(0, chunk.element_offset, chunk.rows * chunk.width).view(chunk.rows, chunk.width)
 
 
 def _lay_out(shapes: Sequence[Sequence[tuple[int, int]]]) -> tuple[list[list[Chunk]], int, int]:

@@ -21,12 +21,11 @@ import torch
 from torch import Tensor
 
 from sharders.embedding.lookup.bank import Bank, RowRange
-from sharders.embedding.lookup.optimizers import OptimizerSpec
+from sharders.embedding.lookup.optimizers import OPTIMIZERS, OptimizerSpec
 from sharders.embedding.lookup.torch_kernel import Segments, TorchLookup
 
 _SUM = 0  # FBGEMM's PoolingMode.SUM
 _FLOAT32 = 0  # FBGEMM's SparseType.FP32
-_KINDS = ("sgd", "adagrad", "rowwise_adagrad")  # FBGEMM has no Adam on the CPU
 _MAX_ROWS = 2**31 - 1
 _MAX_WIDTH = 4096  # row-wise Adagrad keeps 64 rows of gradient on the stack
 
@@ -198,9 +197,9 @@ class FbgemmLookup:
 
     def _updates(self, features: _Features) -> bool:
         """Whether FBGEMM can update these features with the bank's optimizer."""
-        kind = self.bank.spec.kind if self.bank.spec else None
+        spec = self.bank.spec
         fits = features.max_rows < _MAX_ROWS and features.max_width <= _MAX_WIDTH
-        return kind in _KINDS and fits and supports(self.bank)
+        return spec is not None and spec.optimizer.fbgemm is not None and fits and supports(self.bank)
 
 
 def supports(bank: Bank) -> bool:
@@ -236,19 +235,18 @@ def _common(
 def _update(
     bank: Bank, features: _Features, grad: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None
 ) -> None:
-    assert bank.spec is not None
-    arguments = _common(bank.weights, features, grad, ids, offsets, weights)
-    lr = torch.tensor(float(bank.options["lr"]), dtype=torch.float32, device="cpu")
-    ops = torch.ops.fbgemm
-    if bank.spec.kind == "sgd":
-        ops.split_embedding_backward_codegen_sgd_cpu(*arguments, lr)
-        return
-    state = (bank.state["sum"], features.placements)
-    eps = float(bank.options["eps"])
-    if bank.spec.kind == "adagrad":
-        ops.split_embedding_backward_codegen_adagrad_cpu(*arguments, *state, features.weights_offsets, lr, eps)
-    else:
-        ops.split_embedding_backward_codegen_rowwise_adagrad_cpu(*arguments, *state, features.state_offsets, lr, eps)
+    assert bank.spec is not None and bank.spec.optimizer.fbgemm is not None
+    name, options = bank.spec.optimizer.fbgemm
+    state: list[Tensor] = []
+    for key, tensor in bank.spec.optimizer.state.items():
+        offsets_of_state = features.state_offsets if tensor.is_row_wise else features.weights_offsets
+        state += [bank.state[key], features.placements, offsets_of_state]
+    getattr(torch.ops.fbgemm, f"split_embedding_backward_codegen_{name}_cpu")(
+        *_common(bank.weights, features, grad, ids, offsets, weights),
+        *state,
+        torch.tensor(float(bank.options["lr"]), dtype=torch.float32, device="cpu"),
+        *(float(bank.options[option]) for option in options),
+    )
 
 
 def _gradient(
@@ -286,7 +284,7 @@ def probe() -> str:
 def _compare(version: str) -> str:
     ids, offsets = torch.tensor([2, 0, 2, 1], dtype=torch.int32), torch.tensor([0, 1, 3, 3, 4], dtype=torch.int32)
     grad = torch.arange(16.0).view(2, 8)
-    for kind in _KINDS:
+    for kind in (name for name, optimizer in OPTIMIZERS.items() if optimizer.fbgemm):
         results = []
         for lookup_class in (FbgemmLookup, TorchLookup):
             bank = Bank([[(3, 4)], [(2, 4)]], torch.float32, "cpu", OptimizerSpec.make(kind, lr=0.5))

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sharders.embedding.lookup.bank import Bank, Region, RowRange
-from sharders.embedding.lookup.optimizers import ROW_UPDATES, state_shapes
+from sharders.embedding.lookup.optimizers import Rows
 
 Segments = Sequence[tuple[int, int]]
 """(index of a row range, number of ids), in the order of the ids."""
@@ -218,11 +218,12 @@ class TorchLookup:
 def update(bank: Bank, region: Region, rows_n: Tensor, grads_nD: Tensor) -> None:
     """Apply the bank's optimizer to distinct rows of a region, in place."""
     assert bank.spec is not None, "a bank without optimizer is not updated in the backward pass"
-    extents = state_shapes(bank.spec.kind)
-    state = {n: region.view(t) if extents[n] == "pointwise" else t for n, t in bank.state.items()}
-    bank_rows_n = region.bank_rows(rows_n) if "rowwise" in extents.values() else rows_n
+    optimizer = bank.spec.optimizer
+    by_row = {name for name, tensor in optimizer.state.items() if tensor.is_row_wise}
+    state = {name: t if name in by_row else region.view(t) for name, t in bank.state.items()}
+    bank_rows_n = region.bank_rows(rows_n) if by_row else rows_n
     step = region.steps(rows_n, bank.steps)
-    ROW_UPDATES[bank.spec.kind](region.view(bank.weights), rows_n, grads_nD, state, bank_rows_n, bank.options, step)
+    optimizer.update(Rows(region.view(bank.weights), rows_n, grads_nD, state, bank_rows_n, bank.options, step))
 
 
 def update_dense(bank: Bank, flat_grad: Tensor, touched_rows: Tensor) -> None:
