@@ -146,7 +146,7 @@ class ShardingEnv:
     @cached_property
     def data_rank(self) -> int:
         """Which of the `data_size` batches this process has: what a sampler's rank must be. Equal along tensor axes."""
-        return self._position(self.rank, "replicate", "shard")
+        return self.place_of(self.rank, "replicate", "shard")
 
     @cached_property
     def fully_sharded_axes(self) -> tuple[str, ...]:
@@ -184,11 +184,17 @@ class ShardingEnv:
 
     def table_rank_of(self, rank: int) -> int:
         """Table rank of the process at `rank`."""
-        return self._position(rank, "shard", "tensor")
+        return self.place_of(rank, "shard", "tensor")
 
     def replica_of(self, rank: int) -> int:
         """Index of the copy of the tables that the process at `rank` belongs to."""
-        return self._position(rank, "replicate")
+        return self.place_of(rank, "replicate")
+
+    def place_of(self, rank: int, *roles: str) -> int:
+        """Place of the process at `rank` along the axes with these roles together, row-major."""
+        coordinate = _unflatten(rank, self.shape)
+        indices = self._indices(*roles)
+        return _flatten([coordinate[i] for i in indices], [self.shape[i] for i in indices])
 
     def submesh(self, *roles: str) -> DeviceMesh | None:
         """Sub-mesh of the axes with these roles, or None when there is no mesh or no such axis."""
@@ -227,11 +233,6 @@ class ShardingEnv:
         if unknown:
             raise ValueError(f"a role is one of {ROLES}; got {unknown[0]!r}")
         return [i for i, role in enumerate(self.roles) if role in roles]
-
-    def _position(self, rank: int, *roles: str) -> int:
-        coordinate = _unflatten(rank, self.shape)
-        indices = self._indices(*roles)
-        return _flatten([coordinate[i] for i in indices], [self.shape[i] for i in indices])
 
 
 def default_env(device_type: str | None = None) -> ShardingEnv:

@@ -2,7 +2,7 @@
 
 Rooms: `embedding` (tables), `tensor_axis`, `tensor_parallel`, `data_parallel`, `testing`. Single files:
 
-- `collectives`: the collectives of the data path
+- `channel`: exchange of buffers between the ranks of one group
 """
 
 from __future__ import annotations

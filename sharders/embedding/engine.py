@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from dmp import Calls, InputError, Layout, ShardError, ShardingEnv, ranks
-from sharders.collectives import all_to_all
+from sharders.channel import Transport, over_group
 from sharders.embedding.header import Handshake, Header
 from sharders.embedding.input_checks import check_batch
 from sharders.embedding.input_dist import Batch, Call, InputDist, Sent
@@ -41,6 +41,7 @@ class Engine:
         validate: check every batch before any exchange (ids in range, lengths, weights).
         sync_interval: with a replicate axis: 1 shares gradients between the copies at every step, so that they stay
             equal to one process; k > 1 averages weights and optimizer state every k updates.
+        transport: opens the channels of the tables.
 
     Raises:
         ShardError: a mesh or a combination that the data path cannot run.
@@ -56,6 +57,7 @@ class Engine:
         unpooled: bool = False,
         validate: bool = True,
         sync_interval: int = 1,
+        transport: Transport = over_group,
     ) -> None:
         _check_supported(tables, env, sync_interval)
         self.env, self.tables, self.unpooled, self.validate = env, list(tables), unpooled, validate
@@ -63,8 +65,8 @@ class Engine:
         self.calls = Calls()
         """Calls of the model that are under way; the wrapper sets the model's."""
         self.placement = Placement(tables, layouts, env, unpooled)
-        self.tensor = tensor_ranks(env)
-        self.peers = find_peers(env, sync_interval == 1, by_stages=not unpooled)
+        self.tensor = tensor_ranks(env, transport)
+        self.peers = find_peers(env, sync_interval == 1, by_stages=not unpooled, transport=transport)
         self.store = TableStore(self.placement, env.table_rank, device)
         self.handshake = Handshake(
             repr([(t, str(lay)) for t, lay in zip(tables, layouts, strict=True)]),
@@ -125,21 +127,21 @@ class Engine:
 
     def pooled(self, parse: Callable[[], Batch]) -> torch.Tensor:
         """(B, sum of dims): results of all features side by side. `parse` may raise `Fault`."""
-        with ranks.entry(self.handshake.forward, self.peers.exchange) as here:
+        with ranks.entry(self.handshake.forward, self.peers.exchange.group) as here:
             whole, call, parameters = self._start(parse, here)
             result: torch.Tensor = _Pooled.apply(self, self.pooled_path, call, call.batch.weights, *parameters)  # type: ignore[no-untyped-call]
             return self._whole([result], [[whole.batch_size]])[0]
 
     def rows(self, parse: Callable[[], Batch]) -> list[torch.Tensor]:
         """For each feature its ids' rows (N_f, dim). `parse` may raise `Fault`."""
-        with ranks.entry(self.handshake.forward, self.peers.exchange) as here:
+        with ranks.entry(self.handshake.forward, self.peers.exchange.group) as here:
             whole, call, parameters = self._start(parse, here)
             out: tuple[torch.Tensor, ...] = _Rows.apply(self, self.unpooled_path, call, *parameters)  # type: ignore[no-untyped-call]
             return self.unpooled_path.split(whole, self._whole(out, self.unpooled_path.counts_by_dim(whole)))
 
     def way_back(self) -> ranks.entry:
         """The backward pass, as a call of all ranks."""
-        return ranks.entry(self.handshake.backward, self.peers.exchange, is_backward=True)
+        return ranks.entry(self.handshake.backward, self.peers.exchange.group, is_backward=True)
 
     def _check_parameters(self) -> None:
         """Whether the module's parameters are those that are looked up and updated here; their values may be others.
@@ -202,7 +204,7 @@ class Engine:
             raise error from cause
         assert whole is not None and batch is not None and sent is not None, "a fault has been raised"
         words = [h.words for h in headers]
-        payload = all_to_all(sent.payload, sent.words, words, self.peers.exchange)
+        payload = self.peers.exchange.all_to_all(sent.payload, sent.words, words).wait()
         batch_sizes = [h.batch_size for h in headers]
         received = self.input_dist.receive(payload, words, batch_sizes, self._num_slots, weighted)
         parameters: list[torch.Tensor] = [*self.store.parameters] if is_training or wants_weights else []

@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from dmp import InputError, ranks
-from sharders.collectives import all_gather, all_to_all
+from sharders.channel import Channel
 from sharders.embedding.input_faults import Fault, Kind
 
 _WORDS = 11
@@ -70,7 +69,7 @@ class Handshake:
     Args:
         content: text that must be equal on all ranks: tables and layouts.
         features: names, for messages.
-        group: ranks that exchange, on connections that carry headers alone: a header never meets anything else.
+        channel: between the ranks that exchange; carries headers alone: a header never meets anything else.
         data_ranks: which of the different batches each of them has.
         tensor_axes: mesh axes along which the batch is the same, for messages.
         replicas: ranks of the other copies that do not exchange ids with this one, but must hear of a fault.
@@ -81,15 +80,15 @@ class Handshake:
         self,
         content: str,
         features: Sequence[str],
-        group: dist.ProcessGroup | None,
+        channel: Channel,
         data_ranks: Sequence[int],
         tensor_axes: Sequence[str],
-        replicas: dist.ProcessGroup | None = None,
+        replicas: Channel | None = None,
         rank_names: Sequence[int] | None = None,
     ) -> None:
         self.replicas = replicas
         self.rank_names = list(rank_names if rank_names is not None else range(len(data_ranks)))
-        self.features, self.group, self.size = list(features), group, len(data_ranks)
+        self.features, self.channel, self.size = list(features), channel, channel.size
         self.data_ranks, self.tensor_axes = list(data_ranks), list(tensor_axes)
         self._content = content
         self.rename("the module")
@@ -121,7 +120,7 @@ class Handshake:
             packed = [word for header in mine for word in header.packed(self._fingerprint, here.number, digest)]
             sizes = [_WORDS] * self.size
             send = torch.tensor(packed, dtype=torch.int64, device=device)
-            words = all_to_all(send, sizes, sizes, self.group).view(self.size, _WORDS).tolist()
+            words = self.channel.all_to_all(send, sizes, sizes).wait().view(self.size, _WORDS).tolist()
             here.align(max(w[1] for w in words))
             if any(w[0] != self._fingerprint for w in words):
                 self._of_all_copies((self.rank_names[0], Fault(Kind.ELSEWHERE)), device)
@@ -157,10 +156,9 @@ class Handshake:
         """The first fault of any copy: one that goes on alone would wait for the others in the next average."""
         if self.replicas is None:
             return found
-        size = dist.get_world_size(self.replicas)
         words = [0] * 5 if found is None else [found[0], *found[1].packed()]
         mine = torch.tensor(words, dtype=torch.int64, device=device)
-        everyone = all_gather(mine, mine.new_empty(size, len(words)), self.replicas).tolist()
+        everyone = self.replicas.all_gather(mine).tolist()
         told = next((w for w in everyone if w[1] != Kind.NONE), None)
         return None if told is None else (told[0], Fault.unpacked(told[1:]))
 
@@ -179,7 +177,7 @@ class Handshake:
 
     def _raise_parted_backwards(self, mine: list[str]) -> None:
         """A backward pass has no header: where the sizes fit, ranks have taken each other's gradients for their own."""
-        told = ranks.tell("the forward after different backward passes", mine, self.group)
+        told = ranks.tell("the forward after different backward passes", mine, self.channel.group)
         texts = [", ".join(names) or "none" for names in told]
         raise ranks.RanksError(
             "the ranks have run different backward passes since the forward before this one: "
@@ -189,7 +187,7 @@ class Handshake:
         )
 
     def _raise_mismatch(self) -> None:
-        told = ranks.tell("the forward of different modules", (self.name, self._content), self.group)
+        told = ranks.tell("the forward of different modules", (self.name, self._content), self.channel.group)
         for rank, (name, _) in enumerate(told):
             if told[rank] != told[0]:
                 what = f"calls {name!r}" if name != told[0][0] else f"has other tables or layouts in {name!r}"

@@ -7,7 +7,6 @@ from itertools import accumulate
 
 import torch
 
-from sharders.collectives import all_to_all
 from sharders.embedding.input_dist import Batch, Call, InputDist, take
 from sharders.embedding.local_tables import TBE, TableStore
 from sharders.embedding.peers import Peers
@@ -114,9 +113,9 @@ class PooledPath:
         by_source = {s: [cut[k] for k in range(i, len(cut), each)] for i, s in enumerate(self.peers.own)}
         send = [torch.cat(by_source[s]) if by_source[s] else self._zeros(0) for s in self.peers.by_table_rank]
         receive_sizes = [sum(call.sent.counts[s]) for s in self.peers.by_table_rank]
-        came = all_to_all(torch.cat(send), [t.numel() for t in send], receive_sizes, self.peers.table)
+        transfer = self.peers.table.all_to_all(torch.cat(send), [t.numel() for t in send], receive_sizes)
         result = torch.zeros(weights.numel(), dtype=self.dtype, device=self.device)
-        for s, part in zip(self.peers.by_table_rank, came.split(receive_sizes), strict=True):
+        for s, part in zip(self.peers.by_table_rank, transfer.wait().split(receive_sizes), strict=True):
             result.index_add_(0, call.sent.weight_places[s], part, alpha=1.0 / self.factor)
         starts, key_starts = [0, *accumulate(self.dims)], [0, *accumulate(call.batch.counts)]
         for tbe in self.store.local:
@@ -154,28 +153,26 @@ class PooledPath:
         ]
         target: list[Piece] = [(f, 0, dim) for f, dim in enumerate(self.dims)]
         local: list[Piece] = [(f, 0, self.dims[f]) for tbe in self.store.local for f in tbe.features]
-        if peers.outer_size == 1:
-            return [Stage(peers.table, peers.table_rank, [*pieces, local], target)]
-        hosts = [pieces[h * peers.inner_size : (h + 1) * peers.inner_size] for h in range(peers.outer_size)]
-        host, inner = divmod(peers.table_rank, peers.inner_size)
+        if peers.outer.size == 1:
+            return [Stage(peers.table, [*pieces, local], target)]
+        hosts = [pieces[h * peers.inner.size : (h + 1) * peers.inner.size] for h in range(peers.outer.size)]
+        host = peers.outer.rank
         joined = [cut_pieces(of_host) for of_host in hosts]
         return [
-            Stage(peers.inner, inner, [*hosts[host], []], joined[host]),
-            Stage(peers.outer, host, [*joined, local], target),
+            Stage(peers.inner, [*hosts[host], []], joined[host]),
+            Stage(peers.outer, [*joined, local], target),
         ]
 
     def _rows(self, call: Call, stage: int) -> list[int]:
         """Samples of each rank of a stage's group: what is sent to it, and what it has sent."""
         peers = self.peers
         size = [call.batch_sizes[i] for i in peers.by_table_rank]
-        if peers.outer_size == 1:
+        inner, outer = peers.inner, peers.outer
+        if outer.size == 1:
             return size
-        inner = peers.table_rank % peers.inner_size
         if stage == 0:
-            return [
-                sum(size[h * peers.inner_size + i] for h in range(peers.outer_size)) for i in range(peers.inner_size)
-            ]
-        return [size[h * peers.inner_size + inner] for h in range(peers.outer_size)]
+            return [sum(size[h * inner.size + i] for h in range(outer.size)) for i in range(inner.size)]
+        return [size[h * inner.size + inner.rank] for h in range(outer.size)]
 
     def _slot_major(self, call: Call, sources: Sequence[int]) -> Bags:
         ids, lengths, bits = call.received.slot_major(sources)

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import torch
-import torch.distributed as dist
 
-from sharders.collectives import GradientExchange, Transfer
+from sharders.channel import Channel
+from sharders.embedding.output_dist import GradientExchange, OthersExchange
 
 Piece = tuple[int, int, int]  # feature, first column, width
 
@@ -93,21 +93,18 @@ class Stage:
     Rows are grouped by destination: the others' in rank order, then this rank's own, which do not travel.
 
     Args:
-        group: ranks that take part; None for this process alone.
-        me: this rank's index in the group.
-        sources: pieces of each rank of the group, then of a local block that does not travel (may be empty).
+        channel: between the ranks that take part.
+        sources: pieces of each of its ranks, then of a local block that does not travel (may be empty).
         target: this rank's columns.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup | None, me: int, sources: Sequence[Sequence[Piece]], target: Sequence[Piece]
-    ) -> None:
-        self.group, self.me = group, me
+    def __init__(self, channel: Channel, sources: Sequence[Sequence[Piece]], target: Sequence[Piece]) -> None:
+        self.channel, self.me = channel, channel.rank
         self.size = len(sources) - 1
         self.widths = [sum(p[2] for p in pieces) for pieces in sources]
         self.width = sum(p[2] for p in target)
         # What is here is placed first, while the others' rows travel.
-        order = [me, self.size, *(i for i in range(self.size) if i != me)]
+        order = [self.me, self.size, *(i for i in range(self.size) if i != self.me)]
         runs = compile_runs([sources[i] for i in order], target)
         self.runs = [Run(order[r.source], r.source_column, r.column, r.width, r.add) for r in runs]
 
@@ -124,12 +121,11 @@ class Stage:
         """
         mine, own = rows[self.me], self.widths[self.me]
         others = send.shape[0] - mine
-        transfer = Transfer(
+        transfer = OthersExchange(
+            self.channel,
             send[:others].reshape(-1),
             [n * own for n in rows],
             [mine * w for w in self.widths[: self.size]],
-            self.me,
-            self.group,
         )
         blocks: list[torch.Tensor] | None = None
         out: torch.Tensor | None = None
@@ -172,10 +168,10 @@ class Stage:
         """
         mine, widths = rows[self.me], self.widths[: self.size]
         own = widths[self.me]
-        exchange = GradientExchange(rider, self.me, [mine * w for w in widths], [n * own for n in rows], grad)
+        exchange = GradientExchange(self.channel, rider, [mine * w for w in widths], [n * own for n in rows], grad)
         blocks = [part.view(mine, w) for part, w in zip(exchange.parts, widths, strict=True)]
         self._pack(grad, scale, blocks, is_own=False)
-        exchange.start(self.group)
+        exchange.start()
         self._pack(grad, scale, blocks, is_own=True)
         flat, total = exchange.finish()
         return flat.view(sum(rows), own), total

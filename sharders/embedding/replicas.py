@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
-from sharders.collectives import all_reduce_sum, all_to_all
 from sharders.embedding.local_tables import TBE, TableStore
 from sharders.embedding.lookup.kernels import update_dense
 from sharders.embedding.peers import Peers
@@ -52,11 +50,11 @@ class Copies:
             return flat
         each = len(sizes) // count
         totals = [sum(sizes[i * each : (i + 1) * each]) for i in range(count)]
-        return all_to_all(flat.repeat(count), [flat.numel()] * count, totals, self.peers.replicas)
+        return self.peers.replicas.all_to_all(flat.repeat(count), [flat.numel()] * count, totals).wait()
 
     def rides(self, rider: torch.Tensor | None) -> bool:
         """Whether the sum of data-parallel gradients travels in the gradients' exchange."""
-        if rider is None or self.peers.outer_size > 1 or self.peers.num_replicas > 1:
+        if rider is None or self.peers.outer.size > 1 or self.peers.num_replicas > 1:
             return False
         return rider.numel() * rider.element_size() * len(self.peers.own) <= _RIDER_BYTES
 
@@ -75,7 +73,7 @@ class Copies:
         """
         if rider is not None:
             if not is_summed:
-                all_reduce_sum(rider, self.peers.exchange)
+                self.peers.exchange.sum(rider)
             self._update_local(rider, gradients)
         self._average()
         result: list[torch.Tensor | None] = [None] * len(self.store.parameters)
@@ -97,14 +95,13 @@ class Copies:
                 update_dense(tbe.bank, flat, touched)
 
     def _average(self) -> None:
-        if self.sync_interval == 1 or self.peers.replicas is None:
+        if self.sync_interval == 1 or self.peers.replicas.size == 1:
             return
-        count = dist.get_world_size(self.peers.replicas)
         for tbe in self.store.tbes:
             if tbe.is_trainable and int(tbe.bank.steps[0]) % self.sync_interval == 0:
                 for tensor in (tbe.bank.weights, *tbe.bank.state.values()):
-                    all_reduce_sum(tensor, self.peers.replicas)
-                    tensor.div_(count)
+                    self.peers.replicas.sum(tensor)
+                    tensor.div_(self.peers.replicas.size)
 
 
 def trainable_local(store: TableStore) -> list[TBE]:

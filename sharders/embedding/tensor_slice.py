@@ -13,42 +13,22 @@ way back of cutting is to gather, and nothing is summed or scaled on either: eac
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from dmp import ShardError, ShardingEnv
-from dmp import ranks as of_all
-from sharders.collectives import all_gather
+from sharders.channel import Channel, Transport, over_group
 from sharders.embedding.input_dist import Batch
-from sharders.embedding.peers import place_of
 
 Cut = list[list[int]]
 
 
-@dataclass(frozen=True)
-class TensorRanks:
-    """The ranks that hold the same samples, of which this process is number `rank`."""
-
-    group: dist.ProcessGroup | None
-    rank: int
-    size: int
-
-
-def tensor_ranks(env: ShardingEnv) -> TensorRanks:
-    """This process's ranks along the tensor axes; the first call for a mesh is collective."""
-    if env.tensor_size == 1:
-        return TensorRanks(None, 0, 1)
-    if env.mesh is None:
+def tensor_ranks(env: ShardingEnv, transport: Transport = over_group) -> Channel:
+    """Channel between the ranks that hold the same samples; the first call for a mesh is collective."""
+    if env.mesh is None and env.tensor_size > 1:
         raise ShardError(f"{env} is abstract: it can be planned for, not run on; use ShardingEnv.from_mesh")
-    return TensorRanks(_own(env.group("tensor")), place_of(env, env.rank, "tensor"), env.tensor_size)
-
-
-def _own(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """See [Note: parted ranks] of topology.py: tensor-parallel modules gather along these axes too."""
-    return None if group is None else of_all.own_group(group, "tables")
+    return transport(env.group("tensor") if env.tensor_size > 1 else None, "tables")
 
 
 def even_cut(counts: Sequence[int], size: int) -> Cut:
@@ -65,17 +45,17 @@ def part_of(tensor: torch.Tensor, cut: Cut, rank: int) -> torch.Tensor:
     return torch.cat([tensor[bounds[rank] : bounds[rank + 1]] for bounds in cut] or [tensor[:0]])
 
 
-def cut_rows(tensors: Sequence[torch.Tensor], cuts: Sequence[Cut], ranks: TensorRanks) -> list[torch.Tensor]:
+def cut_rows(tensors: Sequence[torch.Tensor], cuts: Sequence[Cut], ranks: Channel) -> list[torch.Tensor]:
     """This rank's part of each tensor. Backward: the parts' gradients are gathered, one exchange for each dtype."""
     return list(_CutRows.apply(ranks, cuts, *tensors))  # type: ignore[no-untyped-call]
 
 
-def gather_rows(parts: Sequence[torch.Tensor], cuts: Sequence[Cut], ranks: TensorRanks) -> list[torch.Tensor]:
+def gather_rows(parts: Sequence[torch.Tensor], cuts: Sequence[Cut], ranks: Channel) -> list[torch.Tensor]:
     """The tensors of which every rank has a part; one exchange for each dtype. Backward: the own part, no exchange."""
     return list(_GatherRows.apply(ranks, cuts, *parts))  # type: ignore[no-untyped-call]
 
 
-def cut_batch(batch: Batch, ranks: TensorRanks, unpooled: bool) -> Batch:
+def cut_batch(batch: Batch, ranks: Channel, unpooled: bool) -> Batch:
     """This rank's part of a batch that all ranks have: samples, or where results are rows its part of each key's ids.
 
     The gradient of the weights is gathered on the way back.
@@ -124,7 +104,7 @@ class _CutRows(torch.autograd.Function):
     """Forward: own parts of the tensors. Backward: gathered; see [Note: gradients]."""
 
     @staticmethod
-    def forward(ctx: Any, ranks: TensorRanks, cuts: Sequence[Cut], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, ranks: Channel, cuts: Sequence[Cut], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.ranks, ctx.cuts = ranks, cuts
         return tuple(part_of(t, cut, ranks.rank) for t, cut in zip(tensors, cuts, strict=True))
 
@@ -143,7 +123,7 @@ class _GatherRows(torch.autograd.Function):
     """Forward: all ranks' parts put together. Backward: the own part; see [Note: gradients]."""
 
     @staticmethod
-    def forward(ctx: Any, ranks: TensorRanks, cuts: Sequence[Cut], *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, ranks: Channel, cuts: Sequence[Cut], *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.ranks, ctx.cuts = ranks, cuts
         return tuple(_gather(parts, cuts, ranks))
 
@@ -161,7 +141,7 @@ class _GatherRows(torch.autograd.Function):
         )
 
 
-def _gather(parts: Sequence[torch.Tensor], cuts: Sequence[Cut], ranks: TensorRanks) -> list[torch.Tensor]:
+def _gather(parts: Sequence[torch.Tensor], cuts: Sequence[Cut], ranks: Channel) -> list[torch.Tensor]:
     """All ranks' parts put together; tensors of one dtype travel in one exchange, padded to the largest rank's."""
     result = list(parts)
     for dtype in dict.fromkeys(p.dtype for p in parts):
@@ -174,10 +154,10 @@ def _gather(parts: Sequence[torch.Tensor], cuts: Sequence[Cut], ranks: TensorRan
         padding = own[0].new_zeros(longest - sum(sizes[ranks.rank]))
         send = torch.cat([*own, padding]) if padding.numel() or len(own) > 1 else own[0]
         if len(indices) == len(cuts[indices[0]]) == 1 and all(of_rank == rows[0] for of_rank in rows):
-            whole = send.new_empty(ranks.size * rows[0][0], *shapes[0])
-            result[indices[0]] = all_gather(send, whole, ranks.group)  # comes in order as it is
+            # It comes in order; and is no view, to autograd: it may be changed in place.
+            result[indices[0]] = ranks.all_gather(send).view(ranks.size * rows[0][0], *shapes[0]).data
             continue
-        everything = all_gather(send, send.new_empty(ranks.size, longest), ranks.group)
+        everything = ranks.all_gather(send)
         came = [of_rank[: sum(n)].split(n) for of_rank, n in zip(everything, sizes, strict=True)]
         for place, i in enumerate(indices):
             pieces = [

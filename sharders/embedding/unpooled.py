@@ -38,7 +38,7 @@ class UnpooledPath:
         placement = store.placement
         self.dims = [placement.tables[f.table].dim for f in placement.features]
         self.distinct_dims = list(dict.fromkeys(self.dims))
-        self.delivery = RowDelivery(placement, peers.table, peers.by_table_rank, peers.table_rank)
+        self.delivery = RowDelivery(placement, peers.table, peers.by_table_rank)
         self.groups = self._find_groups()
 
     def forward(self, call: Call) -> list[torch.Tensor]:

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
-from sharders.collectives import GradientExchange, Transfer
+from sharders.channel import Channel
 from sharders.embedding.input_dist import Sent, Span
+from sharders.embedding.output_dist import GradientExchange, OthersExchange
 from sharders.embedding.placement import Placement, Slot
 
 
@@ -33,13 +33,12 @@ class RowDelivery:
 
     Args:
         placement: all slots of all ranks.
-        group: the table ranks.
-        sources: for each rank of `group` its index among the destinations of `Sent`.
-        me: this rank's index in `group`.
+        channel: between the table ranks.
+        sources: for each of them its index among the destinations of `Sent`.
     """
 
-    def __init__(self, placement: Placement, group: dist.ProcessGroup | None, sources: Sequence[int], me: int) -> None:
-        self.placement, self.group, self.sources, self.me = placement, group, list(sources), me
+    def __init__(self, placement: Placement, channel: Channel, sources: Sequence[int]) -> None:
+        self.placement, self.channel, self.sources, self.me = placement, channel, list(sources), channel.rank
 
     def patches(self, sent: Sent) -> list[list[Patch]]:
         """For each table rank, in the order its rows come back, where they go."""
@@ -69,7 +68,7 @@ class RowDelivery:
         """
         others = send.numel() - send_sizes[self.me]
         sizes = _sizes(patches)
-        transfer = Transfer(send[:others], send_sizes, sizes, self.me, self.group)
+        transfer = OthersExchange(self.channel, send[:others], send_sizes, sizes)
         out: dict[int, torch.Tensor] = {}
         self._place_all(out, patches[self.me], send[others:], num_rows)
         for patch, rows in local:
@@ -99,11 +98,11 @@ class RowDelivery:
         Returns:
             Flat gradients of the rows that this rank sent, in that order; the summed rider.
         """
-        exchange = GradientExchange(rider, self.me, _sizes(patches), send_sizes, next(iter(grads.values())))
+        exchange = GradientExchange(self.channel, rider, _sizes(patches), send_sizes, next(iter(grads.values())))
         for i, part in enumerate(exchange.parts):
             if i != self.me:
                 self._pack(part, patches[i], grads, scale)
-        exchange.start(self.group)
+        exchange.start()
         self._pack(exchange.own, patches[self.me], grads, scale)
         return exchange.finish()
 

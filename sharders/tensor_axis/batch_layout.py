@@ -17,10 +17,9 @@ import torch
 
 from dmp import InputError, ShardingEnv
 from dmp import ranks as of_all
-from sharders.collectives import all_gather
+from sharders.channel import Channel
 from sharders.embedding.tensor_slice import (
     Cut,
-    TensorRanks,
     cut_of_lengths,
     cut_rows,
     even_cut,
@@ -110,13 +109,11 @@ def gather_batch(x: Any, env: ShardingEnv) -> Any:
     return _replace_all(build, leaves, cuts, gather_rows, ranks)
 
 
-def _gather_sizes(
-    sizes: list[int], fault: InputError | None, ranks: TensorRanks, device: torch.device
-) -> list[list[int]]:
+def _gather_sizes(sizes: list[int], fault: InputError | None, ranks: Channel, device: torch.device) -> list[list[int]]:
     """Every rank's sizes; a fault of one is raised on all. The first exchange has one length, whatever the batch is."""
     head = [len(sizes), int(fault is not None), *sizes[:_SIZES], *[0] * (_SIZES - len(sizes))]
     mine = torch.tensor(head, dtype=torch.int64, device=device)
-    by_rank = all_gather(mine, mine.new_empty(ranks.size, len(head)), ranks.group).tolist()
+    by_rank = ranks.all_gather(mine).tolist()
     if any(is_fault or num != by_rank[0][0] for num, is_fault, *_ in by_rank):
         said = of_all.tell("gather_batch", str(fault or ""), ranks.group)
         faults = [f"rank {rank} of the tensor group: {text}" for rank, text in enumerate(said) if text]
@@ -127,7 +124,7 @@ def _gather_sizes(
     found = [row[2 : 2 + len(sizes)] for row in by_rank]
     if len(sizes) > _SIZES:
         mine = torch.tensor(sizes[_SIZES:], dtype=torch.int64, device=device)
-        rest = all_gather(mine, mine.new_empty(ranks.size, len(mine)), ranks.group).tolist()
+        rest = ranks.all_gather(mine).tolist()
         found = [a + b for a, b in zip(found, rest, strict=True)]
     return found
 
@@ -254,8 +251,8 @@ def _replace_all(
     build: Callable[[Iterator[Any]], Any],
     leaves: Sequence[_Leaf],
     cuts: Sequence[Sequence[Cut]],
-    move: Callable[[Sequence[torch.Tensor], Sequence[Cut], TensorRanks], list[torch.Tensor]],
-    ranks: TensorRanks,
+    move: Callable[[Sequence[torch.Tensor], Sequence[Cut], Channel], list[torch.Tensor]],
+    ranks: Channel,
 ) -> Any:
     """The structure with all its tensors moved together."""
     tensors = [t for leaf in leaves for t in leaf.tensors]

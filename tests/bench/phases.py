@@ -45,7 +45,7 @@ PHASES = {
     "sharders.embedding.lookup.fbgemm_kernel:FbgemmLookup.update_rows": "update kernel",
     "sharders.embedding.pooled_output:Stage.forward": "output: placing",
     "sharders.embedding.pooled_output:Stage.backward": "gradients: pack",
-    "sharders.collectives:Transfer.wait": "wait for a transfer begun before",
+    "sharders.embedding.output_dist:OthersExchange.wait": "wait for a transfer begun before",
     "sharders.embedding.unpooled_output:RowDelivery.patches": "output: patches",
     "sharders.embedding.unpooled_output:RowDelivery.forward": "output: placing",
     "sharders.embedding.unpooled_output:RowDelivery.backward": "gradients: pack",

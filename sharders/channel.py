@@ -1,0 +1,132 @@
+"""A *channel*: the exchange of buffers between the ranks of one group, and all that the data path knows of a transport.
+
+Another transport is another class with these methods, and a `Transport` that opens it. One process, with or without a
+group, runs the same code: what it sends is what comes.
+
+[Note: parted ranks] gloo ends the process where two all-to-alls of different sizes meet. A rank may be at its next
+forward, or in a collective of the program's, while another is in its backward: so what tables exchange has connections
+of its own, and headers, which come first in every forward, have others. Ranks that part there wait, until the watchdog
+tells them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol
+
+import torch
+import torch.distributed as dist
+
+from dmp import ranks
+
+# Its name until torch 2.13, which warns of it.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Transfer(Protocol):
+    """An exchange in flight."""
+
+    def wait(self) -> torch.Tensor:
+        """What came from each rank, flat, in rank order."""
+
+
+class Channel(Protocol):
+    """Exchanges between the ranks of one group, which all call them in one order.
+
+    `rank` is this process's place among the `size` ranks. `group` says to `dmp.ranks` which ranks they are, so that
+    its messages can name them (None: this process alone); nothing travels on it.
+    """
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup | None
+
+    def empty(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Flat memory to fill and send from. What comes from elsewhere (a kernel's result) may be sent too: a transport
+        that needs memory of its own copies that."""
+
+    def all_to_all(
+        self,
+        send: torch.Tensor,
+        send_sizes: Sequence[int],
+        receive_sizes: Sequence[int],
+        out: torch.Tensor | None = None,
+    ) -> Transfer:
+        """Begin to send `send_sizes[i]` elements of the flat `send` to rank i.
+
+        Args:
+            send: not to be changed before the transfer has ended.
+            receive_sizes: elements from each rank.
+            out: flat, takes what comes; made when absent.
+        """
+
+    def all_gather(self, send: torch.Tensor) -> torch.Tensor:
+        """(size, N): the flat `send` (N,) of every rank, of one N on all."""
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        """Sum over the ranks, in place; the same to the bit on all."""
+
+
+Purpose = Literal["tables", "headers"]
+Transport = Callable[[dist.ProcessGroup | None, Purpose], Channel]
+"""Opens a channel between the ranks of a group (None: this process alone) for one purpose. Collective."""
+
+
+def over_group(group: dist.ProcessGroup | None, purpose: Purpose) -> Channel:
+    """The `Transport` over torch's process groups, with connections of its own: see [Note: parted ranks]."""
+    if group is None or dist.get_world_size(group) == 1:
+        return GroupChannel(None)
+    own = ranks.own_group(group, "tables")
+    return GroupChannel(ranks.control_group(group) if purpose == "headers" and own is not group else own)
+
+
+class GroupChannel:
+    """A channel over a process group's collectives, or of this process alone. Any memory can be sent from."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.rank, self.size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+
+    def empty(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """See `Channel`."""
+        return torch.empty(count, dtype=dtype, device=device)
+
+    def all_to_all(
+        self,
+        send: torch.Tensor,
+        send_sizes: Sequence[int],
+        receive_sizes: Sequence[int],
+        out: torch.Tensor | None = None,
+    ) -> Transfer:
+        """See `Channel`."""
+        if self.size == 1:
+            return _InFlight(send if out is None else out.copy_(send), None)
+        if out is None:
+            out = send.new_empty(sum(receive_sizes))
+        sizes = list(receive_sizes), list(send_sizes)
+        return _InFlight(out, dist.all_to_all_single(out, send, *sizes, group=self.group, async_op=True))
+
+    def all_gather(self, send: torch.Tensor) -> torch.Tensor:
+        """See `Channel`."""
+        if self.size == 1:
+            return send.view(1, -1)
+        out = send.new_empty(self.size, send.numel())
+        if out.numel():
+            _all_gather(out.view(-1), send, group=self.group)
+        return out
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        """See `Channel`."""
+        if self.size > 1:
+            dist.all_reduce(tensor, group=self.group)
+
+
+class _InFlight:
+    def __init__(self, out: torch.Tensor, work: dist.Work | None) -> None:
+        self._out, self._work = out, work
+
+    def wait(self) -> torch.Tensor:
+        """See `Transfer`."""
+        if self._work is not None:
+            self._work.wait()
+        return self._out
