@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -13,16 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from dmp import PlanError
-from sharders.tensor_parallel.auto_plan import (
-    Derived,
-    Rehearsal,
-    check_heads,
-    complete_sequence,
-    derive,
-    divided_attributes,
-)
-from sharders.tensor_parallel.structure import dry_run
-from sharders.tensor_parallel.structure.find_transformer import Transformer, recognise
+from sharders.tensor_parallel.auto_plan import Derived, check_heads, complete_sequence, derive
+from sharders.tensor_parallel.head_counts import ModelRuns, divided_attributes
+from sharders.tensor_parallel.structure.find_transformer import recognise
 from tests.transformers_zoo import GPT, Bert, Llama, LlamaBlock
 
 
@@ -46,7 +38,7 @@ LLAMA = {
 
 
 def test_llama() -> None:
-    found = derive(Rehearsal(Llama(), 2), "tp")
+    found = derive(ModelRuns(Llama(), 2), "tp")
     blocks = {f"layers.{i}.{n}": s for i in range(2) for n, s in LLAMA.items()}
     assert found.styles == {**blocks, "tok_embeddings": "rowwise", "output": "colwise_gather"}
     heads = {(f"layers.{i}.attention", n): v for i in range(2) for n, v in (("heads", 2), ("kv_heads", 1))}
@@ -55,7 +47,7 @@ def test_llama() -> None:
 
 
 def test_gpt_divides_heads_though_the_shapes_outside_do_not_ask_for_it() -> None:
-    found = derive(Rehearsal(GPT(), 2), "tp")
+    found = derive(ModelRuns(GPT(), 2), "tp")
     assert found.divided == {("h.0.attn", "n_head"): 2, ("h.1.attn", "n_head"): 2}
     assert of_block(found.styles, "h.1") == {
         "attn.query": "colwise",
@@ -70,7 +62,7 @@ def test_gpt_divides_heads_though_the_shapes_outside_do_not_ask_for_it() -> None
 
 
 def test_bert_divides_the_joint_width_of_heads_too() -> None:
-    found = derive(Rehearsal(Bert(layers=1), 4), "tp")
+    found = derive(ModelRuns(Bert(layers=1), 4), "tp")
     path = "encoder.0.attention.self"
     assert found.divided == {(path, "num_attention_heads"): 1, (path, "all_head_size"): 8}
     assert {p: s for p, s in found.styles.items() if "encoder" not in p} == {
@@ -91,7 +83,7 @@ def test_eighty_blocks_on_meta_are_one_decision() -> None:
 
     forward, LlamaBlock.forward = LlamaBlock.forward, lambda *a: (count(), forward(*a))[1]
     try:
-        found = derive(Rehearsal(model, 8), "tp", sequence_parallel=True)
+        found = derive(ModelRuns(model, 8), "tp", sequence_parallel=True)
     finally:
         LlamaBlock.forward = forward
     assert calls < 10, "one block of the eighty runs, once in each dry run"
@@ -105,7 +97,7 @@ def test_blocks_of_several_structures_each_get_their_own_numbers() -> None:
     model.layers[1] = LlamaBlock(32, 8, 4, 128)
     model.layers[1].attention.head_dim = 4
     model.layers[1].forward = lambda x, positions: x  # its heads are of another size than the rotary table
-    found = derive(Rehearsal(model, 2), "tp")
+    found = derive(ModelRuns(model, 2), "tp")
     assert {v for (p, _), v in found.divided.items() if p.startswith("layers.1")} == {4, 2}
     assert {v for (p, _), v in found.divided.items() if p.startswith("layers.2")} == {2, 1}
 
@@ -120,7 +112,7 @@ def test_the_model_is_as_before(make: Callable[[], nn.Module]) -> None:
     attributes = {p: {k: v for k, v in vars(m).items() if k[0] != "_"} for p, m in model.named_modules()}
     parameters = {n: id(p) for n, p in model.named_parameters()}
     states = torch.get_rng_state(), random.getstate()
-    derive(Rehearsal(model, 2), "tp", sequence_parallel=True)
+    derive(ModelRuns(model, 2), "tp", sequence_parallel=True)
     assert torch.equal(torch.get_rng_state(), states[0])
     assert random.getstate() == states[1]
     assert parameters == {n: id(p) for n, p in model.named_parameters()}
@@ -132,7 +124,7 @@ def test_the_model_is_as_before(make: Callable[[], nn.Module]) -> None:
 
 def test_transformer_encoder_keeps_its_fused_attention_whole() -> None:
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2)
-    found = derive(Rehearsal(model, 2), "tp")
+    found = derive(ModelRuns(model, 2), "tp")
     assert found.styles == {f"layers.{i}.linear{n}": s for i in "01" for n, s in (("1", "colwise"), ("2", "rowwise"))}
     assert "layers.0.self_attn (and 1 like it): left whole" in found.notes[0]
     assert is_verified(found)
@@ -140,7 +132,7 @@ def test_transformer_encoder_keeps_its_fused_attention_whole() -> None:
 
 def test_no_transformer_no_plan() -> None:
     found = derive(
-        Rehearsal(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8)), 2), "tp", sequence_parallel=True
+        ModelRuns(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8)), 2), "tp", sequence_parallel=True
     )
     assert (found.styles, found.divided) == ({}, {})
     assert "no transformer blocks" in found.notes[0]
@@ -156,24 +148,24 @@ def test_no_transformer_no_plan() -> None:
 )
 def test_what_does_not_divide_is_named(model: nn.Module, size: int, words: tuple[str, ...]) -> None:
     with pytest.raises(PlanError) as caught:
-        derive(Rehearsal(model, size), "tensor")
+        derive(ModelRuns(model, size), "tensor")
     for word in (*words, f"not divisible by {size}", "axis 'tensor'", "TensorParallelSharder({"):
         assert word in str(caught.value)
 
 
 def test_a_vocabulary_that_does_not_divide_stays_whole() -> None:
-    found = derive(Rehearsal(GPT(vocab=65), 2), "tp")
+    found = derive(ModelRuns(GPT(vocab=65), 2), "tp")
     assert "wte" not in found.styles and "lm_head" not in found.styles
     assert any("vocabulary 65" in n for n in found.notes)
     with pytest.raises(PlanError, match="vocabulary 65 is not divisible by 2"):
-        derive(Rehearsal(GPT(vocab=65), 2), "tp", loss_parallel=True)
+        derive(ModelRuns(GPT(vocab=65), 2), "tp", loss_parallel=True)
 
 
 def test_loss_parallel_needs_a_head() -> None:
-    assert derive(Rehearsal(Llama(), 2), "tp", loss_parallel=True).styles["output"] == "colwise_loss_parallel"
+    assert derive(ModelRuns(Llama(), 2), "tp", loss_parallel=True).styles["output"] == "colwise_loss_parallel"
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2)
     with pytest.raises(PlanError, match="loss_parallel needs a head"):
-        derive(Rehearsal(encoder, 2), "tp", loss_parallel=True)
+        derive(ModelRuns(encoder, 2), "tp", loss_parallel=True)
 
 
 class Asks(nn.Module):
@@ -189,11 +181,11 @@ class Asks(nn.Module):
 
 
 def test_a_model_that_looks_at_values_is_proved_without_a_dry_run() -> None:
-    found, known = derive(Rehearsal(Asks(Llama()), 2), "tp"), derive(Rehearsal(Llama(), 2), "tp")
+    found, known = derive(ModelRuns(Asks(Llama()), 2), "tp"), derive(ModelRuns(Llama(), 2), "tp")
     assert found.styles == {f"body.{p}": s for p, s in known.styles.items()}
     assert found.divided == {(f"body.{p}", a): v for (p, a), v in known.divided.items()}
     assert found.notes[-1].startswith("proved"), "it runs with values"
-    bert = derive(Rehearsal(Asks(Bert()), 2), "tp", sequence_parallel=True)
+    bert = derive(ModelRuns(Asks(Bert()), 2), "tp", sequence_parallel=True)
     path = "body.encoder.0.attention.self"
     assert bert.divided[path, "num_attention_heads"] == 2
     assert bert.divided[path, "all_head_size"] == 16
@@ -201,8 +193,8 @@ def test_a_model_that_looks_at_values_is_proved_without_a_dry_run() -> None:
 
 def test_without_a_dry_run_sequence_parallel_goes_by_structure() -> None:
     for make in (Llama, GPT, Bert):
-        found = derive(Rehearsal(Asks(make()), 2), "tp", sequence_parallel=True)
-        known = derive(Rehearsal(make(), 2), "tp", sequence_parallel=True)
+        found = derive(ModelRuns(Asks(make()), 2), "tp", sequence_parallel=True)
+        known = derive(ModelRuns(make(), 2), "tp", sequence_parallel=True)
         assert found.styles == {f"body.{p}": s for p, s in known.styles.items()}
 
 
@@ -218,21 +210,21 @@ class Batched(nn.Module):
 
 
 def test_blocks_are_run_alone_where_the_model_cannot() -> None:
-    found = derive(Rehearsal(Batched(GPT()), 2), "tp")
+    found = derive(ModelRuns(Batched(GPT()), 2), "tp")
     assert found.divided == {("body.h.0.attn", "n_head"): 2, ("body.h.1.attn", "n_head"): 2}
     assert any(n.startswith("body.h.0: verified by a dry run with hidden states") for n in found.notes)
     assert any(n.startswith("not proved outside the blocks") for n in found.notes)
 
 
 def test_what_does_not_run_goes_by_its_source_and_is_said_not_to_be_proved() -> None:
-    found, known = derive(Rehearsal(Batched(Llama()), 2), "tp"), derive(Rehearsal(Llama(), 2), "tp")
+    found, known = derive(ModelRuns(Batched(Llama()), 2), "tp"), derive(ModelRuns(Llama(), 2), "tp")
     assert found.styles == {f"body.{p}": s for p, s in known.styles.items()}
     assert found.divided == {(f"body.{p}", a): v for (p, a), v in known.divided.items()}
     assert any(n.startswith("not proved: ") for n in found.notes)
 
 
 def test_blocks_alone_get_hidden_states_of_their_dtype() -> None:
-    found = derive(Rehearsal(Batched(GPT().bfloat16()), 2), "tp")
+    found = derive(ModelRuns(Batched(GPT().bfloat16()), 2), "tp")
     assert any(n.startswith("body.h.0: verified") for n in found.notes)
 
 
@@ -250,7 +242,7 @@ class TiedByFunction(nn.Module):
 
 @pytest.mark.parametrize("make", [TiedByFunction, lambda: Batched(TiedByFunction())])
 def test_an_embedding_that_is_used_as_a_head_stays_whole(make: Callable[[], nn.Module]) -> None:
-    found = derive(Rehearsal(make(), 2), "tp")
+    found = derive(ModelRuns(make(), 2), "tp")
     assert not [p for p in found.styles if p.endswith("wte")]
     assert len(found.styles) == 12
     assert any("wte: left whole" in n for n in found.notes)
@@ -271,7 +263,7 @@ def test_a_norm_over_all_heads_keeps_the_attention_whole() -> None:
 
     model = GPT(layers=1)
     model.h[0].attn = Normed()
-    found = derive(Rehearsal(model, 2), "tp")
+    found = derive(ModelRuns(model, 2), "tp")
     assert set(of_block(found.styles, "h.0")) == {"mlp.0", "mlp.2"}
     assert any("h.0.attn: left whole" in n for n in found.notes)
 
@@ -279,7 +271,7 @@ def test_a_norm_over_all_heads_keeps_the_attention_whole() -> None:
 def test_an_mlp_that_normalises_its_hidden_units_stays_whole() -> None:
     model = GPT(layers=1)
     model.h[0].mlp[1] = nn.Softmax(-1)
-    found = derive(Rehearsal(model, 2), "tp")
+    found = derive(ModelRuns(model, 2), "tp")
     assert "h.0.mlp.0" not in found.styles and found.styles["h.0.attn.proj"] == "rowwise"
     assert any("h.0.mlp: left whole" in n for n in found.notes)
 
@@ -320,7 +312,7 @@ SEQUENCE = {
 
 @pytest.mark.parametrize("make", SEQUENCE)
 def test_sequence_parallel(make: Callable[[], nn.Module]) -> None:
-    plain, found = derive(Rehearsal(make(), 2), "tp"), derive(Rehearsal(make(), 2), "tp", sequence_parallel=True)
+    plain, found = derive(ModelRuns(make(), 2), "tp"), derive(ModelRuns(make(), 2), "tp", sequence_parallel=True)
     changed = {p: s for p, s in found.styles.items() if plain.styles.get(p) != s}
     first = SEQUENCE[make]
     assert {p: s for p, s in changed.items() if p in first} == first
@@ -329,12 +321,12 @@ def test_sequence_parallel(make: Callable[[], nn.Module]) -> None:
     assert {p: s for p, s in changed.items() if p not in first} == later
     assert any(n.startswith("sequence parallel: verified") for n in found.notes)
     assert found.divided == plain.divided
-    assert complete_sequence(Rehearsal(make(), 2), plain.styles, "tp").styles == found.styles
+    assert complete_sequence(ModelRuns(make(), 2), plain.styles, "tp").styles == found.styles
 
 
 def test_sequence_parallel_with_loss_parallel_changes_the_head_alone() -> None:
-    model, styles = Llama(), derive(Rehearsal(Llama(), 2), "tp").styles
-    whole, split = (complete_sequence(Rehearsal(model, 2), styles, "tp", loss_parallel=b).styles for b in (False, True))
+    model, styles = Llama(), derive(ModelRuns(Llama(), 2), "tp").styles
+    whole, split = (complete_sequence(ModelRuns(model, 2), styles, "tp", loss_parallel=b).styles for b in (False, True))
     assert {p for p in whole if whole[p] != split[p]} == {"output"}
     assert split["output"] == "colwise_loss_parallel"
 
@@ -342,18 +334,18 @@ def test_sequence_parallel_with_loss_parallel_changes_the_head_alone() -> None:
 def test_sequence_parallel_refuses_what_it_cannot_slice() -> None:
     fused = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2)
     with pytest.raises(PlanError, match=r"layers\.0.*sequence_parallel=False"):
-        derive(Rehearsal(fused, 2), "tp", sequence_parallel=True)
+        derive(ModelRuns(fused, 2), "tp", sequence_parallel=True)
     model = Llama()
     model.layers[1].ffn_norm = nn.Sequential(nn.Conv1d(32, 32, 1))
     with pytest.raises(PlanError, match=r"'layers\.1\.ffn_norm\.0' \(Conv1d\)"):
-        derive(Rehearsal(Asks(model).body, 2), "tp", sequence_parallel=True)
-    mlps = {p: s for p, s in derive(Rehearsal(GPT(), 2), "tp").styles.items() if "mlp" in p}
+        derive(ModelRuns(Asks(model).body, 2), "tp", sequence_parallel=True)
+    mlps = {p: s for p, s in derive(ModelRuns(GPT(), 2), "tp").styles.items() if "mlp" in p}
     with pytest.raises(PlanError, match=r"'h\.0\.attn\.query' \(Linear\)"):
-        complete_sequence(Rehearsal(GPT(), 2), mlps, "tp")
+        complete_sequence(ModelRuns(GPT(), 2), mlps, "tp")
     with pytest.raises(PlanError, match="one stack"):
-        complete_sequence(Rehearsal(nn.Linear(2, 2), 2), {}, "tp")
+        complete_sequence(ModelRuns(nn.Linear(2, 2), 2), {}, "tp")
     with pytest.raises(PlanError, match="second block or a final norm"):
-        derive(Rehearsal(Bert(layers=1), 2), "tp", sequence_parallel=True)
+        derive(ModelRuns(Bert(layers=1), 2), "tp", sequence_parallel=True)
 
 
 def test_sequence_parallel_refuses_linears_directly_in_a_block() -> None:
@@ -367,14 +359,14 @@ def test_sequence_parallel_refuses_linears_directly_in_a_block() -> None:
             return x + self.fc2(self.fc1(self.norm(x + self.attn(x))).relu())
 
     model = nn.Sequential(Direct(), Direct())
-    assert derive(Rehearsal(model, 2), "tp").styles["1.fc2"] == "rowwise"
+    assert derive(ModelRuns(model, 2), "tp").styles["1.fc2"] == "rowwise"
     with pytest.raises(PlanError, match=r"\['0\.fc1'\] lie directly in block '0'"):
-        derive(Rehearsal(model, 2), "tp", sequence_parallel=True)
+        derive(ModelRuns(model, 2), "tp", sequence_parallel=True)
 
 
 def test_check_heads_is_for_any_plan() -> None:
     model = Llama()
-    styles = derive(Rehearsal(model, 2), "tp").styles
+    styles = derive(ModelRuns(model, 2), "tp").styles
     check_heads(recognise(model), styles, 2, "tp")
     check_heads(recognise(model), {p: s for p, s in styles.items() if "attention" not in p}, 4, "tp")
     with pytest.raises(PlanError, match=r"'layers\.0\.attention': number of key/value heads 2 .* axis 'tp'"):
@@ -383,104 +375,10 @@ def test_check_heads_is_for_any_plan() -> None:
 
 @pytest.mark.parametrize("make", [Llama, GPT, Bert])
 def test_divided_attributes_of_a_given_plan(make: Callable[[], nn.Module]) -> None:
-    found = derive(Rehearsal(make(), 2), "tp")
-    assert divided_attributes(Rehearsal(make(), 2), found.styles) == found.divided
+    found = derive(ModelRuns(make(), 2), "tp")
+    assert divided_attributes(ModelRuns(make(), 2), found.styles) == found.divided
     mlps = {p: s for p, s in found.styles.items() if not any(n in p for n in ("attn", "attention"))}
-    assert divided_attributes(Rehearsal(make(), 2), mlps) == {}
-
-
-def tiny_llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=64,
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            intermediate_size=64,
-        )
-    )
-
-
-def test_hugging_face_llama_equals_its_own_plan() -> None:
-    model = tiny_llama()
-    found = derive(Rehearsal(model, 2), "tp")
-    assert found.divided == {}, "its forward says -1 for the number of heads"
-    assert is_verified(found)
-    names = {"colwise_gather_output": "colwise_gather", "embedding_rowwise": "rowwise"}
-    own = {
-        pattern.replace("*", i): names.get(style, style) for pattern, style in model.tp_plan.items() for i in ("0", "1")
-    }
-    assert found.styles == own
-    sequence = complete_sequence(Rehearsal(model, 2), own, "tp").styles
-    assert sequence["model.layers.1.input_layernorm"] == "sequence"
-    assert sequence["model.norm"] == "gather_sequence"
-
-
-def test_hugging_face_gpt2_is_fused() -> None:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0)
-    found = derive(Rehearsal(GPT2LMHeadModel(config), 2), "tp")
-    assert found.styles == {"transformer.wte": "rowwise", "lm_head": "colwise_gather"}
-    assert any("transformer.h.0.attn (and 1 like it): left whole" in n for n in found.notes)
-
-
-def test_hugging_face_bert() -> None:
-    from transformers import BertConfig, BertForMaskedLM
-
-    config = BertConfig(
-        vocab_size=64,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=64,
-        max_position_embeddings=32,
-    )
-    found = derive(Rehearsal(BertForMaskedLM(config), 2), "tp", sequence_parallel=True)
-    assert of_block(found.styles, "bert.encoder.layer.1") == {
-        "attention.self": "gather_input",
-        "attention.self.query": "colwise",
-        "attention.self.key": "colwise",
-        "attention.self.value": "colwise",
-        "attention.output.dense": "rowwise_scatter",
-        "attention.output.LayerNorm": "sequence",
-        "intermediate": "gather_input",
-        "intermediate.dense": "colwise",
-        "output.dense": "rowwise_scatter",
-        "output.LayerNorm": "sequence",
-    }
-    assert found.styles["cls.predictions.decoder"] == "colwise_gather"
-    assert found.divided == {}
-
-
-def test_hugging_face_qwen3_norms_single_heads() -> None:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    config = Qwen3Config(
-        vocab_size=64,
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=64,
-        head_dim=16,
-    )
-    found = derive(Rehearsal(Qwen3ForCausalLM(config), 2), "tp")
-    norms = {p: s for p, s in found.styles.items() if "norm" in p}
-    assert norms == {f"model.layers.0.self_attn.{n}_norm": "sum_gradients" for n in "qk"}
-    assert is_verified(found)
-
-
-def test_hugging_face_t5_shares_its_position_bias_between_blocks() -> None:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    model = T5ForConditionalGeneration(T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4))
-    found = derive(Rehearsal(model, 2), "tp")
-    assert not [p for p in found.styles if "SelfAttention" in p], "the first block's bias has all heads"
-    assert len([p for p in found.styles if "DenseReluDense" in p]) == 8
+    assert divided_attributes(ModelRuns(make(), 2), mlps) == {}
 
 
 def test_tables_of_torchrec_are_not_run() -> None:
@@ -493,65 +391,7 @@ def test_tables_of_torchrec_are_not_run() -> None:
             self.tables = EmbeddingCollection(device=torch.device("meta"), tables=[config])
             self.h = GPT().h
 
-    found = derive(Rehearsal(Generative(), 2), "tp")
+    found = derive(ModelRuns(Generative(), 2), "tp")
     assert len(found.styles) == 12
     assert found.divided == {("h.0.attn", "n_head"): 2, ("h.1.attn", "n_head"): 2}
     assert any("jagged" in n for n in found.notes)
-
-
-@pytest.mark.parametrize("make", [Llama, GPT, Bert])
-def test_remembered_operations_show_the_same(make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
-    rehearsal = Rehearsal(make(), 2)
-    feed, first = rehearsal.unsplit().feed, rehearsal.unsplit().whole
-    assert rehearsal.copies.known
-    again = dry_run.dry_run(rehearsal.copies, feed)
-    monkeypatch.setattr(dry_run, "_NEW", frozenset())
-    plain = dry_run.dry_run(dry_run.MetaCopies(rehearsal.model, rehearsal.parts), feed)
-    for name in ("result", "outputs", "inputs", "order", "contractions", "reductions"):
-        assert getattr(again, name) == getattr(first, name) == getattr(plain, name)
-
-
-def test_remembered_operations_keep_strides_and_dtypes() -> None:
-    class Odd(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for _ in range(2):
-                made = [x.transpose(0, 1) * 2, x.bfloat16() + 1.0, x.long() / 2, x.long() * True, x.mean(0, True)]
-                seen.append([(y.shape, y.stride(), y.dtype) for y in made])
-            return x
-
-    seen: list[list[Any]] = []
-    copies = dry_run.MetaCopies(Odd(), Transformer((), 0, None, None))
-    dry_run.dry_run(copies, dry_run.Feed("", (torch.zeros(3, 5, device="meta"),)))
-    assert len(copies.known) == 5
-    x = torch.zeros(3, 5)
-    real = [x.transpose(0, 1) * 2, x.bfloat16() + 1.0, x.long() / 2, x.long() * True, x.mean(0, True)]
-    assert seen == [[(y.shape, y.stride(), y.dtype) for y in real]] * 2
-
-
-@pytest.mark.parametrize(
-    ("q", "k", "mask", "is_grouped"),
-    [
-        ((2, 4, 8, 16), (2, 4, 6, 16), None, False),
-        ((2, 4, 8, 16), (2, 2, 8, 16), None, True),
-        ((2, 4, 8, 16), (2, 2, 8, 16), None, False),
-        ((2, 4, 8, 16), (2, 3, 8, 16), None, True),
-        ((2, 4, 8, 16), (2, 4, 8, 8), None, False),
-        ((4, 8, 16), (4, 8, 16), (8, 8), False),
-        ((2, 4, 8, 16), (2, 4, 8, 16), (2, 1, 8, 8), False),
-        ((2, 4, 8, 16), (2, 4, 8, 16), (2, 2, 8, 8), False),
-        ((2, 4, 8, 16), (2, 4, 8, 16), (8, 6), False),
-    ],
-)
-def test_attention_has_torchs_shape_or_fails_where_torch_does(
-    q: tuple[int, ...], k: tuple[int, ...], mask: tuple[int, ...] | None, is_grouped: bool
-) -> None:
-    query, key, value = torch.zeros(q), torch.zeros(k), torch.zeros(*k[:-1], 12)
-    of_mask = None if mask is None else torch.zeros(mask)
-
-    def shape_of(attention: Callable[..., torch.Tensor]) -> tuple[int, ...] | None:
-        try:
-            return tuple(attention(query, key, value, of_mask, enable_gqa=is_grouped).shape)
-        except (RuntimeError, ValueError):
-            return None
-
-    assert shape_of(dry_run.attended) == shape_of(F.scaled_dot_product_attention)

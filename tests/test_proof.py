@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from dmp import DistributedModelParallel, PlanError, ShardingEnv, sequence
 from sharders import TensorParallelSharder
 from sharders.tensor_parallel import head_counts as local_attributes
-from sharders.tensor_parallel.head_counts import Rehearsal
+from sharders.tensor_parallel.head_counts import ModelRuns
 from sharders.tensor_parallel.proof.proof import Verdicts
 from sharders.tensor_parallel.proof.sample import Sample
 from sharders.tensor_parallel.proof.simulated import SimulationError, simulate
@@ -378,6 +378,6 @@ def test_simulated_ranks_that_part_ways() -> None:
 def test_a_rehearsal_knows_no_verdict_of_what_it_cannot_compare() -> None:
     model = Llama()
     model.layers[0].made = lambda x: x
-    rehearsal = Rehearsal(model, 2)
+    runs = ModelRuns(model, 2)
     styles = {"tok_embeddings": "rowwise"}
-    assert rehearsal.disproof(styles, {}, "tp") is None
+    assert runs.disproof(styles, {}, "tp") is None

@@ -5,26 +5,27 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from sharders.tensor_parallel.structure.find_transformer import Heads, recognise
+from sharders.tensor_parallel.structure.find_transformer import recognise
+from sharders.tensor_parallel.structure.transformer import Heads
 from tests.transformers_zoo import GPT, Bert, Llama
 
 
-def units(model: nn.Module, block: int = 0) -> dict[str, tuple[tuple[str, ...], str, int, Heads | None]]:
-    return {u.path: (u.up, u.down, u.hidden, u.heads) for u in recognise(model).blocks[block].units}
+def branches(model: nn.Module, block: int = 0) -> dict[str, tuple[tuple[str, ...], str, int, Heads | None]]:
+    return {u.path: (u.up, u.down, u.hidden, u.heads) for u in recognise(model).blocks[block].branches}
 
 
 def test_llama() -> None:
     found = recognise(Llama())
     assert [b.path for b in found.blocks] == ["layers.0", "layers.1"]
     assert (found.width, found.embedding, found.head) == (32, "tok_embeddings", "output")
-    assert units(Llama()) == {
+    assert branches(Llama()) == {
         "attention": (("attention.wq", "attention.wk", "attention.wv"), "attention.wo", 32, Heads(4, 2, 8)),
         "feed_forward": (("feed_forward.w1", "feed_forward.w3"), "feed_forward.w2", 64, None),
     }
 
 
 def test_square_matrices_are_told_apart_by_name_and_order() -> None:
-    found = units(Llama(kv_heads=4, hidden=32))
+    found = branches(Llama(kv_heads=4, hidden=32))
     assert found["attention"][:2] == (("attention.wq", "attention.wk", "attention.wv"), "attention.wo")
     assert found["feed_forward"][:2] == (("feed_forward.w1", "feed_forward.w3"), "feed_forward.w2")
 
@@ -32,7 +33,7 @@ def test_square_matrices_are_told_apart_by_name_and_order() -> None:
 def test_gpt_has_its_mlp_in_a_sequential_and_a_tied_head() -> None:
     found = recognise(GPT())
     assert (found.embedding, found.head) == ("wte", "lm_head")
-    assert units(GPT()) == {
+    assert branches(GPT()) == {
         "attn": (("attn.query", "attn.key", "attn.value"), "attn.proj", 32, Heads(4, 4, 8)),
         "mlp": (("mlp.0",), "mlp.2", 64, None),
     }
@@ -43,7 +44,7 @@ def test_bert_is_nested_and_its_classifier_head_is_not_a_block() -> None:
     assert [b.path for b in found.blocks] == ["encoder.0", "encoder.1"]
     assert (found.embedding, found.head) == ("word_embeddings", "decoder")
     queries = ("attention.self.query", "attention.self.key", "attention.self.value")
-    assert units(Bert()) == {
+    assert branches(Bert()) == {
         "attention": (queries, "attention.output.dense", 32, Heads(4, 4, 8)),
         "": (("intermediate.0",), "output.dense", 64, None),
     }
@@ -65,7 +66,7 @@ def test_equal_blocks_are_one_structure_and_others_are_not() -> None:
 def test_fused_attention_is_whole_and_its_neighbours_are_found() -> None:
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2)
     found = recognise(model)
-    assert units(model) == {"": (("linear1",), "linear2", 64, None)}
+    assert branches(model) == {"": (("linear1",), "linear2", 64, None)}
     assert [w.path for w in found.blocks[0].whole] == ["self_attn"]
     assert "fused" in found.blocks[0].whole[0].why
 
@@ -79,7 +80,7 @@ def test_fused_attention_with_its_number_of_heads_elsewhere_is_seen() -> None:
 
     found = recognise(nn.ModuleList([Fused(), Fused()]))
     assert [b.path for b in found.blocks] == ["0", "1"]
-    assert found.blocks[0].units == ()
+    assert found.blocks[0].branches == ()
 
 
 class Square(nn.Module):
@@ -112,12 +113,12 @@ class Attention(nn.Module):
 
 def test_head_size_alone_gives_the_number_of_heads() -> None:
     model = nn.Sequential(Attention(dim_head=4))
-    assert units(model)[""][1:] == ("to_out.0", 16, Heads(4, 4, 4))
+    assert branches(model)[""][1:] == ("to_out.0", 16, Heads(4, 4, 4))
 
 
 def test_an_attention_without_a_number_of_heads_is_whole() -> None:
     found = recognise(nn.ModuleList([Attention()]))
-    assert found.blocks[0].units == ()
+    assert found.blocks[0].branches == ()
     assert "number of heads" in found.blocks[0].whole[0].why
 
 
@@ -127,14 +128,14 @@ def test_the_number_of_heads_may_be_in_a_configuration() -> None:
 
     attention = Attention()
     attention.config = Config()
-    assert units(nn.ModuleList([attention]))[""][3] == Heads(2, 2, 8)
+    assert branches(nn.ModuleList([attention]))[""][3] == Heads(2, 2, 8)
 
 
 def test_parameters_for_each_head_leave_the_attention_whole() -> None:
     attention = Attention(heads=4)
     attention.bias = nn.Embedding(32, 4)
     found = recognise(nn.ModuleList([attention])).blocks[0]
-    assert found.units == ()
+    assert found.branches == ()
     assert "bias.weight" in found.whole[0].why
 
 
@@ -166,7 +167,7 @@ def test_blocks_of_a_list_without_attention_are_found_by_their_mlp() -> None:
     model.layers.append(model.layers[0].feed_forward.__class__(32, 128))
     found = recognise(model)
     assert [b.path for b in found.blocks] == ["layers.0", "layers.1", "layers.2"]
-    assert [(u.up, u.down) for u in found.blocks[2].units] == [(("w1", "w3"), "w2")]
+    assert [(u.up, u.down) for u in found.blocks[2].branches] == [(("w1", "w3"), "w2")]
 
 
 def test_recognition_reads_no_values() -> None:

@@ -294,13 +294,13 @@ def test_lazy_modules_cannot_be_split() -> None:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Sizes of the axis for which a choice was worked out."""
     sizes: list[int] = []
-    rehearse = tensor_parallel.Rehearsal
+    rehearse = tensor_parallel.ModelRuns
 
     def counted(model: nn.Module, size: int) -> Any:
         sizes.append(size)
         return rehearse(model, size)
 
-    monkeypatch.setattr(tensor_parallel, "Rehearsal", counted)
+    monkeypatch.setattr(tensor_parallel, "ModelRuns", counted)
     return sizes
 
 

@@ -1,9 +1,8 @@
-"""Tensor parallelism on real ranks, beside the unsharded model: gradients, training, leftovers, collectives."""
+"""Tensor parallelism on real ranks, beside the unsharded model: gradients, training, whole weights, collectives."""
 
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -12,23 +11,18 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    PrepareModuleInput,
     RowwiseParallel,
-    SequenceParallel,
     loss_parallel,
-    parallelize_module,
 )
 
 from dmp import InputError, ShardingEnv
 from sharders import TensorParallelSharder
 from tests.ranks import mesh, run_ranks
-from tests.transformers_zoo import GPT, Bert, Llama, LlamaAttention, LlamaBlock, rotary, rotate
+from tests.transformers_zoo import GPT, Bert, Llama, LlamaAttention, rotate
 
 BATCH, LENGTH, VOCAB = 4, 8, 64
 LR = 0.01
@@ -267,7 +261,7 @@ def read_by(norm: nn.Module) -> torch.Tensor:
     return read[0]
 
 
-def check_leftovers() -> None:
+def check_whole_weights() -> None:
     model = build("gpt")
     kinds = [type(m) for m in model.modules()]
     values = copy.deepcopy(model.state_dict())
@@ -311,11 +305,11 @@ def check_leftovers() -> None:
         _ = norm.weight
 
 
-def test_leftovers_are_plain_tensors_for_the_model() -> None:
-    run_ranks(2, check_leftovers)
+def test_whole_weights_are_plain_tensors_for_the_model() -> None:
+    run_ranks(2, check_whole_weights)
 
 
-def check_leftovers_under_fsdp2() -> None:
+def check_whole_weights_under_fsdp2() -> None:
     """Loading makes FSDP2 read its parameters by attribute."""
     model, twin = build("gpt"), build("gpt")
     for m in (model, twin):
@@ -329,8 +323,8 @@ def check_leftovers_under_fsdp2() -> None:
     assert type(model.h[0].ln_1.weight.placements[0]) is Shard  # between steps it is what FSDP2 made of it
 
 
-def test_leftovers_under_fsdp2() -> None:
-    run_ranks(4, check_leftovers_under_fsdp2)
+def test_whole_weights_under_fsdp2() -> None:
+    run_ranks(4, check_whole_weights_under_fsdp2)
 
 
 def check_meta() -> None:
@@ -362,93 +356,3 @@ def check_lengths() -> None:
 def test_a_length_that_does_not_divide() -> None:
     for error in run_ranks(2, check_lengths, expect=InputError):
         assert all(word in str(error) for word in ("length 7", "2 ranks", "'tp'", "8 positions"))
-
-
-def count(block: nn.Module, x: torch.Tensor, positions: Any) -> tuple[dict[str, int], dict[str, int]]:
-    """Collectives of forward and backward."""
-    x = x.clone().requires_grad_()
-    counts = []
-    with CommDebugMode() as mode:
-        out = block(x, positions)
-    counts.append(mode)
-    with CommDebugMode() as mode:
-        whole(out).sum().backward()
-    counts.append(mode)
-    return tuple(  # type: ignore[return-value]
-        dict(Counter({op.__name__.split(".")[-1]: n for op, n in m.get_comm_counts().items()})) for m in counts
-    )
-
-
-def check_collectives() -> None:
-    tp = mesh((2,), ("tp",))
-    x, positions = torch.randn(2, LENGTH, 32), rotary(LENGTH, 8, torch.device("cpu"))
-
-    def made() -> nn.Module:
-        torch.manual_seed(0)
-        return LlamaBlock(32, 4, 4, 64)
-
-    theirs = made()
-    theirs.attention.heads = theirs.attention.kv_heads = 2
-    parallelize_module(
-        theirs,
-        tp,
-        {
-            "attention": PrepareModuleInput(
-                input_layouts=(Replicate(), None), desired_input_layouts=(Replicate(), None)
-            ),
-            "feed_forward": PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),)),
-            **{f"attention.{n}": ColwiseParallel() for n in ("wq", "wk", "wv")},
-            "attention.wo": RowwiseParallel(),
-            "feed_forward.w1": ColwiseParallel(),
-            "feed_forward.w3": ColwiseParallel(),
-            "feed_forward.w2": RowwiseParallel(),
-        },
-    )
-    plan = {
-        "attention.w[qkv]": "colwise",
-        "attention.wo": "rowwise",
-        "feed_forward.w[13]": "colwise",
-        "feed_forward.w2": "rowwise",
-    }
-    ours = made()
-    split(ours, (2,), ("tp",), plan)
-    ours.attention.heads = ours.attention.kv_heads = 2
-    counted = count(ours, x, positions)
-    assert counted == count(theirs, x, positions)
-    assert counted == ({"all_reduce": 2}, {"all_reduce": 2})
-    torch.testing.assert_close(ours(x, positions), theirs(x, positions))
-
-
-def test_collectives_are_those_of_a_plan_by_hand() -> None:
-    run_ranks(2, check_collectives)
-
-
-def check_sequence_collectives() -> None:
-    model = build("llama")
-    split(model, (2,), ("tp",), sequence_parallel=True)
-    ids = batches()[0]
-    with CommDebugMode() as forward:
-        out = model(ids)
-    counts = {op.__name__.split(".")[-1]: n for op, n in forward.get_comm_counts().items()}
-    # A block gathers and scatters twice; the vocabulary is summed, the final norm's output and the logits are gathered.
-    assert counts == {"all_reduce": 1, "all_gather_into_tensor": 2 * 2 + 2, "reduce_scatter_tensor": 2 * 2}
-    assert out.shape == (BATCH, LENGTH, VOCAB)
-
-
-def test_collectives_of_sequence_parallelism() -> None:
-    run_ranks(2, check_sequence_collectives)
-
-
-def check_torchs_sequence_parallel(shape: tuple[int, ...], names: tuple[str, ...]) -> None:
-    """torch's objects are applied as they are."""
-    where: DeviceMesh = mesh(shape, names)
-    norm = nn.ModuleDict({"norm": nn.LayerNorm(4)})
-    placement = TensorParallelSharder({"norm": SequenceParallel()}).place(norm, {}, ShardingEnv.from_mesh(where))
-    placement.apply(norm)
-    out = norm["norm"](torch.randn(2, 3, 4))
-    assert isinstance(out, DTensor) and out.placements == (Shard(1),)
-    assert set(placement.layouts) == {"norm.weight", "norm.bias"}
-
-
-def test_torchs_sequence_parallel() -> None:
-    run_ranks(2, check_torchs_sequence_parallel, (2,), ("tp",))

@@ -1,7 +1,7 @@
 """A tensor-parallel plan for any transformer: by structure, proved on a small copy (`proof`).
 
 The plan is data, module path -> style name, see [Note: style names]; `sharder` applies it. Linears of
-a unit are split together or not at all. The token embedding and the head are both split over the vocabulary, so that
+a branch are split together or not at all. The token embedding and the head are both split over the vocabulary, so that
 they may be tied. Norms of single heads see a rank's heads alone: the gradients of their weights are to be summed.
 """
 
@@ -14,17 +14,15 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from dmp import PlanError
-from sharders.tensor_parallel.head_counts import Divided, Rehearsal, divided_attributes
+from sharders.tensor_parallel.head_counts import Divided, ModelRuns, divided_attributes
 from sharders.tensor_parallel.proof.sample import UnprovedError
-from sharders.tensor_parallel.prove import Settled, say, settle
+from sharders.tensor_parallel.prove import PlanProof, prove, warn_on_first_rank
 from sharders.tensor_parallel.sequence import sequence_styles
 from sharders.tensor_parallel.split.patterns import with_ties
 from sharders.tensor_parallel.structure.dry_run import DryRunError
-from sharders.tensor_parallel.structure.find_transformer import Block, Transformer, Unit, join, within
+from sharders.tensor_parallel.structure.transformer import Block, Branch, Transformer, join, within
 
 _TRIES, _TRIES_OF_ONE = 8, 3  # ways to divide attributes; the likeliest come first
-
-__all__ = ["Derived", "Rehearsal", "check_heads", "complete_sequence", "derive", "divided_attributes"]
 
 
 @dataclass(frozen=True)
@@ -42,18 +40,18 @@ class Derived:
 
 
 @dataclass(frozen=True)
-class _Part:
-    """Styles that are taken or left together; a unit of every block of one structure, or the vocabulary."""
+class _Candidate:
+    """Styles that are taken or left together; a branch of every block of one structure, or the vocabulary."""
 
     name: str
     styles: Mapping[str, str]
 
 
-def derive(rehearsal: Rehearsal, axis: str, *, sequence_parallel: bool = False, loss_parallel: bool = False) -> Derived:
+def derive(runs: ModelRuns, axis: str, *, sequence_parallel: bool = False, loss_parallel: bool = False) -> Derived:
     """A plan for every block that can be split; nothing is changed, parameters may be on meta.
 
     Args:
-        rehearsal: of the model, for the number of ranks on the tensor axis.
+        runs: of the model, for the number of ranks on the tensor axis.
         axis: the axis's name, for messages.
         sequence_parallel: also split norms and dropout over the sequence, see `complete_sequence`.
         loss_parallel: leave the logits split over the vocabulary.
@@ -62,29 +60,27 @@ def derive(rehearsal: Rehearsal, axis: str, *, sequence_parallel: bool = False, 
         PlanError: heads, KV heads or a hidden size that the axis does not divide; with `loss_parallel` a vocabulary
             that it does not divide, or no head.
     """
-    model, parts, size = rehearsal.model, rehearsal.parts, rehearsal.size
-    if not parts.blocks:
+    model, transformer, size = runs.model, runs.transformer, runs.size
+    if not transformer.blocks:
         return Derived({}, {}, ("no transformer blocks: nothing to split by tensor parallelism",))
-    for block in parts.blocks:
-        for unit in block.units:
-            _check_unit(join(block.path, unit.path), unit, size, axis)
-    notes = list(_whole_notes(parts))
-    vocabulary = list(_vocabulary_part(model, parts, size, axis, loss_parallel, notes))
-    styles, divided = _decide(rehearsal, axis, list(_unit_parts(model, parts)), vocabulary, notes)
+    for block in transformer.blocks:
+        for branch in block.branches:
+            _check_branch(join(block.path, branch.path), branch, size, axis)
+    notes = list(_whole_notes(transformer))
+    vocabulary = list(_vocabulary_candidates(model, transformer, size, axis, loss_parallel, notes))
+    styles, divided = _decide(runs, axis, list(_branch_candidates(model, transformer)), vocabulary, notes)
     if loss_parallel and "colwise_loss_parallel" not in styles.values():
         raise PlanError(
             f"loss_parallel needs a head whose logits can be split over axis {axis!r} of size {size}; this model has "
             "none; use TensorParallelSharder(loss_parallel=False), or name its head in a plan"
         )
     if sequence_parallel:
-        styles, note = sequence_styles(rehearsal, styles, divided, axis)
+        styles, note = sequence_styles(runs, styles, divided, axis)
         notes.append(note)
     return Derived(styles, divided, tuple(notes))
 
 
-def complete_sequence(
-    rehearsal: Rehearsal, styles: Mapping[str, str], axis: str, *, loss_parallel: bool = False
-) -> Derived:
+def complete_sequence(runs: ModelRuns, styles: Mapping[str, str], axis: str, *, loss_parallel: bool = False) -> Derived:
     """A plan of splits, completed for sequence parallelism: see [Note: sequence region].
 
     Args:
@@ -94,28 +90,28 @@ def complete_sequence(
     Raises:
         PlanError: no blocks, several stacks of them, or a module in them that cannot run on a slice of the sequence.
     """
-    divided = divided_attributes(rehearsal, styles)
-    done, note = sequence_styles(rehearsal, styles, divided, axis, loss_parallel=loss_parallel)
+    divided = divided_attributes(runs, styles)
+    done, note = sequence_styles(runs, styles, divided, axis, loss_parallel=loss_parallel)
     return Derived(done, divided, (note,))
 
 
-def check_heads(parts: Transformer, styles: Mapping[str, str], size: int, axis: str) -> None:
+def check_heads(transformer: Transformer, styles: Mapping[str, str], size: int, axis: str) -> None:
     """Raise for attentions whose query, key or value are split in the middle of a head, under any plan.
 
     Raises:
         PlanError: names the module, its number of heads, and the axis.
     """
-    for block in parts.blocks:
-        for unit in block.units:
-            if unit.heads is not None and any(styles.get(join(block.path, n)) == "colwise" for n in unit.up):
-                _check_unit(join(block.path, unit.path), unit, size, axis)
+    for block in transformer.blocks:
+        for branch in block.branches:
+            if branch.heads is not None and any(styles.get(join(block.path, n)) == "colwise" for n in branch.up):
+                _check_branch(join(block.path, branch.path), branch, size, axis)
 
 
-def _check_unit(path: str, unit: Unit, size: int, axis: str) -> None:
-    if unit.heads is None:
-        counts = {"hidden size": unit.hidden}
+def _check_branch(path: str, branch: Branch, size: int, axis: str) -> None:
+    if branch.heads is None:
+        counts = {"hidden size": branch.hidden}
     else:
-        counts = {"number of heads": unit.heads.query, "number of key/value heads": unit.heads.key_value}
+        counts = {"number of heads": branch.heads.query, "number of key/value heads": branch.heads.key_value}
     for what, count in counts.items():
         if count % size:
             fitting = f"whose {axis!r} axis divides {count}" if count > 1 else f"without the axis {axis!r}"
@@ -126,33 +122,35 @@ def _check_unit(path: str, unit: Unit, size: int, axis: str) -> None:
             )
 
 
-def _unit_parts(model: nn.Module, parts: Transformer) -> Iterator[_Part]:
-    for first, blocks in _by_structure(parts):
-        for unit in first.units:
-            name = _counted(join(first.path, unit.path) if unit.path else join(first.path, unit.down), len(blocks))
-            relative = _unit_styles(model.get_submodule(first.path), unit)
-            yield _Part(name, {join(b.path, n): style for b in blocks for n, style in relative.items()})
+def _branch_candidates(model: nn.Module, transformer: Transformer) -> Iterator[_Candidate]:
+    for first, blocks in _by_structure(transformer):
+        for branch in first.branches:
+            name = _counted(
+                join(first.path, branch.path) if branch.path else join(first.path, branch.down), len(blocks)
+            )
+            relative = _branch_styles(model.get_submodule(first.path), branch)
+            yield _Candidate(name, {join(b.path, n): style for b in blocks for n, style in relative.items()})
 
 
-def _unit_styles(block: nn.Module, unit: Unit) -> dict[str, str]:
-    styles = {**dict.fromkeys(unit.up, "colwise"), unit.down: "rowwise"}
-    if unit.heads is not None:
-        for name, module in block.get_submodule(unit.path).named_modules():
+def _branch_styles(block: nn.Module, branch: Branch) -> dict[str, str]:
+    styles = {**dict.fromkeys(branch.up, "colwise"), branch.down: "rowwise"}
+    if branch.heads is not None:
+        for name, module in block.get_submodule(branch.path).named_modules():
             shapes = {tuple(p.shape) for p in module.parameters(recurse=False)}
-            if shapes == {(unit.heads.size,)} and not isinstance(module, nn.Linear):
-                styles[join(unit.path, name)] = "sum_gradients"
+            if shapes == {(branch.heads.size,)} and not isinstance(module, nn.Linear):
+                styles[join(branch.path, name)] = "sum_gradients"
     return styles
 
 
-def _vocabulary_part(
-    model: nn.Module, parts: Transformer, size: int, axis: str, loss_parallel: bool, notes: list[str]
-) -> Iterator[_Part]:
+def _vocabulary_candidates(
+    model: nn.Module, transformer: Transformer, size: int, axis: str, loss_parallel: bool, notes: list[str]
+) -> Iterator[_Candidate]:
     styles = {}
-    pair = [model.get_submodule(path) for path in (parts.embedding, parts.head) if path is not None]
+    pair = [model.get_submodule(path) for path in (transformer.embedding, transformer.head) if path is not None]
     tied = len(pair) == 2 and pair[0].weight is pair[1].weight
     for path, style in (
-        (parts.embedding, "rowwise"),
-        (parts.head, "colwise_loss_parallel" if loss_parallel else "colwise_gather"),
+        (transformer.embedding, "rowwise"),
+        (transformer.head, "colwise_loss_parallel" if loss_parallel else "colwise_gather"),
     ):
         if path is None:
             continue
@@ -178,148 +176,154 @@ def _vocabulary_part(
         else:
             styles[path] = style
     if styles:
-        yield _Part(" and ".join(styles), styles)
+        yield _Candidate(" and ".join(styles), styles)
 
 
 def _decide(
-    rehearsal: Rehearsal, axis: str, units: list[_Part], vocabulary: list[_Part], notes: list[str]
+    runs: ModelRuns, axis: str, branches: list[_Candidate], vocabulary: list[_Candidate], notes: list[str]
 ) -> tuple[dict[str, str], Divided]:
     """What is proved of the model, else of each block alone, else what a dry run verifies or structure and source say.
 
     What is not proved is not right for certain, and the notes say so.
     """
     try:
-        return _proved(rehearsal, axis, [*units, *vocabulary], notes)
+        return _proved(runs, axis, [*branches, *vocabulary], notes)
     except UnprovedError as error:
         failure = str(error)
-    vocabulary = _seen_vocabulary(rehearsal, units, vocabulary, notes)
+    vocabulary = _seen_vocabulary(runs, branches, vocabulary, notes)
     others = _merged(vocabulary)
     try:
-        styles, divided = _proved_blocks(rehearsal, axis, notes)
+        styles, divided = _proved_blocks(runs, axis, notes)
     except UnprovedError:
         notes.append(f"not proved: {failure}")
-        styles, divided = _verified(rehearsal, list(_without_disproved(rehearsal, axis, units, notes)), notes)
+        styles, divided = _verified(runs, list(_without_disproved(runs, axis, branches, notes)), notes)
     else:
         notes.append(f"not proved outside the blocks: {failure}")
     return {**styles, **others}, divided
 
 
 def _proved(
-    rehearsal: Rehearsal, axis: str, candidates: list[_Part], notes: list[str]
+    runs: ModelRuns, axis: str, candidates: list[_Candidate], notes: list[str]
 ) -> tuple[dict[str, str], Divided]:
     """Take all if they are proved together, else those that are proved one by one.
 
     Raises:
         UnprovedError: the model does not run with guessed inputs, or is too large.
     """
-    kept, settled = candidates, _settled(rehearsal, axis, candidates, _TRIES)
-    if settled.divided is None:
-        kept, settled = [], Settled({})
-        for part in candidates:
-            with_part = _settled(rehearsal, axis, [*kept, part], _TRIES_OF_ONE)
-            if with_part.divided is None:
-                notes.append(f"{part.name}: left whole, because {with_part.failure}")
-                say(notes[-1])
+    kept, proof = candidates, _prove(runs, axis, candidates, _TRIES)
+    if proof.divided is None:
+        kept, proof = [], PlanProof({})
+        for candidate in candidates:
+            with_this = _prove(runs, axis, [*kept, candidate], _TRIES_OF_ONE)
+            if with_this.divided is None:
+                notes.append(f"{candidate.name}: left whole, because {with_this.failure}")
+                warn_on_first_rank(notes[-1])
             else:
-                kept, settled = [*kept, part], with_part
-    notes.append(rehearsal.verified() + settled.note)
-    return _merged(kept), settled.divided or {}
+                kept, proof = [*kept, candidate], with_this
+    notes.append(runs.verified() + proof.note)
+    return _merged(kept), proof.divided or {}
 
 
-def _settled(rehearsal: Rehearsal, axis: str, parts: list[_Part], tries: int) -> Settled:
-    styles = _merged(parts)
-    tied = with_ties(rehearsal.model, styles)
-    return settle(rehearsal, tied, itertools.islice(rehearsal.divisions(styles), tries), axis, alone=False)
+def _prove(runs: ModelRuns, axis: str, candidates: list[_Candidate], tries: int) -> PlanProof:
+    styles = _merged(candidates)
+    tied = with_ties(runs.model, styles)
+    return prove(runs, tied, itertools.islice(runs.divisions(styles), tries), axis, alone=False)
 
 
 def _seen_vocabulary(
-    rehearsal: Rehearsal, units: list[_Part], vocabulary: list[_Part], notes: list[str]
-) -> list[_Part]:
+    runs: ModelRuns, branches: list[_Candidate], vocabulary: list[_Candidate], notes: list[str]
+) -> list[_Candidate]:
     """What of the vocabulary may be split though it is not proved."""
     try:
-        if rehearsal.names(_merged([*units, *vocabulary])) is not None:
+        if runs.names(_merged([*branches, *vocabulary])) is not None:
             return vocabulary
     except DryRunError:
-        if rehearsal.parts.head is not None or not vocabulary:
+        if runs.transformer.head is not None or not vocabulary:
             return vocabulary
     # The embedding may be the head as well, by its weight, and only a run would show that.
-    notes += [f"{part.name}: left whole, it is neither proved nor verified by a dry run" for part in vocabulary]
+    notes += [
+        f"{candidate.name}: left whole, it is neither proved nor verified by a dry run" for candidate in vocabulary
+    ]
     return []
 
 
-def _proved_blocks(rehearsal: Rehearsal, axis: str, notes: list[str]) -> tuple[dict[str, str], Divided]:
+def _proved_blocks(runs: ModelRuns, axis: str, notes: list[str]) -> tuple[dict[str, str], Divided]:
     """One block of each structure on its own, with hidden states."""
 
-    def decide(alone: Rehearsal, parts: list[_Part], of_block: list[str]) -> tuple[dict[str, str], Divided]:
-        return _proved(alone, axis, parts, of_block)
+    def decide(alone: ModelRuns, candidates: list[_Candidate], of_block: list[str]) -> tuple[dict[str, str], Divided]:
+        return _proved(alone, axis, candidates, of_block)
 
-    return _of_blocks(rehearsal, decide, notes)
+    return _of_blocks(runs, decide, notes)
 
 
-def _without_disproved(rehearsal: Rehearsal, axis: str, units: list[_Part], notes: list[str]) -> Iterator[_Part]:
-    """Units without those that run alone, of the first block of each structure, and are wrong there."""
-    for part, block in zip(units, _blocks_of_units(rehearsal.parts), strict=True):
-        styles = {path: style for path, style in part.styles.items() if within(path, block)}
-        failure = settle(rehearsal, styles, [rehearsal.divide_by_source(styles)], axis).failure
+def _without_disproved(
+    runs: ModelRuns, axis: str, branches: list[_Candidate], notes: list[str]
+) -> Iterator[_Candidate]:
+    """Branches without those that run alone, of the first block of each structure, and are wrong there."""
+    for candidate, block in zip(branches, _blocks_of_branches(runs.transformer), strict=True):
+        styles = {path: style for path, style in candidate.styles.items() if within(path, block)}
+        failure = prove(runs, styles, [runs.divide_by_source(styles)], axis).failure
         if failure:
-            notes.append(f"{part.name}: left whole, because {failure}")
-            say(notes[-1])
+            notes.append(f"{candidate.name}: left whole, because {failure}")
+            warn_on_first_rank(notes[-1])
         else:
-            yield part
+            yield candidate
 
 
-def _blocks_of_units(parts: Transformer) -> Iterator[str]:
-    """The path of the first block, for each unit in `_unit_parts`' order."""
-    return (first.path for first, _ in _by_structure(parts) for _ in first.units)
+def _blocks_of_branches(transformer: Transformer) -> Iterator[str]:
+    """The path of the first block, for each branch in `_branch_candidates`' order."""
+    return (first.path for first, _ in _by_structure(transformer) for _ in first.branches)
 
 
-def _verified(rehearsal: Rehearsal, units: list[_Part], notes: list[str]) -> tuple[dict[str, str], Divided]:
+def _verified(runs: ModelRuns, branches: list[_Candidate], notes: list[str]) -> tuple[dict[str, str], Divided]:
     """What has the right shapes in a dry run of the model, else of each block; else what structure and source say."""
     try:
-        return _fitting(rehearsal, units, notes)
+        return _fitting(runs, branches, notes)
     except DryRunError as error:
         failure = str(error)
     try:
-        return _of_blocks(rehearsal, _fitting, notes)
+        return _of_blocks(runs, _fitting, notes)
     except DryRunError:
         notes.append(f"not verified by a dry run: {failure}")
-        styles = _merged(units)
-        return styles, rehearsal.divide_by_source(styles)
+        styles = _merged(branches)
+        return styles, runs.divide_by_source(styles)
 
 
-def _fitting(rehearsal: Rehearsal, candidates: list[_Part], notes: list[str]) -> tuple[dict[str, str], Divided]:
+def _fitting(runs: ModelRuns, candidates: list[_Candidate], notes: list[str]) -> tuple[dict[str, str], Divided]:
     """Take all if a dry run verifies them together, else those that it verifies one by one."""
     kept = candidates
-    names = rehearsal.names(_merged(kept))
+    names = runs.names(_merged(kept))
     if names is None:
         kept, names = [], frozenset[str]()
-        for part in candidates:
-            with_part = rehearsal.names(_merged([*kept, part]))
-            if with_part is None:
-                notes.append(f"{part.name}: left whole, a dry run with its local shapes failed or gave other shapes")
+        for candidate in candidates:
+            with_this = runs.names(_merged([*kept, candidate]))
+            if with_this is None:
+                notes.append(
+                    f"{candidate.name}: left whole, a dry run with its local shapes failed or gave other shapes"
+                )
             else:
-                kept, names = [*kept, part], with_part
+                kept, names = [*kept, candidate], with_this
     styles = _merged(kept)
-    notes.append(f"{rehearsal.verified()}not proved")
-    return styles, rehearsal.divide(styles, names)
+    notes.append(f"{runs.verified()}not proved")
+    return styles, runs.divide(styles, names)
 
 
 def _of_blocks(
-    rehearsal: Rehearsal,
-    decide: Callable[[Rehearsal, list[_Part], list[str]], tuple[dict[str, str], Divided]],
+    runs: ModelRuns,
+    decide: Callable[[ModelRuns, list[_Candidate], list[str]], tuple[dict[str, str], Divided]],
     notes: list[str],
 ) -> tuple[dict[str, str], Divided]:
     """What `decide` says of one block of each structure, for all of them."""
-    parts = rehearsal.parts
+    transformer = runs.transformer
     styles: dict[str, str] = {}
     divided: Divided = {}
     said: list[str] = []
-    for first, blocks in _by_structure(parts):
-        module = rehearsal.model.get_submodule(first.path)
-        alone = Transformer((replace(first, path=""),), parts.width, None, None)
+    for first, blocks in _by_structure(transformer):
+        module = runs.model.get_submodule(first.path)
+        alone = Transformer((replace(first, path=""),), transformer.width, None, None)
         of_block: list[str] = []
-        rehearsed = Rehearsal(module, rehearsal.size, alone)
-        local, attributes = decide(rehearsed, list(_unit_parts(module, alone)), of_block)
+        alone_runs = ModelRuns(module, runs.size, alone)
+        local, attributes = decide(alone_runs, list(_branch_candidates(module, alone)), of_block)
         said += [f"{first.path}: {note}" for note in of_block]
         for path in (b.path for b in blocks):
             styles |= {join(path, name): style for name, style in local.items()}
@@ -328,20 +332,20 @@ def _of_blocks(
     return styles, divided
 
 
-def _merged(parts: Iterable[_Part]) -> dict[str, str]:
-    return {path: style for part in parts for path, style in part.styles.items()}
+def _merged(candidates: Iterable[_Candidate]) -> dict[str, str]:
+    return {path: style for each in candidates for path, style in each.styles.items()}
 
 
-def _by_structure(parts: Transformer) -> Iterator[tuple[Block, list[Block]]]:
+def _by_structure(transformer: Transformer) -> Iterator[tuple[Block, list[Block]]]:
     """The first block of each structure, and all of them."""
     found: dict[int, list[Block]] = {}
-    for block in parts.blocks:
+    for block in transformer.blocks:
         found.setdefault(block.structure, []).append(block)
     yield from ((blocks[0], blocks) for blocks in found.values())
 
 
-def _whole_notes(parts: Transformer) -> Iterator[str]:
-    for first, blocks in _by_structure(parts):
+def _whole_notes(transformer: Transformer) -> Iterator[str]:
+    for first, blocks in _by_structure(transformer):
         for whole in first.whole:
             yield f"{_counted(join(first.path, whole.path), len(blocks))}: left whole, {whole.why}"
 

@@ -22,7 +22,6 @@ from sharders.tensor_parallel.split.styles import Style
 from sharders.tensor_parallel.structure.dry_run import (
     DryRunError,
     Feed,
-    MetaCopies,
     Trace,
     dry_run,
     find_feed,
@@ -30,15 +29,9 @@ from sharders.tensor_parallel.structure.dry_run import (
     make_local,
     same_outside,
 )
-from sharders.tensor_parallel.structure.find_transformer import (
-    HEAD_DIM,
-    HEADS,
-    KV_HEADS,
-    Block,
-    Transformer,
-    join,
-    recognise,
-)
+from sharders.tensor_parallel.structure.find_transformer import recognise
+from sharders.tensor_parallel.structure.meta_copies import MetaCopies
+from sharders.tensor_parallel.structure.transformer import HEAD_DIM, HEADS, KV_HEADS, Block, Transformer, join
 
 Divided = dict[tuple[str, str], int]
 
@@ -66,19 +59,19 @@ class Unsplit:
     """Sets of attribute names to try, the smallest change first."""
 
 
-class Rehearsal:
+class ModelRuns:
     """Dry runs of one model for one size of the axis; its parts, meta tensors and unsplit run are found once.
 
     Args:
         size: ranks on the tensor axis.
-        parts: what `recognise` says of the model, or of a block that runs alone.
+        transformer: what `recognise` says of the model, or of a block that runs alone.
     """
 
-    def __init__(self, model: nn.Module, size: int, parts: Transformer | None = None) -> None:
+    def __init__(self, model: nn.Module, size: int, transformer: Transformer | None = None) -> None:
         self.model = model
         self.size = size
-        self.parts = recognise(model) if parts is None else parts
-        self.copies = MetaCopies(model, self.parts)
+        self.transformer = recognise(model) if transformer is None else transformer
+        self.copies = MetaCopies(model, self.transformer)
         self._unsplit: Unsplit | DryRunError | None = None
         self._sample: Sample | UnprovedError | None = None
         self._likeness: Hashable = None
@@ -101,7 +94,7 @@ class Rehearsal:
         return self._unsplit
 
     def _run_unsplit(self) -> Unsplit:
-        found = {(a.path, a.name): a for _, a in _attributes(self.model, self.parts.representatives().values())}
+        found = {(a.path, a.name): a for _, a in _attributes(self.model, self.transformer.representatives().values())}
         feed, whole = find_feed(self.copies, self.size, found)
         # Where no product of activations shows the size of a head, shapes cannot tell: then counts are divided if read.
         read = (found[key] for key in found if key in whole.reads)
@@ -122,7 +115,7 @@ class Rehearsal:
             options = self.unsplit().options
             yield from (self.divide(styles, names) for names in options if self._fits(styles, names))
         except DryRunError:
-            options = _options(a for _, a in _attributes(self.model, self.parts.representatives().values()))
+            options = _options(a for _, a in _attributes(self.model, self.transformer.representatives().values()))
         yield self.divide_by_source(styles)
         yield from (self.divide(styles, names) for names in options)
 
@@ -194,9 +187,9 @@ class Rehearsal:
         return next((names for names in self.unsplit().options if self._fits(styles, names)), None)
 
     def _fits(self, styles: Mapping[str, str], names: frozenset[str]) -> bool:
-        """Whether the model runs with local shapes, and gives the same shapes outside the units."""
+        """Whether the model runs with local shapes, and gives the same shapes outside the branches."""
         divided, known = self.divide(styles, names), self.unsplit()
-        insides = [p for b in self.parts.representatives().values() for p in _insides(self.model, b, styles)]
+        insides = [p for b in self.transformer.representatives().values() for p in _insides(self.model, b, styles)]
 
         def edit(modules: dict[str, nn.Module]) -> None:
             make_local(modules, styles, divided, self.size)
@@ -212,7 +205,7 @@ class Rehearsal:
         names = set(names)
         return {
             (a.path, a.name): a.value // self.size
-            for down, a in (_attributes(self.model, self.parts.blocks) if names else ())
+            for down, a in (_attributes(self.model, self.transformer.blocks) if names else ())
             if a.name in names and down in styles
         }
 
@@ -220,7 +213,7 @@ class Rehearsal:
         """The same, by what the methods of an attention's class do with the attribute; shapes are not verified."""
         return {
             (a.path, a.name): a.value // self.size
-            for down, a in _attributes(self.model, self.parts.blocks)
+            for down, a in _attributes(self.model, self.transformer.blocks)
             if down in styles and _is_used(type(self.model.get_submodule(a.path)), a)
         }
 
@@ -235,7 +228,7 @@ def _options(attributes: Iterable[Attribute], *, only_counts: bool = False) -> t
     return tuple(b | s for b in bases for s in subsets)
 
 
-def divided_attributes(rehearsal: Rehearsal, styles: Mapping[str, str]) -> Divided:
+def divided_attributes(runs: ModelRuns, styles: Mapping[str, str]) -> Divided:
     """Integer attributes of attentions that must become local under a plan of styles.
 
     Args:
@@ -244,47 +237,47 @@ def divided_attributes(rehearsal: Rehearsal, styles: Mapping[str, str]) -> Divid
     Returns:
         (module path, attribute) -> local value; empty where `forward` reads no numbers of heads.
     """
-    if not rehearsal.parts.blocks:
+    if not runs.transformer.blocks:
         return {}
     try:
-        names = rehearsal.names(styles)
+        names = runs.names(styles)
     except DryRunError:
         names = None
-    return rehearsal.divide_by_source(styles) if names is None else rehearsal.divide(styles, names)
+    return runs.divide_by_source(styles) if names is None else runs.divide(styles, names)
 
 
 def _attributes(model: nn.Module, blocks: Iterable[Block]) -> Iterator[tuple[str, Attribute]]:
     """(path of the output Linear, attribute) of the attentions in `blocks`."""
     for block in blocks:
-        for unit in block.units:
-            if unit.heads is None:
+        for branch in block.branches:
+            if branch.heads is None:
                 continue
-            outer = join(block.path, unit.path)
+            outer = join(block.path, branch.path)
             for name, module in model.get_submodule(outer).named_modules():
                 for attribute, value in vars(module).items():
                     if isinstance(module, nn.Linear) or type(value) is not int or attribute in HEAD_DIM:
                         continue
-                    heads = unit.heads
+                    heads = branch.heads
                     is_count = (attribute in HEADS and value == heads.query) or (
                         attribute in KV_HEADS and value == heads.key_value
                     )
                     if is_count or value in (heads.query * heads.size, heads.key_value * heads.size):
                         yield (
-                            join(block.path, unit.down),
+                            join(block.path, branch.down),
                             Attribute(join(outer, name), attribute, value, is_count),
                         )
 
 
 def _insides(model: nn.Module, block: Block, styles: Mapping[str, str]) -> Iterator[str]:
-    """Modules of a block whose outputs are local when its units are split."""
-    for unit in block.units:
-        if join(block.path, unit.down) not in styles:
+    """Modules of a block whose outputs are local when its branches are split."""
+    for branch in block.branches:
+        if join(block.path, branch.down) not in styles:
             continue
-        if unit.path:
-            yield join(block.path, unit.path)
+        if branch.path:
+            yield join(block.path, branch.path)
             continue
         # Directly in the block: an activation or dropout between up and down cannot be told from others.
-        yield from (join(block.path, n.partition(".")[0]) for n in unit.up)
+        yield from (join(block.path, n.partition(".")[0]) for n in branch.up)
         children = model.get_submodule(block.path).named_children()
         yield from (join(block.path, n) for n, child in children if not any(True for _ in child.parameters()))
 

@@ -13,15 +13,16 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 from torch import nn
 
-from sharders.tensor_parallel.head_counts import Divided, Rehearsal
+from sharders.tensor_parallel.head_counts import Divided, ModelRuns
 from sharders.tensor_parallel.proof.proof import RAISES
 from sharders.tensor_parallel.proof.sample import UnprovedError
 from sharders.tensor_parallel.split.styles import Style, family
-from sharders.tensor_parallel.structure.find_transformer import Transformer, outward, recognise, within
+from sharders.tensor_parallel.structure.find_transformer import recognise
+from sharders.tensor_parallel.structure.transformer import Transformer, outward, within
 
 
 @dataclass(frozen=True)
-class Settled:
+class PlanProof:
     """What was found out about a plan."""
 
     divided: Divided | None
@@ -42,14 +43,14 @@ class Settled:
         return f"not proved: {self.unproved}" if self.unproved else f"proved: {self.on}"
 
 
-def settle(
-    rehearsal: Rehearsal,
+def prove(
+    runs: ModelRuns,
     styles: Mapping[str, Style],
     choices: Iterable[Divided],
     axis: str,
     *,
     alone: bool = True,
-) -> Settled:
+) -> PlanProof:
     """The first of `choices` with which the plan is proved.
 
     Args:
@@ -62,49 +63,49 @@ def settle(
     failure = ""
     for divided in choices:
         try:
-            wrong = rehearsal.disproof(styles, divided, axis)
+            wrong = runs.disproof(styles, divided, axis)
         except UnprovedError as error:
             if not alone:
                 raise
-            return _settle_alone(rehearsal, styles, divided, axis, str(error))
+            return _prove_alone(runs, styles, divided, axis, str(error))
         if wrong is None:
-            return Settled(divided, on=rehearsal.proved_on)
+            return PlanProof(divided, on=runs.proved_on)
         failure = failure or wrong
-    return Settled(None, failure=failure)
+    return PlanProof(None, failure=failure)
 
 
-def _settle_alone(rehearsal: Rehearsal, styles: Mapping[str, Style], divided: Divided, axis: str, why: str) -> Settled:
+def _prove_alone(runs: ModelRuns, styles: Mapping[str, Style], divided: Divided, axis: str, why: str) -> PlanProof:
     """Each of the outermost modules that run alone; those left over are named."""
     split = [path for path, style in styles.items() if family(style) in ("colwise", "rowwise")]
     if any(family(style) == "sequence" or style == "gather_input" for style in styles.values()):
-        return Settled(divided, unproved=why)
+        return PlanProof(divided, unproved=why)
     left: list[str] = []
     proved: list[str] = []
     for path in split:
         if any(within(path, scope) for scope in proved):
             continue
-        scope, wrong = _first_that_runs(rehearsal, path, styles, divided, axis)
+        scope, wrong = _first_that_runs(runs, path, styles, divided, axis)
         if wrong:
-            return Settled(None, failure=f"in module {scope!r} alone, {wrong}")
+            return PlanProof(None, failure=f"in module {scope!r} alone, {wrong}")
         (left if scope is None else proved).append(path if scope is None else scope)
     if not left:
-        return Settled(divided, unproved=f"outside {', '.join(map(repr, proved[:3]))}: {why}")
-    return Settled(divided, unproved=f"{', '.join(map(repr, left[:3]))}{' and others' * (len(left) > 3)}: {why}")
+        return PlanProof(divided, unproved=f"outside {', '.join(map(repr, proved[:3]))}: {why}")
+    return PlanProof(divided, unproved=f"{', '.join(map(repr, left[:3]))}{' and others' * (len(left) > 3)}: {why}")
 
 
 def _first_that_runs(
-    rehearsal: Rehearsal, path: str, styles: Mapping[str, Style], divided: Divided, axis: str
+    runs: ModelRuns, path: str, styles: Mapping[str, Style], divided: Divided, axis: str
 ) -> tuple[str | None, str]:
     """The outermost module around `path` that runs alone, and what is wrong with the plan there."""
     around = [scope for scope in outward(path) if scope and scope != path]
     for scope in around[::-1]:
-        module = rehearsal.model.get_submodule(scope)
+        module = runs.model.get_submodule(scope)
         if isinstance(module, nn.ModuleList | nn.ModuleDict):
             continue
         inside = {_below(p, scope): style for p, style in styles.items() if within(p, scope)}
         values = {(_below(p, scope), name): value for (p, name), value in divided.items() if within(p, scope)}
         try:
-            wrong = _alone(rehearsal, scope).disproof(inside, values, axis)
+            wrong = _alone(runs, scope).disproof(inside, values, axis)
         except UnprovedError:
             continue
         if wrong is None or not wrong.startswith(RAISES):
@@ -116,20 +117,22 @@ def _below(path: str, scope: str) -> str:
     return path[len(scope) + 1 :]
 
 
-def _alone(rehearsal: Rehearsal, scope: str) -> Rehearsal:
-    module = rehearsal.model.get_submodule(scope)
-    blocks = [b for b in rehearsal.parts.blocks if b.path == scope]
+def _alone(runs: ModelRuns, scope: str) -> ModelRuns:
+    module = runs.model.get_submodule(scope)
+    blocks = [b for b in runs.transformer.blocks if b.path == scope]
     if blocks:
-        return Rehearsal(
-            module, rehearsal.size, Transformer((replace(blocks[0], path=""),), rehearsal.parts.width, None, None)
+        return ModelRuns(
+            module, runs.size, Transformer((replace(blocks[0], path=""),), runs.transformer.width, None, None)
         )
-    parts = recognise(module)
-    if not parts.width:
-        parts = replace(parts, width=next((m.in_features for m in module.modules() if isinstance(m, nn.Linear)), 0))
-    return Rehearsal(module, rehearsal.size, parts)
+    transformer = recognise(module)
+    if not transformer.width:
+        transformer = replace(
+            transformer, width=next((m.in_features for m in module.modules() if isinstance(m, nn.Linear)), 0)
+        )
+    return ModelRuns(module, runs.size, transformer)
 
 
-def say(text: str) -> None:
+def warn_on_first_rank(text: str) -> None:
     """On rank 0, what is not seen from the numbers of a step."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         logging.getLogger("dmp").warning("tensor parallel: %s", text)

@@ -21,21 +21,22 @@ import torch
 from torch import nn
 
 from dmp import PlanError
-from sharders.tensor_parallel.head_counts import Rehearsal, Unsplit
+from sharders.tensor_parallel.head_counts import ModelRuns, Unsplit
 from sharders.tensor_parallel.structure.dry_run import (
     DryRunError,
-    Shape,
     Trace,
     dry_run,
     make_local,
     resize,
     sequence_length,
 )
-from sharders.tensor_parallel.structure.find_transformer import Block, Transformer, Unit, is_norm, join, outward, within
+from sharders.tensor_parallel.structure.find_transformer import is_norm
+from sharders.tensor_parallel.structure.meta_copies import Shape
+from sharders.tensor_parallel.structure.transformer import Block, Branch, Transformer, join, outward, within
 
 
 def sequence_styles(
-    rehearsal: Rehearsal,
+    runs: ModelRuns,
     styles: Mapping[str, str],
     divided: Mapping[tuple[str, str], int],
     axis: str,
@@ -52,34 +53,34 @@ def sequence_styles(
     Raises:
         PlanError: no blocks, several stacks of them, or a module in them that cannot run on a slice of the sequence.
     """
-    model, parts = rehearsal.model, rehearsal.parts
-    _check_stack(parts, axis)
+    model, transformer = runs.model, runs.transformer
+    _check_stack(transformer, axis)
     done = dict(styles)
     if loss_parallel:
         done |= {p: "colwise_loss_parallel" for p, s in styles.items() if s == "colwise_gather"}
-    scopes = {scope for block in parts.blocks for scope in _add_units(block, done, axis)}
+    scopes = {scope for block in transformer.blocks for scope in _add_branches(block, done, axis)}
     unsplit: Unsplit | None = None
     try:
-        unsplit = rehearsal.unsplit()
+        unsplit = runs.unsplit()
         note = f"sequence parallel: verified by a dry run with {unsplit.feed.name}"
     except DryRunError as error:
         note = f"sequence parallel: not verified by a dry run: {error}"
-    final = _final_norm(model, parts, None if unsplit is None else unsplit.whole)
-    if final is None and len(parts.blocks) == 1:
+    final = _final_norm(model, transformer, None if unsplit is None else unsplit.whole)
+    if final is None and len(transformer.blocks) == 1:
         raise PlanError(
             f"sequence parallel over axis {axis!r} needs a second block or a final norm after "
-            f"{parts.blocks[0].path!r}, to gather the sequence there; use "
+            f"{transformer.blocks[0].path!r}, to gather the sequence there; use "
             "TensorParallelSharder(sequence_parallel=False)"
         )
-    _set(done, parts.blocks[0].path, "split_sequence", axis)
-    _set(done, final or parts.blocks[-1].path, "gather_sequence", axis)
-    owned = [join(b.path, n) for b in parts.blocks for n in _owners(model.get_submodule(b.path))]
+    _set(done, transformer.blocks[0].path, "split_sequence", axis)
+    _set(done, final or transformer.blocks[-1].path, "gather_sequence", axis)
+    owned = [join(b.path, n) for b in transformer.blocks for n in _owners(model.get_submodule(b.path))]
     sliced = [path for path in owned if not any(p in scopes for p in outward(path))]
-    _check_norms(model, [p for p in sliced if p not in done], parts.width, axis)
+    _check_norms(model, [p for p in sliced if p not in done], transformer.width, axis)
     if unsplit is not None:
-        sliced = _see_slices(rehearsal, done, divided, unsplit, axis)
+        sliced = _see_slices(runs, done, divided, unsplit, axis)
     norms = [p for p in sliced if p not in done]
-    _check_norms(model, norms, parts.width, axis)
+    _check_norms(model, norms, transformer.width, axis)
     return {**done, **dict.fromkeys(norms, "sequence")}, note
 
 
@@ -94,8 +95,8 @@ def _check_norms(model: nn.Module, paths: Iterable[str], width: int, axis: str) 
             )
 
 
-def _check_stack(parts: Transformer, axis: str) -> None:
-    stacks = {b.path.rpartition(".")[0] for b in parts.blocks}
+def _check_stack(transformer: Transformer, axis: str) -> None:
+    stacks = {b.path.rpartition(".")[0] for b in transformer.blocks}
     if len(stacks) != 1:
         found = ", ".join(repr(s) for s in sorted(stacks)) or "none"
         raise PlanError(
@@ -104,16 +105,16 @@ def _check_stack(parts: Transformer, axis: str) -> None:
         )
 
 
-def _add_units(block: Block, styles: dict[str, str], axis: str) -> Iterator[str]:
+def _add_branches(block: Block, styles: dict[str, str], axis: str) -> Iterator[str]:
     """Styles of a block's attentions and MLPs; yields the modules that gather their input."""
-    for unit in block.units:
-        down = join(block.path, unit.down)
+    for branch in block.branches:
+        down = join(block.path, branch.down)
         if styles.get(down) not in ("rowwise", "rowwise_scatter"):
             continue
-        scope = _scope(unit)
+        scope = _scope(branch)
         if not scope:
             raise PlanError(
-                f"modules {[join(block.path, n) for n in unit.up]} lie directly in block {block.path!r}: sequence "
+                f"modules {[join(block.path, n) for n in branch.up]} lie directly in block {block.path!r}: sequence "
                 f"parallel over axis {axis!r} gathers the hidden state where a module within the block takes it; put "
                 "them into one, or use TensorParallelSharder(sequence_parallel=False)"
             )
@@ -122,10 +123,10 @@ def _add_units(block: Block, styles: dict[str, str], axis: str) -> Iterator[str]
         yield join(block.path, scope)
 
 
-def _scope(unit: Unit) -> str:
+def _scope(branch: Branch) -> str:
     """The smallest module, relative to the block, that holds every Linear that reads the hidden size."""
-    scope = unit.up[0].rpartition(".")[0]
-    while scope and not all(within(n, scope) for n in unit.up):
+    scope = branch.up[0].rpartition(".")[0]
+    while scope and not all(within(n, scope) for n in branch.up):
         scope = scope.rpartition(".")[0]
     return scope
 
@@ -140,9 +141,9 @@ def _set(styles: dict[str, str], path: str, style: str, axis: str) -> None:
     styles[path] = style
 
 
-def _final_norm(model: nn.Module, parts: Transformer, whole: Trace | None) -> str | None:
+def _final_norm(model: nn.Module, transformer: Transformer, whole: Trace | None) -> str | None:
     """The norm that takes the last block's output directly: called next, or else registered next."""
-    last = parts.blocks[-1].path
+    last = transformer.blocks[-1].path
     if whole is None:
         stack = last.rpartition(".")[0]
         siblings = [n for n, _ in model.get_submodule(stack.rpartition(".")[0]).named_children()]
@@ -152,7 +153,7 @@ def _final_norm(model: nn.Module, parts: Transformer, whole: Trace | None) -> st
         after = whole.order[whole.order.index(last) + 1 :] if last in whole.order else []
     owners = (p for p in after if any(True for _ in model.get_submodule(p).parameters(recurse=False)))
     first = next(owners, None)
-    return first if first is not None and is_norm(model.get_submodule(first), parts.width) else None
+    return first if first is not None and is_norm(model.get_submodule(first), transformer.width) else None
 
 
 def _owners(module: nn.Module) -> Iterator[str]:
@@ -161,24 +162,24 @@ def _owners(module: nn.Module) -> Iterator[str]:
 
 
 def _see_slices(
-    rehearsal: Rehearsal,
+    runs: ModelRuns,
     styles: Mapping[str, str],
     divided: Mapping[tuple[str, str], int],
     unsplit: Unsplit,
     axis: str,
 ) -> list[str]:
     """Modules with parameters that see a slice of the sequence, in every block, by a dry run."""
-    parts, size, whole = rehearsal.parts, rehearsal.size, unsplit.whole
+    transformer, size, whole = runs.transformer, runs.size, unsplit.whole
     length = sequence_length(size)
 
     def edit(modules: dict[str, nn.Module]) -> None:
         make_local(modules, styles, divided, size)
         for path, style in styles.items():
             if path in modules:
-                _simulate(modules[path], style, parts.width, length, length // size)
+                _simulate(modules[path], style, transformer.width, length, length // size)
 
     try:
-        seen = dry_run(rehearsal.copies, unsplit.feed, edit)
+        seen = dry_run(runs.copies, unsplit.feed, edit)
         if seen.result != whole.result:
             raise DryRunError(f"the model's output is {seen.result} instead of {whole.result}")
     except DryRunError as error:
@@ -187,12 +188,12 @@ def _see_slices(
             "use TensorParallelSharder(sequence_parallel=False)"
         ) from error
     sliced: dict[int, list[str]] = {}
-    for structure, first in parts.representatives().items():
-        owners = _owners(rehearsal.model.get_submodule(first.path))
+    for structure, first in transformer.representatives().items():
+        owners = _owners(runs.model.get_submodule(first.path))
         sliced[structure] = [
             n for n in owners if _is_sliced(*(t.inputs.get(join(first.path, n), []) for t in (seen, whole)))
         ]
-    return [join(block.path, name) for block in parts.blocks for name in sliced[block.structure]]
+    return [join(block.path, name) for block in transformer.blocks for name in sliced[block.structure]]
 
 
 def _is_sliced(seen: list[Shape], whole: list[Shape]) -> bool:

@@ -16,9 +16,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from dmp import Layout, PlanError, ShardError, ShardingEnv
-from sharders.tensor_parallel.auto_plan import Rehearsal, check_heads, complete_sequence, derive, divided_attributes
-from sharders.tensor_parallel.head_counts import Divided
-from sharders.tensor_parallel.prove import say, settle
+from sharders.tensor_parallel.auto_plan import check_heads, complete_sequence, derive
+from sharders.tensor_parallel.head_counts import Divided, ModelRuns, divided_attributes
+from sharders.tensor_parallel.prove import prove, warn_on_first_rank
 from sharders.tensor_parallel.split.patterns import Styles, expand, from_layouts, own_plan, with_heads, with_ties
 from sharders.tensor_parallel.split.split import hidden_size, split
 from sharders.tensor_parallel.split.styles import Style, canonical, check_divides, family, layouts_of
@@ -87,7 +87,7 @@ class TensorParallelSharder:
         key = (env.tensor_size, axes[0], self.sequence_parallel, self.loss_parallel, self.plan and dict(self.plan))
         last = self._last
         if last is None or not last.answers(model, wanted, key):
-            choice, is_own = _Placing(model, Rehearsal(model, env.tensor_size), axes[0], self).place(wanted)
+            choice, is_own = _Placing(model, ModelRuns(model, env.tensor_size), axes[0], self).place(wanted)
             last = self._last = _Remembered(model, wanted, key, choice, is_own)
         choice = last.choice
         return TensorParallelPlacement(choice.layouts, choice.styles, choice.divided, choice.notes, env)
@@ -129,7 +129,7 @@ class _Placing:
     """One call of `place`: the choice of styles, completed and checked."""
 
     model: nn.Module
-    rehearsal: Rehearsal
+    runs: ModelRuns
     axis: str
     sharder: TensorParallelSharder
 
@@ -160,7 +160,7 @@ class _Placing:
         except _WrongPlanError as error:
             note = f"the model's own tp_plan is not used: {error}"
         found = self._derived((note,))
-        say(note)
+        warn_on_first_rank(note)
         return found
 
     def _planned(self, plan: Mapping[str, Style]) -> _Choice:
@@ -170,7 +170,7 @@ class _Placing:
     def _derived(self, notes: tuple[str, ...]) -> _Checked:
         sharder = self.sharder
         found = derive(
-            *(self.rehearsal, self.axis),
+            *(self.runs, self.axis),
             sequence_parallel=sharder.sequence_parallel,
             loss_parallel=sharder.loss_parallel,
         )
@@ -189,43 +189,43 @@ class _Placing:
         self._check(styles)
         names = _names(styles)
         if not is_sequence:
-            return _Choice(styles, divided_attributes(self.rehearsal, names), ())
+            return _Choice(styles, divided_attributes(self.runs, names), ())
         for path, style in styles.items():
             if not isinstance(style, str):
                 raise PlanError(
                     f"module {path!r}: sequence_parallel=True changes what goes in and out of split modules, and "
                     f"cannot change a {type(style).__name__} object; give the style's name, or sequence_parallel=False"
                 )
-        found = complete_sequence(self.rehearsal, names, self.axis, loss_parallel=self.sharder.loss_parallel)
+        found = complete_sequence(self.runs, names, self.axis, loss_parallel=self.sharder.loss_parallel)
         return _Choice({**styles, **expand(self.model, found.styles)}, found.divided, found.notes)
 
     def _with_heads(self, styles: Styles) -> Styles:
         is_loss_parallel = self.sharder.loss_parallel and self.sharder.plan != {}
-        return with_heads(self.model, self.rehearsal.parts, styles, is_loss_parallel)
+        return with_heads(self.model, self.runs.transformer, styles, is_loss_parallel)
 
     def _checked(self, choice: _Choice, *, is_derived: bool = False) -> _Checked:
         styles = {path: choice.styles[path] for path, _ in self.model.named_modules() if path in choice.styles}
         self._check(styles)
         if not styles:
             return _Checked(styles, choice.divided, choice.notes, {})
-        settled = settle(self.rehearsal, styles, self._choices(choice, styles, is_derived), self.axis)
-        if settled.divided is None:
+        proof = prove(self.runs, styles, self._choices(choice, styles, is_derived), self.axis)
+        if proof.divided is None:
             raise _WrongPlanError(
-                f"a tensor-parallel plan that is wrong for this model: run on {self.rehearsal.size} simulated ranks of "
-                f"axis {self.axis!r} with small random inputs, {settled.failure}; leave out of the plan the module "
+                f"a tensor-parallel plan that is wrong for this model: run on {self.runs.size} simulated ranks of "
+                f"axis {self.axis!r} with small random inputs, {proof.failure}; leave out of the plan the module "
                 "whose weights are not used as its styles say, or pass no plan"
             )
         notes = choice.notes
-        if not any("proved" in note for note in notes) or (settled.unproved and not is_derived):
-            notes = (*notes, settled.note)
-        if settled.unproved:
-            say(settled.note)
-        return _Checked(styles, settled.divided, notes, self._layouts(styles))
+        if not any("proved" in note for note in notes) or (proof.unproved and not is_derived):
+            notes = (*notes, proof.note)
+        if proof.unproved:
+            warn_on_first_rank(proof.note)
+        return _Checked(styles, proof.divided, notes, self._layouts(styles))
 
     def _choices(self, choice: _Choice, styles: Styles, is_derived: bool) -> Iterator[Divided]:
         yield dict(choice.divided)
         if not is_derived:
-            yield from self.rehearsal.divisions(_names(styles))
+            yield from self.runs.divisions(_names(styles))
 
     def _check(self, styles: Styles) -> None:
         for path, style in styles.items():
@@ -234,11 +234,11 @@ class _Placing:
             lazy = [name for name, p in module._parameters.items() if p is not None and is_lazy(p)]
             if lazy and family(style):
                 raise PlanError(f"module {path!r}: {lazy} of a lazy module cannot be split before the first forward")
-            check_divides(style, path, module, self.rehearsal.size, self.axis)
+            check_divides(style, path, module, self.runs.size, self.axis)
             if style in ("gather_input", "split_sequence"):
                 hidden_size(path, module, styles)
         names = {path: style if isinstance(style, str) else family(style) for path, style in styles.items()}
-        check_heads(self.rehearsal.parts, names, self.rehearsal.size, self.axis)
+        check_heads(self.runs.transformer, names, self.runs.size, self.axis)
 
     def _layouts(self, styles: Styles) -> dict[str, Layout]:
         """By the first name of each parameter."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sharders.tensor_parallel.structure.find_transformer import CONFIGS, HEADS, KV_HEADS, Transformer, Unit
+from sharders.tensor_parallel.structure.transformer import CONFIGS, HEADS, KV_HEADS, Branch, Transformer
 
 _LEAST = 48
 """Smaller numbers may mean anything."""
@@ -64,52 +64,54 @@ def narrow(modules: Iterable[nn.Module], numbers: Numbers) -> None:
         values.update({n: _replaced(n, v, numbers) for n, v in values.items() if type(v) in (int, tuple, list)})
 
 
-def narrowings(model: nn.Module, parts: Transformer, size: int) -> Iterator[Numbers]:
+def narrowings(model: nn.Module, transformer: Transformer, size: int) -> Iterator[Numbers]:
     """Replacements worth a try, that which changes least first.
 
     Args:
         size: ranks on the tensor axis, which divides all that is split.
     """
-    units = [unit for block in parts.representatives().values() for unit in block.units]
-    yield _without_conflict(_Draft(model, parts, units, size, size).widths())
+    branches = [branch for block in transformer.representatives().values() for branch in block.branches]
+    yield _without_conflict(_Replacements(model, transformer, branches, size, size).widths())
     ranks = min(size, 2)
-    yield _without_conflict(_Draft(model, parts, units, size, ranks).heads().widths())
+    yield _without_conflict(_Replacements(model, transformer, branches, size, ranks).heads().widths())
 
 
-class _Draft:
+class _Replacements:
     """Replacements as they are found; later ones keep clear of the sizes that are there."""
 
-    def __init__(self, model: nn.Module, parts: Transformer, units: list[Unit], size: int, ranks: int) -> None:
-        self.model, self.parts, self.units, self.size, self.ranks = model, parts, units, size, ranks
+    def __init__(
+        self, model: nn.Module, transformer: Transformer, branches: list[Branch], size: int, ranks: int
+    ) -> None:
+        self.model, self.transformer, self.branches, self.size, self.ranks = model, transformer, branches, size, ranks
         self.sizes: dict[int, int] = {}
         self.query_heads: dict[int, int] = {}
         self.key_value_heads: dict[int, int] = {}
         self.fits = True
 
-    def heads(self) -> _Draft:
+    def heads(self) -> _Replacements:
         """Fewer heads of the same size, and the hidden size with them."""
-        for unit in self.units:
-            if unit.heads is None:
+        for branch in self.branches:
+            if branch.heads is None:
                 continue
-            query, key_value, size = unit.heads.query, unit.heads.key_value, unit.heads.size
+            query, key_value, size = branch.heads.query, branch.heads.key_value, branch.heads.size
             kept = self.ranks * min(key_value // self.size, 2)
             self._replace(self.query_heads, query, kept * (query // key_value))
             self._replace(self.key_value_heads, key_value, kept)
             self._replace(self.sizes, query * size, kept * (query // key_value) * size)
             self._replace(self.sizes, key_value * size, kept * size)
-        if self.parts.width not in self.sizes:
-            self._replace(self.sizes, self.parts.width, self._free(32))
-        width = self.parts.width
+        if self.transformer.width not in self.sizes:
+            self._replace(self.sizes, self.transformer.width, self._free(32))
+        width = self.transformer.width
         for times in (2, 3, 4):
             self.sizes.setdefault(times * width, times * self.sizes[width])
         return self
 
-    def widths(self) -> _Draft:
+    def widths(self) -> _Replacements:
         """Narrower MLPs, fewer rows of embeddings and heads."""
-        for unit in self.units:
-            if unit.heads is None and unit.hidden not in self.sizes:
-                self._replace(self.sizes, unit.hidden, self._free(8 * self.ranks))
-                self.sizes.setdefault(2 * unit.hidden, 2 * self.sizes[unit.hidden])
+        for branch in self.branches:
+            if branch.heads is None and branch.hidden not in self.sizes:
+                self._replace(self.sizes, branch.hidden, self._free(8 * self.ranks))
+                self.sizes.setdefault(2 * branch.hidden, 2 * self.sizes[branch.hidden])
         for module in self.model.modules():
             rows = module.num_embeddings if isinstance(module, nn.Embedding) else 0
             if rows >= _MANY_ROWS and rows not in self.sizes:
@@ -118,7 +120,7 @@ class _Draft:
 
     def _free(self, multiple: int) -> int:
         """A size that means nothing else."""
-        taken = {self.parts.width, *self.sizes, *self.sizes.values()}
+        taken = {self.transformer.width, *self.sizes, *self.sizes.values()}
         number = multiple * -(-_LEAST // multiple)
         while number in taken:
             number += multiple
@@ -130,11 +132,11 @@ class _Draft:
             self.fits = False
 
 
-def _without_conflict(draft: _Draft) -> Numbers:
-    if not draft.fits:
+def _without_conflict(replacements: _Replacements) -> Numbers:
+    if not replacements.fits:
         return AS_IT_IS
-    ranks = draft.ranks if draft.ranks != draft.size else 0
-    return Numbers(draft.sizes, draft.query_heads, draft.key_value_heads, ranks)
+    ranks = replacements.ranks if replacements.ranks != replacements.size else 0
+    return Numbers(replacements.sizes, replacements.query_heads, replacements.key_value_heads, ranks)
 
 
 def _resized(old: torch.Tensor, numbers: Numbers) -> torch.Tensor:

@@ -18,7 +18,8 @@ from torch import nn
 
 from sharders.tensor_parallel.proof.narrow import AS_IT_IS, Numbers, narrow, narrowings
 from sharders.tensor_parallel.proof.simulated import simulate
-from sharders.tensor_parallel.structure.dry_run import DryRunError, Feed, MetaCopies, Trace, dry_run, undisturbed
+from sharders.tensor_parallel.structure.dry_run import DryRunError, Feed, Trace, dry_run, undisturbed
+from sharders.tensor_parallel.structure.meta_copies import MetaCopies
 
 SMALL = 2_000_000
 LARGEST_BYTES = 256_000_000
@@ -73,7 +74,9 @@ class Sample:
         count = self._count(AS_IT_IS)
         if count <= SMALL:
             return AS_IT_IS, count
-        found = [(self._count(n), i, n) for i, n in enumerate(narrowings(self.copies.model, self.copies.parts, size))]
+        found = [
+            (self._count(n), i, n) for i, n in enumerate(narrowings(self.copies.model, self.copies.transformer, size))
+        ]
         for smaller, _, numbers in sorted(found, key=lambda f: (f[0] > SMALL, f[1] if f[0] <= SMALL else f[0])):
             if unsplit is None:
                 break
@@ -149,7 +152,7 @@ class Sample:
 
     def _rows(self, model: nn.Module) -> int:
         """Ids are below this."""
-        embedding = self.copies.parts.embedding
+        embedding = self.copies.transformer.embedding
         if embedding is not None:
             return int(model.get_submodule(embedding)._parameters["weight"].shape[0])  # type: ignore[union-attr]
         return min((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=2)

@@ -14,7 +14,7 @@ from torch import nn
 
 from dmp import Layout, PlanError
 from sharders.tensor_parallel.split.styles import COLWISE, Style, canonical, family, layouts_of, split_dim
-from sharders.tensor_parallel.structure.find_transformer import Transformer, outward
+from sharders.tensor_parallel.structure.transformer import Transformer, outward
 
 Styles = dict[str, Style]
 
@@ -135,17 +135,17 @@ def _check_tied_bias(places: list[tuple[str, str]], styles: Mapping[str, Style])
         )
 
 
-def with_heads(model: nn.Module, parts: Transformer, styles: Mapping[str, Style], loss_parallel: bool) -> Styles:
+def with_heads(model: nn.Module, transformer: Transformer, styles: Mapping[str, Style], loss_parallel: bool) -> Styles:
     """The styles, with a whole output where `colwise` is the model's last word, or one for `loss_parallel`.
 
     Args:
-        parts: what `recognise` says of the model.
+        transformer: what `recognise` says of the model.
 
     Raises:
         PlanError: `loss_parallel` without a head that is split over the vocabulary.
     """
     done: Styles = dict(styles)
-    heads = [path for path in _outputs(model, parts, styles) if family(styles[path]) == "colwise"]
+    heads = [path for path in _outputs(model, transformer, styles) if family(styles[path]) == "colwise"]
     for path in heads:
         if styles[path] == "colwise":
             done[path] = "colwise_gather"
@@ -192,9 +192,9 @@ class _Paths:
         return [path for path, words in near if all(map(fnmatchcase, words, wanted))]
 
 
-def _outputs(model: nn.Module, parts: Transformer, styles: Mapping[str, Style]) -> list[str]:
+def _outputs(model: nn.Module, transformer: Transformer, styles: Mapping[str, Style]) -> list[str]:
     """Linears outside the repeated blocks whose output no split Linear takes: it leaves the model."""
-    blocks = {block.path for block in parts.blocks}
+    blocks = {block.path for block in transformer.blocks}
     outside = {
         path: m
         for path, m in model.named_modules()

@@ -1,7 +1,7 @@
-"""Leftovers: weights that tensor parallelism does not split, kept as DTensors that a model's code reads as plain ones.
+"""Whole weights, which tensor parallelism does not split: DTensors that a model's code reads as plain tensors.
 
-[Note: leftovers] Beside split weights, which are DTensors, a plain one is trouble: optimizers' foreach kernels and
-gradient clipping take no mixture. So a leftover becomes a DTensor, whole on every rank of the tensor axis, but no
+[Note: whole weights] Beside split weights, which are DTensors, a plain one is trouble: optimizers' foreach kernels and
+gradient clipping take no mixture. So a whole weight becomes a DTensor, whole on every rank of the tensor axis, but no
 forward should have to know. The module that owns it gets a subclass of its class, with a property of the weight's name.
 While the model's own code runs that reads the local tensor, and the gradient arrives at the DTensor as a DTensor; for
 everybody else (who makes an optimizer, freezes, compares) it is the parameter. The model's own code is: `forward` of
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def keep_leftovers(model: nn.Module, mesh: DeviceMesh, on_parts: Collection[int]) -> None:
-    """Make every whole weight of the model a DTensor on the tensor axis, see [Note: leftovers]; no communication.
+def keep_whole_weights(model: nn.Module, mesh: DeviceMesh, on_parts: Collection[int]) -> None:
+    """Make every whole weight of the model a DTensor on the tensor axis, see [Note: whole weights]; no communication.
 
     Args:
         model: its split weights are DTensors already; modules that hold pieces of tables are left alone.
@@ -130,7 +130,7 @@ def _takes_something(method: Callable[..., Any]) -> bool:
 
 
 class _Running(threading.local):
-    """Whether the code of a model with leftovers runs in this thread."""
+    """Whether the code of a model with such weights runs in this thread."""
 
     code = False
 

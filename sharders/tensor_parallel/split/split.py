@@ -1,4 +1,4 @@
-"""Splits a model in place: styles -> DTensors and hooks, numbers of heads, ties and leftovers."""
+"""Splits a model in place: styles -> DTensors and hooks, numbers of heads, ties and whole weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from dmp import PlanError
 from sharders.tensor_parallel.split import hooks
 from sharders.tensor_parallel.split.patterns import tied_places
-from sharders.tensor_parallel.split.replicated_weights import align_gradient, keep_leftovers, keep_tie
+from sharders.tensor_parallel.split.replicated_weights import align_gradient, keep_tie, keep_whole_weights
 from sharders.tensor_parallel.split.styles import COLWISE, ON_PARTS, Style, family, torch_style
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def split(
     model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Style], divided: Mapping[tuple[str, str], int]
 ) -> None:
     """Split the model in place, in this order: shared inputs -> torch's styles -> hooks on activations -> numbers of
-    heads -> ties put back -> leftovers. No communication; parameters may be on meta.
+    heads -> ties put back -> whole weights. No communication; parameters may be on meta.
 
     Args:
         mesh: the tensor axis.
@@ -44,7 +44,7 @@ def split(
         setattr(model.get_submodule(path), attribute, value)
     for places in ties:
         keep_tie([(owner, name) for _, owner, name in places])
-    keep_leftovers(model, mesh, {id(modules[path]) for path, style in styles.items() if style in ON_PARTS})
+    keep_whole_weights(model, mesh, {id(modules[path]) for path, style in styles.items() if style in ON_PARTS})
 
 
 def _share_inputs(

@@ -1,5 +1,7 @@
 """What a transformer is made of, by structure, and what its shapes are when it runs. In reading order:
 
-- `find_transformer`: the parts of a transformer, by structure
+- `transformer`: what a transformer is made of
+- `find_transformer`: finds that in a model, by structure
+- `meta_copies`: copies of a model on meta
 - `dry_run`: a model run on meta with its local shapes
 """

@@ -1,19 +1,16 @@
 """Runs a model on meta, whole or with the local shapes of a tensor-parallel plan: shapes come out, nothing is computed.
 
 [Note: dry run]
-A copy shares nothing with the model and holds no values. Blocks of a structure that the copy already has are stood in
-for by its last output, so eighty equal blocks cost as much as one. It runs in evaluation mode without hooks of the
-model's own; random state, warnings and logging are as before afterwards.
+It runs on a copy (`meta_copies`) in evaluation mode without hooks of the model's own; random state, warnings and
+logging are as before afterwards.
 """
 
 from __future__ import annotations
 
-import copy
 import logging
 import random
 import re
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,9 +20,9 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from sharders.tensor_parallel.structure.find_transformer import Transformer, is_of_torchrec, within
-
-Shape = tuple[int, ...]
+from sharders.tensor_parallel.structure.find_transformer import is_of_torchrec
+from sharders.tensor_parallel.structure.meta_copies import MetaCopies, Shape
+from sharders.tensor_parallel.structure.transformer import within
 
 BATCH = 2
 # Where the dimension stands among the arguments.
@@ -38,15 +35,6 @@ _QKV = ("query", "key", "value")
 _NEW = frozenset(
     ("add", "sub", "mul", "div", "pow", "neg", "square", "sqrt", "rsqrt", "mean", "cos", "sin", "exp", "sigmoid")
     + ("tanh", "__rsub__", "__rdiv__", "__rpow__")
-)
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_backward_hooks",
-    "_backward_pre_hooks",
 )
 
 
@@ -103,77 +91,11 @@ def sequence_length(size: int) -> int:
     return size * -(-8 // size)
 
 
-class MetaCopies:
-    """Makes copies of a model on meta, see [Note: dry run]; they share meta parameters, and nothing with the model."""
-
-    def __init__(self, model: nn.Module, parts: Transformer) -> None:
-        self.model = model
-        self.parts = parts
-        self._paths: dict[str, nn.Module] = {}
-        self._kept: list[nn.Module] = []
-        self._repeats: dict[str, tuple[nn.Module, str]] = {}
-        self._tensors: dict[int, torch.Tensor] = {}
-        self.known: dict[Any, tuple[Shape, Shape, torch.dtype]] = {}
-        """What operations on meta made of what, by `_Sums`."""
-
-    def make(self) -> tuple[nn.Module, dict[int, Any]]:
-        """A new copy, and where the last outputs of blocks that others repeat are kept."""
-        self._prepare()
-        memo: dict[int, Any] = dict(self._tensors)
-        last: dict[int, Any] = {}
-        repeats = self._repeats.values()
-        stand_ins = [(_Repeat(last), path) for _, path in repeats]
-        memo.update((id(block), stand_in) for (block, _), (stand_in, _) in zip(repeats, stand_ins, strict=True))
-        memo.update((id(vars(module)[name]), OrderedDict()) for module in self._kept for name in _HOOKS)
-        copied = copy.deepcopy(self.model, memo).eval()
-        for stand_in, path in stand_ins:
-            stand_in.like.append(copied.get_submodule(path))
-        for module in copied.modules():
-            config = vars(module).get("config")
-            if getattr(config, "use_cache", False) is True:
-                setattr(config, "use_cache", False)  # noqa: B010  # a cache would grow where one block stands for many
-        return copied, last
-
-    def kept(self) -> dict[str, nn.Module]:
-        """The model's modules, without blocks that repeat another."""
-        self._prepare()
-        return self._paths
-
-    def repeats(self) -> dict[str, str]:
-        """Path of a block -> that of the one which it repeats."""
-        self._prepare()
-        return {path: like for path, (_, like) in self._repeats.items()}
-
-    def original(self, path: str, name: str) -> torch.Tensor | None:
-        """The model's own tensor of this name in a module of a copy."""
-        module = self.model.get_submodule(path)
-        for store in (module._parameters, module._buffers, vars(module)):
-            if isinstance(store.get(name), torch.Tensor):
-                return store[name]
-        return None
-
-    def _prepare(self) -> None:
-        """What no copy may hold: other blocks than the first of each structure, values, hooks."""
-        if self._kept:
-            return
-        firsts = {structure: block.path for structure, block in self.parts.representatives().items()}
-        paths = [(b.path, firsts[b.structure]) for b in self.parts.blocks if firsts[b.structure] != b.path]
-        self._repeats = {path: (self.model.get_submodule(path), like) for path, like in paths}
-        self._paths = dict(self.model.named_modules(memo={block for block, _ in self._repeats.values()}))
-        self._kept = list(self._paths.values())
-        for module in self._kept:
-            for value in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
-                if isinstance(value, torch.Tensor):
-                    empty = torch.empty(value.shape, dtype=value.dtype, device="meta")
-                    is_parameter = isinstance(value, nn.Parameter)
-                    self._tensors[id(value)] = nn.Parameter(empty, requires_grad=False) if is_parameter else empty
-
-
 def guesses(copies: MetaCopies, size: int) -> Iterator[Feed]:
     """Inputs worth a try for the copied model."""
     dtypes = (p.dtype for p in copies.model.parameters() if p.is_floating_point())
     if not _takes_jagged(copies.model):
-        yield from feeds(copies.parts.width, sequence_length(size), next(dtypes, torch.float32))
+        yield from feeds(copies.transformer.width, sequence_length(size), next(dtypes, torch.float32))
 
 
 def _takes_jagged(model: nn.Module) -> bool:
@@ -281,26 +203,6 @@ def _shrink(module: nn.Linear | nn.Embedding, dim: int, size: int) -> None:
     module.out_features, module.in_features = shape
     if module.bias is not None and dim == 0:
         module.bias = nn.Parameter(module.bias.new_empty(shape[0]), requires_grad=False)
-
-
-class _Repeat(nn.Module):
-    """Stands for a block like one that has run: the same output again."""
-
-    def __init__(self, last: dict[int, Any]) -> None:
-        super().__init__()
-        self.last = last
-        self.like: list[Any] = []  # in a list: not a child
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        like = self.like[0]
-        return self.last[id(like)] if id(like) in self.last else like(*args, **kwargs)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self.like[0][key]
-
-    def __getattr__(self, name: str) -> Any:
-        # What the model asks its blocks, as Hugging Face's does for a kind of mask.
-        return getattr(self.__dict__["like"][0], name)
 
 
 def _record(path: str, module: nn.Module, trace: Trace, last: dict[int, Any]) -> None:
@@ -435,7 +337,7 @@ def undisturbed() -> Iterator[None]:
 
 
 def same_outside(whole: Trace, local: Trace, insides: Iterable[str]) -> bool:
-    """Whether a run with local shapes shows what the unsplit one did, everywhere but inside the units."""
+    """Whether a run with local shapes shows what the unsplit one did, everywhere but inside the branches."""
     insides = list(insides)
     sums = (whole.contractions, whole.reductions), (local.contractions, local.reductions)
     if whole.result != local.result or sums[0] != sums[1]:

@@ -2,28 +2,31 @@
 
 Structure means shapes of Linears and numbers of heads; a class decides nothing, and a name only where shapes cannot
 (which of four square matrices is the output). Pure: the model may be on meta, and is not changed.
-
-[Note: parts]
-- A unit is what tensor parallelism splits as one: Linears that read the hidden size ("up"), and one that returns to it
-  ("down"). An attention is a unit with heads; a gated or plain MLP is one without.
-- A block is what repeats: the hidden state goes in and comes out. Units are looked for inside blocks only, so a
-  recommender's MLP towers, which no attention accompanies, are never touched.
-- Blocks with equal `structure` are one decision: the same parts at the same relative paths.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterable, Mapping, Set
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads", "nhead", "num_head", "nheads")
-KV_HEADS = ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "n_kv_head", "kv_heads", "num_key_value_head")
-HEAD_DIM = ("head_dim", "d_head", "dim_head", "attention_head_size", "head_size", "kv_channels", "d_k", "d_kv")
-CONFIGS = ("config", "cfg", "args", "params")
+from sharders.tensor_parallel.structure.transformer import (
+    CONFIGS,
+    HEAD_DIM,
+    HEADS,
+    KV_HEADS,
+    Block,
+    Branch,
+    Heads,
+    Transformer,
+    Whole,
+    join,
+    outward,
+    within,
+)
 
 _AFTER = r"(_?(proj|projection|lin|linear|layer|w))?"
 _QKV = re.compile(r"(to_?|w_?|linear_?|lin_?|proj_?|c_)?(q|k|v|query|key|value)s?" + _AFTER)
@@ -32,102 +35,11 @@ _DOWN = re.compile(r"w_?2|fc_?2|lin(ear)?_?2|\w*(down|out|proj_out|wo|c_proj|con
 _POSITION = re.compile(r"pos|wpe|type|segment", re.IGNORECASE)
 
 
-@dataclass(frozen=True)
-class Heads:
-    """Numbers of heads of a grouped-query attention; `query == key_value` where it is not grouped."""
-
-    query: int
-    key_value: int
-    size: int
-
-
-@dataclass(frozen=True)
-class Unit:
-    """Linears that are split together; paths as the field that holds it says."""
-
-    path: str
-    """The smallest module that holds all of them; an attention's numbers of heads are attributes in it."""
-
-    up: tuple[str, ...]
-    """Read the hidden size: query, key, value, or an MLP's first one or two."""
-
-    down: str
-    """Returns to the hidden size."""
-
-    hidden: int
-    """Width between up and down: an MLP's hidden size, an attention's heads times head size."""
-
-    heads: Heads | None = None
-
-
-@dataclass(frozen=True)
-class Whole:
-    """Something of a block that is not split."""
-
-    path: str
-    why: str
-
-
-@dataclass(frozen=True)
-class Block:
-    """One of the repeated modules of a transformer."""
-
-    path: str
-    structure: int
-    """A number, equal for blocks of one model that are the same but for their weights."""
-
-    units: tuple[Unit, ...]
-    """Paths relative to the block."""
-
-    whole: tuple[Whole, ...]
-    """Paths relative to the block."""
-
-
-@dataclass(frozen=True)
-class Transformer:
-    """What was recognised in a model; no blocks where it is none."""
-
-    blocks: tuple[Block, ...]
-    width: int
-    """Hidden size; 0 without blocks."""
-
-    embedding: str | None
-    """Token embedding outside the blocks."""
-
-    head: str | None
-    """Linear from the hidden size to the vocabulary."""
-
-    def representatives(self) -> dict[int, Block]:
-        """The first block of each structure."""
-        first: dict[int, Block] = {}
-        for block in self.blocks:
-            first.setdefault(block.structure, block)
-        return first
-
-
-def join(*parts: str) -> str:
-    """A module path from a prefix and a relative path, either of them possibly empty."""
-    return ".".join(p for p in parts if p)
-
-
-def within(path: str, outer: str) -> bool:
-    """Whether the module at `path` is that at `outer`, or inside it."""
-    return not outer or path == outer or path.startswith(outer + ".")
-
-
-def outward(path: str) -> Iterator[str]:
-    """The path itself, its parent, ... and the model."""
-    while path:
-        yield path
-        path = path.rpartition(".")[0]
-    yield ""
-
-
 def recognise(model: nn.Module) -> Transformer:
     """Find the blocks of a transformer, and what is split in them."""
     modules = dict(model.named_modules())
     attentions = _attentions(modules)
-    claimed = {p for a in attentions.values() if isinstance(a, Unit) for p in (*a.up, a.down)}
+    claimed = {p for a in attentions.values() if isinstance(a, Branch) for p in (*a.up, a.down)}
     paths = _block_paths(modules, attentions, claimed)
     stacks: dict[str, list[str]] = {}
     for path in paths:
@@ -160,9 +72,9 @@ def is_norm(module: nn.Module, width: int) -> bool:
     return {tuple(p.shape) for p in module.parameters()} == {(width,)}
 
 
-def _attentions(modules: Mapping[str, nn.Module]) -> dict[str, Unit | Whole]:
+def _attentions(modules: Mapping[str, nn.Module]) -> dict[str, Branch | Whole]:
     """Attentions by path (absolute paths inside), innermost modules first."""
-    found: dict[str, Unit | Whole] = {}
+    found: dict[str, Branch | Whole] = {}
     around: set[str] = set()
     # In two passes: query, key and value alone, as in Bert, look like a fused attention until their output is found.
     for find in (_attention, _fused):
@@ -188,7 +100,7 @@ def _linears(module: nn.Module, depth: int) -> dict[str, nn.Linear]:
     return found
 
 
-def _attention(path: str, module: nn.Module) -> Unit | Whole | None:
+def _attention(path: str, module: nn.Module) -> Branch | Whole | None:
     for depth in (1, 2):
         linears = _linears(module, depth)
         named = {n: m for n, m in linears.items() if _QKV.fullmatch(_last(n)) or _is_out(n)}
@@ -228,7 +140,7 @@ def _match_attention(linears: Mapping[str, nn.Linear]) -> tuple[tuple[str, str, 
 
 def _with_heads(
     path: str, module: nn.Module, up: tuple[str, str, str], down: str, linears: Mapping[str, nn.Linear]
-) -> Unit | Whole | None:
+) -> Branch | Whole | None:
     inner, kv = linears[up[0]].out_features, linears[up[1]].out_features
     owners = [module, *(m for m in module.modules() if m is not module and not isinstance(m, nn.Linear))]
     heads, size = _number(owners, HEADS), _number(owners, HEAD_DIM)
@@ -245,7 +157,7 @@ def _with_heads(
         owner = name.rpartition(".")[0]
         if owner not in linears and heads > 1 and heads in parameter.shape[1:]:
             return Whole(path, f"parameter {name!r} {tuple(parameter.shape)} has values for each head")
-    return Unit(path, tuple(join(path, n) for n in up), join(path, down), inner, Heads(heads, kv // size, size))
+    return Branch(path, tuple(join(path, n) for n in up), join(path, down), inner, Heads(heads, kv // size, size))
 
 
 def _number(owners: Iterable[nn.Module], names: Iterable[str], *, configs: bool = True) -> int | None:
@@ -272,7 +184,7 @@ def _is_out(name: str) -> bool:
 
 
 def _block_paths(
-    modules: Mapping[str, nn.Module], attentions: Mapping[str, Unit | Whole], claimed: set[str]
+    modules: Mapping[str, nn.Module], attentions: Mapping[str, Branch | Whole], claimed: set[str]
 ) -> list[str]:
     """The block of each attention, and the other modules of the same list that hold an MLP (hybrids)."""
     chosen: set[str] = set()
@@ -345,11 +257,11 @@ def _counted(paths: Iterable[str], modules: Mapping[str, nn.Module]) -> set[tupl
     return found or set()
 
 
-def _block(path: str, structure: int, module: nn.Module, attentions: Mapping[str, Unit | Whole]) -> Block:
+def _block(path: str, structure: int, module: nn.Module, attentions: Mapping[str, Branch | Whole]) -> Block:
     inside = [a for p, a in attentions.items() if within(p, path)]
-    units = [_relative(a, path) for a in inside if isinstance(a, Unit)]
+    branches = [_relative(a, path) for a in inside if isinstance(a, Branch)]
     whole = [Whole(_strip(a.path, path), a.why) for a in inside if isinstance(a, Whole)]
-    claimed = {p for u in units for p in (*u.up, u.down)}
+    claimed = {p for u in branches for p in (*u.up, u.down)}
     closed = [w.path for w in whole]
     mlps, left = _mlps("", module, claimed, closed)
     whole += [Whole(p, "a Linear that is neither part of an attention nor of an MLP") for p in left]
@@ -358,12 +270,12 @@ def _block(path: str, structure: int, module: nn.Module, attentions: Mapping[str
         is_matrix = any(p.dim() > 1 for p in owner.parameters(recurse=False))
         if is_matrix and not isinstance(owner, nn.Linear) and not any(within(name, c) for c in closed):
             whole.append(Whole(name, f"a {type(owner).__name__}, which is not a Linear"))
-    return Block(path, structure, (*units, *mlps), tuple(whole))
+    return Block(path, structure, (*branches, *mlps), tuple(whole))
 
 
-def _relative(unit: Unit, block: str) -> Unit:
-    up = tuple(_strip(p, block) for p in unit.up)
-    return Unit(_strip(unit.path, block), up, _strip(unit.down, block), unit.hidden, unit.heads)
+def _relative(branch: Branch, block: str) -> Branch:
+    up = tuple(_strip(p, block) for p in branch.up)
+    return Branch(_strip(branch.path, block), up, _strip(branch.down, block), branch.hidden, branch.heads)
 
 
 def _strip(path: str, outer: str) -> str:
@@ -372,10 +284,10 @@ def _strip(path: str, outer: str) -> str:
 
 def _mlps(
     prefix: str, module: nn.Module, claimed: Iterable[str], closed: Iterable[str] = ()
-) -> tuple[list[Unit], list[str]]:
+) -> tuple[list[Branch], list[str]]:
     """MLPs among the Linears that no attention claims, innermost modules first; and the Linears left."""
     taken, closed = set(claimed), tuple(closed)
-    units = []
+    branches = []
     for name, candidate in reversed(list(module.named_modules())):
         path = join(prefix, name)
         if isinstance(candidate, nn.ModuleList | nn.ModuleDict) or any(within(path, c) for c in closed):
@@ -383,17 +295,17 @@ def _mlps(
         for depth in (1, 2):
             linears = {join(path, n): m for n, m in _linears(candidate, depth).items()}
             free = {n: m for n, m in linears.items() if n not in taken and not any(within(n, c) for c in closed)}
-            unit = _match_mlp(path, free, is_chain=isinstance(candidate, nn.Sequential))
-            if unit is not None:
-                units.append(unit)
-                taken |= {*unit.up, unit.down}
+            branch = _match_mlp(path, free, is_chain=isinstance(candidate, nn.Sequential))
+            if branch is not None:
+                branches.append(branch)
+                taken |= {*branch.up, branch.down}
                 break
     every = {join(prefix, n) for n, m in module.named_modules() if isinstance(m, nn.Linear)}
     left = sorted(n for n in every - taken if not any(within(n, c) for c in closed))
-    return units[::-1], left
+    return branches[::-1], left
 
 
-def _match_mlp(path: str, linears: Mapping[str, nn.Linear], *, is_chain: bool) -> Unit | None:
+def _match_mlp(path: str, linears: Mapping[str, nn.Linear], *, is_chain: bool) -> Branch | None:
     """Two Linears d -> h -> d, or three: two d -> h (one gates the other) and one h -> d."""
     if len(linears) not in (2, 3) or (is_chain and len(linears) == 3):
         return None
@@ -405,15 +317,15 @@ def _match_mlp(path: str, linears: Mapping[str, nn.Linear], *, is_chain: bool) -
         up = tuple(n for n in linears if n != down)
         shapes = {(linears[n].in_features, linears[n].out_features) for n in up}
         if shapes == {(linears[down].out_features, linears[down].in_features)}:
-            return Unit(path, up, down, linears[down].in_features)
+            return Branch(path, up, down, linears[down].in_features)
     return None
 
 
 def _width(blocks: Iterable[Block], modules: Mapping[str, nn.Module]) -> int:
-    """The hidden size; by the first unit, else by the first fused attention or norm."""
+    """The hidden size; by the first branch, else by the first fused attention or norm."""
     for block in blocks:
-        for unit in block.units:
-            linear = modules[join(block.path, unit.down)]
+        for branch in block.branches:
+            linear = modules[join(block.path, branch.down)]
             assert isinstance(linear, nn.Linear)
             return linear.out_features
     for block in blocks:

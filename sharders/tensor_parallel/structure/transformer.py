@@ -1,0 +1,111 @@
+"""What a transformer is made of: blocks, and their branches, attentions and MLPs.
+
+[Note: transformer]
+- A branch is what tensor parallelism splits as one: Linears that read the hidden size ("up"), and one that returns
+  to it ("down"). An attention is a branch with heads; a gated or plain MLP is one without.
+- A block is what repeats: the hidden state goes in and comes out. Branches are looked for inside blocks only, so a
+  recommender's MLP towers, which no attention accompanies, are never touched.
+- Blocks with equal `structure` are one decision: the same parts at the same relative paths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads", "nhead", "num_head", "nheads")
+KV_HEADS = ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "n_kv_head", "kv_heads", "num_key_value_head")
+HEAD_DIM = ("head_dim", "d_head", "dim_head", "attention_head_size", "head_size", "kv_channels", "d_k", "d_kv")
+CONFIGS = ("config", "cfg", "args", "params")
+"""Names of attributes that hold numbers of heads, of key/value heads, the size of a head, and other attributes."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Numbers of heads of a grouped-query attention; `query == key_value` where it is not grouped."""
+
+    query: int
+    key_value: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Linears that are split together; paths as the field that holds it says."""
+
+    path: str
+    """The smallest module that holds all of them; an attention's numbers of heads are attributes in it."""
+
+    up: tuple[str, ...]
+    """Read the hidden size: query, key, value, or an MLP's first one or two."""
+
+    down: str
+    """Returns to the hidden size."""
+
+    hidden: int
+    """Width between up and down: an MLP's hidden size, an attention's heads times head size."""
+
+    heads: Heads | None = None
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Something of a block that is not split."""
+
+    path: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Block:
+    """One of the repeated modules of a transformer."""
+
+    path: str
+    structure: int
+    """A number, equal for blocks of one model that are the same but for their weights."""
+
+    branches: tuple[Branch, ...]
+    """Paths relative to the block."""
+
+    whole: tuple[Whole, ...]
+    """Paths relative to the block."""
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """What was recognised in a model; no blocks where it is none."""
+
+    blocks: tuple[Block, ...]
+    width: int
+    """Hidden size; 0 without blocks."""
+
+    embedding: str | None
+    """Token embedding outside the blocks."""
+
+    head: str | None
+    """Linear from the hidden size to the vocabulary."""
+
+    def representatives(self) -> dict[int, Block]:
+        """The first block of each structure."""
+        first: dict[int, Block] = {}
+        for block in self.blocks:
+            first.setdefault(block.structure, block)
+        return first
+
+
+def join(*parts: str) -> str:
+    """A module path from a prefix and a relative path, either of them possibly empty."""
+    return ".".join(p for p in parts if p)
+
+
+def within(path: str, outer: str) -> bool:
+    """Whether the module at `path` is that at `outer`, or inside it."""
+    return not outer or path == outer or path.startswith(outer + ".")
+
+
+def outward(path: str) -> Iterator[str]:
+    """The path itself, its parent, ... and the model."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+    yield ""

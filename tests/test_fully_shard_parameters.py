@@ -1,0 +1,213 @@
+"""`FSDPWrapper` with parameters of all kinds: frozen, scalar, transposed, of two dtypes, shared, others' tables."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
+
+from dmp import ShardError
+from sharders.data_parallel.fsdp import FSDPWrapper
+from tests.ranks import mesh, run_ranks
+from tests.test_fully_shard import env_of, ids_of, make, same, train, whole
+
+
+class Mixture(nn.Module):
+    """Blocks with a frozen weight, a scalar, a transposed weight, a table that others own, an empty bias."""
+
+    def __init__(self, table_rows: int = 7) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.table = nn.Embedding(table_rows, 6)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 6)) for _ in range(3))
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.register_parameter("nothing", None)
+        self.register_buffer("shift", torch.tensor([0.1]))
+        for block in self.layers:
+            block[0].weight.requires_grad_(False)  # type: ignore[index]
+        self.layers[0][0].requires_grad_(False)  # type: ignore[index]
+        self.layers[2][2].weight = nn.Parameter(torch.randn(10, 6).T)  # type: ignore[index]
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids % 7)
+        for block in self.layers:
+            x = block(x)
+            x += 1  # on what is a view
+        return (x * self.scale + self.shift).log_softmax(-1)
+
+
+def mixture_trains(shape: tuple[int, ...], names: tuple[str, ...], tensor: str, meta: bool) -> None:
+    """Beside the plain one; the table is the rank's own and has another shape on every rank."""
+    env = env_of(shape, names)
+    values, plain = Mixture().state_dict(), Mixture()
+    plain.table.requires_grad_(False)
+    module = Mixture(7 + env.rank)
+    module.load_state_dict({k: v for k, v in values.items() if k != "table.weight"}, strict=False)
+    module.table.requires_grad_(False)
+    module.table.weight.data[:7] = values["table.weight"]
+    table, kept = module.table.weight, module.table.weight.detach().clone()
+    if meta:
+        for m in module.modules():
+            for name, p in m.named_parameters(recurse=False):
+                if p is not table:
+                    setattr(m, name, nn.Parameter(p.to("meta"), requires_grad=p.requires_grad))
+    if tensor:
+        parallelize_module(module, env.submesh("tensor"), {tensor: RowwiseParallel(input_layouts=Replicate())})
+    out = FSDPWrapper().wrap(module, env, env.device, frozenset({"table.weight"}))
+    if meta:  # what the DMP does then
+        for m in module.modules():
+            for name, p in m.named_parameters(recurse=False):
+                if p is not table:
+                    setattr(m, name, nn.Parameter(torch.empty_like(p, device="cpu"), requires_grad=p.requires_grad))
+        for name, p in module.named_parameters():
+            if p is not table:
+                fill(p, values[name])
+    assert module.table.weight is table
+    for model, everyone in ((out, False), (plain, True)):
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+        for step in range(3):
+            optimizer.zero_grad()
+            model(ids_of(step, env, everyone)).pow(2).mean().backward()
+            optimizer.step()
+    assert torch.equal(module.table.weight, kept)
+    with torch.no_grad():
+        assert not torch.equal(whole(module.scale), values["scale"])
+        for (name, p), q in zip(module.named_parameters(), plain.parameters(), strict=True):
+            if p is not table:
+                assert p.requires_grad == q.requires_grad, name
+                torch.testing.assert_close(
+                    whole(p), q.detach(), atol=1e-5, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+                )
+
+
+def fill(p: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy the rank's piece of `value`."""
+    with torch.no_grad():
+        if isinstance(p, DTensor):
+            value = DTensor.from_local(value, p.device_mesh, [Replicate()] * p.device_mesh.ndim)
+            value = value.redistribute(placements=p.placements)
+        p.copy_(value)
+
+
+IN_PLACE = (
+    ((2,), ("shard",), ""),
+    ((2, 2), ("replicate", "shard"), ""),
+    ((2, 2), ("shard", "tp"), "layers.*.2"),
+    ((2, 2), ("dp", "tp"), "layers.*.2"),
+)
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "tensor", "meta"),
+    [
+        ((2,), ("dp",), "", False),  # DDP takes values alone: see shards_in_place
+        *((*case, meta) for case in IN_PLACE for meta in (False, True)),
+    ],
+    ids=str,
+)
+def test_parameters_of_all_kinds(shape: tuple[int, ...], names: tuple[str, ...], tensor: str, meta: bool) -> None:
+    run_ranks(torch.Size(shape).numel(), mixture_trains, shape, names, tensor, meta)
+
+
+class TableAndTop(nn.Module):
+    """What a table gives is float32 whatever the rest computes in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.table, self.top = nn.EmbeddingBag(9, 6), nn.Sequential(nn.Linear(8, 5), nn.LayerNorm(5), nn.Linear(5, 1))
+
+    def forward(self, ids: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
+        return self.top(torch.cat([self.table(ids), dense], 1))
+
+
+def tables_keep_their_dtype() -> None:
+    env, module = env_of((2,), ("shard",)), TableAndTop()
+    FSDPWrapper(mixed_precision=torch.bfloat16).wrap(module, env, env.device, frozenset({"table.weight"}))
+    seen = []
+    module.table.register_forward_hook(lambda _, args, out: seen.append((args[0].dtype, out.dtype)))
+    out = module(torch.tensor([[1, 2], [3, 4]]), torch.ones(2, 2))
+    out.sum().backward()
+    assert seen == [(torch.int64, torch.float32)] and out.dtype == torch.bfloat16
+    gradient = module.table.weight.grad
+    assert gradient is not None and gradient.dtype == torch.float32 and bool(gradient[1:5].abs().sum() > 0)
+
+
+def test_tables_keep_their_dtype_under_mixed_precision() -> None:
+    run_ranks(2, tables_keep_their_dtype)
+
+
+class TwoDtypes(nn.Module):
+    """Blocks in bfloat16 with norms in float32, as Hugging Face keeps some modules."""
+
+    def __init__(self, apart: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(6), Half(6, apart)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.layers:
+            x = block(x)
+        return x
+
+
+class Half(nn.Module):
+    def __init__(self, dim: int, apart: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(dim, dim).bfloat16())
+        self.more = nn.Parameter(torch.randn(dim, dim).bfloat16())
+        self.bias = None if apart else nn.Parameter(torch.zeros(dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.bfloat16() @ self.weight @ self.more).float()
+
+
+def two_dtypes() -> None:
+    env, module, plain = env_of((2,), ("shard",)), TwoDtypes(), TwoDtypes()
+    FSDPWrapper().wrap(module, env, env.device, frozenset())
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    module(x).square().mean().backward()  # the same samples on both: no mean in another order
+    plain(x).square().mean().backward()
+    for (name, p), q in zip(module.named_parameters(), plain.named_parameters(), strict=True):
+        assert p.grad is not None and p.grad.dtype == q[1].dtype == p.dtype, name
+        torch.testing.assert_close(whole(p.grad), q[1].grad, atol=1e-2, rtol=1e-2)
+    with pytest.raises(
+        ShardError, match=r"'layers.0.1.weight' is torch.bfloat16 beside .*torch.float32 in 'layers.0.1'"
+    ):
+        FSDPWrapper().wrap(TwoDtypes(apart=False), env, env.device, frozenset())
+
+
+def test_two_dtypes_in_one_block() -> None:
+    run_ranks(2, two_dtypes)
+
+
+def shared_blocks() -> None:
+    """One block called twice, and the wrapper's options copied with the model that holds them."""
+    env = env_of((2,), ("shard",))
+    plain, module = make(), make()
+    for m in (plain, module):
+        m.layers.append(m.layers[0])  # type: ignore[operator, index, union-attr]
+    FSDPWrapper().wrap(module, env, env.device, frozenset())
+    train(module, lambda step: ids_of(step, env))
+    train(plain, lambda step: ids_of(step, env, everyone=True))
+    same(module, plain)
+    assert copy.deepcopy(FSDPWrapper(units=["layers.*"])).units == ("layers.*",)
+
+
+def test_a_block_that_is_called_twice() -> None:
+    run_ranks(2, shared_blocks)
+
+
+def concatenated() -> None:
+    """The one private call on meshes: what it gives is a mesh as any other."""
+    both = DeviceMesh._concatenate([mesh((2, 2), ("a", "b"))["b"], mesh((2, 2), ("a", "b"))["a"]])
+    assert both.mesh.tolist() == [[0, 2], [1, 3]]
+
+
+def test_meshes_concatenate_in_any_order() -> None:
+    run_ranks(4, concatenated)
