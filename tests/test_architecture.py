@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import ast
-import graphlib
 import importlib
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("dmp", "sharders", "planner")
+from tests.code_walk import (
+    LAYOUT_NAMES,
+    NAMES_OF_OTHERS_TOO,
+    PACKAGES,
+    ROOT,
+    Import,
+    all_imports,
+    branches_on_layout_names,
+    cycle,
+    edges,
+    imports_in,
+    module_files,
+    of_package,
+    rooms,
+)
 
 # Frozen: a name comes in when it is meant to stay, and goes only with a note to the users.
 PUBLIC = {
@@ -118,91 +128,6 @@ NOT_IMPORTED_BY_DMP = (
 )
 
 
-@dataclass(frozen=True)
-class Import:
-    """`import module` (names empty) or `from module import names`, wherever in the file it stands."""
-
-    place: str
-    """`path:line`."""
-    module: str
-    """Absolute dotted name."""
-    names: tuple[str, ...] = ()
-
-    @property
-    def package(self) -> str:
-        return self.module.partition(".")[0]
-
-
-def module_files() -> dict[str, Path]:
-    """Dotted name -> file, for every file of the three packages; a package's name is that of its `__init__.py`."""
-    files = {}
-    for package in PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            parts = path.relative_to(ROOT).with_suffix("").parts
-            files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return files
-
-
-def imports_in(source: str, module: str, is_package: bool, path: str) -> Iterator[Import]:
-    """Every import of a file: at any depth, under `TYPE_CHECKING` too, and `import_module` of a literal."""
-    package = module if is_package else module.rpartition(".")[0]
-
-    def absolute(level: int, name: str) -> str:
-        if not level:
-            return name
-        base = package.split(".")[: len(package.split(".")) - (level - 1)]
-        return ".".join([*base, *filter(None, [name])])
-
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            yield from (Import(f"{path}:{node.lineno}", alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            names = tuple(alias.name for alias in node.names)
-            yield Import(f"{path}:{node.lineno}", absolute(node.level, node.module or ""), names)
-        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", None)
-            name = node.args[0].value
-            if called in ("import_module", "__import__") and isinstance(name, str):
-                level = len(name) - len(name.lstrip("."))
-                yield Import(f"{path}:{node.lineno}", absolute(level, name.lstrip(".")))
-
-
-def all_imports() -> dict[str, list[Import]]:
-    """Dotted name of each file -> its imports."""
-    return {
-        module: list(
-            imports_in(path.read_text(), module, path.name == "__init__.py", path.relative_to(ROOT).as_posix())
-        )
-        for module, path in module_files().items()
-    }
-
-
-def of_package(package: str) -> list[Import]:
-    return [i for module, found in all_imports().items() if module.partition(".")[0] == package for i in found]
-
-
-def edges(imports: dict[str, list[Import]]) -> dict[str, set[str]]:
-    """File -> the files it imports. `from p import x` is p.x where that is a file, else p, whose `__init__` has x.
-
-    That importing p.x runs p's `__init__` first is not counted: it is so for every file of p alike.
-    """
-    graph: dict[str, set[str]] = {module: set() for module in imports}
-    for module, found in imports.items():
-        for i in found:
-            targets = {f"{i.module}.{name}" if f"{i.module}.{name}" in graph else i.module for name in i.names}
-            graph[module] |= {target for target in targets or {i.module} if target in graph}
-    return graph
-
-
-def cycle(graph: dict[str, set[str]]) -> list[str]:
-    """One circle of files, first repeated as last; empty when there is none."""
-    try:
-        graphlib.TopologicalSorter(graph).prepare()
-    except graphlib.CycleError as error:
-        return list(error.args[1])
-    return []
-
-
 def test_the_walker_sees_every_kind_of_import() -> None:
     source = """
 import a, b.c as d
@@ -279,21 +204,6 @@ def test_no_import_cycles() -> None:
     assert cycle(edges(all_imports())) == []
 
 
-def room(module: str) -> str:
-    """The folder of a file; a file beside the rooms of a package is one by itself, and so is its `__init__`."""
-    folder = module if module_files()[module].name == "__init__.py" else module.rpartition(".")[0]
-    return module if folder in PACKAGES else folder
-
-
-def rooms() -> dict[str, set[str]]:
-    """Folder -> the folders it imports. A package's own `__init__` is its face, and left out."""
-    graph: dict[str, set[str]] = {}
-    for module, targets in edges(all_imports()).items():
-        if module not in PACKAGES:
-            graph.setdefault(room(module), set()).update(room(target) for target in targets)
-    return {name: targets - {name} for name, targets in graph.items()}
-
-
 def test_no_circles_between_folders() -> None:
     assert cycle(rooms()) == []
 
@@ -334,6 +244,39 @@ def test_no_private_name_across_files() -> None:
             and node.attr.startswith("_")
         ]
     assert found == []
+
+
+def test_the_walker_sees_every_branch_on_a_layout_name() -> None:
+    source = """
+is_copied = name == "data_parallel"
+if entry.layout.name in ("colwise", "rowwise"): pass
+rule = {"row_wise": 1, "grid": 2}
+dim = {"colwise": 0, "rowwise": 1}[layout.name]
+dim = {"colwise": 0}.get(self._layout.name)
+match name:
+    case "table_wise" | "fully_sharded": pass
+if layout.name.startswith("column_wise"): pass
+found = [x for x in plan if plan[x].layout.name != "replicate"]
+"""
+    assert len(LAYOUT_NAMES) == 12 and NAMES_OF_OTHERS_TOO < LAYOUT_NAMES
+    assert branches_on_layout_names(source) == [2, 3, 4, 5, 6, 7, 9, 10]
+    of_others = """
+planner = ShardingPlanner(constraints={"t1": Constraint(layouts=["row_wise"], forbid="data_parallel")})
+if style == "colwise" or family(style) in ("rowwise", "sequence"): pass
+sizes = {"replicate": 2}["replicate"]
+if layout.name not in constraint.layouts: pass
+"""
+    assert branches_on_layout_names(of_others) == []
+
+
+def test_only_layouts_branch_on_their_names() -> None:
+    """Others ask a layout's properties, or its shards: a new constructor needs no change outside its file."""
+    found = {
+        path.relative_to(ROOT).as_posix(): lines
+        for module, path in module_files().items()
+        if not module.startswith("dmp.layouts") and (lines := branches_on_layout_names(path.read_text()))
+    }
+    assert found == {}
 
 
 def test_import_dmp_needs_torch_alone() -> None:

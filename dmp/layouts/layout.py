@@ -100,6 +100,10 @@ class Layout:
         """
         return self
 
+    def over(self, ranks: Sequence[int]) -> Layout:
+        """Of one that takes all ranks because it names none: the same on these alone; any other is itself."""
+        return self
+
     def named_ranks(self, env: ShardingEnv) -> tuple[int, ...]:
         """Table ranks that its arguments name, whether anything lies there or not (of a host its first)."""
         asked = _Asked()

@@ -37,6 +37,10 @@ class TableLayout(Layout):
         inner = prod(env.table_shape[1:])
         return self.of(self.name, **{key: _relocated(key, value, moved, inner) for key, value in self.args})
 
+    def over(self, ranks: Sequence[int]) -> Layout:
+        """Of one that takes all ranks because it names none, `row_wise()`: the same on these; any other is itself."""
+        return self if ("ranks", None) not in self.args else self.of(self.name, ranks=integers.ranks(ranks))
+
 
 def _relocated(key: str, value: Any, moved: Mapping[int, int], inner: int) -> Any:
     """An argument of a constructor, where the ranks in it have moved; a host has `inner` ranks."""

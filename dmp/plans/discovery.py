@@ -202,7 +202,7 @@ def check_plan(
     dense = _dense_entries(plan, module, env)
     placements = place_dense(module, sharders, env, dense)
     placed = {name: layout for p in placements for name, layout in p.layouts.items()}
-    tables = {name for name, e in plan.items() if not e.layout.is_dense and e.layout.name != "data_parallel"}
+    tables = {name for name, e in plan.items() if not e.layout.is_dense and not e.layout.is_copied}
     sites, read = find_sites(module, sharders, placed.keys(), tables)
     refuse_private_state(module, env, [s.module for s in sites])
     infos = {name: (s, s.infos[rel]) for s in sites for rel, name in s.names().items()}
@@ -211,7 +211,7 @@ def check_plan(
     for name, entry in plan.items():
         if entry.layout.is_dense:
             continue
-        if name in read and name not in first and entry.layout.name == "data_parallel":
+        if name in read and name not in first and entry.layout.is_copied:
             continue  # a copy on every rank, as asked for: that is what the data-parallel part makes of it
         if name not in first:
             raise PlanError(_unknown_name(name, module, list(first), placed, read), table=name)
@@ -283,7 +283,7 @@ def _check_layout(name: str, layout: Layout, sharder: ModuleSharder, info: Param
         layout.shards(info.shape, env)
     except ShardError as error:
         raise PlanError(f"plan entry {name!r} = {layout}: {error}", table=name) from error
-    if layout.name == "replicate" and info.optimizer is None:
+    if layout.is_dense and layout.is_copied and info.optimizer is None:
         return  # an ordinary dense weight then, which no sharder runs
     accepts = None if layout.is_dense else getattr(sharder, "accepts", None)
     offered = list(dict.fromkeys(o.name for o in sharder.layouts(info, env)))

@@ -85,7 +85,7 @@ def _averaged(made: Assembly, in_place: bool) -> nn.Module:
 
 def _kept_whole(made: Assembly) -> frozenset[str]:
     """Names, under every alias, of weights that the plan replicates although the mesh would split them."""
-    chosen = {name for name in made.plan if made.plan[name].layout.name == "replicate"}
+    chosen = {name for name, e in made.plan.items() if e.layout.is_dense and e.layout.is_copied}
     if not chosen or not made.env.fully_sharded_axes:
         return frozenset()
     ids = {id(p) for name, p in made.module.named_parameters() if name in chosen}

@@ -32,11 +32,11 @@ def say_what_is_whole(resolved: Resolved, module: nn.Module, env: ShardingEnv) -
         return
     axis = ", ".join(f"{name} ({env.shape[env.names.index(name)]})" for name in env.axes("tensor"))
     tables = {name for site in resolved.sites for name in site.names().values()}
-    split = {name for name, e in resolved.plan.items() if e.layout.name in ("colwise", "rowwise")}
+    split = {name for name, e in resolved.plan.items() if e.layout.tensor_dim(2) is not None}
     sizes = {n: p.numel() * p.element_size() for n, p in module.named_parameters() if not is_lazy(p)}
     dense = {name: size for name, size in sizes.items() if name not in tables}
     total, whole = sum(dense.values()), sum(size for name, size in dense.items() if name not in split)
-    is_cut = any(resolved.plan[name].layout.name != "data_parallel" for name in tables)
+    is_cut = any(not resolved.plan[name].layout.is_copied for name in tables)
     reasons = _reasons(resolved)
     if not is_cut and whole == total:
         _log.warning(

@@ -149,7 +149,7 @@ def decide(
 def _kind(layout: Layout) -> str:
     if layout.is_tensor_parallel:
         return "tensor parallel"
-    return "fully sharded" if layout.name == "fully_sharded" else "replicated"
+    return "replicated" if layout.is_copied else "fully sharded"
 
 
 def _rank_bytes(layout: Layout, info: ParameterInfo, env: ShardingEnv) -> int:

@@ -25,9 +25,7 @@ from dmp import (
     Shard,
     ShardError,
     ShardingEnv,
-    data_parallel,
     is_replicated,
-    row_wise,
 )
 from planner.candidates.constraints import Constraint
 from planner.costs.cost_model import ALL_REDUCE, BYTES, EXCHANGE, CostModel, ShardInfo
@@ -167,7 +165,7 @@ def _pieces(
     except ShardError as error:
         raise PlanError(f"{name!r} = {layout}: {error}", table=name) from error
     ids = _ids_per_sample(name, info, constraint)
-    if is_replicated(shards, info.shape) or layout == data_parallel():
+    if layout.is_copied or is_replicated(shards, info.shape):
         return (ShardInfo.of(info, shards[0], ids, True, False),), tuple(range(env.table_size))
     shards = shards or (Shard((0,) * len(info.shape), info.shape, 0),)  # a parameter of no rows
     inner = prod(env.table_shape[1:])
@@ -194,7 +192,7 @@ def _ids_per_sample(name: str, info: ParameterInfo, constraint: Constraint) -> f
 
 def _within(layout: Layout, constraint: Constraint) -> Layout:
     """`row_wise()` on the constraint's ranks, where there is one."""
-    return layout if constraint.ranks is None or layout != row_wise() else row_wise(constraint.ranks)
+    return layout if constraint.ranks is None else layout.over(constraint.ranks)
 
 
 def _block_size(sketch: Sketch, named: tuple[int, ...], env: ShardingEnv) -> int:

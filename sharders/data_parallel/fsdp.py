@@ -121,10 +121,11 @@ class FSDPWrapper:
         if not dense:
             return
         if self.compile is not False:
-            rows = {n.rpartition(".")[0] for n, layout in placed.items() if layout.name == "rowwise"}
+            by_rows = {n.rpartition(".")[0] for n, layout in placed.items() if layout.tensor_dim(2) == 0}
             kinds = dict(module.named_modules())
-            vocabularies = [path for path in rows if isinstance(kinds[path], nn.Embedding)]
-            _check_compilable(any(layout.name == "sequence" for layout in placed.values()), vocabularies)
+            vocabularies = [path for path in by_rows if isinstance(kinds[path], nn.Embedding)]
+            cuts_sequence = any(x.is_tensor_parallel and x.tensor_dim(2) is None for x in placed.values())
+            _check_compilable(cuts_sequence, vocabularies)
         if not self.shards_in_place(env, bool(placed)):
             return
         self._check_policies(env)

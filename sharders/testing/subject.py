@@ -19,7 +19,6 @@ from dmp import (
     ShardingEnv,
     plan_parameters,
     rectangles,
-    row_wise,
 )
 
 Plan = dict[str, Layout]
@@ -86,10 +85,10 @@ def _shifted(layout: Layout, info: ParameterInfo, env: ShardingEnv) -> Layout | 
     """The same kind of layout with every rank (or host) one further; None where it cannot be."""
     size, inner = env.table_size, env.table_size // env.table_shape[0]
     try:
-        moved = row_wise([*range(1, size), 0]) if layout == row_wise() else layout
+        spelled = moved = layout.over(range(size))
         for step in (1, inner):  # a host moves by all its ranks
-            if moved == layout:
-                moved = layout.relocated({rank: (rank + step) % size for rank in range(size)}, env)
+            if moved == spelled:
+                moved = spelled.relocated({rank: (rank + step) % size for rank in range(size)}, env)
         moved.shards(info.shape, env)
     except (ShardError, TypeError, KeyError):
         return None
