@@ -42,6 +42,7 @@ class Engine:
         sync_interval: with a replicate axis: 1 shares gradients between the copies at every step, so that they stay
             equal to one process; k > 1 averages weights and optimizer state every k updates.
         transport: opens the channels of the tables.
+        kernel: name of the lookup kernel; see `choose_kernel`.
 
     Raises:
         ShardError: a mesh or a combination that the data path cannot run.
@@ -58,6 +59,7 @@ class Engine:
         validate: bool = True,
         sync_interval: int = 1,
         transport: Transport = over_group,
+        kernel: str | None = None,
     ) -> None:
         _check_supported(tables, env, sync_interval)
         self.env, self.tables, self.unpooled, self.validate = env, list(tables), unpooled, validate
@@ -67,7 +69,7 @@ class Engine:
         self.placement = Placement(tables, layouts, env, unpooled)
         self.tensor = tensor_ranks(env, transport)
         self.peers = find_peers(env, sync_interval == 1, by_stages=not unpooled, transport=transport)
-        self.store = TableStore(self.placement, env.table_rank, device)
+        self.store = TableStore(self.placement, env.table_rank, device, kernel)
         self.handshake = Handshake(
             repr([(t, str(lay)) for t, lay in zip(tables, layouts, strict=True)]),
             [f.name for f in self.placement.features],
@@ -91,7 +93,9 @@ class Engine:
         is_double = any(p.dtype == torch.float64 for p in self.store.parameters)
         dtype = torch.float64 if is_double else torch.float32
         wide = dtype == torch.float64 or any(t.rows >= 2**31 for t in self.tables)
-        self.input_dist = InputDist(self.placement, self.peers.table_ranks, device, wide, self.unpooled)
+        self.input_dist = InputDist(
+            self.placement, self.peers.table_ranks, device, wide, self.unpooled, self.store.kernel
+        )
         copies = Copies(self.store, self.peers, self.sync_interval)
         if self.unpooled:
             self.unpooled_path = UnpooledPath(self.peers, self.store, copies, dtype, device)

@@ -108,10 +108,17 @@ class InputDist:
         destinations: table rank of each rank of the exchange.
         wide: use 64-bit words.
         unpooled: results are rows, not bags: remember where each id's row belongs.
+        kernel: see `Bucketizer`.
     """
 
     def __init__(
-        self, placement: Placement, destinations: Sequence[int], device: torch.device, wide: bool, unpooled: bool
+        self,
+        placement: Placement,
+        destinations: Sequence[int],
+        device: torch.device,
+        wide: bool,
+        unpooled: bool,
+        kernel: str | None,
     ) -> None:
         self.placement = placement
         self.destinations = list(destinations)
@@ -121,7 +128,7 @@ class InputDist:
         row_blocks = {f.index: placement.row_blocks[f.table] for f in placement.features}
         self.split_features = [f for f, blocks in row_blocks.items() if len(blocks) > 1]
         bounds = [[0, *(stop for _, stop in row_blocks[f])] for f in self.split_features]
-        self._bucketizer = Bucketizer(bounds, device) if bounds else None
+        self._bucketizer = Bucketizer(bounds, device, kernel) if bounds else None
         self._in_split = {f: i for i, f in enumerate(self.split_features)}
         self._device = device
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from dmp import ChunkedTensor, FusedParameter, ShardError
 from sharders.embedding.lookup import kernels
-from sharders.embedding.lookup.bank import Bank
+from sharders.embedding.lookup.bank import Bank, RowRange
 from sharders.embedding.placement import Placement
 
 
@@ -47,10 +47,11 @@ class TableStore:
         placement: all slots of all ranks.
         rank: this rank's table rank.
         device: of weights and optimizer state.
+        kernel: name of the lookup kernel; see `choose_kernel`.
     """
 
-    def __init__(self, placement: Placement, rank: int, device: torch.device) -> None:
-        self.placement, self.rank = placement, rank
+    def __init__(self, placement: Placement, rank: int, device: torch.device, kernel: str | None = None) -> None:
+        self.placement, self.rank, self.kernel = placement, rank, kernel
         keys: dict[tuple[bool, Any], list[int]] = {}
         for index in sorted(range(len(placement.tables)), key=lambda i: placement.tables[i].bank_key):
             table = placement.tables[index]
@@ -146,21 +147,21 @@ class TableStore:
         """Replace all storage by `fn` of it (a move to another device); the parameters stay the same objects."""
         for tbe in self.tbes:
             tbe.bank.apply(fn)
-            tbe.lookup = kernels.compile_lookup(tbe.bank, tbe.lookup.ranges)
+            tbe.lookup = kernels.compile_lookup(tbe.bank, tbe.lookup.ranges, self.kernel)
             for i, index in enumerate(tbe.tables):
                 self.parameters[index].data = tbe.bank.table_view(i, self.placement.tables[index].dim)
         self._settle()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TableStore:
         new = type(self).__new__(type(self))
-        new.placement, new.rank = self.placement, self.rank
+        new.placement, new.rank, new.kernel = self.placement, self.rank, self.kernel
         new.parameters = list(self.parameters)
         new.tbes = []
         for old in self.tbes:
             # The copy's optimizer names its own parameters, which do not exist yet.
             memo[id(old.bank.options)] = {k: v for k, v in old.bank.options.items() if k != "params"}
             bank = copy.deepcopy(old.bank, memo)
-            lookup = kernels.compile_lookup(bank, old.lookup.ranges)
+            lookup = kernels.compile_lookup(bank, old.lookup.ranges, self.kernel)
             tbe = TBE(bank, lookup, old.tables, old.slots, old.features, old.is_local, old.is_trainable)
             new.tbes.append(tbe)
             for i, index in enumerate(tbe.tables):
@@ -195,8 +196,9 @@ class TableStore:
             picked = [
                 (where[s.table], s.chunk, s.first_row, s.rows) for s in (placement.slots[self.rank][i] for i in mine)
             ]
-        kernel_slots = [kernels.RowRange(bank.chunks[t][c], row, rows) for t, c, row, rows in picked]
-        return TBE(bank, kernels.compile_lookup(bank, kernel_slots), tables, slots, features, is_local, first.trainable)
+        ranges = [RowRange(bank.chunks[t][c], row, rows) for t, c, row, rows in picked]
+        lookup = kernels.compile_lookup(bank, ranges, self.kernel)
+        return TBE(bank, lookup, tables, slots, features, is_local, first.trainable)
 
     def _offsets(self, index: int) -> list[tuple[int, int]]:
         if self.placement.is_local[index]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from sharders.embedding.local_tables import TBE, TableStore
-from sharders.embedding.lookup.kernels import update_dense
+from sharders.embedding.lookup.torch_kernel import update_dense
 from sharders.embedding.peers import Peers
 
 _RIDER_BYTES = 64 << 20  # a larger sum goes by all-reduce

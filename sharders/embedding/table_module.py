@@ -178,13 +178,15 @@ class TableSharder:
     Args:
         validate: check every batch before any exchange.
         sync_interval: with a replicate axis: share gradients at every step (1), or average the copies every k updates.
+        kernel: which lookup kernel to use ("fbgemm", "torch", or one that was registered); by default the fastest that
+            takes the tables. One that does not is a `ShardError` that says why, when the module is sharded.
     """
 
     sharded_type: type[TableModule]
     is_pooled: bool
 
-    def __init__(self, *, validate: bool = True, sync_interval: int = 1) -> None:
-        self._options = {"validate": validate, "sync_interval": sync_interval}
+    def __init__(self, *, validate: bool = True, sync_interval: int = 1, kernel: str | None = None) -> None:
+        self._options = {"validate": validate, "sync_interval": sync_interval, "kernel": kernel}
 
     def tables(self, module: nn.Module) -> list[tuple[Table, InitFn | None]]:
         """The module's tables and how each is filled; none where the data path would not give the same results."""

@@ -11,7 +11,7 @@ from itertools import accumulate
 
 import torch
 
-from sharders.embedding.lookup import kernels
+from sharders.embedding.lookup import fbgemm_kernel
 
 _FEW_BLOCKS = 8
 
@@ -37,12 +37,13 @@ class Bucketizer:
     Args:
         bounds: for each feature its blocks' boundaries, from 0 to the table's rows.
         device: of the ids.
+        kernel: name of the lookup kernel that the user asked for: with "torch" nothing of FBGEMM's is used.
     """
 
-    def __init__(self, bounds: Sequence[Sequence[int]], device: torch.device) -> None:
+    def __init__(self, bounds: Sequence[Sequence[int]], device: torch.device, kernel: str | None = None) -> None:
         self.num_blocks = max(len(b) for b in bounds) - 1
         self.device = device
-        self._use_fbgemm = device.type == "cpu" and kernels.kernel_report()["fbgemm"] == "ok"
+        self._use_fbgemm = device.type == "cpu" and kernel != "torch" and not fbgemm_kernel.problem()
         # All features' rows in one line, so that one search finds the block of every id.
         first_rows = [0, *accumulate(b[-1] for b in bounds)]
         self._first_rows = self._long(first_rows[:-1])

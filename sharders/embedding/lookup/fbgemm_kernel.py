@@ -14,6 +14,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -93,25 +94,22 @@ def _region_features(bank: Bank, width: int) -> tuple[_Features, int] | None:
     return _features([RowRange(first, 0, num_rows)]), region.first_rows[0]
 
 
-class FbgemmLookup:
+class FbgemmLookup(TorchLookup):
     """Lookups of `ranges` of `bank`; see `sharders.embedding.lookup.kernels.Lookup`.
 
-    What FBGEMM lacks (Adam, for one), and a bank that has moved to another device or dtype, go to torch.
+    What FBGEMM lacks (updates by Adam, for one), or is slower at, is torch's.
     """
 
     def __init__(self, bank: Bank, ranges: Sequence[RowRange]) -> None:
-        self.bank = bank
-        self.ranges = tuple(ranges)
-        self.num_columns = sum(r.chunk.width for r in ranges)
-        self._torch = TorchLookup(bank, ranges)
+        super().__init__(bank, ranges)
         self._features = _features(self.ranges) if ranges else None
         self._regions = {width: _region_features(bank, width) for width in bank.regions}
         self._one_table = self._features_share_tables()
 
     def pooled(self, ids: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Tensor:
         features = self._features
-        if features is None or not supports(self.bank):
-            return self._torch.pooled(ids, offsets, weights)
+        if features is None:
+            return super().pooled(ids, offsets, weights)
         output: Tensor = torch.ops.fbgemm.split_embedding_codegen_forward_cpu(
             self.bank.weights,
             features.weights_offsets,
@@ -129,25 +127,29 @@ class FbgemmLookup:
     def update_pooled(self, grad: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None = None) -> None:
         features = self._features
         if features is None or not self._updates(features):
-            self._torch.update_pooled(grad, ids, offsets, weights)
+            super().update_pooled(grad, ids, offsets, weights)
         elif ids.numel():
             if self._one_table is not None:
                 table, first_row = self._one_table
-                rows, grads = self._torch.as_one_range(grad, ids, offsets)
+                rows, grads = self.as_one_range(grad, ids, offsets)
                 _update(self.bank, table, grads, rows.sub_(first_row), offsets, weights)
             else:
                 _update(self.bank, features, grad, ids, offsets, weights)
 
     def gradient_pooled(self, grad: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Tensor:
+        """FBGEMM's dense gradient; it neither sorts nor reads the weights."""
         features = self._features
-        if features is None or not supports(self.bank) or not ids.numel():
-            return self._torch.gradient_pooled(grad, ids, offsets, weights)
-        return _gradient(self.bank, features, grad, ids, offsets, weights)
+        if features is None or not ids.numel():
+            return super().gradient_pooled(grad, ids, offsets, weights)
+        flat: Tensor = torch.ops.fbgemm.split_embedding_backward_codegen_dense_cpu(
+            grad.float(), self.bank.weights, *_where(features), ids, offsets.to(ids.dtype), _SUM, _float32(weights)
+        )
+        return flat
 
     def gradient_weights(self, grad: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
         features = self._features
-        if features is None or not supports(self.bank):
-            return self._torch.gradient_weights(grad, ids, offsets)
+        if features is None:
+            return super().gradient_weights(grad, ids, offsets)
         result: Tensor = torch.ops.fbgemm.split_embedding_codegen_grad_indice_weights_cpu(
             _float32(grad),
             self.bank.weights,
@@ -159,27 +161,15 @@ class FbgemmLookup:
         )
         return result
 
-    def touched_pooled(self, ids: Tensor, offsets: Tensor) -> Tensor:
-        return self._torch.touched_pooled(ids, offsets)
-
-    def rows(self, ids: Tensor, segments: Segments) -> Tensor:
-        return self._torch.rows(ids, segments)
-
     def update_rows(self, grad: Tensor, ids: Tensor, segments: Segments) -> None:
-        region = self._torch.region_of(segments)
+        region = self.region_of(segments)
         table = self._regions[region.width] if region else None
         if table is None or not self._updates(table[0]):
-            self._torch.update_rows(grad, ids, segments)
+            super().update_rows(grad, ids, segments)
         elif ids.numel():
             features, first_row = table
-            rows = self._torch.region_rows(ids, segments).sub_(first_row)
+            rows = self.region_rows(ids, segments).sub_(first_row)
             _update(self.bank, features, grad, rows, torch.arange(ids.numel() + 1, device="cpu"), None)
-
-    def gradient_rows(self, grad: Tensor, ids: Tensor, segments: Segments) -> Tensor:
-        return self._torch.gradient_rows(grad, ids, segments)
-
-    def touched_rows(self, ids: Tensor, segments: Segments) -> Tensor:
-        return self._torch.touched_rows(ids, segments)
 
     def _features_share_tables(self) -> tuple[_Features, int] | None:
         """The one region to update in place of the ranges; None where FBGEMM is quicker with the ranges as they are.
@@ -199,36 +189,31 @@ class FbgemmLookup:
         """Whether FBGEMM can update these features with the bank's optimizer."""
         spec = self.bank.spec
         fits = features.max_rows < _MAX_ROWS and features.max_width <= _MAX_WIDTH
-        return spec is not None and spec.optimizer.fbgemm is not None and fits and supports(self.bank)
+        return spec is not None and spec.optimizer.fbgemm is not None and fits
 
 
-def supports(bank: Bank) -> bool:
-    """Whether the bank's weights are of a kind that FBGEMM takes here."""
-    return bank.weights.dtype == torch.float32 and bank.weights.device.type == "cpu"
+def supports(
+    device: torch.device, dtype: torch.dtype, optimizer: OptimizerSpec | None, ranges: Sequence[RowRange]
+) -> str | None:
+    """Why FBGEMM cannot be used for such tables; None where it can. Updates that it lacks are no reason."""
+    if dtype != torch.float32 or device.type != "cpu":
+        return f"it takes float32 tables on the CPU; got {dtype} on {device.type}"
+    reason = problem()
+    return f"{reason} (pip install fbgemm-gpu-cpu where it is missing)" if reason else None
 
 
 def _float32(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.float()
 
 
-def _common(
-    weights: Tensor, features: _Features, grad: Tensor, ids: Tensor, offsets: Tensor, ids_weights: Tensor | None
-) -> tuple[Any, ...]:
-    """The arguments that all exact updates begin with."""
+def _where(features: _Features) -> tuple[Any, ...]:
+    """The arguments by which all gradients and updates find the features' rows."""
     return (
-        grad.float(),
-        weights,
-        features.placements,
         features.weights_offsets,
         features.column_offsets,
         features.max_width,
         features.hash_size_cumsum,
         0,  # total_hash_size_bits, read on GPUs only
-        ids,
-        offsets.to(ids.dtype),
-        _SUM,
-        _float32(ids_weights),
-        False,  # stochastic_rounding
     )
 
 
@@ -242,34 +227,23 @@ def _update(
         offsets_of_state = features.state_offsets if tensor.is_row_wise else features.weights_offsets
         state += [bank.state[key], features.placements, offsets_of_state]
     getattr(torch.ops.fbgemm, f"split_embedding_backward_codegen_{name}_cpu")(
-        *_common(bank.weights, features, grad, ids, offsets, weights),
+        grad.float(),
+        bank.weights,
+        features.placements,
+        *_where(features),
+        ids,
+        offsets.to(ids.dtype),
+        _SUM,
+        _float32(weights),
+        False,  # stochastic_rounding
         *state,
         torch.tensor(float(bank.options["lr"]), dtype=torch.float32, device="cpu"),
         *(float(bank.options[option]) for option in options),
     )
 
 
-def _gradient(
-    bank: Bank, features: _Features, grad: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None
-) -> Tensor:
-    """(numel,): FBGEMM's dense gradient; it neither sorts nor reads the weights."""
-    flat: Tensor = torch.ops.fbgemm.split_embedding_backward_codegen_dense_cpu(
-        grad.float(),
-        bank.weights,
-        features.weights_offsets,
-        features.column_offsets,
-        features.max_width,
-        features.hash_size_cumsum,
-        0,  # total_hash_size_bits, read on GPUs only
-        ids,
-        offsets.to(ids.dtype),
-        _SUM,
-        _float32(weights),
-    )
-    return flat
-
-
-def probe() -> str:
+@cache
+def problem() -> str:
     """Why FBGEMM cannot be used here, in one line; empty where it can: it loads, and a small update is right."""
     try:
         with warnings.catch_warnings():

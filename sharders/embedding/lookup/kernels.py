@@ -1,16 +1,18 @@
 """Lookups in one bank, and the updates of its rows in the backward pass: the local part of the data path.
 
 A lookup is compiled once from a bank and row ranges of it, and holds no communication. Two kernels give the same
-numbers: FBGEMM's table-batched operators (float32 on the CPU) and torch's own (anything).
+numbers: FBGEMM's table-batched operators (float32 on the CPU) and torch's own (anything). `register_kernel` adds more.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -18,9 +20,8 @@ from dmp import ShardError
 from sharders.embedding.lookup import fbgemm_kernel
 from sharders.embedding.lookup.bank import Bank, RowRange
 from sharders.embedding.lookup.fbgemm_kernel import FbgemmLookup
-from sharders.embedding.lookup.torch_kernel import Segments, TorchLookup, update_dense
-
-__all__ = ["Lookup", "RowRange", "Segments", "compile_lookup", "kernel_report", "update_dense"]
+from sharders.embedding.lookup.optimizers import OptimizerSpec
+from sharders.embedding.lookup.torch_kernel import Segments, TorchLookup
 
 _log = logging.getLogger("dmp")
 
@@ -69,46 +70,77 @@ class Lookup(Protocol):
         """(total_rows,) bool: the bank rows that the ids name."""
 
 
-def compile_lookup(bank: Bank, ranges: Sequence[RowRange], *, kernel: str | None = None) -> Lookup:
+@dataclass(frozen=True)
+class Kernel:
+    """A way to look rows up and to update them.
+
+    Args:
+        name: by which a user asks for it: `EmbeddingBagCollectionSharder(kernel="torch")`.
+        supports: given device, dtype, in-backward optimizer and row ranges, why it cannot be used; None where it can.
+        make: the lookup of row ranges of a bank that it supports.
+    """
+
+    name: str
+    supports: Callable[[torch.device, torch.dtype, OptimizerSpec | None, Sequence[RowRange]], str | None]
+    make: Callable[[Bank, Sequence[RowRange]], Lookup]
+
+
+KERNELS: dict[str, Kernel] = {}
+"""Every kernel that is known, by name."""
+_FASTEST_FIRST = ("fbgemm", "torch")  # for who names none
+
+
+def register_kernel(kernel: Kernel) -> Kernel:
+    """Make a kernel known to this process; to be called on every rank. It is used where it is named."""
+    KERNELS[kernel.name] = kernel
+    return kernel
+
+
+def choose_kernel(
+    device: torch.device,
+    dtype: torch.dtype,
+    optimizer: OptimizerSpec | None,
+    ranges: Sequence[RowRange],
+    named: str | None = None,
+) -> Kernel:
+    """The kernel for such tables: the one that is named, else FBGEMM's where it can be used, else torch's.
+
+    Raises:
+        ShardError: `named` is not known, or cannot be used for these tables.
+    """
+    if named is not None and named not in KERNELS:
+        raise ShardError(f"expected a kernel out of {sorted(KERNELS)}, or None; got {named!r}")
+    for kernel in map(KERNELS.__getitem__, _FASTEST_FIRST if named is None else (named,)):
+        reason = kernel.supports(device, dtype, optimizer, ranges)
+        if reason is None:
+            return kernel
+        if named is not None:
+            raise ShardError(f"the {named} kernel cannot be used: {reason}. Use kernel='torch', which takes any table")
+        _say_once(kernel.name, reason)
+    raise AssertionError("torch's kernel takes any table")
+
+
+def compile_lookup(bank: Bank, ranges: Sequence[RowRange], kernel: str | None = None) -> Lookup:
     """The lookup of `ranges` of `bank`.
 
     Args:
-        bank: whose storage is read at every call.
+        bank: whose storage is read at every call; of the device and dtype that it has now.
         ranges: equal ones are adjacent; those of a chunk are disjoint or equal.
-        kernel: "fbgemm" or "torch"; by default FBGEMM's where it loads, gives right numbers and takes the bank.
+        kernel: a name, see `choose_kernel`.
 
     Raises:
-        ShardError: `kernel` is not one of these, or is "fbgemm" where that cannot be used.
+        ShardError: from `choose_kernel`.
     """
-    if kernel not in (None, "fbgemm", "torch"):
-        raise ShardError(f"expected the kernel 'fbgemm' or 'torch', or None; got {kernel!r}")
-    if kernel == "torch" or not fbgemm_kernel.supports(bank):
-        if kernel != "torch":
-            takes = f"takes float32 tables on the CPU; got {bank.weights.dtype} on {bank.weights.device.type}"
-            if kernel == "fbgemm":
-                raise ShardError(f"the fbgemm kernel {takes}. Use kernel='torch'")
-            _say_once(f"its kernel {takes}")
-        return TorchLookup(bank, ranges)
-    problem = _fbgemm_problem()
-    if problem and kernel == "fbgemm":
-        raise ShardError(f"the fbgemm kernel cannot be used: {problem}. Use kernel='torch', or install fbgemm-gpu-cpu")
-    if problem:
-        _say_once(problem)
-        return TorchLookup(bank, ranges)
-    return FbgemmLookup(bank, ranges)
-
-
-def kernel_report() -> dict[str, str]:
-    """Per kernel "ok", or why it cannot be used; tries FBGEMM at the first call."""
-    return {"torch": "ok", "fbgemm": _fbgemm_problem() or "ok"}
+    return choose_kernel(bank.weights.device, bank.weights.dtype, bank.spec, ranges, kernel).make(bank, ranges)
 
 
 @cache
-def _say_once(problem: str) -> None:
+def _say_once(kernel: str, reason: str) -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
-        _log.warning("tables are looked up by torch's own operations, for FBGEMM's cannot be used: %s", problem)
+        _log.warning(
+            "tables are looked up by torch's own operations, for the %s kernel cannot be used: %s", kernel, reason
+        )
 
 
-@cache
-def _fbgemm_problem() -> str:
-    return fbgemm_kernel.probe()
+register_kernel(Kernel("fbgemm", fbgemm_kernel.supports, FbgemmLookup))
+register_kernel(Kernel("torch", lambda *_: None, TorchLookup))

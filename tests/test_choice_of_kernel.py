@@ -1,0 +1,97 @@
+"""Which lookup kernel is used: the one that is named, else the fastest that takes the tables; another can be added."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dmp import DistributedModelParallel, ShardError, ShardingEnv, table_wise
+from sharders import EmbeddingBagSharder
+from sharders.embedding.lookup import fbgemm_kernel, kernels
+from sharders.embedding.lookup.bank import Bank, RowRange
+from sharders.embedding.lookup.kernels import KERNELS, Kernel, compile_lookup, register_kernel
+from sharders.embedding.lookup.torch_kernel import TorchLookup
+
+
+def test_choice_of_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    bank = Bank([[(2, 3)]], torch.float32, "cpu")
+    slots = [RowRange(bank.chunks[0][0], 0, 2)]
+    assert isinstance(compile_lookup(bank, slots), fbgemm_kernel.FbgemmLookup)
+    assert type(compile_lookup(bank, slots, kernel="torch")) is TorchLookup
+    with pytest.raises(ShardError, match="'triton'"):
+        compile_lookup(bank, slots, kernel="triton")
+    with pytest.raises(ShardError, match="float64"):
+        compile_lookup(Bank([], torch.float64, "cpu"), [], kernel="fbgemm")
+    monkeypatch.setattr(fbgemm_kernel, "problem", lambda: "OSError: no such library")
+    assert type(compile_lookup(bank, slots)) is TorchLookup
+    with pytest.raises(ShardError, match="no such library"):
+        compile_lookup(bank, slots, kernel="fbgemm")
+
+
+def test_what_the_fast_kernel_does_not_take_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    kernels._say_once.cache_clear()
+    with caplog.at_level("WARNING", logger="dmp"):
+        for dtype in (torch.float64, torch.float64, torch.bfloat16, torch.float32):
+            compile_lookup(Bank([], dtype, "cpu"), [])
+        compile_lookup(Bank([], torch.float64, "cpu"), [], kernel="torch")  # asked for: nothing fell back
+    assert [("float64" in text, "bfloat16" in text) for text in caplog.messages] == [(True, False), (False, True)]
+
+
+def test_probe_reports_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> str:
+        raise OSError("undefined\n symbol")
+
+    monkeypatch.setattr(fbgemm_kernel, "_compare", broken)
+    assert fbgemm_kernel.problem.__wrapped__() == "OSError: undefined symbol"
+
+
+class Counting(TorchLookup):
+    """Another's kernel."""
+
+    calls = 0
+
+    def pooled(self, *arguments: Any) -> torch.Tensor:
+        Counting.calls += 1
+        return super().pooled(*arguments)
+
+
+def narrow(device: Any, dtype: Any, optimizer: Any, ranges: Any) -> str | None:
+    return "it takes no rows wider than 4" if any(r.chunk.width > 4 for r in ranges) else None
+
+
+@pytest.fixture
+def counting() -> Iterator[None]:
+    register_kernel(Kernel("counting", narrow, Counting))
+    yield
+    del KERNELS["counting"]
+
+
+def wrapped(kernel: str | None, width: int) -> DistributedModelParallel:
+    sharder = EmbeddingBagSharder(kernel=kernel)
+    module = nn.EmbeddingBag(5, width, mode="sum")
+    return DistributedModelParallel(module, ShardingEnv.single(), plan={"weight": table_wise(0)}, sharders=[sharder])
+
+
+@pytest.mark.usefixtures("counting")
+def test_another_kernel_is_used_where_it_is_named() -> None:
+    model, ids = wrapped("counting", 4), torch.tensor([[1, 2], [4, 0]])
+    before = Counting.calls
+    result = model(ids)
+    assert Counting.calls == before + 1
+    torch.testing.assert_close(result, nn.functional.embedding_bag(ids, model.state_dict()["weight"], mode="sum"))
+    wrapped(None, 4)(ids)
+    assert Counting.calls == before + 1
+
+
+@pytest.mark.usefixtures("counting")
+def test_a_named_kernel_that_does_not_fit_says_why() -> None:
+    with pytest.raises(ShardError, match="counting kernel cannot be used: it takes no rows wider than 4"):
+        wrapped("counting", 8)
+    with pytest.raises(ShardError, match=r"'counting', 'fbgemm', 'torch'.*got 'triton'"):
+        wrapped("triton", 4)
+    with pytest.raises(ShardError, match=r"float64 on cpu.*kernel='torch'"):
+        wrapped("fbgemm", 4).double()
