@@ -30,7 +30,9 @@ from dmp.contracts import (
     ModelSharder,
     ModuleSharder,
     ParameterInfo,
+    Planner,
     ShardedModule,
+    hook,
 )
 from dmp.env import ShardingEnv
 from dmp.errors import CheckpointError, DmpError, InputError, PlanError, RanksError, ShardError
@@ -47,10 +49,10 @@ from dmp.layouts.tables import (
     table_wise,
 )
 from dmp.outputs import tensors_of
-from dmp.plans.discovery import dense_parameters, place_dense, plan_parameters
+from dmp.plans.find import Found, dense_parameters, place_dense, plan_parameters
 from dmp.plans.plan import PlanChange, ShardingPlan
 from dmp.ranks import watchdog
-from dmp.registry import register_sharder
+from dmp.registry import default_sharders, register_sharder
 from dmp.state.clip import clip_grad_norm_
 from dmp.state.gather import full_state_dict
 from dmp.state.optimizer_state import full_optimizer_state_dict
@@ -68,6 +70,7 @@ __all__ = [
     "DataParallelWrapper",
     "DistributedModelParallel",
     "DmpError",
+    "Found",
     "FusedModule",
     "FusedParameter",
     "GradScaler",
@@ -80,6 +83,7 @@ __all__ = [
     "ParameterSharding",
     "PlanChange",
     "PlanError",
+    "Planner",
     "RanksError",
     "Shard",
     "ShardError",
@@ -91,12 +95,14 @@ __all__ = [
     "column_wise",
     "colwise",
     "data_parallel",
+    "default_sharders",
     "dense_parameters",
     "export_safetensors",
     "full_optimizer_state_dict",
     "full_state_dict",
     "fully_sharded",
     "grid",
+    "hook",
     "is_replicated",
     "keep_last",
     "latest",

@@ -3,13 +3,17 @@
 [Note: names]
 Parameter names are relative to the module that a sharder is asked about (`weight`, `embeddings.t1.weight`), here and in
 the plan it is given; the wrapper adds and removes the module's path.
+
+[Note: hooks]
+The members of a Protocol are what one must have. What it may have beside them is in `HOOKS`, and there alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from inspect import signature
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -66,7 +70,7 @@ class ModuleSharder(Protocol):
         """Every kind of layout that `shard` can run for such a parameter; the planner chooses only here.
 
         One representative of a kind stands for all its choices of ranks. A plan may also name another layout of a kind
-        offered here; a sharder that runs more than these kinds says so by `accepts(info, layout, env) -> bool`.
+        offered here; a sharder that runs more than these kinds says so by the hook `accepts`.
         """
         ...
 
@@ -91,15 +95,10 @@ class ModuleSharder(Protocol):
 
 @runtime_checkable
 class ShardedModule(Protocol):
-    """What the wrapper asks of a module that holds pieces of parameters.
-
-    It may also have `module_path` (a str that the wrapper sets to its path, for messages), `calls` (a `Calls` that
-    the wrapper sets: whether the model's forward is under way, in which nobody but the module itself should read its
-    pieces) and `unsharded()` (a plain module of the same structure and names on meta, for `to_unsharded`).
-    """
+    """What the wrapper asks of a module that holds chunks of parameters. Hooks: `module_path`, `calls`, `unsharded`."""
 
     def chunked_state(self) -> Mapping[str, ChunkedTensor]:
-        """For each sharded parameter its pieces on this rank, as views of the local storage, names relative."""
+        """For each sharded parameter its chunks on this rank, as views of the local storage, names relative."""
         ...
 
 
@@ -132,7 +131,10 @@ class FusedModule(Protocol):
 
 
 class ModelPlacement(Protocol):
-    """What a `ModelSharder` found it can do with one model on one mesh: nothing is changed before `apply`."""
+    """What a `ModelSharder` found it can do with one model on one mesh: nothing is changed before `apply`.
+
+    Hook: `notes`.
+    """
 
     @property
     def layouts(self) -> Mapping[str, Layout]:
@@ -168,12 +170,84 @@ class ModelSharder(Protocol):
 class DataParallelWrapper(Protocol):
     """Runs what no sharder owns with gradients averaged over the data ranks.
 
-    It may also have `shards_in_place(env, has_dtensors) -> bool`: then `wrap` returns the module that it was given and
-    takes parameters on meta, which are filled afterwards; `has_dtensors` says that weights are tensor-parallel. And
-    `check(module, env, placed, ignored)`: raises what `wrap` would, before anything is changed; `placed` are the
-    layouts of what tensor parallelism will split.
+    Hooks: `shards_in_place`, `check`.
     """
 
     def wrap(self, module: nn.Module, env: ShardingEnv, device: torch.device, ignored: frozenset[str]) -> nn.Module:
         """A module that runs `module` so; parameters and buffers named in `ignored` are left alone."""
         ...
+
+
+class Planner(Protocol):
+    """Chooses a layout for every parameter that a plan must place. Hook: `found`."""
+
+    def collective_plan(
+        self,
+        module: nn.Module,
+        sharders: Iterable[ModuleSharder | ModelSharder],
+        env: ShardingEnv,
+        pinned: Mapping[str, ParameterSharding | Layout] | None = None,
+    ) -> Mapping[str, ParameterSharding | Layout]:
+        """The same plan on every rank of the env, all of which call this; `pinned` entries are kept as they are."""
+        ...
+
+
+class Hook(NamedTuple):
+    """What an object of a contract may have beside its protocol's members.
+
+    Args:
+        of: the protocol.
+        since: the first version of the contracts that knows it.
+        says: how it is written, and what it means.
+    """
+
+    of: type
+    since: int
+    says: str
+
+
+VERSION = 1
+"""Of the contracts: higher by one where a member or a hook comes, goes, or means something else."""
+
+_ACCEPTS = "accepts(info, layout, env) -> bool: whether `shard` runs this layout, in place of the rule of `layouts`"
+_PATH = "module_path: str, set by the wrapper to the module's path, for messages"
+_CALLS = "calls: Calls, set by the wrapper: in the model's forward nobody but the module should read its chunks"
+_UNSHARDED = "unsharded() -> nn.Module: a plain one of the same structure and names on meta, for `to_unsharded`"
+_NOTES = "notes: Iterable[str], what is left whole, and why, for showing"
+_IN_PLACE = """shards_in_place(env, has_dtensors) -> bool: whether `wrap` returns the module that it was given, and
+takes parameters on meta, which are filled afterwards; `has_dtensors` says that weights are tensor-parallel"""
+_CHECK = """check(module, env, placed, ignored): raises what `wrap` would, before anything is changed; `placed` are the
+layouts of what tensor parallelism will split"""
+_FOUND = """collective_plan(..., *, found=None), and so `plan` where there is one: what the sharders take of the module
+(`dmp.Found`), for a planner that need not ask them again"""
+
+HOOKS: Mapping[str, Hook] = {
+    "accepts": Hook(ModuleSharder, 1, _ACCEPTS),
+    "module_path": Hook(ShardedModule, 1, _PATH),
+    "calls": Hook(ShardedModule, 1, _CALLS),
+    "unsharded": Hook(ShardedModule, 1, _UNSHARDED),
+    "notes": Hook(ModelPlacement, 1, _NOTES),
+    "shards_in_place": Hook(DataParallelWrapper, 1, _IN_PLACE),
+    "check": Hook(DataParallelWrapper, 1, _CHECK),
+    "found": Hook(Planner, 1, _FOUND),
+}
+"""Every optional member, by its name."""
+
+
+def hook(of: object, name: str) -> Any:
+    """The optional member of that name, one of `HOOKS`; None where the object has none."""
+    assert name in HOOKS, name
+    return getattr(of, name, None)
+
+
+def set_hook(of: object, name: str, value: Any) -> None:
+    """Set the optional member of that name, one of `HOOKS`, where the object has it."""
+    assert name in HOOKS, name
+    if hasattr(of, name):
+        setattr(of, name, value)
+
+
+def takes_found(planner: Planner) -> bool:
+    """Whether a planner has the hook `found`: in each of its methods, for a subclass may override one of them."""
+    methods = [getattr(planner, name) for name in ("collective_plan", "plan") if hasattr(planner, name)]
+    return all("found" in signature(method).parameters for method in methods)

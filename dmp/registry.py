@@ -6,7 +6,6 @@ Nothing is imported before it is needed, so that `import dmp` costs little more 
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache
@@ -18,15 +17,13 @@ from torch import nn
 from dmp.contracts import ModelSharder, ModuleSharder, ParameterInfo
 from dmp.errors import ShardError
 
-# name -> (where it is, the package whose modules it knows): built-ins are looked at only once that package is imported,
-# for a model cannot hold its modules before.
-_BUILT_IN_SHARDERS = {
-    "torchrec.EmbeddingBagCollection": ("sharders:EmbeddingBagCollectionSharder", "torchrec"),
-    "torchrec.EmbeddingCollection": ("sharders:EmbeddingCollectionSharder", "torchrec"),
-    "torch.nn.EmbeddingBag": ("sharders:EmbeddingBagSharder", "torch"),
-    "torch.nn.Embedding": ("sharders:EmbeddingSharder", "torch"),
-    "tensor parallel": ("sharders:TensorParallelSharder", "torch"),
-}
+_BUILT_IN_SHARDERS = (
+    "sharders:EmbeddingBagCollectionSharder",
+    "sharders:EmbeddingCollectionSharder",
+    "sharders:EmbeddingBagSharder",
+    "sharders:EmbeddingSharder",
+    "sharders:TensorParallelSharder",
+)
 _OPTIMIZER_STATE = "sharders.embedding.lookup.optimizers:state_bytes"
 _BUILT_IN_PLANNER = "planner:ShardingPlanner"
 _BUILT_IN_DATA_PARALLEL = "sharders:FSDPWrapper"
@@ -62,8 +59,11 @@ def check_sharder_protocol(sharder: Any) -> None:
 
 
 def default_sharders() -> list[AnySharder]:
-    """Built-in sharders, then those of entry points (`dmp.sharders`), then registered ones; later ones win."""
-    built_in = [load(path)() for path, package in _BUILT_IN_SHARDERS.values() if package in sys.modules]
+    """Built-in sharders, then those of entry points (`dmp.sharders`), then registered ones; later ones win.
+
+    They are the wrapper's where it is given none.
+    """
+    built_in = [load(path)() for path in _BUILT_IN_SHARDERS]
     plugins = [_instance(point) for point in _points("dmp.sharders")]
     return [*built_in, *plugins, *_registered]
 

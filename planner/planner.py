@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from torch import nn
 
 from dmp import (
+    Found,
     Layout,
     ModelSharder,
     ModuleSharder,
@@ -17,8 +18,6 @@ from dmp import (
     ShardingEnv,
     ShardingPlan,
     dense_parameters,
-    place_dense,
-    plan_parameters,
 )
 from planner.broadcast import from_first_rank
 from planner.candidates.constraints import Constraint, constraints_of
@@ -86,11 +85,14 @@ class ShardingPlanner:
         sharders: Iterable[ModuleSharder | ModelSharder],
         env: ShardingEnv,
         pinned: Pinned = None,
+        *,
+        found: Found | None = None,
     ) -> ShardingPlan:
         """A plan for `module`, real or on meta, on a mesh that need not be here; communicates with nobody.
 
         Args:
             pinned: entries to keep as they are; their load and memory count.
+            found: what these sharders are known to take of the module on this mesh.
 
         Returns:
             The plan of every parameter that a sharder takes, with its report as `plan.report`. Dense weights that it
@@ -100,20 +102,17 @@ class ShardingPlanner:
             PlanError: no plan fits (with `.table`, `.rank`, `.bytes_short`), or a constraint or pinned entry is wrong.
         """
         begin = time.monotonic()
-        sharders = list(sharders)
         topology = self.topology if self.topology is not None else Topology.of(env)
         given, pinned = _dense_part(pinned)
-        placements = place_dense(module, sharders, env, given)
-        split = {name for p in placements for name in p.layouts}
-        named = frozenset(pinned if isinstance(pinned, Mapping) else ())
-        parameters = plan_parameters(module, sharders, split, named)
+        found = Found.of(module, sharders, env, given, found)
+        parameters = found.parameters(frozenset(pinned if isinstance(pinned, Mapping) else ()))
         constraints = constraints_of(self.constraints, parameters)
         kept = _by_first_name(pinned, module, [name for name in parameters if name not in given])
         weights = dense_parameters(module, parameters.keys() - given.keys())
         given |= vocabularies(parameters, weights, constraints, {**kept, **given}, env)
-        parameters = {name: found for name, found in parameters.items() if name not in given}
+        parameters = {name: of for name, of in parameters.items() if name not in given}
         weights = dense_parameters(module, parameters.keys())
-        dense = decide(weights, placements, given, env, topology)
+        dense = decide(weights, found.placements, given, env, topology)
         offers = Offers.of(parameters, constraints, kept, self.cost_model, env, topology, self.batch_size)
         problem = offers.problem(env, topology, self.cost_model, dense.training_bytes)
         try:
@@ -123,7 +122,7 @@ class ShardingPlanner:
         layouts = offers.layouts(solution.choices, env)
         plan = ShardingPlan({**layouts, **dense.layouts})
         if kept or given:
-            plan.validate(module, env, sharders)
+            plan.validate(module, env, found.sharders, found=found)
         self.report = summarise(offers, layouts, problem, solution, dense, time.monotonic() - begin)
         plan.report = self.report
         return plan
@@ -134,22 +133,24 @@ class ShardingPlanner:
         sharders: Iterable[ModuleSharder | ModelSharder],
         env: ShardingEnv,
         pinned: Pinned = None,
+        *,
+        found: Found | None = None,
     ) -> ShardingPlan:
         """`plan` on rank 0 of the env, given to all its ranks; every rank must call it.
 
         Raises:
             PlanError: on every rank, what rank 0's planning raised; or a rank read another plan than rank 0 sent.
         """
-        plan, self.report = from_first_rank(lambda: self._planned(module, sharders, env, pinned), env)
+
+        def planned() -> tuple[ShardingPlan, PlanReport]:
+            options = {} if found is None else {"found": found}
+            plan = self.plan(module, sharders, env, pinned, **options)
+            assert self.report is not None
+            return plan, self.report
+
+        plan, self.report = from_first_rank(planned, env)
         plan.report = self.report
         return plan
-
-    def _planned(
-        self, module: nn.Module, sharders: Iterable[ModuleSharder | ModelSharder], env: ShardingEnv, pinned: Pinned
-    ) -> tuple[ShardingPlan, PlanReport]:
-        plan = self.plan(module, sharders, env, pinned)
-        assert self.report is not None
-        return plan, self.report
 
 
 def _dense_part(pinned: Pinned) -> tuple[dict[str, Layout], Pinned]:

@@ -7,7 +7,7 @@ Rooms: `embedding` (tables), `tensor_axis`, `tensor_parallel`, `data_parallel`, 
 
 from __future__ import annotations
 
-from dmp import ModelSharder, ModuleSharder
+from dmp import default_sharders
 from sharders.data_parallel.ddp import DDPWrapper
 from sharders.data_parallel.fsdp import FSDPWrapper
 from sharders.embedding.collections import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
@@ -30,12 +30,3 @@ __all__ = [
     "jagged_to_dense",
     "slice_batch",
 ]
-
-
-def default_sharders() -> list[ModuleSharder | ModelSharder]:
-    """The built-in sharders; TorchRec's modules are among them where TorchRec is installed."""
-    from importlib.util import find_spec
-
-    plain: list[ModuleSharder | ModelSharder] = [EmbeddingBagSharder(), EmbeddingSharder(), TensorParallelSharder()]
-    torchrec: list[ModuleSharder | ModelSharder] = [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
-    return [*torchrec, *plain] if find_spec("torchrec") else plain

@@ -29,20 +29,20 @@ class Net(nn.Module):
 
 
 def said(large: bool) -> list[tuple[str, str]]:
-    from dmp.plans import left_out
+    from dmp.plans import remarks
 
     records: list[logging.LogRecord] = []
-    handler, log, before = logging.Handler(), logging.getLogger("dmp"), left_out.LARGE_BYTES
+    handler, log, before = logging.Handler(), logging.getLogger("dmp"), remarks.LARGE_BYTES
     handler.emit = records.append  # type: ignore[method-assign]
     log.addHandler(handler)
     log.setLevel(logging.INFO)
-    left_out.LARGE_BYTES = 1 if large else before
+    remarks.LARGE_BYTES = 1 if large else before
     try:
         DistributedModelParallel(Net(), ShardingEnv.from_mesh(mesh((2,), ("dp",))))
     finally:
         log.removeHandler(handler)
         log.setLevel(logging.NOTSET)
-        left_out.LARGE_BYTES = before
+        remarks.LARGE_BYTES = before
     return [(r.levelname, r.getMessage()) for r in records]
 
 

@@ -19,7 +19,6 @@ from torch import nn
 
 import dmp
 from dmp import PlanError, ShardError, row_wise
-from dmp.plans.discovery import find_sites
 from dmp.registry import default_sharders
 from tests.equality import env_of
 from tests.ranks import run_ranks
@@ -259,8 +258,8 @@ LOOKS_UP = (Base, AsksOnly, OtherReader, Unused)
 
 
 def tables_of(model: nn.Module) -> set[str]:
-    sites, _ = find_sites(model, default_sharders())
-    return {site.path for site in sites}
+    found = dmp.Found.of(model, default_sharders(), dmp.ShardingEnv.single())
+    return {site.path for site in found.sites.taken()}
 
 
 @pytest.mark.parametrize("kind", READS)
@@ -414,13 +413,14 @@ def test_tables_of_a_collection() -> None:
 
 
 def test_it_is_said_with_its_bytes(caplog: pytest.LogCaptureFixture) -> None:
-    from dmp.plans.discovery import check_plan, say_what_is_read
+    from dmp.plans.check import check_plan
     from dmp.plans.plan import as_plan
+    from dmp.plans.remarks import say_what_is_read
 
     model = Direct()
     plan = as_plan({"bags.0.weight": row_wise(), "bags.1.weight": row_wise()})
     resolved = check_plan(plan, model, default_sharders(), dmp.ShardingEnv.single())
     with caplog.at_level(logging.INFO, "dmp"):
-        say_what_is_read(resolved, model)
+        say_what_is_read(resolved)
     assert [r.getMessage() for r in caplog.records if "'emb.weight' (160 bytes)" in r.getMessage()]
     assert "Direct.forward" in caplog.text and "bags" not in caplog.text

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from dmp import DistributedModelParallel, ShardingEnv, data_parallel, row_wise
-from dmp.wrap.left_whole import shown_bytes
+from dmp.plans.remarks import shown_bytes
 from sharders import EmbeddingBagSharder, TensorParallelSharder
 from tests.ranks import mesh, run_ranks
 from tests.strangers import MinGPT, ViT

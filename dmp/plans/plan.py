@@ -14,7 +14,8 @@ from dmp.contracts import ModelSharder, ModuleSharder
 from dmp.env import ShardingEnv
 from dmp.errors import PlanError, ShardError
 from dmp.layouts.layout import Layout, ParameterSharding
-from dmp.plans.discovery import check_plan
+from dmp.plans.check import check_plan
+from dmp.plans.find import Found
 from dmp.read_values import parse_json, shown
 
 VERSION = 1
@@ -120,14 +121,24 @@ class ShardingPlan(Mapping[str, ParameterSharding]):
         changes = [PlanChange(n, self._entries.get(n), other._entries.get(n)) for n in names]
         return [c for c in changes if c.before != c.after]
 
-    def validate(self, module: nn.Module, env: ShardingEnv, sharders: Iterable[ModuleSharder | ModelSharder]) -> None:
+    def validate(
+        self,
+        module: nn.Module,
+        env: ShardingEnv,
+        sharders: Iterable[ModuleSharder | ModelSharder],
+        *,
+        found: Found | None = None,
+    ) -> None:
         """Check the plan against a model and a mesh in both directions; nothing is changed.
+
+        Args:
+            found: what these sharders are known to take of the module on this mesh.
 
         Raises:
             PlanError: a name that the model lacks, a parameter that the plan lacks, a rank that does not exist, or a
                 layout that the sharder cannot run.
         """
-        check_plan(self, module, sharders, env)
+        check_plan(self, module, sharders, env, found)
 
     def merged(self, other: Mapping[str, ParameterSharding | Layout]) -> ShardingPlan:
         """This plan with the entries of `other` over its own."""

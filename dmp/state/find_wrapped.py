@@ -8,7 +8,7 @@ from dmp.chunked import is_dtensor
 from dmp.contracts import FusedParameter
 from dmp.env import ShardingEnv, default_env
 from dmp.errors import ShardError
-from dmp.plans.discovery import join
+from dmp.plans.find import join
 from dmp.plans.plan import ShardingPlan
 from dmp.wrap.wrapper import DistributedModelParallel
 

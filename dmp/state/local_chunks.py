@@ -8,7 +8,7 @@ from torch import nn
 from dmp.chunked import ChunkedTensor
 from dmp.contracts import ShardedModule
 from dmp.errors import ShardError
-from dmp.plans.discovery import join
+from dmp.plans.find import join
 from dmp.wrap.wrapper import DistributedModelParallel
 
 

@@ -10,9 +10,9 @@ from torch import nn
 
 from dmp.calls import alone
 from dmp.chunked import is_dtensor
-from dmp.contracts import ShardedModule
+from dmp.contracts import ShardedModule, hook
 from dmp.errors import ShardError
-from dmp.plans.discovery import join
+from dmp.plans.find import join
 from dmp.state.find_wrapped import env_of, wrapped_in
 from dmp.state.gather import gather
 from dmp.wrap.wrapper import DistributedModelParallel
@@ -34,7 +34,7 @@ def to_unsharded(model: nn.Module) -> nn.Module:
     root = model.skeleton or live if isinstance(model, DistributedModelParallel) else live
     memo: dict[int, Any] = {}
     for path, module in root.named_modules():
-        make = getattr(module, "unsharded", None)
+        make = hook(module, "unsharded")
         if callable(make):
             memo[id(module)] = make().train(module.training)
         elif isinstance(module, ShardedModule):

@@ -17,7 +17,6 @@
 - `loading`: a state dict into a wrapped model
 - `forward`: `model.forward`, with the signature of the module's own
 - `ddp_watch`: whether DDP still has hold of the dense parameters
-- `left_whole`: what a step's numbers do not show, said once
 - `fused`: the optimizer view of what is updated in the backward pass
 - `column_blocks`: row-wise optimizer state of a table whose columns are cut, in each of its forms
 - `earlier_optimizers`: optimizers that were made before wrapping

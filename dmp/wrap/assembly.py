@@ -6,15 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
 from dmp.chunked import is_dtensor
-from dmp.contracts import DataParallelWrapper, FusedModule, FusedParameter, ModelPlacement
+from dmp.contracts import DataParallelWrapper, FusedModule, FusedParameter, ModelPlacement, hook
 from dmp.env import ShardingEnv
-from dmp.plans.discovery import join
+from dmp.plans.find import join
 from dmp.plans.plan import ShardingPlan
 from dmp.wrap.ddp_watch import SplitWatch, Watch
 from dmp.wrap.fused import FusedOptimizer
@@ -78,7 +77,7 @@ class Assembly:
     @property
     def shards_in_place(self) -> bool:
         """Whether the data-parallel part shards the module in place, see [Note: in place] of build.py."""
-        asked: Any = getattr(self.wrapper, "shards_in_place", None)
+        asked = hook(self.wrapper, "shards_in_place")
         return bool(asked and asked(self.env, any(is_dtensor(p) for p in self.module.parameters())))
 
     def split_dense(self) -> None:

@@ -20,11 +20,12 @@ from torch.nn.parameter import is_lazy
 
 from dmp.calls import Calls
 from dmp.chunked import PIECE
-from dmp.contracts import ShardedModule
+from dmp.contracts import ShardedModule, set_hook, takes_found
 from dmp.errors import RanksError
-from dmp.plans.discovery import Resolved, Site, check_plan, place_dense, say_what_is_read
-from dmp.plans.left_out import say_what_is_left
+from dmp.plans.check import Resolved, check_plan
+from dmp.plans.find import Found, Site
 from dmp.plans.plan import ShardingPlan, as_plan
+from dmp.plans.remarks import remark
 from dmp.registry import default_planner
 from dmp.wrap.agreement import check_agreement, on_all_ranks, sync_from_first_rank
 from dmp.wrap.arguments import Arguments
@@ -33,7 +34,6 @@ from dmp.wrap.data_parallel import check_beforehand, start
 from dmp.wrap.filling import check_made, fill_from_meta, rules_of
 from dmp.wrap.initial_rules import Rules
 from dmp.wrap.initial_values import materialise, shared_seed
-from dmp.wrap.left_whole import say_what_is_whole
 from dmp.wrap.skeleton import skeleton_of
 from dmp.wrap.state_hooks import register_state_hooks
 
@@ -55,8 +55,8 @@ def build(given: Arguments, calls: Calls) -> Assembly:
     """
     resolved, plan = _resolved(given)
     if given.init_data_parallel:
-        check_beforehand(given.wrapper, resolved, given.module, given.env)
-    _say_what_is_left(resolved, given)
+        check_beforehand(given.wrapper, resolved)
+    remark(resolved)
     initial = _initial(resolved, given)
     module, owned = _with_tables(resolved, plan, given, initial, calls)
     made = Assembly(
@@ -64,7 +64,7 @@ def build(given: Arguments, calls: Calls) -> Assembly:
         device=given.device,
         plan=plan,
         wrapper=given.wrapper,
-        placements=resolved.placements,
+        placements=resolved.found.placements,
         module=module,
         owned=owned,
         fused=fused_of(module, owned),
@@ -85,11 +85,11 @@ def mark_chunks(made: Assembly) -> None:
 
 def _resolved(given: Arguments) -> tuple[Resolved, ShardingPlan]:
     """The plan against model and mesh, on all ranks before anyone goes on."""
-    plan = given.plan if given.plan is not None else _planned(given)
+    plan, known = (given.plan, None) if given.plan is not None else _planned(given)
 
     def check() -> tuple[ShardingPlan, Resolved]:
         asked = as_plan(plan)
-        return asked, check_plan(asked, given.module, given.sharders, given.env)
+        return asked, check_plan(asked, given.module, given.sharders, given.env, known)
 
     def facts(made: tuple[ShardingPlan, Resolved]) -> dict[str, str]:
         asked, resolved = made
@@ -103,14 +103,16 @@ def _resolved(given: Arguments) -> tuple[Resolved, ShardingPlan]:
     return resolved, ShardingPlan(resolved.plan, report=asked.report)
 
 
-def _planned(given: Arguments) -> Any:
-    """The planner's plan. A planner that raises on one rank alone has left the others in an exchange of its own."""
+def _planned(given: Arguments) -> tuple[Any, Found | None]:
+    """The planner's plan, and what the sharders take where the planner goes by that.
+
+    A planner that raises on one rank alone has left the others in an exchange of its own.
+    """
     planner = given.planner if given.planner is not None else default_planner()
-    plan, failure = None, None
-    if given.env.tensor_size > 1 and given.env.rank:
-        # Sharders remember what they found for a model: the check below asks again, and rank 0 plans meanwhile.
-        _attempt(lambda: place_dense(given.module, given.sharders, given.env))
-    plan, failure = _attempt(lambda: planner.collective_plan(given.module, given.sharders, given.env))
+    asked = (given.module, given.sharders, given.env)
+    known = on_all_ranks(lambda: Found.of(*asked), given.env) if takes_found(planner) else None
+    options = {} if known is None else {"found": known}
+    plan, failure = _attempt(lambda: planner.collective_plan(*asked, **options))
     if isinstance(failure, RanksError):
         raise failure
     why = "" if failure is None else f", where the planner raised {type(failure).__name__}: {failure}"
@@ -120,7 +122,7 @@ def _planned(given: Arguments) -> Any:
         raise (failure or error) from error
     if failure is not None:
         raise failure
-    return plan
+    return plan, known
 
 
 def _attempt(make: Any) -> tuple[Any, Exception | None]:
@@ -129,14 +131,6 @@ def _attempt(make: Any) -> tuple[Any, Exception | None]:
         return make(), None
     except Exception as error:
         return None, error
-
-
-def _say_what_is_left(resolved: Resolved, given: Arguments) -> None:
-    """What a step's numbers do not show, said by rank 0."""
-    if given.env.size > 1 and given.env.rank == 0:
-        say_what_is_read(resolved, given.module)
-        say_what_is_whole(resolved, given.module, given.env)
-        say_what_is_left(resolved, given.module, given.sharders, given.env)
 
 
 def _initial(resolved: Resolved, given: Arguments) -> _Initial:
@@ -164,10 +158,8 @@ def _with_tables(
             _carry_over(site.module, new)
         if isinstance(new, ShardedModule):
             register_state_hooks(new)
-        if hasattr(new, "module_path"):
-            new.module_path = site.path  # type: ignore[assignment]
-        if hasattr(new, "calls"):
-            new.calls = calls  # type: ignore[assignment]
+        set_hook(new, "module_path", site.path)
+        set_hook(new, "calls", calls)
         if initial.rules is not None:
             fill_from_meta(site, new, initial.seed, initial.rules)
         for path in site.aliases:

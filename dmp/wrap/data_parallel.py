@@ -7,26 +7,26 @@ from dataclasses import replace
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from dmp.contracts import DataParallelWrapper
-from dmp.env import ShardingEnv
+from dmp.contracts import DataParallelWrapper, hook
 from dmp.errors import ShardError
-from dmp.plans.discovery import Resolved, join
+from dmp.plans.check import Resolved
+from dmp.plans.find import join
 from dmp.registry import replicating_wrapper
 from dmp.wrap.assembly import Assembly
 from dmp.wrap.ddp_watch import SplitWatch, Watch
 from dmp.wrap.skeleton import all_tensors, skeleton_of
 
 
-def check_beforehand(wrapper: DataParallelWrapper, resolved: Resolved, module: nn.Module, env: ShardingEnv) -> None:
+def check_beforehand(wrapper: DataParallelWrapper, resolved: Resolved) -> None:
     """Raise what the data-parallel part will not run of what is left to it, as far as it says beforehand."""
+    module, env = resolved.found.module, resolved.found.env
     for name, parameter in module.named_parameters():
         _check_not_lazy(name, parameter)
-    check = getattr(wrapper, "check", None)
+    check = hook(wrapper, "check")
     if check is not None:
         paths = [(path, site.module) for site in resolved.sites for path in site.aliases]
         taken = frozenset(join(path, name) for path, each in paths for name, _ in all_tensors(each))
-        placed = {n: layout for p in resolved.placements for n, layout in p.layouts.items()}
-        check(module, env, placed, taken)
+        check(module, env, resolved.found.split, taken)
 
 
 def start(made: Assembly) -> Assembly:

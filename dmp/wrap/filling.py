@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from dmp.chunked import as_chunks
 from dmp.contracts import ShardedModule
 from dmp.errors import ShardError
-from dmp.plans.discovery import Site, join
+from dmp.plans.find import Site, join
 from dmp.wrap.initial_rules import Rules, warn_of_constructors
 from dmp.wrap.initial_values import check_can_materialise, fill_chunks, fill_own
 

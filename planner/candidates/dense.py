@@ -11,7 +11,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from dmp import Layout, ModelPlacement, ModuleSharder, ParameterInfo, PlanError, ShardingEnv, fully_sharded, replicate
+from dmp import (
+    Layout,
+    ModelPlacement,
+    ModuleSharder,
+    ParameterInfo,
+    PlanError,
+    ShardingEnv,
+    fully_sharded,
+    hook,
+    replicate,
+)
 from planner.candidates.constraints import Constraint
 from planner.costs.topology import Topology
 from planner.text import show_bytes
@@ -128,7 +138,7 @@ def decide(
                 {kind: n for kind, n in bytes_by_kind.items() if n},
             )
         )
-    notes = tuple(dict.fromkeys(note for p in placements for note in getattr(p, "notes", ())))
+    notes = tuple(dict.fromkeys(note for p in placements for note in hook(p, "notes") or ()))
     dense = Dense(layouts, tuple(decided), notes)
     short = dense.training_bytes - topology.usable_bytes
     if short > 0:

@@ -25,6 +25,7 @@ from dmp import (
     Shard,
     ShardError,
     ShardingEnv,
+    hook,
     is_replicated,
 )
 from planner.candidates.constraints import Constraint
@@ -150,7 +151,7 @@ def _sketch(
         tuple(canonical[r] for r in in_place.ranks),
         len(places),
     )
-    accepts = getattr(sharder, "accepts", None)
+    accepts = hook(sharder, "accepts")
     last = [in_place.block // block - 1 - i for i in range(len(places))]
     if accepts and not accepts(info, sketch.at(last, env), env):
         return in_place  # a sharder that is not indifferent to the ranks

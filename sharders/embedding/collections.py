@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -120,6 +121,15 @@ class ShardedEmbeddingCollection(TableModule):
         )
 
 
+class _NotImported(nn.Module):
+    """In place of TorchRec's classes as long as nobody has imported them: no model holds one."""
+
+
+def _of_torchrec(name: str) -> type[nn.Module]:
+    found: type[nn.Module] = getattr(sys.modules.get("torchrec.modules.embedding_modules"), name, _NotImported)
+    return found
+
+
 class EmbeddingBagCollectionSharder(TableSharder):
     """Shards `torchrec.EmbeddingBagCollection` and subclasses that keep its forward."""
 
@@ -129,9 +139,7 @@ class EmbeddingBagCollectionSharder(TableSharder):
     @property
     def module_type(self) -> type[nn.Module]:
         """`torchrec.EmbeddingBagCollection`."""
-        from torchrec.modules.embedding_modules import EmbeddingBagCollection
-
-        return EmbeddingBagCollection  # type: ignore[no-any-return]
+        return _of_torchrec("EmbeddingBagCollection")
 
     def tables(self, module: Any) -> list[tuple[Table, InitFn | None]]:
         """One for each config; none for a subclass with a forward of its own."""
@@ -159,9 +167,7 @@ class EmbeddingCollectionSharder(TableSharder):
     @property
     def module_type(self) -> type[nn.Module]:
         """`torchrec.EmbeddingCollection`."""
-        from torchrec.modules.embedding_modules import EmbeddingCollection
-
-        return EmbeddingCollection  # type: ignore[no-any-return]
+        return _of_torchrec("EmbeddingCollection")
 
     def tables(self, module: Any) -> list[tuple[Table, InitFn | None]]:
         """One for each config; none for a subclass with a forward of its own."""

@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -54,11 +53,6 @@ class TensorParallelSharder:
         self.plan = None if plan is None else dict(plan)
         self.sequence_parallel = sequence_parallel
         self.loss_parallel = loss_parallel
-        self._last: _Remembered | None = None
-
-    def __getstate__(self) -> dict[str, object]:
-        """Without what is remembered: weak references cannot be pickled."""
-        return {**vars(self), "_last": None}
 
     def place(self, model: nn.Module, given: Mapping[str, Layout], env: ShardingEnv) -> TensorParallelPlacement:
         """What to split; the model is not changed.
@@ -68,9 +62,6 @@ class TensorParallelSharder:
             given: a plan's layouts by parameter name. With tensor-parallel ones among them they are all that is split;
                 where they are those of this sharder's own choice, that is taken as it is.
             env: the mesh, possibly abstract.
-
-        The last answer is remembered: to be asked again about an unchanged model, by rank 0 to plan and to check the
-        plan, costs next to nothing.
 
         Raises:
             PlanError: several tensor axes, sizes or heads that do not divide, unknown styles and modules.
@@ -84,12 +75,7 @@ class TensorParallelSharder:
             )
         if env.tensor_size == 1:
             return TensorParallelPlacement(wanted, {}, {}, (), env)
-        key = (env.tensor_size, axes[0], self.sequence_parallel, self.loss_parallel, self.plan and dict(self.plan))
-        last = self._last
-        if last is None or not last.answers(model, wanted, key):
-            choice, is_own = _Placing(model, ModelRuns(model, env.tensor_size), axes[0], self).place(wanted)
-            last = self._last = _Remembered(model, wanted, key, choice, is_own)
-        choice = last.choice
+        choice = _Placing(model, ModelRuns(model, env.tensor_size), axes[0], self).place(wanted)
         return TensorParallelPlacement(choice.layouts, choice.styles, choice.divided, choice.notes, env)
 
 
@@ -133,19 +119,18 @@ class _Placing:
     axis: str
     sharder: TensorParallelSharder
 
-    def place(self, wanted: Mapping[str, Layout]) -> tuple[_Checked, bool]:
-        """What is split, and whether it is the sharder's own choice."""
+    def place(self, wanted: Mapping[str, Layout]) -> _Checked:
+        """What is split; nothing wanted is the sharder's own choice."""
         if not wanted:
-            return self._own(), True
+            return self._own()
         try:
             own = self._own()
         except PlanError:  # it is not what was asked for
-            return self._checked(self._given(wanted)), False
+            return self._checked(self._given(wanted))
         if own.layouts == wanted:
-            return own, True
+            return own
         asked = self._given(wanted)
-        is_own = own.layouts == self._layouts(asked.styles)
-        return (own, True) if is_own else (self._checked(asked), False)
+        return own if own.layouts == self._layouts(asked.styles) else self._checked(asked)
 
     def _own(self) -> _Checked:
         """The sharder's plan, the model's, or one from its structure."""
@@ -274,45 +259,6 @@ class _WrongPlanError(PlanError):
 def _names(styles: Styles) -> dict[str, str]:
     names = {path: style if isinstance(style, str) else family(style) for path, style in styles.items()}
     return {path: name for path, name in names.items() if name}
-
-
-class _Remembered:
-    """The last answer of a sharder, and to what question; keeps no model, parameter or mesh alive."""
-
-    def __init__(
-        self, model: nn.Module, wanted: Mapping[str, Layout], key: tuple[object, ...], choice: _Checked, is_own: bool
-    ) -> None:
-        self.choice = choice
-        self._model = weakref.ref(model)
-        self._parameters = [weakref.ref(p) for p in model.parameters()]
-        self._looks = _looks(model)
-        self._key = key
-        self._wanted = ({}, choice.layouts) if is_own else (wanted,)
-
-    def answers(self, model: nn.Module, wanted: Mapping[str, Layout], key: tuple[object, ...]) -> bool:
-        """Whether the question is the same, and the model as it was."""
-        if self._model() is not model or self._key != key or wanted not in self._wanted:
-            return False
-        parameters = list(model.parameters())
-        same = len(parameters) == len(self._parameters)
-        same = same and all(known() is p for known, p in zip(self._parameters, parameters, strict=True))
-        return same and self._looks == _looks(model)
-
-
-def _looks(model: nn.Module) -> list[Hashable]:
-    """What a choice goes by: modules, shapes, ties, and numbers such as those of heads."""
-    return [
-        (
-            path,
-            type(module),
-            tuple(
-                (name, id(p), None if p is None or is_lazy(p) else p.shape) for name, p in own["_parameters"].items()
-            ),
-            tuple((name, value) for name, value in own.items() if type(value) is int),
-        )
-        for path, module in model.named_modules()
-        for own in (vars(module),)
-    ]
 
 
 def _random_state(device_type: str) -> list[torch.Tensor]:

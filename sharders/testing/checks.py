@@ -18,6 +18,7 @@ from dmp import (
     ShardedModule,
     ShardError,
     ShardingEnv,
+    hook,
     table_wise,
     tensors_of,
 )
@@ -293,7 +294,7 @@ def check_unsharded(subject: Subject, case: Case) -> Iterator[str]:
     """`unsharded()`, where there is one, gives a plain module of the same names and shapes."""
     for path, site, entries in planned_sites(subject, case):
         expected = {name: tuple(value.shape) for name, value in site.state_dict().items()}
-        make = getattr(subject.sharder.shard(site, entries, subject.env, subject.env.device), "unsharded", None)
+        make = hook(subject.sharder.shard(site, entries, subject.env, subject.env.device), "unsharded")
         if make is not None:
             got = {name: tuple(value.shape) for name, value in make().state_dict().items()}
             if got != expected:

@@ -1,0 +1,289 @@
+"""Which modules and weights of a model the sharders take: found once in a wrap, read only, nothing is changed.
+
+[Note: who owns what]
+Dense weights that a model sharder places (tensor parallel), and those that a plan gives a dense layout, are no tables:
+the module of such a weight is not a site, even where a sharder would take it (an `nn.Embedding` of a vocabulary).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from dmp.contracts import ModelPlacement, ModelSharder, ModuleSharder, ParameterInfo
+from dmp.env import ShardingEnv
+from dmp.errors import PlanError, ShardError
+from dmp.layouts.layout import Layout
+from dmp.plans.weight_readers import Reader, find_readers
+from dmp.registry import AnySharder, by_module_type, sharder_for, with_state_bytes
+
+
+@dataclass(frozen=True)
+class Site:
+    """A module that a sharder takes.
+
+    Args:
+        path: its first path in the model (`""` for the model itself).
+        aliases: every path, the first included; more than one for a shared module.
+        module: the module.
+        sharder: who takes it.
+        infos: its parameters by their names relative to it.
+    """
+
+    path: str
+    aliases: tuple[str, ...]
+    module: nn.Module
+    sharder: ModuleSharder
+    infos: Mapping[str, ParameterInfo]
+
+    def names(self) -> dict[str, str]:
+        """Relative parameter name -> fully-qualified name."""
+        return {name: join(self.path, name) for name in self.infos}
+
+    def every_name(self) -> dict[str, str]:
+        """Fully-qualified name, under every alias -> the first one."""
+        return {join(alias, name): join(self.path, name) for alias in self.aliases for name in self.infos}
+
+
+@dataclass(frozen=True)
+class Sites:
+    """The modules that module sharders may take, in the order of their paths in the model.
+
+    Args:
+        candidates: all of them.
+        readers: path of each whose weights code besides its own forward may read -> what code.
+    """
+
+    candidates: tuple[Site, ...]
+    readers: Mapping[str, Reader]
+
+    @property
+    def read(self) -> dict[str, str]:
+        """Parameters that would be tables, were they only looked up -> who else reads them."""
+        read = [(site, self.readers[site.path].text) for site in self.candidates if site.path in self.readers]
+        return {name: text for site, text in read for name in site.names().values()}
+
+    def taken(self, keep: Set[str] = frozenset()) -> tuple[Site, ...]:
+        """Those that are sharded: without those that other code may read.
+
+        Args:
+            keep: parameters whose module is taken all the same, unless somebody keeps the module itself elsewhere.
+        """
+        return tuple(site for site in self.candidates if self._is_taken(site, keep))
+
+    def _is_taken(self, site: Site, keep: Set[str]) -> bool:
+        reader = self.readers.get(site.path)
+        return reader is None or not (reader.is_keeper or keep.isdisjoint(site.every_name()))
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """What the sharders take of one model on one mesh; planner, check and wrapper read the same.
+
+    Args:
+        module: the model, which must not change as long as this is used.
+        sharders: who was asked.
+        env: the mesh.
+        asked: the tensor-parallel layouts that the model sharders were asked for; empty where they chose.
+        placements: what they split.
+        sites: what the module sharders may take.
+    """
+
+    module: nn.Module
+    sharders: tuple[AnySharder, ...]
+    env: ShardingEnv
+    asked: Mapping[str, Layout]
+    placements: tuple[ModelPlacement, ...]
+    sites: Sites
+
+    @classmethod
+    def of(
+        cls,
+        module: nn.Module,
+        sharders: Iterable[AnySharder],
+        env: ShardingEnv,
+        given: Mapping[str, Layout] | None = None,
+        known: Found | None = None,
+    ) -> Found:
+        """Ask the sharders, or take what is known already.
+
+        Args:
+            given: a plan's dense layouts; without tensor-parallel ones the model sharders choose themselves.
+            known: what these sharders said before; asked again only if `given` wants something else.
+
+        Raises:
+            PlanError: what `place_dense` raises.
+            ShardError: a sharder that names parameters which its module lacks.
+        """
+        given = given or {}
+        asked = {name: layout for name, layout in given.items() if layout.is_tensor_parallel}
+        if known is not None and known._answers(module, env, asked):
+            _check_placements(known.sharders, known.placements, given)
+            return known
+        sharders = tuple(sharders)
+        placements = place_dense(module, sharders, env, given)
+        split = {name for p in placements for name in p.layouts}
+        return cls(module, sharders, env, asked, placements, _find_sites(module, sharders, split))
+
+    @property
+    def split(self) -> dict[str, Layout]:
+        """Every parameter that a model sharder splits -> how."""
+        return {name: layout for p in self.placements for name, layout in p.layouts.items()}
+
+    def parameters(self, keep: Set[str] = frozenset()) -> dict[str, tuple[ModuleSharder, ParameterInfo]]:
+        """Fully-qualified name of every parameter that a plan must place -> who runs it and what is known of it.
+
+        Args:
+            keep: names that are placed as tables although code besides their module's forward may read them.
+        """
+        return _parameters(self.sites.taken(keep))
+
+    def _answers(self, module: nn.Module, env: ShardingEnv, asked: Mapping[str, Layout]) -> bool:
+        return self.module is module and self.env == env and asked in (self.asked, self.split)
+
+
+def join(path: str, name: str) -> str:
+    """A dotted path."""
+    return f"{path}.{name}" if path and name else path or name
+
+
+def plan_parameters(
+    module: nn.Module, sharders: Iterable[AnySharder], without: Set[str] = frozenset(), keep: Set[str] = frozenset()
+) -> dict[str, tuple[ModuleSharder, ParameterInfo]]:
+    """Fully-qualified name of every parameter that a plan must place -> who runs it and what is known of it.
+
+    Args:
+        without: names of parameters that are placed already, such as `place_dense`'s.
+        keep: names that are placed as tables although code besides their module's forward may read them.
+    """
+    return _parameters(_find_sites(module, sharders, without).taken(keep))
+
+
+def dense_parameters(module: nn.Module, without: Set[str] = frozenset()) -> dict[str, ParameterInfo]:
+    """Every parameter, by its first name, that is no table.
+
+    Args:
+        without: the tables' names.
+    """
+    tables = _ids(module, without)
+    return {
+        name: ParameterInfo(tuple(p.shape), p.dtype, "dense")
+        for name, p in module.named_parameters()
+        if id(p) not in tables and not is_lazy(p)
+    }
+
+
+def place_dense(
+    module: nn.Module, sharders: Iterable[AnySharder], env: ShardingEnv, given: Mapping[str, Layout] | None = None
+) -> tuple[ModelPlacement, ...]:
+    """What the model sharders among `sharders` split, in their order; nothing is changed.
+
+    Args:
+        given: a plan's dense layouts; without tensor-parallel ones the sharders choose themselves.
+
+    Raises:
+        PlanError: two sharders that claim one parameter, a given layout that nobody runs, or what `place` raises.
+    """
+    given, sharders = given or {}, tuple(sharders)
+    placements = tuple(sharder.place(module, given, env) for sharder in sharders if isinstance(sharder, ModelSharder))
+    _check_placements(sharders, placements, given)
+    return placements
+
+
+def _check_placements(
+    sharders: Iterable[AnySharder], placements: tuple[ModelPlacement, ...], given: Mapping[str, Layout]
+) -> None:
+    """One owner for each parameter that is split, and as it is given."""
+    owner: dict[str, str] = {}
+    names = [type(sharder).__name__ for sharder in sharders if isinstance(sharder, ModelSharder)]
+    for who, placement in zip(names, placements, strict=True):
+        for name, layout in placement.layouts.items():
+            if name in owner:
+                raise PlanError(f"{owner[name]} and {who} both split {name!r}; pass one of them", table=name)
+            if given.get(name, layout) != layout:
+                raise PlanError(
+                    f"plan entry {name!r} = {given[name]}, but {who} splits it as {layout}; leave "
+                    f"it out of the plan, or out of what that splits: sharders=[{who}(...), ...]",
+                    table=name,
+                )
+            owner[name] = who
+    for name, layout in given.items():
+        if layout.is_tensor_parallel and name not in owner:
+            raise PlanError(
+                f"plan entry {name!r} = {layout}: no sharder runs it; pass TensorParallelSharder among the sharders",
+                table=name,
+            )
+
+
+def _find_sites(module: nn.Module, sharders: Iterable[AnySharder], without: Set[str]) -> Sites:
+    """Modules that a sharder takes.
+
+    A module whose parameters are tied to another module's stays with the data-parallel part, for a sharded copy could
+    not stay tied; so does one with a parameter named in `without` (any of its names).
+    """
+    by_type = by_module_type(sharders)
+    owners = _owners(module)
+    excluded = _ids(module, without)
+    found: dict[int, Site] = {}
+    for path, candidate in _walk(module, "", lambda m: sharder_for(m, by_type) is not None):
+        if id(candidate) in found:
+            site = found[id(candidate)]
+            found[id(candidate)] = Site(site.path, (*site.aliases, path), candidate, site.sharder, site.infos)
+            continue
+        sharder = sharder_for(candidate, by_type)
+        assert sharder is not None
+        infos = {name: with_state_bytes(info) for name, info in sharder.parameters(candidate).items()}
+        if not infos or _is_tied(candidate, owners) or any(id(p) in excluded for p in candidate.parameters()):
+            continue
+        _check_names(candidate, path, sharder, infos)
+        found[id(candidate)] = Site(path, (path,), candidate, sharder, infos)
+    readers = find_readers(module, {key: (site.module, site.infos) for key, site in found.items()})
+    return Sites(tuple(found.values()), {found[key].path: reader for key, reader in readers.items()})
+
+
+def _parameters(sites: Iterable[Site]) -> dict[str, tuple[ModuleSharder, ParameterInfo]]:
+    return {name: (s.sharder, s.infos[relative]) for s in sites for relative, name in s.names().items()}
+
+
+def _walk(module: nn.Module, path: str, stop_at: Callable[[nn.Module], bool]) -> Iterator[tuple[str, nn.Module]]:
+    """(path, module) of the outermost modules for which `stop_at(module)`, every path of a shared one."""
+    if stop_at(module):
+        yield path, module
+        return
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _walk(child, join(path, name), stop_at)
+
+
+def _owners(module: nn.Module) -> dict[int, set[tuple[int, str]]]:
+    """id(parameter) -> the (id(module), attribute) places that hold it."""
+    owners: dict[int, set[tuple[int, str]]] = {}
+    for holder in module.modules():
+        for name, parameter in holder._parameters.items():
+            if parameter is not None:
+                owners.setdefault(id(parameter), set()).add((id(holder), name))
+    return owners
+
+
+def _ids(module: nn.Module, names: Set[str]) -> set[int]:
+    """id of the parameters that have one of these names."""
+    if not names:
+        return set()
+    return {id(p) for name, p in module.named_parameters(remove_duplicate=False) if name in names}
+
+
+def _is_tied(module: nn.Module, owners: dict[int, set[tuple[int, str]]]) -> bool:
+    return any(len(owners[id(parameter)]) > 1 for parameter in module.parameters())
+
+
+def _check_names(module: nn.Module, path: str, sharder: ModuleSharder, infos: Mapping[str, ParameterInfo]) -> None:
+    actual = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    for name, info in infos.items():
+        if actual.get(name) != tuple(info.shape):
+            raise ShardError(
+                f"{type(sharder).__name__}.parameters names {name!r} of shape {tuple(info.shape)} in module {path!r}, "
+                f"which has {actual}"
+            )

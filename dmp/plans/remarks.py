@@ -1,0 +1,141 @@
+"""Remarks: what cannot be seen from a step's numbers is said once, to the logger "dmp", by rank 0.
+
+That is: weights of a kind that is sharded which are no tables, with their bytes and why; a tensor axis on which nothing
+was split, whose ranks all do the same work; and which share of the weights is whole on each of its ranks, and why.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch.nn.parameter import is_lazy
+
+from dmp.contracts import hook
+from dmp.plans.check import Resolved
+from dmp.registry import by_module_type, sharder_for
+
+LARGE_BYTES = 64 << 20  # what a warning is worth: copies on every rank
+_log = logging.getLogger("dmp")
+_NUM_SHOWN = 8
+
+
+def remark(resolved: Resolved) -> None:
+    """Say what of a checked plan's model is not sharded; nothing where there is but one rank."""
+    if resolved.found.env.size > 1 and resolved.found.env.rank == 0:
+        say_what_is_read(resolved)
+        _say_what_is_whole(resolved)
+        _say_what_is_left(resolved)
+
+
+def say_what_is_read(resolved: Resolved) -> None:
+    """Which tables are left to the data-parallel part because other code reads them."""
+    known = dict(resolved.found.module.named_parameters(remove_duplicate=False))
+    placed = resolved.tables | resolved.plan.keys()
+    for name, reader in resolved.found.sites.read.items():
+        if name not in placed:
+            num_bytes = known[name].numel() * known[name].element_size()
+            _log.log(
+                logging.WARNING if num_bytes >= LARGE_BYTES else logging.INFO,
+                "%r (%s bytes) is no table but part of the data-parallel weights: %s reads it besides the forward of "
+                "its own module. A plan entry such as row_wise() makes it a table all the same, and a read an error",
+                name,
+                f"{num_bytes:,}",
+                reader,
+            )
+
+
+def _say_what_is_whole(resolved: Resolved) -> None:
+    """What the tensor axis does not split, and why; a warning where that is most, and no table is split."""
+    module, env, tables = resolved.found.module, resolved.found.env, resolved.tables
+    if env.tensor_size == 1:
+        return
+    axis = ", ".join(f"{name} ({env.shape[env.names.index(name)]})" for name in env.axes("tensor"))
+    split = {name for name, e in resolved.plan.items() if e.layout.tensor_dim(2) is not None}
+    sizes = {n: p.numel() * p.element_size() for n, p in module.named_parameters() if not is_lazy(p)}
+    dense = {name: size for name, size in sizes.items() if name not in tables}
+    total, whole = sum(dense.values()), sum(size for name, size in dense.items() if name not in split)
+    is_cut = any(not resolved.plan[name].layout.is_copied for name in tables)
+    reasons = _reasons(resolved)
+    if not is_cut and whole == total:
+        _log.warning(
+            "axis %s: nothing is split, because %s. Its ranks all hold the same %s and do the same work; leave the "
+            "axis out of the mesh, or name what is to be split: TensorParallelSharder({module path: style})",
+            axis,
+            "; ".join(reasons) or "the plan splits nothing",
+            shown_bytes(sum(sizes.values())),
+        )
+    elif whole:
+        _log.log(
+            logging.WARNING if whole > total / 2 and not is_cut else logging.INFO,
+            "axis %s: %.0f %% of the dense weights (%s of %s) are whole on each of its ranks: %s",
+            axis,
+            100 * whole / total,
+            shown_bytes(whole),
+            shown_bytes(total),
+            "; ".join(reasons) or "the plan does not name them",
+        )
+
+
+def shown_bytes(size: int) -> str:
+    """A size that a person reads."""
+    for unit, digits in (("bytes", 0), ("KB", 3), ("MB", 6), ("GB", 9)):
+        if size < 1000 ** (digits // 3 + 1):
+            return f"{size / 10**digits:.{2 if digits else 0}f} {unit}"
+    return f"{size / 1e12:.2f} TB"
+
+
+def _say_what_is_left(resolved: Resolved) -> None:
+    """Which modules of a kind that is sharded are data-parallel, and how much is whole in all."""
+    module, env = resolved.found.module, resolved.found.env
+    by_type = by_module_type(resolved.found.sharders)
+    names: dict[int, list[str]] = {}
+    for name, p in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(p), []).append(name)
+    inside = {id(m) for site in resolved.sites for m in site.module.modules()}
+    known = resolved.plan.keys() | resolved.found.sites.read.keys()
+    for path, each in module.named_modules():
+        if id(each) in inside or sharder_for(each, by_type) is None:
+            continue
+        for p in each.parameters(recurse=False):
+            if is_lazy(p) or known & set(names[id(p)]):
+                continue
+            others = [n for n in names[id(p)] if n.rpartition(".")[0] != path]
+            num_bytes = p.numel() * p.element_size()
+            is_large = num_bytes >= LARGE_BYTES and not env.fully_sharded_axes
+            _log.log(
+                logging.WARNING if is_large else logging.INFO,
+                "%r (%s bytes) is no table but part of the data-parallel weights, %s: %s",
+                names[id(p)][0],
+                f"{num_bytes:,}",
+                "split with them" if env.fully_sharded_axes else "whole on every rank",
+                f"tied to {others[0]!r}" if others else _reason(each),
+            )
+    if not env.fully_sharded_axes:
+        of_tables = {id(p) for site in resolved.sites for p in site.module.parameters()}
+        dense = [p for p in module.parameters() if id(p) not in of_tables and not is_lazy(p)]
+        total = sum(p.numel() * p.element_size() for p in dense)
+        _log.info("%d dense parameters of %s bytes are whole on every data rank", len(dense), f"{total:,}")
+
+
+def _reason(module: Any) -> str:
+    """What of the module no sharder runs."""
+    for name in ("max_norm", "scale_grad_by_freq", "sparse"):
+        if getattr(module, name, None):
+            return f"{name}={getattr(module, name)}"
+    if getattr(module, "mode", None) == "max":
+        return "mode='max'"
+    if hasattr(module, "parametrizations"):
+        return "its weight is parametrized"
+    if not type(module).forward.__module__.startswith(("torch.", "torchrec.")):
+        return f"{type(module).__name__} has a forward of its own"
+    return f"its sharder takes nothing of this {type(module).__name__}"
+
+
+def _reasons(resolved: Resolved) -> list[str]:
+    """What the sharders noted of what they left whole."""
+    if not resolved.found.placements:
+        return ["no sharder that splits dense weights was passed (TensorParallelSharder does)"]
+    notes = list(dict.fromkeys(note for p in resolved.found.placements for note in hook(p, "notes") or ()))
+    said = [note for note in notes if "left whole" in note or "nothing to split" in note]
+    return said[:_NUM_SHOWN] + [f"and {len(said) - _NUM_SHOWN} more"] * (len(said) > _NUM_SHOWN)
