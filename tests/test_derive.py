@@ -15,7 +15,7 @@ from dmp import PlanError
 from sharders.tensor_parallel.auto_plan import Derived, check_heads, complete_sequence, derive
 from sharders.tensor_parallel.head_counts import ModelRuns, divided_attributes
 from sharders.tensor_parallel.structure.find_transformer import recognise
-from tests.transformers_zoo import GPT, Bert, Llama, LlamaBlock
+from tests.transformers_zoo import GPT, Bert, Llama, LlamaBlock, LlamaPositionsFirst
 
 
 def of_block(styles: dict[str, str], block: str) -> dict[str, str]:
@@ -322,6 +322,12 @@ def test_sequence_parallel(make: Callable[[], nn.Module]) -> None:
     assert any(n.startswith("sequence parallel: verified") for n in found.notes)
     assert found.divided == plain.divided
     assert complete_sequence(ModelRuns(make(), 2), plain.styles, "tp").styles == found.styles
+
+
+def test_the_hidden_state_may_be_any_argument() -> None:
+    found = derive(ModelRuns(LlamaPositionsFirst(), 2), "tp", sequence_parallel=True)
+    assert found.styles["layers.0"] == "split_sequence"
+    assert any(n.startswith("sequence parallel: verified") for n in found.notes)
 
 
 def test_sequence_parallel_with_loss_parallel_changes_the_head_alone() -> None:

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 from dmp import InputError, ShardingEnv
 from sharders import TensorParallelSharder
 from tests.ranks import mesh, run_ranks
-from tests.transformers_zoo import GPT, Bert, Llama, LlamaAttention, rotate
+from tests.transformers_zoo import GPT, Bert, Llama, LlamaAttention, LlamaPositionsFirst, rotate
 
 BATCH, LENGTH, VOCAB = 4, 8, 64
 LR = 0.01
@@ -31,6 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": lambda: Llama(kv_heads=4),
     "llama tied": lambda: Llama(kv_heads=4, tied=True),
+    "positions first": LlamaPositionsFirst,
     "gpt": lambda: GPT(tied=False),
     "gpt tied": GPT,
     "bert": Bert,

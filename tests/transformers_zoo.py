@@ -120,6 +120,28 @@ class Llama(nn.Module):
         return self.output(self.norm(x))
 
 
+class PositionsFirst(LlamaBlock):
+    """The hidden state comes second."""
+
+    def forward(self, positions: Rotary, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x, positions)
+
+
+class LlamaPositionsFirst(Llama):
+    """Its blocks take the hidden state after what they share."""
+
+    def __init__(self) -> None:
+        super().__init__(kv_heads=4)
+        self.layers = nn.ModuleList(PositionsFirst(32, 4, 4, 64) for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.tok_embeddings(ids)
+        positions = rotary(ids.shape[1], self.head_dim, x.device)
+        for layer in self.layers:
+            x = layer(positions, x)
+        return self.output(self.norm(x))
+
+
 class GPTAttention(nn.Module):
     """With biases, causal."""
 

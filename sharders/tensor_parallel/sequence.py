@@ -17,11 +17,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from dmp import PlanError
 from sharders.tensor_parallel.head_counts import ModelRuns, Unsplit
+from sharders.tensor_parallel.split.hooks import change_hidden_state, is_hidden_state
 from sharders.tensor_parallel.structure.dry_run import (
     DryRunError,
     Trace,
@@ -176,7 +176,7 @@ def _see_slices(
         make_local(modules, styles, divided, size)
         for path, style in styles.items():
             if path in modules:
-                _simulate(modules[path], style, transformer.width, length, length // size)
+                _simulate(modules[path], path, style, transformer.width, length, length // size)
 
     try:
         seen = dry_run(runs.copies, unsplit.feed, edit)
@@ -200,34 +200,21 @@ def _is_sliced(seen: list[Shape], whole: list[Shape]) -> bool:
     return any(len(s) > 2 and s[1] != w[1] for s, w in zip(seen, whole, strict=False))
 
 
-def _simulate(module: nn.Module, style: str, width: int, whole: int, local: int) -> None:
+def _simulate(module: nn.Module, path: str, style: str, width: int, whole: int, local: int) -> None:
     """Hooks that change the sequence dimension of shapes as a style does."""
 
-    def hidden(value: Any, length: int) -> Any:
-        is_hidden = isinstance(value, torch.Tensor) and value.dim() == 3 and value.is_floating_point()
-        return resize(value, 1, length) if is_hidden and value.shape[2] == width else value
-
-    def enter(length: int) -> None:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            if args and hidden(args[0], length) is not args[0]:
-                return (hidden(args[0], length), *args[1:]), kwargs
-            name = next((n for n, v in kwargs.items() if hidden(v, length) is not v), None)
-            return args, kwargs if name is None else {**kwargs, name: hidden(kwargs[name], length)}
-
-        module.register_forward_pre_hook(hook, with_kwargs=True)
-
     def leave(length: int) -> None:
-        def hook(module: nn.Module, args: Any, output: Any) -> Any:
-            if isinstance(output, tuple):
-                return (hidden(output[0], length), *output[1:])
-            return hidden(output, length)
+        def resized(output: Any) -> Any:
+            return resize(output, 1, length) if is_hidden_state(output, width) else output
+
+        def hook(_: nn.Module, args: Any, output: Any) -> Any:
+            return (resized(output[0]), *output[1:]) if isinstance(output, tuple) else resized(output)
 
         module.register_forward_hook(hook)
 
-    if style == "split_sequence":
-        enter(local)
-    elif style == "gather_input":
-        enter(whole)
+    if style in ("split_sequence", "gather_input"):
+        length = local if style == "split_sequence" else whole
+        change_hidden_state(module, path, width, lambda x: resize(x, 1, length))
     elif style == "rowwise_scatter":
         leave(local)
     elif style == "gather_sequence":

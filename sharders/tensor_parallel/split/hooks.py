@@ -80,7 +80,7 @@ def gather_input(module: nn.Module, mesh: DeviceMesh, path: str, width: int) -> 
         chunk = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Shard(1)], run_check=False)
         return chunk.redistribute(placements=[Replicate()])
 
-    _on_hidden_state(module, gather, path, width)
+    change_hidden_state(module, path, width, gather)
 
 
 def split_sequence(module: nn.Module, mesh: DeviceMesh, path: str, width: int) -> None:
@@ -104,7 +104,7 @@ def split_sequence(module: nn.Module, mesh: DeviceMesh, path: str, width: int) -
         return whole.redistribute(placements=[Shard(1)]).to_local()
 
     module._dmp_chunks_sequence = True  # type: ignore[assignment]
-    _on_hidden_state(module, split, path, width)
+    change_hidden_state(module, path, width, split)
 
 
 def gather_sequence(module: nn.Module, mesh: DeviceMesh) -> None:
@@ -127,15 +127,22 @@ def gather_sequence(module: nn.Module, mesh: DeviceMesh) -> None:
     module.register_forward_hook(gather)
 
 
-def _on_hidden_state(module: nn.Module, change: Callable[[torch.Tensor], Any], path: str, width: int) -> None:
-    """Call `change` on the first argument that can be the hidden state: floating, (B, T, width)."""
+def change_hidden_state(module: nn.Module, path: str, width: int, change: Callable[[torch.Tensor], Any]) -> None:
+    """Have `change` called on the hidden state that the module is called with.
+
+    That is its first argument, positional ones before those by keyword, that is floating and (B, T, width). A dry run
+    finds it by this same rule.
+
+    Args:
+        path: of the module, for the error that a call without a hidden state raises.
+    """
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         for i, value in enumerate(args):
-            if _is_hidden_state(value, width):
+            if is_hidden_state(value, width):
                 return (*args[:i], change(value), *args[i + 1 :]), kwargs
         for name, value in kwargs.items():
-            if _is_hidden_state(value, width):
+            if is_hidden_state(value, width):
                 return args, {**kwargs, name: change(value)}
         raise InputError(
             f"module {path!r} was called without a hidden state of shape (batch, sequence, {width}), which sequence "
@@ -145,7 +152,8 @@ def _on_hidden_state(module: nn.Module, change: Callable[[torch.Tensor], Any], p
     module.register_forward_pre_hook(enter, with_kwargs=True)
 
 
-def _is_hidden_state(value: Any, width: int) -> bool:
+def is_hidden_state(value: Any, width: int) -> bool:
+    """Whether it is floating, and (B, T, width)."""
     return (
         isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() == 3 and value.shape[2] == width
     )
