@@ -9,6 +9,8 @@ Rooms, lower ones first; each says in its `__init__` what lives there: `ranks`, 
 - `contracts`: protocols between wrapper, sharders and planner
 - `registry`: sharders and planners by name and entry point
 - `calls`: one call of a model at a time, in one thread
+- `effects`: what this code changes beyond itself, and why
+- `private_names`: names of other packages that are private there, and why they are used
 - `outputs`: the tensors in what a model returns
 - `read_values`: values that came out of a file: strict JSON, sizes, and how an error shows them
 - `__main__`: the command line: `python -m dmp convert`

@@ -3,6 +3,7 @@
 Rooms: `embedding` (tables), `tensor_axis`, `tensor_parallel`, `data_parallel`, `testing`. Single files:
 
 - `channel`: exchange of buffers between the ranks of one group
+- `quiet`: silence while code of others is run for a look at it
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ touched.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import product
@@ -187,9 +186,8 @@ def _like(old: torch.Tensor, device: torch.device) -> torch.Tensor:
     new = nn.Parameter(value, requires_grad=old.requires_grad)
     attached = list(zip(getattr(old, "_optimizer_classes", ()), getattr(old, "_optimizer_kwargs", ()), strict=True))
     if attached:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # torch's own import uses torch.jit
-            from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore[attr-defined]
+        from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore[attr-defined]
+
         for optimizer, kwargs in attached:
             _apply_optimizer_in_backward(optimizer, [new], kwargs)
     return new

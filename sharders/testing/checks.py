@@ -278,7 +278,7 @@ def check_meta_init(subject: Subject, case: Case) -> Iterator[str]:
     alone = ShardingEnv.single(subject.env.device_type)
     plan = {name: next(iter(subject.sharder.layouts(info, alone))) for name, info in subject.infos().items()}
     module = subject.make_module().to("meta")
-    torch.manual_seed(1)
+    torch.default_generator.manual_seed(1)
     expected = DistributedModelParallel(copy.deepcopy(module), env=alone, plan=plan, sharders=[subject.sharder])
     model = subject.wrap(case.plan, module)
     state = model.state_dict()

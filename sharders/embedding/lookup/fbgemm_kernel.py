@@ -11,7 +11,6 @@ FBGEMM does not check ids on the way back; callers have.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -24,6 +23,7 @@ from torch import Tensor
 from sharders.embedding.lookup.bank import Bank, RowRange
 from sharders.embedding.lookup.optimizers import OPTIMIZERS, OptimizerSpec
 from sharders.embedding.lookup.torch_kernel import Segments, TorchLookup
+from sharders.quiet import quiet
 
 _SUM = 0  # FBGEMM's PoolingMode.SUM
 _FLOAT32 = 0  # FBGEMM's SparseType.FP32
@@ -246,8 +246,7 @@ def _update(
 def problem() -> str:
     """Why FBGEMM cannot be used here, in one line; empty where it can: it loads, and a small update is right."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with quiet():
             import fbgemm_gpu
         with torch.device("cpu"):
             return _compare(str(getattr(fbgemm_gpu, "__version__", "of unknown version")))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import random
 import re
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from sharders.quiet import quiet
 from sharders.tensor_parallel.structure.find_transformer import is_of_torchrec
 from sharders.tensor_parallel.structure.meta_copies import MetaCopies, Shape
 from sharders.tensor_parallel.structure.transformer import within
@@ -325,14 +325,11 @@ def _reduced(shape: Shape, dim: Any) -> Shape:
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """Random state, warnings and logging are as before afterwards; no gradients."""
-    state, disabled = random.getstate(), logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
+    state = random.getstate()
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), quiet(logging.CRITICAL):
             yield
     finally:
-        logging.disable(disabled)
         random.setstate(state)
 
 

@@ -1,0 +1,54 @@
+"""What this code changes beyond its own objects: of the process, of other packages, of others' objects; and why.
+
+A test compares the list with the code. Nothing else may change what it did not make. What is for a while is put back
+by who changed it; what threads share is under a lock, or is set where it was found otherwise alone.
+
+For the whole process, while it lasts
+- `sharders/quiet.py: warnings.catch_warnings`, `sharders/quiet.py: warnings.simplefilter`,
+  `sharders/quiet.py: logging.disable`: a model's code is run for a look, and FBGEMM imported, without what they would
+  tell the user; one thread at a time
+- `dmp/wrap/wrapper.py: gc.disable`, `dmp/wrap/wrapper.py: gc.enable`: while a model is wrapped; who finds it disabled
+  leaves it so
+- `dmp/checkpoint/targets/native.py: torch.serialization.set_crc32_options`: while a checkpoint is written, where the
+  program has them off, for a checkpoint without checksums cannot be checked; one save runs at a time
+- `dmp/ranks/watchdog.py: atexit.register`: the watchdog says goodbye, so that no rank waits for this one
+- `dmp/env.py: atexit.register`, `dmp/env.py: dist.destroy_process_group`: gloo's threads that outlive the interpreter
+  abort the process
+
+For the whole process, once
+- `dmp/wrap/outer_wrappers.py: DistributedDataParallel.__init__ =`: DDP over a wrapped model would average pieces of
+  different tables; nothing but its construction tells
+- `dmp/wrap/optimizer_guard.py: register_optimizer_step_pre_hook`: an optimizer may be made before the model is wrapped
+- `dmp/ranks/launch.py: dist.init_process_group`, `dmp/ranks/launch.py: torch.accelerator.set_device_index`: a program
+  that a launcher started and that has no group yet gets one, on the device of its rank
+
+Of a thread of our own
+- `dmp/checkpoint/background.py: os.setpriority`: a save in the background steps back behind the training
+
+The generators of random numbers
+- `dmp/checkpoint/random_state.py: torch.manual_seed`, `dmp/checkpoint/random_state.py: torch.set_rng_state`,
+  `dmp/checkpoint/random_state.py: torch.get_device_module(device).set_rng_state`: what `load_checkpoint` promises
+- `sharders/tensor_parallel/sharder.py: torch.set_rng_state`,
+  `sharders/tensor_parallel/sharder.py: torch.get_device_module(mesh.device_type).set_rng_state`: ranks that hold one
+  activation must drop the same of it
+- `dmp/wrap/initial_rules.py: torch.random.fork_rng`, `dmp/wrap/initial_rules.py: torch.default_generator.manual_seed`,
+  `dmp/wrap/initial_values.py: torch.random.fork_rng`: a module's own rules draw its first values from torch's generator
+- `dmp/state/verify.py: torch.random.fork_rng`, `dmp/state/verify.py: torch.manual_seed`: both models draw the same
+- `sharders/tensor_parallel/structure/dry_run.py: torch.random.fork_rng`,
+  `sharders/tensor_parallel/structure/dry_run.py: random.setstate`,
+  `sharders/tensor_parallel/proof/simulated.py: torch.set_rng_state`: a look at a model draws no numbers of the program
+- `sharders/testing/battery.py: torch.random.fork_rng`,
+  `sharders/testing/checks.py: torch.default_generator.manual_seed`: a sharder is
+  checked with the same numbers on all ranks
+
+Others' objects
+- `dmp/ranks/collective.py: c10d._world.pg_group_ranks[made] =`: a group made without a collective, made known to torch
+- `sharders/tensor_parallel/proof/simulated.py: propagator.propagate_op_sharding_non_cached =`: simulated ranks are
+  threads, and torch's propagator is for one; lent under a lock, the first takes it and the last gives it back
+- `sharders/data_parallel/unreached.py: held.__class__ =`: of one FSDP2 parameter of ours, so that what got no gradient
+  is marked
+- `sharders/tensor_parallel/split/replicated_weights.py: owner.__class__ =`: of one module of the user's model, so that
+  its code reads a split weight as it was
+- `sharders/tensor_parallel/structure/dry_run.py: modules[path].__class__ =`: of one module of a copy, to see what it
+  reads
+"""

@@ -1,0 +1,60 @@
+"""Names of other packages that are private there, and what they are used for: what to look at when torch changes.
+
+A test compares the list with the code; where nothing else is said, the name is torch's and nothing public does the job.
+
+Modules
+- `_parameters`, `_buffers`, `_modules`, `_non_persistent_buffers_set`: tensors are put in place of others without the
+  checks of `setattr`, ties kept
+- `_forward_hooks`, `_forward_pre_hooks`, `_forward_hooks_with_kwargs`, `_forward_pre_hooks_with_kwargs`,
+  `_forward_hooks_always_called`, `_backward_hooks`, `_backward_pre_hooks`, `_is_full_backward_hook`: a module takes the
+  hooks of one whose place it takes; which hooks a block has
+- `_apply`, `_load_from_state_dict`, `torch.nn.modules.module._IncompatibleKeys`: what `.to` and `load_state_dict` do
+- `_reset_parameters`, `_init_weights`, `_initialize_weights`: initial rules of torch's and Transformers' modules
+- `_NormBase`, `_DropoutNd`: bases by which kinds of modules are told
+- `_tp_plan`: of Transformers, which weights its models split
+
+Tensors
+- `_make_wrapper_subclass`: a tensor without values of its own
+- `_base`, `_is_view`, `_version`: whether a tensor is a view, and was written to
+- `_cdata`: which storage a meta tensor has
+- `_values`: of a sparse gradient
+- `_C`, `_to_copy`, `_c10d_functional`, `_schema`: operators, and what they write
+- `torch.utils._python_dispatch.TorchDispatchMode`: which tensors an initial rule writes
+- `torch.utils._pytree.tree_map`, `torch.utils._pytree.tree_leaves`: what FSDP2 itself walks outputs with
+
+Optimizers, gradients and scaling
+- `_in_backward_optimizers`, `_optimizer_classes`, `_optimizer_kwargs`,
+  `torch.distributed.optim._apply_optimizer_in_backward`: optimizers that the user had applied in the backward pass
+- `_unscale_grads_`, `_amp_foreach_non_finite_check_and_unscale_`: the one place where a scaler looks at gradients
+- `_get_total_norm`, `_clip_grads_with_norm_`, `_group_tensors_by_device_and_dtype`: for torch's own clipping
+- `_current_graph_task_id`, `_will_engine_execute_node`, `_execution_engine`: whether a backward pass runs
+- `_engine_run_backward`: the frame at which a stack of a hanging rank is in the backward pass
+
+FSDP2 and DDP
+- `_get_fsdp_state`, `_fsdp_param_groups`, `_register_pre_backward_hook`, `_get_grad_inner_tensor`, `_training_state`,
+  `torch.distributed.fsdp._common_utils.collect_grad_tensors`: who had no gradient, and what a unit waits for
+- `_sharded_state`, `_setattr_on_modules`, `_unsharded_param`, `_sharded_post_forward_param`: a state dict without
+  freeing what a unit has gathered
+- `_module_parameters`, `_rebuild_buckets`, `_distributed_broadcast_coalesced`: DDP's reducer and its buffers
+- `_ddp_params_and_buffers_to_ignore`, `_set_params_and_buffers_to_ignore_for_model`: what DDP leaves alone
+- `torch.distributed._composable.contract.REGISTRY_KEY`, `torch.distributed._composable.contract.RegistryItem`: what
+  `fully_shard` passes over
+- `torch.distributed._composable.replicate_with_fsdp.replicate`: FSDP2's way to replicate
+- `torch.distributed._composable.checkpoint_activation.checkpoint`: checkpointed blocks under their own names
+
+Groups, meshes, DTensor
+- `_get_default_store`, `_new_process_group_helper`, `_world`: a group made by its own ranks alone, its store known
+- `_flatten`, `_concatenate`: one mesh out of several axes
+- `torch._C._distributed_c10d._register_process_group`, `torch._C._distributed_c10d._resolve_process_group`,
+  `_dim_group_names`, `_pg_registry`, `_thread_id`, `_op_dispatcher`: ranks simulated in threads
+- `_prepare_output_fn`: a parallel style whose output keeps its layout
+
+Checkpoints
+- `torch.distributed.checkpoint.state_dict_saver._save_state_dict`: saving without the warning of `save`
+- `_rebuild_tensor_v2`, `_rebuild_tensor_v3`, `_StorageInfo`, `_StoragePrefix`, `_MEM_FORMAT_ENCODING`, `_get_layout`:
+  as they stand in files; nothing of these names is called
+
+Others
+- `_embedding_names`, `_lengths_per_embedding`: of TorchRec's collections
+- `_current_frames`, `_getframe`: of Python's `sys`, where threads stand, and which code reads a weight
+"""
