@@ -19,10 +19,10 @@ from torch.optim.optimizer import Optimizer
 from dmp.errors import ShardError
 
 _SHOWN = 5
-_marks = 0  # so that an optimizer is looked at once, and again after another model has been wrapped
+_wraps = 0  # so that an optimizer is looked at once, and again after another model has been wrapped
 
 
-class _Mark:
+class _Replaced:
     """What a replaced parameter knows: the wrapped model, and its name there. Not kept where it is pickled."""
 
     def __init__(self, model: nn.Module, name: str) -> None:
@@ -35,15 +35,15 @@ class _Mark:
 @contextmanager
 def marking_replaced(model: nn.Module, module: nn.Module) -> Iterator[None]:
     """Mark each parameter of `module` for which `model.module` has another one at the end. Keeps none alive."""
-    global _marks
+    global _wraps
     before = [(name, weakref.ref(p)) for name, p in module.named_parameters()]
     yield
-    _marks += 1
+    _wraps += 1
     now = dict(model.module.named_parameters(remove_duplicate=False))  # type: ignore[union-attr]
     for name, reference in before:
         old = reference()
         if old is not None and name in now and old is not now[name]:
-            old._dmp_replaced = _Mark(model, name)  # type: ignore[attr-defined]
+            old._dmp_replaced = _Replaced(model, name)  # type: ignore[attr-defined]
 
 
 def follow(optimizer: Optimizer) -> bool:
@@ -56,14 +56,14 @@ def follow(optimizer: Optimizer) -> bool:
         ShardError: naming the parameters, where the optimizer has state for them, or keeps them outside its groups
             too; nothing is changed.
     """
-    if optimizer.__dict__.get("_dmp_marks") == _marks:
+    if optimizer.__dict__.get("_dmp_wraps") == _wraps:
         return False
     old = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     new = {key: p for key, p in zip(old, successors(old.values()), strict=True) if p is not old[key]}
     if new:
         _check_can_follow(optimizer, [old[key] for key in new])
         _exchange(optimizer, new)
-    optimizer.__dict__["_dmp_marks"] = _marks
+    optimizer.__dict__["_dmp_wraps"] = _wraps
     return True
 
 

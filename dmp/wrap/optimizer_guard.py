@@ -1,78 +1,79 @@
-"""Optimizers that compute something else, or fail, when they are given pieces of parameters: refused with the reason.
+"""Optimizers that compute something else, or fail, when they are given chunks of parameters: refused with the reason.
 
-An optimizer that works on every element by itself is right on any piece. One that needs a whole matrix, or sums over
-all parameters, is not, and torch says nothing.
+An optimizer that works on every element by itself is right on any chunk. One that needs a whole matrix, or sums over
+all parameters, is not, and torch says nothing. Only an optimizer that holds a wrapped model's parameters is looked at,
+each by itself; `optimizer.works_on_chunks = True`, on it or on its class, is its author's word that it is right.
+
+[Note: global effects] One hook of torch's (`register_optimizer_step_pre_hook`), from the first wrapped model to the
+end of the process, is called before a step of every optimizer. Nobody tells a parameter which optimizers hold it, so
+this is where one is met. An optimizer that is not refused pays a look at its class's name and an attribute; one that
+holds nothing of a wrapped model's is not changed.
 """
 
 from __future__ import annotations
 
-import sys
+from functools import cache
 from typing import Any
 
-import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from dmp.chunked import PIECE
+from dmp.chunked import PIECE, is_dtensor
 from dmp.errors import ShardError
+from dmp.wrap import live_models as live
 from dmp.wrap.earlier_optimizers import follow
 
-UNFIT = {
-    "Muon": "orthogonalises whole matrices, and of a piece it gets another result",
-    "Adafactor": "keeps means over whole rows and columns, which a piece does not have",
+NEEDS_WHOLE = {
+    "Muon": "orthogonalises whole matrices, and of a chunk it gets another result",
+    "Adafactor": "keeps means over whole rows and columns, which a chunk does not have",
     "LBFGS": "takes inner products over all parameters, and the ranks would each take their own",
-    "Shampoo": "multiplies by roots of whole matrices' statistics, which a piece does not have",
-    "SOAP": "rotates by eigenvectors of whole matrices' statistics, which a piece does not have",
+    "Shampoo": "multiplies by roots of whole matrices' statistics, which a chunk does not have",
+    "SOAP": "rotates by eigenvectors of whole matrices' statistics, which a chunk does not have",
 }
-"""Class name (of the optimizer or a base of it, torch's or another's) -> why not."""
-
-_reasons: dict[type, tuple[str, str] | None] = {}
-_is_guarding = False
+"""Class name (of the optimizer or a base of it, torch's or another's) -> why it needs whole parameters."""
 
 
+@cache
 def guard_optimizers() -> None:
-    """From now on a step of an unfit optimizer that holds a sharded parameter raises `ShardError`; once per process.
+    """From now on a step of an optimizer that is wrong on the chunks it holds raises `ShardError`, changing nothing.
 
-    The check is before the step, so nothing has changed; other optimizers pay two dict lookups a step. Optimizers that
-    were made before wrapping get the wrapped model's parameters, see replaced.py.
+    Optimizers that were made before wrapping get the wrapped model's parameters, see earlier_optimizers.py.
     """
-    global _is_guarding
-    if not _is_guarding:
-        _is_guarding = True
-        register_optimizer_step_pre_hook(_check)
+    register_optimizer_step_pre_hook(_check)
 
 
 def _check(optimizer: Optimizer, *_: Any) -> None:
-    if follow(optimizer) and any(is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
+    if follow(optimizer) and chunks_in(optimizer):
         _mark_state(optimizer)
-    kind = type(optimizer)
-    if kind not in _reasons:
-        _reasons[kind] = next(((c.__name__, UNFIT[c.__name__]) for c in kind.__mro__ if c.__name__ in UNFIT), None)
-    unfit = _reasons[kind]
-    if unfit is None:
+    refused = next((c.__name__ for c in type(optimizer).__mro__ if c.__name__ in NEEDS_WHOLE), None)
+    if refused is None or getattr(optimizer, "works_on_chunks", False):
         return
-    for at, group in enumerate(optimizer.param_groups):
-        for i, p in enumerate(group["params"]):
-            if is_sharded(p):
-                raise ShardError(
-                    f"{kind.__name__} cannot train parameter {i} of group {at}, of shape {tuple(p.shape)}, of which "
-                    f"this rank holds a piece: {unfit[0]} {unfit[1]}. Use an optimizer that works on each element, "
-                    "such as AdamW, or leave the parameter whole (replicated)"
-                )
+    for group, i, shape in chunks_in(optimizer):
+        raise ShardError(
+            f"{type(optimizer).__name__} cannot train parameter {i} of group {group}, of shape {shape}, of which this "
+            f"rank holds a chunk: {refused} {NEEDS_WHOLE[refused]}. Use an optimizer that works on each element, such "
+            "as AdamW, or leave the parameter whole (replicated). If this one is right on chunks, say so: "
+            "optimizer.works_on_chunks = True"
+        )
+
+
+def chunks_in(optimizer: Optimizer) -> list[tuple[int, int, tuple[int, ...]]]:
+    """(group, index, shape) of every parameter of a wrapped model in an optimizer of which this rank holds a chunk."""
+    held = [(at, i, p) for at, group in enumerate(optimizer.param_groups) for i, p in enumerate(group["params"])]
+    cut = [(at, i, p) for at, i, p in held if _is_cut(p)]
+    ours = {id(p) for model in live.models for p in model.parameters()} if cut else ()
+    return [(at, i, tuple(p.shape)) for at, i, p in cut if id(p) in ours]
+
+
+def _is_cut(parameter: Any) -> bool:
+    """Marked as holding chunks, or a DTensor that is split over more than one rank."""
+    if not is_dtensor(parameter):
+        return hasattr(parameter, "_dmp_sharded")
+    sizes = parameter.device_mesh.shape
+    return any(size > 1 and not p.is_replicate() for size, p in zip(sizes, parameter.placements, strict=True))
 
 
 def _mark_state(optimizer: Optimizer) -> None:
-    """Have its state dict say, where it is pickled, that it is of this rank's pieces."""
+    """Have its state dict say, where it is pickled, that it is of this rank's chunks."""
     if not optimizer.__dict__.get("_dmp_is_marked"):
         optimizer.__dict__["_dmp_is_marked"] = True
         optimizer.register_state_dict_post_hook(lambda _, state_dict: state_dict.__setitem__("pieces", PIECE))
-
-
-def is_sharded(parameter: torch.Tensor) -> bool:
-    """Whether this rank holds a piece: a DTensor split over more than one rank, or marked `_dmp_sharded`."""
-    if getattr(parameter, "_dmp_sharded", False):
-        return True
-    tensors = sys.modules.get("torch.distributed.tensor")
-    if tensors is None or not isinstance(parameter, tensors.DTensor):
-        return False
-    sizes = parameter.device_mesh.shape
-    return any(size > 1 and not p.is_replicate() for size, p in zip(sizes, parameter.placements, strict=True))
