@@ -11,6 +11,7 @@ Rooms, lower ones first; each says in its `__init__` what lives there: `ranks`, 
 - `calls`: one call of a model at a time, in one thread
 - `effects`: what this code changes beyond itself, and why
 - `private_names`: names of other packages that are private there, and why they are used
+- `names`: names found by pattern: what `*` means everywhere
 - `outputs`: the tensors in what a model returns
 - `read_values`: values that came out of a file: strict JSON, sizes, and how an error shows them
 - `__main__`: the command line: `python -m dmp convert`
@@ -50,6 +51,7 @@ from dmp.layouts.tables import (
     table_row_wise,
     table_wise,
 )
+from dmp.names import NameIndex
 from dmp.outputs import tensors_of
 from dmp.plans.find import Found, dense_parameters, place_dense, plan_parameters
 from dmp.plans.plan import PlanChange, ShardingPlan
@@ -81,6 +83,7 @@ __all__ = [
     "ModelPlacement",
     "ModelSharder",
     "ModuleSharder",
+    "NameIndex",
     "ParameterInfo",
     "ParameterSharding",
     "PlanChange",
