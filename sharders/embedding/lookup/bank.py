@@ -153,12 +153,6 @@ class Bank:
         shape = tensor.shape(chunk.rows, chunk.width)
         return self.state[name].narrow(0, first, prod(shape)).view(shape)
 
-    def table_span(self, table: int) -> tuple[int, int]:
-        """First element of a table in `weights`, and how many there are, padding between its chunks included."""
-        chunks = self.chunks[table]
-        first = min((c.element_offset for c in chunks), default=0)
-        return first, max((c.element_offset + c.rows * c.width for c in chunks), default=0) - first
-
     def table_view(self, table: int, width: int, flat: Tensor | None = None) -> Tensor:
         """All chunks of a table as one contiguous matrix.
 
@@ -171,8 +165,10 @@ class Bank:
             (span // g, g), a view, where g is the greatest common divisor of the chunks' widths: (rows, width) for a
             table of one chunk, (0, width) without chunks.
         """
-        first, span = self.table_span(table)
-        divisor = gcd(*(c.width for c in self.chunks[table])) or width
+        chunks = self.chunks[table]
+        first = min((c.element_offset for c in chunks), default=0)
+        span = max((c.element_offset + c.rows * c.width for c in chunks), default=0) - first  # with padding between
+        divisor = gcd(*(c.width for c in chunks)) or width
         return (self.weights if flat is None else flat).narrow(0, first, span).view(span // divisor, divisor)
 
     def step(self) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -55,27 +55,24 @@ class _Features:
 
 
 def _features(ranges: Sequence[RowRange]) -> _Features:
-    columns, cumsum, distinct = [0], [], []
-    total_rows = 0
-    for index, r in enumerate(ranges):
-        columns.append(columns[-1] + r.chunk.width)
-        if index and r != ranges[index - 1]:
-            total_rows += max(ranges[index - 1].rows, 1)
-            distinct.append(ranges[index - 1])
+    cpu = torch.device("cpu")  # whatever the default device is
+    # Each distinct range's rows follow those of the one before; equal ranges, which are adjacent, begin alike.
+    distinct = [r for r, before in zip(ranges, [None, *ranges], strict=False) if r != before]
+    assert len({r for r in distinct if r.rows}) == sum(r.rows > 0 for r in distinct), "equal row ranges not adjacent"
+    cumsum, total_rows = [], 0
+    for r, before in zip(ranges, [ranges[0], *ranges], strict=False):
+        total_rows += max(before.rows, 1) if r != before else 0
         cumsum.append(total_rows)
-    distinct.append(ranges[-1])
-    cumsum.append(total_rows + max(ranges[-1].rows, 1))
-    filled = [r for r in distinct if r.rows]
-    assert len(set(filled)) == len(filled), "equal row ranges must be adjacent"
+    columns = [0, *accumulate(r.chunk.width for r in ranges)]
     return _Features(
         weights_offsets=torch.tensor(
-            [r.chunk.element_offset + r.first_row * r.chunk.width for r in ranges], device="cpu"
+            [r.chunk.element_offset + r.first_row * r.chunk.width for r in ranges], device=cpu
         ),
-        state_offsets=torch.tensor([r.chunk.row_offset + r.first_row for r in ranges], device="cpu"),
-        column_offsets=torch.tensor(columns, dtype=torch.int32, device="cpu"),
-        hash_size_cumsum=torch.tensor(cumsum, device="cpu"),
-        placements=torch.zeros(len(ranges), dtype=torch.int32, device="cpu"),
-        ones=torch.ones(len(ranges), dtype=torch.float32, device="cpu"),
+        state_offsets=torch.tensor([r.chunk.row_offset + r.first_row for r in ranges], device=cpu),
+        column_offsets=torch.tensor(columns, dtype=torch.int32, device=cpu),
+        hash_size_cumsum=torch.tensor([*cumsum, total_rows + max(ranges[-1].rows, 1)], device=cpu),
+        placements=torch.zeros(len(ranges), dtype=torch.int32, device=cpu),
+        ones=torch.ones(len(ranges), dtype=torch.float32, device=cpu),
         num_columns=columns[-1],
         max_width=max(r.chunk.width for r in ranges),
         max_rows=max(r.rows for r in ranges),

@@ -22,6 +22,9 @@ from sharders.embedding.lookup.optimizers import Rows
 Segments = Sequence[tuple[int, int]]
 """(index of a row range, number of ids), in the order of the ids."""
 
+_RowGradients = list[tuple[Region, Tensor, Tensor]]
+"""Per width: the region, its distinct rows (n,) that have a gradient, and the gradients (n, D)."""
+
 
 @dataclass(frozen=True)
 class _Group:
@@ -81,22 +84,18 @@ class TorchLookup:
         for group in self._groups:
             bags = self._bags(group, ids, offsets, weights)
             table_VD = group.region.view(self.bank.weights)
-            part = _sum_bags(table_VD, bags.rows, bags.offsets(), bags.weights)
-            part_BSD = part.view(len(group.ranges), num_bags, group.region.width).transpose(0, 1)
+            sums = _sum_bags(table_VD, bags.rows, bags.offsets(), bags.weights)
+            sums_BSD = sums.view(len(group.ranges), num_bags, group.region.width).transpose(0, 1)
             if len(self._groups) == 1:
-                return part_BSD.reshape(num_bags, self.num_columns)
-            output_BC.index_copy_(1, self._columns(group, ids.device), part_BSD.reshape(num_bags, -1))
+                return sums_BSD.reshape(num_bags, self.num_columns)
+            output_BC.index_copy_(1, self._columns(group, ids.device), sums_BSD.reshape(num_bags, -1))
         return output_BC
 
     def update_pooled(self, grad: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None = None) -> None:
-        for region, rows_n, grads_nD in self._row_gradients(grad, ids, offsets, weights):
-            update(self.bank, region, rows_n, grads_nD)
+        self._update(self._pooled_gradients(grad, ids, offsets, weights))
 
     def gradient_pooled(self, grad: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Tensor:
-        flat = torch.zeros_like(self.bank.weights)
-        for region, rows_n, grads_nD in self._row_gradients(grad, ids, offsets, weights):
-            region.view(flat).index_copy_(0, rows_n, grads_nD)
-        return flat
+        return self._flat(self._pooled_gradients(grad, ids, offsets, weights))
 
     def gradient_weights(self, grad: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
         result_N = self.bank.weights.new_zeros(ids.numel())
@@ -112,11 +111,8 @@ class TorchLookup:
         return result_N
 
     def touched_pooled(self, ids: Tensor, offsets: Tensor) -> Tensor:
-        touched = torch.zeros(self.bank.total_rows, dtype=torch.bool, device=ids.device)
-        if ids.numel():
-            for group in self._groups:
-                touched[group.region.bank_rows(self._bags(group, ids, offsets, None).rows)] = True
-        return touched
+        groups = self._groups if ids.numel() else ()
+        return self._touched([(group.region, self._bags(group, ids, offsets, None).rows) for group in groups])
 
     def rows(self, ids: Tensor, segments: Segments) -> Tensor:
         region = self.region_of(segments)
@@ -125,24 +121,14 @@ class TorchLookup:
         return region.view(self.bank.weights).index_select(0, self.region_rows(ids, segments))
 
     def update_rows(self, grad: Tensor, ids: Tensor, segments: Segments) -> None:
-        region = self.region_of(segments)
-        if region is not None and ids.numel():
-            update(self.bank, region, *_combine(self.region_rows(ids, segments), self._cast(grad), None, None))
+        self._update(self._unpooled_gradients(grad, ids, segments))
 
     def gradient_rows(self, grad: Tensor, ids: Tensor, segments: Segments) -> Tensor:
-        flat = torch.zeros_like(self.bank.weights)
-        region = self.region_of(segments)
-        if region is not None and ids.numel():
-            rows_n, grads_nD = _combine(self.region_rows(ids, segments), self._cast(grad), None, None)
-            region.view(flat).index_copy_(0, rows_n, grads_nD)
-        return flat
+        return self._flat(self._unpooled_gradients(grad, ids, segments))
 
     def touched_rows(self, ids: Tensor, segments: Segments) -> Tensor:
-        touched = torch.zeros(self.bank.total_rows, dtype=torch.bool, device=ids.device)
         region = self.region_of(segments)
-        if region is not None and ids.numel():
-            touched[region.bank_rows(self.region_rows(ids, segments))] = True
-        return touched
+        return self._touched([(region, self.region_rows(ids, segments))] if region and ids.numel() else [])
 
     def region_of(self, segments: Segments) -> Region | None:
         """The region in which the segments' ranges lie; None without segments."""
@@ -179,10 +165,12 @@ class TorchLookup:
         offsets = offsets.long()
         lengths = offsets.diff()
         first_rows = torch.tensor([self._first_rows[i] for i in group.ranges], device=ids.device)
-        bounds = offsets[::num_bags]
+        bounds = offsets[::num_bags]  # (S + 1,): where each range's ids begin
         if len(self._groups) == 1:
             rows = torch.repeat_interleave(first_rows, bounds.diff(), output_size=ids.numel())
             return _Bags(rows.add_(ids), lengths, weights, None)
+        # The ids of the group's ranges are runs among all ids: their places, run by run, are what is left of a count
+        # 0, 1, 2, ... over all runs once each run is shifted to where it begins.
         members = torch.tensor(group.ranges, device=ids.device)
         counts = bounds.diff()[members]
         ends = counts.cumsum(0)
@@ -200,19 +188,38 @@ class TorchLookup:
         width = group.region.width
         return self._cast(grad_BC).reshape(-1, len(group.ranges), width).transpose(0, 1).reshape(-1, width)
 
-    def _row_gradients(
-        self, grad: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None
-    ) -> list[tuple[Region, Tensor, Tensor]]:
-        """Per width: the region, its rows that have a gradient, and the gradients."""
-        if not ids.numel():
-            return []
+    def _pooled_gradients(self, grad: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> _RowGradients:
         result = []
-        for group in self._groups:
+        for group in self._groups if ids.numel() else ():
             bags = self._bags(group, ids, offsets, weights)
             if bags.rows.numel():
                 sums = _combine(bags.rows, self._bag_gradients(group, grad), bags.bag_of_id(), bags.weights)
                 result.append((group.region, *sums))
         return result
+
+    def _unpooled_gradients(self, grad: Tensor, ids: Tensor, segments: Segments) -> _RowGradients:
+        region = self.region_of(segments)
+        if region is None or not ids.numel():
+            return []
+        return [(region, *_combine(self.region_rows(ids, segments), self._cast(grad), None, None))]
+
+    def _update(self, gradients: _RowGradients) -> None:
+        for region, rows_n, grads_nD in gradients:
+            update(self.bank, region, rows_n, grads_nD)
+
+    def _flat(self, gradients: _RowGradients) -> Tensor:
+        """(numel,), laid out as the bank's weights."""
+        flat = torch.zeros_like(self.bank.weights)
+        for region, rows_n, grads_nD in gradients:
+            region.view(flat).index_copy_(0, rows_n, grads_nD)
+        return flat
+
+    def _touched(self, rows: Sequence[tuple[Region, Tensor]]) -> Tensor:
+        """(total_rows,) bool, by bank row."""
+        touched = torch.zeros(self.bank.total_rows, dtype=torch.bool, device=self.bank.weights.device)
+        for region, rows_N in rows:
+            touched[region.bank_rows(rows_N)] = True
+        return touched
 
 
 def update(bank: Bank, region: Region, rows_n: Tensor, grads_nD: Tensor) -> None:
@@ -234,6 +241,7 @@ def update_dense(bank: Bank, flat_grad: Tensor, touched_rows: Tensor) -> None:
         flat_grad: (numel,), laid out as `bank.weights`.
         touched_rows: (total_rows,) bool, by bank row.
     """
+    # Bank rows that were touched become rows of the region of their chunk's width.
     chunks = sorted((c for table in bank.chunks for c in table if c.rows), key=lambda c: c.row_offset)
     touched = touched_rows.nonzero().squeeze(1)
     if not touched.numel():
@@ -253,6 +261,7 @@ def _combine(
     rows_N: Tensor, grads: Tensor, sources_N: Tensor | None, weights_N: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Distinct rows, ascending, and for each the sum of `grads[sources] * weights` over its ids; in the ids' order."""
+    # Each distinct row is a bag of what the ids that name it stand for: the sort brings them side by side.
     sorted_rows, order = rows_N.sort(stable=True)
     rows_n, counts_n = torch.unique_consecutive(sorted_rows, return_counts=True)
     sources = order if sources_N is None else sources_N[order]
