@@ -11,8 +11,9 @@ Rooms, lower ones first; each says in its `__init__` what lives there: `ranks`, 
 - `calls`: one call of a model at a time, in one thread
 - `effects`: what this code changes beyond itself, and why
 - `private_names`: names of other packages that are private there, and why they are used
-- `names`: names found by pattern: what `*` means everywhere
-- `outputs`: the tensors in what a model returns
+- `names`: dotted names, put together and compared
+- `nested`: what dicts, lists, tuples and objects hold inside each other
+- `places`: where a module's tensors are held, ties among them
 - `read_values`: values that came out of a file: strict JSON, sizes, and how an error shows them
 - `__main__`: the command line: `python -m dmp convert`
 """
@@ -51,8 +52,9 @@ from dmp.layouts.tables import (
     table_row_wise,
     table_wise,
 )
-from dmp.names import NameIndex
-from dmp.outputs import tensors_of
+from dmp.names import is_inside, join_name
+from dmp.nested import map_nested, tensors_of
+from dmp.places import Place, is_dtensor, places_of, replace_tensors, room_for, tied_places
 from dmp.plans.find import Found, dense_parameters, place_dense, plan_parameters
 from dmp.plans.plan import PlanChange, ShardingPlan
 from dmp.ranks import watchdog
@@ -83,9 +85,9 @@ __all__ = [
     "ModelPlacement",
     "ModelSharder",
     "ModuleSharder",
-    "NameIndex",
     "ParameterInfo",
     "ParameterSharding",
+    "Place",
     "PlanChange",
     "PlanError",
     "Planner",
@@ -108,16 +110,23 @@ __all__ = [
     "fully_sharded",
     "grid",
     "hook",
+    "is_dtensor",
+    "is_inside",
     "is_replicated",
+    "join_name",
     "keep_last",
     "latest",
     "load_checkpoint",
+    "map_nested",
     "place_dense",
+    "places_of",
     "plan_parameters",
     "ranks",
     "rectangles",
     "register_sharder",
+    "replace_tensors",
     "replicate",
+    "room_for",
     "row_wise",
     "rowwise",
     "save_checkpoint",
@@ -125,6 +134,7 @@ __all__ = [
     "table_row_wise",
     "table_wise",
     "tensors_of",
+    "tied_places",
     "to_unsharded",
     "verify",
 ]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from dmp.errors import ShardError
+from dmp.places import is_dtensor
 
 aten = torch.ops.aten
 PIECE_BYTES = 16 << 20
@@ -257,18 +258,13 @@ def as_chunks(tensor: torch.Tensor) -> ChunkedTensor:
         return tensor
     if not is_dtensor(tensor):
         return ChunkedTensor(tensor.size(), [tensor], [(0,) * tensor.dim()])
-    if any(p.is_partial() for p in tensor.placements):  # type: ignore[attr-defined]
-        return as_chunks(tensor.full_tensor())  # type: ignore[attr-defined]
-    local = tensor.to_local()  # type: ignore[attr-defined]
-    boxes = tensor.__create_chunk_list__() if local.numel() else []  # type: ignore[attr-defined]
+    if any(p.is_partial() for p in tensor.placements):
+        return as_chunks(tensor.full_tensor())
+    local = tensor.to_local()
+    boxes = tensor.__create_chunk_list__() if local.numel() else []
     if len(boxes) > 1:
-        raise ShardError(f"expected one local shard of a DTensor; {tensor.placements} gives {len(boxes)}")  # type: ignore[attr-defined]
+        raise ShardError(f"expected one local shard of a DTensor; {tensor.placements} gives {len(boxes)}")
     return ChunkedTensor(tensor.size(), [local] * len(boxes), [b.offsets for b in boxes], tensor.dtype, local.device)
-
-
-def is_dtensor(tensor: Any) -> bool:
-    """Whether it is a DTensor, asked without importing torch.distributed.tensor."""
-    return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
 
 
 def overlap_numel(size: Sequence[int], at: Sequence[int], other_size: Sequence[int], other_at: Sequence[int]) -> int:

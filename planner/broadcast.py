@@ -40,7 +40,7 @@ def from_first_rank(
         return plan
 
     try:
-        return ranks.together(read, group, "reading the plan that rank 0 sent"), received["report"]
+        return ranks.fail_together(read, group, "reading the plan that rank 0 sent"), received["report"]
     except ranks.RanksError:
         raise
     except CheckpointError as error:

@@ -210,7 +210,7 @@ def together_where_one_raises() -> str:
             raise RuntimeError("Connection closed by the database")
 
     try:
-        dmp.ranks.together(step, dist.group.WORLD, "asking")
+        dmp.ranks.fail_together(step, dist.group.WORLD, "asking")
     except dmp.CheckpointError as error:
         return f"{type(error).__name__}: {error}"
     return ""

@@ -36,7 +36,6 @@ PUBLIC = {
         # plans and layouts
         "Layout",
         "ParameterSharding",
-        "NameIndex",
         "PlanChange",
         "Shard",
         "ShardingPlan",
@@ -68,7 +67,6 @@ PUBLIC = {
         "latest",
         "load_checkpoint",
         "save_checkpoint",
-        "tensors_of",
         "to_unsharded",
         "verify",
         # contracts of sharders
@@ -86,6 +84,17 @@ PUBLIC = {
         "default_sharders",
         "hook",
         "register_sharder",
+        # names, nested values, and the tensors of modules, for authors of sharders
+        "Place",
+        "is_dtensor",
+        "is_inside",
+        "join_name",
+        "map_nested",
+        "places_of",
+        "replace_tensors",
+        "room_for",
+        "tensors_of",
+        "tied_places",
         # calls that all ranks make together
         "ranks",
         # errors

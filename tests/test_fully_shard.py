@@ -16,8 +16,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from dmp import ShardError, ShardingEnv
-from sharders.data_parallel.ddp import DDPWrapper, has_dtensors
+from dmp import ShardError, ShardingEnv, is_dtensor
+from sharders.data_parallel.ddp import DDPWrapper
 from sharders.data_parallel.fsdp import FSDPWrapper, data_mesh
 from tests.ranks import mesh, run_ranks
 from tests.transformers_zoo import GPT, Bert, Llama
@@ -125,7 +125,7 @@ def trains_as_plain(shape: tuple[int, ...] | None, names: tuple[str, ...], kind:
     same(module, plain)
     assert (model is module) or isinstance(model, DistributedDataParallel)
     assert list(module.state_dict()) == list(plain.state_dict())
-    kinds = {type(module).__mro__[1].__name__} if has_dtensors(module.parameters()) else {type(model).__name__}
+    kinds = {type(module).__mro__[1].__name__} if any(map(is_dtensor, module.parameters())) else {type(model).__name__}
     return kinds.pop()
 
 
@@ -272,7 +272,7 @@ def says_what_it_will_do() -> None:
     module = make()
     everything = frozenset(name for name, _ in module.named_parameters())
     assert wrapper.wrap(module, shard, shard.device, everything) is module
-    assert not has_dtensors(module.parameters()) and type(module) is Llama
+    assert not any(map(is_dtensor, module.parameters())) and type(module) is Llama
     for env in (single, tp):
         with pytest.raises(ShardError, match=r"mixed_precision of FSDPWrapper needs a mesh with a data axis.*autocast"):
             FSDPWrapper(mixed_precision=torch.bfloat16).wrap(make(), env, env.device, frozenset())

@@ -40,7 +40,7 @@ from dmp.checkpoint.sources.detect import open_source
 from dmp.checkpoint.targets.native import Content, check_target
 from dmp.env import ShardingEnv, default_env
 from dmp.errors import CheckpointError
-from dmp.ranks.collective import entry, everyone, together
+from dmp.ranks import entry, fail_together, results_of_all
 from dmp.state.find_wrapped import env_inside, env_of
 
 
@@ -102,7 +102,7 @@ def _save(
             check_target(target)
         return collect(model, optimizer, extra, env, next_saved_ns(target.parent) if env.rank == 0 else 0)
 
-    content = together(collected, group, f"saving {target}", same=f"keep_last={keep_last}")
+    content = fail_together(collected, group, f"saving {target}", same=f"keep_last={keep_last}")
     if not asynchronous:
         save(target, content, env.rank, group, keep_last)
         return None
@@ -167,9 +167,9 @@ def _load(
         prepare_random_state(load, env)
         return load
 
-    load = together(checked, group, what)
+    load = fail_together(checked, group, what)
     when = load.source.about.get("saved_ns")  # what one host sees may be older than what another does
-    ranges = everyone(lambda: load.check((env.rank, env.size)), group, what, same=when)
-    together(lambda: compare(one for of_rank in ranges for one in of_rank), None, what)
-    together(load.run, group, what)
+    ranges = results_of_all(lambda: load.check((env.rank, env.size)), group, what, same=when)
+    fail_together(lambda: compare(one for of_rank in ranges for one in of_rank), None, what)
+    fail_together(load.run, group, what)
     return load.source.objects.get("extra")

@@ -18,7 +18,7 @@ from dmp.checkpoint.save import save
 from dmp.checkpoint.targets.native import Content
 from dmp.chunked import ChunkedTensor
 from dmp.errors import CheckpointError
-from dmp.ranks.collective import own_group
+from dmp.ranks import own_group
 
 _log = logging.getLogger("dmp")
 _NICE = 19  # the last of all

@@ -16,7 +16,7 @@ from dmp.checkpoint.sources.source import MODEL, Shapes
 from dmp.checkpoint.targets.safetensors import SafetensorsTarget
 from dmp.chunked import ChunkedTensor
 from dmp.env import ShardingEnv
-from dmp.ranks.collective import everyone
+from dmp.ranks import results_of_all
 from dmp.state.find_wrapped import env_of
 from dmp.state.gather import gather
 
@@ -47,7 +47,7 @@ def export_safetensors(
     def held() -> Shapes:
         return {n: (tuple(v.shape), v.dtype) for n, v in state.items() if isinstance(v, torch.Tensor)}
 
-    everywhere = everyone(held, group, f"exporting to {target}")
+    everywhere = results_of_all(held, group, f"exporting to {target}")
     shapes = {name: shape for known in everywhere for name, shape in known.items()}
     same = aliases(model)
     first = {name: next(n for n in shapes if n in same.get(name, [name])) for name in shapes}

@@ -11,6 +11,7 @@ from dmp.checkpoint.sources.dcp import prefixes
 from dmp.checkpoint.sources.source import MODEL, STATE, Source, split_state
 from dmp.chunked import ChunkedTensor
 from dmp.errors import CheckpointError
+from dmp.names import is_inside, join_name
 
 Rename: TypeAlias = Mapping[str, str] | Callable[[str], str]
 
@@ -30,12 +31,12 @@ def renamed(source: Source, rename: Rename | None) -> Source:
     if callable(rename):
         return _Renamed(source, rename)
     for old in rename:
-        if not any(_is_under(name, old) for name in _names(source)):
+        if not any(is_inside(name, old) for name in _names(source)):
             raise CheckpointError(f"rename has {old!r}, which is neither a parameter nor a module of {source.path}")
 
     def new(name: str) -> str:
-        old = max((old for old in rename if _is_under(name, old)), key=len, default=None)
-        return name if old is None else (rename[old] + name[len(old) :]).removeprefix(".")
+        old = max((old for old in rename if is_inside(name, old)), key=len, default=None)
+        return name if old is None else join_name(rename[old], name[len(old) :].removeprefix("."))
 
     return _Renamed(source, new)
 
@@ -63,10 +64,6 @@ def fitted(source: Source, names: Collection[str]) -> Source:
 def _names(source: Source) -> set[str]:
     held = {key.removeprefix(MODEL) for key in source.shapes if key.startswith(MODEL)}
     return held | set(source.objects.get("model", ()))
-
-
-def _is_under(name: str, path: str) -> bool:
-    return name == path or name.startswith(path + ".")
 
 
 class _Renamed:

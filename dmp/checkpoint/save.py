@@ -19,7 +19,7 @@ from dmp.checkpoint.targets.native import Content, small_files, write_folder
 from dmp.chunked import ChunkedTensor, as_chunks
 from dmp.env import ShardingEnv
 from dmp.errors import CheckpointError
-from dmp.ranks.collective import together
+from dmp.ranks import fail_together
 from dmp.state.find_wrapped import plan_inside
 from dmp.state.optimizer_state import column_widths, owned_states, param_groups
 
@@ -110,4 +110,4 @@ def save(
             remove_older(target, keep)
 
     if keep is not None:
-        together(tidy, group, f"{target} is saved, but removing what is older failed")
+        fail_together(tidy, group, f"{target} is saved, but removing what is older failed")

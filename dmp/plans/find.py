@@ -17,6 +17,8 @@ from dmp.contracts import ModelPlacement, ModelSharder, ModuleSharder, Parameter
 from dmp.env import ShardingEnv
 from dmp.errors import PlanError, ShardError
 from dmp.layouts.layout import Layout
+from dmp.names import join_name
+from dmp.places import tied_places
 from dmp.plans.weight_readers import Reader, find_readers
 from dmp.registry import AnySharder, by_module_type, sharder_for, with_state_bytes
 
@@ -41,11 +43,11 @@ class Site:
 
     def names(self) -> dict[str, str]:
         """Relative parameter name -> fully-qualified name."""
-        return {name: join(self.path, name) for name in self.infos}
+        return {name: join_name(self.path, name) for name in self.infos}
 
     def every_name(self) -> dict[str, str]:
         """Fully-qualified name, under every alias -> the first one."""
-        return {join(alias, name): join(self.path, name) for alias in self.aliases for name in self.infos}
+        return {join_name(alias, name): join_name(self.path, name) for alias in self.aliases for name in self.infos}
 
 
 @dataclass(frozen=True)
@@ -145,11 +147,6 @@ class Found:
         return self.module is module and self.env == env and asked in (self.asked, self.split)
 
 
-def join(path: str, name: str) -> str:
-    """A dotted path."""
-    return f"{path}.{name}" if path and name else path or name
-
-
 def plan_parameters(
     module: nn.Module, sharders: Iterable[AnySharder], without: Set[str] = frozenset(), keep: Set[str] = frozenset()
 ) -> dict[str, tuple[ModuleSharder, ParameterInfo]]:
@@ -225,7 +222,7 @@ def _find_sites(module: nn.Module, sharders: Iterable[AnySharder], without: Set[
     not stay tied; so does one with a parameter named in `without` (any of its names).
     """
     by_type = by_module_type(sharders)
-    owners = _owners(module)
+    tied = {id(place.tensor) for places in tied_places(module) for place in places}
     excluded = _ids(module, without)
     found: dict[int, Site] = {}
     for path, candidate in _walk(module, "", lambda m: sharder_for(m, by_type) is not None):
@@ -236,7 +233,7 @@ def _find_sites(module: nn.Module, sharders: Iterable[AnySharder], without: Set[
         sharder = sharder_for(candidate, by_type)
         assert sharder is not None
         infos = {name: with_state_bytes(info) for name, info in sharder.parameters(candidate).items()}
-        if not infos or _is_tied(candidate, owners) or any(id(p) in excluded for p in candidate.parameters()):
+        if not infos or any(id(p) in tied or id(p) in excluded for p in candidate.parameters()):
             continue
         _check_names(candidate, path, sharder, infos)
         found[id(candidate)] = Site(path, (path,), candidate, sharder, infos)
@@ -255,17 +252,7 @@ def _walk(module: nn.Module, path: str, stop_at: Callable[[nn.Module], bool]) ->
         return
     for name, child in module._modules.items():
         if child is not None:
-            yield from _walk(child, join(path, name), stop_at)
-
-
-def _owners(module: nn.Module) -> dict[int, set[tuple[int, str]]]:
-    """id(parameter) -> the (id(module), attribute) places that hold it."""
-    owners: dict[int, set[tuple[int, str]]] = {}
-    for holder in module.modules():
-        for name, parameter in holder._parameters.items():
-            if parameter is not None:
-                owners.setdefault(id(parameter), set()).add((id(holder), name))
-    return owners
+            yield from _walk(child, join_name(path, name), stop_at)
 
 
 def _ids(module: nn.Module, names: Set[str]) -> set[int]:
@@ -273,10 +260,6 @@ def _ids(module: nn.Module, names: Set[str]) -> set[int]:
     if not names:
         return set()
     return {id(p) for name, p in module.named_parameters(remove_duplicate=False) if name in names}
-
-
-def _is_tied(module: nn.Module, owners: dict[int, set[tuple[int, str]]]) -> bool:
-    return any(len(owners[id(parameter)]) > 1 for parameter in module.parameters())
 
 
 def _check_names(module: nn.Module, path: str, sharder: ModuleSharder, infos: Mapping[str, ParameterInfo]) -> None:

@@ -1,41 +1,49 @@
-"""What all ranks do, and fail, together; and how ranks that part ways are told. In reading order:
+"""What all ranks do, and fail, together; and how ranks that part ways are told.
 
-- `collective`: what all ranks do, and fail, together; a header before it
+Which to use, in a call that all ranks of a group make together:
+    `entry`             around every such call: ranks in different ones are told, and do not wait for each other
+    `fail_together`     a local step that may fail on one rank, before a collective that the others would wait in
+    `results_of_all`    likewise, where every rank wants to know what each has made
+    `numbers_of_all`    likewise for one number, in a single exchange
+    `from_first`        what rank 0 alone makes
+    `compare_facts`     what must be the same everywhere, as texts by name
+    `gather_objects`    what may differ; `gather_words` for two integers, in a single exchange
+    `own_group`         a group beside the program's, for one purpose; `control_group` for exchanges such as these
+    `raise_cause`       in place of what torch says of a collective that broke
+
+In reading order:
+
 - `call_log`: notes of the calls that ranks make together
+- `entry`: a call that all ranks make together, and what is behind it when it breaks
+- `groups`: process groups of our own
+- `exchange`: words, objects and facts that all ranks tell each other
+- `failing`: local steps that fail on all ranks when they fail on one
 - `watchdog`: a thread that sees when ranks part ways, or one is dead
+- `answers`: where each rank says it is, and what that means
 - `connections`: gloo's connections of this process, and an end to them
 - `stacks`: where a thread of this process is
 - `launch`: the process group of a launch that made none
 """
 
-from dmp.ranks.collective import (
-    PeerLost,
-    RanksError,
-    agree,
-    control_group,
-    entry,
-    everyone,
-    explain,
-    from_first,
-    meet,
-    numbers,
-    own_group,
-    tell,
-    together,
-)
+from dmp.errors import RanksError
+from dmp.ranks.entry import entry, raise_cause
+from dmp.ranks.exchange import compare_facts, gather_objects, gather_words
+from dmp.ranks.failing import fail_together, from_first, numbers_of_all, results_of_all
+from dmp.ranks.groups import control_group, own_group
+from dmp.ranks.watchdog import PeerLost
 
 __all__ = [
     "PeerLost",
     "RanksError",
-    "agree",
+    "compare_facts",
     "control_group",
     "entry",
-    "everyone",
-    "explain",
+    "fail_together",
     "from_first",
-    "meet",
-    "numbers",
+    "gather_objects",
+    "gather_words",
+    "numbers_of_all",
     "own_group",
-    "tell",
-    "together",
+    "raise_cause",
+    "results_of_all",
 ]

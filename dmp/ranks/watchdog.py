@@ -24,13 +24,13 @@ import os
 import threading
 import time
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from dmp.errors import RanksError
 from dmp.ranks import call_log
+from dmp.ranks.answers import STILL_S, SUSPECT_S, Answer, find_all_still, find_parted, ranks_are
 from dmp.ranks.connections import shut_all, traffic
 from dmp.ranks.stacks import place_of
 
@@ -40,46 +40,13 @@ LOST_AFTER = "DMP_LOST_AFTER_S"
 """Environment variable: seconds after which a rank that does not answer is lost; 60 by default."""
 
 _IDLE_S, _BUSY_S = 1.0, 0.3  # between looks
-_SUSPECT_S = 1.5  # in one entry, before others are asked
-_WAITS_S, _STILL_S = 0.5, 4.0
 _ABSENT_S = 10.0  # before a rank that waits says for whom
 _ENDED_S = 4.0  # an answer is awaited when a connection has broken
 _ACKNOWLEDGED_S = 2.0
-_SHOWN = 6
 
 
 class PeerLost(RanksError):
     """Another rank is gone: what it has done, and what the others still do, is not known."""
-
-
-class _Answer(NamedTuple):
-    """Where a rank says it is.
-
-    Attributes:
-        asked: the question that it answers.
-        numbers: key of a sequence -> how far it has come.
-        running: [key, number, name, seconds] of its entries.
-        waits_in: see `Place`.
-        line: likewise.
-        still_s: for how long nothing has moved.
-    """
-
-    asked: int
-    numbers: dict[str, int]
-    running: list[Any]
-    waits_in: str
-    line: str
-    still_s: float
-
-    def of_sequence(self, key: str) -> list[Any]:
-        return [one for one in self.running if one[0] == key]
-
-    def shown(self, key: str = "", number: int = 0) -> str:
-        """In words; the entry of this number where there are several."""
-        names = [one[2] for one in self.running if not key or one[0] == key]
-        match = [one[2] for one in self.running if one[0] == key and one[1] == number]
-        name = match[0] if match else names[0] if names else self.waits_in or "code of its own"
-        return f"in {name}" + (f" ({self.line})" if self.line else "")
 
 
 class Watchdog:
@@ -175,7 +142,7 @@ class Watchdog:
                 self._adopt(json.loads(self._store.get("verdict")))
                 return
             self._answer(still_s)
-        if stuck_s > _SUSPECT_S or still_s > _STILL_S or self._suspicious_since is not None:
+        if stuck_s > SUSPECT_S or still_s > STILL_S or self._suspicious_since is not None:
             self._compare(still_s)
 
     def _observe(self) -> tuple[float, float]:
@@ -184,7 +151,7 @@ class Watchdog:
         oldest = max((now - e.since for e in list(call_log.running.values())), default=0.0)
         inner = max(list(call_log.running.values()), key=lambda e: e.since, default=None)
         place = place_of(self._main)
-        if not place.waits_in and now - (inner.since if inner else now) < _SUSPECT_S:
+        if not place.waits_in and now - (inner.since if inner else now) < SUSPECT_S:
             self._mark, self._still_since, self._has_lost = None, now, False
             return oldest, 0.0
         threads = {e.thread: place_of(e.thread).mark for e in list(call_log.running.values())}
@@ -229,10 +196,13 @@ class Watchdog:
         mine = list(call_log.running.values())
         ranks = sorted({rank for e in mine for rank in e.sequence.ranks} or range(self.size))
         answers, ended = self._read(ranks)
-        own = _Answer(**json.loads(self._store.get(f"at/{self.rank}")))
-        verdict = self._ended(ranks, answers, ended, now, still_s) or self._parted(mine, answers, own)
-        if verdict is None and still_s > _STILL_S:
-            verdict = self._all_still(ranks, answers, own)
+        verdict = self._ended(ranks, answers, ended, now, still_s)
+        if verdict is None:
+            answers[self.rank] = Answer(**json.loads(self._store.get(f"at/{self.rank}")))
+            text = find_parted(mine, answers, self.rank)
+            if text is None and still_s > STILL_S:
+                text = find_all_still([rank for rank in ranks if rank != self.rank], answers, self._asked)
+            verdict = None if text is None else ("parted", text)
         if verdict is not None:
             kind, text = verdict
             told = {"kind": kind, "text": text, "ranks": ranks}
@@ -246,31 +216,32 @@ class Watchdog:
                 self._suspicious_since = None
                 self._looked.notify_all()
 
-    def _read(self, ranks: list[int]) -> tuple[dict[int, _Answer], list[int]]:
+    def _read(self, ranks: list[int]) -> tuple[dict[int, Answer], list[int]]:
         """What the others have answered, and which have ended."""
-        answers: dict[int, _Answer] = {}
+        answers: dict[int, Answer] = {}
         others = [rank for rank in ranks if rank != self.rank]
         here = others
         if not self._store.check([f"at/{rank}" for rank in others]):
             here = [rank for rank in others if self._store.check([f"at/{rank}"])]
         values = self._store.multi_get([f"at/{rank}" for rank in here]) if here else []
         for rank, value in zip(here, values, strict=True):
-            answers[rank] = _Answer(**json.loads(value))
+            answers[rank] = Answer(**json.loads(value))
         ended = [rank for rank in others if self._store.check([f"left/{rank}"])]
         return answers, ended
 
     def _ended(
-        self, ranks: list[int], answers: dict[int, _Answer], ended: list[int], now: float, still_s: float
+        self, ranks: list[int], answers: dict[int, Answer], ended: list[int], now: float, still_s: float
     ) -> tuple[str, str] | None:
         """Ranks that are lost. One that has ended may have done its part: what it sent last is still on its way."""
-        if ended and (self._suspicious_since is not None or still_s > _SUSPECT_S):
-            return "lost", f"{_ranks(ended)} {_is(ended)} gone: the program has ended there"
+        if ended and (self._suspicious_since is not None or still_s > SUSPECT_S):
+            return "lost", f"{ranks_are(ended)} gone: the program has ended there"
         absent = [rank for rank in ranks if rank not in answers and rank != self.rank]
         if absent and (self._has_lost or (still_s > _ABSENT_S and not self._has_warned)):
             if self._has_lost:
-                gone = _ranks(absent) if len(absent) == 1 else f"one of {_ranks(absent)}"
-                return "lost", f"{gone} is gone: a connection has been closed, and no call of dmp was ever made there"
-            text = f"{_ranks(absent)} {'has' if len(absent) == 1 else 'have'} come to no call of dmp so far"
+                gone = ranks_are(absent, many="is")
+                gone = gone if len(absent) == 1 else f"one of {gone}"
+                return "lost", f"{gone} gone: a connection has been closed, and no call of dmp was ever made there"
+            text = f"{ranks_are(absent, 'has', 'have')} come to no call of dmp so far"
             self._has_warned = True
             names = [e.name for e in list(call_log.running.values())]
             _log.warning("rank %d has waited for %d s in %s: %s", self.rank, still_s, names[0] if names else "", text)
@@ -285,52 +256,17 @@ class Watchdog:
         if not silent:
             return None
         if suspicious is not None:
-            return "lost", f"{_ranks(silent)} {_is(silent)} gone: a connection broke and no answer comes from there"
+            return "lost", f"{ranks_are(silent)} gone: a connection broke and no answer comes from there"
         return "lost", (
-            f"{_ranks(silent)} {'has' if len(silent) == 1 else 'have'} not answered for {self._patience_s:g} s "
+            f"{ranks_are(silent, 'has', 'have')} not answered for {self._patience_s:g} s "
             f"(killed, stopped or cut off; {LOST_AFTER} sets the time)"
-        )
-
-    def _parted(self, mine: list[call_log.Entry], answers: dict[int, _Answer], own: _Answer) -> tuple[str, str] | None:
-        """Entries of one number and different names."""
-        now = time.monotonic()
-        for entry in mine:
-            if now - entry.since < _SUSPECT_S:
-                continue
-            for answer in answers.values():
-                for _, number, name, seconds in answer.of_sequence(entry.sequence.key):
-                    waits = _spins() or (seconds > _SUSPECT_S and min(own.still_s, answer.still_s) >= _WAITS_S)
-                    if number == entry.number and name != entry.name and waits:
-                        return "parted", self._told(entry.sequence.key, number, answers, own)
-        return None
-
-    def _all_still(self, ranks: list[int], answers: dict[int, _Answer], own: _Answer) -> tuple[str, str] | None:
-        """Nobody moves, and not all are in the same call."""
-        others = [rank for rank in ranks if rank != self.rank]
-        if any(rank not in answers or answers[rank].still_s < _STILL_S for rank in others):
-            return None
-        if max(answers[rank].asked for rank in others) < self._asked - 2:
-            return None
-        if len({answer.shown().partition(" (")[0] for answer in [own, *answers.values()]}) == 1:
-            return None
-        return "parted", self._told("", 0, answers, own)
-
-    def _told(self, key: str, number: int, answers: dict[int, _Answer], own: _Answer) -> str:
-        by_place: dict[str, list[int]] = {}
-        for rank, answer in sorted({**answers, self.rank: own}.items()):
-            by_place.setdefault(answer.shown(key, number), []).append(rank)
-        parts = [f"{_ranks(ranks)} {_is(ranks)} {place}" for place, ranks in by_place.items()]
-        return (
-            "the ranks have parted ways: "
-            + ", ".join(parts[:_SHOWN])
-            + ("; all ranks of a group must make the same calls in the same order")
         )
 
     def _host_is_gone(self, error: Exception) -> None:
         if self._done or not (call_log.running or self._suspicious_since is not None):
             return
         oldest = max((time.monotonic() - e.since for e in list(call_log.running.values())), default=0.0)
-        if oldest < _SUSPECT_S and self._suspicious_since is None:
+        if oldest < SUSPECT_S and self._suspicious_since is None:
             return
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         host = "torchrun's agent" if agent else "rank 0, unless the program has made the store itself"
@@ -360,19 +296,6 @@ class Watchdog:
             while is_first and count < len(ranks) and time.monotonic() < until:
                 time.sleep(0.05)
                 count = self._store.add("heard", 0)
-
-
-def _spins() -> bool:
-    """Whether a thread that waits for others may use time: it does for a device's work."""
-    return torch.cuda.is_available() and torch.cuda.is_initialized()
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
-
-
-def _is(ranks: list[int]) -> str:
-    return "is" if len(ranks) == 1 else "are"
 
 
 _current: list[Watchdog] = []

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import importlib
 import math
-import sys
 from collections.abc import Callable, Iterable
 from types import GeneratorType
 from typing import Any
@@ -24,7 +23,8 @@ from dmp.calls import alone
 from dmp.env import ShardingEnv
 from dmp.errors import ShardError
 from dmp.layouts.shard import is_replicated
-from dmp.ranks.collective import entry, numbers
+from dmp.places import is_dtensor
+from dmp.ranks import entry, numbers_of_all
 from dmp.state.find_wrapped import env_of, plan_inside
 from dmp.state.local_chunks import sharded_parameters
 from dmp.wrap import live_models as live
@@ -106,7 +106,7 @@ def _whole_norm(shares: Iterable[tuple[torch.Tensor, int]], norm_type: float, en
         total = torch.maximum(total, norm) if math.isinf(norm_type) else total + norm**norm_type / copies
     group = env.group() if env.size > 1 else None
     if group is not None and total.is_cpu:
-        every = numbers(_NAME, lambda: float(total), group)
+        every = numbers_of_all(_NAME, lambda: float(total), group)
         total = torch.tensor(max(every) if math.isinf(norm_type) else sum(every), dtype=torch.float64)
     elif group is not None:  # without waiting for the device
         dist.all_reduce(total, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=group)
@@ -117,15 +117,14 @@ def _local(grad: torch.Tensor, copies: int, size: int) -> tuple[torch.Tensor, in
     """This rank's part of a gradient, as a view, and how many ranks hold the same part."""
     if grad.is_sparse:
         raise ShardError("clip_grad_norm_ does not take sparse gradients, as torch's does not")
-    placements = getattr(grad, "placements", None)
-    if placements is None:
+    if not is_dtensor(grad):
         return grad, copies
     parts = 1
-    for placement, axis_size in zip(placements, grad.device_mesh.shape, strict=True):  # type: ignore[attr-defined]
+    for placement, axis_size in zip(grad.placements, grad.device_mesh.shape, strict=True):
         if placement.is_partial():
-            raise ShardError(f"clip_grad_norm_ met a gradient whose sum is still open: {placements}")
+            raise ShardError(f"clip_grad_norm_ met a gradient whose sum is still open: {grad.placements}")
         parts *= 1 if placement.is_replicate() else axis_size
-    return grad.to_local(), size // parts  # type: ignore[attr-defined]
+    return grad.to_local(), size // parts
 
 
 # Torch's bodies, see [Note: torch's clipping].
@@ -168,12 +167,10 @@ def _of_successors(body: Callable[..., Any]) -> Callable[..., Any]:
 
 def _by_device_dtype_and_mesh(tensorlistlist: Any, with_indices: bool = False) -> Any:
     """torch's grouping; DTensors of each mesh apart, since torch multiplies no list of several kinds."""
-    module = sys.modules.get("torch.distributed.tensor")
     (tensors,) = tensorlistlist
     kinds: dict[Any, list[Any]] = {}
     for tensor in tensors:
-        is_dtensor = module is not None and isinstance(tensor, module.DTensor)
-        kinds.setdefault(tensor.device_mesh if is_dtensor else None, []).append(tensor)
+        kinds.setdefault(tensor.device_mesh if is_dtensor(tensor) else None, []).append(tensor)
     return {
         (device, (dtype, kind)): group
         for kind, of_kind in kinds.items()

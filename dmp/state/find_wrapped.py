@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import nn
 
-from dmp.chunked import is_dtensor
 from dmp.contracts import FusedParameter
 from dmp.env import ShardingEnv, default_env
 from dmp.errors import ShardError
-from dmp.plans.find import join
+from dmp.names import join_name
+from dmp.places import is_dtensor
 from dmp.plans.plan import ShardingPlan
 from dmp.wrap.wrapper import DistributedModelParallel
 
@@ -50,9 +50,11 @@ def plan_inside(model: nn.Module) -> ShardingPlan:
     models = wrapped_in(model)
     if "" in models:
         return models[""].plan
-    return ShardingPlan({join(path, name): m.plan[name] for path, m in models.items() for name in m.plan})
+    return ShardingPlan({join_name(path, name): m.plan[name] for path, m in models.items() for name in m.plan})
 
 
 def fused_inside(model: nn.Module) -> dict[str, FusedParameter]:
     """Parameters that wrapped models update in the backward pass, by name."""
-    return {join(path, name): f for path, m in wrapped_in(model).items() for name, f in m.fused_optimizer.fused.items()}
+    return {
+        join_name(path, name): f for path, m in wrapped_in(model).items() for name, f in m.fused_optimizer.fused.items()
+    }

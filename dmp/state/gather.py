@@ -21,7 +21,7 @@ from dmp.calls import alone
 from dmp.chunked import ChunkedTensor, as_chunks
 from dmp.env import ShardingEnv
 from dmp.errors import ShardError
-from dmp.ranks.collective import entry, meet, tell, together
+from dmp.ranks import entry, fail_together, gather_objects, gather_words
 from dmp.state.find_wrapped import env_of
 
 _ALIGN_BYTES = 16
@@ -103,8 +103,8 @@ def _gather(
         name: (tuple(t.size()), t.dtype, [(offset, tuple(piece.shape)) for offset, piece in t.pieces(_BUFFER_BYTES)])
         for name, t in mine.items()
     }
-    meet(what, [0, 0], everywhere)
-    everyone = tell(what, listing, group) if takes_part else []
+    gather_words(what, [0, 0], everywhere)
+    everyone = gather_objects(what, listing, group) if takes_part else []
 
     def receiver(name: str) -> torch.Tensor:
         if out is not None and name in out:
@@ -121,7 +121,7 @@ def _gather(
             name: copy.deepcopy(state[name]) if name in state and name not in mine else receiver(name) for name in names
         }
 
-    sends, result = together(ready, everywhere, what)
+    sends, result = fail_together(ready, everywhere, what)
     local = {(name, offset): piece for name, t in mine.items() for offset, piece in t.pieces(_BUFFER_BYTES)}
     buffer = torch.empty(0, dtype=torch.uint8, device=env.device)  # one for all: the allocator would keep several
     for owner, pieces in sends.items():

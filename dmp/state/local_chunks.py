@@ -8,7 +8,7 @@ from torch import nn
 from dmp.chunked import ChunkedTensor
 from dmp.contracts import ShardedModule
 from dmp.errors import ShardError
-from dmp.plans.find import join
+from dmp.names import join_name
 from dmp.wrap.wrapper import DistributedModelParallel
 
 
@@ -20,8 +20,8 @@ def sharded_parameters(model: nn.Module) -> dict[str, tuple[nn.Parameter, Chunke
     for path, module in root.named_modules():
         if isinstance(module, ShardedModule):
             for name, chunked in module.chunked_state().items():
-                if join(path, name) in local:
-                    found[join(path, name)] = (local[join(path, name)], chunked)
+                if join_name(path, name) in local:
+                    found[join_name(path, name)] = (local[join_name(path, name)], chunked)
     return found
 
 

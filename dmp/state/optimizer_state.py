@@ -17,6 +17,7 @@ from torch import nn
 from dmp.calls import alone
 from dmp.chunked import ChunkedTensor, as_chunks
 from dmp.errors import CheckpointError
+from dmp.places import is_dtensor
 from dmp.state.find_wrapped import env_inside, env_of, fused_inside, plan_inside, wrapped_in
 from dmp.state.gather import gather
 from dmp.state.local_chunks import chunk_views, sharded_parameters
@@ -57,7 +58,7 @@ class OwnedState:
             made = torch.zeros_like(self.parameter.detach(), dtype=dtype)
         elif not size:
             made = torch.zeros((), dtype=dtype, device="cpu" if on_cpu else self.parameter.device)
-        elif self.chunked is None and not hasattr(self.parameter, "placements"):
+        elif self.chunked is None and not is_dtensor(self.parameter):
             made = torch.zeros(tuple(size), dtype=dtype, device=self.parameter.device)
         else:
             raise CheckpointError(

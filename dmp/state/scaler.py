@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from dmp.errors import ShardError
-from dmp.ranks.collective import entry, numbers
+from dmp.places import is_dtensor
+from dmp.ranks import entry, numbers_of_all
 from dmp.state.find_wrapped import env_of, fused_inside
 from dmp.wrap.earlier_optimizers import follow
 from dmp.wrap.wrapper import DistributedModelParallel
@@ -67,7 +68,7 @@ class GradScaler(torch.amp.GradScaler):
                     continue
                 if grad.dtype == torch.float16 and not allow_fp16:
                     raise ValueError("gradients in float16 cannot be unscaled: keep the weights in float32")
-                local = grad.to_local() if hasattr(grad, "to_local") else grad
+                local = grad.to_local() if is_dtensor(grad) else grad
                 by_dtype.setdefault(local.dtype, []).append(local._values() if local.is_sparse else local)
         with torch.no_grad():
             for grads in by_dtype.values():
@@ -75,7 +76,7 @@ class GradScaler(torch.amp.GradScaler):
         everyone = self._env.group() if self._env.size > 1 else None
         with entry("GradScaler.unscale_", everyone):
             if everyone is not None and found_inf.is_cpu:
-                found_inf.fill_(max(numbers("GradScaler.unscale_", lambda: float(found_inf), everyone)))
+                found_inf.fill_(max(numbers_of_all("GradScaler.unscale_", lambda: float(found_inf), everyone)))
             elif everyone is not None:  # without waiting for the device
                 dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=everyone)
         return {found_inf.device: found_inf}

@@ -9,10 +9,9 @@ import torch
 from torch import nn
 
 from dmp.calls import alone
-from dmp.chunked import is_dtensor
 from dmp.contracts import ShardedModule, hook
 from dmp.errors import ShardError
-from dmp.plans.find import join
+from dmp.places import is_dtensor, places_of, replace_tensors, room_for
 from dmp.state.find_wrapped import env_of, wrapped_in
 from dmp.state.gather import gather
 from dmp.wrap.wrapper import DistributedModelParallel
@@ -80,20 +79,12 @@ def _take_buffers(live: nn.Module, plain: nn.Module) -> None:
 
 def _allocate(module: nn.Module) -> None:
     """Give parameters and persistent buffers on meta a place on the CPU, ties kept, and move the rest there."""
-    made: dict[int, torch.Tensor] = {}
-    for path, owner in module.named_modules():
-        for name, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
-            if tensor is None:
-                continue
-            if tensor.is_meta and name in owner._non_persistent_buffers_set:
-                raise ShardError(
-                    f"unsharded() left buffer {join(path, name)!r} on meta, and a state dict does not hold it; "
-                    "give it its values there"
-                )
-            if tensor.is_meta and id(tensor) not in made:
-                new = torch.empty_like(tensor, device="cpu")
-                is_parameter = isinstance(tensor, nn.Parameter)
-                made[id(tensor)] = nn.Parameter(new, requires_grad=tensor.requires_grad) if is_parameter else new
-            if tensor.is_meta:
-                (owner._parameters if name in owner._parameters else owner._buffers)[name] = made[id(tensor)]
+    on_meta = [place for place in places_of(module.named_modules()) if place.tensor.is_meta]
+    for place in on_meta:
+        if place.name in place.owner._non_persistent_buffers_set:
+            raise ShardError(
+                f"unsharded() left buffer {place.full_name!r} on meta, and a state dict does not hold it; "
+                "give it its values there"
+            )
+    replace_tensors(on_meta, lambda place: room_for(place.tensor, "cpu"))
     module.cpu()

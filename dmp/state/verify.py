@@ -14,8 +14,8 @@ from torch import nn
 from dmp.chunked import as_chunks
 from dmp.env import ShardingEnv
 from dmp.errors import CheckpointError, DmpError, RanksError
-from dmp.outputs import tensors_of
-from dmp.ranks.collective import entry, together
+from dmp.nested import tensors_of
+from dmp.ranks import entry, fail_together
 from dmp.state.find_wrapped import env_of, fused_inside
 from dmp.state.gather import full_state_dict, gather
 from dmp.state.local_chunks import chunk_views, sharded_parameters
@@ -107,7 +107,7 @@ def _take_modes(plain: nn.Module, model: nn.Module) -> None:
 def _on_every_rank(step: Callable[[], dict[str, torch.Tensor]], env: ShardingEnv) -> dict[str, torch.Tensor]:
     """A step without collectives: where it fails on one rank, no rank goes on to a collective and waits there."""
     try:
-        return together(step, env.group() if env.size > 1 else None, "verify: the plain module on the batch")
+        return fail_together(step, env.group() if env.size > 1 else None, "verify: the plain module on the batch")
     except RanksError:
         raise
     except CheckpointError as error:

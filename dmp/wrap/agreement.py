@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from dmp.env import ShardingEnv
 from dmp.errors import PlanError, RanksError
-from dmp.ranks.collective import agree
+from dmp.ranks import compare_facts
 
 # Of 64-bit words in a checksum. Words above each other in one block of rows are not told apart, hence few rows (more
 # are no faster) and a prime number of columns, which no usual row length is a multiple of.
@@ -63,7 +63,7 @@ def check_agreement(facts: Mapping[str, str], env: ShardingEnv, what: str = "wra
         PlanError: on every rank: a step failed on some, or the first fact that differs, the rank, and both texts.
         RanksError: on every rank: some are in another call.
     """
-    theirs = agree(facts, env.group() if env.size > 1 else None, what)
+    theirs = compare_facts(facts, env.group() if env.size > 1 else None, what)
     if theirs is None:
         return
     failed = [f"rank {rank}: {said[_FAILURE]}" for rank, said in enumerate(theirs) if _FAILURE in said]

@@ -10,14 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from dmp.chunked import is_dtensor
 from dmp.contracts import DataParallelWrapper, FusedModule, FusedParameter, ModelPlacement, hook
 from dmp.env import ShardingEnv
-from dmp.plans.find import join
+from dmp.names import join_name
+from dmp.places import is_dtensor, restore_ties, tied_places
 from dmp.plans.plan import ShardingPlan
 from dmp.wrap.ddp_watch import SplitWatch, Watch
 from dmp.wrap.fused import FusedOptimizer
-from dmp.wrap.ties import find_ties, restore_ties
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ class Assembly:
 
     def split_dense(self) -> None:
         """Split dense weights in place, ties kept."""
-        ties = find_ties(self.module)
+        ties = tied_places(self.module)
         for placement in self.placements:
             placement.apply(self.module)
         restore_ties(ties)
@@ -92,7 +91,7 @@ class Assembly:
         names: set[str] = set()
         for each, module in zip(self.owned, self.sharded, strict=True):
             for relative, _ in [*module.named_parameters(), *module.named_buffers()]:
-                names.update(join(alias, relative) for alias in each.aliases)
+                names.update(join_name(alias, relative) for alias in each.aliases)
         return frozenset(names)
 
     def unnamed(self) -> frozenset[str]:
@@ -101,7 +100,7 @@ class Assembly:
         for each, module in zip(self.owned, self.sharded, strict=True):
             for relative, _ in module.named_parameters(remove_duplicate=False):
                 if relative not in each.named:
-                    names.update(join(alias, relative) for alias in each.aliases)
+                    names.update(join_name(alias, relative) for alias in each.aliases)
         return frozenset(names)
 
 
@@ -112,6 +111,6 @@ def fused_of(module: nn.Module, owned: tuple[Owned, ...]) -> FusedOptimizer:
         for each in owned:
             sharded = module.get_submodule(each.path)
             for f in sharded.fused_parameters() if isinstance(sharded, FusedModule) else ():
-                yield FusedParameter(join(each.path, f.name), f.parameter, f.options, f.state, f.widths)
+                yield FusedParameter(join_name(each.path, f.name), f.parameter, f.options, f.state, f.widths)
 
     return FusedOptimizer(named())

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from dmp.chunked import is_dtensor
 from dmp.errors import ShardError
+from dmp.places import is_dtensor
 from dmp.wrap.assembly import Assembly, fused_of
 from dmp.wrap.data_parallel import start, stopped
 from dmp.wrap.skeleton import copy_values, skeleton_of

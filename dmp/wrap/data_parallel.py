@@ -9,8 +9,8 @@ from torch.nn.parameter import is_lazy
 
 from dmp.contracts import DataParallelWrapper, hook
 from dmp.errors import ShardError
+from dmp.names import join_name
 from dmp.plans.check import Resolved
-from dmp.plans.find import join
 from dmp.registry import replicating_wrapper
 from dmp.wrap.assembly import Assembly
 from dmp.wrap.ddp_watch import SplitWatch, Watch
@@ -25,7 +25,7 @@ def check_beforehand(wrapper: DataParallelWrapper, resolved: Resolved) -> None:
     check = hook(wrapper, "check")
     if check is not None:
         paths = [(path, site.module) for site in resolved.sites for path in site.aliases]
-        taken = frozenset(join(path, name) for path, each in paths for name, _ in all_tensors(each))
+        taken = frozenset(join_name(path, name) for path, each in paths for name, _ in all_tensors(each))
         check(module, env, resolved.found.split, taken)
 
 

@@ -11,8 +11,9 @@ from collections.abc import Collection
 
 from torch import nn
 
-from dmp.chunked import is_dtensor
 from dmp.errors import ShardError
+from dmp.names import join_name
+from dmp.places import is_dtensor
 
 
 class SplitWatch:
@@ -24,7 +25,7 @@ class SplitWatch:
 
     def __init__(self, module: nn.Module) -> None:
         self._seen = [
-            (owner._parameters, name, f"{path}.{name}" if path else name, p.dtype)
+            (owner._parameters, name, join_name(path, name), p.dtype)
             for path, owner in module.named_modules()
             for name, p in owner._parameters.items()
             if p is not None and is_dtensor(p)
@@ -58,7 +59,7 @@ class Watch:
             (owner._parameters, name, p, p.dtype, p.requires_grad)
             for path, owner in module.named_modules()
             for name, p in owner._parameters.items()
-            if p is not None and (f"{path}.{name}" if path else name) not in others and not is_dtensor(p)
+            if p is not None and join_name(path, name) not in others and not is_dtensor(p)
         ]
         self._device = self._seen[0][2].device if self._seen else None
 

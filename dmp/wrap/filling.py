@@ -12,7 +12,8 @@ from torch.nn.parameter import is_lazy
 from dmp.chunked import as_chunks
 from dmp.contracts import ShardedModule
 from dmp.errors import ShardError
-from dmp.plans.find import Site, join
+from dmp.names import join_name
+from dmp.plans.find import Site
 from dmp.wrap.initial_rules import Rules, warn_of_constructors
 from dmp.wrap.initial_values import check_can_materialise, fill_chunks, fill_own
 
@@ -41,12 +42,12 @@ def check_made(site: Site, new: nn.Module, is_filled: bool) -> None:
             named = name in site.infos
             expected = "its pieces, by chunked_state()" if named else "it whole, since parameters() does not name it"
             raise ShardError(
-                f"{sharder}.shard made {join(site.path, name)!r} of shape {tuple(state[name].shape)} for one of "
+                f"{sharder}.shard made {join_name(site.path, name)!r} of shape {tuple(state[name].shape)} for one of "
                 f"{tuple(old.shape)}; expected {expected}"
             )
         if is_filled and local[name].is_meta:
             raise ShardError(
-                f"{sharder}.shard left {join(site.path, name)!r} on meta: shard() allocates what is on meta (for "
+                f"{sharder}.shard left {join_name(site.path, name)!r} on meta: shard() allocates what is on meta (for "
                 "instance torch.empty_like(pieces, device=device)), the wrapper fills it"
             )
 
@@ -85,14 +86,14 @@ def fill_from_meta(site: Site, new: nn.Module, seed: int, rules: Rules) -> None:
     state = _state(new)
     for name in on_meta:
         relative, _, own_name = name.rpartition(".")
-        path, target = join(site.path, relative), as_chunks(state[name])
+        path, target = join_name(site.path, relative), as_chunks(state[name])
         init_fn = site.infos[name].init_fn if name in site.infos else None
         # One that is a table here may be a dense weight on another mesh, where it is filled so.
         may_be_dense = isinstance(site.module, nn.Embedding | nn.EmbeddingBag)
         if init_fn is None or may_be_dense or rules.reach_into(site.path, path):
-            fill_own(site.module.get_submodule(relative), path, {own_name: target}, seed, rules)
+            fill_own(site.module.get_submodule(relative), path, own_name, target, seed, rules)
         else:
-            fill_chunks(target, init_fn, join(site.path, name), seed)
+            fill_chunks(target, init_fn, join_name(site.path, name), seed)
 
 
 def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from dmp.ranks.collective import explain
+from dmp.ranks import raise_cause
 from dmp.wrap.skeleton import put_back
 
 
@@ -19,7 +19,7 @@ def _forward(model: Any, *args: Any, **kwargs: Any) -> Any:
         if model.skeleton is not None:
             put_back(model.module)
         if isinstance(error, RuntimeError):  # of a collective of torch's, which no entry of ours is around
-            explain(error)
+            raise_cause(error)
         raise
 
 

@@ -29,6 +29,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dmp.errors import ShardError
+from dmp.names import join_name
 from dmp.wrap.skeleton import skeleton_of
 
 TOGETHER_ELEMENTS = 1 << 26  # of modules that are filled in one run of the rules that they share
@@ -256,7 +257,7 @@ def _calls(root: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
         seen.add(id(module))
         model = module if model_init(module) is not None else model
         for name, child in module.named_children():
-            walk(f"{path}.{name}" if path else name, child, model)
+            walk(join_name(path, name), child, model)
         found.append((path, module, model))
 
     walk("", root, None)

@@ -15,7 +15,7 @@ touched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import product
 from math import prod
@@ -28,7 +28,9 @@ from torch.nn.parameter import is_lazy
 from dmp.chunked import ChunkedTensor, as_chunks, copy_overlap
 from dmp.env import ShardingEnv
 from dmp.errors import ShardError
-from dmp.ranks.collective import meet
+from dmp.names import join_name
+from dmp.places import Place, places_of, replace_tensors, room_for
+from dmp.ranks import gather_words
 from dmp.wrap.initial_rules import TOGETHER_ELEMENTS, Rules, set_seed
 
 BLOCK_ELEMENTS = 1 << 20  # of whole rows: an init_fn costs some 50 us each time
@@ -39,7 +41,7 @@ TILE_ROWS, TILE_COLUMNS = 32, 1024
 def shared_seed(env: ShardingEnv) -> int:
     """Rank 0's `torch.initial_seed()`, the same on every rank."""
     own = torch.initial_seed() & ((1 << 62) - 1)
-    return meet("wrapping: the seed", [own, 0], env.group() if env.size > 1 else None)[0][0]
+    return gather_words("wrapping: the seed", [own, 0], env.group() if env.size > 1 else None)[0][0]
 
 
 def fill_chunks(target: ChunkedTensor, init_fn: Callable[[torch.Tensor], Any], name: str, seed: int) -> None:
@@ -98,23 +100,20 @@ def materialise(
     Raises:
         ShardError: nothing gives such a tensor values.
     """
-    made: dict[int, torch.Tensor] = {}
-    for path, owner in list(_owners_on_meta(module, skip)):
-        on_meta = {name: t for name, t in _own(owner).items() if _on_meta(t)}
-        new = {name: made.get(id(t)) for name, t in on_meta.items()}
-        missing = [name for name, value in new.items() if value is None]
-        for name in missing:
-            new[name] = made[id(on_meta[name])] = _like(on_meta[name], device)
-        fill_own(owner, path, {name: as_chunks(new[name]) for name in missing}, seed, rules)  # type: ignore[arg-type]
-        for name, value in new.items():
-            (owner._parameters if name in owner._parameters else owner._buffers)[name] = value  # type: ignore[assignment]
+
+    def filled(place: Place) -> torch.Tensor:
+        new = _with_optimizers(room_for(place.tensor, device), place.tensor)
+        fill_own(place.owner, place.path, place.name, as_chunks(new), seed, rules)
+        return new
+
+    replace_tensors(_on_meta(module, skip), filled)
 
 
 def check_can_materialise(module: nn.Module, rules: Rules, skip: Iterable[nn.Module] = ()) -> None:
     """Raise where no rule could give a tensor values, before anything is changed."""
-    for path, owner in _owners_on_meta(module, skip):
+    for path, owner, *_ in _on_meta(module, skip):
         if not rules.of(path):
-            on_meta = [n for n, t in _own(owner).items() if t.is_meta]
+            on_meta = [place.name for place in places_of([(path, owner)]) if place.tensor.is_meta]
             raise ShardError(
                 f"module {path!r} ({type(owner).__name__}) has {on_meta} on meta and no "
                 "reset_parameters() to fill them; give it one, or build it on a real device, or pass "
@@ -122,19 +121,18 @@ def check_can_materialise(module: nn.Module, rules: Rules, skip: Iterable[nn.Mod
             )
 
 
-def fill_own(owner: nn.Module, path: str, targets: Mapping[str, ChunkedTensor], seed: int, rules: Rules) -> None:
-    """Fill chunks of the tensors that a module itself owns."""
+def fill_own(owner: nn.Module, path: str, name: str, target: ChunkedTensor, seed: int, rules: Rules) -> None:
+    """Fill chunks of a tensor that a module itself owns."""
     of, from_above = rules.of(path), rules.from_above(path)
     kind = next((k for k in _BY_BLOCKS if isinstance(owner, k) and _is_torchs_own(owner, k)), None)
-    for name, target in targets.items():
-        full_name = f"{path}.{name}" if path else name
-        is_large = isinstance(owner, _TABLES) and target.numel() > TOGETHER_ELEMENTS
-        if kind is not None and target.dim() and not from_above and all(rule.is_own for rule in of):
-            _fill_tiles(target, _BY_BLOCKS[kind](owner), full_name, seed)
-        elif target.dim() and (is_large if from_above else kind is not None):
-            fill_chunks(target, partial(rules.fill, path, name), full_name, seed)
-        else:  # on ranks that hold nothing of it too, so that all raise where nothing gives it values
-            target.fill_from(rules.value(path, name, seed))
+    full_name = join_name(path, name)
+    is_large = isinstance(owner, _TABLES) and target.numel() > TOGETHER_ELEMENTS
+    if kind is not None and target.dim() and not from_above and all(rule.is_own for rule in of):
+        _fill_tiles(target, _BY_BLOCKS[kind](owner), full_name, seed)
+    elif target.dim() and (is_large if from_above else kind is not None):
+        fill_chunks(target, partial(rules.fill, path, name), full_name, seed)
+    else:  # on ranks that hold nothing of it too, so that all raise where nothing gives it values
+        target.fill_from(rules.value(path, name, seed))
 
 
 def _uniform(owner: Any) -> Callable[[torch.Tensor], Any]:
@@ -162,28 +160,15 @@ def _is_torchs_own(owner: Any, kind: Any) -> bool:
     return type(owner).reset_parameters is kind.reset_parameters and getattr(owner, "padding_idx", None) is None
 
 
-def _owners_on_meta(module: nn.Module, skip: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+def _on_meta(module: nn.Module, skip: Iterable[nn.Module]) -> Iterator[Place]:
     skipped = {id(m) for s in skip for m in s.modules()}
-    for path, owner in module.named_modules():
-        if id(owner) not in skipped and any(_on_meta(t) for t in _own(owner).values()):
-            yield path, owner
+    for place in places_of(module.named_modules()):
+        if id(place.owner) not in skipped and place.tensor.is_meta and not is_lazy(place.tensor):
+            yield place
 
 
-def _own(module: nn.Module) -> dict[str, torch.Tensor]:
-    both = [*module._parameters.items(), *module._buffers.items()]
-    return {name: tensor for name, tensor in both if tensor is not None}
-
-
-def _on_meta(tensor: torch.Tensor) -> bool:
-    return tensor.is_meta and not is_lazy(tensor)
-
-
-def _like(old: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Room on the device for what `old` stands for on meta."""
-    value = torch.empty_like(old.detach(), device=device)
-    if not isinstance(old, nn.Parameter):
-        return value
-    new = nn.Parameter(value, requires_grad=old.requires_grad)
+def _with_optimizers(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    """`new` with what torch's `_apply_optimizer_in_backward` has attached to `old`."""
     attached = list(zip(getattr(old, "_optimizer_classes", ()), getattr(old, "_optimizer_kwargs", ()), strict=True))
     if attached:
         from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore[attr-defined]

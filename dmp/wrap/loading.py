@@ -6,15 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.nn.parameter import is_lazy
 
-from dmp.chunked import ChunkedTensor, as_chunks, is_dtensor
+from dmp.chunked import ChunkedTensor, as_chunks
 from dmp.errors import CheckpointError, DmpError
-from dmp.ranks.collective import everyone
+from dmp.places import is_dtensor, restore_ties, tied_places
+from dmp.ranks import results_of_all
 from dmp.wrap.assembly import Assembly
-from dmp.wrap.ties import Tie, find_ties, restore_ties
 
 
 def load(
@@ -27,7 +26,7 @@ def load(
     given = {k[len(prefix) :]: v for k, v in state_dict.items() if k.startswith(prefix)}
     own = made.module.state_dict()
     group = made.env.group() if made.env.size > 1 else None
-    found = everyone(lambda: _check(made, own, given, prefix, strict, assign), group, "load_state_dict")
+    found = results_of_all(lambda: _check(made, own, given, prefix, strict, assign), group, "load_state_dict")
     missing, unexpected = found[made.env.rank if group is not None else 0]
     if any(each != found[0] for each in found):
         rank = next(rank for rank, each in enumerate(found) if each != found[0])
@@ -35,15 +34,14 @@ def load(
             "load_state_dict: expected the same names on every rank; rank 0 has (missing, unexpected) "
             f"{found[0]}, rank {rank} {found[rank]}; copies would drift apart"
         )
-    ties = find_ties(made.module) if assign else []
-    tied = [module._parameters[name] for (module, name), *_ in ties]
+    ties = tied_places(made.module) if assign else []
     if assign:  # which gives storage to what is on meta, as in torch
         own = {k: torch.empty_like(v, device=made.device) if _is_split_on_meta(v) else v for k, v in own.items()}
     try:
         made.module.load_state_dict(_with_local_shards(own, given), strict=False, assign=assign)
     except DmpError as error:
         raise CheckpointError(str(error)) from error
-    restore_ties([_replaced_first(tie, old) for tie, old in zip(ties, tied, strict=True)])
+    restore_ties(ties)
     return _IncompatibleKeys(missing, unexpected)
 
 
@@ -93,7 +91,7 @@ def _why_not_loaded(own: Any, given: Any) -> str:
     if not isinstance(given, torch.Tensor):
         return f"is a {type(given).__name__}, expected a tensor of shape {tuple(own.shape)}"
     if is_dtensor(given) and not (
-        is_dtensor(own) and (given.device_mesh, given.placements) == (own.device_mesh, own.placements)  # type: ignore[attr-defined]
+        is_dtensor(own) and (given.device_mesh, given.placements) == (own.device_mesh, own.placements)
     ):
         return "is a DTensor of another mesh or plan: use save_checkpoint and load_checkpoint, or full_state_dict"
     if given.shape != own.shape:
@@ -121,10 +119,6 @@ def _with_local_shards(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict
             as_chunks(mine).fill_from(value)
             result[name] = mine
     return result
-
-
-def _replaced_first(tie: Tie, old: nn.Parameter | None) -> Tie:
-    return sorted(tie, key=lambda place: place[0]._parameters[place[1]] is old)
 
 
 def _is_split_on_meta(value: Any) -> bool:

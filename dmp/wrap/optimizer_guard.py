@@ -17,8 +17,9 @@ from typing import Any
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from dmp.chunked import PIECE, is_dtensor
+from dmp.chunked import PIECE
 from dmp.errors import ShardError
+from dmp.places import is_dtensor
 from dmp.wrap import live_models as live
 from dmp.wrap.earlier_optimizers import follow
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from dmp.chunked import as_chunks
+from dmp.places import Place, places_of, replace_tensors, room_for
 
 
 def skeleton_of(module: nn.Module, sharded: list[nn.Module]) -> nn.Module:
@@ -27,7 +28,7 @@ def skeleton_of(module: nn.Module, sharded: list[nn.Module]) -> nn.Module:
     for each in copied:
         for tensor in [*each._parameters.values(), *each._buffers.values()]:
             if tensor is not None and id(tensor) not in memo:
-                memo[id(tensor)] = _on_meta(tensor)
+                memo[id(tensor)] = copy.deepcopy(tensor) if is_lazy(tensor) else room_for(tensor, "meta")
     for each in copied:
         memo[id(each)].__dict__.update({name: _copied(value, memo) for name, value in each.__dict__.items()})
     made: nn.Module = memo[id(module)]
@@ -47,31 +48,21 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
     return copy.deepcopy(value, memo)
 
 
-def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    if is_lazy(tensor):
-        return copy.deepcopy(tensor)
-    empty = torch.empty_like(tensor.detach(), device="meta")
-    if not isinstance(tensor, nn.Parameter):
-        return empty
-    return nn.Parameter(empty, requires_grad=tensor.requires_grad)
-
-
 def copy_values(old: nn.Module, new: nn.Module, device: torch.device) -> None:
     """Values, flags and modes of `old` into a copy of its structure that is still on meta."""
-    made: dict[int, torch.Tensor] = {}
-    for name, module in new.named_modules():
-        source = old.get_submodule(name)
-        module.training = source.training
-        for kind in ("_parameters", "_buffers"):
-            own = getattr(module, kind)
-            for key in [key for key, tensor in own.items() if tensor is not None and tensor.is_meta]:
-                meta, live = own[key], getattr(source, kind)[key]
-                if id(meta) not in made:
-                    value = torch.empty_like(meta.detach(), device=device)
-                    as_chunks(value).fill_from(as_chunks(live))
-                    is_parameter = isinstance(meta, nn.Parameter)
-                    made[id(meta)] = nn.Parameter(value, requires_grad=live.requires_grad) if is_parameter else value
-                own[key] = made[id(meta)]
+    modules = dict(old.named_modules(remove_duplicate=False))
+    for path, module in new.named_modules():
+        module.training = modules[path].training
+
+    def copied(place: Place) -> torch.Tensor:
+        source = modules[place.path]
+        live = (source._parameters if place.name in source._parameters else source._buffers)[place.name]
+        assert live is not None
+        value = room_for(place.tensor, device)
+        as_chunks(value).fill_from(as_chunks(live))
+        return value.requires_grad_(live.requires_grad) if isinstance(value, nn.Parameter) else value
+
+    replace_tensors((place for place in places_of(new.named_modules()) if place.tensor.is_meta), copied)
 
 
 def put_back(module: nn.Module) -> None:

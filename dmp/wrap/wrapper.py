@@ -15,13 +15,13 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from dmp.calls import Calls
-from dmp.chunked import is_dtensor
 from dmp.contracts import DataParallelWrapper, ModelSharder, ModuleSharder
 from dmp.env import ShardingEnv
 from dmp.errors import CheckpointError, ShardError
 from dmp.layouts.layout import Layout, ParameterSharding
+from dmp.places import is_dtensor
 from dmp.plans.plan import ShardingPlan
-from dmp.ranks.collective import entry
+from dmp.ranks import entry
 from dmp.wrap import live_models as live
 from dmp.wrap.agreement import on_all_ranks
 from dmp.wrap.arguments import Arguments, checked, environment, take

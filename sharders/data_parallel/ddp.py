@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dmp import ShardError, ShardingEnv
+from dmp import ShardError, ShardingEnv, is_dtensor
 from sharders.data_parallel.unreached import AnyReachDDP, average_whole
 
 
@@ -35,8 +33,8 @@ class DDPWrapper:
         trained = {name: p for name, p in module.named_parameters() if name not in ignored and p.requires_grad}
         if group is None or env.data_size == 1 or not trained:
             return module
-        if has_dtensors(trained.values()):
-            first = next(name for name, p in trained.items() if has_dtensors([p]))
+        first = next((name for name, p in trained.items() if is_dtensor(p)), None)
+        if first is not None:
             raise ShardError(
                 f"DistributedDataParallel takes no DTensors, and {first!r} is one (split over {env.axes('tensor')}); "
                 "pass data_parallel_wrapper=FSDPWrapper(), which copies or splits them over the data axes"
@@ -60,14 +58,8 @@ class WholeWrapper:
         """`module`, in DDP or in place; `ignored` parameters and buffers are left alone."""
         group = env.group("replicate", "shard")
         whole = {name: p for name, p in module.named_parameters() if name not in ignored}
-        if not has_dtensors(whole.values()):
+        if not any(map(is_dtensor, whole.values())):
             return DDPWrapper().wrap(module, env, device, ignored)
         if group is not None and env.data_size > 1:
             average_whole(module, list(whole), group)
         return module
-
-
-def has_dtensors(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether any of them is a DTensor; does not import them."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and any(isinstance(t, module.DTensor) for t in tensors)

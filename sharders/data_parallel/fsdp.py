@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dmp import Layout, ShardError, ShardingEnv
+from dmp import Layout, ShardError, ShardingEnv, is_dtensor
 from sharders.data_parallel.blocks import (
     Units,
     cast_inputs,
@@ -33,7 +33,7 @@ from sharders.data_parallel.blocks import (
     find_units,
     repeated_blocks,
 )
-from sharders.data_parallel.ddp import DDPWrapper, has_dtensors
+from sharders.data_parallel.ddp import DDPWrapper
 from sharders.data_parallel.unreached import average_whole, hook_hidden, reduce_unreached_pieces
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class FSDPWrapper:
         if not dense:
             return module
         self._prepare_blocks(module, ignored)
-        if not self.shards_in_place(env, has_dtensors(dense.values())):
+        if not self.shards_in_place(env, any(map(is_dtensor, dense.values()))):
             return DDPWrapper().wrap(module, env, device, ignored)
         self._check_policies(env)
         if not self._policies() and env.data_size == 1 and not env.fully_sharded_axes:

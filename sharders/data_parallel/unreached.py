@@ -14,7 +14,7 @@ takes zeros, which are -0.0 here.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache, reduce
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from dmp import ranks
+from dmp import is_dtensor, ranks, tensors_of
 
 
 class AnyReachDDP(DistributedDataParallel):
@@ -197,7 +197,7 @@ def average_whole(module: nn.Module, names: Sequence[str], group: dist.ProcessGr
 
 
 def _local(tensor: Any) -> torch.Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[no-any-return]
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def _remove(handles: Sequence[RemovableHandle]) -> None:
@@ -207,19 +207,11 @@ def _remove(handles: Sequence[RemovableHandle]) -> None:
 
 def with_graph(value: Any) -> Iterator[torch.Tensor]:
     """Tensors of an output that a backward pass may begin at, whatever holds them."""
-    if isinstance(value, torch.Tensor):
-        if value.requires_grad:
+    for _, tensor in tensors_of(value, as_held=True):
+        if tensor.requires_grad:
             # An in-place operation on a view takes the view's hooks out of the graph, not its base's.
-            base = value._base
-            yield value if base is None or not base.requires_grad else base
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from with_graph(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from with_graph(item)
-    elif hasattr(value, "__dict__") and not isinstance(value, (type, torch.nn.Module)):
-        yield from with_graph(vars(value))
+            base = tensor._base
+            yield tensor if base is None or not base.requires_grad else base
 
 
 def _accumulate_nothing(unreached: Sequence[torch.Tensor]) -> None:

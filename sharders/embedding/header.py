@@ -1,8 +1,7 @@
 """The first exchange of every call: sizes of what follows, and whatever any rank has found wrong.
 
 It has a fixed size for every module, so ranks that are at different modules, or have different plans, meet here and say
-so instead of hanging. A fault that one rank finds in its batch is raised on all of them. Where a batch has a size for
-each feature, a second exchange carries these: by then the ranks know that they are at one module.
+so instead of hanging. A fault that one rank finds in its batch is raised on all of them.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -21,16 +20,13 @@ from sharders.embedding.input_faults import Fault, Kind
 _WORDS = 11
 """Fingerprint, number of the entry, digest of backward passes; batch size, words, flags, checksum; fault (4)."""
 
-_PER_FEATURE = -1
-"""In place of the batch size: each feature has its own."""
-
 
 @dataclass(frozen=True)
 class Header:
     """What a rank says before its payload.
 
     Args:
-        batch_sizes: samples it has: one number for all features, or one for each.
+        batch_size: samples it has.
         words: of its payload for the receiver.
         is_training: gradients will follow.
         is_weighted: its payload carries weights.
@@ -39,7 +35,7 @@ class Header:
         fault: what is wrong with its batch, or None.
     """
 
-    batch_sizes: tuple[int, ...]
+    batch_size: int
     words: int
     is_training: bool
     is_weighted: bool
@@ -51,15 +47,14 @@ class Header:
         """As integers, behind these three of the call."""
         fault = self.fault.packed() if self.fault else [0, 0, 0, 0]
         flags = self.is_training + 2 * self.is_weighted + 4 * self.wants_weight_gradient
-        batch_size = self.batch_sizes[0] if len(self.batch_sizes) == 1 else _PER_FEATURE
-        return [*before, batch_size, self.words, flags, self.checksum, *fault]
+        return [*before, self.batch_size, self.words, flags, self.checksum, *fault]
 
     @staticmethod
     def unpacked(words: Sequence[int]) -> Header:
         """Inverse of `packed`."""
         batch_size, num_words, flags, checksum, *fault = words[3:]
         found = Fault.unpacked(fault) if fault[0] != Kind.NONE else None
-        return Header((batch_size,), num_words, bool(flags & 1), bool(flags & 2), bool(flags & 4), checksum, found)
+        return Header(batch_size, num_words, bool(flags & 1), bool(flags & 2), bool(flags & 4), checksum, found)
 
     def manner(self) -> str:
         """How the module is called, in words."""
@@ -147,17 +142,7 @@ class Handshake:
             raise difference
         if found is not None:
             raise found[1].error(self.features, self.name, found[0])
-        if any(header.batch_sizes == (_PER_FEATURE,) for header in headers):
-            return self._with_sizes(headers, mine[0].batch_sizes, device)
         return headers
-
-    def _with_sizes(self, headers: Sequence[Header], mine: tuple[int, ...], device: torch.device) -> list[Header]:
-        """The headers, with a batch size for each feature; one exchange."""
-        num = len(self.features)
-        send = torch.tensor(mine if len(mine) == num else mine * num, dtype=torch.int64, device=device)
-        sizes = [num] * self.size
-        came = self.channel.all_to_all(send.repeat(self.size), sizes, sizes).wait().view(self.size, num).tolist()
-        return [replace(header, batch_sizes=tuple(of_rank)) for header, of_rank in zip(headers, came, strict=True)]
 
     def _check_same_manner(self, headers: Sequence[Header]) -> None:
         for rank, header in enumerate(headers):
@@ -192,7 +177,7 @@ class Handshake:
 
     def _raise_parted_backwards(self, mine: list[str]) -> None:
         """A backward pass has no header: where the sizes fit, ranks have taken each other's gradients for their own."""
-        told = ranks.tell("the forward after different backward passes", mine, self.channel.group)
+        told = ranks.gather_objects("the forward after different backward passes", mine, self.channel.group)
         texts = [", ".join(names) or "none" for names in told]
         raise ranks.RanksError(
             "the ranks have run different backward passes since the forward before this one: "
@@ -202,7 +187,7 @@ class Handshake:
         )
 
     def _raise_mismatch(self) -> None:
-        told = ranks.tell("the forward of different modules", (self.name, self._content), self.channel.group)
+        told = ranks.gather_objects("the forward of different modules", (self.name, self._content), self.channel.group)
         for rank, (name, _) in enumerate(told):
             if told[rank] != told[0]:
                 what = f"calls {name!r}" if name != told[0][0] else f"has other tables or layouts in {name!r}"

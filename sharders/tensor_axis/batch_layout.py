@@ -8,14 +8,14 @@ all ranks of a tensor group: activations that are equal there have equal gradien
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 
-from dmp import InputError, ShardingEnv
+from dmp import InputError, ShardingEnv, map_nested
 from dmp import ranks as of_all
 from sharders.channel import Channel
 from sharders.embedding.tensor_slice import (
@@ -59,13 +59,13 @@ def slice_batch(x: Any, env: ShardingEnv) -> Any:
     if ranks.size == 1:
         return x
     leaves: list[_Leaf] = []
-    build = _read(x, leaves)
+    _read(x, leaves)
 
     def cuts_of(leaf: _Leaf) -> list[Cut]:
         (samples,) = even_cut([leaf.batch_size], ranks.size)
         return leaf.cuts(samples, [] if leaf.lengths is None else cut_of_lengths(leaf.lengths, samples))
 
-    return _replace_all(build, leaves, [cuts_of(leaf) for leaf in leaves], cut_rows, ranks)
+    return _replace_all(x, leaves, [cuts_of(leaf) for leaf in leaves], cut_rows, ranks)
 
 
 def gather_batch(x: Any, env: ShardingEnv) -> Any:
@@ -92,7 +92,7 @@ def gather_batch(x: Any, env: ShardingEnv) -> Any:
     leaves: list[_Leaf] = []
     fault: InputError | None = None
     try:
-        build = _read(x, leaves)
+        _read(x, leaves)
     except InputError as error:
         fault = error
     sizes = [n for leaf in leaves for n in (leaf.batch_size, *leaf.counts)]
@@ -106,7 +106,7 @@ def gather_batch(x: Any, env: ShardingEnv) -> Any:
         samples, *rows = [_bounds(of_all) for of_all in zip(*of_leaf, strict=True)]
         starts = accumulate((bounds[-1] for bounds in rows), initial=0)
         cuts.append(leaf.cuts(samples, [[a + b for b in bounds] for a, bounds in zip(starts, rows, strict=False)]))
-    return _replace_all(build, leaves, cuts, gather_rows, ranks)
+    return _replace_all(x, leaves, cuts, gather_rows, ranks)
 
 
 def _gather_sizes(sizes: list[int], fault: InputError | None, ranks: Channel, device: torch.device) -> list[list[int]]:
@@ -115,7 +115,7 @@ def _gather_sizes(sizes: list[int], fault: InputError | None, ranks: Channel, de
     mine = torch.tensor(head, dtype=torch.int64, device=device)
     by_rank = ranks.all_gather(mine).tolist()
     if any(is_fault or num != by_rank[0][0] for num, is_fault, *_ in by_rank):
-        said = of_all.tell("gather_batch", str(fault or ""), ranks.group)
+        said = of_all.gather_objects("gather_batch", str(fault or ""), ranks.group)
         faults = [f"rank {rank} of the tensor group: {text}" for rank, text in enumerate(said) if text]
         numbers = [num for num, *_ in by_rank]
         raise InputError(
@@ -248,7 +248,7 @@ def _bounds(counts: Sequence[int]) -> list[int]:
 
 
 def _replace_all(
-    build: Callable[[Iterator[Any]], Any],
+    x: Any,
     leaves: Sequence[_Leaf],
     cuts: Sequence[Sequence[Cut]],
     move: Callable[[Sequence[torch.Tensor], Sequence[Cut], Channel], list[torch.Tensor]],
@@ -257,24 +257,17 @@ def _replace_all(
     """The structure with all its tensors moved together."""
     tensors = [t for leaf in leaves for t in leaf.tensors]
     moved = iter(move(tensors, [cut for of_leaf in cuts for cut in of_leaf], ranks)) if tensors else iter(())
-    return build(iter([leaf.build(*(next(moved) for _ in leaf.tensors)) for leaf in leaves]))
+    rebuilt = iter([leaf.build(*(next(moved) for _ in leaf.tensors)) for leaf in leaves])
+    return map_nested(x, lambda *_: next(rebuilt), is_leaf=_is_jagged)
 
 
-def _read(x: Any, leaves: list[_Leaf], path: str = "batch") -> Callable[[Iterator[Any]], Any]:
-    """Append the leaves of `x`; returns what builds the same structure from new ones."""
-    if x is None:
-        return lambda new: None
-    if isinstance(x, Mapping):
-        of_keys = {key: _read(value, leaves, f"{path}[{key!r}]") for key, value in x.items()}
-        return lambda new: {key: build(new) for key, build in of_keys.items()}
-    if isinstance(x, (list, tuple)) and not isinstance(x, Jagged):
-        builds = [_read(value, leaves, f"{path}[{i}]") for i, value in enumerate(x)]
-        kind: Any = type(x)
-        if hasattr(x, "_fields"):  # a named tuple
-            return lambda new: kind(*(build(new) for build in builds))
-        return lambda new: kind(build(new) for build in builds)
-    leaves.append(_leaf(x, path))
-    return next
+def _read(x: Any, leaves: list[_Leaf]) -> None:
+    """Append the leaves of `x`, those before one that does not fit too."""
+    map_nested(x, lambda leaf, path: leaves.append(_leaf(leaf, path)), "batch", _is_jagged)
+
+
+def _is_jagged(x: Any) -> bool:
+    return isinstance(x, Jagged)
 
 
 def _leaf(x: Any, path: str) -> _Leaf:

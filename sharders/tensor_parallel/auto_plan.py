@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from dmp import PlanError
+from dmp import PlanError, is_inside, join_name
 from sharders.tensor_parallel.head_counts import Divided, ModelRuns, divided_attributes
 from sharders.tensor_parallel.proof.sample import UnprovedError
 from sharders.tensor_parallel.prove import PlanProof, prove, warn_on_first_rank
 from sharders.tensor_parallel.sequence import sequence_styles
 from sharders.tensor_parallel.split.patterns import with_ties
 from sharders.tensor_parallel.structure.dry_run import DryRunError
-from sharders.tensor_parallel.structure.transformer import Block, Branch, Transformer, join, within
+from sharders.tensor_parallel.structure.transformer import Block, Branch, Transformer
 
 _TRIES, _TRIES_OF_ONE = 8, 3  # ways to divide attributes; the likeliest come first
 
@@ -65,7 +65,7 @@ def derive(runs: ModelRuns, axis: str, *, sequence_parallel: bool = False, loss_
         return Derived({}, {}, ("no transformer blocks: nothing to split by tensor parallelism",))
     for block in transformer.blocks:
         for branch in block.branches:
-            _check_branch(join(block.path, branch.path), branch, size, axis)
+            _check_branch(join_name(block.path, branch.path), branch, size, axis)
     notes = list(_whole_notes(transformer))
     vocabulary = list(_vocabulary_candidates(model, transformer, size, axis, loss_parallel, notes))
     styles, divided = _decide(runs, axis, list(_branch_candidates(model, transformer)), vocabulary, notes)
@@ -103,8 +103,8 @@ def check_heads(transformer: Transformer, styles: Mapping[str, str], size: int, 
     """
     for block in transformer.blocks:
         for branch in block.branches:
-            if branch.heads is not None and any(styles.get(join(block.path, n)) == "colwise" for n in branch.up):
-                _check_branch(join(block.path, branch.path), branch, size, axis)
+            if branch.heads is not None and any(styles.get(join_name(block.path, n)) == "colwise" for n in branch.up):
+                _check_branch(join_name(block.path, branch.path), branch, size, axis)
 
 
 def _check_branch(path: str, branch: Branch, size: int, axis: str) -> None:
@@ -126,10 +126,10 @@ def _branch_candidates(model: nn.Module, transformer: Transformer) -> Iterator[_
     for first, blocks in _by_structure(transformer):
         for branch in first.branches:
             name = _counted(
-                join(first.path, branch.path) if branch.path else join(first.path, branch.down), len(blocks)
+                join_name(first.path, branch.path) if branch.path else join_name(first.path, branch.down), len(blocks)
             )
             relative = _branch_styles(model.get_submodule(first.path), branch)
-            yield _Candidate(name, {join(b.path, n): style for b in blocks for n, style in relative.items()})
+            yield _Candidate(name, {join_name(b.path, n): style for b in blocks for n, style in relative.items()})
 
 
 def _branch_styles(block: nn.Module, branch: Branch) -> dict[str, str]:
@@ -138,7 +138,7 @@ def _branch_styles(block: nn.Module, branch: Branch) -> dict[str, str]:
         for name, module in block.get_submodule(branch.path).named_modules():
             shapes = {tuple(p.shape) for p in module.parameters(recurse=False)}
             if shapes == {(branch.heads.size,)} and not isinstance(module, nn.Linear):
-                styles[join(branch.path, name)] = "sum_gradients"
+                styles[join_name(branch.path, name)] = "sum_gradients"
     return styles
 
 
@@ -261,7 +261,7 @@ def _without_disproved(
 ) -> Iterator[_Candidate]:
     """Branches without those that run alone, of the first block of each structure, and are wrong there."""
     for candidate, block in zip(branches, _blocks_of_branches(runs.transformer), strict=True):
-        styles = {path: style for path, style in candidate.styles.items() if within(path, block)}
+        styles = {path: style for path, style in candidate.styles.items() if is_inside(path, block)}
         failure = prove(runs, styles, [runs.divide_by_source(styles)], axis).failure
         if failure:
             notes.append(f"{candidate.name}: left whole, because {failure}")
@@ -326,8 +326,8 @@ def _of_blocks(
         local, attributes = decide(alone_runs, list(_branch_candidates(module, alone)), of_block)
         said += [f"{first.path}: {note}" for note in of_block]
         for path in (b.path for b in blocks):
-            styles |= {join(path, name): style for name, style in local.items()}
-            divided |= {(join(path, name), a): value for (name, a), value in attributes.items()}
+            styles |= {join_name(path, name): style for name, style in local.items()}
+            divided |= {(join_name(path, name), a): value for (name, a), value in attributes.items()}
     notes += said
     return styles, divided
 
@@ -347,7 +347,7 @@ def _by_structure(transformer: Transformer) -> Iterator[tuple[Block, list[Block]
 def _whole_notes(transformer: Transformer) -> Iterator[str]:
     for first, blocks in _by_structure(transformer):
         for whole in first.whole:
-            yield f"{_counted(join(first.path, whole.path), len(blocks))}: left whole, {whole.why}"
+            yield f"{_counted(join_name(first.path, whole.path), len(blocks))}: left whole, {whole.why}"
 
 
 def _counted(path: str, count: int) -> str:

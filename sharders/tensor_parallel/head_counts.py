@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from dmp import join_name
 from sharders.tensor_parallel.proof.likeness import UnlikeError, likeness, value_key
 from sharders.tensor_parallel.proof.proof import Verdict, Verdicts, disproof
 from sharders.tensor_parallel.proof.sample import Sample, UnprovedError
@@ -31,7 +32,7 @@ from sharders.tensor_parallel.structure.dry_run import (
 )
 from sharders.tensor_parallel.structure.find_transformer import recognise
 from sharders.tensor_parallel.structure.meta_copies import MetaCopies
-from sharders.tensor_parallel.structure.transformer import HEAD_DIM, HEADS, KV_HEADS, Block, Transformer, join
+from sharders.tensor_parallel.structure.transformer import HEAD_DIM, HEADS, KV_HEADS, Block, Transformer
 
 Divided = dict[tuple[str, str], int]
 
@@ -252,7 +253,7 @@ def _attributes(model: nn.Module, blocks: Iterable[Block]) -> Iterator[tuple[str
         for branch in block.branches:
             if branch.heads is None:
                 continue
-            outer = join(block.path, branch.path)
+            outer = join_name(block.path, branch.path)
             for name, module in model.get_submodule(outer).named_modules():
                 for attribute, value in vars(module).items():
                     if isinstance(module, nn.Linear) or type(value) is not int or attribute in HEAD_DIM:
@@ -263,23 +264,23 @@ def _attributes(model: nn.Module, blocks: Iterable[Block]) -> Iterator[tuple[str
                     )
                     if is_count or value in (heads.query * heads.size, heads.key_value * heads.size):
                         yield (
-                            join(block.path, branch.down),
-                            Attribute(join(outer, name), attribute, value, is_count),
+                            join_name(block.path, branch.down),
+                            Attribute(join_name(outer, name), attribute, value, is_count),
                         )
 
 
 def _insides(model: nn.Module, block: Block, styles: Mapping[str, str]) -> Iterator[str]:
     """Modules of a block whose outputs are local when its branches are split."""
     for branch in block.branches:
-        if join(block.path, branch.down) not in styles:
+        if join_name(block.path, branch.down) not in styles:
             continue
         if branch.path:
-            yield join(block.path, branch.path)
+            yield join_name(block.path, branch.path)
             continue
         # Directly in the block: an activation or dropout between up and down cannot be told from others.
-        yield from (join(block.path, n.partition(".")[0]) for n in branch.up)
+        yield from (join_name(block.path, n.partition(".")[0]) for n in branch.up)
         children = model.get_submodule(block.path).named_children()
-        yield from (join(block.path, n) for n, child in children if not any(True for _ in child.parameters()))
+        yield from (join_name(block.path, n) for n, child in children if not any(True for _ in child.parameters()))
 
 
 def _is_used(cls: type[nn.Module], attribute: Attribute) -> bool:

@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 from torch import nn
 
+from dmp import is_inside
 from sharders.tensor_parallel.head_counts import Divided, ModelRuns
 from sharders.tensor_parallel.proof.proof import RAISES
 from sharders.tensor_parallel.proof.sample import UnprovedError
 from sharders.tensor_parallel.split.styles import Style, family
 from sharders.tensor_parallel.structure.find_transformer import recognise
-from sharders.tensor_parallel.structure.transformer import Transformer, outward, within
+from sharders.tensor_parallel.structure.transformer import Transformer, outward
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def _prove_alone(runs: ModelRuns, styles: Mapping[str, Style], divided: Divided,
     left: list[str] = []
     proved: list[str] = []
     for path in split:
-        if any(within(path, scope) for scope in proved):
+        if any(is_inside(path, scope) for scope in proved):
             continue
         scope, wrong = _first_that_runs(runs, path, styles, divided, axis)
         if wrong:
@@ -102,8 +103,8 @@ def _first_that_runs(
         module = runs.model.get_submodule(scope)
         if isinstance(module, nn.ModuleList | nn.ModuleDict):
             continue
-        inside = {_below(p, scope): style for p, style in styles.items() if within(p, scope)}
-        values = {(_below(p, scope), name): value for (p, name), value in divided.items() if within(p, scope)}
+        inside = {_below(p, scope): style for p, style in styles.items() if is_inside(p, scope)}
+        values = {(_below(p, scope), name): value for (p, name), value in divided.items() if is_inside(p, scope)}
         try:
             wrong = _alone(runs, scope).disproof(inside, values, axis)
         except UnprovedError:

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from dmp import PlanError
+from dmp import PlanError, is_inside, join_name
 from sharders.tensor_parallel.head_counts import ModelRuns, Unsplit
 from sharders.tensor_parallel.split.hooks import change_hidden_state, is_hidden_state
 from sharders.tensor_parallel.structure.dry_run import (
@@ -32,7 +32,7 @@ from sharders.tensor_parallel.structure.dry_run import (
 )
 from sharders.tensor_parallel.structure.find_transformer import is_norm
 from sharders.tensor_parallel.structure.meta_copies import Shape
-from sharders.tensor_parallel.structure.transformer import Block, Branch, Transformer, join, outward, within
+from sharders.tensor_parallel.structure.transformer import Block, Branch, Transformer, outward
 
 
 def sequence_styles(
@@ -74,7 +74,7 @@ def sequence_styles(
         )
     _set(done, transformer.blocks[0].path, "split_sequence", axis)
     _set(done, final or transformer.blocks[-1].path, "gather_sequence", axis)
-    owned = [join(b.path, n) for b in transformer.blocks for n in _owners(model.get_submodule(b.path))]
+    owned = [join_name(b.path, n) for b in transformer.blocks for n in _owners(model.get_submodule(b.path))]
     sliced = [path for path in owned if not any(p in scopes for p in outward(path))]
     _check_norms(model, [p for p in sliced if p not in done], transformer.width, axis)
     if unsplit is not None:
@@ -108,25 +108,25 @@ def _check_stack(transformer: Transformer, axis: str) -> None:
 def _add_branches(block: Block, styles: dict[str, str], axis: str) -> Iterator[str]:
     """Styles of a block's attentions and MLPs; yields the modules that gather their input."""
     for branch in block.branches:
-        down = join(block.path, branch.down)
+        down = join_name(block.path, branch.down)
         if styles.get(down) not in ("rowwise", "rowwise_scatter"):
             continue
         scope = _scope(branch)
         if not scope:
             raise PlanError(
-                f"modules {[join(block.path, n) for n in branch.up]} lie directly in block {block.path!r}: sequence "
-                f"parallel over axis {axis!r} gathers the hidden state where a module within the block takes it; put "
-                "them into one, or use TensorParallelSharder(sequence_parallel=False)"
+                f"modules {[join_name(block.path, n) for n in branch.up]} lie directly in block {block.path!r}: "
+                f"sequence parallel over axis {axis!r} gathers the hidden state where a module within the block takes "
+                "it; put them into one, or use TensorParallelSharder(sequence_parallel=False)"
             )
         styles[down] = "rowwise_scatter"
-        _set(styles, join(block.path, scope), "gather_input", axis)
-        yield join(block.path, scope)
+        _set(styles, join_name(block.path, scope), "gather_input", axis)
+        yield join_name(block.path, scope)
 
 
 def _scope(branch: Branch) -> str:
     """The smallest module, relative to the block, that holds every Linear that reads the hidden size."""
     scope = branch.up[0].rpartition(".")[0]
-    while scope and not all(within(n, scope) for n in branch.up):
+    while scope and not all(is_inside(n, scope) for n in branch.up):
         scope = scope.rpartition(".")[0]
     return scope
 
@@ -148,7 +148,7 @@ def _final_norm(model: nn.Module, transformer: Transformer, whole: Trace | None)
         stack = last.rpartition(".")[0]
         siblings = [n for n, _ in model.get_submodule(stack.rpartition(".")[0]).named_children()]
         names = siblings[siblings.index(stack.rpartition(".")[2]) + 1 :] if stack else []
-        after = [join(stack.rpartition(".")[0], n) for n in names]
+        after = [join_name(stack.rpartition(".")[0], n) for n in names]
     else:
         after = whole.order[whole.order.index(last) + 1 :] if last in whole.order else []
     owners = (p for p in after if any(True for _ in model.get_submodule(p).parameters(recurse=False)))
@@ -191,9 +191,9 @@ def _see_slices(
     for structure, first in transformer.representatives().items():
         owners = _owners(runs.model.get_submodule(first.path))
         sliced[structure] = [
-            n for n in owners if _is_sliced(*(t.inputs.get(join(first.path, n), []) for t in (seen, whole)))
+            n for n in owners if _is_sliced(*(t.inputs.get(join_name(first.path, n), []) for t in (seen, whole)))
         ]
-    return [join(block.path, name) for block in transformer.blocks for name in sliced[block.structure]]
+    return [join_name(block.path, name) for block in transformer.blocks for name in sliced[block.structure]]
 
 
 def _is_sliced(seen: list[Shape], whole: list[Shape]) -> bool:

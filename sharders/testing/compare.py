@@ -9,25 +9,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dmp import ChunkedTensor, DistributedModelParallel, Shard, ShardingEnv, tensors_of
+from dmp import ChunkedTensor, DistributedModelParallel, Shard, ShardingEnv, is_dtensor, tensors_of
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 Pieces = list[tuple[tuple[int, ...], torch.Tensor]]
 
 
-def _is_dtensor(value: torch.Tensor) -> bool:
-    return hasattr(value, "placements") and hasattr(value, "device_mesh")
-
-
 def local_of(value: Any) -> torch.Tensor:
-    local: torch.Tensor = value.detach().to_local() if _is_dtensor(value) else value.detach()
+    local: torch.Tensor = value.to_local().detach() if is_dtensor(value) else value.detach()
     return local
 
 
 def pieces_of(value: Any) -> Pieces:
     if isinstance(value, ChunkedTensor):
         return list(zip(value.offsets, value.chunks, strict=True))
-    if _is_dtensor(value):
+    if is_dtensor(value):
         local = local_of(value)
         return [(tuple(c.offsets), local) for c in value.__create_chunk_list__()] if local.numel() else []
     return [((0,) * value.dim(), value.detach())]

@@ -17,6 +17,7 @@ from dmp import (
     ParameterSharding,
     ShardError,
     ShardingEnv,
+    join_name,
     plan_parameters,
     rectangles,
 )
@@ -123,7 +124,7 @@ def sites(subject: Subject, module: nn.Module) -> Iterator[tuple[str, nn.Module]
 def planned_sites(subject: Subject, case: Case) -> Iterator[tuple[str, nn.Module, dict[str, ParameterSharding]]]:
     """(path, fresh module, its part of the plan with relative names) of every module that the sharder takes."""
     for path, site in list(sites(subject, subject.make_module())):
-        names = {name: f"{path}.{name}" if path else name for name in subject.sharder.parameters(site)}
+        names = {name: join_name(path, name) for name in subject.sharder.parameters(site)}
         if names and all(name in case.plan for name in names.values()):
             yield path, site, {name: ParameterSharding(case.plan[full]) for name, full in names.items()}
 

@@ -26,7 +26,7 @@ from dmp.checkpoint.targets.writer import writer_to
 from dmp.chunked import ChunkedTensor, as_chunks
 from dmp.errors import CheckpointError
 from dmp.plans.plan import ShardingPlan
-from dmp.ranks.collective import RanksError, together
+from dmp.ranks import RanksError, fail_together
 
 
 class FolderTarget:
@@ -109,7 +109,7 @@ def write_folder(
 
     try:
         for step in (begin, lambda: _write_tensors(partial, content.tensors, group, hurry), finish):
-            together(step, group, what)
+            fail_together(step, group, what)
     except CheckpointError as error:
         if claims and not isinstance(error, RanksError):  # then others may still be writing
             with suppress(CheckpointError, OSError):

@@ -17,7 +17,7 @@ from dmp.checkpoint.targets.mapped import mapped
 from dmp.checkpoint.targets.new_file import new_file, refuse_existing
 from dmp.chunked import ChunkedTensor, as_chunks
 from dmp.errors import CheckpointError
-from dmp.ranks.collective import together
+from dmp.ranks import fail_together
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class SafetensorsTarget:
                 self.check(path)
                 path.mkdir(parents=True, exist_ok=True)
 
-        together(begin, self.group, what)
+        fail_together(begin, self.group, what)
         for file, held in files.items():
             self._write_file(source, path / file, held, what)
 
@@ -68,12 +68,12 @@ class SafetensorsTarget:
                 with new_file(path / INDEX) as partial:
                     partial.write_text(json.dumps(index, indent=2))
 
-        together(finish, self.group, what)
+        fail_together(finish, self.group, what)
 
     def _write_file(self, source: Source, file: Path, keys: list[str], what: str) -> None:
         """Its tensors are mapped before any rank sends: a disk that is full is found by all together."""
         shapes = {key: source.shapes[key] for key in keys}
-        tensors = together(lambda: mapped(shapes, file.parent) if self.rank == 0 else {}, self.group, what)
+        tensors = fail_together(lambda: mapped(shapes, file.parent) if self.rank == 0 else {}, self.group, what)
         source.read({key: _received(tensors.get(key), *shape) for key, shape in shapes.items() if prod(shape[0])})
 
         def write() -> None:
@@ -83,7 +83,7 @@ class SafetensorsTarget:
                 with new_file(file) as partial:
                     save_file({key[len(MODEL) :]: t for key, t in tensors.items()}, partial, metadata={"format": "pt"})
 
-        together(write, self.group, what)
+        fail_together(write, self.group, what)
 
 
 def _received(tensor: torch.Tensor | None, size: tuple[int, ...], dtype: torch.dtype) -> ChunkedTensor:

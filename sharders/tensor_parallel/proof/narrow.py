@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dmp import places_of, replace_tensors
 from sharders.tensor_parallel.structure.transformer import CONFIGS, HEADS, KV_HEADS, Branch, Transformer
 
 _LEAST = 48
@@ -49,14 +50,11 @@ def narrow(modules: Iterable[nn.Module], numbers: Numbers) -> None:
     """Change a copy on meta in place: tensors, integer attributes, configurations."""
     if not numbers.sizes:
         return
-    done: dict[int, torch.Tensor] = {}
+    modules = list(modules)
     places: dict[int, Any] = {}
+    on_meta = (p for p in places_of((("", m) for m in modules), attributes=True) if p.tensor.is_meta)
+    replace_tensors(on_meta, lambda place: _resized(place.tensor, numbers))
     for module in modules:
-        stores: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
-        for store in stores:
-            for name, old in list(store.items()):
-                if isinstance(old, torch.Tensor) and old.is_meta:
-                    store[name] = done.setdefault(id(old), _resized(old, numbers))
         places[id(module)] = module
         places |= {id(v): v for n, v in vars(module).items() if n in CONFIGS and hasattr(v, "__dict__")}
     for place in places.values():

@@ -9,13 +9,14 @@ see `sharders.tensor_parallel.proof.narrow`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from dmp import is_dtensor, places_of, replace_tensors, tensors_of
 from sharders.tensor_parallel.proof.narrow import AS_IT_IS, Numbers, narrow, narrowings
 from sharders.tensor_parallel.proof.simulated import simulate
 from sharders.tensor_parallel.structure.dry_run import DryRunError, Feed, Trace, dry_run, undisturbed
@@ -168,7 +169,7 @@ class Sample:
         run = Run([])
         handles = [_keep(path, module, run.between) for path, module in (watch or {}).items()]
         with torch.enable_grad():
-            outputs = [x for x in tensors(model(*args, **kwargs)) if x.is_floating_point()]
+            outputs = [x for _, x in tensors_of(model(*args, **kwargs)) if x.is_floating_point()]
             weighed = [self._weighed(i, x, rank) for i, x in enumerate(outputs)]
             if any(x.requires_grad for x in weighed):
                 torch.stack([x.double() for x in weighed if x.requires_grad]).sum().backward()
@@ -195,16 +196,8 @@ class Sample:
 
     def _fill(self, modules: Mapping[str, nn.Module]) -> None:
         generator = torch.Generator().manual_seed(0)
-        done: dict[int, torch.Tensor] = {}
-        for path, module in modules.items():
-            stores: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
-            for store in stores:
-                for name, old in list(store.items()):
-                    if not isinstance(old, torch.Tensor) or not old.is_meta:
-                        continue
-                    if id(old) not in done:
-                        done[id(old)] = self._value(path, name, old, generator)
-                    store[name] = done[id(old)]
+        on_meta = (p for p in places_of(modules.items(), attributes=True) if p.tensor.is_meta)
+        replace_tensors(on_meta, lambda place: self._value(place.path, place.name, place.tensor, generator))
 
     def _value(self, path: str, name: str, old: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         key = (path, name)
@@ -219,23 +212,9 @@ class Sample:
         return value.clone()
 
 
-def tensors(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in a module's output."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for v in value.values():
-            yield from tensors(v)
-    elif isinstance(value, list | tuple):
-        for v in value:
-            yield from tensors(v)
-
-
 def local(x: Any) -> torch.Tensor:
     """A DTensor's part on this rank; a tensor as it is."""
-    from torch.distributed.tensor import DTensor
-
-    part: torch.Tensor = x.to_local() if isinstance(x, DTensor) else x
+    part: torch.Tensor = x.to_local() if is_dtensor(x) else x
     return part
 
 
@@ -257,7 +236,7 @@ def part_of(whole: torch.Tensor, shape: torch.Size, rank: int, ranks: int) -> to
 
 def _keep(path: str, module: nn.Module, into: dict[str, torch.Tensor]) -> Any:
     def hook(module: nn.Module, args: Any, output: Any) -> None:
-        first = next((x for x in tensors(output) if x.is_floating_point()), None)
+        first = next((x for _, x in tensors_of(output) if x.is_floating_point()), None)
         if first is not None and path not in into:
             into[path] = local(first).detach()
 

@@ -5,12 +5,14 @@ A module is known by its first path in the model. Nothing here changes the model
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 
-from dmp import Layout, NameIndex, PlanError
+from dmp import Layout, Place, PlanError, join_name, tied_places
 from sharders.tensor_parallel.split.styles import COLWISE, Style, canonical, family, layouts_of, split_dim
 from sharders.tensor_parallel.structure.transformer import Transformer, outward
 
@@ -18,7 +20,7 @@ Styles = dict[str, Style]
 
 
 def expand(model: nn.Module, plan: Mapping[str, Style]) -> Styles:
-    """The style of every module that the plan's patterns match (see `NameIndex`), in the model's order.
+    """The style of every module that the plan's patterns match, in the model's order; `*` stands within one component.
 
     Where several patterns match one module, one without a wildcard wins.
 
@@ -27,13 +29,13 @@ def expand(model: nn.Module, plan: Mapping[str, Style]) -> Styles:
     """
     first = {id(m): path for path, m in model.named_modules()}
     every = dict(model.named_modules(remove_duplicate=False))
-    paths = NameIndex(every)
+    paths = _Paths(every)
     chosen: dict[str, tuple[bool, str, Style]] = {}
     for pattern, style in plan.items():
         hits = {first[id(every[path])]: every[path] for path in paths.matching(pattern)}
         if not hits:
-            raise PlanError(f"tensor-parallel plan: pattern {pattern!r} matches no module; {paths.hint(pattern)}")
-        is_exact = pattern in paths
+            raise PlanError(_no_match(pattern, filter(None, every)))
+        is_exact = not _has_wildcard(pattern)
         for path, module in hits.items():
             new = canonical(style, path, module)
             was_exact, other, old = chosen.get(path, (False, "", new))
@@ -53,12 +55,10 @@ def own_plan(model: nn.Module) -> dict[str, Style]:
     Entries for modules that this model lacks are left out: the plan is that of its class.
     """
     found: dict[str, Style] = {}
-    names: NameIndex | None = None
+    names: _Paths | None = None
     for path, plan in _planned(model, ""):
-        if names is None:
-            everything = [*model.named_modules(remove_duplicate=False), *model.named_parameters()]
-            names = NameIndex(name for name, _ in everything)
-        full = {f"{path}.{pattern}".strip("."): style for pattern, style in plan.items()}
+        names = names or _Paths(n for n, _ in [*model.named_modules(remove_duplicate=False), *model.named_parameters()])
+        full = {join_name(path, pattern): style for pattern, style in plan.items()}
         found.update({pattern: style for pattern, style in full.items() if names.matching(pattern)})
     return found
 
@@ -87,7 +87,7 @@ def from_layouts(model: nn.Module, given: Mapping[str, Layout]) -> Styles:
     named = {(id(places[name][0]), places[name][1]) for name in given}
     for path in styles:
         module = model.get_submodule(path)
-        weight = f"{path}.weight".strip(".")
+        weight = join_name(path, "weight")
         is_split = family(styles[path]) != "sequence"
         if is_split and (id(module), "weight") not in named and not _is_tied(module, places):
             raise PlanError(f"plan splits the bias of module {path!r}, but has no entry for {weight!r}", table=weight)
@@ -102,15 +102,13 @@ def with_ties(model: nn.Module, styles: Mapping[str, Style]) -> Styles:
     """
     done: Styles = dict(styles)
     for places in tied_places(model):
-        dims = {
-            path: split_dim(done[path], module) for path, module, name in places if path in done and name == "weight"
-        }
+        dims = {p.path: split_dim(done[p.path], p.owner) for p in places if p.path in done and p.name == "weight"}
         split = {path: dim for path, dim in dims.items() if dim is not None}
-        _check_tied_bias([(path, name) for path, _, name in places if name != "weight"], done)
+        _check_tied_bias([p for p in places if p.name != "weight"], done)
         if not split:
             continue
         (named, dim), *_ = split.items()
-        for path, module, name in places:
+        for path, module, _, name, _ in places:
             if path not in done and name == "weight" and isinstance(module, (nn.Linear, nn.Embedding)):
                 done[path] = _style_of_dim(module, dim)
             elif path not in done or name != "weight" or dims[path] != dim:
@@ -118,20 +116,20 @@ def with_ties(model: nn.Module, styles: Mapping[str, Style]) -> Styles:
                     f"modules {named!r} and {path!r} share a weight; {done[named]!r} splits it along dim {dim}, but "
                     f"{path!r} ({done.get(path, 'not in the plan')!r}) does not; give both styles that split one dim, "
                     "such as 'embedding_rowwise' and 'colwise_gather'",
-                    table=f"{path}.{name}".strip("."),
+                    table=join_name(path, name),
                 )
     return done
 
 
-def _check_tied_bias(places: list[tuple[str, str]], styles: Mapping[str, Style]) -> None:
-    kinds = {path: family(styles[path]) for path, _ in places if path in styles}
+def _check_tied_bias(places: list[Place], styles: Mapping[str, Style]) -> None:
+    kinds = {p.path: family(styles[p.path]) for p in places if p.path in styles}
     kinds = {path: kind for path, kind in kinds.items() if kind in ("colwise", "rowwise")}
     if len(set(kinds.values())) > 1:
         (one, kind), (other, second), *_ = sorted(kinds.items(), key=lambda item: item[1])
         raise PlanError(
             f"modules {one!r} ({kind}) and {other!r} ({second}) share a bias, which the one splits and the other keeps "
             "whole; give both the same style, or leave one of them out of the plan",
-            table=f"{other}.{places[0][1]}".strip("."),
+            table=join_name(other, places[0].name),
         )
 
 
@@ -160,14 +158,26 @@ def with_heads(model: nn.Module, transformer: Transformer, styles: Mapping[str, 
     return done
 
 
-def tied_places(model: nn.Module) -> list[list[tuple[str, nn.Module, str]]]:
-    """For each parameter that several modules hold: (path, module, attribute) of each."""
-    places: dict[int, list[tuple[str, nn.Module, str]]] = {}
-    for path, module in model.named_modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                places.setdefault(id(parameter), []).append((path, module, name))
-    return [found for found in places.values() if len(found) > 1]
+class _Paths:
+    """Paths in order, to be found by exact path at once, and by pattern among those of its length and last word."""
+
+    def __init__(self, paths: Iterable[str]) -> None:
+        self._all = dict.fromkeys(paths)
+        self._split: dict[tuple[int, str | None], list[tuple[str, list[str]]]] = {}
+
+    def matching(self, pattern: str) -> list[str]:
+        """Those that fit the pattern, component by component."""
+        if not _has_wildcard(pattern):
+            return [pattern] if pattern in self._all else []
+        if not self._split:
+            for path in self._all:
+                words = path.split(".")
+                for last in (words[-1], None):
+                    self._split.setdefault((len(words), last), []).append((path, words))
+        wanted = pattern.split(".")
+        last = None if _has_wildcard(wanted[-1]) else wanted[-1]
+        near = self._split.get((len(wanted), last), [])
+        return [path for path, words in near if all(map(fnmatchcase, words, wanted))]
 
 
 def _outputs(model: nn.Module, transformer: Transformer, styles: Mapping[str, Style]) -> list[str]:
@@ -203,7 +213,7 @@ def _planned(model: nn.Module, path: str) -> Iterator[tuple[str, Mapping[str, An
         yield path, plan
         return
     for name, child in model.named_children():
-        yield from _planned(child, f"{path}.{name}".strip("."))
+        yield from _planned(child, join_name(path, name))
 
 
 def _style_of_dim(module: nn.Module, dim: int) -> str:
@@ -232,3 +242,18 @@ def _is_tied(module: nn.Module, places: Mapping[str, tuple[nn.Module, str]]) -> 
     """Whether the weight has another name too: the plan may have used that."""
     weight = module._parameters["weight"]
     return any(m is not module and m._parameters[attribute] is weight for m, attribute in places.values())
+
+
+def _has_wildcard(pattern: str) -> bool:
+    return any(c in pattern for c in "*?[")
+
+
+def _no_match(pattern: str, paths: Iterable[str]) -> str:
+    paths = list(paths)
+    last = pattern.rpartition(".")[2]
+    same_end = [path for path in paths if fnmatchcase(path.rpartition(".")[2], last)] if last != "*" else []
+    close = same_end[:3] or get_close_matches(pattern, paths, n=3, cutoff=0.5)
+    hint = f"did you mean {', '.join(map(repr, close))}?" if close else f"modules: {', '.join(map(repr, paths[:6]))}"
+    return (
+        f"tensor-parallel plan: pattern {pattern!r} matches no module ('*' stands for one component of a path); {hint}"
+    )

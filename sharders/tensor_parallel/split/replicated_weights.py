@@ -29,7 +29,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from dmp import ShardedModule
+from dmp import Place, ShardedModule
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -67,22 +67,22 @@ def align_gradient(owner: nn.Module, name: str) -> None:
     _read_as(owner, (name,), _aligned)
 
 
-def keep_tie(places: Sequence[tuple[nn.Module, str]]) -> None:
+def keep_tie(places: Sequence[Place]) -> None:
     """Put a split weight back into all the places that had it; one that is not split itself reads it whole.
 
     Such as the bias of a masked language model's head, which BERT holds beside its decoder too.
 
     Args:
-        places: of one parameter before modules were split: (module, attribute).
+        places: of one parameter before modules were split.
     """
     from torch.distributed.tensor import DTensor
 
-    held = [owner._parameters[name] for owner, name in places]
+    held = [place.store[place.name] for place in places]
     split = next((p for p in held if isinstance(p, DTensor)), held[0])
-    for (owner, name), was in zip(places, held, strict=True):
-        owner._parameters[name] = split
+    for place, was in zip(places, held, strict=True):
+        place.store[place.name] = split
         if isinstance(split, DTensor) and not isinstance(was, DTensor):
-            _read_as(owner, (name,), _gathered)
+            _read_as(place.owner, (place.name,), _gathered)
 
 
 def _read_as(owner: nn.Module, names: tuple[str, ...], read: Callable[[Any], Any] | None) -> None:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from dmp import PlanError
+from dmp import PlanError, join_name, tied_places
 from sharders.tensor_parallel.split import hooks
-from sharders.tensor_parallel.split.patterns import tied_places
 from sharders.tensor_parallel.split.replicated_weights import align_gradient, keep_tie, keep_whole_weights
 from sharders.tensor_parallel.split.styles import COLWISE, ON_PARTS, Style, family, torch_style
 
@@ -43,7 +42,7 @@ def split(
     for (path, attribute), value in divided.items():
         setattr(model.get_submodule(path), attribute, value)
     for places in ties:
-        keep_tie([(owner, name) for _, owner, name in places])
+        keep_tie(places)
     keep_whole_weights(model, mesh, {id(modules[path]) for path, style in styles.items() if style in ON_PARTS})
 
 
@@ -69,7 +68,7 @@ def _move_activations(path: str, module: nn.Module, styles: Mapping[str, Style],
 def hidden_size(path: str, module: nn.Module, styles: Mapping[str, Style]) -> int:
     """What the first colwise Linear inside takes."""
     for below, inner in module.named_modules():
-        name = f"{path}.{below}".strip(".")
+        name = join_name(path, below)
         if isinstance(inner, nn.Linear) and family(styles.get(name, "")) == "colwise":
             return inner.in_features
     raise PlanError(

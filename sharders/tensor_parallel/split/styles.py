@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, TypeAlias, Union
 
 from torch import nn
 
-from dmp import Layout, PlanError, colwise, rowwise, sequence
+from dmp import Layout, PlanError, colwise, join_name, rowwise, sequence
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -131,7 +131,7 @@ def check_divides(style: Style, path: str, module: nn.Module, size: int, axis: s
             f"module {path!r}: {shown} splits {names[dim]}={length} over the {size} ranks of mesh axis {axis!r}, and "
             f"{length} does not divide by {size}; pad it to a multiple of {size}, make the axis smaller, or leave this "
             "module (and those that work with it) out of the plan",
-            table=f"{path}.weight" if path else "weight",
+            table=join_name(path, "weight"),
         )
 
 

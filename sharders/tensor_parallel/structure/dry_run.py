@@ -19,10 +19,10 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from dmp import is_inside, tensors_of
 from sharders.quiet import quiet
 from sharders.tensor_parallel.structure.find_transformer import is_of_torchrec
 from sharders.tensor_parallel.structure.meta_copies import MetaCopies, Shape
-from sharders.tensor_parallel.structure.transformer import within
 
 BATCH = 2
 # Where the dimension stands among the arguments.
@@ -181,13 +181,7 @@ def resize(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
 
 def shapes(value: Any) -> list[Shape]:
     """Shapes of all tensors in a module's input or output."""
-    if isinstance(value, torch.Tensor):
-        return [tuple(value.shape)]
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        return [s for v in value for s in shapes(v)]
-    return []
+    return [tuple(tensor.shape) for _, tensor in tensors_of(value)]
 
 
 def _shrink(module: nn.Linear | nn.Embedding, dim: int, size: int) -> None:
@@ -339,5 +333,5 @@ def same_outside(whole: Trace, local: Trace, insides: Iterable[str]) -> bool:
     sums = (whole.contractions, whole.reductions), (local.contractions, local.reductions)
     if whole.result != local.result or sums[0] != sums[1]:
         return False
-    watched = (p for p in whole.outputs if not any(within(p, i) for i in insides))
+    watched = (p for p in whole.outputs if not any(is_inside(p, i) for i in insides))
     return all(whole.outputs[p] == local.outputs.get(p) for p in watched)

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from dmp import is_inside, join_name
 from sharders.tensor_parallel.structure.transformer import (
     CONFIGS,
     HEAD_DIM,
@@ -23,9 +24,7 @@ from sharders.tensor_parallel.structure.transformer import (
     Heads,
     Transformer,
     Whole,
-    join,
     outward,
-    within,
 )
 
 _AFTER = r"(_?(proj|projection|lin|linear|layer|w))?"
@@ -157,7 +156,9 @@ def _with_heads(
         owner = name.rpartition(".")[0]
         if owner not in linears and heads > 1 and heads in parameter.shape[1:]:
             return Whole(path, f"parameter {name!r} {tuple(parameter.shape)} has values for each head")
-    return Branch(path, tuple(join(path, n) for n in up), join(path, down), inner, Heads(heads, kv // size, size))
+    return Branch(
+        path, tuple(join_name(path, n) for n in up), join_name(path, down), inner, Heads(heads, kv // size, size)
+    )
 
 
 def _number(owners: Iterable[nn.Module], names: Iterable[str], *, configs: bool = True) -> int | None:
@@ -200,7 +201,7 @@ def _block_paths(
     lists = {p.rpartition(".")[0] for p in chosen if _is_repeated(p, modules)}
     for path in modules:
         if _is_repeated(path, modules) and path.rpartition(".")[0] in lists and path not in chosen:
-            holds_other = any(within(c, path) for c in chosen)
+            holds_other = any(is_inside(c, path) for c in chosen)
             if not holds_other and _mlps(path, modules[path], claimed)[0]:
                 chosen.add(path)
     return [p for p in modules if p in chosen]
@@ -215,11 +216,13 @@ def _is_repeated(path: str, modules: Mapping[str, nn.Module]) -> bool:
 
 def _has_stack(module: nn.Module, path: str, attentions: Iterable[str]) -> bool:
     """Whether there is, inside, a list of two or more modules of one class with attentions."""
-    inside = [a for a in attentions if within(a, path)]
+    inside = [a for a in attentions if is_inside(a, path)]
     for name, candidate in module.named_modules():
         if isinstance(candidate, nn.ModuleList | nn.Sequential):
             classes = [
-                type(c) for n, c in candidate.named_children() if any(within(a, join(path, name, n)) for a in inside)
+                type(c)
+                for n, c in candidate.named_children()
+                if any(is_inside(a, join_name(path, name, n)) for a in inside)
             ]
             if len(classes) > len(set(classes)):
                 return True
@@ -258,7 +261,7 @@ def _counted(paths: Iterable[str], modules: Mapping[str, nn.Module]) -> set[tupl
 
 
 def _block(path: str, structure: int, module: nn.Module, attentions: Mapping[str, Branch | Whole]) -> Block:
-    inside = [a for p, a in attentions.items() if within(p, path)]
+    inside = [a for p, a in attentions.items() if is_inside(p, path)]
     branches = [_relative(a, path) for a in inside if isinstance(a, Branch)]
     whole = [Whole(_strip(a.path, path), a.why) for a in inside if isinstance(a, Whole)]
     claimed = {p for u in branches for p in (*u.up, u.down)}
@@ -268,7 +271,7 @@ def _block(path: str, structure: int, module: nn.Module, attentions: Mapping[str
     closed += [w.path for w in whole]
     for name, owner in module.named_modules():
         is_matrix = any(p.dim() > 1 for p in owner.parameters(recurse=False))
-        if is_matrix and not isinstance(owner, nn.Linear) and not any(within(name, c) for c in closed):
+        if is_matrix and not isinstance(owner, nn.Linear) and not any(is_inside(name, c) for c in closed):
             whole.append(Whole(name, f"a {type(owner).__name__}, which is not a Linear"))
     return Block(path, structure, (*branches, *mlps), tuple(whole))
 
@@ -289,19 +292,19 @@ def _mlps(
     taken, closed = set(claimed), tuple(closed)
     branches = []
     for name, candidate in reversed(list(module.named_modules())):
-        path = join(prefix, name)
-        if isinstance(candidate, nn.ModuleList | nn.ModuleDict) or any(within(path, c) for c in closed):
+        path = join_name(prefix, name)
+        if isinstance(candidate, nn.ModuleList | nn.ModuleDict) or any(is_inside(path, c) for c in closed):
             continue
         for depth in (1, 2):
-            linears = {join(path, n): m for n, m in _linears(candidate, depth).items()}
-            free = {n: m for n, m in linears.items() if n not in taken and not any(within(n, c) for c in closed)}
+            linears = {join_name(path, n): m for n, m in _linears(candidate, depth).items()}
+            free = {n: m for n, m in linears.items() if n not in taken and not any(is_inside(n, c) for c in closed)}
             branch = _match_mlp(path, free, is_chain=isinstance(candidate, nn.Sequential))
             if branch is not None:
                 branches.append(branch)
                 taken |= {*branch.up, branch.down}
                 break
-    every = {join(prefix, n) for n, m in module.named_modules() if isinstance(m, nn.Linear)}
-    left = sorted(n for n in every - taken if not any(within(n, c) for c in closed))
+    every = {join_name(prefix, n) for n, m in module.named_modules() if isinstance(m, nn.Linear)}
+    left = sorted(n for n in every - taken if not any(is_inside(n, c) for c in closed))
     return branches[::-1], left
 
 
@@ -325,7 +328,7 @@ def _width(blocks: Iterable[Block], modules: Mapping[str, nn.Module]) -> int:
     """The hidden size; by the first branch, else by the first fused attention or norm."""
     for block in blocks:
         for branch in block.branches:
-            linear = modules[join(block.path, branch.down)]
+            linear = modules[join_name(block.path, branch.down)]
             assert isinstance(linear, nn.Linear)
             return linear.out_features
     for block in blocks:
@@ -347,7 +350,7 @@ def _vocabulary(outside: Mapping[str, nn.Module], width: int) -> tuple[str | Non
     """Token embedding and head: tied, else the most rows that a head has too, else the only embedding."""
     every = {n: m for n, m in outside.items() if isinstance(m, nn.Embedding) and m.embedding_dim == width}
     collections = [n for n, m in outside.items() if is_of_torchrec(m)]  # which call their tables by themselves
-    embeddings = {n: m for n, m in every.items() if not any(within(n, c) for c in collections)}
+    embeddings = {n: m for n, m in every.items() if not any(is_inside(n, c) for c in collections)}
     linears = {n: m for n, m in outside.items() if isinstance(m, nn.Linear) and m.in_features == width}
     for name, embedding in embeddings.items():
         for head, linear in list(linears.items())[::-1]:

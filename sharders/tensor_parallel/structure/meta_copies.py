@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dmp import places_of
 from sharders.tensor_parallel.structure.transformer import Transformer
 
 Shape = tuple[int, ...]
@@ -87,12 +88,10 @@ class MetaCopies:
         self._repeats = {path: (self.model.get_submodule(path), like) for path, like in paths}
         self._paths = dict(self.model.named_modules(memo={block for block, _ in self._repeats.values()}))
         self._kept = list(self._paths.values())
-        for module in self._kept:
-            for value in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
-                if isinstance(value, torch.Tensor):
-                    empty = torch.empty(value.shape, dtype=value.dtype, device="meta")
-                    is_parameter = isinstance(value, nn.Parameter)
-                    self._tensors[id(value)] = nn.Parameter(empty, requires_grad=False) if is_parameter else empty
+        for place in places_of(self._paths.items(), attributes=True):
+            empty = torch.empty(place.tensor.shape, dtype=place.tensor.dtype, device="meta")
+            is_parameter = isinstance(place.tensor, nn.Parameter)
+            self._tensors[id(place.tensor)] = nn.Parameter(empty, requires_grad=False) if is_parameter else empty
 
 
 class _Repeat(nn.Module):

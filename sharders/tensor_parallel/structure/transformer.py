@@ -93,16 +93,6 @@ class Transformer:
         return first
 
 
-def join(*parts: str) -> str:
-    """A module path from a prefix and a relative path, either of them possibly empty."""
-    return ".".join(p for p in parts if p)
-
-
-def within(path: str, outer: str) -> bool:
-    """Whether the module at `path` is that at `outer`, or inside it."""
-    return not outer or path == outer or path.startswith(outer + ".")
-
-
 def outward(path: str) -> Iterator[str]:
     """The path itself, its parent, ... and the model."""
     while path:

@@ -1,0 +1,111 @@
+"""Where each rank says it is, and what the answers of all mean: see [Note: how] in watchdog.py."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from dmp.ranks import call_log
+
+SUSPECT_S = 1.5  # in one entry, before others are asked
+STILL_S = 4.0
+_WAITS_S = 0.5
+_SHOWN = 6
+
+
+class Answer(NamedTuple):
+    """Where a rank says it is.
+
+    Attributes:
+        asked: the question that it answers.
+        numbers: key of a sequence -> how far it has come.
+        running: [key, number, name, seconds] of its entries.
+        waits_in: see `Place`.
+        line: likewise.
+        still_s: for how long nothing has moved.
+    """
+
+    asked: int
+    numbers: dict[str, int]
+    running: list[Any]
+    waits_in: str
+    line: str
+    still_s: float
+
+    def of_sequence(self, key: str) -> list[Any]:
+        return [one for one in self.running if one[0] == key]
+
+    def shown(self, key: str = "", number: int = 0) -> str:
+        """In words; the entry of this number where there are several."""
+        names = [one[2] for one in self.running if not key or one[0] == key]
+        match = [one[2] for one in self.running if one[0] == key and one[1] == number]
+        name = match[0] if match else names[0] if names else self.waits_in or "code of its own"
+        return f"in {name}" + (f" ({self.line})" if self.line else "")
+
+
+def find_parted(mine: Sequence[call_log.Entry], answers: Mapping[int, Answer], rank: int) -> str | None:
+    """What to say where others are in entries of the numbers of this rank's and of other names, and wait there.
+
+    Args:
+        mine: this rank's entries.
+        answers: by rank, this one's too.
+        rank: this one.
+    """
+    now = time.monotonic()
+    for entry in mine:
+        if now - entry.since < SUSPECT_S:
+            continue
+        key = entry.sequence.key
+        for answer in answers.values():
+            for _, number, name, seconds in answer.of_sequence(key):
+                still_s = min(answers[rank].still_s, answer.still_s)
+                waits = _spins() or (seconds > SUSPECT_S and still_s >= _WAITS_S)
+                if number == entry.number and name != entry.name and waits:
+                    return parted_text({r: each.shown(key, number) for r, each in answers.items()})
+    return None
+
+
+def find_all_still(ranks: Collection[int], answers: Mapping[int, Answer], asked: int) -> str | None:
+    """What to say where nobody moves, and not all are in the same call.
+
+    Args:
+        ranks: the others that have to do with it.
+        answers: by rank, this one's too.
+        asked: number of the last question.
+    """
+    if any(rank not in answers or answers[rank].still_s < STILL_S for rank in ranks):
+        return None
+    if max(answers[rank].asked for rank in ranks) < asked - 2:
+        return None
+    if len({answer.shown().partition(" (")[0] for answer in answers.values()}) == 1:
+        return None
+    return parted_text({rank: answer.shown() for rank, answer in answers.items()})
+
+
+def parted_text(places: Mapping[int, str]) -> str:
+    """In which different calls ranks are.
+
+    Args:
+        places: rank -> `in ...`.
+    """
+    by_place: dict[str, list[int]] = {}
+    for rank, place in sorted(places.items()):
+        by_place.setdefault(place, []).append(rank)
+    parts = [f"{ranks_are(ranks)} {place}" for place, ranks in by_place.items()]
+    return (
+        f"the ranks have parted ways: {', '.join(parts[:_SHOWN])}; all ranks of a group must make the same calls in "
+        "the same order"
+    )
+
+
+def ranks_are(ranks: Sequence[int], one: str = "is", many: str = "are") -> str:
+    """`rank 1 is`, `ranks 1, 2 are`."""
+    return f"rank {ranks[0]} {one}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} {many}"
+
+
+def _spins() -> bool:
+    """Whether a thread that waits for others may use time: it does for a device's work."""
+    return torch.cuda.is_available() and torch.cuda.is_initialized()

@@ -1,0 +1,91 @@
+"""A call that all ranks of a group make together, and what is behind it when it breaks."""
+
+from __future__ import annotations
+
+import re
+from types import TracebackType
+
+import torch.distributed as dist
+
+from dmp.errors import RanksError
+from dmp.ranks import call_log, watchdog
+
+_BROKEN = re.compile(r"gloo|connection|socket|NCCL|broken pipe|timed out|store", re.IGNORECASE)
+
+
+class entry:
+    """A call that all ranks of a group make together, while the block runs: see call_log.py.
+
+    Where ranks have parted ways, or one is gone, the block raises that in place of what gloo says.
+
+    Args:
+        name: for messages, as in "rank 1 is in ...": `the forward of 'sparse'`.
+        group: None for this process alone.
+        is_backward: it is a backward pass, of which each rank keeps the name until `take_backwards`.
+
+    Raises:
+        RanksError: the ranks are in different calls.
+        PeerLost: one of them is gone.
+    """
+
+    __slots__ = ("_entry", "_is_backward", "_name", "_sequence")
+
+    def __init__(self, name: str, group: dist.ProcessGroup | None, *, is_backward: bool = False) -> None:
+        self._name, self._is_backward = name, is_backward
+        self._sequence = None if group is None else call_log.sequence_of(group)
+
+    def __enter__(self) -> entry:
+        self._entry = None if self._sequence is None else call_log.begin(self._name, self._sequence)
+        if self._entry is not None and self._is_backward:
+            self._entry.sequence.backwards.append(self._name)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._entry is None:
+            return
+        try:
+            if isinstance(error, RuntimeError):
+                raise_cause(error)
+        finally:
+            call_log.end(self._entry)
+
+    @property
+    def number(self) -> int:
+        """Of this entry among its ranks'; 0 without a group."""
+        return 0 if self._entry is None else self._entry.number
+
+    def take_backwards(self) -> list[str]:
+        """Names of the backward passes that this rank has run since the last time."""
+        if self._entry is None:
+            return []
+        taken = self._entry.sequence.backwards
+        self._entry.sequence.backwards = []
+        return taken
+
+    def align(self, number: int) -> None:
+        """Have the next entry counted from here: where all ranks have just met, the largest of their numbers."""
+        if self._entry is not None and self._entry.sequence.number == self._entry.number:
+            self._entry.sequence.number = self._entry.number = max(number, self._entry.number)
+
+
+def raise_cause(error: RuntimeError) -> None:
+    """Raise what is behind a broken collective; return where the error is this rank's own.
+
+    Raises:
+        RanksError: the ranks are in different calls, or one of them is gone (`PeerLost`).
+    """
+    if isinstance(error, RanksError):
+        return
+    if call_log.Verdict.error is None and _is_broken(error):
+        dog = watchdog.start()
+        if dog is not None:
+            dog.explain()
+    verdict = call_log.Verdict.error
+    if verdict is not None and _is_broken(error):
+        raise type(verdict)(str(verdict)) from error
+
+
+def _is_broken(error: BaseException) -> bool:
+    return isinstance(error, dist.DistError) or bool(_BROKEN.search(str(error)))

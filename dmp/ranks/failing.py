@@ -1,0 +1,133 @@
+"""Local steps that fail on all ranks when they fail on one: nobody waits for a rank that has raised."""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from dmp.errors import CheckpointError, RanksError
+from dmp.ranks.entry import entry
+from dmp.ranks.exchange import broadcast_bytes, gather_objects, gather_words
+from dmp.ranks.watchdog import PeerLost
+
+_SHOWN = 5
+T = TypeVar("T")
+
+
+def fail_together(step: Callable[[], T], group: dist.ProcessGroup | None, what: str, same: Any = None) -> T:
+    """As `results_of_all`, where only this rank's own result is wanted."""
+    result: list[T] = []
+    results_of_all(lambda: result.append(step()), group, what, same)
+    return result[0]
+
+
+def results_of_all(step: Callable[[], T], group: dist.ProcessGroup | None, what: str, same: Any = None) -> list[T]:
+    """Run a local step on every rank; when it fails on one, every rank raises the same.
+
+    Args:
+        step: without collectives.
+        what: for the error; the same on every rank, or that is the error.
+        same: likewise.
+
+    Returns:
+        What the step returned on each rank.
+
+    Raises:
+        CheckpointError: naming the ranks and what failed there.
+        RanksError: the ranks are in different calls.
+        PeerLost: a rank is gone.
+    """
+    about = what if same is None else f"{what} ({same})"
+    with entry(about, group):
+        result: T | None = None
+        cause: BaseException | None = None
+        data = b""
+        try:
+            result = step()
+            data = pickle.dumps(result) if group is not None else b""
+        except RanksError:  # they know
+            raise
+        except BaseException as error:  # whatever it is, the other ranks must hear of it
+            if not isinstance(error, Exception) and type(error).__name__ != "CheckpointException":  # torch's is none
+                raise
+            cause = error
+        message = None if cause is None else _text(cause)
+        try:
+            said = gather_objects(about, (message, data), group)
+        except PeerLost as error:
+            if cause is None:
+                raise PeerLost(f"{what}: {error}") from error
+            raise PeerLost(f"{what}: {error}; here: {message}") from cause
+    failed: dict[str, list[int]] = {}
+    for rank, (text, _) in enumerate(said):
+        if text is not None:
+            failed.setdefault(text, []).append(rank)
+    if failed:
+        parts = [text if len(ranks) == len(said) else f"rank {ranks[0]}: {text}" for text, ranks in failed.items()]
+        raise CheckpointError(f"{what}: " + "; ".join(parts[:_SHOWN])) from cause
+    return [result] if group is None else [pickle.loads(each) for _, each in said]  # type: ignore[list-item]
+
+
+def numbers_of_all(what: str, make: Callable[[], float], group: dist.ProcessGroup | None) -> list[float]:
+    """Every rank's number, in rank order; one exchange. What `make` raises on one rank is raised on all.
+
+    Raises:
+        RanksError: on every rank: the ranks are in different calls.
+    """
+    if group is None:
+        return [make()]
+    value, cause = 0.0, None
+    try:
+        value = make()
+    except Exception as error:
+        cause = error
+    (bits,) = struct.unpack("=q", struct.pack("=d", value))
+    said = gather_words(what, [bits, int(cause is not None)], group)
+    if any(failed for _, failed in said):
+        failures = gather_objects(what, None if cause is None else cause, group)
+        first = next((rank, error) for rank, error in enumerate(failures) if error is not None)
+        if cause is not None:
+            raise cause
+        raise type(first[1])(f"{what} fails on rank {first[0]}: {first[1]}") from first[1]
+    return [struct.unpack("=d", struct.pack("=q", row[0]))[0] for row in said]
+
+
+def from_first(make: Callable[[], T], group: dist.ProcessGroup | None, what: str) -> T:
+    """What rank 0 makes, on every rank; any object that pickle takes.
+
+    Raises:
+        CheckpointError: on every rank: what rank 0 raised.
+        RanksError: the ranks are in different calls.
+        PeerLost: a rank is gone.
+    """
+    if group is None:
+        return make()
+    cause: Exception | None = None
+    data = b""  # of rank 0 alone
+    with entry(what, group):
+        if dist.get_rank(group) == 0:
+            try:
+                data = pickle.dumps((make(), None))
+            except Exception as error:  # of any kind: the other ranks wait for it
+                cause = error
+                data = pickle.dumps((None, _text(error)))
+        sent = broadcast_bytes(what, data, group)
+    result, problem = pickle.loads(sent)
+    if problem is not None:
+        raise CheckpointError(f"{what}: rank 0: {problem}") from cause
+    made: T = result
+    return made
+
+
+def _text(error: BaseException) -> str:
+    if isinstance(error, (CheckpointError, OSError)):
+        return str(error)
+    failures = getattr(error, "failures", None)  # of torch's CheckpointException: rank -> (error, traceback)
+    if failures:
+        rank, (inner, _) = next(iter(failures.items()))
+        return f"{type(inner).__name__} on rank {rank}: {inner}"
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,74 @@
+"""Process groups of our own, beside the program's.
+
+[Note: control] Saves, gathers and the like exchange small things on a group of their own, on the CPU, so that they
+never meet a step's collectives or the program's: gloo ends the process where two collectives of different sizes meet.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dmp.ranks import call_log, watchdog
+from dmp.ranks.entry import entry
+
+
+def control_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The same ranks, on the CPU where the backend allows, for [Note: control]; collective for a new set of ranks."""
+    return group if group in _own else own_group(group, "control")
+
+
+_own: set[dist.ProcessGroup] = set()
+
+
+@lru_cache(maxsize=64)
+def own_group(group: dist.ProcessGroup, purpose: str, timeout: timedelta | None = None) -> dist.ProcessGroup:
+    """The same ranks with gloo connections of their own, for one purpose; collective for a new set of ranks.
+
+    `group` itself where that would bring nothing: the data path of a backend that is not gloo, a group that is no real
+    one.
+    """
+    backend, dog = dist.get_backend(group), watchdog.start()
+    is_control = purpose in ("control", "background")
+    if dog is None or dist.get_world_size(group) == 1:
+        return group
+    if backend != "gloo" and not (backend == "nccl" and is_control and dist.is_gloo_available()):
+        return group
+    ranks = dist.get_process_group_ranks(group)
+    name = f"dmp/{purpose}/{call_log.shown(tuple(ranks))}"
+    with entry(f"making a group for {purpose}", group):  # in torch nothing could tell it that nobody will come
+        count = dog.wait_in_store(name, len(ranks))
+        made = _new_group(ranks, dist.get_rank(group), f"{name}/{count}", timeout)
+    if is_control:
+        _own.add(made)
+    if purpose == "background":
+        call_log.parts[made] = ", in the background"
+    return made
+
+
+def _new_group(ranks: list[int], rank: int, name: str, timeout: timedelta | None) -> dist.ProcessGroup:
+    """As torch's `new_group`, whose names differ where ranks have made different numbers of groups before."""
+    c10d: Any = dist.distributed_c10d
+    made: dist.ProcessGroup
+    made, _ = c10d._new_process_group_helper(  # private
+        len(ranks),
+        rank,
+        ranks,
+        dist.Backend("gloo"),
+        c10d._get_default_store(),
+        name,
+        timeout=timeout or c10d.default_pg_timeout,
+    )
+    c10d._world.pg_group_ranks[made] = {of_all: i for i, of_all in enumerate(ranks)}
+    return made
+
+
+def device_of(group: dist.ProcessGroup) -> torch.device:
+    """Where tensors must be that the group exchanges."""
+    if dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
