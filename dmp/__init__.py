@@ -11,7 +11,7 @@ Rooms, lower ones first; each says in its `__init__` what lives there: `ranks`, 
 - `calls`: one call of a model at a time, in one thread
 - `effects`: what this code changes beyond itself, and why
 - `private_names`: names of other packages that are private there, and why they are used
-- `names`: dotted names, put together and compared
+- `names`: dotted names: put together, and found by pattern: what `*` means everywhere
 - `nested`: what dicts, lists, tuples and objects hold inside each other
 - `places`: where a module's tensors are held, ties among them
 - `read_values`: values that came out of a file: strict JSON, sizes, and how an error shows them
@@ -52,7 +52,7 @@ from dmp.layouts.tables import (
     table_row_wise,
     table_wise,
 )
-from dmp.names import is_inside, join_name
+from dmp.names import NameIndex, is_inside, join_name
 from dmp.nested import map_nested, tensors_of
 from dmp.places import Place, is_dtensor, places_of, replace_tensors, room_for, tied_places
 from dmp.plans.find import Found, dense_parameters, place_dense, plan_parameters
@@ -85,6 +85,7 @@ __all__ = [
     "ModelPlacement",
     "ModelSharder",
     "ModuleSharder",
+    "NameIndex",
     "ParameterInfo",
     "ParameterSharding",
     "Place",

@@ -36,6 +36,7 @@ PUBLIC = {
         # plans and layouts
         "Layout",
         "ParameterSharding",
+        "NameIndex",
         "PlanChange",
         "Shard",
         "ShardingPlan",

@@ -166,7 +166,7 @@ def test_chosen_units(units: object, found: list[str]) -> None:
 @pytest.mark.parametrize(
     ("units", "message"),
     [
-        (["layer.*"], r"no module with dense parameters fits 'layer\.\*'.*such as \['layers"),
+        (["layer.*"], r"no module with dense parameters fits 'layer\.\*'.*did you mean 'layers"),
         ([nn.Conv2d], r"fits <class 'torch.nn.*Conv2d'>.*'Block', 'Embedding'"),
         (["layers"], r"'layers' is a ModuleList, which is never called itself; name its children: 'layers\.\*'"),
         (["embed"], r"unit 'embed' shares parameter 'embed.weight' with 'head.weight', which is outside it"),

@@ -13,6 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 from dmp import PlanError, ShardError, ShardingEnv, colwise, replicate, row_wise, rowwise, sequence
+from dmp import names as dmp_names
 from sharders import TensorParallelSharder
 from sharders.tensor_parallel import head_counts as local_attributes
 from sharders.tensor_parallel.split import patterns as tp_plan
@@ -316,8 +317,8 @@ def test_exact_paths_are_not_matched_one_by_one(monkeypatch: pytest.MonkeyPatch)
     model = Llama(layers=6)
     plan = {path: "colwise" for path, m in model.named_modules() if isinstance(m, nn.Linear)}
     matches: list[tuple[str, str]] = []
-    real = tp_plan.fnmatchcase
-    monkeypatch.setattr(tp_plan, "fnmatchcase", lambda *a: (matches.append(a), real(*a))[1])
+    real = dmp_names.fnmatchcase
+    monkeypatch.setattr(dmp_names, "fnmatchcase", lambda *a: (matches.append(a), real(*a))[1])
     assert tp_plan.expand(model, plan) == plan
     assert matches == []
     assert len(tp_plan.expand(model, {"layers.*.attention.wq": "colwise"})) == 6

@@ -193,7 +193,7 @@ def _mean_factor(mesh_name: str, interval: int) -> float:
     from sharders import EmbeddingBagSharder
 
     model = _wrap(module, env, "row_wise", sharders=[EmbeddingBagSharder(sync_interval=interval)])
-    copies: Copies = model.module._engine.pooled_path.copies  # type: ignore[union-attr,assignment]
+    copies: Copies = model.module._engine.path.copies  # type: ignore[union-attr,assignment]
     return copies.mean_factor
 
 

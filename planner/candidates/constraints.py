@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from math import inf
 from typing import Any
 
-from dmp import PlanError
+from dmp import NameIndex, PlanError
 from planner.given import is_number, names
 from planner.text import shown
-
-_WILD = frozenset("*?[")
 
 
 @dataclass(frozen=True)
@@ -87,42 +83,41 @@ def _factors(value: Any) -> float | tuple[float, ...] | None:
     return tuple(float(p) for p in several)
 
 
-def constraints_of(constraints: Mapping[str, Constraint] | None, parameters: Iterable[str]) -> dict[str, Constraint]:
+def constraints_of(constraints: Mapping[str, Constraint] | None, parameters: Collection[str]) -> dict[str, Constraint]:
     """The constraint of each parameter: patterns in the order given, then exact names; later ones win point by point.
 
-    A key is a parameter's full name, the name of its module, that module's last part (a table's name), or an fnmatch
-    pattern of one of these.
+    A key is a parameter's full name, a module that holds it, a table's name (the last part of its module's), or a
+    pattern of one of these (see `NameIndex`).
 
     Raises:
-        PlanError: a key that no parameter answers to.
+        PlanError: a key that no parameter answers to, or what is no constraint.
     """
-    if constraints is not None and not (
-        isinstance(constraints, Mapping) and all(isinstance(key, str) for key in constraints)
-    ):
+    constraints = {} if constraints is None else constraints
+    if not isinstance(constraints, Mapping) or not all(isinstance(key, str) for key in constraints):
         raise PlanError(f"constraints must be a dict of parameter name -> Constraint; got {shown(constraints)}")
-    known_names = list(parameters)
-    answers = {name: _answers_to(name) for name in known_names}
-    found = {name: Constraint() for name in known_names}
-    keys = sorted(constraints or {}, key=lambda key: not _WILD.intersection(key))
-    for key in keys:
-        assert constraints is not None
-        if not isinstance(constraints[key], Constraint):
-            raise PlanError(f"constraints[{key!r}] must be a Constraint; got {shown(constraints[key])}")
-        matched = [n for n in known_names if key in answers[n] or any(fnmatchcase(a, key) for a in answers[n])]
+    answering: dict[str, list[str]] = {}
+    for name in parameters:
+        for key in _answers_to(name):
+            answering.setdefault(key, []).append(name)
+    known_keys = NameIndex(answering)
+    found = {name: Constraint() for name in parameters}
+    for key in sorted(constraints, key=known_keys.__contains__):
+        constraint = constraints[key]
+        if not isinstance(constraint, Constraint):
+            raise PlanError(f"constraints[{key!r}] must be a Constraint; got {shown(constraint)}")
+        matched = [name for known in known_keys.matching(key) for name in answering[known]]
         if not matched:
-            known = list(dict.fromkeys(a for name in known_names for a in answers[name]))
-            close = get_close_matches(key, known, n=3, cutoff=0.5)
-            hint = (
-                f"did you mean {close}?" if close else f"parameters: {known_names[:5]}{' ...' * (len(known_names) > 5)}"
+            raise PlanError(
+                f"constraints name {key!r}, which no parameter that a sharder takes answers to; {known_keys.hint(key)}"
             )
-            raise PlanError(f"constraints name {key!r}, which no parameter that a sharder takes answers to; {hint}")
-        given = {f.name: v for f in fields(Constraint) if (v := getattr(constraints[key], f.name)) is not None}
+        given = {f.name: v for f in fields(Constraint) if (v := getattr(constraint, f.name)) is not None}
         for name in matched:
             found[name] = replace(found[name], **given)
     return found
 
 
 def _answers_to(name: str) -> tuple[str, ...]:
-    """`a.t1.weight` -> itself, `a.t1`, `t1`."""
-    module = name.rpartition(".")[0]
-    return tuple(dict.fromkeys(part for part in (name, module, module.rpartition(".")[2]) if part))
+    """`a.t1.weight` -> itself, `a`, `a.t1`, `t1`."""
+    words = name.split(".")
+    holders = [".".join(words[:end]) for end in range(1, len(words))]
+    return tuple(dict.fromkeys([name, *holders, *words[-2:-1]]))

@@ -9,16 +9,14 @@ A *dense* parameter is one that no sharder of tables owns.
 
 from __future__ import annotations
 
-import fnmatch
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from difflib import get_close_matches
 from typing import Any
 
 import torch
 from torch import nn
 
-from dmp import ShardError, join_name
+from dmp import NameIndex, ShardError, join_name
 
 Units = Iterable[str | type[nn.Module]]
 _STACK_NAMES = ("layers", "layer", "blocks", "block", "h")  # of a ModuleList that is a stack even with one layer
@@ -72,9 +70,9 @@ def find_units(module: nn.Module, units: Units | None, ignored: Collection[str] 
 
     Args:
         module: the model.
-        units: path patterns (`*` stands for one part of a path: `layers.*`) and classes of modules; by default the
-            `fsdp_plan` of the Hugging Face models inside, else the repeated blocks, and of those only the ones that
-            share no parameter with anything outside.
+        units: path patterns (`layers.*`, see `NameIndex`) and classes of modules; by default the `fsdp_plan` of the
+            Hugging Face models inside, else the repeated blocks, and of those only the ones that share no parameter
+            with anything outside.
         ignored: names of the parameters that others own.
 
     Raises:
@@ -98,18 +96,19 @@ def find_units(module: nn.Module, units: Units | None, ignored: Collection[str] 
 
 def _by_choice(module: nn.Module, units: Units, ignored: Collection[str]) -> dict[str, nn.Module]:
     candidates = dict(_with_dense(module, ignored))
+    paths = NameIndex(candidates)
     found: dict[str, nn.Module] = {}
     for unit in units:
         if isinstance(unit, str):
-            matched = {path: m for path, m in candidates.items() if _matches(path, unit)}
-            close = get_close_matches(unit, candidates, n=3, cutoff=0.3)
+            matched = {path: candidates[path] for path in paths.matching(unit)}
         else:
             matched = {path: m for path, m in candidates.items() if isinstance(m, unit)}
-            close = sorted({type(m).__name__ for m in candidates.values()})
         if not matched:
+            kinds = sorted({type(m).__name__ for m in candidates.values()})
+            hint = paths.hint(unit) if isinstance(unit, str) else f"there are {kinds}"
             raise ShardError(
                 f"units: no module with dense parameters fits {unit!r}; expected path patterns or classes of modules "
-                f"of this model, such as {close}"
+                f"of this model: {hint}"
             )
         for path, m in matched.items():
             if not _has_forward(m):
@@ -127,15 +126,16 @@ def _by_plan(module: nn.Module, ignored: Collection[str]) -> dict[str, nn.Module
     `keep_full_weight` asks for what the root does already: gathered once, kept until its backward.
     """
     found: dict[str, nn.Module] = {}
-    candidates: dict[str, nn.Module] | None = None
-    for path, planned in _planned(module, ""):
-        candidates = dict(_with_dense(module, ignored)) if candidates is None else candidates
+    planned_ones = list(_planned(module, ""))
+    candidates = dict(_with_dense(module, ignored)) if planned_ones else {}
+    paths = NameIndex(candidates)
+    for path, planned in planned_ones:
         base = getattr(planned, "base_model_prefix", "")
         matched: dict[str, dict[str, nn.Module]] = {}
         for pattern, style in planned.fsdp_plan.items():
             for prefix in (path, join_name(path, base)):
                 full = join_name(prefix, pattern)
-                hits = {p: m for p, m in candidates.items() if _matches(p, full) and _has_forward(m)}
+                hits = {p: candidates[p] for p in paths.matching(full) if _has_forward(candidates[p])}
                 if hits and ("*" in pattern or style == "free_full_weight"):
                     matched.setdefault(pattern, hits)
         if any("*" in pattern for pattern in matched):
@@ -159,11 +159,6 @@ def _with_dense(module: nn.Module, ignored: Collection[str]) -> Iterator[tuple[s
     for path, m in module.named_modules():
         if path and any(id(p) in dense for p in m.parameters()):
             yield path, m
-
-
-def _matches(path: str, pattern: str) -> bool:
-    parts, wanted = path.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
 
 
 def _shared(module: nn.Module, units: Mapping[str, nn.Module], ignored: Collection[str]) -> dict[int, tuple[str, str]]:

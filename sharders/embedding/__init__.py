@@ -7,6 +7,8 @@
 - `placement`: slots: what is sent to whom, in which order
 - `peers`: who exchanges with whom on a mesh
 - `engine`: the data path of one module, forward and backward
+- `batch`: a batch as it is handed in, and checked and counted
+- `call`: one batch on its way, and what was worked out of it
 - `input_checks`: checks of a batch before any exchange
 - `input_faults`: faults of a batch as integers that travel
 - `header`: the first exchange: sizes, faults, mismatches

@@ -1,7 +1,8 @@
-"""The embedding data path of one module: route, lookup, deliver, and back.
+"""The embedding data path of one module: input dist, lookup, output dist, and back.
 
-One call is: header exchange -> payload exchange -> lookup -> output exchange; backward is one exchange of gradients and
-the update. All tables of a module travel together whatever their layouts. Gradients are means over the data ranks.
+A call has two phases. `begin`: header exchange -> payload exchange (input dist), which is under way when it returns.
+`finish`: lookup -> output exchange (output dist); backward is one exchange of gradients and the update.
+All tables of a module travel together whatever their layouts. Gradients are means over the data ranks.
 Ranks along a tensor axis hold the same batch: each sends its part, and one more exchange gathers the results.
 A module called twice in a step is updated once for each call, in the order of their backward passes.
 """
@@ -10,15 +11,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from dmp import Calls, InputError, Layout, ShardError, ShardingEnv, ranks
 from sharders.channel import Transport, over_group
+from sharders.embedding.batch import Batch, Ids
+from sharders.embedding.call import Call, Sent
 from sharders.embedding.header import Handshake, Header
 from sharders.embedding.input_checks import check_batch
-from sharders.embedding.input_dist import Batch, Call, InputDist, Sent
+from sharders.embedding.input_dist import InputDist
 from sharders.embedding.input_faults import Fault, Kind
 from sharders.embedding.local_tables import TableStore
 from sharders.embedding.peers import find_peers
@@ -82,7 +86,6 @@ class Engine:
             else None,
         )
         self._rows = [self.tables[f.table].rows for f in self.placement.features]
-        self._num_slots = len(self.placement.slots[env.table_rank])
         self._trainable = [t.trainable for t in tables]
         self.places: list[tuple[dict[str, Any], str]] = []  # of the parameters in the module, set by it
         self._compile(device)
@@ -93,14 +96,9 @@ class Engine:
         is_double = any(p.dtype == torch.float64 for p in self.store.parameters)
         dtype = torch.float64 if is_double else torch.float32
         wide = dtype == torch.float64 or any(t.rows >= 2**31 for t in self.tables)
-        self.input_dist = InputDist(
-            self.placement, self.peers.table_ranks, device, wide, self.unpooled, self.store.kernel
-        )
-        copies = Copies(self.store, self.peers, self.sync_interval)
-        if self.unpooled:
-            self.unpooled_path = UnpooledPath(self.peers, self.store, copies, dtype, device)
-        else:
-            self.pooled_path = PooledPath(self.peers, self.input_dist, self.store, copies, dtype, device)
+        self.input_dist = InputDist(self.placement, self.peers, device, wide, self.unpooled, self.store.kernel)
+        parts = self.peers, self.input_dist, self.store, Copies(self.store, self.peers, self.sync_interval)
+        self.path = (UnpooledPath if self.unpooled else PooledPath)(*parts, dtype, device)
 
     @property
     def name(self) -> str:
@@ -129,19 +127,75 @@ class Engine:
         new._compile(self.device)
         return new
 
-    def pooled(self, parse: Callable[[], Batch]) -> torch.Tensor:
-        """(B, sum of dims): results of all features side by side. `parse` may raise `Fault`."""
-        with ranks.entry(self.handshake.forward, self.peers.exchange.group) as here:
-            whole, call, parameters = self._start(parse, here)
-            result: torch.Tensor = _Pooled.apply(self, self.pooled_path, call, call.batch.weights, *parameters)  # type: ignore[no-untyped-call]
-            return self._whole([result], [[whole.batch_size]])[0]
+    def begin(self, parse: Callable[[], Ids]) -> Call:
+        """Check a batch, tell all ranks of it, and have its ids be sent: input dist, which is under way at return.
 
-    def rows(self, parse: Callable[[], Batch]) -> list[torch.Tensor]:
-        """For each feature its ids' rows (N_f, dim). `parse` may raise `Fault`."""
+        Two calls may be begun before the first is finished: the ids of a batch travel while the one before it
+        computes. All ranks begin and finish in one order. A call that is never finished leaves nothing behind.
+
+        Args:
+            parse: reads the module's input; may raise `Fault`.
+
+        Raises:
+            InputError: on every rank: what is wrong with one rank's batch. Calls begun before go on.
+            ShardError: a parameter of a table was replaced.
+        """
         with ranks.entry(self.handshake.forward, self.peers.exchange.group) as here:
-            whole, call, parameters = self._start(parse, here)
-            out: tuple[torch.Tensor, ...] = _Rows.apply(self, self.unpooled_path, call, *parameters)  # type: ignore[no-untyped-call]
-            return self.unpooled_path.split(whole, self._whole(out, self.unpooled_path.counts_by_dim(whole)))
+            wants_grad = [p.requires_grad for p in self.store.parameters]
+            is_training = torch.is_grad_enabled() and any(wants_grad)
+            ready: _Ready | None = None
+            problem: Exception | None = None
+            try:
+                if is_training and wants_grad != self._trainable:
+                    changed = next(i for i, wants in enumerate(wants_grad) if wants != self._trainable[i])
+                    raise Fault(Kind.FROZEN, next((f.index for f in self.placement.features if f.table == changed), -1))
+                ready = self._make_ready(parse)
+            except Exception as error:  # the others wait in the handshake: they are told, and this error is shown here
+                problem = error
+            headers = self._meet(ready, is_training, problem, here)
+            assert ready is not None, "what was wrong has been raised"
+            words = [header.words for header in headers]
+            return Call(
+                self.path,
+                ready.whole,
+                ready.batch,
+                ready.sent,
+                self.peers.exchange.all_to_all(ready.payload, ready.words, words),
+                words,
+                [header.batch_sizes for header in headers],
+                is_training,
+                ready.wants_weight_gradient,
+            )
+
+    def finish(self, call: Call) -> list[torch.Tensor]:
+        """Look up what a call's input dist brings, and give it back: output dist. What autograd sees.
+
+        Tables are looked up as they are now: with the updates of all backward passes since the call was begun, and
+        with what was loaded since. Whether gradients follow was settled in `begin`. A call is finished by the module
+        that began it, as long as that is neither moved nor cast; a copy begins calls of its own.
+
+        Returns:
+            Pooled: (B, sum of dims), results of all features side by side. Unpooled: for each feature its ids' rows
+            (N_f, dim).
+
+        Raises:
+            ShardError: another module's call, or the module was moved since.
+        """
+        if call.path is not self.path:
+            raise ShardError(
+                f"{self.name} finishes a call that it has not begun, or that it began before it was moved, cast or "
+                "copied; begin the batch again"
+            )
+        with ranks.entry(self.handshake.forward, self.peers.exchange.group):
+            self.store.take_back(self.name)
+            parameters = self.store.parameters if call.is_training or call.wants_weight_gradient else ()
+            weights = call.batch.weights if call.wants_weight_gradient else None
+            results: Sequence[torch.Tensor] = _Lookup.apply(self, call, weights, *parameters)  # type: ignore[no-untyped-call]
+            if self.tensor.size > 1:
+                cuts = [even_cut(rows, self.tensor.size) for rows in self.path.row_counts(call.whole)]
+                results = gather_rows(results, cuts, self.tensor)
+            by_feature: list[torch.Tensor] = self.path.split(call.whole, results)
+            return by_feature
 
     def way_back(self) -> ranks.entry:
         """The backward pass, as a call of all ranks."""
@@ -163,60 +217,55 @@ class Engine:
                 )
         self.store.take_back(self.name)
 
-    def _whole(self, results: Sequence[torch.Tensor], counts: Sequence[Sequence[int]]) -> Sequence[torch.Tensor]:
-        """Results of the tensor group's batch, whose segments have these rows, from each rank's part of it."""
-        if self.tensor.size == 1:
-            return results
-        return gather_rows(results, [even_cut(n, self.tensor.size) for n in counts], self.tensor)
+    def _make_ready(self, parse: Callable[[], Ids]) -> _Ready:
+        """What this rank does by itself before it meets the others.
 
-    def _start(self, parse: Callable[[], Batch], here: ranks.entry) -> tuple[Batch, Call, list[torch.Tensor]]:
-        """The batch; this rank's part of it on its way; and the parameters that gradients will be for."""
-        wants_grad = [p.requires_grad for p in self.store.parameters]
-        is_training = torch.is_grad_enabled() and any(wants_grad)
-        wants_weights = False
-        shared = 0
-        whole: Batch | None = None
-        batch: Batch | None = None
-        sent: Sent | None = None
-        fault: Fault | None = None
-        cause: Exception | None = None
+        Raises:
+            Fault: what is wrong with the batch.
+            ShardError: a parameter of a table was replaced.
+        """
+        self._check_parameters()
+        whole = check_batch(parse(), self._rows if self.validate else None)
+        batch = cut_batch(whole, self.tensor, self.unpooled)
+        wants_weights = batch.weights is not None and batch.weights.requires_grad and torch.is_grad_enabled()
+        return _Ready(whole, batch, wants_weights, *self.input_dist.send(batch, wants_weights))
+
+    def _meet(
+        self, ready: _Ready | None, is_training: bool, problem: Exception | None, here: ranks.entry
+    ) -> list[Header]:
+        """Headers of all ranks, once it is known that every rank is ready."""
+        if ready is None:
+            fault = problem if isinstance(problem, Fault) else Fault(Kind.UNREADABLE)
+            mine = [Header((0,), 0, is_training, False, False, 0, fault)] * len(self.peers.table_ranks)
+        else:
+            shared = checksum(ready.whole) if self.validate and self.tensor.size > 1 else 0
+            sizes, is_weighted = (ready.batch.batch_size,), ready.batch.weights is not None
+            mine = [
+                Header(sizes, n, is_training, is_weighted, ready.wants_weight_gradient, shared, None)
+                for n in ready.words
+            ]
         try:
-            self._check_parameters()
-            if is_training and wants_grad != self._trainable:
-                changed = next(i for i, w in enumerate(wants_grad) if w != self._trainable[i])
-                raise Fault(Kind.FROZEN, next((f.index for f in self.placement.features if f.table == changed), -1))
-            whole = parse()
-            if self.validate:
-                check_batch(whole, self._rows)
-                shared = checksum(whole) if self.tensor.size > 1 else 0
-            batch = cut_batch(whole, self.tensor, self.unpooled)
-            sent = self.input_dist.send(batch)
-            wants_weights = batch.wants_weight_gradient and not self.unpooled
-        except Fault as found:
-            fault = found
-        except Exception as error:  # the others wait in the handshake: they are told, and this error is shown here
-            fault, cause = Fault(Kind.UNREADABLE), error
-        size = batch.batch_size if batch is not None else 0
-        weighted = batch is not None and batch.weights is not None
-        words = sent.words if sent is not None else [0] * len(self.peers.table_ranks)
-        mine = [Header(size, n, is_training, weighted, wants_weights, shared, fault) for n in words]
-        try:
-            headers = self.handshake.exchange(mine, self.device, here)
+            return self.handshake.exchange(mine, self.device, here)
         except InputError as error:
-            if isinstance(cause, ShardError):  # of this rank's module, not of its batch
-                raise cause from error
-            raise error from cause
-        assert whole is not None and batch is not None and sent is not None, "a fault has been raised"
-        words = [h.words for h in headers]
-        payload = self.peers.exchange.all_to_all(sent.payload, sent.words, words).wait()
-        batch_sizes = [h.batch_size for h in headers]
-        received = self.input_dist.receive(payload, words, batch_sizes, self._num_slots, weighted)
-        parameters: list[torch.Tensor] = [*self.store.parameters] if is_training or wants_weights else []
-        return whole, Call(batch, sent, received, batch_sizes), parameters
+            if isinstance(problem, ShardError):  # of this rank's module, not of its batch
+                raise problem from error
+            raise error from None if isinstance(problem, Fault) else problem
 
 
-class _Pooled(torch.autograd.Function):
-    """Forward: (B, D) pooled results. Backward: gradients to their owners, who update or return `.grad`.
+@dataclass(frozen=True)
+class _Ready:
+    """A batch that only waits for the other ranks: its parts are those of `Call`."""
+
+    whole: Batch
+    batch: Batch
+    wants_weight_gradient: bool
+    payload: torch.Tensor
+    words: list[int]
+    sent: Sent
+
+
+class _Lookup(torch.autograd.Function):
+    """Forward: results of lookup and output dist. Backward: gradients to their owners, who update or return `.grad`.
 
     The gradient of the weights (N,), where they want one, comes back from the owners in one more exchange; it is this
     rank's own, not a mean.
@@ -224,35 +273,18 @@ class _Pooled(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, engine: Engine, path: PooledPath, call: Call, weights: torch.Tensor | None, *parameters: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.engine, ctx.path, ctx.call = engine, path, call
-        return path.forward(call).data  # no view, to autograd: it may be changed in place, as the unsharded result
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        with ctx.engine.calls.backward, ctx.engine.way_back():
-            of_weights, of_tables = ctx.path.backward(ctx.call, grad, ctx.needs_input_grad[3])
-        return None, None, None, of_weights, *of_tables
-
-
-class _Rows(torch.autograd.Function):
-    """Forward: one (N, dim) tensor of rows for each distinct dim. Backward: as `_Pooled`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, engine: Engine, path: UnpooledPath, call: Call, *parameters: torch.Tensor
+        ctx: Any, engine: Engine, call: Call, weights: torch.Tensor | None, *parameters: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.engine, ctx.path, ctx.call = engine, path, call
-        return tuple(rows.data for rows in path.forward(call))  # as above
+        ctx.engine, ctx.call = engine, call
+        # No views, to autograd: they may be changed in place, as the unsharded module's results.
+        return tuple(result.data for result in call.path.forward(call))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         with ctx.engine.calls.backward, ctx.engine.way_back():
-            of_tables = ctx.path.backward(ctx.call, grads)
-        return None, None, None, *of_tables
+            of_weights, of_tables = ctx.call.path.backward(ctx.call, grads, ctx.needs_input_grad[2])
+        return None, None, of_weights, *of_tables
 
 
 def _described(value: Any) -> str:

@@ -1,7 +1,8 @@
 """The first exchange of every call: sizes of what follows, and whatever any rank has found wrong.
 
 It has a fixed size for every module, so ranks that are at different modules, or have different plans, meet here and say
-so instead of hanging. A fault that one rank finds in its batch is raised on all of them.
+so instead of hanging. A fault that one rank finds in its batch is raised on all of them. Where a batch has a size for
+each feature, a second exchange carries these: by then the ranks know that they are at one module.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -20,13 +21,16 @@ from sharders.embedding.input_faults import Fault, Kind
 _WORDS = 11
 """Fingerprint, number of the entry, digest of backward passes; batch size, words, flags, checksum; fault (4)."""
 
+_PER_FEATURE = -1
+"""In place of the batch size: each feature has its own."""
+
 
 @dataclass(frozen=True)
 class Header:
     """What a rank says before its payload.
 
     Args:
-        batch_size: samples it has.
+        batch_sizes: samples it has: one number for all features, or one for each.
         words: of its payload for the receiver.
         is_training: gradients will follow.
         is_weighted: its payload carries weights.
@@ -35,7 +39,7 @@ class Header:
         fault: what is wrong with its batch, or None.
     """
 
-    batch_size: int
+    batch_sizes: tuple[int, ...]
     words: int
     is_training: bool
     is_weighted: bool
@@ -47,14 +51,15 @@ class Header:
         """As integers, behind these three of the call."""
         fault = self.fault.packed() if self.fault else [0, 0, 0, 0]
         flags = self.is_training + 2 * self.is_weighted + 4 * self.wants_weight_gradient
-        return [*before, self.batch_size, self.words, flags, self.checksum, *fault]
+        batch_size = self.batch_sizes[0] if len(self.batch_sizes) == 1 else _PER_FEATURE
+        return [*before, batch_size, self.words, flags, self.checksum, *fault]
 
     @staticmethod
     def unpacked(words: Sequence[int]) -> Header:
         """Inverse of `packed`."""
         batch_size, num_words, flags, checksum, *fault = words[3:]
         found = Fault.unpacked(fault) if fault[0] != Kind.NONE else None
-        return Header(batch_size, num_words, bool(flags & 1), bool(flags & 2), bool(flags & 4), checksum, found)
+        return Header((batch_size,), num_words, bool(flags & 1), bool(flags & 2), bool(flags & 4), checksum, found)
 
     def manner(self) -> str:
         """How the module is called, in words."""
@@ -142,7 +147,17 @@ class Handshake:
             raise difference
         if found is not None:
             raise found[1].error(self.features, self.name, found[0])
+        if any(header.batch_sizes == (_PER_FEATURE,) for header in headers):
+            return self._with_sizes(headers, mine[0].batch_sizes, device)
         return headers
+
+    def _with_sizes(self, headers: Sequence[Header], mine: tuple[int, ...], device: torch.device) -> list[Header]:
+        """The headers, with a batch size for each feature; one exchange."""
+        num = len(self.features)
+        send = torch.tensor(mine if len(mine) == num else mine * num, dtype=torch.int64, device=device)
+        sizes = [num] * self.size
+        came = self.channel.all_to_all(send.repeat(self.size), sizes, sizes).wait().view(self.size, num).tolist()
+        return [replace(header, batch_sizes=tuple(of_rank)) for header, of_rank in zip(headers, came, strict=True)]
 
     def _check_same_manner(self, headers: Sequence[Header]) -> None:
         for rank, header in enumerate(headers):

@@ -3,77 +3,66 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from typing import NoReturn
 
 import torch
 
-from sharders.embedding.input_dist import Batch
+from sharders.embedding.batch import Batch, Ids
 from sharders.embedding.input_faults import Fault, Kind, dtype_index
 
+INTEGERS = (torch.int32, torch.int64)
 
-def check_batch(batch: Batch, rows: Sequence[int]) -> None:
-    """Check ids, lengths and weights.
+
+def check_batch(ids: Ids, rows: Sequence[int] | None) -> Batch:
+    """Count the ids of each key and check them: lengths, weights, and by a pass over them the ids.
 
     Args:
-        rows: for each feature the rows of its table.
+        rows: for each feature the rows of its table; None to leave out the pass over the ids.
 
     Raises:
         Fault: the first thing that is wrong.
     """
-    if batch.values.dtype not in (torch.int32, torch.int64):
-        raise Fault(Kind.ID_DTYPE, value=dtype_index(batch.values.dtype))
-    check_lengths(batch)
-    total = sum(batch.counts)
-    if total != batch.values.numel():
-        raise Fault(Kind.LENGTH_SUM, value=total, expected=batch.values.numel())
-    if batch.weights is not None:
-        if batch.weights.numel() != batch.values.numel():
-            raise Fault(Kind.WEIGHTS_LENGTH, value=batch.weights.numel(), expected=batch.values.numel())
-        if not batch.weights.is_floating_point():
-            raise Fault(Kind.WEIGHTS_DTYPE, value=dtype_index(batch.weights.dtype))
-    _check_ids(batch, rows)
+    if ids.values.dtype not in INTEGERS:
+        raise Fault(Kind.ID_DTYPE, value=dtype_index(ids.values.dtype))
+    # One read for all: each waits for the device.
+    num_keys, count = ids.lengths.shape[0], ids.values.numel()
+    extremes = ids.lengths.aminmax() if ids.lengths.numel() else ()
+    words: list[int] = torch.hstack([ids.lengths.sum(1), *extremes]).tolist()
+    counts = tuple(words[:num_keys])
+    if any(not 0 <= length <= count for length in words[num_keys:]):  # so no sum of them has wrapped around
+        _raise_length(ids)
+    if sum(counts) != count:
+        raise Fault(Kind.LENGTH_SUM, value=sum(counts), expected=count)
+    if ids.weights is not None:
+        if ids.weights.numel() != count:
+            raise Fault(Kind.WEIGHTS_LENGTH, value=ids.weights.numel(), expected=count)
+        if not ids.weights.is_floating_point():
+            raise Fault(Kind.WEIGHTS_DTYPE, value=dtype_index(ids.weights.dtype))
+    batch = Batch(**vars(ids), counts=counts)
+    if rows is not None:
+        _check_ids(batch, rows)
+    return batch
 
 
-def check_lengths(batch: Batch) -> None:
-    """Each is between 0 and the number of ids, so that no sum of them wraps around.
-
-    Raises:
-        Fault: one is not.
-    """
-    if not batch.lengths.numel():
-        return
-    low, high = batch.lengths.aminmax()
-    count = batch.values.numel()
-    if int(low) >= 0 and int(high) <= count:
-        return
-    wrong = (batch.lengths < 0) | (batch.lengths > count)
+def _raise_length(ids: Ids) -> NoReturn:
+    count = ids.values.numel()
+    wrong = (ids.lengths < 0) | (ids.lengths > count)
     key = int(wrong.any(1).nonzero()[0])
-    feature = next((f for f, k in enumerate(batch.key_of) if k == key), -1)
-    value = int(batch.lengths[key][wrong[key]][0])
+    feature = next((f for f, k in enumerate(ids.key_of) if k == key), -1)
+    value = int(ids.lengths[key][wrong[key]][0])
     raise Fault(Kind.LENGTH_NEGATIVE if value < 0 else Kind.LENGTH_LARGE, feature, value, count)
 
 
 def _check_ids(batch: Batch, rows: Sequence[int]) -> None:
-    """One pass over all ids; those of keys that no feature reads may be anything."""
-    if not batch.values.numel():
+    """One pass and one read; those of keys that no feature reads may be anything."""
+    keys = [key for key in dict.fromkeys(batch.key_of) if batch.counts[key]]
+    if not keys:
         return
-    limits: list[int | None] = [None] * len(batch.counts)
+    parts = batch.values.split(batch.counts)
+    ranges = torch.stack([extreme for key in keys for extreme in parts[key].aminmax()]).view(-1, 2).tolist()
+    of_key = dict(zip(keys, ranges, strict=True))
     for f, key in enumerate(batch.key_of):
-        known = limits[key]
-        limits[key] = rows[f] if known is None else min(known, rows[f])
-    low, high = batch.values.aminmax()
-    if int(low) >= 0 and int(high) < min((n for n in limits if n is not None), default=0):
-        return
-    is_good = all(
-        int(part.min()) >= 0 and int(part.max()) < limit
-        for part, limit in zip(batch.values.split(batch.counts), limits, strict=True)
-        if limit is not None and part.numel()
-    )
-    if is_good:
-        return
-    starts = [0, *accumulate(batch.counts)]
-    for f, key in enumerate(batch.key_of):
-        ids = batch.values[starts[key] : starts[key + 1]]
-        wrong = ids[(ids < 0) | (ids >= rows[f])]
-        if wrong.numel():
+        low, high = of_key.get(key, (0, -1))
+        if low < 0 or high >= rows[f]:
+            wrong = parts[key][(parts[key] < 0) | (parts[key] >= rows[f])]
             raise Fault(Kind.ID_RANGE, f, int(wrong[0]), rows[f])

@@ -10,73 +10,18 @@ The order of keys is taken from every batch; what depends on it is compiled once
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 
+from sharders.embedding.batch import Batch
+from sharders.embedding.call import Call, Sent, Span, once_per_call
 from sharders.embedding.lookup.bucketize import Bucketizer
+from sharders.embedding.peers import Peers
 from sharders.embedding.placement import Placement
 
 _MAX_ORDERS = 16  # of keys, that are kept compiled
-
-
-@dataclass
-class Batch:
-    """A batch as a module's adapter hands it in.
-
-    Args:
-        values: (N,) ids, key-major.
-        lengths: (K, B) ids of each key and sample.
-        key_of: for each feature the row of `lengths` that it reads.
-        weights: (N,) per-id weights, or None.
-    """
-
-    values: torch.Tensor
-    lengths: torch.Tensor
-    key_of: tuple[int, ...]
-    weights: torch.Tensor | None
-    counts: list[int]
-
-    @property
-    def batch_size(self) -> int:
-        """Samples."""
-        return self.lengths.shape[1]
-
-    @property
-    def wants_weight_gradient(self) -> bool:
-        """Whether a backward pass will ask for the gradient of the weights."""
-        return self.weights is not None and self.weights.requires_grad and torch.is_grad_enabled()
-
-
-@dataclass
-class Sent:
-    """What a batch became.
-
-    Args:
-        payload: flat words, destination-major.
-        words: of each destination.
-        counts: for each destination the ids of each of its slots.
-        spans: for each destination and slot where its ids' rows belong; see `Span`.
-        split_positions: places of the ids of split features among the results' rows, in the order they were sent.
-        weight_places: for each destination the places of its weights among the batch's; only where they get gradients.
-    """
-
-    payload: torch.Tensor
-    words: list[int]
-    counts: list[list[int]]
-    spans: list[list[Span]]
-    split_positions: torch.Tensor | None
-    weight_places: list[torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Span:
-    """Places start..stop: of `Sent.split_positions` when `is_split`, else of the results' rows themselves."""
-
-    is_split: bool
-    start: int
-    stop: int
 
 
 @dataclass(frozen=True)
@@ -88,16 +33,23 @@ class _Compiled:
     sources: list[list[tuple[bool, int]]]
 
 
-@dataclass
-class _Split:
-    """Ids of split features, ordered by (block, feature)."""
+@dataclass(frozen=True)
+class _Ordered:
+    """Ids in one order: by key, or those of split features by (row block, feature), each a segment of `counts`.
+
+    Args:
+        lengths: (segments, B).
+        places: where each was in the batch; only for gradients of weights.
+        rows: where the row of each belongs among the results'; only of split features, and unpooled.
+    """
 
     values: torch.Tensor
     weights: torch.Tensor | None
     lengths: torch.Tensor
+    counts: Sequence[int]
     starts: list[int]
-    positions: torch.Tensor | None
-    order: torch.Tensor | None  # where each was in the batch; only for gradients of weights
+    places: torch.Tensor | None = None
+    rows: torch.Tensor | None = None
 
 
 class InputDist:
@@ -105,7 +57,7 @@ class InputDist:
 
     Args:
         placement: all slots of all ranks.
-        destinations: table rank of each rank of the exchange.
+        peers: to whom ids are sent.
         wide: use 64-bit words.
         unpooled: results are rows, not bags: remember where each id's row belongs.
         kernel: see `Bucketizer`.
@@ -114,15 +66,17 @@ class InputDist:
     def __init__(
         self,
         placement: Placement,
-        destinations: Sequence[int],
+        peers: Peers,
         device: torch.device,
         wide: bool,
         unpooled: bool,
         kernel: str | None,
     ) -> None:
         self.placement = placement
-        self.destinations = list(destinations)
+        self.destinations = peers.table_ranks
+        self.num_slots = len(placement.slots[peers.table.rank])
         self.word = torch.int64 if wide else torch.int32
+        self.real = torch.float64 if wide else torch.float32  # of weights, as wide as a word
         self.unpooled = unpooled
         self._compiled: dict[tuple[int, tuple[int, ...]], _Compiled] = {}
         row_blocks = {f.index: placement.row_blocks[f.table] for f in placement.features}
@@ -132,79 +86,72 @@ class InputDist:
         self._in_split = {f: i for i, f in enumerate(self.split_features)}
         self._device = device
 
-    def send(self, batch: Batch) -> Sent:
-        """Payloads for every rank of the exchange; ids must be valid."""
-        num_keys = batch.lengths.shape[0]
-        key = (num_keys, batch.key_of)
-        compiled = self._compiled.get(key) or self._keep(key, self._compile(num_keys, batch.key_of))
-        values, weights = batch.values.to(self.word), self._bits(batch.weights)
-        key_starts = [0, *accumulate(batch.counts)]
-        out_starts = self._out_starts(batch) if self.unpooled else []
-        lengths, split = batch.lengths.to(self.word), None
-        if self._bucketizer is not None:
-            split = self._split(self._bucketizer, batch, values, weights, key_starts, out_starts)
-            lengths = torch.cat([lengths, split.lengths])
-        lengths = lengths.index_select(0, compiled.rows)
-        counts = lengths.sum(1).tolist()
-        sent = Sent(values, [], [], [], split.positions if split else None, [])
-        everywhere = torch.arange(values.numel(), device=self._device) if batch.wants_weight_gradient else None
-        parts: list[torch.Tensor] = []
-        at = 0
-        for sources, runs in zip(compiled.sources, compiled.runs, strict=True):
-            slot_counts = counts[at : at + len(sources)]
-            parts.append(lengths[at : at + len(sources)].reshape(-1))
-            at += len(sources)
-            spans = [
-                (is_split, *((split.starts if is_split and split else key_starts)[i] for i in (first, last + 1)))
-                for is_split, first, last in runs
-            ]
-            for whole, cut in ((values, split and split.values), (weights, split and split.weights)):
-                if whole is not None:
-                    parts += [(cut if is_split else whole)[a:b] for is_split, a, b in spans]  # type: ignore[index]
-            sent.counts.append(slot_counts)
-            sent.words.append(len(sources) * batch.batch_size + sum(slot_counts) * (1 if weights is None else 2))
-            if everywhere is not None:
-                of_split = split.order if split else None
-                pieces = [(of_split if is_split else everywhere)[a:b] for is_split, a, b in spans]  # type: ignore[index]
-                sent.weight_places.append(torch.cat(pieces) if pieces else everywhere[:0])
-            if self.unpooled:
-                sent.spans.append(self._spans(sources, batch, split, out_starts, len(sent.spans)))
-        sent.payload = torch.cat(parts) if parts else values[:0]
-        return sent
+    def send(self, batch: Batch, with_places: bool) -> tuple[torch.Tensor, list[int], Sent]:
+        """The payloads for every rank of the exchange, one after the other, their words, and what is to be known later.
 
-    def _keep(self, key: tuple[int, tuple[int, ...]], compiled: _Compiled) -> _Compiled:
-        """The oldest goes where there are too many: an order of keys that changes with every batch never comes back."""
-        if len(self._compiled) >= _MAX_ORDERS:
-            del self._compiled[next(iter(self._compiled))]
-        self._compiled[key] = compiled
-        return compiled
-
-    def receive(
-        self, payload: torch.Tensor, words: Sequence[int], batch_sizes: Sequence[int], slots: int, weighted: bool
-    ) -> Received:
-        """Cut the payloads of all sources, which had these words and batch sizes, for this rank's `slots`."""
-        lengths, ids, weights = [], [], []
-        for part, batch_size in zip(payload.split(list(words)), batch_sizes, strict=True):
-            head = slots * batch_size
-            count = (part.numel() - head) // (2 if weighted else 1)
-            lengths.append(part[:head].view(slots, batch_size))
-            ids.append(part[head : head + count])
-            weights.append(part[head + count :])
-        return Received(lengths, ids, weights if weighted else None)
-
-    def weights_of(self, bits: torch.Tensor) -> torch.Tensor:
-        """Weights from the words that carried them."""
-        return bits.view(torch.float64 if self.word == torch.int64 else torch.float32)
-
-    def _bits(self, weights: torch.Tensor | None) -> torch.Tensor | None:
-        if weights is None:
-            return None
-        return (
-            weights.detach()
-            .to(torch.float64 if self.word == torch.int64 else torch.float32)
-            .contiguous()
-            .view(self.word)
+        Args:
+            batch: checked.
+            with_places: the weights get gradients, so remember where each was.
+        """
+        compiled = self._compiled_for(batch)
+        weights = batch.weights
+        bits = None if weights is None else weights.detach().to(self.real).contiguous().view(self.word)
+        by_key = _Ordered(
+            batch.values.to(self.word),
+            bits,
+            batch.lengths.to(self.word),
+            batch.counts,
+            batch.starts,
+            batch.places if with_places else None,
         )
+        row_starts = self._row_starts(batch) if self.unpooled else []
+        orders = [by_key]
+        if self._bucketizer is not None:
+            orders.append(self._split(self._bucketizer, batch, by_key, row_starts))
+        lengths = torch.cat([ids.lengths for ids in orders]) if len(orders) > 1 else by_key.lengths
+        lengths = lengths.index_select(0, compiled.rows)
+        sent = Sent([], [], row_starts, orders[-1].rows, [])
+        parts: list[torch.Tensor] = []
+        words: list[int] = []
+        at = 0
+        for destination, (sources, runs) in enumerate(zip(compiled.sources, compiled.runs, strict=True)):
+            counts = [orders[is_split].counts[index] for is_split, index in sources]
+            cuts = [(orders[s], orders[s].starts[first], orders[s].starts[last + 1]) for s, first, last in runs]
+            parts.append(lengths[at : at + len(sources)].reshape(-1))
+            parts += [ids.values[a:b] for ids, a, b in cuts]
+            parts += [ids.weights[a:b] for ids, a, b in cuts if ids.weights is not None]
+            at += len(sources)
+            words.append(len(sources) * batch.batch_size + sum(counts) * (1 if bits is None else 2))
+            sent.counts.append(counts)
+            if with_places:
+                places = [ids.places[a:b] for ids, a, b in cuts if ids.places is not None]
+                sent.weight_places.append(torch.cat(places) if places else batch.places[:0])
+            if self.unpooled:
+                sent.spans.append(self._spans(sources, counts, orders, row_starts, destination))
+        return torch.cat(parts) if parts else by_key.values[:0], words, sent
+
+    def _compiled_for(self, batch: Batch) -> _Compiled:
+        """The oldest goes where there are too many: an order of keys that changes with every batch never comes back."""
+        key = (len(batch.counts), batch.key_of)
+        if key not in self._compiled:
+            if len(self._compiled) >= _MAX_ORDERS:
+                del self._compiled[next(iter(self._compiled))]
+            self._compiled[key] = self._compile(*key)
+        return self._compiled[key]
+
+    @once_per_call
+    def receive(self, call: Call) -> Received:
+        """What all ranks have sent here, once it has come."""
+        weighted = call.batch.weights is not None
+        lengths, ids, weights = [], [], []
+        for part, samples in zip(call.payload.wait().split(call.words), call.samples, strict=True):
+            head = self.num_slots * samples
+            count = (part.numel() - head) // (2 if weighted else 1)
+            lengths.append(part[:head].view(self.num_slots, samples))
+            ids.append(part[head : head + count])
+            weights.append(part[head + count :].view(self.real))
+        counts = torch.stack([of_source.sum(1) for of_source in lengths]).tolist()
+        return Received(lengths, ids, weights if weighted else None, counts)
 
     def _compile(self, num_keys: int, key_of: tuple[int, ...]) -> _Compiled:
         rows: list[int] = []
@@ -227,39 +174,30 @@ class InputDist:
             all_sources.append(sources)
         return _Compiled(torch.tensor(rows, dtype=torch.int64, device=self._device), all_runs, all_sources)
 
-    def _split(
-        self,
-        bucketize: Bucketizer,
-        batch: Batch,
-        values: torch.Tensor,
-        weights: torch.Tensor | None,
-        key_starts: list[int],
-        out_starts: list[int],
-    ) -> _Split:
-        """Sort the ids of split features by block; inside a block they keep the order (feature, sample)."""
+    def _split(self, bucketize: Bucketizer, batch: Batch, by_key: _Ordered, row_starts: list[int]) -> _Ordered:
+        """Sort the ids of split features by row block; inside one they keep the order (feature, sample)."""
         keys = [batch.key_of[f] for f in self.split_features]
         moved = bucketize(
-            take(values, keys, key_starts),
-            batch.lengths[keys].to(self.word),
-            with_order=self.unpooled or weights is not None,
+            take(by_key.values, keys, batch.starts),
+            by_key.lengths[keys],
+            with_order=self.unpooled or by_key.weights is not None,
         )
-        starts = [0, *accumulate(moved.lengths.sum(1).tolist())]
-        new_weights = None if weights is None else take(weights, keys, key_starts)[moved.order]
-        positions = None
+        counts = moved.lengths.sum(1).tolist()
+        weights = None if by_key.weights is None else take(by_key.weights, keys, batch.starts)[moved.order]
+        rows = None
         if self.unpooled:
             assert moved.order is not None
-            counts = [batch.counts[k] for k in keys]
-            where = torch.tensor([out_starts[f] for f in self.split_features], device=self._device)
-            before = torch.tensor([0, *accumulate(counts)][:-1], device=self._device)
-            count = torch.tensor(counts, device=self._device)
-            shift = (where - before).repeat_interleave(count, output_size=sum(counts))
-            positions = moved.order + shift[moved.order]
-        order = None
-        if batch.wants_weight_gradient:
-            order = take(torch.arange(values.numel(), device=self._device), keys, key_starts)[moved.order]
-        return _Split(moved.values, new_weights, moved.lengths, starts, positions, order)
+            # An id's place among its feature's ids is kept, while the feature's first row differs from its first id.
+            sizes = [batch.counts[k] for k in keys]
+            first_ids = accumulate(sizes, initial=0)
+            shifts = [row_starts[f] - first for f, first in zip(self.split_features, first_ids, strict=False)]
+            shift, size = torch.tensor([shifts, sizes], device=self._device)
+            rows = moved.order + shift.repeat_interleave(size, output_size=sum(sizes))[moved.order]
+        places = None if by_key.places is None else take(by_key.places, keys, batch.starts)[moved.order]
+        starts = [0, *accumulate(counts)]
+        return _Ordered(moved.values, weights, moved.lengths, counts, starts, places, rows)
 
-    def _out_starts(self, batch: Batch) -> list[int]:
+    def _row_starts(self, batch: Batch) -> list[int]:
         """First row of each feature among the results' rows of its table's dim."""
         at: dict[int, int] = {}
         starts = []
@@ -272,62 +210,42 @@ class InputDist:
     def _spans(
         self,
         sources: list[tuple[bool, int]],
-        batch: Batch,
-        split: _Split | None,
-        out_starts: list[int],
+        counts: list[int],
+        orders: list[_Ordered],
+        row_starts: list[int],
         destination: int,
     ) -> list[Span]:
-        spans = []
         slots = self.placement.slots[self.destinations[destination]]
-        for slot, (is_split, index) in zip(slots, sources, strict=True):
-            if is_split and split is not None:
-                spans.append(Span(True, split.starts[index], split.starts[index + 1]))
-            else:
-                start = out_starts[slot.feature]
-                spans.append(Span(False, start, start + batch.counts[index]))
+        spans = []
+        for slot, count, (is_split, index) in zip(slots, counts, sources, strict=True):
+            start = orders[1].starts[index] if is_split else row_starts[slot.feature]
+            spans.append(Span(is_split, start, start + count))
         return spans
 
 
-@dataclass
+@dataclass(frozen=True)
 class Received:
-    """Payloads of all sources, cut; `lengths[s]` is (S, B_s)."""
+    """Payloads of all sources, cut; `lengths[s]` is (S, B_s), and `counts[s]` has the ids of each slot."""
 
     lengths: list[torch.Tensor]
     ids: list[torch.Tensor]
     weights: list[torch.Tensor] | None
-    _slot_major: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = field(
-        default_factory=dict
-    )
+    counts: list[list[int]]
 
     def slot_major(self, sources: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Ids (N,), lengths (S, sum of B) and weights of `sources`, slot by slot and in the order of `sources`.
-
-        Kept for the backward pass, which mostly asks for the same sources.
-        """
-        key = tuple(sources)
-        if key not in self._slot_major:
-            self._slot_major[key] = self._to_slot_major(sources)
-        return self._slot_major[key]
-
-    def _to_slot_major(self, sources: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        lengths = torch.cat([self.lengths[s] for s in sources], dim=1)
+        """Ids (N,), lengths (S, sum of B) and weights of `sources`, slot by slot and in the order of `sources`."""
         if len(sources) == 1:
             only = sources[0]
-            return self.ids[only], lengths, self.weights[only] if self.weights else None
-        slots = lengths.shape[0]
-        sums = torch.stack([self.lengths[s].sum(1) for s in sources]).tolist()
+            return self.ids[only], self.lengths[only], self.weights[only] if self.weights else None
+        lengths = torch.cat([self.lengths[s] for s in sources], dim=1)
+        weights = self._by_slot(self.weights, sources) if self.weights else None
+        return self._by_slot(self.ids, sources), lengths, weights
 
-        def by_slot(parts: list[torch.Tensor]) -> torch.Tensor:
-            cut = [parts[s].split(sums[i]) for i, s in enumerate(sources)]
-            pieces = [cut[i][slot] for slot in range(slots) for i in range(len(sources))]
-            return torch.cat(pieces) if pieces else parts[0][:0]
-
-        return by_slot(self.ids), lengths, by_slot(self.weights) if self.weights else None
-
-    def counts(self, sources: Sequence[int]) -> list[list[int]]:
-        """Ids of each source's slots."""
-        sums: list[list[int]] = torch.stack([self.lengths[s].sum(1) for s in sources]).tolist()
-        return sums
+    def _by_slot(self, of_sources: Sequence[torch.Tensor], sources: Sequence[int]) -> torch.Tensor:
+        """Source by source and slot by slot to slot by slot and source by source."""
+        cut = [of_sources[s].split(self.counts[s]) for s in sources]
+        segments = [of_source[slot] for slot in range(len(self.counts[0])) for of_source in cut]
+        return torch.cat(segments) if segments else of_sources[0][:0]
 
 
 def take(values: torch.Tensor, keys: Sequence[int], key_starts: Sequence[int]) -> torch.Tensor:
@@ -337,13 +255,3 @@ def take(values: torch.Tensor, keys: Sequence[int], key_starts: Sequence[int]) -
     if list(keys) == list(range(keys[0], keys[0] + len(keys))):
         return values[key_starts[keys[0]] : key_starts[keys[-1] + 1]]
     return torch.cat([values[key_starts[k] : key_starts[k + 1]] for k in keys])
-
-
-@dataclass
-class Call:
-    """What one forward keeps for its backward: the batch, what it sent, and what all ranks sent here."""
-
-    batch: Batch
-    sent: Sent
-    received: Received
-    batch_sizes: list[int]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from dmp import Layout, ParameterInfo, ShardingEnv, fully_sharded, replicate
-from sharders.embedding.input_dist import Batch
+from sharders.embedding.batch import Ids
+from sharders.embedding.call import Call
+from sharders.embedding.input_checks import INTEGERS
 from sharders.embedding.input_faults import Fault, Kind, dtype_index
 from sharders.embedding.placement import Table
 from sharders.embedding.table_module import InitFn, TableModule, TableSharder, make_table
 
-_INTS = (torch.int32, torch.int64)
 _WAY_OUT = "Give it the plan entry replicate(): it is then a dense weight, which anybody may read"
 
 
@@ -33,15 +34,36 @@ class ShardedEmbeddingBag(TableModule):
         self.mode, self.include_last_offset = original.mode, original.include_last_offset
         self.padding_idx = original.padding_idx
 
-    def forward(
+    def ids_of(
         self,
         input: torch.Tensor,
         offsets: torch.Tensor | None = None,
         per_sample_weights: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    ) -> Ids:
+        """Those of (B, n) ids, or of (N,) ids with offsets."""
+        ids, weights = input, per_sample_weights
+        _check_type(ids)
+        if weights is not None and self.mode != "sum":
+            raise Fault(Kind.WEIGHTS_UNEXPECTED)
+        if weights is not None and weights.numel() != ids.numel():
+            raise Fault(Kind.WEIGHTS_LENGTH, value=weights.numel(), expected=ids.numel())
+        if ids.dim() == 2 and offsets is None:
+            lengths = torch.full((ids.shape[0],), ids.shape[1], dtype=torch.int64, device=ids.device)
+        elif ids.dim() == 1 and offsets is not None:
+            lengths = self._lengths(offsets, ids.numel())
+        else:
+            raise Fault(Kind.SHAPE, value=ids.dim(), expected=1)
+        ids, weights = ids.reshape(-1), None if weights is None else weights.reshape(-1)
+        if self.padding_idx is not None:
+            kept = (ids != self.padding_idx).nonzero().squeeze(1)  # waits for the device, which must tell how many
+            bags = torch.arange(lengths.numel(), device=ids.device).repeat_interleave(lengths, output_size=ids.numel())
+            lengths = torch.zeros_like(lengths).index_add_(0, bags[kept], lengths.new_ones(kept.numel()))
+            ids, weights = ids[kept], None if weights is None else weights[kept]
+        return Ids(ids, lengths.view(1, -1), (0,), weights)
+
+    def result_of(self, call: Call, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """Pooled embeddings (B, dim)."""
-        out = self._engine.pooled(lambda: self._batch(input, offsets, per_sample_weights))
-        return out.to(self._engine.dtype_of(0))
+        return values[0].to(self._engine.dtype_of(0))
 
     def unsharded(self) -> nn.Module:
         """A plain module of the same structure, on meta."""
@@ -55,31 +77,8 @@ class ShardedEmbeddingBag(TableModule):
             dtype=self._engine.dtype_of(0),
         )
 
-    def _batch(self, ids: Any, offsets: Any, weights: Any) -> Batch:
-        if not isinstance(ids, torch.Tensor):
-            raise Fault(Kind.INPUT_TYPE)
-        if ids.dtype not in _INTS:
-            raise Fault(Kind.ID_DTYPE, value=dtype_index(ids.dtype))
-        if weights is not None and self.mode != "sum":
-            raise Fault(Kind.WEIGHTS_UNEXPECTED)
-        if weights is not None and weights.numel() != ids.numel():
-            raise Fault(Kind.WEIGHTS_LENGTH, value=weights.numel(), expected=ids.numel())
-        if ids.dim() == 2 and offsets is None:
-            lengths = torch.full((ids.shape[0],), ids.shape[1], dtype=torch.int64, device=ids.device)
-        elif ids.dim() == 1 and offsets is not None:
-            lengths = self._lengths(offsets, ids.numel())
-        else:
-            raise Fault(Kind.SHAPE, value=ids.dim(), expected=1)
-        ids, weights = ids.reshape(-1), None if weights is None else weights.reshape(-1)
-        if self.padding_idx is not None:
-            keep = ids != self.padding_idx
-            bag = torch.arange(lengths.numel(), device=ids.device).repeat_interleave(lengths)
-            lengths = torch.bincount(bag[keep], minlength=lengths.numel())
-            ids, weights = ids[keep], None if weights is None else weights[keep]
-        return Batch(ids, lengths.view(1, -1), (0,), weights, [int(lengths.sum())])
-
     def _lengths(self, offsets: torch.Tensor, count: int) -> torch.Tensor:
-        if offsets.dtype not in _INTS:
+        if offsets.dtype not in INTEGERS:
             raise Fault(Kind.LENGTH_DTYPE, value=dtype_index(offsets.dtype))
         if self.include_last_offset:
             if not offsets.numel():
@@ -88,15 +87,15 @@ class ShardedEmbeddingBag(TableModule):
         else:
             bounds = torch.cat([offsets, offsets.new_tensor([count])])
         lengths = bounds[1:] - bounds[:-1]
-        # The bounds themselves first: a difference of two that are far apart wraps around.
-        is_inside = not lengths.numel() or (
-            int(bounds[0]) == 0 and int(bounds.min()) >= 0 and int(bounds.max()) <= count
-        )
-        if not is_inside or (lengths.numel() and int(lengths.min()) < 0):
-            first_wrong = next(
-                (int(b) for a, b in pairwise([0, *bounds.tolist()]) if b < a or b > count), int(bounds[0])
-            )
-            raise Fault(Kind.OFFSETS, value=first_wrong, expected=count)
+        if lengths.numel():
+            # The bounds themselves too: a difference of two that are far apart wraps around.
+            extremes = torch.stack([bounds[0], bounds[-1], *bounds.aminmax(), lengths.min()])
+            first, last, lowest, highest, shortest = extremes.tolist()
+            if first or lowest < 0 or highest > count or shortest < 0:
+                wrong = (int(b) for a, b in pairwise([0, *bounds.tolist()]) if b < a or b > count)
+                raise Fault(Kind.OFFSETS, value=next(wrong, first), expected=count)
+            if last != count:
+                raise Fault(Kind.LENGTH_SUM, value=last, expected=count)
         return lengths
 
 
@@ -113,10 +112,16 @@ class ShardedEmbedding(TableModule):
         self.num_embeddings, self.embedding_dim = original.num_embeddings, original.embedding_dim
         self.padding_idx = original.padding_idx
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def ids_of(self, input: torch.Tensor) -> Ids:
+        """All of them."""
+        _check_type(input)
+        count = torch.tensor([[input.numel()]], dtype=torch.int64, device=input.device)
+        return Ids(input.reshape(-1), count, (0,), source=input)
+
+    def result_of(self, call: Call, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """Embeddings (*shape of input, dim)."""
-        (rows,) = self._engine.rows(lambda: _flat_batch(input))
-        rows = rows.view(*input.shape, self.embedding_dim).to(self._engine.dtype_of(0))
+        input = call.whole.source
+        rows = values[0].view(*input.shape, self.embedding_dim).to(self._engine.dtype_of(0))
         if self.padding_idx is not None and rows.requires_grad:
             # The row of padding is read but gets no gradient.
             rows = torch.where((input == self.padding_idx).unsqueeze(-1), rows.detach(), rows)
@@ -181,13 +186,11 @@ class EmbeddingSharder(TableSharder):
             yield replicate()
 
 
-def _flat_batch(ids: Any) -> Batch:
+def _check_type(ids: Any) -> None:
     if not isinstance(ids, torch.Tensor):
         raise Fault(Kind.INPUT_TYPE)
-    if ids.dtype not in _INTS:
+    if ids.dtype not in INTEGERS:
         raise Fault(Kind.ID_DTYPE, value=dtype_index(ids.dtype))
-    count = torch.tensor([[ids.numel()]], dtype=torch.int64, device=ids.device)
-    return Batch(ids.reshape(-1), count, (0,), None, [ids.numel()])
 
 
 def _is_plain(module: Any, kind: type[nn.Module]) -> bool:

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, groupby
+from typing import NamedTuple
 
 import torch
 
-from sharders.embedding.input_dist import Batch, Call, InputDist, take
+from sharders.embedding.batch import Batch
+from sharders.embedding.call import Call, once_per_call
+from sharders.embedding.input_dist import InputDist, take
 from sharders.embedding.local_tables import TBE, TableStore
 from sharders.embedding.peers import Peers
 from sharders.embedding.pooled_output import Piece, Stage, cut_pieces
-from sharders.embedding.replicas import Copies, make_rider, trainable_local
+from sharders.embedding.replicas import Copies, make_rider
 
-Bags = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # ids, offsets, weights
+
+class Bags(NamedTuple):
+    """What a lookup reads: ids (N,), bounds of the bags (S * B + 1,), weights (N,)."""
+
+    ids: torch.Tensor
+    offsets: torch.Tensor
+    weights: torch.Tensor | None
 
 
 class PooledPath:
-    """Lookup and deliver of one module, and the way back.
+    """Lookup and output dist of one module, and the way back.
 
     Args:
         dtype: of what travels.
@@ -38,42 +47,44 @@ class PooledPath:
         self.factor = copies.mean_factor
         placement = store.placement
         self.dims = [placement.tables[f.table].dim for f in placement.features]
-        self.mean = [placement.tables[f.table].mean for f in placement.features]
-        self.feature_of_column = torch.tensor([f for f, dim in enumerate(self.dims) for _ in range(dim)], device=device)
+        means = [placement.tables[f.table].mean for f in placement.features]
+        self.mean_columns = _runs_of_mean(self.dims, means)
         self.stages = self._make_stages()
 
-    def forward(self, call: Call) -> torch.Tensor:
-        """(B, sum of dims)."""
-        ids, lengths, weights = self._slot_major(call, self.peers.own)
+    def forward(self, call: Call) -> list[torch.Tensor]:
+        """[(B, sum of dims)]."""
+        bags = self._bags(call, tuple(self.peers.own))
         parts = [
-            tbe.lookup.pooled(*self._bags(tbe, ids, lengths, weights)).to(self.dtype)
-            for tbe in self.store.sharded
-            if len(tbe.slots)
+            tbe.lookup.pooled(*of_tbe).to(self.dtype)
+            for tbe, of_tbe in zip(self.store.sharded, bags, strict=True)
+            if of_tbe is not None
         ]
         if len(parts) == 1:
             out = parts[0]
         else:
-            out = torch.cat(parts, 1) if parts else self._zeros(lengths.shape[1], 0)
-        local = [tbe.lookup.pooled(*self._own_bags(call.batch, tbe)).to(self.dtype) for tbe in self.store.local]
+            out = torch.cat(parts, 1) if parts else self._zeros(sum(call.samples[s] for s in self.peers.own), 0)
+        local_bags = zip(self.store.local, self._local_bags(call), strict=True)
+        local = [tbe.lookup.pooled(*of_tbe).to(self.dtype) for tbe, of_tbe in local_bags]
         block = None if not local else local[0] if len(local) == 1 else torch.cat(local, 1)
         for i, stage in enumerate(self.stages):
             out = stage.forward(out, self._rows(call, i), block if i == len(self.stages) - 1 else None)
-        scale = self._mean_scale(call.batch)
-        return out if scale is None else out.mul_(scale)
+        self._scale_means(call, out)
+        return [out]
 
     def backward(
-        self, call: Call, grad: torch.Tensor, wants_weights: bool
+        self, call: Call, grads: Sequence[torch.Tensor], wants_weights: bool
     ) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
         """Gradients back to the owners, and updates.
 
         Returns:
             The gradient of the batch's weights where it is wanted; for each table its ordinary gradient, or None.
         """
-        grad, scale = grad.to(self.dtype), self._mean_scale(call.batch)
-        if scale is not None:
-            grad = grad * scale
+        grad = grads[0].to(self.dtype)
+        if self.mean_columns:
+            grad = grad.clone() if grad is grads[0] else grad
+            self._scale_means(call, grad)
         given = grad
-        rider = make_rider(self._local_gradients(call.batch, grad), self.dtype)
+        rider = make_rider(self._local_gradients(call, grad), self.dtype)
         rides = self.copies.rides(rider)
         grad, summed = self.stages[-1].backward(
             grad, self._rows(call, len(self.stages) - 1), self.factor, rider if rides else None
@@ -82,11 +93,19 @@ class PooledPath:
             grad, _ = self.stages[i].backward(grad, self._rows(call, i), 1.0, None)
         of_weights = self._weight_gradient(call, given, grad) if wants_weights else None  # before the tables change
         sources = self.copies.sources
-        samples = [call.batch_sizes[i] for i in sources]
+        samples = [call.samples[i] for i in sources]
         width = grad.shape[1]
         grad = self.copies.share(grad.reshape(-1), [n * width for n in samples]).view(sum(samples), width)
         gradients = self._update(call, grad, sources)
         return of_weights, self.copies.finish(summed if rides else rider, rides, gradients)
+
+    def row_counts(self, batch: Batch) -> list[list[int]]:
+        """Rows of each segment of each result."""
+        return [[batch.batch_size]]
+
+    def split(self, batch: Batch, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """As they are: features are columns."""
+        return list(results)
 
     def _weight_gradient(self, call: Call, given: torch.Tensor, looked_up: torch.Tensor) -> torch.Tensor:
         """(N,) gradient of the batch's weights: from the owners of the rows, and from the local tables.
@@ -97,45 +116,44 @@ class PooledPath:
         """
         weights = call.batch.weights
         assert weights is not None
-        ids, lengths, bits = self._slot_major(call, self.peers.own)
-        parts, column = [], 0
-        for tbe in self.store.sharded:
-            if len(tbe.slots):
-                columns = looked_up[:, column : column + tbe.lookup.num_columns].to(tbe.bank.weights.dtype).contiguous()
-                column += tbe.lookup.num_columns
-                bag_ids, offsets, _ = self._bags(tbe, ids, lengths, bits)
-                parts.append(tbe.lookup.gradient_weights(columns, bag_ids, offsets).to(self.dtype))
-        slot_major = torch.cat(parts) if parts else self._zeros(0)
-        # Slot-major to source by source, back to the sources, and there to the weights' places.
-        counts = call.received.counts(self.peers.own)
-        cut = slot_major.split([of[slot] for slot in range(len(counts[0])) for of in counts]) if parts else ()
-        each = len(counts)
-        by_source = {s: [cut[k] for k in range(i, len(cut), each)] for i, s in enumerate(self.peers.own)}
-        send = [torch.cat(by_source[s]) if by_source[s] else self._zeros(0) for s in self.peers.by_table_rank]
+        result = torch.zeros(weights.numel(), dtype=self.dtype, device=self.device)
+        send = self._weight_gradients_of_sources(call, looked_up)
         receive_sizes = [sum(call.sent.counts[s]) for s in self.peers.by_table_rank]
         transfer = self.peers.table.all_to_all(torch.cat(send), [t.numel() for t in send], receive_sizes)
-        result = torch.zeros(weights.numel(), dtype=self.dtype, device=self.device)
         for s, part in zip(self.peers.by_table_rank, transfer.wait().split(receive_sizes), strict=True):
             result.index_add_(0, call.sent.weight_places[s], part, alpha=1.0 / self.factor)
-        starts, key_starts = [0, *accumulate(self.dims)], [0, *accumulate(call.batch.counts)]
-        for tbe in self.store.local:
-            columns = torch.cat([given[:, starts[f] : starts[f + 1]] for f in tbe.features], 1)
-            bag_ids, offsets, _ = self._own_bags(call.batch, tbe)
-            part = tbe.lookup.gradient_weights(columns.to(tbe.bank.weights.dtype), bag_ids, offsets).to(self.dtype)
-            places = torch.arange(weights.numel(), device=self.device)
-            result.index_add_(0, take(places, [call.batch.key_of[f] for f in tbe.features], key_starts), part)
+        for tbe, bags in zip(self.store.local, self._local_bags(call), strict=True):
+            columns = self._columns_of(tbe, given).to(tbe.bank.weights.dtype)
+            part = tbe.lookup.gradient_weights(columns, bags.ids, bags.offsets).to(self.dtype)
+            keys = [call.batch.key_of[f] for f in tbe.features]
+            result.index_add_(0, take(call.batch.places, keys, call.batch.starts), part)
         return result.to(weights.dtype)
 
+    def _weight_gradients_of_sources(self, call: Call, looked_up: torch.Tensor) -> list[torch.Tensor]:
+        """For each table rank the gradients of the weights that it has sent here, in the order it sent them."""
+        parts, column = [], 0
+        for tbe, bags in zip(self.store.sharded, self._bags(call, tuple(self.peers.own)), strict=True):
+            if bags is not None:
+                columns = looked_up[:, column : column + tbe.lookup.num_columns]
+                column += tbe.lookup.num_columns
+                columns = columns.to(tbe.bank.weights.dtype).contiguous()
+                parts.append(tbe.lookup.gradient_weights(columns, bags.ids, bags.offsets).to(self.dtype))
+        # They come slot by slot, and there source by source: cut, and joined source by source.
+        counts = self.input_dist.receive(call).counts
+        sizes = [counts[s][slot] for slot in range(len(counts[0])) for s in self.peers.own]
+        cut = torch.cat(parts).split(sizes) if parts else ()
+        nothing = self._zeros(0)
+        by_source = {s: torch.cat([nothing, *cut[i :: len(self.peers.own)]]) for i, s in enumerate(self.peers.own)}
+        return [by_source[s] for s in self.peers.by_table_rank]
+
     def _update(self, call: Call, grad: torch.Tensor, sources: Sequence[int]) -> dict[int, torch.Tensor]:
-        ids, lengths, weights = self._slot_major(call, sources)
         gradients: dict[int, torch.Tensor] = {}
         column = 0
-        for tbe in self.store.sharded:
+        for tbe, bags in zip(self.store.sharded, self._bags(call, tuple(sources)), strict=True):
             of_tbe = grad[:, column : column + tbe.lookup.num_columns]
             column += tbe.lookup.num_columns
             if not tbe.is_trainable:
                 continue
-            bags = self._bags(tbe, ids, lengths, weights) if len(tbe.slots) else None
             of_tbe = of_tbe.to(tbe.bank.weights.dtype).contiguous()
             if tbe.bank.spec is None:
                 flat = tbe.lookup.gradient_pooled(of_tbe, *bags) if bags else torch.zeros_like(tbe.bank.weights)
@@ -166,7 +184,7 @@ class PooledPath:
     def _rows(self, call: Call, stage: int) -> list[int]:
         """Samples of each rank of a stage's group: what is sent to it, and what it has sent."""
         peers = self.peers
-        size = [call.batch_sizes[i] for i in peers.by_table_rank]
+        size = [call.samples[i] for i in peers.by_table_rank]
         inner, outer = peers.inner, peers.outer
         if outer.size == 1:
             return size
@@ -174,50 +192,74 @@ class PooledPath:
             return [sum(size[h * inner.size + i] for h in range(outer.size)) for i in range(inner.size)]
         return [size[h * inner.size + inner.rank] for h in range(outer.size)]
 
-    def _slot_major(self, call: Call, sources: Sequence[int]) -> Bags:
-        ids, lengths, bits = call.received.slot_major(sources)
-        return ids, lengths, None if bits is None else self.input_dist.weights_of(bits)
-
-    def _bags(self, tbe: TBE, ids: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor | None) -> Bags:
-        """Bags of a TBE's slots."""
-        if len(tbe.slots) != lengths.shape[0]:
-            bounds = [0, *lengths.sum(1).cumsum(0).tolist()]
-            lengths = lengths[tbe.slots.start : tbe.slots.stop]
-            span = slice(bounds[tbe.slots.start], bounds[tbe.slots.stop])
-            ids, weights = ids[span], None if weights is None else weights[span]
-        return ids, _offsets(lengths), None if weights is None else weights.to(tbe.bank.weights.dtype)
-
-    def _own_bags(self, batch: Batch, tbe: TBE) -> Bags:
-        """This rank's own bags for the features of a local TBE."""
-        keys = [batch.key_of[f] for f in tbe.features]
-        starts = [0, *accumulate(batch.counts)]
-        ids = take(batch.values, keys, starts)
-        weights = None if batch.weights is None else take(batch.weights, keys, starts).to(tbe.bank.weights.dtype)
-        return ids, _offsets(batch.lengths[keys].to(ids.dtype)), weights
-
-    def _local_gradients(self, batch: Batch, grad: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(flat gradient, touched rows) of each trainable local TBE, from this rank's own bags."""
-        starts = [0, *accumulate(self.dims)]
-        result = []
-        for tbe in trainable_local(self.store):
-            columns = torch.cat([grad[:, starts[f] : starts[f + 1]] for f in tbe.features], 1).mul_(self.factor)
-            ids, offsets, weights = self._own_bags(batch, tbe)
-            flat = tbe.lookup.gradient_pooled(columns.to(tbe.bank.weights.dtype), ids, offsets, weights)
-            result.append((flat, tbe.lookup.touched_pooled(ids, offsets)))
+    @once_per_call
+    def _bags(self, call: Call, sources: tuple[int, ...]) -> list[Bags | None]:
+        """Bags of each sharded TBE's slots; None where it has none here."""
+        received = self.input_dist.receive(call)
+        ids, lengths, weights = received.slot_major(sources)
+        counts = [sum(received.counts[s][slot] for s in sources) for slot in range(lengths.shape[0])]
+        starts = [0, *accumulate(counts)]
+        result: list[Bags | None] = []
+        for tbe in self.store.sharded:
+            first, stop = tbe.slots.start, tbe.slots.stop
+            of_tbe = slice(starts[first], starts[stop])
+            reals = None if weights is None else weights[of_tbe].to(tbe.bank.weights.dtype)
+            result.append(Bags(ids[of_tbe], _offsets(lengths[first:stop]), reals) if len(tbe.slots) else None)
         return result
 
-    def _mean_scale(self, batch: Batch) -> torch.Tensor | None:
-        """(B, sum of dims) 1 / bag length in columns of mean features, 1 in others; None without mean features."""
-        if not any(self.mean):
-            return None
-        scale = torch.ones(len(self.mean), batch.batch_size, dtype=self.dtype, device=self.device)
-        for f, is_mean in enumerate(self.mean):
-            if is_mean:
-                scale[f] = 1.0 / batch.lengths[batch.key_of[f]].clamp(min=1)
-        return scale.t().index_select(1, self.feature_of_column)
+    @once_per_call
+    def _local_bags(self, call: Call) -> list[Bags]:
+        """This rank's own bags for the features of each local TBE."""
+        batch, result = call.batch, []
+        for tbe in self.store.local:
+            keys = [batch.key_of[f] for f in tbe.features]
+            ids = take(batch.values, keys, batch.starts)
+            weights = batch.weights
+            if weights is not None:
+                weights = take(weights, keys, batch.starts).to(tbe.bank.weights.dtype)
+            result.append(Bags(ids, _offsets(batch.lengths[keys].to(ids.dtype)), weights))
+        return result
+
+    def _local_gradients(self, call: Call, grad: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(flat gradient, touched rows) of each trainable local TBE, from this rank's own bags."""
+        result = []
+        for tbe, bags in zip(self.store.local, self._local_bags(call), strict=True):
+            if tbe.is_trainable:
+                columns = self._columns_of(tbe, grad).mul_(self.factor).to(tbe.bank.weights.dtype)
+                touched = tbe.lookup.touched_pooled(bags.ids, bags.offsets)
+                result.append((tbe.lookup.gradient_pooled(columns, *bags), touched))
+        return result
+
+    def _columns_of(self, tbe: TBE, grad: torch.Tensor) -> torch.Tensor:
+        """Columns of a local TBE's features, copied."""
+        starts = [0, *accumulate(self.dims)]
+        return torch.cat([grad[:, starts[f] : starts[f + 1]] for f in tbe.features], 1)
+
+    def _scale_means(self, call: Call, values: torch.Tensor) -> None:
+        """Divide columns of mean features by the lengths of their bags, in place."""
+        for columns, features, dim in self.mean_columns:
+            each = values[:, columns].unflatten(1, (-1, dim))
+            each.mul_(self._inverse_lengths(call)[:, features].unsqueeze(2))
+
+    @once_per_call
+    def _inverse_lengths(self, call: Call) -> torch.Tensor:
+        """(B, F) 1 / ids of each bag."""
+        lengths = call.batch.lengths[[*call.batch.key_of]].t()
+        return lengths.clamp(min=1).to(self.dtype).reciprocal_()
 
     def _zeros(self, *shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+
+def _runs_of_mean(dims: Sequence[int], means: Sequence[bool]) -> list[tuple[slice, slice, int]]:
+    """(columns, features, dim) of each run of features that are pooled by mean and have one dim."""
+    runs, column, feature = [], 0, 0
+    for (is_mean, dim), run in groupby(zip(means, dims, strict=True)):
+        num = len(list(run))
+        if is_mean:
+            runs.append((slice(column, column + num * dim), slice(feature, feature + num), dim))
+        column, feature = column + num * dim, feature + num
+    return runs
 
 
 def _offsets(lengths: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,8 @@ from dmp import (
     table_row_wise,
     table_wise,
 )
+from sharders.embedding.batch import Ids
+from sharders.embedding.call import Call
 from sharders.embedding.engine import Engine
 from sharders.embedding.lookup.optimizers import optimizer_of
 from sharders.embedding.placement import Table
@@ -87,7 +89,15 @@ class Holder(Watched):
 
 
 class TableModule(Watched):
-    """Tables on a mesh, run by an `Engine`; subclasses turn inputs into batches and results back.
+    """Tables on a mesh, run by an `Engine`; subclasses read inputs (`ids_of`) and make results (`result_of`).
+
+    The forward is `finish(begin(input))`, both of which see all ranks: `Engine.begin` says what may lie between.
+    So the ids of the next batch travel while this one computes:
+
+        call = module.begin(batch)
+        for following in batches:
+            out, call = module.finish(call), module.begin(following)
+            loss(out).backward()
 
     Args:
         original: the module in whose place this one stands; its values are kept.
@@ -129,6 +139,30 @@ class TableModule(Watched):
         """Where its parameters stand in this module, so that the engine sees when one is replaced."""
         paths = [table.parameter.rpartition(".") for table in self._engine.tables]
         self._engine.places = [(self.get_submodule(path).__dict__["_parameters"], name) for path, _, name in paths]
+
+    def ids_of(self, *inputs: Any, **keywords: Any) -> Ids:
+        """What the forward's arguments ask for.
+
+        Raises:
+            Fault: what does not fit.
+        """
+        raise AssertionError("a subclass reads its input")
+
+    def result_of(self, call: Call, values: Sequence[torch.Tensor]) -> Any:
+        """What the unsharded module returns, from what `Engine.finish` gives."""
+        raise AssertionError("a subclass makes its result")
+
+    def begin(self, *inputs: Any, **keywords: Any) -> Call:
+        """Input dist of a batch, of the forward's arguments: see `Engine.begin`."""
+        return self._engine.begin(lambda: self.ids_of(*inputs, **keywords))
+
+    def finish(self, call: Call) -> Any:
+        """The forward's result, of a call that was begun: see `Engine.finish`."""
+        return self.result_of(call, self._engine.finish(call))
+
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        """As the unsharded module's."""
+        return self.finish(self.begin(*inputs, **keywords))
 
     @property
     def module_path(self) -> str:

@@ -13,13 +13,14 @@ way back of cutting is to gather, and nothing is summed or scaled on either: eac
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from dmp import ShardError, ShardingEnv
 from sharders.channel import Channel, Transport, over_group
-from sharders.embedding.input_dist import Batch
+from sharders.embedding.batch import Batch
 
 Cut = list[list[int]]
 
@@ -60,6 +61,8 @@ def cut_batch(batch: Batch, ranks: Channel, unpooled: bool) -> Batch:
 
     The gradient of the weights is gathered on the way back.
     """
+    if unpooled:  # of each key only the number of ids matters: one bag
+        batch = replace(batch, lengths=batch.lengths.sum(1, keepdim=True))
     if ranks.size == 1:
         return batch
     if unpooled:
@@ -67,13 +70,13 @@ def cut_batch(batch: Batch, ranks: Channel, unpooled: bool) -> Batch:
     else:
         (samples,) = even_cut([batch.batch_size], ranks.size)
         cut = cut_of_lengths(batch.lengths, samples)
-    counts = [bounds[ranks.rank + 1] - bounds[ranks.rank] for bounds in cut]
+    counts = tuple(bounds[ranks.rank + 1] - bounds[ranks.rank] for bounds in cut)
     if unpooled:
         lengths = batch.lengths.new_tensor(counts).view(-1, 1)
     else:
         lengths = batch.lengths[:, samples[ranks.rank] : samples[ranks.rank + 1]]
     weights = None if batch.weights is None else cut_rows([batch.weights], [cut], ranks)[0]
-    return Batch(part_of(batch.values, cut, ranks.rank), lengths, batch.key_of, weights, counts)
+    return Batch(part_of(batch.values, cut, ranks.rank), lengths, batch.key_of, weights, counts=counts)
 
 
 def cut_of_lengths(lengths: torch.Tensor, samples: Sequence[int]) -> Cut:

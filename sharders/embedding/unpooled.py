@@ -3,121 +3,118 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from sharders.embedding.input_dist import Batch, Call
+from sharders.embedding.batch import Batch
+from sharders.embedding.call import Call, once_per_call
+from sharders.embedding.input_dist import InputDist
 from sharders.embedding.local_tables import TBE, TableStore
+from sharders.embedding.lookup.torch_kernel import Segments
 from sharders.embedding.peers import Peers
-from sharders.embedding.replicas import Copies, make_rider, trainable_local
+from sharders.embedding.replicas import Copies, make_rider
 from sharders.embedding.unpooled_output import Patch, RowDelivery
 
 
-class UnpooledPath:
-    """Lookup and deliver of one module, and the way back.
+class SlotRun(NamedTuple):
+    """Adjacent slots of this rank that share a TBE and a width: looked up together, source by source."""
 
-    [Note: groups] This rank's slots that share a bank and a width are looked up together, source by source; what is
-    sent to a source is its rows group by group.
+    tbe: TBE
+    slots: range
+    width: int
+
+
+class UnpooledPath:
+    """Lookup and output dist of one module, and the way back.
+
+    What is sent to a source is its rows run by run, see `SlotRun`.
 
     Args:
         dtype: of what travels.
+        device: of the tables.
     """
 
     def __init__(
         self,
         peers: Peers,
+        input_dist: InputDist,
         store: TableStore,
         copies: Copies,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.peers, self.store, self.copies, self.dtype, self.device = peers, store, copies, dtype, device
+        self.peers, self.input_dist, self.store, self.copies = peers, input_dist, store, copies
+        self.dtype, self.device = dtype, device
         self.factor = copies.mean_factor
         placement = store.placement
         self.dims = [placement.tables[f.table].dim for f in placement.features]
         self.distinct_dims = list(dict.fromkeys(self.dims))
         self.delivery = RowDelivery(placement, peers.table, peers.by_table_rank)
-        self.groups = self._find_groups()
+        self.runs = self._find_runs()
 
     def forward(self, call: Call) -> list[torch.Tensor]:
         """One tensor (N, dim) for each distinct dim: rows of all its features, feature-major."""
-        counts = call.received.counts(self.peers.own)
-        blocks: list[torch.Tensor] = []
-        for tbe, slots, _ in self.groups:
-            ids, segments = self._ids(call, self.peers.own, counts, tbe, slots)
-            blocks.append(tbe.lookup.rows(ids, segments).to(self.dtype).reshape(-1))
+        sources = tuple(self.peers.own)
+        blocks = [
+            run.tbe.lookup.rows(ids, segments).to(self.dtype).reshape(-1)
+            for run, (ids, segments) in zip(self.runs, self._ids(call, sources), strict=True)
+        ]
         if len(blocks) == 1:
             send = blocks[0]  # source by source already
         else:
-            cut = [
-                block.split([sum(of[slots.start : slots.stop]) * width for of in counts])
-                for block, (_, slots, width) in zip(blocks, self.groups, strict=True)
-            ]
-            parts = [of_group[source] for source in range(len(counts)) for of_group in cut]
+            of_runs = zip(*self._sizes(call, sources), strict=True)
+            cut = [block.split(of_sources) for block, of_sources in zip(blocks, of_runs, strict=True)]
+            parts = [of_run[source] for source in range(len(sources)) for of_run in cut]
             send = torch.cat(parts) if parts else torch.zeros(0, dtype=self.dtype, device=self.device)
-        out = self.delivery.forward(
-            send,
-            self._by_rank(counts),
-            self.delivery.patches(call.sent),
-            self._num_rows(call.batch),
-            self._local_rows(call.batch),
-        )
+        num_rows = dict(zip(self.distinct_dims, map(sum, self.row_counts(call.batch)), strict=True))
+        out = self.delivery.forward(send, self._by_rank(call), self._patches(call), num_rows, self._local_rows(call))
         return [out[dim] for dim in self.distinct_dims]
 
-    def backward(self, call: Call, grads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Gradients back to the owners, and updates; for each table its ordinary gradient, or None."""
+    def backward(
+        self, call: Call, grads: Sequence[torch.Tensor], wants_weights: bool
+    ) -> tuple[None, list[torch.Tensor | None]]:
+        """Gradients back to the owners, and updates.
+
+        Returns:
+            None, for there are no weights; for each table its ordinary gradient, or None.
+        """
         by_dim = {dim: g.to(self.dtype) for dim, g in zip(self.distinct_dims, grads, strict=True)}
-        rider = make_rider(self._local_gradients(call.batch, by_dim), self.dtype)
+        rider = make_rider(self._local_gradients(call, by_dim), self.dtype)
         rides = self.copies.rides(rider)
         grad, summed = self.delivery.backward(
-            by_dim,
-            self._by_rank(call.received.counts(self.peers.own)),
-            self.delivery.patches(call.sent),
-            self.factor,
-            rider if rides else None,
+            by_dim, self._by_rank(call), self._patches(call), self.factor, rider if rides else None
         )
-        sources = self.copies.sources
-        counts = call.received.counts(sources)
-        sizes = self._sizes(counts)
-        grad = self.copies.share(grad, [sum(of_source) for of_source in sizes])
-        gradients = self._update(call, grad, sources, counts, sizes)
-        return self.copies.finish(summed if rides else rider, rides, gradients)
+        sources = tuple(self.copies.sources)
+        grad = self.copies.share(grad, [sum(of_source) for of_source in self._sizes(call, sources)])
+        gradients = self._update(call, grad, sources)
+        return None, self.copies.finish(summed if rides else rider, rides, gradients)
 
-    def counts_by_dim(self, batch: Batch) -> list[list[int]]:
-        """For each distinct dim the rows of each of its features."""
+    def row_counts(self, batch: Batch) -> list[list[int]]:
+        """Rows of each segment of each result: for each distinct dim, those of each of its features."""
         features = list(zip(self.dims, batch.key_of, strict=True))
         return [[batch.counts[key] for d, key in features if d == dim] for dim in self.distinct_dims]
 
-    def split(self, batch: Batch, out: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def split(self, batch: Batch, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """For each feature its rows (N_f, dim)."""
         parts: dict[int, Iterator[torch.Tensor]] = {}
-        for dim, rows, counts in zip(self.distinct_dims, out, self.counts_by_dim(batch), strict=True):
-            parts[dim] = iter(_Parts.apply(rows, counts))  # type: ignore[no-untyped-call]
+        for dim, rows, counts in zip(self.distinct_dims, results, self.row_counts(batch), strict=True):
+            parts[dim] = iter(_SplitRows.apply(rows, counts))  # type: ignore[no-untyped-call]
         return [next(parts[dim]) for dim in self.dims]
 
-    def _update(
-        self,
-        call: Call,
-        grad: torch.Tensor,
-        sources: Sequence[int],
-        counts: list[list[int]],
-        sizes: list[list[int]],
-    ) -> dict[int, torch.Tensor]:
+    def _update(self, call: Call, grad: torch.Tensor, sources: tuple[int, ...]) -> dict[int, torch.Tensor]:
         gradients: dict[int, torch.Tensor] = {}
         for tbe in self.store.sharded:
             if tbe.is_trainable and tbe.bank.spec is not None:
                 tbe.bank.step()
             elif tbe.is_trainable:
                 gradients[id(tbe)] = torch.zeros_like(tbe.bank.weights)
-        cut = grad.split([n for of_source in sizes for n in of_source]) if self.groups else ()
-        for g, (tbe, slots, width) in enumerate(self.groups):
+        # Source by source, run by run: a run's gradients are every so many of the cuts.
+        cut = grad.split([n for of_source in self._sizes(call, sources) for n in of_source]) if self.runs else ()
+        for i, ((tbe, _, width), (ids, segments)) in enumerate(zip(self.runs, self._ids(call, sources), strict=True)):
             if not tbe.is_trainable:
                 continue
-            ids, segments = self._ids(call, sources, counts, tbe, slots)
-            pieces = [cut[s * len(self.groups) + g] for s in range(len(sources))]
-            flat = grad if len(self.groups) == 1 else torch.cat(pieces)
+            flat = grad if len(self.runs) == 1 else torch.cat(cut[i :: len(self.runs)])
             rows = flat.view(-1, width).to(tbe.bank.weights.dtype)
             if tbe.bank.spec is None:
                 gradients[id(tbe)] += tbe.lookup.gradient_rows(rows, ids, segments)
@@ -125,82 +122,87 @@ class UnpooledPath:
                 tbe.lookup.update_rows(rows, ids, segments)
         return gradients
 
-    def _find_groups(self) -> list[tuple[TBE, range, int]]:
-        """(tbe, slots, width); see [Note: groups]."""
+    def _find_runs(self) -> list[SlotRun]:
         slots = self.store.placement.slots[self.store.rank]
-        groups: list[tuple[TBE, range, int]] = []
+        runs: list[SlotRun] = []
         for tbe in self.store.sharded:
             for i in tbe.slots:
-                if groups and groups[-1][0] is tbe and groups[-1][2] == slots[i].width:
-                    groups[-1] = (tbe, range(groups[-1][1].start, i + 1), slots[i].width)
+                if runs and runs[-1].tbe is tbe and runs[-1].width == slots[i].width:
+                    runs[-1] = SlotRun(tbe, range(runs[-1].slots.start, i + 1), slots[i].width)
                 else:
-                    groups.append((tbe, range(i, i + 1), slots[i].width))
-        return groups
+                    runs.append(SlotRun(tbe, range(i, i + 1), slots[i].width))
+        return runs
 
-    def _ids(
-        self, call: Call, sources: Sequence[int], counts: list[list[int]], tbe: TBE, slots: range
-    ) -> tuple[torch.Tensor, list[tuple[int, int]]]:
-        """Ids of some slots, source by source, and their (slot of the TBE, count) segments."""
-        pieces, segments = [], []
-        for source, of_slots in zip(sources, counts, strict=True):
-            start = sum(of_slots[: slots.start])
-            stop = start + sum(of_slots[slots.start : slots.stop])
-            pieces.append(call.received.ids[source][start:stop])
-            segments += [(i - tbe.slots.start, of_slots[i]) for i in slots]
-        return torch.cat(pieces) if len(pieces) != 1 else pieces[0], segments
+    @once_per_call
+    def _ids(self, call: Call, sources: tuple[int, ...]) -> list[tuple[torch.Tensor, Segments]]:
+        """Ids of each run, source by source, and their (slot of the TBE, count) segments."""
+        received = self.input_dist.receive(call)
+        result: list[tuple[torch.Tensor, Segments]] = []
+        for tbe, slots, _ in self.runs:
+            parts, segments = [], []
+            for source in sources:
+                counts = received.counts[source]
+                start = sum(counts[: slots.start])
+                parts.append(received.ids[source][start : start + sum(counts[slots.start : slots.stop])])
+                segments += [(i - tbe.slots.start, counts[i]) for i in slots]
+            result.append((torch.cat(parts) if len(parts) != 1 else parts[0], segments))
+        return result
 
-    def _sizes(self, counts: list[list[int]]) -> list[list[int]]:
-        """Elements of each source's rows, by group."""
-        return [[sum(of[slots.start : slots.stop]) * width for _, slots, width in self.groups] for of in counts]
+    @once_per_call
+    def _sizes(self, call: Call, sources: tuple[int, ...]) -> list[list[int]]:
+        """Elements of each source's rows, by run."""
+        counts = self.input_dist.receive(call).counts
+        return [[sum(counts[s][slots.start : slots.stop]) * width for _, slots, width in self.runs] for s in sources]
 
-    def _by_rank(self, counts: list[list[int]]) -> list[int]:
-        """Elements of each table rank's rows, given the counts of the own sources."""
-        sizes = [sum(of_source) for of_source in self._sizes(counts)]
-        place = {source: i for i, source in enumerate(self.peers.own)}
-        return [sizes[place[source]] for source in self.peers.by_table_rank]
+    def _by_rank(self, call: Call) -> list[int]:
+        """Elements of each table rank's rows."""
+        sizes = self._sizes(call, tuple(self.peers.own))
+        of_source = {source: sum(of_runs) for source, of_runs in zip(self.peers.own, sizes, strict=True)}
+        return [of_source[source] for source in self.peers.by_table_rank]
 
-    def _num_rows(self, batch: Batch) -> dict[int, int]:
-        return dict(zip(self.distinct_dims, map(sum, self.counts_by_dim(batch)), strict=True))
+    @once_per_call
+    def _patches(self, call: Call) -> list[list[Patch]]:
+        return self.delivery.patches(call.sent)
 
-    def _local_rows(self, batch: Batch) -> list[tuple[Patch, torch.Tensor]]:
+    def _local_rows(self, call: Call) -> list[tuple[Patch, torch.Tensor]]:
         """Rows that this rank's own copies give, and where they go."""
         return [
             (patch, tbe.lookup.rows(ids, [(slot, patch.count)]).view(patch.count, patch.width).to(self.dtype))
-            for tbe in self.store.local
-            for slot, ids, patch in self._local_patches(batch, tbe)
+            for tbe, patches in zip(self.store.local, self._local_patches(call), strict=True)
+            for slot, (ids, patch) in enumerate(patches)
         ]
 
-    def _local_gradients(self, batch: Batch, grads: dict[int, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _local_gradients(self, call: Call, grads: dict[int, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(flat gradient, touched rows) of each trainable local TBE, from this rank's own ids."""
         result = []
-        for tbe in trainable_local(self.store):
+        for tbe, patches in zip(self.store.local, self._local_patches(call), strict=True):
+            if not tbe.is_trainable:
+                continue
             flat = torch.zeros_like(tbe.bank.weights)
             touched = torch.zeros(tbe.bank.total_rows, dtype=torch.bool, device=flat.device)
-            for slot, ids, patch in self._local_patches(batch, tbe):
+            for slot, (ids, patch) in enumerate(patches):
                 rows = (grads[patch.dim][patch.where] * self.factor).to(flat.dtype)
                 flat += tbe.lookup.gradient_rows(rows, ids, [(slot, patch.count)])
                 touched |= tbe.lookup.touched_rows(ids, [(slot, patch.count)])
             result.append((flat, touched))
         return result
 
-    def _local_patches(self, batch: Batch, tbe: TBE) -> list[tuple[int, torch.Tensor, Patch]]:
-        """(slot, ids, where the rows go) of each feature of a local TBE."""
-        key_starts = [0, *accumulate(batch.counts)]
-        at = dict.fromkeys(self.distinct_dims, 0)
-        starts = []
-        for dim, key in zip(self.dims, batch.key_of, strict=True):
-            starts.append(at[dim])
-            at[dim] += batch.counts[key]
+    @once_per_call
+    def _local_patches(self, call: Call) -> list[list[tuple[torch.Tensor, Patch]]]:
+        """Ids of each feature of each local TBE, and where their rows go."""
+        batch = call.batch
         result = []
-        for slot, f in enumerate(tbe.features):
-            key, dim = batch.key_of[f], self.dims[f]
-            ids = batch.values[key_starts[key] : key_starts[key + 1]]
-            where = slice(starts[f], starts[f] + batch.counts[key])
-            result.append((slot, ids, Patch(dim, 0, dim, batch.counts[key], where)))
+        for tbe in self.store.local:
+            patches = []
+            for f in tbe.features:
+                key, dim, first = batch.key_of[f], self.dims[f], call.sent.row_starts[f]
+                ids, count = batch.values[batch.starts[key] : batch.starts[key + 1]], batch.counts[key]
+                patches.append((ids, Patch(dim, 0, dim, count, slice(first, first + count))))
+            result.append(patches)
         return result
 
 
-class _Parts(torch.autograd.Function):
+class _SplitRows(torch.autograd.Function):
     """Rows cut into parts that may be changed in place, as those of `split` may not, and whose gradients are joined
     once: each slice of a tensor would have a gradient as large as the whole."""
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from sharders.channel import Channel
-from sharders.embedding.input_dist import Sent, Span
+from sharders.embedding.call import Sent, Span
 from sharders.embedding.output_dist import GradientExchange, OthersExchange
 from sharders.embedding.placement import Placement, Slot
 

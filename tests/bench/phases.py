@@ -28,14 +28,12 @@ STEPS = 20
 WAIT, TRANSFER = "wait for the other rank", "transfer in "
 
 PHASES = {
-    "sharders.embedding.engine:_Pooled.forward": "lookup and deliver, the rest",
-    "sharders.embedding.engine:_Pooled.backward": "gradients, the rest",
-    "sharders.embedding.engine:_Rows.forward": "lookup and deliver, the rest",
-    "sharders.embedding.engine:_Rows.backward": "gradients, the rest",
+    "sharders.embedding.engine:_Lookup.forward": "lookup and output dist, the rest",
+    "sharders.embedding.engine:_Lookup.backward": "gradients, the rest",
     "sharders.embedding.engine:check_batch": "check",
-    "sharders.embedding.collections:keyed_batch": "parse",
-    "sharders.embedding.input_dist:InputDist.send": "route",
-    "sharders.embedding.input_dist:InputDist._split": "route: sort by row block",
+    "sharders.embedding.collections:keyed_ids": "parse",
+    "sharders.embedding.input_dist:InputDist.send": "input dist",
+    "sharders.embedding.input_dist:InputDist._split": "input dist: sort by row block",
     "sharders.embedding.input_dist:InputDist.receive": "receive",
     "sharders.embedding.input_dist:Received.slot_major": "receive: slot-major order",
     "sharders.embedding.header:Handshake.exchange": "header",

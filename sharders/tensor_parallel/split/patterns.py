@@ -5,14 +5,12 @@ A module is known by its first path in the model. Nothing here changes the model
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
-from dmp import Layout, Place, PlanError, join_name, tied_places
+from dmp import Layout, NameIndex, Place, PlanError, join_name, tied_places
 from sharders.tensor_parallel.split.styles import COLWISE, Style, canonical, family, layouts_of, split_dim
 from sharders.tensor_parallel.structure.transformer import Transformer, outward
 
@@ -20,7 +18,7 @@ Styles = dict[str, Style]
 
 
 def expand(model: nn.Module, plan: Mapping[str, Style]) -> Styles:
-    """The style of every module that the plan's patterns match, in the model's order; `*` stands within one component.
+    """The style of every module that the plan's patterns match (see `NameIndex`), in the model's order.
 
     Where several patterns match one module, one without a wildcard wins.
 
@@ -29,13 +27,13 @@ def expand(model: nn.Module, plan: Mapping[str, Style]) -> Styles:
     """
     first = {id(m): path for path, m in model.named_modules()}
     every = dict(model.named_modules(remove_duplicate=False))
-    paths = _Paths(every)
+    paths = NameIndex(every)
     chosen: dict[str, tuple[bool, str, Style]] = {}
     for pattern, style in plan.items():
         hits = {first[id(every[path])]: every[path] for path in paths.matching(pattern)}
         if not hits:
-            raise PlanError(_no_match(pattern, filter(None, every)))
-        is_exact = not _has_wildcard(pattern)
+            raise PlanError(f"tensor-parallel plan: pattern {pattern!r} matches no module; {paths.hint(pattern)}")
+        is_exact = pattern in paths
         for path, module in hits.items():
             new = canonical(style, path, module)
             was_exact, other, old = chosen.get(path, (False, "", new))
@@ -55,9 +53,11 @@ def own_plan(model: nn.Module) -> dict[str, Style]:
     Entries for modules that this model lacks are left out: the plan is that of its class.
     """
     found: dict[str, Style] = {}
-    names: _Paths | None = None
+    names: NameIndex | None = None
     for path, plan in _planned(model, ""):
-        names = names or _Paths(n for n, _ in [*model.named_modules(remove_duplicate=False), *model.named_parameters()])
+        if names is None:
+            everything = [*model.named_modules(remove_duplicate=False), *model.named_parameters()]
+            names = NameIndex(name for name, _ in everything)
         full = {join_name(path, pattern): style for pattern, style in plan.items()}
         found.update({pattern: style for pattern, style in full.items() if names.matching(pattern)})
     return found
@@ -158,28 +158,6 @@ def with_heads(model: nn.Module, transformer: Transformer, styles: Mapping[str, 
     return done
 
 
-class _Paths:
-    """Paths in order, to be found by exact path at once, and by pattern among those of its length and last word."""
-
-    def __init__(self, paths: Iterable[str]) -> None:
-        self._all = dict.fromkeys(paths)
-        self._split: dict[tuple[int, str | None], list[tuple[str, list[str]]]] = {}
-
-    def matching(self, pattern: str) -> list[str]:
-        """Those that fit the pattern, component by component."""
-        if not _has_wildcard(pattern):
-            return [pattern] if pattern in self._all else []
-        if not self._split:
-            for path in self._all:
-                words = path.split(".")
-                for last in (words[-1], None):
-                    self._split.setdefault((len(words), last), []).append((path, words))
-        wanted = pattern.split(".")
-        last = None if _has_wildcard(wanted[-1]) else wanted[-1]
-        near = self._split.get((len(wanted), last), [])
-        return [path for path, words in near if all(map(fnmatchcase, words, wanted))]
-
-
 def _outputs(model: nn.Module, transformer: Transformer, styles: Mapping[str, Style]) -> list[str]:
     """Linears outside the repeated blocks whose output no split Linear takes: it leaves the model."""
     blocks = {block.path for block in transformer.blocks}
@@ -242,18 +220,3 @@ def _is_tied(module: nn.Module, places: Mapping[str, tuple[nn.Module, str]]) -> 
     """Whether the weight has another name too: the plan may have used that."""
     weight = module._parameters["weight"]
     return any(m is not module and m._parameters[attribute] is weight for m, attribute in places.values())
-
-
-def _has_wildcard(pattern: str) -> bool:
-    return any(c in pattern for c in "*?[")
-
-
-def _no_match(pattern: str, paths: Iterable[str]) -> str:
-    paths = list(paths)
-    last = pattern.rpartition(".")[2]
-    same_end = [path for path in paths if fnmatchcase(path.rpartition(".")[2], last)] if last != "*" else []
-    close = same_end[:3] or get_close_matches(pattern, paths, n=3, cutoff=0.5)
-    hint = f"did you mean {', '.join(map(repr, close))}?" if close else f"modules: {', '.join(map(repr, paths[:6]))}"
-    return (
-        f"tensor-parallel plan: pattern {pattern!r} matches no module ('*' stands for one component of a path); {hint}"
-    )

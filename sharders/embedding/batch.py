@@ -1,0 +1,55 @@
+"""A batch: ids as a module's adapter hands them in, and as the data path takes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Ids:
+    """What a module has read of its input: a KJT, by its parts.
+
+    Args:
+        values: (N,) ids, key-major.
+        lengths: (K, B) ids of each key and sample.
+        key_of: for each feature the row of `lengths` that it reads.
+        weights: (N,) per-id weights, or None.
+        source: the input, for what of it goes into the module's results.
+    """
+
+    values: torch.Tensor
+    lengths: torch.Tensor
+    key_of: tuple[int, ...]
+    weights: torch.Tensor | None = None
+    source: Any = None
+
+
+@dataclass(frozen=True)
+class Batch(Ids):
+    """Ids that were checked, and counted: the one time that counts are read back from the device.
+
+    Args:
+        counts: ids of each key.
+    """
+
+    counts: tuple[int, ...] = ()
+
+    @property
+    def batch_size(self) -> int:
+        """Samples."""
+        return self.lengths.shape[1]
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """First id of each key, then the number of ids."""
+        return [0, *accumulate(self.counts)]
+
+    @cached_property
+    def places(self) -> torch.Tensor:
+        """(N,) 0, 1, 2, ...: where each id is."""
+        return torch.arange(self.values.numel(), device=self.values.device)

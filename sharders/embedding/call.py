@@ -1,0 +1,93 @@
+"""A call: one batch on its way through the data path, from `begin` to the end of its backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+
+from sharders.channel import Transfer
+from sharders.embedding.batch import Batch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Owner = TypeVar("Owner")
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What a batch became.
+
+    Args:
+        counts: for each destination the ids of each of its slots.
+        spans: for each destination and slot where its ids' rows belong; see `Span`. Of unpooled lookups only.
+        row_starts: first row of each feature among the results' rows of its table's dim; likewise.
+        split_positions: places of the ids of split features among the results' rows, in the order they were sent.
+        weight_places: for each destination the places of its weights among the batch's; only where they get gradients.
+    """
+
+    counts: list[list[int]]
+    spans: list[list[Span]]
+    row_starts: list[int]
+    split_positions: torch.Tensor | None
+    weight_places: list[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Places start..stop: of `Sent.split_positions` when `is_split`, else of the results' rows themselves."""
+
+    is_split: bool
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """One batch on its way.
+
+    Args:
+        path: the lookup that the call was begun for; another does not finish it.
+        whole: the batch, which the ranks along a tensor axis share.
+        batch: this rank's part of it; the whole without a tensor axis.
+        sent: what that became.
+        payload: what the ranks send here, under way.
+        words: of each rank's payload.
+        batch_sizes: of each rank: one for all features, or one for each.
+        is_training: the tables get gradients.
+        wants_weight_gradient: the per-id weights do.
+        kept: see `once_per_call`.
+    """
+
+    path: Any
+    whole: Batch
+    batch: Batch
+    sent: Sent
+    payload: Transfer
+    words: list[int]
+    batch_sizes: list[tuple[int, ...]]
+    is_training: bool
+    wants_weight_gradient: bool
+    kept: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def samples(self) -> list[int]:
+        """Of each rank."""
+        return [max(sizes) for sizes in self.batch_sizes]
+
+
+def once_per_call(method: Callable[Concatenate[Owner, Call, P], R]) -> Callable[Concatenate[Owner, Call, P], R]:
+    """A method that works something out of a call, which the call keeps: the backward pass asks for it again."""
+
+    @wraps(method)
+    def run(self: Owner, call: Call, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        key = (method.__qualname__, *args)
+        if key not in call.kept:
+            call.kept[key] = method(self, call, *args, **kwargs)
+        found: R = call.kept[key]
+        return found
+
+    return run
