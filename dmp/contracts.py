@@ -88,6 +88,7 @@ class ModuleSharder(Protocol):
         the whole. Gradients of what `parameters` named are means over the data ranks (`env.data_size`). Parameters
         that it did not name are kept whole, and belong to the data-parallel part, which averages their gradients;
         buffers stay with the module. `module` itself is not changed, so that a failure loses nothing.
+        What fails here on one rank is raised on all, if no rank waits for another in it: see the hook `connect`.
         The result has `chunked_state` (see `ShardedModule`) unless every parameter is whole or a DTensor.
         """
         ...
@@ -210,6 +211,7 @@ VERSION = 1
 """Of the contracts: higher by one where a member or a hook comes, goes, or means something else."""
 
 _ACCEPTS = "accepts(info, layout, env) -> bool: whether `shard` runs this layout, in place of the rule of `layouts`"
+_CONNECT = "connect(env): makes, on all ranks, the process groups that `shard` uses, which then is local to each rank"
 _PATH = "module_path: str, set by the wrapper to the module's path, for messages"
 _CALLS = "calls: Calls, set by the wrapper: in the model's forward nobody but the module should read its chunks"
 _UNSHARDED = "unsharded() -> nn.Module: a plain one of the same structure and names on meta, for `to_unsharded`"
@@ -223,6 +225,7 @@ _FOUND = """collective_plan(..., *, found=None), and so `plan` where there is on
 
 HOOKS: Mapping[str, Hook] = {
     "accepts": Hook(ModuleSharder, 1, _ACCEPTS),
+    "connect": Hook(ModuleSharder, 1, _CONNECT),
     "module_path": Hook(ShardedModule, 1, _PATH),
     "calls": Hook(ShardedModule, 1, _CALLS),
     "unsharded": Hook(ShardedModule, 1, _UNSHARDED),

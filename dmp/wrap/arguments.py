@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakSet
 
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from dmp.contracts import DataParallelWrapper, ModelSharder, ModuleSharder, ShardedModule
+from dmp.contracts import ShardedModule
 from dmp.env import ShardingEnv, default_env
 from dmp.errors import PlanError, ShardError
 from dmp.ranks.launch import join_launch
@@ -22,17 +21,38 @@ _taken: WeakSet[nn.Module] = WeakSet()
 
 @dataclass(frozen=True)
 class Arguments:
-    """Those of `DistributedModelParallel`, with defaults in the places of None but for the plan and its planner."""
+    """Those of `DistributedModelParallel`; `checked` puts defaults in the places of None, but for plan and planner."""
 
     module: nn.Module
     env: ShardingEnv
-    device: torch.device
+    device: Any
     plan: Any
-    sharders: list[ModuleSharder | ModelSharder]
+    sharders: Any
     init_data_parallel: bool
     init_parameters: bool
-    wrapper: DataParallelWrapper
+    wrapper: Any
     planner: Any
+
+    def checked(self) -> Arguments:
+        """The arguments in full, after a look at all that a user can get wrong without knowing sharders or plans.
+
+        Raises:
+            ShardError: something of another kind, a device without values, or a module that is wrapped already.
+            PlanError: a plan and a planner.
+        """
+        if not isinstance(self.module, nn.Module):
+            raise ShardError(f"expected a torch.nn.Module to wrap; got {type(self.module).__name__}")
+        _check_device(self.device)
+        _check_data_parallel_wrapper(self.wrapper)
+        _check_not_wrapped(self.module)
+        sharders = list(default_sharders() if self.sharders is None else self.sharders)
+        for sharder in sharders:
+            check_sharder_protocol(sharder)
+        if self.plan is not None and self.planner is not None:
+            raise PlanError("pass a plan or a planner, not both; to fix part of a plan: planner.plan(..., pinned=plan)")
+        device = self.env.device if self.device is None else torch.device(self.device)
+        wrapper = self.wrapper or default_data_parallel_wrapper()
+        return replace(self, sharders=sharders, device=device, wrapper=wrapper)
 
     def facts(self) -> dict[str, str]:
         """What all ranks must share of them: name -> text."""
@@ -43,50 +63,10 @@ class Arguments:
             "planner": type(self.planner).__name__,
             "sharders": ", ".join(type(s).__name__ for s in self.sharders),
             "data_parallel_wrapper": type(self.wrapper).__name__,
-            "init_data_parallel": str(self.init_data_parallel),
-            "init_parameters": str(self.init_parameters),
+            "init_data_parallel": str(bool(self.init_data_parallel)),
+            "init_parameters": str(bool(self.init_parameters)),
             "model": _described(self.module),
         }
-
-
-def checked(
-    module: nn.Module,
-    env: ShardingEnv,
-    device: torch.device | str | None,
-    plan: Any,
-    sharders: Iterable[ModuleSharder | ModelSharder] | None,
-    init_data_parallel: bool,
-    init_parameters: bool,
-    wrapper: DataParallelWrapper | None,
-    planner: Any,
-) -> Arguments:
-    """The arguments, after a look at all that a user can get wrong without knowing sharders or plans.
-
-    Raises:
-        ShardError: something of another kind, a device without values, or a module that is wrapped already.
-        PlanError: a plan and a planner.
-    """
-    if not isinstance(module, nn.Module):
-        raise ShardError(f"expected a torch.nn.Module to wrap; got {type(module).__name__}")
-    _check_device(device)
-    _check_data_parallel_wrapper(wrapper)
-    _check_not_wrapped(module)
-    taken = list(default_sharders() if sharders is None else sharders)
-    for sharder in taken:
-        check_sharder_protocol(sharder)
-    if plan is not None and planner is not None:
-        raise PlanError("pass a plan or a planner, not both; to fix part of a plan: planner.plan(..., pinned=plan)")
-    return Arguments(
-        module,
-        env,
-        torch.device(device) if device is not None else env.device,
-        plan,
-        taken,
-        bool(init_data_parallel),
-        bool(init_parameters),
-        wrapper or default_data_parallel_wrapper(),
-        planner,
-    )
 
 
 def environment(env: ShardingEnv | None, device: Any) -> ShardingEnv:

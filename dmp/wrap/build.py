@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from dmp.calls import Calls
 from dmp.chunked import PIECE
-from dmp.contracts import ShardedModule, set_hook, takes_found
+from dmp.contracts import ShardedModule, hook, set_hook, takes_found
 from dmp.errors import RanksError
 from dmp.plans.check import Resolved, check_plan
 from dmp.plans.find import Found, Site
@@ -39,11 +39,38 @@ from dmp.wrap.state_hooks import register_state_hooks
 
 
 @dataclass(frozen=True)
-class _Initial:
-    """Where values of what is on meta come from; rules are None where nothing is, or nobody wants it filled."""
+class _Checked:
+    """All that is known before anything of the module is changed.
 
+    Args:
+        given: the wrapper's arguments.
+        asked: the plan as given, or as planned.
+        resolved: that plan, checked.
+        rules: what gives values to what is on meta; None where nothing is, or nobody wants it filled.
+    """
+
+    given: Arguments
+    asked: ShardingPlan
+    resolved: Resolved
     rules: Rules | None
-    seed: int
+
+    @classmethod
+    def of(cls, given: Arguments, plan: Any, known: Found | None) -> _Checked:
+        """Check a plan against model and mesh, as far as one rank can."""
+        asked = as_plan(plan)
+        resolved = check_plan(asked, given.module, given.sharders, given.env, known)
+        if given.init_data_parallel:
+            check_beforehand(given.wrapper, resolved)
+        rules = rules_of(given.module, resolved.sites, given.env.rank) if given.init_parameters else None
+        return cls(given, asked, resolved, rules)
+
+    def facts(self) -> dict[str, str]:
+        """What all ranks must share of it: name -> text."""
+        return {
+            "plan": self.asked.to_json(),
+            "sharded modules": "\n".join(f"{s.path}: {type(s.module).__name__}" for s in self.resolved.sites),
+            "plan with what sharders chose": "\n".join(f"{name}: {e}" for name, e in self.resolved.plan.items()),
+        }
 
 
 def build(given: Arguments, calls: Calls) -> Assembly:
@@ -53,16 +80,17 @@ def build(given: Arguments, calls: Calls) -> Assembly:
         PlanError: a plan that does not fit, ranks that disagree, or a model that fits no plan.
         ShardError: a module that its sharder cannot run.
     """
-    resolved, plan = _resolved(given)
-    if given.init_data_parallel:
-        check_beforehand(given.wrapper, resolved)
+    plan, known = (given.plan, None) if given.plan is not None else _planned(given)
+    checked = on_all_ranks(lambda: _Checked.of(given, plan, known), given.env, facts=_Checked.facts)
+    resolved = checked.resolved
     remark(resolved)
-    initial = _initial(resolved, given)
-    module, owned = _with_tables(resolved, plan, given, initial, calls)
+    sync_from_first_rank(given.module, given.env)
+    seed = shared_seed(given.env) if given.init_parameters else 0
+    module, owned = _with_tables(checked, seed, calls)
     made = Assembly(
         env=given.env,
         device=given.device,
-        plan=plan,
+        plan=ShardingPlan(resolved.plan, report=checked.asked.report),
         wrapper=given.wrapper,
         placements=resolved.found.placements,
         module=module,
@@ -70,7 +98,7 @@ def build(given: Arguments, calls: Calls) -> Assembly:
         fused=fused_of(module, owned),
         running=module,
     )
-    return _with_dense(made, given, initial)
+    return _with_dense(made, checked, seed)
 
 
 def mark_chunks(made: Assembly) -> None:
@@ -83,26 +111,6 @@ def mark_chunks(made: Assembly) -> None:
                 parameter._dmp_sharded = PIECE  # type: ignore[attr-defined]
 
 
-def _resolved(given: Arguments) -> tuple[Resolved, ShardingPlan]:
-    """The plan against model and mesh, on all ranks before anyone goes on."""
-    plan, known = (given.plan, None) if given.plan is not None else _planned(given)
-
-    def check() -> tuple[ShardingPlan, Resolved]:
-        asked = as_plan(plan)
-        return asked, check_plan(asked, given.module, given.sharders, given.env, known)
-
-    def facts(made: tuple[ShardingPlan, Resolved]) -> dict[str, str]:
-        asked, resolved = made
-        return {
-            "plan": asked.to_json(),
-            "sharded modules": "\n".join(f"{s.path}: {type(s.module).__name__}" for s in resolved.sites),
-            "plan with what sharders chose": "\n".join(f"{name}: {e}" for name, e in resolved.plan.items()),
-        }
-
-    asked, resolved = on_all_ranks(check, given.env, facts=facts)
-    return resolved, ShardingPlan(resolved.plan, report=asked.report)
-
-
 def _planned(given: Arguments) -> tuple[Any, Found | None]:
     """The planner's plan, and what the sharders take where the planner goes by that.
 
@@ -112,9 +120,13 @@ def _planned(given: Arguments) -> tuple[Any, Found | None]:
     asked = (given.module, given.sharders, given.env)
     known = on_all_ranks(lambda: Found.of(*asked), given.env) if takes_found(planner) else None
     options = {} if known is None else {"found": known}
-    plan, failure = _attempt(lambda: planner.collective_plan(*asked, **options))
-    if isinstance(failure, RanksError):
-        raise failure
+    plan, failure = None, None
+    try:
+        plan = planner.collective_plan(*asked, **options)
+    except RanksError:
+        raise
+    except Exception as error:
+        failure = error
     why = "" if failure is None else f", where the planner raised {type(failure).__name__}: {failure}"
     try:
         check_agreement({}, given.env, f"after planning{why}")
@@ -125,33 +137,23 @@ def _planned(given: Arguments) -> tuple[Any, Found | None]:
     return plan, known
 
 
-def _attempt(make: Any) -> tuple[Any, Exception | None]:
-    """Result and error of a local step."""
-    try:
-        return make(), None
-    except Exception as error:
-        return None, error
-
-
-def _initial(resolved: Resolved, given: Arguments) -> _Initial:
-    """Rank 0's values everywhere, and what gives values to the rest."""
-    rules = rules_of(given.module, resolved.sites, given.env.rank) if given.init_parameters else None
-    sync_from_first_rank(given.module, given.env)
-    return _Initial(rules, shared_seed(given.env) if given.init_parameters else 0)
-
-
-def _with_tables(
-    resolved: Resolved, plan: ShardingPlan, given: Arguments, initial: _Initial, calls: Calls
-) -> tuple[nn.Module, tuple[Owned, ...]]:
+def _with_tables(checked: _Checked, seed: int, calls: Calls) -> tuple[nn.Module, tuple[Owned, ...]]:
     """The root with the module of each site replaced at all its paths, once all are made; and what was put in."""
+    given, resolved, rules = checked.given, checked.resolved, checked.rules
 
     def make(site: Site) -> nn.Module:
-        entries = {relative: plan[name] for relative, name in site.names().items()}
+        entries = {relative: resolved.plan[name] for relative, name in site.names().items()}
         new = site.sharder.shard(site.module, entries, given.env, given.device)
-        check_made(site, new, initial.rules is not None)
+        check_made(site, new, rules is not None)
+        if rules is not None:
+            fill_from_meta(site, new, seed, rules)
         return new
 
     module = given.module
+    for sharder in {id(site.sharder): site.sharder for site in resolved.sites}.values():
+        connect = hook(sharder, "connect")
+        if connect is not None:
+            connect(given.env)
     modules = on_all_ranks(lambda: [make(site) for site in resolved.sites], given.env)
     for site, new in zip(resolved.sites, modules, strict=True):
         if new is not site.module:
@@ -160,27 +162,26 @@ def _with_tables(
             register_state_hooks(new)
         set_hook(new, "module_path", site.path)
         set_hook(new, "calls", calls)
-        if initial.rules is not None:
-            fill_from_meta(site, new, initial.seed, initial.rules)
         for path in site.aliases:
             module = _with_submodule(module, path, new)
     return module, tuple(Owned(site.path, site.aliases, frozenset(site.infos)) for site in resolved.sites)
 
 
-def _with_dense(made: Assembly, given: Arguments, initial: _Initial) -> Assembly:
+def _with_dense(made: Assembly, checked: _Checked, seed: int) -> Assembly:
     """Dense weights split in place, filled where they are on meta, and averaged."""
+    starts, rules = checked.given.init_data_parallel, checked.rules
     sharded = made.sharded
     if any(p.layouts for p in made.placements):
         made = replace(made, skeleton=skeleton_of(made.module, sharded))
         _move(made.module, made.device, sharded)
     made.split_dense()
-    takes_meta = given.init_data_parallel and made.shards_in_place
+    takes_meta = starts and made.shards_in_place
     if takes_meta:
         made = start(made)
-    if initial.rules is not None:
-        materialise(made.module, made.device, initial.seed, initial.rules, sharded)
+    if rules is not None:
+        on_all_ranks(lambda: materialise(made.module, made.device, seed, rules, sharded), made.env)
     _move(made.module, made.device, sharded)
-    return start(made) if given.init_data_parallel and not takes_meta else made
+    return start(made) if starts and not takes_meta else made
 
 
 def _carry_over(old: nn.Module, new: nn.Module) -> None:

@@ -24,7 +24,7 @@ from dmp.plans.plan import ShardingPlan
 from dmp.ranks import entry
 from dmp.wrap import live_models as live
 from dmp.wrap.agreement import on_all_ranks
-from dmp.wrap.arguments import Arguments, checked, environment, take
+from dmp.wrap.arguments import Arguments, environment, take
 from dmp.wrap.assembly import Assembly
 from dmp.wrap.build import build, mark_chunks
 from dmp.wrap.copying import copied
@@ -82,13 +82,12 @@ class DistributedModelParallel(nn.Module):
     ) -> None:
         super().__init__()
         env = environment(env, device)
-        switches = (init_data_parallel, init_parameters)
+        asked = Arguments(
+            *(module, env, device, plan, sharders),
+            *(init_data_parallel, init_parameters, data_parallel_wrapper, planner),
+        )
         with entry(f"wrapping {type(module).__name__}", env.group() if env.size > 1 else None):
-            given = on_all_ranks(
-                lambda: checked(module, env, device, plan, sharders, *switches, data_parallel_wrapper, planner),
-                env,
-                facts=Arguments.facts,
-            )
+            given = on_all_ranks(asked.checked, env, facts=Arguments.facts)
             self._calls = Calls()
             with _without_collection(), marking_replaced(self, module):
                 self._take(build(given, self._calls))

@@ -25,11 +25,14 @@ from dmp import (
     table_row_wise,
     table_wise,
 )
+from sharders.channel import over_group
 from sharders.embedding.batch import Ids
 from sharders.embedding.call import Call
 from sharders.embedding.engine import Engine
 from sharders.embedding.lookup.optimizers import optimizer_of
+from sharders.embedding.peers import find_peers
 from sharders.embedding.placement import Table
+from sharders.embedding.tensor_slice import tensor_ranks
 from sharders.embedding.unread_weight import Unread
 
 InitFn = Callable[[torch.Tensor], Any]
@@ -262,6 +265,11 @@ class TableSharder:
     def accepts(self, info: ParameterInfo, layout: Layout, env: ShardingEnv) -> bool:
         """Any rectangles that cover the table."""
         return len(info.shape) == 2
+
+    def connect(self, env: ShardingEnv) -> None:
+        """Make the process groups that the tables use; collective."""
+        tensor_ranks(env, over_group)
+        find_peers(env, self._options["sync_interval"] == 1, by_stages=self.is_pooled, transport=over_group)
 
     def shard(
         self, module: nn.Module, plan: Mapping[str, ParameterSharding], env: ShardingEnv, device: torch.device
