@@ -20,20 +20,17 @@ import dmp
 from dmp import (
     DistributedModelParallel,
     PlanError,
-    Shard,
     ShardError,
     ShardingEnv,
     ShardingPlan,
     column_wise,
     data_parallel,
-    rectangles,
     row_wise,
     table_wise,
 )
-from sharders import EmbeddingSharder
 from tests.equality import env_of
 from tests.ranks import run_ranks
-from tests.wrapped_net import LR, TABLES, Net, batch, loss_of, mixed, plan_for, same_values, wrap
+from tests.wrapped_net import LR, TABLES, Doubled, Net, batch, loss_of, mixed, plan_for, same_values, wrap
 
 # ---- the constructor ----
 
@@ -218,13 +215,6 @@ def test_tied_weights_stay_tied_and_train() -> None:
 
 class Named(nn.Embedding):
     """Without a forward of its own."""
-
-
-class Doubled(nn.Embedding):
-    """With one."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return 2 * super().forward(input)
 
 
 def test_subclasses_are_found_unless_they_compute_otherwise() -> None:
@@ -433,80 +423,3 @@ def test_lazy_modules() -> None:
     run_ranks(2, _lazy)
     with pytest.raises(ShardError, match=r"'over\.weight'.*lazy.*init_data_parallel=False.*init_data_parallel\(\)"):
         DistributedModelParallel(Lazy(), plan={"table.weight": row_wise()})
-
-
-class _FailsOnRank0(EmbeddingSharder):
-    def shard(self, module: nn.Module, plan: Any, env: ShardingEnv, device: torch.device) -> nn.Module:
-        if env.rank == 0:
-            raise ShardError("not here")
-        return super().shard(module, plan, env, device)
-
-
-def _shard_fails_on_one_rank() -> None:
-    module = nn.Sequential(nn.Embedding(4, 4))
-    before = module[0]
-    try:
-        DistributedModelParallel(module, plan={"0.weight": row_wise()}, sharders=[_FailsOnRank0()])
-    finally:
-        assert module[0] is before
-
-
-def test_a_sharder_that_fails_on_one_rank_is_told_on_all() -> None:
-    errors = run_ranks(2, _shard_fails_on_one_rank, expect=PlanError)
-    assert all("ShardError: not here" in str(e) for e in errors)
-
-
-# ---- agreement of the ranks ----
-
-
-def _disagree(what: str) -> None:
-    env, odd = env_of("dp2"), dist.get_rank() == 1
-    module, plan = Net(), dict(mixed())
-    if what == "plan" and odd:
-        plan["items.weight"] = table_wise(1)
-    elif what == "rectangles":
-        plan["items.weight"] = rectangles([Shard((0, 0), (7, 8), int(odd))])
-    elif what == "invalid plan" and odd:
-        plan["items.weight"] = table_wise(7)
-    elif what == "no plan at all" and odd:
-        plan = 3  # type: ignore[assignment]
-    elif what == "a name" and odd:
-        plan["nobody.weight"] = row_wise()
-    elif what == "shape" and odd:
-        module.over = nn.Linear(20, 7)
-    elif what == "dtype" and odd:
-        module.out = module.out.double()
-    elif what == "frozen" and odd:
-        module.users.weight.requires_grad_(False)
-    elif what == "order":
-        layers = {"a": nn.Embedding(3, 4), "b": nn.Embedding(3, 4)}
-        module = nn.ModuleDict(dict(reversed(layers.items())) if odd else layers)  # type: ignore[assignment]
-        plan = {"a.weight": row_wise(), "b.weight": row_wise()}
-    elif what == "a module more" and odd:
-        module.extra = nn.Embedding(3, 4)
-    elif what == "subclass" and odd:
-        module.users = Doubled(11, 8)
-    DistributedModelParallel(module, env=env, plan=plan)
-
-
-@pytest.mark.parametrize(
-    ("what", "words"),
-    [
-        ("plan", ["plan", "rank 1", "items.weight", '"rank": 1', '"rank": 0']),
-        ("rectangles", ["plan", "rank 1", "items.weight"]),
-        ("invalid plan", ["plan", "rank 1", "7"]),
-        ("no plan at all", ["rank 1", "got int"]),
-        ("a name", ["plan", "nobody.weight"]),
-        ("shape", ["model", "over.weight", "(6, 20)", "(7, 20)"]),
-        ("dtype", ["model", "out.weight", "float64"]),
-        ("frozen", ["model", "users.weight", "False"]),
-        ("order", ["model", "a", "b"]),
-        ("a module more", ["model", "extra"]),
-        ("subclass", ["model", "users"]),
-    ],
-)
-def test_ranks_that_disagree_all_say_how(what: str, words: list[str]) -> None:
-    texts = {str(error) for error in run_ranks(2, _disagree, what, expect=PlanError, timeout=30)}
-    assert len(texts) == 1
-    text = texts.pop()
-    assert all(word in text for word in words), text

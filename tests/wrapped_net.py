@@ -76,3 +76,10 @@ def same_values(model: DistributedModelParallel, module: nn.Module) -> None:
         for piece, at in zip(held.chunks, held.offsets, strict=True):
             part = whole[name][tuple(map(slice, at, map(sum, zip(at, piece.shape))))]  # noqa: B905
             torch.testing.assert_close(piece, part, atol=1e-5, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+class Doubled(nn.Embedding):
+    """A table's module with a forward of its own."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
