@@ -84,7 +84,7 @@ class ModuleSharder(Protocol):
         """A module for `module`'s place, with the same parameter and buffer names, on `device`.
 
         `plan` names exactly what `parameters` named. Values present are kept. What is on meta, buffers too, is
-        allocated here, uninitialised, and filled by the wrapper afterwards, whatever its form: pieces, a DTensor, or
+        allocated here, uninitialised, and filled by the wrapper afterwards, whatever its form: chunks, a DTensor, or
         the whole. Gradients of what `parameters` named are means over the data ranks (`env.data_size`). Parameters
         that it did not name are kept whole, and belong to the data-parallel part, which averages their gradients;
         buffers stay with the module. `module` itself is not changed, so that a failure loses nothing.
@@ -111,7 +111,7 @@ class FusedParameter:
         name: relative to the module.
         parameter: the local parameter.
         options: the live param group: `lr` and others, read at every update; shared by parameters updated together.
-        state: gives the live state by torch.optim's names, in the unsharded parameter's shape: pieces, or whole.
+        state: gives the live state by torch.optim's names, in the unsharded parameter's shape: chunks, or whole.
         widths: of the column blocks, where row-wise state has a value for each; None where there is one per row.
     """
 
@@ -168,6 +168,9 @@ class ModelSharder(Protocol):
         ...
 
 
+AnySharder = ModuleSharder | ModelSharder
+
+
 class DataParallelWrapper(Protocol):
     """Runs what no sharder owns with gradients averaged over the data ranks.
 
@@ -185,7 +188,7 @@ class Planner(Protocol):
     def collective_plan(
         self,
         module: nn.Module,
-        sharders: Iterable[ModuleSharder | ModelSharder],
+        sharders: Iterable[AnySharder],
         env: ShardingEnv,
         pinned: Mapping[str, ParameterSharding | Layout] | None = None,
     ) -> Mapping[str, ParameterSharding | Layout]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from dmp.contracts import ModelSharder, ModuleSharder, ParameterInfo
+from dmp.contracts import AnySharder, ModelSharder, ModuleSharder, ParameterInfo
 from dmp.errors import ShardError
 
 _BUILT_IN_SHARDERS = (
@@ -28,7 +28,6 @@ _OPTIMIZER_STATE = "sharders.embedding.lookup.optimizers:state_bytes"
 _BUILT_IN_PLANNER = "planner:ShardingPlanner"
 _BUILT_IN_DATA_PARALLEL = "sharders:FSDPWrapper"
 _BUILT_IN_REPLICATING = "sharders.data_parallel.ddp:WholeWrapper"
-AnySharder = ModuleSharder | ModelSharder
 _registered: list[AnySharder] = []
 
 

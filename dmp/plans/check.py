@@ -8,13 +8,12 @@ from difflib import get_close_matches
 
 from torch import nn
 
-from dmp.contracts import ModuleSharder, ParameterInfo, hook
+from dmp.contracts import AnySharder, ModuleSharder, ParameterInfo, hook
 from dmp.env import ShardingEnv
 from dmp.errors import PlanError, ShardError
 from dmp.layouts.layout import Layout, ParameterSharding
 from dmp.plans.find import Found, Site
 from dmp.plans.private_state import refuse_private_state
-from dmp.registry import AnySharder
 
 
 @dataclass(frozen=True)
@@ -143,7 +142,7 @@ def _unknown_name(
     if name in read:
         return (
             f"plan makes {name!r} a table, but {read[name]} reads it besides its own module's forward, where a table's "
-            "piece would be taken for the whole: leave the entry out, or give it replicate()"
+            "chunk would be taken for the whole: leave the entry out, or give it replicate()"
         )
     if name in placed:
         return f"plan gives {name!r} the layout of a table, but tensor parallelism splits it as {placed[name]}"

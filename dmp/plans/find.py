@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from dmp.contracts import ModelPlacement, ModelSharder, ModuleSharder, ParameterInfo
+from dmp.contracts import AnySharder, ModelPlacement, ModelSharder, ModuleSharder, ParameterInfo
 from dmp.env import ShardingEnv
 from dmp.errors import PlanError, ShardError
 from dmp.layouts.layout import Layout
 from dmp.names import join_name
 from dmp.places import tied_places
 from dmp.plans.weight_readers import Reader, find_readers
-from dmp.registry import AnySharder, by_module_type, sharder_for, with_state_bytes
+from dmp.registry import by_module_type, sharder_for, with_state_bytes
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from dmp.contracts import ModelSharder, ModuleSharder
+from dmp.contracts import AnySharder
 from dmp.env import ShardingEnv
 from dmp.errors import PlanError, ShardError
 from dmp.layouts.layout import Layout, ParameterSharding
@@ -122,12 +122,7 @@ class ShardingPlan(Mapping[str, ParameterSharding]):
         return [c for c in changes if c.before != c.after]
 
     def validate(
-        self,
-        module: nn.Module,
-        env: ShardingEnv,
-        sharders: Iterable[ModuleSharder | ModelSharder],
-        *,
-        found: Found | None = None,
+        self, module: nn.Module, env: ShardingEnv, sharders: Iterable[AnySharder], found: Found | None = None
     ) -> None:
         """Check the plan against a model and a mesh in both directions; nothing is changed.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from dmp.contracts import hook
@@ -34,15 +35,21 @@ def say_what_is_read(resolved: Resolved) -> None:
     placed = resolved.tables | resolved.plan.keys()
     for name, reader in resolved.found.sites.read.items():
         if name not in placed:
-            num_bytes = known[name].numel() * known[name].element_size()
-            _log.log(
-                logging.WARNING if num_bytes >= LARGE_BYTES else logging.INFO,
-                "%r (%s bytes) is no table but part of the data-parallel weights: %s reads it besides the forward of "
-                "its own module. A plan entry such as row_wise() makes it a table all the same, and a read an error",
-                name,
-                f"{num_bytes:,}",
-                reader,
+            _say_no_table(
+                *(name, known[name], known[name].nbytes >= LARGE_BYTES),
+                f": {reader} reads it besides the forward of its own module. A plan entry such as row_wise() makes it "
+                "a table all the same, and a read an error",
             )
+
+
+def _say_no_table(name: str, parameter: nn.Parameter, is_large: bool, why: str) -> None:
+    _log.log(
+        logging.WARNING if is_large else logging.INFO,
+        "%r (%s bytes) is no table but part of the data-parallel weights%s",
+        name,
+        f"{parameter.nbytes:,}",
+        why,
+    )
 
 
 def _say_what_is_whole(resolved: Resolved) -> None:
@@ -52,7 +59,7 @@ def _say_what_is_whole(resolved: Resolved) -> None:
         return
     axis = ", ".join(f"{name} ({env.shape[env.names.index(name)]})" for name in env.axes("tensor"))
     split = {name for name, e in resolved.plan.items() if e.layout.tensor_dim(2) is not None}
-    sizes = {n: p.numel() * p.element_size() for n, p in module.named_parameters() if not is_lazy(p)}
+    sizes = {n: p.nbytes for n, p in module.named_parameters() if not is_lazy(p)}
     dense = {name: size for name, size in sizes.items() if name not in tables}
     total, whole = sum(dense.values()), sum(size for name, size in dense.items() if name not in split)
     is_cut = any(not resolved.plan[name].layout.is_copied for name in tables)
@@ -101,20 +108,14 @@ def _say_what_is_left(resolved: Resolved) -> None:
             if is_lazy(p) or known & set(names[id(p)]):
                 continue
             others = [n for n in names[id(p)] if n.rpartition(".")[0] != path]
-            num_bytes = p.numel() * p.element_size()
-            is_large = num_bytes >= LARGE_BYTES and not env.fully_sharded_axes
-            _log.log(
-                logging.WARNING if is_large else logging.INFO,
-                "%r (%s bytes) is no table but part of the data-parallel weights, %s: %s",
-                names[id(p)][0],
-                f"{num_bytes:,}",
-                "split with them" if env.fully_sharded_axes else "whole on every rank",
-                f"tied to {others[0]!r}" if others else _reason(each),
-            )
+            is_large = p.nbytes >= LARGE_BYTES and not env.fully_sharded_axes
+            how = "split with them" if env.fully_sharded_axes else "whole on every rank"
+            why = f"tied to {others[0]!r}" if others else _reason(each)
+            _say_no_table(names[id(p)][0], p, is_large, f", {how}: {why}")
     if not env.fully_sharded_axes:
         of_tables = {id(p) for site in resolved.sites for p in site.module.parameters()}
         dense = [p for p in module.parameters() if id(p) not in of_tables and not is_lazy(p)]
-        total = sum(p.numel() * p.element_size() for p in dense)
+        total = sum(p.nbytes for p in dense)
         _log.info("%d dense parameters of %s bytes are whole on every data rank", len(dense), f"{total:,}")
 
 

@@ -1,7 +1,7 @@
 """Who reads a weight besides the forward of its own module, told from the code that the model's forward comes to.
 
-A weight that is only looked up can be cut into pieces behind its module's forward. One that other code reads
-(`x @ self.emb.weight.T`, a loss, a functional tie) would there be this rank's piece, and its gradient this rank's own.
+A weight that is only looked up can be cut into chunks behind its module's forward. One that other code reads
+(`x @ self.emb.weight.T`, a loss, a functional tie) would there be this rank's chunk, and its gradient this rank's own.
 
 [Note: reads] A read is an attribute of the weight's name. What it is read from is found where that is a path from a
 module (`self.a.b.weight`, also by way of a local name, a loop over a list of modules, an index). Where it is not (an

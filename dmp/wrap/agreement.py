@@ -19,7 +19,7 @@ from dmp.ranks import compare_facts
 # Of 64-bit words in a checksum. Words above each other in one block of rows are not told apart, hence few rows (more
 # are no faster) and a prime number of columns, which no usual row length is a multiple of.
 _BLOCK_ROWS, _COLUMNS = 16, 1021
-_BLOCK = 1 << 22
+_MESSAGE = 1 << 22  # elements that travel at once
 _FAILURE = "failure"
 _SHOWN = 5
 T = TypeVar("T")
@@ -109,20 +109,20 @@ def checksum(tensor: torch.Tensor) -> int:
     whole = words.numel() // (_BLOCK_ROWS * _COLUMNS) * (_BLOCK_ROWS * _COLUMNS)
     sums = words[:whole].view(-1, _BLOCK_ROWS, _COLUMNS).sum(1).view(-1)  # the one pass over the data
     total = bits.numel()
-    for i, part in enumerate((sums, words[whole:], bits[8 * words.numel() :])):
-        if part.numel():
+    for i, some in enumerate((sums, words[whole:], bits[8 * words.numel() :])):
+        if some.numel():
             # Sums wrap around, so the weight of each word is odd: an even one would lose its highest bits.
             first = (1 << 40) * i + 1
-            odd = torch.arange(first, first + 2 * part.numel(), 2, device=bits.device)
-            total += int((part * odd).sum())
+            odd = torch.arange(first, first + 2 * some.numel(), 2, device=bits.device)
+            total += int((some * odd).sum())
     return (total + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def _all_gather(mine: torch.Tensor, env: ShardingEnv) -> torch.Tensor:
     """(size, n): every rank's (n,)."""
-    parts = [torch.empty_like(mine) for _ in range(env.size)]
-    dist.all_gather(parts, mine, group=env.group())
-    return torch.stack(parts)
+    theirs = [torch.empty_like(mine) for _ in range(env.size)]
+    dist.all_gather(theirs, mine, group=env.group())
+    return torch.stack(theirs)
 
 
 def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -130,18 +130,18 @@ def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _broadcast(tensors: list[torch.Tensor], env: ShardingEnv) -> None:
-    """Rank 0's values of tensors of one dtype, in blocks of a fixed size: small ones together, large ones in parts."""
+    """Rank 0's values of tensors of one dtype, in messages of a fixed size: small ones together, large ones cut."""
     flats = [t.reshape(-1) for t in tensors]  # a copy where the tensor is not contiguous, written back below
-    pieces = deque(part for flat in flats for part in flat.split(_BLOCK))
+    pieces = deque(piece for flat in flats for piece in flat.split(_MESSAGE))
     while pieces:
-        block = [pieces.popleft()]
-        room = _BLOCK - block[0].numel()
+        message = [pieces.popleft()]
+        room = _MESSAGE - message[0].numel()
         while pieces and pieces[0].numel() <= room:
             room -= pieces[0].numel()
-            block.append(pieces.popleft())
-        moved = torch.cat(block).to(env.device)
+            message.append(pieces.popleft())
+        moved = torch.cat(message).to(env.device)
         dist.broadcast(moved, group=env.group(), group_src=0)
-        for piece, value in zip(block, moved.split([p.numel() for p in block]), strict=True):
+        for piece, value in zip(message, moved.split([p.numel() for p in message]), strict=True):
             piece.copy_(value)
     for tensor, flat in zip(tensors, flats, strict=True):
         if not tensor.is_contiguous():
@@ -149,7 +149,7 @@ def _broadcast(tensors: list[torch.Tensor], env: ShardingEnv) -> None:
 
 
 def _first_difference(text: str | None, other: str | None, width: int = 160) -> str:
-    """The part of `text` around where it first differs from `other`."""
+    """What of `text` is around where it first differs from `other`."""
     if text is None or other is None:
         return "nothing" if text is None else text[:width]
     at = next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))

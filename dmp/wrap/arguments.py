@@ -124,7 +124,7 @@ def _check_data_parallel_wrapper(wrapper: Any) -> None:
 
 
 def _check_not_wrapped(module: nn.Module) -> None:
-    """Rank 0's values go to all ranks when a module is wrapped: pieces would be overwritten by other pieces."""
+    """Rank 0's values go to all ranks when a module is wrapped: chunks would be overwritten by other chunks."""
     for path, each in module.named_modules():
         if each not in _taken and not isinstance(each, ShardedModule):
             continue

@@ -40,7 +40,7 @@ def check_made(site: Site, new: nn.Module, is_filled: bool) -> None:
             continue
         if tuple(state[name].shape) != tuple(old.shape):
             named = name in site.infos
-            expected = "its pieces, by chunked_state()" if named else "it whole, since parameters() does not name it"
+            expected = "its chunks, by chunked_state()" if named else "it whole, since parameters() does not name it"
             raise ShardError(
                 f"{sharder}.shard made {join_name(site.path, name)!r} of shape {tuple(state[name].shape)} for one of "
                 f"{tuple(old.shape)}; expected {expected}"
@@ -48,7 +48,7 @@ def check_made(site: Site, new: nn.Module, is_filled: bool) -> None:
         if is_filled and local[name].is_meta:
             raise ShardError(
                 f"{sharder}.shard left {join_name(site.path, name)!r} on meta: shard() allocates what is on meta (for "
-                "instance torch.empty_like(pieces, device=device)), the wrapper fills it"
+                "instance torch.empty_like(chunk, device=device)), the wrapper fills it"
             )
 
 
@@ -81,7 +81,7 @@ def rules_of(module: nn.Module, sites: Sequence[Site], rank: int) -> Rules | Non
 
 
 def fill_from_meta(site: Site, new: nn.Module, seed: int, rules: Rules) -> None:
-    """Fill what a sharder has allocated for the site's tensors on meta: pieces, DTensors, wholes."""
+    """Fill what a sharder has allocated for the site's tensors on meta: chunks, DTensors, wholes."""
     on_meta = [name for name, t in _tensors(site.module).items() if t.is_meta and not is_lazy(t)]
     state = _state(new)
     for name in on_meta:
@@ -101,5 +101,5 @@ def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _state(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Every tensor of a sharded module, by its pieces where it has them."""
+    """Every tensor of a sharded module, by its chunks where it has them."""
     return {**_tensors(module), **(module.chunked_state() if isinstance(module, ShardedModule) else {})}

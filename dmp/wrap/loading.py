@@ -78,9 +78,9 @@ def _check(
         reasons = {k: _why_not_filled(own[k], given[k], assign) for k in own if k in given and k in in_place}
     wrong = [f"{prefix}{k} {reason}" for k, reason in reasons.items() if reason]
     if (strict and (missing or unexpected)) or wrong:
-        parts = [f"missing keys: {missing}"] * bool(missing and strict)
-        parts += [f"unexpected keys: {unexpected}"] * bool(unexpected and strict) + wrong
-        raise CheckpointError(f"state dict does not fit {type(made.module).__name__}: " + "; ".join(parts))
+        unknown = [f"missing keys: {missing}"] * bool(missing) + [f"unexpected keys: {unexpected}"] * bool(unexpected)
+        shown = "; ".join(unknown * strict + wrong)
+        raise CheckpointError(f"state dict does not fit {type(made.module).__name__}: {shown}")
     return missing, unexpected
 
 

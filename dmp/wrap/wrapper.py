@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from dmp.calls import Calls
-from dmp.contracts import DataParallelWrapper, ModelSharder, ModuleSharder
+from dmp.contracts import AnySharder, DataParallelWrapper, Planner
 from dmp.env import ShardingEnv
 from dmp.errors import CheckpointError, ShardError
 from dmp.layouts.layout import Layout, ParameterSharding
@@ -54,8 +54,9 @@ class DistributedModelParallel(nn.Module):
         sharders: who takes which module; every registered one by default.
         init_data_parallel: False delays the data-parallel part until `init_data_parallel()` (lazy modules).
         init_parameters: allocate and fill parameters that are on meta.
-        data_parallel_wrapper: runs what no sharder owns; DistributedDataParallel by default.
-        planner: makes the plan when there is none: `collective_plan(module, sharders, env)`.
+        data_parallel_wrapper: runs what no sharder owns; by default `sharders.FSDPWrapper`: FSDP2 where the mesh has an
+            axis for it, else DistributedDataParallel.
+        planner: makes the plan when there is none, a `Planner`; `planner.ShardingPlanner` by default.
 
     Raises:
         PlanError: a plan that does not fit, ranks that disagree, or a model that fits no plan.
@@ -73,12 +74,12 @@ class DistributedModelParallel(nn.Module):
         env: ShardingEnv | None = None,
         device: torch.device | str | None = None,
         plan: ShardingPlan | Mapping[str, ParameterSharding | Layout] | None = None,
-        sharders: Iterable[ModuleSharder | ModelSharder] | None = None,
+        sharders: Iterable[AnySharder] | None = None,
         init_data_parallel: bool = True,
         init_parameters: bool = True,
         data_parallel_wrapper: DataParallelWrapper | None = None,
         *,
-        planner: Any = None,
+        planner: Planner | None = None,
     ) -> None:
         super().__init__()
         env = environment(env, device)
@@ -217,13 +218,13 @@ class DistributedModelParallel(nn.Module):
         return type(self.module).__name__ if "_made" in self.__dict__ else ""
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The unsharded module's names; sharded parameters as `ChunkedTensor`s of this rank's pieces."""
+        """The unsharded module's names; sharded parameters as `ChunkedTensor`s of this rank's chunks."""
         return state_dict_of_pieces(self.module, *args, **kwargs)
 
     def load_state_dict(  # type: ignore[override]
         self, state_dict: Mapping[str, Any], prefix: str = "", strict: bool = True, assign: bool = False
     ) -> _IncompatibleKeys:
-        """Load whole tensors (each rank takes its pieces) or this plan's own pieces; the dict given is not changed.
+        """Load whole tensors (each rank takes its chunks) or this plan's own chunks; the dict given is not changed.
 
         Collective: what does not fit on one rank is raised on all, and no rank has loaded anything then.
 
@@ -249,7 +250,7 @@ class DistributedModelParallel(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The unsharded module's names; a sharded parameter holds this rank's pieces, possibly none."""
+        """The unsharded module's names; a sharded parameter holds this rank's chunks, possibly none."""
         with pieces_shown(self.module):
             return iter(list(self.module.named_parameters(prefix, recurse, remove_duplicate)))
 
