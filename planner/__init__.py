@@ -3,8 +3,9 @@
 Rooms: `costs`, `candidates`, `search`, `report`. Single files:
 
 - `planner`: `ShardingPlanner`, from module to plan
+- `pinned`: entries of a plan that a user has fixed
 - `broadcast`: rank 0's plan to all ranks
-- `given`: numbers and names that a user gives by hand, checked
+- `arguments`: numbers and names that a user passes, checked
 - `text`: values and sizes as a person reads them
 """
 

@@ -4,36 +4,31 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
 
 from torch import nn
 
 from dmp import (
     Found,
-    Layout,
     ModelSharder,
     ModuleSharder,
-    ParameterSharding,
-    PlanError,
     ShardingEnv,
     ShardingPlan,
     dense_parameters,
 )
+from planner.arguments import is_number
 from planner.broadcast import from_first_rank
+from planner.candidates.candidates import Candidates
 from planner.candidates.constraints import Constraint, constraints_of
 from planner.candidates.dense import decide, vocabularies
-from planner.candidates.offers import Offers
 from planner.costs.cost_model import CostModel
 from planner.costs.topology import Topology
-from planner.given import is_number
+from planner.pinned import Pinned, by_first_name, split_pinned
 from planner.report.infeasible import plan_error
 from planner.report.report import PlanReport
 from planner.report.summary import summarise
 from planner.search.problem import Infeasible
 from planner.search.solve import search
 from planner.text import shown
-
-Pinned = Mapping[str, ParameterSharding | Layout] | None
 
 
 class ShardingPlanner:
@@ -103,27 +98,27 @@ class ShardingPlanner:
         """
         begin = time.monotonic()
         topology = self.topology if self.topology is not None else Topology.of(env)
-        given, pinned = _dense_part(pinned)
-        found = Found.of(module, sharders, env, given, found)
-        parameters = found.parameters(frozenset(pinned if isinstance(pinned, Mapping) else ()))
-        constraints = constraints_of(self.constraints, parameters)
-        kept = _by_first_name(pinned, module, [name for name in parameters if name not in given])
-        weights = dense_parameters(module, parameters.keys() - given.keys())
-        given |= vocabularies(parameters, weights, constraints, {**kept, **given}, env)
-        parameters = {name: of for name, of in parameters.items() if name not in given}
+        pinned_tables, pinned_dense = split_pinned(pinned)
+        found = Found.of(module, sharders, env, pinned_dense, found)
+        taken = found.parameters(frozenset(pinned_tables))
+        constraints = constraints_of(self.constraints, taken)
+        kept = by_first_name(pinned_tables, module, [name for name in taken if name not in pinned_dense])
+        others = dense_parameters(module, taken.keys() - pinned_dense.keys())
+        as_dense = pinned_dense | vocabularies(taken, others, constraints, {**kept, **pinned_dense}, env)
+        parameters = {name: of for name, of in taken.items() if name not in as_dense}
         weights = dense_parameters(module, parameters.keys())
-        dense = decide(weights, found.placements, given, env, topology)
-        offers = Offers.of(parameters, constraints, kept, self.cost_model, env, topology, self.batch_size)
-        problem = offers.problem(env, topology, self.cost_model, dense.training_bytes)
+        dense = decide(weights, found.placements, as_dense, env, topology)
+        candidates = Candidates.of(parameters, constraints, kept, self.cost_model, env, topology, self.batch_size)
+        problem = candidates.problem(env, topology, self.cost_model, dense.training_bytes)
         try:
             solution = search(problem, lambda: time.monotonic() - begin > self.time_budget_s)
         except Infeasible as error:
-            raise plan_error(error, offers, problem, topology) from None
-        layouts = offers.layouts(solution.choices, env)
+            raise plan_error(error, candidates, problem, topology) from None
+        layouts = candidates.placed(solution.choices, env)
         plan = ShardingPlan({**layouts, **dense.layouts})
-        if kept or given:
+        if kept or as_dense:
             plan.validate(module, env, found.sharders, found=found)
-        self.report = summarise(offers, layouts, problem, solution, dense, time.monotonic() - begin)
+        self.report = summarise(candidates, layouts, problem, solution, dense, time.monotonic() - begin)
         plan.report = self.report
         return plan
 
@@ -151,32 +146,3 @@ class ShardingPlanner:
         plan, self.report = from_first_rank(planned, env)
         plan.report = self.report
         return plan
-
-
-def _dense_part(pinned: Pinned) -> tuple[dict[str, Layout], Pinned]:
-    """Pinned layouts of dense weights, and the others."""
-    if not isinstance(pinned, Mapping):
-        return {}, pinned
-    plan = ShardingPlan(pinned)
-    dense = {name: entry.layout for name, entry in plan.items() if entry.layout.is_dense}
-    return dense, {name: entry for name, entry in plan.items() if name not in dense}
-
-
-def _by_first_name(pinned: Pinned, module: nn.Module, names: list[str]) -> dict[str, Layout]:
-    """Pinned layouts under the names that the plan uses: a shared module's first."""
-    if pinned is None:
-        return {}
-    if not isinstance(pinned, Mapping):
-        raise PlanError(f"expected pinned to be a plan or a dict of name -> layout; got {type(pinned).__name__}")
-    known = dict(module.named_parameters(remove_duplicate=False))
-    first = {id(known[name]): name for name in reversed(names)}
-    kept: dict[str, Layout] = {}
-    for alias, entry in ShardingPlan(pinned).items():
-        name = alias if alias in names else first.get(id(known.get(alias)))
-        if name is None:
-            close = get_close_matches(alias, names, n=3, cutoff=0.5) or names[:5]
-            raise PlanError(f"pinned names {alias!r}, which no sharder takes; parameters to plan: {close}", table=alias)
-        if kept.get(name, entry.layout) != entry.layout:
-            raise PlanError(f"pinned gives {name!r} both {kept[name]} and {entry.layout}", table=name)
-        kept[name] = entry.layout
-    return kept

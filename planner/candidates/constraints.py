@@ -8,7 +8,7 @@ from math import inf
 from typing import Any
 
 from dmp import NameIndex, PlanError
-from planner.given import is_number, names
+from planner.arguments import is_number, names
 from planner.text import shown
 
 

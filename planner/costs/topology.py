@@ -9,7 +9,7 @@ from math import prod
 from typing import NamedTuple
 
 from dmp import ShardingEnv
-from planner.given import is_number, positive
+from planner.arguments import is_number, positive
 from planner.text import shown
 
 _PER_AXIS = "expected a number, one per mesh axis (outer first), or a dict axis name -> number"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dmp import PlanError
-from planner.candidates.offers import Offers
+from planner.candidates.candidates import Candidates
 from planner.costs.cost_model import BYTES
 from planner.costs.topology import Topology
 from planner.search.packing import Place, State
@@ -15,21 +15,21 @@ from planner.text import show_bytes
 _RANKS_SHOWN = 16
 
 
-def plan_error(error: Infeasible, offers: Offers, problem: Problem, topology: Topology) -> PlanError:
+def plan_error(error: Infeasible, candidates: Candidates, problem: Problem, topology: Topology) -> PlanError:
     """The error to raise for a search that found no placement."""
-    slot = offers.slots[error.item]
-    name = slot.members[0]
-    whom = repr(name) + (f" and what must lie with it, {list(slot.members[1:])}," if slot.members[1:] else "")
+    group = candidates.groups[error.item]
+    name = group.members[0]
+    whom = repr(name) + (f" and what must lie with it, {list(group.members[1:])}," if group.members[1:] else "")
     if error.rank is None or error.option is None:
-        constraints = {m: offers.constraints[m] for m in slot.members}
+        constraints = {m: candidates.constraints[m] for m in group.members}
         return PlanError(
             f"no rank is left for {whom}: its constraints (ranks, spread, colocate) or its layouts need more different "
             f"ranks than the {len(problem.capacity)} table ranks offer; {constraints}",
             table=name,
         )
-    layout = slot.rows[error.option][0].sketch.layout
+    layout = group.rows[error.option][0].movable.layout
     used = error.load[:, BYTES]
-    needed = sum(float(r.max()) for r in slot.item.options[error.option].loads[..., BYTES])
+    needed = sum(float(r.max()) for r in group.item.options[error.option].loads[..., BYTES])
     picture = [
         f"  rank {rank}: {show_bytes(used[rank])} of {show_bytes(problem.capacity[rank])} used"
         for rank in range(min(len(used), _RANKS_SHOWN))
@@ -39,7 +39,7 @@ def plan_error(error: Infeasible, offers: Offers, problem: Problem, topology: To
     changes = [
         f"  memory_bytes of {memory:.0f} per rank ({show_bytes(memory)}; now {show_bytes(topology.memory_bytes)})"
     ]
-    changes = [*_other_layouts(error, offers, problem), *changes]
+    changes = [*_other_layouts(error, candidates, problem), *changes]
     return PlanError(
         f"{whom} does not fit: with the nearest layout, {layout}, rank {error.rank} is {error.bytes_short} bytes "
         f"({show_bytes(error.bytes_short)}) short of {show_bytes(needed)} when it comes to it.\n"
@@ -53,19 +53,19 @@ def plan_error(error: Infeasible, offers: Offers, problem: Problem, topology: To
     )
 
 
-def _other_layouts(error: Infeasible, offers: Offers, problem: Problem) -> list[str]:
+def _other_layouts(error: Infeasible, candidates: Candidates, problem: Problem) -> list[str]:
     """Layouts that the sharder offers, and that would fit what is left, but that may not be chosen; smallest first."""
-    slot = offers.slots[error.item]
-    if len(slot.members) > 1:
+    group = candidates.groups[error.item]
+    if len(group.members) > 1:
         return []
-    menu = offers.menus[slot.members[0]]
-    if not menu.rejected:
+    rejected = candidates.offered[group.members[0]].rejected
+    if not rejected:
         return []
-    item = Item(menu.rejected_options, None, slot.item.spread)
+    item = Item(tuple(layout.option for layout in rejected), None, group.item.spread)
     state = State(replace(problem, items=(item,), base=error.load))
-    fitting = [
-        (float(option.loads[..., BYTES].max()), f"  layout {r.sketch.layout}, now ruled out ({r.reason})")
-        for i, (r, option) in enumerate(zip(menu.rejected, menu.rejected_options, strict=True))
-        if isinstance(state.find(0, i), Place)
-    ]
+    fitting = []
+    for index, layout in enumerate(rejected):
+        if isinstance(state.find(0, index), Place):
+            text = f"  layout {layout.movable.layout}, now ruled out ({layout.objection})"
+            fitting.append((float(layout.option.loads[..., BYTES].max()), text))
     return [text for _, text in sorted(fitting)[:3]]

@@ -169,11 +169,13 @@ def _dense_lines(report: PlanReport) -> list[str]:
 
 
 def _explained(p: ParameterReport) -> list[str]:
-    def figures(x: Any) -> str:
-        if x.busiest_seconds is None:
-            return ""
-        seconds = f"busiest rank {x.busiest_seconds * 1e6:.1f} us, mean {x.mean_seconds * 1e6:.1f} us"
-        return f"{seconds}, {show_bytes(x.rank_bytes)}"
+    lines = [f"{p.name} = {p.layout}{' (pinned)' if p.is_pinned else ''}: {_costs(p)}"]
+    for other in p.alternatives:
+        costs = "" if other.busiest_seconds is None else f"; {_costs(other)}"
+        lines.append(f"    not {other.layout}: {other.reason}{costs}")
+    return lines
 
-    lines = [f"{p.name} = {p.layout}{' (pinned)' if p.is_pinned else ''}: {figures(p)}"]
-    return lines + [f"    not {a.layout}: {a.reason}{'; ' * bool(figures(a))}{figures(a)}" for a in p.alternatives]
+
+def _costs(of: Any) -> str:
+    seconds = f"busiest rank {of.busiest_seconds * 1e6:.1f} us, mean {of.mean_seconds * 1e6:.1f} us"
+    return f"{seconds}, {show_bytes(of.rank_bytes)}"

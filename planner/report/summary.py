@@ -1,50 +1,78 @@
-"""From a solution to a `PlanReport`: figures of what was chosen, and words for what was not."""
+"""From a solution to a `PlanReport`: the load of what was chosen, and words for what was not."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from dmp import Layout
+from planner.candidates.candidates import Candidates
+from planner.candidates.costed import CostedLayout
 from planner.candidates.dense import Dense
-from planner.candidates.offers import Menu, Offers
 from planner.costs.cost_model import BYTES
 from planner.report.report import Alternative, ParameterReport, PlanReport
-from planner.search.figures import totals
+from planner.search.option_costs import totals
 from planner.search.problem import Option, Problem
 from planner.search.solve import Solution
 from planner.text import show_bytes
 
 
+class Load(NamedTuple):
+    """What an option puts on ranks, wherever it goes."""
+
+    busiest_seconds: float
+    """Summed over phases, on the rank it loads most."""
+    mean_seconds: float
+    """The same, averaged over ranks."""
+    rank_bytes: int
+    """On the rank it fills most."""
+
+    @classmethod
+    def of(cls, option: Option, num_ranks: int) -> Load:
+        """Of one option on a machine of so many ranks."""
+        mean, most, _, _ = totals([option], num_ranks)
+        rank_bytes = int(np.ceil(option.loads[..., BYTES].max() + option.everywhere[BYTES]))
+        return cls(float(most[0]), float(mean[0]), rank_bytes)
+
+
 def summarise(
-    offers: Offers,
+    candidates: Candidates,
     layouts: Mapping[str, Layout],
     problem: Problem,
     solution: Solution,
     dense: Dense,
     planning_seconds: float,
 ) -> PlanReport:
-    """The report of a plan."""
-    num_ranks, room = len(problem.capacity), float((problem.capacity - problem.base[:, BYTES]).max())
-    known: dict[tuple[int, int], tuple[Alternative, ...]] = {}
-    figures: dict[int, tuple[float, float, int]] = {}
+    """The report of a plan.
 
-    def of(option: Option) -> tuple[float, float, int]:
-        if id(option) not in figures:
-            figures[id(option)] = _figures(option, num_ranks)
-        return figures[id(option)]
+    Args:
+        layouts: of every parameter, in its place.
+        planning_seconds: wall time that it took.
+    """
+    num_ranks = len(problem.capacity)
+    room = float((problem.capacity - problem.base[:, BYTES]).max())
+    # Alike parameters share their options: each is looked at once.
+    load_of: dict[int, Load] = {}
+    alternatives: dict[tuple[int, int], tuple[Alternative, ...]] = {}
+
+    def load(option: Option) -> Load:
+        if id(option) not in load_of:
+            load_of[id(option)] = Load.of(option, num_ranks)
+        return load_of[id(option)]
 
     parameters = {}
-    for name, offer in offers.pinned.items():
-        parameters[name] = ParameterReport(name, layouts[name], True, *of(offer.option))
-    for slot, choice in zip(offers.slots, solution.choices, strict=True):
-        for name, chosen in zip(slot.members, slot.rows[choice.option], strict=True):
-            menu, mine = offers.menus[name], of(chosen.option)
-            key = id(menu), id(chosen.option)
-            if key not in known:
-                known[key] = _alternatives(menu, chosen.option, mine, room, num_ranks)
-            parameters[name] = ParameterReport(name, layouts[name], False, *mine, known[key])
+    for name, kept in candidates.pinned.items():
+        parameters[name] = ParameterReport(name, layouts[name], True, *load(kept.option))
+    for group, choice in zip(candidates.groups, solution.choices, strict=True):
+        for name, chosen in zip(group.members, group.rows[choice.option], strict=True):
+            offered, own = candidates.offered[name], load(chosen.option)
+            key = id(offered), id(chosen.option)
+            if key not in alternatives:
+                others = [(layout, load(layout.option)) for layout in offered.choices if layout is not chosen]
+                alternatives[key] = _alternatives(others, own, room, offered.rejected)
+            parameters[name] = ParameterReport(name, layouts[name], False, *own, alternatives[key])
     return PlanReport(
         parameters=tuple(parameters[name] for name in sorted(parameters)),
         rank_seconds=tuple(tuple(row) for row in solution.load[:, :BYTES].tolist()),
@@ -59,36 +87,28 @@ def summarise(
     )
 
 
-def _figures(option: Option, num_ranks: int) -> tuple[float, float, int]:
-    """Seconds on the busiest rank, mean seconds, bytes on the fullest rank."""
-    mean, most, _, _ = totals([option], num_ranks)
-    return float(most[0]), float(mean[0]), int(np.ceil(option.loads[..., BYTES].max() + option.everywhere[BYTES]))
-
-
 def _alternatives(
-    menu: Menu, chosen: Option, mine: tuple[float, float, int], room: float, num_ranks: int
+    others: Sequence[tuple[CostedLayout, Load]], own: Load, room: float, rejected: Sequence[CostedLayout]
 ) -> tuple[Alternative, ...]:
-    found = []
-    for offer in menu.offers:
-        if offer.option is not chosen:
-            figures = _figures(offer.option, num_ranks)
-            found.append(Alternative(offer.sketch.layout, *figures, _reason(figures, mine, room)))
-    found.sort(key=lambda a: (a.mean_seconds or 0.0, a.busiest_seconds or 0.0))
-    return (*found, *(Alternative(r.sketch.layout, None, None, None, r.reason) for r in menu.rejected))
+    """Cheapest first, then those that may not be chosen."""
+    by_cost = sorted(others, key=lambda other: (other[1].mean_seconds, other[1].busiest_seconds))
+    found = [Alternative(layout.movable.layout, *load, _reason(load, own, room)) for layout, load in by_cost]
+    return (*found, *(Alternative(r.movable.layout, None, None, None, r.objection) for r in rejected))
 
 
-def _reason(figures: tuple[float, float, int], mine: tuple[float, float, int], room: float) -> str:
-    """Why an option was not taken, in words."""
-    most, mean, size = figures
-    if size > room:
-        return f"does not fit: {show_bytes(size)} on one rank, which has {show_bytes(room)}"
-    words = [
-        f"{theirs / own:.3g}x the {what}"
-        for what, theirs, own in (
-            ("work in all", mean, mine[1]),
-            ("load on one rank", most, mine[0]),
-            ("memory", size, mine[2]),
-        )
-        if own > 0 and theirs > own * 1.005
-    ]
+def _reason(load: Load, own: Load, room: float) -> str:
+    """Why an option was not taken, in words.
+
+    Args:
+        own: of the option that was.
+        room: bytes on the rank that has most.
+    """
+    if load.rank_bytes > room:
+        return f"does not fit: {show_bytes(load.rank_bytes)} on one rank, which has {show_bytes(room)}"
+    compared = (
+        ("work in all", load.mean_seconds, own.mean_seconds),
+        ("load on one rank", load.busiest_seconds, own.busiest_seconds),
+        ("memory", load.rank_bytes, own.rank_bytes),
+    )
+    words = [f"{it / chosen:.3g}x the {what}" for what, it, chosen in compared if chosen > 0 and it > chosen * 1.005]
     return ", ".join(words) or "the same cost or less for itself, but no better for the step as the ranks are loaded"

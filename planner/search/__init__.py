@@ -2,7 +2,7 @@
 
 - `problem`: what the search is asked
 - `solve`: the search over options and ranks
-- `figures`: the options' costs as arrays
+- `option_costs`: the options' costs as arrays
 - `packing`: largest first onto the least loaded rank
 - `improve`: moves and swaps that better a placement
 - `bound`: a lower bound on every placement

@@ -11,7 +11,7 @@ from itertools import combinations
 
 import numpy as np
 
-from planner.search.figures import Figures
+from planner.search.option_costs import OptionCosts
 from planner.search.problem import Array, Option, Problem
 
 _LARGE_ITEMS = 60
@@ -31,18 +31,18 @@ def lower_bound(problem: Problem) -> float:
     paid = float(problem.setups[sorted(problem.base_kinds)].sum())
     if not problem.items:
         return base + paid
-    figures = Figures.of(problem)
+    costs = OptionCosts.of(problem)
     relaxed = max(base, _programme(problem))
     values = []
     for number in range(len(kinds) + 1):
         for used in combinations(kinds, number):
             others = frozenset(kinds) - frozenset(used)
-            value = _lagrangian(problem, figures.without(problem, others))
+            value = _lagrangian(problem, costs.without(problem, others))
             values.append(max(value, relaxed) + paid + float(problem.setups[list(used)].sum()))
     return min(values) * (1 - 1e-6)
 
 
-def _lagrangian(problem: Problem, f: Figures) -> float:
+def _lagrangian(problem: Problem, f: OptionCosts) -> float:
     """The bound for one share and one price.
 
     The sum over phases of the maximum is at least, for any share s in [0, 1] and any one rank, (1 - s) times the mean
@@ -64,7 +64,7 @@ def _lagrangian(problem: Problem, f: Figures) -> float:
     return best
 
 
-def _prices(f: Figures, free_bytes: float) -> Array:
+def _prices(f: OptionCosts, free_bytes: float) -> Array:
     """Seconds per byte to try; none but 0 when the fastest options fit together."""
     fastest = f.mean.argmin(1)
     needed = float(f.size[np.arange(len(fastest)), fastest].sum())

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.search.figures import NEVER, Figures
+from planner.search.option_costs import NEVER, OptionCosts
 from planner.search.problem import Array, Choice, Infeasible, Option, Problem
 
 _PACKINGS = 12_000
@@ -181,7 +181,7 @@ def starts(problem: Problem) -> Iterator[Start]:
     if not problem.items:
         yield Start(np.zeros((0, 0), dtype=np.intp), np.zeros(0, dtype=np.intp))
         return
-    t = Figures.of(problem)
+    t = OptionCosts.of(problem)
     count = int(np.clip(_PACKINGS // len(problem.items), 4, 24))
     free_bytes = float((problem.capacity - problem.base[:, -1]).sum())
     low, high = float(t.most.min(1).max()), float(t.most[t.most < NEVER].max())
@@ -237,7 +237,7 @@ def pack(problem: Problem, start: Start) -> State:
     return state
 
 
-def _order(problem: Problem, t: Figures, first: NDArray[np.intp]) -> NDArray[np.intp]:
+def _order(problem: Problem, t: OptionCosts, first: NDArray[np.intp]) -> NDArray[np.intp]:
     """Items by the largest of their share of the time and of the memory, on one rank."""
     rows = np.arange(len(first))
     time, size = t.most[rows, first], t.peak[rows, first]

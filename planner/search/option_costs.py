@@ -1,4 +1,4 @@
-"""`Figures`: what the options of all items cost, wherever they go, as arrays. Pure, as `planner.search`."""
+"""`OptionCosts`: what the options of all items cost, wherever they go, as arrays. Pure, as `planner.search`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NEVER = 1e30
 
 
 @dataclass(frozen=True, eq=False)
-class Figures:
+class OptionCosts:
     """Each (items, options), filled up with `NEVER` where an item has fewer options.
 
     Args:
@@ -32,22 +32,22 @@ class Figures:
     peak: Array
 
     @classmethod
-    def of(cls, problem: Problem) -> Figures:
-        """Figures of a problem's options; items that share their options are looked at once."""
+    def of(cls, problem: Problem) -> OptionCosts:
+        """OptionCosts of a problem's options; items that share their options are looked at once."""
         width = max(len(item.options) for item in problem.items)
         known: dict[tuple[Option, ...], Array] = {}
         rows = []
         for item in problem.items:
             if item.options not in known:
-                figures = np.full((5, width), NEVER)
+                row = np.full((5, width), NEVER)
                 count = len(item.options)
-                figures[:4, :count] = totals(item.options, len(problem.capacity))
-                figures[4, :count] = [float(o.loads[..., -1].max() + o.everywhere[-1]) for o in item.options]
-                known[item.options] = figures
+                row[:4, :count] = totals(item.options, len(problem.capacity))
+                row[4, :count] = [float(o.loads[..., -1].max() + o.everywhere[-1]) for o in item.options]
+                known[item.options] = row
             rows.append(known[item.options])
         return cls(*np.stack(rows, axis=1))
 
-    def without(self, problem: Problem, kinds: frozenset[int]) -> Figures:
+    def without(self, problem: Problem, kinds: frozenset[int]) -> OptionCosts:
         """The same where options that need one of these set-ups cost `NEVER`."""
         width = self.mean.shape[1]
         known: dict[tuple[Option, ...], list[float]] = {}
@@ -56,11 +56,11 @@ class Figures:
                 known[item.options] = [NEVER * bool(o.kinds & kinds) for o in item.options]
                 known[item.options] += [0.0] * (width - len(item.options))
         barred = np.array([known[item.options] for item in problem.items])
-        return Figures(*(np.maximum(f, barred) for f in (self.mean, self.most, self.least, self.size, self.peak)))
+        return OptionCosts(*(np.maximum(f, barred) for f in (self.mean, self.most, self.least, self.size, self.peak)))
 
 
 def totals(options: Sequence[Option], num_ranks: int) -> tuple[Array, Array, Array, Array]:
-    """Figures of options that need no place.
+    """OptionCosts of options that need no place.
 
     Returns:
         Each (options,): seconds summed over phases and averaged over ranks; of the busiest rank; of the idlest rank;

@@ -1,4 +1,4 @@
-"""What a user gives the planner by hand, checked one by one: numbers and names."""
+"""What a user passes to the planner, checked one by one: numbers and names."""
 
 from __future__ import annotations
 
