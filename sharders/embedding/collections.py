@@ -92,7 +92,7 @@ class ShardedEmbeddingCollection(_ShardedCollection):
         from torchrec.sparse.jagged_tensor import JaggedTensor
 
         batch, names = call.whole, [name for names in self._embedding_names_by_table for name in names]
-        carried = batch.values if self._need_indices else batch.source.weights_or_none()
+        carried = batch.source.values() if self._need_indices else batch.source.weights_or_none()
         weights = [None] * len(batch.counts) if carried is None else carried.split(batch.counts)
         return {
             name: JaggedTensor(

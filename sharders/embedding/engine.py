@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -42,7 +42,8 @@ class Engine:
         env: the mesh.
         device: of the tables.
         unpooled: results are rows instead of bags.
-        validate: check every batch before any exchange (ids in range, lengths, weights).
+        validate: an id outside its table is an `InputError`; else it is looked up as the nearest row of the table.
+            Lengths and weights that do not fit are errors in either case.
         sync_interval: with a replicate axis: 1 shares gradients between the copies at every step, so that they stay
             equal to one process; k > 1 averages weights and optimizer state every k updates.
         transport: opens the channels of the tables.
@@ -225,8 +226,11 @@ class Engine:
             ShardError: a parameter of a table was replaced.
         """
         self._check_parameters()
-        whole = check_batch(parse(), self._rows if self.validate else None)
+        whole = check_batch(parse(), self._rows, self.validate)
         batch = cut_batch(whole, self.tensor, self.unpooled)
+        if self.store.local:
+            # Its ids are read here until the backward pass, and the caller may use his tensors again before.
+            batch = replace(batch, values=batch.values.clone(), lengths=batch.lengths.clone())
         wants_weights = batch.weights is not None and batch.weights.requires_grad and torch.is_grad_enabled()
         return _Ready(whole, batch, wants_weights, *self.input_dist.send(batch, wants_weights))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NoReturn
 
 import torch
@@ -13,14 +14,17 @@ from sharders.embedding.input_faults import Fault, Kind, dtype_index
 INTEGERS = (torch.int32, torch.int64)
 
 
-def check_batch(ids: Ids, rows: Sequence[int] | None) -> Batch:
+def check_batch(ids: Ids, rows: Sequence[int], is_strict: bool) -> Batch:
     """Count the ids of each key and check them: lengths, weights, and by a pass over them the ids.
 
+    No kernel looks at ids again: whatever comes out of here addresses rows of its own table.
+
     Args:
-        rows: for each feature the rows of its table; None to leave out the pass over the ids.
+        rows: for each feature the rows of its table.
+        is_strict: an id outside is a fault; else it becomes the nearest row of the smallest table that reads its key.
 
     Raises:
-        Fault: the first thing that is wrong.
+        Fault: the first thing that is wrong; not strict, of ids only one for a table without rows.
     """
     if ids.values.dtype not in INTEGERS:
         raise Fault(Kind.ID_DTYPE, value=dtype_index(ids.values.dtype))
@@ -39,9 +43,11 @@ def check_batch(ids: Ids, rows: Sequence[int] | None) -> Batch:
         if not ids.weights.is_floating_point():
             raise Fault(Kind.WEIGHTS_DTYPE, value=dtype_index(ids.weights.dtype))
     batch = Batch(**vars(ids), counts=counts)
-    if rows is not None:
-        _check_ids(batch, rows)
-    return batch
+    # Not strict, elsewhere than on the CPU, ids are moved without a look, for which the device would be waited for.
+    outside = _outside(batch, rows) if is_strict or batch.values.device.type == "cpu" else 0
+    if outside is None:
+        return batch
+    return _raise_id(batch, rows, outside) if is_strict else _moved_inside(batch, rows)
 
 
 def _raise_length(ids: Ids) -> NoReturn:
@@ -53,16 +59,30 @@ def _raise_length(ids: Ids) -> NoReturn:
     raise Fault(Kind.LENGTH_NEGATIVE if value < 0 else Kind.LENGTH_LARGE, feature, value, count)
 
 
-def _check_ids(batch: Batch, rows: Sequence[int]) -> None:
-    """One pass and one read; those of keys that no feature reads may be anything."""
+def _outside(batch: Batch, rows: Sequence[int]) -> int | None:
+    """The first feature with an id outside its table; one pass and one read. Those of unread keys may be anything."""
     keys = [key for key in dict.fromkeys(batch.key_of) if batch.counts[key]]
     if not keys:
-        return
+        return None
     parts = batch.values.split(batch.counts)
     ranges = torch.stack([extreme for key in keys for extreme in parts[key].aminmax()]).view(-1, 2).tolist()
     of_key = dict(zip(keys, ranges, strict=True))
     for f, key in enumerate(batch.key_of):
         low, high = of_key.get(key, (0, -1))
         if low < 0 or high >= rows[f]:
-            wrong = parts[key][(parts[key] < 0) | (parts[key] >= rows[f])]
-            raise Fault(Kind.ID_RANGE, f, int(wrong[0]), rows[f])
+            return f
+    return None
+
+
+def _raise_id(batch: Batch, rows: Sequence[int], feature: int) -> NoReturn:
+    ids = batch.values.split(batch.counts)[batch.key_of[feature]]
+    raise Fault(Kind.ID_RANGE, feature, int(ids[(ids < 0) | (ids >= rows[feature])][0]), rows[feature])
+
+
+def _moved_inside(batch: Batch, rows: Sequence[int]) -> Batch:
+    ids = list(batch.values.split(batch.counts))
+    for f, key in enumerate(batch.key_of):
+        if batch.counts[key] and not rows[f]:
+            _raise_id(batch, rows, f)
+        ids[key] = ids[key].clamp(0, max(rows[f] - 1, 0))
+    return replace(batch, values=torch.cat(ids))

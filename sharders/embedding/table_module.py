@@ -213,7 +213,8 @@ class TableSharder:
     Subclasses say which modules (`module_type`), what takes their place (`sharded_type`) and which tables they have.
 
     Args:
-        validate: check every batch before any exchange.
+        validate: an id outside its table is an `InputError` on every rank; with False it is looked up, and its row
+            trained, as the table's nearest. Lengths and weights that do not fit are errors in either case.
         sync_interval: with a replicate axis: share gradients at every step (1), or average the copies every k updates.
         kernel: which lookup kernel to use ("fbgemm", "torch", or one that was registered); by default the fastest that
             takes the tables. One that does not is a `ShardError` that says why, when the module is sharded.

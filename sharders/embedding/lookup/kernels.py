@@ -33,8 +33,8 @@ class Lookup(Protocol):
     the bags, `weights` (N,) or None. Columns are the ranges' widths in their order, C in all; without ranges B is 0.
     Unpooled: `ids` (N,) in any order of segments, each (index of a range, number of ids); all ranges of a call have one
     width D.
-    Results have the bank's dtype. Ids are not checked here. An update combines, for each row, the gradients of all
-    its ids in the call before it applies the optimizer; `Bank.step` counts the update and is called before.
+    Results have the bank's dtype. Ids are not checked here: `input_checks` has. An update combines, for each row, the
+    gradients of all its ids in the call before it applies the optimizer; `Bank.step` counts it and is called before.
     """
 
     bank: Bank
