@@ -11,9 +11,8 @@ For the whole process, while it lasts
   leaves it so
 - `dmp/checkpoint/targets/native.py: torch.serialization.set_crc32_options`: while a checkpoint is written, where the
   program has them off, for a checkpoint without checksums cannot be checked; one save runs at a time
-- `dmp/ranks/watchdog.py: atexit.register`: the watchdog says goodbye, so that no rank waits for this one
-- `dmp/env.py: atexit.register`, `dmp/env.py: dist.destroy_process_group`: gloo's threads that outlive the interpreter
-  abort the process
+- `dmp/ranks/watchdog.py: atexit.register`: the watchdog says goodbye, so that no rank waits for this one,
+  and gloo's threads are given a moment, without which one in eight programs aborts
 
 For the whole process, once
 - `dmp/wrap/outer_wrappers.py: DistributedDataParallel.__init__ =`: DDP over a wrapped model would average pieces of
@@ -42,7 +41,7 @@ The generators of random numbers
   checked with the same numbers on all ranks
 
 Others' objects
-- `dmp/ranks/collective.py: c10d._world.pg_group_ranks[made] =`: a group made without a collective, made known to torch
+- `dmp/ranks/groups.py: c10d._world.pg_group_ranks[made] =`: a group made without a collective, made known to torch
 - `sharders/tensor_parallel/proof/simulated.py: propagator.propagate_op_sharding_non_cached =`: simulated ranks are
   threads, and torch's propagator is for one; lent under a lock, the first takes it and the last gives it back
 - `sharders/data_parallel/unreached.py: held.__class__ =`: of one FSDP2 parameter of ours, so that what got no gradient

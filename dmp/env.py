@@ -4,15 +4,17 @@
 An *axis* is a dimension of the mesh. Its *role* says what differs along it: `shard` axes hold different samples and
 different pieces of the tables; `replicate` axes hold different samples and copies of the pieces; `tensor` axes hold the
 same samples and different pieces. *Table ranks* count, row-major in mesh order, over shard and tensor axes together.
+
+[Note: groups] Making a process group is collective, so all that an env can be asked for are made with it, on all ranks
+in one order: one for each set of roles, for each axis, and for the outer table axes together. Asking only looks.
 """
 
 from __future__ import annotations
 
-import atexit
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from itertools import combinations
 from math import prod
 from typing import Any
 
@@ -20,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from dmp.ranks import watchdog
+from dmp.ranks import entry, watchdog
 
 ROLES = ("replicate", "shard", "tensor")
 _ROLE_OF_NAME = {
@@ -61,12 +63,15 @@ class ShardingEnv:
     shape: tuple[int, ...]
     roles: tuple[str, ...]
     coordinate: tuple[int, ...]
+    _groups: Mapping[tuple[str, ...], dist.ProcessGroup] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def from_mesh(
         cls, mesh: DeviceMesh, *, replicate: Axes = None, shard: Axes = None, tensor: Axes = None
     ) -> ShardingEnv:
         """Env of a mesh; the keywords name the axes of a role, and other axes have the role of their name.
+
+        Collective over the mesh: its process groups are made here, see [Note: groups].
 
         Raises:
             ValueError: not a DeviceMesh, an axis without a role, two roles claiming one axis, a name that is not an
@@ -82,11 +87,11 @@ class ShardingEnv:
         coordinate = mesh.get_coordinate()
         if coordinate is None:
             raise ValueError(f"this process (rank {dist.get_rank()}) is not part of the mesh {mesh}")
-        roles = _roles(tuple(names), replicate, shard, tensor)
+        names, shape = tuple(names), tuple(mesh.shape)
+        roles = _roles(names, replicate, shard, tensor)
         watchdog.start()
-        if mesh.device_type == "cpu":
-            _close_groups_at_exit()
-        return cls(mesh, mesh.device_type, tuple(names), tuple(mesh.shape), roles, tuple(coordinate))
+        groups = {axes: _group(mesh, axes, dist.group.WORLD) for axes in _sets_of_axes(names, roles)}
+        return cls(mesh, mesh.device_type, names, shape, roles, tuple(coordinate), groups)
 
     @classmethod
     def from_process_group(cls, group: dist.ProcessGroup) -> ShardingEnv:
@@ -204,7 +209,7 @@ class ShardingEnv:
         return self.mesh if len(axes) == len(self.names) else self.mesh[axes]
 
     def group(self, *roles: str) -> dist.ProcessGroup | None:
-        """Process group over the axes with these roles; the first call for a new set of axes is collective.
+        """Process group over the axes with these roles, all of them by default.
 
         Returns:
             None when there is no mesh, or no axis has one of the roles.
@@ -212,13 +217,19 @@ class ShardingEnv:
         return self.axis_group(*self.axes(*(roles or ROLES)))
 
     def axis_group(self, *axes: str) -> dist.ProcessGroup | None:
-        """Process group along these axes together; the first call for new axes is collective."""
+        """Process group along these axes together.
+
+        Raises:
+            ValueError: no axes of the mesh, or axes together for which no group was made, see [Note: groups].
+        """
         for axis in axes:
             if axis not in self.names:
                 raise ValueError(f"the mesh has axes {self.names}; there is no {axis!r}")
         if self.mesh is None or not axes:
             return None
-        return _group(self.mesh, axes if len(self.names) > 1 else (), dist.group.WORLD)
+        if axes not in self._groups:
+            raise ValueError(f"there is no group along {axes}: groups go along {[*self._groups]}")
+        return self._groups[axes]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardingEnv:
         """Copies of a model share its process groups."""
@@ -244,29 +255,34 @@ def default_env(device_type: str | None = None) -> ShardingEnv:
     return ShardingEnv.single(device_type or "cpu")
 
 
-@lru_cache(maxsize=1)
-def _close_groups_at_exit() -> None:
-    """gloo's threads that outlive the interpreter abort the process, in about one run of eight: let them end before."""
+def _sets_of_axes(names: tuple[str, ...], roles: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Each set of axes that a group goes along, see [Note: groups]."""
 
-    def close() -> None:
-        watchdog.stop()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        time.sleep(0.2)
+    def having(*some: str) -> tuple[str, ...]:
+        return tuple(name for name, role in zip(names, roles, strict=True) if role in some)
 
-    atexit.register(close)
+    of_roles = [having(*some) for count in (1, 2, 3) for some in combinations(ROLES, count)]
+    found = [*((name,) for name in names), *of_roles, having("shard", "tensor")[:-1]]
+    return [axes for axes in dict.fromkeys(found) if axes]
 
 
 @lru_cache(maxsize=256)
 def _group(mesh: DeviceMesh, axes: tuple[str, ...], world: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Group along `axes` (all when empty). Cached, for each flattening makes a new communicator.
+    """Group along `axes`. Cached, for each flattening makes a new communicator.
 
     Meshes are equal by content, so `world` is what tells those of an earlier process group from those of this one.
     """
-    if world is not None and len(axes) == len(mesh.shape) and mesh.size() == world.size() and _is_world(mesh):
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    # Axes of one rank change nothing: without them most sets need no communicator of their own.
+    long = tuple(axis for axis in axes if mesh[axis].size() > 1) or axes[:1]
+    is_world = world is not None and mesh.size() == world.size() and _is_world(mesh)
+    if world is not None and is_world and mesh[long].size() == mesh.size():
         return world
-    part = mesh[axes] if axes else mesh
-    return part.get_group() if part.ndim == 1 else part._flatten("dmp_" + "_".join(axes)).get_group()
+    if len(long) > 1 and (dog := watchdog.start()) is not None:
+        with entry("ShardingEnv.from_mesh", world if is_world else None):  # in torch nobody could tell it who is absent
+            dog.wait_in_store(f"dmp/mesh/{mesh.mesh.tolist()}/{long}", mesh.size())
+    return mesh[long].get_group() if len(long) == 1 else mesh[long]._flatten("dmp_" + "_".join(long)).get_group()
 
 
 def _is_world(mesh: DeviceMesh) -> bool:

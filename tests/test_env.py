@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from dmp import DistributedModelParallel, ShardingEnv, ShardingPlan, row_wise, table_wise
+from dmp.ranks import watchdog
 from tests.ranks import mesh, run_ranks
 
 # ---- without process groups ----
@@ -147,6 +150,43 @@ def _meshes() -> None:
 
 def test_meshes() -> None:
     run_ranks(4, _meshes)
+
+
+def _groups_of_one_rank() -> list[list[int]]:
+    """Rank 0 alone asks for every group; a getter that made one would wait for the other rank."""
+    env = ShardingEnv.from_mesh(mesh((1, 2, 1, 1), ("dp_replicate", "host", "fsdp", "tensor")))
+    if env.rank:
+        return []
+    roles = [
+        ("replicate",),
+        ("shard",),
+        ("tensor",),
+        ("shard", "tensor"),
+        ("replicate", "shard"),
+        ("replicate", "tensor"),
+    ]
+    groups = [env.group(), env.table_group, *(env.group(*of) for of in roles), env.axis_group("host", "fsdp")]
+    with pytest.raises(ValueError, match=r"no group along .*'fsdp', 'tensor'.* groups go along"):
+        env.axis_group("fsdp", "tensor")
+    return [dist.get_process_group_ranks(group) for group in groups if group is not None]
+
+
+def test_a_getter_of_groups_only_looks() -> None:
+    asked = run_ranks(2, _groups_of_one_rank)[0]
+    assert asked == [[0, 1], [0, 1], [0], [0, 1], [0], [0, 1], [0, 1], [0], [0, 1]]
+
+
+def test_what_the_program_began_is_not_ended_at_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks: list[Callable[[], None]] = [watchdog.leave]
+    monkeypatch.setattr(atexit, "register", hooks.append)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        ShardingEnv.from_mesh(init_device_mesh("cpu", (1,)))
+        for hook in hooks:
+            hook()
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
 
 
 def _sub_meshes() -> None:

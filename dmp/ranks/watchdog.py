@@ -43,6 +43,7 @@ _IDLE_S, _BUSY_S = 1.0, 0.3  # between looks
 _ABSENT_S = 10.0  # before a rank that waits says for whom
 _ENDED_S = 4.0  # an answer is awaited when a connection has broken
 _ACKNOWLEDGED_S = 2.0
+_LET_GO_S = 0.2
 
 
 class PeerLost(RanksError):
@@ -327,10 +328,15 @@ def _started(world: dist.ProcessGroup) -> Watchdog | None:
     return made
 
 
-def stop() -> None:
-    """Say that this process ends."""
+def leave() -> None:
+    """Say that this process ends, and let gloo's threads finish; no group is ended that the program has made.
+
+    A thread that has yet to drop the tensor of the last collective needs the interpreter for it, and aborts the process
+    when it finds that gone.
+    """
     for one in _current:
         one.stop()
+        time.sleep(_LET_GO_S)
 
 
 def await_group() -> None:
@@ -350,4 +356,4 @@ def await_group() -> None:
 
 
 _starting = threading.Lock()
-atexit.register(stop)
+atexit.register(leave)
