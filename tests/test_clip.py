@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 
-from dmp import DistributedModelParallel, ShardingEnv
+from dmp import DistributedModelParallel, ShardError, ShardingEnv
 from dmp.chunked import as_chunks
 from dmp.state.clip import clip_grad_norm_
 from dmp.state.gather import gather
@@ -88,6 +88,22 @@ def test_dtensors_of_two_meshes() -> None:
     norm = nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])
     for got in run_ranks(4, clipped_dtensors):
         torch.testing.assert_close(got, norm)
+
+
+def sparse_on_one_rank() -> None:
+    env = ShardingEnv.from_mesh(mesh((2,)))
+    model = DistributedModelParallel(nn.Linear(2, 1), env=env, plan={})
+    model(torch.ones(1, 2)).sum().backward()
+    if env.rank:
+        weight = model.module.weight
+        weight.grad = None
+        weight.grad = torch.zeros_like(weight).to_sparse()
+    clip_grad_norm_(model, 1.0)
+
+
+def test_what_fails_on_one_rank_is_raised_on_all() -> None:
+    told = run_ranks(2, sparse_on_one_rank, expect=ShardError)
+    assert "rank 1" in str(told[0]) and all("sparse" in str(error) for error in told), told
 
 
 def test_small_gradients_stay() -> None:

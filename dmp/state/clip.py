@@ -66,10 +66,15 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
         raise ShardError(f"expected max_norm to be a number of at least 0; got {max_norm!r}")
     env = env_of(model)
     with entry(_NAME, env.group() if env.size > 1 else None), torch.no_grad():
-        shares = list(_shares(model, env).values())
-        norm = _whole_norm(shares, 2.0, env).float()
+        shares: dict[int, tuple[torch.Tensor, int]] = {}
+
+        def own() -> Iterable[tuple[torch.Tensor, int]]:
+            shares.update(_shares(model, env))
+            return shares.values()
+
+        norm = _whole_norm(own, 2.0, env).float()
         scale = (max_norm / (norm + _EPS)).clamp(max=1.0)
-        for grad, _ in shares:
+        for grad, _ in shares.values():
             grad.mul_(scale.to(grad.device))
     return norm
 
@@ -91,24 +96,32 @@ def _shares(model: nn.Module, env: ShardingEnv) -> dict[int, tuple[torch.Tensor,
     return shares
 
 
-def _whole_norm(shares: Iterable[tuple[torch.Tensor, int]], norm_type: float, env: ShardingEnv) -> torch.Tensor:
+def _whole_norm(
+    shares: Callable[[], Iterable[tuple[torch.Tensor, int]]], norm_type: float, env: ShardingEnv
+) -> torch.Tensor:
     """Over all ranks, float64, 0-D on the env's device. One small exchange.
 
     What several ranks hold each of them counts in part, so that one sum over all ranks is right for everything.
     """
-    by_copies: dict[int, list[torch.Tensor]] = {}
-    for grad, copies in shares:
-        if grad.numel():
-            by_copies.setdefault(copies, []).append(grad)
-    total = torch.zeros((), dtype=torch.float64, device=env.device)
-    for copies, grads in by_copies.items():
-        norm = _norm_of(grads, norm_type).to(total)
-        total = torch.maximum(total, norm) if math.isinf(norm_type) else total + norm**norm_type / copies
+
+    def own() -> torch.Tensor:
+        by_copies: dict[int, list[torch.Tensor]] = {}
+        for grad, copies in shares():
+            if grad.numel():
+                by_copies.setdefault(copies, []).append(grad)
+        total = torch.zeros((), dtype=torch.float64, device=env.device)
+        for copies, grads in by_copies.items():
+            norm = _norm_of(grads, norm_type).to(total)
+            total = torch.maximum(total, norm) if math.isinf(norm_type) else total + norm**norm_type / copies
+        return total
+
     group = env.group() if env.size > 1 else None
-    if group is not None and total.is_cpu:
-        every = numbers_of_all(_NAME, lambda: float(total), group)
+    if group is not None and env.device.type == "cpu":
+        every = numbers_of_all(_NAME, lambda: float(own()), group)  # what fails on one rank fails on all
         total = torch.tensor(max(every) if math.isinf(norm_type) else sum(every), dtype=torch.float64)
-    elif group is not None:  # without waiting for the device
+    else:
+        total = own()
+    if group is not None and env.device.type != "cpu":  # without waiting for the device
         dist.all_reduce(total, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=group)
     return total if math.isinf(norm_type) else total ** (1 / norm_type)
 
@@ -142,7 +155,7 @@ def _total_norm(
         if shares:
             if not norm_type > 0:
                 raise ShardError(f"a wrapped model's gradients have norms of order p > 0 or inf; got {norm_type=}")
-            norms.append(_whole_norm(shares.values(), float(norm_type), model.env))
+            norms.append(_whole_norm(shares.values, float(norm_type), model.env))
             rest = {key: tensor for key, tensor in rest.items() if key not in shares}
     if not norms:
         return _norm_of(tensors, norm_type, error_if_nonfinite, foreach)
@@ -154,7 +167,7 @@ def _total_norm(
 
 
 def _of_successors(body: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, where an optimizer from before wrapping gives its old parameters, see replaced.py."""
+    """The same, where an optimizer from before wrapping gives its old parameters, see earlier_optimizers.py."""
 
     def clip(parameters: Any, *args: Any, **options: Any) -> Any:
         if isinstance(parameters, torch.Tensor):

@@ -6,6 +6,7 @@ skip a step that others take. It also refuses optimizers over tables and DTensor
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,24 +60,35 @@ class GradScaler(torch.amp.GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
-        follow(optimizer)
-        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                grad = parameter.grad
-                if grad is None:
-                    continue
-                if grad.dtype == torch.float16 and not allow_fp16:
-                    raise ValueError("gradients in float16 cannot be unscaled: keep the weights in float32")
-                local = grad.to_local() if is_dtensor(grad) else grad
-                by_dtype.setdefault(local.dtype, []).append(local._values() if local.is_sparse else local)
-        with torch.no_grad():
-            for grads in by_dtype.values():
-                torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
         everyone = self._env.group() if self._env.size > 1 else None
         with entry("GradScaler.unscale_", everyone):
-            if everyone is not None and found_inf.is_cpu:
-                found_inf.fill_(max(numbers_of_all("GradScaler.unscale_", lambda: float(found_inf), everyone)))
-            elif everyone is not None:  # without waiting for the device
-                dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=everyone)
+            unscale = partial(_unscale, optimizer, inv_scale, found_inf, allow_fp16)
+            if everyone is not None and found_inf.is_cpu:  # what fails on one rank fails on all
+                every = numbers_of_all("GradScaler.unscale_", lambda: float(unscale()), everyone)
+                found_inf.fill_(max(every))
+            else:
+                unscale()
+                if everyone is not None:  # without waiting for the device
+                    dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=everyone)
         return {found_inf.device: found_inf}
+
+
+def _unscale(
+    optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+) -> torch.Tensor:
+    """This rank's gradients, in place; `found_inf`, which becomes 1 where one of them is not finite."""
+    follow(optimizer)
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            grad = parameter.grad
+            if grad is None:
+                continue
+            if grad.dtype == torch.float16 and not allow_fp16:
+                raise ValueError("gradients in float16 cannot be unscaled: keep the weights in float32")
+            local = grad.to_local() if is_dtensor(grad) else grad
+            by_dtype.setdefault(local.dtype, []).append(local._values() if local.is_sparse else local)
+    with torch.no_grad():
+        for grads in by_dtype.values():
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
+    return found_inf
