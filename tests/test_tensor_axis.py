@@ -17,7 +17,7 @@ from torch import nn
 import dmp
 from dmp import InputError, ShardingEnv, column_wise, data_parallel, row_wise, table_wise
 from sharders import EmbeddingBagCollectionSharder
-from sharders.embedding.replicas import Copies
+from sharders.embedding.replicas import Replicas
 from tests.equality import (
     KINDS,
     LR,
@@ -182,7 +182,7 @@ def _averaged(interval: int) -> None:
                 torch.testing.assert_close(value.detach(), expected[name].detach(), atol=1e-5, rtol=1e-5)
 
 
-def test_copies_averaged_every_interval() -> None:
+def test_replicas_averaged_every_interval() -> None:
     run_ranks(4, _averaged, 2)
 
 
@@ -193,8 +193,8 @@ def _mean_factor(mesh_name: str, interval: int) -> float:
     from sharders import EmbeddingBagSharder
 
     model = _wrap(module, env, "row_wise", sharders=[EmbeddingBagSharder(sync_interval=interval)])
-    copies: Copies = model.module._engine.path.copies  # type: ignore[union-attr,assignment]
-    return copies.mean_factor
+    replicas: Replicas = model.module._engine.path.replicas  # type: ignore[union-attr,assignment]
+    return replicas.mean_factor
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@
 - `input_dist`: input dist: ids to the ranks that own their rows
 - `local_tables`: what one rank holds of a module's tables
 - `pooled`: pooled lookups and their backward
-- `output_dist`: what both output dists share: values to their ranks and gradients back
+- `codec`: how results and gradients travel
+- `output_dist`: what both output dists share: results to their ranks, gradients back
 - `pooled_output`: output dist of pooled lookups
 - `unpooled`: unpooled lookups and their backward
 - `unpooled_output`: output dist of unpooled lookups

@@ -20,6 +20,7 @@ from dmp import Calls, InputError, Layout, ShardError, ShardingEnv, ranks
 from sharders.channel import Transport, over_group
 from sharders.embedding.batch import Batch, Ids
 from sharders.embedding.call import Call, Sent
+from sharders.embedding.codec import Codecs
 from sharders.embedding.header import Handshake, Header
 from sharders.embedding.input_checks import check_batch
 from sharders.embedding.input_dist import InputDist
@@ -28,7 +29,7 @@ from sharders.embedding.local_tables import TableStore
 from sharders.embedding.peers import find_peers
 from sharders.embedding.placement import Placement, Table
 from sharders.embedding.pooled import PooledPath
-from sharders.embedding.replicas import Copies
+from sharders.embedding.replicas import Replicas
 from sharders.embedding.tensor_slice import checksum, cut_batch, even_cut, gather_rows, tensor_ranks
 from sharders.embedding.unpooled import UnpooledPath
 
@@ -47,6 +48,7 @@ class Engine:
         sync_interval: with a replicate axis: 1 shares gradients between the copies at every step, so that they stay
             equal to one process; k > 1 averages weights and optimizer state every k updates.
         transport: opens the channels of the tables.
+        codecs: of what travels on them; results and gradients as they are computed, by default.
         kernel: name of the lookup kernel; see `choose_kernel`.
 
     Raises:
@@ -64,6 +66,7 @@ class Engine:
         validate: bool = True,
         sync_interval: int = 1,
         transport: Transport = over_group,
+        codecs: Codecs = Codecs(),  # noqa: B008  (frozen)
         kernel: str | None = None,
     ) -> None:
         _check_supported(tables, env, sync_interval)
@@ -73,7 +76,7 @@ class Engine:
         """Calls of the model that are under way; the wrapper sets the model's."""
         self.placement = Placement(tables, layouts, env, unpooled)
         self.tensor = tensor_ranks(env, transport)
-        self.peers = find_peers(env, sync_interval == 1, by_stages=not unpooled, transport=transport)
+        self.peers = find_peers(env, sync_interval == 1, by_stages=not unpooled, transport=transport, codecs=codecs)
         self.store = TableStore(self.placement, env.table_rank, device, kernel)
         self.handshake = Handshake(
             repr([(t, str(lay)) for t, lay in zip(tables, layouts, strict=True)]),
@@ -98,7 +101,7 @@ class Engine:
         dtype = torch.float64 if is_double else torch.float32
         wide = dtype == torch.float64 or any(t.rows >= 2**31 for t in self.tables)
         self.input_dist = InputDist(self.placement, self.peers, device, wide, self.unpooled, self.store.kernel)
-        parts = self.peers, self.input_dist, self.store, Copies(self.store, self.peers, self.sync_interval)
+        parts = self.peers, self.input_dist, self.store, Replicas(self.store, self.peers, self.sync_interval)
         self.path = (UnpooledPath if self.unpooled else PooledPath)(*parts, dtype, device)
 
     @property

@@ -1,96 +1,179 @@
-"""What both output dists share: values to the ranks they are for, and gradients back; a rank's own do not travel."""
+"""What both output dists share: results to the ranks of the samples, and gradients back to the owners of the rows.
+
+A rank's own do not travel: they are worked on while the others' do.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from sharders.channel import Channel
+from sharders.embedding.codec import Codec, decoded, encoded
 
 
-class OthersExchange:
-    """An all-to-all in flight, in which a rank's own part does not travel: it is worked on meanwhile.
+class ResultExchange:
+    """Lookups on their way to the ranks of the samples.
 
     Args:
-        send: flat, what goes to the others, in rank order.
-        send_sizes, receive_sizes: elements for and from each rank; this rank's own are passed over.
-        out: flat, takes what comes from the others, in rank order; made when absent.
+        send: flat lookups for the others in rank order, then for this rank itself.
+        send_sizes, receive_sizes: elements for and from each rank.
     """
 
     def __init__(
         self,
         channel: Channel,
+        codec: Codec | None,
         send: torch.Tensor,
         send_sizes: Sequence[int],
         receive_sizes: Sequence[int],
-        out: torch.Tensor | None = None,
     ) -> None:
-        to = [n if i != channel.rank else 0 for i, n in enumerate(send_sizes)]
-        self._sizes = [n if i != channel.rank else 0 for i, n in enumerate(receive_sizes)]
-        self._transfer = channel.all_to_all(send, to, self._sizes, out)
+        others = send.numel() - send_sizes[channel.rank]
+        self.own = send[others:]
+        """What this rank has for itself, flat."""
+        self._me, self._codec, self._dtype = channel.rank, codec, send.dtype
+        self._sizes = _of_others(receive_sizes, channel.rank)
+        wire = encoded(codec, send[:others], channel)
+        self._transfer = channel.all_to_all(wire, _of_others(send_sizes, channel.rank), self._sizes)
+        self._came: list[torch.Tensor] | None = None
 
     def wait(self) -> list[torch.Tensor]:
-        """What came from each rank, flat; empty at this rank's own place."""
-        return list(self._transfer.wait().split(self._sizes))
+        """Flat lookups of each rank, its own ones too."""
+        if self._came is None:
+            flat = decoded(self._codec, self._transfer.wait(), self._dtype)
+            self._came = list(flat.split(self._sizes))
+            self._came[self._me] = self.own
+        return self._came
 
 
-class GradientExchange:
-    """Gradients to their owners, and in the same exchange the sum of a tensor over the ranks (the *rider*).
+class Sum:
+    """The sum of a tensor over the ranks of a channel: beside the gradients in their exchange, or by itself.
 
     Args:
-        rider: (n,) this rank's addend, or None.
-        send_sizes, receive_sizes: elements of gradients for and from each rank.
-        like: tells dtype and device.
+        addend: this rank's, flat.
     """
 
-    def __init__(
-        self,
-        channel: Channel,
-        rider: torch.Tensor | None,
-        send_sizes: Sequence[int],
-        receive_sizes: Sequence[int],
-        like: torch.Tensor,
-    ) -> None:
-        extra = 0 if rider is None else rider.numel()
-        me = channel.rank
-        self._channel, self._rider = channel, rider
-        self._receive = list(receive_sizes)
-        self._with_rider = [n + extra for n in send_sizes], [n + extra for n in receive_sizes]
-        self._send = channel.empty(
-            sum(n for i, n in enumerate(self._with_rider[0]) if i != me), like.dtype, like.device
+    def __init__(self, addend: torch.Tensor) -> None:
+        self.addend = addend
+        self.total: torch.Tensor | None = None
+        """The same to the bit on every rank; None until it is there."""
+
+    def add_up(self, addends: Sequence[torch.Tensor], me: int) -> None:
+        """Set the total from the other ranks' addends; at `me` stands nothing."""
+        self.total = torch.zeros_like(self.addend)
+        for i, addend in enumerate(addends):
+            self.total += self.addend if i == me else addend
+
+
+def send_gradients(
+    channel: Channel,
+    codec: Codec | None,
+    send_sizes: Sequence[int],
+    receive_sizes: Sequence[int],
+    like: torch.Tensor,
+    pack: Callable[[int, torch.Tensor], None],
+    beside: Sum | None = None,
+) -> torch.Tensor:
+    """Gradients to the owners, and in the same exchange a sum over the ranks.
+
+    Args:
+        send_sizes, receive_sizes: elements of gradients for and from each rank, this one too.
+        like: tells dtype and device of the gradients.
+        pack: called with each rank and the flat memory to be filled with the gradients for it.
+        beside: gets its total.
+
+    Returns:
+        Flat gradients: of the others in rank order, then this rank's own.
+    """
+    me = channel.rank
+    gradients = like.new_empty(sum(receive_sizes))
+    others = gradients[: gradients.numel() - receive_sizes[me]]
+    buffers = [
+        Buffers(
+            codec.wire_dtype(like.dtype) if codec else like.dtype,
+            _of_others(send_sizes, me),
+            _of_others(receive_sizes, me),
         )
-        self._gradients = like.new_empty(sum(receive_sizes))
-        others = sum(receive_sizes) - receive_sizes[me]
-        self.own = self._gradients[others:]
-        """This rank's part, to be filled while the others' travel: what it would have sent to itself."""
-        self.parts: list[torch.Tensor] = []
-        """Parts to fill for each rank before `start`; this rank's is `own`."""
-        at = 0
-        for i, n in enumerate(send_sizes):
-            if i == me:
-                self.parts.append(self.own)
-                continue
-            self.parts.append(self._send[at : at + n])
-            if rider is not None:
-                self._send[at + n : at + n + extra].copy_(rider)
-            at += n + extra
+    ]
+    if beside is not None:
+        sizes = _of_others([beside.addend.numel()] * channel.size, me)
+        buffers.append(Buffers(beside.addend.dtype, sizes, sizes))
+    exchange = TypedExchange(channel, like.device, buffers)
+    for i, (wire, *of_sum) in enumerate(zip(*exchange.send, strict=True)):
+        if i == me:
+            continue
+        values = wire if codec is None else like.new_empty(wire.numel())
+        pack(i, values)
+        if codec is not None:
+            codec.encode(values, wire)
+        if beside is not None:
+            of_sum[0].copy_(beside.addend)
+    is_in_place = codec is None and beside is None
+    exchange.start(others if is_in_place else None)
+    pack(me, gradients[others.numel() :])
+    came = exchange.wait()
+    if beside is not None:
+        beside.add_up(came[1], me)
+    if not is_in_place:
+        torch.cat([decoded(codec, part, like.dtype) for part in came[0]], out=others)
+    return gradients
 
-    def start(self) -> None:
-        """Send the others' parts; `own` may be filled after."""
-        others = self._gradients[: self._gradients.numel() - self.own.numel()]
-        out = others if self._rider is None else None
-        self._transfer = OthersExchange(self._channel, self._send, *self._with_rider, out)
 
-    def finish(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Flat gradients: of the others in rank order, then this rank's own; and the sum, the same on every rank."""
-        came = self._transfer.wait()
-        if self._rider is None:
-            return self._gradients, None
-        total, at = torch.zeros_like(self._rider), 0
-        for i, (part, n) in enumerate(zip(came, self._receive, strict=True)):
-            total += self._rider if i == self._channel.rank else part[n:]
-            if i != self._channel.rank:
-                self._gradients[at : at + n].copy_(part[:n])
-                at += n
-        return self._gradients, total
+@dataclass(frozen=True)
+class Buffers:
+    """Elements of one dtype: how many go to each rank, and how many come from it."""
+
+    dtype: torch.dtype
+    send_sizes: Sequence[int]
+    receive_sizes: Sequence[int]
+
+
+class TypedExchange:
+    """Buffers of several dtypes in one all-to-all, none of which knows of another.
+
+    What goes to a rank is its elements of the first, then of the second, each filled up to whole words of the widest
+    dtype. One kind alone comes as it was sent, rank after rank.
+
+    Attributes:
+        send: for each of the buffers and each rank the memory to fill before `start`.
+    """
+
+    def __init__(self, channel: Channel, device: torch.device, buffers: Sequence[Buffers]) -> None:
+        self._channel, self._dtypes = channel, [b.dtype for b in buffers]
+        self._word = max(dtype.itemsize for dtype in self._dtypes)
+        self._send_sizes = [*zip(*(b.send_sizes for b in buffers), strict=True)]
+        self._receive_sizes = [*zip(*(b.receive_sizes for b in buffers), strict=True)]
+        self._flat = channel.empty(sum(map(self._bytes, self._send_sizes)), torch.uint8, device)
+        self.send = self._cut(self._flat, self._send_sizes)
+
+    def start(self, out: torch.Tensor | None = None) -> None:
+        """Send; `out` takes what comes where there is one kind."""
+        send_bytes, receive_bytes = ([*map(self._bytes, of)] for of in (self._send_sizes, self._receive_sizes))
+        as_bytes = None if out is None else out.view(torch.uint8)
+        self._transfer = self._channel.all_to_all(self._flat, send_bytes, receive_bytes, as_bytes)
+
+    def wait(self) -> list[list[torch.Tensor]]:
+        """For each of the buffers what came from each rank."""
+        return self._cut(self._transfer.wait(), self._receive_sizes)
+
+    def _cut(self, flat: torch.Tensor, sizes: Sequence[Sequence[int]]) -> list[list[torch.Tensor]]:
+        """Views of bytes, for each of the buffers and each rank."""
+        views: list[list[torch.Tensor]] = [[] for _ in self._dtypes]
+        for of_rank, of_all in zip(flat.split([self._bytes(n) for n in sizes]), sizes, strict=True):
+            at = 0
+            for count, dtype, of_kind in zip(of_all, self._dtypes, views, strict=True):
+                of_kind.append(of_rank[at : at + count * dtype.itemsize].view(dtype))
+                at += self._filled(count, dtype)
+        return views
+
+    def _bytes(self, counts: Sequence[int]) -> int:
+        return sum(map(self._filled, counts, self._dtypes))
+
+    def _filled(self, count: int, dtype: torch.dtype) -> int:
+        return -(-count * dtype.itemsize // self._word) * self._word
+
+
+def _of_others(sizes: Sequence[int], me: int) -> list[int]:
+    return [0 if i == me else n for i, n in enumerate(sizes)]

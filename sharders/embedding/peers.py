@@ -7,6 +7,7 @@ from math import prod
 
 from dmp import ShardingEnv
 from sharders.channel import Channel, Transport
+from sharders.embedding.codec import Codecs
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Peers:
             `table`, and this process alone.
         replicas: between the replicas of this rank's shards.
         num_replicas: replicas that share gradients.
+        codecs: of what travels.
     """
 
     exchange: Channel
@@ -45,15 +47,17 @@ class Peers:
     outer: Channel
     replicas: Channel
     num_replicas: int
+    codecs: Codecs
 
 
-def find_peers(env: ShardingEnv, share_gradients: bool, by_stages: bool, transport: Transport) -> Peers:
+def find_peers(env: ShardingEnv, share_gradients: bool, by_stages: bool, transport: Transport, codecs: Codecs) -> Peers:
     """Peers of this rank; the first call for a mesh is collective.
 
     Args:
         share_gradients: replicas of the tables exchange ids and gradients at every step.
         by_stages: results travel in two stages where there are two table axes.
         transport: opens the channels.
+        codecs: of what travels on them.
     """
     shape = env.table_shape
     num_replicas = env.size // env.table_size
@@ -82,6 +86,7 @@ def find_peers(env: ShardingEnv, share_gradients: bool, by_stages: bool, transpo
         outer=outer,
         replicas=transport(env.group("replicate") if num_replicas > 1 else None, "tables"),
         num_replicas=num_replicas if shared else 1,
+        codecs=codecs,
     )
 
 

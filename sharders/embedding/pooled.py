@@ -10,11 +10,12 @@ import torch
 
 from sharders.embedding.batch import Batch
 from sharders.embedding.call import Call, once_per_call
+from sharders.embedding.codec import decoded, encoded
 from sharders.embedding.input_dist import InputDist, take
 from sharders.embedding.local_tables import TBE, TableStore
 from sharders.embedding.peers import Peers
-from sharders.embedding.pooled_output import Piece, Stage, cut_pieces
-from sharders.embedding.replicas import Copies, make_rider
+from sharders.embedding.pooled_output import Columns, PooledOutputDist, cut_columns
+from sharders.embedding.replicas import Replicas, sum_of
 
 
 class Bags(NamedTuple):
@@ -29,7 +30,7 @@ class PooledPath:
     """Lookup and output dist of one module, and the way back.
 
     Args:
-        dtype: of what travels.
+        dtype: of results and gradients; what travels may have another, see codec.py.
         device: of the tables.
     """
 
@@ -38,18 +39,18 @@ class PooledPath:
         peers: Peers,
         input_dist: InputDist,
         store: TableStore,
-        copies: Copies,
+        replicas: Replicas,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.peers, self.input_dist, self.store, self.copies = peers, input_dist, store, copies
+        self.peers, self.input_dist, self.store, self.replicas = peers, input_dist, store, replicas
         self.dtype, self.device = dtype, device
-        self.factor = copies.mean_factor
+        self.factor = replicas.mean_factor
         placement = store.placement
         self.dims = [placement.tables[f.table].dim for f in placement.features]
         means = [placement.tables[f.table].mean for f in placement.features]
         self.mean_columns = _runs_of_mean(self.dims, means)
-        self.stages = self._make_stages()
+        self.output_dists = self._make_output_dists()
 
     def forward(self, call: Call) -> list[torch.Tensor]:
         """[(B, sum of dims)]."""
@@ -65,9 +66,10 @@ class PooledPath:
             out = torch.cat(parts, 1) if parts else self._zeros(sum(call.samples[s] for s in self.peers.own), 0)
         local_bags = zip(self.store.local, self._local_bags(call), strict=True)
         local = [tbe.lookup.pooled(*of_tbe).to(self.dtype) for tbe, of_tbe in local_bags]
-        block = None if not local else local[0] if len(local) == 1 else torch.cat(local, 1)
-        for i, stage in enumerate(self.stages):
-            out = stage.forward(out, self._rows(call, i), block if i == len(self.stages) - 1 else None)
+        own = None if not local else local[0] if len(local) == 1 else torch.cat(local, 1)
+        for i, output_dist in enumerate(self.output_dists):
+            is_last = i == len(self.output_dists) - 1
+            out = output_dist.forward(out, self._rows(call, i), own if is_last else None)
         self._scale_means(call, out)
         return [out]
 
@@ -84,20 +86,18 @@ class PooledPath:
             grad = grad.clone() if grad is grads[0] else grad
             self._scale_means(call, grad)
         given = grad
-        rider = make_rider(self._local_gradients(call, grad), self.dtype)
-        rides = self.copies.rides(rider)
-        grad, summed = self.stages[-1].backward(
-            grad, self._rows(call, len(self.stages) - 1), self.factor, rider if rides else None
-        )
-        for i in reversed(range(len(self.stages) - 1)):
-            grad, _ = self.stages[i].backward(grad, self._rows(call, i), 1.0, None)
+        local = sum_of(self._local_gradients(call, grad), self.dtype)
+        last = len(self.output_dists) - 1
+        grad = self.output_dists[last].backward(grad, self._rows(call, last), self.factor, self.replicas.beside(local))
+        for i in reversed(range(last)):
+            grad = self.output_dists[i].backward(grad, self._rows(call, i), 1.0)
         of_weights = self._weight_gradient(call, given, grad) if wants_weights else None  # before the tables change
-        sources = self.copies.sources
+        sources = self.replicas.sources
         samples = [call.samples[i] for i in sources]
         width = grad.shape[1]
-        grad = self.copies.share(grad.reshape(-1), [n * width for n in samples]).view(sum(samples), width)
+        grad = self.replicas.share(grad.reshape(-1), [n * width for n in samples]).view(sum(samples), width)
         gradients = self._update(call, grad, sources)
-        return of_weights, self.copies.finish(summed if rides else rider, rides, gradients)
+        return of_weights, self.replicas.finish(local, gradients)
 
     def row_counts(self, batch: Batch) -> list[list[int]]:
         """Rows of each segment of each result."""
@@ -119,8 +119,11 @@ class PooledPath:
         result = torch.zeros(weights.numel(), dtype=self.dtype, device=self.device)
         send = self._weight_gradients_of_sources(call, looked_up)
         receive_sizes = [sum(call.sent.counts[s]) for s in self.peers.by_table_rank]
-        transfer = self.peers.table.all_to_all(torch.cat(send), [t.numel() for t in send], receive_sizes)
-        for s, part in zip(self.peers.by_table_rank, transfer.wait().split(receive_sizes), strict=True):
+        codec, channel = self.peers.codecs.gradients, self.peers.table
+        wire = encoded(codec, torch.cat(send), channel)
+        came = channel.all_to_all(wire, [t.numel() for t in send], receive_sizes).wait()
+        by_rank = decoded(codec, came, self.dtype).split(receive_sizes)
+        for s, part in zip(self.peers.by_table_rank, by_rank, strict=True):
             result.index_add_(0, call.sent.weight_places[s], part, alpha=1.0 / self.factor)
         for tbe, bags in zip(self.store.local, self._local_bags(call), strict=True):
             columns = self._columns_of(tbe, given).to(tbe.bank.weights.dtype)
@@ -164,31 +167,31 @@ class PooledPath:
                 tbe.lookup.update_pooled(of_tbe, *bags)
         return gradients
 
-    def _make_stages(self) -> list[Stage]:
-        peers = self.peers
-        pieces: list[list[Piece]] = [
+    def _make_output_dists(self) -> list[PooledOutputDist]:
+        peers, codecs = self.peers, self.peers.codecs
+        columns: list[list[Columns]] = [
             [(s.feature, s.column, s.width) for s in of_rank] for of_rank in self.store.placement.slots
         ]
-        target: list[Piece] = [(f, 0, dim) for f, dim in enumerate(self.dims)]
-        local: list[Piece] = [(f, 0, self.dims[f]) for tbe in self.store.local for f in tbe.features]
+        target: list[Columns] = [(f, 0, dim) for f, dim in enumerate(self.dims)]
+        local: list[Columns] = [(f, 0, self.dims[f]) for tbe in self.store.local for f in tbe.features]
         if peers.outer.size == 1:
-            return [Stage(peers.table, [*pieces, local], target)]
-        hosts = [pieces[h * peers.inner.size : (h + 1) * peers.inner.size] for h in range(peers.outer.size)]
+            return [PooledOutputDist(peers.table, codecs, [*columns, local], target)]
+        hosts = [columns[h * peers.inner.size : (h + 1) * peers.inner.size] for h in range(peers.outer.size)]
         host = peers.outer.rank
-        joined = [cut_pieces(of_host) for of_host in hosts]
+        joined = [cut_columns(of_host) for of_host in hosts]
         return [
-            Stage(peers.inner, [*hosts[host], []], joined[host]),
-            Stage(peers.outer, [*joined, local], target),
+            PooledOutputDist(peers.inner, codecs, [*hosts[host], []], joined[host]),
+            PooledOutputDist(peers.outer, codecs, [*joined, local], target),
         ]
 
-    def _rows(self, call: Call, stage: int) -> list[int]:
-        """Samples of each rank of a stage's group: what is sent to it, and what it has sent."""
+    def _rows(self, call: Call, index: int) -> list[int]:
+        """Samples of each rank of an output dist: what is sent to it, and what it has sent."""
         peers = self.peers
         size = [call.samples[i] for i in peers.by_table_rank]
         inner, outer = peers.inner, peers.outer
         if outer.size == 1:
             return size
-        if stage == 0:
+        if index == 0:
             return [sum(size[h * inner.size + i] for h in range(outer.size)) for i in range(inner.size)]
         return [size[h * inner.size + inner.rank] for h in range(outer.size)]
 

@@ -1,10 +1,9 @@
 """Output dist of pooled lookups: one exchange; placing, summing row partials and joining columns happen on receipt.
 
-[Note: stages]
-A *stage* is an exchange along one group of ranks. Each sender's rows are columns of pieces `(feature, column, width)`;
-the receiver writes them into its own columns, where several pieces of the same columns (row partials) are summed. With
-two shard axes a first stage inside the inner (fast) axis sums what one host holds, for all hosts' samples; a second
-stage along the outer axis finishes. With one axis there is one stage. Backward runs the stages in reverse.
+[Note: two dists]
+Each sender's lookup is columns of features; the receiver writes them into its own columns, where several senders' of
+the same columns (row partials) are summed. With two shard axes a first output dist inside the inner (fast) axis sums
+what one host holds, for all hosts' samples; a second along the outer axis finishes. Backward runs them in reverse.
 """
 
 from __future__ import annotations
@@ -16,13 +15,14 @@ from itertools import accumulate, pairwise
 import torch
 
 from sharders.channel import Channel
-from sharders.embedding.output_dist import GradientExchange, OthersExchange
+from sharders.embedding.codec import Codecs
+from sharders.embedding.output_dist import ResultExchange, Sum, send_gradients
 
-Piece = tuple[int, int, int]  # feature, first column, width
+Columns = tuple[int, int, int]  # feature, first column, width
 
 
 @dataclass(frozen=True)
-class Run:
+class Move:
     """Columns `source_column`.. of a source go to `column`..; `add` when others have written there."""
 
     source: int
@@ -32,12 +32,12 @@ class Run:
     add: bool
 
 
-def cut_pieces(sources: Sequence[Sequence[Piece]]) -> list[Piece]:
-    """Disjoint pieces, by feature and column, that every given piece is a union of."""
+def cut_columns(sources: Sequence[Sequence[Columns]]) -> list[Columns]:
+    """Disjoint columns, by feature, that all the given ones are unions of."""
     cuts: dict[int, set[int]] = {}
     spans: dict[int, set[tuple[int, int]]] = {}
-    for pieces in sources:
-        for feature, column, width in pieces:
+    for of_source in sources:
+        for feature, column, width in of_source:
             cuts.setdefault(feature, set()).update((column, column + width))
             spans.setdefault(feature, set()).add((column, column + width))
     return [
@@ -48,65 +48,66 @@ def cut_pieces(sources: Sequence[Sequence[Piece]]) -> list[Piece]:
     ]
 
 
-def compile_runs(sources: Sequence[Sequence[Piece]], target: Sequence[Piece]) -> list[Run]:
-    """Runs that write every source piece into the target's columns; adjacent ones are joined."""
-    atoms = cut_pieces([*sources, target])
-    by_feature: dict[int, list[Piece]] = {}
-    for atom in atoms:
+def compile_moves(sources: Sequence[Sequence[Columns]], target: Sequence[Columns]) -> list[Move]:
+    """Moves that write every source's columns into the target's; adjacent ones are joined."""
+    by_feature: dict[int, list[Columns]] = {}
+    for atom in cut_columns([*sources, target]):
         by_feature.setdefault(atom[0], []).append(atom)
     place: dict[tuple[int, int], int] = {}
-    for (feature, column, width), at in zip(target, accumulate((p[2] for p in target), initial=0), strict=False):
+    for (feature, column, width), at in zip(target, accumulate((c[2] for c in target), initial=0), strict=False):
         for _, a, _ in by_feature[feature]:
             if column <= a < column + width:
                 place[feature, a] = at + a - column
     written: set[tuple[int, int]] = set()
-    runs: list[Run] = []
-    for source, pieces in enumerate(sources):
+    moves: list[Move] = []
+    for source, of_source in enumerate(sources):
         at = 0
-        for feature, column, width in pieces:
+        for feature, column, width in of_source:
             for _, a, w in by_feature[feature]:
                 if not column <= a < column + width:
                     continue
                 add = (feature, a) in written
                 written.add((feature, a))
-                _append(runs, Run(source, at + a - column, place[feature, a], w, add))
+                _append(moves, Move(source, at + a - column, place[feature, a], w, add))
             at += width
-    return runs
+    return moves
 
 
-def _append(runs: list[Run], run: Run) -> None:
-    last = runs[-1] if runs else None
+def _append(moves: list[Move], move: Move) -> None:
+    last = moves[-1] if moves else None
     if (
         last
-        and (last.source, last.add) == (run.source, run.add)
-        and last.source_column + last.width == run.source_column
-        and last.column + last.width == run.column
+        and (last.source, last.add) == (move.source, move.add)
+        and last.source_column + last.width == move.source_column
+        and last.column + last.width == move.column
     ):
-        runs[-1] = Run(last.source, last.source_column, last.column, last.width + run.width, last.add)
+        moves[-1] = Move(last.source, last.source_column, last.column, last.width + move.width, last.add)
     else:
-        runs.append(run)
+        moves.append(move)
 
 
-class Stage:
-    """One exchange of an output dist, forward and backward.
+class PooledOutputDist:
+    """One exchange of pooled lookups, forward and backward; see [Note: two dists].
 
     Rows are grouped by destination: the others' in rank order, then this rank's own, which do not travel.
 
     Args:
         channel: between the ranks that take part.
-        sources: pieces of each of its ranks, then of a local block that does not travel (may be empty).
+        sources: columns of each of its ranks, then of a local lookup that does not travel (may be empty).
         target: this rank's columns.
     """
 
-    def __init__(self, channel: Channel, sources: Sequence[Sequence[Piece]], target: Sequence[Piece]) -> None:
-        self.channel, self.me = channel, channel.rank
-        self.size = len(sources) - 1
-        self.widths = [sum(p[2] for p in pieces) for pieces in sources]
-        self.width = sum(p[2] for p in target)
+    def __init__(
+        self, channel: Channel, codecs: Codecs, sources: Sequence[Sequence[Columns]], target: Sequence[Columns]
+    ) -> None:
+        self.channel, self.codecs, self.me = channel, codecs, channel.rank
+        self.widths = [sum(c[2] for c in columns) for columns in sources]
+        self.width = sum(c[2] for c in target)
         # What is here is placed first, while the others' rows travel.
-        order = [self.me, self.size, *(i for i in range(self.size) if i != self.me)]
-        runs = compile_runs([sources[i] for i in order], target)
-        self.runs = [Run(order[r.source], r.source_column, r.column, r.width, r.add) for r in runs]
+        local = channel.size
+        order = [self.me, local, *(i for i in range(channel.size) if i != self.me)]
+        moves = compile_moves([sources[i] for i in order], target)
+        self.moves = [Move(order[m.source], m.source_column, m.column, m.width, m.add) for m in moves]
 
     def forward(self, send: torch.Tensor, rows: Sequence[int], local: torch.Tensor | None) -> torch.Tensor:
         """Exchange lookups.
@@ -120,68 +121,61 @@ class Stage:
             (rows[me], width).
         """
         mine, own = rows[self.me], self.widths[self.me]
-        others = send.shape[0] - mine
-        transfer = OthersExchange(
+        exchange = ResultExchange(
             self.channel,
-            send[:others].reshape(-1),
+            self.codecs.results,
+            send.reshape(-1),
             [n * own for n in rows],
-            [mine * w for w in self.widths[: self.size]],
+            [mine * w for w in self.widths[:-1]],
         )
-        blocks: list[torch.Tensor] | None = None
         out: torch.Tensor | None = None
-        for run in self.runs:
-            if run.source == self.me:
-                block = send[others:]
-            elif run.source == self.size:
+        for move in self.moves:
+            if move.source == self.me:
+                lookup = exchange.own.view(mine, own)
+            elif move.source == self.channel.size:
                 assert local is not None
-                block = local
+                lookup = local
             else:
-                if blocks is None:
-                    came = zip(transfer.wait(), self.widths, strict=False)
-                    blocks = [part.view(mine if part.numel() else 0, w) for part, w in came]
-                block = blocks[run.source]
-            if out is None and run.width == self.width == block.shape[1]:
-                out = block  # one source covers every column: the others are added to it
+                lookup = exchange.wait()[move.source].view(mine, self.widths[move.source])
+            if out is None and move.width == self.width == lookup.shape[1]:
+                out = lookup  # one source covers every column: the others are added to it
                 continue
             if out is None:
                 out = send.new_empty(mine, self.width)
-            source = block[:, run.source_column : run.source_column + run.width]
-            target = out[:, run.column : run.column + run.width]
-            target.add_(source) if run.add else target.copy_(source)
-        if blocks is None:
-            transfer.wait()
+            source = lookup[:, move.source_column : move.source_column + move.width]
+            target = out[:, move.column : move.column + move.width]
+            target.add_(source) if move.add else target.copy_(source)
+        exchange.wait()
         return send.new_zeros(mine, self.width) if out is None else out
 
     def backward(
-        self, grad: torch.Tensor, rows: Sequence[int], scale: float, rider: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, grad: torch.Tensor, rows: Sequence[int], scale: float, beside: Sum | None = None
+    ) -> torch.Tensor:
         """Exchange gradients the other way.
 
         Args:
             grad: (rows[me], width).
             rows: of each rank.
             scale: multiplies the gradients on the way.
-            rider: (n,) flat values to be summed over the group in the same exchange, or None.
+            beside: a sum over the ranks, in the same exchange.
 
         Returns:
-            Gradients of this rank's lookup (sum of rows, own width), and the summed rider.
+            Gradients of this rank's lookup (sum of rows, own width).
         """
-        mine, widths = rows[self.me], self.widths[: self.size]
+        mine, widths = rows[self.me], self.widths[:-1]
         own = widths[self.me]
-        exchange = GradientExchange(self.channel, rider, [mine * w for w in widths], [n * own for n in rows], grad)
-        blocks = [part.view(mine, w) for part, w in zip(exchange.parts, widths, strict=True)]
-        self._pack(grad, scale, blocks, is_own=False)
-        exchange.start()
-        self._pack(grad, scale, blocks, is_own=True)
-        flat, total = exchange.finish()
-        return flat.view(sum(rows), own), total
 
-    def _pack(self, grad: torch.Tensor, scale: float, blocks: list[torch.Tensor], is_own: bool) -> None:
-        """Columns of `grad` into this rank's own block, or into the others'; a local lookup reads `grad` itself."""
-        for run in self.runs:
-            if run.source != self.size and (run.source == self.me) == is_own:
-                torch.mul(
-                    grad[:, run.column : run.column + run.width],
-                    scale,
-                    out=blocks[run.source][:, run.source_column : run.source_column + run.width],
-                )
+        def pack(rank: int, out: torch.Tensor) -> None:
+            """What the lookup of `rank` gave, column by column; a local lookup reads `grad` itself."""
+            lookup = out.view(mine, widths[rank])
+            for move in self.moves:
+                if move.source == rank:
+                    torch.mul(
+                        grad[:, move.column : move.column + move.width],
+                        scale,
+                        out=lookup[:, move.source_column : move.source_column + move.width],
+                    )
+
+        sizes = [mine * w for w in widths], [n * own for n in rows]
+        flat = send_gradients(self.channel, self.codecs.gradients, *sizes, grad, pack, beside)
+        return flat.view(sum(rows), own)

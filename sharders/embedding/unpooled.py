@@ -13,8 +13,8 @@ from sharders.embedding.input_dist import InputDist
 from sharders.embedding.local_tables import TBE, TableStore
 from sharders.embedding.lookup.torch_kernel import Segments
 from sharders.embedding.peers import Peers
-from sharders.embedding.replicas import Copies, make_rider
-from sharders.embedding.unpooled_output import Patch, RowDelivery
+from sharders.embedding.replicas import Replicas, sum_of
+from sharders.embedding.unpooled_output import RowPlaces, UnpooledOutputDist
 
 
 class SlotRun(NamedTuple):
@@ -31,7 +31,7 @@ class UnpooledPath:
     What is sent to a source is its rows run by run, see `SlotRun`.
 
     Args:
-        dtype: of what travels.
+        dtype: of results and gradients; what travels may have another, see codec.py.
         device: of the tables.
     """
 
@@ -40,17 +40,17 @@ class UnpooledPath:
         peers: Peers,
         input_dist: InputDist,
         store: TableStore,
-        copies: Copies,
+        replicas: Replicas,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.peers, self.input_dist, self.store, self.copies = peers, input_dist, store, copies
+        self.peers, self.input_dist, self.store, self.replicas = peers, input_dist, store, replicas
         self.dtype, self.device = dtype, device
-        self.factor = copies.mean_factor
+        self.factor = replicas.mean_factor
         placement = store.placement
         self.dims = [placement.tables[f.table].dim for f in placement.features]
         self.distinct_dims = list(dict.fromkeys(self.dims))
-        self.delivery = RowDelivery(placement, peers.table, peers.by_table_rank)
+        self.output_dist = UnpooledOutputDist(placement, peers.table, peers.codecs, peers.by_table_rank)
         self.runs = self._find_runs()
 
     def forward(self, call: Call) -> list[torch.Tensor]:
@@ -68,7 +68,7 @@ class UnpooledPath:
             parts = [of_run[source] for source in range(len(sources)) for of_run in cut]
             send = torch.cat(parts) if parts else torch.zeros(0, dtype=self.dtype, device=self.device)
         num_rows = dict(zip(self.distinct_dims, map(sum, self.row_counts(call.batch)), strict=True))
-        out = self.delivery.forward(send, self._by_rank(call), self._patches(call), num_rows, self._local_rows(call))
+        out = self.output_dist.forward(send, self._by_rank(call), self._places(call), num_rows, self._local_rows(call))
         return [out[dim] for dim in self.distinct_dims]
 
     def backward(
@@ -80,15 +80,14 @@ class UnpooledPath:
             None, for there are no weights; for each table its ordinary gradient, or None.
         """
         by_dim = {dim: g.to(self.dtype) for dim, g in zip(self.distinct_dims, grads, strict=True)}
-        rider = make_rider(self._local_gradients(call, by_dim), self.dtype)
-        rides = self.copies.rides(rider)
-        grad, summed = self.delivery.backward(
-            by_dim, self._by_rank(call), self._patches(call), self.factor, rider if rides else None
+        local = sum_of(self._local_gradients(call, by_dim), self.dtype)
+        grad = self.output_dist.backward(
+            by_dim, self._by_rank(call), self._places(call), self.factor, self.replicas.beside(local)
         )
-        sources = tuple(self.copies.sources)
-        grad = self.copies.share(grad, [sum(of_source) for of_source in self._sizes(call, sources)])
+        sources = tuple(self.replicas.sources)
+        grad = self.replicas.share(grad, [sum(of_source) for of_source in self._sizes(call, sources)])
         gradients = self._update(call, grad, sources)
-        return None, self.copies.finish(summed if rides else rider, rides, gradients)
+        return None, self.replicas.finish(local, gradients)
 
     def row_counts(self, batch: Batch) -> list[list[int]]:
         """Rows of each segment of each result: for each distinct dim, those of each of its features."""
@@ -161,44 +160,44 @@ class UnpooledPath:
         return [of_source[source] for source in self.peers.by_table_rank]
 
     @once_per_call
-    def _patches(self, call: Call) -> list[list[Patch]]:
-        return self.delivery.patches(call.sent)
+    def _places(self, call: Call) -> list[list[RowPlaces]]:
+        return self.output_dist.places(call.sent)
 
-    def _local_rows(self, call: Call) -> list[tuple[Patch, torch.Tensor]]:
-        """Rows that this rank's own copies give, and where they go."""
+    def _local_rows(self, call: Call) -> list[tuple[RowPlaces, torch.Tensor]]:
+        """Rows that this rank's own data-parallel tables give, and where they go."""
         return [
-            (patch, tbe.lookup.rows(ids, [(slot, patch.count)]).view(patch.count, patch.width).to(self.dtype))
-            for tbe, patches in zip(self.store.local, self._local_patches(call), strict=True)
-            for slot, (ids, patch) in enumerate(patches)
+            (to, tbe.lookup.rows(ids, [(slot, to.count)]).view(to.count, to.width).to(self.dtype))
+            for tbe, places in zip(self.store.local, self._local_places(call), strict=True)
+            for slot, (ids, to) in enumerate(places)
         ]
 
     def _local_gradients(self, call: Call, grads: dict[int, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(flat gradient, touched rows) of each trainable local TBE, from this rank's own ids."""
         result = []
-        for tbe, patches in zip(self.store.local, self._local_patches(call), strict=True):
+        for tbe, places in zip(self.store.local, self._local_places(call), strict=True):
             if not tbe.is_trainable:
                 continue
             flat = torch.zeros_like(tbe.bank.weights)
             touched = torch.zeros(tbe.bank.total_rows, dtype=torch.bool, device=flat.device)
-            for slot, (ids, patch) in enumerate(patches):
-                rows = (grads[patch.dim][patch.where] * self.factor).to(flat.dtype)
-                flat += tbe.lookup.gradient_rows(rows, ids, [(slot, patch.count)])
-                touched |= tbe.lookup.touched_rows(ids, [(slot, patch.count)])
+            for slot, (ids, to) in enumerate(places):
+                rows = (grads[to.dim][to.where] * self.factor).to(flat.dtype)
+                flat += tbe.lookup.gradient_rows(rows, ids, [(slot, to.count)])
+                touched |= tbe.lookup.touched_rows(ids, [(slot, to.count)])
             result.append((flat, touched))
         return result
 
     @once_per_call
-    def _local_patches(self, call: Call) -> list[list[tuple[torch.Tensor, Patch]]]:
+    def _local_places(self, call: Call) -> list[list[tuple[torch.Tensor, RowPlaces]]]:
         """Ids of each feature of each local TBE, and where their rows go."""
         batch = call.batch
         result = []
         for tbe in self.store.local:
-            patches = []
+            places = []
             for f in tbe.features:
                 key, dim, first = batch.key_of[f], self.dims[f], call.sent.row_starts[f]
                 ids, count = batch.values[batch.starts[key] : batch.starts[key + 1]], batch.counts[key]
-                patches.append((ids, Patch(dim, 0, dim, count, slice(first, first + count))))
-            result.append(patches)
+                places.append((ids, RowPlaces(dim, 0, dim, count, slice(first, first + count))))
+            result.append(places)
         return result
 
 

@@ -1,25 +1,26 @@
 """Output dist of unpooled lookups: each id's row goes back to the place its id came from, in one exchange.
 
-Results are one tensor per table dim: rows of all features of that dim, feature-major. Pieces of a row from several
-column rectangles are joined on receipt.
+Results are one tensor per table dim: rows of all features of that dim, feature-major. Columns of a row
+that lie on several ranks are joined on receipt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from sharders.channel import Channel
 from sharders.embedding.call import Sent, Span
-from sharders.embedding.output_dist import GradientExchange, OthersExchange
+from sharders.embedding.codec import Codecs
+from sharders.embedding.output_dist import ResultExchange, Sum, send_gradients
 from sharders.embedding.placement import Placement, Slot
 
 
 @dataclass
-class Patch:
-    """A run of a destination's slots with one dim, column and width: `count` rows, to `where` of the dim's result."""
+class RowPlaces:
+    """Of neighbouring slots with one dim, column and width: `count` rows, which go to `where` of the dim's result."""
 
     dim: int
     column: int
@@ -28,7 +29,7 @@ class Patch:
     where: slice | torch.Tensor
 
 
-class RowDelivery:
+class UnpooledOutputDist:
     """Compiled output dist of one module's unpooled lookups.
 
     Args:
@@ -37,10 +38,11 @@ class RowDelivery:
         sources: for each of them its index among the destinations of `Sent`.
     """
 
-    def __init__(self, placement: Placement, channel: Channel, sources: Sequence[int]) -> None:
-        self.placement, self.channel, self.sources, self.me = placement, channel, list(sources), channel.rank
+    def __init__(self, placement: Placement, channel: Channel, codecs: Codecs, sources: Sequence[int]) -> None:
+        self.placement, self.channel, self.codecs = placement, channel, codecs
+        self.sources, self.me = list(sources), channel.rank
 
-    def patches(self, sent: Sent) -> list[list[Patch]]:
+    def places(self, sent: Sent) -> list[list[RowPlaces]]:
         """For each table rank, in the order its rows come back, where they go."""
         return [
             self._of_owner(self.placement.slots[owner], sent.spans[index], sent.split_positions)
@@ -51,9 +53,9 @@ class RowDelivery:
         self,
         send: torch.Tensor,
         send_sizes: Sequence[int],
-        patches: list[list[Patch]],
+        places: list[list[RowPlaces]],
         num_rows: dict[int, int],
-        local: Sequence[tuple[Patch, torch.Tensor]],
+        local: Sequence[tuple[RowPlaces, torch.Tensor]],
     ) -> dict[int, torch.Tensor]:
         """Exchange lookups.
 
@@ -66,16 +68,13 @@ class RowDelivery:
         Returns:
             dim -> (num_rows[dim], dim).
         """
-        others = send.numel() - send_sizes[self.me]
-        sizes = _sizes(patches)
-        transfer = OthersExchange(self.channel, send[:others], send_sizes, sizes)
+        exchange = ResultExchange(self.channel, self.codecs.results, send, send_sizes, _sizes(places))
         out: dict[int, torch.Tensor] = {}
-        self._place_all(out, patches[self.me], send[others:], num_rows)
-        for patch, rows in local:
-            self._place(out, patch, rows, num_rows)
-        for i, came in enumerate(transfer.wait()):
-            if i != self.me:
-                self._place_all(out, patches[i], came, num_rows)
+        for to, rows in [*_cut(exchange.own, places[self.me]), *local]:
+            _place(out, to, rows, num_rows[to.dim])
+        for i, came in enumerate(exchange.wait()):
+            for to, rows in _cut(came, places[i]) if i != self.me else ():
+                _place(out, to, rows, num_rows[to.dim])
         for dim, n in num_rows.items():
             if dim not in out:
                 out[dim] = send.new_zeros(n, dim)
@@ -85,80 +84,73 @@ class RowDelivery:
         self,
         grads: dict[int, torch.Tensor],
         send_sizes: Sequence[int],
-        patches: list[list[Patch]],
+        places: list[list[RowPlaces]],
         scale: float,
-        rider: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        beside: Sum | None,
+    ) -> torch.Tensor:
         """Exchange gradients the other way.
 
         Args:
             grads: dim -> (rows, dim).
-            rider: (n,) values to sum over the group in the same exchange, or None.
+            beside: a sum over the ranks, in the same exchange.
 
         Returns:
-            Flat gradients of the rows that this rank sent, in that order; the summed rider.
+            Flat gradients of the rows that this rank sent, in that order.
         """
-        exchange = GradientExchange(self.channel, rider, _sizes(patches), send_sizes, next(iter(grads.values())))
-        for i, part in enumerate(exchange.parts):
-            if i != self.me:
-                self._pack(part, patches[i], grads, scale)
-        exchange.start()
-        self._pack(exchange.own, patches[self.me], grads, scale)
-        return exchange.finish()
 
-    def _of_owner(self, slots: Sequence[Slot], spans: Sequence[Span], positions: torch.Tensor | None) -> list[Patch]:
-        patches: list[Patch] = []
+        def pack(rank: int, out: torch.Tensor) -> None:
+            for of, target in _cut(out, places[rank]):
+                grad = grads[of.dim]
+                if isinstance(of.where, torch.Tensor) and of.width == of.dim:
+                    torch.index_select(grad, 0, of.where, out=target).mul_(scale)
+                else:
+                    torch.mul(grad[of.where, of.column : of.column + of.width], scale, out=target)
+
+        like = next(iter(grads.values()))
+        return send_gradients(self.channel, self.codecs.gradients, _sizes(places), send_sizes, like, pack, beside)
+
+    def _of_owner(
+        self, slots: Sequence[Slot], spans: Sequence[Span], positions: torch.Tensor | None
+    ) -> list[RowPlaces]:
+        places: list[RowPlaces] = []
         last: tuple[tuple[int, int, int], Span] | None = None
         for slot, span in zip(slots, spans, strict=True):
             kind = (self.placement.tables[slot.table].dim, slot.column, slot.width)
             if last and last[0] == kind and last[1].is_split == span.is_split and last[1].stop == span.start:
                 span = Span(span.is_split, last[1].start, span.stop)
-                patches.pop()
+                places.pop()
             where: slice | torch.Tensor = slice(span.start, span.stop)
             if span.is_split:
                 assert positions is not None
                 where = positions[span.start : span.stop]
-            patches.append(Patch(*kind, span.stop - span.start, where))
+            places.append(RowPlaces(*kind, span.stop - span.start, where))
             last = (kind, span)
-        return patches
-
-    @staticmethod
-    def _pack(part: torch.Tensor, patches: list[Patch], grads: dict[int, torch.Tensor], scale: float) -> None:
-        at = 0
-        for patch in patches:
-            target = part[at : at + patch.count * patch.width].view(patch.count, patch.width)
-            grad = grads[patch.dim]
-            if isinstance(patch.where, torch.Tensor) and patch.width == patch.dim:
-                torch.index_select(grad, 0, patch.where, out=target).mul_(scale)
-            else:
-                torch.mul(grad[patch.where, patch.column : patch.column + patch.width], scale, out=target)
-            at += patch.count * patch.width
-
-    def _place_all(
-        self, out: dict[int, torch.Tensor], patches: list[Patch], flat: torch.Tensor, num_rows: dict[int, int]
-    ) -> None:
-        at = 0
-        for patch in patches:
-            rows = flat[at : at + patch.count * patch.width].view(patch.count, patch.width)
-            at += patch.count * patch.width
-            self._place(out, patch, rows, num_rows)
-
-    @staticmethod
-    def _place(out: dict[int, torch.Tensor], patch: Patch, rows: torch.Tensor, num_rows: dict[int, int]) -> None:
-        total = num_rows[patch.dim]
-        is_slice = isinstance(patch.where, slice)
-        if patch.dim not in out and is_slice and patch.count == total and patch.width == patch.dim:
-            out[patch.dim] = rows  # everything came in place: no copy
-            return
-        if patch.dim not in out:
-            out[patch.dim] = rows.new_zeros(total, patch.dim)
-        target = out[patch.dim][:, patch.column : patch.column + patch.width]
-        if isinstance(patch.where, slice):
-            target[patch.where].copy_(rows)
-        else:
-            target.index_copy_(0, patch.where, rows)
+        return places
 
 
-def _sizes(patches: list[list[Patch]]) -> list[int]:
+def _sizes(places: list[list[RowPlaces]]) -> list[int]:
     """Elements that come from each owner."""
-    return [sum(p.count * p.width for p in of_owner) for of_owner in patches]
+    return [sum(p.count * p.width for p in of_owner) for of_owner in places]
+
+
+def _cut(flat: torch.Tensor, places: list[RowPlaces]) -> Iterator[tuple[RowPlaces, torch.Tensor]]:
+    """The rows of each of the places, (count, width), from all of one rank's."""
+    at = 0
+    for of in places:
+        yield of, flat[at : at + of.count * of.width].view(of.count, of.width)
+        at += of.count * of.width
+
+
+def _place(out: dict[int, torch.Tensor], to: RowPlaces, rows: torch.Tensor, num_rows: int) -> None:
+    """Write rows into their dim's result, which is made with the first of them."""
+    is_slice = isinstance(to.where, slice)
+    if to.dim not in out and is_slice and to.count == num_rows and to.width == to.dim:
+        out[to.dim] = rows  # everything came in place: no copy
+        return
+    if to.dim not in out:
+        out[to.dim] = rows.new_zeros(num_rows, to.dim)
+    target = out[to.dim][:, to.column : to.column + to.width]
+    if isinstance(to.where, slice):
+        target[to.where].copy_(rows)
+    else:
+        target.index_copy_(0, to.where, rows)

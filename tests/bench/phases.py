@@ -41,12 +41,12 @@ PHASES = {
     "sharders.embedding.lookup.fbgemm_kernel:FbgemmLookup.rows": "lookup kernel",
     "sharders.embedding.lookup.fbgemm_kernel:FbgemmLookup.update_pooled": "update kernel",
     "sharders.embedding.lookup.fbgemm_kernel:FbgemmLookup.update_rows": "update kernel",
-    "sharders.embedding.pooled_output:Stage.forward": "output: placing",
-    "sharders.embedding.pooled_output:Stage.backward": "gradients: pack",
-    "sharders.embedding.output_dist:OthersExchange.wait": "wait for a transfer begun before",
-    "sharders.embedding.unpooled_output:RowDelivery.patches": "output: patches",
-    "sharders.embedding.unpooled_output:RowDelivery.forward": "output: placing",
-    "sharders.embedding.unpooled_output:RowDelivery.backward": "gradients: pack",
+    "sharders.embedding.pooled_output:PooledOutputDist.forward": "output: placing",
+    "sharders.embedding.pooled_output:PooledOutputDist.backward": "gradients: pack",
+    "sharders.embedding.output_dist:ResultExchange.wait": "wait for a transfer begun before",
+    "sharders.embedding.unpooled_output:UnpooledOutputDist.places": "output: places",
+    "sharders.embedding.unpooled_output:UnpooledOutputDist.forward": "output: placing",
+    "sharders.embedding.unpooled_output:UnpooledOutputDist.backward": "gradients: pack",
 }
 
 
