@@ -13,7 +13,8 @@ from sharders.data_parallel.ddp import DDPWrapper
 from sharders.data_parallel.fsdp import FSDPWrapper
 from sharders.embedding.collections import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from sharders.embedding.plain import EmbeddingBagSharder, EmbeddingSharder
-from sharders.tensor_axis.batch_layout import Jagged, dense_to_jagged, gather_batch, jagged_to_dense, slice_batch
+from sharders.tensor_axis.batch_layout import gather_batch, slice_batch
+from sharders.tensor_axis.jagged import Jagged, dense_to_jagged, jagged_to_dense
 from sharders.tensor_parallel.sharder import TensorParallelSharder
 
 __all__ = [

@@ -12,7 +12,7 @@ import random
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -377,14 +377,20 @@ def _compare(value: torch.Tensor, want: torch.Tensor, name: str) -> None:
         )
 
 
-def check_case(kind: str, layouts: Layouts, optimizer: str | None, env: ShardingEnv, steps: int = 3) -> None:
-    """Run `steps` steps, and compare outputs, weights and state with the unsharded module's; raises AssertionError."""
+def check_case(
+    kind: str, layouts: Layouts, optimizer: str | None, env: ShardingEnv, steps: int = 3, **options: Any
+) -> None:
+    """Run `steps` steps, and compare outputs, weights and state with the unsharded module's; raises AssertionError.
+
+    Args:
+        options: of the wrapper.
+    """
     module = make_module(kind)
     attach(module, optimizer)
     shapes = {n: tuple(p.shape) for n, p in module.named_parameters()}
     plan = {n: layouts(i, s, env) for i, (n, s) in enumerate(shapes.items())}
     shards = {n: tuple(layout.shards(shapes[n], env)) for n, layout in plan.items()}
-    model = dmp.DistributedModelParallel(module, env=env, plan=plan)
+    model = dmp.DistributedModelParallel(module, env=env, plan=plan, **options)
     by_shard = tuple(shards.items()) if optimizer == "rowwise_adagrad" else None
     began, *taken = unsharded(kind, optimizer, env.data_size, steps, by_shard)
     ordinary = torch.optim.SGD(model.parameters(), lr=LR) if optimizer is None else None

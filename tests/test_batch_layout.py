@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from dmp import InputError, ShardError, ShardingEnv
-from sharders.tensor_axis.batch_layout import Jagged, dense_to_jagged, gather_batch, jagged_to_dense, slice_batch
+from sharders.tensor_axis.batch_layout import gather_batch, slice_batch
+from sharders.tensor_axis.jagged import Jagged, dense_to_jagged, jagged_to_dense
 from tests.ranks import mesh, run_ranks
 
 

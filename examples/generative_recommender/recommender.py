@@ -16,7 +16,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConf
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from sharders.tensor_axis.batch_layout import dense_to_jagged, jagged_to_dense
+from sharders.tensor_axis.jagged import dense_to_jagged, jagged_to_dense
 
 SOFTMAXES = ("sampled", "full")
 TABLES = ("items.", "users.")

@@ -1,5 +1,6 @@
 """Batches between the ranks of a tensor axis, which share them, and the data layout, in which they differ. In reading
 order:
 
-- `batch_layout`: batches between the data and the tensor layout, jagged and dense
+- `jagged`: jagged rows, and the same in a rectangle
+- `batch_layout`: batches between the data and the tensor layout
 """
