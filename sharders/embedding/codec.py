@@ -31,6 +31,9 @@ class Codecs:
     gradients: Codec | None = None
 
 
+AS_COMPUTED = Codecs()
+
+
 def encoded(codec: Codec | None, values: torch.Tensor, channel: Channel) -> torch.Tensor:
     """What is sent on a channel for the flat `values`."""
     if codec is None:

@@ -20,7 +20,7 @@ from dmp import Calls, InputError, Layout, ShardError, ShardingEnv, ranks
 from sharders.channel import Transport, over_group
 from sharders.embedding.batch import Batch, Ids
 from sharders.embedding.call import Call, Sent
-from sharders.embedding.codec import Codecs
+from sharders.embedding.codec import AS_COMPUTED, Codecs
 from sharders.embedding.header import Handshake, Header
 from sharders.embedding.input_checks import check_batch
 from sharders.embedding.input_dist import InputDist
@@ -66,7 +66,7 @@ class Engine:
         validate: bool = True,
         sync_interval: int = 1,
         transport: Transport = over_group,
-        codecs: Codecs = Codecs(),  # noqa: B008  (frozen)
+        codecs: Codecs = AS_COMPUTED,
         kernel: str | None = None,
     ) -> None:
         _check_supported(tables, env, sync_interval)

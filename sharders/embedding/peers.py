@@ -7,7 +7,7 @@ from math import prod
 
 from dmp import ShardingEnv
 from sharders.channel import Channel, Transport
-from sharders.embedding.codec import Codecs
+from sharders.embedding.codec import AS_COMPUTED, Codecs
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,9 @@ class Peers:
     codecs: Codecs
 
 
-def find_peers(env: ShardingEnv, share_gradients: bool, by_stages: bool, transport: Transport, codecs: Codecs) -> Peers:
+def find_peers(
+    env: ShardingEnv, share_gradients: bool, by_stages: bool, transport: Transport, codecs: Codecs = AS_COMPUTED
+) -> Peers:
     """Peers of this rank; the first call for a mesh is collective.
 
     Args:
