@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from dmp.env import ShardingEnv
 from dmp.errors import PlanError, RanksError
 from dmp.ranks import compare_facts
+from dmp.wrap.skeleton import all_tensors
 
 # Of 64-bit words in a checksum. Words above each other in one block of rows are not told apart, hence few rows (more
 # are no faster) and a prime number of columns, which no usual row length is a multiple of.
@@ -89,7 +90,7 @@ def sync_from_first_rank(module: nn.Module, env: ShardingEnv) -> list[str]:
     group = env.group()
     if group is None or env.size == 1:
         return []
-    tensors = {n: t.detach() for n, t in _tensors(module).items() if not is_lazy(t) and not t.is_meta}
+    tensors = {n: t.detach() for n, t in all_tensors(module, remove_duplicate=True) if not is_lazy(t) and not t.is_meta}
     if not tensors:
         return []
     everyone = _all_gather(torch.tensor([checksum(t) for t in tensors.values()], device=env.device), env)
@@ -123,10 +124,6 @@ def _all_gather(mine: torch.Tensor, env: ShardingEnv) -> torch.Tensor:
     theirs = [torch.empty_like(mine) for _ in range(env.size)]
     dist.all_gather(theirs, mine, group=env.group())
     return torch.stack(theirs)
-
-
-def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def _broadcast(tensors: list[torch.Tensor], env: ShardingEnv) -> None:

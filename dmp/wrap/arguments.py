@@ -15,6 +15,7 @@ from dmp.env import ShardingEnv, default_env
 from dmp.errors import PlanError, ShardError
 from dmp.ranks.launch import join_launch
 from dmp.registry import check_sharder_protocol, default_data_parallel_wrapper, default_sharders
+from dmp.wrap.skeleton import all_tensors
 
 _taken: WeakSet[nn.Module] = WeakSet()
 
@@ -140,5 +141,5 @@ def _described(module: nn.Module) -> str:
     """The model as text, for comparing it over ranks: every parameter and buffer."""
     return "\n".join(
         f"{name}: {'lazy' if is_lazy(t) else (tuple(t.shape), t.dtype, t.is_meta)} {t.requires_grad}"
-        for name, t in [*module.named_parameters(), *module.named_buffers()]
+        for name, t in all_tensors(module, remove_duplicate=True)
     )

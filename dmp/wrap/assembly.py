@@ -17,6 +17,7 @@ from dmp.places import is_dtensor, restore_ties, tied_places
 from dmp.plans.plan import ShardingPlan
 from dmp.wrap.ddp_watch import SplitWatch, Watch
 from dmp.wrap.fused import FusedOptimizer
+from dmp.wrap.skeleton import all_tensors
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class Assembly:
         """Names (under every alias) of all parameters and buffers that sharders own."""
         names: set[str] = set()
         for each, module in zip(self.owned, self.sharded, strict=True):
-            for relative, _ in [*module.named_parameters(), *module.named_buffers()]:
+            for relative, _ in all_tensors(module, remove_duplicate=True):
                 names.update(join_name(alias, relative) for alias in each.aliases)
         return frozenset(names)
 

@@ -16,6 +16,7 @@ from dmp.names import join_name
 from dmp.plans.find import Site
 from dmp.wrap.initial_rules import Rules, warn_of_constructors
 from dmp.wrap.initial_values import check_can_materialise, fill_chunks, fill_own
+from dmp.wrap.skeleton import all_tensors
 
 
 def _fills_itself(site: Site) -> bool:
@@ -34,8 +35,8 @@ def check_made(site: Site, new: nn.Module, is_filled: bool) -> None:
         ShardError: naming sharder and parameter.
     """
     _check_same_names(site, new)
-    sharder, local, state = type(site.sharder).__name__, _tensors(new), _state(new)
-    for name, old in _tensors(site.module).items():
+    sharder, local, state = type(site.sharder).__name__, dict(all_tensors(new)), _state(new)
+    for name, old in all_tensors(site.module, remove_duplicate=True):
         if is_lazy(old):
             continue
         if tuple(state[name].shape) != tuple(old.shape):
@@ -70,7 +71,7 @@ def rules_of(module: nn.Module, sites: Sequence[Site], rank: int) -> Rules | Non
     Raises:
         ShardError: nothing would.
     """
-    if not any(t.is_meta and not is_lazy(t) for t in [*module.parameters(), *module.buffers()]):
+    if not any(t.is_meta and not is_lazy(t) for _, t in all_tensors(module)):
         return None
     filled = [site for site in sites if _fills_itself(site)]
     rules = Rules(module, [site.path for site in filled])
@@ -82,7 +83,7 @@ def rules_of(module: nn.Module, sites: Sequence[Site], rank: int) -> Rules | Non
 
 def fill_from_meta(site: Site, new: nn.Module, seed: int, rules: Rules) -> None:
     """Fill what a sharder has allocated for the site's tensors on meta: chunks, DTensors, wholes."""
-    on_meta = [name for name, t in _tensors(site.module).items() if t.is_meta and not is_lazy(t)]
+    on_meta = [name for name, t in all_tensors(site.module, remove_duplicate=True) if t.is_meta and not is_lazy(t)]
     state = _state(new)
     for name in on_meta:
         relative, _, own_name = name.rpartition(".")
@@ -96,10 +97,6 @@ def fill_from_meta(site: Site, new: nn.Module, seed: int, rules: Rules) -> None:
             fill_chunks(target, init_fn, join_name(site.path, name), seed)
 
 
-def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
-
-
 def _state(module: nn.Module) -> dict[str, torch.Tensor]:
     """Every tensor of a sharded module, by its chunks where it has them."""
-    return {**_tensors(module), **(module.chunked_state() if isinstance(module, ShardedModule) else {})}
+    return {**dict(all_tensors(module)), **(module.chunked_state() if isinstance(module, ShardedModule) else {})}

@@ -14,6 +14,7 @@ from dmp.errors import CheckpointError, DmpError
 from dmp.places import is_dtensor, restore_ties, tied_places
 from dmp.ranks import results_of_all
 from dmp.wrap.assembly import Assembly
+from dmp.wrap.skeleton import all_tensors
 
 
 def load(
@@ -54,7 +55,7 @@ def loaded(model: Any, state_dict: dict[str, Any], prefix: str, missing: list[st
         missing: takes the root's own names that are not in it, to which torch does not come; None where nobody asks.
     """
     given = {name for name in state_dict if name.startswith(prefix)}
-    held = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
+    held = dict(all_tensors(model))
     own = model.module.state_dict()
     own.update((k, held[k]) for k, v in own.items() if k in held and not isinstance(v, ChunkedTensor))
     for name in own:

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dmp.errors import ShardError
 from dmp.wrap import live_models as live
+from dmp.wrap.skeleton import all_tensors
 
 _is_guarding = False
 _ADVICE = (
@@ -37,8 +38,7 @@ def _check(module: Any) -> None:
     for path, m in inside:
         if not path:
             raise ShardError(f"DistributedDataParallel around a DistributedModelParallel is refused. {_ADVICE}")
-        for tensors in (m.named_parameters(remove_duplicate=False), m.named_buffers(remove_duplicate=False)):
-            names.update(f"{path}.{name}" for name, _ in tensors)
+        names.update(f"{path}.{name}" for name, _ in all_tensors(m))
     if not any(p.requires_grad for name, p in module.named_parameters() if name not in names):
         raise ShardError(
             f"DistributedDataParallel around {type(module).__name__} has nothing to do: all its trainable parameters "

@@ -74,7 +74,7 @@ def put_back(module: nn.Module) -> None:
         module.reset_iter_state()  # type: ignore[operator]
 
 
-def all_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers under every name they have."""
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
+def all_tensors(module: nn.Module, *, remove_duplicate: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers, under every name they have or under the first."""
+    yield from module.named_parameters(remove_duplicate=remove_duplicate)
+    yield from module.named_buffers(remove_duplicate=remove_duplicate)
