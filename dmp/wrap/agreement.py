@@ -43,17 +43,15 @@ def on_all_ranks(
         PlanError: the step failed on another rank, or the ranks' facts differ.
         RanksError: some are in another call.
     """
-    failure: Exception | None = None
     try:
         made = step()
         said = dict(facts(made))
     except RanksError:  # they know
         raise
     except Exception as error:  # of any kind: the other ranks must hear of it
-        failure, said = error, {_FAILURE: f"{type(error).__name__}: {error}"}
+        check_agreement({_FAILURE: f"{type(error).__name__}: {error}"}, env, what)
+        raise  # all ranks fail alike
     check_agreement(said, env, what)
-    if failure is not None:
-        raise failure
     return made
 
 
@@ -93,8 +91,10 @@ def sync_from_first_rank(module: nn.Module, env: ShardingEnv) -> list[str]:
     tensors = {n: t.detach() for n, t in all_tensors(module, remove_duplicate=True) if not is_lazy(t) and not t.is_meta}
     if not tensors:
         return []
-    everyone = _all_gather(torch.tensor([checksum(t) for t in tensors.values()], device=env.device), env)
-    differs = (everyone != everyone[0]).any(0).tolist()
+    mine = torch.tensor([checksum(t) for t in tensors.values()], device=env.device)
+    of_ranks = [torch.empty_like(mine) for _ in range(env.size)]
+    dist.all_gather(of_ranks, mine, group=group)
+    differs = (torch.stack(of_ranks) != of_ranks[0]).any(0).tolist()
     sent = [name for name, differ in zip(tensors, differs, strict=True) if differ]
     for _, of_dtype in groupby(sorted(sent, key=lambda n: str(tensors[n].dtype)), key=lambda n: tensors[n].dtype):
         _broadcast([tensors[name] for name in of_dtype], env)
@@ -117,13 +117,6 @@ def checksum(tensor: torch.Tensor) -> int:
             odd = torch.arange(first, first + 2 * some.numel(), 2, device=bits.device)
             total += int((some * odd).sum())
     return (total + (1 << 63)) % (1 << 64) - (1 << 63)
-
-
-def _all_gather(mine: torch.Tensor, env: ShardingEnv) -> torch.Tensor:
-    """(size, n): every rank's (n,)."""
-    theirs = [torch.empty_like(mine) for _ in range(env.size)]
-    dist.all_gather(theirs, mine, group=env.group())
-    return torch.stack(theirs)
 
 
 def _broadcast(tensors: list[torch.Tensor], env: ShardingEnv) -> None:

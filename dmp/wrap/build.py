@@ -37,6 +37,11 @@ from dmp.wrap.initial_values import materialise, shared_seed
 from dmp.wrap.skeleton import skeleton_of
 from dmp.wrap.state_hooks import register_state_hooks
 
+_HOOKS = (
+    *("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks"),
+    *("_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called"),
+)
+
 
 @dataclass(frozen=True)
 class _Checked:
@@ -187,10 +192,8 @@ def _with_dense(made: Assembly, checked: _Checked, seed: int) -> Assembly:
 def _carry_over(old: nn.Module, new: nn.Module) -> None:
     """Training mode and the hooks that users put on the module."""
     new.train(old.training)
-    for kind in ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks"):
-        getattr(new, kind).update(getattr(old, kind))
     new._is_full_backward_hook = old._is_full_backward_hook
-    for kind in ("_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called"):
+    for kind in _HOOKS:
         getattr(new, kind).update(getattr(old, kind))
 
 

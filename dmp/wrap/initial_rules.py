@@ -29,7 +29,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dmp.errors import ShardError
-from dmp.names import join_name
+from dmp.names import is_inside, join_name
+from dmp.places import Place, places_of
 from dmp.wrap.skeleton import skeleton_of
 
 TOGETHER_ELEMENTS = 1 << 26  # of modules that are filled in one run of the rules that they share
@@ -76,15 +77,12 @@ class Rules:
             path: [name for name, t in _own(module).items() if t.is_meta and not is_lazy(t)]
             for path, module in root.named_modules()
         }
-        self._tensors: dict[int, torch.Tensor] = {}  # they stay as they are, so that they can be told by id
-        self._places: dict[int, list[tuple[nn.Module, str]]] = {}
-        for module in self._modules.values():
-            for name, tensor in _own(module).items():
-                self._tensors[id(tensor)] = tensor
-                self._places.setdefault(id(tensor), []).append((module, name))
+        self._places: dict[int, list[Place]] = {}  # which keep the tensors alive, so that they can be told by id
+        for place in places_of(self._modules.items()):
+            self._places.setdefault(id(place.tensor), []).append(place)
         self._rules: dict[str, list[Rule]] = {}
         for order, (path, module, name, owner) in enumerate(_calls(self._root)):
-            is_left = any(path == p or path.startswith(f"{p}.") or not p for p in leave)
+            is_left = any(is_inside(path, p) for p in leave)
             if name == _BY_MODEL or not is_left or next(module.children(), None) is None:
                 self._rules.setdefault(path, []).append(self._rule(order, path, module, name, owner))
         self._groups: dict[tuple[int, ...], list[str]] = {}
@@ -189,9 +187,8 @@ class Rules:
 
     def _put(self, old: torch.Tensor, new: torch.Tensor) -> None:
         """`new` in every place of the skeleton's `old`."""
-        for module, name in self._places[id(old)]:
-            held = module._parameters if name in module._parameters else module._buffers
-            held[name] = new  # type: ignore[assignment]
+        for place in self._places[id(old)]:
+            place.store[place.name] = new
 
     def _reach(self, call: Callable[[], Any], module: nn.Module) -> frozenset[int] | None:
         """Storages of the tensors below that the call writes, or puts others in place of."""
