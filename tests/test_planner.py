@@ -1,13 +1,10 @@
-"""The planner, with a small sharder of its own: what it may choose, obeys, refuses and says."""
+"""The planner: what it may choose, obeys and refuses, on workloads, with the built-in sharders, on real processes."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,95 +14,18 @@ from dmp import (
     Layout,
     ParameterInfo,
     PlanError,
+    Shard,
     ShardingEnv,
     ShardingPlan,
-    column_wise,
-    data_parallel,
-    grid,
     rectangles,
     row_wise,
     table_row_wise,
     table_wise,
 )
-from planner import Constraint, CostModel, PlanReport, ShardingPlanner, Topology
-from planner.costs.cost_model import PHASES
+from dmp.layouts.tables import TableLayout
+from planner import Constraint, ShardingPlanner, Topology
+from tests.planner_bags import BagSharder, PicksRanks, bags, hosts, one_axis, ranks_of, small_memory, workload
 from tests.ranks import mesh, run_ranks
-
-WORKLOADS = Path(__file__).parent / "workloads"
-
-
-class BagSharder:
-    """Offers one of each kind of layout; runs none."""
-
-    module_type = nn.EmbeddingBag
-
-    def __init__(self, optimizer: str | None = "adagrad", only: tuple[str, ...] | None = None) -> None:
-        self.optimizer, self.only = optimizer, only
-        self.features: dict[int, tuple[float, ...]] = {}
-
-    def parameters(self, module: nn.EmbeddingBag) -> Mapping[str, ParameterInfo]:
-        shape = (module.num_embeddings, module.embedding_dim)
-        pooling = self.features.get(id(module), (1.0,))
-        return {"weight": ParameterInfo(shape, torch.float32, "table", self.optimizer, pooling, len(pooling))}
-
-    def layouts(self, info: ParameterInfo, env: ShardingEnv) -> Iterator[Layout]:
-        return (layout for layout in self._all(info, env) if self.only is None or layout.name in self.only)
-
-    def _all(self, info: ParameterInfo, env: ShardingEnv) -> Iterator[Layout]:
-        yield table_wise(0)
-        for count in (2, 4, 8):
-            if count <= min(env.table_size, info.shape[1] // 4):
-                yield column_wise(range(count))
-        yield row_wise()
-        if len(env.table_shape) > 1:
-            inner = env.table_size // env.table_shape[0]
-            yield table_row_wise(0)
-            if info.shape[1] >= 8:
-                yield grid([[i, inner + i] for i in range(inner)])
-        yield data_parallel()
-
-    def shard(self, *_: Any) -> nn.Module:
-        raise NotImplementedError
-
-
-class PicksRanks(BagSharder):
-    """Runs table-wise on ranks 1 and 2 only."""
-
-    def _all(self, info: ParameterInfo, env: ShardingEnv) -> Iterator[Layout]:
-        yield from (table_wise(1), table_wise(2))
-
-    def accepts(self, info: ParameterInfo, layout: Layout, env: ShardingEnv) -> bool:
-        return layout in (table_wise(1), table_wise(2))
-
-
-def bags(*shapes: tuple[int, int], device: str = "meta") -> nn.ModuleDict:
-    """Tables t0, t1, ... ."""
-    with torch.device(device):
-        return nn.ModuleDict({f"t{i}": nn.EmbeddingBag(*shape, mode="sum") for i, shape in enumerate(shapes)})
-
-
-def workload(name: str) -> tuple[nn.ModuleDict, BagSharder]:
-    tables = json.loads((WORKLOADS / f"{name}.json").read_text())["tables"]
-    module, sharder = bags(*((t["num_embeddings"], t["embedding_dim"]) for t in tables)), BagSharder()
-    sharder.features = {id(m): tuple(t["pooling_factors"]) for m, t in zip(module.values(), tables, strict=True)}
-    return module, sharder
-
-
-def one_axis(size: int, device_type: str = "cuda") -> ShardingEnv:
-    return ShardingEnv.abstract((size,), ("dp",), device_type)
-
-
-def hosts(count: int, local: int) -> ShardingEnv:
-    return ShardingEnv.abstract((count, local), ("host", "local"))
-
-
-def small_memory(size: float, link_latency: float = 1e-5) -> Topology:
-    return Topology(size, 1e12, 1e13, 1e11, link_latency, reserved_fraction=0.0)
-
-
-def ranks_of(plan: ShardingPlan, name: str, shape: tuple[int, int], env: ShardingEnv) -> set[int]:
-    return {s.rank for s in plan[name].layout.shards(shape, env)}
-
 
 # What it chooses from
 
@@ -142,6 +62,30 @@ def test_hosts_move_whole() -> None:
 def test_a_sharder_that_minds_the_ranks_is_taken_at_its_word() -> None:
     plan = ShardingPlanner().plan(bags((100, 8), (100, 8)), [PicksRanks()], one_axis(4))
     assert {e.layout for e in plan.values()} == {table_wise(1), table_wise(2)}
+
+
+class FromTheEnd(TableLayout):
+    """Whole, on a rank that is counted from the last one: arguments that nobody else knows."""
+
+    def resolve(self, shape: tuple[int, ...], env: ShardingEnv) -> tuple[Shard, ...]:
+        return table_wise(env.table_size - 1 - dict(self.args)["place"]).resolve(shape, env)
+
+    def relocated(self, moved: Mapping[int, int], env: ShardingEnv) -> Layout:
+        last = env.table_size - 1
+        return self.of(self.name, place=last - moved[last - dict(self.args)["place"]])
+
+
+class OffersFromTheEnd(BagSharder):
+    def _all(self, info: ParameterInfo, env: ShardingEnv) -> Iterator[Layout]:
+        yield FromTheEnd.of("from_the_end", place=0)
+
+
+def test_a_layout_of_a_stranger_is_moved() -> None:
+    """The planner knows no arguments: a layout says itself where it would be on other ranks."""
+    env = one_axis(4)
+    plan = ShardingPlanner().plan(bags(*[(1000, 16)] * 8), [OffersFromTheEnd()], env)
+    assert Counter(e.layout for e in plan.values()) == {FromTheEnd.of("from_the_end", place=p): 2 for p in range(4)}
+    assert Counter(rank for n in plan for rank in ranks_of(plan, n, (1000, 16), env)) == dict.fromkeys(range(4), 2)
 
 
 def test_more_row_blocks_than_rows() -> None:
@@ -245,212 +189,6 @@ def test_pinned_mistakes_are_named() -> None:
         ShardingPlanner().plan(module, [sharder], env, pinned={"t0.weight": table_wise(7)})
     with pytest.raises(PlanError, match="cannot run"):
         ShardingPlanner().plan(module, [sharder], env, pinned={"t0.weight": rectangles([((0, 0), (100, 8), 0)])})
-
-
-# Constraints
-
-
-def test_layouts_forbid_and_ranks() -> None:
-    module, sharder, env = bags(*[(1000, 16)] * 4), BagSharder(), one_axis(4)
-    constraints = {
-        "t0": Constraint(layouts=["row_wise"]),
-        "t1.weight": Constraint(forbid=("table_wise", "data_parallel", "row_wise")),
-        "t2": Constraint(ranks=[3], forbid="row_wise"),
-        "t3": Constraint(layouts="row_wise", ranks=[1, 2]),
-    }
-    plan = ShardingPlanner(constraints=constraints).plan(module, [sharder], env)
-    assert plan["t0.weight"].layout == row_wise()
-    assert plan["t1.weight"].layout.name == "column_wise"
-    assert plan["t2.weight"].layout == table_wise(3)
-    assert plan["t3.weight"].layout == row_wise([1, 2])
-
-
-def test_colocate_and_spread() -> None:
-    shapes, env = [(1000, 16), (2000, 16), (3000, 32), (500, 8), (600, 8), (700, 8)], one_axis(4)
-    constraints = {
-        "t[012]": Constraint(colocate="together"),
-        "t[2345]": Constraint(spread="apart", forbid=["data_parallel", "row_wise", "column_wise"]),
-    }
-    plan = ShardingPlanner(constraints=constraints).plan(bags(*shapes), [BagSharder()], env)
-    at = [ranks_of(plan, f"t{i}.weight", s, env) for i, s in enumerate(shapes)]
-    assert at[0] == at[1] == at[2]
-    assert len(at[2] | at[3] | at[4] | at[5]) == 4
-    pinned = ShardingPlanner(constraints=constraints).plan(
-        bags(*shapes), [BagSharder()], env, {"t1.weight": table_wise(3)}
-    )
-    assert all(ranks_of(pinned, f"t{i}.weight", shapes[i], env) == {3} for i in range(3))
-
-
-def test_more_to_spread_than_ranks() -> None:
-    with pytest.raises(PlanError, match="no rank is left") as caught:
-        ShardingPlanner(constraints={"*": Constraint(spread="s")}).plan(
-            bags(*[(100, 8)] * 3), [BagSharder()], one_axis(2)
-        )
-    assert caught.value.table is not None
-    both = {"*": Constraint(spread="s", colocate="c")}
-    with pytest.raises(PlanError, match="keeps apart"):
-        ShardingPlanner(constraints=both).plan(bags(*[(100, 8)] * 2), [BagSharder()], one_axis(2))
-
-
-def test_pooling_factor_counts() -> None:
-    module, sharder, env = bags((1000, 16)), BagSharder(only=("table_wise",)), one_axis(4)
-
-    def step(constraint: Constraint) -> float:
-        planner = ShardingPlanner(constraints={"t0": constraint})
-        planner.plan(module, [sharder], env)
-        assert planner.report is not None
-        return planner.report.step_seconds
-
-    assert step(Constraint(pooling_factor=500)) > 2 * step(Constraint())
-    assert step(Constraint(pooling_factor=[50])) == step(Constraint(pooling_factor=50))
-    with pytest.raises(PlanError, match="read by 1 features; got 2"):
-        step(Constraint(pooling_factor=[1, 2]))
-
-
-def test_patterns_and_exact_names() -> None:
-    module = nn.ModuleDict({"user": bags((100, 8), (100, 8)), "item": bags((100, 8))})
-    constraints = {"user.t0": Constraint(layouts=["data_parallel"]), "user.*": Constraint(layouts=["row_wise"])}
-    plan = ShardingPlanner(constraints=constraints).plan(module, [BagSharder()], one_axis(2))
-    assert plan["user.t0.weight"].layout == data_parallel()
-    assert plan["user.t1.weight"].layout == row_wise()
-
-
-def test_wrong_constraints_are_named() -> None:
-    module, sharder, env = bags((100, 8)), BagSharder(), one_axis(2)
-    for constraints, text in [
-        ({"t9": Constraint()}, r"'t9'.*did you mean 't0'"),
-        ({"zzz*": Constraint()}, r"'zzz\*'.*t0\.weight"),
-        ({"t0": Constraint(layouts=["rowwise"])}, r"'rowwise'.*row_wise"),
-        ({"t0": Constraint(ranks=[5])}, r"rank 5.*0\.\.1"),
-        ({"t0": "row_wise"}, "must be a Constraint"),
-    ]:
-        with pytest.raises(PlanError, match=text):
-            ShardingPlanner(constraints=constraints).plan(module, [sharder], env)  # type: ignore[arg-type]
-    every = Constraint(forbid=["table_wise", "row_wise", "column_wise", "data_parallel"])
-    with pytest.raises(PlanError, match=r"no layout is left.*forbid"):
-        ShardingPlanner(constraints={"t0": every}).plan(module, [sharder], env)
-    for bad in ({"ranks": []}, {"ranks": [-1]}, {"layouts": []}):
-        with pytest.raises(ValueError, match=r"Constraint\."):
-            Constraint(**bad)  # type: ignore[arg-type]
-
-
-# Topology
-
-
-def test_topology_of_env() -> None:
-    cuda = Topology.of(hosts(2, 8)).links(hosts(2, 8))
-    assert cuda["local"].bandwidth > cuda["host"].bandwidth
-    assert cuda["local"].latency < cuda["host"].latency
-    assert Topology.of(one_axis(16)).links(one_axis(16))["dp"].bandwidth == cuda["host"].bandwidth
-    one, four = (Topology.of(one_axis(n, "cpu")).memory_bytes for n in (1, 4))
-    assert one == 4 * four
-    with pytest.raises(ValueError, match=r"'tpu'.*Topology\("):
-        Topology.of(one_axis(2, "tpu"))
-
-
-def test_topology_figures_by_axis() -> None:
-    env = hosts(2, 4)
-    for links in ((1e9, 2e9), {"local": 2e9, "host": 1e9}):
-        topology = Topology(1e9, 1e9, 1e9, links, 0.0)
-        assert {n: link.bandwidth for n, link in topology.links(env).items()} == {"host": 1e9, "local": 2e9}
-    with pytest.raises(ValueError, match=r"link_bandwidth has 3 figures; the mesh has 2 axes"):
-        Topology(1e9, 1e9, 1e9, (1e9,) * 3, 0.0).links(env)
-    with pytest.raises(ValueError, match=r"link_latency names the axes \['dp'\]"):
-        Topology(1e9, 1e9, 1e9, 1e9, {"dp": 0.0}).links(env)
-    for bad in ((0, 1, 1, 1, 0), (1, 1, 1, -1, 0), (1, 1, 1, "fast", 0), (1, 1, 1, 1, 0, 1.0)):
-        with pytest.raises(ValueError, match=r"Topology\."):
-            Topology(*bad)  # type: ignore[arg-type]
-
-
-# Cost
-
-
-def test_replicas_cost_ids_and_gradients() -> None:
-    def phases(env: ShardingEnv) -> dict[str, float]:
-        planner = ShardingPlanner(small_memory(1e10, 0.0))
-        planner.plan(bags((1000, 16)), [BagSharder(only=("table_wise",))], env)
-        assert planner.report is not None
-        return dict(zip(PHASES, planner.report.phase_seconds, strict=True))
-
-    alone, copied = phases(one_axis(4)), phases(ShardingEnv.abstract((3, 4), ("replicate", "shard")))
-    assert copied["output a2a"] == alone["output a2a"]
-    assert copied["grad a2a"] > 2 * alone["grad a2a"]
-    assert copied["lookup bwd"] == pytest.approx(3 * alone["lookup bwd"])
-
-
-def test_summing_inside_a_host_saves_the_slow_link() -> None:
-    env = hosts(4, 8)
-    figures = {}
-    for only in ("row_wise", "table_row_wise"):
-        planner = ShardingPlanner(batch_size=4096)
-        planner.plan(bags((100_000, 64)), [BagSharder(only=(only,))], env)
-        assert planner.report is not None
-        figures[only] = planner.report.phase_seconds[2]
-    flat = ShardingPlanner(batch_size=4096)
-    flat.plan(bags((100_000, 64)), [BagSharder(only=("row_wise",))], one_axis(32))
-    assert flat.report is not None
-    assert figures["row_wise"] < flat.report.phase_seconds[2] / 3
-
-
-def test_cost_model_is_replaceable() -> None:
-    narrow, wide = ShardingPlanner(cost_model=CostModel(id_bytes=4)), ShardingPlanner()
-    module, sharders = bags((1000, 16)), [BagSharder(only=("table_wise",))]
-    assert narrow.plan(module, sharders, one_axis(4)) == wide.plan(module, sharders, one_axis(4))
-    assert narrow.report is not None
-    assert wide.report is not None
-    assert narrow.report.phase_seconds[0] < wide.report.phase_seconds[0]
-
-
-# Report
-
-
-def test_report(tmp_path: Path) -> None:
-    module, sharder = workload("mlperf_dcnv2")
-    plan = (planner := ShardingPlanner(batch_size=2048)).plan(module, [sharder], one_axis(32))
-    report = planner.report
-    assert report is not None
-    assert plan.report is report  # type: ignore[attr-defined]
-    assert isinstance(report, PlanReport)
-    assert len(report.rank_bytes) == len(report.rank_seconds) == 32
-    assert 0 < report.lower_bound <= report.step_seconds
-    assert {p.name: p.layout for p in report.parameters} == {n: e.layout for n, e in plan.items()}
-    assert all(p.alternatives for p in report.parameters)
-    text = str(report)
-    assert "gap" in text and "lookup bwd" in text and "and 16 more ranks" in text and " not " in text
-    assert report.explain("t0.weight") in text or "t0.weight" in report.explain("t0.weight")
-    with pytest.raises(KeyError):
-        report.explain("nobody")
-    report.save_html(tmp_path / "plan.html")
-    page = (tmp_path / "plan.html").read_text()
-    assert page.startswith("<!doctype html>")
-    assert "t0.weight" in page
-    assert "http" not in page
-
-
-def test_save_html_without_jinja(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    planner = ShardingPlanner()
-    planner.plan(bags((10, 8)), [BagSharder()], one_axis(2))
-    monkeypatch.setitem(__import__("sys").modules, "jinja2", None)
-    assert planner.report is not None
-    with pytest.raises(ModuleNotFoundError, match="pip install jinja2"):
-        planner.report.save_html(tmp_path / "plan.html")
-
-
-def test_time_budget_only_cuts_it_short() -> None:
-    module, sharder = workload("nv_small")
-    planner = ShardingPlanner(batch_size=2048, time_budget_s=1e-6)
-    planner.plan(module, [sharder], one_axis(16)).validate(module, one_axis(16), [sharder])
-    assert planner.report is not None
-    assert planner.report.is_cut_short
-    assert "cut short" in str(planner.report)
-
-
-def test_nothing_to_plan() -> None:
-    planner = ShardingPlanner()
-    assert len(planner.plan(nn.Linear(3, 3), [BagSharder()], one_axis(2))) == 0
-    assert "gap" in str(planner.report)
-    with pytest.raises(ValueError, match="batch_size"):
-        ShardingPlanner(batch_size=0)
 
 
 # Workloads

@@ -1,0 +1,100 @@
+"""Tables for the planner: a small sharder of its own, which offers layouts and runs none; meshes; workloads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dmp import (
+    Layout,
+    ParameterInfo,
+    ShardingEnv,
+    ShardingPlan,
+    column_wise,
+    data_parallel,
+    grid,
+    row_wise,
+    table_row_wise,
+    table_wise,
+)
+from planner import Topology
+
+WORKLOADS = Path(__file__).parent / "workloads"
+
+
+class BagSharder:
+    """Offers one of each kind of layout; runs none."""
+
+    module_type = nn.EmbeddingBag
+
+    def __init__(self, optimizer: str | None = "adagrad", only: tuple[str, ...] | None = None) -> None:
+        self.optimizer, self.only = optimizer, only
+        self.features: dict[int, tuple[float, ...]] = {}
+
+    def parameters(self, module: nn.EmbeddingBag) -> Mapping[str, ParameterInfo]:
+        shape = (module.num_embeddings, module.embedding_dim)
+        pooling = self.features.get(id(module), (1.0,))
+        return {"weight": ParameterInfo(shape, torch.float32, "table", self.optimizer, pooling, len(pooling))}
+
+    def layouts(self, info: ParameterInfo, env: ShardingEnv) -> Iterator[Layout]:
+        return (layout for layout in self._all(info, env) if self.only is None or layout.name in self.only)
+
+    def _all(self, info: ParameterInfo, env: ShardingEnv) -> Iterator[Layout]:
+        yield table_wise(0)
+        for count in (2, 4, 8):
+            if count <= min(env.table_size, info.shape[1] // 4):
+                yield column_wise(range(count))
+        yield row_wise()
+        if len(env.table_shape) > 1:
+            inner = env.table_size // env.table_shape[0]
+            yield table_row_wise(0)
+            if info.shape[1] >= 8:
+                yield grid([[i, inner + i] for i in range(inner)])
+        yield data_parallel()
+
+    def shard(self, *_: Any) -> nn.Module:
+        raise NotImplementedError
+
+
+class PicksRanks(BagSharder):
+    """Runs table-wise on ranks 1 and 2 only."""
+
+    def _all(self, info: ParameterInfo, env: ShardingEnv) -> Iterator[Layout]:
+        yield from (table_wise(1), table_wise(2))
+
+    def accepts(self, info: ParameterInfo, layout: Layout, env: ShardingEnv) -> bool:
+        return layout in (table_wise(1), table_wise(2))
+
+
+def bags(*shapes: tuple[int, int], device: str = "meta") -> nn.ModuleDict:
+    """Tables t0, t1, ... ."""
+    with torch.device(device):
+        return nn.ModuleDict({f"t{i}": nn.EmbeddingBag(*shape, mode="sum") for i, shape in enumerate(shapes)})
+
+
+def workload(name: str) -> tuple[nn.ModuleDict, BagSharder]:
+    tables = json.loads((WORKLOADS / f"{name}.json").read_text())["tables"]
+    module, sharder = bags(*((t["num_embeddings"], t["embedding_dim"]) for t in tables)), BagSharder()
+    sharder.features = {id(m): tuple(t["pooling_factors"]) for m, t in zip(module.values(), tables, strict=True)}
+    return module, sharder
+
+
+def one_axis(size: int, device_type: str = "cuda") -> ShardingEnv:
+    return ShardingEnv.abstract((size,), ("dp",), device_type)
+
+
+def hosts(count: int, local: int) -> ShardingEnv:
+    return ShardingEnv.abstract((count, local), ("host", "local"))
+
+
+def small_memory(size: float, link_latency: float = 1e-5) -> Topology:
+    return Topology(size, 1e12, 1e13, 1e11, link_latency, reserved_fraction=0.0)
+
+
+def ranks_of(plan: ShardingPlan, name: str, shape: tuple[int, int], env: ShardingEnv) -> set[int]:
+    return {s.rank for s in plan[name].layout.shards(shape, env)}

@@ -1,0 +1,99 @@
+"""Constraints: what a user asks of the plan is kept, and what cannot be is named."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from dmp import (
+    PlanError,
+    data_parallel,
+    row_wise,
+    table_wise,
+)
+from planner import Constraint, ShardingPlanner
+from tests.planner_bags import BagSharder, bags, one_axis, ranks_of
+
+
+def test_layouts_forbid_and_ranks() -> None:
+    module, sharder, env = bags(*[(1000, 16)] * 4), BagSharder(), one_axis(4)
+    constraints = {
+        "t0": Constraint(layouts=["row_wise"]),
+        "t1.weight": Constraint(forbid=("table_wise", "data_parallel", "row_wise")),
+        "t2": Constraint(ranks=[3], forbid="row_wise"),
+        "t3": Constraint(layouts="row_wise", ranks=[1, 2]),
+    }
+    plan = ShardingPlanner(constraints=constraints).plan(module, [sharder], env)
+    assert plan["t0.weight"].layout == row_wise()
+    assert plan["t1.weight"].layout.name == "column_wise"
+    assert plan["t2.weight"].layout == table_wise(3)
+    assert plan["t3.weight"].layout == row_wise([1, 2])
+
+
+def test_colocate_and_spread() -> None:
+    shapes, env = [(1000, 16), (2000, 16), (3000, 32), (500, 8), (600, 8), (700, 8)], one_axis(4)
+    constraints = {
+        "t[012]": Constraint(colocate="together"),
+        "t[2345]": Constraint(spread="apart", forbid=["data_parallel", "row_wise", "column_wise"]),
+    }
+    plan = ShardingPlanner(constraints=constraints).plan(bags(*shapes), [BagSharder()], env)
+    at = [ranks_of(plan, f"t{i}.weight", s, env) for i, s in enumerate(shapes)]
+    assert at[0] == at[1] == at[2]
+    assert len(at[2] | at[3] | at[4] | at[5]) == 4
+    pinned = ShardingPlanner(constraints=constraints).plan(
+        bags(*shapes), [BagSharder()], env, {"t1.weight": table_wise(3)}
+    )
+    assert all(ranks_of(pinned, f"t{i}.weight", shapes[i], env) == {3} for i in range(3))
+
+
+def test_more_to_spread_than_ranks() -> None:
+    with pytest.raises(PlanError, match="no rank is left") as caught:
+        ShardingPlanner(constraints={"*": Constraint(spread="s")}).plan(
+            bags(*[(100, 8)] * 3), [BagSharder()], one_axis(2)
+        )
+    assert caught.value.table is not None
+    both = {"*": Constraint(spread="s", colocate="c")}
+    with pytest.raises(PlanError, match="keeps apart"):
+        ShardingPlanner(constraints=both).plan(bags(*[(100, 8)] * 2), [BagSharder()], one_axis(2))
+
+
+def test_pooling_factor_counts() -> None:
+    module, sharder, env = bags((1000, 16)), BagSharder(only=("table_wise",)), one_axis(4)
+
+    def step(constraint: Constraint) -> float:
+        planner = ShardingPlanner(constraints={"t0": constraint})
+        planner.plan(module, [sharder], env)
+        assert planner.report is not None
+        return planner.report.step_seconds
+
+    assert step(Constraint(pooling_factor=500)) > 2 * step(Constraint())
+    assert step(Constraint(pooling_factor=[50])) == step(Constraint(pooling_factor=50))
+    with pytest.raises(PlanError, match="read by 1 features; got 2"):
+        step(Constraint(pooling_factor=[1, 2]))
+
+
+def test_patterns_and_exact_names() -> None:
+    module = nn.ModuleDict({"user": bags((100, 8), (100, 8)), "item": bags((100, 8))})
+    constraints = {"user.t0": Constraint(layouts=["data_parallel"]), "user.*": Constraint(layouts=["row_wise"])}
+    plan = ShardingPlanner(constraints=constraints).plan(module, [BagSharder()], one_axis(2))
+    assert plan["user.t0.weight"].layout == data_parallel()
+    assert plan["user.t1.weight"].layout == row_wise()
+
+
+def test_wrong_constraints_are_named() -> None:
+    module, sharder, env = bags((100, 8)), BagSharder(), one_axis(2)
+    for constraints, text in [
+        ({"t9": Constraint()}, r"'t9'.*did you mean 't0'"),
+        ({"zzz*": Constraint()}, r"'zzz\*'.*t0\.weight"),
+        ({"t0": Constraint(layouts=["rowwise"])}, r"'rowwise'.*row_wise"),
+        ({"t0": Constraint(ranks=[5])}, r"rank 5.*0\.\.1"),
+        ({"t0": "row_wise"}, "must be a Constraint"),
+    ]:
+        with pytest.raises(PlanError, match=text):
+            ShardingPlanner(constraints=constraints).plan(module, [sharder], env)  # type: ignore[arg-type]
+    every = Constraint(forbid=["table_wise", "row_wise", "column_wise", "data_parallel"])
+    with pytest.raises(PlanError, match=r"no layout is left.*forbid"):
+        ShardingPlanner(constraints={"t0": every}).plan(module, [sharder], env)
+    for bad in ({"ranks": []}, {"ranks": [-1]}, {"layouts": []}):
+        with pytest.raises(ValueError, match=r"Constraint\."):
+            Constraint(**bad)  # type: ignore[arg-type]

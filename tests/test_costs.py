@@ -1,0 +1,133 @@
+"""The planner's costs: a machine's figures, what follows from them for a step, and the report that says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from dmp import (
+    ShardingEnv,
+)
+from planner import CostModel, PlanReport, ShardingPlanner, Topology
+from planner.costs.cost_model import PHASES
+from tests.planner_bags import BagSharder, bags, hosts, one_axis, small_memory, workload
+
+# Topology
+
+
+def test_topology_of_env() -> None:
+    cuda = Topology.of(hosts(2, 8)).links(hosts(2, 8))
+    assert cuda["local"].bandwidth > cuda["host"].bandwidth
+    assert cuda["local"].latency < cuda["host"].latency
+    assert Topology.of(one_axis(16)).links(one_axis(16))["dp"].bandwidth == cuda["host"].bandwidth
+    one, four = (Topology.of(one_axis(n, "cpu")).memory_bytes for n in (1, 4))
+    assert one == 4 * four
+    with pytest.raises(ValueError, match=r"'tpu'.*Topology\("):
+        Topology.of(one_axis(2, "tpu"))
+
+
+def test_topology_figures_by_axis() -> None:
+    env = hosts(2, 4)
+    for links in ((1e9, 2e9), {"local": 2e9, "host": 1e9}):
+        topology = Topology(1e9, 1e9, 1e9, links, 0.0)
+        assert {n: link.bandwidth for n, link in topology.links(env).items()} == {"host": 1e9, "local": 2e9}
+    with pytest.raises(ValueError, match=r"link_bandwidth has 3 figures; the mesh has 2 axes"):
+        Topology(1e9, 1e9, 1e9, (1e9,) * 3, 0.0).links(env)
+    with pytest.raises(ValueError, match=r"link_latency names the axes \['dp'\]"):
+        Topology(1e9, 1e9, 1e9, 1e9, {"dp": 0.0}).links(env)
+    for bad in ((0, 1, 1, 1, 0), (1, 1, 1, -1, 0), (1, 1, 1, "fast", 0), (1, 1, 1, 1, 0, 1.0)):
+        with pytest.raises(ValueError, match=r"Topology\."):
+            Topology(*bad)  # type: ignore[arg-type]
+
+
+# Cost
+
+
+def test_replicas_cost_ids_and_gradients() -> None:
+    def phases(env: ShardingEnv) -> dict[str, float]:
+        planner = ShardingPlanner(small_memory(1e10, 0.0))
+        planner.plan(bags((1000, 16)), [BagSharder(only=("table_wise",))], env)
+        assert planner.report is not None
+        return dict(zip(PHASES, planner.report.phase_seconds, strict=True))
+
+    alone, copied = phases(one_axis(4)), phases(ShardingEnv.abstract((3, 4), ("replicate", "shard")))
+    assert copied["output a2a"] == alone["output a2a"]
+    assert copied["grad a2a"] > 2 * alone["grad a2a"]
+    assert copied["lookup bwd"] == pytest.approx(3 * alone["lookup bwd"])
+
+
+def test_summing_inside_a_host_saves_the_slow_link() -> None:
+    env = hosts(4, 8)
+    figures = {}
+    for only in ("row_wise", "table_row_wise"):
+        planner = ShardingPlanner(batch_size=4096)
+        planner.plan(bags((100_000, 64)), [BagSharder(only=(only,))], env)
+        assert planner.report is not None
+        figures[only] = planner.report.phase_seconds[2]
+    flat = ShardingPlanner(batch_size=4096)
+    flat.plan(bags((100_000, 64)), [BagSharder(only=("row_wise",))], one_axis(32))
+    assert flat.report is not None
+    assert figures["row_wise"] < flat.report.phase_seconds[2] / 3
+
+
+def test_cost_model_is_replaceable() -> None:
+    narrow, wide = ShardingPlanner(cost_model=CostModel(id_bytes=4)), ShardingPlanner()
+    module, sharders = bags((1000, 16)), [BagSharder(only=("table_wise",))]
+    assert narrow.plan(module, sharders, one_axis(4)) == wide.plan(module, sharders, one_axis(4))
+    assert narrow.report is not None
+    assert wide.report is not None
+    assert narrow.report.phase_seconds[0] < wide.report.phase_seconds[0]
+
+
+# Report
+
+
+def test_report(tmp_path: Path) -> None:
+    module, sharder = workload("mlperf_dcnv2")
+    plan = (planner := ShardingPlanner(batch_size=2048)).plan(module, [sharder], one_axis(32))
+    report = planner.report
+    assert report is not None
+    assert plan.report is report  # type: ignore[attr-defined]
+    assert isinstance(report, PlanReport)
+    assert len(report.rank_bytes) == len(report.rank_seconds) == 32
+    assert 0 < report.lower_bound <= report.step_seconds
+    assert {p.name: p.layout for p in report.parameters} == {n: e.layout for n, e in plan.items()}
+    assert all(p.alternatives for p in report.parameters)
+    text = str(report)
+    assert "gap" in text and "lookup bwd" in text and "and 16 more ranks" in text and " not " in text
+    assert report.explain("t0.weight") in text or "t0.weight" in report.explain("t0.weight")
+    with pytest.raises(KeyError):
+        report.explain("nobody")
+    report.save_html(tmp_path / "plan.html")
+    page = (tmp_path / "plan.html").read_text()
+    assert page.startswith("<!doctype html>")
+    assert "t0.weight" in page
+    assert "http" not in page
+
+
+def test_save_html_without_jinja(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    planner = ShardingPlanner()
+    planner.plan(bags((10, 8)), [BagSharder()], one_axis(2))
+    monkeypatch.setitem(__import__("sys").modules, "jinja2", None)
+    assert planner.report is not None
+    with pytest.raises(ModuleNotFoundError, match="pip install jinja2"):
+        planner.report.save_html(tmp_path / "plan.html")
+
+
+def test_time_budget_only_cuts_it_short() -> None:
+    module, sharder = workload("nv_small")
+    planner = ShardingPlanner(batch_size=2048, time_budget_s=1e-6)
+    planner.plan(module, [sharder], one_axis(16)).validate(module, one_axis(16), [sharder])
+    assert planner.report is not None
+    assert planner.report.is_cut_short
+    assert "cut short" in str(planner.report)
+
+
+def test_nothing_to_plan() -> None:
+    planner = ShardingPlanner()
+    assert len(planner.plan(nn.Linear(3, 3), [BagSharder()], one_axis(2))) == 0
+    assert "gap" in str(planner.report)
+    with pytest.raises(ValueError, match="batch_size"):
+        ShardingPlanner(batch_size=0)
