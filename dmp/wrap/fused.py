@@ -12,6 +12,8 @@ from dmp.contracts import FusedParameter
 from dmp.errors import CheckpointError
 from dmp.wrap.column_blocks import between_blocks
 
+_FORM = 'expected {"state": {parameter name: {state name: tensor}}, "param_groups": [{"params": [names], ..}]}'
+
 
 class FusedOptimizer(torch.optim.Optimizer):
     """Shows and sets what the backward pass uses: a new `lr` in `param_groups` takes effect at the next backward.
@@ -27,12 +29,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         groups: dict[int, dict[str, Any]] = {}
         self._names: dict[int, list[str]] = {}
         for f in self.fused.values():
-            group = groups.setdefault(id(f.options), f.options)
-            if id(f.options) not in self._names:
-                group["params"] = []
-                self._names[id(f.options)] = []
-            group["params"].append(f.parameter)
-            self._names[id(f.options)].append(f.name)
+            key = id(f.options)  # parameters that share their options are one group, whose dict is those options
+            if key not in groups:
+                groups[key], self._names[key] = f.options, []
+                f.options["params"] = []
+            f.options["params"].append(f.parameter)
+            self._names[key].append(f.name)
             if not hasattr(f.parameter, "_in_backward_optimizers"):  # by which TorchRec's filter leaves it out
                 f.parameter._in_backward_optimizers = []  # type: ignore[attr-defined]
         super().__init__([{"params": []}], {"lr": 0.0})
@@ -57,7 +59,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return {**state, "column_widths": widths} if widths else state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Copy values in: whole tensors, or pieces that hold what this rank needs.
+        """Copy values in: whole tensors, or chunks that hold what this rank needs.
 
         Row-wise state of another plan loads too: one value per row (as `full_optimizer_state_dict` gives it), or whole
         tensors of one per row and column block with the `column_widths` that `state_dict` gives.
@@ -65,19 +67,17 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             CheckpointError: a parameter or state that is missing, unknown, or of another shape; nothing is changed.
         """
-        given, groups, widths = _parts(state_dict)
+        given, groups, widths = _read(state_dict)
         own = {name: f.state() for name, f in self.fused.items()}
         wrong = _unnamed(own, given)
         found: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, states in own.items():
             for key, target in states.items() if not wrong else ():
-                shown = f"{name!r} state {key!r}"
-                value = given[name][key]
-                fitting = _fitting(value, widths.get(name), target, self.fused[name].widths)
-                if not isinstance(fitting, torch.Tensor):
-                    wrong.append(f"{shown} {fitting}")
-                else:
+                fitting = _fitting(given[name][key], widths.get(name), target, self.fused[name].widths)
+                if isinstance(fitting, torch.Tensor):
                     found.append((target, fitting))
+                else:
+                    wrong.append(f"{name!r} state {key!r} {fitting}")
         if wrong:
             raise CheckpointError("fused optimizer state does not fit the model: " + "; ".join(wrong[:5]))
         with torch.no_grad():
@@ -92,29 +92,29 @@ class FusedOptimizer(torch.optim.Optimizer):
                     self.fused[name].options.update({k: v for k, v in saved.items() if k != "params"})
 
 
-def _parts(state_dict: Any) -> tuple[Mapping[str, Any], Sequence[Mapping[str, Any]], Mapping[str, Any]]:
+def _read(state_dict: Any) -> tuple[Mapping[str, Any], Sequence[Mapping[str, Any]], Mapping[str, Any]]:
     """(state, param groups, column widths) of what came, if it has the form of a state dict."""
-    expected = 'expected {"state": {parameter name: {state name: tensor}}, "param_groups": [{"params": [names], ..}]}'
     if not isinstance(state_dict, Mapping) or not isinstance(state_dict.get("state"), Mapping):
-        raise CheckpointError(
-            f"fused optimizer state: {expected}; got {type(state_dict).__name__} without a dict of state"
-        )
+        raise _misshapen(f"{_FORM}; got {type(state_dict).__name__} without a dict of state")
     state: Mapping[str, Any] = state_dict["state"]
     groups: Sequence[Any] = state_dict.get("param_groups") or ()
     widths: Any = state_dict.get("column_widths") or {}
-    bad = next((name for name, values in state.items() if not isinstance(values, Mapping)), None)
-    if bad is not None:
-        raise CheckpointError(
-            f"fused optimizer state: {expected}; the state of {bad!r} is a {type(state[bad]).__name__}"
-        )
+    for name, values in state.items():
+        if not isinstance(values, Mapping):
+            raise _misshapen(f"{_FORM}; the state of {name!r} is a {type(values).__name__}")
     if not all(isinstance(g, Mapping) and isinstance(g.get("params"), (list, tuple)) for g in groups):
-        raise CheckpointError(f"fused optimizer state: {expected}; a param group has no list of params")
-    if not isinstance(widths, Mapping) or not all(
-        isinstance(of_one, (list, tuple)) and all(type(n) is int and n > 0 for n in of_one)
-        for of_one in widths.values()
-    ):
-        raise CheckpointError("fused optimizer state: expected column_widths as lists of numbers by parameter name")
+        raise _misshapen(f"{_FORM}; a param group has no list of params")
+    if not isinstance(widths, Mapping) or not all(map(_are_widths, widths.values())):
+        raise _misshapen("expected column_widths as lists of numbers by parameter name")
     return state, groups, widths
+
+
+def _misshapen(what: str) -> CheckpointError:
+    return CheckpointError(f"fused optimizer state: {what}")
+
+
+def _are_widths(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(type(n) is int and n > 0 for n in value)
 
 
 def _unnamed(own: Mapping[str, Mapping[str, Any]], given: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -135,21 +135,24 @@ def _unnamed(own: Mapping[str, Mapping[str, Any]], given: Mapping[str, Mapping[s
 def _fitting(
     value: Any, given: Sequence[int] | None, target: torch.Tensor, wanted: Sequence[int] | None
 ) -> torch.Tensor | str:
-    """What to copy into a live state, or what is wrong."""
+    """What to copy into a live state, or what is wrong.
+
+    Args:
+        given, wanted: widths of the column blocks of `value`, and of `target`; None where it has none.
+    """
     expected = f"expected {tuple(target.shape)}"
     if not isinstance(value, torch.Tensor):
         if type(value) in (int, float) and not target.dim():
             return torch.tensor(value, dtype=target.dtype)
         return f"is a {type(value).__name__}; expected a tensor of {tuple(target.shape)}"
-    is_same = value.shape == target.shape and (given is None or wanted is None or tuple(given) == tuple(wanted))
-    if is_same or isinstance(value, ChunkedTensor):
-        if value.shape != target.shape:
-            return f"has shape {tuple(value.shape)}, {expected}"
-        lacks = (
-            target.lacks(value) is not None if isinstance(target, ChunkedTensor) else isinstance(value, ChunkedTensor)
-        )
-        return f"comes in pieces that do not hold what this rank needs; {expected}, whole" if lacks else value
-    fitting = between_blocks(value, given, target, wanted)
-    if fitting is None and value.dim() == 2 and given is None:
-        expected += "; or one value per row and column block, with the column_widths that state_dict() gives"
-    return f"has shape {tuple(value.shape)}, {expected}" if fitting is None else fitting
+    if not isinstance(value, ChunkedTensor):
+        fitting = between_blocks(value, given, target, wanted)
+        if fitting is not None:
+            return fitting
+        if value.dim() == 2 and given is None:
+            expected += "; or one value per row and column block, with the column_widths that state_dict() gives"
+    elif value.shape == target.shape:
+        if isinstance(target, ChunkedTensor) and target.lacks(value) is None:
+            return value
+        return f"comes in chunks that do not hold what this rank needs; {expected}, whole"
+    return f"has shape {tuple(value.shape)}, {expected}"

@@ -1,10 +1,10 @@
-"""`CostModel`: seconds by phase and bytes of every piece of every option, all at once.
+"""`CostModel`: seconds by phase and bytes of every shard of every option, all at once.
 
 [Note: phases]
 A step has five *phases*; ranks wait for each other between them, so a step takes the sum over phases of the slowest
-rank, not the slowest rank's sum. A *piece* is one rectangle of one parameter on one rank. A piece costs its own rank
-(`local`), and a little on every rank (`everywhere`): what comes back to where the samples are. Symbols, per copy of the
-tables: b samples per table rank, R table ranks, N = b * R samples, G copies (replicas).
+rank, not the slowest rank's sum. A shard costs its own rank (`local`), and a little on every rank (`everywhere`): what
+comes back to where the samples are. Symbols, per copy of the tables: b samples per table rank, R table ranks, N = b * R
+samples, G copies (replicas).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Array = NDArray[np.float64]
 
 
 class ShardInfo(NamedTuple):
-    """What the model knows of one rectangle; a column each in `Pieces`."""
+    """What the model knows of one shard of one parameter; a column each in the arrays that it works with."""
 
     rows: float
     columns: float
@@ -43,7 +43,7 @@ class ShardInfo(NamedTuple):
     pooled: bool
     is_table: bool
     replicated: bool
-    """Whole on every rank; this piece stands for all of them."""
+    """Whole on every rank; this shard stands for all of them."""
     row_cut_in_host: bool
     """Other row blocks of the same columns lie on the same coordinate of the outer axis."""
     state_per_element: float
@@ -59,7 +59,7 @@ class ShardInfo(NamedTuple):
         replicated: bool,
         row_cut_in_host: bool,
     ) -> ShardInfo:
-        """The piece that `shard` is of a parameter."""
+        """What is known of a shard of a parameter."""
         item_bytes = info.dtype.itemsize
         per_element, per_row = info.state_bytes or (_UNKNOWN_STATE * item_bytes, 0)
         return cls(
@@ -109,22 +109,23 @@ class CostModel:
     id_bytes: int = 8
 
     def costs(
-        self, pieces: list[ShardInfo], env: ShardingEnv, topology: Topology, batch_size: float
+        self, shards: list[ShardInfo], env: ShardingEnv, topology: Topology, batch_size: float
     ) -> tuple[Array, Array]:
-        """Cost of each piece.
+        """Cost of each shard.
 
         Args:
             batch_size: samples per data rank.
 
         Returns:
-            `local` and `everywhere`, both (pieces, 6): seconds of the five `PHASES`, then bytes.
+            `local` and `everywhere`, both (shards, 6): seconds of the five `PHASES`, then bytes.
         """
-        p = _columns(pieces)
+        p = _columns(shards)
         links = topology.links(env)
         ranks, replicas = env.table_size, prod(_axis_sizes(env, "replicate"))
         own_samples = batch_size / prod(_axis_sizes(env, "tensor"))
         samples = np.where(p["replicated"], own_samples, own_samples * ranks) * p["is_table"]
 
+        # Rows are taken as equally likely: a row block gets its share of the ids, and pooled it sends every bag still.
         weight_bytes = p["rows"] * p["columns"] * p["item_bytes"]
         row_bytes = p["columns"] * p["item_bytes"]
         ids = samples * p["ids_per_sample"] * p["rows"] / p["table_rows"]
@@ -132,14 +133,16 @@ class CostModel:
         id_bytes = ids * self.id_bytes + samples * p["features"] * _LENGTH_BYTES
         bag_bytes = bags * row_bytes
 
+        # Lookup, and the way there and back: data-parallel tables are looked up where the samples are.
         direct, summed = _seconds_per_byte(env, topology)
         away = ~p["replicated"]
-        local = np.zeros((len(pieces), BYTES + 1))
+        local = np.zeros((len(shards), BYTES + 1))
         local[:, INPUT] = id_bytes * direct * away
         read = np.where(p["is_table"], ids * (row_bytes + self.id_bytes) + bag_bytes, weight_bytes)
         local[:, FORWARD] = np.maximum(read / topology.memory_bandwidth, ids * p["columns"] / topology.flops)
         local[:, OUTPUT] = bag_bytes * np.where(p["row_cut_in_host"], summed, direct) * away
 
+        # Gradients come as bags went. Copies then share theirs: by ids and bags, or as one sum of the whole table's.
         slowest = min((links[a].bandwidth for a in env.names), default=1.0)
         to_replica = min((links[a].bandwidth for a in env.axes("replicate")), default=1.0)
         sent_to_replicas = (replicas - 1) * (id_bytes + bag_bytes) / to_replica
@@ -147,6 +150,8 @@ class CostModel:
         whole = p["replicated"] | ~p["is_table"]
         local[:, GRADIENT] = local[:, OUTPUT] + np.where(p["replicated"], all_reduced, sent_to_replicas)
 
+        # An update reads its gradient and reads and writes its row and the row's state. Dense gradients are written
+        # and read whole; a data-parallel table's rows are updated from them.
         updates = ids * np.where(p["replicated"], 1, replicas)
         state_bytes = p["columns"] * p["state_per_element"] + p["state_per_row"]
         dense = p["dense_gradient"] | whole
@@ -170,8 +175,8 @@ class CostModel:
         links = topology.links(env)
 
         def latency(*roles: str) -> float:
-            sizes = dict(zip(env.names, env.shape, strict=True))
-            return max((links[a].latency for a in env.axes(*roles) if sizes[a] > 1), default=0.0)
+            crossed = zip(env.axes(*roles), _axis_sizes(env, *roles), strict=True)
+            return max((links[axis].latency for axis, size in crossed if size > 1), default=0.0)
 
         seconds = np.zeros((2, BYTES))
         exchange = latency("shard", "tensor")
@@ -199,8 +204,8 @@ def _seconds_per_byte(env: ShardingEnv, topology: Topology) -> tuple[float, floa
     return direct, to_locals * inner + to_hosts / local * outer
 
 
-def _columns(pieces: list[ShardInfo]) -> dict[str, NDArray[Any]]:
-    table = np.array(pieces, dtype=np.float64).reshape(len(pieces), len(ShardInfo._fields))
+def _columns(shards: list[ShardInfo]) -> dict[str, NDArray[Any]]:
+    table = np.array(shards, dtype=np.float64).reshape(len(shards), len(ShardInfo._fields))
     columns: dict[str, NDArray[Any]] = {name: table[:, i] for i, name in enumerate(ShardInfo._fields)}
     for name in ("pooled", "is_table", "replicated", "row_cut_in_host", "dense_gradient"):
         columns[name] = columns[name].astype(bool)
