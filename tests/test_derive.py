@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dmp import PlanError
-from sharders.tensor_parallel.auto_plan import Derived, check_heads, complete_sequence, derive
+from sharders.tensor_parallel.auto_plan import Choice, check_heads, complete_sequence, derive
 from sharders.tensor_parallel.head_counts import ModelRuns, divided_attributes
 from sharders.tensor_parallel.structure.find_transformer import recognise
 from tests.transformers_zoo import GPT, Bert, Llama, LlamaBlock, LlamaPositionsFirst
@@ -22,7 +22,7 @@ def of_block(styles: dict[str, str], block: str) -> dict[str, str]:
     return {p[len(block) + 1 :]: s for p, s in styles.items() if p.startswith(block + ".")}
 
 
-def is_verified(found: Derived) -> bool:
+def is_verified(found: Choice) -> bool:
     return any(n.startswith("verified by a dry run") for n in found.notes)
 
 

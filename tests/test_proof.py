@@ -16,7 +16,6 @@ from dmp import DistributedModelParallel, PlanError, ShardingEnv, sequence
 from sharders import TensorParallelSharder
 from sharders.tensor_parallel import head_counts as local_attributes
 from sharders.tensor_parallel.head_counts import ModelRuns
-from sharders.tensor_parallel.proof.proof import Verdicts
 from sharders.tensor_parallel.proof.sample import Sample
 from sharders.tensor_parallel.proof.simulated import SimulationError, simulate
 from sharders.tensor_parallel.sharder import TensorParallelPlacement
@@ -32,7 +31,7 @@ def place(model: nn.Module, env: ShardingEnv = TP2, **options: Any) -> TensorPar
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_attributes, "_verdicts", Verdicts())
+    local_attributes._known.cache_clear()
 
 
 class Attention(nn.Module):
@@ -336,13 +335,6 @@ def _refused_on_every_rank() -> None:
 
 def test_a_plan_that_is_wrong_is_refused_on_every_rank_and_nothing_is_changed() -> None:
     run_ranks(2, _refused_on_every_rank)
-
-
-def test_verdicts_are_bounded() -> None:
-    known = Verdicts(limit=2)
-    for i in range(3):
-        known[i] = None
-    assert [i in known for i in range(3)] == [False, True, True]
 
 
 def test_proofs_leave_no_trace() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -19,18 +19,19 @@ from sharders.tensor_parallel.proof.sample import UnprovedError
 from sharders.tensor_parallel.prove import PlanProof, prove, warn_on_first_rank
 from sharders.tensor_parallel.sequence import sequence_styles
 from sharders.tensor_parallel.split.patterns import with_ties
+from sharders.tensor_parallel.split.styles import Style
 from sharders.tensor_parallel.structure.dry_run import DryRunError
-from sharders.tensor_parallel.structure.transformer import Block, Branch, Transformer
+from sharders.tensor_parallel.structure.transformer import Branch, Transformer
 
 _TRIES, _TRIES_OF_ONE = 8, 3  # ways to divide attributes; the likeliest come first
 
 
 @dataclass(frozen=True)
-class Derived:
+class Choice:
     """A plan and how it came about."""
 
-    styles: Mapping[str, str]
-    """Module path -> style name."""
+    styles: Mapping[str, Style]
+    """Module path -> style; its name where it was derived."""
 
     divided: Mapping[tuple[str, str], int]
     """(module path, attribute) -> the value it must have on each rank."""
@@ -47,7 +48,7 @@ class _Candidate:
     styles: Mapping[str, str]
 
 
-def derive(runs: ModelRuns, axis: str, *, sequence_parallel: bool = False, loss_parallel: bool = False) -> Derived:
+def derive(runs: ModelRuns, axis: str, *, sequence_parallel: bool = False, loss_parallel: bool = False) -> Choice:
     """A plan for every block that can be split; nothing is changed, parameters may be on meta.
 
     Args:
@@ -62,7 +63,7 @@ def derive(runs: ModelRuns, axis: str, *, sequence_parallel: bool = False, loss_
     """
     model, transformer, size = runs.model, runs.transformer, runs.size
     if not transformer.blocks:
-        return Derived({}, {}, ("no transformer blocks: nothing to split by tensor parallelism",))
+        return Choice({}, {}, ("no transformer blocks: nothing to split by tensor parallelism",))
     for block in transformer.blocks:
         for branch in block.branches:
             _check_branch(join_name(block.path, branch.path), branch, size, axis)
@@ -77,10 +78,10 @@ def derive(runs: ModelRuns, axis: str, *, sequence_parallel: bool = False, loss_
     if sequence_parallel:
         styles, note = sequence_styles(runs, styles, divided, axis)
         notes.append(note)
-    return Derived(styles, divided, tuple(notes))
+    return Choice(styles, divided, tuple(notes))
 
 
-def complete_sequence(runs: ModelRuns, styles: Mapping[str, str], axis: str, *, loss_parallel: bool = False) -> Derived:
+def complete_sequence(runs: ModelRuns, styles: Mapping[str, str], axis: str, *, loss_parallel: bool = False) -> Choice:
     """A plan of splits, completed for sequence parallelism: see [Note: sequence region].
 
     Args:
@@ -92,7 +93,7 @@ def complete_sequence(runs: ModelRuns, styles: Mapping[str, str], axis: str, *, 
     """
     divided = divided_attributes(runs, styles)
     done, note = sequence_styles(runs, styles, divided, axis, loss_parallel=loss_parallel)
-    return Derived(done, divided, (note,))
+    return Choice(done, divided, (note,))
 
 
 def check_heads(transformer: Transformer, styles: Mapping[str, str], size: int, axis: str) -> None:
@@ -123,11 +124,10 @@ def _check_branch(path: str, branch: Branch, size: int, axis: str) -> None:
 
 
 def _branch_candidates(model: nn.Module, transformer: Transformer) -> Iterator[_Candidate]:
-    for first, blocks in _by_structure(transformer):
+    for blocks in transformer.by_structure():
+        first = blocks[0]
         for branch in first.branches:
-            name = _counted(
-                join_name(first.path, branch.path) if branch.path else join_name(first.path, branch.down), len(blocks)
-            )
+            name = _counted(join_name(first.path, branch.path or branch.down), len(blocks))
             relative = _branch_styles(model.get_submodule(first.path), branch)
             yield _Candidate(name, {join_name(b.path, n): style for b in blocks for n, style in relative.items()})
 
@@ -193,7 +193,8 @@ def _decide(
     vocabulary = _seen_vocabulary(runs, branches, vocabulary, notes)
     others = _merged(vocabulary)
     try:
-        styles, divided = _proved_blocks(runs, axis, notes)
+        # One block of each structure on its own, with hidden states.
+        styles, divided = _of_blocks(runs, lambda alone, found, said: _proved(alone, axis, found, said), notes)
     except UnprovedError:
         notes.append(f"not proved: {failure}")
         styles, divided = _verified(runs, list(_without_disproved(runs, axis, branches, notes)), notes)
@@ -247,20 +248,12 @@ def _seen_vocabulary(
     return []
 
 
-def _proved_blocks(runs: ModelRuns, axis: str, notes: list[str]) -> tuple[dict[str, str], Divided]:
-    """One block of each structure on its own, with hidden states."""
-
-    def decide(alone: ModelRuns, candidates: list[_Candidate], of_block: list[str]) -> tuple[dict[str, str], Divided]:
-        return _proved(alone, axis, candidates, of_block)
-
-    return _of_blocks(runs, decide, notes)
-
-
 def _without_disproved(
     runs: ModelRuns, axis: str, branches: list[_Candidate], notes: list[str]
 ) -> Iterator[_Candidate]:
     """Branches without those that run alone, of the first block of each structure, and are wrong there."""
-    for candidate, block in zip(branches, _blocks_of_branches(runs.transformer), strict=True):
+    blocks = [block.path for block in runs.transformer.representatives() for _ in block.branches]
+    for candidate, block in zip(branches, blocks, strict=True):
         styles = {path: style for path, style in candidate.styles.items() if is_inside(path, block)}
         failure = prove(runs, styles, [runs.divide_by_source(styles)], axis).failure
         if failure:
@@ -268,11 +261,6 @@ def _without_disproved(
             warn_on_first_rank(notes[-1])
         else:
             yield candidate
-
-
-def _blocks_of_branches(transformer: Transformer) -> Iterator[str]:
-    """The path of the first block, for each branch in `_branch_candidates`' order."""
-    return (first.path for first, _ in _by_structure(transformer) for _ in first.branches)
 
 
 def _verified(runs: ModelRuns, branches: list[_Candidate], notes: list[str]) -> tuple[dict[str, str], Divided]:
@@ -314,21 +302,18 @@ def _of_blocks(
     notes: list[str],
 ) -> tuple[dict[str, str], Divided]:
     """What `decide` says of one block of each structure, for all of them."""
-    transformer = runs.transformer
     styles: dict[str, str] = {}
     divided: Divided = {}
     said: list[str] = []
-    for first, blocks in _by_structure(transformer):
-        module = runs.model.get_submodule(first.path)
-        alone = Transformer((replace(first, path=""),), transformer.width, None, None)
+    for blocks in runs.transformer.by_structure():
+        alone = runs.of_block(blocks[0])
         of_block: list[str] = []
-        alone_runs = ModelRuns(module, runs.size, alone)
-        local, attributes = decide(alone_runs, list(_branch_candidates(module, alone)), of_block)
-        said += [f"{first.path}: {note}" for note in of_block]
+        local, attributes = decide(alone, list(_branch_candidates(alone.model, alone.transformer)), of_block)
+        said += [f"{blocks[0].path}: {note}" for note in of_block]
         for path in (b.path for b in blocks):
             styles |= {join_name(path, name): style for name, style in local.items()}
             divided |= {(join_name(path, name), a): value for (name, a), value in attributes.items()}
-    notes += said
+    notes += said  # of all, or of none: where one block raises, its caller decides otherwise
     return styles, divided
 
 
@@ -336,18 +321,10 @@ def _merged(candidates: Iterable[_Candidate]) -> dict[str, str]:
     return {path: style for each in candidates for path, style in each.styles.items()}
 
 
-def _by_structure(transformer: Transformer) -> Iterator[tuple[Block, list[Block]]]:
-    """The first block of each structure, and all of them."""
-    found: dict[int, list[Block]] = {}
-    for block in transformer.blocks:
-        found.setdefault(block.structure, []).append(block)
-    yield from ((blocks[0], blocks) for blocks in found.values())
-
-
 def _whole_notes(transformer: Transformer) -> Iterator[str]:
-    for first, blocks in _by_structure(transformer):
-        for whole in first.whole:
-            yield f"{_counted(join_name(first.path, whole.path), len(blocks))}: left whole, {whole.why}"
+    for blocks in transformer.by_structure():
+        for whole in blocks[0].whole:
+            yield f"{_counted(join_name(blocks[0].path, whole.path), len(blocks))}: left whole, {whole.why}"
 
 
 def _counted(path: str, count: int) -> str:

@@ -10,14 +10,15 @@ from __future__ import annotations
 import inspect
 import itertools
 import re
-from collections.abc import Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 
 from torch import nn
 
 from dmp import join_name
 from sharders.tensor_parallel.proof.likeness import UnlikeError, likeness, value_key
-from sharders.tensor_parallel.proof.proof import Verdict, Verdicts, disproof
+from sharders.tensor_parallel.proof.proof import Verdict, disproof
 from sharders.tensor_parallel.proof.sample import Sample, UnprovedError
 from sharders.tensor_parallel.split.styles import Style
 from sharders.tensor_parallel.structure.dry_run import (
@@ -36,7 +37,11 @@ from sharders.tensor_parallel.structure.transformer import HEAD_DIM, HEADS, KV_H
 
 Divided = dict[tuple[str, str], int]
 
-_verdicts = Verdicts()
+
+@lru_cache(maxsize=64)
+def _known(key: Hashable) -> list[Verdict]:
+    """Where the verdict on a plan is kept, by all that decides on it; the oldest are forgotten."""
+    return []
 
 
 @dataclass(frozen=True)
@@ -73,11 +78,13 @@ class ModelRuns:
         self.size = size
         self.transformer = recognise(model) if transformer is None else transformer
         self.copies = MetaCopies(model, self.transformer)
-        self._unsplit: Unsplit | DryRunError | None = None
-        self._sample: Sample | UnprovedError | None = None
-        self._likeness: Hashable = None
         self.proved_on = ""
         """What the last plan was proved on."""
+
+    def of_block(self, block: Block) -> ModelRuns:
+        """Of one of the blocks, alone."""
+        alone = Transformer((replace(block, path=""),), self.transformer.width, None, None)
+        return ModelRuns(self.model.get_submodule(block.path), self.size, alone)
 
     def unsplit(self) -> Unsplit:
         """Run the unsplit model, the first time.
@@ -85,18 +92,17 @@ class ModelRuns:
         Raises:
             DryRunError: it does not run with guessed inputs.
         """
-        if self._unsplit is None:
-            try:
-                self._unsplit = self._run_unsplit()
-            except DryRunError as error:
-                self._unsplit = error
         if isinstance(self._unsplit, DryRunError):
             raise DryRunError(str(self._unsplit))
         return self._unsplit
 
-    def _run_unsplit(self) -> Unsplit:
-        found = {(a.path, a.name): a for _, a in _attributes(self.model, self.transformer.representatives().values())}
-        feed, whole = find_feed(self.copies, self.size, found)
+    @cached_property
+    def _unsplit(self) -> Unsplit | DryRunError:
+        found = {(a.path, a.name): a for _, a in _attributes(self.model, self.transformer.representatives())}
+        try:
+            feed, whole = find_feed(self.copies, self.size, found)
+        except DryRunError as error:
+            return error
         # Where no product of activations shows the size of a head, shapes cannot tell: then counts are divided if read.
         read = (found[key] for key in found if key in whole.reads)
         return Unsplit(feed, whole, _options(read, only_counts=not whole.contractions))
@@ -116,7 +122,7 @@ class ModelRuns:
             options = self.unsplit().options
             yield from (self.divide(styles, names) for names in options if self._fits(styles, names))
         except DryRunError:
-            options = _options(a for _, a in _attributes(self.model, self.transformer.representatives().values()))
+            options = _options(a for _, a in _attributes(self.model, self.transformer.representatives()))
         yield self.divide_by_source(styles)
         yield from (self.divide(styles, names) for names in options)
 
@@ -144,24 +150,26 @@ class ModelRuns:
     def _verdict(self, styles: Mapping[str, Style], divided: Divided, axis: str) -> Verdict:
         try:
             plan = value_key(dict(sorted(styles.items()))), tuple(sorted(divided.items()))
-            key = (self._alike(), self.size, axis, *plan)
+            key = (self._likeness, self.size, axis, *plan)
         except UnlikeError:
             return self._found(styles, divided, axis)
-        if key not in _verdicts:
-            _verdicts[key] = self._found(styles, divided, axis)
-        return _verdicts[key]
+        kept = _known(key)
+        if not kept:
+            kept.append(self._found(styles, divided, axis))
+        return kept[0]
 
-    def _alike(self) -> Hashable:
-        if self._likeness is None:
-            self._likeness = likeness(self.copies.kept()), tuple(self.copies.repeats().items())
-        return self._likeness
+    @cached_property
+    def _likeness(self) -> Hashable:
+        return likeness(self.copies.kept()), tuple(self.copies.repeats().items())
+
+    @cached_property
+    def _sample(self) -> Sample | UnprovedError:
+        try:
+            return self._real()
+        except UnprovedError as error:
+            return error
 
     def _found(self, styles: Mapping[str, Style], divided: Divided, axis: str) -> Verdict:
-        if self._sample is None:
-            try:
-                self._sample = self._real()
-            except UnprovedError as error:
-                self._sample = error
         if isinstance(self._sample, UnprovedError):
             return Verdict(unproved=str(self._sample))
         return Verdict(disproof(self._sample, styles, divided, axis), on=str(self._sample))
@@ -190,7 +198,7 @@ class ModelRuns:
     def _fits(self, styles: Mapping[str, str], names: frozenset[str]) -> bool:
         """Whether the model runs with local shapes, and gives the same shapes outside the branches."""
         divided, known = self.divide(styles, names), self.unsplit()
-        insides = [p for b in self.transformer.representatives().values() for p in _insides(self.model, b, styles)]
+        insides = [p for b in self.transformer.representatives() for p in _insides(self.model, b, styles)]
 
         def edit(modules: dict[str, nn.Module]) -> None:
             make_local(modules, styles, divided, self.size)
@@ -204,19 +212,15 @@ class ModelRuns:
     def divide(self, styles: Mapping[str, str], names: Iterable[str]) -> Divided:
         """Local values of the attributes called `names`, in every attention that `styles` split."""
         names = set(names)
-        return {
-            (a.path, a.name): a.value // self.size
-            for down, a in (_attributes(self.model, self.transformer.blocks) if names else ())
-            if a.name in names and down in styles
-        }
+        return self._local(styles, lambda a: a.name in names) if names else {}
 
     def divide_by_source(self, styles: Mapping[str, str]) -> Divided:
         """The same, by what the methods of an attention's class do with the attribute; shapes are not verified."""
-        return {
-            (a.path, a.name): a.value // self.size
-            for down, a in _attributes(self.model, self.transformer.blocks)
-            if down in styles and _is_used(type(self.model.get_submodule(a.path)), a)
-        }
+        return self._local(styles, lambda a: _is_used(type(self.model.get_submodule(a.path)), a))
+
+    def _local(self, styles: Mapping[str, str], is_divided: Callable[[Attribute], bool]) -> Divided:
+        every = _attributes(self.model, self.transformer.blocks)
+        return {(a.path, a.name): a.value // self.size for down, a in every if down in styles and is_divided(a)}
 
 
 def _options(attributes: Iterable[Attribute], *, only_counts: bool = False) -> tuple[frozenset[str], ...]:

@@ -19,7 +19,7 @@ from sharders.tensor_parallel.proof.proof import RAISES
 from sharders.tensor_parallel.proof.sample import UnprovedError
 from sharders.tensor_parallel.split.styles import Style, family
 from sharders.tensor_parallel.structure.find_transformer import recognise
-from sharders.tensor_parallel.structure.transformer import Transformer, outward
+from sharders.tensor_parallel.structure.transformer import outward
 
 
 @dataclass(frozen=True)
@@ -119,17 +119,14 @@ def _below(path: str, scope: str) -> str:
 
 
 def _alone(runs: ModelRuns, scope: str) -> ModelRuns:
+    block = next((b for b in runs.transformer.blocks if b.path == scope), None)
+    if block is not None:
+        return runs.of_block(block)
     module = runs.model.get_submodule(scope)
-    blocks = [b for b in runs.transformer.blocks if b.path == scope]
-    if blocks:
-        return ModelRuns(
-            module, runs.size, Transformer((replace(blocks[0], path=""),), runs.transformer.width, None, None)
-        )
     transformer = recognise(module)
     if not transformer.width:
-        transformer = replace(
-            transformer, width=next((m.in_features for m in module.modules() if isinstance(m, nn.Linear)), 0)
-        )
+        width = next((m.in_features for m in module.modules() if isinstance(m, nn.Linear)), 0)
+        transformer = replace(transformer, width=width)
     return ModelRuns(module, runs.size, transformer)
 
 

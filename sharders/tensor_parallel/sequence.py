@@ -75,7 +75,7 @@ def sequence_styles(
     _set(done, transformer.blocks[0].path, "split_sequence", axis)
     _set(done, final or transformer.blocks[-1].path, "gather_sequence", axis)
     owned = [join_name(b.path, n) for b in transformer.blocks for n in _owners(model.get_submodule(b.path))]
-    sliced = [path for path in owned if not any(p in scopes for p in outward(path))]
+    sliced = [path for path in owned if scopes.isdisjoint(outward(path))]
     _check_norms(model, [p for p in sliced if p not in done], transformer.width, axis)
     if unsplit is not None:
         sliced = _see_slices(runs, done, divided, unsplit, axis)
@@ -151,14 +151,17 @@ def _final_norm(model: nn.Module, transformer: Transformer, whole: Trace | None)
         after = [join_name(stack.rpartition(".")[0], n) for n in names]
     else:
         after = whole.order[whole.order.index(last) + 1 :] if last in whole.order else []
-    owners = (p for p in after if any(True for _ in model.get_submodule(p).parameters(recurse=False)))
-    first = next(owners, None)
+    first = next((p for p in after if _has_parameters(model.get_submodule(p))), None)
     return first if first is not None and is_norm(model.get_submodule(first), transformer.width) else None
 
 
 def _owners(module: nn.Module) -> Iterator[str]:
     """Modules inside that have parameters of their own."""
-    return (name for name, m in module.named_modules() if any(True for _ in m.parameters(recurse=False)))
+    return (name for name, m in module.named_modules() if _has_parameters(m))
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return any(p is not None for p in module._parameters.values())
 
 
 def _see_slices(
@@ -188,11 +191,12 @@ def _see_slices(
             "use TensorParallelSharder(sequence_parallel=False)"
         ) from error
     sliced: dict[int, list[str]] = {}
-    for structure, first in transformer.representatives().items():
-        owners = _owners(runs.model.get_submodule(first.path))
-        sliced[structure] = [
-            n for n in owners if _is_sliced(*(t.inputs.get(join_name(first.path, n), []) for t in (seen, whole)))
-        ]
+    for first in transformer.representatives():
+        here = sliced.setdefault(first.structure, [])
+        for name in _owners(runs.model.get_submodule(first.path)):
+            path = join_name(first.path, name)
+            if _is_sliced(seen.inputs.get(path, []), whole.inputs.get(path, [])):
+                here.append(name)
     return [join_name(block.path, name) for block in transformer.blocks for name in sliced[block.structure]]
 
 

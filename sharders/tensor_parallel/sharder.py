@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from dmp import Layout, PlanError, ShardError, ShardingEnv
-from sharders.tensor_parallel.auto_plan import check_heads, complete_sequence, derive
+from sharders.tensor_parallel.auto_plan import Choice, check_heads, complete_sequence, derive
 from sharders.tensor_parallel.head_counts import Divided, ModelRuns, divided_attributes
 from sharders.tensor_parallel.prove import prove, warn_on_first_rank
 from sharders.tensor_parallel.split.patterns import Styles, expand, from_layouts, own_plan, with_heads, with_ties
@@ -75,8 +75,7 @@ class TensorParallelSharder:
             )
         if env.tensor_size == 1:
             return TensorParallelPlacement(wanted, {}, {}, (), env)
-        choice = _Placing(model, ModelRuns(model, env.tensor_size), axes[0], self).place(wanted)
-        return TensorParallelPlacement(choice.layouts, choice.styles, choice.divided, choice.notes, env)
+        return _Placing(model, ModelRuns(model, env.tensor_size), axes[0], self, env).place(wanted)
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,11 @@ class TensorParallelPlacement:
     env: ShardingEnv = field(repr=False)
 
     def apply(self, model: nn.Module) -> None:
-        """Split the model in place. No communication, but for the random state; parameters may be on meta."""
+        """Split the model in place. No communication, but for the random state; parameters may be on meta.
+
+        Raises:
+            ShardError: the mesh is abstract.
+        """
         if self.env.tensor_size == 1:
             return
         mesh = self.env.submesh("tensor")
@@ -118,8 +121,9 @@ class _Placing:
     runs: ModelRuns
     axis: str
     sharder: TensorParallelSharder
+    env: ShardingEnv
 
-    def place(self, wanted: Mapping[str, Layout]) -> _Checked:
+    def place(self, wanted: Mapping[str, Layout]) -> TensorParallelPlacement:
         """What is split; nothing wanted is the sharder's own choice."""
         if not wanted:
             return self._own()
@@ -132,7 +136,7 @@ class _Placing:
         asked = self._given(wanted)
         return own if own.layouts == self._layouts(asked.styles) else self._checked(asked)
 
-    def _own(self) -> _Checked:
+    def _own(self) -> TensorParallelPlacement:
         """The sharder's plan, the model's, or one from its structure."""
         sharder = self.sharder
         if sharder.plan is not None:
@@ -148,11 +152,11 @@ class _Placing:
         warn_on_first_rank(note)
         return found
 
-    def _planned(self, plan: Mapping[str, Style]) -> _Choice:
+    def _planned(self, plan: Mapping[str, Style]) -> Choice:
         styles = with_ties(self.model, expand(self.model, plan))
         return self._completed(styles, self.sharder.sequence_parallel and bool(plan))
 
-    def _derived(self, notes: tuple[str, ...]) -> _Checked:
+    def _derived(self, notes: tuple[str, ...]) -> TensorParallelPlacement:
         sharder = self.sharder
         found = derive(
             *(self.runs, self.axis),
@@ -160,21 +164,21 @@ class _Placing:
             loss_parallel=sharder.loss_parallel,
         )
         styles = self._with_heads(with_ties(self.model, expand(self.model, found.styles)))
-        return self._checked(_Choice(styles, found.divided, (*notes, *found.notes)), is_derived=True)
+        return self._checked(Choice(styles, found.divided, (*notes, *found.notes)), is_derived=True)
 
-    def _given(self, wanted: Mapping[str, Layout]) -> _Choice:
+    def _given(self, wanted: Mapping[str, Layout]) -> Choice:
         styles = with_ties(self.model, from_layouts(self.model, wanted))
         splits = {path: style for path, style in styles.items() if family(style) != "sequence"}
         found = self._completed(splits, len(splits) < len(styles))
-        return _Choice({**styles, **found.styles}, found.divided, found.notes)
+        return Choice({**styles, **found.styles}, found.divided, found.notes)
 
-    def _completed(self, styles: Styles, is_sequence: bool) -> _Choice:
+    def _completed(self, styles: Styles, is_sequence: bool) -> Choice:
         """A plan of splits, with the rest that it needs."""
         styles = self._with_heads(styles)
         self._check(styles)
         names = _names(styles)
         if not is_sequence:
-            return _Choice(styles, divided_attributes(self.runs, names), ())
+            return Choice(styles, divided_attributes(self.runs, names), ())
         for path, style in styles.items():
             if not isinstance(style, str):
                 raise PlanError(
@@ -182,17 +186,17 @@ class _Placing:
                     f"cannot change a {type(style).__name__} object; give the style's name, or sequence_parallel=False"
                 )
         found = complete_sequence(self.runs, names, self.axis, loss_parallel=self.sharder.loss_parallel)
-        return _Choice({**styles, **expand(self.model, found.styles)}, found.divided, found.notes)
+        return Choice({**styles, **expand(self.model, found.styles)}, found.divided, found.notes)
 
     def _with_heads(self, styles: Styles) -> Styles:
         is_loss_parallel = self.sharder.loss_parallel and self.sharder.plan != {}
         return with_heads(self.model, self.runs.transformer, styles, is_loss_parallel)
 
-    def _checked(self, choice: _Choice, *, is_derived: bool = False) -> _Checked:
+    def _checked(self, choice: Choice, *, is_derived: bool = False) -> TensorParallelPlacement:
         styles = {path: choice.styles[path] for path, _ in self.model.named_modules() if path in choice.styles}
         self._check(styles)
         if not styles:
-            return _Checked(styles, choice.divided, choice.notes, {})
+            return TensorParallelPlacement({}, {}, choice.divided, choice.notes, self.env)
         proof = prove(self.runs, styles, self._choices(choice, styles, is_derived), self.axis)
         if proof.divided is None:
             raise _WrongPlanError(
@@ -205,9 +209,9 @@ class _Placing:
             notes = (*notes, proof.note)
         if proof.unproved:
             warn_on_first_rank(proof.note)
-        return _Checked(styles, proof.divided, notes, self._layouts(styles))
+        return TensorParallelPlacement(self._layouts(styles), styles, proof.divided, notes, self.env)
 
-    def _choices(self, choice: _Choice, styles: Styles, is_derived: bool) -> Iterator[Divided]:
+    def _choices(self, choice: Choice, styles: Styles, is_derived: bool) -> Iterator[Divided]:
         yield dict(choice.divided)
         if not is_derived:
             yield from self.runs.divisions(_names(styles))
@@ -225,7 +229,7 @@ class _Placing:
         names = {path: style if isinstance(style, str) else family(style) for path, style in styles.items()}
         check_heads(self.runs.transformer, names, self.runs.size, self.axis)
 
-    def _layouts(self, styles: Styles) -> dict[str, Layout]:
+    def _layouts(self, styles: Mapping[str, Style]) -> dict[str, Layout]:
         """By the first name of each parameter."""
         first = {id(p): name for name, p in self.model.named_parameters()}
         found: dict[str, Layout] = {}
@@ -234,22 +238,6 @@ class _Placing:
             for name, layout in layouts_of(style, module).items():
                 found.setdefault(first[id(module._parameters[name])], layout)
         return {name: found[name] for name in first.values() if name in found}
-
-
-@dataclass(frozen=True)
-class _Choice:
-    """Styles by module path, with what goes with them; not checked yet."""
-
-    styles: Styles
-    divided: Mapping[tuple[str, str], int]
-    notes: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class _Checked(_Choice):
-    """The same, checked, with what it does to parameters."""
-
-    layouts: Mapping[str, Layout]
 
 
 class _WrongPlanError(PlanError):

@@ -65,7 +65,8 @@ def check_sharder(
         world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         env = ShardingEnv.single() if world is None else ShardingEnv.from_process_group(world)
     subject = Subject(sharder, make_module, make_batch, env)
-    group = _group_of_verdicts(env)
+    of_env = env.group() if env.size > 1 else None
+    group = None if of_env is None else _patient(of_env)
     for check in ONCE:
         _run(check, subject, Case(), group)
     plans = list(plans_of(subject))
@@ -78,15 +79,12 @@ def check_sharder(
         _run(check, subject, cases[0], group)
 
 
-def _group_of_verdicts(env: ShardingEnv) -> dist.ProcessGroup | None:
-    """A group of the same ranks that waits longer than theirs does; None for one rank."""
-    group = env.group()
-    return None if group is None or env.size == 1 else _patient(group)
-
-
 @lru_cache(maxsize=64)
 def _patient(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Made once: a second group of the same ranks would meet at the first one's address."""
+    """A group of the same ranks that waits longer than theirs does.
+
+    Made once: a second group of the same ranks would meet at the first one's address.
+    """
     ranks = dist.get_process_group_ranks(group)
     made: dist.ProcessGroup = dist.new_group(ranks, _PATIENCE, backend="gloo", use_local_synchronization=True)
     return made

@@ -16,11 +16,13 @@ Pieces = list[tuple[tuple[int, ...], torch.Tensor]]
 
 
 def local_of(value: Any) -> torch.Tensor:
+    """This rank's values, without a graph."""
     local: torch.Tensor = value.to_local().detach() if is_dtensor(value) else value.detach()
     return local
 
 
 def pieces_of(value: Any) -> Pieces:
+    """(offset, values) of what this rank holds of a sharded tensor; a plain one is held whole."""
     if isinstance(value, ChunkedTensor):
         return list(zip(value.offsets, value.chunks, strict=True))
     if is_dtensor(value):
@@ -93,6 +95,7 @@ def compare_places(name: str, value: Any, shape: tuple[int, ...], mine: Sequence
 
 
 def compare_pieces(what: str, value: Any, expected: torch.Tensor) -> Iterator[str]:
+    """This rank's pieces with the same rectangles of the whole tensor."""
     if tuple(value.shape) != tuple(expected.shape):
         yield f"{what}: expected shape {tuple(expected.shape)}, got {tuple(value.shape)}"
         return
@@ -103,6 +106,7 @@ def compare_pieces(what: str, value: Any, expected: torch.Tensor) -> Iterator[st
 
 
 def compare_state(model: DistributedModelParallel, plain: nn.Module, when: str) -> Iterator[str]:
+    """Every tensor of the plain module's state, by this rank's pieces."""
     state = model.state_dict()
     for name, expected in plain.state_dict().items():
         if name in state:
@@ -132,6 +136,7 @@ def compare_gradients(model: DistributedModelParallel, plain: nn.Module) -> Iter
 
 
 def compare_outputs(got: Any, expected: Any, when: str) -> Iterator[str]:
+    """Every tensor of an output, by its place in it."""
     given, wanted = list(tensors_of(got)), list(tensors_of(expected))
     if [place for place, _ in given] != [place for place, _ in wanted]:
         shown = [[place or "a tensor" for place, _ in side] for side in (wanted, given)]

@@ -107,15 +107,18 @@ def _uneven(info: ParameterInfo, env: ShardingEnv) -> Layout | None:
 
 
 def accepts(sharder: Any, info: ParameterInfo, layout: Layout, env: ShardingEnv) -> bool:
+    """What the sharder's `accepts` says; everything that fits, where it has none."""
     return bool(sharder.accepts(info, layout, env)) if hasattr(sharder, "accepts") else True
 
 
 def without_processes(env: ShardingEnv) -> ShardingEnv:
+    """The same mesh, abstract."""
     roles = {role: env.axes(role) for role in ("replicate", "shard", "tensor")}
     return ShardingEnv.abstract(env.shape, env.names, env.device_type, **roles)
 
 
 def sites(subject: Subject, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(path, module) of every module that the sharder takes."""
     for path, child in module.named_modules():
         if isinstance(child, subject.sharder.module_type):
             yield path, child

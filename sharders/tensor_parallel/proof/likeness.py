@@ -53,6 +53,7 @@ class _Seen:
         self._alive: list[Any] = []
 
     def module(self, module: nn.Module) -> tuple[Any, ...]:
+        """Class, shapes, kinds of children, and attributes of its own."""
         self._class(type(module))
         own = vars(module)
         return (
@@ -64,6 +65,7 @@ class _Seen:
         )
 
     def value(self, value: Any, depth: int) -> Any:
+        """A key of what an attribute holds, with its type: 1, 1.0 and True are not alike."""
         if value is None or isinstance(value, bool | int | float | complex | str | bytes | Enum | torch.dtype):
             return type(value), value
         if isinstance(value, torch.device | torch.memory_format | torch.layout):

@@ -68,7 +68,7 @@ def narrowings(model: nn.Module, transformer: Transformer, size: int) -> Iterato
     Args:
         size: ranks on the tensor axis, which divides all that is split.
     """
-    branches = [branch for block in transformer.representatives().values() for branch in block.branches]
+    branches = [branch for block in transformer.representatives() for branch in block.branches]
     yield _without_conflict(_Replacements(model, transformer, branches, size, size).widths())
     ranks = min(size, 2)
     yield _without_conflict(_Replacements(model, transformer, branches, size, ranks).heads().widths())

@@ -9,8 +9,7 @@ makes a difference as large as the numbers themselves.
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -69,10 +68,11 @@ def _differs(
     def job(mesh: DeviceMesh) -> _Rank:
         model = sample.make()
         modules = dict(model.named_modules())
-        here = {path: _own(style) for path, style in styles.items() if path in modules}
+        # A copy: a style object may keep something of the module it is applied to.
+        here = {path: copy.copy(style) for path, style in styles.items() if path in modules}
         attributes = {key: vars(modules[key[0]])[key[1]] // sample.ranks for key in divided if key[0] in modules}
         split(model, mesh, here, attributes)
-        run = sample.run(model, mesh.get_rank(), _between(modules))
+        run = sample.run(model, mesh.get_rank(), modules)
         return _Rank(run, {name: _gradient(p) for name, p in model.named_parameters()})
 
     try:
@@ -83,16 +83,6 @@ def _differs(
         return f"{RAISES} {type(error).__name__}: {text[:300]}"
     wrong = _compare(sample, ranks)
     return None if wrong is None else wrong + _departure(sample, ranks[0].run)
-
-
-def _own(style: Style) -> Style:
-    """A style object may keep something of the module it is applied to."""
-    return style if isinstance(style, str) else copy.copy(style)
-
-
-def _between(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Of whose outputs a failure can name the first."""
-    return {path: module for path, module in modules.items() if path}
 
 
 def _gradient(parameter: nn.Parameter) -> tuple[torch.Tensor | None, Any]:
@@ -181,7 +171,7 @@ def _largest(tensors: list[torch.Tensor]) -> float:
 def _departure(sample: Sample, run: Run) -> str:
     """The first module whose output is another one's on rank 0."""
     model = sample.make()
-    (whole,) = simulate(1, "whole", lambda _: sample.run(model, None, _between(dict(model.named_modules()))))
+    (whole,) = simulate(1, "whole", lambda _: sample.run(model, None, dict(model.named_modules())))
     scale = _largest(list(whole.between.values()))
     for path, expected in whole.between.items():
         here = run.between.get(path)
@@ -200,23 +190,3 @@ class Verdict:
     unproved: str = ""
     on: str = ""
     """What ran."""
-
-
-class Verdicts:
-    """What was found, by all that decides on it; the oldest are forgotten."""
-
-    def __init__(self, limit: int = 64) -> None:
-        self._limit = limit
-        self._known: OrderedDict[Hashable, Verdict] = OrderedDict()
-
-    def __contains__(self, key: Hashable) -> bool:
-        return key in self._known
-
-    def __getitem__(self, key: Hashable) -> Verdict:
-        self._known.move_to_end(key)
-        return self._known[key]
-
-    def __setitem__(self, key: Hashable, verdict: Verdict) -> None:
-        self._known[key] = verdict
-        while len(self._known) > self._limit:
-            self._known.popitem(last=False)

@@ -163,11 +163,11 @@ class Sample:
 
         Args:
             rank: which one of the ranks it is that runs the copy, split; None for the whole one.
-            watch: modules whose outputs are kept.
+            watch: modules whose outputs are kept, so that a failure can name the first; not the root's.
         """
         args, kwargs = self.inputs(model)
         run = Run([])
-        handles = [_keep(path, module, run.between) for path, module in (watch or {}).items()]
+        handles = [_keep(path, module, run.between) for path, module in (watch or {}).items() if path]
         with torch.enable_grad():
             outputs = [x for _, x in tensors_of(model(*args, **kwargs)) if x.is_floating_point()]
             weighed = [self._weighed(i, x, rank) for i, x in enumerate(outputs)]

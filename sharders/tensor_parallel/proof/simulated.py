@@ -100,6 +100,7 @@ class _Known:
 
     @contextmanager
     def lent(self) -> Iterator[None]:
+        """Be asked, as long as any thread simulates: a change of DTensor's own, for all threads of the process."""
         from torch.distributed.tensor import DTensor
 
         propagator: Any = DTensor._op_dispatcher.sharding_propagator
@@ -147,6 +148,7 @@ class _Turns:
         """Of collectives."""
 
     def run(self, job: Callable[[], T]) -> list[T]:
+        """What `job` returns on each rank, or raises on the first that fails."""
         results: dict[int, T] = {}
 
         def work(rank: int) -> None:
@@ -181,7 +183,11 @@ class _Turns:
         return [results[rank] for rank in range(self.size)]
 
     def meet(self, what: str, value: Any, finish: Callable[[list[Any]], None]) -> None:
-        """Leave `value`; the last rank to come calls `finish` with all of them, in the order of the ranks."""
+        """Leave `value`; the last rank to come calls `finish` with all of them, in the order of the ranks.
+
+        Raises:
+            _Ended: some rank has failed: this one's thread is to end too.
+        """
         rank = _rank()
         self._came[rank] = (what, value)
         if len(self._came) == self.size:
@@ -211,21 +217,6 @@ class _Turns:
             if other not in self._ended:
                 self._may_run[other].release()
                 return
-
-
-class _Done(dist.Work):
-    """A collective that is over."""
-
-    def __init__(self, result: Any) -> None:
-        super().__init__()
-        self._future: torch.futures.Future[Any] = torch.futures.Future()
-        self._future.set_result(result)
-
-    def wait(self, timeout: Any = None) -> bool:
-        return True
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        return self._future
 
 
 class _Group(dist.ProcessGroup):
@@ -305,7 +296,10 @@ class _Group(dist.ProcessGroup):
         with torch.no_grad():
             _here.turns.results += result
             _here.turns.meet(f"{what} {[tuple(x.shape) for x in result]}", value, finish)
-        return _Done(result)
+        over: torch.futures.Future[Any] = torch.futures.Future()
+        over.set_result(result)
+        done: dist.Work = torch._C._distributed_c10d._create_work_from_future(over)  # type: ignore[attr-defined]
+        return done
 
 
 def _reduced(stacked: torch.Tensor, op: Any) -> torch.Tensor:

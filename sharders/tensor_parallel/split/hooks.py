@@ -87,6 +87,8 @@ def split_sequence(module: nn.Module, mesh: DeviceMesh, path: str, width: int) -
     """The module's hidden state comes whole, and is this rank's chunk inside.
 
     Forward: nothing. Backward: all-gather along dim 1.
+
+    A call raises `InputError` for a sequence that does not divide over the ranks.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -131,7 +133,7 @@ def change_hidden_state(module: nn.Module, path: str, width: int, change: Callab
     """Have `change` called on the hidden state that the module is called with.
 
     That is its first argument, positional ones before those by keyword, that is floating and (B, T, width). A dry run
-    finds it by this same rule.
+    finds it by this same rule. A call without one raises `InputError`.
 
     Args:
         path: of the module, for the error that a call without a hidden state raises.

@@ -66,7 +66,11 @@ def _move_activations(path: str, module: nn.Module, styles: Mapping[str, Style],
 
 
 def hidden_size(path: str, module: nn.Module, styles: Mapping[str, Style]) -> int:
-    """What the first colwise Linear inside takes."""
+    """What the first colwise Linear inside takes.
+
+    Raises:
+        PlanError: there is none.
+    """
     for below, inner in module.named_modules():
         name = join_name(path, below)
         if isinstance(inner, nn.Linear) and family(styles.get(name, "")) == "colwise":

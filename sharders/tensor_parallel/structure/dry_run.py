@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import random
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -74,8 +73,20 @@ class DryRunError(Exception):
     """The model does not run on meta with guessed inputs, or not with these local shapes."""
 
 
-def feeds(width: int, length: int, dtype: torch.dtype) -> Iterator[Feed]:
-    """Inputs worth a guess: ids, ids by Hugging Face's keywords, hidden states."""
+def sequence_length(size: int) -> int:
+    """At least 8 positions, and the same number on each of `size` ranks."""
+    return size * -(-8 // size)
+
+
+def guesses(copies: MetaCopies, size: int) -> Iterator[Feed]:
+    """Inputs worth a try for the copied model: ids, ids by Hugging Face's keywords, hidden states.
+
+    None where its tables take jagged tensors.
+    """
+    if any(is_of_torchrec(m) for m in copies.model.modules()):
+        return
+    length, width = sequence_length(size), copies.transformer.width
+    dtype = next((p.dtype for p in copies.model.parameters() if p.is_floating_point()), torch.float32)
     ids = torch.zeros((BATCH, length), dtype=torch.int64, device="meta")
     yield Feed(f"ids {tuple(ids.shape)}", (ids,))
     # A mask of four dimensions is taken as it is by Hugging Face's models, which look into one they make themselves.
@@ -86,37 +97,19 @@ def feeds(width: int, length: int, dtype: torch.dtype) -> Iterator[Feed]:
     yield Feed(f"hidden states {tuple(hidden.shape)}", (hidden,))
 
 
-def sequence_length(size: int) -> int:
-    """At least 8 positions, and the same number on each of `size` ranks."""
-    return size * -(-8 // size)
-
-
-def guesses(copies: MetaCopies, size: int) -> Iterator[Feed]:
-    """Inputs worth a try for the copied model."""
-    dtypes = (p.dtype for p in copies.model.parameters() if p.is_floating_point())
-    if not _takes_jagged(copies.model):
-        yield from feeds(copies.transformer.width, sequence_length(size), next(dtypes, torch.float32))
-
-
-def _takes_jagged(model: nn.Module) -> bool:
-    return any(is_of_torchrec(m) for m in model.modules())
-
-
 def find_feed(copies: MetaCopies, size: int, watch: Iterable[tuple[str, str]] = ()) -> tuple[Feed, Trace]:
     """The first guess that the unsplit model runs with.
 
     Raises:
         DryRunError: none does; says how the first one failed.
     """
-    if _takes_jagged(copies.model):
-        raise DryRunError("its tables take jagged tensors")
     watch, failure = list(watch), ""
     for feed in guesses(copies, size):
         try:
             return feed, dry_run(copies, feed, watch=watch)
         except DryRunError as error:
             failure = failure or str(error)
-    raise DryRunError(failure)
+    raise DryRunError(failure or "its tables take jagged tensors")
 
 
 def dry_run(
@@ -257,10 +250,10 @@ class _Sums(TorchFunctionMode):
         elif name == "einsum" and isinstance(args[0], str) and "." not in args[0]:
             terms, _, out = args[0].replace(" ", "").partition("->")
             operands = args[1] if isinstance(args[1], list | tuple) else args[1:]
-            sizes = {
-                c: n for t, x in zip(terms.split(","), operands, strict=True) for c, n in zip(t, x.shape, strict=True)
-            }
-            self._note("contractions", tuple(n for c, n in sizes.items() if not re.search(c, out)))
+            sizes: dict[str, int] = {}  # of each letter
+            for term, x in zip(terms.split(","), operands, strict=True):
+                sizes.update(zip(term, x.shape, strict=True))
+            self._note("contractions", tuple(n for c, n in sizes.items() if c not in out))  # what is summed over
         return self._made(func, args, kwargs) if name in _NEW else func(*args, **kwargs)
 
     def _made(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -302,7 +295,11 @@ def attended(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """The two products of `scaled_dot_product_attention`, which torch makes of many slow operations on meta."""
+    """The two products of `scaled_dot_product_attention`, which torch makes of many slow operations on meta.
+
+    Raises:
+        ValueError: a mask that would broadcast the weights to another shape.
+    """
     if enable_gqa:
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
     weights = torch.matmul(query, key.transpose(-2, -1))

@@ -54,7 +54,7 @@ def recognise(model: nn.Module) -> Transformer:
     if not blocks:
         return Transformer((), 0, None, None)
     inside = set(paths)
-    outside = {n: m for n, m in modules.items() if not any(a in inside for a in outward(n))}
+    outside = {n: m for n, m in modules.items() if inside.isdisjoint(outward(n))}
     width = _width(blocks, modules)
     embedding, head = _vocabulary(outside, width)
     return Transformer(tuple(blocks), width, embedding, head)
@@ -231,15 +231,12 @@ def _has_stack(module: nn.Module, path: str, attentions: Iterable[str]) -> bool:
 
 def _structure(block: nn.Module, counted: Set[tuple[str, str]]) -> Hashable:
     """Equal for blocks that are the same but for their weights, and for the number that they count themselves by."""
-    return tuple(
-        (
-            name,
-            type(module),
-            tuple((n, p.shape) for n, p in module._parameters.items() if p is not None),
-            tuple((n, v) for n, v in vars(module).items() if _decides(n, v) and (name, n) not in counted),
-        )
-        for name, module in block.named_modules()
-    )
+    found = []
+    for name, module in block.named_modules():
+        shapes = tuple((n, p.shape) for n, p in module._parameters.items() if p is not None)
+        numbers = tuple((n, v) for n, v in vars(module).items() if _decides(n, v) and (name, n) not in counted)
+        found.append((name, type(module), shapes, numbers))
+    return tuple(found)
 
 
 def _decides(name: str, value: object) -> bool:

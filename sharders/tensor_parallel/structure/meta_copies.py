@@ -83,7 +83,7 @@ class MetaCopies:
         """What no copy may hold: other blocks than the first of each structure, values, hooks."""
         if self._kept:
             return
-        firsts = {structure: block.path for structure, block in self.transformer.representatives().items()}
+        firsts = {block.structure: block.path for block in self.transformer.representatives()}
         paths = [(b.path, firsts[b.structure]) for b in self.transformer.blocks if firsts[b.structure] != b.path]
         self._repeats = {path: (self.model.get_submodule(path), like) for path, like in paths}
         self._paths = dict(self.model.named_modules(memo={block for block, _ in self._repeats.values()}))

@@ -85,12 +85,16 @@ class Transformer:
     head: str | None
     """Linear from the hidden size to the vocabulary."""
 
-    def representatives(self) -> dict[int, Block]:
-        """The first block of each structure."""
-        first: dict[int, Block] = {}
+    def by_structure(self) -> list[list[Block]]:
+        """Blocks that are one decision."""
+        found: dict[int, list[Block]] = {}
         for block in self.blocks:
-            first.setdefault(block.structure, block)
-        return first
+            found.setdefault(block.structure, []).append(block)
+        return list(found.values())
+
+    def representatives(self) -> list[Block]:
+        """The first block of each structure."""
+        return [blocks[0] for blocks in self.by_structure()]
 
 
 def outward(path: str) -> Iterator[str]:
