@@ -59,7 +59,7 @@ def test_equal_blocks_are_one_structure_and_others_are_not() -> None:
     model.layers[2].feed_forward.w1 = nn.Linear(32, 64, bias=True)
     model.layers[3].attention.kv_heads = 2  # as it was
     found = recognise(model)
-    assert [b.path for b in found.representatives().values()] == ["layers.0", "layers.2"]
+    assert [b.path for b in found.representatives()] == ["layers.0", "layers.2"]
     assert len(found.blocks) == 5
 
 

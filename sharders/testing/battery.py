@@ -4,9 +4,9 @@ Terms. The *plain* module is the unsharded one, the oracle. A *case* is one plan
 of problems in words; `check_x` is named `x` in the error. A *piece* is (offset, values) of a tensor on this rank.
 
 Every rank runs every check, and after each one the ranks tell each other what they found, so that all raise the same
-error. They do so in a group of their own: a sharder that raises on one rank alone, before an exchange, leaves the
-others in it until the process group's timeout, and then what that one rank raised is the error. Checks that need no
-exchange come first, for all plans.
+error. They do so in a group of their own, and not through `dmp.ranks`, which would tell that ranks have parted ways: a
+sharder that raises on one rank alone, before an exchange, leaves the others in it until the process group's timeout,
+and then what that one rank raised is the error. Checks that need no exchange come first, for all plans.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from dmp import (
@@ -19,6 +18,7 @@ from dmp import (
     ShardError,
     ShardingEnv,
     hook,
+    ranks,
     table_wise,
     tensors_of,
 )
@@ -60,10 +60,8 @@ def check_module(subject: Subject, case: Case) -> Iterator[str]:
     for name, value in first.items():
         if not torch.equal(value, second[name]):
             yield f"two calls of make_module give other values of {name!r}"
-    everyone: list[Any] = [first]
-    if subject.env.size > 1:
-        everyone = [None] * subject.env.size
-        dist.all_gather_object(everyone, {n: v.cpu() for n, v in first.items()}, group=subject.env.group())
+    mine = {name: value.cpu() for name, value in first.items()}
+    everyone = ranks.gather_objects("comparing what make_module gives", mine, subject.env.group())
     for name, value in everyone[0].items():
         if not torch.equal(value, first[name].cpu()):
             yield f"make_module gives rank 0 other values of {name!r} than this rank"

@@ -6,10 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from dmp import ChunkedTensor, DistributedModelParallel, Shard, ShardingEnv, is_dtensor, tensors_of
+from dmp import ChunkedTensor, DistributedModelParallel, Shard, ShardingEnv, is_dtensor, ranks, tensors_of
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 Pieces = list[tuple[tuple[int, ...], torch.Tensor]]
@@ -38,10 +37,7 @@ def _part(whole: torch.Tensor, offset: Sequence[int], sizes: Sequence[int]) -> t
 def whole_of(value: Any, env: ShardingEnv) -> tuple[torch.Tensor, str]:
     """The tensor put together from all ranks' pieces, and what is wrong with them, if anything."""
     mine = [(offset, piece.cpu()) for offset, piece in pieces_of(value)]
-    everyone = [mine]
-    if env.size > 1:
-        everyone = [[]] * env.size
-        dist.all_gather_object(everyone, mine, group=env.group())
+    everyone: list[Pieces] = ranks.gather_objects("putting pieces together", mine, env.group())
     whole = torch.zeros(tuple(value.shape), dtype=value.dtype)
     known = torch.zeros(tuple(value.shape), dtype=torch.bool)
     for pieces in everyone:
