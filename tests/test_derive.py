@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,14 +13,21 @@ import torch.nn.functional as F
 from torch import nn
 
 from dmp import PlanError
-from sharders.tensor_parallel.auto_plan import Choice, check_heads, complete_sequence, derive
+from sharders.tensor_parallel.auto_plan import Choice, check_heads, derive
 from sharders.tensor_parallel.head_counts import ModelRuns, divided_attributes
+from sharders.tensor_parallel.sequence import sequence_styles
 from sharders.tensor_parallel.structure.find_transformer import recognise
 from tests.transformers_zoo import GPT, Bert, Llama, LlamaBlock, LlamaPositionsFirst
 
 
 def of_block(styles: dict[str, str], block: str) -> dict[str, str]:
     return {p[len(block) + 1 :]: s for p, s in styles.items() if p.startswith(block + ".")}
+
+
+def with_sequence(model: nn.Module, styles: Any, **options: bool) -> dict[str, str]:
+    """A plan of splits, completed for sequence parallelism."""
+    runs = ModelRuns(model, 2)
+    return sequence_styles(runs, styles, divided_attributes(runs, styles), "tp", **options)[0]
 
 
 def is_verified(found: Choice) -> bool:
@@ -321,7 +329,7 @@ def test_sequence_parallel(make: Callable[[], nn.Module]) -> None:
     assert {p: s for p, s in changed.items() if p not in first} == later
     assert any(n.startswith("sequence parallel: verified") for n in found.notes)
     assert found.divided == plain.divided
-    assert complete_sequence(ModelRuns(make(), 2), plain.styles, "tp").styles == found.styles
+    assert with_sequence(make(), plain.styles) == found.styles
 
 
 def test_the_hidden_state_may_be_any_argument() -> None:
@@ -332,7 +340,7 @@ def test_the_hidden_state_may_be_any_argument() -> None:
 
 def test_sequence_parallel_with_loss_parallel_changes_the_head_alone() -> None:
     model, styles = Llama(), derive(ModelRuns(Llama(), 2), "tp").styles
-    whole, split = (complete_sequence(ModelRuns(model, 2), styles, "tp", loss_parallel=b).styles for b in (False, True))
+    whole, split = (with_sequence(model, styles, loss_parallel=b) for b in (False, True))
     assert {p for p in whole if whole[p] != split[p]} == {"output"}
     assert split["output"] == "colwise_loss_parallel"
 
@@ -347,9 +355,9 @@ def test_sequence_parallel_refuses_what_it_cannot_slice() -> None:
         derive(ModelRuns(Asks(model).body, 2), "tp", sequence_parallel=True)
     mlps = {p: s for p, s in derive(ModelRuns(GPT(), 2), "tp").styles.items() if "mlp" in p}
     with pytest.raises(PlanError, match=r"'h\.0\.attn\.query' \(Linear\)"):
-        complete_sequence(ModelRuns(GPT(), 2), mlps, "tp")
+        with_sequence(GPT(), mlps)
     with pytest.raises(PlanError, match="one stack"):
-        complete_sequence(ModelRuns(nn.Linear(2, 2), 2), {}, "tp")
+        with_sequence(nn.Linear(2, 2), {})
     with pytest.raises(PlanError, match="second block or a final norm"):
         derive(ModelRuns(Bert(layers=1), 2), "tp", sequence_parallel=True)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from sharders.tensor_parallel.auto_plan import complete_sequence, derive
+from sharders.tensor_parallel.auto_plan import derive
 from sharders.tensor_parallel.head_counts import ModelRuns
-from tests.test_derive import is_verified, of_block
+from tests.test_derive import is_verified, of_block, with_sequence
 
 
 def tiny_llama() -> nn.Module:
@@ -34,7 +34,7 @@ def test_hugging_face_llama_equals_its_own_plan() -> None:
         pattern.replace("*", i): names.get(style, style) for pattern, style in model.tp_plan.items() for i in ("0", "1")
     }
     assert found.styles == own
-    sequence = complete_sequence(ModelRuns(model, 2), own, "tp").styles
+    sequence = with_sequence(model, own)
     assert sequence["model.layers.1.input_layernorm"] == "sequence"
     assert sequence["model.norm"] == "gather_sequence"
 

@@ -367,9 +367,9 @@ def test_simulated_ranks_that_part_ways() -> None:
     assert not dist.is_initialized()
 
 
-def test_a_rehearsal_knows_no_verdict_of_what_it_cannot_compare() -> None:
+def test_no_verdict_is_known_of_what_cannot_be_compared() -> None:
     model = Llama()
     model.layers[0].made = lambda x: x
     runs = ModelRuns(model, 2)
     styles = {"tok_embeddings": "rowwise"}
-    assert runs.disproof(styles, {}, "tp") is None
+    assert runs.verdict(styles, {}, "tp").wrong is None and not runs.verdict(styles, {}, "tp").unproved

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from dmp import PlanError, is_inside, join_name
-from sharders.tensor_parallel.head_counts import Divided, ModelRuns, divided_attributes
+from sharders.tensor_parallel.head_counts import Divided, ModelRuns
 from sharders.tensor_parallel.proof.sample import UnprovedError
 from sharders.tensor_parallel.prove import PlanProof, prove, warn_on_first_rank
 from sharders.tensor_parallel.sequence import sequence_styles
@@ -54,7 +54,7 @@ def derive(runs: ModelRuns, axis: str, *, sequence_parallel: bool = False, loss_
     Args:
         runs: of the model, for the number of ranks on the tensor axis.
         axis: the axis's name, for messages.
-        sequence_parallel: also split norms and dropout over the sequence, see `complete_sequence`.
+        sequence_parallel: also split norms and dropout over the sequence, see `sequence_styles`.
         loss_parallel: leave the logits split over the vocabulary.
 
     Raises:
@@ -79,21 +79,6 @@ def derive(runs: ModelRuns, axis: str, *, sequence_parallel: bool = False, loss_
         styles, note = sequence_styles(runs, styles, divided, axis)
         notes.append(note)
     return Choice(styles, divided, tuple(notes))
-
-
-def complete_sequence(runs: ModelRuns, styles: Mapping[str, str], axis: str, *, loss_parallel: bool = False) -> Choice:
-    """A plan of splits, completed for sequence parallelism: see [Note: sequence region].
-
-    Args:
-        styles: module path -> style, exact paths.
-        loss_parallel: a head that gathers its logits leaves them split.
-
-    Raises:
-        PlanError: no blocks, several stacks of them, or a module in them that cannot run on a slice of the sequence.
-    """
-    divided = divided_attributes(runs, styles)
-    done, note = sequence_styles(runs, styles, divided, axis, loss_parallel=loss_parallel)
-    return Choice(done, divided, (note,))
 
 
 def check_heads(transformer: Transformer, styles: Mapping[str, str], size: int, axis: str) -> None:
@@ -146,15 +131,13 @@ def _vocabulary_candidates(
     model: nn.Module, transformer: Transformer, size: int, axis: str, loss_parallel: bool, notes: list[str]
 ) -> Iterator[_Candidate]:
     styles = {}
-    pair = [model.get_submodule(path) for path in (transformer.embedding, transformer.head) if path is not None]
-    tied = len(pair) == 2 and pair[0].weight is pair[1].weight
-    for path, style in (
-        (transformer.embedding, "rowwise"),
-        (transformer.head, "colwise_loss_parallel" if loss_parallel else "colwise_gather"),
-    ):
-        if path is None:
-            continue
-        module = model.get_submodule(path)
+    wanted = {
+        transformer.embedding: "rowwise",
+        transformer.head: "colwise_loss_parallel" if loss_parallel else "colwise_gather",
+    }
+    modules = {path: model.get_submodule(path) for path in wanted if path is not None}
+    is_tied = len({id(m.weight) for m in modules.values()}) < len(modules)
+    for path, module in modules.items():
         assert isinstance(module, nn.Embedding | nn.Linear)
         rows = module.weight.shape[0]
         if rows % size:
@@ -167,14 +150,14 @@ def _vocabulary_candidates(
             notes.append(f"{path}: left whole, its vocabulary {rows} is not divisible by {size}")
         elif isinstance(module, nn.Embedding) and (module.sparse or module.max_norm is not None):
             notes.append(f"{path}: left whole, sparse gradients and max_norm are for whole rows on one rank")
-            if tied:
+            if is_tied:
                 return
         elif hasattr(module.weight, "_optimizer_classes"):
             notes.append(f"{path}: left whole, its optimizer runs in the backward pass")
-            if tied:
+            if is_tied:
                 return
         else:
-            styles[path] = style
+            styles[path] = wanted[path]
     if styles:
         yield _Candidate(" and ".join(styles), styles)
 

@@ -78,8 +78,6 @@ class ModelRuns:
         self.size = size
         self.transformer = recognise(model) if transformer is None else transformer
         self.copies = MetaCopies(model, self.transformer)
-        self.proved_on = ""
-        """What the last plan was proved on."""
 
     def of_block(self, block: Block) -> ModelRuns:
         """Of one of the blocks, alone."""
@@ -133,21 +131,8 @@ class ModelRuns:
         except DryRunError:
             return ""
 
-    def disproof(self, styles: Mapping[str, Style], divided: Divided, axis: str) -> str | None:
-        """What is wrong with a plan, see `sharders.tensor_parallel.proof.proof`; None where it is proved.
-
-        What was found for another model that is alike holds for this one.
-
-        Raises:
-            UnprovedError: the model does not run, and why.
-        """
-        verdict = self._verdict(styles, divided, axis)
-        self.proved_on = verdict.on
-        if verdict.unproved:
-            raise UnprovedError(verdict.unproved)
-        return verdict.wrong
-
-    def _verdict(self, styles: Mapping[str, Style], divided: Divided, axis: str) -> Verdict:
+    def verdict(self, styles: Mapping[str, Style], divided: Divided, axis: str) -> Verdict:
+        """Whether a plan is right, see [Note: proof]. What was found for another model that is alike holds for this."""
         try:
             plan = value_key(dict(sorted(styles.items()))), tuple(sorted(divided.items()))
             key = (self._likeness, self.size, axis, *plan)

@@ -63,15 +63,14 @@ def prove(
     """
     failure = ""
     for divided in choices:
-        try:
-            wrong = runs.disproof(styles, divided, axis)
-        except UnprovedError as error:
+        verdict = runs.verdict(styles, divided, axis)
+        if verdict.unproved:
             if not alone:
-                raise
-            return _prove_alone(runs, styles, divided, axis, str(error))
-        if wrong is None:
-            return PlanProof(divided, on=runs.proved_on)
-        failure = failure or wrong
+                raise UnprovedError(verdict.unproved)
+            return _prove_alone(runs, styles, divided, axis, verdict.unproved)
+        if verdict.wrong is None:
+            return PlanProof(divided, on=verdict.on)
+        failure = failure or verdict.wrong
     return PlanProof(None, failure=failure)
 
 
@@ -105,12 +104,10 @@ def _first_that_runs(
             continue
         inside = {_below(p, scope): style for p, style in styles.items() if is_inside(p, scope)}
         values = {(_below(p, scope), name): value for (p, name), value in divided.items() if is_inside(p, scope)}
-        try:
-            wrong = _alone(runs, scope).disproof(inside, values, axis)
-        except UnprovedError:
-            continue
-        if wrong is None or not wrong.startswith(RAISES):
-            return scope, wrong or ""
+        verdict = _alone(runs, scope).verdict(inside, values, axis)
+        wrong = verdict.wrong or ""
+        if not verdict.unproved and not wrong.startswith(RAISES):
+            return scope, wrong
     return None, ""
 
 

@@ -15,9 +15,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from dmp import Layout, PlanError, ShardError, ShardingEnv
-from sharders.tensor_parallel.auto_plan import Choice, check_heads, complete_sequence, derive
+from sharders.tensor_parallel.auto_plan import Choice, check_heads, derive
 from sharders.tensor_parallel.head_counts import Divided, ModelRuns, divided_attributes
 from sharders.tensor_parallel.prove import prove, warn_on_first_rank
+from sharders.tensor_parallel.sequence import sequence_styles
 from sharders.tensor_parallel.split.patterns import Styles, expand, from_layouts, own_plan, with_heads, with_ties
 from sharders.tensor_parallel.split.split import hidden_size, split
 from sharders.tensor_parallel.split.styles import Style, canonical, check_divides, family, layouts_of
@@ -158,11 +159,8 @@ class _Placing:
 
     def _derived(self, notes: tuple[str, ...]) -> TensorParallelPlacement:
         sharder = self.sharder
-        found = derive(
-            *(self.runs, self.axis),
-            sequence_parallel=sharder.sequence_parallel,
-            loss_parallel=sharder.loss_parallel,
-        )
+        options = {"sequence_parallel": sharder.sequence_parallel, "loss_parallel": sharder.loss_parallel}
+        found = derive(self.runs, self.axis, **options)
         styles = self._with_heads(with_ties(self.model, expand(self.model, found.styles)))
         return self._checked(Choice(styles, found.divided, (*notes, *found.notes)), is_derived=True)
 
@@ -177,16 +175,17 @@ class _Placing:
         styles = self._with_heads(styles)
         self._check(styles)
         names = _names(styles)
+        divided = divided_attributes(self.runs, names)
         if not is_sequence:
-            return Choice(styles, divided_attributes(self.runs, names), ())
+            return Choice(styles, divided, ())
         for path, style in styles.items():
             if not isinstance(style, str):
                 raise PlanError(
                     f"module {path!r}: sequence_parallel=True changes what goes in and out of split modules, and "
                     f"cannot change a {type(style).__name__} object; give the style's name, or sequence_parallel=False"
                 )
-        found = complete_sequence(self.runs, names, self.axis, loss_parallel=self.sharder.loss_parallel)
-        return Choice({**styles, **expand(self.model, found.styles)}, found.divided, found.notes)
+        done, note = sequence_styles(self.runs, names, divided, self.axis, loss_parallel=self.sharder.loss_parallel)
+        return Choice({**styles, **expand(self.model, done)}, divided, (note,))
 
     def _with_heads(self, styles: Styles) -> Styles:
         is_loss_parallel = self.sharder.loss_parallel and self.sharder.plan != {}
@@ -226,8 +225,7 @@ class _Placing:
             check_divides(style, path, module, self.runs.size, self.axis)
             if style in ("gather_input", "split_sequence"):
                 hidden_size(path, module, styles)
-        names = {path: style if isinstance(style, str) else family(style) for path, style in styles.items()}
-        check_heads(self.runs.transformer, names, self.runs.size, self.axis)
+        check_heads(self.runs.transformer, _names(styles), self.runs.size, self.axis)
 
     def _layouts(self, styles: Mapping[str, Style]) -> dict[str, Layout]:
         """By the first name of each parameter."""

@@ -11,10 +11,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from sharders.tensor_parallel.proof.sample import Run, Sample, local, part_of
 from sharders.tensor_parallel.proof.simulated import simulate
@@ -30,15 +29,6 @@ _SHARE = 1e-3
 """Of a tensor's largest number: rounding, even where a module computes in float32, stays below."""
 _FLOOR = {torch.float64: 2e-6, torch.float32: 2e-5}
 """Of the largest of all gradients (outputs): below it a gradient that is zero but for rounding is not told from one."""
-
-
-@dataclass(frozen=True)
-class _Rank:
-    """One simulated rank's run."""
-
-    run: Run
-    placed: Mapping[str, Any]
-    """Parameter name -> its local gradient, and its placement (None for a plain tensor)."""
 
 
 def disproof(
@@ -65,15 +55,14 @@ def _differs(
     *,
     apart: bool,
 ) -> str | None:
-    def job(mesh: DeviceMesh) -> _Rank:
+    def job(mesh: DeviceMesh) -> Run:
         model = sample.make()
         modules = dict(model.named_modules())
         # A copy: a style object may keep something of the module it is applied to.
         here = {path: copy.copy(style) for path, style in styles.items() if path in modules}
         attributes = {key: vars(modules[key[0]])[key[1]] // sample.ranks for key in divided if key[0] in modules}
         split(model, mesh, here, attributes)
-        run = sample.run(model, mesh.get_rank(), modules)
-        return _Rank(run, {name: _gradient(p) for name, p in model.named_parameters()})
+        return sample.run(model, mesh.get_rank(), modules)
 
     try:
         with undisturbed():
@@ -82,53 +71,42 @@ def _differs(
         text = str(error).strip().partition("\n")[0]
         return f"{RAISES} {type(error).__name__}: {text[:300]}"
     wrong = _compare(sample, ranks)
-    return None if wrong is None else wrong + _departure(sample, ranks[0].run)
+    return None if wrong is None else wrong + _departure(sample, ranks[0])
 
 
-def _gradient(parameter: nn.Parameter) -> tuple[torch.Tensor | None, Any]:
-    from torch.distributed.tensor import DTensor
-
-    gradient = parameter.grad
-    if isinstance(gradient, DTensor):
-        return gradient.to_local(), gradient.placements[0]
-    if isinstance(parameter, DTensor) and gradient is None:
-        return None, parameter.placements[0]
-    return gradient, None
-
-
-def _compare(sample: Sample, ranks: list[_Rank]) -> str | None:
+def _compare(sample: Sample, ranks: list[Run]) -> str | None:
     whole = sample.whole
     scale = _largest(whole.outputs)
-    for i, expected in enumerate(whole.outputs):
+    for i, output in enumerate(whole.outputs):
         for r, rank in enumerate(ranks):
-            if len(rank.run.outputs) != len(whole.outputs):
-                return f"{len(rank.run.outputs)} outputs instead of {len(whole.outputs)} on rank {r}"
-            here = local(rank.run.outputs[i])
+            if len(rank.outputs) != len(whole.outputs):
+                return f"{len(rank.outputs)} outputs instead of {len(whole.outputs)} on rank {r}"
+            here = local(rank.outputs[i])
             try:
-                part = part_of(expected, here.shape, r, len(ranks))
+                part = part_of(output, here.shape, r, len(ranks))
             except ValueError as error:
                 return f"output {i} on rank {r}: {error}"
             wrong = _difference(sample, here, part, scale)
             if wrong is not None:
-                return f"output {i} {tuple(expected.shape)} on rank {r} {wrong}"
-    scale = _largest([g for g in whole.gradients.values() if g is not None])
-    for name, expected_or_none in whole.gradients.items():
-        wrong = _gradient_differs(sample, name, expected_or_none, ranks, scale)
+                return f"output {i} {tuple(output.shape)} on rank {r} {wrong}"
+    scale = _largest([g for g, _ in whole.gradients.values() if g is not None])
+    for name, (expected, _) in whole.gradients.items():
+        wrong = _gradient_differs(sample, name, expected, ranks, scale)
         if wrong is not None:
             return wrong
     return None
 
 
 def _gradient_differs(
-    sample: Sample, name: str, expected: torch.Tensor | None, ranks: list[_Rank], scale: float
+    sample: Sample, name: str, expected: torch.Tensor | None, ranks: list[Run], scale: float
 ) -> str | None:
-    every = [rank.placed.get(name, (rank.run.gradients.get(name), None)) for rank in ranks]
+    every = [rank.gradients.get(name, (None, None)) for rank in ranks]
     if all(here is None for here, _ in every):
         is_zero = expected is None or _largest([expected]) <= _FLOOR[sample.dtype] * scale
         return None if is_zero else f"the gradient of {name!r} is missing on every rank"
     first = next(placement for here, placement in every if here is not None)
     if first is not None and first.is_partial():
-        total = sum(here for here, _ in every if here is not None)
+        total = torch.stack([here for here, _ in every if here is not None]).sum(0)
         every = [(total, None)] * len(every)
     for r, (here, _) in enumerate(every):
         if expected is None:

@@ -37,8 +37,8 @@ class Run:
     outputs: list[torch.Tensor]
     """Floating ones."""
 
-    gradients: dict[str, torch.Tensor | None] = field(default_factory=dict)
-    """Of parameters by name, and of inputs (`"input 0"`)."""
+    gradients: dict[str, tuple[torch.Tensor | None, Any]] = field(default_factory=dict)
+    """Of parameters by name, and of inputs (`"input 0"`): what is here, and its placement (None for plain tensors)."""
 
     between: dict[str, torch.Tensor] = field(default_factory=dict)
     """First floating output of each module that was asked for, in the order in which they returned."""
@@ -176,9 +176,9 @@ class Sample:
         for handle in handles:
             handle.remove()
         run.outputs = [x.detach() for x in outputs]
-        run.gradients = {name: p.grad for name, p in model.named_parameters() if p.is_floating_point()}
+        run.gradients = {name: _gradient(p) for name, p in model.named_parameters() if p.is_floating_point()}
         leaves = [x for x in (*args, *kwargs.values()) if x.requires_grad]
-        run.gradients |= {f"input {i}": x.grad for i, x in enumerate(leaves)}
+        run.gradients |= {f"input {i}": _gradient(x) for i, x in enumerate(leaves)}
         return run
 
     def _weighed(self, index: int, output: torch.Tensor, rank: int | None) -> torch.Tensor:
@@ -216,6 +216,11 @@ def local(x: Any) -> torch.Tensor:
     """A DTensor's part on this rank; a tensor as it is."""
     part: torch.Tensor = x.to_local() if is_dtensor(x) else x
     return part
+
+
+def _gradient(x: torch.Tensor) -> tuple[torch.Tensor | None, Any]:
+    placed: Any = x if x.grad is None else x.grad
+    return None if x.grad is None else local(x.grad), placed.placements[0] if is_dtensor(placed) else None
 
 
 def part_of(whole: torch.Tensor, shape: torch.Size, rank: int, ranks: int) -> torch.Tensor:
