@@ -32,7 +32,7 @@ from dmp.wrap.data_parallel import start, stopped, watched
 from dmp.wrap.earlier_optimizers import marking_replaced
 from dmp.wrap.forward import Forward
 from dmp.wrap.fused import FusedOptimizer
-from dmp.wrap.gathered import pieces_shown, state_dict_of_pieces
+from dmp.wrap.gathered import chunks_shown
 from dmp.wrap.loading import load, loaded
 from dmp.wrap.optimizer_guard import guard_optimizers
 from dmp.wrap.outer_wrappers import guard_ddp, keep_from_fully_shard
@@ -219,7 +219,8 @@ class DistributedModelParallel(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The unsharded module's names; sharded parameters as `ChunkedTensor`s of this rank's chunks."""
-        return state_dict_of_pieces(self.module, *args, **kwargs)
+        with chunks_shown(self.module, as_state=True):
+            return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(  # type: ignore[override]
         self, state_dict: Mapping[str, Any], prefix: str = "", strict: bool = True, assign: bool = False
@@ -251,7 +252,7 @@ class DistributedModelParallel(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """The unsharded module's names; a sharded parameter holds this rank's chunks, possibly none."""
-        with pieces_shown(self.module):
+        with chunks_shown(self.module):
             return iter(list(self.module.named_parameters(prefix, recurse, remove_duplicate)))
 
     def named_buffers(
@@ -268,7 +269,7 @@ class DistributedModelParallel(nn.Module):
         if self not in memo or not remove_duplicate:
             memo.add(self)
             yield prefix, self
-        with pieces_shown(self.module):  # this is how a parent's `parameters()` comes by
+        with chunks_shown(self.module):  # this is how a parent's `parameters()` comes by
             yield from self.module.named_modules(memo, prefix, remove_duplicate)
 
     def _load_from_state_dict(

@@ -7,7 +7,7 @@ Which of torch's own runs it depends on the mesh and on what tensor parallelism 
 | split along some (`shard`, `dp_shard`, `fsdp`) | `fully_shard` | `fully_shard` |
 | copies along all (`dp`, `replicate`, ...) | `DistributedDataParallel` | `replicate`, in groups as `fully_shard` |
 
-Copies along some and split along others is torch's HSDP: a 2-D mesh (copies, pieces), whichever is outer here.
+Copies along some and split along others is torch's HSDP: a 2-D mesh (copies, shards), whichever is outer here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from sharders.data_parallel.blocks import (
     repeated_blocks,
 )
 from sharders.data_parallel.ddp import DDPWrapper
-from sharders.data_parallel.unreached import average_whole, hook_hidden, reduce_unreached_pieces
+from sharders.data_parallel.unreached import average_whole, hook_hidden, reduce_unreached_chunks
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
@@ -165,7 +165,7 @@ class FSDPWrapper:
         module.register_forward_pre_hook(
             _free_outdated([*units.values(), module], stays=self.reshard_after_forward is not None), prepend=True
         )
-        reduce_unreached_pieces(module)
+        reduce_unreached_chunks(module)
         if whole and (group := env.group("replicate", "shard")) is not None:
             average_whole(module, whole, group)
 
@@ -253,17 +253,17 @@ def _split_vocabularies(module: nn.Module) -> Iterator[str]:
 
 
 def data_mesh(env: ShardingEnv) -> DeviceMesh:
-    """Mesh of the data axes for `fully_shard`: (pieces,), (copies, pieces), or (copies,); collective when new.
+    """Mesh of the data axes for `fully_shard`: (shards,), (copies, shards), or (copies,); collective when new.
 
     Axes of one kind are flattened into one; axes of size 1 along which dense parameters are copies are left out.
     """
     assert env.mesh is not None
     data = env.axes("replicate", "shard")
-    pieces = env.fully_sharded_axes
-    copies = tuple(axis for axis in data if axis not in pieces)
-    if pieces and prod(env.shape[env.names.index(axis)] for axis in copies) == 1:
+    shards = env.fully_sharded_axes
+    copies = tuple(axis for axis in data if axis not in shards)
+    if shards and prod(env.shape[env.names.index(axis)] for axis in copies) == 1:
         copies = ()
-    parts = [_flat(env.mesh, axes) for axes in (copies, pieces) if axes]
+    parts = [_flat(env.mesh, axes) for axes in (copies, shards) if axes]
     # Private: slicing takes axes in the mesh's order alone, and copies must be outer here whatever the mesh's order.
     return parts[0] if len(parts) == 1 else DeviceMesh._concatenate(parts)
 
@@ -326,21 +326,21 @@ def _is_view(leaf: Any) -> bool:
 
 
 def _put_back(module: nn.Module, args: Any, output: Any) -> None:
-    """Pieces in place of whole weights after a forward that no backward pass will follow."""
+    """Chunks in place of whole weights after a forward that no backward pass will follow."""
     if not torch.is_grad_enabled():
         module.reshard()  # type: ignore[operator]
 
 
 def _free_outdated(modules: Sequence[Any], stays: bool) -> Callable[[Any, Any], None]:
-    """A hook before torch's: weights that an earlier forward has left whole are freed, where pieces may be newer.
+    """A hook before torch's: weights that an earlier forward has left whole are freed, where chunks may be newer.
 
-    On all ranks alike: none may gather alone. Pieces are written by optimizers, or by whoever goes through parameters.
+    On all ranks alike: none may gather alone. Chunks are written by optimizers, or by whoever goes through parameters.
 
     Args:
         modules: those that are gathered at once each.
         stays: the user has asked for them to stay: only what has been written in place, as torch counts it, is newer.
     """
-    # Private, as what it holds: nothing public tells what is gathered, and how often pieces were written.
+    # Private, as what it holds: nothing public tells what is gathered, and how often chunks were written.
     units = [unit for m in modules for unit in m._get_fsdp_state()._fsdp_param_groups]
     written: list[int] = []
 
@@ -353,7 +353,7 @@ def _free_outdated(modules: Sequence[Any], stays: bool) -> Callable[[Any, Any], 
                 unit.reshard()
             elif unit.is_unsharded:
                 for held in unit.fsdp_params:
-                    held.to_unsharded()  # in the middle of a look its modules hold the pieces
+                    held.to_unsharded()  # in the middle of a look its modules hold the chunks
         written[:] = now
 
     return before

@@ -1,4 +1,4 @@
-"""Gradients averaged whichever parameters the loss reaches, on whichever rank: of copies, of pieces, of scalars.
+"""Gradients averaged whichever parameters the loss reaches, on whichever rank: of copies, of chunks, of scalars.
 
 [Note: unreached] DDP averages a bucket when every parameter in it has a gradient. One that the loss does not reach (a
 branch not taken, a dummy) keeps its bucket local, without a word in the first step. torch's two answers do not fit all
@@ -97,7 +97,7 @@ class AnyReachDDP(DistributedDataParallel):
         self._reached.clear()
 
 
-def reduce_unreached_pieces(module: Any) -> None:
+def reduce_unreached_chunks(module: Any) -> None:
     """Have FSDP2's units exchange something for every trained parameter, see [Note: unreached].
 
     Args:

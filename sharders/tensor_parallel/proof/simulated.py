@@ -285,7 +285,7 @@ class _Group(dist.ProcessGroup):
         def finish(every: list[tuple[torch.Tensor, torch.Tensor, list[int]]]) -> None:
             sent = [x.split(sizes) if sizes else x.chunk(len(every)) for _, x, sizes in every]
             for rank, (out, _, _) in enumerate(every):
-                out.copy_(torch.cat([pieces[rank] for pieces in sent]).view(out.shape))
+                out.copy_(torch.cat([cut[rank] for cut in sent]).view(out.shape))
 
         return self._meet("all_to_all", [output], finish, (output, given, list(in_sizes)))
 

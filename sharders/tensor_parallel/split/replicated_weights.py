@@ -39,7 +39,7 @@ def keep_whole_weights(model: nn.Module, mesh: DeviceMesh, on_parts: Collection[
     """Make every whole weight of the model a DTensor on the tensor axis, see [Note: whole weights]; no communication.
 
     Args:
-        model: its split weights are DTensors already; modules that hold pieces of tables are left alone.
+        model: its split weights are DTensors already; modules that hold chunks of tables are left alone.
         mesh: the tensor axis.
         on_parts: ids of modules whose own weights are used on parts of the activations.
     """
@@ -192,7 +192,7 @@ def _aligned(parameter: Any) -> Any:
 
 
 def _outside_tables(module: nn.Module) -> Iterator[nn.Module]:
-    """Modules that do not hold pieces of tables, each once."""
+    """Modules that do not hold chunks of tables, each once."""
     seen: set[int] = set()
 
     def walk(m: nn.Module) -> Iterator[nn.Module]:
