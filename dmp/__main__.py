@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dmp.checkpoint.convert import convert
-from dmp.checkpoint.targets.by_name import target_names
+from dmp.checkpoint.targets.target import target_names
 from dmp.errors import CheckpointError
 
 

@@ -41,7 +41,7 @@ from dmp.checkpoint.targets.native import Content, check_target
 from dmp.env import ShardingEnv, default_env
 from dmp.errors import CheckpointError
 from dmp.ranks import entry, fail_together, results_of_all
-from dmp.state.find_wrapped import env_inside, env_of
+from dmp.state.find_wrapped import common_env, env_of
 
 
 @alone("save_checkpoint")
@@ -78,7 +78,7 @@ def save_checkpoint(
     """
     target = Path(path).absolute()
     target = target.resolve() if target.name == ".." else target
-    env = env_inside(model) or default_env()
+    env = common_env(model) or default_env()
     wait_for_pending()
     group = env.group() if env.size > 1 else None
     with entry("save_checkpoint", group):
@@ -96,6 +96,7 @@ def _save(
     group: dist.ProcessGroup | None,
 ) -> PendingSave | None:
     def collected() -> Content:
+        """Nothing is written yet: what is wrong is raised on all ranks."""
         if keep_last is not None and keep_last < 1:
             raise CheckpointError(f"keep_last: expected a count of at least 1, got {keep_last}")
         if env.rank == 0:
@@ -162,6 +163,7 @@ def _load(
     what = f"loading {source_path}"
 
     def checked() -> CheckedLoad:
+        """Nothing is changed yet: what does not fit is raised on all ranks."""
         source = fitted(renamed(open_source(source_path), rename), model.state_dict())
         load = prepare(source, model, optimizer)
         prepare_random_state(load, env)

@@ -54,7 +54,11 @@ class PendingSave:
 def write_in_background(
     target: Path, content: Content, rank: int, group: dist.ProcessGroup | None, keep: int | None = None
 ) -> PendingSave:
-    """`save` on a copy of the tensors, with connections of its own."""
+    """`save` on a copy of the tensors, with connections of its own; collective over `group`.
+
+    Returns:
+        The handle; errors of the save are raised by its `wait`, and said in the log.
+    """
     if group is not None:
         group = own_group(group, "background", timedelta(hours=1))
     content = content._replace(tensors={name: _staged(t) for name, t in content.tensors.items()})

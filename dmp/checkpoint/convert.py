@@ -9,7 +9,7 @@ from dmp.checkpoint.renaming import renamed
 from dmp.checkpoint.sources.checksums import compare
 from dmp.checkpoint.sources.detect import open_source
 from dmp.checkpoint.sources.source import MODEL, STATE
-from dmp.checkpoint.targets.by_name import target_named
+from dmp.checkpoint.targets.target import target_named
 
 
 def convert(source: Path, target: Path, kind: str, rename: Mapping[str, str] | None = None) -> str:

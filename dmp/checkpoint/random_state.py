@@ -24,6 +24,11 @@ def random_state(env: ShardingEnv) -> dict[str, torch.Tensor]:
 
 
 def prepare_random_state(load: CheckedLoad, env: ShardingEnv) -> None:
+    """Have a load set this process's generators, where the source has their state.
+
+    Raises:
+        CheckpointError: what it has is no generator's state.
+    """
     mesh = load.source.about.get("mesh")
     if mesh is None or "rng.0.cpu" not in load.source.shapes:
         return
@@ -33,7 +38,11 @@ def prepare_random_state(load: CheckedLoad, env: ShardingEnv) -> None:
     exact = same and all(key in load.source.shapes for key in keys.values())
     wanted = keys if exact else {"cpu": "rng.0.cpu"}
     states = {device: _read(load.source, key) for device, key in wanted.items()}
-    _check(load.source, states, exact)
+    if exact:
+        try:
+            torch.Generator().set_state(states["cpu"])
+        except RuntimeError as error:
+            raise CheckpointError(f"{load.source.path}: the random state is none of torch's: {error}") from error
 
     def restore() -> None:
         if not exact:
@@ -55,11 +64,3 @@ def _read(source: Source, key: str) -> torch.Tensor:
     state = torch.empty(size, dtype=torch.uint8)
     source.read({key: as_chunks(state)})
     return state
-
-
-def _check(source: Source, states: dict[str, torch.Tensor], exact: bool) -> None:
-    try:
-        if exact:
-            torch.Generator().set_state(states["cpu"])
-    except RuntimeError as error:
-        raise CheckpointError(f"{source.path}: the random state is none of torch's: {error}") from error

@@ -6,6 +6,7 @@ Nothing is changed before everything has been checked.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,12 +14,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from dmp.checkpoint.sources.checksums import CheckedRange
-from dmp.checkpoint.sources.source import MODEL, STATE, Source, is_per_block, split_state
+from dmp.checkpoint.sources.source import MODEL, STATE, Source, split_state
 from dmp.chunked import ChunkedTensor, as_chunks
 from dmp.errors import CheckpointError
 from dmp.read_values import shown
 from dmp.state.optimizer_state import OwnedState, column_widths, owned_states
-from dmp.wrap.column_blocks import is_blocked, merge_blocks
+from dmp.wrap.column_blocks import is_blocked, is_per_block, merge_blocks
 from dmp.wrap.wrapper import DistributedModelParallel
 
 _NOT_RESTORED = {"params", "foreach", "fused", "capturable", "differentiable"}  # how an optimizer runs, not what it is
@@ -26,11 +27,19 @@ _SHOWN = 5
 
 
 class CheckedLoad(NamedTuple):
-    """A load that has been checked: what to read, then what to do."""
+    """A load that has been checked: what to read, then what to do.
+
+    Args:
+        source: of it all.
+        targets: key -> where this rank has it read to.
+        then: calls when all has been read.
+        faults: what does not fit, while it is being checked.
+    """
 
     source: Source
     targets: dict[str, ChunkedTensor]
     then: list[Callable[[], Any]]
+    faults: list[str]
 
     def check(self, share: tuple[int, int]) -> list[CheckedRange]:
         """Read the i-th of n shares of what all ranks will read, raise where it is damaged; what is to be compared."""
@@ -38,6 +47,7 @@ class CheckedLoad(NamedTuple):
         return self.source.check(list(keys), share)
 
     def run(self) -> None:
+        """Change the model: read, and do the rest."""
         with torch.no_grad():
             self.source.read({key: t for key, t in self.targets.items() if t.chunks and t.numel()})
             for step in self.then:
@@ -50,48 +60,47 @@ def prepare(source: Source, model: nn.Module, optimizer: torch.optim.Optimizer |
     Raises:
         CheckpointError: names, shapes or dtypes that do not fit.
     """
-    load = CheckedLoad(source, {}, [])
-    wrong: list[str] = []
-    _prepare_weights(load, model, wrong)
+    load = CheckedLoad(source, {}, [], [])
+    _prepare_weights(load, model)
     owned = owned_states(model, optimizer)
     if source.objects.get("param_groups") or any(key.startswith(STATE) for key in source.shapes):
-        saved = _Saved.of(source)
+        saved = _SavedState.of(source)
         for o in owned:
-            _prepare_state(load, o, column_widths(model, [o]).get(o.name), saved, wrong)
-        _prepare_options(load, owned, wrong)
+            _prepare_state(load, o, column_widths(model, [o]).get(o.name), saved)
+        _prepare_options(load, owned)
         if optimizer is not None:
             names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
             lost = sorted(saved.owners & names - {o.name for o in owned})
-            wrong += [
+            load.faults.extend(
                 f"optimizer state of {name!r} was saved, but no optimizer here has that parameter" for name in lost
-            ]
+            )
     elif optimizer is not None:
         why = source.about.get("no_state") or "it holds no optimizer state"
-        wrong.append(f"{why}; pass no optimizer to load the weights alone")
-    if wrong:
-        more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-        raise CheckpointError(f"the checkpoint does not fit {_kind(model)}: " + "; ".join(wrong[:_SHOWN]) + more)
+        load.faults.append(f"{why}; pass no optimizer to load the weights alone")
+    if load.faults:
+        more = f"; and {len(load.faults) - _SHOWN} more" if len(load.faults) > _SHOWN else ""
+        said = "; ".join(load.faults[:_SHOWN])
+        raise CheckpointError(f"the checkpoint does not fit {_kind(model)}: {said}{more}")
     return load
 
 
-def _prepare_weights(load: CheckedLoad, model: nn.Module, wrong: list[str]) -> None:
+def _prepare_weights(load: CheckedLoad, model: nn.Module) -> None:
     own = model.state_dict()
     same = aliases(model)
     objects: dict[str, Any] = load.source.objects.get("model", {})
     saved = {key.removeprefix(MODEL) for key in load.source.shapes if key.startswith(MODEL)}
     for name, value in own.items():
         if not isinstance(value, torch.Tensor):
-            wrong += [] if name in objects else [f"missing key {name!r}"]
+            load.faults.extend([] if name in objects else [f"missing key {name!r}"])
         elif value.is_meta or is_lazy(value):
-            wrong.append(f"{name!r} of the model has no storage to fill; materialise it first")
+            load.faults.append(f"{name!r} of the model has no storage to fill; materialise it first")
         elif name not in saved and saved.intersection(same.get(name, ())):
             pass  # a tied weight that was stored once
         else:
-            target = as_chunks(value)
-            problem = _mismatch(load.source, MODEL + name, target, f"{name!r}") if value.numel() else None
-            wrong += [problem] if problem else []
-            load.targets[MODEL + name] = target
-    wrong += [f"unexpected key {name!r}" for name in sorted({*saved, *objects} - set(own))]
+            load.targets[MODEL + name] = as_chunks(value)
+            if value.numel():
+                _compare(load, MODEL + name, f"{name!r}")
+    load.faults.extend(f"unexpected key {name!r}" for name in sorted({*saved, *objects} - set(own)))
     if objects:
         load.then.append(lambda: model.load_state_dict({**own, **objects}))
 
@@ -104,18 +113,20 @@ def aliases(model: nn.Module) -> dict[str, list[str]]:
     return {name: same for same in names.values() for name in same}
 
 
-def _mismatch(source: Source, key: str, target: ChunkedTensor, shown: str) -> str | None:
-    if key not in source.shapes:
-        return f"missing key {shown}"
-    size, dtype = source.shapes[key]
+def _compare(load: CheckedLoad, key: str, what: str) -> None:
+    """Whether the source has what a target takes."""
+    target = load.targets[key]
+    if key not in load.source.shapes:
+        load.faults.append(f"missing key {what}")
+        return
+    size, dtype = load.source.shapes[key]
     if size != tuple(target.size()):
-        return f"{shown} has shape {size}, expected {tuple(target.size())}"
-    if dtype != target.dtype:
-        return f"{shown} has dtype {dtype}, expected {target.dtype}"
-    return None
+        load.faults.append(f"{what} has shape {size}, expected {tuple(target.size())}")
+    elif dtype != target.dtype:
+        load.faults.append(f"{what} has dtype {dtype}, expected {target.dtype}")
 
 
-class _Saved(NamedTuple):
+class _SavedState(NamedTuple):
     """Optimizer state that a source has.
 
     Args:
@@ -127,7 +138,8 @@ class _Saved(NamedTuple):
     owners: set[str]
 
     @classmethod
-    def of(cls, source: Source) -> _Saved:
+    def of(cls, source: Source) -> _SavedState:
+        """What a source's keys and param groups say."""
         keys: dict[str, dict[str, str]] = {}
         for key in source.shapes:
             if key.startswith(STATE):
@@ -136,97 +148,84 @@ class _Saved(NamedTuple):
         return cls(keys, {name for group in source.objects.get("param_groups", ()) for name in group["params"]})
 
 
-def _prepare_state(
-    load: CheckedLoad, owned: OwnedState, widths: tuple[int, ...] | None, saved: _Saved, wrong: list[str]
-) -> None:
-    """Have one parameter's optimizer state filled."""
+def _prepare_state(load: CheckedLoad, owned: OwnedState, widths: tuple[int, ...] | None, saved: _SavedState) -> None:
+    """Have one parameter's optimizer state filled; `widths`: of its column blocks, where it has several."""
     numbers: dict[str, Any] = load.source.objects.get("state", {}).get(owned.name, {})
     keys = saved.keys.get(owned.name, {})
     if not keys and owned.name not in saved.owners:
-        wrong.append(f"no optimizer state for {owned.name!r}")
+        load.faults.append(f"no optimizer state for {owned.name!r}")
         return
-    fresh: dict[str, Any] = {}
     if owned.optimizer is None or (owned.values and (keys or numbers)):
         lost = {*owned.values} - {*keys, *numbers}
         if owned.optimizer is None and not load.source.about.get("has_steps", True):
             lost.discard("step")  # it goes on from the model's own
-        wrong += [f"optimizer state {key!r} of {owned.name!r} is missing" for key in sorted(lost)]
+        load.faults.extend(f"optimizer state {key!r} of {owned.name!r} is missing" for key in sorted(lost))
+    fresh: dict[str, Any] = {}
     for short, key in keys.items():
-        shown = f"optimizer state {short!r} of {owned.name!r}"
-        target = owned.values.get(short)
-        size, dtype = load.source.shapes[key]
-        saved_widths = load.source.about.get("column_widths", {}).get(owned.name)
-        if target is None and owned.optimizer is None:
-            wrong.append(f"unknown {shown}")
-            continue
-        if is_per_block(size, saved_widths):
-            if not (widths and is_blocked(target, widths) and tuple(widths) == tuple(saved_widths)):
-                _read_blocks(load, key, target, size, dtype, saved_widths, widths, wrong, shown)
-                continue
-        elif widths and target is not None and is_blocked(target, widths) and size == (target.size()[0],):
-            _read_blocks(load, key, target, size, dtype, None, widths, wrong, shown)
-            continue
-        if target is None:
-            try:
-                fresh[short], target = owned.new(short, size, dtype)
-            except CheckpointError as error:
-                wrong.append(str(error))
-                continue
-        if not isinstance(target, ChunkedTensor):
-            if size:
-                wrong.append(f"{shown} has shape {size}, expected a number")
-                continue
-            number = torch.zeros((), dtype=dtype)
-            load.targets[key] = as_chunks(number)
-            load.then.append(_setter(owned, short, number, type(target)))
-            continue
-        problem = _mismatch(load.source, key, target, shown)
-        wrong += [problem] if problem else []
-        load.targets[key] = target
+        _prepare_tensor(load, owned, short, key, widths, fresh)
     for short, number in numbers.items():
         target = owned.values.get(short)
         if isinstance(target, ChunkedTensor):
-            load.then.extend(_filler(chunk, number) for chunk in target.chunks)
+            load.then.extend(partial(chunk.fill_, number) for chunk in target.chunks)
         elif owned.optimizer is not None:
             fresh[short] = number
     if owned.optimizer is not None:
-        optimizer, parameter = owned.optimizer, owned.parameter
-        if keys or numbers:
-            if fresh:
-                load.then.append(lambda: optimizer.state[parameter].update(fresh))
-        else:  # it had not been stepped when it was saved
-            load.then.append(lambda: optimizer.state.pop(parameter, None))
+        state, parameter = owned.optimizer.state, owned.parameter
+        if fresh:
+            load.then.append(lambda: state[parameter].update(fresh))
+        elif not (keys or numbers):  # it had not been stepped when it was saved
+            load.then.append(lambda: state.pop(parameter, None))
 
 
-def _setter(owned: OwnedState, key: str, value: torch.Tensor, kind: type) -> Callable[[], Any]:
-    assert owned.optimizer is not None
-    state = owned.optimizer.state[owned.parameter]
-    return lambda: state.__setitem__(key, kind(value.item()))
+def _prepare_tensor(
+    load: CheckedLoad, owned: OwnedState, short: str, key: str, widths: tuple[int, ...] | None, fresh: dict[str, Any]
+) -> None:
+    """Have one tensor of state read; what the optimizer has not made yet comes into `fresh`."""
+    what = f"optimizer state {short!r} of {owned.name!r}"
+    target = owned.values.get(short)
+    size, dtype = load.source.shapes[key]
+    if target is None and owned.optimizer is None:
+        load.faults.append(f"unknown {what}")
+        return
+    saved_widths = load.source.about.get("column_widths", {}).get(owned.name, ())
+    has_blocks = widths is not None and is_blocked(target, widths)
+    if not is_per_block(size, saved_widths):
+        saved_widths = None
+    if saved_widths and not (has_blocks and widths == tuple(saved_widths)):
+        _read_column_blocks(load, key, target, saved_widths, has_blocks, what)
+        return
+    if has_blocks and not saved_widths and target is not None and size == (target.size()[0],):
+        _read_column_blocks(load, key, target, None, has_blocks, what)
+        return
+    if target is None:
+        try:
+            fresh[short], target = owned.new(short, size, dtype)
+        except CheckpointError as error:
+            load.faults.append(str(error))
+            return
+    if isinstance(target, ChunkedTensor):
+        load.targets[key] = target
+        _compare(load, key, what)
+    elif size:
+        load.faults.append(f"{what} has shape {size}, expected a number")
+    else:
+        assert owned.optimizer is not None
+        number, kind, state = torch.zeros((), dtype=dtype), type(target), owned.optimizer.state[owned.parameter]
+        load.targets[key] = as_chunks(number)
+        load.then.append(lambda: state.update({short: kind(number.item())}))
 
 
-def _filler(chunk: torch.Tensor, value: Any) -> Callable[[], Any]:
-    return lambda: chunk.fill_(value)
-
-
-def _read_blocks(
-    load: CheckedLoad,
-    key: str,
-    target: Any,
-    size: tuple[int, ...],
-    dtype: torch.dtype,
-    saved_widths: list[int] | None,
-    widths: tuple[int, ...] | None,
-    wrong: list[str],
-    shown: str,
+def _read_column_blocks(
+    load: CheckedLoad, key: str, target: Any, saved_widths: list[int] | None, has_blocks: bool, what: str
 ) -> None:
     """Row-wise state between other column blocks: read this rank's rows, take the mean, give it to every own block."""
-    to_blocks = widths is not None and is_blocked(target, widths)
-    if not isinstance(target, ChunkedTensor) or not (to_blocks or target.dim() == 1) or target.size()[0] != size[0]:
+    size, dtype = load.source.shapes[key]
+    if not isinstance(target, ChunkedTensor) or not (has_blocks or target.dim() == 1) or target.size()[0] != size[0]:
         shape = tuple(target.size()) if isinstance(target, torch.Tensor) else "no such state"
-        wrong.append(f"{shown} has one value per row and column block, {size}; expected {shape}")
+        load.faults.append(f"{what} has one value per row and column block, {size}; expected {shape}")
         return
     if dtype != target.dtype:
-        wrong.append(f"{shown} has dtype {dtype}, expected {target.dtype}")
+        load.faults.append(f"{what} has dtype {dtype}, expected {target.dtype}")
         return
     rows = sorted({(o[0], c.shape[0]) for c, o in zip(target.chunks, target.offsets, strict=True) if c.numel()})
     offsets = [(start, *(0 for _ in size[1:])) for start, _ in rows]
@@ -243,7 +242,7 @@ def _read_blocks(
     load.then.append(spread)
 
 
-def _prepare_options(load: CheckedLoad, owned: Iterable[OwnedState], wrong: list[str]) -> None:
+def _prepare_options(load: CheckedLoad, owned: Iterable[OwnedState]) -> None:
     """Learning rates and the like: each param group takes the options that its parameters were saved with."""
     saved = {name: group for group in load.source.objects.get("param_groups", ()) for name in group["params"]}
     groups: dict[int, tuple[dict[str, Any], list[str]]] = {}
@@ -257,10 +256,12 @@ def _prepare_options(load: CheckedLoad, owned: Iterable[OwnedState], wrong: list
                 if key in _NOT_RESTORED or (key not in options and key != "initial_lr"):
                     continue
                 if key in options and not _is_like(options[key], value):
-                    wrong.append(f"{key} of {name!r} was saved as {shown(value)}, expected the like of {options[key]}")
+                    load.faults.append(
+                        f"{key} of {name!r} was saved as {shown(value)}, expected the like of {options[key]}"
+                    )
                     continue
                 if key in taken and not _equal(taken[key], value):
-                    wrong.append(
+                    load.faults.append(
                         f"{key} of {next(iter(found))!r} was {taken[key]} and of {name!r} {value}, but here they share "
                         "a param group"
                     )

@@ -13,7 +13,7 @@ targets/replaceable.py.
 By `saved_ns`, which is rank 0's clock, or one more than the newest beside it has where the clock is behind that: so the
 last that was saved is the newest, whatever clocks say.
 
-[Note: leftovers]
+[Note: abandoned]
 Saves into one folder go one after another. So a `.x.saving` in which nothing was written since the newest whole
 checkpoint was begun is what a killed save left, and one that is newer, or is claimed by a save that lives, may be
 being written at this moment. Nor is anything touched beside the newest itself: it may be changing places with its
@@ -44,7 +44,7 @@ _CLAIM = re.compile(r"\..+\.claim(\.[0-9a-f]{32})?")
 _SILENT_NS = 60 * 10**9  # of a claim, against its touches every few seconds
 
 
-class _Found(NamedTuple):
+class _FoundFolder(NamedTuple):
     """A folder of ours."""
 
     path: Path
@@ -90,10 +90,10 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
 def keep_last(folder: str | os.PathLike[str], count: int) -> list[Path]:
     """Remove all whole checkpoints directly in a folder but the newest `count`, and what killed saves left there.
 
-    For one rank to call. Folders of one job: where two save into one, each may take the other's running save for a
-    leftover. Damaged checkpoints, links and whatever `save_checkpoint` did not write stay, and so does a checkpoint
-    into which something else was put. A removal that is cut short leaves nothing that looks like a checkpoint, and the
-    next call ends it.
+    For one rank to call. Folders of one job: where two save into one, each may take the other's running save
+    for one that was cut short. Damaged checkpoints, links and whatever `save_checkpoint` did not write stay, and so
+    does a checkpoint into which something else was put. A removal that is cut short leaves nothing that looks like a
+    checkpoint, and the next call ends it.
 
     Returns:
         What was removed.
@@ -123,7 +123,7 @@ def _remove_older(root: Path, count: int, just_written: str | None) -> list[Path
     whole = [one for one in _candidates(found) if one.state != "saving" and _is_whole(one)]
     removed = [one for one in found if one.state == "removing"]
     if whole:
-        removed += [one for one in found if _is_leftover(one, whole)]
+        removed += [one for one in found if _is_abandoned(one, whole)]
         removed += [one for one in whole[count:] if one.name != just_written]
     removed = [one for one in removed if _is_ours_alone(one)]
     for one in removed:
@@ -135,7 +135,7 @@ def _remove_older(root: Path, count: int, just_written: str | None) -> list[Path
     return [one.path for one in removed]
 
 
-def _is_ours_alone(one: _Found) -> bool:
+def _is_ours_alone(one: _FoundFolder) -> bool:
     """Whether it, and what lies where it is removed, is ours to the last entry."""
     for path in (one.path, one.path.with_name(f".{one.name}.removing")):
         stranger = stranger_at(path)
@@ -151,15 +151,15 @@ def _drop_claims_of_the_dead(root: Path) -> None:
             drop_claim(path)
 
 
-def _found(root: Path) -> list[_Found]:
+def _found(root: Path) -> list[_FoundFolder]:
     """Every folder of ours that lies in a folder."""
     if not root.is_dir():
         return []
-    found: list[_Found] = []
+    found: list[_FoundFolder] = []
     for path in root.iterdir():
         try:
             if path.is_dir() and not path.is_symlink():
-                found += _as_ours(path)
+                found += _describe(path)
         except FileNotFoundError:  # just renamed, by a save that runs in the background
             continue
         except OSError as error:
@@ -167,7 +167,7 @@ def _found(root: Path) -> list[_Found]:
     return found
 
 
-def _as_ours(path: Path) -> Iterator[_Found]:
+def _describe(path: Path) -> Iterator[_FoundFolder]:
     hidden = _HIDDEN.fullmatch(path.name)
     name, state = hidden.groups() if hidden else (path.name, "")
     files = set(os.listdir(path))
@@ -177,38 +177,38 @@ def _as_ours(path: Path) -> Iterator[_Found]:
     try:
         about = about_of(path)
     except (OSError, ValueError):
-        yield _Found(path, name, state, math.inf)
+        yield _FoundFolder(path, name, state, math.inf)
         return
     if about is not None:
         saved_ns = about.get("saved_ns", 0)
-        yield _Found(path, name, state, saved_ns if is_size(saved_ns) else math.inf)
+        yield _FoundFolder(path, name, state, saved_ns if is_size(saved_ns) else math.inf)
 
 
-def _candidates(found: list[_Found]) -> list[_Found]:
+def _candidates(found: list[_FoundFolder]) -> list[_FoundFolder]:
     """What is a checkpoint, or would have become one; newest first."""
     there = {one.name for one in found if not one.state}
     one_each = [one for one in found if one.state in ("", "saving") or _counts_as_there(one, there)]
-    return sorted(one_each, key=lambda one: (one.saved_ns, _natural(one.name)), reverse=True)
+    return sorted(one_each, key=lambda one: (one.saved_ns, _by_number(one.name)), reverse=True)
 
 
-def _counts_as_there(one: _Found, there: set[str]) -> bool:
+def _counts_as_there(one: _FoundFolder, there: set[str]) -> bool:
     return one.state == "replaced" and one.name not in there and not one.path.with_name(one.name).exists()
 
 
-def _natural(name: str) -> list[tuple[str, int]]:
+def _by_number(name: str) -> list[tuple[str, int]]:
     """Orders step-3 before step-10."""
     return [(text, int(digits or -1)) for text, digits in re.findall(r"(\D*)(\d*)", name)]
 
 
-def _is_whole(one: _Found) -> bool:
+def _is_whole(one: _FoundFolder) -> bool:
     problem = one.problem()
     if problem is not None:
         _log.warning("kept as it is: %s", problem)
     return problem is None
 
 
-def _is_leftover(one: _Found, whole: list[_Found]) -> bool:
-    """Whether a hidden folder is what a killed save left; see [Note: leftovers]."""
+def _is_abandoned(one: _FoundFolder, whole: list[_FoundFolder]) -> bool:
+    """Whether a hidden folder is what a killed save left; see [Note: abandoned]."""
     newest = whole[0]
     if one.name == newest.name:
         return False
@@ -225,7 +225,7 @@ def _is_leftover(one: _Found, whole: list[_Found]) -> bool:
         return False
 
 
-def _is_claimed(one: _Found, now_ns: int) -> bool:
+def _is_claimed(one: _FoundFolder, now_ns: int) -> bool:
     """Whether a save that may live has the claim; `now_ns` is of the same file system's clock."""
     claim = claim_of(one.path.with_name(one.name))
     return not is_dead(claim) and claim.lstat().st_mtime_ns > now_ns - _SILENT_NS

@@ -20,14 +20,18 @@ from dmp.chunked import ChunkedTensor, as_chunks
 from dmp.env import ShardingEnv
 from dmp.errors import CheckpointError
 from dmp.ranks import fail_together
-from dmp.state.find_wrapped import plan_inside
+from dmp.state.find_wrapped import joint_plan
 from dmp.state.optimizer_state import column_widths, owned_states, param_groups
 
 
 def collect(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any, env: ShardingEnv, saved_ns: int
 ) -> Content:
-    """What this rank writes; `saved_ns` is rank 0's word on when, see [Note: order] of retention.py."""
+    """What this rank writes; `saved_ns` is rank 0's word on when, see [Note: order] of retention.py.
+
+    Raises:
+        CheckpointError: a weight without values, or something that could not be read back.
+    """
     own = model.state_dict()
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     owned = owned_states(model, optimizer)
@@ -56,15 +60,15 @@ def collect(
         "mesh": {"names": env.names, "shape": env.shape, "roles": env.roles},
         "column_widths": column_widths(model, owned),
     }
-    return Content(tensors, small_files(about, plan_inside(model), _pack(objects)))
+    return Content(tensors, small_files(about, joint_plan(model), _pack(objects)))
 
 
 def _pack(objects: dict[str, Any]) -> bytes:
     """As a file that can be read without running anything from it."""
-    whole = _packed(objects)
+    whole = _try_to_pack(objects)
     if isinstance(whole, bytes):
         return whole
-    bad = next((key for key, value in objects.items() if not isinstance(_packed(value), bytes)), "it")
+    bad = next((key for key, value in objects.items() if not isinstance(_try_to_pack(value), bytes)), "it")
     reason = next((line for line in str(whole).splitlines() if "nsupported" in line), str(whole)).strip()
     raise CheckpointError(
         f"{bad} holds something that cannot be read back safely (numbers, strings, tensors, dicts, lists and tuples "
@@ -72,7 +76,7 @@ def _pack(objects: dict[str, Any]) -> bytes:
     ) from whole
 
 
-def _packed(value: Any) -> bytes | Exception:
+def _try_to_pack(value: Any) -> bytes | Exception:
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)

@@ -25,7 +25,7 @@ from dmp.errors import ShardError
 from dmp.layouts.shard import is_replicated
 from dmp.places import is_dtensor
 from dmp.ranks import entry, numbers_of_all
-from dmp.state.find_wrapped import env_of, plan_inside
+from dmp.state.find_wrapped import env_of, joint_plan
 from dmp.state.local_chunks import sharded_parameters
 from dmp.wrap import live_models as live
 from dmp.wrap.earlier_optimizers import successors
@@ -80,8 +80,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
 
 
 def _shares(model: nn.Module, env: ShardingEnv) -> dict[int, tuple[torch.Tensor, int]]:
-    """id of each gradient -> this rank's part of it, a view, and how many ranks hold the same part."""
-    plan, sharded = plan_inside(model), sharded_parameters(model)
+    """id of each gradient -> what this rank holds of it, a view, and how many ranks hold the same."""
+    plan, sharded = joint_plan(model), sharded_parameters(model)
     shares = {}
     for name, parameter in model.named_parameters():
         grad = parameter.grad
@@ -127,7 +127,7 @@ def _whole_norm(
 
 
 def _local(grad: torch.Tensor, copies: int, size: int) -> tuple[torch.Tensor, int]:
-    """This rank's part of a gradient, as a view, and how many ranks hold the same part."""
+    """What this rank holds of a gradient, as a view, and how many ranks hold the same."""
     if grad.is_sparse:
         raise ShardError("clip_grad_norm_ does not take sparse gradients, as torch's does not")
     if not is_dtensor(grad):

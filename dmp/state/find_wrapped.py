@@ -20,7 +20,7 @@ def wrapped_in(model: nn.Module) -> dict[str, DistributedModelParallel]:
     return {path: m for path, m in model.named_modules() if isinstance(m, DistributedModelParallel)}
 
 
-def env_inside(model: nn.Module) -> ShardingEnv | None:
+def common_env(model: nn.Module) -> ShardingEnv | None:
     """Where the wrapped models in it run; None where there are none.
 
     Raises:
@@ -39,13 +39,13 @@ def env_inside(model: nn.Module) -> ShardingEnv | None:
 
 def env_of(model: nn.Module) -> ShardingEnv:
     """Of the wrapped models; for a plain module the default one where it has DTensors, else this process alone."""
-    inside = env_inside(model)
-    if inside is not None:
-        return inside
+    env = common_env(model)
+    if env is not None:
+        return env
     return default_env() if any(is_dtensor(p) for p in model.parameters()) else ShardingEnv.single()
 
 
-def plan_inside(model: nn.Module) -> ShardingPlan:
+def joint_plan(model: nn.Module) -> ShardingPlan:
     """The plans in force, in one; empty where nothing is wrapped."""
     models = wrapped_in(model)
     if "" in models:
@@ -53,7 +53,7 @@ def plan_inside(model: nn.Module) -> ShardingPlan:
     return ShardingPlan({join_name(path, name): m.plan[name] for path, m in models.items() for name in m.plan})
 
 
-def fused_inside(model: nn.Module) -> dict[str, FusedParameter]:
+def fused_parameters(model: nn.Module) -> dict[str, FusedParameter]:
     """Parameters that wrapped models update in the backward pass, by name."""
     return {
         join_name(path, name): f for path, m in wrapped_in(model).items() for name, f in m.fused_optimizer.fused.items()

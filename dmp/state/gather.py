@@ -69,7 +69,7 @@ def gather(
         state: name -> tensor, or any other object, which is copied.
         env: whose table ranks hold the pieces.
         rank0_only: the others return `{}`.
-        cpu: the result is on the CPU; else each tensor is where this rank holds its part, or on the env's device.
+        cpu: the result is on the CPU; else each tensor is where this rank has its chunks, or on the env's device.
         out: where to put the values, by name, instead of new tensors.
         what: the call, for messages.
 

@@ -18,7 +18,7 @@ from dmp.calls import alone
 from dmp.chunked import ChunkedTensor, as_chunks
 from dmp.errors import CheckpointError
 from dmp.places import is_dtensor
-from dmp.state.find_wrapped import env_inside, env_of, fused_inside, plan_inside, wrapped_in
+from dmp.state.find_wrapped import common_env, env_of, fused_parameters, joint_plan, wrapped_in
 from dmp.state.gather import gather
 from dmp.state.local_chunks import chunk_views, sharded_parameters
 from dmp.wrap.column_blocks import is_blocked, merge_blocks
@@ -149,7 +149,7 @@ def owned_states(model: nn.Module, optimizer: torch.optim.Optimizer | None = Non
             entry.values[key] = value
         owned[name] = entry
 
-    for name, fused in fused_inside(model).items():
+    for name, fused in fused_parameters(model).items():
         add(name, fused.options, None, fused.state())
     for name, parameter in named.items():
         for inner in () if name in owned else getattr(parameter, "_in_backward_optimizers", ()):
@@ -173,7 +173,7 @@ def param_groups(owned: Iterable[OwnedState]) -> list[dict[str, Any]]:
 
 def column_widths(model: nn.Module, owned: Iterable[OwnedState]) -> dict[str, tuple[int, ...]]:
     """Widths of the column blocks of every parameter that the plan splits by columns; see column_blocks.py."""
-    plan, env = plan_inside(model), env_inside(model)
+    plan, env = joint_plan(model), common_env(model)
     if env is None:
         return {}
     widths: dict[str, tuple[int, ...]] = {}
@@ -193,7 +193,7 @@ def _groups(
     if optimizer is None or any(optimizer is m.fused_optimizer for m in wrapped_in(model).values()):
         return []
     follow(optimizer)
-    fused = fused_inside(model)
+    fused = fused_parameters(model)
     names = {id(p): name for name, p in named.items()}
     found = []
     for i, group in enumerate(optimizer.param_groups):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from dmp.errors import ShardError
 from dmp.places import is_dtensor
 from dmp.ranks import entry, numbers_of_all
-from dmp.state.find_wrapped import env_of, fused_inside
+from dmp.state.find_wrapped import env_of, fused_parameters
 from dmp.wrap.earlier_optimizers import follow
 from dmp.wrap.wrapper import DistributedModelParallel
 
@@ -41,7 +41,7 @@ class GradScaler(torch.amp.GradScaler):
     """
 
     def __init__(self, model: DistributedModelParallel | torch.nn.Module, **options: Any) -> None:
-        fused = fused_inside(model)
+        fused = fused_parameters(model)
         if fused and options.get("enabled", True):
             name = next(iter(fused))
             raise ShardError(

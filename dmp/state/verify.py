@@ -16,7 +16,7 @@ from dmp.env import ShardingEnv
 from dmp.errors import CheckpointError, DmpError, RanksError
 from dmp.nested import tensors_of
 from dmp.ranks import entry, fail_together
-from dmp.state.find_wrapped import env_of, fused_inside
+from dmp.state.find_wrapped import env_of, fused_parameters
 from dmp.state.gather import full_state_dict, gather
 from dmp.state.local_chunks import chunk_views, sharded_parameters
 
@@ -150,7 +150,7 @@ def _compare_gradients(
     sharded: nn.Module, plain: nn.Module, env: ShardingEnv
 ) -> tuple[dict[str, _Difference], list[str]]:
     pieces = sharded_parameters(sharded)
-    not_compared = sorted(fused_inside(sharded))
+    not_compared = sorted(fused_parameters(sharded))
     mine: dict[str, torch.Tensor] = {}
     for name, parameter in sharded.named_parameters():
         grad = parameter.grad

@@ -16,7 +16,12 @@ import torch
 
 def is_blocked(value: Any, widths: Sequence[int]) -> bool:
     """Whether a state has one column per column block, rather than one per column of the parameter."""
-    return isinstance(value, torch.Tensor) and value.dim() == 2 and value.shape[1] == len(widths) < sum(widths)
+    return isinstance(value, torch.Tensor) and is_per_block(value.shape, widths)
+
+
+def is_per_block(size: Sequence[int], widths: Sequence[int]) -> bool:
+    """Whether state of this size has a value for each row and each column block of such widths; none are none."""
+    return len(size) == 2 and size[1] == len(widths) < sum(widths)
 
 
 def merge_blocks(value: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:

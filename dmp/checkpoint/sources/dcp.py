@@ -59,7 +59,7 @@ class TorchFolder:
             found = self._column_widths(MODEL + name, size) if ours.startswith(STATE) else ()
             if found:
                 rows = size[0] // len(found)
-                self._check_within_blocks(ours, rows)
+                self._check_within_column_blocks(ours, rows)
                 widths[name] = found
                 self.shapes[ours] = (rows, len(found)), dtype
         self.about: dict[str, Any] = {"holds_more": True, "has_steps": not uncounted, "column_widths": widths}
@@ -73,7 +73,7 @@ class TorchFolder:
         is_blocks = 1 < len(starts) < table[1] and size[0] == table[0] * len(starts)
         return tuple(b - a for a, b in pairwise([*starts, table[1]])) if is_blocks else ()
 
-    def _check_within_blocks(self, ours: str, rows: int) -> None:
+    def _check_within_column_blocks(self, ours: str, rows: int) -> None:
         """A piece that is of two of the blocks one after another has no place in (rows, blocks)."""
         for piece in self._entries[self._keys[ours]].pieces:
             if piece.offset[0] % rows + piece.size[0] > rows:

@@ -75,6 +75,8 @@ _ORDERED, _SIZE = ("collections", "OrderedDict"), ("torch", "Size")
 
 
 class _Reader:
+    """A pickle's stack machine, with a method for each kind of operation; what is not in `_OPERATIONS` is refused."""
+
     def __init__(self, data: bytes, allowed: Collection[tuple[str, str]]) -> None:
         self._data = data
         self._allowed = {*allowed, _ORDERED, _SIZE}
@@ -141,6 +143,7 @@ class _Reader:
         self.as_tuple(items)
 
     def as_tuple(self, items: list[Any]) -> None:
+        """A tuple of tuples of tuples would end the process where Python prints, compares or frees it."""
         made = tuple(items)
         depth = 1 + max((self._depths.get(id(item), 0) for item in items if type(item) is tuple), default=0)
         if depth > _MOST_DEPTH:
@@ -169,6 +172,7 @@ class _Reader:
         self.push(Global(module, name))
 
     def call(self) -> None:
+        """Note what would be called; only dicts and sizes are made."""
         args, of = self._stack.pop(), self._stack.pop()
         if type(of) is not Global or type(args) is not tuple:
             raise pickle.UnpicklingError("it calls what is no name")
@@ -180,6 +184,7 @@ class _Reader:
             self.push(Record(of, args))
 
     def build(self) -> None:
+        """Note an object's state, once."""
         state, top = self._stack.pop(), self._stack[-1]
         if type(top) is dict and type(state) is dict:
             return  # attributes of an OrderedDict, as torch gives a module's state; they say nothing here

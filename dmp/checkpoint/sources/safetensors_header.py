@@ -29,7 +29,7 @@ _DTYPES: dict[str, torch.dtype] = {
 }
 
 
-class Held(NamedTuple):
+class HeaderEntry(NamedTuple):
     """One tensor of a safetensors file; `at` is its first byte, counted from where the file begins."""
 
     dtype: torch.dtype
@@ -37,7 +37,7 @@ class Held(NamedTuple):
     at: int
 
 
-def read_header(file: IO[bytes], num_bytes: int, where: str) -> dict[str, Held]:
+def read_header(file: IO[bytes], num_bytes: int, where: str) -> dict[str, HeaderEntry]:
     """The tensors that a safetensors file holds.
 
     Args:
@@ -78,7 +78,7 @@ def read_header(file: IO[bytes], num_bytes: int, where: str) -> dict[str, Held]:
             )
     if begins + at != num_bytes:
         raise CheckpointError(f"{where} has {num_bytes} bytes, of which its header names {begins + at}")
-    return {name: Held(dtype, size, begins + first) for name, (dtype, size, first, _) in ends.items()}
+    return {name: HeaderEntry(dtype, size, begins + first) for name, (dtype, size, first, _) in ends.items()}
 
 
 def _entry(where: str, entry: Any) -> tuple[torch.dtype, tuple[int, ...], int, int]:

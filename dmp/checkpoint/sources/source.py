@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -51,8 +51,3 @@ def split_state(key: str) -> tuple[str, str]:
     """(parameter, state's name) of a key of optimizer state."""
     name, _, short = key[len(STATE) :].rpartition(".")
     return name, short
-
-
-def is_per_block(size: Sequence[int], widths: Sequence[int] | None) -> bool:
-    """Whether state of this size has a value for each row and column block of a table with blocks of such widths."""
-    return bool(widths) and len(size) == 2 and size[1] == len(widths or ()) < sum(widths or ())

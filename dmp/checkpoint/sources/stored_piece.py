@@ -127,7 +127,7 @@ def _fill_buffer(file: IO[bytes], buffer: memoryview, path: Path) -> None:
         buffer = buffer[count:]
 
 
-class Fills(Protocol):
+class Stored(Protocol):
     """What is stored of a tensor."""
 
     def fill(self, chunk: torch.Tensor, offset: tuple[int, ...]) -> None:
@@ -135,7 +135,7 @@ class Fills(Protocol):
         ...
 
 
-def fill(target: ChunkedTensor, stored: Iterable[Fills]) -> None:
+def fill(target: ChunkedTensor, stored: Iterable[Stored]) -> None:
     """Fill this rank's chunks from the pieces, which cover the tensor."""
     for piece in stored:
         for chunk, offset in zip(target.chunks, target.offsets, strict=True):

@@ -146,7 +146,11 @@ def from_json(data: Mapping[str, Any], path: Path) -> dict[str, Entry]:
 
 
 def make_entry(where: str, size: Any, dtype: Any, pieces: list[Piece]) -> Entry:
-    """An entry of values that came from a file."""
+    """An entry of values that came from a file.
+
+    Raises:
+        CheckpointError: a size or a dtype that is none; `where` begins the message.
+    """
     if not is_shape(size):
         raise CheckpointError(f"{where} has the size {shown(size)}; expected a list of integers >= 0")
     if not isinstance(dtype, str) or dtype not in DTYPES:
@@ -157,7 +161,11 @@ def make_entry(where: str, size: Any, dtype: Any, pieces: list[Piece]) -> Entry:
 def make_piece(
     where: str, offset: Any, size: Any, file: Any, at: Any, num_bytes: Any, transforms: tuple[str, ...] = ()
 ) -> Piece:
-    """A piece of values that came from a file."""
+    """A piece of values that came from a file.
+
+    Raises:
+        CheckpointError: a place or a size that is none; `where` begins the message.
+    """
     if not (is_shape(offset) and is_shape(size)):
         raise CheckpointError(f"{where} has offset {shown(offset)} and size {shown(size)}; expected integers >= 0")
     if not (is_size(at) and is_size(num_bytes)):

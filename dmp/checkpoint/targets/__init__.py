@@ -1,7 +1,6 @@
 """What checkpoints are written to: whole when they appear, and nothing that is not ours replaced. In reading order:
 
-- `target`: what a checkpoint's target must give
-- `by_name`: our targets in one table, and those of other packages
+- `target`: what a checkpoint's target must give; ours in one table, and those of other packages
 - `native`: a folder of our own as a target: written beside its place, put there in one step
 - `writer`: torch's writer of folders, aligned, and saying what went wrong
 - `claim`: the right to save to a path, which one save has at a time

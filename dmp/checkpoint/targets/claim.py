@@ -36,7 +36,11 @@ class Claim:
         self._is_over = threading.Event()
 
     def put(self) -> bool:
-        """Whether the path was free, and is now ours."""
+        """Whether the path was free, and is now ours.
+
+        Raises:
+            OSError: it cannot be written.
+        """
         pid = os.getpid()
         said = (_place(), socket.gethostname(), pid, _began(pid), time.strftime("%Y-%m-%d %H:%M:%S"), self.word)
         data = json.dumps(dict(zip(_WORDS, said, strict=True))).encode()

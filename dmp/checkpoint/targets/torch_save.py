@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from dmp.checkpoint.sources.source import MODEL, STATE, Source, is_per_block, split_state
+from dmp.checkpoint.sources.source import MODEL, STATE, Source, split_state
 from dmp.checkpoint.targets.mapped import mapped, read_mapped
 from dmp.checkpoint.targets.new_file import new_file, refuse_existing
-from dmp.wrap.column_blocks import merge_blocks
+from dmp.wrap.column_blocks import is_per_block, merge_blocks
 
 _MERGED_ROWS = 1 << 16  # at a time
 
@@ -44,7 +44,7 @@ def _state(source: Source, tensors: dict[str, torch.Tensor], folder: Path) -> di
     for key, value in tensors.items():
         if key.startswith(STATE):
             name, short = split_state(key)
-            widths = source.about.get("column_widths", {}).get(name)
+            widths = source.about.get("column_widths", {}).get(name, ())
             if is_per_block(value.shape, widths):
                 value = _merged(value, widths, folder)
             state.setdefault(name, {})[short] = value
