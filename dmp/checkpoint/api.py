@@ -34,7 +34,7 @@ from dmp.checkpoint.random_state import prepare_random_state
 from dmp.checkpoint.renaming import Rename, fitted, renamed
 from dmp.checkpoint.restore import CheckedLoad, prepare
 from dmp.checkpoint.retention import next_saved_ns
-from dmp.checkpoint.save import collect, save
+from dmp.checkpoint.save import Save, collect
 from dmp.checkpoint.sources.checksums import compare
 from dmp.checkpoint.sources.detect import open_source
 from dmp.checkpoint.targets.native import Content, check_target
@@ -104,10 +104,8 @@ def _save(
         return collect(model, optimizer, extra, env, next_saved_ns(target.parent) if env.rank == 0 else 0)
 
     content = fail_together(collected, group, f"saving {target}", same=f"keep_last={keep_last}")
-    if not asynchronous:
-        save(target, content, env.rank, group, keep_last)
-        return None
-    return write_in_background(target, content, env.rank, group, keep_last)
+    save = Save(target, content, env.rank, group, keep_last)
+    return write_in_background(save) if asynchronous else save.run()
 
 
 @alone("load_checkpoint")

@@ -10,12 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from functools import lru_cache
-from pathlib import Path
 
-import torch.distributed as dist
-
-from dmp.checkpoint.save import save
-from dmp.checkpoint.targets.native import Content
+from dmp.checkpoint.save import Save
 from dmp.chunked import ChunkedTensor
 from dmp.errors import CheckpointError
 from dmp.ranks import own_group
@@ -51,24 +47,24 @@ class PendingSave:
         return self._future.done()
 
 
-def write_in_background(
-    target: Path, content: Content, rank: int, group: dist.ProcessGroup | None, keep: int | None = None
-) -> PendingSave:
-    """`save` on a copy of the tensors, with connections of its own; collective over `group`.
+def write_in_background(save: Save) -> PendingSave:
+    """Run it on a copy of the tensors, with connections of its own; collective over its group.
 
     Returns:
         The handle; errors of the save are raised by its `wait`, and said in the log.
     """
+    group = save.group
     if group is not None:
         group = own_group(group, "background", timedelta(hours=1))
-    content = content._replace(tensors={name: _staged(t) for name, t in content.tensors.items()})
+    content = save.content._replace(tensors={name: _staged(t) for name, t in save.content.tensors.items()})
+    job = save._replace(content=content, group=group)
     hurry = threading.Event()
 
     def run() -> None:
         try:
-            save(target, content, rank, group, keep, hurry)
+            job.run(hurry)
         except CheckpointError as error:  # also for a program that never asks the handle
-            if rank == 0:
+            if save.rank == 0:
                 _log.error("a save in the background failed: %s", error)
             raise
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -86,32 +86,31 @@ def _try_to_pack(value: Any) -> bytes | Exception:
     return buffer.getvalue()
 
 
-def save(
-    target: Path,
-    content: Content,
-    rank: int,
-    group: dist.ProcessGroup | None,
-    keep: int | None,
-    hurry: threading.Event | None = None,
-) -> None:
-    """Write what was collected, on every rank; then all but the newest `keep` checkpoints beside the target go.
+class Save(NamedTuple):
+    """One save, on each rank.
 
     Args:
         target: the folder.
         content: what this rank writes.
         rank: its place in `group`; 0 writes what is no tensor.
         group: of all ranks; None for one process.
-        keep: None removes nothing.
-        hurry: of a save in the background, see writer.py.
-
-    Raises:
-        CheckpointError: on every rank, with what failed where.
+        keep: so many checkpoints stay in the folder that `target` lies in; None removes nothing.
     """
-    write_folder(target, content, rank, group, hurry)
 
-    def tidy() -> None:
-        if rank == 0 and keep is not None:
-            remove_older(target, keep)
+    target: Path
+    content: Content
+    rank: int
+    group: dist.ProcessGroup | None
+    keep: int | None
 
-    if keep is not None:
-        fail_together(tidy, group, f"{target} is saved, but removing what is older failed")
+    def run(self, hurry: threading.Event | None = None) -> None:
+        """Write it; then older ones go. `hurry`: of a save in the background, see writer.py.
+
+        Raises:
+            CheckpointError: on every rank, with what failed where.
+        """
+        write_folder(self.target, self.content, self.rank, self.group, hurry)
+        keep = self.keep
+        if keep is not None:
+            what = f"{self.target} is saved, but removing what is older failed"
+            fail_together(lambda: remove_older(self.target, keep) if self.rank == 0 else [], self.group, what)

@@ -50,10 +50,7 @@ def read_pickle(data: bytes, allowed: Collection[tuple[str, str]]) -> Any:
     Raises:
         pickle.UnpicklingError: a name that is not expected, an operation that plain data do not need, or no pickle.
     """
-    try:
-        return _Reader(data, allowed).read()
-    except (IndexError, KeyError, struct.error, UnicodeDecodeError, TypeError, ValueError) as error:
-        raise pickle.UnpicklingError(f"it is not a whole pickle ({type(error).__name__})") from error
+    return _Reader(data, allowed).read_whole()
 
 
 def check_nesting(data: bytes) -> None:
@@ -62,10 +59,7 @@ def check_nesting(data: bytes) -> None:
     Raises:
         pickle.UnpicklingError: nested too deeply, or nothing that torch can read so.
     """
-    try:
-        _Scanner(data, ()).read()
-    except (IndexError, KeyError, struct.error, UnicodeDecodeError, TypeError, ValueError) as error:
-        raise pickle.UnpicklingError(f"it is not a whole pickle ({type(error).__name__})") from error
+    _Scanner(data, ()).read_whole()
 
 
 _MOST_DEPTH = 1000  # what Python itself can write
@@ -85,7 +79,14 @@ class _Reader:
         self.memo: dict[int, Any] = {}
         self._depths: dict[int, int] = {}  # of live tuples by id; what another object left there is too large at most
 
-    def read(self) -> Any:
+    def read_whole(self) -> Any:
+        """What it holds; any fault is an `UnpicklingError`."""
+        try:
+            return self._read()
+        except (IndexError, KeyError, struct.error, UnicodeDecodeError, TypeError, ValueError) as error:
+            raise pickle.UnpicklingError(f"it is not a whole pickle ({type(error).__name__})") from error
+
+    def _read(self) -> Any:
         data, operations = self._data, _OPERATIONS
         while True:
             code = data[self._at]

@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from dmp.checkpoint.targets.new_file import write_new
 from dmp.errors import CheckpointError
 
 _BEAT_S, _SILENT_S, _LOOK_S = 5.0, 30.0, 0.5
@@ -58,13 +59,13 @@ class Claim:
     def _write(self, data: bytes) -> None:
         """In one step, and only where nothing is."""
         beside = self.path.with_name(f"{self.path.name}.{self.word}")
-        _write_new(beside, data)
+        write_new(beside, data)
         try:
             os.link(beside, self.path)
         except FileExistsError:
             raise
         except OSError:  # a file system without links
-            _write_new(self.path, data)
+            write_new(self.path, data)
         finally:
             beside.unlink()
 
@@ -146,13 +147,6 @@ def drop_claim(path: Path, of: dict[str, Any] | None = None) -> None:
             with suppress(OSError):
                 os.link(away, path)
         away.unlink()
-
-
-def _write_new(path: Path, data: bytes) -> None:
-    with path.open("xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from dmp.checkpoint.sources.source import ABOUT, CHECKSUMS, FORMAT_VERSION, TENS
 from dmp.checkpoint.sources.tensors_json import to_json
 from dmp.checkpoint.targets.claim import Claim, take_claim
 from dmp.checkpoint.targets.mapped import read_mapped
-from dmp.checkpoint.targets.new_file import refuse_existing
+from dmp.checkpoint.targets.new_file import refuse_existing, write_new
 from dmp.checkpoint.targets.replaceable import refuse_strangers, remove_own, stranger_at
 from dmp.checkpoint.targets.writer import writer_to
 from dmp.chunked import ChunkedTensor, as_chunks
@@ -33,9 +33,7 @@ class FolderTarget:
     """Everything that a source has, with an empty plan."""
 
     weights_only = False
-
-    def check(self, path: Path) -> None:
-        refuse_existing(path)
+    check = staticmethod(refuse_existing)
 
     def write(self, source: Source, path: Path) -> None:
         objects: dict[str, Any] = {"extra": None, "model": {}, "state": {}, "param_groups": [], **source.objects}
@@ -94,15 +92,15 @@ def write_folder(
             remove_own(partial)
             partial.mkdir()
             for name, data in content.files.items():
-                _write_file(partial / name, data)
+                write_new(partial / name, data)
 
     def finish() -> None:
         if rank == 0:
             tensors = to_json(read_metadata(partial / ".metadata")).encode()
-            _write_file(partial / TENSORS, tensors)
+            write_new(partial / TENSORS, tensors)
             small = (".metadata", TENSORS, *content.files)
             crcs = {name: zlib.crc32((partial / name).read_bytes()) for name in small}
-            _write_file(partial / CHECKSUMS, json.dumps(crcs, indent=1).encode())
+            write_new(partial / CHECKSUMS, json.dumps(crcs, indent=1).encode())
             claims[0].check()
             _replace(partial, target)
             _sync_folder(target.parent)
@@ -153,14 +151,6 @@ def _checksums() -> Iterator[None]:
     finally:
         if was_off:
             torch.serialization.set_crc32_options(False)
-
-
-def _write_file(path: Path, data: bytes) -> None:
-    """So that it is on the disk, not in its cache."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _sync_folder(path: Path) -> None:

@@ -45,3 +45,15 @@ def new_file(path: Path) -> Iterator[Path]:
             os.rename(beside, path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """A small file, on the disk and not in its cache when this returns.
+
+    Raises:
+        FileExistsError: something lies at the path.
+    """
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())

@@ -20,9 +20,7 @@ class TorchFileTarget:
     """A state dict; where there is more than weights, `{"model": ..., "optimizer": ..., "extra": ...}`."""
 
     weights_only = False
-
-    def check(self, path: Path) -> None:
-        refuse_existing(path)
+    check = staticmethod(refuse_existing)
 
     def write(self, source: Source, path: Path) -> None:
         keys = (key for key in source.shapes if key.startswith((MODEL, STATE)))
