@@ -216,6 +216,11 @@ class ShardingEnv:
         """
         return self.axis_group(*self.axes(*(roles or ROLES)))
 
+    @property
+    def everyone(self) -> dist.ProcessGroup | None:
+        """Process group of all ranks; None where this is the only one: it has nobody to exchange anything with."""
+        return self.group() if self.size > 1 else None
+
     def axis_group(self, *axes: str) -> dist.ProcessGroup | None:
         """Process group along these axes together.
 

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from dmp.calls import alone
@@ -80,9 +79,8 @@ def save_checkpoint(
     target = target.resolve() if target.name == ".." else target
     env = common_env(model) or default_env()
     wait_for_pending()
-    group = env.group() if env.size > 1 else None
-    with entry("save_checkpoint", group):
-        return _save(target, model, optimizer, extra, asynchronous, keep_last, env, group)
+    with entry("save_checkpoint", env.everyone):
+        return _save(target, model, optimizer, extra, asynchronous, keep_last, env)
 
 
 def _save(
@@ -93,7 +91,6 @@ def _save(
     asynchronous: bool,
     keep_last: int | None,
     env: ShardingEnv,
-    group: dist.ProcessGroup | None,
 ) -> PendingSave | None:
     def collected() -> Content:
         """Nothing is written yet: what is wrong is raised on all ranks."""
@@ -103,8 +100,8 @@ def _save(
             check_target(target)
         return collect(model, optimizer, extra, env, next_saved_ns(target.parent) if env.rank == 0 else 0)
 
-    content = fail_together(collected, group, f"saving {target}", same=f"keep_last={keep_last}")
-    save = Save(target, content, env.rank, group, keep_last)
+    content = fail_together(collected, env.everyone, f"saving {target}", same=f"keep_last={keep_last}")
+    save = Save(target, content, env.rank, env.everyone, keep_last)
     return write_in_background(save) if asynchronous else save.run()
 
 
@@ -144,10 +141,9 @@ def load_checkpoint(
     """
     source_path = Path(path).absolute()
     env = env_of(model)
-    group = env.group() if env.size > 1 else None
     wait_for_pending()
-    with entry("load_checkpoint", group):
-        return _load(source_path, model, optimizer, rename, env, group)
+    with entry("load_checkpoint", env.everyone):
+        return _load(source_path, model, optimizer, rename, env)
 
 
 def _load(
@@ -156,9 +152,8 @@ def _load(
     optimizer: torch.optim.Optimizer | None,
     rename: Rename | None,
     env: ShardingEnv,
-    group: dist.ProcessGroup | None,
 ) -> Any:
-    what = f"loading {source_path}"
+    what, group = f"loading {source_path}", env.everyone
 
     def checked() -> CheckedLoad:
         """Nothing is changed yet: what does not fit is raised on all ranks."""

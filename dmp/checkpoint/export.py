@@ -41,18 +41,17 @@ def export_safetensors(
     """
     target = Path(path).absolute()
     env = env_of(model)
-    group = env.group() if env.size > 1 else None
     state = model.state_dict()
 
     def held() -> Shapes:
         return {n: (tuple(v.shape), v.dtype) for n, v in state.items() if isinstance(v, torch.Tensor)}
 
-    everywhere = results_of_all(held, group, f"exporting to {target}")
+    everywhere = results_of_all(held, env.everyone, f"exporting to {target}")
     shapes = {name: shape for known in everywhere for name, shape in known.items()}
     same = aliases(model)
     first = {name: next(n for n in shapes if n in same.get(name, [name])) for name in shapes}
     once = {name: shape for name, shape in shapes.items() if first[name] == name}
-    SafetensorsTarget(max_shard_bytes, env.rank, group).write(_LiveWeights(target, once, state, env), target)
+    SafetensorsTarget(max_shard_bytes, env.rank, env.everyone).write(_LiveWeights(target, once, state, env), target)
 
 
 class _LiveWeights:

@@ -65,7 +65,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
     if not isinstance(max_norm, int | float) or not max_norm >= 0:
         raise ShardError(f"expected max_norm to be a number of at least 0; got {max_norm!r}")
     env = env_of(model)
-    with entry(_NAME, env.group() if env.size > 1 else None), torch.no_grad():
+    with entry(_NAME, env.everyone), torch.no_grad():
         shares: dict[int, tuple[torch.Tensor, int]] = {}
 
         def own() -> Iterable[tuple[torch.Tensor, int]]:
@@ -115,7 +115,7 @@ def _whole_norm(
             total = torch.maximum(total, norm) if math.isinf(norm_type) else total + norm**norm_type / copies
         return total
 
-    group = env.group() if env.size > 1 else None
+    group = env.everyone
     if group is not None and env.device.type == "cpu":
         every = numbers_of_all(_NAME, lambda: float(own()), group)  # what fails on one rank fails on all
         total = torch.tensor(max(every) if math.isinf(norm_type) else sum(every), dtype=torch.float64)

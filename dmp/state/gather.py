@@ -77,7 +77,7 @@ def gather(
         RanksError: ranks are in other calls.
         CheckpointError: on every rank of `env`: pieces that do not cover a tensor, or no memory for the result.
     """
-    with entry(what, env.group() if env.size > 1 else None):
+    with entry(what, env.everyone):
         return _gather(state, env, rank0_only, cpu, out, what)
 
 
@@ -90,7 +90,7 @@ def _gather(
     what: str,
 ) -> dict[str, Any]:
     mine: dict[str, ChunkedTensor] = {}
-    everywhere = env.group() if env.size > 1 else None
+    everywhere = env.everyone
     problem: Exception | None = None
     try:
         mine = {name: as_chunks(t) for name, t in state.items() if isinstance(t, torch.Tensor)}

@@ -60,7 +60,7 @@ class GradScaler(torch.amp.GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
-        everyone = self._env.group() if self._env.size > 1 else None
+        everyone = self._env.everyone
         with entry("GradScaler.unscale_", everyone):
             unscale = partial(_unscale, optimizer, inv_scale, found_inf, allow_fp16)
             if everyone is not None and found_inf.is_cpu:  # what fails on one rank fails on all

@@ -61,7 +61,7 @@ def verify(model: nn.Module, module: nn.Module, batch: Any) -> VerifyReport:
             rank on which the plain module fails.
     """
     env = env_of(model)
-    with entry("verify", env.group() if env.size > 1 else None):
+    with entry("verify", env.everyone):
         return _verify(model, module, batch, env)
 
 
@@ -107,7 +107,7 @@ def _take_modes(plain: nn.Module, model: nn.Module) -> None:
 def _on_every_rank(step: Callable[[], dict[str, torch.Tensor]], env: ShardingEnv) -> dict[str, torch.Tensor]:
     """A step without collectives: where it fails on one rank, no rank goes on to a collective and waits there."""
     try:
-        return fail_together(step, env.group() if env.size > 1 else None, "verify: the plain module on the batch")
+        return fail_together(step, env.everyone, "verify: the plain module on the batch")
     except RanksError:
         raise
     except CheckpointError as error:
@@ -167,9 +167,9 @@ def _compare_gradients(
             continue
         grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         grad = grad.to_dense() if grad.is_sparse else grad
-        if env.size > 1 and env.group() is not None:
+        if env.everyone is not None:
             grad = grad.contiguous()
-            dist.all_reduce(grad, group=env.group())
+            dist.all_reduce(grad, group=env.everyone)
             grad = grad / env.size
         got = whole.get(name)
         differences[name] = _compare(torch.zeros_like(grad, device="cpu") if got is None else got, grad.cpu())
@@ -183,8 +183,8 @@ def _judge(
     mine = [*outputs.values(), *gradients.values()]
     excess = torch.tensor([[d.found, float(not d.found <= d.allowed)] for d in mine], dtype=torch.float64)
     excess = excess.to(env.device)
-    if env.size > 1 and env.group() is not None:
-        dist.all_reduce(excess, dist.ReduceOp.MAX, group=env.group())
+    if env.everyone is not None:
+        dist.all_reduce(excess, dist.ReduceOp.MAX, group=env.everyone)
     labels = [f"output{where}" for where in outputs] + [f"gradient of {name}" for name in gradients]
     wrong = [
         f"{label} differs by {found:.3g}" + (f" (here it {d.note})" if d.note else "")

@@ -62,7 +62,7 @@ def check_agreement(facts: Mapping[str, str], env: ShardingEnv, what: str = "wra
         PlanError: on every rank: a step failed on some, or the first fact that differs, the rank, and both texts.
         RanksError: on every rank: some are in another call.
     """
-    theirs = compare_facts(facts, env.group() if env.size > 1 else None, what)
+    theirs = compare_facts(facts, env.everyone, what)
     if theirs is None:
         return
     failed = [f"rank {rank}: {said[_FAILURE]}" for rank, said in enumerate(theirs) if _FAILURE in said]

@@ -41,7 +41,7 @@ TILE_ROWS, TILE_COLUMNS = 32, 1024
 def shared_seed(env: ShardingEnv) -> int:
     """Rank 0's `torch.initial_seed()`, the same on every rank."""
     own = torch.initial_seed() & ((1 << 62) - 1)
-    return gather_words("wrapping: the seed", [own, 0], env.group() if env.size > 1 else None)[0][0]
+    return gather_words("wrapping: the seed", [own, 0], env.everyone)[0][0]
 
 
 def fill_chunks(target: ChunkedTensor, init_fn: Callable[[torch.Tensor], Any], name: str, seed: int) -> None:

@@ -26,7 +26,7 @@ def load(
     """
     given = {k[len(prefix) :]: v for k, v in state_dict.items() if k.startswith(prefix)}
     own = made.module.state_dict()
-    group = made.env.group() if made.env.size > 1 else None
+    group = made.env.everyone
     found = results_of_all(lambda: _check(made, own, given, prefix, strict, assign), group, "load_state_dict")
     missing, unexpected = found[made.env.rank if group is not None else 0]
     if any(each != found[0] for each in found):

@@ -87,7 +87,7 @@ class DistributedModelParallel(nn.Module):
             *(module, env, device, plan, sharders),
             *(init_data_parallel, init_parameters, data_parallel_wrapper, planner),
         )
-        with entry(f"wrapping {type(module).__name__}", env.group() if env.size > 1 else None):
+        with entry(f"wrapping {type(module).__name__}", env.everyone):
             given = on_all_ranks(asked.checked, env, facts=Arguments.facts)
             self._calls = Calls()
             with _without_collection(), marking_replaced(self, module):
