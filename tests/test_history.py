@@ -183,7 +183,7 @@ def test_keeps_the_newest(folder: Folder) -> None:
     assert latest(root) == root / "step-10"
 
 
-def test_leftovers_of_killed_saves(folder: Folder) -> None:
+def test_what_killed_saves_left_goes(folder: Folder) -> None:
     """One that was written to after the newest whole one was begun may be being written now."""
     folder.put(".a.saving", 1)
     folder.put("a", 2)
@@ -200,7 +200,7 @@ def test_leftovers_of_killed_saves(folder: Folder) -> None:
     assert folder.names() == {"a", "c", ".d.saving", ".e.saving"}
 
 
-def test_a_save_that_runs_is_not_a_leftover(tmp_path: Path) -> None:
+def test_a_save_that_runs_stays(tmp_path: Path) -> None:
     """By the clocks of real saves and files."""
     save_checkpoint(tmp_path / "a", nn.Linear(2, 1))
     save_checkpoint(tmp_path / "b", nn.Linear(2, 1))
