@@ -1,8 +1,11 @@
-"""`ChunkedTensor`: a large tensor of which this process holds some rectangles.
+"""`ChunkedTensor`: a large tensor of which this process holds some chunks.
+
+[Note: chunks and pieces] A *rectangle* is geometry: offsets and sizes. A *chunk* is the values of one that this rank
+holds; a *piece* is what is stored or sent of a chunk at a time.
 
 It is what sharded tables put into a state dict: torch's distributed checkpoint takes any tensor that answers the three
 methods `__create_write_items__`, `__create_chunk_list__` and `__get_tensor_shard__`, so saving on one plan and loading
-on another needs no more. It holds no process group; ranks without a rectangle hold none but know the size.
+on another needs no more. It holds no process group; ranks without a chunk know the size all the same.
 """
 
 from __future__ import annotations
@@ -23,23 +26,23 @@ costs a reader a mapping: with 4 MB a load into other columns took 1.3 times as 
 
 def _not_whole(*_: Any) -> Any:
     raise ShardError(
-        "what is to be written or looked into holds this rank's pieces alone, not the whole tensor: "
+        "what is to be written or looked into holds this rank's chunks alone, not the whole tensor: "
         "save_checkpoint(path, model, optimizer) keeps everything, for any mesh; full_state_dict(model) and "
         "full_optimizer_state_dict(model, optimizer) give plain tensors for torch.save, "
         "export_safetensors(path, model) writes safetensors"
     )
 
 
-class _Piece:
-    """A mark on what holds pieces: it may be copied, and not be pickled as if it were whole."""
+class _ChunksOnly:
+    """A mark on what holds chunks: it may be copied, and not be pickled as if it were whole."""
 
     __reduce_ex__ = _not_whole
 
-    def __deepcopy__(self, memo: Any) -> _Piece:
+    def __deepcopy__(self, memo: Any) -> _ChunksOnly:
         return self
 
 
-PIECE = _Piece()
+CHUNKS_ONLY = _ChunksOnly()
 
 
 class ChunkedTensor(torch.Tensor):
@@ -47,7 +50,7 @@ class ChunkedTensor(torch.Tensor):
 
     Args:
         size: shape of the whole tensor.
-        chunks: local rectangles, often views of a parameter's storage.
+        chunks: values of this rank's rectangles, often views of a parameter's storage.
         offsets: first index of each chunk along each dim.
         dtype: of the elements; needed only when there are no chunks.
         device: likewise.
@@ -96,12 +99,12 @@ class ChunkedTensor(torch.Tensor):
 
     @property
     def chunks(self) -> list[torch.Tensor]:
-        """Local rectangles."""
+        """Of this rank, views where they were given."""
         return self._chunks
 
     @property
     def offsets(self) -> list[tuple[int, ...]]:
-        """First index of each local rectangle."""
+        """First index of each chunk along each dim."""
         return self._offsets
 
     def mapped(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> ChunkedTensor:
@@ -124,13 +127,13 @@ class ChunkedTensor(torch.Tensor):
                     f"the given chunks do not hold the values of this process's chunk at {missing}; "
                     "they come from another plan: use save_checkpoint and load_checkpoint, or a full tensor"
                 )
-            pieces = list(zip(source._chunks, source._offsets, strict=True))
+            given = list(zip(source._chunks, source._offsets, strict=True))
         else:
-            pieces = [(source, (0,) * source.dim())]
+            given = [(source, (0,) * source.dim())]
         with torch.no_grad():
             for chunk, offset in zip(self._chunks, self._offsets, strict=True):
-                for piece, at in pieces:
-                    copy_overlap(chunk, offset, piece, at)
+                for values, at in given:
+                    copy_overlap(chunk, offset, values, at)
 
     def lacks(self, source: torch.Tensor) -> tuple[int, ...] | None:
         """Offset of the first local chunk whose values another tensor of this size does not hold here."""
@@ -206,7 +209,7 @@ class ChunkedTensor(torch.Tensor):
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return PIECE.__reduce_ex__(protocol)
+        return CHUNKS_ONLY.__reduce_ex__(protocol)
 
     # What writers of other formats ask for first; torch's own answer is an "invalid python storage".
     data_ptr = storage = untyped_storage = numpy = tolist = _not_whole  # type: ignore[assignment]
@@ -252,7 +255,14 @@ def _alone(piece: torch.Tensor) -> torch.Tensor:
 
 
 def as_chunks(tensor: torch.Tensor) -> ChunkedTensor:
-    """Any tensor as pieces that are views of it: a plain one is one chunk, a DTensor its local shard."""
+    """Any tensor as chunks that are views of it: a plain one is one chunk, a DTensor its local shard.
+
+    Returns:
+        `tensor` itself where it is one; chunks of the whole sum where a DTensor's sum is still open (a collective).
+
+    Raises:
+        ShardError: a DTensor whose local shard is no single rectangle.
+    """
     tensor = tensor.detach()
     if isinstance(tensor, ChunkedTensor):
         return tensor

@@ -194,7 +194,7 @@ def written(folder: str) -> None:
     optimizer.step()
     for what, write in WRITERS.items():
         with pytest.raises(
-            ShardError, match=r"rank's pieces alone.*save_checkpoint\(path, model, optimizer\)"
+            ShardError, match=r"rank's chunks alone.*save_checkpoint\(path, model, optimizer\)"
         ) as error:
             write(model, optimizer, f"{folder}/{model.env.rank}")
         assert "full_state_dict(model)" in str(error.value), what

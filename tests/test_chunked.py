@@ -86,7 +86,7 @@ def test_pieces_are_not_pickled_and_can_be_copied() -> None:
     t = cut((0, 0, 3, 8), (3, 4, 3, 4))
     writers = (pickle.dumps, lambda t: torch.save({"t": t}, io.BytesIO()), lambda t: t.numpy(), lambda t: t.tolist())
     for write in writers:
-        with pytest.raises(ShardError, match=r"pieces alone.*save_checkpoint.*full_state_dict"):
+        with pytest.raises(ShardError, match=r"chunks alone.*save_checkpoint.*full_state_dict"):
             write(t)
     back = copy.deepcopy({"t": t})["t"]
     assert back.offsets == t.offsets and all(torch.equal(a, b) for a, b in zip(back.chunks, t.chunks, strict=True))

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from dmp.calls import Calls
-from dmp.chunked import PIECE
+from dmp.chunked import CHUNKS_ONLY
 from dmp.contracts import ShardedModule, hook, set_hook, takes_found
 from dmp.errors import RanksError
 from dmp.plans.check import Resolved, check_plan
@@ -113,7 +113,7 @@ def mark_chunks(made: Assembly) -> None:
         chunks = sharded.chunked_state() if is_cut else ()  # type: ignore[operator]
         for name, parameter in sharded.named_parameters():
             if name in chunks:
-                parameter._dmp_sharded = PIECE  # type: ignore[attr-defined]
+                parameter._dmp_sharded = CHUNKS_ONLY  # type: ignore[attr-defined]
 
 
 def _planned(given: Arguments) -> tuple[Any, Found | None]:

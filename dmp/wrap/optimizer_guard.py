@@ -17,7 +17,7 @@ from typing import Any
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from dmp.chunked import PIECE
+from dmp.chunked import CHUNKS_ONLY
 from dmp.errors import ShardError
 from dmp.places import is_dtensor
 from dmp.wrap import live_models as live
@@ -77,4 +77,4 @@ def _mark_state(optimizer: Optimizer) -> None:
     """Have its state dict say, where it is pickled, that it is of this rank's chunks."""
     if not optimizer.__dict__.get("_dmp_is_marked"):
         optimizer.__dict__["_dmp_is_marked"] = True
-        optimizer.register_state_dict_post_hook(lambda _, state_dict: state_dict.__setitem__("pieces", PIECE))
+        optimizer.register_state_dict_post_hook(lambda _, state_dict: state_dict.__setitem__("pieces", CHUNKS_ONLY))

@@ -1,7 +1,7 @@
 """torch's data parallelism around wrapped models: it leaves them alone, or is refused.
 
-DistributedDataParallel would broadcast rank 0's pieces over the other ranks', and average gradients of different rows;
-`fully_shard` would cut pieces of different sizes, for which gloo ends the process. Trainers (Accelerate, Lightning,
+DistributedDataParallel would broadcast rank 0's chunks over the other ranks', and average gradients of different rows;
+`fully_shard` would cut chunks of different sizes, for which gloo ends the process. Trainers (Accelerate, Lightning,
 Fabric) put them around whatever they are given.
 """
 

@@ -3,74 +3,19 @@
 from __future__ import annotations
 
 import copy
-import io
-import os
-import pickle
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 import dmp
-from dmp import DistributedModelParallel, ShardingEnv, data_parallel, replicate, row_wise, table_wise
+from dmp import DistributedModelParallel, ShardingEnv, data_parallel, replicate
 from tests.equality import attach
+from tests.fuzz.file_habits import FILE_HABITS
 from tests.fuzz.outcome import ERROR, RIGHT, Wrong
-from tests.wrapped_net import TABLES, Net, batch, loss_of, mixed
-
-LR = 0.1
-
-
-def _plan(env: ShardingEnv) -> dict[str, dmp.Layout]:
-    return mixed() if env.table_size > 1 else dict.fromkeys(TABLES, table_wise(0))
-
-
-def wrapped(env: ShardingEnv, module: nn.Module | None = None, **options: Any) -> DistributedModelParallel:
-    return DistributedModelParallel(Net() if module is None else module, env=env, plan=_plan(env), **options)
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    """Without momentum, so that the oracle is short."""
-    return torch.optim.SGD(parameters, lr=LR)
-
-
-def trained(env: ShardingEnv, steps: int, clip: float | None = None, first: int = 0) -> nn.Module:
-    """The unsharded model after steps on the global batch."""
-    whole = Net()
-    optimizer = sgd(whole.parameters())
-    for step in range(first, first + steps):
-        for r in range(env.data_size):
-            (loss_of(whole, batch(r, step)) / env.data_size).backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(whole.parameters(), clip)
-        optimizer.step()
-        optimizer.zero_grad()
-    return whole
-
-
-def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, env: ShardingEnv, step: int = 0) -> None:
-    """One of the wrapped model."""
-    loss_of(model, batch(env.data_rank, step)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def same(model: DistributedModelParallel, whole: nn.Module, tolerance: float = 1e-5) -> None:
-    """Wrong where the sharded weights are not these."""
-    state = dmp.full_state_dict(model)
-    for name, p in whole.state_dict().items():
-        if not torch.allclose(state[name].to(p), p, atol=tolerance):
-            raise Wrong(f"{name} differs by {(state[name].to(p) - p).abs().max():.3g}")
-
-
-def check(model: DistributedModelParallel) -> None:
-    """A fresh model takes a step."""
-    step_of(model, sgd(model.parameters()), model.env)
-    same(model, trained(model.env, 1))
-
-
-# ---- habits ----
+from tests.fuzz.stepped import check, plan_of, same, sgd, step_of, trained, wrapped
+from tests.wrapped_net import TABLES, Net, batch, loss_of
 
 
 def _optimizer_first(env: ShardingEnv) -> None:
@@ -166,47 +111,6 @@ def _table_replaced(env: ShardingEnv) -> None:
         raise Wrong("the parameter that was put in has no effect")
 
 
-def _save_pieces(env: ShardingEnv) -> None:
-    torch.save(wrapped(env).state_dict(), io.BytesIO())
-    if env.table_size > 1:
-        raise Wrong("pieces were saved as if they were all")
-
-
-def _safetensors_pieces(env: ShardingEnv) -> None:
-    from safetensors.torch import save
-
-    save(dict(wrapped(env).state_dict()))
-    if env.table_size > 1:
-        raise Wrong("pieces were saved as if they were all")
-
-
-def _pickle(env: ShardingEnv) -> None:
-    pickle.dumps(wrapped(env))
-
-
-def _wrong_shape_on_one(env: ShardingEnv) -> None:
-    model = wrapped(env)
-    state = dict(Net(5).state_dict())
-    if env.rank == 1:
-        state["over.weight"] = torch.zeros(3, 3)
-    model.load_state_dict(state)
-
-
-def _missing_on_one(env: ShardingEnv) -> None:
-    model = wrapped(env)
-    state = dict(Net(5).state_dict())
-    if env.rank == 0:
-        del state["items.weight"]
-    model.load_state_dict(state)
-
-
-def _state_of_another_plan(env: ShardingEnv) -> None:
-    other = DistributedModelParallel(Net(), env=env, plan=dict.fromkeys(TABLES, table_wise(0)))
-    model = DistributedModelParallel(Net(), env=env, plan=dict.fromkeys(TABLES, row_wise()))
-    model.load_state_dict(other.state_dict())
-    same(model, Net())
-
-
 def _option(**options: Any) -> Callable[[ShardingEnv], None]:
     """An argument of the wrapper that is none."""
     return lambda env: check(wrapped(env, **options))
@@ -219,7 +123,7 @@ def _planner_raises(where: tuple[int, ...]) -> Callable[[ShardingEnv], None]:
         def plan(*_: Any, **__: Any) -> Any:
             if env.rank in where:
                 raise KeyError("a stranger's")
-            return _plan(env)
+            return plan_of(env)
 
         try:
             _planner(plan)(env)
@@ -247,40 +151,6 @@ def _freeze_table(env: ShardingEnv) -> None:
         (loss_of(whole, batch(r)) / env.data_size).backward()
     sgd([p for p in whole.parameters() if p.requires_grad]).step()
     same(model, whole)
-
-
-def _save_over(make: Callable[[Path], Any], at: str = "there") -> Callable[[ShardingEnv], None]:
-    def habit(env: ShardingEnv) -> None:
-        model = wrapped(env)
-        path = Path("inner") if at == "." else Path(at)
-        path.parent.mkdir(exist_ok=True)
-        shared: list[Any] = [str(path.absolute())]
-        torch.distributed.broadcast_object_list(shared, src=0)
-        path = Path(shared[0])
-        if env.rank == 0:
-            make(path)
-        torch.distributed.barrier()
-        before = _content(path.parent)
-        if at == ".":
-            os.chdir(path)
-        try:
-            dmp.save_checkpoint(path if at != "." else ".", model)
-        finally:
-            after = _content(path.parent)
-            torch.distributed.barrier()
-        if not before.items() <= after.items():
-            raise Wrong(f"{sorted(before.items() - after.items())[0]} is gone")
-
-    return habit
-
-
-def _content(folder: Path) -> dict[str, bytes]:
-    return {str(p): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-
-
-def _folder_of_files(path: Path) -> None:
-    path.mkdir(exist_ok=True)
-    (path / "thesis.txt").write_text("mine")
 
 
 def _unreached(env: ShardingEnv) -> None:
@@ -456,7 +326,7 @@ def _signature(env: ShardingEnv) -> None:
 
 
 def _replicate_dense(env: ShardingEnv) -> None:
-    check(DistributedModelParallel(Net(), env=env, plan={**_plan(env), "over.weight": replicate()}))
+    check(DistributedModelParallel(Net(), env=env, plan={**plan_of(env), "over.weight": replicate()}))
 
 
 def _lazy(env: ShardingEnv) -> None:
@@ -478,14 +348,6 @@ def _on_meta(env: ShardingEnv) -> None:
     # A buffer that is made in __init__ has no rule by which it could be filled: refused, above.
 
 
-def _load(path: str, make: Callable[[Path], Any]) -> Callable[[ShardingEnv], None]:
-    def habit(env: ShardingEnv) -> None:
-        make(Path(path))
-        dmp.load_checkpoint(path, wrapped(env))
-
-    return habit
-
-
 def _clip_by(value: Any) -> Callable[[ShardingEnv], None]:
     def habit(env: ShardingEnv) -> None:
         model = wrapped(env)
@@ -493,10 +355,6 @@ def _clip_by(value: Any) -> Callable[[ShardingEnv], None]:
         dmp.clip_grad_norm_(model, value)
 
     return habit
-
-
-def _keep(value: Any) -> Callable[[ShardingEnv], None]:
-    return lambda env: dmp.save_checkpoint("run/step", wrapped(env), keep_last=value) and None
 
 
 def _not_a_module(value: Any) -> Callable[[ShardingEnv], None]:
@@ -515,12 +373,6 @@ HABITS: dict[str, tuple[str, Callable[[ShardingEnv], None]]] = {
     "bfloat16() afterwards": ("", _bfloat16),
     "a table's data replaced": ("", _table_data),
     "a table's parameter replaced": ("", _table_replaced),
-    "torch.save of pieces": ("", _save_pieces),
-    "safetensors of pieces": ("", _safetensors_pieces),
-    "pickled": (ERROR, _pickle),
-    "a wrong shape on one rank": (ERROR, _wrong_shape_on_one),
-    "a missing key on one rank": (ERROR, _missing_on_one),
-    "pieces of another plan": ("", _state_of_another_plan),
     "device meta": (ERROR, _option(device="meta")),
     "a device that is not there": (ERROR, _option(device="cuda")),
     "a device that is none": (ERROR, _option(device="fridge")),
@@ -540,14 +392,6 @@ HABITS: dict[str, tuple[str, Callable[[ShardingEnv], None]]] = {
     "a list for a module": (ERROR, _not_a_module([nn.Linear(1, 1)])),
     "a function for a module": (ERROR, _not_a_module(torch.relu)),
     "a table frozen afterwards": ("", _freeze_table),
-    "a save over a folder of files": (ERROR, _save_over(_folder_of_files)),
-    "a save over a file": (ERROR, _save_over(lambda path: path.write_text("mine"))),
-    "a save over the working folder": (ERROR, _save_over(_folder_of_files, ".")),
-    "a load of nothing": (ERROR, _load("nowhere", lambda path: None)),
-    "a load of an empty folder": (ERROR, _load("empty", lambda path: path.mkdir())),
-    "a load of a text": (ERROR, _load("text.txt", lambda path: path.write_text("hello"))),
-    "a load of a pickle": (ERROR, _load("a.pkl", lambda path: path.write_bytes(pickle.dumps({"a": 1})))),
-    "a load of a pipe": (ERROR, _load("pipe", lambda path: os.mkfifo(path))),
     "a loss that does not reach all": (RIGHT, _unreached),
     "a table's weight read in the forward": ("", _weight_read),
     "Muon": ("", _optimizer(lambda p: torch.optim.Muon([q for q in p if q.dim() == 2], lr=0.1))),
@@ -570,8 +414,6 @@ HABITS: dict[str, tuple[str, Callable[[ShardingEnv], None]]] = {
     "clipping to nan": (ERROR, _clip_by(float("nan"))),
     "clipping to -1": (ERROR, _clip_by(-1.0)),
     "clipping to text": (ERROR, _clip_by("1")),
-    "keep_last 0": (ERROR, _keep(0)),
-    "keep_last -1": (ERROR, _keep(-1)),
-    "keep_last text": (ERROR, _keep("1")),
+    **FILE_HABITS,
 }
 """Name -> how it must end (either way when empty), and the habit."""

@@ -8,8 +8,9 @@ import tempfile
 from typing import NamedTuple
 
 from dmp import ShardingEnv
-from tests.fuzz.habits import HABITS, check, wrapped
+from tests.fuzz.habits import HABITS
 from tests.fuzz.outcome import Outcome, outcome_of
+from tests.fuzz.stepped import check, wrapped
 from tests.ranks import mesh
 
 
