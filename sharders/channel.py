@@ -23,6 +23,10 @@ from dmp import ranks
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+Sizes = Sequence[int]
+"""Elements for or from each rank."""
+
+
 class Transfer(Protocol):
     """An exchange in flight."""
 
@@ -46,11 +50,7 @@ class Channel(Protocol):
         that needs memory of its own copies that."""
 
     def all_to_all(
-        self,
-        send: torch.Tensor,
-        send_sizes: Sequence[int],
-        receive_sizes: Sequence[int],
-        out: torch.Tensor | None = None,
+        self, send: torch.Tensor, send_sizes: Sizes, receive_sizes: Sizes, out: torch.Tensor | None = None
     ) -> Transfer:
         """Begin to send `send_sizes[i]` elements of the flat `send` to rank i.
 
@@ -92,11 +92,7 @@ class GroupChannel:
         return torch.empty(count, dtype=dtype, device=device)
 
     def all_to_all(
-        self,
-        send: torch.Tensor,
-        send_sizes: Sequence[int],
-        receive_sizes: Sequence[int],
-        out: torch.Tensor | None = None,
+        self, send: torch.Tensor, send_sizes: Sizes, receive_sizes: Sizes, out: torch.Tensor | None = None
     ) -> Transfer:
         """See `Channel`."""
         if self.size == 1:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sharders.channel import Channel
+from sharders.channel import Channel, Sizes
 from sharders.embedding.codec import Codec, decoded, encoded
 
 
@@ -23,12 +23,7 @@ class ResultExchange:
     """
 
     def __init__(
-        self,
-        channel: Channel,
-        codec: Codec | None,
-        send: torch.Tensor,
-        send_sizes: Sequence[int],
-        receive_sizes: Sequence[int],
+        self, channel: Channel, codec: Codec | None, send: torch.Tensor, send_sizes: Sizes, receive_sizes: Sizes
     ) -> None:
         others = send.numel() - send_sizes[channel.rank]
         self.own = send[others:]
@@ -70,8 +65,8 @@ class Sum:
 def send_gradients(
     channel: Channel,
     codec: Codec | None,
-    send_sizes: Sequence[int],
-    receive_sizes: Sequence[int],
+    send_sizes: Sizes,
+    receive_sizes: Sizes,
     like: torch.Tensor,
     pack: Callable[[int, torch.Tensor], None],
     beside: Sum | None = None,
@@ -90,13 +85,8 @@ def send_gradients(
     me = channel.rank
     gradients = like.new_empty(sum(receive_sizes))
     others = gradients[: gradients.numel() - receive_sizes[me]]
-    buffers = [
-        Buffers(
-            codec.wire_dtype(like.dtype) if codec else like.dtype,
-            _of_others(send_sizes, me),
-            _of_others(receive_sizes, me),
-        )
-    ]
+    wire_dtype = codec.wire_dtype(like.dtype) if codec else like.dtype
+    buffers = [Buffers(wire_dtype, _of_others(send_sizes, me), _of_others(receive_sizes, me))]
     if beside is not None:
         sizes = _of_others([beside.addend.numel()] * channel.size, me)
         buffers.append(Buffers(beside.addend.dtype, sizes, sizes))
@@ -126,8 +116,8 @@ class Buffers:
     """Elements of one dtype: how many go to each rank, and how many come from it."""
 
     dtype: torch.dtype
-    send_sizes: Sequence[int]
-    receive_sizes: Sequence[int]
+    send_sizes: Sizes
+    receive_sizes: Sizes
 
 
 class TypedExchange:
@@ -158,7 +148,7 @@ class TypedExchange:
         """For each of the buffers what came from each rank."""
         return self._cut(self._transfer.wait(), self._receive_sizes)
 
-    def _cut(self, flat: torch.Tensor, sizes: Sequence[Sequence[int]]) -> list[list[torch.Tensor]]:
+    def _cut(self, flat: torch.Tensor, sizes: Sequence[Sizes]) -> list[list[torch.Tensor]]:
         """Views of bytes, for each of the buffers and each rank."""
         views: list[list[torch.Tensor]] = [[] for _ in self._dtypes]
         for of_rank, of_all in zip(flat.split([self._bytes(n) for n in sizes]), sizes, strict=True):
@@ -168,12 +158,12 @@ class TypedExchange:
                 at += self._filled(count, dtype)
         return views
 
-    def _bytes(self, counts: Sequence[int]) -> int:
+    def _bytes(self, counts: Sizes) -> int:
         return sum(map(self._filled, counts, self._dtypes))
 
     def _filled(self, count: int, dtype: torch.dtype) -> int:
         return -(-count * dtype.itemsize // self._word) * self._word
 
 
-def _of_others(sizes: Sequence[int], me: int) -> list[int]:
+def _of_others(sizes: Sizes, me: int) -> list[int]:
     return [0 if i == me else n for i, n in enumerate(sizes)]

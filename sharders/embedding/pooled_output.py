@@ -8,9 +8,9 @@ what one host holds, for all hosts' samples; a second along the outer axis finis
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
@@ -21,8 +21,7 @@ from sharders.embedding.output_dist import ResultExchange, Sum, send_gradients
 Columns = tuple[int, int, int]  # feature, first column, width
 
 
-@dataclass(frozen=True)
-class Move:
+class Move(NamedTuple):
     """Columns `source_column`.. of a source go to `column`..; `add` when others have written there."""
 
     source: int
@@ -51,37 +50,36 @@ def cut_columns(sources: Sequence[Sequence[Columns]]) -> list[Columns]:
 def compile_moves(sources: Sequence[Sequence[Columns]], target: Sequence[Columns]) -> list[Move]:
     """Moves that write every source's columns into the target's; adjacent ones are joined."""
     by_feature: dict[int, list[Columns]] = {}
-    for atom in cut_columns([*sources, target]):
-        by_feature.setdefault(atom[0], []).append(atom)
-    place: dict[tuple[int, int], int] = {}
-    for (feature, column, width), at in zip(target, accumulate((c[2] for c in target), initial=0), strict=False):
-        for _, a, _ in by_feature[feature]:
-            if column <= a < column + width:
-                place[feature, a] = at + a - column
+    for smallest in cut_columns([*sources, target]):
+        by_feature.setdefault(smallest[0], []).append(smallest)
+    place = {(feature, column): at for feature, column, _, at in _placed(target, by_feature)}
     written: set[tuple[int, int]] = set()
     moves: list[Move] = []
     for source, of_source in enumerate(sources):
-        at = 0
-        for feature, column, width in of_source:
-            for _, a, w in by_feature[feature]:
-                if not column <= a < column + width:
-                    continue
-                add = (feature, a) in written
-                written.add((feature, a))
-                _append(moves, Move(source, at + a - column, place[feature, a], w, add))
-            at += width
+        for feature, column, width, at in _placed(of_source, by_feature):
+            add = (feature, column) in written
+            written.add((feature, column))
+            _append(moves, Move(source, at, place[feature, column], width, add))
     return moves
 
 
+def _placed(
+    columns: Sequence[Columns], by_feature: Mapping[int, Sequence[Columns]]
+) -> Iterator[tuple[int, int, int, int]]:
+    """The smallest columns (feature, first column, width) that these ones are cut into, and their place in the row."""
+    at = 0
+    for feature, column, width in columns:
+        for _, first, of_cut in by_feature[feature]:
+            if column <= first < column + width:
+                yield feature, first, of_cut, at + first - column
+        at += width
+
+
 def _append(moves: list[Move], move: Move) -> None:
-    last = moves[-1] if moves else None
-    if (
-        last
-        and (last.source, last.add) == (move.source, move.add)
-        and last.source_column + last.width == move.source_column
-        and last.column + last.width == move.column
-    ):
-        moves[-1] = Move(last.source, last.source_column, last.column, last.width + move.width, last.add)
+    """Join a move to the last one where it goes on right behind it."""
+    last = moves[-1] if moves else Move(-1, 0, 0, 0, False)
+    if last == Move(move.source, move.source_column - last.width, move.column - last.width, last.width, move.add):
+        moves[-1] = last._replace(width=last.width + move.width)
     else:
         moves.append(move)
 
@@ -107,7 +105,7 @@ class PooledOutputDist:
         local = channel.size
         order = [self.me, local, *(i for i in range(channel.size) if i != self.me)]
         moves = compile_moves([sources[i] for i in order], target)
-        self.moves = [Move(order[m.source], m.source_column, m.column, m.width, m.add) for m in moves]
+        self.moves = [move._replace(source=order[move.source]) for move in moves]
 
     def forward(self, send: torch.Tensor, rows: Sequence[int], local: torch.Tensor | None) -> torch.Tensor:
         """Exchange lookups.

@@ -1,12 +1,12 @@
 """Rows that all ranks of a group hold, cut between these ranks and gathered again: what a tensor axis needs.
 
-[Note: cuts] A tensor's rows are *segments*, one after the other: the keys of a batch, the features of a result, or one
-segment of everything. A *cut* has for each segment the T + 1 rows between which rank t's rows lie; rank t's *part* is
-its rows of all segments, one after the other. Cuts follow from sizes that every rank of the group knows, so that
+[Note: cuts] A tensor's rows are *ranges*, one after the other: the keys of a batch, the features of a result, or one
+range of everything. A *cut* has for each range the T + 1 rows between which rank t's rows lie; a rank's own rows are
+those of all ranges, one after the other. Cuts follow from sizes that every rank of the group knows, so that
 gathering needs one exchange, and none for sizes.
 
 [Note: gradients] Ranks along a tensor axis hold the same activations, hence the same gradients of them: each has the
-gradient of its group's one loss, whole. So the way back of gathering is to take the own part, without an exchange, the
+gradient of its group's one loss, whole. So the way back of gathering is to take the own rows, without an exchange, the
 way back of cutting is to gather, and nothing is summed or scaled on either: each is the transpose of the other.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import compress
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ def tensor_ranks(env: ShardingEnv, transport: Transport = over_group) -> Channel
 
 
 def even_cut(counts: Sequence[int], size: int) -> Cut:
-    """A cut of segments with these rows into `size` parts, as even as whole rows allow; parts may be empty."""
+    """A cut of ranges with these rows between `size` ranks, as even as whole rows allow; some may get none."""
     cut, start = [], 0
     for n in counts:
         cut.append([start + n * t // size for t in range(size + 1)])
@@ -41,23 +42,23 @@ def even_cut(counts: Sequence[int], size: int) -> Cut:
     return cut
 
 
-def part_of(tensor: torch.Tensor, cut: Cut, rank: int) -> torch.Tensor:
-    """Rank `rank`'s part, copied."""
+def rows_of(tensor: torch.Tensor, cut: Cut, rank: int) -> torch.Tensor:
+    """Rank `rank`'s rows, copied."""
     return torch.cat([tensor[bounds[rank] : bounds[rank + 1]] for bounds in cut] or [tensor[:0]])
 
 
 def cut_rows(tensors: Sequence[torch.Tensor], cuts: Sequence[Cut], ranks: Channel) -> list[torch.Tensor]:
-    """This rank's part of each tensor. Backward: the parts' gradients are gathered, one exchange for each dtype."""
+    """This rank's rows of each tensor. Backward: their gradients are gathered, one exchange for each dtype."""
     return list(_CutRows.apply(ranks, cuts, *tensors))  # type: ignore[no-untyped-call]
 
 
-def gather_rows(parts: Sequence[torch.Tensor], cuts: Sequence[Cut], ranks: Channel) -> list[torch.Tensor]:
-    """The tensors of which every rank has a part; one exchange for each dtype. Backward: the own part, no exchange."""
-    return list(_GatherRows.apply(ranks, cuts, *parts))  # type: ignore[no-untyped-call]
+def gather_rows(own: Sequence[torch.Tensor], cuts: Sequence[Cut], ranks: Channel) -> list[torch.Tensor]:
+    """Tensors of which every rank has its rows; one exchange for each dtype. Backward: the own rows, no exchange."""
+    return list(_GatherRows.apply(ranks, cuts, *own))  # type: ignore[no-untyped-call]
 
 
 def cut_batch(batch: Batch, ranks: Channel, unpooled: bool) -> Batch:
-    """This rank's part of a batch that all ranks have: samples, or where results are rows its part of each key's ids.
+    """This rank's share of a batch that all ranks have: samples, or where results are rows, ids of each key.
 
     The gradient of the weights is gathered on the way back.
     """
@@ -76,7 +77,7 @@ def cut_batch(batch: Batch, ranks: Channel, unpooled: bool) -> Batch:
     else:
         lengths = batch.lengths[:, samples[ranks.rank] : samples[ranks.rank + 1]]
     weights = None if batch.weights is None else cut_rows([batch.weights], [cut], ranks)[0]
-    return Batch(part_of(batch.values, cut, ranks.rank), lengths, batch.key_of, weights, counts=counts)
+    return Batch(rows_of(batch.values, cut, ranks.rank), lengths, batch.key_of, weights, counts=counts)
 
 
 def cut_of_lengths(lengths: torch.Tensor, samples: Sequence[int]) -> Cut:
@@ -104,56 +105,46 @@ def checksum(batch: Batch) -> int:
 
 
 class _CutRows(torch.autograd.Function):
-    """Forward: own parts of the tensors. Backward: gathered; see [Note: gradients]."""
+    """Forward: own rows of the tensors. Backward: gathered; see [Note: gradients]."""
 
     @staticmethod
     def forward(ctx: Any, ranks: Channel, cuts: Sequence[Cut], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.ranks, ctx.cuts = ranks, cuts
-        return tuple(part_of(t, cut, ranks.rank) for t, cut in zip(tensors, cuts, strict=True))
+        return tuple(rows_of(t, cut, ranks.rank) for t, cut in zip(tensors, cuts, strict=True))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        wanted = [i for i, wants in enumerate(ctx.needs_input_grad[2:]) if wants]
-        gathered = _gather([grads[i] for i in wanted], [ctx.cuts[i] for i in wanted], ctx.ranks)
-        result: list[torch.Tensor | None] = [None] * len(grads)
-        for i, grad in zip(wanted, gathered, strict=True):
-            result[i] = grad
-        return None, None, *result
+        wanted = ctx.needs_input_grad[2:]
+        gathered = iter(_gather([*compress(grads, wanted)], [*compress(ctx.cuts, wanted)], ctx.ranks))
+        return None, None, *(next(gathered) if wants else None for wants in wanted)
 
 
 class _GatherRows(torch.autograd.Function):
-    """Forward: all ranks' parts put together. Backward: the own part; see [Note: gradients]."""
+    """Forward: all ranks' rows put together. Backward: the own ones; see [Note: gradients]."""
 
     @staticmethod
-    def forward(ctx: Any, ranks: Channel, cuts: Sequence[Cut], *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, ranks: Channel, cuts: Sequence[Cut], *own: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.ranks, ctx.cuts = ranks, cuts
-        return tuple(_gather(parts, cuts, ranks))
+        return tuple(_gather(own, cuts, ranks))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        needed = ctx.needs_input_grad[2:]
-        return (
-            None,
-            None,
-            *(
-                part_of(g, cut, ctx.ranks.rank) if wants else None
-                for g, cut, wants in zip(grads, ctx.cuts, needed, strict=True)
-            ),
-        )
+        of_all = zip(grads, ctx.cuts, ctx.needs_input_grad[2:], strict=True)
+        return None, None, *(rows_of(g, cut, ctx.ranks.rank) if wants else None for g, cut, wants in of_all)
 
 
-def _gather(parts: Sequence[torch.Tensor], cuts: Sequence[Cut], ranks: Channel) -> list[torch.Tensor]:
-    """All ranks' parts put together; tensors of one dtype travel in one exchange, padded to the largest rank's."""
-    result = list(parts)
-    for dtype in dict.fromkeys(p.dtype for p in parts):
-        indices = [i for i, p in enumerate(parts) if p.dtype == dtype]
-        shapes = [parts[i].shape[1:] for i in indices]
+def _gather(tensors: Sequence[torch.Tensor], cuts: Sequence[Cut], ranks: Channel) -> list[torch.Tensor]:
+    """All ranks' rows put together; tensors of one dtype travel in one exchange, padded to the largest rank's."""
+    result = list(tensors)
+    for dtype in dict.fromkeys(t.dtype for t in tensors):
+        indices = [i for i, t in enumerate(tensors) if t.dtype == dtype]
+        shapes = [tensors[i].shape[1:] for i in indices]
         rows = [[sum(b[t + 1] - b[t] for b in cuts[i]) for i in indices] for t in range(ranks.size)]
         sizes = [[n * shape.numel() for n, shape in zip(of_rank, shapes, strict=True)] for of_rank in rows]
         longest = max(sum(of_rank) for of_rank in sizes)
-        own = [parts[i].reshape(-1) for i in indices]
+        own = [tensors[i].reshape(-1) for i in indices]
         padding = own[0].new_zeros(longest - sum(sizes[ranks.rank]))
         send = torch.cat([*own, padding]) if padding.numel() or len(own) > 1 else own[0]
         if len(indices) == len(cuts[indices[0]]) == 1 and all(of_rank == rows[0] for of_rank in rows):
@@ -163,10 +154,11 @@ def _gather(parts: Sequence[torch.Tensor], cuts: Sequence[Cut], ranks: Channel) 
         everything = ranks.all_gather(send)
         came = [of_rank[: sum(n)].split(n) for of_rank, n in zip(everything, sizes, strict=True)]
         for place, i in enumerate(indices):
-            pieces = [
+            # Rank by rank and there range by range, to range by range and there rank by rank.
+            by_rank = [
                 of_rank[place].view(rows[t][place], *shapes[place]).split([b[t + 1] - b[t] for b in cuts[i]])
                 for t, of_rank in enumerate(came)
             ]
-            in_order = [pieces[t][segment] for segment in range(len(cuts[i])) for t in range(ranks.size)]
-            result[i] = torch.cat(in_order) if in_order else parts[i].clone()
+            in_order = [of_rank for of_range in zip(*by_rank, strict=True) for of_rank in of_range]
+            result[i] = torch.cat(in_order) if in_order else tensors[i].clone()
     return result
