@@ -139,7 +139,7 @@ def test_counts_are_read_once(kind: str, layout: str, expected: int) -> None:
 def _sizes_per_feature() -> list[tuple[int, ...]]:
     env = env_of("dp2")
     channel = over_group(env.group(), "headers")
-    handshake = Handshake("content", ["a", "b"], channel, [0, 1], [])
+    handshake = Handshake("content", ["a", "b"], channel, [0, 1], [0, 1], [])
     sizes = ((3,), (2, 5))[env.rank]
     with dmp.ranks.entry("the double", channel.group) as here:
         mine = [Header(sizes, 0, False, False, False, 0, None)] * 2

@@ -83,11 +83,9 @@ class Engine:
             [f.name for f in self.placement.features],
             self.peers.headers,
             self.peers.data_ranks,
+            self.peers.ranks,
             env.axes("tensor"),
             self.peers.replicas if sync_interval > 1 else None,
-            [r for r in range(env.size) if env.replica_of(r) == env.replica_of(env.rank)]
-            if sync_interval > 1
-            else None,
         )
         self._rows = [self.tables[f.table].rows for f in self.placement.features]
         self._trainable = [t.trainable for t in tables]
@@ -201,10 +199,6 @@ class Engine:
             by_feature: list[torch.Tensor] = self.path.split(call.whole, results)
             return by_feature
 
-    def way_back(self) -> ranks.entry:
-        """The backward pass, as a call of all ranks."""
-        return ranks.entry(self.handshake.backward, self.peers.exchange.group, is_backward=True)
-
     def _check_parameters(self) -> None:
         """Whether the module's parameters are those that are looked up and updated here; their values may be others.
 
@@ -289,7 +283,9 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        with ctx.engine.calls.backward, ctx.engine.way_back():
+        engine = ctx.engine
+        way_back = ranks.entry(engine.handshake.backward, engine.peers.exchange.group, is_backward=True)
+        with engine.calls.backward, way_back:
             of_weights, of_tables = ctx.call.path.backward(ctx.call, grads, ctx.needs_input_grad[2])
         return None, None, of_weights, *of_tables
 

@@ -76,9 +76,9 @@ class Handshake:
         features: names, for messages.
         channel: between the ranks that exchange; carries headers alone: a header never meets anything else.
         data_ranks: which of the different batches each of them has.
+        rank_names: what each of them is called.
         tensor_axes: mesh axes along which the batch is the same, for messages.
         replicas: ranks of the other copies that do not exchange ids with this one, but must hear of a fault.
-        rank_names: what each rank of the group is called; its index by default.
     """
 
     def __init__(
@@ -87,12 +87,11 @@ class Handshake:
         features: Sequence[str],
         channel: Channel,
         data_ranks: Sequence[int],
+        rank_names: Sequence[int],
         tensor_axes: Sequence[str],
         replicas: Channel | None = None,
-        rank_names: Sequence[int] | None = None,
     ) -> None:
-        self.replicas = replicas
-        self.rank_names = list(rank_names if rank_names is not None else range(len(data_ranks)))
+        self.replicas, self.rank_names = replicas, list(rank_names)
         self.features, self.channel, self.size = list(features), channel, channel.size
         self.data_ranks, self.tensor_axes = list(data_ranks), list(tensor_axes)
         self._content = content

@@ -22,7 +22,8 @@ class Peers:
     Args:
         exchange: between the ranks that ids are sent to: the table ranks, or with shared gradients all replicas' ranks.
         headers: the same with connections of its own, see [Note: parted ranks] of channel.py.
-        table_ranks: table rank of each rank of `exchange`.
+        ranks: the mesh's number of each rank of `exchange`.
+        table_ranks: table rank of each.
         data_ranks: which of the different batches each rank of `exchange` has; equal along tensor axes.
         own: indices in `exchange` of this replica's ranks, in the order of sources.
         everyone: the same of all replicas, one replica after the other.
@@ -37,6 +38,7 @@ class Peers:
 
     exchange: Channel
     headers: Channel
+    ranks: list[int]
     table_ranks: list[int]
     data_ranks: list[int]
     own: list[int]
@@ -64,9 +66,7 @@ def find_peers(
     shape = env.table_shape
     num_replicas = env.size // env.table_size
     shared = share_gradients and num_replicas > 1
-    members = (
-        range(env.size) if shared else [r for r in range(env.size) if env.replica_of(r) == env.replica_of(env.rank)]
-    )
+    members = [r for r in range(env.size) if shared or env.replica_of(r) == env.replica_of(env.rank)]
     place = {(env.replica_of(r), env.table_rank_of(r)): i for i, r in enumerate(members)}
     axes = env.axes("shard", "tensor")
     table = transport(env.table_group, "tables")
@@ -78,6 +78,7 @@ def find_peers(
     return Peers(
         exchange=transport(env.group(), "tables") if shared else table,
         headers=transport(env.group() if shared else env.table_group, "headers"),
+        ranks=members,
         table_ranks=[env.table_rank_of(r) for r in members],
         data_ranks=[env.place_of(r, "replicate", "shard") for r in members],
         own=[place[replica, t] for t in order],

@@ -20,19 +20,37 @@ from sharders.embedding.table_module import InitFn, TableModule, TableSharder, m
 _WAY_OUT = "Give it the plan entry replicate(): it is then a dense weight, which anybody may read"
 
 
-class ShardedEmbeddingBag(TableModule):
+class _ShardedPlain(TableModule):
+    """What the two share. Subclasses name torch's class, and the arguments that make one like another."""
+
+    way_out = _WAY_OUT
+    plain_type: type[nn.Module]
+    arguments: tuple[str, ...]
+    num_embeddings: int
+    embedding_dim: int
+    padding_idx: int | None
+
+    def __init__(self, original: Any, *where: Any, **options: Any) -> None:
+        super().__init__(original, *where, **options)
+        for name in self.arguments:
+            setattr(self, name, getattr(original, name))
+
+    def unsharded(self) -> nn.Module:
+        """A plain module of the same structure, on meta."""
+        arguments = {name: getattr(self, name) for name in self.arguments}
+        return self.plain_type(**arguments, device="meta", dtype=self._engine.dtype_of(0))
+
+
+class ShardedEmbeddingBag(_ShardedPlain):
     """As `nn.EmbeddingBag`: takes (B, n) ids, or (N,) ids with offsets; gives (B, dim).
 
     Gradients are means over the data ranks; an in-backward optimizer runs once for each backward through a forward.
     """
 
-    way_out = _WAY_OUT
-
-    def __init__(self, original: Any, *where: Any, **options: Any) -> None:
-        super().__init__(original, *where, **options)
-        self.num_embeddings, self.embedding_dim = original.num_embeddings, original.embedding_dim
-        self.mode, self.include_last_offset = original.mode, original.include_last_offset
-        self.padding_idx = original.padding_idx
+    plain_type = nn.EmbeddingBag
+    arguments = ("num_embeddings", "embedding_dim", "mode", "include_last_offset", "padding_idx")
+    mode: str
+    include_last_offset: bool
 
     def ids_of(
         self,
@@ -65,18 +83,6 @@ class ShardedEmbeddingBag(TableModule):
         """Pooled embeddings (B, dim)."""
         return values[0].to(self._engine.dtype_of(0))
 
-    def unsharded(self) -> nn.Module:
-        """A plain module of the same structure, on meta."""
-        return nn.EmbeddingBag(
-            self.num_embeddings,
-            self.embedding_dim,
-            mode=self.mode,
-            include_last_offset=self.include_last_offset,
-            padding_idx=self.padding_idx,
-            device="meta",
-            dtype=self._engine.dtype_of(0),
-        )
-
     def _lengths(self, offsets: torch.Tensor, count: int) -> torch.Tensor:
         if offsets.dtype not in INTEGERS:
             raise Fault(Kind.LENGTH_DTYPE, value=dtype_index(offsets.dtype))
@@ -99,18 +105,14 @@ class ShardedEmbeddingBag(TableModule):
         return lengths
 
 
-class ShardedEmbedding(TableModule):
+class ShardedEmbedding(_ShardedPlain):
     """As `nn.Embedding`: takes ids of any shape, gives (*shape, dim).
 
     Gradients and updates as in `ShardedEmbeddingBag`.
     """
 
-    way_out = _WAY_OUT
-
-    def __init__(self, original: Any, *where: Any, **options: Any) -> None:
-        super().__init__(original, *where, **options)
-        self.num_embeddings, self.embedding_dim = original.num_embeddings, original.embedding_dim
-        self.padding_idx = original.padding_idx
+    plain_type = nn.Embedding
+    arguments = ("num_embeddings", "embedding_dim", "padding_idx")
 
     def ids_of(self, input: torch.Tensor) -> Ids:
         """All of them."""
@@ -127,55 +129,36 @@ class ShardedEmbedding(TableModule):
             rows = torch.where((input == self.padding_idx).unsqueeze(-1), rows.detach(), rows)
         return rows
 
-    def unsharded(self) -> nn.Module:
-        """A plain module of the same structure, on meta."""
-        return nn.Embedding(
-            self.num_embeddings,
-            self.embedding_dim,
-            padding_idx=self.padding_idx,
-            device="meta",
-            dtype=self._engine.dtype_of(0),
-        )
+
+class _PlainSharder(TableSharder):
+    """What the sharders of the two share."""
+
+    module_type: type[nn.Module]
+
+    def tables(self, module: Any) -> list[tuple[Table, InitFn | None]]:
+        """`weight`."""
+        mode = getattr(module, "mode", "sum")
+        if not _is_plain(module, self.module_type) or mode not in ("sum", "mean"):
+            return []
+        return [(make_table(module.weight, "weight", ["input"], mean=mode == "mean"), _init_fn(module))]
 
 
-class EmbeddingBagSharder(TableSharder):
+class EmbeddingBagSharder(_PlainSharder):
     """Shards `nn.EmbeddingBag` (sum and mean); one with `max_norm`, `scale_grad_by_freq`, `sparse` or max pooling
     stays with the data-parallel part, and so does a subclass with a forward of its own."""
 
     sharded_type = ShardedEmbeddingBag
     is_pooled = True
-
-    @property
-    def module_type(self) -> type[nn.Module]:
-        """`nn.EmbeddingBag`."""
-        return nn.EmbeddingBag
-
-    def tables(self, module: Any) -> list[tuple[Table, InitFn | None]]:
-        """`weight`."""
-        if not _is_plain(module, nn.EmbeddingBag) or module.mode not in ("sum", "mean"):
-            return []
-        is_mean = module.mode == "mean"
-        table = make_table(module.weight, "weight", ["input"], mean=is_mean)
-        return [(table, _init_fn(module))]
+    module_type = nn.EmbeddingBag
 
 
-class EmbeddingSharder(TableSharder):
+class EmbeddingSharder(_PlainSharder):
     """Shards `nn.Embedding`; one with `max_norm`, `scale_grad_by_freq` or `sparse` stays with the data-parallel part,
     and so does a subclass with a forward of its own."""
 
     sharded_type = ShardedEmbedding
     is_pooled = False
-
-    @property
-    def module_type(self) -> type[nn.Module]:
-        """`nn.Embedding`."""
-        return nn.Embedding
-
-    def tables(self, module: Any) -> list[tuple[Table, InitFn | None]]:
-        """`weight`."""
-        if not _is_plain(module, nn.Embedding):
-            return []
-        return [(make_table(module.weight, "weight", ["input"]), _init_fn(module))]
+    module_type = nn.Embedding
 
     def layouts(self, info: ParameterInfo, env: ShardingEnv) -> Iterable[Layout]:
         """A table's; and, where dense weights are split or samples shared, that of a transformer's vocabulary."""

@@ -115,6 +115,12 @@ class TableModule(Watched):
         "data-parallel part: pass sharders without the one that takes it"
     )
 
+    ids_of: Callable[..., Ids]
+    """What the forward's arguments ask for; may raise `Fault`."""
+
+    result_of: Callable[[Call, Sequence[torch.Tensor]], Any]
+    """What the unsharded module returns, from what `Engine.finish` gives."""
+
     def __init__(
         self,
         original: nn.Module,
@@ -142,18 +148,6 @@ class TableModule(Watched):
         """Where its parameters stand in this module, so that the engine sees when one is replaced."""
         paths = [table.parameter.rpartition(".") for table in self._engine.tables]
         self._engine.places = [(self.get_submodule(path).__dict__["_parameters"], name) for path, _, name in paths]
-
-    def ids_of(self, *inputs: Any, **keywords: Any) -> Ids:
-        """What the forward's arguments ask for.
-
-        Raises:
-            Fault: what does not fit.
-        """
-        raise AssertionError("a subclass reads its input")
-
-    def result_of(self, call: Call, values: Sequence[torch.Tensor]) -> Any:
-        """What the unsharded module returns, from what `Engine.finish` gives."""
-        raise AssertionError("a subclass makes its result")
 
     def begin(self, *inputs: Any, **keywords: Any) -> Call:
         """Input dist of a batch, of the forward's arguments: see `Engine.begin`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -123,13 +124,11 @@ class UnpooledPath:
 
     def _find_runs(self) -> list[SlotRun]:
         slots = self.store.placement.slots[self.store.rank]
-        runs: list[SlotRun] = []
+        runs = []
         for tbe in self.store.sharded:
-            for i in tbe.slots:
-                if runs and runs[-1].tbe is tbe and runs[-1].width == slots[i].width:
-                    runs[-1] = SlotRun(tbe, range(runs[-1].slots.start, i + 1), slots[i].width)
-                else:
-                    runs.append(SlotRun(tbe, range(i, i + 1), slots[i].width))
+            for width, run in groupby(tbe.slots, key=lambda i: slots[i].width):
+                first, *rest = run
+                runs.append(SlotRun(tbe, range(first, first + 1 + len(rest)), width))
         return runs
 
     @once_per_call
