@@ -129,7 +129,9 @@ def load_checkpoint(
             - a `torch.save` file of a full state dict, or of
               `{"model": full_state_dict(m), "optimizer": full_optimizer_state_dict(m, o), "extra": ...}`; the keys may
               also be `state_dict`, `model_state_dict`, `optimizer_state_dict`. torch.optim's own state dict will do
-              for the optimizer where it was made from `model.named_parameters()`: else it says no names.
+              for the optimizer where it was made from `model.named_parameters()`: else it says no names;
+            - what none of these readers knows and an installed package does (entry point `dmp.sources`, see
+              sources/detect.py).
         model: a `DistributedModelParallel`, or any module.
         optimizer: an ordinary optimizer over its parameters, stepped or not.
         rename: the checkpoint's names -> the model's: a function, or a dict that names parameters or modules. A prefix
