@@ -39,7 +39,7 @@ class DDPWrapper:
                 f"DistributedDataParallel takes no DTensors, and {first!r} is one (split over {env.axes('tensor')}); "
                 "pass data_parallel_wrapper=FSDPWrapper(), which copies or splits them over the data axes"
             )
-        # The only way to keep DDP off a parameter; see also dmp/__init__.py's list of private torch names.
+        # The only way to keep DDP off a parameter; see also dmp/private_names.py.
         # It asks for those of the module itself by "name" in one place, by ".name" in another.
         names = {*ignored, *(f".{name}" for name in ignored if "." not in name)}
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)

@@ -196,18 +196,15 @@ class FSDPWrapper:
 
     def _apply(self, env: ShardingEnv) -> tuple[Callable[..., Any], dict[str, Any]]:
         """torch's function for this mesh, and its options."""
+        options = {"mesh": data_mesh(env), **self._policies()}
         if env.fully_sharded_axes:
             from torch.distributed.fsdp import fully_shard
 
-            return fully_shard, {
-                "mesh": data_mesh(env),
-                "reshard_after_forward": self.reshard_after_forward,
-                **self._policies(),
-            }
+            return fully_shard, {**options, "reshard_after_forward": self.reshard_after_forward}
         # Private: DDP takes no DTensors, and nothing public averages their gradients without splitting them.
         from torch.distributed._composable.replicate_with_fsdp import replicate
 
-        return replicate, {"mesh": data_mesh(env), **self._policies()}
+        return replicate, options
 
     def _policies(self) -> dict[str, Any]:
         """Those asked for, as `fully_shard` names them."""

@@ -26,6 +26,9 @@ from sharders.tensor_parallel.structure.transformer import Branch, Transformer
 _TRIES, _TRIES_OF_ONE = 8, 3  # ways to divide attributes; the likeliest come first
 
 
+_Found = tuple[dict[str, str], Divided]  # styles by module path, and local values of attributes
+
+
 @dataclass(frozen=True)
 class Choice:
     """A plan and how it came about."""
@@ -164,7 +167,7 @@ def _vocabulary_candidates(
 
 def _decide(
     runs: ModelRuns, axis: str, branches: list[_Candidate], vocabulary: list[_Candidate], notes: list[str]
-) -> tuple[dict[str, str], Divided]:
+) -> _Found:
     """What is proved of the model, else of each block alone, else what a dry run verifies or structure and source say.
 
     What is not proved is not right for certain, and the notes say so.
@@ -186,9 +189,7 @@ def _decide(
     return {**styles, **others}, divided
 
 
-def _proved(
-    runs: ModelRuns, axis: str, candidates: list[_Candidate], notes: list[str]
-) -> tuple[dict[str, str], Divided]:
+def _proved(runs: ModelRuns, axis: str, candidates: list[_Candidate], notes: list[str]) -> _Found:
     """Take all if they are proved together, else those that are proved one by one.
 
     Raises:
@@ -225,9 +226,7 @@ def _seen_vocabulary(
         if runs.transformer.head is not None or not vocabulary:
             return vocabulary
     # The embedding may be the head as well, by its weight, and only a run would show that.
-    notes += [
-        f"{candidate.name}: left whole, it is neither proved nor verified by a dry run" for candidate in vocabulary
-    ]
+    notes += [f"{each.name}: left whole, it is neither proved nor verified by a dry run" for each in vocabulary]
     return []
 
 
@@ -246,7 +245,7 @@ def _without_disproved(
             yield candidate
 
 
-def _verified(runs: ModelRuns, branches: list[_Candidate], notes: list[str]) -> tuple[dict[str, str], Divided]:
+def _verified(runs: ModelRuns, branches: list[_Candidate], notes: list[str]) -> _Found:
     """What has the right shapes in a dry run of the model, else of each block; else what structure and source say."""
     try:
         return _fitting(runs, branches, notes)
@@ -260,30 +259,26 @@ def _verified(runs: ModelRuns, branches: list[_Candidate], notes: list[str]) -> 
         return styles, runs.divide_by_source(styles)
 
 
-def _fitting(runs: ModelRuns, candidates: list[_Candidate], notes: list[str]) -> tuple[dict[str, str], Divided]:
+def _fitting(runs: ModelRuns, candidates: list[_Candidate], notes: list[str]) -> _Found:
     """Take all if a dry run verifies them together, else those that it verifies one by one."""
     kept = candidates
     names = runs.names(_merged(kept))
     if names is None:
         kept, names = [], frozenset[str]()
-        for candidate in candidates:
-            with_this = runs.names(_merged([*kept, candidate]))
+        for each in candidates:
+            with_this = runs.names(_merged([*kept, each]))
             if with_this is None:
-                notes.append(
-                    f"{candidate.name}: left whole, a dry run with its local shapes failed or gave other shapes"
-                )
+                notes.append(f"{each.name}: left whole, a dry run with its local shapes failed or gave other shapes")
             else:
-                kept, names = [*kept, candidate], with_this
+                kept, names = [*kept, each], with_this
     styles = _merged(kept)
     notes.append(f"{runs.verified()}not proved")
     return styles, runs.divide(styles, names)
 
 
 def _of_blocks(
-    runs: ModelRuns,
-    decide: Callable[[ModelRuns, list[_Candidate], list[str]], tuple[dict[str, str], Divided]],
-    notes: list[str],
-) -> tuple[dict[str, str], Divided]:
+    runs: ModelRuns, decide: Callable[[ModelRuns, list[_Candidate], list[str]], _Found], notes: list[str]
+) -> _Found:
     """What `decide` says of one block of each structure, for all of them."""
     styles: dict[str, str] = {}
     divided: Divided = {}

@@ -22,14 +22,7 @@ from torch import nn
 from dmp import PlanError, is_inside, join_name
 from sharders.tensor_parallel.head_counts import ModelRuns, Unsplit
 from sharders.tensor_parallel.split.hooks import change_hidden_state, is_hidden_state
-from sharders.tensor_parallel.structure.dry_run import (
-    DryRunError,
-    Trace,
-    dry_run,
-    make_local,
-    resize,
-    sequence_length,
-)
+from sharders.tensor_parallel.structure.dry_run import DryRunError, Trace, dry_run, make_local, resize, sequence_length
 from sharders.tensor_parallel.structure.find_transformer import is_norm
 from sharders.tensor_parallel.structure.meta_copies import Shape
 from sharders.tensor_parallel.structure.transformer import Block, Branch, Transformer, outward

@@ -229,8 +229,7 @@ class _Group(dist.ProcessGroup):
     def rank(self) -> int:
         return _rank()
 
-    def getRank(self) -> int:
-        return _rank()
+    getRank = rank
 
     def getSize(self) -> int:
         return self._count
