@@ -43,15 +43,7 @@ from dmp.errors import CheckpointError, DmpError, InputError, PlanError, RanksEr
 from dmp.layouts.dense import colwise, fully_sharded, replicate, rowwise, sequence
 from dmp.layouts.layout import Layout, ParameterSharding
 from dmp.layouts.shard import Shard, check_cover, is_replicated
-from dmp.layouts.tables import (
-    column_wise,
-    data_parallel,
-    grid,
-    rectangles,
-    row_wise,
-    table_row_wise,
-    table_wise,
-)
+from dmp.layouts.tables import column_wise, data_parallel, grid, rectangles, row_wise, table_row_wise, table_wise
 from dmp.names import NameIndex, is_inside, join_name
 from dmp.nested import map_nested, tensors_of
 from dmp.places import Place, is_dtensor, places_of, replace_tensors, room_for, tied_places

@@ -7,14 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import nn
 
-from dmp import (
-    Found,
-    ModelSharder,
-    ModuleSharder,
-    ShardingEnv,
-    ShardingPlan,
-    dense_parameters,
-)
+from dmp import Found, ModelSharder, ModuleSharder, ShardingEnv, ShardingPlan, dense_parameters
 from planner.arguments import is_number
 from planner.broadcast import from_first_rank
 from planner.candidates.candidates import Candidates

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from dmp.errors import ShardError
 from dmp.layouts.integers import number
-from dmp.layouts.layout import Layout, constructor
+from dmp.layouts.layout import Layout, known_in_json
 from dmp.layouts.shard import Shard
 from dmp.layouts.tables import row_blocks
 
@@ -50,7 +50,6 @@ class DenseLayout(Layout):
         return _resolve(self, shape, _dense_axes(env))
 
 
-@constructor
 def colwise(dim: int | None = None) -> Layout:
     """Tensor parallel by output features: dim 0 of a weight and of its bias is split over the tensor axis.
 
@@ -60,7 +59,6 @@ def colwise(dim: int | None = None) -> Layout:
     return DenseLayout.of("colwise", dim=None if dim is None else number("dim", dim))
 
 
-@constructor
 def rowwise(dim: int | None = None) -> Layout:
     """Tensor parallel by input features: dim 1 of a weight is split over the tensor axis; a bias is whole.
 
@@ -70,22 +68,22 @@ def rowwise(dim: int | None = None) -> Layout:
     return DenseLayout.of("rowwise", dim=None if dim is None else number("dim", dim))
 
 
-@constructor
 def sequence() -> Layout:
     """Sequence parallel: the weight is whole on the tensor axis, the activations are split along the sequence."""
     return DenseLayout.of("sequence")
 
 
-@constructor
 def replicate() -> Layout:
     """A dense weight whole on every rank, gradients averaged."""
     return DenseLayout.of("replicate")
 
 
-@constructor
 def fully_sharded() -> Layout:
     """A dense weight split along dim 0 over the fully sharded axes (FSDP2), gathered while it is used."""
     return DenseLayout.of("fully_sharded")
+
+
+known_in_json(colwise, rowwise, sequence, replicate, fully_sharded)
 
 
 @dataclass(frozen=True)

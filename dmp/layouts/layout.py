@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from dmp.errors import ShardError
 from dmp.layouts.integers import integers
@@ -26,15 +26,13 @@ if TYPE_CHECKING:
 
     from dmp.env import ShardingEnv
 
-C = TypeVar("C", bound="Callable[..., Layout]")
 _NO_NAME = object()
 _constructors: dict[str, Callable[..., Layout]] = {}
 
 
-def constructor(make: C) -> C:
-    """Have plans' JSON know a function that makes layouts of its own name."""
-    _constructors[make.__name__] = make
-    return make
+def known_in_json(*constructors: Callable[..., Layout]) -> None:
+    """Have `Layout.from_json` know functions that make layouts of their own names."""
+    _constructors.update({make.__name__: make for make in constructors})
 
 
 @dataclass(frozen=True, init=False)

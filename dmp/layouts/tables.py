@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dmp.errors import ShardError
 from dmp.layouts import integers
-from dmp.layouts.layout import Layout, constructor
+from dmp.layouts.layout import Layout, known_in_json
 from dmp.layouts.shard import Shard, check_cover
 from dmp.read_values import shown
 
@@ -53,7 +53,6 @@ def _relocated(key: str, value: Any, moved: Mapping[int, int], inner: int) -> An
     return moved[value * inner] // inner if key == "host" else moved[value]
 
 
-@constructor
 def table_wise(rank: int) -> Layout:
     """The whole parameter on one rank."""
     return TableLayout.of("table_wise", rank=integers.rank(rank))
@@ -63,7 +62,6 @@ def _table_wise(shape: tuple[int, ...], table_shape: tuple[int, ...], rank: int)
     return [Shard((0,) * len(shape), shape, rank)]
 
 
-@constructor
 def row_wise(ranks: Sequence[int] | None = None) -> Layout:
     """Blocks of ceil(rows / n) rows, the first on the first of `ranks`; all ranks in order by default."""
     return TableLayout.of("row_wise", ranks=None if ranks is None else integers.ranks(ranks))
@@ -81,7 +79,6 @@ def _row_wise(shape: tuple[int, ...], table_shape: tuple[int, ...], ranks: tuple
     ]
 
 
-@constructor
 def column_wise(ranks: Sequence[int], widths: Sequence[int] | None = None) -> Layout:
     """Column blocks, one for each entry of `ranks` (a rank may appear twice).
 
@@ -102,7 +99,6 @@ def _column_wise(
     ]
 
 
-@constructor
 def table_row_wise(host: int | Sequence[int]) -> Layout:
     """Row-wise inside one coordinate (or several) of the outer shard axis; needs a mesh with two shard axes."""
     hosts: int | tuple[int, ...] = integers.rank(host) if isinstance(host, int) else integers.ranks(host)
@@ -122,7 +118,6 @@ def _table_row_wise(shape: tuple[int, ...], table_shape: tuple[int, ...], host: 
     return _row_wise(shape, table_shape, tuple(h * inner + i for h in hosts for i in range(inner)))
 
 
-@constructor
 def grid(ranks: Sequence[Sequence[int]]) -> Layout:
     """Row blocks x column blocks: `ranks[i][j]` holds row block i of column block j."""
     rows = tuple(integers.ranks(row) for row in ranks) if isinstance(ranks, Sequence) else ()
@@ -142,7 +137,6 @@ def _grid(shape: tuple[int, ...], table_shape: tuple[int, ...], ranks: tuple[tup
     ]
 
 
-@constructor
 def rectangles(shards: Iterable[Shard | Sequence[Any]]) -> Layout:
     """Any rectangles that cover the parameter exactly."""
     try:
@@ -164,7 +158,6 @@ def _rectangles(shape: tuple[int, ...], table_shape: tuple[int, ...], shards: tu
     return [Shard(*s) for s in shards]
 
 
-@constructor
 def data_parallel() -> Layout:
     """The whole parameter on every rank, gradients averaged."""
     return TableLayout.of("data_parallel")
@@ -174,6 +167,7 @@ def _data_parallel(shape: tuple[int, ...], table_shape: tuple[int, ...]) -> list
     return [Shard((0,) * len(shape), shape, rank) for rank in range(prod(table_shape))]
 
 
+known_in_json(table_wise, row_wise, column_wise, table_row_wise, grid, rectangles, data_parallel)
 _RECTANGLES: dict[str, Callable[..., list[Shard]]] = {
     "table_wise": _table_wise,
     "row_wise": _row_wise,

@@ -8,7 +8,7 @@ from dmp import PlanError
 from planner.candidates.candidates import Candidates
 from planner.costs.cost_model import BYTES
 from planner.costs.topology import Topology
-from planner.search.packing import Place, State
+from planner.search.placement import Place, Placement
 from planner.search.problem import Infeasible, Item, Problem
 from planner.text import show_bytes
 
@@ -62,10 +62,10 @@ def _other_layouts(error: Infeasible, candidates: Candidates, problem: Problem) 
     if not rejected:
         return []
     item = Item(tuple(layout.option for layout in rejected), None, group.item.spread)
-    state = State(replace(problem, items=(item,), base=error.load))
+    placement = Placement(replace(problem, items=(item,), base=error.load))
     fitting = []
     for index, layout in enumerate(rejected):
-        if isinstance(state.find(0, index), Place):
+        if isinstance(placement.find(0, index), Place):
             text = f"  layout {layout.movable.layout}, now ruled out ({layout.objection})"
             fitting.append((float(layout.option.loads[..., BYTES].max()), text))
     return [text for _, text in sorted(fitting)[:3]]

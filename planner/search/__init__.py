@@ -3,11 +3,13 @@
 - `problem`: what the search is asked
 - `solve`: the search over options and ranks
 - `option_costs`: the options' costs as arrays
+- `placement`: where items are, and where the next one costs least
 - `packing`: largest first onto the least loaded rank
 - `improve`: moves and swaps that better a placement
 - `bound`: a lower bound on every placement
 """
 
-from planner.search.solve import Choice, Infeasible, Item, Option, Problem, Solution, search
+from planner.search.problem import Choice, Infeasible, Item, Option, Problem
+from planner.search.solve import Solution, search
 
 __all__ = ["Choice", "Infeasible", "Item", "Option", "Problem", "Solution", "search"]

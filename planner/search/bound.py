@@ -42,7 +42,7 @@ def lower_bound(problem: Problem) -> float:
     return min(values) * (1 - 1e-6)
 
 
-def _lagrangian(problem: Problem, f: OptionCosts) -> float:
+def _lagrangian(problem: Problem, costs: OptionCosts) -> float:
     """The bound for one share and one price.
 
     The sum over phases of the maximum is at least, for any share s in [0, 1] and any one rank, (1 - s) times the mean
@@ -52,25 +52,25 @@ def _lagrangian(problem: Problem, f: OptionCosts) -> float:
     base = problem.base[:, :-1].sum(1)
     free_bytes = float((problem.capacity - problem.base[:, -1]).sum())
     best = 0.0
-    prices = _prices(f, free_bytes)
+    prices = _prices(costs, free_bytes)
     for share in np.linspace(0, 1, 17):
-        spent = (1 - share) * f.mean + share * f.least
-        busiest = (1 - share) * f.mean + share * f.most
+        spent = (1 - share) * costs.mean + share * costs.least
+        busiest = (1 - share) * costs.mean + share * costs.most
         start = (1 - share) * float(base.mean()) + share * float(base.min())
         for price in prices:
-            others = (spent + price * f.size).min(1)
-            own = (busiest + price * f.size).min(1)
+            others = (spent + price * costs.size).min(1)
+            own = (busiest + price * costs.size).min(1)
             best = max(best, start + float(others.sum()) + float((own - others).max()) - price * free_bytes)
     return best
 
 
-def _prices(f: OptionCosts, free_bytes: float) -> Array:
+def _prices(costs: OptionCosts, free_bytes: float) -> Array:
     """Seconds per byte to try; none but 0 when the fastest options fit together."""
-    fastest = f.mean.argmin(1)
-    needed = float(f.size[np.arange(len(fastest)), fastest].sum())
+    fastest = costs.mean.argmin(1)
+    needed = float(costs.size[np.arange(len(fastest)), fastest].sum())
     if needed <= free_bytes:
         return np.zeros(1)
-    scale = float(f.mean.min(1).sum()) / max(free_bytes, 1.0)
+    scale = float(costs.mean.min(1).sum()) / max(free_bytes, 1.0)
     return np.concatenate([np.zeros(1), scale * np.geomspace(1e-3, 1e2, 16)])
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.search.packing import Place, State
+from planner.search.placement import Place, Placement
 from planner.search.problem import Choice
 
 _WORK = 12_000
@@ -16,7 +16,7 @@ _ENOUGH = 1e-9
 """A step must gain this share of the cost."""
 
 
-def improve(state: State, out_of_time: Callable[[], bool]) -> bool:
+def improve(placement: Placement, out_of_time: Callable[[], bool]) -> bool:
     """Change the placement for the better, in place, until nothing helps or the work is used up.
 
     Each round takes the busiest rank of each phase in turn, and tries on its items, largest first: the best place of
@@ -25,31 +25,31 @@ def improve(state: State, out_of_time: Callable[[], bool]) -> bool:
     Returns:
         Whether `out_of_time` ended it.
     """
-    work = _WORK / (1 + len(state.problem.capacity) / 256)
+    work = _WORK / (1 + len(placement.problem.capacity) / 256)
     gained = True
     while gained and work > 0:
         gained = False
-        for phase in range(state.load.shape[1] - 1):
-            rank = int(state.load[:, phase].argmax())
-            work -= len(state.on_many_ranks) / 20
-            for item in _items_on(state, rank, phase):
+        for phase in range(placement.load.shape[1] - 1):
+            rank = int(placement.load[:, phase].argmax())
+            work -= len(placement.on_many_ranks) / 20
+            for item in _items_on(placement, rank, phase):
                 if out_of_time():
                     return True
-                work -= 1 + len(state.problem.items[item].options)
+                work -= 1 + len(placement.problem.items[item].options)
                 if work <= 0:
                     return False
-                if _replace(state, item) or _swap(state, item, rank):
+                if _replace(placement, item) or _swap(placement, item, rank):
                     gained = True
                     break
     return False
 
 
-def _items_on(state: State, rank: int, phase: int, most: int = 64) -> list[int]:
+def _items_on(placement: Placement, rank: int, phase: int, most: int = 64) -> list[int]:
     """Items with something on a rank, by their load there in a phase, largest first."""
-    alone = np.flatnonzero(state.on_one_rank == rank)
-    loads = list(zip((-state.load_there[alone, phase]).tolist(), alone.tolist(), strict=True))
-    for item in sorted(state.on_many_ranks):
-        choice, option = state.choices[item], state.option(item)
+    alone = np.flatnonzero(placement.on_one_rank == rank)
+    loads = list(zip((-placement.load_there[alone, phase]).tolist(), alone.tolist(), strict=True))
+    for item in sorted(placement.on_many_ranks):
+        choice, option = placement.choices[item], placement.option(item)
         assert choice is not None
         block, place = divmod(rank, option.loads.shape[1])
         if block in choice.blocks:
@@ -57,51 +57,51 @@ def _items_on(state: State, rank: int, phase: int, most: int = 64) -> list[int]:
     return [item for seconds, item in sorted(loads)[:most] if seconds < 0]
 
 
-def _replace(state: State, item: int) -> bool:
+def _replace(placement: Placement, item: int) -> bool:
     """Put an item where it costs least, with any of its options; False when that is no gain."""
-    before = state.score()
-    old = state.remove(item)
+    before = placement.score()
+    old = placement.remove(item)
     best: Choice | None = None
     least = before * (1 - _ENOUGH)
-    found = [state.find(item, index) for index in range(len(state.problem.items[item].options))]
+    found = [placement.find(item, index) for index in range(len(placement.problem.items[item].options))]
     places = sorted((p for p in found if isinstance(p, Place)), key=lambda p: p.score)
     for place in places[:2]:
         if place.choice == old:
             continue
-        state.add(item, place.choice)
-        score = state.score()
-        state.remove(item)
+        placement.add(item, place.choice)
+        score = placement.score()
+        placement.remove(item)
         if score < least:
             best, least = place.choice, score
-    state.add(item, best or old)
+    placement.add(item, best or old)
     return best is not None
 
 
-def _swap(state: State, item: int, rank: int) -> bool:
+def _swap(placement: Placement, item: int, rank: int) -> bool:
     """Exchange an item on `rank` with one on another rank, both on one rank each; False when no exchange is a gain."""
-    if state.on_one_rank[item] < 0 or not state.is_movable[item]:
+    if placement.on_one_rank[item] < 0 or not placement.is_movable[item]:
         return False
-    others = np.flatnonzero((state.on_one_rank >= 0) & (state.on_one_rank != rank) & state.is_movable)
+    others = np.flatnonzero((placement.on_one_rank >= 0) & (placement.on_one_rank != rank) & placement.is_movable)
     if not len(others):
         return False
-    at, mine, theirs = state.on_one_rank[others], state.load_there[item], state.load_there[others]
-    here, there = state.load[rank] - mine + theirs, state.load[at] + mine - theirs
-    fits = (here[:, -1] <= state.problem.capacity[rank]) & (there[:, -1] <= state.problem.capacity[at])
-    rest = _max_without(state.load[:, :-1], rank, at)
+    at, mine, theirs = placement.on_one_rank[others], placement.load_there[item], placement.load_there[others]
+    here, there = placement.load[rank] - mine + theirs, placement.load[at] + mine - theirs
+    fits = (here[:, -1] <= placement.problem.capacity[rank]) & (there[:, -1] <= placement.problem.capacity[at])
+    rest = _max_without(placement.load[:, :-1], rank, at)
     seconds = np.maximum(rest, np.maximum(here[:, :-1], there[:, :-1])).sum(1)
     seconds = np.where(fits, seconds, np.inf)
     best = int(seconds.argmin())
     if not np.isfinite(seconds[best]):
         return False
-    before, other = state.score(), int(others[best])
-    mine_was, other_was = state.remove(item), state.remove(other)
-    state.add(item, Choice(mine_was.option, other_was.blocks))
-    state.add(other, Choice(other_was.option, mine_was.blocks))
-    if state.score() < before * (1 - _ENOUGH):
+    before, other = placement.score(), int(others[best])
+    mine_was, other_was = placement.remove(item), placement.remove(other)
+    placement.add(item, Choice(mine_was.option, other_was.blocks))
+    placement.add(other, Choice(other_was.option, mine_was.blocks))
+    if placement.score() < before * (1 - _ENOUGH):
         return True
-    state.remove(item), state.remove(other)
-    state.add(item, mine_was)
-    state.add(other, other_was)
+    placement.remove(item), placement.remove(other)
+    placement.add(item, mine_was)
+    placement.add(other, other_was)
     return False
 
 

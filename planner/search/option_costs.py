@@ -33,7 +33,7 @@ class OptionCosts:
 
     @classmethod
     def of(cls, problem: Problem) -> OptionCosts:
-        """OptionCosts of a problem's options; items that share their options are looked at once."""
+        """Costs of a problem's options; items that share their options are looked at once."""
         width = max(len(item.options) for item in problem.items)
         known: dict[tuple[Option, ...], Array] = {}
         rows = []
@@ -60,7 +60,7 @@ class OptionCosts:
 
 
 def totals(options: Sequence[Option], num_ranks: int) -> tuple[Array, Array, Array, Array]:
-    """OptionCosts of options that need no place.
+    """What options cost wherever they go.
 
     Returns:
         Each (options,): seconds summed over phases and averaged over ranks; of the busiest rank; of the idlest rank;

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 
 from planner.search.bound import lower_bound
 from planner.search.improve import improve
-from planner.search.packing import State, pack, starts
-from planner.search.problem import Array, Choice, Infeasible, Item, Option, Problem
-
-__all__ = ["Choice", "Infeasible", "Item", "Option", "Problem", "Solution", "search"]
+from planner.search.packing import pack, starts
+from planner.search.placement import Placement
+from planner.search.problem import Array, Choice, Infeasible, Problem
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +51,7 @@ def search(problem: Problem, out_of_time: Callable[[], bool] = lambda: False) ->
     Raises:
         Infeasible: no start could be packed.
     """
-    best: State | None = None
+    best: Placement | None = None
     failure: Infeasible | None = None
     is_cut = False
     for start in starts(problem):
@@ -62,12 +61,12 @@ def search(problem: Problem, out_of_time: Callable[[], bool] = lambda: False) ->
             is_cut = True
             break
         try:
-            state = pack(problem, start)
+            placement = pack(problem, start)
         except Infeasible as error:
             failure = failure if failure is not None and failure.bytes_short <= error.bytes_short else error
             continue
-        if best is None or state.seconds() < best.seconds() * (1 - 1e-12):
-            best = state
+        if best is None or placement.seconds() < best.seconds() * (1 - 1e-12):
+            best = placement
     if best is None:
         assert failure is not None
         raise _hopeless(problem) or failure
@@ -79,7 +78,7 @@ def search(problem: Problem, out_of_time: Callable[[], bool] = lambda: False) ->
 
 def _hopeless(problem: Problem) -> Infeasible | None:
     """The first item that fits nowhere even before the others are placed, with its nearest option."""
-    empty = State(problem)
+    empty = Placement(problem)
     for number, item in enumerate(problem.items):
         found = [empty.find(number, index) for index in range(len(item.options))]
         short = [f for f in found if isinstance(f, Infeasible)]
