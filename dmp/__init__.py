@@ -46,7 +46,7 @@ from dmp.layouts.shard import Shard, check_cover, is_replicated
 from dmp.layouts.tables import column_wise, data_parallel, grid, rectangles, row_wise, table_row_wise, table_wise
 from dmp.names import NameIndex, is_inside, join_name
 from dmp.nested import map_nested, tensors_of
-from dmp.places import Place, is_dtensor, places_of, replace_tensors, room_for, tied_places
+from dmp.places import Place, is_dtensor, local_of, places_of, replace_tensors, room_for, tied_places
 from dmp.plans.find import Found, dense_parameters, place_dense, plan_parameters
 from dmp.plans.plan import PlanChange, ShardingPlan
 from dmp.ranks import watchdog
@@ -110,6 +110,7 @@ __all__ = [
     "keep_last",
     "latest",
     "load_checkpoint",
+    "local_of",
     "map_nested",
     "place_dense",
     "places_of",

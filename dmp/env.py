@@ -2,8 +2,8 @@
 
 [Note: axes and roles]
 An *axis* is a dimension of the mesh. Its *role* says what differs along it: `shard` axes hold different samples and
-different pieces of the tables; `replicate` axes hold different samples and copies of the pieces; `tensor` axes hold the
-same samples and different pieces. *Table ranks* count, row-major in mesh order, over shard and tensor axes together.
+different shards of the tables; `replicate` axes hold different samples and copies of the shards; `tensor` axes hold the
+same samples and different shards. *Table ranks* count, row-major in mesh order, over shard and tensor axes together.
 
 [Note: groups] Making a process group is collective, so all that an env can be asked for are made with it, on all ranks
 in one order: one for each set of roles, for each axis, and for the outer table axes together. Asking only looks.

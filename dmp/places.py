@@ -106,3 +106,8 @@ def is_dtensor(value: Any) -> TypeGuard[DTensor]:
     """Whether it is a DTensor; asked without importing torch.distributed.tensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
+
+
+def local_of(value: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a DTensor; another tensor as it is."""
+    return value.to_local() if is_dtensor(value) else value

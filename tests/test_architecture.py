@@ -90,6 +90,7 @@ PUBLIC = {
         "is_dtensor",
         "is_inside",
         "join_name",
+        "local_of",
         "map_nested",
         "places_of",
         "replace_tensors",

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dmp.calls import alone
-from dmp.chunked import ChunkedTensor, as_chunks
+from dmp.chunked import ChunkedTensor, as_chunks, copy_overlap
 from dmp.env import ShardingEnv
 from dmp.errors import ShardError
 from dmp.ranks import entry, fail_together, gather_objects, gather_words
@@ -127,7 +127,7 @@ def _gather(
     for owner, pieces in sends.items():
         if keep and owner in (None, env.table_rank):
             for name, (offset, _) in pieces:
-                _place(result[name], offset, local[name, offset])
+                copy_overlap(result[name], (0,) * len(offset), local[name, offset], offset)
         for batch in _batches(pieces, everyone[owner]) if owner is not None else ():
             assert owner is not None
             if rank0_only and (owner == 0 or env.table_rank not in (0, owner)):
@@ -198,9 +198,5 @@ def _transfer(
         dist.recv(buffer, group=group, group_src=owner)
     if not is_owner:
         for name, (offset, size), at, num_bytes in batch:
-            _place(result[name], offset, buffer[at : at + num_bytes].view(known[name][1]).view(size))
-
-
-def _place(target: torch.Tensor, offset: tuple[int, ...], values: torch.Tensor) -> None:
-    with torch.no_grad():
-        target[tuple(slice(o, o + n) for o, n in zip(offset, values.shape, strict=True))].copy_(values)
+            values = buffer[at : at + num_bytes].view(known[name][1]).view(size)
+            copy_overlap(result[name], (0,) * len(offset), values, offset)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from dmp.errors import ShardError
-from dmp.places import is_dtensor
+from dmp.places import local_of
 from dmp.ranks import entry, numbers_of_all
 from dmp.state.find_wrapped import env_of, fused_parameters
 from dmp.wrap.earlier_optimizers import follow
@@ -86,7 +86,7 @@ def _unscale(
                 continue
             if grad.dtype == torch.float16 and not allow_fp16:
                 raise ValueError("gradients in float16 cannot be unscaled: keep the weights in float32")
-            local = grad.to_local() if is_dtensor(grad) else grad
+            local = local_of(grad)
             by_dtype.setdefault(local.dtype, []).append(local._values() if local.is_sparse else local)
     with torch.no_grad():
         for grads in by_dtype.values():

@@ -26,7 +26,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from dmp import is_dtensor, ranks, tensors_of
+from dmp import local_of, ranks, tensors_of
 
 
 class AnyReachDDP(DistributedDataParallel):
@@ -175,7 +175,7 @@ def average_whole(module: nn.Module, names: Sequence[str], group: dist.ProcessGr
         if not trained:
             return
         gradients = [_nothing(p.detach()) if p.grad is None else p.grad for p in trained]
-        local = [_local(g) for g in gradients]
+        local = [local_of(g) for g in gradients]
         wide = reduce(torch.promote_types, [g.dtype for g in local], torch.float32)
         mean = torch.cat([g.reshape(-1).to(wide) for g in local])
         dist.all_reduce(mean, group=group)
@@ -194,10 +194,6 @@ def average_whole(module: nn.Module, names: Sequence[str], group: dist.ProcessGr
                 tensor.register_hook(begin)
 
     module.register_forward_hook(hook)
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def _remove(handles: Sequence[RemovableHandle]) -> None:

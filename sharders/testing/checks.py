@@ -18,6 +18,7 @@ from dmp import (
     ShardError,
     ShardingEnv,
     hook,
+    local_of,
     ranks,
     table_wise,
     tensors_of,
@@ -28,7 +29,6 @@ from sharders.testing.compare import (
     compare_pieces,
     compare_places,
     compare_state,
-    local_of,
     pieces_of,
     whole_of,
 )

@@ -8,16 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from dmp import ChunkedTensor, DistributedModelParallel, Shard, ShardingEnv, is_dtensor, ranks, tensors_of
+from dmp import ChunkedTensor, DistributedModelParallel, Shard, ShardingEnv, is_dtensor, local_of, ranks, tensors_of
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 Pieces = list[tuple[tuple[int, ...], torch.Tensor]]
-
-
-def local_of(value: Any) -> torch.Tensor:
-    """This rank's values, without a graph."""
-    local: torch.Tensor = value.to_local().detach() if is_dtensor(value) else value.detach()
-    return local
 
 
 def pieces_of(value: Any) -> Pieces:
@@ -25,7 +19,7 @@ def pieces_of(value: Any) -> Pieces:
     if isinstance(value, ChunkedTensor):
         return list(zip(value.offsets, value.chunks, strict=True))
     if is_dtensor(value):
-        local = local_of(value)
+        local = local_of(value).detach()
         return [(tuple(c.offsets), local) for c in value.__create_chunk_list__()] if local.numel() else []
     return [((0,) * value.dim(), value.detach())]
 
@@ -122,7 +116,7 @@ def compare_gradients(model: DistributedModelParallel, plain: nn.Module) -> Iter
         expected = torch.zeros_like(wanted[name]) if expected is None else expected
         grad = torch.zeros_like(parameter) if grad is None else grad
         grad, expected = (g.to_dense() if g.is_sparse else g for g in (grad, expected))
-        local, of_grad = local_of(parameter), local_of(grad).contiguous()
+        local, of_grad = local_of(parameter).detach(), local_of(grad).detach().contiguous()
         for offset, piece in pieces_of(state[name]):
             start = piece.storage_offset() - local.storage_offset() + of_grad.storage_offset()
             part = of_grad.as_strided(piece.shape, piece.stride(), start)

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sharders.tensor_parallel.proof.sample import Run, Sample, local, part_of
+from dmp import local_of
+from sharders.tensor_parallel.proof.sample import Run, Sample, part_of
 from sharders.tensor_parallel.proof.simulated import simulate
 from sharders.tensor_parallel.split.split import split
 from sharders.tensor_parallel.split.styles import Style
@@ -81,7 +82,7 @@ def _compare(sample: Sample, ranks: list[Run]) -> str | None:
         for r, rank in enumerate(ranks):
             if len(rank.outputs) != len(whole.outputs):
                 return f"{len(rank.outputs)} outputs instead of {len(whole.outputs)} on rank {r}"
-            here = local(rank.outputs[i])
+            here = local_of(rank.outputs[i])
             try:
                 part = part_of(output, here.shape, r, len(ranks))
             except ValueError as error:

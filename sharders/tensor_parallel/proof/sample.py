@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dmp import is_dtensor, places_of, replace_tensors, tensors_of
+from dmp import is_dtensor, local_of, places_of, replace_tensors, tensors_of
 from sharders.tensor_parallel.proof.narrow import AS_IT_IS, Numbers, narrow, narrowings
 from sharders.tensor_parallel.proof.simulated import simulate
 from sharders.tensor_parallel.structure.dry_run import DryRunError, Feed, Trace, dry_run, undisturbed
@@ -182,7 +182,7 @@ class Sample:
         return run
 
     def _weighed(self, index: int, output: torch.Tensor, rank: int | None) -> torch.Tensor:
-        here = local(output)
+        here = local_of(output)
         shape = here.shape if rank is None else self.whole.outputs[index].shape
         weights = torch.randn(shape, generator=torch.Generator().manual_seed(2 + index), dtype=here.dtype)
         if rank is not None:
@@ -212,15 +212,9 @@ class Sample:
         return value.clone()
 
 
-def local(x: Any) -> torch.Tensor:
-    """A DTensor's part on this rank; a tensor as it is."""
-    part: torch.Tensor = x.to_local() if is_dtensor(x) else x
-    return part
-
-
 def _gradient(x: torch.Tensor) -> tuple[torch.Tensor | None, Any]:
     placed: Any = x if x.grad is None else x.grad
-    return None if x.grad is None else local(x.grad), placed.placements[0] if is_dtensor(placed) else None
+    return None if x.grad is None else local_of(x.grad), placed.placements[0] if is_dtensor(placed) else None
 
 
 def part_of(whole: torch.Tensor, shape: torch.Size, rank: int, ranks: int) -> torch.Tensor:
@@ -243,7 +237,7 @@ def _keep(path: str, module: nn.Module, into: dict[str, torch.Tensor]) -> Any:
     def hook(module: nn.Module, args: Any, output: Any) -> None:
         first = next((x for _, x in tensors_of(output) if x.is_floating_point()), None)
         if first is not None and path not in into:
-            into[path] = local(first).detach()
+            into[path] = local_of(first).detach()
 
     return module.register_forward_hook(hook)
 
