@@ -100,6 +100,7 @@ def _check_can_follow(optimizer: Optimizer, old: list[Any]) -> None:
 
 
 def _exchange(optimizer: Optimizer, new: dict[int, nn.Parameter]) -> None:
+    """Replace parameters by id, in groups and state; one whose successor is held already (they were tied) goes."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for group in optimizer.param_groups:
         kept: list[int] = []

@@ -185,6 +185,7 @@ def _lay_out(shapes: Sequence[Sequence[tuple[int, int]]]) -> tuple[list[list[Chu
     """Chunks, elements and rows of a bank."""
     chunks: list[list[Chunk | None]] = [[None] * len(table) for table in shapes]
     elements = rows = 0
+    # Each chunk begins at a multiple of its width; after wider ones that is mostly where the last one ended.
     widest_first = sorted(range(len(shapes)), key=lambda t: -max((w for _, w in shapes[t]), default=0))
     for table in widest_first:
         for i in sorted(range(len(shapes[table])), key=lambda i: -shapes[table][i][1]):
@@ -198,7 +199,7 @@ def _lay_out(shapes: Sequence[Sequence[tuple[int, int]]]) -> tuple[list[list[Chu
 
 def _regions(chunks: Sequence[Sequence[Chunk]]) -> dict[int, Region]:
     """The regions of all widths that occur."""
-    by_width: dict[int, list[tuple[int, int, int]]] = {}
+    by_width: dict[int, list[tuple[int, int, int]]] = {}  # (first row in the matrix, row shift, table) of its chunks
     for table, of_table in enumerate(chunks):
         for c in of_table:
             entries = by_width.setdefault(c.width, [])
