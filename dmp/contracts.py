@@ -5,7 +5,23 @@ Parameter names are relative to the module that a sharder is asked about (`weigh
 the plan it is given; the wrapper adds and removes the module's path.
 
 [Note: hooks]
-The members of a Protocol are what one must have. What it may have beside them is in `HOOKS`, and there alone.
+The members of a Protocol are what one must have. What one may have beside them is this, and is in `HOOKS`:
+
+- `accepts(info, layout, env) -> bool`, of a `ModuleSharder`: whether `shard` runs this layout; in place of the rule
+  that a plan may name what is of a kind in `layouts`.
+- `connect(env)`, of a `ModuleSharder`: makes, on all ranks, the process groups that `shard` uses, which then is local.
+- `module_path: str`, of a `ShardedModule`: set by the wrapper to the module's path, for messages.
+- `calls: Calls`, of a `ShardedModule`: set by the wrapper: whether the model's forward is under way, in which nobody
+  but the module itself should read its chunks.
+- `unsharded() -> nn.Module`, of a `ShardedModule`: a plain module of the same structure and names on meta, for
+  `to_unsharded`.
+- `notes: Iterable[str]`, of a `ModelPlacement`: what is left whole, and why, for showing.
+- `shards_in_place(env, has_dtensors) -> bool`, of a `DataParallelWrapper`: whether `wrap` returns the module that it
+  was given, and takes parameters on meta, which are filled afterwards; `has_dtensors`: weights are tensor-parallel.
+- `check(module, env, placed, ignored)`, of a `DataParallelWrapper`: raises what `wrap` would, before anything is
+  changed; `placed` are the layouts of what tensor parallelism will split.
+- `found`, of a `Planner`: a keyword of `collective_plan`, and of `plan` where there is one: what the sharders take of
+  the module (`dmp.Found`), for a planner that need not ask them again.
 """
 
 from __future__ import annotations
@@ -13,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from inspect import signature
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -196,48 +212,13 @@ class Planner(Protocol):
         ...
 
 
-class Hook(NamedTuple):
-    """What an object of a contract may have beside its protocol's members.
-
-    Args:
-        of: the protocol.
-        since: the first version of the contracts that knows it.
-        says: how it is written, and what it means.
-    """
-
-    of: type
-    since: int
-    says: str
-
-
 VERSION = 1
 """Of the contracts: higher by one where a member or a hook comes, goes, or means something else."""
 
-_ACCEPTS = "accepts(info, layout, env) -> bool: whether `shard` runs this layout, in place of the rule of `layouts`"
-_CONNECT = "connect(env): makes, on all ranks, the process groups that `shard` uses, which then is local to each rank"
-_PATH = "module_path: str, set by the wrapper to the module's path, for messages"
-_CALLS = "calls: Calls, set by the wrapper: in the model's forward nobody but the module should read its chunks"
-_UNSHARDED = "unsharded() -> nn.Module: a plain one of the same structure and names on meta, for `to_unsharded`"
-_NOTES = "notes: Iterable[str], what is left whole, and why, for showing"
-_IN_PLACE = """shards_in_place(env, has_dtensors) -> bool: whether `wrap` returns the module that it was given, and
-takes parameters on meta, which are filled afterwards; `has_dtensors` says that weights are tensor-parallel"""
-_CHECK = """check(module, env, placed, ignored): raises what `wrap` would, before anything is changed; `placed` are the
-layouts of what tensor parallelism will split"""
-_FOUND = """collective_plan(..., *, found=None), and so `plan` where there is one: what the sharders take of the module
-(`dmp.Found`), for a planner that need not ask them again"""
-
-HOOKS: Mapping[str, Hook] = {
-    "accepts": Hook(ModuleSharder, 1, _ACCEPTS),
-    "connect": Hook(ModuleSharder, 1, _CONNECT),
-    "module_path": Hook(ShardedModule, 1, _PATH),
-    "calls": Hook(ShardedModule, 1, _CALLS),
-    "unsharded": Hook(ShardedModule, 1, _UNSHARDED),
-    "notes": Hook(ModelPlacement, 1, _NOTES),
-    "shards_in_place": Hook(DataParallelWrapper, 1, _IN_PLACE),
-    "check": Hook(DataParallelWrapper, 1, _CHECK),
-    "found": Hook(Planner, 1, _FOUND),
-}
-"""Every optional member, by its name."""
+HOOKS: Mapping[str, int] = dict.fromkeys(
+    ("accepts", "connect", "module_path", "calls", "unsharded", "notes", "shards_in_place", "check", "found"), 1
+)
+"""Name of each optional member -> the first version that knows it, see [Note: hooks]."""
 
 
 def hook(of: object, name: str) -> Any:

@@ -93,7 +93,7 @@ class ShardingPlanner:
         topology = self.topology if self.topology is not None else Topology.of(env)
         pinned_tables, pinned_dense = split_pinned(pinned)
         found = Found.of(module, sharders, env, pinned_dense, found)
-        taken = found.parameters(frozenset(pinned_tables))
+        taken = found.sites.parameters(frozenset(pinned_tables))
         constraints = constraints_of(self.constraints, taken)
         kept = by_first_name(pinned_tables, module, [name for name in taken if name not in pinned_dense])
         others = dense_parameters(module, taken.keys() - pinned_dense.keys())

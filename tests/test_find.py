@@ -99,7 +99,7 @@ def test_a_planner_that_takes_what_is_found_gets_it() -> None:
             self, module: nn.Module, sharders: Any, env: Any, pinned: Any = None, found: Any = None
         ) -> Any:
             self.found = found
-            return {name: row_wise() for name in found.parameters()}
+            return {name: row_wise() for name in found.sites.parameters()}
 
     planner, module = Takes(), model()
     assert set(DistributedModelParallel(module, planner=planner).plan) == {"0.weight"}
@@ -123,5 +123,5 @@ def test_there_is_one_rule_of_default_sharders(monkeypatch: pytest.MonkeyPatch) 
     assert nn.EmbeddingBag in module_types and len(module_types) == 4
     for name in ("torchrec", "torchrec.modules.embedding_modules"):  # as before anybody has imported it
         monkeypatch.delitem(__import__("sys").modules, name, raising=False)
-    assert Found.of(model(), default_sharders(), ShardingEnv.single()).parameters().keys() == {"0.weight"}
+    assert Found.of(model(), default_sharders(), ShardingEnv.single()).sites.parameters().keys() == {"0.weight"}
     assert torch.nn.EmbeddingBag in [s.module_type for s in default_sharders() if not hasattr(s, "place")]

@@ -20,6 +20,7 @@ from dmp import (
     PlanError,
     ShardError,
     ShardingEnv,
+    contracts,
     data_parallel,
     table_wise,
     to_unsharded,
@@ -143,7 +144,8 @@ def test_shards_in_place_and_check() -> None:
 
 
 def test_every_hook_is_listed_and_used() -> None:
-    assert all(known.since <= VERSION for known in HOOKS.values())
+    assert all(since <= VERSION for since in HOOKS.values())
+    assert contracts.__doc__ is not None and set(re.findall(r"^- `(\w+)", contracts.__doc__, re.M)) == set(HOOKS)
     files = [p for package in ("dmp", "sharders", "planner") for p in Path(package).rglob("*.py")]
     used = {name for p in files for name in re.findall(r'hook\([^"\n]+, "(\w+)"', p.read_text())}
     assert used | {"found"} == set(HOOKS)  # that one is a keyword, see test_find.py

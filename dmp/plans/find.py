@@ -76,6 +76,15 @@ class Sites:
         """
         return tuple(site for site in self.candidates if self._is_taken(site, keep))
 
+    def parameters(self, keep: Set[str] = frozenset()) -> dict[str, tuple[ModuleSharder, ParameterInfo]]:
+        """Fully-qualified name of every parameter that a plan must place -> who runs it and what is known of it.
+
+        Args:
+            keep: names that are placed as tables although code besides their module's forward may read them.
+        """
+        sites = self.taken(keep)
+        return {name: (s.sharder, s.infos[relative]) for s in sites for relative, name in s.names().items()}
+
     def _is_taken(self, site: Site, keep: Set[str]) -> bool:
         reader = self.readers.get(site.path)
         return reader is None or not (reader.is_keeper or keep.isdisjoint(site.every_name()))
@@ -135,14 +144,6 @@ class Found:
         """Every parameter that a model sharder splits -> how."""
         return {name: layout for p in self.placements for name, layout in p.layouts.items()}
 
-    def parameters(self, keep: Set[str] = frozenset()) -> dict[str, tuple[ModuleSharder, ParameterInfo]]:
-        """Fully-qualified name of every parameter that a plan must place -> who runs it and what is known of it.
-
-        Args:
-            keep: names that are placed as tables although code besides their module's forward may read them.
-        """
-        return _parameters(self.sites.taken(keep))
-
     def _answers(self, module: nn.Module, env: ShardingEnv, asked: Mapping[str, Layout]) -> bool:
         return self.module is module and self.env == env and asked in (self.asked, self.split)
 
@@ -156,7 +157,7 @@ def plan_parameters(
         without: names of parameters that are placed already, such as `place_dense`'s.
         keep: names that are placed as tables although code besides their module's forward may read them.
     """
-    return _parameters(_find_sites(module, sharders, without).taken(keep))
+    return _find_sites(module, sharders, without).parameters(keep)
 
 
 def dense_parameters(module: nn.Module, without: Set[str] = frozenset()) -> dict[str, ParameterInfo]:
@@ -239,10 +240,6 @@ def _find_sites(module: nn.Module, sharders: Iterable[AnySharder], without: Set[
         found[id(candidate)] = Site(path, (path,), candidate, sharder, infos)
     readers = find_readers(module, {key: (site.module, site.infos) for key, site in found.items()})
     return Sites(tuple(found.values()), {found[key].path: reader for key, reader in readers.items()})
-
-
-def _parameters(sites: Iterable[Site]) -> dict[str, tuple[ModuleSharder, ParameterInfo]]:
-    return {name: (s.sharder, s.infos[relative]) for s in sites for relative, name in s.names().items()}
 
 
 def _walk(module: nn.Module, path: str, stop_at: Callable[[nn.Module], bool]) -> Iterator[tuple[str, nn.Module]]:
