@@ -315,6 +315,13 @@ def test_public_names_are_frozen(package: str) -> None:
     assert [name for name in module.__all__ if not hasattr(module, name)] == []
 
 
+def test_no_file_is_over_450_lines() -> None:
+    """Longer ones hold two nouns; tests and examples too."""
+    folders = (*PACKAGES, "tests", "examples")
+    long = {path: len(path.read_text().splitlines()) for folder in folders for path in (ROOT / folder).rglob("*.py")}
+    assert {path.relative_to(ROOT).as_posix(): lines for path, lines in long.items() if lines > 450} == {}
+
+
 def test_every_file_has_its_phrase_in_its_folder() -> None:
     """A line of the folder's `__init__` has its name and two words more; none names what is not there."""
     for package in (module for module, path in module_files().items() if path.name == "__init__.py"):
