@@ -49,7 +49,9 @@ from dmp.nested import map_nested, tensors_of
 from dmp.places import Place, is_dtensor, local_of, places_of, replace_tensors, room_for, tied_places
 from dmp.plans.find import Found, dense_parameters, place_dense, plan_parameters
 from dmp.plans.plan import PlanChange, ShardingPlan
+from dmp.plans.remarks import shown_bytes
 from dmp.ranks import watchdog
+from dmp.read_values import shown
 from dmp.registry import default_sharders, register_sharder
 from dmp.state.clip import clip_grad_norm_
 from dmp.state.gather import full_state_dict
@@ -125,6 +127,8 @@ __all__ = [
     "rowwise",
     "save_checkpoint",
     "sequence",
+    "shown",
+    "shown_bytes",
     "table_row_wise",
     "table_wise",
     "tensors_of",

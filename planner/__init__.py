@@ -6,7 +6,6 @@ Rooms: `costs`, `candidates`, `search`, `report`. Single files:
 - `pinned`: entries of a plan that a user has fixed
 - `broadcast`: rank 0's plan to all ranks
 - `arguments`: numbers and names that a user passes, checked
-- `text`: values and sizes as a person reads them
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from numbers import Real
 from typing import Any
 
-from planner.text import shown
+from dmp import shown
 
 
 def is_number(value: Any, *, least: float = 0.0) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import nn
 
-from dmp import Found, ModelSharder, ModuleSharder, ShardingEnv, ShardingPlan, dense_parameters
+from dmp import Found, ModelSharder, ModuleSharder, ShardingEnv, ShardingPlan, dense_parameters, shown
 from planner.arguments import is_number
 from planner.broadcast import from_first_rank
 from planner.candidates.candidates import Candidates
@@ -21,7 +21,6 @@ from planner.report.report import PlanReport
 from planner.report.summary import summarise
 from planner.search.problem import Infeasible
 from planner.search.solve import search
-from planner.text import shown
 
 
 class ShardingPlanner:

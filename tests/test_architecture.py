@@ -85,7 +85,7 @@ PUBLIC = {
         "default_sharders",
         "hook",
         "register_sharder",
-        # names, nested values, and the tensors of modules, for authors of sharders
+        # names, nested values, and the tensors of modules, for authors of sharders; values as a person reads them
         "Place",
         "is_dtensor",
         "is_inside",
@@ -95,6 +95,8 @@ PUBLIC = {
         "places_of",
         "replace_tensors",
         "room_for",
+        "shown",
+        "shown_bytes",
         "tensors_of",
         "tied_places",
         # calls that all ranks make together

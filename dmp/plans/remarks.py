@@ -84,7 +84,7 @@ def _say_what_is_whole(resolved: Resolved) -> None:
         )
 
 
-def shown_bytes(size: int) -> str:
+def shown_bytes(size: float) -> str:
     """A size that a person reads."""
     for unit, digits in (("bytes", 0), ("KB", 3), ("MB", 6), ("GB", 9)):
         if size < 1000 ** (digits // 3 + 1):

@@ -7,9 +7,8 @@ from dataclasses import dataclass, fields, replace
 from math import inf
 from typing import Any
 
-from dmp import NameIndex, PlanError
+from dmp import NameIndex, PlanError, shown
 from planner.arguments import is_number, names
-from planner.text import shown
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,10 @@ from dmp import (
     fully_sharded,
     hook,
     replicate,
+    shown_bytes,
 )
 from planner.candidates.constraints import Constraint
 from planner.costs.topology import Topology
-from planner.text import show_bytes
 
 KINDS = ("tensor parallel", "fully sharded", "replicated")
 _VOCABULARY_ROWS = 1 << 18
@@ -143,8 +143,8 @@ def decide(
     short = dense.training_bytes - topology.usable_bytes
     if short > 0:
         raise PlanError(
-            f"dense weights with gradients and optimizer state need {show_bytes(dense.training_bytes)} on a rank, "
-            f"which has {show_bytes(topology.usable_bytes)}: {show_bytes(short)} short; split them further: "
+            f"dense weights with gradients and optimizer state need {shown_bytes(dense.training_bytes)} on a rank, "
+            f"which has {shown_bytes(topology.usable_bytes)}: {shown_bytes(short)} short; split them further: "
             + (
                 "more ranks on the shard or tensor axis"
                 if env.fully_sharded_axes

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from dmp import ShardingEnv
+from dmp import ShardingEnv, shown
 from planner.arguments import is_number, positive
-from planner.text import shown
 
 _PER_AXIS = "expected a number, one per mesh axis (outer first), or a dict axis name -> number"
 _CUDA_RANKS_PER_HOST = 8

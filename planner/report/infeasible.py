@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dmp import PlanError
+from dmp import PlanError, shown_bytes
 from planner.candidates.candidates import Candidates
 from planner.costs.cost_model import BYTES
 from planner.costs.topology import Topology
 from planner.search.placement import Place, Placement
 from planner.search.problem import Infeasible, Item, Problem
-from planner.text import show_bytes
 
 _RANKS_SHOWN = 16
 
@@ -31,18 +30,18 @@ def plan_error(error: Infeasible, candidates: Candidates, problem: Problem, topo
     used = error.load[:, BYTES]
     needed = sum(float(r.max()) for r in group.item.options[error.option].loads[..., BYTES])
     picture = [
-        f"  rank {rank}: {show_bytes(used[rank])} of {show_bytes(problem.capacity[rank])} used"
+        f"  rank {rank}: {shown_bytes(used[rank])} of {shown_bytes(problem.capacity[rank])} used"
         for rank in range(min(len(used), _RANKS_SHOWN))
     ]
     picture += [f"  and {len(used) - _RANKS_SHOWN} more ranks"] * (len(used) > _RANKS_SHOWN)
     memory = (float(problem.capacity[error.rank]) + error.bytes_short) / (1 - topology.reserved_fraction)
     changes = [
-        f"  memory_bytes of {memory:.0f} per rank ({show_bytes(memory)}; now {show_bytes(topology.memory_bytes)})"
+        f"  memory_bytes of {memory:.0f} per rank ({shown_bytes(memory)}; now {shown_bytes(topology.memory_bytes)})"
     ]
     changes = [*_other_layouts(error, candidates, problem), *changes]
     return PlanError(
         f"{whom} does not fit: with the nearest layout, {layout}, rank {error.rank} is {error.bytes_short} bytes "
-        f"({show_bytes(error.bytes_short)}) short of {show_bytes(needed)} when it comes to it.\n"
+        f"({shown_bytes(error.bytes_short)}) short of {shown_bytes(needed)} when it comes to it.\n"
         f"Ranks when it came to it ({topology.reserved_fraction:.0%} of the memory is reserved):\n"
         + "\n".join(picture)
         + "\nAny of these would make it fit:\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from planner.text import show_bytes
+from dmp import shown_bytes
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>Sharding plan</title><style>
@@ -19,12 +19,12 @@ gap {{ "%.1f" | format(r.gap * 100) }} %; planned in {{ "%.2f" | format(r.planni
 {%- if r.is_cut_short %}, <b>cut short by the time budget</b>{% endif %}. All figures are the cost model's.</p>
 <h2>Ranks</h2>
 <table><tr><th>rank</th>{% for p in r.phases %}<th>{{ p }}, ms</th>{% endfor %}<th>memory</th><th class="name">of
-{{ show_bytes(r.usable_bytes) }}</th></tr>
+{{ shown_bytes(r.usable_bytes) }}</th></tr>
 <tr><th>step</th>{% for s in r.phase_seconds %}<th>{{ "%.3f" | format(s * 1e3) }}</th>{% endfor %}
 <th></th><th></th></tr>
 {% for seconds in r.rank_seconds %}{% set size = r.rank_bytes[loop.index0] %}
 <tr><td>{{ loop.index0 }}</td>{% for s in seconds %}<td>{{ "%.3f" | format(s * 1e3) }}</td>{% endfor %}
-<td>{{ show_bytes(size) }}</td>
+<td>{{ shown_bytes(size) }}</td>
 <td class="name"><span class="bar" style="width: {{ [100 * size // usable, 100] | min }}px"></span></td></tr>
 {% endfor %}</table>
 <h2>Parameters</h2>
@@ -33,11 +33,11 @@ gap {{ "%.1f" | format(r.gap * 100) }} %; planned in {{ "%.2f" | format(r.planni
 {% for p in r.by_work() %}<tr><td class="name">{{ p.name }}</td>
 <td class="name">{{ p.layout }}{% if p.is_pinned %} (pinned){% endif %}</td>
 <td>{{ "%.1f" | format(p.busiest_seconds * 1e6) }}</td><td>{{ "%.1f" | format(p.mean_seconds * 1e6) }}</td>
-<td>{{ show_bytes(p.rank_bytes) }}</td>
+<td>{{ shown_bytes(p.rank_bytes) }}</td>
 <td class="why"><details><summary>{{ p.alternatives | length }}</summary>
 {% for a in p.alternatives %}<div>{{ a.layout }}: {{ a.reason }}
 {%- if a.busiest_seconds is not none %} (busiest {{ "%.1f" | format(a.busiest_seconds * 1e6) }} &micro;s, mean
-{{ "%.1f" | format(a.mean_seconds * 1e6) }} &micro;s, {{ show_bytes(a.rank_bytes) }}){% endif %}</div>{% endfor %}
+{{ "%.1f" | format(a.mean_seconds * 1e6) }} &micro;s, {{ shown_bytes(a.rank_bytes) }}){% endif %}</div>{% endfor %}
 </details></td></tr>
 {% endfor %}</table>
 </body></html>
@@ -57,4 +57,4 @@ def render(report: Any) -> str:
             "PlanReport.save_html needs Jinja2: pip install jinja2; str(report) needs nothing"
         ) from error
     page = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(_PAGE)
-    return str(page.render(r=report, show_bytes=show_bytes, usable=max(1, report.usable_bytes)))
+    return str(page.render(r=report, shown_bytes=shown_bytes, usable=max(1, report.usable_bytes)))

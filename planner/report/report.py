@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dmp import Layout
+from dmp import Layout, shown_bytes
 from planner.candidates.dense import DenseBlock
 from planner.costs.cost_model import PHASES
 from planner.report.page import render
-from planner.text import show_bytes
 
 _RANKS_SHOWN = 16
 _PARAMETERS_SHOWN = 20
@@ -131,7 +130,7 @@ class PlanReport:
             lines.append(
                 f"{rank:>6}"
                 + "".join(f"{s * 1e3:>10.3f} ms" for s in (*seconds, sum(seconds)))
-                + f"{show_bytes(size):>12} ({size / max(1, self.usable_bytes):>4.0%})"
+                + f"{shown_bytes(size):>12} ({size / max(1, self.usable_bytes):>4.0%})"
             )
         if len(self.rank_bytes) > _RANKS_SHOWN:
             lines.append(f"{'':>6} and {len(self.rank_bytes) - _RANKS_SHOWN} more ranks")
@@ -159,10 +158,10 @@ class PlanReport:
 def _dense_lines(report: PlanReport) -> list[str]:
     if not report.dense:
         return []
-    kinds = ", ".join(f"{kind} {show_bytes(size)}" for kind, size in report.bytes_by_kind.items())
+    kinds = ", ".join(f"{kind} {shown_bytes(size)}" for kind, size in report.bytes_by_kind.items())
     lines = ["", f"weights on a rank: {kinds}"]
     for block in report.dense:
-        parts = ", ".join(f"{kind} {show_bytes(size)}" for kind, size in block.rank_bytes.items())
+        parts = ", ".join(f"{kind} {shown_bytes(size)}" for kind, size in block.rank_bytes.items())
         name = f"{block.count} x {block.name}" if block.name else "the rest"
         lines.append(f"{name}: {block.num_parameters:,} parameters, on a rank {parts or 'nothing'}")
     return lines + [f"note: {note}" for note in report.notes]
@@ -178,4 +177,4 @@ def _explained(p: ParameterReport) -> list[str]:
 
 def _costs(of: Any) -> str:
     seconds = f"busiest rank {of.busiest_seconds * 1e6:.1f} us, mean {of.mean_seconds * 1e6:.1f} us"
-    return f"{seconds}, {show_bytes(of.rank_bytes)}"
+    return f"{seconds}, {shown_bytes(of.rank_bytes)}"

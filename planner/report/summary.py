@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dmp import Layout
+from dmp import Layout, shown_bytes
 from planner.candidates.candidates import Candidates
 from planner.candidates.costed import CostedLayout
 from planner.candidates.dense import Dense
@@ -16,7 +16,6 @@ from planner.report.report import Alternative, ParameterReport, PlanReport
 from planner.search.option_costs import totals
 from planner.search.problem import Option, Problem
 from planner.search.solve import Solution
-from planner.text import show_bytes
 
 
 class Load(NamedTuple):
@@ -104,7 +103,7 @@ def _reason(load: Load, own: Load, room: float) -> str:
         room: bytes on the rank that has most.
     """
     if load.rank_bytes > room:
-        return f"does not fit: {show_bytes(load.rank_bytes)} on one rank, which has {show_bytes(room)}"
+        return f"does not fit: {shown_bytes(load.rank_bytes)} on one rank, which has {shown_bytes(room)}"
     compared = (
         ("work in all", load.mean_seconds, own.mean_seconds),
         ("load on one rank", load.busiest_seconds, own.busiest_seconds),
