@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import accumulate
+from operator import mul
 from reprlib import Repr
 from typing import Any
 
@@ -62,9 +64,4 @@ def is_shape(value: Any) -> bool:
     """Whether it is a list of such integers whose elements can be counted."""
     if not isinstance(value, (list, tuple)) or not all(map(is_size, value)):
         return False
-    count = 1
-    for n in value:
-        count *= n or 1
-        if count >= 1 << 62:
-            return False
-    return True
+    return all(count < 1 << 62 for count in accumulate((n or 1 for n in value), mul))

@@ -37,7 +37,7 @@ from dmp.checkpoint.save import Save, collect
 from dmp.checkpoint.sources.checksums import compare
 from dmp.checkpoint.sources.detect import open_source
 from dmp.checkpoint.targets.native import Content, check_target
-from dmp.env import ShardingEnv, default_env
+from dmp.env import default_env
 from dmp.errors import CheckpointError
 from dmp.ranks import entry, fail_together, results_of_all
 from dmp.state.find_wrapped import common_env, env_of
@@ -78,20 +78,7 @@ def save_checkpoint(
     target = Path(path).absolute()
     target = target.resolve() if target.name == ".." else target
     env = common_env(model) or default_env()
-    wait_for_pending()
-    with entry("save_checkpoint", env.everyone):
-        return _save(target, model, optimizer, extra, asynchronous, keep_last, env)
 
-
-def _save(
-    target: Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    extra: Any,
-    asynchronous: bool,
-    keep_last: int | None,
-    env: ShardingEnv,
-) -> PendingSave | None:
     def collected() -> Content:
         """Nothing is written yet: what is wrong is raised on all ranks."""
         if keep_last is not None and keep_last < 1:
@@ -100,9 +87,11 @@ def _save(
             check_target(target)
         return collect(model, optimizer, extra, env, next_saved_ns(target.parent) if env.rank == 0 else 0)
 
-    content = fail_together(collected, env.everyone, f"saving {target}", same=f"keep_last={keep_last}")
-    save = Save(target, content, env.rank, env.everyone, keep_last)
-    return write_in_background(save) if asynchronous else save.run()
+    wait_for_pending()
+    with entry("save_checkpoint", env.everyone):
+        content = fail_together(collected, env.everyone, f"saving {target}", same=f"keep_last={keep_last}")
+        save = Save(target, content, env.rank, env.everyone, keep_last)
+        return write_in_background(save) if asynchronous else save.run()
 
 
 @alone("load_checkpoint")
@@ -143,18 +132,6 @@ def load_checkpoint(
     """
     source_path = Path(path).absolute()
     env = env_of(model)
-    wait_for_pending()
-    with entry("load_checkpoint", env.everyone):
-        return _load(source_path, model, optimizer, rename, env)
-
-
-def _load(
-    source_path: Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    rename: Rename | None,
-    env: ShardingEnv,
-) -> Any:
     what, group = f"loading {source_path}", env.everyone
 
     def checked() -> CheckedLoad:
@@ -164,9 +141,11 @@ def _load(
         prepare_random_state(load, env)
         return load
 
-    load = fail_together(checked, group, what)
-    when = load.source.about.get("saved_ns")  # what one host sees may be older than what another does
-    ranges = results_of_all(lambda: load.check((env.rank, env.size)), group, what, same=when)
-    fail_together(lambda: compare(one for of_rank in ranges for one in of_rank), None, what)
-    fail_together(load.run, group, what)
-    return load.source.objects.get("extra")
+    wait_for_pending()
+    with entry("load_checkpoint", group):
+        load = fail_together(checked, group, what)
+        when = load.source.about.get("saved_ns")  # what one host sees may be older than what another does
+        ranges = results_of_all(lambda: load.check((env.rank, env.size)), group, what, same=when)
+        fail_together(lambda: compare(one for of_rank in ranges for one in of_rank), None, what)
+        fail_together(load.run, group, what)
+        return load.source.objects.get("extra")

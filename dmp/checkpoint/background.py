@@ -9,7 +9,6 @@ import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
-from functools import lru_cache
 
 from dmp.checkpoint.save import Save
 from dmp.chunked import ChunkedTensor
@@ -53,9 +52,7 @@ def write_in_background(save: Save) -> PendingSave:
     Returns:
         The handle; errors of the save are raised by its `wait`, and said in the log.
     """
-    group = save.group
-    if group is not None:
-        group = own_group(group, "background", timedelta(hours=1))
+    group = None if save.group is None else own_group(save.group, "background", timedelta(hours=1))
     content = save.content._replace(tensors={name: _staged(t) for name, t in save.content.tensors.items()})
     job = save._replace(content=content, group=group)
     hurry = threading.Event()
@@ -68,7 +65,7 @@ def write_in_background(save: Save) -> PendingSave:
                 _log.error("a save in the background failed: %s", error)
             raise
 
-    _pending[:] = [PendingSave(_background().submit(run), hurry)]
+    _pending[:] = [PendingSave(_background.submit(run), hurry)]
     return _pending[0]
 
 
@@ -78,16 +75,14 @@ def _staged(tensor: ChunkedTensor) -> ChunkedTensor:
     return ChunkedTensor(tensor.size(), [p for _, p in pieces], [o for o, _ in pieces], tensor.dtype, "cpu")
 
 
-@lru_cache(maxsize=1)
-def _background() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="dmp-save", initializer=_step_back)
-
-
 def _step_back() -> None:
     """Training beside it goes first; on Linux a thread has a priority of its own."""
     if sys.platform == "linux":
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+
+
+_background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dmp-save", initializer=_step_back)
 
 
 def wait_for_pending() -> None:

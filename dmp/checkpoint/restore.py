@@ -64,13 +64,13 @@ def prepare(source: Source, model: nn.Module, optimizer: torch.optim.Optimizer |
     _prepare_weights(load, model)
     owned = owned_states(model, optimizer)
     if source.objects.get("param_groups") or any(key.startswith(STATE) for key in source.shapes):
-        saved = _SavedState.of(source)
+        saved = _saved_state(source)
         for o in owned:
-            _prepare_state(load, o, column_widths(model, [o]).get(o.name), saved)
+            _prepare_state(load, o, column_widths(model, [o]).get(o.name), saved.get(o.name))
         _prepare_options(load, owned)
         if optimizer is not None:
             names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-            lost = sorted(saved.owners & names - {o.name for o in owned})
+            lost = sorted(saved.keys() & names - {o.name for o in owned})
             load.faults.extend(
                 f"optimizer state of {name!r} was saved, but no optimizer here has that parameter" for name in lost
             )
@@ -80,7 +80,8 @@ def prepare(source: Source, model: nn.Module, optimizer: torch.optim.Optimizer |
     if load.faults:
         more = f"; and {len(load.faults) - _SHOWN} more" if len(load.faults) > _SHOWN else ""
         said = "; ".join(load.faults[:_SHOWN])
-        raise CheckpointError(f"the checkpoint does not fit {_kind(model)}: {said}{more}")
+        kind = type(model.module if isinstance(model, DistributedModelParallel) else model).__name__
+        raise CheckpointError(f"the checkpoint does not fit {kind}: {said}{more}")
     return load
 
 
@@ -126,35 +127,31 @@ def _compare(load: CheckedLoad, key: str, what: str) -> None:
         load.faults.append(f"{what} has dtype {dtype}, expected {target.dtype}")
 
 
-class _SavedState(NamedTuple):
-    """Optimizer state that a source has.
+def _saved_state(source: Source) -> dict[str, dict[str, str]]:
+    """Each parameter that had an optimizer -> state's name -> key of the tensor."""
+    keys: dict[str, dict[str, str]] = {
+        name: {} for group in source.objects.get("param_groups", ()) for name in group["params"]
+    }
+    for key in source.shapes:
+        if key.startswith(STATE):
+            name, short = split_state(key)
+            keys.setdefault(name, {})[short] = key
+    return keys
+
+
+def _prepare_state(
+    load: CheckedLoad, owned: OwnedState, widths: tuple[int, ...] | None, keys: dict[str, str] | None
+) -> None:
+    """Have one parameter's optimizer state filled.
 
     Args:
-        keys: parameter -> state's name -> key of the tensor.
-        owners: parameters that had an optimizer.
+        widths: of its column blocks, where it has several.
+        keys: state's name -> key of the tensor; None where it had no optimizer.
     """
-
-    keys: dict[str, dict[str, str]]
-    owners: set[str]
-
-    @classmethod
-    def of(cls, source: Source) -> _SavedState:
-        """What a source's keys and param groups say."""
-        keys: dict[str, dict[str, str]] = {}
-        for key in source.shapes:
-            if key.startswith(STATE):
-                name, short = split_state(key)
-                keys.setdefault(name, {})[short] = key
-        return cls(keys, {name for group in source.objects.get("param_groups", ()) for name in group["params"]})
-
-
-def _prepare_state(load: CheckedLoad, owned: OwnedState, widths: tuple[int, ...] | None, saved: _SavedState) -> None:
-    """Have one parameter's optimizer state filled; `widths`: of its column blocks, where it has several."""
-    numbers: dict[str, Any] = load.source.objects.get("state", {}).get(owned.name, {})
-    keys = saved.keys.get(owned.name, {})
-    if not keys and owned.name not in saved.owners:
+    if keys is None:
         load.faults.append(f"no optimizer state for {owned.name!r}")
         return
+    numbers: dict[str, Any] = load.source.objects.get("state", {}).get(owned.name, {})
     if owned.optimizer is None or (owned.values and (keys or numbers)):
         lost = {*owned.values} - {*keys, *numbers}
         if owned.optimizer is None and not load.source.about.get("has_steps", True):
@@ -266,7 +263,7 @@ def _prepare_options(load: CheckedLoad, owned: Iterable[OwnedState]) -> None:
                         "a param group"
                     )
                 taken.setdefault(key, value)
-        load.then.append(_updater(options, taken))
+        load.then.append(partial(_update, options, taken))
 
 
 def _is_like(own: Any, value: Any) -> bool:
@@ -286,17 +283,10 @@ def _equal(a: Any, b: Any) -> bool:
     return bool(torch.equal(torch.as_tensor(a), torch.as_tensor(b))) if isinstance(a, torch.Tensor) else bool(a == b)
 
 
-def _updater(options: dict[str, Any], taken: dict[str, Any]) -> Callable[[], Any]:
-    def update() -> None:
-        for key, value in taken.items():
-            own = options.get(key)
-            if isinstance(own, torch.Tensor):
-                own.fill_(float(value))
-            else:
-                options[key] = value
-
-    return update
-
-
-def _kind(model: nn.Module) -> str:
-    return type(model.module if isinstance(model, DistributedModelParallel) else model).__name__
+def _update(options: dict[str, Any], taken: dict[str, Any]) -> None:
+    for key, value in taken.items():
+        own = options.get(key)
+        if isinstance(own, torch.Tensor):
+            own.fill_(float(value))
+        else:
+            options[key] = value

@@ -55,15 +55,17 @@ class _FoundFolder(NamedTuple):
     saved_ns: float
     """See [Note: order]; 0 where it does not say, infinite where it cannot be read."""
 
-    def problem(self) -> str | None:
-        """Why it is not whole; None where it is."""
-        if self.state == "saving":
-            return f"{self.path} is a save that was cut short, or still runs"
-        try:
-            Folder(self.path)
-        except (CheckpointError, OSError, RecursionError) as error:
-            return f"{self.path}: {error}" if isinstance(error, RecursionError) else str(error)
-        return None
+    def is_whole(self, otherwise: str) -> bool:
+        """Whether it is; else the log says why it is not, after `otherwise`."""
+        problem = f"{self.path} is a save that was cut short, or still runs"
+        if self.state != "saving":
+            try:
+                Folder(self.path)
+                return True
+            except (CheckpointError, OSError, RecursionError) as error:
+                problem = f"{self.path}: {error}" if isinstance(error, RecursionError) else str(error)
+        _log.warning("%s: %s", otherwise, problem)
+        return False
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
@@ -79,12 +81,7 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
         ...     extra = load_checkpoint(path, model, optimizer)
     """
     root = Path(folder).absolute()
-    for one in _candidates(_found(root)):
-        problem = one.problem()
-        if problem is None:
-            return root / one.name
-        _log.warning("passed over: %s", problem)
-    return None
+    return next((root / one.name for one in _candidates(_found(root)) if one.is_whole("passed over")), None)
 
 
 def keep_last(folder: str | os.PathLike[str], count: int) -> list[Path]:
@@ -120,7 +117,7 @@ def _remove_older(root: Path, count: int, just_written: str | None) -> list[Path
     if count < 1:
         raise ValueError(f"keep_last: expected a count of at least 1, got {count}")
     found = _found(root)
-    whole = [one for one in _candidates(found) if one.state != "saving" and _is_whole(one)]
+    whole = [one for one in _candidates(found) if one.state != "saving" and one.is_whole("kept as it is")]
     removed = [one for one in found if one.state == "removing"]
     if whole:
         removed += [one for one in found if _is_abandoned(one, whole)]
@@ -198,13 +195,6 @@ def _counts_as_there(one: _FoundFolder, there: set[str]) -> bool:
 def _by_number(name: str) -> list[tuple[str, int]]:
     """Orders step-3 before step-10."""
     return [(text, int(digits or -1)) for text, digits in re.findall(r"(\D*)(\d*)", name)]
-
-
-def _is_whole(one: _FoundFolder) -> bool:
-    problem = one.problem()
-    if problem is not None:
-        _log.warning("kept as it is: %s", problem)
-    return problem is None
 
 
 def _is_abandoned(one: _FoundFolder, whole: list[_FoundFolder]) -> bool:

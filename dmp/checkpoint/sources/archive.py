@@ -36,14 +36,12 @@ class Archive(NamedTuple):
 
     Args:
         at: first byte of the storage, in the archive.
-        num_bytes: of the storage.
         first: element of the storage at which the tensor begins.
         stride: of its dims, in elements.
         entry: of the storage.
     """
 
     at: int
-    num_bytes: int
     first: int
     stride: tuple[int, ...]
     entry: zipfile.ZipInfo
@@ -65,7 +63,7 @@ def read_archive(archive: zipfile.ZipFile, file: IO[bytes], dtype: torch.dtype, 
     last = first + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) if all(size) else first - 1
     if data.file_size < (last + 1) * dtype.itemsize:
         raise ValueError(f"it has {data.file_size} bytes, {(last + 1) * dtype.itemsize} are needed")
-    return Archive(data_start(file, data), data.file_size, first, stride, data)
+    return Archive(data_start(file, data), first, stride, data)
 
 
 def strided(data: memoryview | bytearray, archive: Archive, dtype: torch.dtype, size: tuple[int, ...]) -> torch.Tensor:
@@ -74,11 +72,6 @@ def strided(data: memoryview | bytearray, archive: Archive, dtype: torch.dtype, 
         return torch.empty(size, dtype=dtype)
     whole = len(data) // dtype.itemsize
     return torch.frombuffer(data, dtype=dtype, count=whole).as_strided(size, archive.stride, archive.first)
-
-
-def is_plain(archive: Archive, size: tuple[int, ...]) -> bool:
-    """Whether the values are one after another."""
-    return archive.stride == tuple(torch.empty(size, device="meta").stride())
 
 
 def check_entries(archive: zipfile.ZipFile, file: IO[bytes]) -> list[zipfile.ZipInfo]:
@@ -129,11 +122,6 @@ def data_start(file: IO[bytes], entry: zipfile.ZipInfo) -> int:
     file.seek(entry.header_offset)
     name_bytes, more_bytes = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
     return int(entry.header_offset + _LOCAL_HEADER.size + name_bytes + more_bytes)
-
-
-def crc_of(entry: zipfile.ZipInfo) -> int | None:
-    """None where torch was told to leave it out, and wrote 0."""
-    return entry.CRC or None
 
 
 def crc_places(directory: bytes) -> Iterator[tuple[str, int]]:

@@ -19,7 +19,7 @@ from typing import IO, Any, NamedTuple, cast
 
 import torch
 
-from dmp.checkpoint.sources.archive import crc_places, is_plain, read_archive, strided
+from dmp.checkpoint.sources.archive import crc_places, read_archive, strided
 from dmp.checkpoint.sources.named_files import open_file
 from dmp.checkpoint.sources.safetensors_header import read_header
 from dmp.checkpoint.sources.stored_piece import StoredPiece
@@ -162,10 +162,10 @@ def _unpacked(data: bytes, transform: str, limit: int) -> bytes:
 
 def _in_safetensors(whole: IO[bytes], file: Path, piece: Piece, dtype: torch.dtype) -> StoredPiece:
     whole.seek(piece.at)
-    held = list(read_header(whole, piece.num_bytes, str(file)).values())
+    held = list(read_header(whole, piece.num_bytes, file).values())
     if len(held) != 1 or (held[0].dtype, held[0].size) != (dtype, piece.size):
         raise ValueError(f"it holds {shown(held)}; expected one tensor, {dtype} of {piece.size}")
-    return StoredPiece(file, piece.at + held[0].at, dtype, piece.size, piece.offset)
+    return held[0]._replace(offset=piece.offset)
 
 
 class _ArchiveForm(NamedTuple):
@@ -199,7 +199,7 @@ def _read_form(file: IO[bytes], dtype: torch.dtype, size: tuple[int, ...]) -> _A
     """None where the tensor does not lie there as plain bytes."""
     archive = zipfile.ZipFile(file)
     described = read_archive(archive, file, dtype, size)
-    if not is_plain(described, size):
+    if described.stride != torch.empty(size, device="meta").stride():  # not one after another
         return None
     file.seek(archive.start_dir)
     directory = file.read()
@@ -207,7 +207,7 @@ def _read_form(file: IO[bytes], dtype: torch.dtype, size: tuple[int, ...]) -> _A
     of_values = tuple(at for name, at in crcs.items() if name in ("data/0", ".data/serialization_id"))
     return _ArchiveForm(
         described.at + described.first * dtype.itemsize,
-        described.num_bytes == prod(size) * dtype.itemsize,
+        described.entry.file_size == prod(size) * dtype.itemsize,
         archive.start_dir,
         _without(directory, of_values),
         crcs["data/0"],

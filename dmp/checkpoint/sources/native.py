@@ -44,12 +44,8 @@ class Folder:
             self._check_small_files()
         self.objects = checked_objects(path / "objects.pt", _unpacked(path / "objects.pt"))
         check_about(path / ABOUT, self.about)
-        if version > 2:
-            by = TENSORS
-            entries = from_json(read_json(path / TENSORS), path / TENSORS)
-        else:
-            by = ".metadata"
-            entries = read_metadata(path / ".metadata")
+        by = TENSORS if version > 2 else ".metadata"
+        entries = from_json(read_json(path / by), path / by) if version > 2 else read_metadata(path / by)
         check_entries(path, entries, by)
         self.shapes = shapes_of(entries)
         self._pieces = FolderPieces(path, entries, only_plain=True)

@@ -36,8 +36,16 @@ def _need(path: Path, held: Mapping[str, Any], key: str, expected: str, fits: Ca
         raise CheckpointError(f"{path}: {key} is {shown(held[key])}; expected {expected}")
 
 
+def _is_list(value: Any, fits: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and all(map(fits, value))
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
 def _is_named(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(name, str) for name in value)
+    return isinstance(value, dict) and all(map(_is_text, value))
 
 
 def _is_state(value: Any) -> bool:
@@ -45,23 +53,12 @@ def _is_state(value: Any) -> bool:
 
 
 def _is_groups(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        _is_named(group) and isinstance(group.get("params"), list) and all(isinstance(p, str) for p in group["params"])
-        for group in value
-    )
+    return _is_list(value, lambda group: _is_named(group) and _is_list(group.get("params"), _is_text))
 
 
 def _is_widths(value: Any) -> bool:
-    return _is_named(value) and all(
-        isinstance(widths, (list, tuple)) and all(is_size(n) and n for n in widths) for widths in value.values()
-    )
+    return _is_named(value) and all(_is_list(widths, lambda n: is_size(n) and n > 0) for widths in value.values())
 
 
 def _is_mesh(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and isinstance(value.get("names"), list)
-        and isinstance(value.get("shape"), list)
-        and all(isinstance(name, str) for name in value["names"])
-        and all(is_size(n) for n in value["shape"])
-    )
+    return _is_named(value) and _is_list(value.get("names"), _is_text) and _is_list(value.get("shape"), is_size)

@@ -67,7 +67,6 @@ def _read_index(index: Path) -> dict[str, StoredPiece]:
 def _read_file(path: Path) -> dict[str, StoredPiece]:
     try:
         with open_file(path) as file:
-            header = read_header(file, path.stat().st_size, str(path))
+            return read_header(file, path.stat().st_size, path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read as a safetensors file: {error}") from error
-    return {name: StoredPiece(path, h.at, h.dtype, h.size, (0,) * len(h.size)) for name, h in header.items()}

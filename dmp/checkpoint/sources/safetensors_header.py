@@ -7,11 +7,15 @@ the last, and an entry that is no JSON object.
 
 from __future__ import annotations
 
+from itertools import accumulate
 from math import prod
-from typing import IO, Any, NamedTuple
+from operator import mul
+from pathlib import Path
+from typing import IO, Any
 
 import torch
 
+from dmp.checkpoint.sources.stored_piece import StoredPiece
 from dmp.errors import CheckpointError
 from dmp.read_values import parse_json, shown
 
@@ -29,25 +33,18 @@ _DTYPES: dict[str, torch.dtype] = {
 }
 
 
-class HeaderEntry(NamedTuple):
-    """One tensor of a safetensors file; `at` is its first byte, counted from where the file begins."""
-
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    at: int
-
-
-def read_header(file: IO[bytes], num_bytes: int, where: str) -> dict[str, HeaderEntry]:
-    """The tensors that a safetensors file holds.
+def read_header(file: IO[bytes], num_bytes: int, where: Path) -> dict[str, StoredPiece]:
+    """The tensors that a safetensors file holds, each in one piece.
 
     Args:
-        file: at its beginning.
+        file: at the beginning of one, which is anywhere in a folder of torch's.
         num_bytes: of all of it.
-        where: what errors call it.
+        where: it lies.
 
     Raises:
         CheckpointError: what is wrong.
     """
+    start = file.tell()
     length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
     if length > num_bytes - _LENGTH_BYTES:
         raise CheckpointError(f"{where} has {num_bytes} bytes and no whole header: it is cut short")
@@ -78,7 +75,10 @@ def read_header(file: IO[bytes], num_bytes: int, where: str) -> dict[str, Header
             )
     if begins + at != num_bytes:
         raise CheckpointError(f"{where} has {num_bytes} bytes, of which its header names {begins + at}")
-    return {name: HeaderEntry(dtype, size, begins + first) for name, (dtype, size, first, _) in ends.items()}
+    return {
+        name: StoredPiece(where, start + begins + first, dtype, size, (0,) * len(size))
+        for name, (dtype, size, first, _) in ends.items()
+    }
 
 
 def _entry(where: str, entry: Any) -> tuple[torch.dtype, tuple[int, ...], int, int]:
@@ -92,10 +92,7 @@ def _entry(where: str, entry: Any) -> tuple[torch.dtype, tuple[int, ...], int, i
         raise CheckpointError(f"{where} has the shape {shown(shape)}; expected a list of integers >= 0")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(n) is int and n >= 0 for n in offsets):
         raise CheckpointError(f"{where} has the data_offsets {shown(offsets)}; expected two integers >= 0")
-    count, is_countable = 1, True
-    for n in shape:
-        count *= n
-        is_countable = is_countable and count < 1 << 61
+    is_countable = all(count < 1 << 61 for count in accumulate(shape, mul))
     if name == "F4":  # two to a byte
         if not shape or shape[-1] % 2:
             raise CheckpointError(

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dmp.checkpoint.sources.archive import check_file, crc_of, data_start
+from dmp.checkpoint.sources.archive import check_file, data_start
 from dmp.checkpoint.sources.checksums import CheckedRange
 from dmp.checkpoint.sources.named_files import open_file
 from dmp.checkpoint.sources.objects import checked_objects
@@ -127,8 +127,8 @@ def _read_storages(path: Path) -> list[StoredPiece]:
     try:
         with open_file(path) as file:
             entries = check_file(file)
-            return [
-                StoredPiece(path, data_start(file, e), torch.uint8, (e.file_size,), (0,), crc_of(e))
+            return [  # the CRC-32 is 0 where torch was told to leave it out
+                StoredPiece(path, data_start(file, e), torch.uint8, (e.file_size,), (0,), e.CRC or None)
                 for e in entries
                 if "/data/" in e.filename and e.file_size
             ]

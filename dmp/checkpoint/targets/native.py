@@ -59,11 +59,7 @@ def small_files(about: Mapping[str, Any], plan: ShardingPlan, objects: bytes) ->
 
 
 def write_folder(
-    target: Path,
-    content: Content,
-    rank: int,
-    group: dist.ProcessGroup | None,
-    hurry: threading.Event | None = None,
+    target: Path, content: Content, rank: int, group: dist.ProcessGroup | None, hurry: threading.Event | None = None
 ) -> None:
     """Write it, on every rank; what lay there is replaced when the new one is whole.
 
