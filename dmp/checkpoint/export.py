@@ -49,8 +49,10 @@ def export_safetensors(
     everywhere = results_of_all(held, env.everyone, f"exporting to {target}")
     shapes = {name: shape for known in everywhere for name, shape in known.items()}
     same = aliases(model)
-    first = {name: next(n for n in shapes if n in same.get(name, [name])) for name in shapes}
-    once = {name: shape for name, shape in shapes.items() if first[name] == name}
+    first: dict[str, str] = {}  # a parameter's first name of all -> the first under which a rank has it
+    for name in shapes:
+        first.setdefault(same.get(name, [name])[0], name)
+    once = {name: shapes[name] for name in first.values()}
     SafetensorsTarget(max_shard_bytes, env.rank, env.everyone).write(_LiveWeights(target, once, state, env), target)
 
 

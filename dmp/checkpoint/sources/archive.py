@@ -8,7 +8,6 @@ from __future__ import annotations
 import struct
 import zipfile
 from collections.abc import Iterator
-from math import prod
 from typing import IO, Any, NamedTuple
 
 import torch
@@ -48,7 +47,7 @@ class Archive(NamedTuple):
 
 
 def read_archive(archive: zipfile.ZipFile, file: IO[bytes], dtype: torch.dtype, size: tuple[int, ...]) -> Archive:
-    """The one tensor of an archive.
+    """The one tensor of an archive, which has elements.
 
     Raises:
         Exception: of many kinds; it is damaged, or holds another tensor than one of this dtype and size.
@@ -60,18 +59,10 @@ def read_archive(archive: zipfile.ZipFile, file: IO[bytes], dtype: torch.dtype, 
     found, first, its_size, stride = _described(read_pickle(archive.read(pickled), _ALLOWED))
     if (found, its_size) != (dtype, size):
         raise ValueError(f"it is {found} of {its_size}, expected {dtype} of {size}")
-    last = first + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) if all(size) else first - 1
+    last = first + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
     if data.file_size < (last + 1) * dtype.itemsize:
         raise ValueError(f"it has {data.file_size} bytes, {(last + 1) * dtype.itemsize} are needed")
     return Archive(data_start(file, data), first, stride, data)
-
-
-def strided(data: memoryview | bytearray, archive: Archive, dtype: torch.dtype, size: tuple[int, ...]) -> torch.Tensor:
-    """The tensor, given the bytes of its storage."""
-    if not prod(size):
-        return torch.empty(size, dtype=dtype)
-    whole = len(data) // dtype.itemsize
-    return torch.frombuffer(data, dtype=dtype, count=whole).as_strided(size, archive.stride, archive.first)
 
 
 def check_entries(archive: zipfile.ZipFile, file: IO[bytes]) -> list[zipfile.ZipInfo]:

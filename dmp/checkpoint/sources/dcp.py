@@ -24,7 +24,6 @@ from dmp.checkpoint.sources.dcp_metadata import read_metadata
 from dmp.checkpoint.sources.dcp_pieces import FolderPieces
 from dmp.checkpoint.sources.source import MODEL, STATE, split_state
 from dmp.checkpoint.sources.stored_piece import fill
-from dmp.checkpoint.sources.tensors_json import check_entries, shapes_of
 from dmp.chunked import ChunkedTensor
 from dmp.errors import CheckpointError
 
@@ -38,11 +37,9 @@ class TorchFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._entries = read_metadata(path / ".metadata")
-        check_entries(path, self._entries, ".metadata")
-        self._pieces = FolderPieces(path, self._entries)
-        shapes = shapes_of(self._entries)
-        self._keys = sort_keys(shapes)
-        self.shapes = {ours: shapes[key] for ours, key in self._keys.items()}
+        self._pieces = FolderPieces(path, self._entries, ".metadata")
+        self._keys = sort_keys(self._entries)
+        self.shapes = {ours: self._pieces.shapes[key] for ours, key in self._keys.items()}
         owners = sorted({split_state(ours)[0] for ours in self._keys if ours.startswith(STATE)})
         self.objects: dict[str, Any] = {"param_groups": [{"params": owners}] if owners else []}
         uncounted = [name for name in owners if f"{STATE}{name}.step" not in self._keys]
@@ -90,14 +87,12 @@ class TorchFolder:
         for ours, target in targets.items():
             key = self._keys[ours]
             stored = self._pieces.of(key)
-            if len(target.shape) == len(self._entries[key].size):
-                fill(target, stored)
-            else:  # [Note: blocks one after another]
+            if len(target.shape) != len(self._entries[key].size):  # [Note: blocks one after another]
                 rows = target.shape[0]
-                fill(
-                    target,
-                    (s._replace(size=(*s.size, 1), offset=(s.offset[0] % rows, s.offset[0] // rows)) for s in stored),
-                )
+                stored = [
+                    s._replace(size=(*s.size, 1), offset=(s.offset[0] % rows, s.offset[0] // rows)) for s in stored
+                ]
+            fill(target, stored)
 
 
 def sort_keys(keys: Iterable[str]) -> dict[str, str]:
@@ -106,9 +101,8 @@ def sort_keys(keys: Iterable[str]) -> dict[str, str]:
     groups: dict[str, list[str]] = {}
     for key in keys:
         parts = key.split(".")
-        found = next((i for i in range(len(parts) - 2) if parts[i] == "state"), None)
-        if found is not None:
-            groups.setdefault(".".join(parts[: found + 1]) + ".", []).append(key)
+        if "state" in parts[:-2]:
+            groups.setdefault(".".join(parts[: parts.index("state") + 1]) + ".", []).append(key)
     grouped = {key for group in groups.values() for key in group}
     weights = [key for key in keys if key not in grouped]
     best: dict[str, tuple[str, str]] = {}
@@ -122,11 +116,9 @@ def sort_keys(keys: Iterable[str]) -> dict[str, str]:
                 owned.update({key: owner for key, owner in owners.items() if owner})
         if len(owned) > len(best):
             best, best_prefix = owned, prefix
-    result = {f"{STATE}{name}.{state}": key for key, (name, state) in _states(best).items()}
-    for key in keys:
-        if key not in best and key.startswith(best_prefix):
-            result[MODEL + key[len(best_prefix) :]] = key
-    return result
+    states = {f"{STATE}{name}.{state}": key for key, (name, state) in _states(best).items()}
+    others = [key for key in keys if key not in best and key.startswith(best_prefix)]
+    return states | {MODEL + key[len(best_prefix) :]: key for key in others}
 
 
 def prefixes(names: Iterable[str]) -> set[str]:

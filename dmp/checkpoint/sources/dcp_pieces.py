@@ -19,11 +19,11 @@ from typing import IO, Any, NamedTuple, cast
 
 import torch
 
-from dmp.checkpoint.sources.archive import crc_places, read_archive, strided
+from dmp.checkpoint.sources.archive import crc_places, read_archive
 from dmp.checkpoint.sources.named_files import open_file
 from dmp.checkpoint.sources.safetensors_header import read_header
 from dmp.checkpoint.sources.stored_piece import StoredPiece
-from dmp.checkpoint.sources.tensors_json import Entries, Entry, Piece
+from dmp.checkpoint.sources.tensors_json import Entries, Entry, Piece, check_entries
 from dmp.chunked import copy_overlap
 from dmp.errors import CheckpointError
 from dmp.read_values import shown
@@ -38,10 +38,19 @@ class FolderPieces:
     Args:
         path: the folder.
         entries: its tensors.
+        by: which file says so.
         only_plain: all of them lie there as plain bytes, or the folder is damaged.
+
+    Attributes:
+        shapes: key -> size and dtype of every tensor.
+
+    Raises:
+        CheckpointError: as `check_entries`.
     """
 
-    def __init__(self, path: Path, entries: Entries, *, only_plain: bool = False) -> None:
+    def __init__(self, path: Path, entries: Entries, by: str, *, only_plain: bool = False) -> None:
+        check_entries(path, entries, by)
+        self.shapes = {key: (entry.size, entry.dtype) for key, entry in entries.items()}
         self._path = path
         self._only_plain = only_plain
         self._entries = entries
@@ -141,7 +150,9 @@ class PackedPiece(NamedTuple):
         file = io.BytesIO(data)
         archive = zipfile.ZipFile(file)
         described = read_archive(archive, file, self.dtype, self.piece.size)
-        return strided(bytearray(archive.read(described.entry)), described, self.dtype, self.piece.size)
+        storage = bytearray(archive.read(described.entry))
+        whole_elements = torch.frombuffer(storage, dtype=self.dtype, count=len(storage) // self.dtype.itemsize)
+        return whole_elements.as_strided(self.piece.size, described.stride, described.first)
 
 
 def _unpacked(data: bytes, transform: str, limit: int) -> bytes:
@@ -233,9 +244,6 @@ class _Window(io.RawIOBase):
 
     def readable(self) -> bool:
         return True
-
-    def tell(self) -> int:
-        return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]

@@ -17,7 +17,7 @@ from dmp.checkpoint.sources.named_files import open_file, path_within, read_json
 from dmp.checkpoint.sources.objects import check_about, checked_objects
 from dmp.checkpoint.sources.source import ABOUT, CHECKSUMS, FORMAT_VERSION, TENSORS
 from dmp.checkpoint.sources.stored_piece import fill
-from dmp.checkpoint.sources.tensors_json import check_entries, from_json, shapes_of
+from dmp.checkpoint.sources.tensors_json import from_json
 from dmp.chunked import PIECE_BYTES, ChunkedTensor
 from dmp.errors import CheckpointError
 from dmp.read_values import is_size, shown
@@ -46,9 +46,8 @@ class Folder:
         check_about(path / ABOUT, self.about)
         by = TENSORS if version > 2 else ".metadata"
         entries = from_json(read_json(path / by), path / by) if version > 2 else read_metadata(path / by)
-        check_entries(path, entries, by)
-        self.shapes = shapes_of(entries)
-        self._pieces = FolderPieces(path, entries, only_plain=True)
+        self._pieces = FolderPieces(path, entries, by, only_plain=True)
+        self.shapes = self._pieces.shapes
 
     def _check_small_files(self) -> None:
         listed = self.path / CHECKSUMS

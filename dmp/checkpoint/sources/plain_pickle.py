@@ -81,23 +81,18 @@ class _Reader:
 
     def read_whole(self) -> Any:
         """What it holds; any fault is an `UnpicklingError`."""
+        data, operations = self._data, _OPERATIONS
         try:
-            return self._read()
+            while (code := data[self._at]) != _STOP:
+                self._at += 1
+                operation = operations.get(code)
+                if operation is None:
+                    name = next((op.name for op in pickletools.opcodes if ord(op.code) == code), f"byte {code}")
+                    raise pickle.UnpicklingError(f"the operation {name} has no place in plain data")
+                operation(self)
+            return self._stack.pop()
         except (IndexError, KeyError, struct.error, UnicodeDecodeError, TypeError, ValueError) as error:
             raise pickle.UnpicklingError(f"it is not a whole pickle ({type(error).__name__})") from error
-
-    def _read(self) -> Any:
-        data, operations = self._data, _OPERATIONS
-        while True:
-            code = data[self._at]
-            self._at += 1
-            if code == _STOP:
-                return self._stack.pop()
-            operation = operations.get(code)
-            if operation is None:
-                name = next((op.name for op in pickletools.opcodes if ord(op.code) == code), f"byte {code}")
-                raise pickle.UnpicklingError(f"the operation {name} has no place in plain data")
-            operation(self)
 
     def take(self, count: int) -> bytes:
         start = self._at
@@ -219,9 +214,8 @@ class _Scanner(_Reader):
         self.pop()
 
 
-_Operation = Callable[[_Reader], Any]
 _STOP = pickle.STOP[0]
-_TABLE: dict[bytes, _Operation] = {
+_TABLE: dict[bytes, Callable[[_Reader], Any]] = {
     pickle.PROTO: lambda r: r.take(1),
     pickle.FRAME: lambda r: r.take(8),
     pickle.MARK: lambda r: r.push(_MARK),

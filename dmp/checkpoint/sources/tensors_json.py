@@ -25,7 +25,6 @@ from dmp.read_values import is_shape, is_size, shown
 
 DTYPES: dict[str, torch.dtype] = {name: d for name, d in vars(torch).items() if isinstance(d, torch.dtype)}
 """By the names that torch gives them."""
-_FIELDS = 5
 
 
 class Piece(NamedTuple):
@@ -57,11 +56,6 @@ class Entry(NamedTuple):
 
 
 Entries: TypeAlias = Mapping[str, Entry]
-
-
-def shapes_of(entries: Entries) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Key -> (size, dtype) of every tensor."""
-    return {key: (entry.size, entry.dtype) for key, entry in entries.items()}
 
 
 def check_entries(folder: Path, entries: Entries, by: str) -> None:
@@ -176,7 +170,7 @@ def make_piece(
 
 
 def _piece(piece: Any, files: list[Any], where: str) -> Piece:
-    if not isinstance(piece, list) or len(piece) != _FIELDS:
+    if not isinstance(piece, list) or len(piece) != 5:
         raise CheckpointError(f"{where} is {shown(piece)}; expected [offset, size, file, first byte, bytes]")
     offset, size, file, at, num_bytes = piece
     if not is_size(file) or file >= len(files):

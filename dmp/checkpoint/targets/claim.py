@@ -69,11 +69,8 @@ class Claim:
         finally:
             beside.unlink()
 
-    def keep(self) -> None:
-        """Touch it from now on; see [Note: alive]."""
-        threading.Thread(target=self._beat, name="dmp-claim", daemon=True).start()
-
-    def _beat(self) -> None:
+    def touch(self) -> None:
+        """Every few seconds, until it is over; see [Note: alive]."""
         while not self._is_over.wait(_BEAT_S):
             with suppress(OSError):
                 os.utime(self.path)
@@ -111,7 +108,7 @@ def take_claim(target: Path) -> Claim:
     claim = Claim(target)
     for _ in range(10):
         if claim.put():
-            claim.keep()
+            threading.Thread(target=claim.touch, name="dmp-claim", daemon=True).start()
             return claim
         try:
             other = _read(claim.path)
@@ -156,15 +153,13 @@ def _read(path: Path) -> dict[str, Any]:
         CheckpointError: it is no claim.
         FileNotFoundError: there is none.
     """
-    if path.is_dir() or path.is_symlink():
-        raise CheckpointError(f"{path} is no file of ours, which a save puts there while it runs: move it away")
-    data = path.read_bytes()
-    if not data:
-        return {}
-    try:
-        said = json.loads(data)
-    except (ValueError, RecursionError):
-        said = None
+    said: Any = None
+    if not (path.is_dir() or path.is_symlink()):
+        data = path.read_bytes()
+        if not data:
+            return {}
+        with suppress(ValueError, RecursionError):
+            said = json.loads(data)
     if not isinstance(said, dict) or said.keys() != set(_WORDS):
         raise CheckpointError(f"{path} is no file of ours, which a save puts there while it runs: move it away")
     return said
