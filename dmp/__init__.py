@@ -63,76 +63,19 @@ from dmp.wrap.wrapper import DistributedModelParallel
 
 watchdog.await_group()
 
-__all__ = [
-    "Calls",
-    "CheckpointError",
-    "ChunkedTensor",
-    "DataParallelWrapper",
-    "DistributedModelParallel",
-    "DmpError",
-    "Found",
-    "FusedModule",
-    "FusedParameter",
-    "GradScaler",
-    "InputError",
-    "Layout",
-    "ModelPlacement",
-    "ModelSharder",
-    "ModuleSharder",
-    "NameIndex",
-    "ParameterInfo",
-    "ParameterSharding",
-    "Place",
-    "PlanChange",
-    "PlanError",
-    "Planner",
-    "RanksError",
-    "Shard",
-    "ShardError",
-    "ShardedModule",
-    "ShardingEnv",
-    "ShardingPlan",
-    "check_cover",
-    "clip_grad_norm_",
-    "column_wise",
-    "colwise",
-    "data_parallel",
-    "default_sharders",
-    "dense_parameters",
-    "export_safetensors",
-    "full_optimizer_state_dict",
-    "full_state_dict",
-    "fully_sharded",
-    "grid",
-    "hook",
-    "is_dtensor",
-    "is_inside",
-    "is_replicated",
-    "join_name",
-    "keep_last",
-    "latest",
-    "load_checkpoint",
-    "local_of",
-    "map_nested",
-    "place_dense",
-    "places_of",
-    "plan_parameters",
-    "ranks",
-    "rectangles",
-    "register_sharder",
-    "replace_tensors",
-    "replicate",
-    "room_for",
-    "row_wise",
-    "rowwise",
-    "save_checkpoint",
-    "sequence",
-    "shown",
-    "shown_bytes",
-    "table_row_wise",
-    "table_wise",
-    "tensors_of",
-    "tied_places",
-    "to_unsharded",
-    "verify",
-]
+__all__ = ["DistributedModelParallel", "GradScaler", "ShardingEnv", "clip_grad_norm_", "to_unsharded", "verify"]
+__all__ += ["CheckpointError", "DmpError", "InputError", "PlanError", "RanksError", "ShardError"]
+# Plans and layouts.
+__all__ += ["Layout", "ParameterSharding", "PlanChange", "Shard", "ShardingPlan", "check_cover", "is_replicated"]
+__all__ += ["column_wise", "data_parallel", "grid", "rectangles", "row_wise", "table_row_wise", "table_wise"]
+__all__ += ["colwise", "fully_sharded", "replicate", "rowwise", "sequence"]
+__all__ += ["Found", "dense_parameters", "place_dense", "plan_parameters"]
+# State and checkpoints.
+__all__ += ["full_optimizer_state_dict", "full_state_dict"]
+__all__ += ["export_safetensors", "keep_last", "latest", "load_checkpoint", "save_checkpoint"]
+# For authors of sharders and planners.
+__all__ += ["DataParallelWrapper", "ModelPlacement", "ModelSharder", "ModuleSharder", "ParameterInfo", "Planner"]
+__all__ += ["FusedModule", "FusedParameter", "ShardedModule", "default_sharders", "hook", "register_sharder"]
+__all__ += ["Calls", "ChunkedTensor", "NameIndex", "Place", "is_dtensor", "is_inside", "join_name", "local_of"]
+__all__ += ["map_nested", "places_of", "ranks", "replace_tensors", "room_for", "shown", "shown_bytes"]
+__all__ += ["tensors_of", "tied_places"]

@@ -11,6 +11,7 @@ on another needs no more. It holds no process group; ranks without a chunk know 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -63,8 +64,12 @@ class ChunkedTensor(torch.Tensor):
         ChunkedTensor(size=(4, 2), dtype=torch.float32, chunks=[(2, 0)+(2, 2)])
     """
 
-    _chunks: list[torch.Tensor]
-    _offsets: list[tuple[int, ...]]
+    chunks: list[torch.Tensor]
+    """Of this rank, views where they were given."""
+
+    offsets: list[tuple[int, ...]]
+    """First index of each chunk along each dim."""
+
     _by_offset: dict[tuple[int, ...], torch.Tensor] | None  # pieces, where torch has asked for one
 
     @staticmethod
@@ -92,25 +97,15 @@ class ChunkedTensor(torch.Tensor):
             dtype=chunks[0].dtype if chunks else dtype or torch.float32,
             device=chunks[0].device if chunks else torch.device(device or "cpu"),
         )
-        tensor._chunks = [c.detach() for c in chunks]
+        tensor.chunks = [c.detach() for c in chunks]
         tensor._by_offset = None
-        tensor._offsets = [tuple(int(x) for x in o) for o in offsets]
+        tensor.offsets = [tuple(int(x) for x in o) for o in offsets]
         return tensor
-
-    @property
-    def chunks(self) -> list[torch.Tensor]:
-        """Of this rank, views where they were given."""
-        return self._chunks
-
-    @property
-    def offsets(self) -> list[tuple[int, ...]]:
-        """First index of each chunk along each dim."""
-        return self._offsets
 
     def mapped(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> ChunkedTensor:
         """The same rectangles with `fn` applied to each."""
-        chunks = [fn(c) for c in self._chunks]
-        return ChunkedTensor(self.size(), chunks, self._offsets, self.dtype, self.device)
+        chunks = [fn(c) for c in self.chunks]
+        return ChunkedTensor(self.size(), chunks, self.offsets, self.dtype, self.device)
 
     def fill_from(self, source: torch.Tensor) -> None:
         """Copy values into the local chunks from a whole tensor, or from a ChunkedTensor that holds all they need.
@@ -127,11 +122,11 @@ class ChunkedTensor(torch.Tensor):
                     f"the given chunks do not hold the values of this process's chunk at {missing}; "
                     "they come from another plan: use save_checkpoint and load_checkpoint, or a full tensor"
                 )
-            given = list(zip(source._chunks, source._offsets, strict=True))
+            given = list(zip(source.chunks, source.offsets, strict=True))
         else:
             given = [(source, (0,) * source.dim())]
         with torch.no_grad():
-            for chunk, offset in zip(self._chunks, self._offsets, strict=True):
+            for chunk, offset in zip(self.chunks, self.offsets, strict=True):
                 for values, at in given:
                     copy_overlap(chunk, offset, values, at)
 
@@ -139,12 +134,12 @@ class ChunkedTensor(torch.Tensor):
         """Offset of the first local chunk whose values another tensor of this size does not hold here."""
         if not isinstance(source, ChunkedTensor):
             return None
-        chunks = zip(self._chunks, self._offsets, strict=True)
+        chunks = zip(self.chunks, self.offsets, strict=True)
         return next((offset for chunk, offset in chunks if not source._holds(chunk, offset)), None)
 
     def _holds(self, chunk: torch.Tensor, offset: tuple[int, ...]) -> bool:
         return chunk.numel() == sum(
-            overlap_numel(chunk.shape, offset, c.shape, o) for c, o in zip(self._chunks, self._offsets, strict=True)
+            overlap_numel(chunk.shape, offset, c.shape, o) for c, o in zip(self.chunks, self.offsets, strict=True)
         )
 
     def pieces(self, num_bytes: int | None = None) -> Iterable[tuple[tuple[int, ...], torch.Tensor]]:
@@ -153,7 +148,7 @@ class ChunkedTensor(torch.Tensor):
         Args:
             num_bytes: None is `PIECE_BYTES`, as they are stored.
         """
-        for chunk, offset in zip(self._chunks, self._offsets, strict=True):
+        for chunk, offset in zip(self.chunks, self.offsets, strict=True):
             for at, piece in _cut(chunk, num_bytes or PIECE_BYTES):
                 yield tuple(o + a for o, a in zip(offset, at, strict=True)), piece
 
@@ -185,7 +180,7 @@ class ChunkedTensor(torch.Tensor):
             self._by_offset = dict(self.pieces())
         if tuple(index.offset) in self._by_offset:
             return _alone(self._by_offset[tuple(index.offset)])
-        raise ShardError(f"no local chunk of {index.fqn!r} begins at {index.offset}; chunks begin at {self._offsets}")
+        raise ShardError(f"no local chunk of {index.fqn!r} begins at {index.offset}; chunks begin at {self.offsets}")
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -218,17 +213,11 @@ class ChunkedTensor(torch.Tensor):
         return self.mapped(torch.Tensor.clone)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        shown = ", ".join(f"{o}+{tuple(c.shape)}" for c, o in zip(self._chunks, self._offsets, strict=True))
+        shown = ", ".join(f"{o}+{tuple(c.shape)}" for c, o in zip(self.chunks, self.offsets, strict=True))
         return f"ChunkedTensor(size={tuple(self.size())}, dtype={self.dtype}, chunks=[{shown}])"
 
 
-_PER_CHUNK = (
-    aten.detach.default,
-    aten.alias.default,
-    aten.clone.default,
-    aten.zeros_like.default,
-    aten.empty_like.default,
-)
+_PER_CHUNK = [op.default for op in (aten.detach, aten.alias, aten.clone, aten.zeros_like, aten.empty_like)]
 
 
 def _cut(chunk: torch.Tensor, num_bytes: int) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
@@ -279,10 +268,8 @@ def as_chunks(tensor: torch.Tensor) -> ChunkedTensor:
 
 def overlap_numel(size: Sequence[int], at: Sequence[int], other_size: Sequence[int], other_at: Sequence[int]) -> int:
     """Elements that two rectangles share."""
-    count = 1
-    for n, o, m, p in zip(size, at, other_size, other_at, strict=True):
-        count *= max(0, min(o + n, p + m) - max(o, p))
-    return count
+    both = zip(size, at, other_size, other_at, strict=True)
+    return prod(max(0, min(o + n, p + m) - max(o, p)) for n, o, m, p in both)
 
 
 def copy_overlap(target: torch.Tensor, at: Sequence[int], source: torch.Tensor, source_at: Sequence[int]) -> None:

@@ -91,11 +91,7 @@ class ModuleSharder(Protocol):
         ...
 
     def shard(
-        self,
-        module: nn.Module,
-        plan: Mapping[str, ParameterSharding],
-        env: ShardingEnv,
-        device: torch.device,
+        self, module: nn.Module, plan: Mapping[str, ParameterSharding], env: ShardingEnv, device: torch.device
     ) -> nn.Module:
         """A module for `module`'s place, with the same parameter and buffer names, on `device`.
 

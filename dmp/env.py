@@ -25,19 +25,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from dmp.ranks import entry, watchdog
 
 ROLES = ("replicate", "shard", "tensor")
-_ROLE_OF_NAME = {
-    "dp": "shard",
-    "data": "shard",
-    "shard": "shard",
-    "dp_shard": "shard",
-    "fsdp": "shard",
-    "host": "shard",
-    "local": "shard",
-    "replicate": "replicate",
-    "dp_replicate": "replicate",
-    "tp": "tensor",
-    "tensor": "tensor",
+_NAMES_OF_ROLE = {
+    "replicate": ("replicate", "dp_replicate"),
+    "shard": ("dp", "data", "shard", "dp_shard", "fsdp", "host", "local"),
+    "tensor": ("tp", "tensor"),
 }
+_ROLE_OF_NAME = {name: role for role, names in _NAMES_OF_ROLE.items() for name in names}
 # Shard axes along which dense parameters are copies; along others, and those of a name we do not know, they are split.
 _DENSE_COPIES = ("dp", "data", "host", "local")
 _UNSUPPORTED = ("pp", "pipe", "pipeline", "stage", "cp", "context", "sp", "sequence", "ep", "expert", "etp")

@@ -24,10 +24,6 @@ _BUILT_IN_SHARDERS = (
     "sharders:EmbeddingSharder",
     "sharders:TensorParallelSharder",
 )
-_OPTIMIZER_STATE = "sharders.embedding.lookup.optimizers:state_bytes"
-_BUILT_IN_PLANNER = "planner:ShardingPlanner"
-_BUILT_IN_DATA_PARALLEL = "sharders:FSDPWrapper"
-_BUILT_IN_REPLICATING = "sharders.data_parallel.ddp:WholeWrapper"
 _registered: list[AnySharder] = []
 
 
@@ -70,17 +66,17 @@ def default_sharders() -> list[AnySharder]:
 def default_planner() -> Any:
     """A planner from the entry points (`dmp.planners`) when there is one, else the built-in one."""
     points = _points("dmp.planners")
-    return points[-1].load()() if points else load(_BUILT_IN_PLANNER)()
+    return points[-1].load()() if points else load("planner:ShardingPlanner")()
 
 
 def default_data_parallel_wrapper() -> Any:
     """The built-in wrapper for what no sharder owns."""
-    return load(_BUILT_IN_DATA_PARALLEL)()
+    return load("sharders:FSDPWrapper")()
 
 
 def replicating_wrapper() -> Any:
     """The built-in wrapper for weights that a plan replicates on a mesh that splits the others."""
-    return load(_BUILT_IN_REPLICATING)()
+    return load("sharders.data_parallel.ddp:WholeWrapper")()
 
 
 def by_module_type(sharders: Iterable[AnySharder]) -> dict[type[nn.Module], ModuleSharder]:
@@ -97,7 +93,8 @@ def with_state_bytes(info: ParameterInfo) -> ParameterInfo:
     """`info` with the bytes of its optimizer's state, where the sharder gave no more than a registered name."""
     if info.optimizer is None or info.state_bytes is not None:
         return info
-    return replace(info, state_bytes=load(_OPTIMIZER_STATE)(info.optimizer, info.dtype))
+    state_bytes = load("sharders.embedding.lookup.optimizers:state_bytes")
+    return replace(info, state_bytes=state_bytes(info.optimizer, info.dtype))
 
 
 def load(path: str) -> Any:

@@ -54,11 +54,7 @@ class GradScaler(torch.amp.GradScaler):
 
     # Private in torch: the one place where gradients are looked at.
     def _unscale_grads_(
-        self,
-        optimizer: torch.optim.Optimizer,
-        inv_scale: torch.Tensor,
-        found_inf: torch.Tensor,
-        allow_fp16: bool,
+        self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
         everyone = self._env.everyone
         with entry("GradScaler.unscale_", everyone):

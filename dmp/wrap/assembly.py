@@ -5,7 +5,7 @@ makes another.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -112,6 +112,6 @@ def fused_of(module: nn.Module, owned: tuple[Owned, ...]) -> FusedOptimizer:
         for each in owned:
             sharded = module.get_submodule(each.path)
             for f in sharded.fused_parameters() if isinstance(sharded, FusedModule) else ():
-                yield FusedParameter(join_name(each.path, f.name), f.parameter, f.options, f.state, f.widths)
+                yield replace(f, name=join_name(each.path, f.name))
 
     return FusedOptimizer(named())

@@ -168,7 +168,10 @@ def _with_tables(checked: _Checked, seed: int, calls: Calls) -> tuple[nn.Module,
         set_hook(new, "module_path", site.path)
         set_hook(new, "calls", calls)
         for path in site.aliases:
-            module = _with_submodule(module, path, new)
+            if path:
+                module.set_submodule(path, new)
+            else:
+                module = new
     return module, tuple(Owned(site.path, site.aliases, frozenset(site.infos)) for site in resolved.sites)
 
 
@@ -195,15 +198,6 @@ def _carry_over(old: nn.Module, new: nn.Module) -> None:
     new._is_full_backward_hook = old._is_full_backward_hook
     for kind in _HOOKS:
         getattr(new, kind).update(getattr(old, kind))
-
-
-def _with_submodule(root: nn.Module, path: str, new: nn.Module) -> nn.Module:
-    """The root after `new` was put at `path`: `new` itself where that is the root's."""
-    if not path:
-        return new
-    parent, _, name = path.rpartition(".")
-    setattr(root.get_submodule(parent), name, new)
-    return root
 
 
 def _move(module: nn.Module, device: torch.device, skip: list[nn.Module]) -> None:

@@ -21,6 +21,7 @@ import inspect
 import logging
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,7 +94,7 @@ class Rules:
 
     def _rule(self, order: int, path: str, module: nn.Module, name: str, owner: nn.Module) -> Rule:
         given = "" if owner is module and name != _BY_MODEL else type(module).__name__
-        call = _bound(owner, name, module)
+        call = partial(getattr(owner, name), *[module] * (name == _BY_MODEL))
         is_leaf = next(module.children(), None) is None
         reached = frozenset() if is_leaf else self._reach(call, module)
         return Rule(order, path, name != _BY_MODEL, f"{type(owner).__name__}.{name}({given})", call, reached)
@@ -277,11 +278,6 @@ def _method(module: nn.Module, names: tuple[str, ...]) -> str | None:
                 continue
             return name
     return None
-
-
-def _bound(owner: nn.Module, name: str, module: nn.Module) -> Callable[[], Any]:
-    method = getattr(owner, name)
-    return (lambda: method(module)) if name == _BY_MODEL else method
 
 
 def model_init(root: nn.Module | None) -> Callable[[nn.Module], Any] | None:

@@ -141,17 +141,11 @@ def _uniform(owner: Any) -> Callable[[torch.Tensor], Any]:
     return lambda values: values.uniform_(-bound, bound)
 
 
-def _normal(owner: Any) -> Callable[[torch.Tensor], Any]:
-    """What `nn.Embedding.reset_parameters` draws the weight from."""
-    return torch.Tensor.normal_
-
-
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
 # Modules whose weights can be filled block by block, and what each element is drawn from by torch's own reset.
 _BY_BLOCKS: dict[type[nn.Module], Callable[[Any], Callable[[torch.Tensor], Any]]] = {
     nn.Linear: _uniform,
-    nn.Embedding: _normal,
-    nn.EmbeddingBag: _normal,
+    **dict.fromkeys(_TABLES, lambda owner: torch.Tensor.normal_),
 }
 
 

@@ -18,7 +18,6 @@ from dmp.errors import ShardError
 from dmp.wrap import live_models as live
 from dmp.wrap.skeleton import all_tensors
 
-_is_guarding = False
 _ADVICE = (
     "A wrapped model averages its own gradients and is ready to train: leave it out. With accelerate, prepare the "
     "optimizer and the loader only (where a trainer prepares the model, first set accelerator.prepare_model = "
@@ -55,12 +54,9 @@ def keep_from_fully_shard(model: nn.Module) -> None:
     setattr(model, REGISTRY_KEY, OrderedDict(replicate=RegistryItem()))
 
 
+@functools.cache
 def guard_ddp() -> None:
     """From now on DistributedDataParallel looks for wrapped models in what it is given; once per process."""
-    global _is_guarding
-    if _is_guarding:
-        return
-    _is_guarding = True
     original = DistributedDataParallel.__init__
 
     @functools.wraps(original)
