@@ -16,7 +16,6 @@ from dmp import PlanError
 from sharders.tensor_parallel.auto_plan import Choice, check_heads, derive
 from sharders.tensor_parallel.head_counts import ModelRuns, divided_attributes
 from sharders.tensor_parallel.sequence import sequence_styles
-from sharders.tensor_parallel.structure.find_transformer import recognise
 from tests.transformers_zoo import GPT, Bert, Llama, LlamaBlock, LlamaPositionsFirst
 
 
@@ -26,8 +25,8 @@ def of_block(styles: dict[str, str], block: str) -> dict[str, str]:
 
 def with_sequence(model: nn.Module, styles: Any, **options: bool) -> dict[str, str]:
     """A plan of splits, completed for sequence parallelism."""
-    runs = ModelRuns(model, 2)
-    return sequence_styles(runs, styles, divided_attributes(runs, styles), "tp", **options)[0]
+    runs = ModelRuns(model, 2, "tp")
+    return sequence_styles(runs, styles, divided_attributes(runs, styles), **options)[0]
 
 
 def is_verified(found: Choice) -> bool:
@@ -46,7 +45,7 @@ LLAMA = {
 
 
 def test_llama() -> None:
-    found = derive(ModelRuns(Llama(), 2), "tp")
+    found = derive(ModelRuns(Llama(), 2, "tp"))
     blocks = {f"layers.{i}.{n}": s for i in range(2) for n, s in LLAMA.items()}
     assert found.styles == {**blocks, "tok_embeddings": "rowwise", "output": "colwise_gather"}
     heads = {(f"layers.{i}.attention", n): v for i in range(2) for n, v in (("heads", 2), ("kv_heads", 1))}
@@ -55,7 +54,7 @@ def test_llama() -> None:
 
 
 def test_gpt_divides_heads_though_the_shapes_outside_do_not_ask_for_it() -> None:
-    found = derive(ModelRuns(GPT(), 2), "tp")
+    found = derive(ModelRuns(GPT(), 2, "tp"))
     assert found.divided == {("h.0.attn", "n_head"): 2, ("h.1.attn", "n_head"): 2}
     assert of_block(found.styles, "h.1") == {
         "attn.query": "colwise",
@@ -70,7 +69,7 @@ def test_gpt_divides_heads_though_the_shapes_outside_do_not_ask_for_it() -> None
 
 
 def test_bert_divides_the_joint_width_of_heads_too() -> None:
-    found = derive(ModelRuns(Bert(layers=1), 4), "tp")
+    found = derive(ModelRuns(Bert(layers=1), 4, "tp"))
     path = "encoder.0.attention.self"
     assert found.divided == {(path, "num_attention_heads"): 1, (path, "all_head_size"): 8}
     assert {p: s for p, s in found.styles.items() if "encoder" not in p} == {
@@ -91,7 +90,7 @@ def test_eighty_blocks_on_meta_are_one_decision() -> None:
 
     forward, LlamaBlock.forward = LlamaBlock.forward, lambda *a: (count(), forward(*a))[1]
     try:
-        found = derive(ModelRuns(model, 8), "tp", sequence_parallel=True)
+        found = derive(ModelRuns(model, 8, "tp"), sequence_parallel=True)
     finally:
         LlamaBlock.forward = forward
     assert calls < 10, "one block of the eighty runs, once in each dry run"
@@ -105,7 +104,7 @@ def test_blocks_of_several_structures_each_get_their_own_numbers() -> None:
     model.layers[1] = LlamaBlock(32, 8, 4, 128)
     model.layers[1].attention.head_dim = 4
     model.layers[1].forward = lambda x, positions: x  # its heads are of another size than the rotary table
-    found = derive(ModelRuns(model, 2), "tp")
+    found = derive(ModelRuns(model, 2, "tp"))
     assert {v for (p, _), v in found.divided.items() if p.startswith("layers.1")} == {4, 2}
     assert {v for (p, _), v in found.divided.items() if p.startswith("layers.2")} == {2, 1}
 
@@ -120,7 +119,7 @@ def test_the_model_is_as_before(make: Callable[[], nn.Module]) -> None:
     attributes = {p: {k: v for k, v in vars(m).items() if k[0] != "_"} for p, m in model.named_modules()}
     parameters = {n: id(p) for n, p in model.named_parameters()}
     states = torch.get_rng_state(), random.getstate()
-    derive(ModelRuns(model, 2), "tp", sequence_parallel=True)
+    derive(ModelRuns(model, 2, "tp"), sequence_parallel=True)
     assert torch.equal(torch.get_rng_state(), states[0])
     assert random.getstate() == states[1]
     assert parameters == {n: id(p) for n, p in model.named_parameters()}
@@ -132,7 +131,7 @@ def test_the_model_is_as_before(make: Callable[[], nn.Module]) -> None:
 
 def test_transformer_encoder_keeps_its_fused_attention_whole() -> None:
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2)
-    found = derive(ModelRuns(model, 2), "tp")
+    found = derive(ModelRuns(model, 2, "tp"))
     assert found.styles == {f"layers.{i}.linear{n}": s for i in "01" for n, s in (("1", "colwise"), ("2", "rowwise"))}
     assert "layers.0.self_attn (and 1 like it): left whole" in found.notes[0]
     assert is_verified(found)
@@ -140,7 +139,7 @@ def test_transformer_encoder_keeps_its_fused_attention_whole() -> None:
 
 def test_no_transformer_no_plan() -> None:
     found = derive(
-        ModelRuns(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8)), 2), "tp", sequence_parallel=True
+        ModelRuns(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8)), 2, "tp"), sequence_parallel=True
     )
     assert (found.styles, found.divided) == ({}, {})
     assert "no transformer blocks" in found.notes[0]
@@ -156,24 +155,24 @@ def test_no_transformer_no_plan() -> None:
 )
 def test_what_does_not_divide_is_named(model: nn.Module, size: int, words: tuple[str, ...]) -> None:
     with pytest.raises(PlanError) as caught:
-        derive(ModelRuns(model, size), "tensor")
+        derive(ModelRuns(model, size, "tensor"))
     for word in (*words, f"not divisible by {size}", "axis 'tensor'", "TensorParallelSharder({"):
         assert word in str(caught.value)
 
 
 def test_a_vocabulary_that_does_not_divide_stays_whole() -> None:
-    found = derive(ModelRuns(GPT(vocab=65), 2), "tp")
+    found = derive(ModelRuns(GPT(vocab=65), 2, "tp"))
     assert "wte" not in found.styles and "lm_head" not in found.styles
     assert any("vocabulary 65" in n for n in found.notes)
     with pytest.raises(PlanError, match="vocabulary 65 is not divisible by 2"):
-        derive(ModelRuns(GPT(vocab=65), 2), "tp", loss_parallel=True)
+        derive(ModelRuns(GPT(vocab=65), 2, "tp"), loss_parallel=True)
 
 
 def test_loss_parallel_needs_a_head() -> None:
-    assert derive(ModelRuns(Llama(), 2), "tp", loss_parallel=True).styles["output"] == "colwise_loss_parallel"
+    assert derive(ModelRuns(Llama(), 2, "tp"), loss_parallel=True).styles["output"] == "colwise_loss_parallel"
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2)
     with pytest.raises(PlanError, match="loss_parallel needs a head"):
-        derive(ModelRuns(encoder, 2), "tp", loss_parallel=True)
+        derive(ModelRuns(encoder, 2, "tp"), loss_parallel=True)
 
 
 class Asks(nn.Module):
@@ -189,11 +188,11 @@ class Asks(nn.Module):
 
 
 def test_a_model_that_looks_at_values_is_proved_without_a_dry_run() -> None:
-    found, known = derive(ModelRuns(Asks(Llama()), 2), "tp"), derive(ModelRuns(Llama(), 2), "tp")
+    found, known = derive(ModelRuns(Asks(Llama()), 2, "tp")), derive(ModelRuns(Llama(), 2, "tp"))
     assert found.styles == {f"body.{p}": s for p, s in known.styles.items()}
     assert found.divided == {(f"body.{p}", a): v for (p, a), v in known.divided.items()}
     assert found.notes[-1].startswith("proved"), "it runs with values"
-    bert = derive(ModelRuns(Asks(Bert()), 2), "tp", sequence_parallel=True)
+    bert = derive(ModelRuns(Asks(Bert()), 2, "tp"), sequence_parallel=True)
     path = "body.encoder.0.attention.self"
     assert bert.divided[path, "num_attention_heads"] == 2
     assert bert.divided[path, "all_head_size"] == 16
@@ -201,8 +200,8 @@ def test_a_model_that_looks_at_values_is_proved_without_a_dry_run() -> None:
 
 def test_without_a_dry_run_sequence_parallel_goes_by_structure() -> None:
     for make in (Llama, GPT, Bert):
-        found = derive(ModelRuns(Asks(make()), 2), "tp", sequence_parallel=True)
-        known = derive(ModelRuns(make(), 2), "tp", sequence_parallel=True)
+        found = derive(ModelRuns(Asks(make()), 2, "tp"), sequence_parallel=True)
+        known = derive(ModelRuns(make(), 2, "tp"), sequence_parallel=True)
         assert found.styles == {f"body.{p}": s for p, s in known.styles.items()}
 
 
@@ -218,21 +217,21 @@ class Batched(nn.Module):
 
 
 def test_blocks_are_run_alone_where_the_model_cannot() -> None:
-    found = derive(ModelRuns(Batched(GPT()), 2), "tp")
+    found = derive(ModelRuns(Batched(GPT()), 2, "tp"))
     assert found.divided == {("body.h.0.attn", "n_head"): 2, ("body.h.1.attn", "n_head"): 2}
     assert any(n.startswith("body.h.0: verified by a dry run with hidden states") for n in found.notes)
     assert any(n.startswith("not proved outside the blocks") for n in found.notes)
 
 
 def test_what_does_not_run_goes_by_its_source_and_is_said_not_to_be_proved() -> None:
-    found, known = derive(ModelRuns(Batched(Llama()), 2), "tp"), derive(ModelRuns(Llama(), 2), "tp")
+    found, known = derive(ModelRuns(Batched(Llama()), 2, "tp")), derive(ModelRuns(Llama(), 2, "tp"))
     assert found.styles == {f"body.{p}": s for p, s in known.styles.items()}
     assert found.divided == {(f"body.{p}", a): v for (p, a), v in known.divided.items()}
     assert any(n.startswith("not proved: ") for n in found.notes)
 
 
 def test_blocks_alone_get_hidden_states_of_their_dtype() -> None:
-    found = derive(ModelRuns(Batched(GPT().bfloat16()), 2), "tp")
+    found = derive(ModelRuns(Batched(GPT().bfloat16()), 2, "tp"))
     assert any(n.startswith("body.h.0: verified") for n in found.notes)
 
 
@@ -250,7 +249,7 @@ class TiedByFunction(nn.Module):
 
 @pytest.mark.parametrize("make", [TiedByFunction, lambda: Batched(TiedByFunction())])
 def test_an_embedding_that_is_used_as_a_head_stays_whole(make: Callable[[], nn.Module]) -> None:
-    found = derive(ModelRuns(make(), 2), "tp")
+    found = derive(ModelRuns(make(), 2, "tp"))
     assert not [p for p in found.styles if p.endswith("wte")]
     assert len(found.styles) == 12
     assert any("wte: left whole" in n for n in found.notes)
@@ -271,7 +270,7 @@ def test_a_norm_over_all_heads_keeps_the_attention_whole() -> None:
 
     model = GPT(layers=1)
     model.h[0].attn = Normed()
-    found = derive(ModelRuns(model, 2), "tp")
+    found = derive(ModelRuns(model, 2, "tp"))
     assert set(of_block(found.styles, "h.0")) == {"mlp.0", "mlp.2"}
     assert any("h.0.attn: left whole" in n for n in found.notes)
 
@@ -279,7 +278,7 @@ def test_a_norm_over_all_heads_keeps_the_attention_whole() -> None:
 def test_an_mlp_that_normalises_its_hidden_units_stays_whole() -> None:
     model = GPT(layers=1)
     model.h[0].mlp[1] = nn.Softmax(-1)
-    found = derive(ModelRuns(model, 2), "tp")
+    found = derive(ModelRuns(model, 2, "tp"))
     assert "h.0.mlp.0" not in found.styles and found.styles["h.0.attn.proj"] == "rowwise"
     assert any("h.0.mlp: left whole" in n for n in found.notes)
 
@@ -320,7 +319,7 @@ SEQUENCE = {
 
 @pytest.mark.parametrize("make", SEQUENCE)
 def test_sequence_parallel(make: Callable[[], nn.Module]) -> None:
-    plain, found = derive(ModelRuns(make(), 2), "tp"), derive(ModelRuns(make(), 2), "tp", sequence_parallel=True)
+    plain, found = derive(ModelRuns(make(), 2, "tp")), derive(ModelRuns(make(), 2, "tp"), sequence_parallel=True)
     changed = {p: s for p, s in found.styles.items() if plain.styles.get(p) != s}
     first = SEQUENCE[make]
     assert {p: s for p, s in changed.items() if p in first} == first
@@ -333,13 +332,13 @@ def test_sequence_parallel(make: Callable[[], nn.Module]) -> None:
 
 
 def test_the_hidden_state_may_be_any_argument() -> None:
-    found = derive(ModelRuns(LlamaPositionsFirst(), 2), "tp", sequence_parallel=True)
+    found = derive(ModelRuns(LlamaPositionsFirst(), 2, "tp"), sequence_parallel=True)
     assert found.styles["layers.0"] == "split_sequence"
     assert any(n.startswith("sequence parallel: verified") for n in found.notes)
 
 
 def test_sequence_parallel_with_loss_parallel_changes_the_head_alone() -> None:
-    model, styles = Llama(), derive(ModelRuns(Llama(), 2), "tp").styles
+    model, styles = Llama(), derive(ModelRuns(Llama(), 2, "tp")).styles
     whole, split = (with_sequence(model, styles, loss_parallel=b) for b in (False, True))
     assert {p for p in whole if whole[p] != split[p]} == {"output"}
     assert split["output"] == "colwise_loss_parallel"
@@ -348,18 +347,18 @@ def test_sequence_parallel_with_loss_parallel_changes_the_head_alone() -> None:
 def test_sequence_parallel_refuses_what_it_cannot_slice() -> None:
     fused = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2)
     with pytest.raises(PlanError, match=r"layers\.0.*sequence_parallel=False"):
-        derive(ModelRuns(fused, 2), "tp", sequence_parallel=True)
+        derive(ModelRuns(fused, 2, "tp"), sequence_parallel=True)
     model = Llama()
     model.layers[1].ffn_norm = nn.Sequential(nn.Conv1d(32, 32, 1))
     with pytest.raises(PlanError, match=r"'layers\.1\.ffn_norm\.0' \(Conv1d\)"):
-        derive(ModelRuns(Asks(model).body, 2), "tp", sequence_parallel=True)
-    mlps = {p: s for p, s in derive(ModelRuns(GPT(), 2), "tp").styles.items() if "mlp" in p}
+        derive(ModelRuns(Asks(model).body, 2, "tp"), sequence_parallel=True)
+    mlps = {p: s for p, s in derive(ModelRuns(GPT(), 2, "tp")).styles.items() if "mlp" in p}
     with pytest.raises(PlanError, match=r"'h\.0\.attn\.query' \(Linear\)"):
         with_sequence(GPT(), mlps)
     with pytest.raises(PlanError, match="one stack"):
         with_sequence(nn.Linear(2, 2), {})
     with pytest.raises(PlanError, match="second block or a final norm"):
-        derive(ModelRuns(Bert(layers=1), 2), "tp", sequence_parallel=True)
+        derive(ModelRuns(Bert(layers=1), 2, "tp"), sequence_parallel=True)
 
 
 def test_sequence_parallel_refuses_linears_directly_in_a_block() -> None:
@@ -373,26 +372,26 @@ def test_sequence_parallel_refuses_linears_directly_in_a_block() -> None:
             return x + self.fc2(self.fc1(self.norm(x + self.attn(x))).relu())
 
     model = nn.Sequential(Direct(), Direct())
-    assert derive(ModelRuns(model, 2), "tp").styles["1.fc2"] == "rowwise"
+    assert derive(ModelRuns(model, 2, "tp")).styles["1.fc2"] == "rowwise"
     with pytest.raises(PlanError, match=r"\['0\.fc1'\] lie directly in block '0'"):
-        derive(ModelRuns(model, 2), "tp", sequence_parallel=True)
+        derive(ModelRuns(model, 2, "tp"), sequence_parallel=True)
 
 
 def test_check_heads_is_for_any_plan() -> None:
     model = Llama()
-    styles = derive(ModelRuns(model, 2), "tp").styles
-    check_heads(recognise(model), styles, 2, "tp")
-    check_heads(recognise(model), {p: s for p, s in styles.items() if "attention" not in p}, 4, "tp")
+    styles = derive(ModelRuns(model, 2, "tp")).styles
+    check_heads(ModelRuns(model, 2, "tp"), styles)
+    check_heads(ModelRuns(model, 4, "tp"), {p: s for p, s in styles.items() if "attention" not in p})
     with pytest.raises(PlanError, match=r"'layers\.0\.attention': number of key/value heads 2 .* axis 'tp'"):
-        check_heads(recognise(model), styles, 4, "tp")
+        check_heads(ModelRuns(model, 4, "tp"), styles)
 
 
 @pytest.mark.parametrize("make", [Llama, GPT, Bert])
 def test_divided_attributes_of_a_given_plan(make: Callable[[], nn.Module]) -> None:
-    found = derive(ModelRuns(make(), 2), "tp")
-    assert divided_attributes(ModelRuns(make(), 2), found.styles) == found.divided
+    found = derive(ModelRuns(make(), 2, "tp"))
+    assert divided_attributes(ModelRuns(make(), 2, "tp"), found.styles) == found.divided
     mlps = {p: s for p, s in found.styles.items() if not any(n in p for n in ("attn", "attention"))}
-    assert divided_attributes(ModelRuns(make(), 2), mlps) == {}
+    assert divided_attributes(ModelRuns(make(), 2, "tp"), mlps) == {}
 
 
 def test_tables_of_torchrec_are_not_run() -> None:
@@ -405,7 +404,7 @@ def test_tables_of_torchrec_are_not_run() -> None:
             self.tables = EmbeddingCollection(device=torch.device("meta"), tables=[config])
             self.h = GPT().h
 
-    found = derive(ModelRuns(Generative(), 2), "tp")
+    found = derive(ModelRuns(Generative(), 2, "tp"))
     assert len(found.styles) == 12
     assert found.divided == {("h.0.attn", "n_head"): 2, ("h.1.attn", "n_head"): 2}
     assert any("jagged" in n for n in found.notes)

@@ -26,7 +26,7 @@ def tiny_llama() -> nn.Module:
 
 def test_hugging_face_llama_equals_its_own_plan() -> None:
     model = tiny_llama()
-    found = derive(ModelRuns(model, 2), "tp")
+    found = derive(ModelRuns(model, 2, "tp"))
     assert found.divided == {}, "its forward says -1 for the number of heads"
     assert is_verified(found)
     names = {"colwise_gather_output": "colwise_gather", "embedding_rowwise": "rowwise"}
@@ -43,7 +43,7 @@ def test_hugging_face_gpt2_is_fused() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0)
-    found = derive(ModelRuns(GPT2LMHeadModel(config), 2), "tp")
+    found = derive(ModelRuns(GPT2LMHeadModel(config), 2, "tp"))
     assert found.styles == {"transformer.wte": "rowwise", "lm_head": "colwise_gather"}
     assert any("transformer.h.0.attn (and 1 like it): left whole" in n for n in found.notes)
 
@@ -59,7 +59,7 @@ def test_hugging_face_bert() -> None:
         intermediate_size=64,
         max_position_embeddings=32,
     )
-    found = derive(ModelRuns(BertForMaskedLM(config), 2), "tp", sequence_parallel=True)
+    found = derive(ModelRuns(BertForMaskedLM(config), 2, "tp"), sequence_parallel=True)
     assert of_block(found.styles, "bert.encoder.layer.1") == {
         "attention.self": "gather_input",
         "attention.self.query": "colwise",
@@ -88,7 +88,7 @@ def test_hugging_face_qwen3_norms_single_heads() -> None:
         intermediate_size=64,
         head_dim=16,
     )
-    found = derive(ModelRuns(Qwen3ForCausalLM(config), 2), "tp")
+    found = derive(ModelRuns(Qwen3ForCausalLM(config), 2, "tp"))
     norms = {p: s for p, s in found.styles.items() if "norm" in p}
     assert norms == {f"model.layers.0.self_attn.{n}_norm": "sum_gradients" for n in "qk"}
     assert is_verified(found)
@@ -98,6 +98,6 @@ def test_hugging_face_t5_shares_its_position_bias_between_blocks() -> None:
     from transformers import T5Config, T5ForConditionalGeneration
 
     model = T5ForConditionalGeneration(T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4))
-    found = derive(ModelRuns(model, 2), "tp")
+    found = derive(ModelRuns(model, 2, "tp"))
     assert not [p for p in found.styles if "SelfAttention" in p], "the first block's bias has all heads"
     assert len([p for p in found.styles if "DenseReluDense" in p]) == 8

@@ -19,7 +19,7 @@ from tests.transformers_zoo import GPT, Bert, Llama
 
 @pytest.mark.parametrize("make", [Llama, GPT, Bert])
 def test_remembered_operations_show_the_same(make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = ModelRuns(make(), 2)
+    runs = ModelRuns(make(), 2, "tp")
     feed, first = runs.unsplit().feed, runs.unsplit().whole
     assert runs.copies.known
     again = dry_run.dry_run(runs.copies, feed)

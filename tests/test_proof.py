@@ -370,6 +370,6 @@ def test_simulated_ranks_that_part_ways() -> None:
 def test_no_verdict_is_known_of_what_cannot_be_compared() -> None:
     model = Llama()
     model.layers[0].made = lambda x: x
-    runs = ModelRuns(model, 2)
+    runs = ModelRuns(model, 2, "tp")
     styles = {"tok_embeddings": "rowwise"}
-    assert runs.verdict(styles, {}, "tp").wrong is None and not runs.verdict(styles, {}, "tp").unproved
+    assert runs.verdict(styles, {}).wrong is None and not runs.verdict(styles, {}).unproved

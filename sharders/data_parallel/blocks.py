@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dmp import NameIndex, ShardError, join_name
+from dmp import NameIndex, ShardError, is_inside, join_name
 
 Units = Iterable[str | type[nn.Module]]
 _STACK_NAMES = ("layers", "layer", "blocks", "block", "h")  # of a ModuleList that is a stack even with one layer
@@ -126,10 +126,13 @@ def _by_plan(module: nn.Module, ignored: Collection[str]) -> dict[str, nn.Module
     `keep_full_weight` asks for what the root does already: gathered once, kept until its backward.
     """
     found: dict[str, nn.Module] = {}
-    planned_ones = list(_planned(module, ""))
-    candidates = dict(_with_dense(module, ignored)) if planned_ones else {}
+    outermost: dict[str, Any] = {}
+    for path, m in module.named_modules():
+        if hasattr(type(m), "fsdp_plan") and m.fsdp_plan and not any(is_inside(path, p) for p in outermost):
+            outermost[path] = m
+    candidates = dict(_with_dense(module, ignored)) if outermost else {}
     paths = NameIndex(candidates)
-    for path, planned in planned_ones:
+    for path, planned in outermost.items():
         base = getattr(planned, "base_model_prefix", "")
         matched: dict[str, dict[str, nn.Module]] = {}
         for pattern, style in planned.fsdp_plan.items():
@@ -142,15 +145,6 @@ def _by_plan(module: nn.Module, ignored: Collection[str]) -> dict[str, nn.Module
             for hits in matched.values():
                 found.update(hits)
     return found
-
-
-def _planned(module: nn.Module, path: str) -> Iterator[tuple[str, Any]]:
-    """Outermost modules with an `fsdp_plan`."""
-    if hasattr(type(module), "fsdp_plan") and module.fsdp_plan:
-        yield path, module
-        return
-    for name, child in module.named_children():
-        yield from _planned(child, join_name(path, name))
 
 
 def _with_dense(module: nn.Module, ignored: Collection[str]) -> Iterator[tuple[str, nn.Module]]:
@@ -203,17 +197,6 @@ def checkpoint_blocks(blocks: Mapping[str, nn.Module], which: bool | Callable[[s
             # again (sequence parallelism takes its chunk of them).
             hooks: Any = block._forward_pre_hooks
             hooks.move_to_end(next(reversed(hooks)), last=False)
-
-
-def compile_blocks(blocks: Mapping[str, nn.Module], options: Mapping[str, Any]) -> None:
-    """Compile each block in place, so that names stay and equal blocks share one compilation.
-
-    Args:
-        blocks: path -> block.
-        options: of `torch.compile`.
-    """
-    for block in blocks.values():
-        block.compile(**options)
 
 
 def cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:

@@ -25,14 +25,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dmp import Layout, ShardError, ShardingEnv, is_dtensor
-from sharders.data_parallel.blocks import (
-    Units,
-    cast_inputs,
-    checkpoint_blocks,
-    compile_blocks,
-    find_units,
-    repeated_blocks,
-)
+from sharders.data_parallel.blocks import Units, cast_inputs, checkpoint_blocks, find_units, repeated_blocks
 from sharders.data_parallel.ddp import DDPWrapper
 from sharders.data_parallel.unreached import average_whole, hook_hidden, reduce_unreached_chunks
 
@@ -150,7 +143,8 @@ class FSDPWrapper:
         if self.compile is not False:
             is_chunked = any(getattr(m, "_dmp_chunks_sequence", False) for m in module.modules())
             _check_compilable(is_chunked, list(_split_vocabularies(module)))
-            compile_blocks(blocks, self.compile if isinstance(self.compile, Mapping) else {})
+            for block in blocks.values():  # in place: names stay, and equal blocks share one compilation
+                block.compile(**(self.compile if isinstance(self.compile, Mapping) else {}))
 
     def _shard(self, module: nn.Module, env: ShardingEnv, ignored: Collection[str]) -> None:
         whole, units, apply, options = self._prepare(module, env, ignored)

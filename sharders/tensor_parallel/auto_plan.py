@@ -51,12 +51,11 @@ class _Candidate:
     styles: Mapping[str, str]
 
 
-def derive(runs: ModelRuns, axis: str, *, sequence_parallel: bool = False, loss_parallel: bool = False) -> Choice:
+def derive(runs: ModelRuns, *, sequence_parallel: bool = False, loss_parallel: bool = False) -> Choice:
     """A plan for every block that can be split; nothing is changed, parameters may be on meta.
 
     Args:
         runs: of the model, for the number of ranks on the tensor axis.
-        axis: the axis's name, for messages.
         sequence_parallel: also split norms and dropout over the sequence, see `sequence_styles`.
         loss_parallel: leave the logits split over the vocabulary.
 
@@ -64,39 +63,40 @@ def derive(runs: ModelRuns, axis: str, *, sequence_parallel: bool = False, loss_
         PlanError: heads, KV heads or a hidden size that the axis does not divide; with `loss_parallel` a vocabulary
             that it does not divide, or no head.
     """
-    model, transformer, size = runs.model, runs.transformer, runs.size
+    transformer = runs.transformer
     if not transformer.blocks:
         return Choice({}, {}, ("no transformer blocks: nothing to split by tensor parallelism",))
     for block in transformer.blocks:
         for branch in block.branches:
-            _check_branch(join_name(block.path, branch.path), branch, size, axis)
+            _check_branch(join_name(block.path, branch.path), branch, runs)
     notes = list(_whole_notes(transformer))
-    vocabulary = list(_vocabulary_candidates(model, transformer, size, axis, loss_parallel, notes))
-    styles, divided = _decide(runs, axis, list(_branch_candidates(model, transformer)), vocabulary, notes)
+    vocabulary = list(_vocabulary_candidates(runs, loss_parallel, notes))
+    styles, divided = _decide(runs, list(_branch_candidates(runs.model, transformer)), vocabulary, notes)
     if loss_parallel and "colwise_loss_parallel" not in styles.values():
         raise PlanError(
-            f"loss_parallel needs a head whose logits can be split over axis {axis!r} of size {size}; this model has "
-            "none; use TensorParallelSharder(loss_parallel=False), or name its head in a plan"
+            f"loss_parallel needs a head whose logits can be split over axis {runs.axis!r} of size {runs.size}; this "
+            "model has none; use TensorParallelSharder(loss_parallel=False), or name its head in a plan"
         )
     if sequence_parallel:
-        styles, note = sequence_styles(runs, styles, divided, axis)
+        styles, note = sequence_styles(runs, styles, divided)
         notes.append(note)
     return Choice(styles, divided, tuple(notes))
 
 
-def check_heads(transformer: Transformer, styles: Mapping[str, str], size: int, axis: str) -> None:
+def check_heads(runs: ModelRuns, styles: Mapping[str, str]) -> None:
     """Raise for attentions whose query, key or value are split in the middle of a head, under any plan.
 
     Raises:
         PlanError: names the module, its number of heads, and the axis.
     """
-    for block in transformer.blocks:
+    for block in runs.transformer.blocks:
         for branch in block.branches:
             if branch.heads is not None and any(styles.get(join_name(block.path, n)) == "colwise" for n in branch.up):
-                _check_branch(join_name(block.path, branch.path), branch, size, axis)
+                _check_branch(join_name(block.path, branch.path), branch, runs)
 
 
-def _check_branch(path: str, branch: Branch, size: int, axis: str) -> None:
+def _check_branch(path: str, branch: Branch, runs: ModelRuns) -> None:
+    size, axis = runs.size, runs.axis
     if branch.heads is None:
         counts = {"hidden size": branch.hidden}
     else:
@@ -130,15 +130,13 @@ def _branch_styles(block: nn.Module, branch: Branch) -> dict[str, str]:
     return styles
 
 
-def _vocabulary_candidates(
-    model: nn.Module, transformer: Transformer, size: int, axis: str, loss_parallel: bool, notes: list[str]
-) -> Iterator[_Candidate]:
-    styles = {}
+def _vocabulary_candidates(runs: ModelRuns, loss_parallel: bool, notes: list[str]) -> Iterator[_Candidate]:
+    transformer, size, styles = runs.transformer, runs.size, {}
     wanted = {
         transformer.embedding: "rowwise",
         transformer.head: "colwise_loss_parallel" if loss_parallel else "colwise_gather",
     }
-    modules = {path: model.get_submodule(path) for path in wanted if path is not None}
+    modules = {path: runs.model.get_submodule(path) for path in wanted if path is not None}
     is_tied = len({id(m.weight) for m in modules.values()}) < len(modules)
     for path, module in modules.items():
         assert isinstance(module, nn.Embedding | nn.Linear)
@@ -146,9 +144,9 @@ def _vocabulary_candidates(
         if rows % size:
             if loss_parallel:
                 raise PlanError(
-                    f"module {path!r}: vocabulary {rows} is not divisible by {size}, the size of mesh axis {axis!r}, "
-                    f"which loss_parallel needs; pad the vocabulary to a multiple of {size}, use another mesh, or "
-                    "TensorParallelSharder(loss_parallel=False)"
+                    f"module {path!r}: vocabulary {rows} is not divisible by {size}, the size of mesh axis "
+                    f"{runs.axis!r}, which loss_parallel needs; pad the vocabulary to a multiple of {size}, use "
+                    "another mesh, or TensorParallelSharder(loss_parallel=False)"
                 )
             notes.append(f"{path}: left whole, its vocabulary {rows} is not divisible by {size}")
         elif isinstance(module, nn.Embedding) and (module.sparse or module.max_norm is not None):
@@ -165,43 +163,41 @@ def _vocabulary_candidates(
         yield _Candidate(" and ".join(styles), styles)
 
 
-def _decide(
-    runs: ModelRuns, axis: str, branches: list[_Candidate], vocabulary: list[_Candidate], notes: list[str]
-) -> _Found:
+def _decide(runs: ModelRuns, branches: list[_Candidate], vocabulary: list[_Candidate], notes: list[str]) -> _Found:
     """What is proved of the model, else of each block alone, else what a dry run verifies or structure and source say.
 
     What is not proved is not right for certain, and the notes say so.
     """
     try:
-        return _proved(runs, axis, [*branches, *vocabulary], notes)
+        return _proved(runs, [*branches, *vocabulary], notes)
     except UnprovedError as error:
         failure = str(error)
     vocabulary = _seen_vocabulary(runs, branches, vocabulary, notes)
     others = _merged(vocabulary)
     try:
         # One block of each structure on its own, with hidden states.
-        styles, divided = _of_blocks(runs, lambda alone, found, said: _proved(alone, axis, found, said), notes)
+        styles, divided = _of_blocks(runs, _proved, notes)
     except UnprovedError:
         notes.append(f"not proved: {failure}")
-        styles, divided = _verified(runs, list(_without_disproved(runs, axis, branches, notes)), notes)
+        styles, divided = _verified(runs, list(_without_disproved(runs, branches, notes)), notes)
     else:
         notes.append(f"not proved outside the blocks: {failure}")
     return {**styles, **others}, divided
 
 
-def _proved(runs: ModelRuns, axis: str, candidates: list[_Candidate], notes: list[str]) -> _Found:
+def _proved(runs: ModelRuns, candidates: list[_Candidate], notes: list[str]) -> _Found:
     """Take all if they are proved together, else those that are proved one by one.
 
     Raises:
         UnprovedError: the model does not run with guessed inputs, or is too large.
     """
-    kept, proof = candidates, _prove(runs, axis, candidates, _TRIES)
+    kept, proof = candidates, _prove(runs, candidates, _TRIES)
     if proof.divided is None:
-        kept, proof = [], PlanProof({})
+        kept, proof = [], PlanProof(divided={})
         for candidate in candidates:
-            with_this = _prove(runs, axis, [*kept, candidate], _TRIES_OF_ONE)
+            with_this = _prove(runs, [*kept, candidate], _TRIES_OF_ONE)
             if with_this.divided is None:
-                notes.append(f"{candidate.name}: left whole, because {with_this.failure}")
+                notes.append(f"{candidate.name}: left whole, because {with_this.wrong}")
                 warn_on_first_rank(notes[-1])
             else:
                 kept, proof = [*kept, candidate], with_this
@@ -209,10 +205,10 @@ def _proved(runs: ModelRuns, axis: str, candidates: list[_Candidate], notes: lis
     return _merged(kept), proof.divided or {}
 
 
-def _prove(runs: ModelRuns, axis: str, candidates: list[_Candidate], tries: int) -> PlanProof:
+def _prove(runs: ModelRuns, candidates: list[_Candidate], tries: int) -> PlanProof:
     styles = _merged(candidates)
     tied = with_ties(runs.model, styles)
-    return prove(runs, tied, itertools.islice(runs.divisions(styles), tries), axis, alone=False)
+    return prove(runs, tied, itertools.islice(runs.divisions(styles), tries), alone=False)
 
 
 def _seen_vocabulary(
@@ -230,14 +226,12 @@ def _seen_vocabulary(
     return []
 
 
-def _without_disproved(
-    runs: ModelRuns, axis: str, branches: list[_Candidate], notes: list[str]
-) -> Iterator[_Candidate]:
+def _without_disproved(runs: ModelRuns, branches: list[_Candidate], notes: list[str]) -> Iterator[_Candidate]:
     """Branches without those that run alone, of the first block of each structure, and are wrong there."""
     blocks = [block.path for block in runs.transformer.representatives() for _ in block.branches]
     for candidate, block in zip(branches, blocks, strict=True):
         styles = {path: style for path, style in candidate.styles.items() if is_inside(path, block)}
-        failure = prove(runs, styles, [runs.divide_by_source(styles)], axis).failure
+        failure = prove(runs, styles, [runs.divide_by_source(styles)]).wrong
         if failure:
             notes.append(f"{candidate.name}: left whole, because {failure}")
             warn_on_first_rank(notes[-1])

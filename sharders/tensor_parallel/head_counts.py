@@ -11,8 +11,9 @@ import inspect
 import itertools
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 
 from torch import nn
 
@@ -54,6 +55,9 @@ class Attribute:
     is_count: bool
     """A number of heads; otherwise heads times head size, which may also mean the hidden size."""
 
+    down: str
+    """The output Linear of its attention."""
+
 
 @dataclass(frozen=True)
 class Unsplit:
@@ -70,19 +74,21 @@ class ModelRuns:
 
     Args:
         size: ranks on the tensor axis.
+        axis: its name.
         transformer: what `recognise` says of the model, or of a block that runs alone.
     """
 
-    def __init__(self, model: nn.Module, size: int, transformer: Transformer | None = None) -> None:
+    def __init__(self, model: nn.Module, size: int, axis: str, transformer: Transformer | None = None) -> None:
         self.model = model
         self.size = size
+        self.axis = axis
         self.transformer = recognise(model) if transformer is None else transformer
         self.copies = MetaCopies(model, self.transformer)
 
     def of_block(self, block: Block) -> ModelRuns:
         """Of one of the blocks, alone."""
         alone = Transformer((replace(block, path=""),), self.transformer.width, None, None)
-        return ModelRuns(self.model.get_submodule(block.path), self.size, alone)
+        return ModelRuns(self.model.get_submodule(block.path), self.size, self.axis, alone)
 
     def unsplit(self) -> Unsplit:
         """Run the unsplit model, the first time.
@@ -96,7 +102,7 @@ class ModelRuns:
 
     @cached_property
     def _unsplit(self) -> Unsplit | DryRunError:
-        found = {(a.path, a.name): a for _, a in _attributes(self.model, self.transformer.representatives())}
+        found = {(a.path, a.name): a for a in _attributes(self.model, self.transformer.representatives())}
         try:
             feed, whole = find_feed(self.copies, self.size, found)
         except DryRunError as error:
@@ -120,7 +126,7 @@ class ModelRuns:
             options = self.unsplit().options
             yield from (self.divide(styles, names) for names in options if self._fits(styles, names))
         except DryRunError:
-            options = _options(a for _, a in _attributes(self.model, self.transformer.representatives()))
+            options = _options(_attributes(self.model, self.transformer.representatives()))
         yield self.divide_by_source(styles)
         yield from (self.divide(styles, names) for names in options)
 
@@ -131,46 +137,41 @@ class ModelRuns:
         except DryRunError:
             return ""
 
-    def verdict(self, styles: Mapping[str, Style], divided: Divided, axis: str) -> Verdict:
+    def verdict(self, styles: Mapping[str, Style], divided: Divided) -> Verdict:
         """Whether a plan is right, see [Note: proof]. What was found for another model that is alike holds for this."""
         try:
             plan = value_key(dict(sorted(styles.items()))), tuple(sorted(divided.items()))
-            key = (self._likeness, self.size, axis, *plan)
+            key = (self._likeness, self.size, self.axis, *plan)
         except UnlikeError:
-            return self._found(styles, divided, axis)
+            return self._found(styles, divided)
         kept = _known(key)
         if not kept:
-            kept.append(self._found(styles, divided, axis))
+            kept.append(self._found(styles, divided))
         return kept[0]
 
     @cached_property
     def _likeness(self) -> Hashable:
-        return likeness(self.copies.kept()), tuple(self.copies.repeats().items())
+        return likeness(self.copies.kept), tuple(self.copies.repeats.items())
 
     @cached_property
     def _sample(self) -> Sample | UnprovedError:
-        try:
-            return self._real()
-        except UnprovedError as error:
-            return error
-
-    def _found(self, styles: Mapping[str, Style], divided: Divided, axis: str) -> Verdict:
-        if isinstance(self._sample, UnprovedError):
-            return Verdict(unproved=str(self._sample))
-        return Verdict(disproof(self._sample, styles, divided, axis), on=str(self._sample))
-
-    def _real(self) -> Sample:
         """Of the inputs that a dry run found, else of those that the model runs with although it does not on meta."""
         try:
             unsplit = self.unsplit()
+            return Sample(self.copies, unsplit.feed, unsplit.whole, self.size)
+        except UnprovedError as error:
+            return error
         except DryRunError as error:
-            for feed in guesses(self.copies, self.size):
-                try:
-                    return Sample(self.copies, feed, None, self.size)
-                except UnprovedError:
-                    continue
-            raise UnprovedError(str(error)) from error
-        return Sample(self.copies, unsplit.feed, unsplit.whole, self.size)
+            failure = UnprovedError(str(error))
+        for feed in guesses(self.copies, self.size):
+            with suppress(UnprovedError):
+                return Sample(self.copies, feed, None, self.size)
+        return failure
+
+    def _found(self, styles: Mapping[str, Style], divided: Divided) -> Verdict:
+        if isinstance(self._sample, UnprovedError):
+            return Verdict(unproved=str(self._sample))
+        return Verdict(disproof(self._sample, styles, divided, self.axis), on=str(self._sample))
 
     def names(self, styles: Mapping[str, str]) -> frozenset[str] | None:
         """The first option with which the model runs under `styles`; None where none does.
@@ -185,9 +186,7 @@ class ModelRuns:
         divided, known = self.divide(styles, names), self.unsplit()
         insides = [p for b in self.transformer.representatives() for p in _insides(self.model, b, styles)]
 
-        def edit(modules: dict[str, nn.Module]) -> None:
-            make_local(modules, styles, divided, self.size)
-
+        edit = partial(make_local, styles=styles, divided=divided, size=self.size)
         try:
             local = dry_run(self.copies, known.feed, edit, expected=known.whole)
         except DryRunError:
@@ -205,7 +204,7 @@ class ModelRuns:
 
     def _local(self, styles: Mapping[str, str], is_divided: Callable[[Attribute], bool]) -> Divided:
         every = _attributes(self.model, self.transformer.blocks)
-        return {(a.path, a.name): a.value // self.size for down, a in every if down in styles and is_divided(a)}
+        return {(a.path, a.name): a.value // self.size for a in every if a.down in styles and is_divided(a)}
 
 
 def _options(attributes: Iterable[Attribute], *, only_counts: bool = False) -> tuple[frozenset[str], ...]:
@@ -236,26 +235,21 @@ def divided_attributes(runs: ModelRuns, styles: Mapping[str, str]) -> Divided:
     return runs.divide_by_source(styles) if names is None else runs.divide(styles, names)
 
 
-def _attributes(model: nn.Module, blocks: Iterable[Block]) -> Iterator[tuple[str, Attribute]]:
-    """(path of the output Linear, attribute) of the attentions in `blocks`."""
+def _attributes(model: nn.Module, blocks: Iterable[Block]) -> Iterator[Attribute]:
+    """Of the attentions in `blocks`."""
     for block in blocks:
         for branch in block.branches:
-            if branch.heads is None:
+            if (heads := branch.heads) is None:
                 continue
-            outer = join_name(block.path, branch.path)
+            counts = {**dict.fromkeys(HEADS, heads.query), **dict.fromkeys(KV_HEADS, heads.key_value)}
+            outer, down = join_name(block.path, branch.path), join_name(block.path, branch.down)
             for name, module in model.get_submodule(outer).named_modules():
                 for attribute, value in vars(module).items():
                     if isinstance(module, nn.Linear) or type(value) is not int or attribute in HEAD_DIM:
                         continue
-                    heads = branch.heads
-                    is_count = (attribute in HEADS and value == heads.query) or (
-                        attribute in KV_HEADS and value == heads.key_value
-                    )
+                    is_count = counts.get(attribute) == value
                     if is_count or value in (heads.query * heads.size, heads.key_value * heads.size):
-                        yield (
-                            join_name(block.path, branch.down),
-                            Attribute(join_name(outer, name), attribute, value, is_count),
-                        )
+                        yield Attribute(join_name(outer, name), attribute, value, is_count, down)
 
 
 def _insides(model: nn.Module, block: Block, styles: Mapping[str, str]) -> Iterator[str]:

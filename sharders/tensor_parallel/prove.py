@@ -15,28 +15,19 @@ from torch import nn
 
 from dmp import is_inside
 from sharders.tensor_parallel.head_counts import Divided, ModelRuns
-from sharders.tensor_parallel.proof.proof import RAISES
+from sharders.tensor_parallel.proof.proof import RAISES, Verdict
 from sharders.tensor_parallel.proof.sample import UnprovedError
 from sharders.tensor_parallel.split.styles import Style, family
 from sharders.tensor_parallel.structure.find_transformer import recognise
-from sharders.tensor_parallel.structure.transformer import outward
+from sharders.tensor_parallel.structure.transformer import below, outward
 
 
 @dataclass(frozen=True)
-class PlanProof:
-    """What was found out about a plan."""
+class PlanProof(Verdict):
+    """What was found out about a plan; where it is wrong with all values of attributes, what is with the first."""
 
-    divided: Divided | None
+    divided: Divided | None = None
     """Local values of attributes with which the plan is right; None where it is wrong with all."""
-
-    failure: str = ""
-    """What is wrong, with the first values tried."""
-
-    unproved: str = ""
-    """Why it could not be proved, or not all of it."""
-
-    on: str = ""
-    """What it was proved on."""
 
     @property
     def note(self) -> str:
@@ -44,14 +35,7 @@ class PlanProof:
         return f"not proved: {self.unproved}" if self.unproved else f"proved: {self.on}"
 
 
-def prove(
-    runs: ModelRuns,
-    styles: Mapping[str, Style],
-    choices: Iterable[Divided],
-    axis: str,
-    *,
-    alone: bool = True,
-) -> PlanProof:
+def prove(runs: ModelRuns, styles: Mapping[str, Style], choices: Iterable[Divided], *, alone: bool = True) -> PlanProof:
     """The first of `choices` with which the plan is proved.
 
     Args:
@@ -61,40 +45,40 @@ def prove(
     Raises:
         UnprovedError: without `alone`, where the model does not run.
     """
-    failure = ""
+    wrong = ""
     for divided in choices:
-        verdict = runs.verdict(styles, divided, axis)
+        verdict = runs.verdict(styles, divided)
         if verdict.unproved:
             if not alone:
                 raise UnprovedError(verdict.unproved)
-            return _prove_alone(runs, styles, divided, axis, verdict.unproved)
+            return _prove_alone(runs, styles, divided, verdict.unproved)
         if verdict.wrong is None:
-            return PlanProof(divided, on=verdict.on)
-        failure = failure or verdict.wrong
-    return PlanProof(None, failure=failure)
+            return PlanProof(on=verdict.on, divided=divided)
+        wrong = wrong or verdict.wrong
+    return PlanProof(wrong)
 
 
-def _prove_alone(runs: ModelRuns, styles: Mapping[str, Style], divided: Divided, axis: str, why: str) -> PlanProof:
+def _prove_alone(runs: ModelRuns, styles: Mapping[str, Style], divided: Divided, why: str) -> PlanProof:
     """Each of the outermost modules that run alone; those left over are named."""
     split = [path for path, style in styles.items() if family(style) in ("colwise", "rowwise")]
     if any(family(style) == "sequence" or style == "gather_input" for style in styles.values()):
-        return PlanProof(divided, unproved=why)
+        return PlanProof(unproved=why, divided=divided)
     left: list[str] = []
     proved: list[str] = []
     for path in split:
         if any(is_inside(path, scope) for scope in proved):
             continue
-        scope, wrong = _first_that_runs(runs, path, styles, divided, axis)
+        scope, wrong = _first_that_runs(runs, path, styles, divided)
         if wrong:
-            return PlanProof(None, failure=f"in module {scope!r} alone, {wrong}")
+            return PlanProof(f"in module {scope!r} alone, {wrong}")
         (left if scope is None else proved).append(path if scope is None else scope)
-    if not left:
-        return PlanProof(divided, unproved=f"outside {', '.join(map(repr, proved[:3]))}: {why}")
-    return PlanProof(divided, unproved=f"{', '.join(map(repr, left[:3]))}{' and others' * (len(left) > 3)}: {why}")
+    named = ", ".join(map(repr, (left or proved)[:3]))
+    where = f"{named}{' and others' * (len(left) > 3)}" if left else f"outside {named}"
+    return PlanProof(unproved=f"{where}: {why}", divided=divided)
 
 
 def _first_that_runs(
-    runs: ModelRuns, path: str, styles: Mapping[str, Style], divided: Divided, axis: str
+    runs: ModelRuns, path: str, styles: Mapping[str, Style], divided: Divided
 ) -> tuple[str | None, str]:
     """The outermost module around `path` that runs alone, and what is wrong with the plan there."""
     around = [scope for scope in outward(path) if scope and scope != path]
@@ -102,17 +86,13 @@ def _first_that_runs(
         module = runs.model.get_submodule(scope)
         if isinstance(module, nn.ModuleList | nn.ModuleDict):
             continue
-        inside = {_below(p, scope): style for p, style in styles.items() if is_inside(p, scope)}
-        values = {(_below(p, scope), name): value for (p, name), value in divided.items() if is_inside(p, scope)}
-        verdict = _alone(runs, scope).verdict(inside, values, axis)
+        inside = {below(p, scope): style for p, style in styles.items() if is_inside(p, scope)}
+        values = {(below(p, scope), name): value for (p, name), value in divided.items() if is_inside(p, scope)}
+        verdict = _alone(runs, scope).verdict(inside, values)
         wrong = verdict.wrong or ""
         if not verdict.unproved and not wrong.startswith(RAISES):
             return scope, wrong
     return None, ""
-
-
-def _below(path: str, scope: str) -> str:
-    return path[len(scope) + 1 :]
 
 
 def _alone(runs: ModelRuns, scope: str) -> ModelRuns:
@@ -124,7 +104,7 @@ def _alone(runs: ModelRuns, scope: str) -> ModelRuns:
     if not transformer.width:
         width = next((m.in_features for m in module.modules() if isinstance(m, nn.Linear)), 0)
         transformer = replace(transformer, width=width)
-    return ModelRuns(module, runs.size, transformer)
+    return ModelRuns(module, runs.size, runs.axis, transformer)
 
 
 def warn_on_first_rank(text: str) -> None:

@@ -20,21 +20,15 @@ from typing import Any
 from torch import nn
 
 from dmp import PlanError, is_inside, join_name
-from sharders.tensor_parallel.head_counts import ModelRuns, Unsplit
+from sharders.tensor_parallel.head_counts import Divided, ModelRuns, Unsplit
 from sharders.tensor_parallel.split.hooks import change_hidden_state, is_hidden_state
 from sharders.tensor_parallel.structure.dry_run import DryRunError, Trace, dry_run, make_local, resize, sequence_length
 from sharders.tensor_parallel.structure.find_transformer import is_norm
-from sharders.tensor_parallel.structure.meta_copies import Shape
-from sharders.tensor_parallel.structure.transformer import Block, Branch, Transformer, outward
+from sharders.tensor_parallel.structure.transformer import Block, Transformer, outward
 
 
 def sequence_styles(
-    runs: ModelRuns,
-    styles: Mapping[str, str],
-    divided: Mapping[tuple[str, str], int],
-    axis: str,
-    *,
-    loss_parallel: bool = False,
+    runs: ModelRuns, styles: Mapping[str, str], divided: Divided, *, loss_parallel: bool = False
 ) -> tuple[dict[str, str], str]:
     """The styles with those of sequence parallelism, and a note on how they were verified.
 
@@ -46,7 +40,7 @@ def sequence_styles(
     Raises:
         PlanError: no blocks, several stacks of them, or a module in them that cannot run on a slice of the sequence.
     """
-    model, transformer = runs.model, runs.transformer
+    model, transformer, axis = runs.model, runs.transformer, runs.axis
     _check_stack(transformer, axis)
     done = dict(styles)
     if loss_parallel:
@@ -71,7 +65,7 @@ def sequence_styles(
     sliced = [path for path in owned if scopes.isdisjoint(outward(path))]
     _check_norms(model, [p for p in sliced if p not in done], transformer.width, axis)
     if unsplit is not None:
-        sliced = _see_slices(runs, done, divided, unsplit, axis)
+        sliced = _see_slices(runs, done, divided, unsplit)
     norms = [p for p in sliced if p not in done]
     _check_norms(model, norms, transformer.width, axis)
     return {**done, **dict.fromkeys(norms, "sequence")}, note
@@ -104,7 +98,9 @@ def _add_branches(block: Block, styles: dict[str, str], axis: str) -> Iterator[s
         down = join_name(block.path, branch.down)
         if styles.get(down) not in ("rowwise", "rowwise_scatter"):
             continue
-        scope = _scope(branch)
+        # The smallest module within the block that holds every Linear that reads the hidden size.
+        around = outward(branch.up[0].rpartition(".")[0])
+        scope = next(path for path in around if all(is_inside(n, path) for n in branch.up))
         if not scope:
             raise PlanError(
                 f"modules {[join_name(block.path, n) for n in branch.up]} lie directly in block {block.path!r}: "
@@ -114,14 +110,6 @@ def _add_branches(block: Block, styles: dict[str, str], axis: str) -> Iterator[s
         styles[down] = "rowwise_scatter"
         _set(styles, join_name(block.path, scope), "gather_input", axis)
         yield join_name(block.path, scope)
-
-
-def _scope(branch: Branch) -> str:
-    """The smallest module, relative to the block, that holds every Linear that reads the hidden size."""
-    scope = branch.up[0].rpartition(".")[0]
-    while scope and not all(is_inside(n, scope) for n in branch.up):
-        scope = scope.rpartition(".")[0]
-    return scope
 
 
 def _set(styles: dict[str, str], path: str, style: str, axis: str) -> None:
@@ -157,13 +145,7 @@ def _has_parameters(module: nn.Module) -> bool:
     return any(p is not None for p in module._parameters.values())
 
 
-def _see_slices(
-    runs: ModelRuns,
-    styles: Mapping[str, str],
-    divided: Mapping[tuple[str, str], int],
-    unsplit: Unsplit,
-    axis: str,
-) -> list[str]:
+def _see_slices(runs: ModelRuns, styles: Mapping[str, str], divided: Divided, unsplit: Unsplit) -> list[str]:
     """Modules with parameters that see a slice of the sequence, in every block, by a dry run."""
     transformer, size, whole = runs.transformer, runs.size, unsplit.whole
     length = sequence_length(size)
@@ -180,21 +162,19 @@ def _see_slices(
             raise DryRunError(f"the model's output is {seen.result} instead of {whole.result}")
     except DryRunError as error:
         raise PlanError(
-            f"a dry run of this model with the sequence split over axis {axis!r} of size {size} failed: {error}; "
+            f"a dry run of this model with the sequence split over axis {runs.axis!r} of size {size} failed: {error}; "
             "use TensorParallelSharder(sequence_parallel=False)"
         ) from error
+
+    def is_sliced(path: str) -> bool:
+        pairs = zip(seen.inputs.get(path, []), whole.inputs.get(path, []), strict=False)
+        return any(len(s) > 2 and s[1] != w[1] for s, w in pairs)
+
     sliced: dict[int, list[str]] = {}
     for first in transformer.representatives():
-        here = sliced.setdefault(first.structure, [])
-        for name in _owners(runs.model.get_submodule(first.path)):
-            path = join_name(first.path, name)
-            if _is_sliced(seen.inputs.get(path, []), whole.inputs.get(path, [])):
-                here.append(name)
+        owners = _owners(runs.model.get_submodule(first.path))
+        sliced[first.structure] = [name for name in owners if is_sliced(join_name(first.path, name))]
     return [join_name(block.path, name) for block in transformer.blocks for name in sliced[block.structure]]
-
-
-def _is_sliced(seen: list[Shape], whole: list[Shape]) -> bool:
-    return any(len(s) > 2 and s[1] != w[1] for s, w in zip(seen, whole, strict=False))
 
 
 def _simulate(module: nn.Module, path: str, style: str, width: int, whole: int, local: int) -> None:

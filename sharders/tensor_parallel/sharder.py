@@ -76,7 +76,7 @@ class TensorParallelSharder:
             )
         if env.tensor_size == 1:
             return TensorParallelPlacement(wanted, {}, {}, (), env)
-        return _Placing(model, ModelRuns(model, env.tensor_size), axes[0], self, env).place(wanted)
+        return _Placing(model, ModelRuns(model, env.tensor_size, axes[0]), self, env).place(wanted)
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,6 @@ class _Placing:
 
     model: nn.Module
     runs: ModelRuns
-    axis: str
     sharder: TensorParallelSharder
     env: ShardingEnv
 
@@ -159,8 +158,7 @@ class _Placing:
 
     def _derived(self, notes: tuple[str, ...]) -> TensorParallelPlacement:
         sharder = self.sharder
-        options = {"sequence_parallel": sharder.sequence_parallel, "loss_parallel": sharder.loss_parallel}
-        found = derive(self.runs, self.axis, **options)
+        found = derive(self.runs, sequence_parallel=sharder.sequence_parallel, loss_parallel=sharder.loss_parallel)
         styles = self._with_heads(with_ties(self.model, expand(self.model, found.styles)))
         return self._checked(Choice(styles, found.divided, (*notes, *found.notes)), is_derived=True)
 
@@ -184,7 +182,7 @@ class _Placing:
                     f"module {path!r}: sequence_parallel=True changes what goes in and out of split modules, and "
                     f"cannot change a {type(style).__name__} object; give the style's name, or sequence_parallel=False"
                 )
-        done, note = sequence_styles(self.runs, names, divided, self.axis, loss_parallel=self.sharder.loss_parallel)
+        done, note = sequence_styles(self.runs, names, divided, loss_parallel=self.sharder.loss_parallel)
         return Choice({**styles, **expand(self.model, done)}, divided, (note,))
 
     def _with_heads(self, styles: Styles) -> Styles:
@@ -196,11 +194,11 @@ class _Placing:
         self._check(styles)
         if not styles:
             return TensorParallelPlacement({}, {}, choice.divided, choice.notes, self.env)
-        proof = prove(self.runs, styles, self._choices(choice, styles, is_derived), self.axis)
+        proof = prove(self.runs, styles, self._choices(choice, styles, is_derived))
         if proof.divided is None:
             raise _WrongPlanError(
                 f"a tensor-parallel plan that is wrong for this model: run on {self.runs.size} simulated ranks of "
-                f"axis {self.axis!r} with small random inputs, {proof.failure}; leave out of the plan the module "
+                f"axis {self.runs.axis!r} with small random inputs, {proof.wrong}; leave out of the plan the module "
                 "whose weights are not used as its styles say, or pass no plan"
             )
         notes = choice.notes
@@ -222,10 +220,10 @@ class _Placing:
             lazy = [name for name, p in module._parameters.items() if p is not None and is_lazy(p)]
             if lazy and family(style):
                 raise PlanError(f"module {path!r}: {lazy} of a lazy module cannot be split before the first forward")
-            check_divides(style, path, module, self.runs.size, self.axis)
+            check_divides(style, path, module, self.runs.size, self.runs.axis)
             if style in ("gather_input", "split_sequence"):
                 hidden_size(path, module, styles)
-        check_heads(self.runs.transformer, _names(styles), self.runs.size, self.axis)
+        check_heads(self.runs, _names(styles))
 
     def _layouts(self, styles: Mapping[str, Style]) -> dict[str, Layout]:
         """By the first name of each parameter."""

@@ -89,7 +89,7 @@ class _Seen:
             return _function(value)
         return self._object(value, depth)
 
-    def _object(self, value: Any, depth: int) -> Hashable:
+    def _object(self, value: Any, depth: int) -> Any:
         if id(value) not in self._objects:
             if not hasattr(value, "__dict__") or callable(value):
                 raise UnlikeError(f"a {type(value).__name__} has no attributes to compare")
@@ -97,8 +97,7 @@ class _Seen:
             self._objects[id(value)] = type(value)  # where it holds itself
             self._class(type(value))
             self._objects[id(value)] = (type(value), self.value(dict(vars(value)), depth + 1))
-        key: Hashable = self._objects[id(value)]
-        return key
+        return self._objects[id(value)]
 
     def _class(self, kind: type) -> None:
         """Its methods, and those of its bases: one may have been put in the place of another."""

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from dmp import places_of, replace_tensors
-from sharders.tensor_parallel.structure.transformer import CONFIGS, HEADS, KV_HEADS, Branch, Transformer
+from sharders.tensor_parallel.structure.transformer import CONFIGS, HEADS, KV_HEADS, Transformer
 
 _LEAST = 48
 """Smaller numbers may mean anything."""
@@ -51,15 +51,18 @@ def narrow(modules: Iterable[nn.Module], numbers: Numbers) -> None:
     if not numbers.sizes:
         return
     modules = list(modules)
-    places: dict[int, Any] = {}
     on_meta = (p for p in places_of((("", m) for m in modules), attributes=True) if p.tensor.is_meta)
     replace_tensors(on_meta, lambda place: _resized(place.tensor, numbers))
-    for module in modules:
-        places[id(module)] = module
-        places |= {id(v): v for n, v in vars(module).items() if n in CONFIGS and hasattr(v, "__dict__")}
-    for place in places.values():
-        values = vars(place)
+    for values in attributes_of(modules):
         values.update({n: _replaced(n, v, numbers) for n, v in values.items() if type(v) in (int, tuple, list)})
+
+
+def attributes_of(modules: Iterable[nn.Module]) -> list[dict[str, Any]]:
+    """Of the modules and of their configurations, each once."""
+    owners: dict[int, Any] = {id(m): m for m in modules}
+    configs = [vars(m)[name] for m in owners.values() for name in CONFIGS if name in vars(m)]
+    owners |= {id(config): config for config in configs if hasattr(config, "__dict__")}
+    return list(map(vars, owners.values()))
 
 
 def narrowings(model: nn.Module, transformer: Transformer, size: int) -> Iterator[Numbers]:
@@ -68,19 +71,16 @@ def narrowings(model: nn.Module, transformer: Transformer, size: int) -> Iterato
     Args:
         size: ranks on the tensor axis, which divides all that is split.
     """
-    branches = [branch for block in transformer.representatives() for branch in block.branches]
-    yield _without_conflict(_Replacements(model, transformer, branches, size, size).widths())
-    ranks = min(size, 2)
-    yield _without_conflict(_Replacements(model, transformer, branches, size, ranks).heads().widths())
+    yield _Replacements(model, transformer, size, size).widths()
+    yield _Replacements(model, transformer, size, min(size, 2)).heads().widths()
 
 
 class _Replacements:
     """Replacements as they are found; later ones keep clear of the sizes that are there."""
 
-    def __init__(
-        self, model: nn.Module, transformer: Transformer, branches: list[Branch], size: int, ranks: int
-    ) -> None:
-        self.model, self.transformer, self.branches, self.size, self.ranks = model, transformer, branches, size, ranks
+    def __init__(self, model: nn.Module, transformer: Transformer, size: int, ranks: int) -> None:
+        self.model, self.transformer, self.size, self.ranks = model, transformer, size, ranks
+        self.branches = [branch for block in transformer.representatives() for branch in block.branches]
         self.sizes: dict[int, int] = {}
         self.query_heads: dict[int, int] = {}
         self.key_value_heads: dict[int, int] = {}
@@ -104,8 +104,8 @@ class _Replacements:
             self.sizes.setdefault(times * width, times * self.sizes[width])
         return self
 
-    def widths(self) -> _Replacements:
-        """Narrower MLPs, fewer rows of embeddings and heads."""
+    def widths(self) -> Numbers:
+        """Narrower MLPs, fewer rows of embeddings and heads: the last replacements; none at all where some conflict."""
         for branch in self.branches:
             if branch.heads is None and branch.hidden not in self.sizes:
                 self._replace(self.sizes, branch.hidden, self._free(8 * self.ranks))
@@ -114,7 +114,10 @@ class _Replacements:
             rows = module.num_embeddings if isinstance(module, nn.Embedding) else 0
             if rows >= _MANY_ROWS and rows not in self.sizes:
                 self._replace(self.sizes, rows, self._free(8 * self.ranks))
-        return self
+        if not self.fits:
+            return AS_IT_IS
+        ranks = self.ranks if self.ranks != self.size else 0
+        return Numbers(self.sizes, self.query_heads, self.key_value_heads, ranks)
 
     def _free(self, multiple: int) -> int:
         """A size that means nothing else."""
@@ -128,13 +131,6 @@ class _Replacements:
         is_size = numbers is self.sizes
         if numbers.setdefault(old, new) != new or (is_size and old < _LEAST):
             self.fits = False
-
-
-def _without_conflict(replacements: _Replacements) -> Numbers:
-    if not replacements.fits:
-        return AS_IT_IS
-    ranks = replacements.ranks if replacements.ranks != replacements.size else 0
-    return Numbers(replacements.sizes, replacements.query_heads, replacements.key_value_heads, ranks)
 
 
 def _resized(old: torch.Tensor, numbers: Numbers) -> torch.Tensor:

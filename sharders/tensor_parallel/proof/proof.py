@@ -49,12 +49,7 @@ def disproof(
 
 
 def _differs(
-    sample: Sample,
-    styles: Mapping[str, Style],
-    divided: Mapping[tuple[str, str], int],
-    axis: str,
-    *,
-    apart: bool,
+    sample: Sample, styles: Mapping[str, Style], divided: Mapping[tuple[str, str], int], axis: str, *, apart: bool
 ) -> str | None:
     def job(mesh: DeviceMesh) -> Run:
         model = sample.make()

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from dmp import is_dtensor, local_of, places_of, replace_tensors, tensors_of
-from sharders.tensor_parallel.proof.narrow import AS_IT_IS, Numbers, narrow, narrowings
+from sharders.tensor_parallel.proof.narrow import AS_IT_IS, Numbers, attributes_of, narrow, narrowings
 from sharders.tensor_parallel.proof.simulated import simulate
 from sharders.tensor_parallel.structure.dry_run import DryRunError, Feed, Trace, dry_run, undisturbed
 from sharders.tensor_parallel.structure.meta_copies import MetaCopies
@@ -75,9 +75,8 @@ class Sample:
         count = self._count(AS_IT_IS)
         if count <= SMALL:
             return AS_IT_IS, count
-        found = [
-            (self._count(n), i, n) for i, n in enumerate(narrowings(self.copies.model, self.copies.transformer, size))
-        ]
+        worth_a_try = narrowings(self.copies.model, self.copies.transformer, size)
+        found = [(self._count(n), i, n) for i, n in enumerate(worth_a_try)]
         for smaller, _, numbers in sorted(found, key=lambda f: (f[0] > SMALL, f[1] if f[0] <= SMALL else f[0])):
             if unsplit is None:
                 break
@@ -130,7 +129,7 @@ class Sample:
         modules = dict(model.named_modules())
         narrow(modules.values(), self.numbers)
         self._fill(modules)
-        for path in set(self.copies.repeats().values()):
+        for path in set(self.copies.repeats.values()):
             modules[path].register_forward_hook(lambda m, _, output: last.__setitem__(id(m), output))
         _without_dropout(model.train())
         return model
@@ -147,9 +146,9 @@ class Sample:
                 return torch.ones(x.shape, dtype=x.dtype)
             return torch.randint(0, rows, x.shape, generator=generator, dtype=x.dtype)
 
-        shapes = self.numbers
-        args = [real(shapes.resized(x), "") for x in self.feed.args]
-        return args, {name: real(shapes.resized(x), name) for name, x in self.feed.kwargs.items()}
+        resized = self.numbers.resized
+        args = [real(resized(x), "") for x in self.feed.args]
+        return args, {name: real(resized(x), name) for name, x in self.feed.kwargs.items()}
 
     def _rows(self, model: nn.Module) -> int:
         """Ids are below this."""
@@ -200,16 +199,13 @@ class Sample:
         replace_tensors(on_meta, lambda place: self._value(place.path, place.name, place.tensor, generator))
 
     def _value(self, path: str, name: str, old: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        key = (path, name)
+        key, is_weight = (path, name), isinstance(old, nn.Parameter)
         if key not in self.values:
             original = self.copies.original(path, name)
-            is_weight = isinstance(old, nn.Parameter)
             self.values[key] = _weight(name, old, generator) if is_weight else _buffer(old, original, generator)
         value = self.values[key]
-        value = value.to(self.dtype) if value.is_floating_point() else value
-        if isinstance(old, nn.Parameter):
-            return nn.Parameter(value.clone(), requires_grad=value.is_floating_point())
-        return value.clone()
+        value = value.to(self.dtype if value.is_floating_point() else value.dtype, copy=True)
+        return nn.Parameter(value, requires_grad=value.is_floating_point()) if is_weight else value
 
 
 def _gradient(x: torch.Tensor) -> tuple[torch.Tensor | None, Any]:
@@ -265,13 +261,8 @@ def _buffer(old: torch.Tensor, original: torch.Tensor | None, generator: torch.G
 
 
 def _without_dropout(model: nn.Module) -> None:
-    places: dict[int, Any] = {}
     for module in model.modules():
-        places[id(module)] = module
-        places |= {id(v): v for n, v in vars(module).items() if n == "config" and hasattr(v, "__dict__")}
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
-    for place in places.values():
-        for name, value in list(vars(place).items()):
-            if isinstance(value, float) and "drop" in name:
-                vars(place)[name] = 0.0
+    for values in attributes_of(model.modules()):
+        values.update({name: 0.0 for name, v in values.items() if isinstance(v, float) and "drop" in name})

@@ -51,21 +51,9 @@ def simulate(size: int, axis: str, job: Callable[[DeviceMesh], T], *, apart: boo
 class _Mesh(DeviceMesh):
     """One object for all ranks: which rank it is on is the thread's."""
 
-    @property
-    def _rank(self) -> int:
-        return _rank()
-
-    @_rank.setter
-    def _rank(self, value: int) -> None:
-        pass
-
-    @property
-    def _coordinate_on_dim(self) -> tuple[int, ...]:
-        return (_rank(),)
-
-    @_coordinate_on_dim.setter
-    def _coordinate_on_dim(self, value: object) -> None:
-        pass
+    # What torch sets is let go of.
+    _rank: Any = property(lambda _: _rank(), lambda *_: None)
+    _coordinate_on_dim: Any = property(lambda _: (_rank(),), lambda *_: None)
 
     def get_rank(self) -> int:
         return _rank()

@@ -9,7 +9,7 @@ called with the same tensor share one DTensor, so that autograd adds their gradi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,31 +19,27 @@ from dmp import InputError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
-
-def share_inputs(
-    linears: Iterable[nn.Module], from_chunks: Collection[nn.Module], holders: Iterable[nn.Module], mesh: DeviceMesh
-) -> None:
+def share_inputs(linears: Iterable[tuple[nn.Module, bool]], holders: Iterable[nn.Module], mesh: DeviceMesh) -> None:
     """Let colwise Linears that are called with one tensor share one DTensor, see [Note: shared inputs].
 
-    Forward: nothing; all-gather along dim 1 for one in `from_chunks`. Backward: one all-reduce (reduce-scatter) of the
-    summed gradient, where each Linear would have its own.
+    Forward: nothing; all-gather along dim 1 for one that is called with a chunk. Backward: one all-reduce
+    (reduce-scatter) of the summed gradient, where each Linear would have its own.
 
     Args:
-        linears: whose inputs are converted; before torch's own hooks are put on.
-        from_chunks: those of `linears` that are called with a chunk of the sequence.
+        linears: whose inputs are converted, and whether it is a chunk of the sequence that each is called with; before
+            torch's own hooks are put on.
         holders: modules after whose forward the tensor is let go of.
         mesh: the tensor axis.
     """
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor import DTensor, Replicate
 
     held: list[tuple[torch.Tensor, tuple[Any, ...], DTensor]] = []
 
     def whole(x: torch.Tensor, is_chunk: bool) -> DTensor:
-        made = DTensor.from_local(x, mesh, [Shard(1) if is_chunk else Replicate()], run_check=False)
-        return made.redistribute(placements=[Replicate()]) if is_chunk else made
+        return _gathered(x, mesh) if is_chunk else DTensor.from_local(x, mesh, [Replicate()], run_check=False)
 
     def take(is_chunk: bool) -> Callable[..., tuple[Any, ...] | None]:
         def convert(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -59,14 +55,17 @@ def share_inputs(
 
         return convert
 
-    def let_go(*_: Any) -> None:
-        held.clear()
-
-    chunked = {id(linear) for linear in from_chunks}
-    for linear in linears:
-        linear.register_forward_pre_hook(take(id(linear) in chunked))
+    for linear, is_chunk in linears:
+        linear.register_forward_pre_hook(take(is_chunk))
     for holder in holders:
-        holder.register_forward_hook(let_go, always_call=True)
+        holder.register_forward_hook(lambda *_: held.clear(), always_call=True)
+
+
+def _gathered(chunk: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    held = chunk if isinstance(chunk, DTensor) else DTensor.from_local(chunk, mesh, [Shard(1)], run_check=False)
+    return held.redistribute(placements=[Replicate()])
 
 
 def gather_input(module: nn.Module, mesh: DeviceMesh, path: str, width: int) -> None:
@@ -74,13 +73,7 @@ def gather_input(module: nn.Module, mesh: DeviceMesh, path: str, width: int) -> 
 
     Forward: all-gather along dim 1. Backward: reduce-scatter.
     """
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
-    def gather(x: torch.Tensor) -> torch.Tensor:
-        chunk = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Shard(1)], run_check=False)
-        return chunk.redistribute(placements=[Replicate()])
-
-    change_hidden_state(module, path, width, gather)
+    change_hidden_state(module, path, width, lambda x: _gathered(x, mesh))
 
 
 def split_sequence(module: nn.Module, mesh: DeviceMesh, path: str, width: int) -> None:
@@ -115,16 +108,11 @@ def gather_sequence(module: nn.Module, mesh: DeviceMesh) -> None:
     Forward: all-gather along dim 1. Backward: this rank's chunk of the gradient, which is whole and equal on all ranks,
     because whatever is split after it sums the gradient of its input.
     """
-    from torch.distributed.tensor import DTensor, Replicate, Shard
 
     def gather(_: nn.Module, args: Any, output: Any) -> Any:
         if isinstance(output, tuple):
             return (gather(_, args, output[0]), *output[1:])
-        return (
-            DTensor.from_local(output, mesh, [Shard(1)], run_check=False)
-            .redistribute(placements=[Replicate()])
-            .to_local()
-        )
+        return _gathered(output, mesh).to_local()
 
     module.register_forward_hook(gather)
 
@@ -139,7 +127,7 @@ def change_hidden_state(module: nn.Module, path: str, width: int, change: Callab
         path: of the module, for the error that a call without a hidden state raises.
     """
 
-    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         for i, value in enumerate(args):
             if is_hidden_state(value, width):
                 return (*args[:i], change(value), *args[i + 1 :]), kwargs
@@ -156,6 +144,4 @@ def change_hidden_state(module: nn.Module, path: str, width: int, change: Callab
 
 def is_hidden_state(value: Any, width: int) -> bool:
     """Whether it is floating, and (B, T, width)."""
-    return (
-        isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() == 3 and value.shape[2] == width
-    )
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape[2:] == (width,)

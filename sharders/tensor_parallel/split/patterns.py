@@ -5,12 +5,11 @@ A module is known by its first path in the model. Nothing here changes the model
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 from torch import nn
 
-from dmp import Layout, NameIndex, Place, PlanError, join_name, tied_places
+from dmp import Layout, NameIndex, Place, PlanError, is_inside, join_name, places_of, tied_places
 from sharders.tensor_parallel.split.styles import COLWISE, Style, canonical, family, layouts_of, split_dim
 from sharders.tensor_parallel.structure.transformer import Transformer, outward
 
@@ -52,15 +51,18 @@ def own_plan(model: nn.Module) -> dict[str, Style]:
 
     Entries for modules that this model lacks are left out: the plan is that of its class.
     """
-    found: dict[str, Style] = {}
-    names: NameIndex | None = None
-    for path, plan in _planned(model, ""):
-        if names is None:
-            everything = [*model.named_modules(remove_duplicate=False), *model.named_parameters()]
-            names = NameIndex(name for name, _ in everything)
-        full = {join_name(path, pattern): style for pattern, style in plan.items()}
-        found.update({pattern: style for pattern, style in full.items() if names.matching(pattern)})
-    return found
+    outermost: dict[str, Mapping[str, Style]] = {}
+    for path, module in model.named_modules():
+        if not any(is_inside(path, outer) for outer in outermost):
+            plan = getattr(module, "tp_plan", None) or getattr(module, "_tp_plan", None)
+            if plan and isinstance(plan, Mapping):
+                outermost[path] = plan
+    if not outermost:
+        return {}
+    everything = [*model.named_modules(remove_duplicate=False), *model.named_parameters()]
+    names = NameIndex(name for name, _ in everything)
+    full = {join_name(path, pattern): style for path, plan in outermost.items() for pattern, style in plan.items()}
+    return {pattern: style for pattern, style in full.items() if names.matching(pattern)}
 
 
 def from_layouts(model: nn.Module, given: Mapping[str, Layout]) -> Styles:
@@ -73,10 +75,10 @@ def from_layouts(model: nn.Module, given: Mapping[str, Layout]) -> Styles:
     first = {id(m): path for path, m in model.named_modules()}
     styles: Styles = {}
     for name, layout in given.items():
-        module, attribute = places[name]
+        module = places[name].owner
         path = first[id(module)]
         style = canonical(layout.name, path, module)
-        fitting = layouts_of(style, module)[attribute]
+        fitting = layouts_of(style, module)[places[name].name]
         if fitting != layout:
             raise PlanError(
                 f"plan entry {name!r} = {layout}: module {path!r} is a {type(module).__name__}, expected {fitting}",
@@ -84,12 +86,13 @@ def from_layouts(model: nn.Module, given: Mapping[str, Layout]) -> Styles:
             )
         if styles.setdefault(path, style) != style:
             raise PlanError(f"plan gives the weights of module {path!r} different layouts: {styles[path]}, {layout}")
-    named = {(id(places[name][0]), places[name][1]) for name in given}
+    named = {(id(places[name].owner), places[name].name) for name in given}
     for path in styles:
         module = model.get_submodule(path)
         weight = join_name(path, "weight")
-        is_split = family(styles[path]) != "sequence"
-        if is_split and (id(module), "weight") not in named and not _is_tied(module, places):
+        # Where the weight has another name too, the plan may have used that.
+        is_tied = any(p.owner is not module and p.tensor is module._parameters["weight"] for p in places.values())
+        if family(styles[path]) != "sequence" and (id(module), "weight") not in named and not is_tied:
             raise PlanError(f"plan splits the bias of module {path!r}, but has no entry for {weight!r}", table=weight)
     return {path: styles[path] for path in first.values() if path in styles}
 
@@ -144,9 +147,7 @@ def with_heads(model: nn.Module, transformer: Transformer, styles: Mapping[str, 
     """
     done: Styles = dict(styles)
     heads = [path for path in _outputs(model, transformer, styles) if family(styles[path]) == "colwise"]
-    for path in heads:
-        if styles[path] == "colwise":
-            done[path] = "colwise_gather"
+    done |= {path: "colwise_gather" for path in heads if styles[path] == "colwise"}
     if loss_parallel:
         if not heads:
             raise PlanError(
@@ -184,16 +185,6 @@ def _parent(path: str) -> str:
     return path.rpartition(".")[0]
 
 
-def _planned(model: nn.Module, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Path and plan of the outermost modules that have one."""
-    plan = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
-    if isinstance(plan, Mapping) and plan:
-        yield path, plan
-        return
-    for name, child in model.named_children():
-        yield from _planned(child, join_name(path, name))
-
-
 def _style_of_dim(module: nn.Module, dim: int) -> str:
     """Of a module whose output is to be whole and whose input is."""
     if isinstance(module, nn.Embedding):
@@ -201,22 +192,9 @@ def _style_of_dim(module: nn.Module, dim: int) -> str:
     return "rowwise_gather" if dim else "colwise_gather"
 
 
-def _places(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """Under every name of each parameter its (module, attribute); of a tied one those of a module that can be split."""
-    places: dict[str, tuple[nn.Module, str]] = {}
-    splittable: dict[int, tuple[nn.Module, str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        path, _, attribute = name.rpartition(".")
-        places[name] = (model.get_submodule(path), attribute)
-        if isinstance(places[name][0], (nn.Linear, nn.Embedding)):
-            splittable.setdefault(id(parameter), places[name])
-    for name, (module, attribute) in places.items():
-        if not isinstance(module, (nn.Linear, nn.Embedding)):
-            places[name] = splittable.get(id(module._parameters[attribute]), places[name])
-    return places
-
-
-def _is_tied(module: nn.Module, places: Mapping[str, tuple[nn.Module, str]]) -> bool:
-    """Whether the weight has another name too: the plan may have used that."""
-    weight = module._parameters["weight"]
-    return any(m is not module and m._parameters[attribute] is weight for m, attribute in places.values())
+def _places(model: nn.Module) -> dict[str, Place]:
+    """Where each parameter is, under every name; a tied one in a module that can be split, if there is one."""
+    found = [p for p in places_of(model.named_modules(remove_duplicate=False)) if p.store is p.owner._parameters]
+    kinds = (nn.Linear, nn.Embedding)
+    splittable = {id(p.tensor): p for p in reversed(found) if isinstance(p.owner, kinds)}
+    return {p.full_name: p if isinstance(p.owner, kinds) else splittable.get(id(p.tensor), p) for p in found}

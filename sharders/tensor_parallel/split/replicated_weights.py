@@ -115,10 +115,8 @@ def _reader(kind: Any, names: tuple[str, ...], read: Callable[[Any], Any] | None
 
 def _methods(kind: type[nn.Module]) -> Iterator[tuple[str, Callable[..., Any]]]:
     """`forward`, and what else of the class's own takes at least one argument."""
-    found: dict[str, Any] = {}
-    for each in kind.__mro__[: kind.__mro__.index(nn.Module)]:
-        for name, value in vars(each).items():
-            found.setdefault(name, value)
+    own = kind.__mro__[: kind.__mro__.index(nn.Module)]
+    found = {name: value for each in reversed(own) for name, value in vars(each).items()}
     for name, value in found.items():
         if inspect.isfunction(value) and not name.startswith("__") and (name == "forward" or _takes_something(value)):
             yield name, value
@@ -193,14 +191,5 @@ def _aligned(parameter: Any) -> Any:
 
 def _outside_tables(module: nn.Module) -> Iterator[nn.Module]:
     """Modules that do not hold chunks of tables, each once."""
-    seen: set[int] = set()
-
-    def walk(m: nn.Module) -> Iterator[nn.Module]:
-        if id(m) in seen or isinstance(m, ShardedModule):
-            return
-        seen.add(id(m))
-        yield m
-        for child in m.children():
-            yield from walk(child)
-
-    return walk(module)
+    tables: set[nn.Module] = {m for m in module.modules() if isinstance(m, ShardedModule)}
+    return (m for _, m in module.named_modules(memo=tables))

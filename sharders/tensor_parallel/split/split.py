@@ -50,9 +50,9 @@ def _share_inputs(
     modules: Mapping[str, nn.Module], styles: Mapping[str, Style], model: nn.Module, mesh: DeviceMesh
 ) -> None:
     linears = {p: m for p, m in modules.items() if styles[p] in COLWISE and isinstance(m, nn.Linear)}
-    from_chunks = [m for path, m in linears.items() if styles[path] == "colwise_from_sequence"]
     holders = dict.fromkeys(["", *(path.rpartition(".")[0] for path in linears)])
-    hooks.share_inputs(linears.values(), from_chunks, map(model.get_submodule, holders), mesh)
+    called = [(m, styles[path] == "colwise_from_sequence") for path, m in linears.items()]
+    hooks.share_inputs(called, map(model.get_submodule, holders), mesh)
 
 
 def _move_activations(path: str, module: nn.Module, styles: Mapping[str, Style], mesh: DeviceMesh) -> None:

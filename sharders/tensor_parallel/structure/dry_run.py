@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -97,13 +97,13 @@ def guesses(copies: MetaCopies, size: int) -> Iterator[Feed]:
     yield Feed(f"hidden states {tuple(hidden.shape)}", (hidden,))
 
 
-def find_feed(copies: MetaCopies, size: int, watch: Iterable[tuple[str, str]] = ()) -> tuple[Feed, Trace]:
+def find_feed(copies: MetaCopies, size: int, watch: Collection[tuple[str, str]] = ()) -> tuple[Feed, Trace]:
     """The first guess that the unsplit model runs with.
 
     Raises:
         DryRunError: none does; says how the first one failed.
     """
-    watch, failure = list(watch), ""
+    failure = ""
     for feed in guesses(copies, size):
         try:
             return feed, dry_run(copies, feed, watch=watch)
@@ -116,7 +116,7 @@ def dry_run(
     copies: MetaCopies,
     feed: Feed,
     edit: Callable[[dict[str, nn.Module]], None] | None = None,
-    watch: Iterable[tuple[str, str]] = (),
+    watch: Collection[tuple[str, str]] = (),
     expected: Trace | None = None,
 ) -> Trace:
     """Run a copy on meta.
@@ -136,7 +136,8 @@ def dry_run(
             modules = dict(copied.named_modules())
             if edit is not None:
                 edit(modules)
-            _watch(modules, watch, trace.reads)
+            for path in modules.keys() & {path for path, _ in watch}:
+                modules[path].__class__ = _watched(type(modules[path]), path, watch, trace.reads)
             for path, module in modules.items():
                 _record(path, module, trace, last)
             with torch.device("meta"), _Sums(trace, expected, copies.known):
@@ -203,18 +204,11 @@ def _record(path: str, module: nn.Module, trace: Trace, last: dict[int, Any]) ->
     module.register_forward_hook(hook, with_kwargs=True)
 
 
-def _watch(modules: Mapping[str, nn.Module], watch: Iterable[tuple[str, str]], reads: set[tuple[str, str]]) -> None:
-    names: dict[str, set[str]] = {}
-    for path, name in watch:
-        names.setdefault(path, set()).add(name)
-    for path, wanted in names.items():
-        if path in modules:
-            modules[path].__class__ = _watched(type(modules[path]), path, frozenset(wanted), reads)
-
-
-def _watched(cls: type[nn.Module], path: str, wanted: frozenset[str], reads: set[tuple[str, str]]) -> type[nn.Module]:
+def _watched(
+    cls: type[nn.Module], path: str, watch: Collection[tuple[str, str]], reads: set[tuple[str, str]]
+) -> type[nn.Module]:
     def __getattribute__(self: nn.Module, name: str) -> Any:
-        if name in wanted:
+        if (path, name) in watch:
             reads.add((path, name))
         return cls.__getattribute__(self, name)
 
@@ -286,21 +280,16 @@ def _looks(value: Any) -> Any:
 
 
 def attended(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: Any = None, *_: Any, **options: Any
 ) -> torch.Tensor:
     """The two products of `scaled_dot_product_attention`, which torch makes of many slow operations on meta.
+
+    Of the other arguments `enable_gqa` alone says anything about shapes.
 
     Raises:
         ValueError: a mask that would broadcast the weights to another shape.
     """
-    if enable_gqa:
+    if options.get("enable_gqa"):
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
     weights = torch.matmul(query, key.transpose(-2, -1))
     if attn_mask is not None and torch.broadcast_shapes(attn_mask.shape, weights.shape) != weights.shape:

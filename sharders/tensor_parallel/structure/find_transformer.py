@@ -24,6 +24,7 @@ from sharders.tensor_parallel.structure.transformer import (
     Heads,
     Transformer,
     Whole,
+    below,
     outward,
 )
 
@@ -260,7 +261,7 @@ def _counted(paths: Iterable[str], modules: Mapping[str, nn.Module]) -> set[tupl
 def _block(path: str, structure: int, module: nn.Module, attentions: Mapping[str, Branch | Whole]) -> Block:
     inside = [a for p, a in attentions.items() if is_inside(p, path)]
     branches = [_relative(a, path) for a in inside if isinstance(a, Branch)]
-    whole = [Whole(_strip(a.path, path), a.why) for a in inside if isinstance(a, Whole)]
+    whole = [Whole(below(a.path, path), a.why) for a in inside if isinstance(a, Whole)]
     claimed = {p for u in branches for p in (*u.up, u.down)}
     closed = [w.path for w in whole]
     mlps, left = _mlps("", module, claimed, closed)
@@ -274,12 +275,8 @@ def _block(path: str, structure: int, module: nn.Module, attentions: Mapping[str
 
 
 def _relative(branch: Branch, block: str) -> Branch:
-    up = tuple(_strip(p, block) for p in branch.up)
-    return Branch(_strip(branch.path, block), up, _strip(branch.down, block), branch.hidden, branch.heads)
-
-
-def _strip(path: str, outer: str) -> str:
-    return path[len(outer) + 1 :] if outer and path != outer else "" if outer else path
+    up = tuple(below(p, block) for p in branch.up)
+    return Branch(below(branch.path, block), up, below(branch.down, block), branch.hidden, branch.heads)
 
 
 def _mlps(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -36,40 +37,35 @@ class MetaCopies:
     def __init__(self, model: nn.Module, transformer: Transformer) -> None:
         self.model = model
         self.transformer = transformer
-        self._paths: dict[str, nn.Module] = {}
-        self._kept: list[nn.Module] = []
-        self._repeats: dict[str, tuple[nn.Module, str]] = {}
-        self._tensors: dict[int, torch.Tensor] = {}
         self.known: dict[Any, tuple[Shape, Shape, torch.dtype]] = {}
         """What operations on meta made of what, by `_Sums`."""
 
     def make(self) -> tuple[nn.Module, dict[int, Any]]:
         """A new copy, and where the last outputs of blocks that others repeat are kept."""
-        self._prepare()
         memo: dict[int, Any] = dict(self._tensors)
         last: dict[int, Any] = {}
-        repeats = self._repeats.values()
-        stand_ins = [(_Repeat(last), path) for _, path in repeats]
-        memo.update((id(block), stand_in) for (block, _), (stand_in, _) in zip(repeats, stand_ins, strict=True))
-        memo.update((id(vars(module)[name]), OrderedDict()) for module in self._kept for name in _HOOKS)
+        stand_ins = {path: _Repeat(last) for path in self.repeats}
+        memo.update((id(self.model.get_submodule(path)), stand_in) for path, stand_in in stand_ins.items())
+        memo.update((id(vars(module)[name]), OrderedDict()) for module in self.kept.values() for name in _HOOKS)
         copied = copy.deepcopy(self.model, memo).eval()
-        for stand_in, path in stand_ins:
-            stand_in.like.append(copied.get_submodule(path))
+        for path, stand_in in stand_ins.items():
+            stand_in.like.append(copied.get_submodule(self.repeats[path]))
         for module in copied.modules():
             config = vars(module).get("config")
             if getattr(config, "use_cache", False) is True:
                 setattr(config, "use_cache", False)  # noqa: B010  # a cache would grow where one block stands for many
         return copied, last
 
+    @cached_property
     def kept(self) -> dict[str, nn.Module]:
         """The model's modules, without blocks that repeat another."""
-        self._prepare()
-        return self._paths
+        return dict(self.model.named_modules(memo=set(map(self.model.get_submodule, self.repeats))))
 
+    @cached_property
     def repeats(self) -> dict[str, str]:
-        """Path of a block -> that of the one which it repeats."""
-        self._prepare()
-        return {path: like for path, (_, like) in self._repeats.items()}
+        """Path of a block -> that of the one which it repeats: the first of its structure."""
+        firsts = {block.structure: block.path for block in self.transformer.representatives()}
+        return {b.path: firsts[b.structure] for b in self.transformer.blocks if firsts[b.structure] != b.path}
 
     def original(self, path: str, name: str) -> torch.Tensor | None:
         """The model's own tensor of this name in a module of a copy."""
@@ -79,19 +75,15 @@ class MetaCopies:
                 return store[name]
         return None
 
-    def _prepare(self) -> None:
-        """What no copy may hold: other blocks than the first of each structure, values, hooks."""
-        if self._kept:
-            return
-        firsts = {block.structure: block.path for block in self.transformer.representatives()}
-        paths = [(b.path, firsts[b.structure]) for b in self.transformer.blocks if firsts[b.structure] != b.path]
-        self._repeats = {path: (self.model.get_submodule(path), like) for path, like in paths}
-        self._paths = dict(self.model.named_modules(memo={block for block, _ in self._repeats.values()}))
-        self._kept = list(self._paths.values())
-        for place in places_of(self._paths.items(), attributes=True):
+    @cached_property
+    def _tensors(self) -> dict[int, torch.Tensor]:
+        """What copies hold in the place of each of the model's own, by its id."""
+        found: dict[int, torch.Tensor] = {}
+        for place in places_of(self.kept.items(), attributes=True):
             empty = torch.empty(place.tensor.shape, dtype=place.tensor.dtype, device="meta")
             is_parameter = isinstance(place.tensor, nn.Parameter)
-            self._tensors[id(place.tensor)] = nn.Parameter(empty, requires_grad=False) if is_parameter else empty
+            found[id(place.tensor)] = nn.Parameter(empty, requires_grad=False) if is_parameter else empty
+        return found
 
 
 class _Repeat(nn.Module):

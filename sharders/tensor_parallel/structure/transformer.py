@@ -97,6 +97,11 @@ class Transformer:
         return [blocks[0] for blocks in self.by_structure()]
 
 
+def below(path: str, outer: str) -> str:
+    """The path relative to `outer`, which it is inside of."""
+    return path.removeprefix(outer).removeprefix(".")
+
+
 def outward(path: str) -> Iterator[str]:
     """The path itself, its parent, ... and the model."""
     while path:
