@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -335,6 +336,18 @@ def _refused_on_every_rank() -> None:
 
 def test_a_plan_that_is_wrong_is_refused_on_every_rank_and_nothing_is_changed() -> None:
     run_ranks(2, _refused_on_every_rank)
+
+
+def test_dropout_is_off_in_a_proof_whatever_the_configuration_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return self.w2(F.dropout(F.silu(self.w1(x)) * self.w3(x), self.args.ffn_dropout, self.training))
+
+    monkeypatch.setattr(SwiGLU, "forward", forward)
+    model, args = Llama(), SimpleNamespace(ffn_dropout=0.5)
+    for layer in model.layers:
+        layer.feed_forward.args = args
+    found = place(model)
+    assert found.styles["layers.0.feed_forward.w2"] == "rowwise" and args.ffn_dropout == 0.5
 
 
 def test_proofs_leave_no_trace() -> None:
