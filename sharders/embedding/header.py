@@ -16,7 +16,7 @@ import torch
 
 from dmp import InputError, ranks
 from sharders.channel import Channel
-from sharders.embedding.input_faults import Fault, Kind
+from sharders.embedding.input_faults import Fault, Kind, packed, unpacked
 
 _WORDS = 11
 """Fingerprint, number of the entry, digest of backward passes; batch size, words, flags, checksum; fault (4)."""
@@ -49,17 +49,16 @@ class Header:
 
     def packed(self, *before: int) -> list[int]:
         """As integers, behind these three of the call."""
-        fault = self.fault.packed() if self.fault else [0, 0, 0, 0]
         flags = self.is_training + 2 * self.is_weighted + 4 * self.wants_weight_gradient
         batch_size = self.batch_sizes[0] if len(self.batch_sizes) == 1 else _PER_FEATURE
-        return [*before, batch_size, self.words, flags, self.checksum, *fault]
+        return [*before, batch_size, self.words, flags, self.checksum, *packed(self.fault)]
 
     @staticmethod
     def unpacked(words: Sequence[int]) -> Header:
         """Inverse of `packed`."""
         batch_size, num_words, flags, checksum, *fault = words[3:]
-        found = Fault.unpacked(fault) if fault[0] != Kind.NONE else None
-        return Header((batch_size,), num_words, bool(flags & 1), bool(flags & 2), bool(flags & 4), checksum, found)
+        told = bool(flags & 1), bool(flags & 2), bool(flags & 4)
+        return Header((batch_size,), num_words, *told, checksum, unpacked(fault))
 
     def manner(self) -> str:
         """How the module is called, in words."""
@@ -170,11 +169,10 @@ class Handshake:
         """The first fault of any copy: one that goes on alone would wait for the others in the next average."""
         if self.replicas is None:
             return found
-        words = [0] * 5 if found is None else [found[0], *found[1].packed()]
-        mine = torch.tensor(words, dtype=torch.int64, device=device)
-        everyone = self.replicas.all_gather(mine).tolist()
-        told = next((w for w in everyone if w[1] != Kind.NONE), None)
-        return None if told is None else (told[0], Fault.unpacked(told[1:]))
+        rank, fault = found or (0, None)
+        mine = torch.tensor([rank, *packed(fault)], dtype=torch.int64, device=device)
+        told = ((of_rank[0], unpacked(of_rank[1:])) for of_rank in self.replicas.all_gather(mine).tolist())
+        return next(((rank, fault) for rank, fault in told if fault is not None), None)
 
     def _check_same_samples(self, headers: Sequence[Header]) -> None:
         first = {data_rank: rank for rank, data_rank in reversed([*enumerate(self.data_ranks)])}

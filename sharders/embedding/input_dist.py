@@ -64,13 +64,7 @@ class InputDist:
     """
 
     def __init__(
-        self,
-        placement: Placement,
-        peers: Peers,
-        device: torch.device,
-        wide: bool,
-        unpooled: bool,
-        kernel: str | None,
+        self, placement: Placement, peers: Peers, device: torch.device, wide: bool, unpooled: bool, kernel: str | None
     ) -> None:
         self.placement = placement
         self.destinations = peers.table_ranks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import Enum
 
 import torch
 
@@ -16,29 +16,37 @@ DTYPES = (
 )  # fmt: skip
 
 
-class Kind(IntEnum):
-    """What is wrong; the message of each is in `message`."""
+class Kind(Enum):
+    """What is wrong, in the words of its message; its place in this list is the number that travels, from 1 on."""
 
-    NONE = 0
-    ID_RANGE = 1
-    ID_DTYPE = 2
-    LENGTH_NEGATIVE = 3
-    LENGTH_SUM = 4
-    KEY_MISSING = 5
-    WEIGHTS_MISSING = 6
-    WEIGHTS_UNEXPECTED = 7
-    WEIGHTS_LENGTH = 8
-    INPUT_TYPE = 9
-    BATCH_SIZE = 10
-    LENGTH_DTYPE = 11
-    VARIABLE_BATCH = 12
-    SHAPE = 13
-    OFFSETS = 14
-    WEIGHTS_DTYPE = 15
-    FROZEN = 16
-    UNREADABLE = 17
-    LENGTH_LARGE = 18
-    ELSEWHERE = 19
+    ID_RANGE = "feature {feature!r} has id {value}; its table has {expected} rows: ids must be 0..{last}"
+    ID_DTYPE = "ids must be int32 or int64; got {dtype}"
+    LENGTH_NEGATIVE = "feature {feature!r} has a negative length {value}; lengths must be >= 0"
+    LENGTH_LARGE = "feature {feature!r} has a length {value}, but there are {expected} ids in all"
+    LENGTH_SUM = "lengths sum to {value}, but there are {expected} ids; the two must be equal"
+    LENGTH_DTYPE = "lengths and offsets must be int32 or int64; got {dtype}"
+    KEY_MISSING = "feature {feature!r} is missing from the batch, which has {value} keys"
+    WEIGHTS_MISSING = "the module is weighted, but the batch has no weights"
+    WEIGHTS_UNEXPECTED = "the batch has weights, which are for sum pooling only"
+    WEIGHTS_LENGTH = "there are {value} weights for {expected} ids; the two must be equal"
+    WEIGHTS_DTYPE = "weights must be floating point; got {dtype}"
+    INPUT_TYPE = "the input is not of the type that the unsharded module takes"
+    BATCH_SIZE = "there are {value} lengths, which is not a multiple of the {expected} keys"
+    VARIABLE_BATCH = (
+        "feature {feature!r} has batch size {value}, others have {expected}; "
+        "a batch size of its own for each feature is not supported"
+    )
+    SHAPE = "the input has {value} dims; expected 2, or 1 with offsets"
+    OFFSETS = "offsets must begin at 0, not decrease, and not pass the {expected} ids; found {value}"
+    FROZEN = (
+        "requires_grad of the table of feature {feature!r} has changed since it was wrapped; freeze "
+        "tables before wrapping, or all of the module's at once"
+    )
+    UNREADABLE = "it cannot be read; that rank's own error says why"
+    ELSEWHERE = (
+        "it and the ranks of its copy of the tables call different modules, or in different ways; "
+        "their own error says how"
+    )
 
 
 @dataclass
@@ -50,56 +58,32 @@ class Fault(Exception):
     value: int = 0
     expected: int = 0
 
-    def packed(self) -> list[int]:
-        """As the four integers that travel."""
-        return [int(self.kind), self.feature, self.value, self.expected]
-
-    @staticmethod
-    def unpacked(words: Sequence[int]) -> Fault:
-        """Inverse of `packed`."""
-        return Fault(Kind(words[0]), words[1], words[2], words[3])
-
     def error(self, names: Sequence[str], where: str, rank: int) -> InputError:
         """The error that every rank raises."""
-        feature = names[self.feature] if 0 <= self.feature < len(names) else "?"
-        return InputError(f"bad batch for {where} on rank {rank}: {self.message(feature)}")
-
-    def message(self, feature: str) -> str:
-        """In words."""
         value, expected = self.value, self.expected
-        texts = {
-            Kind.ID_RANGE: f"feature {feature!r} has id {value}; its table has {expected} rows: "
-            f"ids must be 0..{expected - 1}",
-            Kind.ID_DTYPE: f"ids must be int32 or int64; got {dtype_at(value)}",
-            Kind.LENGTH_NEGATIVE: f"feature {feature!r} has a negative length {value}; lengths must be >= 0",
-            Kind.ELSEWHERE: "it and the ranks of its copy of the tables call different modules, or in different ways; "
-            "their own error says how",
-            Kind.LENGTH_LARGE: f"feature {feature!r} has a length {value}, but there are {expected} ids in all",
-            Kind.LENGTH_SUM: f"lengths sum to {value}, but there are {expected} ids; the two must be equal",
-            Kind.KEY_MISSING: f"feature {feature!r} is missing from the batch, which has {value} keys",
-            Kind.WEIGHTS_MISSING: "the module is weighted, but the batch has no weights",
-            Kind.WEIGHTS_UNEXPECTED: "the batch has weights, which are for sum pooling only",
-            Kind.WEIGHTS_LENGTH: f"there are {value} weights for {expected} ids; the two must be equal",
-            Kind.INPUT_TYPE: "the input is not of the type that the unsharded module takes",
-            Kind.BATCH_SIZE: f"there are {value} lengths, which is not a multiple of the {expected} keys",
-            Kind.LENGTH_DTYPE: f"lengths and offsets must be int32 or int64; got {dtype_at(value)}",
-            Kind.VARIABLE_BATCH: f"feature {feature!r} has batch size {value}, others have {expected}; "
-            "a batch size of its own for each feature is not supported",
-            Kind.SHAPE: f"the input has {value} dims; expected {'2, or 1 with offsets' if expected == 1 else expected}",
-            Kind.OFFSETS: f"offsets must begin at 0, not decrease, and not pass the {expected} ids; found {value}",
-            Kind.FROZEN: f"requires_grad of the table of feature {feature!r} has changed since it was wrapped; freeze "
-            "tables before wrapping, or all of the module's at once",
-            Kind.UNREADABLE: "it cannot be read; that rank's own error says why",
-            Kind.WEIGHTS_DTYPE: f"weights must be floating point; got {dtype_at(value)}",
-        }
-        return texts[self.kind]
+        message = self.kind.value.format(
+            feature=names[self.feature] if 0 <= self.feature < len(names) else "?",
+            value=value,
+            expected=expected,
+            last=expected - 1,
+            dtype=DTYPES[value] if 0 <= value < len(DTYPES) else "another dtype",
+        )
+        return InputError(f"bad batch for {where} on rank {rank}: {message}")
+
+
+def packed(fault: Fault | None) -> list[int]:
+    """As the four integers that travel; without a fault the first is 0."""
+    if fault is None:
+        return [0, 0, 0, 0]
+    return [1 + [*Kind].index(fault.kind), fault.feature, fault.value, fault.expected]
+
+
+def unpacked(words: Sequence[int]) -> Fault | None:
+    """Inverse of `packed`."""
+    number, feature, value, expected = words
+    return Fault([*Kind][number - 1], feature, value, expected) if number else None
 
 
 def dtype_index(dtype: torch.dtype) -> int:
     """Position in `DTYPES`, -1 for another."""
     return DTYPES.index(dtype) if dtype in DTYPES else -1
-
-
-def dtype_at(index: int) -> str:
-    """Name of a dtype that travelled as its position."""
-    return str(DTYPES[index]) if 0 <= index < len(DTYPES) else "another dtype"

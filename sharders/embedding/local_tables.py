@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -57,11 +57,8 @@ class TableStore:
             table = placement.tables[index]
             keys.setdefault((placement.is_local[index], table.bank_key), []).append(index)
         self.tbes = [self._make(tables, is_local, device) for (is_local, _), tables in keys.items()]
-        self.parameters: list[nn.Parameter] = [nn.Parameter(torch.empty(0))] * len(placement.tables)
-        for tbe in self.tbes:
-            for i, index in enumerate(tbe.tables):
-                view = tbe.bank.table_view(i, placement.tables[index].dim)
-                self.parameters[index] = nn.Parameter(view, requires_grad=placement.tables[index].trainable)
+        of_tables = zip(self._views(), placement.tables, strict=True)
+        self.parameters = [nn.Parameter(view, table.trainable) for view, table in of_tables]
         self._settle()
 
     def _settle(self) -> None:
@@ -78,9 +75,10 @@ class TableStore:
         """
         if [p.data_ptr() for p in self.parameters] == self._addresses:
             return
-        for index, bank, i, chunks, offsets in self.views():
-            parameter, table = self.parameters[index], self.placement.tables[index]
-            view, given = bank.table_view(i, table.dim), parameter.data
+        views = self._views()
+        for index, bank, i in self._places():
+            parameter, table, view = self.parameters[index], self.placement.tables[index], views[index]
+            given = parameter.data
             if given.data_ptr() == view.data_ptr():
                 continue
             parameter.data = view
@@ -93,7 +91,7 @@ class TableStore:
             if given.shape == view.shape:
                 view.copy_(given)
             else:
-                self._chunked(index, chunks, offsets).fill_from(given)
+                self._chunked(index, bank, i).fill_from(given)
 
     @property
     def sharded(self) -> list[TBE]:
@@ -105,25 +103,29 @@ class TableStore:
         """TBEs of tables that are whole on every rank."""
         return [tbe for tbe in self.tbes if tbe.is_local]
 
-    def views(self) -> Iterator[tuple[int, Bank, int, list[torch.Tensor], list[tuple[int, int]]]]:
-        """(table, bank, index in the bank, views of its chunks, their offsets) of every table."""
+    def _places(self) -> Iterator[tuple[int, Bank, int]]:
+        """(table, its bank, its index there) of every table."""
         for tbe in self.tbes:
             for i, index in enumerate(tbe.tables):
-                chunks = [tbe.bank.chunk_view(i, c) for c in range(len(tbe.bank.chunks[i]))]
-                yield index, tbe.bank, i, chunks, self._offsets(index)
+                yield index, tbe.bank, i
+
+    def _views(self) -> list[torch.Tensor]:
+        """For each table what this rank holds of it, as one matrix."""
+        views = {index: bank.table_view(i, self.placement.tables[index].dim) for index, bank, i in self._places()}
+        return [views[index] for index in range(len(views))]
 
     def load_all(self, values: dict[int, torch.Tensor]) -> None:
         """Copy this rank's pieces out of whole tables, by table."""
         with torch.no_grad():
-            for index, _, _, chunks, offsets in self.views():
+            for index, bank, i in self._places():
                 if index in values:
-                    self._chunked(index, chunks, offsets).fill_from(values[index].detach())
+                    self._chunked(index, bank, i).fill_from(values[index].detach())
 
     def chunked_state(self) -> dict[str, ChunkedTensor]:
         """Pieces of every table that is cut, by parameter name, as views."""
         return {
-            self.placement.tables[index].parameter: self._chunked(index, chunks, offsets)
-            for index, _, _, chunks, offsets in self.views()
+            self.placement.tables[index].parameter: self._chunked(index, bank, i)
+            for index, bank, i in self._places()
             if not self._is_whole(index)
         }
 
@@ -134,47 +136,40 @@ class TableStore:
 
     def fused_parameters(self) -> Iterator[FusedParameter]:
         """Tables that are updated in the backward pass."""
-        for tbe in self.tbes:
-            if tbe.bank.spec is None or not tbe.is_trainable:
-                continue
-            for i, index in enumerate(tbe.tables):
+        for index, bank, i in self._places():
+            if bank.spec is not None:
                 table, starts = self.placement.tables[index], self.placement.column_blocks(index)
                 widths = tuple(b - a for a, b in pairwise([*starts, table.dim])) if len(starts) > 1 else None
-                state = self._state_of(tbe.bank, i, index)
-                yield FusedParameter(table.parameter, self.parameters[index], tbe.bank.options, state, widths)
+                state = self._state_of(bank, i, index)
+                yield FusedParameter(table.parameter, self.parameters[index], bank.options, state, widths)
 
     def apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace all storage by `fn` of it (a move to another device); the parameters stay the same objects."""
         for tbe in self.tbes:
             tbe.bank.apply(fn)
             tbe.lookup = kernels.compile_lookup(tbe.bank, tbe.lookup.ranges, self.kernel)
-            for i, index in enumerate(tbe.tables):
-                self.parameters[index].data = tbe.bank.table_view(i, self.placement.tables[index].dim)
+        for parameter, view in zip(self.parameters, self._views(), strict=True):
+            parameter.data = view
         self._settle()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TableStore:
-        new = type(self).__new__(type(self))
-        new.placement, new.rank, new.kernel = self.placement, self.rank, self.kernel
-        new.parameters = list(self.parameters)
+        new = copy.copy(self)
         new.tbes = []
         for old in self.tbes:
             # The copy's optimizer names its own parameters, which do not exist yet.
             memo[id(old.bank.options)] = {k: v for k, v in old.bank.options.items() if k != "params"}
             bank = copy.deepcopy(old.bank, memo)
             lookup = kernels.compile_lookup(bank, old.lookup.ranges, self.kernel)
-            tbe = TBE(bank, lookup, old.tables, old.slots, old.features, old.is_local, old.is_trainable)
-            new.tbes.append(tbe)
-            for i, index in enumerate(tbe.tables):
-                view = bank.table_view(i, self.placement.tables[index].dim)
-                parameter = nn.Parameter(view, requires_grad=self.parameters[index].requires_grad)
-                memo[id(self.parameters[index])] = new.parameters[index] = parameter
+            new.tbes.append(replace(old, bank=bank, lookup=lookup))
+        of_tables = zip(new._views(), self.parameters, strict=True)
+        new.parameters = [nn.Parameter(view, parameter.requires_grad) for view, parameter in of_tables]
+        memo.update(zip(map(id, self.parameters), new.parameters, strict=True))
         new._settle()
         return new
 
     def _make(self, tables: list[int], is_local: bool, device: torch.device) -> TBE:
-        placement = self.placement
+        placement, chunks = self.placement, self.placement.chunks[self.rank]
         first = placement.tables[tables[0]]
-        chunks = placement.chunks[self.rank]
         shapes = [
             [(placement.tables[t].rows, placement.tables[t].dim)] if is_local else [s.sizes for s in chunks[t]]
             for t in tables
@@ -182,33 +177,26 @@ class TableStore:
         spec = first.optimizer if first.trainable else None
         bank = Bank([[(s[0], s[1]) for s in of_table] for of_table in shapes], first.dtype, device, spec)
         where = {index: i for i, index in enumerate(tables)}
-        if is_local:
-            features = [f.index for f in placement.local_features if f.table in where]
-            picked = [
-                (where[t], 0, 0, placement.tables[t].rows) for t in (placement.features[f].table for f in features)
-            ]
-            slots = range(0)
-        else:
-            features = []
-            mine = [i for i, s in enumerate(placement.slots[self.rank]) if s.table in where]
-            slots = range(mine[0], mine[-1] + 1) if mine else range(0)
-            assert len(slots) == len(mine), "slots of one bank must be one run"
-            picked = [
-                (where[s.table], s.chunk, s.first_row, s.rows) for s in (placement.slots[self.rank][i] for i in mine)
-            ]
-        ranges = [RowRange(bank.chunks[t][c], row, rows) for t, c, row, rows in picked]
+        # A local table has no slots; its features stand for them.
+        features = [f for f in placement.features if is_local and f.table in where]
+        ranges = [RowRange(bank.chunks[where[f.table]][0], 0, placement.tables[f.table].rows) for f in features]
+        mine = [(i, slot) for i, slot in enumerate(placement.slots[self.rank]) if slot.table in where]
+        ranges += [RowRange(bank.chunks[where[s.table]][s.chunk], s.first_row, s.rows) for _, s in mine]
+        slots = range(mine[0][0], mine[-1][0] + 1) if mine else range(0)
+        assert len(slots) == len(mine), "slots of one bank must be one run"
         lookup = kernels.compile_lookup(bank, ranges, self.kernel)
-        return TBE(bank, lookup, tables, slots, features, is_local, first.trainable)
+        return TBE(bank, lookup, tables, slots, [f.index for f in features], is_local, first.trainable)
 
     def _offsets(self, index: int) -> list[tuple[int, int]]:
         if self.placement.is_local[index]:
             return [(0, 0)]
         return [(s.offsets[0], s.offsets[1]) for s in self.placement.chunks[self.rank][index]]
 
-    def _chunked(self, index: int, chunks: list[torch.Tensor], offsets: list[tuple[int, int]]) -> ChunkedTensor:
-        table = self.placement.tables[index]
-        parameter = self.parameters[index]
-        return ChunkedTensor((table.rows, table.dim), chunks, offsets, parameter.dtype, parameter.device)
+    def _chunked(self, index: int, bank: Bank, i: int) -> ChunkedTensor:
+        """What this rank holds of a table, as views."""
+        table, parameter = self.placement.tables[index], self.parameters[index]
+        chunks = [bank.chunk_view(i, c) for c in range(len(bank.chunks[i]))]
+        return ChunkedTensor((table.rows, table.dim), chunks, self._offsets(index), parameter.dtype, parameter.device)
 
     def _state_of(self, bank: Bank, i: int, index: int) -> Callable[[], dict[str, torch.Tensor]]:
         """Live optimizer state of a table, in the unsharded shape.

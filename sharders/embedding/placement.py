@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import torch
 
@@ -102,22 +102,16 @@ class Placement:
         self.tables = list(tables)
         self.shards = [lay.shards((t.rows, t.dim), env) for t, lay in zip(tables, layouts, strict=True)]
         self.is_local = [is_replicated(s, (t.rows, t.dim)) for t, s in zip(tables, self.shards, strict=True)]
-        self.features: list[Feature] = []
-        for index, table in enumerate(self.tables):
-            for name in table.features:
-                self.features.append(Feature(len(self.features), name, index))
-        by_table: list[list[Feature]] = [[] for _ in self.tables]
-        for feature in self.features:
-            by_table[feature.table].append(feature)
+        read = ((name, table) for table, of in enumerate(self.tables) for name in of.features)
+        self.features = [Feature(index, name, table) for index, (name, table) in enumerate(read)]
+        by_table = {table: list(of_table) for table, of_table in groupby(self.features, lambda f: f.table)}
         self.row_blocks: list[list[tuple[int, int]]] = [[] for _ in self.tables]
         self.slots: list[list[Slot]] = [[] for _ in range(env.table_size)]
         self.chunks: list[list[list[Shard]]] = [[[] for _ in self.tables] for _ in range(env.table_size)]
-        self.local_features = [f for f in self.features if self.is_local[f.table]]
         # Tables that are stored together are adjacent, so that a bank's slots are one run.
-        order = sorted(range(len(self.tables)), key=lambda i: self.tables[i].bank_key)
-        for index in order:
+        for index in sorted(range(len(self.tables)), key=lambda i: self.tables[i].bank_key):
             if not self.is_local[index]:
-                self._place(index, by_table[index])
+                self._place(index, by_table.get(index, []))
         if unpooled:
             for slots in self.slots:
                 slots.sort(key=lambda s: (self.tables[s.table].bank_key, s.width))

@@ -53,10 +53,7 @@ class ShardedEmbeddingBag(_ShardedPlain):
     include_last_offset: bool
 
     def ids_of(
-        self,
-        input: torch.Tensor,
-        offsets: torch.Tensor | None = None,
-        per_sample_weights: torch.Tensor | None = None,
+        self, input: torch.Tensor, offsets: torch.Tensor | None = None, per_sample_weights: torch.Tensor | None = None
     ) -> Ids:
         """Those of (B, n) ids, or of (N,) ids with offsets."""
         ids, weights = input, per_sample_weights
@@ -70,7 +67,7 @@ class ShardedEmbeddingBag(_ShardedPlain):
         elif ids.dim() == 1 and offsets is not None:
             lengths = self._lengths(offsets, ids.numel())
         else:
-            raise Fault(Kind.SHAPE, value=ids.dim(), expected=1)
+            raise Fault(Kind.SHAPE, value=ids.dim())
         ids, weights = ids.reshape(-1), None if weights is None else weights.reshape(-1)
         if self.padding_idx is not None:
             kept = (ids != self.padding_idx).nonzero().squeeze(1)  # waits for the device, which must tell how many

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,28 +37,25 @@ from sharders.embedding.unread_weight import Unread
 InitFn = Callable[[torch.Tensor], Any]
 
 
-@dataclass
-class Watch:
-    """The engine whose tables' parameters are not read inside the model's forward, and what to do about a read."""
-
-    engine: Engine
-    way_out: str
-
-
 class Watched(nn.Module):
-    """Holds tables' parameters: inside the model's forward each is an `Unread`. The lookup takes them elsewhere."""
+    """Holds tables' parameters: inside the model's forward each is an `Unread`. The lookup takes them elsewhere.
 
-    def __init__(self) -> None:
+    Args:
+        engine: whose tables they are.
+        way_out: what to do about a read, for its message.
+    """
+
+    def __init__(self, engine: Engine, way_out: str) -> None:
         super().__init__()
-        self._watch: Watch | None = None
+        self._engine, self._way_out = engine, way_out
         self._tables: dict[str, int] = {}  # parameter -> its table
 
     @property
     def _parameters(self) -> dict[str, nn.Parameter | None]:
         """What torch's `parameters()` goes through."""
         held: dict[str, Any] = self.__dict__["_parameters"]
-        watch: Watch | None = self.__dict__.get("_watch")
-        if watch is None or not watch.engine.calls.is_forward:
+        engine: Engine | None = self.__dict__.get("_engine")  # not there yet while torch makes the module
+        if engine is None or not engine.calls.is_forward:
             return held
         return {name: self._unread(name, parameter) for name, parameter in held.items()}
 
@@ -69,18 +65,17 @@ class Watched(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
-        if name in self.__dict__["_parameters"] and self._watch and self._watch.engine.calls.is_forward:
+        if name in self.__dict__["_parameters"] and self._engine.calls.is_forward:
             return self._unread(name, value)
         return value
 
     def _unread(self, name: str, parameter: Any) -> Any:
-        assert self._watch is not None
-        engine = self._watch.engine
+        engine = self._engine
         table = engine.tables[self._tables[name]]
         if engine.env.size == 1 and table.optimizer is None:
             return parameter  # the whole table, whose gradient is whole
         path = f"{engine.name}.{table.parameter}" if engine.name else table.parameter
-        return Unread.of(parameter, (table.rows, table.dim), path, self._watch.way_out)
+        return Unread.of(parameter, (table.rows, table.dim), path, self._way_out)
 
 
 class Holder(Watched):
@@ -130,19 +125,29 @@ class TableModule(Watched):
         device: torch.device,
         **options: Any,
     ) -> None:
-        super().__init__()
         layouts = [plan[t.parameter].layout for t in tables]
-        self._engine = Engine(tables, layouts, env, device, **options)
+        super().__init__(Engine(tables, layouts, env, device, **options), self.way_out)
         values = {i: original.get_parameter(t.parameter) for i, t in enumerate(tables)}
         self._engine.store.load_all({i: v for i, v in values.items() if not v.is_meta})
         for fused in self._engine.store.fused_parameters():
             _carry_state(original.get_parameter(fused.name), fused)
-        watch = Watch(self._engine, self.way_out)
         for index, parameter in enumerate(self._engine.store.parameters):
-            holder = _place(self, tables[index].parameter, parameter, original)
-            holder._watch = watch
-            holder._tables[tables[index].parameter.rpartition(".")[2]] = index
+            self._place(index, parameter, original)
         self._tell_places()
+
+    def _place(self, index: int, parameter: nn.Parameter, original: nn.Module) -> None:
+        """Under its name, in dicts of modules where the original has them, so that code reads it as before."""
+        *path, name = self._engine.tables[index].parameter.split(".")
+        module: nn.Module = self
+        for part in path:
+            original = original.get_submodule(part)
+            if part not in module._modules:
+                is_dict = isinstance(original, nn.ModuleDict)
+                module.add_module(part, nn.ModuleDict() if is_dict else Holder(self._engine, self.way_out))
+            module = module.get_submodule(part)
+        assert isinstance(module, Watched)
+        module.register_parameter(name, parameter)
+        module._tables[name] = index
 
     def _tell_places(self) -> None:
         """Where its parameters stand in this module, so that the engine sees when one is replaced."""
@@ -302,19 +307,3 @@ def _carry_state(original: nn.Parameter, fused: FusedParameter) -> None:
             target.fill_from(value)
         else:
             target.copy_(value)
-
-
-def _place(root: Watched, name: str, parameter: nn.Parameter, original: nn.Module) -> Watched:
-    """Under its name, in dicts of modules where the original has them, so that code reads it as before."""
-    *path, last = name.split(".")
-    module: nn.Module = root
-    for part in path:
-        original = original.get_submodule(part)
-        if part not in module._modules:
-            module.add_module(part, nn.ModuleDict() if isinstance(original, nn.ModuleDict) else Holder())
-        child = module._modules[part]
-        assert child is not None
-        module = child
-    assert isinstance(module, Watched)
-    module.register_parameter(last, parameter)
-    return module
