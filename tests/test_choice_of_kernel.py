@@ -93,5 +93,8 @@ def test_a_named_kernel_that_does_not_fit_says_why() -> None:
         wrapped("counting", 8)
     with pytest.raises(ShardError, match=r"'counting', 'fbgemm', 'torch'.*got 'triton'"):
         wrapped("triton", 4)
+    model = wrapped("fbgemm", 4)
     with pytest.raises(ShardError, match=r"float64 on cpu.*kernel='torch'"):
-        wrapped("fbgemm", 4).double()
+        model.double()
+    assert model.state_dict()["weight"].dtype == torch.float32
+    assert model(torch.tensor([[1, 2]])).dtype == torch.float32

@@ -12,6 +12,7 @@ from torch import nn
 import dmp
 from dmp import DistributedModelParallel, ShardError, row_wise, table_wise
 from planner import ShardingPlanner
+from sharders import EmbeddingBagSharder
 from sharders.embedding.lookup.optimizers import (
     OPTIMIZERS,
     OptimizerSpec,
@@ -225,3 +226,24 @@ def test_another_optimizer_is_registered_in_a_few_lines() -> None:
             torch.testing.assert_close(weights[name], p.detach())
             assert torch.equal(state[name]["moves"], cast(torch.Tensor, optimizer.state[p]["moves"]))
         assert more == [8 * 4, 8 * (3 + 5)]  # 8 bytes of state for each row
+
+
+def averaged_by_sign(batches: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    register_optimizer(SIGN_SGD)
+    try:
+        module, env = two_tables()[0], env_of("replicate2")
+        _apply_optimizer_in_backward(SignSGD, list(module.parameters()), {"lr": 0.1})
+        model = DistributedModelParallel(
+            module, env, plan={"weight": table_wise(0)}, sharders=[EmbeddingBagSharder(sync_interval=2)]
+        )
+        steps_by_sign(model, [*batches[:, env.rank]], model.fused_optimizer)
+        return model.state_dict()["weight"], model.fused_optimizer.state_dict()["state"]["weight"]["moves"]
+    finally:
+        del OPTIMIZERS["sign_sgd"]
+
+
+def test_integer_state_is_not_averaged_with_the_weights() -> None:
+    batches = torch.tensor([[[[0, 1]], [[2, 2]]], [[[0, 3]], [[2, 4]]]])
+    (first, moves), (second, of_second) = run_ranks(2, averaged_by_sign, batches)
+    assert torch.equal(first, second)
+    assert (moves.tolist(), of_second.tolist()) == ([2, 1, 0, 1, 0, 0, 0], [0, 0, 2, 0, 1, 0, 0])

@@ -144,7 +144,14 @@ class TableStore:
                 yield FusedParameter(table.parameter, self.parameters[index], bank.options, state, widths)
 
     def apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Replace all storage by `fn` of it (a move to another device); the parameters stay the same objects."""
+        """Replace all storage by `fn` of it (a move to another device); the parameters stay the same objects.
+
+        Raises:
+            ShardError: the kernel that is named cannot be used for what `fn` gives; nothing was replaced.
+        """
+        for tbe in self.tbes:
+            moved = fn(tbe.bank.weights.new_empty(0))
+            kernels.choose_kernel(moved.device, moved.dtype, tbe.bank.spec, tbe.lookup.ranges, self.kernel)
         for tbe in self.tbes:
             tbe.bank.apply(fn)
             tbe.lookup = kernels.compile_lookup(tbe.bank, tbe.lookup.ranges, self.kernel)

@@ -102,7 +102,8 @@ class Replicas:
             return
         for tbe in self.store.tbes:
             if tbe.is_trainable and int(tbe.bank.steps[0]) % self.sync_interval == 0:
-                for tensor in (tbe.bank.weights, *tbe.bank.state.values()):
+                tensors = (tbe.bank.weights, *tbe.bank.state.values())
+                for tensor in filter(torch.is_floating_point, tensors):  # integers count: each replica its own
                     self.peers.replicas.sum(tensor)
                     tensor.div_(self.peers.replicas.size)
 

@@ -207,8 +207,6 @@ def _regions(chunks: Sequence[Sequence[Chunk]]) -> dict[int, Region]:
                 first = c.element_offset // c.width
                 entries.append((first, c.row_offset - first, table))
     return {
-        width: Region(width, *(tuple(column) for column in zip(*sorted(entries), strict=True)))
-        if entries
-        else Region(width, (), (), ())
+        width: Region(width, *zip(*sorted(entries), strict=True)) if entries else Region(width, (), (), ())
         for width, entries in by_width.items()
     }

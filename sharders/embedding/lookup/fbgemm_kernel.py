@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 import torch
@@ -49,46 +49,48 @@ class _Features:
 
     placements: Tensor
     ones: Tensor
-    num_columns: int
     max_width: int
     max_rows: int
 
 
 def _features(ranges: Sequence[RowRange]) -> _Features:
-    cpu = torch.device("cpu")  # whatever the default device is
     # Each distinct range's rows follow those of the one before; equal ranges, which are adjacent, begin alike.
-    distinct = [r for r, before in zip(ranges, [None, *ranges], strict=False) if r != before]
-    assert len({r for r in distinct if r.rows}) == sum(r.rows > 0 for r in distinct), "equal row ranges not adjacent"
     cumsum, total_rows = [], 0
-    for r, before in zip(ranges, [ranges[0], *ranges], strict=False):
-        total_rows += max(before.rows, 1) if r != before else 0
-        cumsum.append(total_rows)
-    columns = [0, *accumulate(r.chunk.width for r in ranges)]
-    return _Features(
-        weights_offsets=torch.tensor(
-            [r.chunk.element_offset + r.first_row * r.chunk.width for r in ranges], device=cpu
-        ),
-        state_offsets=torch.tensor([r.chunk.row_offset + r.first_row for r in ranges], device=cpu),
-        column_offsets=torch.tensor(columns, dtype=torch.int32, device=cpu),
-        hash_size_cumsum=torch.tensor([*cumsum, total_rows + max(ranges[-1].rows, 1)], device=cpu),
-        placements=torch.zeros(len(ranges), dtype=torch.int32, device=cpu),
-        ones=torch.ones(len(ranges), dtype=torch.float32, device=cpu),
-        num_columns=columns[-1],
-        max_width=max(r.chunk.width for r in ranges),
-        max_rows=max(r.rows for r in ranges),
-    )
+    for r, equal in groupby(ranges):
+        cumsum += [total_rows for _ in equal]
+        total_rows += max(r.rows, 1)
+    filled = [r for r, _ in groupby(ranges) if r.rows]
+    assert len(set(filled)) == len(filled), "equal row ranges not adjacent"
+    columns = [*accumulate((r.chunk.width for r in ranges), initial=0)]
+    with torch.device("cpu"):  # whatever the default device is
+        return _Features(
+            weights_offsets=torch.tensor([r.chunk.element_offset + r.first_row * r.chunk.width for r in ranges]),
+            state_offsets=torch.tensor([r.chunk.row_offset + r.first_row for r in ranges]),
+            column_offsets=torch.tensor(columns, dtype=torch.int32),
+            hash_size_cumsum=torch.tensor([*cumsum, total_rows]),
+            placements=torch.zeros(len(ranges), dtype=torch.int32),
+            ones=torch.ones(len(ranges), dtype=torch.float32),
+            max_width=max(r.chunk.width for r in ranges),
+            max_rows=max(r.rows for r in ranges),
+        )
 
 
 def _region_features(bank: Bank, width: int) -> tuple[_Features, int] | None:
-    """A region as one table, and its first row; None where FBGEMM cannot address its row-wise state."""
+    """A region as one table, and its first row; None where FBGEMM cannot update it or address its row-wise state."""
     region = bank.regions[width]
     chunks = [c for table in bank.chunks for c in table if c.width == width and c.rows]
     if not chunks or len(set(region.row_shifts)) > 1:
         return None
-    first = min(chunks, key=lambda c: c.element_offset)
-    last = max(chunks, key=lambda c: c.element_offset)
-    num_rows = (last.element_offset - first.element_offset) // width + last.rows
-    return _features([RowRange(first, 0, num_rows)]), region.first_rows[0]
+    chunks.sort(key=lambda c: c.element_offset)
+    num_rows = (chunks[-1].element_offset - chunks[0].element_offset) // width + chunks[-1].rows
+    features = _features([RowRange(chunks[0], 0, num_rows)])
+    return (features, region.first_rows[0]) if _can_update(bank, features) else None
+
+
+def _can_update(bank: Bank, features: _Features) -> bool:
+    """Whether FBGEMM can update these features with the bank's optimizer."""
+    fits = features.max_rows < _MAX_ROWS and features.max_width <= _MAX_WIDTH
+    return bank.spec is not None and bank.spec.optimizer.fbgemm is not None and fits
 
 
 class FbgemmLookup(TorchLookup):
@@ -101,6 +103,7 @@ class FbgemmLookup(TorchLookup):
         super().__init__(bank, ranges)
         self._features = _features(self.ranges) if ranges else None
         self._regions = {width: _region_features(bank, width) for width in bank.regions}
+        self._updates = self._features is not None and _can_update(bank, self._features)
         self._one_table = self._features_share_tables()
 
     def pooled(self, ids: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -111,7 +114,7 @@ class FbgemmLookup(TorchLookup):
             self.bank.weights,
             features.weights_offsets,
             features.column_offsets,
-            features.num_columns,
+            self.num_columns,
             features.hash_size_cumsum,
             ids,
             offsets,
@@ -123,15 +126,14 @@ class FbgemmLookup(TorchLookup):
 
     def update_pooled(self, grad: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None = None) -> None:
         features = self._features
-        if features is None or not self._updates(features):
+        if features is None or not self._updates:
             super().update_pooled(grad, ids, offsets, weights)
         elif ids.numel():
             if self._one_table is not None:
-                table, first_row = self._one_table
-                rows, grads = self.as_one_range(grad, ids, offsets)
-                _update(self.bank, table, grads, rows.sub_(first_row), offsets, weights)
-            else:
-                _update(self.bank, features, grad, ids, offsets, weights)
+                features, first_row = self._one_table
+                ids, grad = self.as_one_range(grad, ids, offsets)
+                ids.sub_(first_row)
+            _update(self.bank, features, grad, ids, offsets, weights)
 
     def gradient_pooled(self, grad: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Tensor:
         """FBGEMM's dense gradient; it neither sorts nor reads the weights."""
@@ -161,7 +163,7 @@ class FbgemmLookup(TorchLookup):
     def update_rows(self, grad: Tensor, ids: Tensor, segments: Segments) -> None:
         region = self.region_of(segments)
         table = self._regions[region.width] if region else None
-        if table is None or not self._updates(table[0]):
+        if table is None:
             super().update_rows(grad, ids, segments)
         elif ids.numel():
             features, first_row = table
@@ -179,14 +181,7 @@ class FbgemmLookup(TorchLookup):
         kind = self.bank.spec.kind if self.bank.spec else None
         if not shared or len(widths) > 1 or kind != "rowwise_adagrad":
             return None
-        table = self._regions[widths.pop()]
-        return table if table is not None and self._updates(table[0]) else None
-
-    def _updates(self, features: _Features) -> bool:
-        """Whether FBGEMM can update these features with the bank's optimizer."""
-        spec = self.bank.spec
-        fits = features.max_rows < _MAX_ROWS and features.max_width <= _MAX_WIDTH
-        return spec is not None and spec.optimizer.fbgemm is not None and fits
+        return self._regions[widths.pop()]
 
 
 def supports(

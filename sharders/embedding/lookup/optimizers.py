@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,8 +58,7 @@ class StateTensor:
         return (rows,) if self.is_row_wise else (rows, width)
 
 
-@dataclass(frozen=True)
-class Rows:
+class Rows(NamedTuple):  # and no dataclass: it is made for every update
     """What an update is given: n distinct rows, out of V rows of width D.
 
     Args:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -31,9 +32,14 @@ class _Group:
     """The row ranges of one width."""
 
     region: Region
-    ranges: tuple[int, ...]
-    columns: tuple[int, ...]
-    """First column of each in the output."""
+    ranges: Tensor
+    """(S,) their indices among all."""
+
+    first_rows: Tensor
+    """(S,) in the region."""
+
+    columns: Tensor
+    """(S * D,) in the output."""
 
 
 @dataclass(frozen=True)
@@ -64,17 +70,16 @@ class TorchLookup:
     def __init__(self, bank: Bank, ranges: Sequence[RowRange]) -> None:
         self.bank = bank
         self.ranges = tuple(ranges)
-        self.num_columns = sum(r.chunk.width for r in ranges)
         self._first_rows = [r.chunk.element_offset // r.chunk.width + r.first_row for r in ranges]
-        by_width: dict[int, list[tuple[int, int]]] = {}
-        column = 0
-        for index, r in enumerate(ranges):
-            by_width.setdefault(r.chunk.width, []).append((index, column))
-            column += r.chunk.width
-        self._groups = [
-            _Group(bank.regions[width], tuple(i for i, _ in members), tuple(c for _, c in members))
-            for width, members in by_width.items()
-        ]
+        *columns, self.num_columns = accumulate((r.chunk.width for r in ranges), initial=0)
+        device = bank.weights.device
+        self._groups = []
+        for width in dict.fromkeys(r.chunk.width for r in ranges):
+            members = [i for i, r in enumerate(ranges) if r.chunk.width == width]
+            of_members = [[i, self._first_rows[i], columns[i]] for i in members]
+            indices, first_rows, first_columns = torch.tensor(of_members, device=device).unbind(1)
+            group_columns = (first_columns.unsqueeze(1) + torch.arange(width, device=device)).flatten()
+            self._groups.append(_Group(bank.regions[width], indices, first_rows, group_columns))
 
     def pooled(self, ids: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Tensor:
         num_bags = self._num_bags(offsets)
@@ -88,7 +93,7 @@ class TorchLookup:
             sums_BSD = sums.view(len(group.ranges), num_bags, group.region.width).transpose(0, 1)
             if len(self._groups) == 1:
                 return sums_BSD.reshape(num_bags, self.num_columns)
-            output_BC.index_copy_(1, self._columns(group, ids.device), sums_BSD.reshape(num_bags, -1))
+            output_BC.index_copy_(1, group.columns, sums_BSD.reshape(num_bags, -1))
         return output_BC
 
     def update_pooled(self, grad: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None = None) -> None:
@@ -153,38 +158,31 @@ class TorchLookup:
     def _cast(self, grad: Tensor) -> Tensor:
         return grad.to(self.bank.weights.dtype)
 
-    def _columns(self, group: _Group, device: torch.device) -> Tensor:
-        """(ranges of the group * D,) columns of the output."""
-        first = torch.tensor(group.columns, device=device).unsqueeze(1)
-        return (first + torch.arange(group.region.width, device=device)).flatten()
-
     def _bags(self, group: _Group, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> _Bags:
         """The ids of a group's ranges; there is at least one bag per range."""
         num_bags = self._num_bags(offsets)
         weights = None if weights is None else self._cast(weights)
         offsets = offsets.long()
         lengths = offsets.diff()
-        first_rows = torch.tensor([self._first_rows[i] for i in group.ranges], device=ids.device)
         bounds = offsets[::num_bags]  # (S + 1,): where each range's ids begin
         if len(self._groups) == 1:
-            rows = torch.repeat_interleave(first_rows, bounds.diff(), output_size=ids.numel())
+            rows = torch.repeat_interleave(group.first_rows, bounds.diff(), output_size=ids.numel())
             return _Bags(rows.add_(ids), lengths, weights, None)
         # The ids of the group's ranges are runs among all ids: their places, run by run, are what is left of a count
         # 0, 1, 2, ... over all runs once each run is shifted to where it begins.
-        members = torch.tensor(group.ranges, device=ids.device)
-        counts = bounds.diff()[members]
+        counts = bounds.diff()[group.ranges]
         ends = counts.cumsum(0)
         num_ids = int(ends[-1])
-        positions = torch.repeat_interleave(bounds[members] - ends + counts, counts, output_size=num_ids)
+        positions = torch.repeat_interleave(bounds[group.ranges] - ends + counts, counts, output_size=num_ids)
         positions += torch.arange(num_ids, device=ids.device)
-        rows = torch.repeat_interleave(first_rows, counts, output_size=num_ids).add_(ids[positions])
-        lengths = lengths.view(-1, num_bags)[members].flatten()
+        rows = torch.repeat_interleave(group.first_rows, counts, output_size=num_ids).add_(ids[positions])
+        lengths = lengths.view(-1, num_bags)[group.ranges].flatten()
         return _Bags(rows, lengths, None if weights is None else weights[positions], positions)
 
     def _bag_gradients(self, group: _Group, grad_BC: Tensor) -> Tensor:
         """(ranges of the group * B, D)."""
         if len(self._groups) > 1:
-            grad_BC = grad_BC.index_select(1, self._columns(group, grad_BC.device))
+            grad_BC = grad_BC.index_select(1, group.columns)
         width = group.region.width
         return self._cast(grad_BC).reshape(-1, len(group.ranges), width).transpose(0, 1).reshape(-1, width)
 
