@@ -18,14 +18,7 @@ import torch
 from dmp import InputError, ShardingEnv, map_nested
 from dmp import ranks as of_all
 from sharders.channel import Channel
-from sharders.embedding.tensor_slice import (
-    Cut,
-    cut_of_lengths,
-    cut_rows,
-    even_cut,
-    gather_rows,
-    tensor_ranks,
-)
+from sharders.embedding.tensor_slice import Cut, cut_of_lengths, cut_rows, even_cut, gather_rows, tensor_ranks
 from sharders.tensor_axis.jagged import Jagged, check_lengths
 
 _SIZES = 62  # in the first exchange of `gather_batch`
@@ -97,7 +90,7 @@ def gather_batch(x: Any, env: ShardingEnv) -> Any:
     for leaf in leaves:
         num = 1 + len(leaf.counts)
         of_leaf, by_rank = [of_rank[:num] for of_rank in by_rank], [of_rank[num:] for of_rank in by_rank]
-        samples, *rows = [_bounds(of_all) for of_all in zip(*of_leaf, strict=True)]
+        samples, *rows = [[*accumulate(of_all, initial=0)] for of_all in zip(*of_leaf, strict=True)]
         starts = accumulate((bounds[-1] for bounds in rows), initial=0)
         cuts.append(leaf.cuts(samples, [[a + b for b in bounds] for a, bounds in zip(starts, rows, strict=False)]))
     return _replace_all(x, leaves, cuts, gather_rows, ranks)
@@ -149,11 +142,6 @@ class _Leaf:
         return [of_lengths, *[rows] * (len(self.tensors) - 1)]
 
 
-def _bounds(counts: Sequence[int]) -> list[int]:
-    """T + 1 bounds from the counts of the ranks."""
-    return [*accumulate(counts, initial=0)]
-
-
 def _replace_all(
     x: Any,
     leaves: Sequence[_Leaf],
@@ -183,7 +171,7 @@ def _leaf(x: Any, path: str) -> _Leaf:
             raise InputError(f"{path} is a tensor of no dims; its dim 0 must be the samples")
         return _Leaf([x], lambda new: new, len(x))
     if isinstance(x, Jagged):
-        return _jagged_leaf(path, x.values, x.lengths, None, 1, lambda lengths, values: Jagged(values, lengths))
+        return _jagged_leaf(path, 1, lambda lengths, values: Jagged(values, lengths), x.lengths, x.values)
     kind: Any = type(x)
     if _has(x, "keys", "values", "length_per_key", "key_dim"):  # KeyedTensor
         if x.key_dim() != 1:
@@ -199,7 +187,8 @@ def _leaf(x: Any, path: str) -> _Leaf:
             return kind(**options, values=values, lengths=lengths, weights=weights)
 
         num_keys = len(options["keys"]) if options else 1
-        return _jagged_leaf(path, x.values(), x.lengths(), x.weights_or_none(), num_keys, build)
+        weights = x.weights_or_none()
+        return _jagged_leaf(path, num_keys, build, x.lengths(), x.values(), *([] if weights is None else [weights]))
     raise InputError(
         f"{path} is of type {kind.__name__}; expected tensors, Jagged pairs, TorchRec's JaggedTensor, "
         "KeyedJaggedTensor or KeyedTensor, None, and dicts, lists and tuples of these"
@@ -207,17 +196,12 @@ def _leaf(x: Any, path: str) -> _Leaf:
 
 
 def _jagged_leaf(
-    path: str,
-    values: torch.Tensor,
-    lengths: torch.Tensor,
-    weights: torch.Tensor | None,
-    num_keys: int,
-    build: Callable[..., Any],
+    path: str, num_keys: int, build: Callable[..., Any], lengths: torch.Tensor, *rows: torch.Tensor
 ) -> _Leaf:
-    check_lengths(lengths, len(values), path)
+    """Of values, and perhaps weights, by key and sample."""
+    check_lengths(lengths, len(rows[0]), path)
     by_key = lengths.reshape(num_keys, -1) if num_keys else lengths.reshape(0, 0)
-    tensors = [lengths.reshape(-1), values, *([] if weights is None else [weights])]
-    return _Leaf(tensors, build, by_key.shape[1], by_key, by_key.sum(1).tolist())
+    return _Leaf([lengths.reshape(-1), *rows], build, by_key.shape[1], by_key, by_key.sum(1).tolist())
 
 
 def _has(x: Any, *methods: str) -> bool:

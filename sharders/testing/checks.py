@@ -32,7 +32,7 @@ from sharders.testing.compare import (
     pieces_of,
     whole_of,
 )
-from sharders.testing.subject import Case, Subject, accepts, planned_sites, sites, with_other_values, without_processes
+from sharders.testing.subject import Case, Subject, accepts, sharded_sites, sites, with_other_values, without_processes
 
 Check = Callable[[Subject, Case], Iterator[str]]
 _STEPS = 3
@@ -130,23 +130,20 @@ def _listed(layouts: Sequence[Layout]) -> str:
 
 def check_shard(subject: Subject, case: Case) -> Iterator[str]:
     """`shard` runs every layout that `layouts` offers, on any ranks, or `accepts` says which it does not run."""
-    for _, site, entries in planned_sites(subject, case):
-        new = subject.sharder.shard(site, entries, subject.env, subject.env.device)
+    for _, _, new, _ in sharded_sites(subject, case):
         if not isinstance(new, nn.Module):
             yield f"expected a module; got {type(new).__name__}"
 
 
 def check_names(subject: Subject, case: Case) -> Iterator[str]:
     """A sharded module has the parameters and buffers of the plain one by name, dtype and requires_grad, no others."""
-    for path, site, entries in planned_sites(subject, case):
-        before = {kind: dict(getattr(site, kind)()) for kind in ("named_parameters", "named_buffers")}
-        new = subject.sharder.shard(site, entries, subject.env, subject.env.device)
-        for kind, expected in before.items():
-            got = dict(getattr(new, kind)())
-            if set(got) != set(expected):
-                missing, added = sorted(set(expected) - set(got)), sorted(set(got) - set(expected))
+    for path, plain, new, _ in sharded_sites(subject, case):
+        for kind in ("named_parameters", "named_buffers"):
+            got, expected = (dict(getattr(module, kind)()) for module in (new, plain))
+            if got.keys() != expected.keys():
+                missing, added = sorted(expected.keys() - got.keys()), sorted(got.keys() - expected.keys())
                 yield f"{kind} of {path!r}: missing {missing}, new {added}"
-            for name in set(got) & set(expected):
+            for name in got.keys() & expected.keys():
                 for what in ("dtype", "requires_grad"):
                     have, want = getattr(got[name], what), getattr(expected[name], what)
                     if have != want:
@@ -157,15 +154,13 @@ def check_names(subject: Subject, case: Case) -> Iterator[str]:
 
 def check_pieces(subject: Subject, case: Case) -> Iterator[str]:
     """`chunked_state` gives, as views of the local parameter, exactly the plan's rectangles of this rank."""
-    for _, site, entries in planned_sites(subject, case):
-        shapes = {name: tuple(p.shape) for name, p in site.named_parameters()}
-        new = subject.sharder.shard(site, entries, subject.env, subject.env.device)
+    for _, plain, new, plan in sharded_sites(subject, case):
         local = dict(new.named_parameters())
         state = {**local, **(new.chunked_state() if isinstance(new, ShardedModule) else {})}
-        for name, entry in entries.items():
-            shards = entry.layout.shards(shapes[name], subject.env)
-            mine = [s for s in shards if s.rank == subject.env.table_rank]
-            yield from compare_places(name, state[name], shapes[name], mine)
+        for name, layout in plan.items():
+            shape = tuple(plain.get_parameter(name).shape)
+            mine = [s for s in layout.shards(shape, subject.env) if s.rank == subject.env.table_rank]
+            yield from compare_places(name, state[name], shape, mine)
             for offset, piece in pieces_of(state[name]):
                 storage = local_of(local[name]).untyped_storage()
                 if piece.numel() and piece.untyped_storage().data_ptr() != storage.data_ptr():
@@ -290,10 +285,9 @@ def check_meta_init(subject: Subject, case: Case) -> Iterator[str]:
 
 def check_unsharded(subject: Subject, case: Case) -> Iterator[str]:
     """`unsharded()`, where there is one, gives a plain module of the same names and shapes."""
-    for path, site, entries in planned_sites(subject, case):
-        expected = {name: tuple(value.shape) for name, value in site.state_dict().items()}
-        make = hook(subject.sharder.shard(site, entries, subject.env, subject.env.device), "unsharded")
-        if make is not None:
+    for path, plain, new, _ in sharded_sites(subject, case):
+        expected = {name: tuple(value.shape) for name, value in plain.state_dict().items()}
+        if make := hook(new, "unsharded"):
             got = {name: tuple(value.shape) for name, value in make().state_dict().items()}
             if got != expected:
                 yield f"unsharded() of {path!r} has {got}, expected {expected}"

@@ -90,8 +90,7 @@ def compare_pieces(what: str, value: Any, expected: torch.Tensor) -> Iterator[st
         yield f"{what}: expected shape {tuple(expected.shape)}, got {tuple(value.shape)}"
         return
     for offset, piece in pieces_of(value):
-        different = _difference(piece, _part(expected, offset, piece.shape))
-        if different:
+        if different := _difference(piece, _part(expected, offset, piece.shape)):
             yield f"{what}, piece at {offset}: {different}"
 
 
@@ -120,8 +119,7 @@ def compare_gradients(model: DistributedModelParallel, plain: nn.Module) -> Iter
         for offset, piece in pieces_of(state[name]):
             start = piece.storage_offset() - local.storage_offset() + of_grad.storage_offset()
             part = of_grad.as_strided(piece.shape, piece.stride(), start)
-            different = _difference(part, _part(expected, offset, piece.shape))
-            if different:
+            if different := _difference(part, _part(expected, offset, piece.shape)):
                 yield f"gradient of {name!r}, piece at {offset}: {different}"
 
 
@@ -133,6 +131,5 @@ def compare_outputs(got: Any, expected: Any, when: str) -> Iterator[str]:
         yield f"{when}: expected outputs {shown[0]}, got {shown[1]}"
         return
     for (place, a), (_, b) in zip(given, wanted, strict=True):
-        different = _difference(a, b)
-        if different:
+        if different := _difference(a, b):
             yield f"output{place} {when}: {different}"

@@ -124,12 +124,15 @@ def sites(subject: Subject, module: nn.Module) -> Iterator[tuple[str, nn.Module]
             yield path, child
 
 
-def planned_sites(subject: Subject, case: Case) -> Iterator[tuple[str, nn.Module, dict[str, ParameterSharding]]]:
-    """(path, fresh module, its part of the plan with relative names) of every module that the sharder takes."""
+def sharded_sites(subject: Subject, case: Case) -> Iterator[tuple[str, nn.Module, nn.Module, dict[str, Layout]]]:
+    """(path, plain module, sharded one, its part of the plan with relative names) of all modules the sharder takes."""
+    plain, env = subject.make_module(), subject.env
     for path, site in list(sites(subject, subject.make_module())):
         names = {name: join_name(path, name) for name in subject.sharder.parameters(site)}
-        if names and all(name in case.plan for name in names.values()):
-            yield path, site, {name: ParameterSharding(case.plan[full]) for name, full in names.items()}
+        if names and case.plan.keys() >= set(names.values()):
+            plan = {name: case.plan[full] for name, full in names.items()}
+            entries = {name: ParameterSharding(layout) for name, layout in plan.items()}
+            yield path, plain.get_submodule(path), subject.sharder.shard(site, entries, env, env.device), plan
 
 
 def with_other_values(module: nn.Module) -> nn.Module:
