@@ -65,8 +65,7 @@ def check_sharder(
         world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         env = ShardingEnv.single() if world is None else ShardingEnv.from_process_group(world)
     subject = Subject(sharder, make_module, make_batch, env)
-    of_env = env.group() if env.size > 1 else None
-    group = None if of_env is None else _patient(of_env)
+    group = _patient(env.group()) if env.size > 1 else None
     for check in ONCE:
         _run(check, subject, Case(), group)
     plans = list(plans_of(subject))
@@ -80,7 +79,7 @@ def check_sharder(
 
 
 @lru_cache(maxsize=64)
-def _patient(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def _patient(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """A group of the same ranks that waits longer than theirs does.
 
     Made once: a second group of the same ranks would meet at the first one's address.

@@ -23,15 +23,7 @@ from dmp import (
     table_wise,
     tensors_of,
 )
-from sharders.testing.compare import (
-    compare_gradients,
-    compare_outputs,
-    compare_pieces,
-    compare_places,
-    compare_state,
-    pieces_of,
-    whole_of,
-)
+from sharders.testing import compare
 from sharders.testing.subject import Case, Subject, accepts, sharded_sites, sites, with_other_values, without_processes
 
 Check = Callable[[Subject, Case], Iterator[str]]
@@ -160,8 +152,8 @@ def check_pieces(subject: Subject, case: Case) -> Iterator[str]:
         for name, layout in plan.items():
             shape = tuple(plain.get_parameter(name).shape)
             mine = [s for s in layout.shards(shape, subject.env) if s.rank == subject.env.table_rank]
-            yield from compare_places(name, state[name], shape, mine)
-            for offset, piece in pieces_of(state[name]):
+            yield from compare.places(name, state[name], shape, mine)
+            for offset, piece in compare.pieces_of(state[name]):
                 storage = local_of(local[name]).untyped_storage()
                 if piece.numel() and piece.untyped_storage().data_ptr() != storage.data_ptr():
                     yield f"the piece of {name!r} at {offset} is not a view of the local parameter, but a copy"
@@ -172,34 +164,26 @@ def check_values(subject: Subject, case: Case) -> Iterator[str]:
     state, plain = subject.wrap(case.plan).state_dict(), subject.make_module().state_dict()
     if list(state) != list(plain):
         yield f"expected the state dict's keys {list(plain)}; got {list(state)}"
-    yield from compare_state(subject.wrap(case.plan), subject.make_module(), "")
+    yield from compare.state(subject.wrap(case.plan), subject.make_module(), "")
 
 
 def check_forward(subject: Subject, case: Case) -> Iterator[str]:
     """Forward gives what the plain module gives on the same batch: structure, shapes, dtypes, values."""
     model, plain = subject.wrap(case.plan).eval(), subject.make_module().eval()
     for step in range(2):
-        with torch.no_grad():
-            got, expected = model(*subject.own_batch(step)), plain(*subject.own_batch(step))
-        yield from compare_outputs(got, expected, f"batch {step}")
+        yield from _compare_forwards(subject, model, plain, f"batch {step}", step)
 
 
 def check_gradients(subject: Subject, case: Case) -> Iterator[str]:
     """Gradients are means over the data ranks (`env.data_size`), of the plain module's on all their batches."""
-    model, plain = subject.wrap(case.plan), subject.make_module()
-    _backward([model(*subject.own_batch(0))], 1)
-    _backward([plain(*batch) for batch in subject.batches(0)], subject.env.data_size)
-    yield from compare_gradients(model, plain)
+    yield from _compare_backwards(subject, subject.wrap(case.plan), range(1))
 
 
 def check_two_forwards(subject: Subject, case: Case) -> Iterator[str]:
     """Two forwards before one backward give the sum of their gradients: keep what backward needs with each call."""
-    model, plain = subject.wrap(case.plan), subject.make_module()
-    if model.fused_optimizer.fused:
-        return  # updated once for each call, as documented
-    _backward([model(*subject.own_batch(step)) for step in range(2)], 1)
-    _backward([plain(*batch) for step in range(2) for batch in subject.batches(step)], subject.env.data_size)
-    yield from compare_gradients(model, plain)
+    model = subject.wrap(case.plan)
+    if not model.fused_optimizer.fused:  # they are updated once for each call, as documented
+        yield from _compare_backwards(subject, model, range(2))
 
 
 def check_training(subject: Subject, case: Case) -> Iterator[str]:
@@ -209,13 +193,13 @@ def check_training(subject: Subject, case: Case) -> Iterator[str]:
     for step in range(_STEPS):
         got = model(*subject.own_batch(step))
         expected = [plain(*batch) for batch in subject.batches(step)]
-        yield from compare_outputs(got, expected[subject.env.data_rank], f"step {step}")
+        yield from compare.outputs(got, expected[subject.env.data_rank], f"step {step}")
         _backward([got], 1)
         _backward(expected, subject.env.data_size)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        yield from compare_state(model, plain, f" after step {step}")
+        yield from compare.state(model, plain, f" after step {step}")
 
 
 def check_load(subject: Subject, case: Case) -> Iterator[str]:
@@ -226,9 +210,8 @@ def check_load(subject: Subject, case: Case) -> Iterator[str]:
     for name, value in plain.state_dict().items():
         if not torch.equal(given[name], value):
             yield f"loading changed {name!r} of the state dict that was given"
-    yield from compare_state(model, plain, " after loading")
-    with torch.no_grad():
-        yield from compare_outputs(model(*subject.own_batch(0)), plain(*subject.own_batch(0)), "after loading")
+    yield from compare.state(model, plain, " after loading")
+    yield from _compare_forwards(subject, model, plain, "after loading")
 
 
 def check_round_trip(subject: Subject, case: Case) -> Iterator[str]:
@@ -237,13 +220,11 @@ def check_round_trip(subject: Subject, case: Case) -> Iterator[str]:
     first.load_state_dict(with_other_values(subject.make_module()).state_dict())
     whole = {}
     for name, value in first.state_dict().items():
-        whole[name], problem = whole_of(value, subject.env)
+        whole[name], problem = compare.whole_of(value, subject.env)
         if problem:
             yield f"{name!r}: {problem}"
     second.load_state_dict(whole)
-    batch = subject.own_batch(0), subject.own_batch(0)
-    with torch.no_grad():
-        yield from compare_outputs(second(*batch[0]), first(*batch[1]), f"under {Case(case.other)}")
+    yield from _compare_forwards(subject, second, first, f"under {Case(case.other)}")
 
 
 def check_deepcopy(subject: Subject, case: Case) -> Iterator[str]:
@@ -253,13 +234,12 @@ def check_deepcopy(subject: Subject, case: Case) -> Iterator[str]:
     if {n for n, _ in twin.named_parameters()} != {n for n, _ in model.named_parameters()}:
         yield "the copy has other parameters"
     twin.load_state_dict(moved.state_dict())
-    yield from compare_state(model, plain, " of the original, after its copy was loaded,")
-    yield from compare_state(twin, moved, " of the copy, after it was loaded,")
-    with torch.no_grad():
-        yield from compare_outputs(model(*subject.own_batch(0)), plain(*subject.own_batch(0)), "of the original")
+    yield from compare.state(model, plain, " of the original, after its copy was loaded,")
+    yield from compare.state(twin, moved, " of the copy, after it was loaded,")
+    yield from _compare_forwards(subject, model, plain, "of the original")
     with torch.enable_grad():
         result = twin(*subject.own_batch(0))
-        yield from compare_outputs(result, moved(*subject.own_batch(0)), "of the copy")
+        yield from compare.outputs(result, moved(*subject.own_batch(0)), "of the copy")
         _backward([result], 1)
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
@@ -276,11 +256,11 @@ def check_meta_init(subject: Subject, case: Case) -> Iterator[str]:
     model = subject.wrap(case.plan, module)
     state = model.state_dict()
     for name, value in expected.state_dict().items():
-        if state[name].is_meta or any(piece.is_meta for _, piece in pieces_of(state[name])):
+        if state[name].is_meta or any(piece.is_meta for _, piece in compare.pieces_of(state[name])):
             yield f"{name!r} is still on meta"
         else:
-            whole, _ = whole_of(value, alone)
-            yield from compare_pieces(f"initial value of {name!r}", state[name], whole)
+            whole, _ = compare.whole_of(value, alone)
+            yield from compare.pieces(f"initial value of {name!r}", state[name], whole)
 
 
 def check_unsharded(subject: Subject, case: Case) -> Iterator[str]:
@@ -311,6 +291,21 @@ def check_refusal(subject: Subject, case: Case) -> Iterator[str]:
                     yield f"a refused plan changed {key!r}: {plan}"
         else:
             yield f"a plan that fits neither module nor mesh was taken: {plan}"
+
+
+def _compare_forwards(subject: Subject, model: nn.Module, other: nn.Module, when: str, step: int = 0) -> Iterator[str]:
+    """What two models give on equal batches, without gradients."""
+    with torch.no_grad():
+        got, expected = model(*subject.own_batch(step)), other(*subject.own_batch(step))
+    yield from compare.outputs(got, expected, when)
+
+
+def _compare_backwards(subject: Subject, model: DistributedModelParallel, steps: Sequence[int]) -> Iterator[str]:
+    """The gradients of one backward after a forward for each step."""
+    plain = subject.make_module()
+    _backward([model(*subject.own_batch(step)) for step in steps], 1)
+    _backward([plain(*batch) for step in steps for batch in subject.batches(step)], subject.env.data_size)
+    yield from compare.gradients(model, plain)
 
 
 def _backward(outputs: Sequence[Any], num_ranks: int) -> None:

@@ -34,8 +34,8 @@ def whole_of(value: Any, env: ShardingEnv) -> tuple[torch.Tensor, str]:
     everyone: list[Pieces] = ranks.gather_objects("putting pieces together", mine, env.group())
     whole = torch.zeros(tuple(value.shape), dtype=value.dtype)
     known = torch.zeros(tuple(value.shape), dtype=torch.bool)
-    for pieces in everyone:
-        for offset, piece in pieces:
+    for held in everyone:
+        for offset, piece in held:
             target, is_known = _part(whole, offset, piece.shape), _part(known, offset, piece.shape)
             if not torch.equal(target[is_known], piece[is_known]):
                 return whole, f"ranks that hold the same elements of the piece at {offset} differ"
@@ -65,7 +65,7 @@ def _difference(got: torch.Tensor, expected: torch.Tensor) -> str:
     return text
 
 
-def compare_places(name: str, value: Any, shape: tuple[int, ...], mine: Sequence[Shard]) -> Iterator[str]:
+def places(name: str, value: Any, shape: tuple[int, ...], mine: Sequence[Shard]) -> Iterator[str]:
     """Whether the pieces of this rank lie where `mine` does."""
     if tuple(value.shape) != shape:
         yield f"{name!r}: expected pieces of a tensor of shape {shape}; got {type(value).__name__} {tuple(value.shape)}"
@@ -84,7 +84,7 @@ def compare_places(name: str, value: Any, shape: tuple[int, ...], mine: Sequence
         )
 
 
-def compare_pieces(what: str, value: Any, expected: torch.Tensor) -> Iterator[str]:
+def pieces(what: str, value: Any, expected: torch.Tensor) -> Iterator[str]:
     """This rank's pieces with the same rectangles of the whole tensor."""
     if tuple(value.shape) != tuple(expected.shape):
         yield f"{what}: expected shape {tuple(expected.shape)}, got {tuple(value.shape)}"
@@ -94,36 +94,34 @@ def compare_pieces(what: str, value: Any, expected: torch.Tensor) -> Iterator[st
             yield f"{what}, piece at {offset}: {different}"
 
 
-def compare_state(model: DistributedModelParallel, plain: nn.Module, when: str) -> Iterator[str]:
+def state(model: DistributedModelParallel, plain: nn.Module, when: str) -> Iterator[str]:
     """Every tensor of the plain module's state, by this rank's pieces."""
-    state = model.state_dict()
+    held = model.state_dict()
     for name, expected in plain.state_dict().items():
-        if name in state:
-            yield from compare_pieces(f"{name!r}{when}", state[name], expected)
+        if name in held:
+            yield from pieces(f"{name!r}{when}", held[name], expected)
         else:
             yield f"{name!r} is missing from the state dict{when}"
 
 
-def compare_gradients(model: DistributedModelParallel, plain: nn.Module) -> Iterator[str]:
+def gradients(model: DistributedModelParallel, plain: nn.Module) -> Iterator[str]:
     """Of every parameter that has no in-backward optimizer."""
-    state, fused = model.state_dict(), model.fused_optimizer.fused
+    held, fused = model.state_dict(), model.fused_optimizer.fused
     wanted = dict(plain.named_parameters())
     for name, parameter in model.named_parameters():
         if name in fused or not parameter.requires_grad:
             continue
-        grad, expected = parameter.grad, wanted[name].grad
-        expected = torch.zeros_like(wanted[name]) if expected is None else expected
-        grad = torch.zeros_like(parameter) if grad is None else grad
-        grad, expected = (g.to_dense() if g.is_sparse else g for g in (grad, expected))
+        grads = (torch.zeros_like(p) if p.grad is None else p.grad for p in (parameter, wanted[name]))
+        grad, expected = (g.to_dense() if g.is_sparse else g for g in grads)
         local, of_grad = local_of(parameter).detach(), local_of(grad).detach().contiguous()
-        for offset, piece in pieces_of(state[name]):
+        for offset, piece in pieces_of(held[name]):
             start = piece.storage_offset() - local.storage_offset() + of_grad.storage_offset()
             part = of_grad.as_strided(piece.shape, piece.stride(), start)
             if different := _difference(part, _part(expected, offset, piece.shape)):
                 yield f"gradient of {name!r}, piece at {offset}: {different}"
 
 
-def compare_outputs(got: Any, expected: Any, when: str) -> Iterator[str]:
+def outputs(got: Any, expected: Any, when: str) -> Iterator[str]:
     """Every tensor of an output, by its place in it."""
     given, wanted = list(tensors_of(got)), list(tensors_of(expected))
     if [place for place, _ in given] != [place for place, _ in wanted]:

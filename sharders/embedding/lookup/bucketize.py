@@ -70,23 +70,14 @@ class Bucketizer:
             lengths: (features, B) of the same dtype.
             with_order: tell where each id was.
         """
-        if self._use_fbgemm and values.numel():
-            return self._by_fbgemm(values, lengths, with_order)
-        return self._by_torch(values, lengths, with_order)
+        sort = self._by_fbgemm if self._use_fbgemm and values.numel() else self._by_torch
+        return sort(values, lengths, with_order)
 
     def _by_fbgemm(self, values: torch.Tensor, lengths: torch.Tensor, with_order: bool) -> Bucketized:
-        positions = self._positions
+        sizes = self._sizes.to(values.dtype)
+        positions = None if self._positions is None else [p.to(values.dtype) for p in self._positions]
         new_lengths, new_values, _, _, place = torch.ops.fbgemm.block_bucketize_sparse_features(
-            lengths.reshape(-1),
-            values,
-            False,
-            with_order,
-            self._sizes.to(values.dtype),
-            self.num_blocks,
-            None,
-            None,
-            -1,
-            None if positions is None else [p.to(values.dtype) for p in positions],
+            lengths.reshape(-1), values, False, with_order, sizes, self.num_blocks, None, None, -1, positions
         )
         order = None
         if with_order:

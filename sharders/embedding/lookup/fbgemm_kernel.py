@@ -111,16 +111,7 @@ class FbgemmLookup(TorchLookup):
         if features is None:
             return super().pooled(ids, offsets, weights)
         output: Tensor = torch.ops.fbgemm.split_embedding_codegen_forward_cpu(
-            self.bank.weights,
-            features.weights_offsets,
-            features.column_offsets,
-            self.num_columns,
-            features.hash_size_cumsum,
-            ids,
-            offsets,
-            _SUM,
-            _float32(weights),
-            _FLOAT32,
+            self.bank.weights, *_where(features, self.num_columns), ids, offsets, _SUM, _float32(weights), _FLOAT32
         )
         return output
 
@@ -141,7 +132,7 @@ class FbgemmLookup(TorchLookup):
         if features is None or not ids.numel():
             return super().gradient_pooled(grad, ids, offsets, weights)
         flat: Tensor = torch.ops.fbgemm.split_embedding_backward_codegen_dense_cpu(
-            grad.float(), self.bank.weights, *_where(features), ids, offsets.to(ids.dtype), _SUM, _float32(weights)
+            grad.float(), self.bank.weights, *_back(features), ids, offsets.to(ids.dtype), _SUM, _float32(weights)
         )
         return flat
 
@@ -177,11 +168,10 @@ class FbgemmLookup(TorchLookup):
         width 64 and 2,048 bags, where the region as one table takes 4.3, with the copy of the gradient that it needs.
         """
         shared = any(a == b and a.rows for a, b in pairwise(self.ranges))
-        widths = {r.chunk.width for r in self.ranges}
         kind = self.bank.spec.kind if self.bank.spec else None
-        if not shared or len(widths) > 1 or kind != "rowwise_adagrad":
+        if not shared or len(self._groups) > 1 or kind != "rowwise_adagrad":
             return None
-        return self._regions[widths.pop()]
+        return self._regions[self._groups[0].region.width]
 
 
 def supports(
@@ -198,15 +188,14 @@ def _float32(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.float()
 
 
-def _where(features: _Features) -> tuple[Any, ...]:
-    """The arguments by which all gradients and updates find the features' rows."""
-    return (
-        features.weights_offsets,
-        features.column_offsets,
-        features.max_width,
-        features.hash_size_cumsum,
-        0,  # total_hash_size_bits, read on GPUs only
-    )
+def _where(features: _Features, width: int) -> tuple[Any, ...]:
+    """The arguments by which the lookup finds the features' rows; `width` is of all of them, or of the widest."""
+    return features.weights_offsets, features.column_offsets, width, features.hash_size_cumsum
+
+
+def _back(features: _Features) -> tuple[Any, ...]:
+    """The arguments by which all gradients and updates find them."""
+    return *_where(features, features.max_width), 0  # total_hash_size_bits, read on GPUs only
 
 
 def _update(
@@ -222,7 +211,7 @@ def _update(
         grad.float(),
         bank.weights,
         features.placements,
-        *_where(features),
+        *_back(features),
         ids,
         offsets.to(ids.dtype),
         _SUM,

@@ -137,9 +137,7 @@ def compile_lookup(bank: Bank, ranges: Sequence[RowRange], kernel: str | None = 
 @cache
 def _say_once(kernel: str, reason: str) -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
-        _log.warning(
-            "tables are looked up by torch's own operations, for the %s kernel cannot be used: %s", kernel, reason
-        )
+        _log.warning("tables are looked up by torch's operations: the %s kernel cannot be used: %s", kernel, reason)
 
 
 register_kernel(Kernel("fbgemm", fbgemm_kernel.supports, FbgemmLookup))

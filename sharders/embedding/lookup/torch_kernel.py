@@ -56,9 +56,6 @@ class _Bags:
     positions: Tensor | None
     """(N,) where the ids were among all; None where they are all."""
 
-    def offsets(self) -> Tensor:
-        return self.lengths.cumsum(0) - self.lengths
-
     def bag_of_id(self) -> Tensor:
         bags = torch.arange(self.lengths.numel(), device=self.lengths.device)
         return torch.repeat_interleave(bags, self.lengths, output_size=self.rows.numel())
@@ -89,7 +86,8 @@ class TorchLookup:
         for group in self._groups:
             bags = self._bags(group, ids, offsets, weights)
             table_VD = group.region.view(self.bank.weights)
-            sums = _sum_bags(table_VD, bags.rows, bags.offsets(), bags.weights)
+            offsets_SB = bags.lengths.cumsum(0) - bags.lengths
+            sums = F.embedding_bag(bags.rows, table_VD, offsets_SB, mode="sum", per_sample_weights=bags.weights)
             sums_BSD = sums.view(len(group.ranges), num_bags, group.region.width).transpose(0, 1)
             if len(self._groups) == 1:
                 return sums_BSD.reshape(num_bags, self.num_columns)
@@ -155,13 +153,10 @@ class TorchLookup:
     def _num_bags(self, offsets: Tensor) -> int:
         return (offsets.numel() - 1) // len(self.ranges) if self.ranges else 0
 
-    def _cast(self, grad: Tensor) -> Tensor:
-        return grad.to(self.bank.weights.dtype)
-
     def _bags(self, group: _Group, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> _Bags:
         """The ids of a group's ranges; there is at least one bag per range."""
         num_bags = self._num_bags(offsets)
-        weights = None if weights is None else self._cast(weights)
+        weights = None if weights is None else weights.to(self.bank.weights.dtype)
         offsets = offsets.long()
         lengths = offsets.diff()
         bounds = offsets[::num_bags]  # (S + 1,): where each range's ids begin
@@ -183,8 +178,8 @@ class TorchLookup:
         """(ranges of the group * B, D)."""
         if len(self._groups) > 1:
             grad_BC = grad_BC.index_select(1, group.columns)
-        width = group.region.width
-        return self._cast(grad_BC).reshape(-1, len(group.ranges), width).transpose(0, 1).reshape(-1, width)
+        grad_BSD = grad_BC.to(self.bank.weights.dtype).reshape(-1, len(group.ranges), group.region.width)
+        return grad_BSD.transpose(0, 1).reshape(-1, group.region.width)
 
     def _pooled_gradients(self, grad: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> _RowGradients:
         result = []
@@ -199,7 +194,7 @@ class TorchLookup:
         region = self.region_of(segments)
         if region is None or not ids.numel():
             return []
-        return [(region, *_combine(self.region_rows(ids, segments), self._cast(grad), None, None))]
+        return [(region, *_combine(self.region_rows(ids, segments), grad.to(self.bank.weights.dtype), None, None))]
 
     def _update(self, gradients: _RowGradients) -> None:
         for region, rows_n, grads_nD in gradients:
@@ -264,8 +259,5 @@ def _combine(
     rows_n, counts_n = torch.unique_consecutive(sorted_rows, return_counts=True)
     sources = order if sources_N is None else sources_N[order]
     weights = None if weights_N is None else weights_N[order]
-    return rows_n, _sum_bags(grads, sources, counts_n.cumsum(0) - counts_n, weights)
-
-
-def _sum_bags(table: Tensor, rows: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
-    return F.embedding_bag(rows, table, offsets, mode="sum", per_sample_weights=weights)
+    offsets_n = counts_n.cumsum(0) - counts_n
+    return rows_n, F.embedding_bag(sources, grads, offsets_n, mode="sum", per_sample_weights=weights)
