@@ -32,8 +32,7 @@ def prepare_random_state(load: CheckedLoad, env: ShardingEnv) -> None:
     mesh = load.source.about.get("mesh")
     if mesh is None or "rng.0.cpu" not in load.source.shapes:
         return
-    devices = list(random_state(env))
-    keys = {device: f"rng.{env.rank}.{device}" for device in devices}
+    keys = {device: f"rng.{env.rank}.{device}" for device in random_state(env)}
     same = (mesh["names"], mesh["shape"]) == (list(env.names), list(env.shape))
     exact = same and all(key in load.source.shapes for key in keys.values())
     wanted = keys if exact else {"cpu": "rng.0.cpu"}
@@ -50,7 +49,7 @@ def prepare_random_state(load: CheckedLoad, env: ShardingEnv) -> None:
             torch.manual_seed(int.from_bytes(digest[:7], "big"))
             return
         torch.set_rng_state(states["cpu"])
-        for device in devices[1:]:
+        for device in keys.keys() - {"cpu"}:
             torch.get_device_module(device).set_rng_state(states[device])
 
     load.then.append(restore)

@@ -5,7 +5,7 @@ Nothing is changed before everything has been checked.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -66,7 +66,7 @@ def prepare(source: Source, model: nn.Module, optimizer: torch.optim.Optimizer |
     if source.objects.get("param_groups") or any(key.startswith(STATE) for key in source.shapes):
         saved = _saved_state(source)
         for o in owned:
-            _prepare_state(load, o, column_widths(model, [o]).get(o.name), saved.get(o.name))
+            _prepare_state(load, o, column_widths(model, [o]).get(o.name, ()), saved.get(o.name))
         _prepare_options(load, owned)
         if optimizer is not None:
             names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -139,9 +139,7 @@ def _saved_state(source: Source) -> dict[str, dict[str, str]]:
     return keys
 
 
-def _prepare_state(
-    load: CheckedLoad, owned: OwnedState, widths: tuple[int, ...] | None, keys: dict[str, str] | None
-) -> None:
+def _prepare_state(load: CheckedLoad, owned: OwnedState, widths: tuple[int, ...], keys: dict[str, str] | None) -> None:
     """Have one parameter's optimizer state filled.
 
     Args:
@@ -175,24 +173,23 @@ def _prepare_state(
 
 
 def _prepare_tensor(
-    load: CheckedLoad, owned: OwnedState, short: str, key: str, widths: tuple[int, ...] | None, fresh: dict[str, Any]
+    load: CheckedLoad, owned: OwnedState, short: str, key: str, widths: tuple[int, ...], fresh: dict[str, Any]
 ) -> None:
     """Have one tensor of state read; what the optimizer has not made yet comes into `fresh`."""
     what = f"optimizer state {short!r} of {owned.name!r}"
-    target = owned.values.get(short)
+    target: Any = owned.values.get(short)
     size, dtype = load.source.shapes[key]
     if target is None and owned.optimizer is None:
         load.faults.append(f"unknown {what}")
         return
     saved_widths = load.source.about.get("column_widths", {}).get(owned.name, ())
-    has_blocks = widths is not None and is_blocked(target, widths)
-    if not is_per_block(size, saved_widths):
-        saved_widths = None
-    if saved_widths and not (has_blocks and widths == tuple(saved_widths)):
+    has_blocks = is_blocked(target, widths)
+    if is_per_block(size, saved_widths):
+        is_cut_otherwise = not has_blocks or widths != tuple(saved_widths)
+    else:
+        saved_widths, is_cut_otherwise = (), has_blocks and size == target.size()[:1]
+    if is_cut_otherwise:
         _read_column_blocks(load, key, target, saved_widths, has_blocks, what)
-        return
-    if has_blocks and not saved_widths and target is not None and size == (target.size()[0],):
-        _read_column_blocks(load, key, target, None, has_blocks, what)
         return
     if target is None:
         try:
@@ -213,7 +210,7 @@ def _prepare_tensor(
 
 
 def _read_column_blocks(
-    load: CheckedLoad, key: str, target: Any, saved_widths: list[int] | None, has_blocks: bool, what: str
+    load: CheckedLoad, key: str, target: Any, saved_widths: Sequence[int], has_blocks: bool, what: str
 ) -> None:
     """Row-wise state between other column blocks: read this rank's rows, take the mean, give it to every own block."""
     size, dtype = load.source.shapes[key]

@@ -99,12 +99,7 @@ def keep_last(folder: str | os.PathLike[str], count: int) -> list[Path]:
         ValueError: a count below 1.
         OSError: something that cannot be removed.
     """
-    return _remove_older(Path(folder).absolute(), count, None)
-
-
-def remove_older(just_written: Path, count: int) -> list[Path]:
-    """`keep_last` beside a checkpoint, which itself stays, whatever the clocks say."""
-    return _remove_older(just_written.parent, count, just_written.name)
+    return remove_older(Path(folder).absolute(), count)
 
 
 def next_saved_ns(folder: Path) -> int:
@@ -113,7 +108,8 @@ def next_saved_ns(folder: Path) -> int:
     return int(max([time.time_ns(), *filter(is_size, after)]))
 
 
-def _remove_older(root: Path, count: int, just_written: str | None) -> list[Path]:
+def remove_older(root: Path, count: int, just_written: str | None = None) -> list[Path]:
+    """As `keep_last`; the checkpoint of the name `just_written` stays, whatever the clocks say."""
     if count < 1:
         raise ValueError(f"keep_last: expected a count of at least 1, got {count}")
     found = _found(root)
@@ -128,7 +124,9 @@ def _remove_older(root: Path, count: int, just_written: str | None) -> list[Path
         if one.path != hidden:
             os.rename(one.path, hidden)
         remove_own(hidden)
-    _drop_claims_of_the_dead(root)
+    for path in root.iterdir() if root.is_dir() else ():
+        if _CLAIM.fullmatch(path.name) and is_dead(path):
+            drop_claim(path)
     return [one.path for one in removed]
 
 
@@ -140,12 +138,6 @@ def _is_ours_alone(one: _FoundFolder) -> bool:
             _log.warning("kept: %s: %s", one.path, stranger)
             return False
     return True
-
-
-def _drop_claims_of_the_dead(root: Path) -> None:
-    for path in root.iterdir() if root.is_dir() else ():
-        if _CLAIM.fullmatch(path.name) and is_dead(path):
-            drop_claim(path)
 
 
 def _found(root: Path) -> list[_FoundFolder]:

@@ -110,7 +110,7 @@ class Save(NamedTuple):
             CheckpointError: on every rank, with what failed where.
         """
         write_folder(self.target, self.content, self.rank, self.group, hurry)
-        keep = self.keep
+        keep, folder, name = self.keep, self.target.parent, self.target.name
         if keep is not None:
             what = f"{self.target} is saved, but removing what is older failed"
-            fail_together(lambda: remove_older(self.target, keep) if self.rank == 0 else [], self.group, what)
+            fail_together(lambda: remove_older(folder, keep, name) if self.rank == 0 else [], self.group, what)

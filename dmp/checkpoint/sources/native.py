@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,9 @@ from dmp.checkpoint.sources.dcp_pieces import FolderPieces
 from dmp.checkpoint.sources.named_files import open_file, path_within, read_json
 from dmp.checkpoint.sources.objects import check_about, checked_objects
 from dmp.checkpoint.sources.source import ABOUT, CHECKSUMS, FORMAT_VERSION, TENSORS
-from dmp.checkpoint.sources.stored_piece import fill
+from dmp.checkpoint.sources.stored_piece import StoredPiece, fill
 from dmp.checkpoint.sources.tensors_json import from_json
-from dmp.chunked import PIECE_BYTES, ChunkedTensor
+from dmp.chunked import ChunkedTensor
 from dmp.errors import CheckpointError
 from dmp.read_values import is_size, shown
 
@@ -57,10 +56,15 @@ class Folder:
         for name, crc in crcs.items():
             if not is_size(crc):
                 raise CheckpointError(f"{listed}: the CRC-32 of {shown(name)} is {shown(crc)}; expected a number")
-            found = _crc_of(path_within(self.path, name, str(listed)))
+            file = path_within(self.path, name, str(listed))
+            try:
+                num_bytes = file.stat().st_size
+                found = StoredPiece(file, 0, torch.uint8, (num_bytes,), (0,)).crc_of(0, num_bytes)
+            except OSError as error:
+                raise CheckpointError(f"{file} cannot be read: {error}") from error
             if found != crc:
                 raise CheckpointError(
-                    f"{self.path / name} is damaged: it has CRC-32 {found:08x}, expected {crc:08x} by {CHECKSUMS}"
+                    f"{file} is damaged: it has CRC-32 {found:08x}, expected {crc:08x} by {CHECKSUMS}"
                 )
 
     def check(self, keys: Collection[str], share: tuple[int, int]) -> list[CheckedRange]:
@@ -79,14 +83,3 @@ def _unpacked(path: Path) -> Any:
             return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load raises many kinds
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-
-
-def _crc_of(path: Path) -> int:
-    crc = 0
-    try:
-        with open_file(path) as file:
-            while data := file.read(PIECE_BYTES):
-                crc = zlib.crc32(data, crc)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    return crc

@@ -58,8 +58,7 @@ def read_header(file: IO[bytes], num_bytes: int, where: Path) -> dict[str, Store
     if not isinstance(header, dict):
         raise CheckpointError(f"{where} cannot be read as a safetensors file: its header is {shown(header)}")
     about = header.pop("__metadata__", None)
-    about = {} if about is None else about
-    if not isinstance(about, dict) or not all(isinstance(value, str) for value in about.values()):
+    if about is not None and not (isinstance(about, dict) and all(isinstance(text, str) for text in about.values())):
         raise CheckpointError(f"{where} has the __metadata__ {shown(about)}; expected texts by name")
     begins = _LENGTH_BYTES + length
     ends = {name: _entry(f"{where}: {shown(name)}", entry) for name, entry in header.items()}

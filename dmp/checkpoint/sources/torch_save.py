@@ -46,9 +46,9 @@ class TorchFile:
             raise CheckpointError(f"{path} has the key {shown(unnamed)}; expected parameter names")
         found = [data[key] for key in _OPTIMIZER_KEYS if own is not None and isinstance(data.get(key), Mapping)]
         state, groups = _by_name(path, found[0]) if found else ({}, [])
-        self._tensors: dict[str, torch.Tensor] = {
-            MODEL + name: value for name, value in weights.items() if isinstance(value, torch.Tensor)
-        }
+        values = {MODEL + name: value for name, value in weights.items()}
+        values |= {f"{STATE}{name}.{key}": value for name, of_one in state.items() for key, value in of_one.items()}
+        self._tensors = {key: value for key, value in values.items() if isinstance(value, torch.Tensor)}
         self.about: dict[str, Any] = {}
         objects = {
             "extra": None if own is None else data.get("extra"),
@@ -60,10 +60,6 @@ class TorchFile:
         if found and found[0].get("state") and not state:
             self.about["no_state"] = _NAMELESS
             logging.getLogger("dmp").warning("%s: %s", path, _NAMELESS)
-        for name, values in state.items():
-            for key, value in values.items():
-                if isinstance(value, torch.Tensor):
-                    self._tensors[f"{STATE}{name}.{key}"] = value
         self.shapes = {key: (tuple(t.shape), t.dtype) for key, t in self._tensors.items()}
         self._names = self._check_tensors()
 

@@ -48,11 +48,10 @@ class Claim:
         _of_this_process.add(self.word)  # before anyone can read it
         try:
             self._write(data)
-        except FileExistsError:
+        except OSError as error:
             _of_this_process.discard(self.word)
-            return False
-        except OSError:
-            _of_this_process.discard(self.word)
+            if isinstance(error, FileExistsError):
+                return False
             raise
         return True
 

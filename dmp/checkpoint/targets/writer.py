@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
@@ -39,8 +39,7 @@ def writer_to(folder: Path, hurry: threading.Event | None = None) -> Any:
 
     @contextmanager
     def aligned(path: Any, mode: str) -> Iterator[Any]:
-        opened: AbstractContextManager[Any] = create(path, mode)
-        with opened as stream:
+        with create(path, mode) as stream:
             yield _Aligned(stream, hurry)
 
     writer.fs.create_stream = aligned  # type: ignore[method-assign]
