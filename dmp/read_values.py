@@ -7,7 +7,8 @@ JSON may be nested without end, a number too long to be printed: each is an erro
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from operator import mul
 from reprlib import Repr
@@ -23,6 +24,12 @@ def shown(value: Any) -> str:
         return _repr.repr(value)
     except Exception:  # such as an integer of too many digits
         return f"a {type(value).__name__}"
+
+
+def some(names: Sequence[str], count: int = 3) -> str:
+    """The first few names, and how many more there are."""
+    more = len(names) - count
+    return ", ".join(map(repr, names[:count])) + (f" and {more:,} more" if more > 0 else "")
 
 
 def parse_json(text: str | bytes, parse_int: Callable[[str], Any] | None = None) -> Any:
@@ -45,8 +52,7 @@ def parse_json(text: str | bytes, parse_int: Callable[[str], Any] | None = None)
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for i, key in enumerate(keys) if key in keys[:i])
+        twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
         raise ValueError(f"the key {shown(twice)} is there twice")
     return found
 

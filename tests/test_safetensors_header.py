@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from safetensors import safe_open
 from dmp import CheckpointError, load_checkpoint
 from dmp.checkpoint.sources.safetensors import SafetensorsSource
 from dmp.chunked import as_chunks
+from dmp.read_values import parse_json
 from tests import spoiled
 
 ENTRY = '{"dtype":"F32","shape":[2],"data_offsets":[0,8]}'
@@ -193,3 +195,12 @@ def _is_stricter(path: Path) -> bool:
     return isinstance(said, str) and (
         " is there twice" in said or ("expected an object with dtype" in said and "is [" in said)
     )
+
+
+def test_a_key_that_is_there_twice_is_found_at_once() -> None:
+    """However many there are: each was once compared with all before it."""
+    keys = [*(f'"{i}":0' for i in range(60_000)), '"59999":0']
+    began = time.process_time()
+    with pytest.raises(ValueError, match="'59999' is there twice"):
+        parse_json("{" + ",".join(keys) + "}")
+    assert time.process_time() - began < 5

@@ -16,7 +16,6 @@ from dmp.errors import CheckpointError
 from dmp.ranks import own_group
 
 _log = logging.getLogger("dmp")
-_NICE = 19  # the last of all
 
 _pending: list[PendingSave] = []
 
@@ -79,7 +78,7 @@ def _step_back() -> None:
     """Training beside it goes first; on Linux a thread has a priority of its own."""
     if sys.platform == "linux":
         with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)  # the last of all
 
 
 _background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dmp-save", initializer=_step_back)

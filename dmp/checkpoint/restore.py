@@ -129,9 +129,8 @@ def _compare(load: CheckedLoad, key: str, what: str) -> None:
 
 def _saved_state(source: Source) -> dict[str, dict[str, str]]:
     """Each parameter that had an optimizer -> state's name -> key of the tensor."""
-    keys: dict[str, dict[str, str]] = {
-        name: {} for group in source.objects.get("param_groups", ()) for name in group["params"]
-    }
+    groups = source.objects.get("param_groups", ())
+    keys: dict[str, dict[str, str]] = {name: {} for group in groups for name in group["params"]}
     for key in source.shapes:
         if key.startswith(STATE):
             name, short = split_state(key)
@@ -267,13 +266,14 @@ def _is_like(own: Any, value: Any) -> bool:
     """Whether an option can stand for another; a tensor of one number is a number."""
     if own is None or value is None:
         return True
-    kinds = [
-        "number" if isinstance(v, (int, float)) or (isinstance(v, torch.Tensor) and v.numel() == 1) else type(v)
-        for v in (own, value)
-    ]
     if isinstance(own, (tuple, list)) and isinstance(value, (tuple, list)):
         return len(own) == len(value) and all(map(_is_like, own, value))
-    return kinds[0] == kinds[1] and isinstance(own, bool) == isinstance(value, bool)
+    return _kind(own) == _kind(value)
+
+
+def _kind(option: Any) -> type:
+    is_number = option.numel() == 1 if isinstance(option, torch.Tensor) else isinstance(option, (int, float))
+    return float if is_number and not isinstance(option, bool) else type(option)
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -166,8 +166,7 @@ def _describe(path: Path) -> Iterator[_FoundFolder]:
     try:
         about = about_of(path)
     except (OSError, ValueError):
-        yield _FoundFolder(path, name, state, math.inf)
-        return
+        about = {"saved_ns": None}
     if about is not None:
         saved_ns = about.get("saved_ns", 0)
         yield _FoundFolder(path, name, state, saved_ns if is_size(saved_ns) else math.inf)

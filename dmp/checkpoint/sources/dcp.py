@@ -26,6 +26,7 @@ from dmp.checkpoint.sources.source import MODEL, STATE, split_state
 from dmp.checkpoint.sources.stored_piece import fill
 from dmp.chunked import ChunkedTensor
 from dmp.errors import CheckpointError
+from dmp.read_values import some
 
 _log = logging.getLogger("dmp")
 _DEPTH = 3  # components of a prefix, at most
@@ -48,7 +49,7 @@ class TorchFolder:
                 "%s: no step count for %s, as TorchRec saves none: the model's own goes on, so Adam's bias correction "
                 "begins anew in a new model",
                 path,
-                f"{uncounted[0]!r}" + f" and {len(uncounted) - 1} more" * (len(uncounted) > 1),
+                some(uncounted, 1),
             )
         widths: dict[str, tuple[int, ...]] = {}
         for ours, (size, dtype) in self.shapes.items():
@@ -89,9 +90,7 @@ class TorchFolder:
             stored = self._pieces.of(key)
             if len(target.shape) != len(self._entries[key].size):  # [Note: blocks one after another]
                 rows = target.shape[0]
-                stored = [
-                    s._replace(size=(*s.size, 1), offset=(s.offset[0] % rows, s.offset[0] // rows)) for s in stored
-                ]
+                stored = [s._replace(size=(*s.size, 1), offset=divmod(s.offset[0], rows)[::-1]) for s in stored]
             fill(target, stored)
 
 

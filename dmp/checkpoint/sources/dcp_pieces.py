@@ -216,14 +216,10 @@ def _read_form(file: IO[bytes], dtype: torch.dtype, size: tuple[int, ...]) -> _A
     directory = file.read()
     crcs = dict(crc_places(directory))
     of_values = tuple(at for name, at in crcs.items() if name in ("data/0", ".data/serialization_id"))
-    return _ArchiveForm(
-        described.at + described.first * dtype.itemsize,
-        described.entry.file_size == prod(size) * dtype.itemsize,
-        archive.start_dir,
-        _without(directory, of_values),
-        crcs["data/0"],
-        of_values,
-    )
+    at = described.at + described.first * dtype.itemsize
+    is_alone = described.entry.file_size == prod(size) * dtype.itemsize
+    alike = _without(directory, of_values)
+    return _ArchiveForm(at, is_alone, archive.start_dir, alike, crcs["data/0"], of_values)
 
 
 def _without(data: bytes, places: tuple[int, ...]) -> bytes:

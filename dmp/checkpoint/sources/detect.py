@@ -12,10 +12,10 @@ from dmp.checkpoint.sources.safetensors import INDEX, ONE_FILE, SafetensorsSourc
 from dmp.checkpoint.sources.source import ABOUT, Source
 from dmp.checkpoint.sources.torch_save import TorchFile
 from dmp.errors import CheckpointError
+from dmp.read_values import some
 from dmp.registry import plugins
 
 _SIGNS = (ABOUT, ".metadata", ONE_FILE, INDEX)
-_SHOWN = 3
 
 
 def open_source(path: Path) -> Source:
@@ -64,6 +64,5 @@ def _what_is_in(folder: Path) -> str:
     nearby = list(dict.fromkeys(sign.parent for sign in sorted(signs, key=lambda s: s.stat().st_mtime, reverse=True)))
     if not nearby:
         return lacks
-    names = ", ".join(repr(path.name) for path in nearby[:_SHOWN])
-    more = f" and {len(nearby) - _SHOWN:,} more" if len(nearby) > _SHOWN else ""
-    return f"{lacks}; there are checkpoints in it, the newest first: {names}{more}; give one of these: {nearby[0]}"
+    names = some([path.name for path in nearby])
+    return f"{lacks}; there are checkpoints in it, the newest first: {names}; give one of these: {nearby[0]}"

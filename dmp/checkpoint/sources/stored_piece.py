@@ -22,7 +22,7 @@ from typing import IO, NamedTuple, Protocol
 import torch
 
 from dmp.checkpoint.sources.named_files import open_file
-from dmp.chunked import PIECE_BYTES, ChunkedTensor
+from dmp.chunked import PIECE_BYTES, ChunkedTensor, copy_overlap
 from dmp.errors import CheckpointError
 
 _POPULATE_READ = 22  # Linux's MADV_POPULATE_READ, which the module mmap has no name for
@@ -56,22 +56,17 @@ class StoredPiece(NamedTuple):
         target = chunk.detach()
         for dim, (start, stop) in enumerate(zip(starts, stops, strict=True)):
             target = target.narrow(dim, start - offset[dim], stop - start)
-        first = [start - at for start, at in zip(starts, self.offset, strict=True)]
-        row = prod(self.size[1:])
-        at = first[0] * row if first else 0
+        shape = target.shape[:1] + self.size[1:]  # of this piece's rows that are shared
+        at = (starts[0] - self.offset[0]) * prod(shape[1:]) * self.dtype.itemsize if starts else 0
         is_plain = target.device.type == "cpu" and target.dtype == self.dtype
         with open_file(self.file, buffering=0) as file:
-            if target.shape[1:] == self.size[1:] and target.is_contiguous() and is_plain:
-                file.seek(self.at + at * self.dtype.itemsize)
+            if target.shape == shape and target.is_contiguous() and is_plain:
+                file.seek(self.at + at)
                 _fill_buffer(file, _memory_of(target), self.file)
                 return
-            data = self._mapped(
-                file, at * self.dtype.itemsize, (len(target) * row if first else 1) * self.dtype.itemsize
-            )
-        rows = torch.frombuffer(data, dtype=self.dtype).view(target.shape[:1] + self.size[1:])
-        for dim, (start, count) in enumerate(zip(first[1:], target.shape[1:], strict=True), 1):
-            rows = rows.narrow(dim, start, count)
-        target.copy_(rows)
+            data = self._mapped(file, at, prod(shape) * self.dtype.itemsize)
+        rows = torch.frombuffer(data, dtype=self.dtype).view(shape)
+        copy_overlap(chunk.detach(), offset, rows, (*starts[:1], *self.offset[1:]))
 
     def check(self, name: str) -> None:
         """Read all of it.

@@ -102,16 +102,10 @@ def check_entries(folder: Path, entries: Entries, by: str) -> None:
 def to_json(entries: Entries) -> str:
     """As [Note: tensors.json]."""
     files: dict[str, int] = {}
-    tensors = {
-        key: {
-            "size": entry.size,
-            "dtype": str(entry.dtype).removeprefix("torch."),
-            "pieces": [
-                (p.offset, p.size, files.setdefault(p.file, len(files)), p.at, p.num_bytes) for p in entry.pieces
-            ],
-        }
-        for key, entry in entries.items()
-    }
+    tensors = {}
+    for key, (size, dtype, pieces) in entries.items():
+        listed = [(p.offset, p.size, files.setdefault(p.file, len(files)), p.at, p.num_bytes) for p in pieces]
+        tensors[key] = {"size": size, "dtype": str(dtype).removeprefix("torch."), "pieces": listed}
     return json.dumps({"files": list(files), "tensors": tensors}, separators=(",", ":"))
 
 

@@ -7,8 +7,8 @@ import json
 import os
 import threading
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -123,27 +123,13 @@ def _write_tensors(
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
-    with _checksums():
-        _save_state_dict(
-            dict(tensors),
-            writer_to(folder, hurry),
-            group,
-            no_dist=group is None,
-            planner=DefaultSavePlanner(flatten_state_dict=False),
-        )
-
-
-@contextmanager
-def _checksums() -> Iterator[None]:
-    """Have torch write them, whatever the program has set, which is what it has again afterwards.
-
-    Where they are on, as torch has them, nothing is touched: another thread may be saving.
-    """
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    # with checksums, whatever the program has set; where they are on nothing is touched: another thread may be saving
     was_off = not torch.serialization.get_crc32_options()
     if was_off:
         torch.serialization.set_crc32_options(True)
     try:
-        yield
+        _save_state_dict(dict(tensors), writer_to(folder, hurry), group, no_dist=group is None, planner=planner)
     finally:
         if was_off:
             torch.serialization.set_crc32_options(False)

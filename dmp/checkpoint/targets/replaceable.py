@@ -17,11 +17,11 @@ from typing import Any
 
 from dmp.checkpoint.sources.source import ABOUT
 from dmp.errors import CheckpointError
+from dmp.read_values import some
 
 _NAMES = re.compile(
     r"dmp\.json|plan\.json|objects\.pt|checksums\.json|tensors\.json|(__\d+)?\.metadata(\.tmp)?|__\d+_\d+\.distcp"
 )
-_SHOWN = 3
 
 
 def about_of(folder: Path) -> dict[str, Any] | None:
@@ -60,9 +60,9 @@ def stranger_at(path: Path) -> str | None:
         kinds = {entry.name: entry.is_file(follow_symlinks=False) for entry in entries}
     foreign = sorted(name for name, is_file in kinds.items() if not (is_file and _NAMES.fullmatch(name)))
     if foreign:
-        return f"{path} holds {_some(foreign)}, which no checkpoint has"
+        return f"{path} holds {some(foreign)}, which no checkpoint has"
     if kinds and not _is_marked(path, kinds.keys() <= {ABOUT}):
-        return f"{path} holds {_some(sorted(kinds))}, and no {ABOUT} that says that a save wrote it"
+        return f"{path} holds {some(sorted(kinds))}, and no {ABOUT} that says that a save wrote it"
     return None
 
 
@@ -72,11 +72,6 @@ def _is_marked(path: Path, is_alone: bool) -> bool:
         return about_of(path) is not None
     except (OSError, ValueError):
         return is_alone
-
-
-def _some(names: list[str]) -> str:
-    more = len(names) - _SHOWN
-    return ", ".join(map(repr, names[:_SHOWN])) + (f" and {more:,} more" if more > 0 else "")
 
 
 def refuse_strangers(path: Path) -> None:
