@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
+from math import inf
 from numbers import Real
+from sys import float_info
 from typing import Any
 
 from dmp import shown
 
 
-def is_number(value: Any, *, least: float = 0.0) -> bool:
-    """Whether it is a real number above `least`, which may be infinite; True and False are none."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        return False
-    try:
-        return float(value) > least
-    except OverflowError:
-        return False
+def is_number(value: Any, *, or_zero: bool = False) -> bool:
+    """Whether it is a real number above 0, which a float can be, infinity too; True and False are none."""
+    is_real = isinstance(value, Real) and not isinstance(value, bool)
+    return is_real and (0 < value <= float_info.max or value == inf or (or_zero and value == 0))
 
 
-def positive(what: str, value: Any) -> None:
-    """Raise `ValueError` unless it is a number > 0."""
-    if not is_number(value):
+def positive(what: str, value: Any, *, or_zero: bool = False) -> None:
+    """Raise `ValueError` unless `is_number`."""
+    if not is_number(value, or_zero=or_zero):
         raise ValueError(f"{what} must be positive, a number; got {shown(value)}")
 
 
@@ -32,10 +30,15 @@ def names(what: str, value: Any) -> tuple[str, ...] | None:
     """
     if value is None:
         return None
-    try:
-        several = (value,) if isinstance(value, str) else tuple(value)
-    except TypeError:
-        several = (None,)
-    if not all(isinstance(name, str) for name in several):
+    found = several(value, str)
+    if not all(isinstance(name, str) for name in found):
         raise ValueError(f"{what} must be names of layouts such as 'row_wise'; got {shown(value)}")
-    return several
+    return found
+
+
+def several(value: Any, one: type | tuple[type, ...]) -> tuple[Any, ...]:
+    """What is given as one of a type, or as several in a list, as a tuple; of what is neither, None in one."""
+    try:
+        return (value,) if isinstance(value, one) else tuple(value)
+    except TypeError:
+        return (None,)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from torch import nn
 
 from dmp import Found, ModelSharder, ModuleSharder, ShardingEnv, ShardingPlan, dense_parameters, shown
-from planner.arguments import is_number
+from planner.arguments import positive
 from planner.broadcast import from_first_rank
 from planner.candidates.candidates import Candidates
 from planner.candidates.constraints import Constraint, constraints_of
@@ -52,15 +52,12 @@ class ShardingPlanner:
         batch_size: int = 512,
         time_budget_s: float = 10.0,
     ) -> None:
-        if not is_number(batch_size) or not is_number(time_budget_s):
-            raise ValueError(
-                f"batch_size and time_budget_s must be positive; got batch_size={shown(batch_size)}, "
-                f"time_budget_s={shown(time_budget_s)}"
-            )
+        positive("batch_size", batch_size)
+        positive("time_budget_s", time_budget_s)
         if constraints is not None and not isinstance(constraints, Mapping):
             raise ValueError(f"constraints must be a dict of parameter name -> Constraint; got {shown(constraints)}")
         self.topology = topology
-        self.constraints = dict(constraints) if constraints is not None else {}
+        self.constraints = dict(constraints or {})
         self.cost_model = cost_model if cost_model is not None else CostModel()
         self.batch_size = batch_size
         self.time_budget_s = time_budget_s

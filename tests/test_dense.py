@@ -118,6 +118,12 @@ def test_a_vocabulary_is_dense_where_weights_are_split_and_a_table_where_asked()
     assert pinned[name].layout == row_wise()
 
 
+def test_blocks_inside_a_module_that_is_itself_numbered_are_counted() -> None:
+    module = nn.Sequential(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))))
+    plan = ShardingPlanner().plan(module, default_sharders(), ShardingEnv.abstract((2,), ("shard",)))
+    assert [(block.name, block.count) for block in plan.report.dense] == [("0.*", 3)]
+
+
 def test_dense_weights_that_do_not_fit_are_an_error() -> None:
     topology = Topology(memory_bytes=1e5, memory_bandwidth=1e9, flops=1e9, link_bandwidth=1e9, link_latency=1e-6)
     env = ShardingEnv.abstract((2,), ("shard",))

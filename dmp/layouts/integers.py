@@ -36,10 +36,8 @@ def integers(what: str, values: Any) -> tuple[int, ...]:
     """Several integers of any sign, NumPy's and torch's too."""
     try:
         items = tuple(values)
-        if any(isinstance(item, (bool, str)) for item in items):
-            raise TypeError
-        found = tuple(index(item) for item in items)
-        if any(abs(i) >= LIMIT for i in found):
+        found = tuple(map(index, items))
+        if any(isinstance(item, bool) or abs(i) >= LIMIT for item, i in zip(items, found, strict=True)):
             raise TypeError
         return found
     except TypeError:

@@ -168,15 +168,8 @@ def _data_parallel(shape: tuple[int, ...], table_shape: tuple[int, ...]) -> list
 
 
 known_in_json(table_wise, row_wise, column_wise, table_row_wise, grid, rectangles, data_parallel)
-_RECTANGLES: dict[str, Callable[..., list[Shard]]] = {
-    "table_wise": _table_wise,
-    "row_wise": _row_wise,
-    "column_wise": _column_wise,
-    "table_row_wise": _table_row_wise,
-    "grid": _grid,
-    "rectangles": _rectangles,
-    "data_parallel": _data_parallel,
-}
+_cuts = (_table_wise, _row_wise, _column_wise, _table_row_wise, _grid, _rectangles, _data_parallel)
+_RECTANGLES: dict[str, Callable[..., list[Shard]]] = {cut.__name__[1:]: cut for cut in _cuts}
 
 
 @lru_cache(maxsize=4096)

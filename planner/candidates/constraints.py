@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import inf
+from numbers import Real
 from typing import Any
 
 from dmp import NameIndex, PlanError, shown
-from planner.arguments import is_number, names
+from planner.arguments import is_number, names, several
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,10 @@ class Constraint:
         spread: str | None = None,
         pooling_factor: float | Sequence[float] | None = None,
     ) -> None:
-        numbers = (ranks,) if isinstance(ranks, int) else None if ranks is None else _ranks(ranks)
-        if numbers is not None and (not numbers or any(not _is_rank(r) for r in numbers)):
+        given = None if ranks is None else several(ranks, int)
+        if given is not None and not (given and all(map(_is_rank, given))):
             raise ValueError(f"Constraint.ranks must be table ranks, at least one; got {shown(ranks)}")
+        numbers = None if given is None else tuple(sorted(set(given)))
         only = names("Constraint.layouts", layouts)
         if only == ():
             raise ValueError("Constraint.layouts is empty, which leaves no choice; pass None to allow all")
@@ -56,33 +58,24 @@ class Constraint:
             object.__setattr__(self, field.name, value)
 
 
-def _ranks(values: Any) -> tuple[Any, ...]:
-    try:
-        return tuple(sorted(set(values)))
-    except TypeError:
-        return (None,)
-
-
 def _is_rank(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
 
 
 def _factors(value: Any) -> float | tuple[float, ...] | None:
-    if value is None or (is_number(value, least=-1.0) and 0 <= value < inf):
-        return None if value is None else float(value) if not isinstance(value, (int, float)) else value
-    try:
-        several = None if isinstance(value, (str, Mapping)) else tuple(value)
-    except TypeError:
-        several = None
-    if several is None or not all(is_number(p, least=-1.0) and 0 <= p < inf for p in several):
+    if value is None:
+        return None
+    given = (None,) if isinstance(value, (str, Mapping)) else several(value, Real)
+    if not all(is_number(p, or_zero=True) and p < inf for p in given):
         raise ValueError(
             "Constraint.pooling_factor must be mean ids per sample, a number >= 0 or one per feature; got "
             f"{shown(value)}"
         )
-    return tuple(float(p) for p in several)
+    factors = tuple(map(float, given))
+    return factors[0] if isinstance(value, Real) else factors
 
 
-def constraints_of(constraints: Mapping[str, Constraint] | None, parameters: Collection[str]) -> dict[str, Constraint]:
+def constraints_of(constraints: Mapping[str, Constraint], parameters: Collection[str]) -> dict[str, Constraint]:
     """The constraint of each parameter: patterns in the order given, then exact names; later ones win point by point.
 
     A key is a parameter's full name, a module that holds it, a table's name (the last part of its module's), or a
@@ -91,8 +84,7 @@ def constraints_of(constraints: Mapping[str, Constraint] | None, parameters: Col
     Raises:
         PlanError: a key that no parameter answers to, or what is no constraint.
     """
-    constraints = {} if constraints is None else constraints
-    if not isinstance(constraints, Mapping) or not all(isinstance(key, str) for key in constraints):
+    if not all(isinstance(key, str) for key in constraints):
         raise PlanError(f"constraints must be a dict of parameter name -> Constraint; got {shown(constraints)}")
     answering: dict[str, list[str]] = {}
     for name in parameters:

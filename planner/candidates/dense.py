@@ -7,7 +7,7 @@ are any, else a copy on every rank. What does not fit then is an error. Repeated
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -20,6 +20,7 @@ from dmp import (
     ShardingEnv,
     fully_sharded,
     hook,
+    join_name,
     replicate,
     shown_bytes,
 )
@@ -63,21 +64,16 @@ class Dense:
     notes: tuple[str, ...]
 
     @property
-    def weight_bytes(self) -> int:
-        """Weights on a rank."""
-        return sum(n for block in self.blocks for n in block.rank_bytes.values())
-
-    @property
     def training_bytes(self) -> int:
         """Weights, gradients and optimizer state on a rank; activations and gathered weights are not modelled."""
-        return _COPIES_IN_MEMORY * self.weight_bytes
+        return _COPIES_IN_MEMORY * sum(n for block in self.blocks for n in block.rank_bytes.values())
 
 
 def vocabularies(
     tables: Mapping[str, tuple[ModuleSharder, ParameterInfo]],
     weights: Mapping[str, ParameterInfo],
     constraints: Mapping[str, Constraint],
-    pinned: Iterable[str],
+    pinned: Collection[str],
     env: ShardingEnv,
 ) -> dict[str, Layout]:
     """Tables that are a transformer's vocabulary or positions: better a dense weight, where their sharder offers that.
@@ -85,7 +81,7 @@ def vocabularies(
     Such a table has few rows, and no more elements than the other dense weights together.
     """
     room = sum(prod(info.shape) for info in weights.values())
-    pinned, found = set(pinned), {}
+    found = {}
     for name, (sharder, info) in tables.items():
         small = info.shape[0] <= _VOCABULARY_ROWS and prod(info.shape) <= room
         if name in pinned or not (small or constraints[name].layouts):
@@ -101,7 +97,7 @@ def vocabularies(
 
 def decide(
     weights: Mapping[str, ParameterInfo],
-    placements: Iterable[ModelPlacement],
+    placements: Sequence[ModelPlacement],
     chosen: Mapping[str, Layout],
     env: ShardingEnv,
     topology: Topology,
@@ -116,20 +112,19 @@ def decide(
     Raises:
         PlanError: weights, gradients and optimizer state do not fit into a rank's memory.
     """
-    placements = tuple(placements)
     tensor = {name: layout for p in placements for name, layout in p.layouts.items()}
     layouts = {**chosen, **tensor}
     rest = fully_sharded() if env.fully_sharded_axes else replicate()
     blocks: dict[str, list[str]] = {}
     for name in weights:
-        blocks.setdefault(_block(name), []).append(name)
+        blocks.setdefault(_block(name)[0], []).append(name)
     decided = []
     for block, names in blocks.items():
         bytes_by_kind = dict.fromkeys(KINDS, 0)
         for name in names:
             layout = layouts.get(name, rest)
             bytes_by_kind[_kind(layout)] += _rank_bytes(layout, weights[name], env)
-        indices = {_index(name) for name in names}
+        indices = {_block(name)[1] for name in names}
         decided.append(
             DenseBlock(
                 block,
@@ -142,15 +137,13 @@ def decide(
     dense = Dense(layouts, tuple(decided), notes)
     short = dense.training_bytes - topology.usable_bytes
     if short > 0:
+        further = (
+            "more ranks on the shard or tensor axis" if env.fully_sharded_axes else "a shard axis (FSDP2), or more tp"
+        )
         raise PlanError(
             f"dense weights with gradients and optimizer state need {shown_bytes(dense.training_bytes)} on a rank, "
             f"which has {shown_bytes(topology.usable_bytes)}: {shown_bytes(short)} short; split them further: "
-            + (
-                "more ranks on the shard or tensor axis"
-                if env.fully_sharded_axes
-                else "a shard axis (FSDP2), or more tp"
-            )
-            + ", or say what a rank has: ShardingPlanner(Topology(...))",
+            f"{further}, or say what a rank has: ShardingPlanner(Topology(...))",
             bytes_short=int(short),
         )
     return dense
@@ -168,12 +161,7 @@ def _rank_bytes(layout: Layout, info: ParameterInfo, env: ShardingEnv) -> int:
     return prod(shards[0].sizes) * info.dtype.itemsize if shards else 0
 
 
-def _block(name: str) -> str:
-    """`layers.*` for a weight of `layers.3`; empty for one of no repeated block."""
-    found = re.match(r"(.*?)\.\d+(?=\.)|^\d+(?=\.)", name)
-    return "" if found is None else f"{found.group(1)}.*" if found.group(1) is not None else "*"
-
-
-def _index(name: str) -> str:
-    found = re.search(r"(?:^|\.)(\d+)(?=\.)", name)
-    return found.group(1) if found else ""
+def _block(name: str) -> tuple[str, str]:
+    """`layers.*` and its index 3 for a weight of `layers.3`; both empty for one of no repeated block."""
+    found = re.match(r"(?:(.*?)\.)?(\d+)\.", name)
+    return (join_name(found[1] or "", "*"), found[2]) if found else ("", "")

@@ -49,12 +49,10 @@ def groups_of(
             rows = _rows(colocate, {member: offered[member] for member in members})
             known[key] = rows, tuple(_sum(row) for row in rows)
         rows, options = known[key]
-        allowed = None if colocate is None else held.get(colocate)
-        for member in members:
-            ranks = constraints[member].ranks
-            if ranks is not None:
-                mask = np.isin(np.arange(num_ranks), ranks)
-                allowed = mask if allowed is None else allowed & mask
+        masks = [held[colocate]] if colocate in held else []
+        asked = [ranks for member in members if (ranks := constraints[member].ranks) is not None]
+        masks += [np.isin(np.arange(num_ranks), ranks) for ranks in asked]
+        allowed = np.logical_and.reduce(masks) if masks else None
         groups.append(Group(tuple(members), rows, Item(options, allowed, _spread(colocate, members, constraints))))
     return tuple(groups)
 

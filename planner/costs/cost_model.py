@@ -52,12 +52,7 @@ class ShardInfo(NamedTuple):
 
     @classmethod
     def of(
-        cls,
-        info: ParameterInfo,
-        shard: Shard,
-        ids_per_sample: float,
-        replicated: bool,
-        row_cut_in_host: bool,
+        cls, info: ParameterInfo, shard: Shard, ids_per_sample: float, replicated: bool, row_cut_in_host: bool
     ) -> ShardInfo:
         """What is known of a shard of a parameter."""
         item_bytes = info.dtype.itemsize
@@ -121,8 +116,8 @@ class CostModel:
         """
         p = _columns(shards)
         links = topology.links(env)
-        ranks, replicas = env.table_size, prod(_axis_sizes(env, "replicate"))
-        own_samples = batch_size / prod(_axis_sizes(env, "tensor"))
+        ranks, replicas = env.table_size, env.size // env.table_size
+        own_samples = batch_size / env.tensor_size
         samples = np.where(p["replicated"], own_samples, own_samples * ranks) * p["is_table"]
 
         # Rows are taken as equally likely: a row block gets its share of the ids, and pooled it sends every bag still.
@@ -172,22 +167,16 @@ class CostModel:
 
     def setups(self, env: ShardingEnv, topology: Topology) -> Array:
         """Seconds by phase, (2, 5), that a plan pays once if it exchanges anything, and if it all-reduces anything."""
-        links = topology.links(env)
+        links, sizes = topology.links(env), dict(zip(env.names, env.shape, strict=True))
 
         def latency(*roles: str) -> float:
-            crossed = zip(env.axes(*roles), _axis_sizes(env, *roles), strict=True)
-            return max((links[axis].latency for axis, size in crossed if size > 1), default=0.0)
+            return max((links[axis].latency for axis in env.axes(*roles) if sizes[axis] > 1), default=0.0)
 
         seconds = np.zeros((2, BYTES))
         exchange = latency("shard", "tensor")
         seconds[EXCHANGE, [INPUT, OUTPUT, GRADIENT]] = 2 * exchange, exchange, exchange + latency("replicate")
         seconds[ALL_REDUCE, GRADIENT] = 2 * latency("shard", "tensor", "replicate")
         return seconds
-
-
-def _axis_sizes(env: ShardingEnv, *roles: str) -> list[int]:
-    sizes = dict(zip(env.names, env.shape, strict=True))
-    return [sizes[a] for a in env.axes(*roles)]
 
 
 def _seconds_per_byte(env: ShardingEnv, topology: Topology) -> tuple[float, float]:

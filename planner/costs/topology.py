@@ -9,7 +9,7 @@ from math import prod
 from typing import NamedTuple
 
 from dmp import ShardingEnv, shown
-from planner.arguments import is_number, positive
+from planner.arguments import is_number, positive, several
 
 _PER_AXIS = "expected a number, one per mesh axis (outer first), or a dict axis name -> number"
 _CUDA_RANKS_PER_HOST = 8
@@ -54,18 +54,14 @@ class Topology:
     def __post_init__(self) -> None:
         for field in ("memory_bytes", "memory_bandwidth", "flops"):
             positive(f"Topology.{field}", getattr(self, field))
-        if not is_number(self.reserved_fraction, least=-1.0) or not 0 <= self.reserved_fraction < 1:
+        if not is_number(self.reserved_fraction, or_zero=True) or self.reserved_fraction >= 1:
             raise ValueError(f"Topology.reserved_fraction must be in [0, 1); got {shown(self.reserved_fraction)}")
         for field in ("link_bandwidth", "link_latency"):
             values = getattr(self, field)
             if isinstance(values, str) or not isinstance(values, (int, float, Sequence, Mapping)):
                 raise ValueError(f"Topology.{field}: {_PER_AXIS}; got {shown(values)}")
-            listed = (
-                values.values() if isinstance(values, Mapping) else values if isinstance(values, Sequence) else [values]
-            )
-            for value in listed:
-                if not (field == "link_latency" and type(value) in (int, float) and value == 0):
-                    positive(f"Topology.{field}", value)
+            for value in several(values.values() if isinstance(values, Mapping) else values, (int, float)):
+                positive(f"Topology.{field}", value, or_zero=field == "link_latency")
 
     @classmethod
     def of(cls, env: ShardingEnv) -> Topology:

@@ -35,10 +35,8 @@ def plan_error(error: Infeasible, candidates: Candidates, problem: Problem, topo
     ]
     picture += [f"  and {len(used) - _RANKS_SHOWN} more ranks"] * (len(used) > _RANKS_SHOWN)
     memory = (float(problem.capacity[error.rank]) + error.bytes_short) / (1 - topology.reserved_fraction)
-    changes = [
-        f"  memory_bytes of {memory:.0f} per rank ({shown_bytes(memory)}; now {shown_bytes(topology.memory_bytes)})"
-    ]
-    changes = [*_other_layouts(error, candidates, problem), *changes]
+    more_memory = f"{memory:.0f} per rank ({shown_bytes(memory)}; now {shown_bytes(topology.memory_bytes)})"
+    changes = [*_other_layouts(error, candidates, problem), f"  memory_bytes of {more_memory}"]
     return PlanError(
         f"{whom} does not fit: with the nearest layout, {layout}, rank {error.rank} is {error.bytes_short} bytes "
         f"({shown_bytes(error.bytes_short)}) short of {shown_bytes(needed)} when it comes to it.\n"
@@ -58,8 +56,6 @@ def _other_layouts(error: Infeasible, candidates: Candidates, problem: Problem) 
     if len(group.members) > 1:
         return []
     rejected = candidates.offered[group.members[0]].rejected
-    if not rejected:
-        return []
     item = Item(tuple(layout.option for layout in rejected), None, group.item.spread)
     placement = Placement(replace(problem, items=(item,), base=error.load))
     fitting = []

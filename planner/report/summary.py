@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 
 from dmp import Layout, shown_bytes
 from planner.candidates.candidates import Candidates
-from planner.candidates.costed import CostedLayout
+from planner.candidates.costed import ClassLayouts, CostedLayout
 from planner.candidates.dense import Dense
 from planner.costs.cost_model import BYTES
 from planner.report.report import Alternative, ParameterReport, PlanReport
@@ -28,13 +29,6 @@ class Load(NamedTuple):
     rank_bytes: int
     """On the rank it fills most."""
 
-    @classmethod
-    def of(cls, option: Option, num_ranks: int) -> Load:
-        """Of one option on a machine of so many ranks."""
-        mean, most, _, _ = totals([option], num_ranks)
-        rank_bytes = int(np.ceil(option.loads[..., BYTES].max() + option.everywhere[BYTES]))
-        return cls(float(most[0]), float(mean[0]), rank_bytes)
-
 
 def summarise(
     candidates: Candidates,
@@ -52,26 +46,25 @@ def summarise(
     """
     num_ranks = len(problem.capacity)
     room = float((problem.capacity - problem.base[:, BYTES]).max())
-    # Alike parameters share their options: each is looked at once.
-    load_of: dict[int, Load] = {}
-    alternatives: dict[tuple[int, int], tuple[Alternative, ...]] = {}
 
+    @cache  # alike parameters share their options: each is looked at once
     def load(option: Option) -> Load:
-        if id(option) not in load_of:
-            load_of[id(option)] = Load.of(option, num_ranks)
-        return load_of[id(option)]
+        mean, most, _, _ = totals([option], num_ranks)
+        rank_bytes = int(np.ceil(option.loads[..., BYTES].max() + option.everywhere[BYTES]))
+        return Load(float(most[0]), float(mean[0]), rank_bytes)
+
+    @cache
+    def alternatives(offered: ClassLayouts, chosen: CostedLayout) -> tuple[Alternative, ...]:
+        others = [(layout, load(layout.option)) for layout in offered.choices if layout is not chosen]
+        return _alternatives(others, load(chosen.option), room, offered.rejected)
 
     parameters = {}
     for name, kept in candidates.pinned.items():
         parameters[name] = ParameterReport(name, layouts[name], True, *load(kept.option))
     for group, choice in zip(candidates.groups, solution.choices, strict=True):
         for name, chosen in zip(group.members, group.rows[choice.option], strict=True):
-            offered, own = candidates.offered[name], load(chosen.option)
-            key = id(offered), id(chosen.option)
-            if key not in alternatives:
-                others = [(layout, load(layout.option)) for layout in offered.choices if layout is not chosen]
-                alternatives[key] = _alternatives(others, own, room, offered.rejected)
-            parameters[name] = ParameterReport(name, layouts[name], False, *own, alternatives[key])
+            rest = alternatives(candidates.offered[name], chosen)
+            parameters[name] = ParameterReport(name, layouts[name], False, *load(chosen.option), rest)
     return PlanReport(
         parameters=tuple(parameters[name] for name in sorted(parameters)),
         rank_seconds=tuple(tuple(row) for row in solution.load[:, :BYTES].tolist()),

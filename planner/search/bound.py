@@ -7,6 +7,7 @@ SciPy is installed; the Lagrangian below weighs them by one share and one price,
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import combinations
 
 import numpy as np
@@ -76,9 +77,7 @@ def _prices(costs: OptionCosts, free_bytes: float) -> Array:
 
 def _programme(problem: Problem) -> float:
     """The bound of the linear programme, set-ups left out; 0 where it is not solved."""
-    counts: dict[tuple[Option, ...], int] = {}
-    for item in problem.items:
-        counts[item.options] = counts.get(item.options, 0) + 1
+    counts = Counter(item.options for item in problem.items)
     columns = [(c, o) for c, options in enumerate(counts) for o in options]
     if len(columns) > _MOST_COLUMNS:
         return 0.0

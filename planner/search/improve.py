@@ -49,11 +49,10 @@ def _items_on(placement: Placement, rank: int, phase: int, most: int = 64) -> li
     alone = np.flatnonzero(placement.on_one_rank == rank)
     loads = list(zip((-placement.load_there[alone, phase]).tolist(), alone.tolist(), strict=True))
     for item in sorted(placement.on_many_ranks):
-        choice, option = placement.choices[item], placement.option(item)
-        assert choice is not None
+        blocks, option = placement.choices[item].blocks, placement.option(item)
         block, place = divmod(rank, option.loads.shape[1])
-        if block in choice.blocks:
-            loads.append((-float(option.loads[choice.blocks.index(block), place, phase]), item))
+        if block in blocks:
+            loads.append((-float(option.loads[blocks.index(block), place, phase]), item))
     return [item for seconds, item in sorted(loads)[:most] if seconds < 0]
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,8 +14,7 @@ NEVER = 1e30
 """A cost that no option has; finite, so that it may be multiplied by zero."""
 
 
-@dataclass(frozen=True, eq=False)
-class OptionCosts:
+class OptionCosts(NamedTuple):
     """Each (items, options), filled up with `NEVER` where an item has fewer options.
 
     Args:
@@ -35,28 +35,25 @@ class OptionCosts:
     def of(cls, problem: Problem) -> OptionCosts:
         """Costs of a problem's options; items that share their options are looked at once."""
         width = max(len(item.options) for item in problem.items)
-        known: dict[tuple[Option, ...], Array] = {}
-        rows = []
-        for item in problem.items:
-            if item.options not in known:
-                row = np.full((5, width), NEVER)
-                count = len(item.options)
-                row[:4, :count] = totals(item.options, len(problem.capacity))
-                row[4, :count] = [float(o.loads[..., -1].max() + o.everywhere[-1]) for o in item.options]
-                known[item.options] = row
-            rows.append(known[item.options])
-        return cls(*np.stack(rows, axis=1))
+
+        @cache
+        def rows(options: tuple[Option, ...]) -> Array:
+            found, count = np.full((5, width), NEVER), len(options)
+            found[:4, :count] = totals(options, len(problem.capacity))
+            found[4, :count] = [float(o.loads[..., -1].max() + o.everywhere[-1]) for o in options]
+            return found
+
+        return cls(*np.stack([rows(item.options) for item in problem.items], axis=1))
 
     def without(self, problem: Problem, kinds: frozenset[int]) -> OptionCosts:
         """The same where options that need one of these set-ups cost `NEVER`."""
-        width = self.mean.shape[1]
-        known: dict[tuple[Option, ...], list[float]] = {}
-        for item in problem.items:
-            if item.options not in known:
-                known[item.options] = [NEVER * bool(o.kinds & kinds) for o in item.options]
-                known[item.options] += [0.0] * (width - len(item.options))
-        barred = np.array([known[item.options] for item in problem.items])
-        return OptionCosts(*(np.maximum(f, barred) for f in (self.mean, self.most, self.least, self.size, self.peak)))
+
+        @cache
+        def barred(options: tuple[Option, ...]) -> list[float]:
+            return [NEVER * bool(o.kinds & kinds) for o in options] + [0.0] * (self.mean.shape[1] - len(options))
+
+        least = np.array([barred(item.options) for item in problem.items])
+        return OptionCosts(*(np.maximum(costs, least) for costs in self))
 
 
 def totals(options: Sequence[Option], num_ranks: int) -> tuple[Array, Array, Array, Array]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,23 +73,16 @@ def pack(problem: Problem, start: Start) -> Placement:
     """
     placement = Placement(problem)
     for item in start.order.tolist():
-        nearest: Infeasible | None = None
+        found: list[Infeasible] = []
         for index in start.preference[item, : len(problem.items[item].options)].tolist():
             place = placement.find(item, index, start.fill)
             if isinstance(place, Place):
                 placement.add(item, place.choice)
                 break
-            if nearest is None or _nearness(place) > _nearness(nearest):
-                nearest = place
+            found.append(place)
         else:
-            assert nearest is not None
-            raise nearest
+            raise min(found, key=attrgetter("distance"))
     return placement
-
-
-def _nearness(short: Infeasible) -> tuple[bool, int]:
-    """The larger the nearer: bytes that are missing are nearer than ranks that are."""
-    return short.rank is not None, -short.bytes_short
 
 
 def _order(problem: Problem, costs: OptionCosts, first: NDArray[np.intp]) -> NDArray[np.intp]:

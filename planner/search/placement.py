@@ -25,7 +25,7 @@ class Placement:
 
     Attributes:
         load: (ranks, phases + 1) of everything placed.
-        choices: of each item, None before it is placed.
+        choices: of each item that is placed.
         on_one_rank: (items,) the rank of an item that is on a single one, else -1.
         load_there: (items, phases + 1) its load there.
         on_many_ranks: the other items that are placed.
@@ -37,7 +37,7 @@ class Placement:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.load = problem.base.copy()
-        self.choices: list[Choice | None] = [None] * len(problem.items)
+        self.choices: dict[int, Choice] = {}
         self.on_one_rank = np.full(len(problem.items), -1)
         self.load_there = np.zeros((len(problem.items), problem.base.shape[1]))
         self.on_many_ranks: set[int] = set()
@@ -63,22 +63,17 @@ class Placement:
 
     def chosen(self) -> tuple[Choice, ...]:
         """Choices of all items."""
-        done = tuple(c for c in self.choices if c is not None)
-        assert len(done) == len(self.choices), "some items are not placed"
-        return done
+        return tuple(self.choices[item] for item in range(len(self.problem.items)))
 
     def option(self, item: int) -> Option:
         """The option that an item has."""
-        choice = self.choices[item]
-        assert choice is not None
-        return self.problem.items[item].options[choice.option]
+        return self.problem.items[item].options[self.choices[item].option]
 
     def ranks(self, item: int) -> NDArray[np.intp]:
         """Ranks that hold something of an item."""
-        choice, option = self.choices[item], self.option(item)
-        assert choice is not None
+        option = self.option(item)
         size = option.loads.shape[1]
-        ranks = np.array(choice.blocks)[:, None] * size + np.arange(size)
+        ranks = np.array(self.choices[item].blocks)[:, None] * size + np.arange(size)
         held: NDArray[np.intp] = ranks[option.loads[..., -1] > 0]
         return held
 
@@ -89,15 +84,11 @@ class Placement:
 
     def remove(self, item: int) -> Choice:
         """Take an item up."""
-        choice = self.choices[item]
-        assert choice is not None
         self._change(item, -1)
-        self.choices[item] = None
-        return choice
+        return self.choices.pop(item)
 
     def _change(self, item: int, sign: int) -> None:
         choice, option = self.choices[item], self.option(item)
-        assert choice is not None
         size = option.loads.shape[1]
         if option.loads.shape[:2] == (1, 1):
             self.on_one_rank[item] = choice.blocks[0] if sign > 0 else -1
@@ -122,7 +113,7 @@ class Placement:
         extra = float(problem.setups[missing].sum()) if missing else 0.0
         open_ranks = self._open_ranks(item)
         used = np.zeros(num_ranks // size, dtype=bool)
-        blocks, score, short_bytes, short_rank = [0] * len(option.loads), 0.0, np.inf, 0
+        blocks, score = [0] * len(option.loads), 0.0
         for i in _largest_first(option.loads):
             loads = option.loads[i]
             after = load.reshape(-1, size, load.shape[1]) + loads
@@ -137,14 +128,15 @@ class Placement:
             block = int(sums.argmin())
             if not np.isfinite(sums[block]):
                 nearest = int(lack.argmin())
-                short_bytes, short_rank = float(lack[nearest]), nearest * size + int(room[nearest].argmin())
-                return Infeasible(item, index, short_rank, int(np.ceil(short_bytes)), self.load)
+                rank = nearest * size + int(room[nearest].argmin())
+                return Infeasible(item, index, rank, int(np.ceil(lack[nearest])), self.load)
             blocks[i], used[block], score = block, True, float(sums[block])
             if len(blocks) > 1:
                 load[block * size : (block + 1) * size] += loads
-        if (load[:, -1] > problem.capacity).any() and option.everywhere[-1] > 0:
-            rank = int((load[:, -1] - problem.capacity).argmax())
-            return Infeasible(item, index, rank, int(np.ceil((load[:, -1] - problem.capacity)[rank])), self.load)
+        excess = load[:, -1] - problem.capacity
+        rank = int(excess.argmax())
+        if excess[rank] > 0 and option.everywhere[-1] > 0:
+            return Infeasible(item, index, rank, int(np.ceil(excess[rank])), self.load)
         return Place(score + extra, Choice(index, tuple(blocks)))
 
     def _open_ranks(self, item: int) -> NDArray[np.bool_] | None:

@@ -90,3 +90,8 @@ class Infeasible(Exception):
     def __init__(self, item: int, option: int | None, rank: int | None, bytes_short: int, load: Array) -> None:
         super().__init__(f"item {item} does not fit: {bytes_short} bytes short on rank {rank}")
         self.item, self.option, self.rank, self.bytes_short, self.load = item, option, rank, bytes_short, load
+
+    @property
+    def distance(self) -> tuple[bool, int]:
+        """From a place, the smaller the nearer: bytes that are missing are nearer than ranks that are."""
+        return self.rank is None, self.bytes_short

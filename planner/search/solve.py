@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 
 from planner.search.bound import lower_bound
 from planner.search.improve import improve
@@ -52,7 +53,7 @@ def search(problem: Problem, out_of_time: Callable[[], bool] = lambda: False) ->
         Infeasible: no start could be packed.
     """
     best: Placement | None = None
-    failure: Infeasible | None = None
+    failures: list[Infeasible] = []
     is_cut = False
     for start in starts(problem):
         if best is not None and start.fill:
@@ -63,13 +64,12 @@ def search(problem: Problem, out_of_time: Callable[[], bool] = lambda: False) ->
         try:
             placement = pack(problem, start)
         except Infeasible as error:
-            failure = failure if failure is not None and failure.bytes_short <= error.bytes_short else error
+            failures.append(error)
             continue
         if best is None or placement.seconds() < best.seconds() * (1 - 1e-12):
             best = placement
     if best is None:
-        assert failure is not None
-        raise _hopeless(problem) or failure
+        raise _hopeless(problem) or min(failures, key=attrgetter("bytes_short"))
     is_cut = improve(best, out_of_time) or is_cut
     phases = best.phase_seconds()
     bound = min(lower_bound(problem), float(phases.sum()))
@@ -83,5 +83,5 @@ def _hopeless(problem: Problem) -> Infeasible | None:
         found = [empty.find(number, index) for index in range(len(item.options))]
         short = [f for f in found if isinstance(f, Infeasible)]
         if len(short) == len(found):
-            return min(short, key=lambda f: (f.rank is None, f.bytes_short))
+            return min(short, key=attrgetter("distance"))
     return None
