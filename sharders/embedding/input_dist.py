@@ -108,7 +108,7 @@ class InputDist:
         parts: list[torch.Tensor] = []
         words: list[int] = []
         at = 0
-        for destination, (sources, runs) in enumerate(zip(compiled.sources, compiled.runs, strict=True)):
+        for table_rank, sources, runs in zip(self.destinations, compiled.sources, compiled.runs, strict=True):
             counts = [orders[is_split].counts[index] for is_split, index in sources]
             cuts = [(orders[s], orders[s].starts[first], orders[s].starts[last + 1]) for s, first, last in runs]
             parts.append(lengths[at : at + len(sources)].reshape(-1))
@@ -121,7 +121,7 @@ class InputDist:
                 places = [ids.places[a:b] for ids, a, b in cuts if ids.places is not None]
                 sent.weight_places.append(torch.cat(places) if places else batch.places[:0])
             if self.unpooled:
-                sent.spans.append(self._spans(sources, counts, orders, row_starts, destination))
+                sent.spans.append(self._spans(sources, counts, orders[-1], row_starts, table_rank))
         return torch.cat(parts) if parts else by_key.values[:0], words, sent
 
     def _compiled_for(self, batch: Batch) -> _Compiled:
@@ -202,17 +202,12 @@ class InputDist:
         return starts
 
     def _spans(
-        self,
-        sources: list[tuple[bool, int]],
-        counts: list[int],
-        orders: list[_Ordered],
-        row_starts: list[int],
-        destination: int,
+        self, sources: list[tuple[bool, int]], counts: list[int], split: _Ordered, row_starts: list[int], owner: int
     ) -> list[Span]:
-        slots = self.placement.slots[self.destinations[destination]]
+        """Where the rows of the ids for a rank belong, slot by slot; `split` has those of split features."""
         spans = []
-        for slot, count, (is_split, index) in zip(slots, counts, sources, strict=True):
-            start = orders[1].starts[index] if is_split else row_starts[slot.feature]
+        for slot, count, (is_split, index) in zip(self.placement.slots[owner], counts, sources, strict=True):
+            start = split.starts[index] if is_split else row_starts[slot.feature]
             spans.append(Span(is_split, start, start + count))
         return spans
 

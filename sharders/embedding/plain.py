@@ -17,13 +17,11 @@ from sharders.embedding.input_faults import Fault, Kind, dtype_index
 from sharders.embedding.placement import Table
 from sharders.embedding.table_module import InitFn, TableModule, TableSharder, make_table
 
-_WAY_OUT = "Give it the plan entry replicate(): it is then a dense weight, which anybody may read"
-
 
 class _ShardedPlain(TableModule):
     """What the two share. Subclasses name torch's class, and the arguments that make one like another."""
 
-    way_out = _WAY_OUT
+    way_out = "Give it the plan entry replicate(): it is then a dense weight, which anybody may read"
     plain_type: type[nn.Module]
     arguments: tuple[str, ...]
     num_embeddings: int

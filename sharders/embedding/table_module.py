@@ -281,16 +281,9 @@ class TableSharder:
 
 def make_table(parameter: nn.Parameter, name: str, features: Sequence[str], *, mean: bool = False) -> Table:
     """A table from its parameter, with the optimizer that `apply_optimizer_in_backward` left on it."""
-    return Table(
-        parameter=name,
-        rows=parameter.shape[0],
-        dim=parameter.shape[1],
-        dtype=parameter.dtype,
-        features=tuple(features),
-        mean=mean,
-        optimizer=optimizer_of(parameter, name) if parameter.requires_grad else None,
-        trainable=parameter.requires_grad,
-    )
+    rows, dim = parameter.shape
+    optimizer = optimizer_of(parameter, name) if parameter.requires_grad else None
+    return Table(name, rows, dim, parameter.dtype, tuple(features), mean, optimizer, parameter.requires_grad)
 
 
 def _carry_state(original: nn.Parameter, fused: FusedParameter) -> None:
