@@ -14,6 +14,7 @@
 - `header`: the first exchange: sizes, faults, mismatches
 - `input_dist`: input dist: ids to the ranks that own their rows
 - `local_tables`: what one rank holds of a module's tables
+- `path`: what pooled and unpooled lookups share: the way back
 - `pooled`: pooled lookups and their backward
 - `codec`: how results and gradients travel
 - `output_dist`: what both output dists share: results to their ranks, gradients back

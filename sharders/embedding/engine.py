@@ -99,8 +99,8 @@ class Engine:
         dtype = torch.float64 if is_double else torch.float32
         wide = dtype == torch.float64 or any(t.rows >= 2**31 for t in self.tables)
         self.input_dist = InputDist(self.placement, self.peers, device, wide, self.unpooled, self.store.kernel)
-        parts = self.peers, self.input_dist, self.store, Replicas(self.store, self.peers, self.sync_interval)
-        self.path = (UnpooledPath if self.unpooled else PooledPath)(*parts, dtype, device)
+        replicas = Replicas(self.store, self.peers, self.sync_interval)
+        self.path = (UnpooledPath if self.unpooled else PooledPath)(self.input_dist, replicas, dtype, device)
 
     @property
     def name(self) -> str:
@@ -286,8 +286,7 @@ class _Lookup(torch.autograd.Function):
         engine = ctx.engine
         way_back = ranks.entry(engine.handshake.backward, engine.peers.exchange.group, is_backward=True)
         with engine.calls.backward, way_back:
-            of_weights, of_tables = ctx.call.path.backward(ctx.call, grads, ctx.needs_input_grad[2])
-        return None, None, of_weights, *of_tables
+            return None, None, *ctx.call.path.backward(ctx.call, grads)
 
 
 def _described(value: Any) -> str:

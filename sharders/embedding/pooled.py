@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from sharders.embedding.batch import Batch
 from sharders.embedding.call import Call, once_per_call
 from sharders.embedding.codec import decoded, encoded
-from sharders.embedding.input_dist import InputDist, take
-from sharders.embedding.local_tables import TBE, TableStore
-from sharders.embedding.peers import Peers
+from sharders.embedding.input_dist import take
+from sharders.embedding.local_tables import TBE
+from sharders.embedding.output_dist import Sum
+from sharders.embedding.path import Path, Returned, Trained
 from sharders.embedding.pooled_output import Columns, PooledOutputDist, cut_columns
-from sharders.embedding.replicas import Replicas, sum_of
 
 
 class Bags(NamedTuple):
@@ -26,30 +26,14 @@ class Bags(NamedTuple):
     weights: torch.Tensor | None
 
 
-class PooledPath:
-    """Lookup and output dist of one module, and the way back.
+class PooledPath(Path[torch.Tensor]):
+    """Every feature's bags; see `Path`."""
 
-    Args:
-        dtype: of results and gradients; what travels may have another, see codec.py.
-        device: of the tables.
-    """
-
-    def __init__(
-        self,
-        peers: Peers,
-        input_dist: InputDist,
-        store: TableStore,
-        replicas: Replicas,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.peers, self.input_dist, self.store, self.replicas = peers, input_dist, store, replicas
-        self.dtype, self.device = dtype, device
-        self.factor = replicas.mean_factor
-        placement = store.placement
-        self.dims = [placement.tables[f.table].dim for f in placement.features]
-        means = [placement.tables[f.table].mean for f in placement.features]
-        self.mean_columns = _runs_of_mean(self.dims, means)
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        placement = self.store.placement
+        self.mean_columns = _runs_of_mean(self.dims, [placement.tables[f.table].mean for f in placement.features])
+        self.width = sum(tbe.lookup.num_columns for tbe in self.store.sharded)
         self.output_dists = self._make_output_dists()
 
     def forward(self, call: Call) -> list[torch.Tensor]:
@@ -73,32 +57,6 @@ class PooledPath:
         self._scale_means(call, out)
         return [out]
 
-    def backward(
-        self, call: Call, grads: Sequence[torch.Tensor], wants_weights: bool
-    ) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
-        """Gradients back to the owners, and updates.
-
-        Returns:
-            The gradient of the batch's weights where it is wanted; for each table its ordinary gradient, or None.
-        """
-        grad = grads[0].to(self.dtype)
-        if self.mean_columns:
-            grad = grad.clone() if grad is grads[0] else grad
-            self._scale_means(call, grad)
-        given = grad
-        local = sum_of(self._local_gradients(call, grad), self.dtype)
-        last = len(self.output_dists) - 1
-        grad = self.output_dists[last].backward(grad, self._rows(call, last), self.factor, self.replicas.beside(local))
-        for i in reversed(range(last)):
-            grad = self.output_dists[i].backward(grad, self._rows(call, i), 1.0)
-        of_weights = self._weight_gradient(call, given, grad) if wants_weights else None  # before the tables change
-        sources = self.replicas.sources
-        samples = [call.samples[i] for i in sources]
-        width = grad.shape[1]
-        grad = self.replicas.share(grad.reshape(-1), [n * width for n in samples]).view(sum(samples), width)
-        gradients = self._update(call, grad, sources)
-        return of_weights, self.replicas.finish(local, gradients)
-
     def row_counts(self, batch: Batch) -> list[list[int]]:
         """Rows of each segment of each result."""
         return [[batch.batch_size]]
@@ -106,6 +64,41 @@ class PooledPath:
     def split(self, batch: Batch, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """As they are: features are columns."""
         return list(results)
+
+    def _given(self, call: Call, grads: Sequence[torch.Tensor]) -> torch.Tensor:
+        grad = grads[0].to(self.dtype)
+        if self.mean_columns:
+            grad = grad.clone() if grad is grads[0] else grad
+            self._scale_means(call, grad)
+        return grad
+
+    def _send_back(self, call: Call, given: torch.Tensor, beside: Sum | None) -> Returned:
+        last = len(self.output_dists) - 1
+        grad = self.output_dists[last].backward(given, self._rows(call, last), self.factor, beside)
+        for i in reversed(range(last)):
+            grad = self.output_dists[i].backward(grad, self._rows(call, i), 1.0)
+        wants_weights = call.wants_weight_gradient
+        return grad.reshape(-1), self._weight_gradient(call, given, grad) if wants_weights else None
+
+    def _sizes(self, call: Call, sources: tuple[int, ...]) -> list[int]:
+        return [call.samples[i] * self.width for i in sources]
+
+    def _train(self, call: Call, grad: torch.Tensor, sources: tuple[int, ...]) -> Trained:
+        by_row = grad.view(sum(call.samples[i] for i in sources), self.width)
+        for tbe, columns, bags in self._by_tbe(call, by_row, sources):
+            if tbe.is_trainable:
+                train = tbe.lookup.gradient_pooled if tbe.bank.spec is None else tbe.lookup.update_pooled
+                yield tbe, train(columns.to(tbe.bank.weights.dtype).contiguous(), *bags)
+
+    def _by_tbe(
+        self, call: Call, grad: torch.Tensor, sources: tuple[int, ...]
+    ) -> Iterator[tuple[TBE, torch.Tensor, Bags]]:
+        """Each sharded TBE with slots here, its columns of the gradient of this rank's lookup, and its bags."""
+        column = 0
+        for tbe, bags in zip(self.store.sharded, self._bags(call, sources), strict=True):
+            if bags is not None:
+                yield tbe, grad[:, column : column + tbe.lookup.num_columns], bags
+                column += tbe.lookup.num_columns
 
     def _weight_gradient(self, call: Call, given: torch.Tensor, looked_up: torch.Tensor) -> torch.Tensor:
         """(N,) gradient of the batch's weights: from the owners of the rows, and from the local tables.
@@ -134,13 +127,10 @@ class PooledPath:
 
     def _weight_gradients_of_sources(self, call: Call, looked_up: torch.Tensor) -> list[torch.Tensor]:
         """For each table rank the gradients of the weights that it has sent here, in the order it sent them."""
-        parts, column = [], 0
-        for tbe, bags in zip(self.store.sharded, self._bags(call, tuple(self.peers.own)), strict=True):
-            if bags is not None:
-                columns = looked_up[:, column : column + tbe.lookup.num_columns]
-                column += tbe.lookup.num_columns
-                columns = columns.to(tbe.bank.weights.dtype).contiguous()
-                parts.append(tbe.lookup.gradient_weights(columns, bags.ids, bags.offsets).to(self.dtype))
+        parts = []
+        for tbe, columns, bags in self._by_tbe(call, looked_up, tuple(self.peers.own)):
+            columns = columns.to(tbe.bank.weights.dtype).contiguous()
+            parts.append(tbe.lookup.gradient_weights(columns, bags.ids, bags.offsets).to(self.dtype))
         # They come slot by slot, and there source by source: cut, and joined source by source.
         counts = self.input_dist.receive(call).counts
         sizes = [counts[s][slot] for slot in range(len(counts[0])) for s in self.peers.own]
@@ -148,24 +138,6 @@ class PooledPath:
         nothing = self._zeros(0)
         by_source = {s: torch.cat([nothing, *cut[i :: len(self.peers.own)]]) for i, s in enumerate(self.peers.own)}
         return [by_source[s] for s in self.peers.by_table_rank]
-
-    def _update(self, call: Call, grad: torch.Tensor, sources: Sequence[int]) -> dict[int, torch.Tensor]:
-        gradients: dict[int, torch.Tensor] = {}
-        column = 0
-        for tbe, bags in zip(self.store.sharded, self._bags(call, tuple(sources)), strict=True):
-            of_tbe = grad[:, column : column + tbe.lookup.num_columns]
-            column += tbe.lookup.num_columns
-            if not tbe.is_trainable:
-                continue
-            of_tbe = of_tbe.to(tbe.bank.weights.dtype).contiguous()
-            if tbe.bank.spec is None:
-                flat = tbe.lookup.gradient_pooled(of_tbe, *bags) if bags else torch.zeros_like(tbe.bank.weights)
-                gradients[id(tbe)] = flat
-                continue
-            tbe.bank.step()
-            if bags:
-                tbe.lookup.update_pooled(of_tbe, *bags)
-        return gradients
 
     def _make_output_dists(self) -> list[PooledOutputDist]:
         peers, codecs = self.peers, self.peers.codecs
@@ -223,12 +195,11 @@ class PooledPath:
             result.append(Bags(ids, _offsets(batch.lengths[keys].to(ids.dtype)), weights))
         return result
 
-    def _local_gradients(self, call: Call, grad: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(flat gradient, touched rows) of each trainable local TBE, from this rank's own bags."""
+    def _local_gradients(self, call: Call, given: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         result = []
         for tbe, bags in zip(self.store.local, self._local_bags(call), strict=True):
             if tbe.is_trainable:
-                columns = self._columns_of(tbe, grad).mul_(self.factor).to(tbe.bank.weights.dtype)
+                columns = self._columns_of(tbe, given).mul_(self.factor).to(tbe.bank.weights.dtype)
                 touched = tbe.lookup.touched_pooled(bags.ids, bags.offsets)
                 result.append((tbe.lookup.gradient_pooled(columns, *bags), touched))
         return result

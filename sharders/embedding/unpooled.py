@@ -10,11 +10,10 @@ import torch
 
 from sharders.embedding.batch import Batch
 from sharders.embedding.call import Call, once_per_call
-from sharders.embedding.input_dist import InputDist
-from sharders.embedding.local_tables import TBE, TableStore
+from sharders.embedding.local_tables import TBE
 from sharders.embedding.lookup.torch_kernel import Segments
-from sharders.embedding.peers import Peers
-from sharders.embedding.replicas import Replicas, sum_of
+from sharders.embedding.output_dist import Sum
+from sharders.embedding.path import Path, Returned, Trained
 from sharders.embedding.unpooled_output import RowPlaces, UnpooledOutputDist
 
 
@@ -26,32 +25,14 @@ class SlotRun(NamedTuple):
     width: int
 
 
-class UnpooledPath:
-    """Lookup and output dist of one module, and the way back.
+class UnpooledPath(Path[dict[int, torch.Tensor]]):
+    """Every id's row; see `Path`. What is sent to a source is its rows run by run, see `SlotRun`."""
 
-    What is sent to a source is its rows run by run, see `SlotRun`.
-
-    Args:
-        dtype: of results and gradients; what travels may have another, see codec.py.
-        device: of the tables.
-    """
-
-    def __init__(
-        self,
-        peers: Peers,
-        input_dist: InputDist,
-        store: TableStore,
-        replicas: Replicas,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.peers, self.input_dist, self.store, self.replicas = peers, input_dist, store, replicas
-        self.dtype, self.device = dtype, device
-        self.factor = replicas.mean_factor
-        placement = store.placement
-        self.dims = [placement.tables[f.table].dim for f in placement.features]
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        peers = self.peers
         self.distinct_dims = list(dict.fromkeys(self.dims))
-        self.output_dist = UnpooledOutputDist(placement, peers.table, peers.codecs, peers.by_table_rank)
+        self.output_dist = UnpooledOutputDist(self.store.placement, peers.table, peers.codecs, peers.by_table_rank)
         self.runs = self._find_runs()
 
     def forward(self, call: Call) -> list[torch.Tensor]:
@@ -64,31 +45,13 @@ class UnpooledPath:
         if len(blocks) == 1:
             send = blocks[0]  # source by source already
         else:
-            of_runs = zip(*self._sizes(call, sources), strict=True)
+            of_runs = zip(*self._run_sizes(call, sources), strict=True)
             cut = [block.split(of_sources) for block, of_sources in zip(blocks, of_runs, strict=True)]
             parts = [of_run[source] for source in range(len(sources)) for of_run in cut]
             send = torch.cat(parts) if parts else torch.zeros(0, dtype=self.dtype, device=self.device)
         num_rows = dict(zip(self.distinct_dims, map(sum, self.row_counts(call.batch)), strict=True))
         out = self.output_dist.forward(send, self._by_rank(call), self._places(call), num_rows, self._local_rows(call))
         return [out[dim] for dim in self.distinct_dims]
-
-    def backward(
-        self, call: Call, grads: Sequence[torch.Tensor], wants_weights: bool
-    ) -> tuple[None, list[torch.Tensor | None]]:
-        """Gradients back to the owners, and updates.
-
-        Returns:
-            None, for there are no weights; for each table its ordinary gradient, or None.
-        """
-        by_dim = {dim: g.to(self.dtype) for dim, g in zip(self.distinct_dims, grads, strict=True)}
-        local = sum_of(self._local_gradients(call, by_dim), self.dtype)
-        grad = self.output_dist.backward(
-            by_dim, self._by_rank(call), self._places(call), self.factor, self.replicas.beside(local)
-        )
-        sources = tuple(self.replicas.sources)
-        grad = self.replicas.share(grad, [sum(of_source) for of_source in self._sizes(call, sources)])
-        gradients = self._update(call, grad, sources)
-        return None, self.replicas.finish(local, gradients)
 
     def row_counts(self, batch: Batch) -> list[list[int]]:
         """Rows of each segment of each result: for each distinct dim, those of each of its features."""
@@ -102,25 +65,23 @@ class UnpooledPath:
             parts[dim] = iter(_SplitRows.apply(rows, counts))  # type: ignore[no-untyped-call]
         return [next(parts[dim]) for dim in self.dims]
 
-    def _update(self, call: Call, grad: torch.Tensor, sources: tuple[int, ...]) -> dict[int, torch.Tensor]:
-        gradients: dict[int, torch.Tensor] = {}
-        for tbe in self.store.sharded:
-            if tbe.is_trainable and tbe.bank.spec is not None:
-                tbe.bank.step()
-            elif tbe.is_trainable:
-                gradients[id(tbe)] = torch.zeros_like(tbe.bank.weights)
+    def _given(self, call: Call, grads: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        return {dim: g.to(self.dtype) for dim, g in zip(self.distinct_dims, grads, strict=True)}
+
+    def _send_back(self, call: Call, given: dict[int, torch.Tensor], beside: Sum | None) -> Returned:
+        return self.output_dist.backward(given, self._by_rank(call), self._places(call), self.factor, beside), None
+
+    def _sizes(self, call: Call, sources: tuple[int, ...]) -> list[int]:
+        return [sum(of_source) for of_source in self._run_sizes(call, sources)]
+
+    def _train(self, call: Call, grad: torch.Tensor, sources: tuple[int, ...]) -> Trained:
         # Source by source, run by run: a run's gradients are every so many of the cuts.
-        cut = grad.split([n for of_source in self._sizes(call, sources) for n in of_source]) if self.runs else ()
-        for i, ((tbe, _, width), (ids, segments)) in enumerate(zip(self.runs, self._ids(call, sources), strict=True)):
-            if not tbe.is_trainable:
-                continue
-            flat = grad if len(self.runs) == 1 else torch.cat(cut[i :: len(self.runs)])
-            rows = flat.view(-1, width).to(tbe.bank.weights.dtype)
-            if tbe.bank.spec is None:
-                gradients[id(tbe)] += tbe.lookup.gradient_rows(rows, ids, segments)
-            else:
-                tbe.lookup.update_rows(rows, ids, segments)
-        return gradients
+        cut = grad.split([n for of_source in self._run_sizes(call, sources) for n in of_source]) if self.runs else ()
+        for i, ((tbe, _, width), read) in enumerate(zip(self.runs, self._ids(call, sources), strict=True)):
+            if tbe.is_trainable:
+                flat = grad if len(self.runs) == 1 else torch.cat(cut[i :: len(self.runs)])
+                train = tbe.lookup.gradient_rows if tbe.bank.spec is None else tbe.lookup.update_rows
+                yield tbe, train(flat.view(-1, width).to(tbe.bank.weights.dtype), *read)
 
     def _find_runs(self) -> list[SlotRun]:
         slots = self.store.placement.slots[self.store.rank]
@@ -147,14 +108,14 @@ class UnpooledPath:
         return result
 
     @once_per_call
-    def _sizes(self, call: Call, sources: tuple[int, ...]) -> list[list[int]]:
+    def _run_sizes(self, call: Call, sources: tuple[int, ...]) -> list[list[int]]:
         """Elements of each source's rows, by run."""
         counts = self.input_dist.receive(call).counts
         return [[sum(counts[s][slots.start : slots.stop]) * width for _, slots, width in self.runs] for s in sources]
 
     def _by_rank(self, call: Call) -> list[int]:
         """Elements of each table rank's rows."""
-        sizes = self._sizes(call, tuple(self.peers.own))
+        sizes = self._run_sizes(call, tuple(self.peers.own))
         of_source = {source: sum(of_runs) for source, of_runs in zip(self.peers.own, sizes, strict=True)}
         return [of_source[source] for source in self.peers.by_table_rank]
 
@@ -170,8 +131,7 @@ class UnpooledPath:
             for slot, (ids, to) in enumerate(places)
         ]
 
-    def _local_gradients(self, call: Call, grads: dict[int, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(flat gradient, touched rows) of each trainable local TBE, from this rank's own ids."""
+    def _local_gradients(self, call: Call, given: dict[int, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         result = []
         for tbe, places in zip(self.store.local, self._local_places(call), strict=True):
             if not tbe.is_trainable:
@@ -179,7 +139,7 @@ class UnpooledPath:
             flat = torch.zeros_like(tbe.bank.weights)
             touched = torch.zeros(tbe.bank.total_rows, dtype=torch.bool, device=flat.device)
             for slot, (ids, to) in enumerate(places):
-                rows = (grads[to.dim][to.where] * self.factor).to(flat.dtype)
+                rows = (given[to.dim][to.where] * self.factor).to(flat.dtype)
                 flat += tbe.lookup.gradient_rows(rows, ids, [(slot, to.count)])
                 touched |= tbe.lookup.touched_rows(ids, [(slot, to.count)])
             result.append((flat, touched))

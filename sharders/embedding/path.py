@@ -1,0 +1,69 @@
+"""What pooled and unpooled lookups share: what a path is made of, and the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Generic, TypeVar
+
+import torch
+
+from sharders.embedding.call import Call
+from sharders.embedding.input_dist import InputDist
+from sharders.embedding.local_tables import TBE
+from sharders.embedding.output_dist import Sum
+from sharders.embedding.replicas import Replicas, sum_of
+
+Given = TypeVar("Given")  # gradients of the results, as a path takes them
+Returned = tuple[torch.Tensor, torch.Tensor | None]
+Trained = Iterator[tuple[TBE, torch.Tensor | None]]
+
+
+class Path(Generic[Given]):
+    """Lookup and output dist of one module, and the way back. Subclasses say how they are looked up and exchanged.
+
+    Args:
+        dtype: of results and gradients; what travels may have another, see codec.py.
+        device: of the tables.
+    """
+
+    _given: Callable[[Call, Sequence[torch.Tensor]], Given]
+    """Gradients of the results, in `dtype`."""
+
+    _local_gradients: Callable[[Call, Given], list[tuple[torch.Tensor, torch.Tensor]]]
+    """(flat gradient, touched rows) of each trainable local TBE, from this rank's own ids."""
+
+    _send_back: Callable[[Call, Given, Sum | None], Returned]
+    """Flat gradients, times `factor`, of what was looked up here for the own sources; that of the weights if wanted."""
+
+    _sizes: Callable[[Call, tuple[int, ...]], list[int]]
+    """Elements of the gradients from each source."""
+
+    _train: Callable[[Call, torch.Tensor, tuple[int, ...]], Trained]
+    """Update the sharded TBEs lookup by lookup; flat gradients of those without in-backward optimizer."""
+
+    def __init__(self, input_dist: InputDist, replicas: Replicas, dtype: torch.dtype, device: torch.device) -> None:
+        self.input_dist, self.replicas, self.dtype, self.device = input_dist, replicas, dtype, device
+        self.peers, self.store, self.factor = replicas.peers, replicas.store, replicas.mean_factor
+        self.dims = [self.store.placement.tables[f.table].dim for f in self.store.placement.features]
+
+    def backward(self, call: Call, grads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Gradients back to the owners, and updates.
+
+        Returns:
+            The gradient of the batch's weights where it is wanted, then for each table its ordinary gradient, or None.
+        """
+        given = self._given(call, grads)
+        local = sum_of(self._local_gradients(call, given), self.dtype)
+        grad, of_weights = self._send_back(call, given, self.replicas.beside(local))
+        sources = tuple(self.replicas.sources)
+        grad = self.replicas.share(grad, self._sizes(call, sources))
+        gradients: dict[int, torch.Tensor] = {}
+        for tbe in self.store.sharded:
+            if tbe.bank.spec is not None:
+                tbe.bank.step()
+            elif tbe.is_trainable and not tbe.slots:
+                gradients[id(tbe)] = torch.zeros_like(tbe.bank.weights)
+        for tbe, flat in self._train(call, grad, sources):
+            if flat is not None:
+                gradients[id(tbe)] = gradients[id(tbe)].add_(flat) if id(tbe) in gradients else flat
+        return [of_weights, *self.replicas.finish(local, gradients)]
