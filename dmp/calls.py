@@ -11,7 +11,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import wraps
 from threading import Lock, current_thread, get_ident
-from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 from torch import nn
@@ -79,9 +78,7 @@ class Call:
     def __enter__(self) -> None:
         self._of.enter(self._what, self._forwards)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._of.leave(self._forwards)
 
 

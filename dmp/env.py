@@ -97,7 +97,11 @@ class ShardingEnv:
     @classmethod
     def single(cls, device: str | torch.device = "cpu") -> ShardingEnv:
         """Env of this process alone; no process group is needed."""
-        return cls(None, _device_type(device), ("dp",), (1,), ("shard",), (0,))
+        try:
+            device_type = torch.device(device).type
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(f"expected a device such as 'cpu' or 'cuda'; got {device!r}") from error
+        return cls(None, device_type, ("dp",), (1,), ("shard",), (0,))
 
     @classmethod
     def abstract(
@@ -314,13 +318,6 @@ def _roles(names: tuple[str, ...], replicate: Axes, shard: Axes, tensor: Axes) -
             )
         roles.append(known)
     return tuple(roles)
-
-
-def _device_type(device: Any) -> str:
-    try:
-        return str(torch.device(device).type)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"expected a device such as 'cpu' or 'cuda'; got {device!r}") from error
 
 
 def _flatten(coordinate: Sequence[int], shape: Sequence[int]) -> int:

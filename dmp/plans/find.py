@@ -7,7 +7,7 @@ the module of such a weight is not a site, even where a sharder would take it (a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 
 from torch import nn
@@ -226,13 +226,11 @@ def _find_sites(module: nn.Module, sharders: Iterable[AnySharder], without: Set[
     tied = {id(place.tensor) for places in tied_places(module) for place in places}
     excluded = _ids(module, without)
     found: dict[int, Site] = {}
-    for path, candidate in _walk(module, "", lambda m: sharder_for(m, by_type) is not None):
+    for path, candidate, sharder in _takers(module, "", by_type):
         if id(candidate) in found:
             site = found[id(candidate)]
             found[id(candidate)] = Site(site.path, (*site.aliases, path), candidate, site.sharder, site.infos)
             continue
-        sharder = sharder_for(candidate, by_type)
-        assert sharder is not None
         infos = {name: with_state_bytes(info) for name, info in sharder.parameters(candidate).items()}
         if not infos or any(id(p) in tied or id(p) in excluded for p in candidate.parameters()):
             continue
@@ -242,14 +240,17 @@ def _find_sites(module: nn.Module, sharders: Iterable[AnySharder], without: Set[
     return Sites(tuple(found.values()), {found[key].path: reader for key, reader in readers.items()})
 
 
-def _walk(module: nn.Module, path: str, stop_at: Callable[[nn.Module], bool]) -> Iterator[tuple[str, nn.Module]]:
-    """(path, module) of the outermost modules for which `stop_at(module)`, every path of a shared one."""
-    if stop_at(module):
-        yield path, module
+def _takers(
+    module: nn.Module, path: str, by_type: Mapping[type[nn.Module], ModuleSharder]
+) -> Iterator[tuple[str, nn.Module, ModuleSharder]]:
+    """(path, module, sharder) of the outermost modules that have a sharder, every path of a shared one."""
+    sharder = sharder_for(module, by_type)
+    if sharder is not None:
+        yield path, module, sharder
         return
     for name, child in module._modules.items():
         if child is not None:
-            yield from _walk(child, join_name(path, name), stop_at)
+            yield from _takers(child, join_name(path, name), by_type)
 
 
 def _ids(module: nn.Module, names: Set[str]) -> set[int]:

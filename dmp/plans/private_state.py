@@ -44,7 +44,8 @@ def refuse_private_state(module: nn.Module, env: ShardingEnv, handled: Iterable[
         return
     known = {id(m) for site in handled for m in site.modules()}
     for path, each in module.named_modules():
-        what = next((PRIVATE_STATE[n] for n in _names(type(each)) if n in PRIVATE_STATE), None)
+        names = [f"{c.__module__}.{c.__qualname__}" for c in type(each).__mro__]
+        what = next((PRIVATE_STATE[name] for name in names if name in PRIVATE_STATE), None)
         if what is not None and id(each) not in known:
             raise ShardError(
                 f"{type(each).__name__} at {path!r} {what}, and each of the {env.data_size} data "
@@ -52,7 +53,3 @@ def refuse_private_state(module: nn.Module, env: ShardingEnv, handled: Iterable[
                 "and map ids to rows before the model (a hash, or a dictionary made once), or pass a sharder that "
                 f"takes {type(each).__name__}; one data rank runs it as it is"
             )
-
-
-def _names(kind: type) -> list[str]:
-    return [f"{c.__module__}.{c.__qualname__}" for c in kind.__mro__]

@@ -43,13 +43,9 @@ def say_what_is_read(resolved: Resolved) -> None:
 
 
 def _say_no_table(name: str, parameter: nn.Parameter, is_large: bool, why: str) -> None:
-    _log.log(
-        logging.WARNING if is_large else logging.INFO,
-        "%r (%s bytes) is no table but part of the data-parallel weights%s",
-        name,
-        f"{parameter.nbytes:,}",
-        why,
-    )
+    level = logging.WARNING if is_large else logging.INFO
+    text = "%r (%s bytes) is no table but part of the data-parallel weights%s"
+    _log.log(level, text, name, f"{parameter.nbytes:,}", why)
 
 
 def _say_what_is_whole(resolved: Resolved) -> None:
@@ -73,15 +69,10 @@ def _say_what_is_whole(resolved: Resolved) -> None:
             shown_bytes(sum(sizes.values())),
         )
     elif whole:
-        _log.log(
-            logging.WARNING if whole > total / 2 and not is_cut else logging.INFO,
-            "axis %s: %.0f %% of the dense weights (%s of %s) are whole on each of its ranks: %s",
-            axis,
-            100 * whole / total,
-            shown_bytes(whole),
-            shown_bytes(total),
-            "; ".join(reasons) or "the plan does not name them",
-        )
+        level = logging.WARNING if whole > total / 2 and not is_cut else logging.INFO
+        text = "axis %s: %.0f %% of the dense weights (%s of %s) are whole on each of its ranks: %s"
+        why = "; ".join(reasons) or "the plan does not name them"
+        _log.log(level, text, axis, 100 * whole / total, shown_bytes(whole), shown_bytes(total), why)
 
 
 def shown_bytes(size: float) -> str:

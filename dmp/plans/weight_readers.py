@@ -42,6 +42,7 @@ OF_NO_VALUE = frozenset(
 
 _HARMLESS = frozenset(("num_embeddings", "embedding_dim", "padding_idx", "training", "mode", "forward"))
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_OF_MODULE = frozenset(vars(nn.Module()))  # attributes that every module has
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,8 @@ class _Watched:
         places = [
             (f"{type(m).__name__}.{name}", each)
             for m in modules
-            for name, value in _attributes(m).items()
+            for name, value in vars(m).items()
+            if name not in _OF_MODULE
             for each in _contents(value)
         ]
         for code in codes:
@@ -284,10 +286,9 @@ def _stores(step: dis.Instruction, name: str) -> bool:
 def _uncalled(code: CodeType) -> set[str]:
     """Attributes that are loaded other than to be called at once, or to ask for a number."""
     steps = list(dis.get_instructions(code))
-    following = [*(s for s in steps[1:]), None]
     return {
         s.argval
-        for s, after in zip(steps, following, strict=True)
+        for s, after in zip(steps, [*steps[1:], None], strict=True)
         if _is_attribute(s)
         and not _is_called(s)
         and not (after is not None and _is_attribute(after) and after.argval in _HARMLESS)
@@ -313,14 +314,6 @@ def _names_of(model: nn.Module, sites: Set[int]) -> dict[int, set[str]]:
 
 def _strings(code: CodeType) -> set[str]:
     return {c for c in code.co_consts if isinstance(c, str)}
-
-
-_OF_MODULE = frozenset(vars(nn.Module()))
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    """A module's own attributes, without those that every module has."""
-    return {name: value for name, value in vars(module).items() if name not in _OF_MODULE}
 
 
 def _contents(value: Any, depth: int = 0) -> Iterator[Any]:

@@ -32,18 +32,5 @@ from dmp.ranks.failing import fail_together, from_first, numbers_of_all, results
 from dmp.ranks.groups import control_group, own_group
 from dmp.ranks.watchdog import PeerLost
 
-__all__ = [
-    "PeerLost",
-    "RanksError",
-    "compare_facts",
-    "control_group",
-    "entry",
-    "fail_together",
-    "from_first",
-    "gather_objects",
-    "gather_words",
-    "numbers_of_all",
-    "own_group",
-    "raise_cause",
-    "results_of_all",
-]
+__all__ = ["PeerLost", "RanksError", "compare_facts", "control_group", "entry", "fail_together", "from_first"]
+__all__ += ["gather_objects", "gather_words", "numbers_of_all", "own_group", "raise_cause", "results_of_all"]

@@ -9,67 +9,77 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from dmp.errors import CheckpointError, RanksError
+from dmp.errors import CheckpointError, DmpError, RanksError
 from dmp.ranks.entry import entry
-from dmp.ranks.exchange import broadcast_bytes, gather_objects, gather_words
+from dmp.ranks.exchange import broadcast_bytes, compare_facts, gather_objects, gather_words
 from dmp.ranks.watchdog import PeerLost
 
 _SHOWN = 5
 T = TypeVar("T")
 
 
-def fail_together(step: Callable[[], T], group: dist.ProcessGroup | None, what: str, same: Any = None) -> T:
-    """As `results_of_all`, where only this rank's own result is wanted."""
-    result: list[T] = []
-    results_of_all(lambda: result.append(step()), group, what, same)
-    return result[0]
-
-
-def results_of_all(step: Callable[[], T], group: dist.ProcessGroup | None, what: str, same: Any = None) -> list[T]:
-    """Run a local step on every rank; when it fails on one, every rank raises the same.
+def fail_together(
+    step: Callable[[], T],
+    group: dist.ProcessGroup | None,
+    what: str,
+    same: Any = None,
+    kind: type[DmpError] = CheckpointError,
+    as_it_is: bool = False,
+) -> T:
+    """Run a local step on every rank; when it fails on one, every rank raises the same. One exchange where none does.
 
     Args:
         step: without collectives.
         what: for the error; the same on every rank, or that is the error.
         same: likewise.
+        kind: of the error.
+        as_it_is: where all ranks fail alike, or there is but one, each raises what its step did.
 
     Returns:
-        What the step returned on each rank.
+        What the step returned on this rank.
 
     Raises:
-        CheckpointError: naming the ranks and what failed there.
+        CheckpointError: or another of that kind, naming the ranks and what failed there.
         RanksError: the ranks are in different calls.
         PeerLost: a rank is gone.
     """
     about = what if same is None else f"{what} ({same})"
     with entry(about, group):
-        result: T | None = None
         cause: BaseException | None = None
-        data = b""
+        mine: dict[str, str] = {}
         try:
             result = step()
-            data = pickle.dumps(result) if group is not None else b""
         except RanksError:  # they know
             raise
         except BaseException as error:  # whatever it is, the other ranks must hear of it
             if not isinstance(error, Exception) and type(error).__name__ != "CheckpointException":  # torch's is none
                 raise
-            cause = error
-        message = None if cause is None else _text(cause)
+            cause, mine = error, {"failure": _text(error)}
         try:
-            said = gather_objects(about, (message, data), group)
+            theirs = compare_facts(mine, group, about)
         except PeerLost as error:
             if cause is None:
                 raise PeerLost(f"{what}: {error}") from error
-            raise PeerLost(f"{what}: {error}; here: {message}") from cause
+            raise PeerLost(f"{what}: {error}; here: {mine['failure']}") from cause
+    if as_it_is and theirs is None and cause is not None:
+        raise cause
+    said = theirs or [mine]
     failed: dict[str, list[int]] = {}
-    for rank, (text, _) in enumerate(said):
-        if text is not None:
+    for rank, of_rank in enumerate(said):
+        for text in of_rank.values():
             failed.setdefault(text, []).append(rank)
     if failed:
         parts = [text if len(ranks) == len(said) else f"rank {ranks[0]}: {text}" for text, ranks in failed.items()]
-        raise CheckpointError(f"{what}: " + "; ".join(parts[:_SHOWN])) from cause
-    return [result] if group is None else [pickle.loads(each) for _, each in said]  # type: ignore[list-item]
+        raise kind(f"{what}: " + "; ".join(parts[:_SHOWN])) from cause
+    return result
+
+
+def results_of_all(step: Callable[[], T], group: dist.ProcessGroup | None, what: str, same: Any = None) -> list[T]:
+    """As `fail_together`; what the step returned on each rank: any object that pickle takes."""
+    if group is None:
+        return [fail_together(step, group, what, same)]
+    data = fail_together(lambda: pickle.dumps(step()), group, what, same)
+    return [pickle.loads(each) for each in gather_objects(what, data, group)]
 
 
 def numbers_of_all(what: str, make: Callable[[], float], group: dist.ProcessGroup | None) -> list[float]:

@@ -26,15 +26,15 @@ def common_env(model: nn.Module) -> ShardingEnv | None:
     Raises:
         ShardError: several, on different meshes.
     """
-    envs: dict[str, ShardingEnv] = {path: m.env for path, m in wrapped_in(model).items()}
-    first = next(iter(envs.items()), None)
-    for path, env in envs.items():
-        if first is not None and env != first[1]:
+    envs: list[tuple[str, ShardingEnv]] = [(path, m.env) for path, m in wrapped_in(model).items()]
+    for path, env in envs[1:]:
+        first, expected = envs[0]
+        if env != expected:
             raise ShardError(
-                f"the wrapped models {first[0]!r} and {path!r} are on different meshes, {first[1]} and {env}; "
+                f"the wrapped models {first!r} and {path!r} are on different meshes, {expected} and {env}; "
                 "give each of them by itself"
             )
-    return first[1] if first is not None else None
+    return envs[0][1] if envs else None
 
 
 def env_of(model: nn.Module) -> ShardingEnv:

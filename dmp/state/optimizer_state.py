@@ -110,13 +110,8 @@ def full_optimizer_state_dict(
         {'state': {}, 'param_groups': []}
     """
     owned = owned_states(model, optimizer)
-    flat = {(o.name, key): value for o in owned for key, value in o.values.items()}
-    whole = gather(
-        {"\0".join(pair): value for pair, value in flat.items()},
-        env_of(model),
-        rank0_only=rank0_only,
-        what="full_optimizer_state_dict",
-    )
+    flat = {f"{o.name}\0{key}": value for o in owned for key, value in o.values.items()}
+    whole = gather(flat, env_of(model), rank0_only=rank0_only, what="full_optimizer_state_dict")
     widths = column_widths(model, owned)
     state: dict[str, dict[str, Any]] = {}
     for pair, value in whole.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,7 +85,9 @@ def _verify(model: nn.Module, module: nn.Module, batch: Any, env: ShardingEnv) -
         return outputs
 
     with torch.random.fork_rng():
-        expected = _on_every_rank(lambda: run(plain), env)
+        expected = fail_together(
+            lambda: run(plain), env.everyone, "verify: the plain module on the batch", kind=DmpError
+        )
         got = run(sharded)
     if got.keys() != expected.keys():
         raise DmpError(f"the output has {sorted(got)}, the plain module's {sorted(expected)}")
@@ -102,16 +103,6 @@ def _take_modes(plain: nn.Module, model: nn.Module) -> None:
         while name not in modes:
             name = name.rpartition(".")[0]
         module.training = modes[name]
-
-
-def _on_every_rank(step: Callable[[], dict[str, torch.Tensor]], env: ShardingEnv) -> dict[str, torch.Tensor]:
-    """A step without collectives: where it fails on one rank, no rank goes on to a collective and waits there."""
-    try:
-        return fail_together(step, env.everyone, "verify: the plain module on the batch")
-    except RanksError:
-        raise
-    except CheckpointError as error:
-        raise DmpError(str(error)) from error.__cause__
 
 
 @dataclass
@@ -156,10 +147,7 @@ def _compare_gradients(
         grad = parameter.grad
         if name in not_compared or grad is None:
             continue
-        if name in pieces:
-            mine[name] = chunk_views(grad.contiguous(), *pieces[name])
-        else:
-            mine[name] = as_chunks(grad)
+        mine[name] = chunk_views(grad.contiguous(), *pieces[name]) if name in pieces else as_chunks(grad)
     whole = gather(mine, env)
     differences: dict[str, _Difference] = {}
     for name, parameter in plain.named_parameters():

@@ -13,61 +13,41 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from dmp.env import ShardingEnv
-from dmp.errors import PlanError, RanksError
-from dmp.ranks import compare_facts
+from dmp.errors import PlanError
+from dmp.ranks import compare_facts, fail_together
 from dmp.wrap.skeleton import all_tensors
 
 # Of 64-bit words in a checksum. Words above each other in one block of rows are not told apart, hence few rows (more
 # are no faster) and a prime number of columns, which no usual row length is a multiple of.
 _BLOCK_ROWS, _COLUMNS = 16, 1021
 _MESSAGE = 1 << 22  # elements that travel at once
-_FAILURE = "failure"
-_SHOWN = 5
+_WRAPPING = "wrapping a model"
 T = TypeVar("T")
 
 
-def on_all_ranks(
-    step: Callable[[], T],
-    env: ShardingEnv,
-    what: str = "wrapping a model",
-    facts: Callable[[T], Mapping[str, str]] = lambda made: {},
-) -> T:
-    """Run a local step on every rank; what fails on one of them is raised on all, before anyone goes on.
+def on_all_ranks(step: Callable[[], T], env: ShardingEnv) -> T:
+    """Run a local step of wrapping on every rank; what fails on one of them is raised on all, before anyone goes on.
 
     Args:
         step: without collectives.
-        what: for messages; the same on every rank.
-        facts: of what the step made, that all ranks must share.
 
     Raises:
-        PlanError: the step failed on another rank, or the ranks' facts differ.
+        PlanError: the step failed on some rank; where it fails alike on all, each raises what its step did.
         RanksError: some are in another call.
     """
-    try:
-        made = step()
-        said = dict(facts(made))
-    except RanksError:  # they know
-        raise
-    except Exception as error:  # of any kind: the other ranks must hear of it
-        check_agreement({_FAILURE: f"{type(error).__name__}: {error}"}, env, what)
-        raise  # all ranks fail alike
-    check_agreement(said, env, what)
-    return made
+    return fail_together(step, env.everyone, _WRAPPING, kind=PlanError, as_it_is=True)
 
 
-def check_agreement(facts: Mapping[str, str], env: ShardingEnv, what: str = "wrapping a model") -> None:
+def check_agreement(facts: Mapping[str, str], env: ShardingEnv, what: str = _WRAPPING) -> None:
     """Compare `facts` (what -> its text) over all ranks; one small exchange, a second only when they differ.
 
     Raises:
-        PlanError: on every rank: a step failed on some, or the first fact that differs, the rank, and both texts.
+        PlanError: on every rank: the first fact that differs, the rank, and both texts.
         RanksError: on every rank: some are in another call.
     """
     theirs = compare_facts(facts, env.everyone, what)
     if theirs is None:
         return
-    failed = [f"rank {rank}: {said[_FAILURE]}" for rank, said in enumerate(theirs) if _FAILURE in said]
-    if failed:
-        raise PlanError(f"{what} fails on {len(failed)} of {len(theirs)} ranks, {'; '.join(failed[:_SHOWN])}")
     for fact in dict.fromkeys(name for of_rank in theirs for name in of_rank):
         for rank, other in enumerate(theirs):
             if other.get(fact) != theirs[0].get(fact):

@@ -86,7 +86,8 @@ def build(given: Arguments, calls: Calls) -> Assembly:
         ShardError: a module that its sharder cannot run.
     """
     plan, known = (given.plan, None) if given.plan is not None else _planned(given)
-    checked = on_all_ranks(lambda: _Checked.of(given, plan, known), given.env, facts=_Checked.facts)
+    checked = on_all_ranks(lambda: _Checked.of(given, plan, known), given.env)
+    check_agreement(checked.facts(), given.env)
     resolved = checked.resolved
     remark(resolved)
     sync_from_first_rank(given.module, given.env)

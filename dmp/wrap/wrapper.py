@@ -23,7 +23,7 @@ from dmp.places import is_dtensor
 from dmp.plans.plan import ShardingPlan
 from dmp.ranks import entry
 from dmp.wrap import live_models as live
-from dmp.wrap.agreement import on_all_ranks
+from dmp.wrap.agreement import check_agreement, on_all_ranks
 from dmp.wrap.arguments import Arguments, environment, take
 from dmp.wrap.assembly import Assembly
 from dmp.wrap.build import build, mark_chunks
@@ -83,12 +83,11 @@ class DistributedModelParallel(nn.Module):
     ) -> None:
         super().__init__()
         env = environment(env, device)
-        asked = Arguments(
-            *(module, env, device, plan, sharders),
-            *(init_data_parallel, init_parameters, data_parallel_wrapper, planner),
-        )
+        starts, wrapper = init_data_parallel, data_parallel_wrapper
+        asked = Arguments(module, env, device, plan, sharders, starts, init_parameters, wrapper, planner)
         with entry(f"wrapping {type(module).__name__}", env.everyone):
-            given = on_all_ranks(asked.checked, env, facts=Arguments.facts)
+            given = on_all_ranks(asked.checked, env)
+            check_agreement(given.facts(), env)
             self._calls = Calls()
             with _without_collection(), marking_replaced(self, module):
                 self._take(build(given, self._calls))
