@@ -112,18 +112,19 @@ def _dense_entries(plan: Mapping[str, ParameterSharding], module: nn.Module, env
         if dense.setdefault(first[id(known[name])], layout) != layout:
             other = dense[first[id(known[name])]]
             raise PlanError(f"plan gives {name!r} {layout}, but {other} under another of its names", table=name)
-        try:
-            layout.shards(known[name].shape, env)
-        except ShardError as error:
-            raise PlanError(f"plan entry {name!r} = {layout}: {error}", table=name) from error
+        _check_shape(name, layout, known[name].shape, env)
     return dense
 
 
-def _check_layout(name: str, layout: Layout, sharder: ModuleSharder, info: ParameterInfo, env: ShardingEnv) -> None:
+def _check_shape(name: str, layout: Layout, shape: tuple[int, ...], env: ShardingEnv) -> None:
     try:
-        layout.shards(info.shape, env)
+        layout.shards(shape, env)
     except ShardError as error:
         raise PlanError(f"plan entry {name!r} = {layout}: {error}", table=name) from error
+
+
+def _check_layout(name: str, layout: Layout, sharder: ModuleSharder, info: ParameterInfo, env: ShardingEnv) -> None:
+    _check_shape(name, layout, info.shape, env)
     if layout.is_dense and layout.is_copied and info.optimizer is None:
         return  # an ordinary dense weight then, which no sharder runs
     accepts = None if layout.is_dense else hook(sharder, "accepts")
@@ -150,8 +151,7 @@ def _unknown_name(
         return (
             f"plan names {name!r}, which no sharder takes (no sharder for its module, or it is tied to a parameter of "
             f"another module): it belongs to the data-parallel part and needs no entry, or that of a dense weight "
-            f"(replicate(), fully_sharded()). "
-            f"Parameters to plan: {_some(shardable)}"
+            f"(replicate(), fully_sharded()). Parameters to plan: {_some(shardable)}"
         )
     close = get_close_matches(name, shardable, n=3, cutoff=0.5)
     hint = f"did you mean {_some(close)}?" if close else f"parameters to plan: {_some(shardable)}"

@@ -131,7 +131,7 @@ class Found:
         """
         given = given or {}
         asked = {name: layout for name, layout in given.items() if layout.is_tensor_parallel}
-        if known is not None and known._answers(module, env, asked):
+        if known is not None and known.module is module and known.env == env and asked in (known.asked, known.split):
             _check_placements(known.sharders, known.placements, given)
             return known
         sharders = tuple(sharders)
@@ -143,9 +143,6 @@ class Found:
     def split(self) -> dict[str, Layout]:
         """Every parameter that a model sharder splits -> how."""
         return {name: layout for p in self.placements for name, layout in p.layouts.items()}
-
-    def _answers(self, module: nn.Module, env: ShardingEnv, asked: Mapping[str, Layout]) -> bool:
-        return self.module is module and self.env == env and asked in (self.asked, self.split)
 
 
 def plan_parameters(

@@ -135,7 +135,7 @@ def _gather(
             num_bytes = batch[-1][2] + batch[-1][3]
             if buffer.numel() < num_bytes:
                 buffer = buffer.new_empty(num_bytes)
-            _transfer(batch, buffer[:num_bytes], owner, local, result, everyone[owner], env, group, rank0_only)
+            _transfer(batch, buffer[:num_bytes], owner, local, result, everyone[owner], env, rank0_only)
     return result
 
 
@@ -182,11 +182,10 @@ def _transfer(
     result: Mapping[str, torch.Tensor],
     known: Mapping[str, Any],
     env: ShardingEnv,
-    group: dist.ProcessGroup | None,
     rank0_only: bool,
 ) -> None:
     """Send one buffer from its owner to every rank, or to rank 0, and place what came."""
-    is_owner = owner == env.table_rank
+    group, is_owner = env.table_group, owner == env.table_rank
     if is_owner:
         for name, (offset, _), at, num_bytes in batch:
             buffer[at : at + num_bytes].copy_(local[name, offset].contiguous().reshape(-1).view(torch.uint8))
