@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -43,43 +44,68 @@ def fail_together(
         RanksError: the ranks are in different calls.
         PeerLost: a rank is gone.
     """
-    about = what if same is None else f"{what} ({same})"
+    about = _about(what, same)
     with entry(about, group):
-        cause: BaseException | None = None
-        mine: dict[str, str] = {}
-        try:
-            result = step()
-        except RanksError:  # they know
-            raise
-        except BaseException as error:  # whatever it is, the other ranks must hear of it
-            if not isinstance(error, Exception) and type(error).__name__ != "CheckpointException":  # torch's is none
-                raise
-            cause, mine = error, {"failure": _text(error)}
-        try:
+        result, failure, cause = _attempt(step)
+        mine = {} if failure is None else {"failure": failure}
+        with _telling(what, failure, cause):
             theirs = compare_facts(mine, group, about)
-        except PeerLost as error:
-            if cause is None:
-                raise PeerLost(f"{what}: {error}") from error
-            raise PeerLost(f"{what}: {error}; here: {mine['failure']}") from cause
     if as_it_is and theirs is None and cause is not None:
         raise cause
-    said = theirs or [mine]
-    failed: dict[str, list[int]] = {}
-    for rank, of_rank in enumerate(said):
-        for text in of_rank.values():
-            failed.setdefault(text, []).append(rank)
-    if failed:
-        parts = [text if len(ranks) == len(said) else f"rank {ranks[0]}: {text}" for text, ranks in failed.items()]
-        raise kind(f"{what}: " + "; ".join(parts[:_SHOWN])) from cause
-    return result
+    _raise_failures(what, [of_rank.get("failure") for of_rank in theirs or [mine]], cause, kind)
+    return result  # type: ignore[return-value]
 
 
 def results_of_all(step: Callable[[], T], group: dist.ProcessGroup | None, what: str, same: Any = None) -> list[T]:
-    """As `fail_together`; what the step returned on each rank: any object that pickle takes."""
+    """As `fail_together`; what the step returned on each rank: any object that pickle takes. Two exchanges."""
     if group is None:
         return [fail_together(step, group, what, same)]
-    data = fail_together(lambda: pickle.dumps(step()), group, what, same)
-    return [pickle.loads(each) for each in gather_objects(what, data, group)]
+    about = _about(what, same)
+    with entry(about, group):
+        data, failure, cause = _attempt(lambda: pickle.dumps(step()))
+        with _telling(what, failure, cause):
+            said = gather_objects(about, (data, failure), group)
+    _raise_failures(what, [failure for _, failure in said], cause, CheckpointError)
+    return [pickle.loads(data) for data, _ in said]
+
+
+def _about(what: str, same: Any) -> str:
+    return what if same is None else f"{what} ({same})"
+
+
+def _attempt(step: Callable[[], T]) -> tuple[T | None, str | None, BaseException | None]:
+    """What a step returns; or why it failed, in words and as it is."""
+    try:
+        return step(), None, None
+    except RanksError:  # they know
+        raise
+    except BaseException as error:  # whatever it is, the other ranks must hear of it
+        if not isinstance(error, Exception) and type(error).__name__ != "CheckpointException":  # torch's is none
+            raise
+        return None, _text(error), error
+
+
+@contextmanager
+def _telling(what: str, failure: str | None, cause: BaseException | None) -> Iterator[None]:
+    """Where a rank is gone, say in which step, and what failed here."""
+    try:
+        yield
+    except PeerLost as error:
+        here = "" if failure is None else f"; here: {failure}"
+        raise PeerLost(f"{what}: {error}{here}") from (cause or error)
+
+
+def _raise_failures(
+    what: str, failures: Sequence[str | None], cause: BaseException | None, kind: type[DmpError]
+) -> None:
+    """Raise what failed, text by text with the first rank of each, unless nothing did."""
+    failed: dict[str, list[int]] = {}
+    for rank, text in enumerate(failures):
+        if text is not None:
+            failed.setdefault(text, []).append(rank)
+    if failed:
+        parts = [text if len(ranks) == len(failures) else f"rank {ranks[0]}: {text}" for text, ranks in failed.items()]
+        raise kind(f"{what}: " + "; ".join(parts[:_SHOWN])) from cause
 
 
 def numbers_of_all(what: str, make: Callable[[], float], group: dist.ProcessGroup | None) -> list[float]:
