@@ -1,4 +1,4 @@
-"""Time of `import dmp` beside `import torch`, each in a fresh interpreter, in turns; both from bytecode, as installed."""
+"""Time of `import dmp` beside `import torch`, each in a fresh interpreter, in turns; from bytecode, as installed."""
 
 from __future__ import annotations
 
