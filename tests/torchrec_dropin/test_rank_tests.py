@@ -1,0 +1,11 @@
+"""TorchRec's own tests pass with our class in the place of theirs."""
+
+from __future__ import annotations
+
+from tests.ranks import run_ranks
+from tests.torchrec_dropin.rank_tests import run_test
+
+
+def test_parameters_present_are_kept_and_those_on_meta_get_values() -> None:
+    ran = run_ranks(1, run_test, "test_model_parallel_base:ModelParallelStateDictBase", "test_parameter_init", {})
+    assert ran == ["passed"]
