@@ -227,7 +227,8 @@ class Engine:
         batch = cut_batch(whole, self.tensor, self.unpooled)
         if self.store.local:
             # Its ids are read here until the backward pass, and the caller may use his tensors again before.
-            batch = replace(batch, values=batch.values.clone(), lengths=batch.lengths.clone())
+            weights = None if batch.weights is None else batch.weights.clone()
+            batch = replace(batch, values=batch.values.clone(), lengths=batch.lengths.clone(), weights=weights)
         wants_weights = batch.weights is not None and batch.weights.requires_grad and torch.is_grad_enabled()
         return _Ready(whole, batch, wants_weights, *self.input_dist.send(batch, wants_weights))
 
@@ -268,6 +269,9 @@ class _Ready:
 class _Lookup(torch.autograd.Function):
     """Forward: results of lookup and output dist. Backward: gradients to their owners, who update or return `.grad`.
 
+    As torch's saved tensors the batch is let go by the backward that does not retain the graph: a loss that is kept
+    would keep it.
+
     The gradient of the weights (N,), where they want one, comes back from the owners in one more exchange; it is this
     rank's own, not a mean.
     """
@@ -286,7 +290,15 @@ class _Lookup(torch.autograd.Function):
         engine = ctx.engine
         way_back = ranks.entry(engine.handshake.backward, engine.peers.exchange.group, is_backward=True)
         with engine.calls.backward, way_back:
-            return None, None, *ctx.call.path.backward(ctx.call, grads)
+            if ctx.call is None:
+                raise RuntimeError(
+                    f"a second backward through {engine.name}, whose batch the first has let go; "
+                    "give the first retain_graph=True"
+                )
+            gradients = ctx.call.path.backward(ctx.call, grads)
+            if not torch._C._autograd._get_current_graph_task_keep_graph():
+                ctx.call = None
+            return None, None, *gradients
 
 
 def _described(value: Any) -> str:
