@@ -11,6 +11,7 @@ Rooms, lower ones first; each says in its `__init__` what lives there: `ranks`, 
 - `calls`: one call of a model at a time, in one thread
 - `effects`: what this code changes beyond itself, and why
 - `private_names`: names of other packages that are private there, and why they are used
+- `foreign`: whose class an object is of: how errors name it, whether it is TorchRec's
 - `names`: dotted names: put together, and found by pattern: what `*` means everywhere
 - `nested`: what dicts, lists, tuples and objects hold inside each other
 - `places`: where a module's tensors are held, ties among them
@@ -40,6 +41,7 @@ from dmp.contracts import (
 )
 from dmp.env import ShardingEnv
 from dmp.errors import CheckpointError, DmpError, InputError, PlanError, RanksError, ShardError
+from dmp.foreign import is_torchrecs, type_name
 from dmp.layouts.dense import colwise, fully_sharded, replicate, rowwise, sequence
 from dmp.layouts.layout import Layout, ParameterSharding
 from dmp.layouts.shard import Shard, check_cover, is_replicated
@@ -78,4 +80,4 @@ __all__ += ["DataParallelWrapper", "ModelPlacement", "ModelSharder", "ModuleShar
 __all__ += ["FusedModule", "FusedParameter", "ShardedModule", "default_sharders", "hook", "register_sharder"]
 __all__ += ["Calls", "ChunkedTensor", "NameIndex", "Place", "is_dtensor", "is_inside", "join_name", "local_of"]
 __all__ += ["map_nested", "places_of", "ranks", "replace_tensors", "room_for", "shown", "shown_bytes"]
-__all__ += ["tensors_of", "tied_places"]
+__all__ += ["is_torchrecs", "tensors_of", "tied_places", "type_name"]

@@ -58,5 +58,6 @@ Checkpoints
 
 Others
 - `_embedding_names`, `_lengths_per_embedding`: of TorchRec's collections
+- `_ebc_sharder`, `_comm_precision`, `_loss_scale`: of TorchRec's sharders and codecs: what they were made with
 - `_current_frames`, `_getframe`: of Python's `sys`, where threads stand, and which code reads a weight
 """

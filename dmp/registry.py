@@ -16,6 +16,7 @@ from torch import nn
 
 from dmp.contracts import AnySharder, ModelSharder, ModuleSharder, ParameterInfo
 from dmp.errors import ShardError
+from dmp.foreign import is_torchrecs
 
 _BUILT_IN_SHARDERS = (
     "sharders:EmbeddingBagCollectionSharder",
@@ -61,6 +62,15 @@ def default_sharders() -> list[AnySharder]:
     built_in = [load(path)() for path in _BUILT_IN_SHARDERS]
     plugins = [_instance(point) for point in _points("dmp.sharders")]
     return [*built_in, *plugins, *_registered]
+
+
+def adopted(sharders: Iterable[Any]) -> list[Any]:
+    """Sharders with TorchRec's among them as ours alone."""
+    given = list(sharders)
+    if not any(is_torchrecs(sharder, "ModuleSharder") for sharder in given):
+        return given
+    found: list[Any] = load("sharders.torchrec.adopt:adopt")(given)
+    return found
 
 
 def default_planner() -> Any:

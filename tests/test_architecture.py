@@ -99,6 +99,9 @@ PUBLIC = {
         "shown_bytes",
         "tensors_of",
         "tied_places",
+        # whose class an object is of
+        "is_torchrecs",
+        "type_name",
         # calls that all ranks make together
         "ranks",
         # errors

@@ -13,15 +13,15 @@ import torch.distributed as dist
 import dmp
 from sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from sharders.channel import GroupChannel, Purpose, Transfer
-from sharders.embedding.codec import Codecs
+from sharders.embedding.codec import AS_COMPUTED, Cast, Codecs
 from tests.equality import attach, check_case, env_of, layouts_for, loss_of, make_batch, make_module
 from tests.ranks import run_ranks
 
 
-def sharder(kind: str, **options: object) -> dmp.ModuleSharder:
+def sharder(kind: str, codecs: Codecs = AS_COMPUTED, **options: object) -> dmp.ModuleSharder:
     """The built-in one, whose data path has these options."""
     base = EmbeddingCollectionSharder if kind == "ec" else EmbeddingBagCollectionSharder
-    made = type("Sharder", (base,), {"sharded_type": partial(base.sharded_type, **options)})()
+    made = type("Sharder", (base,), {"sharded_type": partial(base.sharded_type, **options)})(codecs=codecs)
     assert isinstance(made, dmp.ModuleSharder)
     return made
 
@@ -99,22 +99,6 @@ class Counting(GroupChannel):
         return super().all_to_all(send, send_sizes, receive_sizes, out)
 
 
-class Bfloat16:
-    """A codec that halves what travels."""
-
-    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """See `Codec`."""
-        return torch.bfloat16
-
-    def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
-        """See `Codec`."""
-        out.copy_(values)
-
-    def decode(self, sent: torch.Tensor, out: torch.Tensor) -> None:
-        """See `Codec`."""
-        out.copy_(sent)
-
-
 def _step(kind: str, codecs: Codecs) -> tuple[list[int], list[torch.Tensor]]:
     """What one step of row-wise tables sends of results and of gradients; its outputs and the weights after it."""
     env = env_of("dp2")
@@ -128,7 +112,7 @@ def _step(kind: str, codecs: Codecs) -> tuple[list[int], list[torch.Tensor]]:
         channel.sent = [] if purpose == "headers" else sent
         return channel
 
-    made = sharder(kind, transport=transport, codecs=codecs)
+    made = sharder(kind, codecs, transport=transport)
     model = dmp.DistributedModelParallel(module, env=env, plan=plan, sharders=[made])
     out = model(*make_batch(kind, env.rank, 1))
     loss_of(out).backward()
@@ -139,7 +123,7 @@ def _step(kind: str, codecs: Codecs) -> tuple[list[int], list[torch.Tensor]]:
 
 def _exact_and_halved(kind: str) -> None:
     exact_bytes, exact = _step(kind, Codecs())
-    half_bytes, half = _step(kind, Codecs(Bfloat16(), Bfloat16()))
+    half_bytes, half = _step(kind, Codecs(Cast(torch.bfloat16), Cast(torch.bfloat16)))
     assert [2 * n for n in half_bytes] == exact_bytes and len(exact_bytes) == 2
     for a, b in zip(half, exact, strict=True):
         torch.testing.assert_close(a, b, rtol=2**-7, atol=2**-7)  # row partials are sums of rounded values

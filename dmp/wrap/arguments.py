@@ -14,7 +14,7 @@ from dmp.contracts import ShardedModule
 from dmp.env import ShardingEnv, default_env
 from dmp.errors import PlanError, ShardError
 from dmp.ranks.launch import join_launch
-from dmp.registry import check_sharder_protocol, default_data_parallel_wrapper, default_sharders
+from dmp.registry import adopted, check_sharder_protocol, default_data_parallel_wrapper, default_sharders
 from dmp.wrap.skeleton import all_tensors
 
 _taken: WeakSet[nn.Module] = WeakSet()
@@ -46,7 +46,7 @@ class Arguments:
         _check_device(self.device)
         _check_data_parallel_wrapper(self.wrapper)
         _check_not_wrapped(self.module)
-        sharders = list(default_sharders() if self.sharders is None else self.sharders)
+        sharders = default_sharders() if self.sharders is None else adopted(self.sharders)
         for sharder in sharders:
             check_sharder_protocol(sharder)
         if self.plan is not None and self.planner is not None:

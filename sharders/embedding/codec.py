@@ -24,6 +24,34 @@ class Codec(Protocol):
 
 
 @dataclass(frozen=True)
+class Cast:
+    """Sends values as another floating dtype, held to what that can hold.
+
+    Args:
+        dtype: on the wire.
+        scale: what values are multiplied by before they are sent, and divided by again.
+    """
+
+    dtype: torch.dtype
+    scale: float = 1.0
+
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """See `Codec`."""
+        return self.dtype
+
+    def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
+        """See `Codec`."""
+        limit = torch.finfo(self.dtype).max
+        out.copy_((values if self.scale == 1.0 else values * self.scale).clamp(-limit, limit))
+
+    def decode(self, sent: torch.Tensor, out: torch.Tensor) -> None:
+        """See `Codec`."""
+        out.copy_(sent)
+        if self.scale != 1.0:
+            out.div_(self.scale)
+
+
+@dataclass(frozen=True)
 class Codecs:
     """Of results and of gradients; None sends values as they are, without a copy."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,8 +28,9 @@ from dmp import (
 from sharders.channel import over_group
 from sharders.embedding.batch import Ids
 from sharders.embedding.call import Call
+from sharders.embedding.codec import AS_COMPUTED, Codecs
 from sharders.embedding.engine import Engine
-from sharders.embedding.lookup.optimizers import optimizer_of
+from sharders.embedding.lookup.optimizers import OptimizerSpec, optimizer_of
 from sharders.embedding.peers import find_peers
 from sharders.embedding.placement import Table
 from sharders.embedding.tensor_slice import tensor_ranks
@@ -217,13 +219,25 @@ class TableSharder:
         sync_interval: with a replicate axis: share gradients at every step (1), or average the copies every k updates.
         kernel: which lookup kernel to use ("fbgemm", "torch", or one that was registered); by default the fastest that
             takes the tables. One that does not is a `ShardError` that says why, when the module is sharded.
+        optimizer: runs in the backward pass of trained tables that `apply_optimizer_in_backward` gave none.
+        codecs: how results and gradients travel; as they are computed, by default.
     """
 
     sharded_type: type[TableModule]
     is_pooled: bool
 
-    def __init__(self, *, validate: bool = True, sync_interval: int = 1, kernel: str | None = None) -> None:
-        self._options = {"validate": validate, "sync_interval": sync_interval, "kernel": kernel}
+    def __init__(
+        self,
+        *,
+        validate: bool = True,
+        sync_interval: int = 1,
+        kernel: str | None = None,
+        optimizer: OptimizerSpec | None = None,
+        codecs: Codecs = AS_COMPUTED,
+    ) -> None:
+        self.optimizer = optimizer
+        self._options: dict[str, Any] = {"validate": validate, "sync_interval": sync_interval, "kernel": kernel}
+        self._options["codecs"] = codecs
 
     def tables(self, module: nn.Module) -> list[tuple[Table, InitFn | None]]:
         """The module's tables and how each is filled; none where the data path would not give the same results."""
@@ -242,8 +256,13 @@ class TableSharder:
                 pooled=self.is_pooled,
                 init_fn=init_fn,
             )
-            for table, init_fn in self.tables(module)
+            for table, init_fn in self._tables(module)
         }
+
+    def _tables(self, module: nn.Module) -> list[tuple[Table, InitFn | None]]:
+        """`tables`, those that are trained and have no optimizer of their own with the sharder's."""
+        own = self.tables(module)
+        return [(replace(t, optimizer=self.optimizer) if t.trainable and not t.optimizer else t, f) for t, f in own]
 
     def layouts(self, info: ParameterInfo, env: ShardingEnv) -> Iterable[Layout]:
         """Representatives of every way to cut a table; the planner chooses the ranks."""
@@ -275,7 +294,7 @@ class TableSharder:
         self, module: nn.Module, plan: Mapping[str, ParameterSharding], env: ShardingEnv, device: torch.device
     ) -> nn.Module:
         """The module on the mesh; inputs and results as of the unsharded one."""
-        tables = [table for table, _ in self.tables(module)]
+        tables = [table for table, _ in self._tables(module)]
         return self.sharded_type(module, tables, plan, env, device, unpooled=not self.is_pooled, **self._options)
 
 
@@ -288,8 +307,8 @@ def make_table(parameter: nn.Parameter, name: str, features: Sequence[str], *, m
 
 def _carry_state(original: nn.Parameter, fused: FusedParameter) -> None:
     """Take over what the original's in-backward optimizer has gathered, for one that has stepped before wrapping."""
-    optimizer = original._in_backward_optimizers[0]  # type: ignore[attr-defined]
-    given = getattr(optimizer, "state", {}).get(original, {})
+    optimizers = getattr(original, "_in_backward_optimizers", ())
+    given = getattr(optimizers[0], "state", {}).get(original, {}) if optimizers else {}
     for name, target in fused.state().items():
         value = torch.as_tensor(given.get(name, target))
         if value is target or value.is_meta:

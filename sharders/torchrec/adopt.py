@@ -1,0 +1,64 @@
+"""`adopt`: a list of sharders with TorchRec's in it as one of ours alone.
+
+One of theirs is told by its module type. What it says of optimizers (`fused_params`), wire formats
+(`qcomm_codecs_registry`), sharding types and compute kernels becomes options of ours; a subclass with a `shard` of its
+own, and one for modules that ours has no sharder for, is run as it is, by `TorchRecSharder`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from dmp import is_torchrecs
+from sharders.embedding.collections import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
+from sharders.embedding.plain import EmbeddingBagSharder
+from sharders.embedding.table_module import TableSharder
+from sharders.torchrec.fused_params import optimizer_of_fused_params
+from sharders.torchrec.sharder import TorchRecSharder
+from sharders.torchrec.wire_formats import codecs_of
+
+_OURS: dict[str, type[TableSharder]] = {
+    "torchrec.modules.embedding_modules.EmbeddingBagCollection": EmbeddingBagCollectionSharder,
+    "torchrec.modules.embedding_modules.EmbeddingCollection": EmbeddingCollectionSharder,
+    "torch.nn.modules.sparse.EmbeddingBag": EmbeddingBagSharder,
+}
+"""Module type -> our sharder of it."""
+
+
+def adopt(sharders: Iterable[Any]) -> list[Any]:
+    """The same sharders in their order, each of TorchRec's as one of ours.
+
+    Those of quantized modules, which are for inference and match nothing that is trained, are left out. That of
+    feature-processed collections stands for that of the collection inside, which is what has tables.
+
+    Raises:
+        ShardError: an optimizer or a wire format that ours does not have, by name.
+    """
+    adopted, inner = [], []
+    for sharder in sharders:
+        if not is_torchrecs(sharder, "ModuleSharder"):
+            adopted.append(sharder)
+        elif is_torchrecs(sharder, "FeatureProcessedEmbeddingBagCollectionSharder") and _runs_torchrecs_own(sharder):
+            inner.append(_adopted(sharder._ebc_sharder))
+        elif not sharder.module_type.__module__.startswith("torchrec.quant."):
+            adopted.append(_adopted(sharder))
+    return [*inner, *adopted]  # the last for a module type wins
+
+
+def _adopted(theirs: Any) -> Any:
+    kind = theirs.module_type
+    ours = _OURS.get(f"{kind.__module__}.{kind.__qualname__}")
+    if ours is None or not _runs_torchrecs_own(theirs):
+        return TorchRecSharder(theirs)
+    who = type(theirs).__name__
+    return ours(
+        optimizer=optimizer_of_fused_params(theirs.fused_params, who),
+        codecs=codecs_of(theirs.qcomm_codecs_registry, who),
+    )
+
+
+def _runs_torchrecs_own(theirs: Any) -> bool:
+    """Whether its `shard` is TorchRec's, whatever else a subclass has overridden."""
+    owner = next(kind for kind in type(theirs).__mro__ if "shard" in vars(kind))
+    return owner.__module__.startswith("torchrec.distributed.")
