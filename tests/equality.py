@@ -117,6 +117,7 @@ def random_rectangles(shape: tuple[int, int], size: int, seed: int) -> list[Shar
 def make_module(kind: str, seed: int = 7) -> nn.Module:
     """An unsharded module; tables of several dims, some with fewer rows than ranks; features shared both ways."""
     torch.manual_seed(seed)
+    kind = kind.removesuffix("_vbe")  # of the batches alone
     if kind.startswith("ebc"):
         from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
 
@@ -150,7 +151,10 @@ ROWS = {"a": 13, "b": 13, "c": 3, "d": 50, "e": 1}
 
 
 def make_batch(kind: str, rank: int, step: int) -> tuple[object, ...]:
-    """Arguments of one rank's forward: sizes differ by rank, one rank has none, bags may be empty, keys shuffled."""
+    """Arguments of one rank's forward: sizes differ by rank, one rank has none, bags may be empty, keys shuffled.
+
+    Of a kind that ends in `vbe` each key has a batch size of its own.
+    """
     rng = torch.Generator().manual_seed(100 * step + rank)
     size = (4, 0, 3, 5, 2, 1, 0, 6)[(rank + step) % 8]
     if kind in ("embedding",):
@@ -163,15 +167,26 @@ def make_batch(kind: str, rank: int, step: int) -> tuple[object, ...]:
         return ids, bounds if kind == "bag" else bounds[:-1], weights
     from torchrec import KeyedJaggedTensor
 
-    keys = ["a", "b", "c", "x"] + ([] if kind == "ec" else ["d", "e"])
+    keys = ["a", "b", "c", "x"] + ([] if kind.startswith("ec") else ["d", "e"])
     random.Random(1000 * step + rank).shuffle(keys)
-    lengths = torch.randint(0, 4, (len(keys), size), generator=rng)
+    rows = [size] * len(keys)
+    if kind.endswith("vbe") and size:
+        rows = torch.randint(0 if kind == "ec_vbe" else 1, size + 1, (len(keys),), generator=rng).tolist()
+    lengths = torch.randint(0, 4, (sum(rows),), generator=rng)
     values = [
-        torch.randint(0, ROWS.get(k, 5), (int(n.sum()),), generator=rng) for k, n in zip(keys, lengths, strict=True)
+        torch.randint(0, ROWS.get(k, 5), (int(n.sum()),), generator=rng)
+        for k, n in zip(keys, lengths.split(rows), strict=True)
     ]
     ids = torch.cat(values)
-    weights = torch.rand(ids.numel(), generator=rng) if kind == "ebc_weighted" else None
-    return (KeyedJaggedTensor(keys=keys, values=ids, lengths=lengths.view(-1), weights=weights),)
+    weights = torch.rand(ids.numel(), generator=rng) if kind.startswith("ebc_weighted") else None
+    variable: dict[str, Any] = {}
+    if kind.endswith("vbe"):
+        inverse = [torch.randperm(size, generator=rng) % max(n, 1) for n in rows]  # every row is some sample's
+        named = sorted(zip(keys, inverse, strict=True), key=lambda of_key: of_key[0])  # in an order of their own
+        variable["stride_per_key_per_rank"] = [[n] for n in rows]
+        if kind != "ec_vbe":
+            variable["inverse_indices"] = ([key for key, _ in named], torch.stack([of_key for _, of_key in named]))
+    return (KeyedJaggedTensor(keys=keys, values=ids, lengths=lengths, weights=weights, **variable),)
 
 
 def weights_of(batch: tuple[object, ...]) -> torch.Tensor | None:

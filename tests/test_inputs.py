@@ -56,6 +56,10 @@ def kjt(kind: str, change: str = "") -> Any:
         weights = torch.ones(len(ids) + 1)
     elif change == "integer weights":
         weights = torch.ones(len(ids), dtype=torch.int64)
+    elif change == "a key twice":
+        keys[1] = keys[0]
+    elif change == "an unread key twice":
+        keys, lengths = [*keys, "x", "x"], torch.cat([lengths, torch.zeros(6, dtype=torch.int64)])
     elif change == "a plain tensor":
         return ids
     elif change == "nothing":
@@ -175,6 +179,8 @@ KEYED = {
     "negative length": ["'a'", "negative length -1"],
     "lengths whose sum wraps around": ["'a'", "a length", "ids in all"],
     "missing key": ["'c'", "missing"],
+    "a key twice": ["keys must be unique", "'a'"],
+    "an unread key twice": ["keys must be unique", "differ"],
     "a plain tensor": ["type"],
     "nothing": ["type"],
     "a list": ["type"],

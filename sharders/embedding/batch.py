@@ -16,10 +16,12 @@ class Ids:
 
     Args:
         values: (N,) ids, key-major.
-        lengths: (K, B) ids of each key and sample.
+        lengths: (K, B) ids of each key and sample; padded where a key has fewer samples.
         key_of: for each feature the row of `lengths` that it reads.
         weights: (N,) per-id weights, or None.
         source: the input, for what of it goes into the module's results.
+        samples: of each key, where they differ: see [Note: variable batch]; None where they are B.
+        inverse: (F, B') of each feature and sample the row; None where rows are samples.
     """
 
     values: torch.Tensor
@@ -27,6 +29,8 @@ class Ids:
     key_of: tuple[int, ...]
     weights: torch.Tensor | None = None
     source: Any = None
+    samples: tuple[int, ...] | None = None
+    inverse: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from torch import nn
 from dmp import ShardError
 from sharders.embedding.batch import Ids
 from sharders.embedding.call import Call
-from sharders.embedding.input_checks import INTEGERS
-from sharders.embedding.input_faults import Fault, Kind, dtype_index
+from sharders.embedding.keyed_ids import keyed_ids
 from sharders.embedding.placement import Table
 from sharders.embedding.table_module import InitFn, TableModule, TableSharder, make_table
+from sharders.embedding.variable_batch import lengths_of, to_samples
 
 
 class _ShardedCollection(TableModule):
@@ -51,13 +51,14 @@ class ShardedEmbeddingBagCollection(_ShardedCollection):
 
     def ids_of(self, features: Any) -> Ids:
         """Those of a `KeyedJaggedTensor`."""
-        return keyed_ids(features, self._features, self._is_weighted)
+        return keyed_ids(features, self._features, self._is_weighted, is_pooled=True)
 
     def result_of(self, call: Call, values: Sequence[torch.Tensor]) -> Any:
         """Pooled embeddings of every feature, keys in the unsharded module's order."""
         from torchrec.sparse.jagged_tensor import KeyedTensor
 
-        return KeyedTensor(keys=self._names, values=values[0].float(), length_per_key=self._dims)
+        pooled = to_samples(values[0].float(), call.whole, self._dims)
+        return KeyedTensor(keys=self._names, values=pooled, length_per_key=self._dims)
 
     def embedding_bag_configs(self) -> list[Any]:
         """The tables' configs."""
@@ -85,19 +86,16 @@ class ShardedEmbeddingCollection(_ShardedCollection):
 
     def ids_of(self, features: Any) -> Ids:
         """Those of a `KeyedJaggedTensor`; its weights only go into the results."""
-        return keyed_ids(features, self._features, False)
+        return keyed_ids(features, self._features, False, is_pooled=False)
 
     def result_of(self, call: Call, values: Sequence[torch.Tensor]) -> Any:
         """Embeddings of every id of every feature."""
         from torchrec.sparse.jagged_tensor import JaggedTensor
 
         batch, names = call.whole, [name for names in self._embedding_names_by_table for name in names]
-        carried = batch.source.values() if self._need_indices else batch.source.weights_or_none()
-        weights = [None] * len(batch.counts) if carried is None else carried.split(batch.counts)
+        ids = batch.source.values().split(batch.counts) if self._need_indices else None
         return {
-            name: JaggedTensor(
-                values=rows, lengths=batch.lengths[key], weights=None if weights is None else weights[key]
-            )
+            name: JaggedTensor(values=rows, lengths=lengths_of(batch, key), weights=None if ids is None else ids[key])
             for name, key, rows in zip(names, batch.key_of, values, strict=True)
         }
 
@@ -180,32 +178,3 @@ def _pools_by_mean(config: Any, is_weighted: bool) -> bool:
     if mode == "mean" and is_weighted:
         raise ShardError(f"table {config.name!r} of a weighted collection pools by mean; weights need sum")
     return mode == "mean"
-
-
-def keyed_ids(features: Any, names: list[str], is_weighted: bool) -> Ids:
-    """A `KeyedJaggedTensor` as the data path takes it; keys in any order, more keys than features are fine.
-
-    Raises:
-        Fault: what does not fit.
-    """
-    for method in ("keys", "values", "lengths", "weights_or_none"):
-        if not callable(getattr(features, method, None)):
-            raise Fault(Kind.INPUT_TYPE)
-    keys = features.keys()
-    place = {key: i for i, key in enumerate(keys)}
-    for f, name in enumerate(names):
-        if name not in place:
-            raise Fault(Kind.KEY_MISSING, f, len(keys))
-    if features.variable_stride_per_key():
-        strides = features.stride_per_key()
-        f = next((f for f, n in enumerate(names) if strides[place[n]] != strides[place[names[0]]]), 0)
-        raise Fault(Kind.VARIABLE_BATCH, f, strides[place[names[f]]], strides[place[names[0]]])
-    lengths, values = features.lengths(), features.values()
-    if lengths.dtype not in INTEGERS:
-        raise Fault(Kind.LENGTH_DTYPE, value=dtype_index(lengths.dtype))
-    if not keys or lengths.numel() % len(keys):
-        raise Fault(Kind.BATCH_SIZE, value=lengths.numel(), expected=len(keys))
-    weights = features.weights_or_none() if is_weighted else None
-    if is_weighted and weights is None:
-        raise Fault(Kind.WEIGHTS_MISSING)
-    return Ids(values, lengths.view(len(keys), -1), tuple(place[n] for n in names), weights, features)

@@ -32,9 +32,25 @@ class Kind(Enum):
     WEIGHTS_DTYPE = "weights must be floating point; got {dtype}"
     INPUT_TYPE = "the input is not of the type that the unsharded module takes"
     BATCH_SIZE = "there are {value} lengths, which is not a multiple of the {expected} keys"
-    VARIABLE_BATCH = (
-        "feature {feature!r} has batch size {value}, others have {expected}; "
-        "a batch size of its own for each feature is not supported"
+    KEY_TWICE = "keys must be unique; feature {feature!r} is there more than once"
+    KEYS_TWICE = "keys must be unique; of the {value} keys only {expected} differ"
+    SAMPLES_COUNT = "stride_per_key_per_rank has {value} rows; expected a list for each of the {expected} keys"
+    SAMPLES_NEGATIVE = "feature {feature!r} has a negative batch size {value} in stride_per_key_per_rank"
+    SAMPLES_SUM = (
+        "batch sizes in stride_per_key_per_rank sum to {value}, but there are {expected} lengths; the two must be equal"
+    )
+    INVERSE_MISSING = (
+        "feature {feature!r} has batch size {value}, others have {expected}; pooled results then need inverse_indices, "
+        "which say for each sample which row is its own, and the batch has none (KeyedJaggedTensor.permute drops them)"
+    )
+    INVERSE_KEY = "feature {feature!r} is missing from the batch's inverse indices, which are of {value} keys"
+    INVERSE_SHAPE = (
+        "inverse indices must be (keys, samples), with a row for each of their {expected} keys; got {value} rows "
+        "(-1: not 2 dims)"
+    )
+    INVERSE_DTYPE = "inverse indices must be int32 or int64; got {dtype}"
+    INVERSE_RANGE = (
+        "feature {feature!r} has inverse index {value}; it has batch size {expected}: inverse indices must be 0..{last}"
     )
     SHAPE = "the input has {value} dims; expected 2, or 1 with offsets"
     OFFSETS = "offsets must begin at 0, not decrease, and not pass the {expected} ids; found {value}"

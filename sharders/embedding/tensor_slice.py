@@ -97,7 +97,8 @@ def cut_of_lengths(lengths: torch.Tensor, samples: Sequence[int]) -> Cut:
 def checksum(batch: Batch) -> int:
     """A 63-bit number that tells batches apart by ids, lengths and their order, for ranks that should have the same."""
     total = batch.batch_size * 31 + len(batch.counts)
-    for words in (batch.values, batch.lengths.reshape(-1)):
+    inverse = () if batch.inverse is None else (batch.inverse.reshape(-1),)
+    for words in (batch.values, batch.lengths.reshape(-1), *inverse):
         mixed = torch.arange(1, words.numel() + 1, device=words.device).mul_(-0x61C8864680B583EB).add_(words)
         mixed = mixed.mul_(-0x40A7B892E31B1A47)
         total = total * 0x9E3779B1 + int((mixed ^ (mixed >> 29)).sum())

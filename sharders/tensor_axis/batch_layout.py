@@ -180,8 +180,11 @@ def _leaf(x: Any, path: str) -> _Leaf:
         return _Leaf([x.values()], lambda values: kind(keys, dims, values), len(x.values()))
     if _has(x, "values", "lengths", "weights_or_none"):  # JaggedTensor and KeyedJaggedTensor
         options = {"keys": x.keys()} if _has(x, "keys") else {}
-        if options and x.variable_stride_per_key():
-            raise InputError(f"{path} has a batch size of its own for each key; only one for all keys is supported")
+        if options and (len({*x.stride_per_key()}) > 1 or x.inverse_indices_or_none() is not None):
+            raise InputError(
+                f"{path} has a batch size of its own for each key, or inverse indices; expected one batch size for all "
+                "keys: give each sample its rows first, or hand it to the sharded model uncut, which takes it"
+            )
 
         def build(lengths: torch.Tensor, values: torch.Tensor, weights: torch.Tensor | None = None) -> Any:
             return kind(**options, values=values, lengths=lengths, weights=weights)

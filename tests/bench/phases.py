@@ -31,7 +31,7 @@ PHASES = {
     "sharders.embedding.engine:_Lookup.forward": "lookup and output dist, the rest",
     "sharders.embedding.engine:_Lookup.backward": "gradients, the rest",
     "sharders.embedding.engine:check_batch": "check",
-    "sharders.embedding.collections:keyed_ids": "parse",
+    "sharders.embedding.keyed_ids:keyed_ids": "parse",
     "sharders.embedding.input_dist:InputDist.send": "input dist",
     "sharders.embedding.input_dist:InputDist._split": "input dist: sort by row block",
     "sharders.embedding.input_dist:InputDist.receive": "receive",

@@ -1,0 +1,115 @@
+"""A `KeyedJaggedTensor` as the data path takes it, and what of it does not fit."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from sharders.embedding.batch import Ids
+from sharders.embedding.input_checks import INTEGERS
+from sharders.embedding.input_faults import Fault, Kind, dtype_index
+from sharders.embedding.variable_batch import padded
+
+
+def keyed_ids(features: Any, names: Sequence[str], is_weighted: bool, is_pooled: bool) -> Ids:
+    """A `KeyedJaggedTensor` as the data path takes it; keys in any order, more keys than features are fine.
+
+    Args:
+        features: or a `TensorDict` of `JaggedTensor`s.
+        names: of the features.
+        is_weighted: its weights are used.
+        is_pooled: results have a row for each sample; its inverse indices are used.
+
+    Raises:
+        Fault: what does not fit.
+    """
+    if any(kind.__name__ == "TensorDictBase" for kind in type(features).__mro__):
+        features = _from_tensor_dict(features)
+    for method in ("keys", "values", "lengths", "weights_or_none"):
+        if not callable(getattr(features, method, None)):
+            raise Fault(Kind.INPUT_TYPE)
+    keys = features.keys()
+    place = {key: i for i, key in enumerate(keys)}
+    if len(place) != len(keys):
+        _raise_key_twice(keys, names)
+    for f, name in enumerate(names):
+        if name not in place:
+            raise Fault(Kind.KEY_MISSING, f, len(keys))
+    lengths, values = features.lengths(), features.values()
+    if lengths.dtype not in INTEGERS:
+        raise Fault(Kind.LENGTH_DTYPE, value=dtype_index(lengths.dtype))
+    key_of = tuple(place[n] for n in names)
+    samples: tuple[int, ...] | None = None
+    if features.variable_stride_per_key():
+        samples = _samples_of_keys(features, len(keys), lengths.numel(), key_of)
+        by_key, samples = padded(lengths, samples, key_of)
+    elif not keys or lengths.numel() % len(keys):
+        raise Fault(Kind.BATCH_SIZE, value=lengths.numel(), expected=len(keys))
+    else:
+        by_key = lengths.view(len(keys), -1)
+    weights = features.weights_or_none() if is_weighted else None
+    if is_weighted and weights is None:
+        raise Fault(Kind.WEIGHTS_MISSING)
+    inverse = None
+    if is_pooled and (samples is not None or features.inverse_indices_or_none() is not None):
+        rows = [by_key.shape[1] if samples is None else samples[key] for key in key_of]
+        inverse = _inverse_of_features(features, names, rows)
+    return Ids(values, by_key, key_of, weights, features, samples, inverse)
+
+
+def _from_tensor_dict(features: Any) -> Any:
+    """As TorchRec's collections do it; weights stay behind."""
+    return sys.modules["torchrec.sparse.tensor_dict"].maybe_td_to_kjt(features)
+
+
+def _raise_key_twice(keys: Sequence[str], names: Sequence[str]) -> None:
+    twice = [key for key, num in Counter(keys).items() if num > 1]
+    f = next((f for f, name in enumerate(names) if name in twice), -1)
+    raise Fault(Kind.KEYS_TWICE if f < 0 else Kind.KEY_TWICE, f, len(keys), len({*keys}))
+
+
+def _samples_of_keys(features: Any, num_keys: int, num_lengths: int, key_of: Sequence[int]) -> tuple[int, ...]:
+    """Of a batch that tells a size for each key and rank; a batch of one rank has one."""
+    told = features.stride_per_key_per_rank()
+    if len(told) != num_keys or any(not isinstance(of_key, list) for of_key in told):
+        raise Fault(Kind.SAMPLES_COUNT, value=len(told), expected=num_keys)
+    samples = tuple(sum(of_key) for of_key in told)
+    if min(samples, default=0) < 0:
+        wrong = samples.index(min(samples))
+        f = next((f for f, key in enumerate(key_of) if key == wrong), -1)
+        raise Fault(Kind.SAMPLES_NEGATIVE, f, samples[wrong])
+    if sum(samples) != num_lengths:
+        raise Fault(Kind.SAMPLES_SUM, value=sum(samples), expected=num_lengths)
+    return samples
+
+
+def _inverse_of_features(features: Any, names: Sequence[str], rows: Sequence[int]) -> torch.Tensor | None:
+    """(F, B) the batch's inverse indices, by feature; None where it has none and needs none.
+
+    Args:
+        rows: of each feature, which the inverse indices count.
+    """
+    found = features.inverse_indices_or_none()
+    if found is None or not found[1].numel():
+        if len(set(rows)) > 1:
+            f = next(f for f, num in enumerate(rows) if num != rows[0])
+            raise Fault(Kind.INVERSE_MISSING, f, rows[f], rows[0])
+        return None
+    keys, inverse = found
+    if inverse.dim() != 2 or len(inverse) != len(keys):
+        raise Fault(Kind.INVERSE_SHAPE, value=len(inverse) if inverse.dim() == 2 else -1, expected=len(keys))
+    if inverse.dtype not in INTEGERS:
+        raise Fault(Kind.INVERSE_DTYPE, value=dtype_index(inverse.dtype))
+    place = {key: i for i, key in enumerate(keys)}
+    for f, name in enumerate(names):
+        if name not in place:
+            raise Fault(Kind.INVERSE_KEY, f, len(keys))
+    of_features: torch.Tensor = inverse[[place[name] for name in names]]
+    for f, (low, high) in enumerate(torch.stack(of_features.aminmax(dim=1), 1).tolist()):
+        if low < 0 or high >= rows[f]:
+            raise Fault(Kind.INVERSE_RANGE, f, low if low < 0 else high, rows[f])
+    return of_features

@@ -1,0 +1,151 @@
+"""A batch size for each feature: equal to the unsharded modules, whatever the layouts, and refused in words."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import dmp
+from dmp import InputError
+from tests.equality import (
+    MESHES,
+    attach,
+    env_of,
+    layouts_for,
+    make_batch,
+    make_module,
+    run_matrix,
+    same_result,
+)
+from tests.ranks import run_ranks
+
+KINDS = ("ebc_vbe", "ebc_weighted_vbe", "ec_vbe")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "every"),
+    [("dp2", 5)] + [pytest.param(m, 1, marks=pytest.mark.slow) for m in MESHES],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_unsharded(mesh: str, kind: str, every: int) -> None:
+    world = max(1, math.prod(MESHES[mesh][0]))
+    failed = run_ranks(world, run_matrix, mesh, kind, every, timeout=300)
+    assert not any(failed), "\n".join(sorted({line for of_rank in failed for line in of_rank}))
+
+
+# ---- forms ----
+
+
+def kjt(change: str = "", kind: str = "ebc") -> Any:
+    """Three samples; feature a has two rows, b and c three, d and e one; or one with a fault."""
+    from torchrec import KeyedJaggedTensor
+
+    keys, rows = ["a", "b", "c", "d", "e"], [2, 3, 3, 1, 1]
+    inverse = torch.tensor([[0, 1, 1], [0, 1, 2], [2, 1, 0], [0, 0, 0], [0, 0, 0]])
+    lengths = torch.tensor([2, 1, 1, 0, 2, 1, 1, 0, 3, 1])
+    ids = torch.arange(int(lengths.sum())) % 3
+    ids[8:] = 0  # the table of e has one row
+    named: Any = (keys, inverse)
+    told: Any = [[n] for n in rows]
+    if change == "equal sizes" or change == "equal sizes, an unread key":
+        rows = [2] * 5
+        told, named = [[n] for n in rows], None
+        if change == "equal sizes, an unread key":
+            keys, told = [*keys, "x"], [*told, [3]]
+            lengths, ids = torch.cat([lengths, torch.tensor([1, 2, 0])]), torch.cat([ids, torch.tensor([99, -7, 5])])
+    elif change == "of two ranks":
+        told = [[n - 1, 1] for n in rows]
+    elif change == "inverse indices alone":
+        told = None
+        inverse = inverse.clamp(max=1)
+        named = (keys, inverse)
+    elif change == "no inverse":
+        named = None
+    elif change == "inverse without a key":
+        named = (keys[1:], inverse[1:])
+    elif change == "inverse too large":
+        inverse[0, 2] = 2
+    elif change == "inverse negative":
+        inverse[1, 0] = -1
+    elif change == "inverse of one dim":
+        named = (keys, inverse[0])
+    elif change == "inverse of too few rows":
+        named = (keys, inverse[1:])
+    elif change == "float inverse":
+        named = (keys, inverse.float())
+    elif change == "too few sizes":
+        told = told[1:]
+    elif change == "sizes do not add up":
+        told[1] = [4]
+    elif change == "negative size":
+        told[0], told[1] = [-1], [6]
+    elif change == "flat sizes":
+        told = torch.tensor(rows, dtype=torch.int32)
+    elif change == "id == rows":
+        ids[0] = 13
+    return KeyedJaggedTensor(
+        keys=keys, values=ids, lengths=lengths, stride_per_key_per_rank=told, inverse_indices=named
+    )
+
+
+FAULTS = {
+    "no inverse": ["'b'", "batch size 3", "inverse_indices"],
+    "inverse without a key": ["'a'", "inverse indices"],
+    "inverse too large": ["'a'", "inverse index 2", "0..1"],
+    "inverse negative": ["'b'", "inverse index -1", "0..2"],
+    "inverse of one dim": ["inverse indices", "2 dims"],
+    "inverse of too few rows": ["inverse indices", "5 keys", "4 rows"],
+    "float inverse": ["inverse indices", "float32"],
+    "too few sizes": ["stride_per_key_per_rank", "4 rows", "5 keys"],
+    "sizes do not add up": ["stride_per_key_per_rank", "sum to 11", "10 lengths"],
+    "negative size": ["'a'", "negative batch size -1"],
+    "flat sizes": ["stride_per_key_per_rank"],
+    "id == rows": ["'a'", "id 13", "13 rows"],
+}
+
+
+def _sharded(kind: str, layout: str, optimizer: str | None) -> dmp.DistributedModelParallel:
+    env, module = env_of("dp2"), make_module(kind)
+    attach(module, optimizer)
+    place = layouts_for(env)[layout]
+    plan = {name: place(i, tuple(p.shape), env) for i, (name, p) in enumerate(module.named_parameters())}
+    return dmp.DistributedModelParallel(module, env=env, plan=plan)
+
+
+def _faults() -> dict[str, str]:
+    model, told = _sharded("ebc", "mixed", "sgd"), {}
+    for i, change in enumerate(FAULTS):
+        try:
+            model(kjt(change if model.env.rank == i % 2 else ""))
+        except InputError as error:
+            told[change] = str(error)
+    same_result(model(kjt()), make_module("ebc")(kjt()))
+    return told
+
+
+def test_what_does_not_fit_is_told_on_all_ranks() -> None:
+    for told in run_ranks(2, _faults):
+        wrong = {c: told.get(c) for c, words in FAULTS.items() if not all(w in told.get(c, "") for w in words)}
+        assert not wrong, wrong
+
+
+FORMS = ("", "equal sizes", "equal sizes, an unread key", "of two ranks", "inverse indices alone")
+
+
+def _forms() -> None:
+    model, plain = _sharded("ebc", "mixed", None), make_module("ebc")
+    for rank, change in enumerate(FORMS):
+        same_result(model(kjt(change)), plain(kjt(change)))
+        # and one rank alone hands over batches in that form
+        batch = kjt(change) if model.env.rank == rank % 2 else make_batch("ebc", 0, 0)[0]
+        same_result(model(batch), plain(batch))
+    for change in FORMS:
+        of_copy = kjt(change).to(torch.device("cpu"))
+        same_result(model(of_copy), plain(of_copy))
+
+
+def test_forms_of_a_batch_size_for_each_key() -> None:
+    run_ranks(2, _forms)
