@@ -1,7 +1,7 @@
 """One wrapper that puts any PyTorch model on any device mesh.
 
-Rooms, lower ones first; each says in its `__init__` what lives there: `ranks`, `layouts`, `plans`, `wrap`, `state`,
-`checkpoint`. Single files:
+Rooms, lower ones first; each says in its `__init__` what lives there: `ranks`, `moving`, `layouts`, `plans`, `wrap`,
+`state`, `checkpoint`. Single files:
 
 - `errors`: the errors a user can meet
 - `env`: `ShardingEnv`, a mesh whose axes have roles
@@ -36,6 +36,7 @@ from dmp.contracts import (
     ModuleSharder,
     ParameterInfo,
     Planner,
+    Resharded,
     ShardedModule,
     hook,
 )
@@ -77,7 +78,15 @@ __all__ += ["full_optimizer_state_dict", "full_state_dict"]
 __all__ += ["export_safetensors", "keep_last", "latest", "load_checkpoint", "save_checkpoint"]
 # For authors of sharders and planners.
 __all__ += ["DataParallelWrapper", "ModelPlacement", "ModelSharder", "ModuleSharder", "ParameterInfo", "Planner"]
-__all__ += ["FusedModule", "FusedParameter", "ShardedModule", "default_sharders", "hook", "register_sharder"]
+__all__ += [
+    "FusedModule",
+    "FusedParameter",
+    "Resharded",
+    "ShardedModule",
+    "default_sharders",
+    "hook",
+    "register_sharder",
+]
 __all__ += ["Calls", "ChunkedTensor", "NameIndex", "Place", "is_dtensor", "is_inside", "join_name", "local_of"]
 __all__ += ["map_nested", "places_of", "ranks", "replace_tensors", "room_for", "shown", "shown_bytes"]
 __all__ += ["is_torchrecs", "tensors_of", "tied_places", "type_name"]

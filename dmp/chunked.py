@@ -266,6 +266,37 @@ def as_chunks(tensor: torch.Tensor) -> ChunkedTensor:
     return ChunkedTensor(tensor.size(), [local] * len(boxes), [b.offsets for b in boxes], tensor.dtype, local.device)
 
 
+def chunk_views(tensor: torch.Tensor, parameter: torch.Tensor, chunked: ChunkedTensor) -> ChunkedTensor:
+    """A tensor shaped as the local parameter, such as its gradient, cut as the parameter is; chunks are views.
+
+    Args:
+        tensor: of the local parameter's shape, any dtype.
+        parameter: the local parameter.
+        chunked: its pieces, views of its storage: their storage offsets say where each lies.
+
+    Raises:
+        ShardError: another shape, or pieces that are not in the parameter's storage.
+    """
+    if tensor.shape != parameter.shape or not (tensor.is_contiguous() and parameter.is_contiguous()):
+        raise ShardError(
+            f"expected a contiguous tensor of the local parameter's shape {tuple(parameter.shape)}; "
+            f"got {tuple(tensor.shape)} with strides {tensor.stride()}"
+        )
+    views = []
+    for chunk, offset in zip(chunked.chunks, chunked.offsets, strict=True):
+        at = chunk.storage_offset() - parameter.storage_offset()
+        last = at + sum((n - 1) * s for n, s in zip(chunk.shape, chunk.stride(), strict=True))
+        same = chunk.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
+        if chunk.numel() and not (same and at >= 0 and last < parameter.numel()):
+            raise ShardError(f"the chunk at {offset} is not a view of its local parameter of {tuple(parameter.shape)}")
+        views.append(
+            tensor.detach().as_strided(chunk.shape, chunk.stride(), tensor.storage_offset() + at)
+            if chunk.numel()
+            else tensor.new_empty(chunk.shape)
+        )
+    return ChunkedTensor(chunked.size(), views, chunked.offsets, tensor.dtype, tensor.device)
+
+
 def overlap_numel(size: Sequence[int], at: Sequence[int], other_size: Sequence[int], other_at: Sequence[int]) -> int:
     """Elements that two rectangles share."""
     both = zip(size, at, other_size, other_at, strict=True)

@@ -15,6 +15,8 @@ The members of a Protocol are what one must have. What one may have beside them 
   but the module itself should read its chunks.
 - `unsharded() -> nn.Module`, of a `ShardedModule`: a plain module of the same structure and names on meta, for
   `to_unsharded`.
+- `resharded(plan) -> Resharded`, of a `ShardedModule`: its parameters under another plan, for `model.reshard`; local,
+  and nothing of the module is changed.
 - `notes: Iterable[str]`, of a `ModelPlacement`: what is left whole, and why, for showing.
 - `shards_in_place(env, has_dtensors) -> bool`, of a `DataParallelWrapper`: whether `wrap` returns the module that it
   was given, and takes parameters on meta, which are filled afterwards; `has_dtensors`: weights are tensor-parallel.
@@ -143,6 +145,26 @@ class FusedModule(Protocol):
         ...
 
 
+class Resharded(Protocol):
+    """Parameters of a sharded module under another plan, beside those in force: room for values, without them yet."""
+
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """Each local parameter, names relative."""
+        ...
+
+    def chunked_state(self) -> Mapping[str, ChunkedTensor]:
+        """As of `ShardedModule`."""
+        ...
+
+    def fused_parameters(self) -> Iterable[FusedParameter]:
+        """As of `FusedModule`; `options` are the very dicts of the module's own."""
+        ...
+
+    def take_place(self) -> nn.Module:
+        """Now that all is filled, run by them, for good: local, and does not fail. Returns the module, or another."""
+        ...
+
+
 class ModelPlacement(Protocol):
     """What a `ModelSharder` found it can do with one model on one mesh: nothing is changed before `apply`.
 
@@ -208,12 +230,15 @@ class Planner(Protocol):
         ...
 
 
-VERSION = 1
+VERSION = 2
 """Of the contracts: higher by one where a member or a hook comes, goes, or means something else."""
 
-HOOKS: Mapping[str, int] = dict.fromkeys(
-    ("accepts", "connect", "module_path", "calls", "unsharded", "notes", "shards_in_place", "check", "found"), 1
-)
+HOOKS: Mapping[str, int] = {
+    **dict.fromkeys(
+        ("accepts", "connect", "module_path", "calls", "unsharded", "notes", "shards_in_place", "check"), 1
+    ),
+    **{"found": 1, "resharded": 2},
+}
 """Name of each optional member -> the first version that knows it, see [Note: hooks]."""
 
 

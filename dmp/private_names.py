@@ -18,6 +18,7 @@ Tensors
 - `_base`, `_is_view`, `_version`: whether a tensor is a view, and was written to
 - `_cdata`: which storage a meta tensor has
 - `_values`: of a sparse gradient
+- `_post_accumulate_grad_hooks`: a parameter takes the hooks of one whose place it takes
 - `_C`, `_to_copy`, `_c10d_functional`, `_schema`: operators, and what they write
 - `torch.utils._python_dispatch.TorchDispatchMode`: which tensors an initial rule writes
 - `torch.utils._pytree.tree_map`, `torch.utils._pytree.tree_leaves`: what FSDP2 itself walks outputs with

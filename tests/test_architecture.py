@@ -80,6 +80,7 @@ PUBLIC = {
         "ModuleSharder",
         "ParameterInfo",
         "Planner",
+        "Resharded",
         "ShardedModule",
         "Calls",
         "default_sharders",

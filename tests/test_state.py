@@ -17,8 +17,9 @@ from torch import nn
 
 from dmp import CheckpointError, DistributedModelParallel, DmpError, ShardingEnv, rectangles
 from dmp.checkpoint.api import load_checkpoint, save_checkpoint
+from dmp.chunked import chunk_views
 from dmp.state.gather import full_state_dict
-from dmp.state.local_chunks import chunk_views, sharded_parameters
+from dmp.state.local_chunks import sharded_parameters
 from dmp.state.optimizer_state import full_optimizer_state_dict
 from dmp.state.unsharded import to_unsharded
 from dmp.state.verify import verify

@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm  # before anything is wrapped
 
 from dmp import DistributedModelParallel, ShardError, ShardingEnv, table_wise
-from dmp.chunked import as_chunks
+from dmp.chunked import as_chunks, chunk_views
 from dmp.state.gather import gather
-from dmp.state.local_chunks import chunk_views, sharded_parameters
+from dmp.state.local_chunks import sharded_parameters
 from tests.ranks import mesh, run_ranks
 from tests.wrapped_net import TABLES, Net, batch, loss_of, mixed
 

@@ -68,7 +68,7 @@ def check_plan(
     for site in sites:
         for relative, name in site.names().items():
             entry = tables.get(name) or ParameterSharding(dense[name])
-            _check_layout(name, entry.layout, site.sharder, site.infos[relative], env)
+            check_layout(name, entry.layout, site.sharder, site.infos[relative], env)
         names = [name for name in site.names().values() if name not in dense]
         if 0 < len(names) < len(site.infos):
             raise PlanError(f"plan gives some weights of {site.path!r} dense layouts, but not {_some(names)}")
@@ -123,7 +123,12 @@ def _check_shape(name: str, layout: Layout, shape: tuple[int, ...], env: Shardin
         raise PlanError(f"plan entry {name!r} = {layout}: {error}", table=name) from error
 
 
-def _check_layout(name: str, layout: Layout, sharder: ModuleSharder, info: ParameterInfo, env: ShardingEnv) -> None:
+def check_layout(name: str, layout: Layout, sharder: ModuleSharder, info: ParameterInfo, env: ShardingEnv) -> None:
+    """Whether a sharder runs a layout for a parameter on a mesh.
+
+    Raises:
+        PlanError: it does not, or the layout does not fit.
+    """
     _check_shape(name, layout, info.shape, env)
     if layout.is_dense and layout.is_copied and info.optimizer is None:
         return  # an ordinary dense weight then, which no sharder runs

@@ -4,7 +4,7 @@ verified. In reading order:
 - `find_wrapped`: the wrapped models inside a module
 - `gather`: whole tensors out of the ranks' chunks: full state dicts
 - `unsharded`: a plain module with the weights in place
-- `local_chunks`: which chunks of its parameters, and of their gradients, a rank holds
+- `local_chunks`: which chunks of its parameters a rank holds
 - `optimizer_state`: optimizer state by name, in unsharded shapes
 - `clip`: gradient clipping by the norm of the whole model, torch's function too
 - `scaler`: gradient scaling, one decision on all ranks

@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from dmp.calls import alone
-from dmp.chunked import ChunkedTensor, as_chunks
+from dmp.chunked import ChunkedTensor, as_chunks, chunk_views
 from dmp.errors import CheckpointError
 from dmp.places import is_dtensor
 from dmp.state.find_wrapped import common_env, env_of, fused_parameters, joint_plan, wrapped_in
 from dmp.state.gather import gather
-from dmp.state.local_chunks import chunk_views, sharded_parameters
+from dmp.state.local_chunks import sharded_parameters
 from dmp.wrap.column_blocks import is_blocked, merge_blocks
 from dmp.wrap.earlier_optimizers import follow
 

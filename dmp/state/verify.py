@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dmp.chunked import as_chunks
+from dmp.chunked import as_chunks, chunk_views
 from dmp.env import ShardingEnv
 from dmp.errors import CheckpointError, DmpError, RanksError
 from dmp.nested import tensors_of
 from dmp.ranks import entry, fail_together
 from dmp.state.find_wrapped import env_of, fused_parameters
 from dmp.state.gather import full_state_dict, gather
-from dmp.state.local_chunks import chunk_views, sharded_parameters
+from dmp.state.local_chunks import sharded_parameters
 
 _TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 _SHOWN = 5

@@ -14,6 +14,11 @@
 - `data_parallel`: the data-parallel part: checked beforehand, started, started again
 - `copying`: copies of a wrapped model on its mesh
 - `loading`: a state dict into a wrapped model
+- `reshard`: a running model in another plan, step by step
+- `next_plan`: whether a plan fits a model that is wrapped already, and what it changes
+- `carried`: what tables carry along when their plan changes, in old and in new chunks
+- `move_values`: those, moved from rank to rank
+- `given_optimizers`: ordinary optimizers that a user passes, and those inside them
 - `forward`: `model.forward`, with the signature of the module's own
 - `ddp_watch`: whether DDP still has hold of the dense parameters
 - `fused`: the optimizer view of what is updated in the backward pass

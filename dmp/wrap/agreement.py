@@ -38,7 +38,12 @@ def on_all_ranks(step: Callable[[], T], env: ShardingEnv) -> T:
     return fail_together(step, env.everyone, _WRAPPING, kind=PlanError, as_it_is=True)
 
 
-def check_agreement(facts: Mapping[str, str], env: ShardingEnv, what: str = _WRAPPING) -> None:
+def check_agreement(
+    facts: Mapping[str, str],
+    env: ShardingEnv,
+    what: str = _WRAPPING,
+    advice: str = "every rank must build the same model with the same plan",
+) -> None:
     """Compare `facts` (what -> its text) over all ranks; one small exchange, a second only when they differ.
 
     Raises:
@@ -53,10 +58,9 @@ def check_agreement(facts: Mapping[str, str], env: ShardingEnv, what: str = _WRA
             if other.get(fact) != theirs[0].get(fact):
                 raise PlanError(
                     f"ranks disagree on {fact}: rank 0 has {_first_difference(theirs[0].get(fact), other.get(fact))}, "
-                    f"rank {rank} has {_first_difference(other.get(fact), theirs[0].get(fact))}; every rank must build "
-                    "the same model with the same plan"
+                    f"rank {rank} has {_first_difference(other.get(fact), theirs[0].get(fact))}; {advice}"
                 )
-    raise PlanError("ranks disagree on what they wrap; every rank must build the same model with the same plan")
+    raise PlanError(f"ranks disagree in {what}; {advice}")
 
 
 def sync_from_first_rank(module: nn.Module, env: ShardingEnv) -> list[str]:

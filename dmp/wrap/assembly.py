@@ -4,13 +4,21 @@ makes another.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from dmp.contracts import DataParallelWrapper, FusedModule, FusedParameter, ModelPlacement, hook
+from dmp.contracts import (
+    DataParallelWrapper,
+    FusedModule,
+    FusedParameter,
+    ModelPlacement,
+    ModuleSharder,
+    ParameterInfo,
+    hook,
+)
 from dmp.env import ShardingEnv
 from dmp.names import join_name
 from dmp.places import is_dtensor, restore_ties, tied_places
@@ -27,12 +35,14 @@ class Owned:
     Args:
         path: its first path in the model.
         aliases: every path, the first included.
-        named: relative names of the parameters that the sharder named; others in it are data-parallel ones.
+        sharder: who has.
+        infos: parameters that it named, by their relative names; others in the module are data-parallel ones.
     """
 
     path: str
     aliases: tuple[str, ...]
-    named: frozenset[str]
+    sharder: ModuleSharder
+    infos: Mapping[str, ParameterInfo]
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,18 +110,19 @@ class Assembly:
         names: set[str] = set()
         for each, module in zip(self.owned, self.sharded, strict=True):
             for relative, _ in module.named_parameters(remove_duplicate=False):
-                if relative not in each.named:
+                if relative not in each.infos:
                     names.update(join_name(alias, relative) for alias in each.aliases)
         return frozenset(names)
 
 
 def fused_of(module: nn.Module, owned: tuple[Owned, ...]) -> FusedOptimizer:
     """The optimizer view of what sharded modules update themselves."""
+    return FusedOptimizer(fused_parameters(module, owned))
 
-    def named() -> Iterator[FusedParameter]:
-        for each in owned:
-            sharded = module.get_submodule(each.path)
-            for f in sharded.fused_parameters() if isinstance(sharded, FusedModule) else ():
-                yield replace(f, name=join_name(each.path, f.name))
 
-    return FusedOptimizer(named())
+def fused_parameters(module: nn.Module, owned: tuple[Owned, ...]) -> Iterator[FusedParameter]:
+    """What sharded modules update themselves, under the model's names."""
+    for each in owned:
+        sharded = module.get_submodule(each.path)
+        for f in sharded.fused_parameters() if isinstance(sharded, FusedModule) else ():
+            yield replace(f, name=join_name(each.path, f.name))

@@ -173,7 +173,7 @@ def _with_tables(checked: _Checked, seed: int, calls: Calls) -> tuple[nn.Module,
                 module.set_submodule(path, new)
             else:
                 module = new
-    return module, tuple(Owned(site.path, site.aliases, frozenset(site.infos)) for site in resolved.sites)
+    return module, tuple(Owned(site.path, site.aliases, site.sharder, site.infos) for site in resolved.sites)
 
 
 def _with_dense(made: Assembly, checked: _Checked, seed: int) -> Assembly:

@@ -1,4 +1,5 @@
 """Parameters that wrapping has replaced, in optimizers that were made before: their groups follow at the first step.
+So do those that `model.reshard` has replaced, in optimizers that it was not given.
 
 Users of DDP make the optimizer first. A table, a weight that tensor parallelism or FSDP2 splits, and one that was on
 meta is another object after wrapping; the old one never gets a gradient again, and torch's optimizers pass over it in
@@ -10,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,17 +24,36 @@ _wraps = 0  # so that an optimizer is looked at once, and again after another mo
 
 
 class _Replaced:
-    """What a replaced parameter knows: the wrapped model, and its name there. Not kept where it is pickled."""
+    """What a replaced parameter knows: the wrapped model, its name there, and when. Not kept where it is pickled."""
 
-    def __init__(self, model: nn.Module, name: str) -> None:
-        self.model, self.name = weakref.ref(model), name
+    def __init__(self, model: nn.Module, name: str, when: _When) -> None:
+        self.model, self.name, self.when = weakref.ref(model), name, when
 
     def __reduce__(self) -> Any:
         return type(None), ()
 
 
+class _When(NamedTuple):
+    """What has replaced parameters, and what to do about an optimizer from before."""
+
+    event: str
+    advice: str
+
+
+_WRAPPED = _When(
+    "the model was wrapped",
+    "Make the optimizer after wrapping, from model.parameters(); load_checkpoint(path, model, optimizer) gives it "
+    "earlier state",
+)
+_RESHARDED = _When(
+    "model.reshard(plan)",
+    "Pass it there, model.reshard(plan, optimizer), which moves its state with the tables; now make a new one, from "
+    "model.parameters()",
+)
+
+
 @contextmanager
-def marking_replaced(model: nn.Module, module: nn.Module) -> Iterator[None]:
+def marking_replaced(model: nn.Module, module: nn.Module, *, by_reshard: bool = False) -> Iterator[None]:
     """Mark each parameter of `module` for which `model.module` has another one at the end. Keeps none alive."""
     global _wraps
     before = [(name, weakref.ref(p)) for name, p in module.named_parameters()]
@@ -43,7 +63,7 @@ def marking_replaced(model: nn.Module, module: nn.Module) -> Iterator[None]:
     for name, reference in before:
         old = reference()
         if old is not None and name in now and old is not now[name]:
-            old._dmp_replaced = _Replaced(model, name)  # type: ignore[attr-defined]
+            old._dmp_replaced = _Replaced(model, name, _RESHARDED if by_reshard else _WRAPPED)  # type: ignore[attr-defined]
 
 
 def follow(optimizer: Optimizer) -> bool:
@@ -84,18 +104,17 @@ def _check_can_follow(optimizer: Optimizer, old: list[Any]) -> None:
     ids = {id(p) for p in old}
     reason = ""
     if not all(_is_fresh(optimizer.state.get(p, {})) for p in old):
-        reason = "has state for them, which was gathered before wrapping"
+        reason = "has state for them, which was gathered before"
     for name, value in vars(optimizer).items():
         items = [*value.values()] if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
         if name not in ("param_groups", "state", "defaults") and any(id(item) in ids for item in items):
             reason = f"keeps them in its attribute {name!r} too"
     if reason:
-        names = [p._dmp_replaced.name for p in old]
+        names, when = [p._dmp_replaced.name for p in old], old[0]._dmp_replaced.when
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         raise ShardError(
-            f"{type(optimizer).__name__} was made before the model was wrapped, which has replaced its parameters "
-            f"{names[:_SHOWN]}{more}, and {reason}: it would not train them. Make the optimizer after wrapping, from "
-            "model.parameters(); load_checkpoint(path, model, optimizer) gives it earlier state"
+            f"{type(optimizer).__name__} was made before {when.event}, which has replaced its parameters "
+            f"{names[:_SHOWN]}{more}, and {reason}: it would not train them. {when.advice}"
         )
 
 

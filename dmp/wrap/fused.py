@@ -40,6 +40,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().__init__([{"params": []}], {"lr": 0.0})
         self.param_groups = list(groups.values())
 
+    def follow(self, fused: Iterable[FusedParameter]) -> None:
+        """Show others of the same names in the places of what there is; groups stay the dicts that they are."""
+        for f in fused:
+            self.fused[f.name] = f
+        for group in self.param_groups:
+            group["params"][:] = [self.fused[name].parameter for name in self._names[id(group)]]
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Nothing: the backward pass has updated the parameters. Returns the closure's result if there is one."""
         return closure() if closure is not None else None

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from dmp.calls import Calls
+from dmp.calls import Calls, alone
 from dmp.contracts import AnySharder, DataParallelWrapper, Planner
 from dmp.env import ShardingEnv
 from dmp.errors import CheckpointError, ShardError
@@ -36,6 +36,7 @@ from dmp.wrap.gathered import chunks_shown
 from dmp.wrap.loading import load, loaded
 from dmp.wrap.optimizer_guard import guard_optimizers
 from dmp.wrap.outer_wrappers import guard_ddp, keep_from_fully_shard
+from dmp.wrap.reshard import Resharding, reshard
 
 
 class DistributedModelParallel(nn.Module):
@@ -128,6 +129,45 @@ class DistributedModelParallel(nn.Module):
             self._hold(stopped(self._made))
             self.init_data_parallel()
         self._made = watched(self._made)
+
+    @alone("reshard")
+    def reshard(
+        self,
+        plan: ShardingPlan | Mapping[str, ParameterSharding | Layout],
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+    ) -> Resharding:
+        """Change the plan of the running model in place: any layouts of its tables to any others.
+
+        Collective. Weights, accumulated gradients and optimizer state go from rank to rank by the intersection of old
+        and new rectangles: only what changes its rank travels, a few MB at a time, and a rank needs memory for its new
+        shards and one buffer beside the old ones. Training goes on to the bit where the layouts allow (row-wise state
+        in other column blocks is taken from their mean, as from a checkpoint). The model, its modules and
+        `fused_optimizer` stay the same objects, learning rates and schedulers go on; a table's parameter is another
+        one, as after wrapping. Everything is checked on all ranks before anything is changed.
+
+        Args:
+            plan: entries for some tables, or all; those that it does not name keep theirs.
+            optimizer: the ordinary optimizers (one, or a list) that hold tables' parameters: their state moves along
+                and their groups get the new parameters. One that is left out and has state for them refuses to step.
+
+        Returns:
+            The plan in force, which parameters have moved, and the bytes that each rank has sent.
+
+        Raises:
+            PlanError: a plan that does not fit, or makes tables of dense weights or the other way around; ranks that
+                disagree. What fails on one rank is raised on all; the model is unchanged.
+            ShardError: a forward or backward pass is under way, or a module or state that cannot be moved.
+
+        Example:
+            >>> model = DistributedModelParallel(torch.nn.EmbeddingBag(4, 2), plan={"weight": row_wise()})
+            >>> model.reshard({"weight": table_wise(0)}).sent_bytes
+            (0,)
+        """
+        with entry("model.reshard", self.env.everyone), marking_replaced(self, self.module, by_reshard=True):
+            made, done = reshard(self._made, plan, optimizer, self._calls)
+            self._hold(made)
+            mark_chunks(made)
+        return done
 
     @property
     def module(self) -> nn.Module:

@@ -50,6 +50,7 @@ class Engine:
         transport: opens the channels of the tables.
         codecs: of what travels on them; results and gradients as they are computed, by default.
         kernel: name of the lookup kernel; see `choose_kernel`.
+        options: live param groups, see `TableStore`.
 
     Raises:
         ShardError: a mesh or a combination that the data path cannot run.
@@ -68,6 +69,7 @@ class Engine:
         transport: Transport = over_group,
         codecs: Codecs = AS_COMPUTED,
         kernel: str | None = None,
+        options: Sequence[dict[str, Any]] | None = None,
     ) -> None:
         _check_supported(tables, env, sync_interval)
         self.env, self.tables, self.unpooled, self.validate = env, list(tables), unpooled, validate
@@ -77,7 +79,7 @@ class Engine:
         self.placement = Placement(tables, layouts, env, unpooled)
         self.tensor = tensor_ranks(env, transport)
         self.peers = find_peers(env, sync_interval == 1, by_stages=not unpooled, transport=transport, codecs=codecs)
-        self.store = TableStore(self.placement, env.table_rank, device, kernel)
+        self.store = TableStore(self.placement, env.table_rank, device, kernel, options)
         self.handshake = Handshake(
             repr([(t, str(lay)) for t, lay in zip(tables, layouts, strict=True)]),
             [f.name for f in self.placement.features],
@@ -90,6 +92,8 @@ class Engine:
         self._rows = [self.tables[f.table].rows for f in self.placement.features]
         self._trainable = [t.trainable for t in tables]
         self.places: list[tuple[dict[str, Any], str]] = []  # of the parameters in the module, set by it
+        self.is_replaced = False
+        """Whether the module has tables of another plan by now: what was begun before has nowhere to go."""
         self._compile(device)
 
     def _compile(self, device: torch.device) -> None:
@@ -185,8 +189,8 @@ class Engine:
         """
         if call.path is not self.path:
             raise ShardError(
-                f"{self.name} finishes a call that it has not begun, or that it began before it was moved, cast or "
-                "copied; begin the batch again"
+                f"{self.name} finishes a call that it has not begun, or that it began before it was moved, cast, "
+                "copied or resharded; begin the batch again"
             )
         with ranks.entry(self.handshake.forward, self.peers.exchange.group):
             self.store.take_back(self.name)
@@ -199,7 +203,7 @@ class Engine:
             by_feature: list[torch.Tensor] = self.path.split(call.whole, results)
             return by_feature
 
-    def _check_parameters(self) -> None:
+    def check_parameters(self) -> None:
         """Whether the module's parameters are those that are looked up and updated here; their values may be others.
 
         Raises:
@@ -222,7 +226,7 @@ class Engine:
             Fault: what is wrong with the batch.
             ShardError: a parameter of a table was replaced.
         """
-        self._check_parameters()
+        self.check_parameters()
         whole = check_batch(parse(), self._rows, self.validate)
         batch = cut_batch(whole, self.tensor, self.unpooled)
         if self.store.local:
@@ -288,6 +292,11 @@ class _Lookup(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         engine = ctx.engine
+        if engine.is_replaced:
+            raise ShardError(
+                f"{engine.name} is asked for gradients of a forward from before model.reshard(plan), which has moved "
+                "its tables: their update would be lost. Finish the backward pass first, or run the forward again"
+            )
         way_back = ranks.entry(engine.handshake.backward, engine.peers.exchange.group, is_backward=True)
         with engine.calls.backward, way_back:
             if ctx.call is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -48,10 +48,22 @@ class TableStore:
         rank: this rank's table rank.
         device: of weights and optimizer state.
         kernel: name of the lookup kernel; see `choose_kernel`.
+        options: for each table the live param group that it has already; by default those of one optimizer share one,
+            whatever their layouts.
     """
 
-    def __init__(self, placement: Placement, rank: int, device: torch.device, kernel: str | None = None) -> None:
+    def __init__(
+        self,
+        placement: Placement,
+        rank: int,
+        device: torch.device,
+        kernel: str | None = None,
+        options: Sequence[dict[str, Any]] | None = None,
+    ) -> None:
         self.placement, self.rank, self.kernel = placement, rank, kernel
+        self._groups: dict[Any, dict[str, Any]] = {}
+        for table, group in zip(placement.tables, options or (), strict=False):
+            self._groups[table.bank_key] = group
         keys: dict[tuple[bool, Any], list[int]] = {}
         for index in sorted(range(len(placement.tables)), key=lambda i: placement.tables[i].bank_key):
             table = placement.tables[index]
@@ -114,6 +126,18 @@ class TableStore:
         views = {index: bank.table_view(i, self.placement.tables[index].dim) for index, bank, i in self._places()}
         return [views[index] for index in range(len(views))]
 
+    @property
+    def options(self) -> list[dict[str, Any]]:
+        """For each table its live param group, which is empty where it has no optimizer."""
+        of_tables = {index: bank.options for index, bank, _ in self._places()}
+        return [of_tables[index] for index in range(len(of_tables))]
+
+    def count_as(self, other: TableStore) -> None:
+        """Take over how often each table was updated."""
+        counts = {index: bank.steps[i] for index, bank, i in other._places()}
+        for index, bank, i in self._places():
+            bank.steps[i] = counts[index]
+
     def load_all(self, values: dict[int, torch.Tensor]) -> None:
         """Copy this rank's pieces out of whole tables, by table."""
         with torch.no_grad():
@@ -164,7 +188,7 @@ class TableStore:
         new.tbes = []
         for old in self.tbes:
             # The copy's optimizer names its own parameters, which do not exist yet.
-            memo[id(old.bank.options)] = {k: v for k, v in old.bank.options.items() if k != "params"}
+            memo.setdefault(id(old.bank.options), {k: v for k, v in old.bank.options.items() if k != "params"})
             bank = copy.deepcopy(old.bank, memo)
             lookup = kernels.compile_lookup(bank, old.lookup.ranges, self.kernel)
             new.tbes.append(replace(old, bank=bank, lookup=lookup))
@@ -183,6 +207,7 @@ class TableStore:
         ]
         spec = first.optimizer if first.trainable else None
         bank = Bank([[(s[0], s[1]) for s in of_table] for of_table in shapes], first.dtype, device, spec)
+        bank.options = self._groups.setdefault(first.bank_key, bank.options)
         where = {index: i for i, index in enumerate(tables)}
         # A local table has no slots; its features stand for them.
         features = [f for f in placement.features if is_local and f.table in where]

@@ -33,6 +33,7 @@ class Table:
         mean: pool by mean instead of sum.
         optimizer: runs in the backward pass; None gives an ordinary `.grad`.
         trainable: False for a frozen table.
+        group: tells tables apart that have param groups of their own already, by which they are not stored together.
     """
 
     parameter: str
@@ -43,11 +44,12 @@ class Table:
     mean: bool = False
     optimizer: OptimizerSpec | None = None
     trainable: bool = True
+    group: int = 0
 
     @property
-    def bank_key(self) -> tuple[str, bool, str]:
+    def bank_key(self) -> tuple[str, bool, str, int]:
         """Tables with one key are stored and updated together."""
-        return str(self.dtype), self.trainable, repr(self.optimizer)
+        return str(self.dtype), self.trainable, repr(self.optimizer), self.group
 
 
 @dataclass(frozen=True)

@@ -129,6 +129,7 @@ class TableModule(Watched):
     ) -> None:
         layouts = [plan[t.parameter].layout for t in tables]
         super().__init__(Engine(tables, layouts, env, device, **options), self.way_out)
+        self._options = options
         values = {i: original.get_parameter(t.parameter) for i, t in enumerate(tables)}
         self._engine.store.load_all({i: v for i, v in values.items() if not v.is_meta})
         for fused in self._engine.store.fused_parameters():
@@ -194,6 +195,31 @@ class TableModule(Watched):
         """Tables that are updated in the backward pass."""
         return self._engine.store.fused_parameters()
 
+    def resharded(self, plan: Mapping[str, ParameterSharding]) -> ReshardedTables:
+        """Its tables under another plan, without their values: see `dmp.Resharded`."""
+        old = self._engine
+        old.check_parameters()
+        options = old.store.options
+        groups = [next(i for i, other in enumerate(options) if other is own) for own in options]
+        tables = [
+            replace(table, dtype=old.dtype_of(i), group=group)
+            for i, (table, group) in enumerate(zip(old.tables, groups, strict=True))
+        ]
+        layouts = [plan[table.parameter].layout for table in tables]
+        return ReshardedTables(self, Engine(tables, layouts, old.env, old.device, options=options, **self._options))
+
+    def run_by(self, engine: Engine) -> None:
+        """Have another engine's tables in place of those that there are, in the same modules."""
+        old, engine.calls = self._engine, self._engine.calls
+        engine.rename(old.name)
+        engine.store.count_as(old.store)
+        for module in self.modules():
+            if isinstance(module, Watched):
+                module._engine = engine
+        for (held, name), parameter in zip(old.places, engine.store.parameters, strict=True):
+            held[name] = parameter
+        engine.places, old.is_replaced = old.places, True
+
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> TableModule:
         """Storage moves as a whole, for the parameters are views of it."""
         self._engine.move(fn)
@@ -206,6 +232,31 @@ class TableModule(Watched):
         new.__dict__ = copy.deepcopy(self.__dict__, memo)
         new._tell_places()
         return new
+
+
+class ReshardedTables:
+    """A module's tables under another plan, beside those in force; a `dmp.Resharded`."""
+
+    def __init__(self, module: TableModule, engine: Engine) -> None:
+        self._module, self._engine = module, engine
+
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """One for each table."""
+        of_tables = zip(self._engine.tables, self._engine.store.parameters, strict=True)
+        return {table.parameter: parameter for table, parameter in of_tables}
+
+    def chunked_state(self) -> Mapping[str, ChunkedTensor]:
+        """Pieces of every table that is cut, as views."""
+        return self._engine.store.chunked_state()
+
+    def fused_parameters(self) -> Iterable[FusedParameter]:
+        """Tables that are updated in the backward pass; they keep their param groups."""
+        return self._engine.store.fused_parameters()
+
+    def take_place(self) -> TableModule:
+        """The module, which is the same as before, looks up these from now on."""
+        self._module.run_by(self._engine)
+        return self._module
 
 
 class TableSharder:

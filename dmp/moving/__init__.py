@@ -1,0 +1,5 @@
+"""Tensors whose rectangles change their ranks: what goes where, and how it gets there. In reading order:
+
+- `routes`: which part of whose rectangles goes to whom
+- `mover`: takes it there, in buffers of a few MB
+"""

@@ -1,0 +1,162 @@
+"""A running model in another plan: its tables' values and state moved from rank to rank, and nothing else touched.
+
+The order: what all ranks are asked for is the same, and fits -> room for what is new, on all ranks -> who has what, and
+will have -> values move, by the intersection of old and new rectangles -> every rank has all -> the new tables take the
+old ones' places. Until that last step, which is local, the model is as it was; so is it where an error comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from dmp.calls import Calls
+from dmp.contracts import Resharded, hook
+from dmp.errors import PlanError, ShardError
+from dmp.names import join_name
+from dmp.plans.plan import ShardingPlan
+from dmp.ranks import fail_together, gather_words
+from dmp.wrap.agreement import check_agreement
+from dmp.wrap.assembly import Assembly, Owned, fused_parameters
+from dmp.wrap.carried import Carried, Parameter, fused_state, gradients, ordinary_state, parameters_of
+from dmp.wrap.earlier_optimizers import follow
+from dmp.wrap.given_optimizers import layers_of, replace_in_attributes, with_state
+from dmp.wrap.move_values import MovedBytes, move_values
+from dmp.wrap.next_plan import changed_sites, next_plan
+
+WHAT = "model.reshard"
+
+
+@dataclass(frozen=True)
+class Resharding:
+    """What `model.reshard` has done.
+
+    Args:
+        plan: in force now.
+        moved: names of the parameters whose layouts have changed.
+        sent_bytes: of each rank, to other ranks: weights, gradients and optimizer state.
+        kept_bytes: of each rank: what it needed and had.
+    """
+
+    plan: ShardingPlan
+    moved: tuple[str, ...]
+    sent_bytes: tuple[int, ...]
+    kept_bytes: tuple[int, ...]
+
+
+@dataclass
+class _Ready:
+    """Everything that is known and allocated before values move.
+
+    Args:
+        sites: of the modules whose tables change, with these.
+        parameters: in both forms.
+        carried: every tensor to be moved.
+        then: local steps that put what was moved in place.
+    """
+
+    sites: list[tuple[Owned, nn.Module, Resharded]] = field(default_factory=list)
+    parameters: list[Parameter] = field(default_factory=list)
+    carried: list[Carried] = field(default_factory=list)
+    then: list[Callable[[], Any]] = field(default_factory=list)
+
+
+def reshard(made: Assembly, given: Any, optimizer: Any, calls: Calls) -> tuple[Assembly, Resharding]:
+    """The model in the plan that `given` leads to; errors as of `DistributedModelParallel.reshard`.
+
+    Args:
+        optimizer: those that the user passes.
+        calls: of the model.
+    """
+    env = made.env
+
+    def checked() -> tuple[ShardingPlan, list[Optimizer]]:
+        _check_at_rest(calls)
+        return next_plan(made, given), layers_of(optimizer)
+
+    plan, layers = _together(made, checked)
+    held = ", ".join(f"{type(layer).__name__} of {len(layer.param_groups)} groups" for layer in layers)
+    facts = {"plan": plan.to_json(), "optimizers": held, "accumulated gradients": ", ".join(_with_gradients(made))}
+    check_agreement(facts, env, WHAT, "every rank must call model.reshard in the same way")
+    changes = made.plan.diff(plan)
+    ready = _together(made, lambda: _prepare(made, plan, layers))
+    moved = move_values(ready.carried, env, WHAT) if ready.sites else MovedBytes(0, 0)
+    told = gather_words(WHAT, [moved.sent, moved.kept], env.everyone)  # every rank has all by now
+    made = _put(made, ready, layers, plan)
+    sent, kept = ([row[i] for row in told] for i in (0, 1))
+    return made, Resharding(plan, tuple(change.name for change in changes), tuple(sent), tuple(kept))
+
+
+def _together(made: Assembly, step: Callable[[], Any]) -> Any:
+    return fail_together(step, made.env.everyone, WHAT, kind=PlanError, as_it_is=True)
+
+
+def _check_at_rest(calls: Calls) -> None:
+    """Raise `ShardError` where the model is in the middle of something."""
+    # Private: whether torch's engine is in a backward pass on this thread.
+    if calls.is_forward or torch._C._current_graph_task_id() != -1:
+        where = "forward" if calls.is_forward else "backward pass"
+        raise ShardError(f"model.reshard was called inside the model's {where}, which goes on with the tables it has")
+
+
+def _with_gradients(made: Assembly) -> list[str]:
+    tables = {join_name(owned.path, name) for owned in made.owned for name in owned.infos}
+    return [name for name, p in made.module.named_parameters() if name in tables and p.grad is not None]
+
+
+def _prepare(made: Assembly, plan: ShardingPlan, layers: Sequence[Optimizer]) -> _Ready:
+    """Room for what is new, and all that is to be moved there; local, nothing of the model is changed.
+
+    Raises:
+        ShardError: a module that cannot, or values without storage.
+    """
+    ready, optimizers = _Ready(), with_state(layers)
+    for optimizer in optimizers:
+        follow(optimizer)
+    staying = {name for name, entry in plan.items() if made.plan[name] == entry}
+    for owned in changed_sites(made, plan):
+        module = made.module.get_submodule(owned.path)
+        entries = {name: plan[join_name(owned.path, name)] for name in owned.infos}
+        make = hook(module, "resharded")
+        if make is None:
+            raise ShardError(
+                f"{owned.path!r} ({type(module).__name__}, made by {type(owned.sharder).__name__}) cannot change its "
+                "plan in a running model: it has no resharded(plan)"
+            )
+        new = make(entries)
+        parameters = parameters_of(owned.path, module, new, staying)
+        _check_filled(parameters)
+        ready.sites.append((owned, module, new))
+        ready.parameters += parameters
+        ready.carried += [p.value() for p in parameters]
+        ready.carried += fused_state(owned.path, module, new)
+        ready.carried += gradients(parameters, ready.then)
+        ready.carried += ordinary_state(optimizers, parameters, ready.then)
+    for carried in ready.carried:
+        carried.check()
+    return ready
+
+
+def _check_filled(parameters: Sequence[Parameter]) -> None:
+    for p in parameters:
+        if p.old.is_meta:
+            raise ShardError(f"{p.name!r} is on meta: it has no values to move; load some first, or wrap it anew")
+
+
+def _put(made: Assembly, ready: _Ready, layers: Sequence[Optimizer], plan: ShardingPlan) -> Assembly:
+    """The new tables in the old ones' places; local."""
+    for p in ready.parameters:
+        p.take_over()
+    for step in ready.then:
+        step()
+    replace_in_attributes(layers, {id(p.old): p.new for p in ready.parameters})
+    for _, _, new in ready.sites:
+        new.take_place()
+    made = replace(made, plan=plan)
+    made.fused.follow(fused_parameters(made.module, made.owned))
+    return made
