@@ -27,6 +27,14 @@ SPECS = [
     OptimizerSpec.make("rowwise_adagrad", lr=0.1, eps=1e-8),
     OptimizerSpec.make("adam", lr=0.1, bias_corrected_eps=False),
 ]
+ROWS_ALONE = {
+    "bias_corrected_eps",
+    "gradient_clipping",
+    "max_gradient",
+    "weight_decay",
+    "weight_decay_mode",
+    "max_norm",
+}
 KERNELS = [("torch", torch.float64), ("torch", torch.float32), ("fbgemm", torch.float32)]
 TOLERANCE = {torch.float32: (1e-5, 2e-6), torch.float64: (1e-12, 1e-12)}
 
@@ -102,7 +110,7 @@ class Oracle:
             "adam": torch.optim.SparseAdam,
         }
         filled = [p for p in self.parameters.values() if p.numel()]
-        options = {k: v for k, v in bank.options.items() if k != "bias_corrected_eps"}
+        options = {k: v for k, v in bank.options.items() if k not in ROWS_ALONE}
         self.optimizer: Any = classes[bank.spec.kind](filled, **options) if bank.spec and filled else None
 
     def pooled(self, batch: Batch) -> Tensor:

@@ -30,7 +30,8 @@ from sharders.embedding.batch import Ids
 from sharders.embedding.call import Call
 from sharders.embedding.codec import AS_COMPUTED, Codecs
 from sharders.embedding.engine import Engine
-from sharders.embedding.lookup.optimizers import OptimizerSpec, optimizer_of
+from sharders.embedding.lookup.given_optimizers import optimizer_of
+from sharders.embedding.lookup.optimizers import OptimizerSpec
 from sharders.embedding.peers import find_peers
 from sharders.embedding.placement import Table
 from sharders.embedding.tensor_slice import tensor_ranks

@@ -93,6 +93,11 @@ def _can_update(bank: Bank, features: _Features) -> bool:
     return bank.spec is not None and bank.spec.optimizer.fbgemm is not None and fits
 
 
+def _is_beyond(bank: Bank) -> bool:
+    """Whether an option is set, maybe since the last update, that FBGEMM's update leaves out."""
+    return bank.spec is not None and any(bank.options[option] for option in bank.spec.optimizer.beyond_fbgemm)
+
+
 class FbgemmLookup(TorchLookup):
     """Lookups of `ranges` of `bank`; see `sharders.embedding.lookup.kernels.Lookup`.
 
@@ -117,14 +122,14 @@ class FbgemmLookup(TorchLookup):
 
     def update_pooled(self, grad: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None = None) -> None:
         features = self._features
-        if features is None or not self._updates:
+        if features is None or not self._updates or _is_beyond(self.bank):
             super().update_pooled(grad, ids, offsets, weights)
         elif ids.numel():
             if self._one_table is not None:
                 features, first_row = self._one_table
                 ids, grad = self.as_one_range(grad, ids, offsets)
                 ids.sub_(first_row)
-            _update(self.bank, features, grad, ids, offsets, weights)
+            _update(self.bank, features, self.bank.clipped(grad), ids, offsets, weights)
 
     def gradient_pooled(self, grad: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Tensor:
         """FBGEMM's dense gradient; it neither sorts nor reads the weights."""
@@ -132,7 +137,13 @@ class FbgemmLookup(TorchLookup):
         if features is None or not ids.numel():
             return super().gradient_pooled(grad, ids, offsets, weights)
         flat: Tensor = torch.ops.fbgemm.split_embedding_backward_codegen_dense_cpu(
-            grad.float(), self.bank.weights, *_back(features), ids, offsets.to(ids.dtype), _SUM, _float32(weights)
+            self.bank.clipped(grad).float(),
+            self.bank.weights,
+            *_back(features),
+            ids,
+            offsets.to(ids.dtype),
+            _SUM,
+            _float32(weights),
         )
         return flat
 
@@ -154,12 +165,14 @@ class FbgemmLookup(TorchLookup):
     def update_rows(self, grad: Tensor, ids: Tensor, segments: Segments) -> None:
         region = self.region_of(segments)
         table = self._regions[region.width] if region else None
-        if table is None:
+        if table is None or _is_beyond(self.bank):
             super().update_rows(grad, ids, segments)
         elif ids.numel():
             features, first_row = table
             rows = self.region_rows(ids, segments).sub_(first_row)
-            _update(self.bank, features, grad, rows, torch.arange(ids.numel() + 1, device="cpu"), None)
+            _update(
+                self.bank, features, self.bank.clipped(grad), rows, torch.arange(ids.numel() + 1, device="cpu"), None
+            )
 
     def _features_share_tables(self) -> tuple[_Features, int] | None:
         """The one region to update in place of the ranges; None where FBGEMM is quicker with the ranges as they are.

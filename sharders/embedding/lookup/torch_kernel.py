@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sharders.embedding.lookup.bank import Bank, Region, RowRange
-from sharders.embedding.lookup.optimizers import Rows
+from sharders.embedding.lookup.row_optimizer import Rows
 
 Segments = Sequence[tuple[int, int]]
 """(index of a row range, number of ids), in the order of the ids."""
@@ -183,6 +183,7 @@ class TorchLookup:
 
     def _pooled_gradients(self, grad: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> _RowGradients:
         result = []
+        grad = self.bank.clipped(grad)
         for group in self._groups if ids.numel() else ():
             bags = self._bags(group, ids, offsets, weights)
             if bags.rows.numel():
@@ -194,6 +195,7 @@ class TorchLookup:
         region = self.region_of(segments)
         if region is None or not ids.numel():
             return []
+        grad = self.bank.clipped(grad)
         return [(region, *_combine(self.region_rows(ids, segments), grad.to(self.bank.weights.dtype), None, None))]
 
     def _update(self, gradients: _RowGradients) -> None:
