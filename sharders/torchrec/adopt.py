@@ -12,9 +12,9 @@ from typing import Any
 
 from dmp import is_torchrecs
 from sharders.embedding.collections import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
+from sharders.embedding.lookup.given_optimizers import spec_of_fused_params
 from sharders.embedding.plain import EmbeddingBagSharder
 from sharders.embedding.table_module import TableSharder
-from sharders.torchrec.fused_params import optimizer_of_fused_params
 from sharders.torchrec.sharder import TorchRecSharder
 from sharders.torchrec.wire_formats import codecs_of
 
@@ -53,7 +53,7 @@ def _adopted(theirs: Any) -> Any:
         return TorchRecSharder(theirs)
     who = type(theirs).__name__
     return ours(
-        optimizer=optimizer_of_fused_params(theirs.fused_params, who),
+        optimizer=spec_of_fused_params(theirs.fused_params or {}, f"{who}: fused_params"),
         codecs=codecs_of(theirs.qcomm_codecs_registry, who),
     )
 

@@ -84,7 +84,7 @@ def test_what_no_sharder_of_ours_does_is_refused_by_name() -> None:
         ({"learning_rat": 0.1}, "'learning_rat'"),
         ({"output_dtype": torch.float16}, "'output_dtype'"),
     ):
-        with pytest.raises(ShardError, match=f"EmbeddingBagCollectionSharder: fused_params .*{word}"):
+        with pytest.raises(ShardError, match=f"EmbeddingBagCollectionSharder: fused_params.*{word}"):
             _wrapped(_sharder(fused_params=params))
     for precision in (CommType.FP8, CommType.INT8, CommType.MX4):
         registry = get_qcomm_codecs_registry(QCommsConfig(precision, precision), device=torch.device("cpu"))

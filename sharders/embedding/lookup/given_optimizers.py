@@ -61,19 +61,23 @@ _STORAGE = {
     "enable_raw_embedding_streaming",
     "enforce_hbm",
     "gather_uvm_cache_stats",
+    "device",
     "multipass_prefetch_config",
-    "output_dtype",
+    "preallocated_host_buffers",
     "prefetch_pipeline",
     "record_cache_metrics",
     "res_params",
     "stats_reporter_config",
     "stochastic_rounding",
+    "table_names",
     "tbe_input_multiplexer_config",
     "use_experimental_tbe",
-    "weights_precision",
 }
-_STORAGE_PREFIXES = ("cache_", "uvm_", "__")
+_STORAGE_PREFIXES = ("cache_", "uvm_")
 """Arguments that say where FBGEMM keeps tables and how it looks them up: here the sharder and the kernel know."""
+
+_PRIVATE_PREFIX = "__"  # of TorchRec's own notes between its parts
+_DTYPES = ("output_dtype", "weights_precision")
 
 
 def optimizer_of(parameter: Tensor, name: str) -> OptimizerSpec | None:
@@ -122,15 +126,15 @@ def optimizer_of(parameter: Tensor, name: str) -> OptimizerSpec | None:
 def spec_of_fused_params(fused_params: Mapping[str, Any], where: str = "fused_params") -> OptimizerSpec | None:
     """The optimizer that FBGEMM would run for the `fused_params` of a TorchRec sharder.
 
-    What they do not name has FBGEMM's defaults: `EXACT_SGD` with a learning rate of 0.01. What they say of caches,
-    placement and such has no meaning here, which is said once.
+    Of what they do not name it has FBGEMM's defaults: `EXACT_SGD` with a learning rate of 0.01. What they say of
+    caches, placement and such has no meaning here, which is said once.
 
     Args:
         fused_params: keys as FBGEMM's table-batched embeddings take them; `optimizer` is an `EmbOptimType` or its name.
         where: they come from, for messages.
 
     Returns:
-        None for `EmbOptimType.NONE`, which updates nothing.
+        None where they name nothing of an optimizer, and for `EmbOptimType.NONE`, which updates nothing.
 
     Raises:
         ShardError: an optimizer that is not here, a key that FBGEMM has not, or one that nothing here can honour.
@@ -140,7 +144,9 @@ def spec_of_fused_params(fused_params: Mapping[str, Any], where: str = "fused_pa
         'adagrad'
     """
     optimizer = _of_type(fused_params.get("optimizer", "EXACT_SGD"), where)
-    return None if optimizer is None else _in_words_of_fbgemm(optimizer, fused_params, {}, where)
+    if optimizer is None or not (_options_in(optimizer, fused_params, where) or "optimizer" in fused_params):
+        return None
+    return _in_words_of_fbgemm(optimizer, fused_params, {}, where)
 
 
 def _of_torchrec_class(
@@ -170,8 +176,7 @@ def _in_words_of_fbgemm(
     optimizer: RowOptimizer, given: Mapping[str, Any], own: Mapping[str, Any], where: str
 ) -> OptimizerSpec:
     """A spec with FBGEMM's defaults below what is given, and `own` above it."""
-    options, stored = _sort_keys(optimizer, given, where)
-    options.update(own)
+    options = {**_options_in(optimizer, given, where), **own}
     base = {k: v for k, v in _DEFAULTS.items() if k in optimizer.defaults}
     known = {k: v for k, v in options.items() if k in optimizer.defaults}
     if "weight_decay_mode" in options:
@@ -181,25 +186,21 @@ def _in_words_of_fbgemm(
     for key, value in known.items():
         _check_value(key, value, where)
     spec = OptimizerSpec.make(optimizer.name, **{**base, **known})
-    if stored:
-        _say_once(
-            logging.INFO, f"{', '.join(stored)} of TorchRec's sharders say how FBGEMM keeps tables; not used here"
-        )
     _say_what_differs(spec, options)
     return spec
 
 
-def _sort_keys(optimizer: RowOptimizer, given: Mapping[str, Any], where: str) -> tuple[dict[str, Any], list[str]]:
-    """(options of optimizers by our names, keys that say how tables are kept)."""
+def _options_in(optimizer: RowOptimizer, given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Options of optimizers by our names; what says how tables are kept is left out, which is said once."""
     options: dict[str, Any] = {}
     stored = []
     for key, value in given.items():
         if key in _STORAGE or key.startswith(_STORAGE_PREFIXES):
             stored.append(key)
-        elif key in _OTHER_UPDATES:
-            if value is not None:
+        elif key in _OTHER_UPDATES or key in _DTYPES:
+            if value is not None and not str(value).lower().endswith(("fp32", "float32")):
                 raise ShardError(
-                    f"{where} with {key}={shown(value)}: no update here does that. Leave it out, {_ADVICE}"
+                    f"{where} with {key!r}, {shown(value)}: nothing here does that. Leave it out, {_ADVICE}"
                 )
         elif key in _DEFAULTS or key in optimizer.defaults:
             options.setdefault(key, value)
@@ -208,10 +209,13 @@ def _sort_keys(optimizer: RowOptimizer, given: Mapping[str, Any], where: str) ->
         elif key in ("beta1", "beta2"):
             first, second = _DEFAULTS["betas"]
             options["betas"] = (given.get("beta1", first), given.get("beta2", second))
-        elif key != "optimizer":
+        elif key != "optimizer" and not key.startswith(_PRIVATE_PREFIX):
             known = sorted({*_DEFAULTS, *optimizer.defaults, "learning_rate", "beta1", "beta2"} - {"lr", "betas"})
             raise ShardError(f"{where} came with {key!r}, which FBGEMM does not take; it takes {known} for optimizers")
-    return options, stored
+    if stored:
+        said = f"{where} {sorted(stored)} say how FBGEMM holds tables in memory; they change nothing here"
+        _say_once(logging.WARNING, said)
+    return options
 
 
 def _of_type(value: Any, where: str) -> RowOptimizer | None:
