@@ -1,7 +1,7 @@
 """One wrapper that puts any PyTorch model on any device mesh.
 
 Rooms, lower ones first; each says in its `__init__` what lives there: `ranks`, `moving`, `layouts`, `plans`, `wrap`,
-`state`, `checkpoint`. Single files:
+`state`, `pipeline`, `checkpoint`. Single files:
 
 - `errors`: the errors a user can meet
 - `env`: `ShardingEnv`, a mesh whose axes have roles
@@ -49,6 +49,13 @@ from dmp.layouts.shard import Shard, check_cover, is_replicated
 from dmp.layouts.tables import column_wise, data_parallel, grid, rectangles, row_wise, table_row_wise, table_wise
 from dmp.names import NameIndex, is_inside, join_name
 from dmp.nested import map_nested, tensors_of
+from dmp.pipeline.pipeline import TrainPipeline
+from dmp.pipeline.torchrec_names import (
+    EvalPipelineSparseDist,
+    PrefetchTrainPipelineSparseDist,
+    TrainPipelineBase,
+    TrainPipelineSparseDist,
+)
 from dmp.places import Place, is_dtensor, local_of, places_of, replace_tensors, room_for, tied_places
 from dmp.plans.find import Found, dense_parameters, place_dense, plan_parameters
 from dmp.plans.plan import PlanChange, ShardingPlan
@@ -68,6 +75,9 @@ watchdog.await_group()
 
 __all__ = ["DistributedModelParallel", "GradScaler", "ShardingEnv", "clip_grad_norm_", "to_unsharded", "verify"]
 __all__ += ["CheckpointError", "DmpError", "InputError", "PlanError", "RanksError", "ShardError"]
+# Training loops.
+__all__ += ["EvalPipelineSparseDist", "PrefetchTrainPipelineSparseDist", "TrainPipeline", "TrainPipelineBase"]
+__all__ += ["TrainPipelineSparseDist"]
 # Plans and layouts.
 __all__ += ["Layout", "ParameterSharding", "PlanChange", "Shard", "ShardingPlan", "check_cover", "is_replicated"]
 __all__ += ["column_wise", "data_parallel", "grid", "rectangles", "row_wise", "table_row_wise", "table_wise"]

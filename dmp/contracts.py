@@ -13,6 +13,13 @@ The members of a Protocol are what one must have. What one may have beside them 
 - `module_path: str`, of a `ShardedModule`: set by the wrapper to the module's path, for messages.
 - `calls: Calls`, of a `ShardedModule`: set by the wrapper: whether the model's forward is under way, in which nobody
   but the module itself should read its chunks.
+- `begin(*inputs, **keywords) -> call`, of a `ShardedModule`, with the next two: the first phase of its forward, which
+  is `finish(begin(...))`. Other calls may be begun before one is finished, so that a pipeline has the ids of the next
+  batch travel while this one computes. It reads no parameter; what is wrong with a batch is raised on all ranks. All
+  ranks begin and finish in one order; a call that is never finished leaves nothing behind.
+- `finish(call) -> result`, of a `ShardedModule`: the second phase, which reads the parameters as they are now.
+- `can_finish(call) -> bool`, of a `ShardedModule`: whether `finish` gives what the forward would now: not where
+  gradients came to be wanted since, or the module was moved. The same on all ranks.
 - `unsharded() -> nn.Module`, of a `ShardedModule`: a plain module of the same structure and names on meta, for
   `to_unsharded`.
 - `resharded(plan) -> Resharded`, of a `ShardedModule`: its parameters under another plan, for `model.reshard`; local,
@@ -110,7 +117,8 @@ class ModuleSharder(Protocol):
 
 @runtime_checkable
 class ShardedModule(Protocol):
-    """What the wrapper asks of a module that holds chunks of parameters. Hooks: `module_path`, `calls`, `unsharded`."""
+    """What the wrapper asks of a module that holds chunks of parameters. Hooks: `module_path`,
+    `calls`, `unsharded`; `begin` with `finish` and `can_finish`."""
 
     def chunked_state(self) -> Mapping[str, ChunkedTensor]:
         """For each sharded parameter its chunks on this rank, as views of the local storage, names relative."""
@@ -235,9 +243,9 @@ VERSION = 2
 
 HOOKS: Mapping[str, int] = {
     **dict.fromkeys(
-        ("accepts", "connect", "module_path", "calls", "unsharded", "notes", "shards_in_place", "check"), 1
+        ("accepts", "connect", "module_path", "calls", "unsharded", "notes", "shards_in_place", "check", "found"), 1
     ),
-    **{"found": 1, "resharded": 2},
+    **dict.fromkeys(("resharded", "begin", "finish", "can_finish"), 2),
 }
 """Name of each optional member -> the first version that knows it, see [Note: hooks]."""
 

@@ -70,6 +70,12 @@ PUBLIC = {
         "save_checkpoint",
         "to_unsharded",
         "verify",
+        # training loops
+        "EvalPipelineSparseDist",
+        "PrefetchTrainPipelineSparseDist",
+        "TrainPipeline",
+        "TrainPipelineBase",
+        "TrainPipelineSparseDist",
         # contracts of sharders
         "ChunkedTensor",
         "DataParallelWrapper",

@@ -199,6 +199,11 @@ class DistributedModelParallel(nn.Module):
         """The parameters that are updated in the backward pass: their options (`lr`, ...) and state."""
         return self._made.fused
 
+    @property
+    def sharded_modules(self) -> dict[str, nn.Module]:
+        """Path -> each module that a sharder has put into the model."""
+        return {owned.path: self.module.get_submodule(owned.path) for owned in self._made.owned}
+
     forward = Forward()
 
     @property

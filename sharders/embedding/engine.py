@@ -173,6 +173,19 @@ class Engine:
                 ready.wants_weight_gradient,
             )
 
+    def can_finish(self, call: Call) -> bool:
+        """Whether this module has begun the call, as it is now, and wants the gradients that it wanted then."""
+        wants_grad = [p.requires_grad for p in self.store.parameters]
+        is_training = torch.is_grad_enabled() and any(wants_grad)
+        weights = call.batch.weights
+        of_weights = weights is not None and weights.requires_grad and torch.is_grad_enabled()
+        return (
+            call.path is self.path
+            and call.is_training == is_training
+            and call.wants_weight_gradient == of_weights
+            and not (is_training and wants_grad != self._trainable)
+        )
+
     def finish(self, call: Call) -> list[torch.Tensor]:
         """Look up what a call's input dist brings, and give it back: output dist. What autograd sees.
 

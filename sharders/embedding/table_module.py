@@ -166,6 +166,10 @@ class TableModule(Watched):
         """The forward's result, of a call that was begun: see `Engine.finish`."""
         return self.result_of(call, self._engine.finish(call))
 
+    def can_finish(self, call: Call) -> bool:
+        """Whether a call that was begun is what `forward` would begin now: see `Engine.can_finish`."""
+        return self._engine.can_finish(call)
+
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """As the unsharded module's."""
         return self.finish(self.begin(*inputs, **keywords))

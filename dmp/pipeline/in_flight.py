@@ -1,0 +1,125 @@
+"""Batches that were read ahead of the one that computes, in the order of the iterator, on their way to the device."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+
+from dmp.errors import InputError
+from dmp.nested import map_nested
+from dmp.pipeline.walk import PLAIN, Snapshot, shown_path
+
+
+class Batch:
+    """One batch on its way.
+
+    Args:
+        value: as the model takes it, on the device.
+        number: of the pipeline's batches, from 0.
+        error: what the iterator raised in its place: raised in its turn.
+    """
+
+    def __init__(self, value: Any, number: int, error: Exception | None = None) -> None:
+        self.value, self.number, self.error = value, number, error
+        self._as_read = Snapshot(value)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Of the batch as it was read."""
+        return self._as_read.tensors()
+
+    def check_unchanged(self) -> None:
+        """Whether it is as it was read.
+
+        Raises:
+            InputError: a tensor that was written to since.
+        """
+        path = self._as_read.changed_in(self.value)
+        if path is not None:
+            raise InputError(
+                f"batch {self.number} has changed since it was read: its tensor batch{shown_path(path)} was written to "
+                "or replaced. A pipeline reads batches ahead, so an iterator must not fill one buffer again and again: "
+                "have it yield copies, or use a plain loop"
+            )
+
+
+class Feed:
+    """Reads batches and has them copied to a device: on a stream of their own where there are streams.
+
+    Args:
+        device: where the model takes them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._streams: Any = None
+        self._stream: Any = None
+        if device.type != "cpu":
+            self._streams = torch.get_device_module(device)
+            self._stream = self._streams.Stream(device) if hasattr(self._streams, "Stream") else None
+        self._iterator: Iterator[Any] | None = None
+        self.has_ended = False
+        self.num_read, self.num_of_iterator, self.num_ends = 0, 0, 0
+
+    def read(self, iterator: Iterator[Any]) -> Batch | None:
+        """The next batch, under way to the device; None at the iterator's end, or where it gives None."""
+        if iterator is not self._iterator:
+            self._iterator, self.has_ended, self.num_of_iterator = iterator, False, 0
+        if self.has_ended:
+            return None
+        value, error = None, None
+        try:
+            value = next(iterator, None)
+            if value is not None:
+                value = self._sent(value)
+        except Exception as raised:
+            error = raised
+        if value is None and error is None:
+            self.has_ended = True
+            self.num_ends += 1
+            return None
+        self.num_read += 1
+        self.num_of_iterator += 1
+        return Batch(value, self.num_read - 1, error)
+
+    def arrive(self, batch: Batch) -> None:
+        """Have what is computed from now on wait for the batch's copy."""
+        if self._stream is None:
+            return
+        current = self._streams.current_stream(self.device)
+        current.wait_stream(self._stream)
+        for tensor in batch.tensors():
+            if tensor.device.type == self.device.type:
+                tensor.record_stream(current)
+
+    def _sent(self, value: Any) -> Any:
+        if self._stream is None:
+            return to_device(value, self.device)
+        with self._streams.stream(self._stream):
+            return to_device(value, self.device)
+
+    def forget(self) -> None:
+        """Begin anew, also with an iterator that has ended."""
+        self._iterator, self.has_ended = None, False
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """The batch on the device: by its own `to` where it has one; dicts, lists, tuples and dataclasses part by part."""
+
+    def moved(part: Any, where: str) -> Any:
+        if callable(getattr(part, "to", None)):
+            return part.to(device=device, non_blocking=True)
+        if is_dataclass(part) and not isinstance(part, type):
+            new = copy.copy(part)
+            for each in fields(part):
+                object.__setattr__(new, each.name, to_device(getattr(part, each.name), device))
+            return new
+        return part
+
+    def is_leaf(part: Any) -> bool:
+        return isinstance(part, PLAIN) or callable(getattr(part, "to", None))
+
+    return map_nested(value, moved, is_leaf=is_leaf)
