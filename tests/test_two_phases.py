@@ -59,7 +59,7 @@ def _pipelined(kind: str, layout: str) -> int:
 @pytest.mark.filterwarnings("ignore:For backward hooks to be called")  # the counter puts hooks on every module
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @pytest.mark.parametrize("layout", ["table_wise", "row_wise", "column_wise"])
-@pytest.mark.parametrize("kind", ["ebc", "ec"])
+@pytest.mark.parametrize("kind", ["ebc", "ec", "ebc_weighted_vbe"])
 def test_ids_travel_while_the_batch_before_computes(kind: str, layout: str) -> None:
     assert run_ranks(2, _pipelined, kind, layout) == [STEPS * (3 + 1)] * 2  # as one batch after the other
 

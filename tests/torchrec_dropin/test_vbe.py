@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import dmp
-from dmp import InputError
+from dmp import InputError, column_wise, data_parallel, row_wise, table_wise
 from tests.equality import (
     MESHES,
     attach,
@@ -149,3 +151,68 @@ def _forms() -> None:
 
 def test_forms_of_a_batch_size_for_each_key() -> None:
     run_ranks(2, _forms)
+
+
+# ---- a model of TorchRec's ----
+
+
+def _model_and_inputs(world: int, is_mean: bool) -> tuple[nn.Module, list[Any]]:
+    from torchrec import EmbeddingBagConfig, PoolingType
+    from torchrec.distributed.test_utils.test_model import ModelInput, TestSparseNN
+
+    pooling = PoolingType.MEAN if is_mean else PoolingType.SUM
+    tables = [
+        EmbeddingBagConfig(
+            name=f"t{i}",
+            num_embeddings=11 * (i // 2 + 1),
+            embedding_dim=8 * (i % 2 + 1),
+            feature_names=[f"f{i}", *(["shared"] if i < 2 else [])],
+            pooling=pooling,
+        )
+        for i in range(4)
+    ]
+    weighted = [
+        EmbeddingBagConfig(name=f"w{i}", num_embeddings=9, embedding_dim=4, feature_names=[f"wf{i}"]) for i in range(2)
+    ]
+    for config in weighted:
+        config.is_weighted = True  # what the generator asks for
+    _, inputs = ModelInput.generate_variable_batch_input(
+        average_batch_size=3, world_size=world, num_float_features=10, tables=tables, weighted_tables=weighted
+    )
+    cpu = torch.device("cpu")
+    groups = {"group_0": ["f0", "shared@t0", "f1", "shared@t1", "f2", "f3"]}
+    torch.manual_seed(3)
+    model = TestSparseNN(
+        tables=tables, weighted_tables=weighted, embedding_groups=groups, dense_device=cpu, sparse_device=cpu
+    )
+    return model, inputs
+
+
+def _trains_like_one(at: str, is_mean: bool) -> None:
+    env = env_of(at)
+    plain, inputs = _model_and_inputs(env.data_size, is_mean)
+    module = copy.deepcopy(plain)
+    layouts = [row_wise(), table_wise(env.table_size - 1), column_wise([0, env.table_size - 1]), data_parallel()]
+    names = [name for name, _ in module.named_parameters() if "embedding_bags" in name]
+    model = dmp.DistributedModelParallel(module, env=env, plan={n: layouts[i % 4] for i, n in enumerate(names)})
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (plain, model)]
+    for _ in range(2):
+        losses = [plain(batch)[0] for batch in inputs]
+        ours, _ = model(inputs[env.data_rank])
+        torch.testing.assert_close(ours, losses[env.data_rank])
+        (sum(losses) / len(losses)).backward()  # type: ignore[union-attr]
+        ours.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    trained = plain.state_dict()
+    for name, value in dmp.full_state_dict(model).items():
+        torch.testing.assert_close(value, trained[name], msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # in TorchRec's modules
+@pytest.mark.parametrize("is_mean", [False, True], ids=["sum", "mean"])
+@pytest.mark.parametrize("at", ["dp1", "dp2", "dp4", "tp2", "replicate2xshard2"])
+def test_a_model_of_torchrec_trains_like_one_process(at: str, is_mean: bool) -> None:
+    run_ranks(math.prod(MESHES[at][0]), _trains_like_one, at, is_mean)
