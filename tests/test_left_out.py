@@ -29,6 +29,10 @@ class Net(nn.Module):
 
 
 def said(large: bool) -> list[tuple[str, str]]:
+    return said_of(Net(), large)
+
+
+def said_of(model: nn.Module, large: bool = False) -> list[tuple[str, str]]:
     from dmp.plans import remarks
 
     records: list[logging.LogRecord] = []
@@ -38,7 +42,7 @@ def said(large: bool) -> list[tuple[str, str]]:
     log.setLevel(logging.INFO)
     remarks.LARGE_BYTES = 1 if large else before
     try:
-        DistributedModelParallel(Net(), ShardingEnv.from_mesh(mesh((2,), ("dp",))))
+        DistributedModelParallel(model, ShardingEnv.from_mesh(mesh((2,), ("dp",))))
     finally:
         log.removeHandler(handler)
         log.setLevel(logging.NOTSET)
@@ -67,3 +71,35 @@ def test_what_stays_whole_is_said_once_with_the_reason() -> None:
 def test_a_large_one_is_a_warning() -> None:
     on_first, _ = run_ranks(2, said, True)
     assert sum(level == "WARNING" for level, _ in on_first) == 5
+
+
+def _said_of_collections() -> list[tuple[str, str]]:
+    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+
+    class Doubled(EmbeddingBagCollection):
+        def forward(self, features: object) -> object:
+            return super().forward(features)
+
+    class Named(EmbeddingBagCollection):
+        """Keeps the forward."""
+
+    def made(kind: type[nn.Module]) -> nn.Module:
+        names = ("t", "u")
+        tables = [EmbeddingBagConfig(name=n, num_embeddings=8, embedding_dim=4, feature_names=[n]) for n in names]
+        return kind(tables=tables)
+
+    model = nn.ModuleDict({"own": made(Doubled), "named": made(Named), "tied": made(EmbeddingBagCollection)})
+    model["twin"] = made(EmbeddingBagCollection)
+    for name in ("t", "u"):
+        model["twin"].embedding_bags[name].weight = model["tied"].embedding_bags[name].weight
+    return said_of(model)
+
+
+def test_a_collection_with_a_forward_of_its_own_is_said_aloud() -> None:
+    on_first, on_second = run_ranks(2, _said_of_collections)
+    assert on_second == []
+    (own,) = [(level, text) for level, text in on_first if "'own'" in text]
+    assert own[0] == "WARNING" and "Doubled at 'own' (256 bytes in 2 tables)" in own[1]
+    assert "Doubled has a forward of its own" in own[1] and "module_type is Doubled" in own[1]
+    assert [level for level, text in on_first if "'tied'" in text and "tied to 'twin" in text] == ["INFO"]
+    assert not any("'named'" in text or "of this EmbeddingBag" in text for _, text in on_first)

@@ -7,6 +7,7 @@ was split, whose ranks all do the same work; and which share of the weights is w
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -95,6 +96,10 @@ def _say_what_is_left(resolved: Resolved) -> None:
     for path, each in module.named_modules():
         if id(each) in inside or sharder_for(each, by_type) is None:
             continue
+        if not each._parameters and not any(known & set(names[id(p)]) for p in each.parameters()):
+            _say_collection(path, each, names)
+            inside |= {id(m) for m in each.modules()}
+            continue
         for p in each.parameters(recurse=False):
             if is_lazy(p) or known & set(names[id(p)]):
                 continue
@@ -108,6 +113,32 @@ def _say_what_is_left(resolved: Resolved) -> None:
         dense = [p for p in module.parameters() if id(p) not in of_tables and not is_lazy(p)]
         total = sum(p.nbytes for p in dense)
         _log.info("%d dense parameters of %s bytes are whole on every data rank", len(dense), f"{total:,}")
+
+
+def _say_collection(path: str, module: nn.Module, names: Mapping[int, list[str]]) -> None:
+    """That a module of several tables is left whole: a warning where that is because of its class."""
+    inside = {id(p) for p in module.parameters()}
+    own = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    others = [n for i in inside for n in names[i] if n.removeprefix(f"{path}.") not in own]
+    size = sum(p.nbytes for p in module.parameters() if not is_lazy(p))
+    if not size:
+        return
+    kind = type(module)
+    is_own = not others and not kind.forward.__module__.startswith(("torch.", "torchrec."))
+    advice = (
+        f", which a sharded module in its place would not run. Leave the forward as it is and do the rest in a module "
+        f"around it, or pass a sharder whose module_type is {kind.__name__}"
+    )
+    _log.log(
+        logging.WARNING if is_own or size >= LARGE_BYTES else logging.INFO,
+        "%s at %r (%s bytes in %d tables) is not sharded but part of the data-parallel weights: %s%s",
+        f"{kind.__module__}.{kind.__qualname__}",
+        path,
+        f"{size:,}",
+        len(inside),
+        f"tied to {others[0]!r}" if others else _reason(module),
+        advice if is_own else "",
+    )
 
 
 def _reason(module: Any) -> str:
