@@ -23,7 +23,8 @@ The members of a Protocol are what one must have. What one may have beside them 
 - `unsharded() -> nn.Module`, of a `ShardedModule`: a plain module of the same structure and names on meta, for
   `to_unsharded`.
 - `resharded(plan) -> Resharded`, of a `ShardedModule`: its parameters under another plan, for `model.reshard`; local,
-  and nothing of the module is changed.
+  and nothing of the module is changed. Without it the sharder makes the module again from `unsharded`, where none of
+  its parameters is updated in the backward pass.
 - `notes: Iterable[str]`, of a `ModelPlacement`: what is left whole, and why, for showing.
 - `shards_in_place(env, has_dtensors) -> bool`, of a `DataParallelWrapper`: whether `wrap` returns the module that it
   was given, and takes parameters on meta, which are filled afterwards; `has_dtensors`: weights are tensor-parallel.

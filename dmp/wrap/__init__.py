@@ -18,6 +18,7 @@
 - `next_plan`: whether a plan fits a model that is wrapped already, and what it changes
 - `carried`: what tables carry along when their plan changes, in old and in new chunks
 - `move_values`: those, moved from rank to rank
+- `remade`: a sharded module of a stranger, made again for another plan
 - `given_optimizers`: ordinary optimizers that a user passes, and those inside them
 - `forward`: `model.forward`, with the signature of the module's own
 - `ddp_watch`: whether DDP still has hold of the dense parameters

@@ -163,7 +163,7 @@ def _with_tables(checked: _Checked, seed: int, calls: Calls) -> tuple[nn.Module,
     modules = on_all_ranks(lambda: [make(site) for site in resolved.sites], given.env)
     for site, new in zip(resolved.sites, modules, strict=True):
         if new is not site.module:
-            _carry_over(site.module, new)
+            carry_over(site.module, new)
         if isinstance(new, ShardedModule):
             register_state_hooks(new)
         set_hook(new, "module_path", site.path)
@@ -193,7 +193,7 @@ def _with_dense(made: Assembly, checked: _Checked, seed: int) -> Assembly:
     return start(made) if starts and not takes_meta else made
 
 
-def _carry_over(old: nn.Module, new: nn.Module) -> None:
+def carry_over(old: nn.Module, new: nn.Module) -> None:
     """Training mode and the hooks that users put on the module."""
     new.train(old.training)
     new._is_full_backward_hook = old._is_full_backward_hook

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from dmp.calls import Calls
-from dmp.contracts import Resharded, hook
+from dmp.contracts import Resharded, ShardedModule, set_hook
 from dmp.errors import PlanError, ShardError
 from dmp.names import join_name
 from dmp.plans.plan import ShardingPlan
@@ -28,6 +28,8 @@ from dmp.wrap.earlier_optimizers import follow
 from dmp.wrap.given_optimizers import layers_of, replace_in_attributes, with_state
 from dmp.wrap.move_values import MovedBytes, move_values
 from dmp.wrap.next_plan import changed_sites, next_plan
+from dmp.wrap.remade import resharded
+from dmp.wrap.state_hooks import register_state_hooks
 
 WHAT = "model.reshard"
 
@@ -87,7 +89,7 @@ def reshard(made: Assembly, given: Any, optimizer: Any, calls: Calls) -> tuple[A
     ready = _together(made, lambda: _prepare(made, plan, layers))
     moved = move_values(ready.carried, env, WHAT) if ready.sites else MovedBytes(0, 0)
     told = gather_words(WHAT, [moved.sent, moved.kept], env.everyone)  # every rank has all by now
-    made = _put(made, ready, layers, plan)
+    made = _put(made, ready, layers, plan, calls)
     sent, kept = ([row[i] for row in told] for i in (0, 1))
     return made, Resharding(plan, tuple(change.name for change in changes), tuple(sent), tuple(kept))
 
@@ -122,13 +124,7 @@ def _prepare(made: Assembly, plan: ShardingPlan, layers: Sequence[Optimizer]) ->
     for owned in changed_sites(made, plan):
         module = made.module.get_submodule(owned.path)
         entries = {name: plan[join_name(owned.path, name)] for name in owned.infos}
-        make = hook(module, "resharded")
-        if make is None:
-            raise ShardError(
-                f"{owned.path!r} ({type(module).__name__}, made by {type(owned.sharder).__name__}) cannot change its "
-                "plan in a running model: it has no resharded(plan)"
-            )
-        new = make(entries)
+        new = resharded(made, owned, entries)
         parameters = parameters_of(owned.path, module, new, staying)
         _check_filled(parameters)
         ready.sites.append((owned, module, new))
@@ -148,15 +144,20 @@ def _check_filled(parameters: Sequence[Parameter]) -> None:
             raise ShardError(f"{p.name!r} is on meta: it has no values to move; load some first, or wrap it anew")
 
 
-def _put(made: Assembly, ready: _Ready, layers: Sequence[Optimizer], plan: ShardingPlan) -> Assembly:
+def _put(made: Assembly, ready: _Ready, layers: Sequence[Optimizer], plan: ShardingPlan, calls: Calls) -> Assembly:
     """The new tables in the old ones' places; local."""
     for p in ready.parameters:
         p.take_over()
     for step in ready.then:
         step()
     replace_in_attributes(layers, {id(p.old): p.new for p in ready.parameters})
-    for _, _, new in ready.sites:
-        new.take_place()
+    for owned, module, new in ready.sites:
+        taken = new.take_place()
+        if taken is not module:
+            if isinstance(taken, ShardedModule):
+                register_state_hooks(taken)
+            set_hook(taken, "module_path", owned.path)
+            set_hook(taken, "calls", calls)
     made = replace(made, plan=plan)
     made.fused.follow(fused_parameters(made.module, made.owned))
     return made
