@@ -36,6 +36,11 @@ The generators of random numbers
 - `sharders/tensor_parallel/structure/dry_run.py: torch.random.fork_rng`,
   `sharders/tensor_parallel/structure/dry_run.py: random.setstate`,
   `sharders/tensor_parallel/proof/simulated.py: torch.set_rng_state`: a look at a model draws no numbers of the program
+- `sharders/managed_collision/reset.py: torch.random.fork_rng`,
+  `sharders/managed_collision/reset.py: torch.manual_seed`,
+  `sharders/managed_collision/eviction.py: torch.random.fork_rng`,
+  `sharders/managed_collision/eviction.py: torch.manual_seed`: rows of evicted ids, and a user's filter of new ids, draw
+  the same on every rank
 - `sharders/testing/battery.py: torch.random.fork_rng`,
   `sharders/testing/checks.py: torch.default_generator.manual_seed`: a sharder is
   checked with the same numbers on all ranks

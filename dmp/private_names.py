@@ -57,6 +57,15 @@ Checkpoints
 - `_rebuild_tensor_v2`, `_rebuild_tensor_v3`, `_StorageInfo`, `_StoragePrefix`, `_MEM_FORMAT_ENCODING`, `_get_layout`:
   as they stand in files; nothing of these names is called
 
+Managed collision, of TorchRec
+- `_zch_size`, `_buckets`, `_input_hash_func`, `_input_hash_size`, `_output_global_offset`, `_eviction_policy`,
+  `_eviction_interval`, `_decay_exponent`, `_threshold_filtering_func`, `_allow_in_place_embed_weight_update`: what its
+  modules and policies were made with
+- `_mch_sorted_raw_ids`, `_mch_remapped_ids_mapping`, `_current_iter_tensor`, `_output_segments_tensor`: buffers that
+  keep their names
+- `_current_iter`, `_last_eviction_iter`, `_history_accumulator`, `_history_metadata`, `_input_history_buffer_size`,
+  `_current_history_buffer_offset`: what a map has seen before it is sharded
+
 Others
 - `_embedding_names`, `_lengths_per_embedding`: of TorchRec's collections
 - `_ebc_sharder`, `_comm_precision`, `_loss_scale`: of TorchRec's sharders and codecs: what they were made with

@@ -1,7 +1,7 @@
 """Sharders: how each kind of module runs on a mesh.
 
-Rooms: `embedding` (tables), `torchrec` (TorchRec's sharders, taken in), `tensor_axis`, `tensor_parallel`,
-`data_parallel`, `testing`. Single files:
+Rooms: `embedding` (tables), `managed_collision` (raw ids mapped to their rows), `torchrec` (TorchRec's sharders, taken
+in), `tensor_axis`, `tensor_parallel`, `data_parallel`, `testing`. Single files:
 
 - `channel`: exchange of buffers between the ranks of one group
 - `quiet`: silence while code of others is run for a look at it
@@ -14,6 +14,10 @@ from sharders.data_parallel.ddp import DDPWrapper
 from sharders.data_parallel.fsdp import FSDPWrapper
 from sharders.embedding.collections import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from sharders.embedding.plain import EmbeddingBagSharder, EmbeddingSharder
+from sharders.managed_collision.sharder import (
+    ManagedCollisionEmbeddingBagCollectionSharder,
+    ManagedCollisionEmbeddingCollectionSharder,
+)
 from sharders.tensor_axis.batch_layout import gather_batch, slice_batch
 from sharders.tensor_axis.jagged import Jagged, dense_to_jagged, jagged_to_dense
 from sharders.tensor_parallel.sharder import TensorParallelSharder
@@ -26,6 +30,8 @@ __all__ = [
     "EmbeddingSharder",
     "FSDPWrapper",
     "Jagged",
+    "ManagedCollisionEmbeddingBagCollectionSharder",
+    "ManagedCollisionEmbeddingCollectionSharder",
     "TensorParallelSharder",
     "default_sharders",
     "dense_to_jagged",

@@ -125,6 +125,8 @@ PUBLIC = {
         "EmbeddingBagSharder",
         "EmbeddingCollectionSharder",
         "EmbeddingSharder",
+        "ManagedCollisionEmbeddingBagCollectionSharder",
+        "ManagedCollisionEmbeddingCollectionSharder",
         "FSDPWrapper",
         "Jagged",
         "TensorParallelSharder",

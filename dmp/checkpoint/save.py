@@ -37,7 +37,8 @@ def collect(
     owned = owned_states(model, optimizer)
     tensors: dict[str, ChunkedTensor] = {}
     for name, value in own.items():
-        if isinstance(value, torch.Tensor) and (name in parameters or env.rank == 0):  # buffers may differ: rank 0's
+        is_cut = name in parameters or isinstance(value, ChunkedTensor)
+        if isinstance(value, torch.Tensor) and (is_cut or env.rank == 0):  # whole buffers may differ: rank 0's
             if value.is_meta or is_lazy(value):
                 raise CheckpointError(f"{name!r} has no values yet (it is {'on meta' if value.is_meta else 'lazy'})")
             tensors[MODEL + name] = as_chunks(value)

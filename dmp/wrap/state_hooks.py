@@ -29,7 +29,7 @@ def _take_chunks(module: Any, state_dict: dict[str, Any], prefix: str, metadata:
     With `assign` a whole parameter is filled in place too: the module looks rows up in the storage that it has.
     """
     chunked, is_assigned = module.chunked_state(), metadata.get("assign_to_params_buffers")
-    for name, local in module.named_parameters():
+    for name, local in [*module.named_parameters(), *module.named_buffers()]:
         given = state_dict.get(prefix + name)
         if given is None or not (name in chunked or is_assigned):
             continue

@@ -52,6 +52,7 @@ class Kind(Enum):
     INVERSE_RANGE = (
         "feature {feature!r} has inverse index {value}; it has batch size {expected}: inverse indices must be 0..{last}"
     )
+    RAW_ID = "feature {feature!r} has raw id {value}, which stands for an empty place in a map of raw ids"
     SHAPE = "the input has {value} dims; expected 2, or 1 with offsets"
     OFFSETS = "offsets must begin at 0, not decrease, and not pass the {expected} ids; found {value}"
     FROZEN = (

@@ -295,7 +295,7 @@ def _filter(env: ShardingEnv) -> None:
 
 
 def _managed_collision(env: ShardingEnv) -> None:
-    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
     from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
     from torchrec.modules.mc_modules import (
         DistanceLFU_EvictionPolicy,
@@ -308,7 +308,10 @@ def _managed_collision(env: ShardingEnv) -> None:
     module = ManagedCollisionEmbeddingBagCollection(
         EmbeddingBagCollection(tables=tables), ManagedCollisionCollection({"t": inner}, tables)
     )
-    DistributedModelParallel(module, env=env)
+    features = KeyedJaggedTensor(keys=["f"], values=torch.tensor([999, 7, 999]), lengths=torch.tensor([2, 1]))
+    got = DistributedModelParallel(copy.deepcopy(module), env=env)(features)[0].values()
+    if not torch.equal(got, module(features)[0].values()):  # the same ids on all ranks: they only come more often
+        raise Wrong(f"results are {got}")
 
 
 def _children(env: ShardingEnv) -> None:
@@ -405,7 +408,7 @@ HABITS: dict[str, tuple[str, Callable[[ShardingEnv], None]]] = {
     "an evaluation first": (RIGHT, _eval_first),
     "a scaler with tables updated in backward": (ERROR, _scaler_with_fused),
     "in_backward_optimizer_filter": (RIGHT, _filter),
-    "managed collision": (ERROR, _managed_collision),
+    "managed collision": (RIGHT, _managed_collision),
     "named_children": (RIGHT, _children),
     "forward's signature": (RIGHT, _signature),
     "replicate for a dense weight": ("", _replicate_dense),

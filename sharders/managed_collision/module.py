@@ -1,0 +1,199 @@
+"""`ShardedManagedCollision`: TorchRec's managed-collision embedding modules on a mesh: maps before sharded tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from dmp import Calls, ChunkedTensor, FusedParameter
+from sharders.embedding.batch import Ids
+from sharders.embedding.call import Call
+from sharders.embedding.collections import keyed_ids
+from sharders.embedding.input_checks import check_batch
+from sharders.embedding.input_faults import Fault, Kind
+from sharders.embedding.table_module import TableModule
+from sharders.managed_collision.id_map import EMPTY, IdMap
+from sharders.managed_collision.remap import Remap
+from sharders.managed_collision.reset import Reset
+from sharders.managed_collision.travel import RawIds
+
+MAPS = "_managed_collision_collection"
+TABLES = "_embedding_module"
+"""Where the unsharded module has its two parts."""
+
+
+@dataclass(frozen=True)
+class ManagedCall:
+    """One batch on its way: remapped, and begun.
+
+    Args:
+        tables: the call of the tables.
+        features: with rows in place of raw ids.
+        changed: for each table the rows that have another raw id since this batch; None where its map has not changed.
+    """
+
+    tables: Call
+    features: Any
+    changed: list[torch.Tensor | None]
+
+
+class Maps(nn.Module):
+    """In place of TorchRec's `ManagedCollisionCollection`: the maps, each under its table's name."""
+
+    def __init__(self, maps: Mapping[str, IdMap], configs: Sequence[Any]) -> None:
+        super().__init__()
+        self._managed_collision_modules = nn.ModuleDict(maps)
+        self._configs = list(configs)
+
+    def embedding_configs(self) -> list[Any]:
+        """The tables' configs."""
+        return list(self._configs)
+
+
+class ShardedManagedCollision(nn.Module):
+    """Takes a `KeyedJaggedTensor` of raw ids; gives what the unsharded module gives: results, and the batch with rows
+    in place of ids, or None.
+
+    In training mode its maps learn from the ids of all ranks, as one process does from the whole batch. A forward is
+    `finish(begin(features))`: see `TableModule`.
+
+    Args:
+        original: the module in whose place this one stands; its values are kept.
+        tables: its tables on the mesh.
+        maps: for each table its map, in the order of the tables' configs.
+        remap: the maps' exchange.
+        reset: gives rows of evicted ids new values; None leaves them as they are, as the unsharded module does.
+    """
+
+    def __init__(
+        self, original: Any, tables: TableModule, maps: Mapping[str, IdMap], remap: Remap, reset: Reset | None
+    ) -> None:
+        super().__init__()
+        configs = original._managed_collision_collection.embedding_configs()
+        self._managed_collision_collection = Maps(maps, configs)
+        self._embedding_module = tables
+        self._unsharded_types = type(original), type(original._managed_collision_collection)
+        self._return_remapped_features = bool(original._return_remapped_features)
+        self._in_place = bool(original._allow_in_place_embed_weight_update)
+        self._features = [name for config in configs for name in config.feature_names]
+        self._num_features = [len(config.feature_names) for config in configs]
+        self._remap, self._reset = remap, reset
+
+    @property
+    def maps(self) -> list[IdMap]:
+        """In the order of the tables' configs."""
+        return list(self._managed_collision_collection._managed_collision_modules.children())  # type: ignore[arg-type]
+
+    def begin(self, features: Any, mutate_miss_lengths: bool = True) -> ManagedCall:
+        """Remap a batch, and have its rows be sent: see `Engine.begin`."""
+        kept: list[Any] = []
+
+        def read() -> RawIds:
+            batch, ids = self._read(features)
+            kept.append(batch)
+            return ids
+
+        learns = self._managed_collision_collection.training
+        remapped = self._remap(self.maps, read, learns, self._embedding_module._engine.device)
+        (batch,) = kept
+        features = _with_values(batch, remapped.rows.to(batch.values().dtype))
+        return ManagedCall(self._embedding_module.begin(features), features, remapped.changed)
+
+    def finish(self, call: ManagedCall) -> tuple[Any, Any]:
+        """The forward's result, of a call that was begun."""
+        if self._reset is not None:
+            self._reset(self._embedding_module, self.maps, call.changed)
+        found = self._embedding_module.finish(call.tables)
+        return found, call.features if self._return_remapped_features else None
+
+    def forward(self, features: Any, mutate_miss_lengths: bool = True) -> tuple[Any, Any]:
+        """As the unsharded module's; lengths stay as they are, whatever `mutate_miss_lengths` says, as there."""
+        return self.finish(self.begin(features))
+
+    def _read(self, features: Any) -> tuple[Any, RawIds]:
+        """A batch with the features in the tables' order, and its ids as the maps know them.
+
+        Raises:
+            Fault: what is wrong with it.
+        """
+        ids: Ids = keyed_ids(features, self._features, False)
+        batch = check_batch(replace(ids, key_of=()), (), True)  # ids may be anything
+        if features.keys() != self._features:
+            features = features.permute(list(ids.key_of))
+        counts = tuple(batch.counts[key] for key in ids.key_of)
+        self._check_ids(features.values(), counts)
+        per_map, at = [], 0
+        for num in self._num_features:
+            per_map.append(sum(counts[at : at + num]))
+            at += num
+        values = features.values().long().split(per_map)
+        hashed = [of.hashed(raw) for of, raw in zip(self.maps, values, strict=True)]
+        return features, RawIds(torch.cat(hashed), counts)
+
+    def _check_ids(self, values: torch.Tensor, counts: Sequence[int]) -> None:
+        is_empty = values == EMPTY
+        if bool(is_empty.any()):
+            feature = next(f for f, ids in enumerate(is_empty.split(list(counts))) if bool(ids.any()))
+            raise Fault(Kind.RAW_ID, feature, EMPTY)
+
+    @property
+    def module_path(self) -> str:
+        """Path in the model, for messages; set by the wrapper."""
+        return self._remap.handshake.name
+
+    @module_path.setter
+    def module_path(self, path: str) -> None:
+        self._remap.handshake.rename(path or "the model")
+        self._embedding_module.module_path = f"{path}.{TABLES}" if path else TABLES
+
+    @property
+    def calls(self) -> Calls:
+        """Calls of the model that are under way; set by the wrapper."""
+        return self._embedding_module.calls
+
+    @calls.setter
+    def calls(self, calls: Calls) -> None:
+        self._embedding_module.calls = calls
+
+    def chunked_state(self) -> Mapping[str, ChunkedTensor]:
+        """Pieces of tables and of maps."""
+        state = {f"{TABLES}.{name}": chunks for name, chunks in self._embedding_module.chunked_state().items()}
+        for path, of in self.named_modules():
+            if isinstance(of, IdMap):
+                state.update({f"{path}.{name}": chunks for name, chunks in of.chunked_state().items()})
+        return state
+
+    def fused_parameters(self) -> Iterable[FusedParameter]:
+        """Tables that are updated in the backward pass."""
+        for fused in self._embedding_module.fused_parameters():
+            yield replace(fused, name=f"{TABLES}.{fused.name}")
+
+    def unsharded(self) -> nn.Module:
+        """A plain module of the same structure: its tables on meta, its maps new ones."""
+        kind, collection = self._unsharded_types
+        names = self._managed_collision_collection._managed_collision_modules.keys()
+        maps = {name: of.unsharded() for name, of in zip(names, self.maps, strict=True)}
+        configs = self._managed_collision_collection.embedding_configs()
+        made: nn.Module = kind(
+            self._embedding_module.unsharded(),
+            collection(maps, configs),
+            return_remapped_features=self._return_remapped_features,
+            allow_in_place_embed_weight_update=self._in_place,
+        )
+        return made
+
+
+def _with_values(features: Any, values: torch.Tensor) -> Any:
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+    return KeyedJaggedTensor(
+        keys=features.keys(),
+        values=values,
+        weights=features.weights_or_none(),
+        lengths=features.lengths(),
+        stride=features.stride(),
+    )

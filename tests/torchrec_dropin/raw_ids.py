@@ -1,0 +1,161 @@
+"""Managed collision in one process and on a mesh: modules, batches of raw ids, and what is compared step by step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+import dmp
+from tests.equality import LR, env_of, layouts_for
+
+POLICIES = ("LFU", "LRU", "DistanceLFU")
+FEATURES = ("f", "g", "h")
+_TABLES = (("t1", 23, 8, ("g",)), ("t2", 14, 16, ("h", "f")))
+
+
+def make(
+    kind: str = "ebc",
+    policy: str = "DistanceLFU",
+    interval: int = 2,
+    optimizer: str | None = None,
+    returns: bool = True,
+    weighted: bool = False,
+    **policy_options: Any,
+) -> nn.Module:
+    """TorchRec's module: two tables, the second read by two features."""
+    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
+    from torchrec.modules import mc_embedding_modules, mc_modules
+
+    torch.manual_seed(0)
+    config: Any = EmbeddingConfig if kind == "ec" else EmbeddingBagConfig
+    tables = [
+        config(name=name, num_embeddings=rows, embedding_dim=8 if kind == "ec" else dim, feature_names=list(features))
+        for name, rows, dim, features in _TABLES
+    ]
+    inner: Any = EmbeddingCollection(tables=tables) if kind == "ec" else None
+    inner = inner or EmbeddingBagCollection(tables=tables, is_weighted=weighted)
+    if optimizer is not None:
+        from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore[attr-defined]
+
+        given = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}[optimizer]
+        _apply_optimizer_in_backward(given, inner.parameters(), {"lr": LR})
+    maps = {
+        name: mc_modules.MCHManagedCollisionModule(
+            zch_size=rows,
+            device=torch.device("cpu"),
+            eviction_policy=getattr(mc_modules, f"{policy}_EvictionPolicy")(**policy_options),
+            eviction_interval=interval,
+            input_hash_size=1 << 40,
+            input_hash_func=(lambda ids, size: (ids * 7919) % size) if name == "t1" else None,
+        )
+        for name, rows, _, _ in _TABLES
+    }
+    outer: Any = mc_embedding_modules
+    outer = outer.ManagedCollisionEmbeddingCollection if kind == "ec" else outer.ManagedCollisionEmbeddingBagCollection
+    module: nn.Module = outer(
+        inner, mc_modules.ManagedCollisionCollection(maps, tables), return_remapped_features=returns
+    )
+    return module
+
+
+def batch(step: int, rank: int, size: int = 5, weighted: bool = False, most: int = 4) -> Any:
+    """Raw ids, a few of them often and others coming and going; keys in another order than the tables'."""
+    from torchrec import KeyedJaggedTensor
+
+    random = torch.Generator().manual_seed(1000 * step + rank)
+    lengths = torch.randint(0, most, (len(FEATURES) * size,), generator=random)
+    count = int(lengths.sum())
+    often = torch.randint(0, 9, (count,), generator=random)
+    passing = torch.randint(20 * step, 20 * step + 40, (count,), generator=random)
+    is_often = torch.rand(count, generator=random) < 0.4
+    ids = torch.where(is_often, often, passing) * ((1 << 33) + 1)
+    weights = torch.rand(count, generator=random) if weighted else None
+    return KeyedJaggedTensor(keys=list(FEATURES), values=ids, lengths=lengths, weights=weights)
+
+
+def joined(batches: list[Any]) -> Any:
+    """All ranks' batches as one."""
+    from torchrec import KeyedJaggedTensor
+
+    parts = [b.to_dict() for b in batches]
+    values = torch.cat([part[key].values() for key in FEATURES for part in parts])
+    lengths = torch.cat([part[key].lengths() for key in FEATURES for part in parts])
+    weights = None
+    if batches[0].weights_or_none() is not None:
+        weights = torch.cat([part[key].weights() for key in FEATURES for part in parts])
+    return KeyedJaggedTensor(keys=list(FEATURES), values=values, lengths=lengths, weights=weights)
+
+
+def results(out: Any, size: int, rank: int) -> list[torch.Tensor]:
+    """Of one rank's samples in a result for several ranks' batches: values by key, then remapped ids by key."""
+    found, remapped = out
+    own = slice(size * rank, size * (rank + 1))
+    if not isinstance(found, dict):
+        tensors = [found.values()[own]]
+    else:
+        tensors = [row for name in sorted(found) for row in found[name].to_dense()[own]]
+    if remapped is not None:
+        assert remapped.keys() == ["g", "h", "f"]
+        tensors += [ids for key in remapped.keys() for ids in remapped[key].to_dense()[own]]  # noqa: SIM118 of a KJT
+    return tensors
+
+
+def loss_of(out: Any, samples: int) -> torch.Tensor:
+    """A mean over samples."""
+    found = out[0]
+    values = [found.values()] if not isinstance(found, dict) else [found[name].values() for name in sorted(found)]
+    return sum((v.square() * torch.linspace(0.1, 0.5, v.shape[1])).sum() for v in values) / samples  # type: ignore[return-value]
+
+
+def check(
+    at: str,
+    layout: str,
+    steps: int = 7,
+    modes: str = "",
+    sizes: tuple[int, ...] = (5,),
+    **options: Any,
+) -> tuple[int, int]:
+    """Train one process and the mesh, side by side; returns how many ids each map has at the end.
+
+    Args:
+        modes: of each step: `t` trains (also where nothing is said), `e` evaluates.
+        sizes: samples of each step, over and over.
+    """
+    env = env_of(at)
+    data_rank, num = env.place_of(env.rank, "replicate", "shard"), env.data_size
+    weighted, optimizer = options.get("weighted", False), options.get("optimizer")
+    plain = make(**options)
+    layouts = layouts_for(env)[layout]
+    tables = [(n, p) for n, p in plain.named_parameters()]
+    plan = {n: layouts(i, tuple(p.shape), env) for i, (n, p) in enumerate(tables)}  # type: ignore[arg-type]
+    model = dmp.DistributedModelParallel(make(**options), env=env, plan=plan)
+    assert {*model.state_dict()} == {*plain.state_dict()}
+    plain_sgd, sgd = (torch.optim.SGD(m.parameters(), lr=LR) for m in (plain, model))
+    for step in range(steps):
+        size = sizes[step % len(sizes)]
+        batches = [batch(step, r, size, weighted) for r in range(num)]
+        for m in (plain, model):
+            m.train(modes[step : step + 1] != "e")
+        expected, got = plain(joined(batches)), model(batches[data_rank])
+        for ours, theirs in zip(results(got, size, 0), results(expected, size, data_rank), strict=True):
+            torch.testing.assert_close(ours, theirs, msg=lambda m, s=step: f"step {s}: {m}")  # type: ignore[misc]
+        if not plain.training:
+            continue
+        loss_of(expected, size * num).backward()
+        loss_of(got, size).backward()
+        if optimizer is None:
+            for each in (plain_sgd, sgd):
+                each.step()
+                each.zero_grad()
+        compare(model, plain, step)
+    empty = torch.iinfo(torch.int64).max
+    return tuple(int((b != empty).sum()) for n, b in plain.named_buffers() if n.endswith("sorted_raw_ids"))  # type: ignore[return-value]
+
+
+def compare(model: nn.Module, plain: nn.Module, step: int) -> None:
+    """All weights, and of the maps every number."""
+    whole = dmp.full_state_dict(model)
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(whole[name], value, msg=lambda m, n=name: f"{n} after step {step}: {m}")  # type: ignore[misc]
