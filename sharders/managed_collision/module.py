@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,10 +11,9 @@ from torch import nn
 
 from dmp import Calls, ChunkedTensor, FusedParameter
 from sharders.embedding.batch import Ids
-from sharders.embedding.call import Call
-from sharders.embedding.collections import keyed_ids
 from sharders.embedding.input_checks import check_batch
 from sharders.embedding.input_faults import Fault, Kind
+from sharders.embedding.keyed_ids import keyed_ids
 from sharders.embedding.table_module import TableModule
 from sharders.managed_collision.id_map import EMPTY, IdMap
 from sharders.managed_collision.remap import Remap
@@ -24,21 +23,6 @@ from sharders.managed_collision.travel import RawIds
 MAPS = "_managed_collision_collection"
 TABLES = "_embedding_module"
 """Where the unsharded module has its two parts."""
-
-
-@dataclass(frozen=True)
-class ManagedCall:
-    """One batch on its way: remapped, and begun.
-
-    Args:
-        tables: the call of the tables.
-        features: with rows in place of raw ids.
-        changed: for each table the rows that have another raw id since this batch; None where its map has not changed.
-    """
-
-    tables: Call
-    features: Any
-    changed: list[torch.Tensor | None]
 
 
 class Maps(nn.Module):
@@ -58,8 +42,8 @@ class ShardedManagedCollision(nn.Module):
     """Takes a `KeyedJaggedTensor` of raw ids; gives what the unsharded module gives: results, and the batch with rows
     in place of ids, or None.
 
-    In training mode its maps learn from the ids of all ranks, as one process does from the whole batch. A forward is
-    `finish(begin(features))`: see `TableModule`.
+    In training mode its maps learn from the ids of all ranks, as one process does from the whole batch. A forward has
+    no phases as a `TableModule`'s: a map that has counted a batch cannot take that back where the batch is dropped.
 
     Args:
         original: the module in whose place this one stands; its values are kept.
@@ -88,8 +72,8 @@ class ShardedManagedCollision(nn.Module):
         """In the order of the tables' configs."""
         return list(self._managed_collision_collection._managed_collision_modules.children())  # type: ignore[arg-type]
 
-    def begin(self, features: Any, mutate_miss_lengths: bool = True) -> ManagedCall:
-        """Remap a batch, and have its rows be sent: see `Engine.begin`."""
+    def forward(self, features: Any, mutate_miss_lengths: bool = True) -> tuple[Any, Any]:
+        """As the unsharded module's; lengths stay as they are, whatever `mutate_miss_lengths` says, as there."""
         kept: list[Any] = []
 
         def read() -> RawIds:
@@ -99,20 +83,11 @@ class ShardedManagedCollision(nn.Module):
 
         learns = self._managed_collision_collection.training
         remapped = self._remap(self.maps, read, learns, self._embedding_module._engine.device)
-        (batch,) = kept
-        features = _with_values(batch, remapped.rows.to(batch.values().dtype))
-        return ManagedCall(self._embedding_module.begin(features), features, remapped.changed)
-
-    def finish(self, call: ManagedCall) -> tuple[Any, Any]:
-        """The forward's result, of a call that was begun."""
+        batch = _with_values(kept[0], remapped.rows.to(kept[0].values().dtype))
         if self._reset is not None:
-            self._reset(self._embedding_module, self.maps, call.changed)
-        found = self._embedding_module.finish(call.tables)
-        return found, call.features if self._return_remapped_features else None
-
-    def forward(self, features: Any, mutate_miss_lengths: bool = True) -> tuple[Any, Any]:
-        """As the unsharded module's; lengths stay as they are, whatever `mutate_miss_lengths` says, as there."""
-        return self.finish(self.begin(features))
+            self._reset(self._embedding_module, self.maps, remapped.changed)
+        found = self._embedding_module(batch)
+        return found, batch if self._return_remapped_features else None
 
     def _read(self, features: Any) -> tuple[Any, RawIds]:
         """A batch with the features in the tables' order, and its ids as the maps know them.
@@ -120,7 +95,7 @@ class ShardedManagedCollision(nn.Module):
         Raises:
             Fault: what is wrong with it.
         """
-        ids: Ids = keyed_ids(features, self._features, False)
+        ids: Ids = keyed_ids(features, self._features, False, is_pooled=not self._embedding_module._engine.unpooled)
         batch = check_batch(replace(ids, key_of=()), (), True)  # ids may be anything
         if features.keys() != self._features:
             features = features.permute(list(ids.key_of))
@@ -190,10 +165,13 @@ class ShardedManagedCollision(nn.Module):
 def _with_values(features: Any, values: torch.Tensor) -> Any:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+    varies = features.variable_stride_per_key()
     return KeyedJaggedTensor(
         keys=features.keys(),
         values=values,
         weights=features.weights_or_none(),
         lengths=features.lengths(),
-        stride=features.stride(),
+        stride=None if varies else features.stride(),
+        stride_per_key_per_rank=features.stride_per_key_per_rank() if varies else None,
+        inverse_indices=features.inverse_indices_or_none(),
     )
