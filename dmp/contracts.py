@@ -66,6 +66,8 @@ class ParameterInfo:
             module's own `reset_parameters` does it.
         state_bytes: of that optimizer's state, for each element and for each row; None when nobody said: by its name,
             where that is registered.
+        mixes_columns: whether that optimizer reads a row's other columns to update one, as for a norm of the row, so
+            that cut columns change numbers; None when nobody said: by its name, else where it has bytes for each row.
     """
 
     shape: tuple[int, ...]
@@ -77,6 +79,7 @@ class ParameterInfo:
     pooled: bool = True
     init_fn: Callable[[torch.Tensor], Any] | None = None
     state_bytes: tuple[float, float] | None = None
+    mixes_columns: bool | None = None
 
 
 @runtime_checkable

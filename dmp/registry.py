@@ -101,12 +101,16 @@ def sharder_for(module: nn.Module, by_type: Mapping[type[nn.Module], ModuleShard
     return next((by_type[t] for t in type(module).__mro__ if t in by_type), None)
 
 
-def with_state_bytes(info: ParameterInfo) -> ParameterInfo:
-    """`info` with the bytes of its optimizer's state, where the sharder gave no more than a registered name."""
-    if info.optimizer is None or info.state_bytes is not None:
+def with_optimizer_facts(info: ParameterInfo) -> ParameterInfo:
+    """`info` with what is known of its optimizer by name, where the sharder gave no more than a registered one."""
+    if info.optimizer is None or None not in (info.state_bytes, info.mixes_columns):
         return info
-    state_bytes = load("sharders.embedding.lookup.optimizers:state_bytes")
-    return replace(info, state_bytes=state_bytes(info.optimizer, info.dtype))
+    known = load("sharders.embedding.lookup.optimizers:facts")(info.optimizer, info.dtype)
+    state_bytes = info.state_bytes if info.state_bytes is not None or known is None else known[0]
+    mixes = info.mixes_columns
+    if mixes is None:
+        mixes = known[1] if known is not None else bool(state_bytes and state_bytes[1] > 0)
+    return replace(info, state_bytes=state_bytes, mixes_columns=mixes)
 
 
 def load(path: str) -> Any:

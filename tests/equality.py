@@ -10,7 +10,7 @@ import copy
 import functools
 import random
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,8 +21,10 @@ import dmp
 from dmp import Shard, ShardingEnv, column_wise, data_parallel, grid, rectangles, row_wise, table_row_wise, table_wise
 from tests.ranks import mesh
 from tests.results import is_empty, loss_of, same_empty_result, same_result
+from tests.row_oracles import CASES
 
 OPTIMIZERS = (None, "sgd", "adagrad", "rowwise_adagrad", "adam")
+MORE_OPTIMIZERS = [name for name in CASES if "clipped" not in name]  # a clipped gradient is not seen in `.grad`
 KINDS = ("ebc", "ebc_weighted", "ec", "bag", "bag_mean", "bag_weighted", "embedding")
 MESHES = {
     "single": ((), ()),
@@ -212,7 +214,8 @@ class Oracle:
             grad = torch.zeros_like(p) if p.grad is None else p.grad
             state = self.state.setdefault(name, {})
             with torch.no_grad():
-                getattr(self, f"_{self.kind or 'sgd'}")(name, p, grad, state)
+                update = self._by_row if self.kind in CASES else getattr(self, f"_{self.kind or 'sgd'}")
+                update(name, p, grad, state)
             p.grad = None
 
     def _sgd(self, name: str, p: nn.Parameter, grad: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
@@ -226,14 +229,29 @@ class Oracle:
     def _rowwise_adagrad(self, name: str, p: nn.Parameter, grad: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
         """One accumulator for each row of each rectangle: rows whole -> the unsharded optimizer."""
         total = state.setdefault("sum", torch.zeros_like(p))  # every column of a rectangle holds its row's sum
-        for s in self.shards[name]:
-            rows = slice(s.offsets[0], s.offsets[0] + s.sizes[0])
-            cols = slice(s.offsets[1], s.offsets[1] + s.sizes[1])
-            if (rows.start, s.sizes) == (0, p.shape) and s.rank > 0 and len(self.shards[name]) > 1:
-                continue  # another whole copy
+        for rows, cols in self._rectangles(name, p):
             g = grad[rows, cols]
             total[rows, cols] += (g * g).mean(1, keepdim=True)
             p[rows, cols] -= LR * g / (total[rows, cols].sqrt() + 1e-10)
+
+    def _rectangles(self, name: str, p: nn.Parameter) -> Iterator[tuple[slice, slice]]:
+        for s in self.shards[name]:
+            if (s.offsets[0], s.sizes) == (0, p.shape) and s.rank > 0 and len(self.shards[name]) > 1:
+                continue  # another whole copy
+            yield slice(s.offsets[0], s.offsets[0] + s.sizes[0]), slice(s.offsets[1], s.offsets[1] + s.sizes[1])
+
+    def _by_row(self, name: str, p: nn.Parameter, grad: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
+        """Rows of each rectangle, one by one; every column of a rectangle holds its row's state."""
+        assert self.kind is not None
+        case = CASES[self.kind]
+        whole = {key: state.setdefault(key, torch.zeros_like(p)) for key in case.state}
+        for rows, cols in self._rectangles(name, p):
+            for row in range(rows.start, rows.stop):
+                if grad[row].any():  # else it is in no batch
+                    own = {key: whole[key][row, cols][: 1 if case.state[key] else None].clone() for key in whole}
+                    case.step(p[row, cols], grad[row, cols], own, case.options, self.steps)
+                    for key, value in own.items():
+                        whole[key][row, cols] = value
 
     def _adam(self, name: str, p: nn.Parameter, grad: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
         """Lazy: rows without gradient rest."""
@@ -251,6 +269,8 @@ def attach(module: nn.Module, kind: str | None) -> None:
     """Put an optimizer on every parameter, to run in the backward pass."""
     if kind is None:
         return
+    if kind in CASES:
+        return CASES[kind].attach(list(module.parameters()))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torch.distributed.optim import _apply_optimizer_in_backward
@@ -356,7 +376,7 @@ def check_case(
     plan = {n: layouts(i, s, env) for i, (n, s) in enumerate(shapes.items())}
     shards = {n: tuple(layout.shards(shapes[n], env)) for n, layout in plan.items()}
     model = dmp.DistributedModelParallel(module, env=env, plan=plan, **options)
-    by_shard = tuple(shards.items()) if optimizer == "rowwise_adagrad" else None
+    by_shard = tuple(shards.items()) if optimizer == "rowwise_adagrad" or optimizer in CASES else None
     began, *taken = unsharded(kind, optimizer, env.data_size, steps, by_shard)
     ordinary = torch.optim.SGD(model.parameters(), lr=LR) if optimizer is None else None
     assert bool(model.fused_optimizer.fused) == (optimizer is not None)
@@ -387,12 +407,12 @@ def check_case(
         compare_state(model, expected, shards)
 
 
-def run_matrix(mesh_name: str, kind: str, every: int = 1) -> list[str]:
+def run_matrix(mesh_name: str, kind: str, every: int = 1, optimizers: Sequence[str | None] = OPTIMIZERS) -> list[str]:
     """Every layout that fits the mesh x optimizers, or every so many of them; what failed, on every rank alike."""
     env = env_of(mesh_name)
     failed = []
     for i, (name, layouts) in enumerate(layouts_for(env).items()):
-        for j, optimizer in enumerate(OPTIMIZERS):
+        for j, optimizer in enumerate(optimizers):
             if (i + j) % every:
                 continue
             try:

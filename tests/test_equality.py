@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from tests.equality import KINDS, MESHES, run_matrix, run_random
+from tests.equality import KINDS, MESHES, MORE_OPTIMIZERS, run_matrix, run_random
 from tests.ranks import run_ranks
 
 # Those with a tensor axis have a sample of the matrix in test_tensor_axis.py; the order of axes changes little.
@@ -38,6 +38,24 @@ def _cases() -> list[object]:
 def test_equals_unsharded(mesh: str, kind: str, every: int) -> None:
     world = max(1, math.prod(MESHES[mesh][0]))
     failed = run_ranks(world, run_matrix, mesh, kind, every, timeout=300)
+    assert not any(failed), "\n".join(sorted({line for of_rank in failed for line in of_rank}))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "kind", "every"),
+    [
+        ("dp2", "ebc", 12),
+        ("replicate2", "ec", 12),
+        *(pytest.param("dp2", kind, 1, marks=pytest.mark.slow) for kind in ("ebc", "ebc_weighted", "ec", "bag_mean")),
+        *(
+            pytest.param(mesh, "ebc", 1, marks=pytest.mark.slow)
+            for mesh in ("single", "dp4", "host2xlocal2", "replicate2xshard2", "shard2xtp2")
+        ),
+    ],
+)
+def test_more_optimizers(mesh: str, kind: str, every: int) -> None:
+    world = max(1, math.prod(MESHES[mesh][0]))
+    failed = run_ranks(world, run_matrix, mesh, kind, every, MORE_OPTIMIZERS, timeout=300)
     assert not any(failed), "\n".join(sorted({line for of_rank in failed for line in of_rank}))
 
 

@@ -103,8 +103,11 @@ def test_row_wise_adagrad_is_not_cut_by_columns_unless_asked() -> None:
     assert "column_wise" not in {e.layout.name for e in planner.plan(module, [sharder], env).values()}
     assert planner.report is not None
     assert "change numbers" in planner.report.explain("t1.weight")
-    with pytest.raises(PlanError, match="rowwise_adagrad keeps a value per row"):
+    with pytest.raises(PlanError, match="rowwise_adagrad updates a row by all its columns"):
         ShardingPlanner().plan(module, [BagSharder("rowwise_adagrad", only=("column_wise",))], env)
+    for mixes in ("lamb", "lars_sgd", "partial_rowwise_adam", "partial_rowwise_lamb"):
+        with pytest.raises(PlanError, match="change numbers"):
+            ShardingPlanner().plan(module, [BagSharder(mixes, only=("column_wise",))], env)
     allowed = ShardingPlanner(constraints={"t1": Constraint(layouts=["column_wise"])})
     assert allowed.plan(module, [sharder], env)["t1.weight"].layout.name == "column_wise"
 

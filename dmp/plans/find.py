@@ -20,7 +20,7 @@ from dmp.layouts.layout import Layout
 from dmp.names import join_name
 from dmp.places import tied_places
 from dmp.plans.weight_readers import Reader, find_readers
-from dmp.registry import by_module_type, sharder_for, with_state_bytes
+from dmp.registry import by_module_type, sharder_for, with_optimizer_facts
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ def _find_sites(module: nn.Module, sharders: Iterable[AnySharder], without: Set[
             site = found[id(candidate)]
             found[id(candidate)] = Site(site.path, (*site.aliases, path), candidate, site.sharder, site.infos)
             continue
-        infos = {name: with_state_bytes(info) for name, info in sharder.parameters(candidate).items()}
+        infos = {name: with_optimizer_facts(info) for name, info in sharder.parameters(candidate).items()}
         if not infos or any(id(p) in tied or id(p) in excluded for p in candidate.parameters()):
             continue
         _check_names(candidate, path, sharder, infos)

@@ -67,10 +67,10 @@ def _objection(candidate: MovableLayout, info: ParameterInfo, constraint: Constr
     if constraint.forbid is not None and name in constraint.forbid:
         return f"constraint: forbid={list(constraint.forbid)}"
     cuts_columns = any(shard.columns != prod(info.shape[1:]) for shard in candidate.shards)
-    has_state_by_row = info.state_bytes is not None and info.state_bytes[1] > 0
-    if has_state_by_row and cuts_columns and name not in (constraint.layouts or ()):
+    if info.mixes_columns and cuts_columns and name not in (constraint.layouts or ()):
         return (
-            f"{info.optimizer} keeps a value per row: cut columns change numbers; a constraint's layouts may allow it"
+            f"{info.optimizer} updates a row by all its columns, as by a norm or one value of state for each row: cut "
+            "columns change numbers; a constraint's layouts may allow it"
         )
     if constraint.ranks is not None:
         if len(set(candidate.ranks)) > len(constraint.ranks):

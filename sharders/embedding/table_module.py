@@ -308,6 +308,7 @@ class TableSharder:
                 kind="table",
                 optimizer=table.optimizer.kind if table.optimizer else None,
                 state_bytes=table.optimizer.optimizer.state_bytes(table.dtype) if table.optimizer else None,
+                mixes_columns=table.optimizer.optimizer.mixes_columns if table.optimizer else None,
                 num_features=len(table.features),
                 pooled=self.is_pooled,
                 init_fn=init_fn,

@@ -29,9 +29,10 @@ def register_optimizer(optimizer: RowOptimizer) -> RowOptimizer:
     return optimizer
 
 
-def state_bytes(name: str, dtype: torch.dtype) -> tuple[int, int] | None:
-    """`RowOptimizer.state_bytes` by name, for a sharder that says no more; None where nobody registered that name."""
-    return OPTIMIZERS[name].state_bytes(dtype) if name in OPTIMIZERS else None
+def facts(name: str, dtype: torch.dtype) -> tuple[tuple[int, int], bool] | None:
+    """(`state_bytes`, `mixes_columns`) of a name, for a sharder that says no more; None where nobody registered it."""
+    optimizer = OPTIMIZERS.get(name)
+    return None if optimizer is None else (optimizer.state_bytes(dtype), optimizer.mixes_columns)
 
 
 @dataclass(frozen=True)
