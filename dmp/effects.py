@@ -46,6 +46,7 @@ The generators of random numbers
   checked with the same numbers on all ranks
 
 Others' objects
+- `dmp/wrap/keyed.py: optimizer.__class__ =`: of one optimizer of ours, so that it is one of TorchRec's too
 - `dmp/ranks/groups.py: c10d._world.pg_group_ranks[made] =`: a group made without a collective, made known to torch
 - `sharders/tensor_parallel/proof/simulated.py: propagator.propagate_op_sharding_non_cached =`: simulated ranks are
   threads, and torch's propagator is for one; lent under a lock, the first takes it and the last gives it back

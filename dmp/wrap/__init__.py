@@ -23,6 +23,8 @@
 - `forward`: `model.forward`, with the signature of the module's own
 - `ddp_watch`: whether DDP still has hold of the dense parameters
 - `fused`: the optimizer view of what is updated in the backward pass
+- `live_state`: its state by parameter, read when it is asked for
+- `keyed`: the same optimizer in TorchRec's class
 - `column_blocks`: row-wise optimizer state of a table whose columns are cut, in each of its forms
 - `earlier_optimizers`: optimizers that were made before wrapping
 - `optimizer_guard`: optimizers that are wrong on pieces, refused

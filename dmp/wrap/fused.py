@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -9,8 +10,9 @@ import torch
 
 from dmp.chunked import ChunkedTensor
 from dmp.contracts import FusedParameter
-from dmp.errors import CheckpointError
+from dmp.errors import CheckpointError, ShardError
 from dmp.wrap.column_blocks import between_blocks
+from dmp.wrap.live_state import LiveState
 
 _FORM = 'expected {"state": {parameter name: {state name: tensor}}, "param_groups": [{"params": [names], ..}]}'
 
@@ -18,14 +20,22 @@ _FORM = 'expected {"state": {parameter name: {state name: tensor}}, "param_group
 class FusedOptimizer(torch.optim.Optimizer):
     """Shows and sets what the backward pass uses: a new `lr` in `param_groups` takes effect at the next backward.
 
-    `step` has nothing left to do. State has torch.optim's names and the unsharded parameters' shapes.
+    `step` has nothing left to do. State has torch.optim's names and the unsharded parameters' shapes. In form it is a
+    keyed optimizer of TorchRec's, so that its wrappers take it (`CombinedOptimizer`, `WarmupOptimizer`, ...); where
+    TorchRec is imported by class too, see keyed.py.
 
     Args:
         fused: the parameters, with fully-qualified names.
     """
 
+    params: dict[str, Any]
+    """Name -> parameter; a wrapper of TorchRec's may add one of its own, for its state."""
+
     def __init__(self, fused: Iterable[FusedParameter]) -> None:
+        super().__init__([{"params": []}], {"lr": 0.0, "_save_param_groups": False})
         self.fused = {f.name: f for f in fused}
+        self.params = {f.name: f.parameter for f in self.fused.values()}
+        self.state = LiveState(self.fused.values())  # type: ignore[assignment]
         groups: dict[int, dict[str, Any]] = {}
         self._names: dict[int, list[str]] = {}
         for f in self.fused.values():
@@ -37,7 +47,6 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._names[key].append(f.name)
             if not hasattr(f.parameter, "_in_backward_optimizers"):  # by which TorchRec's filter leaves it out
                 f.parameter._in_backward_optimizers = []  # type: ignore[attr-defined]
-        super().__init__([{"params": []}], {"lr": 0.0})
         self.param_groups = list(groups.values())
 
     def follow(self, fused: Iterable[FusedParameter]) -> None:
@@ -51,6 +60,49 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Nothing: the backward pass has updated the parameters. Returns the closure's result if there is one."""
         return closure() if closure is not None else None
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """These parameters get no gradient; one that somebody has put there goes."""
+        super().zero_grad(set_to_none=True)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused.
+
+        Raises:
+            ShardError: what is updated in the backward pass is settled when the model is wrapped.
+        """
+        if "fused" not in self.__dict__:  # torch's own call, while it is made
+            return super().add_param_group(param_group)
+        raise ShardError(
+            "model.fused_optimizer shows what the backward pass updates, which is settled when a model is wrapped: "
+            "give the parameters to an optimizer of their own, or apply_optimizer_in_backward before wrapping"
+        )
+
+    def init_state(self, sparse_grad_parameter_names: Any = None) -> None:
+        """Nothing: state is there from the start."""
+
+    def save_param_groups(self, save: bool) -> None:
+        """Whether TorchRec's wrappers around this one put param groups into state dicts; our own always has them."""
+        self.defaults["_save_param_groups"] = save
+
+    def post_load_state_dict(self) -> None:
+        """Nothing: what is loaded is in force."""
+
+    def set_optimizer_step(self, step: int) -> None:
+        """Set the number of updates of every table whose optimizer counts them."""
+        for f in self.fused.values():
+            if "step" in (state := f.state()):
+                state["step"].fill_(step)
+
+    def update_hyper_parameters(self, params_dict: Mapping[str, Any]) -> None:
+        """Set options of all groups, by the names of `param_groups` or FBGEMM's (`beta1`, `beta2`).
+
+        Raises:
+            ShardError: a name that some group does not have; nothing is changed.
+        """
+        new = [_options_of(group, params_dict) for group in self.param_groups]
+        for group, options in zip(self.param_groups, new, strict=True):
+            group.update(options)
+
     def state_dict(self) -> dict[str, Any]:
         """`{"state": {parameter name: {state name: tensor}}, "param_groups": [...]}`; tensors are live, not copies.
 
@@ -61,7 +113,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             {**{k: v for k, v in group.items() if k != "params"}, "params": list(self._names[id(group)])}
             for group in self.param_groups
         ]
-        state = {"state": {name: f.state() for name, f in self.fused.items()}, "param_groups": groups}
+        others = {name: self.state[p] for name, p in self._others().items() if p in self.state}
+        states = {**{name: f.state() for name, f in self.fused.items()}, **others}
+        state = {"state": states, "param_groups": groups}
         widths = {name: f.widths for name, f in self.fused.items() if f.widths is not None}
         return {**state, "column_widths": widths} if widths else state
 
@@ -76,7 +130,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         given, groups, widths = _read(state_dict)
         own = {name: f.state() for name, f in self.fused.items()}
-        wrong = _unnamed(own, given)
+        others = self._others()
+        wrong = _unnamed(own, {name: values for name, values in given.items() if name not in others})
+        wrong += [f"no state for {name!r}" for name, p in others.items() if p in self.state and name not in given]
         found: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, states in own.items():
             for key, target in states.items() if not wrong else ():
@@ -93,10 +149,30 @@ class FusedOptimizer(torch.optim.Optimizer):
                     target.fill_from(fitting)
                 else:
                     target.copy_(fitting)
+        for name in others.keys() & given.keys():
+            self.state[others[name]] = copy.deepcopy(dict(given[name]))
         for saved in groups:
             for name in saved["params"]:
                 if name in self.fused:
                     self.fused[name].options.update({k: v for k, v in saved.items() if k != "params"})
+
+    def _others(self) -> dict[str, Any]:
+        """Parameters that wrappers of TorchRec's have added."""
+        return {name: p for name, p in self.params.items() if name not in self.fused}
+
+
+def _options_of(group: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """New options of a group, with FBGEMM's names in torch's."""
+    options = {name: value for name, value in given.items() if name not in ("beta1", "beta2")}
+    if "betas" in group and len(options) < len(given):
+        beta1, beta2 = group["betas"]
+        options["betas"] = (given.get("beta1", beta1), given.get("beta2", beta2))
+    elif len(options) < len(given):
+        options = dict(given)
+    known = group.keys() - {"params"}
+    if unknown := options.keys() - known:
+        raise ShardError(f"update_hyper_parameters got {sorted(unknown)}; the tables' optimizer has {sorted(known)}")
+    return options
 
 
 def _read(state_dict: Any) -> tuple[Mapping[str, Any], Sequence[Mapping[str, Any]], Mapping[str, Any]]:

@@ -22,6 +22,7 @@ from dmp.errors import ShardError
 from dmp.places import is_dtensor
 from dmp.wrap import live_models as live
 from dmp.wrap.earlier_optimizers import follow
+from dmp.wrap.keyed import is_wrapper
 
 NEEDS_WHOLE = {
     "Muon": "orthogonalises whole matrices, and of a chunk it gets another result",
@@ -43,6 +44,8 @@ def guard_optimizers() -> None:
 
 
 def _check(optimizer: Optimizer, *_: Any) -> None:
+    if is_wrapper(optimizer):
+        return  # each of those that it hands the step on to comes by itself
     if follow(optimizer) and chunks_in(optimizer):
         _mark_state(optimizer)
     refused = next((c.__name__ for c in type(optimizer).__mro__ if c.__name__ in NEEDS_WHOLE), None)

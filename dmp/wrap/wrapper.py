@@ -33,6 +33,7 @@ from dmp.wrap.earlier_optimizers import marking_replaced
 from dmp.wrap.forward import Forward
 from dmp.wrap.fused import FusedOptimizer
 from dmp.wrap.gathered import chunks_shown
+from dmp.wrap.keyed import keyed
 from dmp.wrap.loading import load, loaded
 from dmp.wrap.optimizer_guard import guard_optimizers
 from dmp.wrap.outer_wrappers import guard_ddp, keep_from_fully_shard
@@ -197,7 +198,7 @@ class DistributedModelParallel(nn.Module):
     @property
     def fused_optimizer(self) -> FusedOptimizer:
         """The parameters that are updated in the backward pass: their options (`lr`, ...) and state."""
-        return self._made.fused
+        return keyed(self._made.fused)
 
     @property
     def sharded_modules(self) -> dict[str, nn.Module]:

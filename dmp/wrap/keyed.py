@@ -1,0 +1,48 @@
+"""TorchRec's keyed optimizers: ours as one of them, and what theirs are made of.
+
+Its `CombinedOptimizer` and others tell a keyed optimizer by its class. The form (`params`, `state` by parameter,
+`save_param_groups`, `post_load_state_dict`, ...) is `FusedOptimizer`'s own; here it gets the class too, once TorchRec
+is imported. Ours comes first in it.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from typing import Any
+
+from torch.optim.optimizer import Optimizer
+
+from dmp.wrap.fused import FusedOptimizer
+
+
+def keyed(optimizer: FusedOptimizer) -> FusedOptimizer:
+    """The optimizer itself, which is an instance of TorchRec's class from now on where that has been imported."""
+    theirs = getattr(sys.modules.get("torchrec.optim.fused"), "FusedOptimizer", None)
+    if theirs is not None and not isinstance(optimizer, theirs):
+        optimizer.__class__ = _both(theirs)
+    return optimizer
+
+
+@cache
+def _both(theirs: Any) -> type[FusedOptimizer]:
+    about = {"__module__": FusedOptimizer.__module__, "__doc__": FusedOptimizer.__doc__}
+    made: type[FusedOptimizer] = type(theirs)(FusedOptimizer.__name__, (FusedOptimizer, theirs), about)
+    return made
+
+
+def parts(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizers that hold state and update parameters: itself, or those that a wrapper of TorchRec's stands for.
+
+    Such a wrapper makes its `state` and `param_groups` anew whenever they are asked for, or holds another's.
+    """
+    if not is_wrapper(optimizer):
+        return [optimizer]
+    inner = [o for _, o in optimizer.optimizers] if hasattr(optimizer, "optimizers") else [optimizer._optimizer]  # type: ignore[attr-defined]
+    return [part for each in inner for part in parts(each)]
+
+
+def is_wrapper(optimizer: Optimizer) -> bool:
+    """Whether it is one of TorchRec's that hands every step on to others."""
+    theirs = [c.__name__ for c in type(optimizer).__mro__ if c.__module__.startswith("torchrec.")]
+    return not {"CombinedOptimizer", "KeyedOptimizerWrapper", "OptimizerWrapper"}.isdisjoint(theirs)
