@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from dmp import (
+    ChunkedTensor,
     DistributedModelParallel,
     FusedParameter,
     Layout,
@@ -119,10 +120,31 @@ class FusedSharder(BiasedSharder):
     made: Any = Fused
 
 
-def one_that_cannot() -> None:
-    model = DistributedModelParallel(Tokens(), sharders=[FusedSharder()], plan={"experts.weight": row_wise()})
+class WithMap(ShardedBiased):
+    """One that has cut a buffer beside its weight."""
+
+    def chunked_state(self) -> Any:
+        return {
+            **super().chunked_state(),
+            "scale": ChunkedTensor((1,), [self.scale][self._env.rank :], [(0,)][self._env.rank :]),
+        }
+
+
+class WithMapSharder(BiasedSharder):
+    made: Any = WithMap
+
+
+def ones_that_cannot() -> None:
+    cannot(FusedSharder(), r"'experts' \(Fused, made by FusedSharder\) cannot .*updates parameters in")
+    cannot(WithMapSharder(), "has cut 'scale' too, which is no parameter")
+
+
+def cannot(sharder: BiasedSharder, why: str) -> None:
+    model = DistributedModelParallel(
+        Tokens(), sharders=[sharder], plan={"experts.weight": row_wise()}, init_parameters=False
+    )
     before = full_state_dict(model)
-    with pytest.raises(ShardError, match=r"'experts' \(Fused, made by FusedSharder\) cannot .*updates parameters in"):
+    with pytest.raises(ShardError, match=why):
         model.reshard({"experts.weight": table_wise(0)})
     assert all(torch.equal(value, before[name]) for name, value in full_state_dict(model).items())
     assert model.plan["experts.weight"].layout == row_wise()
@@ -144,6 +166,6 @@ def test_beside_a_transformer(name: str, optimizer: str | None) -> None:
     run_ranks(4 if "x" in name else 2, beside_a_transformer, name, optimizer)
 
 
-@pytest.mark.parametrize("job", [a_strangers_module, one_that_cannot], ids=lambda job: job.__name__)
+@pytest.mark.parametrize("job", [a_strangers_module, ones_that_cannot], ids=lambda job: job.__name__)
 def test_strangers(job: Any) -> None:
     run_ranks(2, job)

@@ -47,6 +47,8 @@ class Remade:
             why = "has neither resharded(plan) nor unsharded()"
         elif not owned.path:
             why = "is the whole model, and has no resharded(plan)"
+        elif beside := sorted(_chunked(old).keys() - dict(old.named_parameters()).keys()):
+            why = f"has cut {beside[0]!r} too, which is no parameter, and has no resharded(plan)"
         if why:
             raise ShardError(
                 f"{owned.path!r} ({type(old).__name__}, made by {type(owned.sharder).__name__}) cannot change its plan "
@@ -68,7 +70,7 @@ class Remade:
 
     def chunked_state(self) -> Mapping[str, ChunkedTensor]:
         """See `dmp.ShardedModule`."""
-        return self._new.chunked_state() if isinstance(self._new, ShardedModule) else {}
+        return _chunked(self._new)
 
     def fused_parameters(self) -> Iterable[FusedParameter]:
         """None."""
@@ -95,6 +97,10 @@ class Remade:
         for place in places_of(self._new.named_modules()):
             if place.full_name in stores and place.full_name not in self._owned.infos:
                 place.store[place.name] = stores[place.full_name].tensor
+
+
+def _chunked(module: nn.Module) -> Mapping[str, ChunkedTensor]:
+    return module.chunked_state() if isinstance(module, ShardedModule) else {}
 
 
 def resharded(made: Assembly, owned: Owned, plan: Mapping[str, ParameterSharding]) -> Any:
