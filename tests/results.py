@@ -22,7 +22,7 @@ def _tensors(out: object) -> list[torch.Tensor]:
     return [out.values()]  # type: ignore[attr-defined]
 
 
-def same_result(sharded: object, plain: object) -> None:
+def same_result(sharded: object, plain: object, near: float = 1e-5) -> None:
     """Same type, keys in the same order, shapes, dtypes and values."""
     assert type(sharded) is type(plain), (type(sharded), type(plain))
     if isinstance(plain, dict):
@@ -37,7 +37,7 @@ def same_result(sharded: object, plain: object) -> None:
     for a, b in zip(many, [plain] if isinstance(plain, torch.Tensor) else _tensors(plain), strict=True):
         assert a.shape == b.shape, (a.shape, b.shape)
         assert a.dtype == b.dtype, (a.dtype, b.dtype)
-        torch.testing.assert_close(a.detach(), b.detach(), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(a.detach(), b.detach(), atol=near, rtol=near)
 
 
 def is_empty(batch: tuple[object, ...]) -> bool:

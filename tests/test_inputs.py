@@ -66,7 +66,8 @@ def kjt(kind: str, change: str = "") -> Any:
         return None
     elif change == "a list":
         return ids.tolist()
-    return KeyedJaggedTensor(keys=keys, values=ids, lengths=lengths, weights=weights)
+    others = {"another stride": {"stride": 2}, "too few offsets": {"offsets": torch.zeros(len(lengths) - 1).long()}}
+    return KeyedJaggedTensor(keys=keys, values=ids, lengths=lengths, weights=weights, **others.get(change, {}))
 
 
 def bag(change: str = "") -> tuple[Any, ...]:
@@ -178,6 +179,8 @@ KEYED = {
     "too few lengths": ["lengths"],
     "negative length": ["'a'", "negative length -1"],
     "lengths whose sum wraps around": ["'a'", "a length", "ids in all"],
+    "another stride": ["lengths", "stride"],
+    "too few offsets": ["lengths", "offsets"],
     "missing key": ["'c'", "missing"],
     "a key twice": ["keys must be unique", "'a'"],
     "an unread key twice": ["keys must be unique", "differ"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
 from torch import nn
@@ -80,6 +81,11 @@ def _said_of_collections() -> list[tuple[str, str]]:
         def forward(self, features: object) -> object:
             return super().forward(features)
 
+    class Scaled(EmbeddingBagCollection):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            self.scale = nn.Parameter(torch.ones(2))
+
     class Named(EmbeddingBagCollection):
         """Keeps the forward."""
 
@@ -88,7 +94,9 @@ def _said_of_collections() -> list[tuple[str, str]]:
         tables = [EmbeddingBagConfig(name=n, num_embeddings=8, embedding_dim=4, feature_names=[n]) for n in names]
         return kind(tables=tables)
 
-    model = nn.ModuleDict({"own": made(Doubled), "named": made(Named), "tied": made(EmbeddingBagCollection)})
+    model = nn.ModuleDict(
+        {"own": made(Doubled), "more": made(Scaled), "named": made(Named), "tied": made(EmbeddingBagCollection)}
+    )
     model["twin"] = made(EmbeddingBagCollection)
     for name in ("t", "u"):
         model["twin"].embedding_bags[name].weight = model["tied"].embedding_bags[name].weight
@@ -99,7 +107,9 @@ def test_a_collection_with_a_forward_of_its_own_is_said_aloud() -> None:
     on_first, on_second = run_ranks(2, _said_of_collections)
     assert on_second == []
     (own,) = [(level, text) for level, text in on_first if "'own'" in text]
-    assert own[0] == "WARNING" and "Doubled at 'own' (256 bytes in 2 tables)" in own[1]
+    assert own[0] == "WARNING" and "Doubled at 'own' (256 bytes in 2 parameters)" in own[1]
     assert "Doubled has a forward of its own" in own[1] and "module_type is Doubled" in own[1]
+    (more,) = [(level, text) for level, text in on_first if "Scaled at 'more'" in text]
+    assert more[0] == "WARNING" and "parameters and buffers" in more[1]
     assert [level for level, text in on_first if "'tied'" in text and "tied to 'twin" in text] == ["INFO"]
     assert not any("'named'" in text or "of this EmbeddingBag" in text for _, text in on_first)

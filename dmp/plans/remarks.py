@@ -96,7 +96,7 @@ def _say_what_is_left(resolved: Resolved) -> None:
     for path, each in module.named_modules():
         if id(each) in inside or sharder_for(each, by_type) is None:
             continue
-        if not each._parameters and not any(known & set(names[id(p)]) for p in each.parameters()):
+        if any(True for _ in each.children()) and not any(known & set(names[id(p)]) for p in each.parameters()):
             _say_collection(path, each, names)
             inside |= {id(m) for m in each.modules()}
             continue
@@ -124,14 +124,14 @@ def _say_collection(path: str, module: nn.Module, names: Mapping[int, list[str]]
     if not size:
         return
     kind = type(module)
-    is_own = not others and not kind.forward.__module__.startswith(("torch.", "torchrec."))
+    is_own = not others and not kind.__module__.startswith(("torch.", "torchrec."))
     advice = (
-        f", which a sharded module in its place would not run. Leave the forward as it is and do the rest in a module "
-        f"around it, or pass a sharder whose module_type is {kind.__name__}"
+        ". A module in its place would have no forward, parameters and buffers but those of the class it derives from: "
+        f"keep what it adds in a module around it, or pass a sharder whose module_type is {kind.__name__}"
     )
     _log.log(
         logging.WARNING if is_own or size >= LARGE_BYTES else logging.INFO,
-        "%s at %r (%s bytes in %d tables) is not sharded but part of the data-parallel weights: %s%s",
+        "%s at %r (%s bytes in %d parameters) is not sharded but part of the data-parallel weights: %s%s",
         f"{kind.__module__}.{kind.__qualname__}",
         path,
         f"{size:,}",

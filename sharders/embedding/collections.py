@@ -138,8 +138,10 @@ class _CollectionSharder(TableSharder):
         return found
 
     def tables(self, module: Any) -> list[tuple[Table, InitFn | None]]:
-        """One for each config; none for a subclass with a forward of its own."""
-        if type(module).forward is not self.module_type.forward:
+        """One for each config; none for a subclass with a forward, parameters or buffers of its own."""
+        names = {f"{self.tables_in}.{config.name}.weight" for config in _configs_of(module)}
+        held = {name for name, _ in (*module.named_parameters(remove_duplicate=False), *module.named_buffers())}
+        if type(module).forward is not self.module_type.forward or held != names:
             return []
         tables = []
         for config in _configs_of(module):

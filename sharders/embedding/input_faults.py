@@ -32,6 +32,7 @@ class Kind(Enum):
     WEIGHTS_DTYPE = "weights must be floating point; got {dtype}"
     INPUT_TYPE = "the input is not of the type that the unsharded module takes"
     BATCH_SIZE = "there are {value} lengths, which is not a multiple of the {expected} keys"
+    STRIDE = "there are {value} lengths; the batch's stride, or its offsets, tell of {expected}"
     KEY_TWICE = "keys must be unique; feature {feature!r} is there more than once"
     KEYS_TWICE = "keys must be unique; of the {value} keys only {expected} differ"
     SAMPLES_COUNT = "stride_per_key_per_rank has {value} rows; expected a list for each of the {expected} keys"

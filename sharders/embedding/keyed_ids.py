@@ -49,6 +49,8 @@ def keyed_ids(features: Any, names: Sequence[str], is_weighted: bool, is_pooled:
         by_key, samples = padded(lengths, samples, key_of)
     elif not keys or lengths.numel() % len(keys):
         raise Fault(Kind.BATCH_SIZE, value=lengths.numel(), expected=len(keys))
+    elif features.stride() * len(keys) != lengths.numel():
+        raise Fault(Kind.STRIDE, value=lengths.numel(), expected=features.stride() * len(keys))
     else:
         by_key = lengths.view(len(keys), -1)
     weights = features.weights_or_none() if is_weighted else None
