@@ -155,19 +155,45 @@ class ParameterSharding:
 
     Args:
         layout: how the parameter is cut.
+        kernel: as TorchRec's plans say it. `"fused"`: updated in the backward pass; where nobody gave an optimizer, by
+            FBGEMM's default, SGD with lr 0.01. `"dense"`: an ordinary parameter, unless `apply_optimizer_in_backward`
+            gave it an optimizer. None: whichever the table's optimizer makes it.
+        sharding_type: what TorchRec calls the layout, where its plan said so and another name would fit as well.
 
     Raises:
-        ShardError: what is no layout.
+        ShardError: what is no layout, or no such kernel.
     """
 
     layout: Layout
+    kernel: str | None = None
+    sharding_type: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.layout, Layout):
             raise ShardError(f"a ParameterSharding holds a layout such as row_wise(); got {shown(self.layout)}")
+        if self.kernel not in (None, "fused", "dense"):
+            raise ShardError(f"ParameterSharding.kernel is 'fused', 'dense' or None; got {shown(self.kernel)}")
+        if self.sharding_type is not None and not isinstance(self.sharding_type, str):
+            raise ShardError(f"ParameterSharding.sharding_type is a name or None; got {shown(self.sharding_type)}")
 
     def __str__(self) -> str:
-        return str(self.layout)
+        return str(self.layout) + (f", {self.kernel}" if self.kernel else "")
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-ready form, read back by `ParameterSharding.from_json`."""
+        said = {"kernel": self.kernel, "sharding_type": self.sharding_type}
+        return {**self.layout.to_json(), **{key: value for key, value in said.items() if value is not None}}
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> ParameterSharding:
+        """Inverse of `to_json`.
+
+        Raises:
+            ShardError: an unknown layout, argument or kernel.
+        """
+        said = dict(data) if isinstance(data, Mapping) else {}
+        options = {key: said.pop(key, None) for key in ("kernel", "sharding_type")}
+        return ParameterSharding(Layout.from_json(said if said else data), **options)
 
 
 class _Asked(dict[int, int]):

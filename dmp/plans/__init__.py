@@ -2,6 +2,7 @@
 order:
 
 - `plan`: `ShardingPlan`, layouts by parameter name
+- `torchrec_plan`: plans to and from TorchRec's, by their rectangles
 - `find`: which modules and weights the sharders take, found once
 - `check`: whether a plan fits
 - `weight_readers`: who reads a weight besides its own module: such a one is no table

@@ -16,7 +16,8 @@ from torch.nn.parameter import is_lazy
 from dmp.contracts import AnySharder, ModelPlacement, ModelSharder, ModuleSharder, ParameterInfo
 from dmp.env import ShardingEnv
 from dmp.errors import PlanError, ShardError
-from dmp.layouts.layout import Layout
+from dmp.layouts.layout import Layout, ParameterSharding
+from dmp.layouts.tables import data_parallel
 from dmp.names import join_name
 from dmp.places import tied_places
 from dmp.plans.weight_readers import Reader, find_readers
@@ -143,6 +144,16 @@ class Found:
     def split(self) -> dict[str, Layout]:
         """Every parameter that a model sharder splits -> how."""
         return {name: layout for p in self.placements for name, layout in p.layouts.items()}
+
+
+def with_the_rest(entries: Mapping[str, ParameterSharding], found: Found) -> dict[str, ParameterSharding]:
+    """A plan's entries and, for the tables of modules that it does not name at all, copies on every rank."""
+    copied = ParameterSharding(data_parallel(), "dense")
+    rest: dict[str, ParameterSharding] = {}
+    for site in found.sites.taken(entries.keys()):
+        if entries.keys().isdisjoint(site.every_name()):
+            rest |= dict.fromkeys(site.names().values(), copied)
+    return {**rest, **entries}
 
 
 def plan_parameters(

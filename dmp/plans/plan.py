@@ -16,6 +16,7 @@ from dmp.errors import PlanError, ShardError
 from dmp.layouts.layout import Layout, ParameterSharding
 from dmp.plans.check import check_plan
 from dmp.plans.find import Found
+from dmp.plans.torchrec_plan import Setting, entries_of_torchrec, torchrec_plan_of
 from dmp.read_values import parse_json, shown
 
 VERSION = 1
@@ -45,6 +46,8 @@ class ShardingPlan(Mapping[str, ParameterSharding]):
 
     report: Any = None
     """How a planner came to this plan; None for a hand-written one. Not part of the content."""
+    setting: Setting | None = None
+    """Where it is in force; None for a plan that is of no wrapped model. Not part of the content."""
 
     def __init__(self, mapping: Mapping[str, ParameterSharding | Layout] | None = None, *, report: Any = None) -> None:
         entries: dict[str, ParameterSharding] = {}
@@ -87,7 +90,7 @@ class ShardingPlan(Mapping[str, ParameterSharding]):
 
     def to_json(self) -> str:
         """The plan as text, with a format version."""
-        entries = {name: entry.layout.to_json() for name, entry in self._entries.items()}
+        entries = {name: entry.to_json() for name, entry in self._entries.items()}
         return json.dumps({"version": VERSION, "parameters": entries}, sort_keys=True)
 
     @classmethod
@@ -109,10 +112,49 @@ class ShardingPlan(Mapping[str, ParameterSharding]):
         parsed = {}
         for name, layout in entries:
             try:
-                parsed[name] = Layout.from_json(layout)
+                parsed[name] = ParameterSharding.from_json(layout)
             except (ShardError, TypeError, ValueError) as error:
                 raise PlanError(f"plan entry {name!r} = {shown(layout)}: {error}", table=name) from error
         return cls(parsed)
+
+    @classmethod
+    def from_torchrec(cls, plan: Any, module: nn.Module, env: ShardingEnv | None = None) -> ShardingPlan:
+        """The plan that has exactly the rectangles of one of TorchRec's, whatever its sharding types.
+
+        Args:
+            plan: TorchRec's `ShardingPlan`, or an `EmbeddingModuleShardingPlan` of `module` alone.
+            module: the model, for its parameters' names; on meta is fine.
+            env: the mesh; with it layouts that name no ranks (`row_wise()`) are found again.
+
+        Raises:
+            PlanError: a module or table that the model lacks, a compute kernel that means nothing here.
+        """
+        return cls(entries_of_torchrec(plan, module, env))
+
+    def to_torchrec(self, module: nn.Module, env: ShardingEnv, local_size: int | None = None) -> Any:
+        """TorchRec's `ShardingPlan` with the same rectangles; entries of dense weights are left out.
+
+        Args:
+            module: the plain model, for its tables' shapes and their optimizers.
+            env: the mesh.
+            local_size: ranks of a host; by default of the inner table axis, or as the launcher says.
+
+        Raises:
+            PlanError: a name that the model lacks, rectangles that TorchRec has no sharding type for.
+        """
+        return torchrec_plan_of(self, Setting.of(module, env), local_size)
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """Of a wrapped model's plan: module path -> table -> `ParameterSharding` of TorchRec's, as in its plans."""
+        if self.setting is None:
+            raise AttributeError(".plan is of a wrapped model's plan; any other: plan.to_torchrec(module, env).plan")
+        of_module: dict[str, Any] = torchrec_plan_of(self, self.setting).plan
+        return of_module
+
+    def get_plan_for_module(self, module_path: str) -> Any:
+        """Of a wrapped model's plan: what `plan` has for a module; None where nothing."""
+        return self.plan.get(module_path)
 
     def diff(self, other: ShardingPlan | Mapping[str, ParameterSharding | Layout]) -> list[PlanChange]:
         """What changes from this plan to `other`, by name."""

@@ -11,6 +11,7 @@ structure on meta around the same sharded tables, is what copies and plain modul
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,9 +24,10 @@ from dmp.chunked import CHUNKS_ONLY
 from dmp.contracts import ShardedModule, hook, set_hook, takes_found
 from dmp.errors import RanksError
 from dmp.plans.check import Resolved, check_plan
-from dmp.plans.find import Found, Site
+from dmp.plans.find import Found, Site, with_the_rest
 from dmp.plans.plan import ShardingPlan, as_plan
 from dmp.plans.remarks import remark
+from dmp.plans.torchrec_plan import Setting, entries_of_torchrec, is_torchrec_plan, named_as_in_torchrec
 from dmp.registry import default_planner
 from dmp.wrap.agreement import check_agreement, on_all_ranks, sync_from_first_rank
 from dmp.wrap.arguments import Arguments
@@ -62,12 +64,25 @@ class _Checked:
     @classmethod
     def of(cls, given: Arguments, plan: Any, known: Found | None) -> _Checked:
         """Check a plan against model and mesh, as far as one rank can."""
+        is_theirs = is_torchrec_plan(plan)
+        if is_theirs:
+            known = Found.of(given.module, given.sharders, given.env, None, known)
+            plan = with_the_rest(entries_of_torchrec(plan, given.module, given.env), known)
         asked = as_plan(plan)
-        resolved = check_plan(asked, given.module, given.sharders, given.env, known)
+        with named_as_in_torchrec() if is_theirs else nullcontext():
+            resolved = check_plan(asked, given.module, given.sharders, given.env, known)
         if given.init_data_parallel:
             check_beforehand(given.wrapper, resolved)
         rules = rules_of(given.module, resolved.sites, given.env.rank) if given.init_parameters else None
         return cls(given, asked, resolved, rules)
+
+    def plan(self) -> ShardingPlan:
+        """The plan in force."""
+        plan = ShardingPlan(self.resolved.plan, report=self.asked.report)
+        infos = {name: site.infos[own] for site in self.resolved.sites for own, name in site.names().items()}
+        fused = frozenset(name for name, info in infos.items() if info.optimizer is not None)
+        plan.setting = Setting(self.given.env, {name: info.shape for name, info in infos.items()}, fused)
+        return plan
 
     def facts(self) -> dict[str, str]:
         """What all ranks must share of it: name -> text."""
@@ -96,7 +111,7 @@ def build(given: Arguments, calls: Calls) -> Assembly:
     made = Assembly(
         env=given.env,
         device=given.device,
-        plan=ShardingPlan(resolved.plan, report=checked.asked.report),
+        plan=checked.plan(),
         wrapper=given.wrapper,
         placements=resolved.found.placements,
         module=module,

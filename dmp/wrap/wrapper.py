@@ -186,6 +186,11 @@ class DistributedModelParallel(nn.Module):
         return self._made.plan
 
     @property
+    def _plan(self) -> ShardingPlan:
+        """As TorchRec's users read it."""
+        return self.plan
+
+    @property
     def env(self) -> ShardingEnv:
         """Where the model runs."""
         return self._made.env

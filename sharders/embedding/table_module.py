@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from dmp import (
@@ -38,6 +41,8 @@ from sharders.embedding.tensor_slice import tensor_ranks
 from sharders.embedding.unread_weight import Unread
 
 InitFn = Callable[[torch.Tensor], Any]
+_log = logging.getLogger("dmp")
+_FUSED_DEFAULT = OptimizerSpec.make("sgd", lr=0.01)  # FBGEMM's
 
 
 class Watched(nn.Module):
@@ -313,13 +318,26 @@ class TableSharder:
                 pooled=self.is_pooled,
                 init_fn=init_fn,
             )
-            for table, init_fn in self._tables(module)
+            for own, init_fn in self.tables(module)
+            for table in [self._updated(own, None)]
         }
 
-    def _tables(self, module: nn.Module) -> list[tuple[Table, InitFn | None]]:
-        """`tables`, those that are trained and have no optimizer of their own with the sharder's."""
-        own = self.tables(module)
-        return [(replace(t, optimizer=self.optimizer) if t.trainable and not t.optimizer else t, f) for t, f in own]
+    def _updated(self, table: Table, kernel: str | None) -> Table:
+        """A table with the optimizer that the sharder, or the kernel of its plan's entry, gives to one without.
+
+        Args:
+            kernel: see `ParameterSharding`.
+        """
+        optimizer = None if kernel == "dense" else self.optimizer
+        if not table.trainable or table.optimizer is not None or (optimizer is None and kernel != "fused"):
+            return table
+        if optimizer is None:
+            _say_once(
+                "the plan says that tables are fused, and nobody gave them an optimizer: they are updated in the "
+                "backward pass as TorchRec does it then, by SGD with lr 0.01. apply_optimizer_in_backward, or "
+                "fused_params, gives them another; the kernel 'dense' leaves them to an ordinary optimizer"
+            )
+        return replace(table, optimizer=optimizer or _FUSED_DEFAULT)
 
     def layouts(self, info: ParameterInfo, env: ShardingEnv) -> Iterable[Layout]:
         """Representatives of every way to cut a table; the planner chooses the ranks."""
@@ -351,7 +369,7 @@ class TableSharder:
         self, module: nn.Module, plan: Mapping[str, ParameterSharding], env: ShardingEnv, device: torch.device
     ) -> nn.Module:
         """The module on the mesh; inputs and results as of the unsharded one."""
-        tables = [table for table, _ in self._tables(module)]
+        tables = [self._updated(table, plan[table.parameter].kernel) for table, _ in self.tables(module)]
         return self.sharded_type(module, tables, plan, env, device, unpooled=not self.is_pooled, **self._options)
 
 
@@ -360,6 +378,12 @@ def make_table(parameter: nn.Parameter, name: str, features: Sequence[str], *, m
     rows, dim = parameter.shape
     optimizer = optimizer_of(parameter, name) if parameter.requires_grad else None
     return Table(name, rows, dim, parameter.dtype, tuple(features), mean, optimizer, parameter.requires_grad)
+
+
+@cache
+def _say_once(text: str) -> None:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        _log.warning(text)
 
 
 def _carry_state(original: nn.Parameter, fused: FusedParameter) -> None:

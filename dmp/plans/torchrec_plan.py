@@ -1,0 +1,311 @@
+"""Plans to and from TorchRec's, by their rectangles. TorchRec is imported when its form is asked for.
+
+[Note: two forms] TorchRec's plan says, for the path of a module and the name of a table, a sharding type, a compute
+kernel, and the shards with their ranks, of which some may be empty. Ours says for a parameter's name a layout and,
+where TorchRec's plan said it, the kernel. Rectangles are the same in both; a sharding type is TorchRec's name of some.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from itertools import groupby
+from typing import Any
+
+from torch import nn
+
+from dmp.env import ShardingEnv
+from dmp.errors import PlanError, ShardError
+from dmp.foreign import is_torchrecs, type_name
+from dmp.layouts.layout import Layout, ParameterSharding
+from dmp.layouts.shard import Shard
+from dmp.layouts.tables import column_wise, data_parallel, grid, rectangles, row_blocks, row_wise, table_wise
+from dmp.names import join_name
+
+_log = logging.getLogger("dmp")
+_FUSED = ("fused", "fused_uvm", "fused_uvm_caching", "fused_triton")
+_NO_MEANING = ("cache_params", "enforce_hbm", "stochastic_rounding", "bounds_check_mode", "key_value_params")
+_INNER = ("_embedding_bag_collection", "_embedding_module")
+"""Where TorchRec's modules around a collection hold it; its plans have the path of the outer one."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What TorchRec's form of a plan says beside layouts and kernels.
+
+    Args:
+        env: the mesh.
+        shapes: of the parameters.
+        fused: names of those that are updated in the backward pass.
+    """
+
+    env: ShardingEnv
+    shapes: Mapping[str, tuple[int, ...]]
+    fused: frozenset[str]
+
+    @classmethod
+    def of(cls, module: nn.Module, env: ShardingEnv) -> Setting:
+        """That of a plain module."""
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        fused = (name for name, p in parameters.items() if hasattr(p, "_in_backward_optimizers"))
+        return cls(env, {name: tuple(p.shape) for name, p in parameters.items()}, frozenset(fused))
+
+
+def is_torchrec_plan(plan: Any) -> bool:
+    """Whether it is a plan of TorchRec's, for a model or for one module."""
+    return is_torchrecs(plan, "ShardingPlan", "EmbeddingModuleShardingPlan")
+
+
+def entries_of_torchrec(plan: Any, module: nn.Module, env: ShardingEnv | None = None) -> dict[str, ParameterSharding]:
+    """Our entries for a plan of TorchRec's.
+
+    Args:
+        plan: of the whole model, or of `module` alone.
+        module: the model, for its parameters' names and shapes; on meta is fine.
+        env: the mesh; with it layouts that name no ranks (`row_wise()`) are found again.
+
+    Raises:
+        PlanError: a module or table that the model lacks, a kernel or spec that means nothing here.
+    """
+    if not is_torchrec_plan(plan):
+        raise PlanError(f"expected a ShardingPlan of TorchRec's; got {type_name(plan)}")
+    if module is None:
+        raise PlanError("TorchRec's plans name tables by module: ShardingPlan.from_torchrec(plan, module)")
+    by_path = plan.plan if is_torchrecs(plan, "ShardingPlan") else {"": plan}
+    found: dict[str, ParameterSharding] = {}
+    for path, of_module in by_path.items():
+        names = _tables_at(path, module, of_module)
+        for table, theirs in of_module.items():
+            where = f"TorchRec's plan for table {table!r} of module {path!r} ({names[table][0]!r})"
+            found[names[table][0]] = _entry(theirs, names[table][1], env, where)
+    return found
+
+
+def _tables_at(path: str, module: nn.Module, of_module: Any) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Table -> (parameter's name, shape) of those that a module's plan names."""
+    try:
+        inside = module.get_submodule(path)
+    except AttributeError:
+        paths = [name for name, each in module.named_modules() if hasattr(each, "embedding_bags")]
+        raise PlanError(
+            f"TorchRec's plan has module {path!r}, which the model does not have; modules with tables: {paths[:5]}"
+        ) from None
+    if not isinstance(of_module, Mapping):
+        raise PlanError(f"TorchRec's plan for module {path!r} is a {type_name(of_module)}; expected tables by name")
+    parameters = {name: tuple(p.shape) for name, p in inside.named_parameters(remove_duplicate=False)}
+    found = {}
+    for table in of_module:
+        ends = (f".{table}.weight", f".{table}")
+        names = [name for name in parameters if name == table or f".{name}".endswith(ends)]
+        if len(names) != 1:
+            raise PlanError(
+                f"TorchRec's plan has table {table!r} of module {path!r}, where "
+                + (f"{names} answer to it" if names else f"no parameter answers to it: {list(parameters)[:5]}")
+            )
+        found[table] = (join_name(path, names[0]), parameters[names[0]])
+    return found
+
+
+def _entry(theirs: Any, shape: tuple[int, ...], env: ShardingEnv | None, where: str) -> ParameterSharding:
+    kernel = str(theirs.compute_kernel)
+    if kernel not in (*_FUSED, "dense"):
+        raise PlanError(f"{where}: the compute kernel {kernel!r} is not known here, but {', '.join(_FUSED)}, dense")
+    if kernel not in ("fused", "dense"):
+        _say_once(f"a plan of TorchRec's names the kernel {kernel!r}: tables lie on their device here, as 'fused' does")
+    dtype = getattr(theirs, "output_dtype", None)
+    if dtype is not None and str(getattr(dtype, "value", dtype)).lower() != "fp32":
+        raise PlanError(f"{where}: results are float32 here; output_dtype={dtype} is not to be had")
+    for name in _NO_MEANING:
+        if getattr(theirs, name, None) is not None:
+            _say_once(f"a plan of TorchRec's has {name}, which says how FBGEMM holds tables; it changes nothing here")
+    shards = _shards(theirs, where)
+    layout = data_parallel() if shards is None else _named(shards, shape, env)
+    return ParameterSharding(layout, "dense" if kernel == "dense" else "fused", str(theirs.sharding_type))
+
+
+def _shards(theirs: Any, where: str) -> list[Shard] | None:
+    """The rectangles; None for a copy on every rank."""
+    spec = theirs.sharding_spec
+    if spec is None and theirs.sharding_type == "data_parallel":
+        return None
+    metadata = getattr(spec, "shards", None)
+    if metadata is None:
+        raise PlanError(f"{where}: expected sharding_spec to be an EnumerableShardingSpec; got {type_name(spec)}")
+    ranks = theirs.ranks or [None] * len(metadata)
+    found = []
+    for each, rank in zip(metadata, ranks, strict=True):
+        placed = rank if each.placement is None else each.placement.rank()
+        if placed is None:
+            raise PlanError(f"{where}: no rank is given for the shard at {each.shard_offsets}")
+        if all(each.shard_sizes):  # TorchRec has empty ones too, one for each rank
+            found.append(Shard(tuple(each.shard_offsets), tuple(each.shard_sizes), placed))
+    return found
+
+
+def _named(shards: Sequence[Shard], shape: tuple[int, ...], env: ShardingEnv | None) -> Layout:
+    """The layout with a name that has exactly these rectangles, else the rectangles."""
+    ordered = sorted(shards)
+    ranks = [s.rank for s in ordered]
+    size = env.table_size if env is not None else max(ranks) + 1
+    on = env if env is not None else ShardingEnv.abstract((size,), ("dp",), "cpu")
+    width = len(ranks) // len({s.offsets[0] for s in ordered})
+    in_rows = [ranks[i : i + width] for i in range(0, len(ranks), width)]
+    widths = [s.sizes[1] for s in ordered]
+    if len(shards) == 1:
+        return table_wise(ranks[0])
+    choices: list[Callable[[], Layout]] = [row_wise, lambda: row_wise(ranks), lambda: column_wise(ranks)]
+    choices += [lambda: column_wise(ranks, widths), lambda: grid(in_rows)]
+    return next((make() for make in choices if _resolves(make, shape, on, ordered)), rectangles(shards))
+
+
+def _resolves(make: Callable[[], Layout], shape: tuple[int, ...], env: ShardingEnv, ordered: list[Shard]) -> bool:
+    """Whether a layout has these rectangles; one that this shape, or these ranks, cannot have does not."""
+    try:
+        return sorted(make().shards(shape, env)) == ordered
+    except ShardError:
+        return False
+
+
+def torchrec_plan_of(plan: Mapping[str, ParameterSharding], setting: Setting, local_size: int | None = None) -> Any:
+    """TorchRec's form of a plan: its `ShardingPlan`.
+
+    Args:
+        setting: shapes, mesh, and what is updated in the backward pass.
+        local_size: ranks of a host; by default those of the inner table axes where there are two, else what the
+            launcher says (`LOCAL_WORLD_SIZE`), else all ranks.
+
+    Raises:
+        PlanError: a name that the setting lacks, rectangles that TorchRec has no sharding type for.
+    """
+    from torchrec.distributed.types import EmbeddingModuleShardingPlan, EnumerableShardingSpec, ShardMetadata
+    from torchrec.distributed.types import ParameterSharding as Theirs
+    from torchrec.distributed.types import ShardingPlan as TheirPlan
+
+    env = setting.env
+    local = local_size or _local_size(env)
+    found: dict[str, Any] = {}
+    for name, entry in plan.items():
+        if entry.layout.is_dense:
+            continue
+        if name not in setting.shapes:
+            raise PlanError(f"plan names {name!r}, which the model does not have", table=name)
+        shape = setting.shapes[name]
+        shards = entry.layout.shards(shape, env)
+        is_copied = entry.layout.is_copied
+        types: Mapping[str, Sequence[_Block | Shard]]
+        types = {"data_parallel": shards} if is_copied else _sharding_types(shards, shape, env.table_size, local)
+        if not types:
+            raise PlanError(f"plan entry {name!r} = {entry}: TorchRec has no sharding type for it", table=name)
+        said = entry.sharding_type if entry.sharding_type in types else next(iter(types))
+        theirs = types[said]
+        kernel = entry.kernel or ("fused" if name in setting.fused and not is_copied else "dense")
+        metadata = [
+            ShardMetadata(list(s.offsets), list(s.sizes), _placement(env.device_type, s.rank, local)) for s in theirs
+        ]
+        spec = None if is_copied else EnumerableShardingSpec(metadata)
+        path, table = _path_and_table(name)
+        of_module = found.setdefault(path, EmbeddingModuleShardingPlan())
+        of_module[table] = Theirs(said, kernel, [s.rank for s in theirs], spec)
+    return TheirPlan(found)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A shard as TorchRec lists them: it may be empty, which ours are not."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    rank: int
+
+
+def _sharding_types(
+    shards: Sequence[Shard], shape: tuple[int, ...], world: int, local: int
+) -> dict[str, Sequence[_Block | Shard]]:
+    """TorchRec's names for these rectangles, the usual one first -> its shards, in its order."""
+    if len(shape) != 2:
+        return {}
+    found: dict[str, Sequence[_Block | Shard]] = {}
+    wanted = {(s.offsets, s.sizes, s.rank) for s in shards}
+    if len(shards) == 1:
+        found["table_wise"] = shards
+    hosts = {s.rank // local for s in shards}
+    everywhere, here = _row_blocks(shape, range(world)), _row_blocks(shape, _ranks_of(min(hosts), local))
+    if _full(everywhere) == wanted:
+        found["row_wise"] = everywhere
+    if len(hosts) == 1 and _full(here) == wanted:
+        found["table_row_wise"] = here
+    ordered = sorted(shards, key=lambda s: (s.offsets[1], s.offsets[0]))
+    if all(s.sizes[0] == shape[0] for s in shards):
+        found["column_wise"] = ordered
+        if len(hosts) == 1:
+            found["table_column_wise"] = ordered
+    columns = [list(of) for _, of in groupby(ordered, lambda s: s.offsets[1])]
+    cut = [block for column in columns for block in _grid_column(shape, column, local)]
+    if _full(cut) == wanted:
+        found["grid_shard"] = cut
+    return found
+
+
+def _row_blocks(shape: tuple[int, ...], ranks: Sequence[int]) -> list[_Block]:
+    blocks = zip(row_blocks(shape[0], len(ranks)), ranks, strict=True)
+    return [_Block((start, 0), (rows, shape[1]), rank) for (start, rows), rank in blocks]
+
+
+def _grid_column(shape: tuple[int, ...], column: Sequence[Shard], local: int) -> list[_Block]:
+    """The row blocks of one column block on its host."""
+    first, width = column[0].offsets[1], column[0].sizes[1]
+    blocks = _row_blocks(shape, _ranks_of(column[0].rank // local, local))
+    return [_Block((b.offsets[0], first), (b.sizes[0], width), b.rank) for b in blocks]
+
+
+def _ranks_of(host: int, local: int) -> range:
+    return range(host * local, (host + 1) * local)
+
+
+def _full(blocks: Iterable[_Block | Shard]) -> set[tuple[tuple[int, ...], tuple[int, ...], int]]:
+    return {(b.offsets, b.sizes, b.rank) for b in blocks if all(b.sizes)}
+
+
+def _local_size(env: ShardingEnv) -> int:
+    if len(env.table_shape) > 1:
+        return env.table_shape[-1]
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
+    return local if local and env.table_size % local == 0 else env.table_size
+
+
+def _placement(device_type: str, rank: int, local: int) -> str:
+    return f"rank:{rank}/{device_type}" + ("" if device_type == "cpu" else f":{rank % local}")
+
+
+@contextmanager
+def named_as_in_torchrec() -> Iterator[None]:
+    """Inside, an error about a table names it as TorchRec's plans do, too."""
+    try:
+        yield
+    except PlanError as error:
+        if error.table is None:
+            raise
+        path, table = _path_and_table(error.table)
+        both = str(error).replace(f"{error.table!r}", f"{error.table!r} (table {table!r} of module {path!r})", 1)
+        raise PlanError(both, table=error.table, rank=error.rank, bytes_short=error.bytes_short) from error
+
+
+def _path_and_table(name: str) -> tuple[str, str]:
+    """TorchRec's path and table of a parameter: `a.embedding_bags.t1.weight` is t1 of a, `b.weight` is weight of b."""
+    words = name.split(".")
+    if len(words) > 2 and words[-3] in ("embedding_bags", "embeddings") and words[-1] == "weight":
+        path, table = words[:-3], words[-2]
+    else:
+        path, table = words[:-1], words[-1]
+    while path and path[-1] in _INNER:
+        path = path[:-1]
+    return ".".join(path), table
+
+
+@cache
+def _say_once(text: str) -> None:
+    _log.warning(text)
