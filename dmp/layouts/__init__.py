@@ -7,4 +7,5 @@ reading order:
 - `layout`: what every layout can say, and its form in JSON
 - `tables`: layouts of tables, which name ranks
 - `dense`: layouts of dense weights, which follow the mesh's axes
+- `sharding_types`: TorchRec's names for rectangles
 """

@@ -149,7 +149,7 @@ class ShardingPlan(Mapping[str, ParameterSharding]):
         """Of a wrapped model's plan: module path -> table -> `ParameterSharding` of TorchRec's, as in its plans."""
         if self.setting is None:
             raise AttributeError(".plan is of a wrapped model's plan; any other: plan.to_torchrec(module, env).plan")
-        of_module: dict[str, Any] = torchrec_plan_of(self, self.setting).plan
+        of_module: dict[str, Any] = torchrec_plan_of(self, self.setting, to_read=True).plan
         return of_module
 
     def get_plan_for_module(self, module_path: str) -> Any:

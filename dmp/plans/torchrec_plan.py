@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from itertools import groupby
 from typing import Any
 
 from torch import nn
@@ -23,7 +22,8 @@ from dmp.errors import PlanError, ShardError
 from dmp.foreign import is_torchrecs, type_name
 from dmp.layouts.layout import Layout, ParameterSharding
 from dmp.layouts.shard import Shard
-from dmp.layouts.tables import column_wise, data_parallel, grid, rectangles, row_blocks, row_wise, table_wise
+from dmp.layouts.sharding_types import COPIED, sharding_types
+from dmp.layouts.tables import column_wise, data_parallel, grid, rectangles, row_wise, table_wise
 from dmp.names import join_name
 
 _log = logging.getLogger("dmp")
@@ -130,7 +130,7 @@ def _entry(theirs: Any, shape: tuple[int, ...], env: ShardingEnv | None, where: 
 def _shards(theirs: Any, where: str) -> list[Shard] | None:
     """The rectangles; None for a copy on every rank."""
     spec = theirs.sharding_spec
-    if spec is None and theirs.sharding_type == "data_parallel":
+    if spec is None and theirs.sharding_type == COPIED:
         return None
     metadata = getattr(spec, "shards", None)
     if metadata is None:
@@ -170,13 +170,16 @@ def _resolves(make: Callable[[], Layout], shape: tuple[int, ...], env: ShardingE
         return False
 
 
-def torchrec_plan_of(plan: Mapping[str, ParameterSharding], setting: Setting, local_size: int | None = None) -> Any:
+def torchrec_plan_of(
+    plan: Mapping[str, ParameterSharding], setting: Setting, local_size: int | None = None, *, to_read: bool = False
+) -> Any:
     """TorchRec's form of a plan: its `ShardingPlan`.
 
     Args:
         setting: shapes, mesh, and what is updated in the backward pass.
         local_size: ranks of a host; by default those of the inner table axes where there are two, else what the
             launcher says (`LOCAL_WORLD_SIZE`), else all ranks.
+        to_read: rectangles that TorchRec has no sharding type for have our layout's name for one.
 
     Raises:
         PlanError: a name that the setting lacks, rectangles that TorchRec has no sharding type for.
@@ -193,81 +196,23 @@ def torchrec_plan_of(plan: Mapping[str, ParameterSharding], setting: Setting, lo
             continue
         if name not in setting.shapes:
             raise PlanError(f"plan names {name!r}, which the model does not have", table=name)
-        shape = setting.shapes[name]
-        shards = entry.layout.shards(shape, env)
-        is_copied = entry.layout.is_copied
-        types: Mapping[str, Sequence[_Block | Shard]]
-        types = {"data_parallel": shards} if is_copied else _sharding_types(shards, shape, env.table_size, local)
-        if not types:
+        types = sharding_types(entry.layout, setting.shapes[name], env, local)
+        if not types and to_read:
+            types = {entry.layout.name: entry.layout.shards(setting.shapes[name], env)}
+        elif not types:
             raise PlanError(f"plan entry {name!r} = {entry}: TorchRec has no sharding type for it", table=name)
         said = entry.sharding_type if entry.sharding_type in types else next(iter(types))
         theirs = types[said]
-        kernel = entry.kernel or ("fused" if name in setting.fused and not is_copied else "dense")
+        is_whole = said == COPIED
+        kernel = entry.kernel or ("fused" if name in setting.fused and not is_whole else "dense")
         metadata = [
             ShardMetadata(list(s.offsets), list(s.sizes), _placement(env.device_type, s.rank, local)) for s in theirs
         ]
-        spec = None if is_copied else EnumerableShardingSpec(metadata)
+        spec = None if is_whole else EnumerableShardingSpec(metadata)
         path, table = _path_and_table(name)
         of_module = found.setdefault(path, EmbeddingModuleShardingPlan())
         of_module[table] = Theirs(said, kernel, [s.rank for s in theirs], spec)
     return TheirPlan(found)
-
-
-@dataclass(frozen=True)
-class _Block:
-    """A shard as TorchRec lists them: it may be empty, which ours are not."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    rank: int
-
-
-def _sharding_types(
-    shards: Sequence[Shard], shape: tuple[int, ...], world: int, local: int
-) -> dict[str, Sequence[_Block | Shard]]:
-    """TorchRec's names for these rectangles, the usual one first -> its shards, in its order."""
-    if len(shape) != 2:
-        return {}
-    found: dict[str, Sequence[_Block | Shard]] = {}
-    wanted = {(s.offsets, s.sizes, s.rank) for s in shards}
-    if len(shards) == 1:
-        found["table_wise"] = shards
-    hosts = {s.rank // local for s in shards}
-    everywhere, here = _row_blocks(shape, range(world)), _row_blocks(shape, _ranks_of(min(hosts), local))
-    if _full(everywhere) == wanted:
-        found["row_wise"] = everywhere
-    if len(hosts) == 1 and _full(here) == wanted:
-        found["table_row_wise"] = here
-    ordered = sorted(shards, key=lambda s: (s.offsets[1], s.offsets[0]))
-    if all(s.sizes[0] == shape[0] for s in shards):
-        found["column_wise"] = ordered
-        if len(hosts) == 1:
-            found["table_column_wise"] = ordered
-    columns = [list(of) for _, of in groupby(ordered, lambda s: s.offsets[1])]
-    cut = [block for column in columns for block in _grid_column(shape, column, local)]
-    if _full(cut) == wanted:
-        found["grid_shard"] = cut
-    return found
-
-
-def _row_blocks(shape: tuple[int, ...], ranks: Sequence[int]) -> list[_Block]:
-    blocks = zip(row_blocks(shape[0], len(ranks)), ranks, strict=True)
-    return [_Block((start, 0), (rows, shape[1]), rank) for (start, rows), rank in blocks]
-
-
-def _grid_column(shape: tuple[int, ...], column: Sequence[Shard], local: int) -> list[_Block]:
-    """The row blocks of one column block on its host."""
-    first, width = column[0].offsets[1], column[0].sizes[1]
-    blocks = _row_blocks(shape, _ranks_of(column[0].rank // local, local))
-    return [_Block((b.offsets[0], first), (b.sizes[0], width), b.rank) for b in blocks]
-
-
-def _ranks_of(host: int, local: int) -> range:
-    return range(host * local, (host + 1) * local)
-
-
-def _full(blocks: Iterable[_Block | Shard]) -> set[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    return {(b.offsets, b.sizes, b.rank) for b in blocks if all(b.sizes)}
 
 
 def _local_size(env: ShardingEnv) -> int:
