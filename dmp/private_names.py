@@ -68,7 +68,7 @@ Managed collision, of TorchRec
 
 Others
 - `_embedding_names`, `_lengths_per_embedding`: of TorchRec's collections
-- `_embedding_bag_collection`, `_embedding_module`: where TorchRec's modules around a collection hold it
+- `_embedding_bag_collection`: where TorchRec's modules around a collection hold it
 - `_ebc_sharder`, `_comm_precision`, `_loss_scale`: of TorchRec's sharders and codecs: what they were made with
 - `_set_module_context`, `_pipeline_model`, `_init_pipelined_modules`, `_create_context`, `_next_batch`,
   `_optimizer_step`, `_wait_for_batch`, `_copy_batch_to_gpu`, `_prefetch`, `_connect`: parts of TorchRec's pipelines,
