@@ -6,6 +6,7 @@ Rooms, lower ones first; each says in its `__init__` what lives there: `ranks`, 
 - `errors`: the errors a user can meet
 - `env`: `ShardingEnv`, a mesh whose axes have roles
 - `chunked`: `ChunkedTensor`, a tensor of which a rank holds rectangles
+- `sharded_form`: the same read as torch's `ShardedTensor`
 - `contracts`: protocols between wrapper, sharders and planner
 - `registry`: sharders and planners by name and entry point
 - `calls`: one call of a model at a time, in one thread

@@ -18,6 +18,7 @@ import torch
 
 from dmp.errors import ShardError
 from dmp.places import is_dtensor
+from dmp.sharded_form import Located, local_shards, metadata
 
 aten = torch.ops.aten
 PIECE_BYTES = 16 << 20
@@ -55,6 +56,7 @@ class ChunkedTensor(torch.Tensor):
         offsets: first index of each chunk along each dim.
         dtype: of the elements; needed only when there are no chunks.
         device: likewise.
+        places: of all shards, this rank's and the others', where they are known.
 
     Raises:
         ShardError: a chunk that does not lie inside `size`, or chunks of several dtypes.
@@ -70,6 +72,9 @@ class ChunkedTensor(torch.Tensor):
     offsets: list[tuple[int, ...]]
     """First index of each chunk along each dim."""
 
+    places: Sequence[Located] | None
+    """Of all shards, of every rank; None where nobody said."""
+
     _by_offset: dict[tuple[int, ...], torch.Tensor] | None  # pieces, where torch has asked for one
 
     @staticmethod
@@ -80,6 +85,7 @@ class ChunkedTensor(torch.Tensor):
         offsets: Sequence[Sequence[int]],
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        places: Sequence[Located] | None = None,
     ) -> ChunkedTensor:
         size = torch.Size(size)
         if len(chunks) != len(offsets):
@@ -98,14 +104,45 @@ class ChunkedTensor(torch.Tensor):
             device=chunks[0].device if chunks else torch.device(device or "cpu"),
         )
         tensor.chunks = [c.detach() for c in chunks]
-        tensor._by_offset = None
+        tensor._by_offset, tensor.places = None, places
         tensor.offsets = [tuple(int(x) for x in o) for o in offsets]
         return tensor
 
     def mapped(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> ChunkedTensor:
         """The same rectangles with `fn` applied to each."""
         chunks = [fn(c) for c in self.chunks]
-        return ChunkedTensor(self.size(), chunks, self.offsets, self.dtype, self.device)
+        return ChunkedTensor(self.size(), chunks, self.offsets, self.dtype, self.device, self.places)
+
+    # What code that knows torch's ShardedTensor reads.
+    def local_shards(self) -> list[Any]:
+        """This rank's chunks as torch's `Shard(tensor, metadata)`; the tensors are live, and may be written.
+
+        A placement's rank counts as in plans: in the flattened shard and tensor axes, which on one axis is the rank.
+        """
+        return local_shards(self.chunks, self.offsets, self.places)
+
+    def metadata(self) -> Any:
+        """torch's `ShardedTensorMetadata`: `shards_metadata` of every rank's shards, `size`, `tensor_properties`.
+
+        Raises:
+            ShardError: what the other ranks have is not known here, as of row-wise state where columns are cut.
+        """
+        if self.places is None:
+            raise ShardError(
+                "this tensor knows its rank's chunks alone, local_shards(); model.plan[name].layout.shards(shape, "
+                "model.env) gives every rank's"
+            )
+        return metadata(self.size(), self.dtype, self.device, self.places)
+
+    def local_tensor(self) -> torch.Tensor:
+        """The one chunk of this rank.
+
+        Raises:
+            ShardError: it has none, or several: `local_shards()` takes any number.
+        """
+        if len(self.chunks) != 1:
+            raise ShardError(f"local_tensor() needs one chunk on this rank; it has {len(self.chunks)}: local_shards()")
+        return self.chunks[0]
 
     def fill_from(self, source: torch.Tensor) -> None:
         """Copy values into the local chunks from a whole tensor, or from a ChunkedTensor that holds all they need.
@@ -191,7 +228,7 @@ class ChunkedTensor(torch.Tensor):
         if func is aten._to_copy.default:
             moved = self.mapped(lambda c: func(c, **kwargs))
             dtype, device = kwargs.get("dtype") or self.dtype, kwargs.get("device") or self.device
-            return moved if moved.chunks else ChunkedTensor(self.size(), [], [], dtype, device)
+            return moved if moved.chunks else ChunkedTensor(self.size(), [], [], dtype, device, self.places)
         if func is aten.copy_.default:
             self.fill_from(args[1])
             return self

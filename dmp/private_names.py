@@ -50,6 +50,9 @@ Groups, meshes, DTensor
 - `torch._C._distributed_c10d._register_process_group`, `torch._C._distributed_c10d._resolve_process_group`,
   `_distributed_c10d`, `_create_work_from_future`, `_dim_group_names`, `_pg_registry`, `_thread_id`, `_op_dispatcher`:
   ranks simulated in threads
+- `torch.distributed._shard.metadata.ShardMetadata`, `torch.distributed._shard.sharded_tensor.shard.Shard`,
+  `torch.distributed._shard.sharded_tensor.metadata.ShardedTensorMetadata`,
+  `torch.distributed._shard.sharded_tensor.metadata.TensorProperties`: what code that reads a ShardedTensor knows
 - `_prepare_output_fn`: a parallel style whose output keeps its layout
 
 Checkpoints

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dmp import ChunkedTensor, FusedParameter, ShardError
+from dmp import ChunkedTensor, FusedParameter, Shard, ShardError
 from sharders.embedding.lookup import kernels
 from sharders.embedding.lookup.bank import Bank, RowRange
 from sharders.embedding.placement import Placement
@@ -228,7 +228,8 @@ class TableStore:
         """What this rank holds of a table, as views."""
         table, parameter = self.placement.tables[index], self.parameters[index]
         chunks = [bank.chunk_view(i, c) for c in range(len(bank.chunks[i]))]
-        return ChunkedTensor((table.rows, table.dim), chunks, self._offsets(index), parameter.dtype, parameter.device)
+        offsets, places = self._offsets(index), self.placement.shards[index]
+        return ChunkedTensor((table.rows, table.dim), chunks, offsets, parameter.dtype, parameter.device, places)
 
     def _state_of(self, bank: Bank, i: int, index: int) -> Callable[[], dict[str, torch.Tensor]]:
         """Live optimizer state of a table, in the unsharded shape.
@@ -245,11 +246,12 @@ class TableStore:
                 views = [bank.state_view(name, i, c) for c in range(len(bank.chunks[i]))]
                 offsets: list[tuple[int, ...]] = list(self._offsets(index))
                 size: tuple[int, ...] = (table.rows, table.dim)
+                places: Sequence[Shard] | None = placement.shards[index]
                 if tensor.is_row_wise and len(blocks) == 1:
                     size, offsets = (table.rows,), [o[:1] for o in offsets]
                 elif tensor.is_row_wise:
                     # A rectangle's column of sums stands for every block that it spans.
-                    size = (table.rows, len(blocks))
+                    size, places = (table.rows, len(blocks)), None
                     spans = zip(views, offsets, bank.chunks[i], strict=True)
                     cells = [
                         (view.unsqueeze(1), (at[0], j))
@@ -261,7 +263,8 @@ class TableStore:
                 if self._is_whole(index):
                     result[name] = views[0]
                 else:
-                    result[name] = ChunkedTensor(size, views, offsets, bank.state[name].dtype, bank.weights.device)
+                    dtype, device = bank.state[name].dtype, bank.weights.device
+                    result[name] = ChunkedTensor(size, views, offsets, dtype, device, places)
             return result
 
         return state

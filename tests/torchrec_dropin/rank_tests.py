@@ -35,7 +35,7 @@ def run_test(base: str, method: str, arguments: dict[str, Any], whose: str = OUR
         "passed", or "skipped: <why>".
     """
     module, _, name = base.partition(":")
-    test = _case(getattr(_theirs(module), name))("__call__")
+    test = _case(getattr(theirs(module), name))("__call__")
     try:
         with _on_these_ranks(whose):
             test.setUp()
@@ -48,7 +48,8 @@ def run_test(base: str, method: str, arguments: dict[str, Any], whose: str = OUR
     return "passed"
 
 
-def _theirs(name: str) -> Any:
+def theirs(name: str) -> Any:
+    """A module of theirs under `torchrec.distributed.test_utils`."""
     import importlib
 
     if "torchrec.distributed.tests.test_sequence_model" not in sys.modules:
@@ -106,7 +107,7 @@ class _Context:
 def _on_these_ranks(whose: str) -> Iterator[None]:
     import dmp
 
-    sharding, base = _theirs("test_sharding"), _theirs("test_model_parallel_base")
+    sharding, base = theirs("test_sharding"), theirs("test_model_parallel_base")
     with mock.patch.object(sharding, "MultiProcessContext", _Context), _no_new_groups():
         if whose == THEIRS:
             yield

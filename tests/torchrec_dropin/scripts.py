@@ -10,12 +10,19 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import dmp
 
+IGNORED = pytest.mark.filterwarnings(  # calls of TorchRec 1.8.0 that torch 2.13 deprecates
+    "ignore:`torch.jit.[a-z]+` is deprecated:DeprecationWarning",
+    "ignore:`broadcast_buffers` is deprecated:FutureWarning",
+    "ignore:Please use DTensor instead and we are deprecating ShardedTensor:FutureWarning",
+    "ignore:`torch.distributed.(reduce_scatter|all_gather_into)_tensor` is deprecated:FutureWarning",
+)
 ROWS, DIM, BATCH_SIZE = {"t0": 18, "t1": 40}, 8, 6
 FEATURES = {"t0": ["a", "b"], "t1": ["c"]}
 LR = 0.1

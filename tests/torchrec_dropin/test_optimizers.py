@@ -5,17 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 
 from tests.ranks import run_ranks
-from tests.torchrec_dropin.scripts import LR, both, feed, model_of, same_as_unsharded, start, wrapper
+from tests.torchrec_dropin.scripts import IGNORED, LR, both, feed, model_of, same_as_unsharded, start, wrapper
 
-pytestmark = pytest.mark.filterwarnings(  # calls of TorchRec 1.8.0 that torch 2.13 deprecates
-    "ignore:`broadcast_buffers` is deprecated:FutureWarning",
-    "ignore:Please use DTensor instead and we are deprecating ShardedTensor:FutureWarning",
-    "ignore:`torch.distributed.(reduce_scatter|all_gather_into)_tensor` is deprecated:FutureWarning",
-)
+pytestmark = IGNORED
 CPU = torch.device("cpu")
 
 
