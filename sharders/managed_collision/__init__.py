@@ -7,5 +7,6 @@
 - `remap`: raw ids to rows, and when maps change
 - `travel`: raw ids to the ranks that know them, and rows back
 - `eviction`: which ids enter and leave a map, decided by all ranks together
+- `entries`: entries of a map on their way between ranks
 - `reset`: new values for rows whose raw id was evicted
 """

@@ -12,13 +12,13 @@ while a map fills, to those behind.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import torch
 
 from sharders.channel import Channel
+from sharders.managed_collision.entries import gather_blocks, recut
 from sharders.managed_collision.id_map import EMPTY, IdMap, block_of
 from sharders.managed_collision.policies import COUNTS, LAST_ACCESS
 
@@ -133,64 +133,11 @@ def _rebuild(of: IdMap, ranks: Channel, firsts: torch.Tensor, leaving: _Leaving,
     change = (torch.bincount(to, minlength=num) - torch.bincount(leaving.block, minlength=num)).tolist()
     merged = []
     for i, block in enumerate(of.own):
-        fields = torch.stack([of.entries(name, i) for name in of.entry_buffers], 1)
+        fields = of.fields(i)
         stays = torch.ones(len(fields), dtype=torch.bool, device=fields.device)
         stays[leaving.at[leaving.block == block]] = False
         both = torch.cat([fields[stays], entering[to == block]])
         merged.append(both[torch.argsort(both[:, 0], stable=True)])
     starts = list(accumulate((b.size + n for b, n in zip(of.blocks, change, strict=True)), initial=0))
-    arrived = _recut(of, ranks, merged, starts)
-    for column, name in enumerate(of.entry_buffers):
-        for i, fields in enumerate(arrived):
-            of.entries(name, i).copy_(fields[:, column])
-
-
-def _recut(of: IdMap, ranks: Channel, merged: Sequence[torch.Tensor], starts: Sequence[int]) -> list[torch.Tensor]:
-    """The entries of this rank's blocks, out of a sequence that is cut at `starts`; one exchange."""
-    width = len(of.entry_buffers)
-    own = {block: i for i, block in enumerate(of.own)}
-    pieces: list[list[torch.Tensor]] = [[] for _ in range(ranks.size)]
-    sizes = [0] * ranks.size
-    placed: list[list[tuple[int, int, int]]] = [[] for _ in range(ranks.size)]
-    for source, (first, end) in enumerate(pairwise(starts)):
-        for target, block in enumerate(of.blocks):
-            a, b = max(first, block.start), min(end, block.stop)
-            if a >= b:
-                continue
-            if source in own:
-                pieces[block.owner].append(merged[own[source]][a - first : b - first].reshape(-1))
-            if target in own:
-                sender = of.blocks[source].owner
-                sizes[sender] += (b - a) * width
-                placed[sender].append((own[target], a - block.start, b - a))
-    send = torch.cat([piece for of_rank in pieces for piece in of_rank] or [of.raw_ids[:0]])
-    came = ranks.all_to_all(send, [sum(map(len, of_rank)) for of_rank in pieces], sizes).wait().split(sizes)
-    result = [of.raw_ids.new_empty(of.blocks[i].size, width) for i in of.own]
-    for of_rank, places in zip(came, placed, strict=True):
-        cut = of_rank.view(-1, width).split([n for _, _, n in places])
-        for (i, at, n), fields in zip(places, cut, strict=True):
-            result[i][at : at + n] = fields
-    return result
-
-
-def gather_blocks(of: IdMap, ranks: Channel, own: Sequence[torch.Tensor], width: int) -> list[torch.Tensor]:
-    """(N, fields) of every block of a map, from the ranks that have them; two exchanges.
-
-    Args:
-        own: of this rank's blocks.
-        width: fields of each.
-    """
-    device = of.raw_ids.device
-    lengths = torch.zeros(len(of.blocks), dtype=torch.int64)
-    for i, here in zip(of.own, own, strict=True):
-        lengths[i] = len(here)
-    counts: list[int] = ranks.all_gather(lengths.to(device)).sum(0).tolist()
-    held = [[i for i, block in enumerate(of.blocks) if block.owner == rank] for rank in range(ranks.size)]
-    totals = [sum(counts[i] for i in of_rank) for of_rank in held]
-    send = torch.cat([*own, torch.zeros(max(totals) - totals[ranks.rank], width, dtype=torch.int64, device=device)])
-    came = ranks.all_gather(send.reshape(-1)).view(ranks.size, -1, width)
-    result: list[torch.Tensor] = [send[:0]] * len(of.blocks)
-    for of_rank, blocks, total in zip(came, held, totals, strict=True):
-        for i, here in zip(blocks, of_rank[:total].split([counts[b] for b in blocks]), strict=True):
-            result[i] = here
-    return result
+    arrived = recut(of, ranks, merged, starts, of.blocks)
+    of.fill(arrived)

@@ -75,15 +75,16 @@ class IdMap(nn.Module):
     def __init__(self, original: Any, blocks: Sequence[Block], rank: int, device: torch.device) -> None:
         super().__init__()
         self.size = int(original._zch_size)
-        self.blocks = [block for block in blocks if block.size]
-        self.own = [i for i, block in enumerate(self.blocks) if block.owner == rank]
+        self._rank = rank
+        self.blocks_to_be: list[Block] | None = None
+        """Where its table's rows are by now: entries follow in the next forward."""
+        self._cut(blocks)
         self.policy: Policy = policy_of(original._eviction_policy)
         self.interval = int(original._eviction_interval)
         self.miss = int(original._output_global_offset) + self.size - 1
         self._settings = _settings_of(original)
         self._hash: Callable[..., torch.Tensor] | None = original._input_hash_func
         self._hash_size = int(original._input_hash_size)
-        self._cuts = list(accumulate((self.blocks[i].size for i in self.own), initial=0))
         self.entry_buffers = ["_mch_sorted_raw_ids", "_mch_remapped_ids_mapping"]
         self.entry_buffers += [f"_mch_{name}" for name in self.policy.metadata]
         self._elsewhere: dict[str, torch.Size] = {}
@@ -93,6 +94,33 @@ class IdMap(nn.Module):
         self._last_eviction: int = source._last_eviction_iter
         self._iter_version = -1 if self._step == -1 else self._counter._version
         self.history = self._history_of(source)
+
+    def _cut(self, blocks: Sequence[Block]) -> None:
+        self.blocks = [block for block in blocks if block.size]
+        self.own = [i for i, block in enumerate(self.blocks) if block.owner == self._rank]
+        self._cuts = list(accumulate((self.blocks[i].size for i in self.own), initial=0))
+
+    def cut(self, blocks: Sequence[Block], entries: Sequence[torch.Tensor]) -> None:
+        """Have other blocks.
+
+        Args:
+            entries: (N, fields) of each that this rank has.
+        """
+        self._cut(blocks)
+        for name in self.entry_buffers:
+            self._buffers[name] = self.raw_ids.new_empty(self._cuts[-1])
+        self.fill(entries)
+        self.blocks_to_be = None
+
+    def fields(self, block: int) -> torch.Tensor:
+        """(N, fields) of the entries of one of this rank's blocks."""
+        return torch.stack([self.entries(name, block) for name in self.entry_buffers], 1)
+
+    def fill(self, entries: Sequence[torch.Tensor]) -> None:
+        """Take the fields of all entries here, block by block."""
+        for column, name in enumerate(self.entry_buffers):
+            for i, fields in enumerate(entries):
+                self.entries(name, i).copy_(fields[:, column])
 
     def _take_buffers(self, original: Any, device: torch.device) -> None:
         """Every buffer of the original, cut where it has an element for each entry."""

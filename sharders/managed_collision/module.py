@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from dmp import Calls, ChunkedTensor, FusedParameter
+from dmp import Calls, ChunkedTensor, FusedParameter, ParameterSharding
 from sharders.embedding.batch import Ids
 from sharders.embedding.input_checks import check_batch
 from sharders.embedding.input_faults import Fault, Kind
 from sharders.embedding.keyed_ids import keyed_ids
-from sharders.embedding.table_module import TableModule
-from sharders.managed_collision.id_map import EMPTY, IdMap
+from sharders.embedding.table_module import ReshardedTables, TableModule
+from sharders.managed_collision.id_map import EMPTY, IdMap, blocks_of
 from sharders.managed_collision.remap import Remap
 from sharders.managed_collision.reset import Reset
 from sharders.managed_collision.travel import RawIds
@@ -147,6 +147,11 @@ class ShardedManagedCollision(nn.Module):
         for fused in self._embedding_module.fused_parameters():
             yield replace(fused, name=f"{TABLES}.{fused.name}")
 
+    def resharded(self, plan: Mapping[str, ParameterSharding]) -> ReshardedManagedCollision:
+        """Its tables under another plan: see `dmp.Resharded`; maps follow in the next forward."""
+        own = {name.removeprefix(f"{TABLES}."): entry for name, entry in plan.items()}
+        return ReshardedManagedCollision(self, self._embedding_module.resharded(own), own)
+
     def unsharded(self) -> nn.Module:
         """A plain module of the same structure: its tables on meta, its maps new ones."""
         kind, collection = self._unsharded_types
@@ -160,6 +165,34 @@ class ShardedManagedCollision(nn.Module):
             allow_in_place_embed_weight_update=self._in_place,
         )
         return made
+
+
+class ReshardedManagedCollision:
+    """A module's tables under another plan, beside those in force; a `dmp.Resharded`."""
+
+    def __init__(
+        self, module: ShardedManagedCollision, tables: ReshardedTables, plan: Mapping[str, ParameterSharding]
+    ) -> None:
+        self._module, self._tables, self._plan = module, tables, plan
+
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """One for each table."""
+        return {f"{TABLES}.{name}": parameter for name, parameter in self._tables.parameters().items()}
+
+    def chunked_state(self) -> Mapping[str, ChunkedTensor]:
+        """Pieces of every table that is cut, as views."""
+        return {f"{TABLES}.{name}": chunks for name, chunks in self._tables.chunked_state().items()}
+
+    def fused_parameters(self) -> Iterable[FusedParameter]:
+        """Tables that are updated in the backward pass; they keep their param groups."""
+        return [replace(fused, name=f"{TABLES}.{fused.name}") for fused in self._tables.fused_parameters()]
+
+    def take_place(self) -> nn.Module:
+        """The module, which is the same as before, looks up these from now on."""
+        engine = self._tables.take_place()._engine
+        for of, table in zip(self._module.maps, engine.tables, strict=True):
+            of.blocks_to_be = blocks_of(self._plan[table.parameter].layout, (table.rows, table.dim), engine.env)
+        return self._module
 
 
 def _with_values(features: Any, values: torch.Tensor) -> Any:

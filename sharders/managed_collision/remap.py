@@ -20,6 +20,7 @@ from dmp import InputError, ranks
 from sharders.embedding.header import Handshake, Header
 from sharders.embedding.input_faults import Fault, Kind
 from sharders.embedding.peers import Peers
+from sharders.managed_collision.entries import move
 from sharders.managed_collision.eviction import evict
 from sharders.managed_collision.id_map import IdMap
 from sharders.managed_collision.travel import Counts, RawIds, Travel
@@ -43,7 +44,6 @@ class Remap:
 
     Args:
         features: of each map, in the order in which batches have them.
-        num_blocks: for each map the blocks that each table rank has.
         peers: who exchanges, with shared gradients.
         content: text that must be equal on all ranks.
         tensor_axes: mesh axes along which ranks have the same batch.
@@ -52,13 +52,12 @@ class Remap:
     def __init__(
         self,
         features: Sequence[Sequence[str]],
-        num_blocks: Sequence[Sequence[int]],
         peers: Peers,
         content: str,
         tensor_axes: Sequence[str],
     ) -> None:
         self._map_of = [i for i, names in enumerate(features) for _ in names]
-        self._travel = Travel(self._map_of, num_blocks, peers)
+        self._travel = Travel(self._map_of, peers)
         self._peers = peers
         first_of = {data: i for i, data in reversed([*enumerate(peers.data_ranks)])}
         self._counted = [first_of[data] for data in sorted(first_of)]
@@ -87,6 +86,10 @@ class Remap:
         travel = self._travel
         with ranks.entry(self.handshake.forward, self._peers.exchange.group) as here, torch.no_grad():
             batch = self._meet(read, learns, device, here)
+            for of in maps:
+                if of.blocks_to_be is not None:
+                    move(of, self._peers.table, of.blocks_to_be)
+                    self._firsts = None
             route = travel.route(maps, batch, self._firsts, learns)
             counting = self._counting(maps, route.totals) if learns else None
             arrived = travel.exchange(batch, route, counting)

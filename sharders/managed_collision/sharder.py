@@ -37,15 +37,20 @@ class _ManagedCollisionSharder:
     Args:
         reset_evicted: a row whose raw id is evicted gets initial values, and its optimizer state is zero, as in
             TorchRec's sharded modules; by default it stays as it is, as in its unsharded ones.
-        validate, kernel: as of the tables' sharder.
+        options: of the tables' sharder.
     """
 
     type_name: str
     tables_sharder: type[TableSharder]
 
-    def __init__(self, *, reset_evicted: bool = False, validate: bool = True, kernel: str | None = None) -> None:
+    def __init__(self, *, reset_evicted: bool = False, **options: Any) -> None:
+        if options.get("sync_interval", 1) != 1:
+            raise ShardError(
+                f"sync_interval={options['sync_interval']!r} averages copies of tables that drift apart; copies whose "
+                "rows stand for ids of one map share gradients at every step: sync_interval=1"
+            )
         self._reset_evicted = reset_evicted
-        self._tables = self.tables_sharder(validate=validate, kernel=kernel)
+        self._tables = self.tables_sharder(**options)
 
     @property
     def module_type(self) -> type[nn.Module]:
@@ -98,10 +103,8 @@ class _ManagedCollisionSharder:
             original = collection._managed_collision_modules[config.name]
             maps[config.name] = IdMap(original, blocks, env.table_rank, device).train(original.training)
         peers = find_peers(env, True, by_stages=self._tables.is_pooled, transport=over_group)
-        num_blocks = [[sum(b.owner == r for b in of.blocks) for r in range(env.table_size)] for of in maps.values()]
         remap = Remap(
             [config.feature_names for config in configs],
-            num_blocks,
             peers,
             repr([(name, of.size, of.interval, of.blocks) for name, of in maps.items()]),
             env.axes("tensor"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -64,12 +65,11 @@ class Travel:
 
     Args:
         map_of: for each feature its map.
-        num_blocks: for each map the blocks that each table rank has.
         peers: who exchanges, with shared gradients.
     """
 
-    def __init__(self, map_of: Sequence[int], num_blocks: Sequence[Sequence[int]], peers: Peers) -> None:
-        self.map_of, self._num_blocks, self._peers = list(map_of), num_blocks, peers
+    def __init__(self, map_of: Sequence[int], peers: Peers) -> None:
+        self.map_of, self._peers = list(map_of), peers
         self._num = len(self.map_of)
         self.of_copy = [i in peers.by_table_rank for i in range(peers.exchange.size)]
         """Whether a rank of the exchange has to do with the same copy of the tables."""
@@ -104,7 +104,8 @@ class Travel:
             for rank, same in zip(peers.table_ranks, self.of_copy, strict=True)
         ]
         words = [word for of_rank in to for word in (*batch.counts, *of_rank, *own)]
-        sizes = [2 * num + sum(of_map[rank] for of_map in self._num_blocks) for rank in peers.table_ranks]
+        num_blocks = Counter(block.owner for of in maps for block in of.blocks)
+        sizes = [2 * num + num_blocks[rank] for rank in peers.table_ranks]
         send = torch.tensor(words, dtype=torch.int64, device=device)
         came = peers.exchange.all_to_all(send, [2 * num + len(own)] * peers.exchange.size, sizes).wait()
         told = [of_rank.tolist() for of_rank in came.split(sizes)]

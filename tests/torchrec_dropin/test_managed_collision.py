@@ -29,7 +29,7 @@ def _world(at: str) -> int:
 @pytest.mark.parametrize(("at", "layout", "options"), SAMPLE)
 def test_two_ranks(at: str, layout: str, options: dict[str, Any]) -> None:
     for filled in run_ranks(2, raw_ids.check, at, layout, **options):
-        assert all(n > 10 for n in filled)
+        assert min(filled) > 10, filled
 
 
 MANY = [
@@ -56,6 +56,6 @@ def test_every_plan(at: str, layout: str, policy: str) -> None:
     """Maps fill, ids are evicted; batches that grow, so that the history has no room for all; steps of evaluation."""
     for i, kind in enumerate(("ebc", "ec")):
         options: dict[str, Any] = {"kind": kind, "policy": policy, "interval": 3 - 2 * i, "modes": "ttettttte"}
-        options |= {"optimizer": "adagrad" if i else None, "sizes": (2, 6, 9) if i else (4,), "steps": 9}
+        options |= {"optimizer": "adagrad" if i else None, "sizes": (3, 8, 12) if i else (8,), "steps": 9}
         for filled in run_ranks(_world(at), raw_ids.check, at, layout, timeout=200, **options):
-            assert all(n > 10 for n in filled)
+            assert min(filled) > 10, filled
