@@ -92,7 +92,6 @@ class IdMap(nn.Module):
         self._take_buffers(source, device)
         self._step: int = source._current_iter
         self._last_eviction: int = source._last_eviction_iter
-        self._iter_version = -1 if self._step == -1 else self._counter._version
         self.history = self._history_of(source)
 
     def _cut(self, blocks: Sequence[Block]) -> None:
@@ -206,13 +205,12 @@ class IdMap(nn.Module):
             num_ids: of all ranks.
         """
         counter = self._counter
-        if self._step == -1 or self._iter_version != counter._version:  # new, or loaded: as a new one begins
-            self._step = self._last_eviction = int(counter.item())
-            if self._iter_version != -1:
-                self.history = History(self.history.room)
+        loaded = int(counter.item())
+        if self._step != loaded:  # new, or filled from a checkpoint: as a new one begins
+            self._step = self._last_eviction = loaded
+            self.history = History(self.history.room)
         self._step += 1
         counter += 1
-        self._iter_version = counter._version
         if self.history.room is None:
             self.history.room = int(num_ids * self.interval * _HISTORY_ROOM)
         kept = min(num_ids, self.history.room - self.history.taken)

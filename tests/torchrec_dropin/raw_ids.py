@@ -109,53 +109,70 @@ def loss_of(out: Any, samples: int) -> torch.Tensor:
     return sum((v.square() * torch.linspace(0.1, 0.5, v.shape[1])).sum() for v in values) / samples  # type: ignore[return-value]
 
 
+class Pair:
+    """One process with all ranks' batches, and the mesh, side by side.
+
+    Args:
+        model: wrapped already; made by default.
+        plain: the unsharded module; made by default.
+        options: of `make`.
+    """
+
+    def __init__(self, at: str, layout: str, plain: Any = None, model: Any = None, **options: Any) -> None:
+        self.env, self.options = env_of(at), options
+        self.plain = make(**options) if plain is None else plain
+        self.model = model or dmp.DistributedModelParallel(make(**options), env=self.env, plan=self.plan(layout))
+        assert {*self.model.state_dict()} == {*self.plain.state_dict()}
+        assert {n for n, _ in self.model.named_parameters()} == {n for n, _ in self.plain.named_parameters()}
+        self.ordinary = None
+        if options.get("optimizer") is None:
+            self.ordinary = [torch.optim.SGD(m.parameters(), lr=LR) for m in (self.plain, self.model)]
+
+    def plan(self, layout: str) -> dict[str, Any]:
+        """The tables' layouts."""
+        layouts = layouts_for(self.env)[layout]
+        shapes = enumerate((n, tuple(p.shape)) for n, p in self.plain.named_parameters())
+        return {n: layouts(i, shape, self.env) for i, (n, shape) in shapes}  # type: ignore[arg-type]
+
+    def step(self, step: int, size: int = 5, trains: bool = True) -> None:
+        """One batch through both; results, and what was learned, are the same."""
+        num, rank = self.env.data_size, self.env.place_of(self.env.rank, "replicate", "shard")
+        batches = [batch(step, r, size, self.options.get("weighted", False)) for r in range(num)]
+        for m in (self.plain, self.model):
+            m.train(trains)
+        expected, got = self.plain(joined(batches)), self.model(batches[rank])
+        for ours, theirs in zip(results(got, size, 0), results(expected, size, rank), strict=True):
+            torch.testing.assert_close(ours, theirs, msg=lambda m: f"step {step}: {m}")
+        if trains:
+            loss_of(expected, size * num).backward()
+            loss_of(got, size).backward()
+            for each in self.ordinary or ():
+                each.step()
+                each.zero_grad()
+            self.compare(step)
+
+    def compare(self, step: int) -> None:
+        """All weights, and of the maps every number."""
+        whole = dmp.full_state_dict(self.model)
+        for name, value in self.plain.state_dict().items():
+            torch.testing.assert_close(whole[name], value, msg=lambda m, n=name: f"{n} after step {step}: {m}")  # type: ignore[misc]
+
+    def filled(self) -> list[int]:
+        """How many ids each map has."""
+        empty = torch.iinfo(torch.int64).max
+        return [int((b != empty).sum()) for n, b in self.plain.named_buffers() if n.endswith("sorted_raw_ids")]
+
+
 def check(
-    at: str,
-    layout: str,
-    steps: int = 7,
-    modes: str = "",
-    sizes: tuple[int, ...] = (5,),
-    **options: Any,
-) -> tuple[int, int]:
-    """Train one process and the mesh, side by side; returns how many ids each map has at the end.
+    at: str, layout: str, steps: int = 7, modes: str = "", sizes: tuple[int, ...] = (5,), **options: Any
+) -> list[int]:
+    """Train both for some steps; returns how many ids each map has at the end.
 
     Args:
         modes: of each step: `t` trains (also where nothing is said), `e` evaluates.
         sizes: samples of each step, over and over.
     """
-    env = env_of(at)
-    data_rank, num = env.place_of(env.rank, "replicate", "shard"), env.data_size
-    weighted, optimizer = options.get("weighted", False), options.get("optimizer")
-    plain = make(**options)
-    layouts = layouts_for(env)[layout]
-    tables = [(n, p) for n, p in plain.named_parameters()]
-    plan = {n: layouts(i, tuple(p.shape), env) for i, (n, p) in enumerate(tables)}  # type: ignore[arg-type]
-    model = dmp.DistributedModelParallel(make(**options), env=env, plan=plan)
-    assert {*model.state_dict()} == {*plain.state_dict()}
-    plain_sgd, sgd = (torch.optim.SGD(m.parameters(), lr=LR) for m in (plain, model))
+    pair = Pair(at, layout, **options)
     for step in range(steps):
-        size = sizes[step % len(sizes)]
-        batches = [batch(step, r, size, weighted) for r in range(num)]
-        for m in (plain, model):
-            m.train(modes[step : step + 1] != "e")
-        expected, got = plain(joined(batches)), model(batches[data_rank])
-        for ours, theirs in zip(results(got, size, 0), results(expected, size, data_rank), strict=True):
-            torch.testing.assert_close(ours, theirs, msg=lambda m, s=step: f"step {s}: {m}")  # type: ignore[misc]
-        if not plain.training:
-            continue
-        loss_of(expected, size * num).backward()
-        loss_of(got, size).backward()
-        if optimizer is None:
-            for each in (plain_sgd, sgd):
-                each.step()
-                each.zero_grad()
-        compare(model, plain, step)
-    empty = torch.iinfo(torch.int64).max
-    return tuple(int((b != empty).sum()) for n, b in plain.named_buffers() if n.endswith("sorted_raw_ids"))  # type: ignore[return-value]
-
-
-def compare(model: nn.Module, plain: nn.Module, step: int) -> None:
-    """All weights, and of the maps every number."""
-    whole = dmp.full_state_dict(model)
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(whole[name], value, msg=lambda m, n=name: f"{n} after step {step}: {m}")  # type: ignore[misc]
+        pair.step(step, sizes[step % len(sizes)], modes[step : step + 1] != "e")
+    return pair.filled()
