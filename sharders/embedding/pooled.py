@@ -69,6 +69,7 @@ class PooledPath(Path[torch.Tensor]):
         grad = grads[0].to(self.dtype)
         if self.mean_columns:
             grad = grad.clone() if grad is grads[0] else grad
+            self._clip_means(grad)
             self._scale_means(call, grad)
         return grad
 
@@ -208,6 +209,20 @@ class PooledPath(Path[torch.Tensor]):
         """Columns of a local TBE's features, copied."""
         starts = [0, *accumulate(self.dims)]
         return torch.cat([grad[:, starts[f] : starts[f + 1]] for f in tbe.features], 1)
+
+    def _clip_means(self, grad: torch.Tensor) -> None:
+        """Clamp the gradient of means where an optimizer's options ask for it: as FBGEMM, before it is divided.
+
+        That of sums is clamped with the update, where it is the same.
+        """
+        placement = self.store.placement
+        starts = [0, *accumulate(self.dims)]
+        for tbe in self.store.tbes:
+            if tbe.bank.options.get("gradient_clipping"):
+                for f, feature in enumerate(placement.features):
+                    if feature.table in tbe.tables and placement.tables[feature.table].mean:
+                        columns = grad[:, starts[f] : starts[f + 1]]
+                        columns.copy_(tbe.bank.clipped(columns, self.factor))
 
     def _scale_means(self, call: Call, values: torch.Tensor) -> None:
         """Divide columns of mean features by the lengths of their bags, in place."""

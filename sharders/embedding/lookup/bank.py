@@ -171,15 +171,17 @@ class Bank:
         divisor = gcd(*(c.width for c in chunks)) or width
         return (self.weights if flat is None else flat).narrow(0, first, span).view(span // divisor, divisor)
 
-    def clipped(self, grad: Tensor) -> Tensor:
+    def clipped(self, grad: Tensor, factor: float = 1.0) -> Tensor:
         """The gradient of a lookup's results, its elements clamped where the optimizer's options ask for it.
 
-        As FBGEMM's `gradient_clipping`: before the gradients of a row are summed, and for mean pooling after each is
-        divided by the length of its bag.
+        As FBGEMM's `gradient_clipping`: before the gradients of a row are summed.
+
+        Args:
+            factor: by which the gradient is still to be multiplied.
         """
         if not self.options.get("gradient_clipping"):
             return grad
-        bound = float(self.options["max_gradient"])
+        bound = float(self.options["max_gradient"]) / factor
         return grad.clamp(-bound, bound)
 
     def step(self) -> None:
