@@ -18,6 +18,7 @@ from torch import nn
 
 from dmp import (
     DistributedModelParallel,
+    Layout,
     ShardingEnv,
     column_wise,
     data_parallel,
@@ -150,10 +151,14 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, env:
         optimizer.step()
 
 
+def table_plan(layout: str, env: ShardingEnv) -> dict[str, Layout]:
+    """The entries of a layout in `PLANS`."""
+    return dict(zip(TABLES, PLANS[layout](env.table_size), strict=True))
+
+
 def build(layout: str, kind: str, shape: tuple[int, ...], names: tuple[str, ...] | None, seed: int = 0) -> Any:
     env = ShardingEnv.from_mesh(mesh(shape, names))
-    plan = dict(zip(TABLES, PLANS[layout](env.table_size), strict=True))
-    return DistributedModelParallel(make(kind, seed), env, plan=plan)
+    return DistributedModelParallel(make(kind, seed), env, plan=table_plan(layout, env))
 
 
 def whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dmp import ShardingEnv, load_checkpoint, save_checkpoint
-from dmp.layouts.layout import Layout
+from dmp import load_checkpoint, save_checkpoint
 from tests.ranks import run_ranks
 from tests.state_jobs import (
     OPTIMIZERS,
@@ -22,6 +21,7 @@ from tests.state_jobs import (
     assert_same,
     build,
     dense_optimizer,
+    table_plan,
     train,
     whole,
 )
@@ -39,10 +39,6 @@ SAMPLE: list[tuple[str, str, list[tuple[str, str]]]] = [
     ("2x2", "rowwise_adagrad", [("mixed", "uneven")]),
     ("hosts", "sgd", [("table_row_wise", "column_wise")]),
 ]
-
-
-def table_plan(layout: str, env: ShardingEnv) -> dict[str, Layout]:
-    return dict(zip(TABLES, PLANS[layout](env.table_size), strict=True))
 
 
 def reshard_all(world: str, kind: str, pairs: list[tuple[str, str]], folder: str) -> list[str]:

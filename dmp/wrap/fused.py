@@ -53,6 +53,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Show others of the same names in the places of what there is; groups stay the dicts that they are."""
         for f in fused:
             self.fused[f.name] = f
+            self.params[f.name] = f.parameter
+        self.state.follow(self.fused.values())  # type: ignore[attr-defined]
         for group in self.param_groups:
             group["params"][:] = [self.fused[name].parameter for name in self._names[id(group)]]
 

@@ -9,6 +9,9 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from dmp.errors import ShardError
+from dmp.foreign import type_name
+from dmp.wrap.fused import FusedOptimizer
+from dmp.wrap.keyed import is_wrapper, parts
 
 
 def layers_of(given: Any) -> list[Optimizer]:
@@ -22,31 +25,36 @@ def layers_of(given: Any) -> list[Optimizer]:
     if isinstance(given, (list, tuple)):
         return [layer for each in given for layer in layers_of(each)]
     if not isinstance(given, Optimizer):
-        raise ShardError(f"expected an optimizer over the model's parameters, or a list of some; got {_kind(given)}")
-    inner = [getattr(given, "_optimizer", None), *(each[1] for each in getattr(given, "optimizers", ()))]
-    return [given, *(layer for each in inner if isinstance(each, Optimizer) for layer in layers_of(each))]
+        raise ShardError(
+            f"expected an optimizer over the model's parameters, or a list of some; got {type_name(given)}"
+        )
+    return [given, *(layer for each in _inside(given) for layer in layers_of(each))]
 
 
 def with_state(layers: Iterable[Optimizer]) -> list[Optimizer]:
-    """Those that hold state of their own, once each: a wrapper shows that of what it wraps."""
-    found: dict[int, Optimizer] = {}
-    for layer in layers:
-        if not isinstance(getattr(layer, "_optimizer", None), Optimizer) and not hasattr(layer, "optimizers"):
-            found.setdefault(id(layer), layer)
-    return list(found.values())
+    """The ordinary ones that hold state of their own, once each; a wrapper shows that of what it wraps."""
+    found = {id(part): part for layer in layers for part in parts(layer)}
+    return [part for part in found.values() if not isinstance(part, FusedOptimizer)]
 
 
-def replace_in_attributes(layers: Iterable[Optimizer], new: Mapping[int, nn.Parameter]) -> None:
-    """Put parameters in the places of others (by id) in lists and dicts that optimizers keep beside their groups."""
+def follow_parts(layers: Iterable[Optimizer], new: Mapping[int, nn.Parameter]) -> None:
+    """Have all hold what their groups do, in other attributes too: parameters in the places of others (by id), and
+    where a wrapper has them of its own, their state."""
     for layer in layers:
         for name, value in vars(layer).items():
-            if name in ("param_groups", "state"):
-                continue
-            if isinstance(value, list):
-                value[:] = [new.get(id(item), item) for item in value]
-            elif isinstance(value, dict):
+            if isinstance(value, dict) and name != "state":
                 value.update({key: new[id(item)] for key, item in value.items() if id(item) in new})
+            elif isinstance(value, list):
+                value[:] = [new.get(id(item), item) for item in value]
+        state = vars(layer).get("state")
+        if is_wrapper(layer) and type(state) is dict:  # of its own; most hold their part's
+            for old in [p for p in state if id(p) in new]:
+                state.pop(old)
+                state.update({p: part.state[p] for part in parts(layer) for p in [new[id(old)]] if p in part.state})
 
 
-def _kind(value: Any) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
+def _inside(optimizer: Optimizer) -> list[Optimizer]:
+    if not is_wrapper(optimizer):
+        return []
+    several: Any = getattr(optimizer, "optimizers", None)
+    return [optimizer._optimizer] if several is None else [each for _, each in several]  # type: ignore[attr-defined]

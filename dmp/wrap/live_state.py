@@ -22,6 +22,10 @@ class LiveState(MutableMapping[Any, Mapping[str, Any]]):
         self._fused = {f.parameter: f for f in fused}
         self._others: dict[Any, Mapping[str, Any]] = {}
 
+    def follow(self, fused: Iterable[FusedParameter]) -> None:
+        """Have the model update these from now on, in place of those that it did."""
+        self._fused = {f.parameter: f for f in fused}
+
     def __getitem__(self, parameter: Any) -> Mapping[str, Any]:
         if parameter in self._fused:
             return MappingProxyType(self._fused[parameter].state())

@@ -25,7 +25,7 @@ from dmp.wrap.agreement import check_agreement
 from dmp.wrap.assembly import Assembly, Owned, fused_parameters
 from dmp.wrap.carried import Carried, Parameter, fused_state, gradients, ordinary_state, parameters_of
 from dmp.wrap.earlier_optimizers import follow
-from dmp.wrap.given_optimizers import layers_of, replace_in_attributes, with_state
+from dmp.wrap.given_optimizers import follow_parts, layers_of, with_state
 from dmp.wrap.move_values import MovedBytes, move_values
 from dmp.wrap.next_plan import changed_sites, next_plan
 from dmp.wrap.remade import resharded
@@ -150,7 +150,6 @@ def _put(made: Assembly, ready: _Ready, layers: Sequence[Optimizer], plan: Shard
         p.take_over()
     for step in ready.then:
         step()
-    replace_in_attributes(layers, {id(p.old): p.new for p in ready.parameters})
     for owned, module, new in ready.sites:
         taken = new.take_place()
         if taken is not module:
@@ -160,4 +159,5 @@ def _put(made: Assembly, ready: _Ready, layers: Sequence[Optimizer], plan: Shard
             set_hook(taken, "calls", calls)
     made = replace(made, plan=plan)
     made.fused.follow(fused_parameters(made.module, made.owned))
+    follow_parts(layers, {id(p.old): p.new for p in ready.parameters})
     return made

@@ -1,0 +1,73 @@
+"""A running model's plan changes under what TorchRec's users have around it."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+from tests.ranks import run_ranks
+from tests.state_jobs import TABLES, assert_same, build, table_plan, train, whole
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+    from torchrec.optim.optimizers import in_backward_optimizer_filter
+    from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
+
+
+def wrapped_optimizers() -> None:
+    """An optimizer inside TorchRec's wrappers goes on: its state has moved, and every layer has the new parameters."""
+    runs = []
+    for changes in (True, False):
+        model: Any = build("row_wise", "none", (2,), None)
+        inner = KeyedOptimizerWrapper(dict(model.named_parameters()), lambda params: torch.optim.Adam(params, lr=0.01))
+        warm = WarmupOptimizer(inner, [WarmupStage(WarmupPolicy.LINEAR, max_iters=4, value=0.1)], lr=0.01)
+        train(model, warm, range(2), model.env)
+        if changes:
+            old = dict(model.named_parameters())
+            model.reshard(table_plan("table_wise", model.env), warm)
+            own = dict(model.named_parameters())
+            for layer in (warm, inner):
+                held = [p for group in layer.param_groups for p in group["params"]]
+                assert {id(own[name]) for name in TABLES} <= {*map(id, held)} & {*map(id, layer.params.values())}
+                assert not {id(old[name]) for name in TABLES} & {*map(id, held), *map(id, layer.params.values())}
+                assert all(own[name] in layer.state for name in TABLES)
+        train(model, warm, range(2, 4), model.env)
+        runs.append(whole(model, inner._optimizer))
+    assert_same(runs[0], runs[1], exact=False)
+
+
+def combined() -> None:
+    """All optimizers of a model as one, around the tables' own: it reads and steps as before."""
+    runs = []
+    for changes in (True, False):
+        model: Any = build("row_wise", "adagrad", (2,), None)
+        dense = KeyedOptimizerWrapper(
+            dict(in_backward_optimizer_filter(model.named_parameters())),
+            lambda params: torch.optim.AdamW(params, lr=0.01),
+        )
+        every = CombinedOptimizer([("tables", model.fused_optimizer), ("dense", dense)])
+        warm = WarmupOptimizer(every, [WarmupStage(WarmupPolicy.LINEAR, max_iters=4, value=0.1)], lr=0.05)
+        train(model, warm, range(2), model.env)
+        if changes:
+            model.reshard(table_plan("column_wise", model.env), warm)
+            own = dict(model.named_parameters())
+            for layer in (warm, every):
+                for name in TABLES:
+                    assert layer.params[f"tables.{name}"] is own[name]
+                    assert layer.state[own[name]]["sum"].offsets == model.state_dict()[name].offsets
+        train(model, warm, range(2, 4), model.env)
+        saved = warm.state_dict()["state"]
+        assert {f"tables.{name}" for name in TABLES} <= saved.keys()
+        runs.append(whole(model, dense._optimizer))
+    assert_same(runs[0], runs[1], exact=False)
+
+
+def test_combined_optimizers() -> None:
+    run_ranks(2, combined)
+
+
+def test_optimizers_in_torchrecs_wrappers() -> None:
+    run_ranks(2, wrapped_optimizers)
