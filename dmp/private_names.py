@@ -70,8 +70,10 @@ Managed collision, of TorchRec
   `_current_history_buffer_offset`: what a map has seen before it is sharded
 
 Others
-- `_embedding_names`, `_lengths_per_embedding`: of TorchRec's collections
+- `_embedding_names`, `_lengths_per_embedding`, `_feature_processors`: of TorchRec's collections
 - `_embedding_bag_collection`: where TorchRec's modules around a collection hold it
+- `torch.distributed._shard.metadata.ShardMetadata`,
+  `torch.distributed._shard.sharding_spec.api.EnumerableShardingSpec`: of which TorchRec's plans consist
 - `_ebc_sharder`, `_comm_precision`, `_loss_scale`: of TorchRec's sharders and codecs: what they were made with
 - `_set_module_context`, `_pipeline_model`, `_init_pipelined_modules`, `_create_context`, `_next_batch`,
   `_optimizer_step`, `_wait_for_batch`, `_copy_batch_to_gpu`, `_prefetch`, `_connect`: parts of TorchRec's pipelines,

@@ -21,6 +21,7 @@ from sharders.managed_collision.sharder import (
 from sharders.tensor_axis.batch_layout import gather_batch, slice_batch
 from sharders.tensor_axis.jagged import Jagged, dense_to_jagged, jagged_to_dense
 from sharders.tensor_parallel.sharder import TensorParallelSharder
+from sharders.torchrec.sharder import TorchRecSharder
 
 __all__ = [
     "DDPWrapper",
@@ -33,6 +34,7 @@ __all__ = [
     "ManagedCollisionEmbeddingBagCollectionSharder",
     "ManagedCollisionEmbeddingCollectionSharder",
     "TensorParallelSharder",
+    "TorchRecSharder",
     "default_sharders",
     "dense_to_jagged",
     "gather_batch",

@@ -130,6 +130,7 @@ PUBLIC = {
         "FSDPWrapper",
         "Jagged",
         "TensorParallelSharder",
+        "TorchRecSharder",
         "default_sharders",
         "dense_to_jagged",
         "gather_batch",

@@ -135,9 +135,11 @@ def check_layout(name: str, layout: Layout, sharder: ModuleSharder, info: Parame
     accepts = None if layout.is_dense else hook(sharder, "accepts")
     offered = list(dict.fromkeys(o.name for o in sharder.layouts(info, env)))
     if not (accepts(info, layout, env) if accepts else layout.name in offered):
+        why_not = None if layout.is_dense else hook(sharder, "why_not")
+        reason = why_not(info, layout, env) if why_not else ""
         raise PlanError(
             f"plan entry {name!r} = {layout}: {type(sharder).__name__} cannot run it for shape {info.shape} on this "
-            f"mesh; it offers {', '.join(offered)}",
+            f"mesh{reason and ': '}{reason}; it offers {', '.join(offered)}",
             table=name,
         )
 

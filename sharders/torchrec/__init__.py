@@ -2,5 +2,13 @@
 
 - `adopt`: which of ours stands for which of theirs, with its options
 - `wire_formats`: the codecs that their `qcomm_codecs_registry` names
-- `sharder`: `TorchRecSharder`, which runs what ours has no module for
+- `sharder`: `TorchRecSharder`, which runs what ours has no module for, by theirs
+- `sharding_types`: a layout as one of their sharding types
+- `refused`: what theirs gets wrong
+- `making`: a sharded module of theirs, made
+- `module`: that module in a wrapped model
+- `averages`: dense parts behind its tables
+- `batches`: batches before it sees them, and its results
+- `local_shards`: what this rank holds of its state
+- `fused_tables`: the tables that it updates in its backward pass
 """
