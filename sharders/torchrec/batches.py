@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from dmp import InputError
-from sharders.embedding.collections import keyed_ids
 from sharders.embedding.input_checks import check_batch
+from sharders.embedding.keyed_ids import keyed_ids
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def prepared(values: Sequence[Any], collections: Sequence[Collection], takes_wei
             raise InputError("a batch size of its own for each feature is not supported by TorchRecSharder")
         order: dict[str, None] = {}
         for collection in _read_of(features, collections, alone=len(keyed) == 1):
-            ids = keyed_ids(features, list(collection.features), collection.is_weighted and takes_weights)
+            ids = keyed_ids(features, list(collection.features), collection.is_weighted and takes_weights, False)
             check_batch(ids, collection.rows, True)
             order |= dict.fromkeys(collection.features)
         result[i] = _in_order(features, list(order))

@@ -16,9 +16,9 @@ from dmp import (
     ShardingEnv,
     type_name,
 )
-from sharders.embedding.lookup.optimizers import OptimizerSpec, optimizer_of
+from sharders.embedding.lookup.given_optimizers import optimizer_of, spec_of_fused_params
+from sharders.embedding.lookup.optimizers import OptimizerSpec
 from sharders.torchrec.batches import collections_in
-from sharders.torchrec.fused_params import optimizer_of_fused_params
 from sharders.torchrec.fused_tables import apply_in_backward
 from sharders.torchrec.making import Recipe, with_room
 from sharders.torchrec.module import TorchRecModule
@@ -147,5 +147,5 @@ class TorchRecSharder:
 
     def _spec(self, parameter: nn.Parameter, name: str) -> OptimizerSpec | None:
         """The optimizer that runs in the backward pass: the parameter's own, else that of the sharder."""
-        given = getattr(self._theirs, "fused_params", None)
-        return optimizer_of(parameter, name) or optimizer_of_fused_params(given, self._who)
+        given = getattr(self._theirs, "fused_params", None) or {}
+        return optimizer_of(parameter, name) or spec_of_fused_params(given, f"{self._who}: fused_params")
