@@ -10,7 +10,7 @@ on another needs no more. It holds no process group; ranks without a chunk know 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -235,6 +235,12 @@ class ChunkedTensor(torch.Tensor):
         if func is aten.new_empty.default:
             dtype, device = kwargs.get("dtype") or self.dtype, kwargs.get("device") or self.device
             return ChunkedTensor(args[1], [], [], dtype, device)
+        if func in (aten.all.default, aten.any.default):
+            of_chunks = [func(c) for c in self.chunks]
+            return func(torch.stack(of_chunks)) if of_chunks else torch.tensor(func is aten.all.default)
+        if torch.Tag.pointwise in func.tags:
+            result = _pointwise(func, args, kwargs)
+            return self if func._schema.is_mutable else result
         raise NotImplementedError(
             f"{func} does not work on a ChunkedTensor, which is for state dicts only; "
             "use full_state_dict(model) for plain tensors, or its .chunks"
@@ -255,6 +261,31 @@ class ChunkedTensor(torch.Tensor):
 
 
 _PER_CHUNK = [op.default for op in (aten.detach, aten.alias, aten.clone, aten.zeros_like, aten.empty_like)]
+
+
+def _pointwise(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ChunkedTensor:
+    """`func` of chunk and chunk, as states of one plan are compared; each rank compares what it holds.
+
+    Raises:
+        NotImplementedError: another tensor of which this rank holds other rectangles.
+    """
+    chunked = [a for a in args if isinstance(a, ChunkedTensor)]
+    first = chunked[0]
+    rectangles = [[(o, c.shape) for o, c in zip(t.offsets, t.chunks, strict=True)] for t in chunked]
+    others = [a for a in args if isinstance(a, torch.Tensor) and not isinstance(a, ChunkedTensor) and a.dim()]
+    if others or any(own != rectangles[0] for own in rectangles):
+        what = "a tensor that is whole" if others else "one with other chunks"
+        raise NotImplementedError(
+            f"{func} of a ChunkedTensor and {what}: it works chunk by chunk; full_state_dict(model) gives plain tensors"
+        )
+
+    def of_each(take: Callable[[ChunkedTensor], torch.Tensor]) -> torch.Tensor:
+        result: torch.Tensor = func(*(take(a) if isinstance(a, ChunkedTensor) else a for a in args), **kwargs)
+        return result
+
+    results = [of_each(lambda a, i=i: a.chunks[i]) for i in range(len(first.chunks))]  # type: ignore[misc]
+    dtype = (results or [of_each(lambda a: torch.empty(0, dtype=a.dtype, device=a.device))])[0].dtype
+    return ChunkedTensor(first.size(), results, first.offsets, dtype, first.device, first.places)
 
 
 def _cut(chunk: torch.Tensor, num_bytes: int) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:

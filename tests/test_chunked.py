@@ -79,7 +79,7 @@ def test_operations_of_a_state_dict() -> None:
     assert ChunkedTensor((6, 8), [], []).to(torch.float64).dtype == torch.float64
     assert t.new_empty((2, 2)).shape == (2, 2)
     with pytest.raises(NotImplementedError, match="full_state_dict"):
-        t + 1
+        t.sum()
 
 
 def test_pieces_are_not_pickled_and_can_be_copied() -> None:
@@ -131,3 +131,16 @@ def test_overlap() -> None:
     target = torch.zeros(3, 3)
     copy_overlap(target, (0, 0), torch.ones(3, 3), (1, 2))
     assert target.sum() == 2 and target[1, 2] == 1 and target[2, 2] == 1
+
+
+def test_states_in_one_layout_are_compared_chunk_by_chunk() -> None:
+    def held(*values: float, at: Sequence[tuple[int, int]] = ((0, 0), (2, 0))) -> ChunkedTensor:
+        return ChunkedTensor((4, 2), [torch.full((1, 2), value) for value in values], at[: len(values)])
+
+    torch.testing.assert_close(held(1, 2), held(1, 2), rtol=0, atol=0)
+    assert not (held(1, 2) == held(1, 3)).all() and bool((held(1, 2) == held(1, 3)).any())
+    assert bool((held() == held()).all()) and (held() == held()).dtype == torch.bool
+    assert torch.equal((held(1, 2) * 2).chunks[1], torch.full((1, 2), 4.0))
+    for other in (torch.ones(4, 2), held(1), held(1, 2, at=((0, 0), (1, 0)))):
+        with pytest.raises(NotImplementedError, match="chunk by chunk"):
+            held(1, 2) == other  # noqa: B015
