@@ -80,6 +80,12 @@ def test_none() -> None:
             {"lr": 0.1, "weight_decay": 0.2, "weight_decay_mode": WeightDecayMode.L2, "max_norm": 1.0},
             OptimizerSpec.make("rowwise_adagrad", lr=0.1, weight_decay=0.2, weight_decay_mode="l2", max_norm=1.0),
         ),
+        # its own step would decay every row; TorchRec runs it by FBGEMM, which does not without a mode, and we say so
+        (
+            torchrec.optim.RowWiseAdagrad,
+            {"lr": 0.1, "weight_decay": 0.2},
+            OptimizerSpec.make("rowwise_adagrad", lr=0.1, weight_decay=0.2),
+        ),
         (
             torchrec.optim.RowWiseAdagrad,
             {"lr": 0.1, "gradient_clipping": True, "max_gradient": 0.5},
@@ -104,7 +110,6 @@ def test_reads(cls: type, kwargs: dict[str, Any], expected: OptimizerSpec) -> No
         (torch.optim.SGD, {"lr": 0.1, "maximize": True}, "maximize=True"),
         (torch.optim.AdamW, {}, "torch.optim.adamw.AdamW"),
         (torch.optim.RMSprop, {}, "RMSprop"),
-        (torchrec.optim.RowWiseAdagrad, {"weight_decay": 0.1}, "weight_decay_mode"),
         (torchrec.optim.RowWiseAdagrad, {"lr_decay": 0.1}, "lr_decay=0.1"),
         (torchrec.optim.Adam, {"ensemble_mode": 1}, "ensemble_mode"),
     ],
@@ -129,6 +134,19 @@ def test_refuses_two() -> None:
     _apply_optimizer_in_backward(torch.optim.Adam, [parameter], {})
     with pytest.raises(ShardError, match="got 2"):
         optimizer_of(parameter, "t")
+
+
+def test_row_wise_adagrad_is_said_to_have_no_weight_decay(said: pytest.LogCaptureFixture) -> None:
+    optimizer_of(with_optimizer(torchrec.optim.RowWiseAdagrad, weight_decay=0.2), "t")
+    assert "weight_decay=0.2 without a weight_decay_mode" in said.text
+
+
+def test_a_sharders_options_lie_beneath_a_tables() -> None:
+    """As TorchRec merges them: by what is given, whatever the defaults are."""
+    own = optimizer_of(with_optimizer(torch.optim.Adagrad, lr=0.1), "t")
+    sharders = spec_of_fused_params({"learning_rate": 0.5, "eps": 0.25, "gradient_clipping": True, "beta1": 0.5})
+    assert own is not None and sharders is not None
+    assert own.over(sharders) == OptimizerSpec.make("adagrad", lr=0.1, eps=0.25, gradient_clipping=True)
 
 
 FUSED: list[tuple[dict[str, Any], OptimizerSpec | None, str]] = [

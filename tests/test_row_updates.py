@@ -147,3 +147,20 @@ def test_as_fbgemm_where_its_cpu_runs_it(options: dict[str, Any], kernel: str) -
         lookup.update_pooled(grad, *batch.arguments())
         for table, own in enumerate(module.split_embedding_weights()):
             assert_close(bank.chunk_view(table, 0), own)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["lamb", "lamb_decay", "partial_lamb", "lars", "lars_decay"])
+def test_a_row_that_is_divided_by_zero_rests(name: str, dtype: torch.dtype) -> None:
+    """Gradients of zero, and rows of zeros: FBGEMM's formula gives NaN for the first."""
+    bank, lookup = make(MIXED, dtype, CASES[name].spec, None)
+    batch = make_batch(lookup, 6)
+    before = bank.weights.clone()
+    for weights in (before, torch.zeros_like(before)):
+        bank.weights.copy_(weights)
+        bank.step()
+        lookup.update_pooled(torch.zeros(6, lookup.num_columns, dtype=dtype), *batch.arguments())
+        if "decay" not in name:
+            assert torch.equal(bank.weights, weights)
+        lookup.update_pooled(torch.ones(6, lookup.num_columns, dtype=dtype), *batch.arguments())
+        assert bank.weights.isfinite().all() and all(tensor.isfinite().all() for tensor in bank.state.values())

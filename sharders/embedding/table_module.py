@@ -325,12 +325,16 @@ class TableSharder:
     def _updated(self, table: Table, kernel: str | None) -> Table:
         """A table with the optimizer that the sharder, or the kernel of its plan's entry, gives to one without.
 
+        One that has its own takes what only the sharder's options say, as under TorchRec.
+
         Args:
             kernel: see `ParameterSharding`.
         """
         optimizer = None if kernel == "dense" else self.optimizer
-        if not table.trainable or table.optimizer is not None or (optimizer is None and kernel != "fused"):
+        if not table.trainable or ((optimizer or table.optimizer) is None and kernel != "fused"):
             return table
+        if table.optimizer is not None:
+            return table if self.optimizer is None else replace(table, optimizer=table.optimizer.over(self.optimizer))
         if optimizer is None:
             _say_once(
                 "the plan says that tables are fused, and nobody gave them an optimizer: they are updated in the "

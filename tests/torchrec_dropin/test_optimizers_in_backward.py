@@ -14,7 +14,7 @@ from torch import nn
 
 import dmp
 from dmp import DistributedModelParallel, ShardingEnv, column_wise, data_parallel, row_wise, table_wise
-from tests.equality import LR, env_of, layouts_for, make_batch, make_module
+from tests.equality import LR, attach, env_of, layouts_for, make_batch, make_module
 from tests.ranks import run_ranks
 from tests.results import is_empty, loss_of
 from tests.row_oracles import CASES, Case
@@ -192,3 +192,15 @@ def averaged() -> None:
 
 def test_replicas_that_are_averaged() -> None:
     run_ranks(2, averaged)
+
+
+def test_options_of_a_sharder_reach_tables_with_an_optimizer_of_their_own() -> None:
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+
+    module, sharder = (
+        make_module("ebc"),
+        EmbeddingBagCollectionSharder({"gradient_clipping": True, "learning_rate": 9.0}),
+    )
+    attach(module, "adagrad")
+    (group,) = DistributedModelParallel(module, ShardingEnv.single(), sharders=[sharder]).fused_optimizer.param_groups
+    assert (group["gradient_clipping"], group["lr"], group["eps"]) == (True, LR, 1e-10)

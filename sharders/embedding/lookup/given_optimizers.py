@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from enum import Enum
 from functools import cache
 from typing import Any
@@ -120,7 +121,7 @@ def optimizer_of(parameter: Tensor, name: str) -> OptimizerSpec | None:
             f"{where} came with the options {sorted(unknown)}; a sharded table knows "
             f"{sorted(optimizer.defaults)}. Leave the others out, {_ADVICE}"
         )
-    return OptimizerSpec.make(optimizer.name, **options)
+    return replace(OptimizerSpec.make(optimizer.name, **options), given=tuple(given.items()))
 
 
 def spec_of_fused_params(fused_params: Mapping[str, Any], where: str = "fused_params") -> OptimizerSpec | None:
@@ -158,14 +159,6 @@ def _of_torchrec_class(
     own = {k: v for k, v in live.items() if k not in _IGNORED and k not in ("lr_decay", "maximize")}
     if "learning_rate" in given and "lr" not in given:
         own.pop("lr", None)
-    has_two_meanings = bool(own.get("weight_decay")) and "weight_decay_mode" not in given
-    if has_two_meanings:
-        raise ShardError(
-            f"{where} with weight_decay={own['weight_decay']!r} and no weight_decay_mode adds it to the gradient of "
-            "every row as it stands, and is left without it by FBGEMM, which TorchRec runs in its place. Give FBGEMM's "
-            "weight_decay_mode=WeightDecayMode.L2 or DECOUPLE for a weight decay of the batch's rows, or "
-            f"weight_decay=0, {_ADVICE}"
-        )
     wrong = {k: NOT_OF_ROWS[k] for k in ("lr_decay", "maximize")}
     _refuse(wrong, {**given, **live}, where)
     given = {k: v for k, v in given.items() if k not in wrong}
@@ -176,18 +169,17 @@ def _in_words_of_fbgemm(
     optimizer: RowOptimizer, given: Mapping[str, Any], own: Mapping[str, Any], where: str
 ) -> OptimizerSpec:
     """A spec with FBGEMM's defaults below what is given, and `own` above it."""
-    options = {**_options_in(optimizer, given, where), **own}
+    named = _options_in(optimizer, given, where)
+    options = {**named, **own}
+    for each in (named, options):
+        if "weight_decay_mode" in each:
+            each["weight_decay_mode"] = _decay_mode(each["weight_decay_mode"], where)
     base = {k: v for k, v in _DEFAULTS.items() if k in optimizer.defaults}
     known = {k: v for k, v in options.items() if k in optimizer.defaults}
-    if "weight_decay_mode" in options:
-        options["weight_decay_mode"] = _decay_mode(options["weight_decay_mode"], where)
-        if "weight_decay_mode" in known:
-            known["weight_decay_mode"] = options["weight_decay_mode"]
     for key, value in known.items():
         _check_value(key, value, where)
-    spec = OptimizerSpec.make(optimizer.name, **{**base, **known})
-    _say_what_differs(spec, options)
-    return spec
+    _say_what_differs(spec := OptimizerSpec.make(optimizer.name, **{**base, **known}), options)
+    return replace(spec, given=tuple(named.items()))
 
 
 def _options_in(optimizer: RowOptimizer, given: Mapping[str, Any], where: str) -> dict[str, Any]:

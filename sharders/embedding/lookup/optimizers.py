@@ -9,7 +9,7 @@ kernels, to `model.fused_optimizer` and checkpoints, and, by the bytes of its st
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -50,6 +50,9 @@ class OptimizerSpec:
     options: tuple[tuple[str, Any], ...]
     """Every option with its value, sorted by name."""
 
+    given: tuple[tuple[str, Any], ...] = field(default=(), compare=False)
+    """Options that a user has given, rather than left as they are by default; of other optimizers too."""
+
     @classmethod
     def make(cls, kind: str, **options: Any) -> OptimizerSpec:
         """A spec with the optimizer's defaults for the options not given.
@@ -68,6 +71,13 @@ class OptimizerSpec:
     def optimizer(self) -> RowOptimizer:
         """What is known of it."""
         return OPTIMIZERS[self.kind]
+
+    def over(self, other: OptimizerSpec) -> OptimizerSpec:
+        """The same with options that are given to `other` and not here: as TorchRec merges a sharder's, a table's."""
+        own = dict(self.given)
+        more = {k: v for k, v in other.given if k not in own and k in self.optimizer.defaults}
+        merged = OptimizerSpec.make(self.kind, **{**dict(self.options), **more})
+        return replace(merged, given=(*self.given, *more.items()))
 
     def param_group(self) -> dict[str, Any]:
         """The options as a fresh dict, to be changed by schedulers."""
