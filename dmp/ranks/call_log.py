@@ -23,12 +23,12 @@ class Sequence:
         key: the same text for the same ranks, on all of them.
         ranks: of the default group.
         number: of the last entry that was begun.
-        backwards: names of the backward passes since the ranks last compared them.
+        backwards: names of the backward passes since the ranks last compared them, and the number of the call of each.
     """
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
         self.key, self.ranks, self.number = shown(ranks), ranks, 0
-        self.backwards: list[str] = []
+        self.backwards: list[tuple[str, int]] = []
 
 
 class Entry:

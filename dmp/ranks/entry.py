@@ -21,23 +21,23 @@ class entry:
     Args:
         name: for messages, as in "rank 1 is in ...": `the forward of 'sparse'`.
         group: None for this process alone.
-        is_backward: it is a backward pass, of which each rank keeps the name until `take_backwards`.
+        backward_of: it is the backward pass of the call of this number, which each rank notes until `take_backwards`.
 
     Raises:
         RanksError: the ranks are in different calls.
         PeerLost: one of them is gone.
     """
 
-    __slots__ = ("_entry", "_is_backward", "_name", "_sequence")
+    __slots__ = ("_backward_of", "_entry", "_name", "_sequence")
 
-    def __init__(self, name: str, group: dist.ProcessGroup | None, *, is_backward: bool = False) -> None:
-        self._name, self._is_backward = name, is_backward
+    def __init__(self, name: str, group: dist.ProcessGroup | None, *, backward_of: int | None = None) -> None:
+        self._name, self._backward_of = name, backward_of
         self._sequence = None if group is None else call_log.sequence_of(group)
 
     def __enter__(self) -> entry:
         self._entry = None if self._sequence is None else call_log.begin(self._name, self._sequence)
-        if self._entry is not None and self._is_backward:
-            self._entry.sequence.backwards.append(self._name)
+        if self._entry is not None and self._backward_of is not None:
+            self._entry.sequence.backwards.append((self._name, self._backward_of))
         return self
 
     def __exit__(
@@ -56,8 +56,8 @@ class entry:
         """Of this entry among its ranks'; 0 without a group."""
         return 0 if self._entry is None else self._entry.number
 
-    def take_backwards(self) -> list[str]:
-        """Names of the backward passes that this rank has run since the last time."""
+    def take_backwards(self) -> list[tuple[str, int]]:
+        """Names of the backward passes that this rank has run since the last time, and of which call each was."""
         if self._entry is None:
             return []
         taken = self._entry.sequence.backwards

@@ -59,6 +59,7 @@ class Call:
         batch_sizes: of each rank: one for all features, or one for each.
         is_training: the tables get gradients.
         wants_weight_gradient: the per-id weights do.
+        number: the same on all ranks, and higher than of calls begun before; 0 where there is one rank.
         kept: see `once_per_call`.
     """
 
@@ -71,6 +72,7 @@ class Call:
     batch_sizes: list[tuple[int, ...]]
     is_training: bool
     wants_weight_gradient: bool
+    number: int = 0
     kept: dict[Any, Any] = field(default_factory=dict)
 
     @property

@@ -10,6 +10,7 @@ A module called twice in a step is updated once for each call, in the order of t
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -92,6 +93,7 @@ class Engine:
         self._rows = [self.tables[f.table].rows for f in self.placement.features]
         self._trainable = [t.trainable for t in tables]
         self.places: list[tuple[dict[str, Any], str]] = []  # of the parameters in the module, set by it
+        self._open: dict[int, weakref.ref[Call]] = {}  # calls that were begun and not finished, by their numbers
         self.is_replaced = False
         """Whether the module has tables of another plan by now: what was begun before has nowhere to go."""
         self._compile(device)
@@ -128,6 +130,7 @@ class Engine:
         """Own storage; placement and process groups are shared."""
         new = copy.copy(self)
         memo[id(self)] = new
+        new._open = {}
         new.handshake = copy.copy(self.handshake)
         new.store = copy.deepcopy(self.store, memo)
         new._compile(self.device)
@@ -161,7 +164,7 @@ class Engine:
             headers = self._meet(ready, is_training, problem, here)
             assert ready is not None, "what was wrong has been raised"
             words = [header.words for header in headers]
-            return Call(
+            call = Call(
                 self.path,
                 ready.whole,
                 ready.batch,
@@ -171,7 +174,10 @@ class Engine:
                 [header.batch_sizes for header in headers],
                 is_training,
                 ready.wants_weight_gradient,
+                here.number,
             )
+            self._open[call.number] = weakref.ref(call)
+            return call
 
     def can_finish(self, call: Call) -> bool:
         """Whether this module has begun the call, as it is now, and wants the gradients that it wanted then."""
@@ -205,7 +211,8 @@ class Engine:
                 f"{self.name} finishes a call that it has not begun, or that it began before it was moved, cast, "
                 "copied or resharded; begin the batch again"
             )
-        with ranks.entry(self.handshake.forward, self.peers.exchange.group):
+        with ranks.entry(f"{self.handshake.lookup}, call {call.number}", self.peers.exchange.group) as here:
+            self._take_turn(call, here)
             self.store.take_back(self.name)
             parameters = self.store.parameters if call.is_training or call.wants_weight_gradient else ()
             weights = call.batch.weights if call.wants_weight_gradient else None
@@ -215,6 +222,19 @@ class Engine:
                 results = gather_rows(results, cuts, self.tensor)
             by_feature: list[torch.Tensor] = self.path.split(call.whole, results)
             return by_feature
+
+    def _take_turn(self, call: Call, here: ranks.entry) -> None:
+        """Calls are finished in the order they were begun; out of it, or after one that was dropped, the ranks meet.
+
+        Else one could look up another call than the others, with the same sizes and for wrong numbers.
+
+        Raises:
+            RanksError: they finish different calls.
+        """
+        if next(iter(self._open), None) != call.number and self.peers.exchange.size > 1:
+            self.handshake.take_turn(f"finishes call {call.number}", self.device, here)
+            self._open = {n: of for n, of in self._open.items() if n > call.number or of() is not None}
+        self._open.pop(call.number, None)
 
     def check_parameters(self) -> None:
         """Whether the module's parameters are those that are looked up and updated here; their values may be others.
@@ -297,7 +317,7 @@ class _Lookup(torch.autograd.Function):
     def forward(
         ctx: Any, engine: Engine, call: Call, weights: torch.Tensor | None, *parameters: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.engine, ctx.call = engine, call
+        ctx.engine, ctx.call, ctx.number, ctx.is_again = engine, call, call.number, False
         # No views, to autograd: they may be changed in place, as the unsharded module's results.
         return tuple(result.data for result in call.path.forward(call))
 
@@ -310,13 +330,16 @@ class _Lookup(torch.autograd.Function):
                 f"{engine.name} is asked for gradients of a forward from before model.reshard(plan), which has moved "
                 "its tables: their update would be lost. Finish the backward pass first, or run the forward again"
             )
-        way_back = ranks.entry(engine.handshake.backward, engine.peers.exchange.group, is_backward=True)
+        way_back = ranks.entry(engine.handshake.backward, engine.peers.exchange.group, backward_of=ctx.number)
         with engine.calls.backward, way_back:
             if ctx.call is None:
                 raise RuntimeError(
                     f"a second backward through {engine.name}, whose batch the first has let go; "
                     "give the first retain_graph=True"
                 )
+            if ctx.is_again and engine.peers.exchange.size > 1:
+                engine.handshake.take_turn(f"goes back through call {ctx.number} again", engine.device, way_back)
+            ctx.is_again = True
             gradients = ctx.call.path.backward(ctx.call, grads)
             if not torch._C._autograd._get_current_graph_task_keep_graph():
                 ctx.call = None

@@ -21,6 +21,9 @@ from sharders.embedding.input_faults import Fault, Kind, packed, unpacked
 _WORDS = 11
 """Fingerprint, number of the entry, digest of backward passes; batch size, words, flags, checksum; fault (4)."""
 
+_OUT_OF_TURN = 1 << 56
+"""Set in the fingerprint of `take_turn`, which has 56 bits."""
+
 _PER_FEATURE = -1
 """In place of the batch size: each feature has its own."""
 
@@ -99,7 +102,8 @@ class Handshake:
     def rename(self, name: str) -> None:
         """Set the module's name, which is part of what is compared."""
         self.name = name
-        self.forward, self.backward = f"the forward of {name!r}", f"the backward of {name!r}"
+        self.forward, self.lookup = f"the forward of {name!r}", f"the lookup of {name!r}"
+        self.backward = f"the backward of {name!r}"
         """Names of the calls, for messages."""
         digest = hashlib.sha256((name + self._content).encode()).digest()
         self._fingerprint = int.from_bytes(digest[:7], "big")
@@ -119,15 +123,12 @@ class Handshake:
             headers = list(mine)
         else:
             backwards = here.take_backwards()
-            digest = zlib.crc32("\n".join(backwards).encode())
-            packed = [word for header in mine for word in header.packed(self._fingerprint, here.number, digest)]
-            sizes = [_WORDS] * self.size
-            send = torch.tensor(packed, dtype=torch.int64, device=device)
-            words = self.channel.all_to_all(send, sizes, sizes).wait().view(self.size, _WORDS).tolist()
+            digest = zlib.crc32(repr(backwards).encode())
+            words = self._send([h.packed(self._fingerprint, here.number, digest) for h in mine], device)
             here.align(max(w[1] for w in words))
             if any(w[0] != self._fingerprint for w in words):
                 self._of_all_copies((self.rank_names[0], Fault(Kind.ELSEWHERE)), device)
-                self._raise_mismatch()
+                self._raise_mismatch("begins a batch")
             if any(w[2] != digest for w in words):
                 self._of_all_copies((self.rank_names[0], Fault(Kind.ELSEWHERE)), device)
                 self._raise_parted_backwards(backwards)
@@ -148,6 +149,29 @@ class Handshake:
         if any(header.batch_sizes == (_PER_FEATURE,) for header in headers):
             return self._with_sizes(headers, mine[0].batch_sizes, device)
         return headers
+
+    def take_turn(self, doing: str, device: torch.device, here: ranks.entry) -> None:
+        """Meet before what is unusual, lest another rank do something else in its place; one exchange.
+
+        Args:
+            doing: what is to be done, as in "finishes call 3".
+            device, here: as of `exchange`.
+
+        Raises:
+            RanksError: on every rank: they do something else.
+        """
+        turn, digest = self._fingerprint ^ _OUT_OF_TURN, zlib.crc32(doing.encode())
+        words = self._send([[turn, here.number, digest, *[0] * (_WORDS - 3)]] * self.size, device)
+        here.align(max(w[1] for w in words))
+        if any(w[0] != turn or w[2] != digest for w in words):
+            self._raise_mismatch(doing)
+
+    def _send(self, rows: Sequence[Sequence[int]], device: torch.device) -> list[list[int]]:
+        """A row of `_WORDS` to each rank; theirs."""
+        send = torch.tensor(rows, dtype=torch.int64, device=device).view(-1)
+        sizes = [_WORDS] * self.size
+        came: list[list[int]] = self.channel.all_to_all(send, sizes, sizes).wait().view(self.size, _WORDS).tolist()
+        return came
 
     def _with_sizes(self, headers: Sequence[Header], mine: tuple[int, ...], device: torch.device) -> list[Header]:
         """The headers, with a batch size for each feature; one exchange."""
@@ -187,10 +211,12 @@ class Handshake:
                     "sharders.gather_batch(batch, env) makes one batch of them"
                 )
 
-    def _raise_parted_backwards(self, mine: list[str]) -> None:
+    def _raise_parted_backwards(self, mine: list[tuple[str, int]]) -> None:
         """A backward pass has no header: where the sizes fit, ranks have taken each other's gradients for their own."""
         told = ranks.gather_objects("the forward after different backward passes", mine, self.channel.group)
-        texts = [", ".join(names) or "none" for names in told]
+        by_name = [", ".join(name for name, _ in of_rank) or "none" for of_rank in told]
+        by_call = [", ".join(f"{name}, call {number}" for name, number in of_rank) for of_rank in told]
+        texts = by_call if len(set(by_name)) == 1 else by_name
         raise ranks.RanksError(
             "the ranks have run different backward passes since the forward before this one: "
             + "; ".join(f"rank {name}: {text}" for name, text in zip(self.rank_names, texts, strict=True))
@@ -198,13 +224,20 @@ class Handshake:
             "same tables on every rank"
         )
 
-    def _raise_mismatch(self) -> None:
-        told = ranks.gather_objects("the forward of different modules", (self.name, self._content), self.channel.group)
-        for rank, (name, _) in enumerate(told):
-            if told[rank] != told[0]:
+    def _raise_mismatch(self, doing: str) -> None:
+        """What each rank does, where headers of different calls have met."""
+        mine = self.name, self._content, doing
+        told = ranks.gather_objects("the forward of different modules", mine, self.channel.group)
+        for rank, (name, content, does) in enumerate(told):
+            if (name, content) != told[0][:2]:
                 what = f"calls {name!r}" if name != told[0][0] else f"has other tables or layouts in {name!r}"
                 raise InputError(
                     f"ranks are not at the same module: rank 0 calls {told[0][0]!r}, rank {rank} {what}; every rank "
                     "must run the same modules in the same order, with the same plan"
+                )
+            if does != told[0][2]:
+                raise ranks.RanksError(
+                    f"ranks are not at the same call of {name!r}: rank 0 {told[0][2]}, rank {rank} {does}; every rank "
+                    "must begin and finish the same calls in the same order"
                 )
         raise AssertionError("fingerprints differ, contents do not")
