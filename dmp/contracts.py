@@ -11,6 +11,7 @@ The members of a Protocol are what one must have. What one may have beside them 
   that a plan may name what is of a kind in `layouts`.
 - `why_not(info, layout, env) -> str`, of a `ModuleSharder`: of a layout that it does not run, why, for the error.
 - `connect(env)`, of a `ModuleSharder`: makes, on all ranks, the process groups that `shard` uses, which then is local.
+- `options: str`, of a sharder: what it was made with, in words; the ranks compare them before they wrap.
 - `module_path: str`, of a `ShardedModule`: set by the wrapper to the module's path, for messages.
 - `calls: Calls`, of a `ShardedModule`: set by the wrapper: whether the model's forward is under way, in which nobody
   but the module itself should read its chunks.
@@ -250,7 +251,7 @@ HOOKS: Mapping[str, int] = {
     **dict.fromkeys(
         ("accepts", "connect", "module_path", "calls", "unsharded", "notes", "shards_in_place", "check", "found"), 1
     ),
-    **dict.fromkeys(("resharded", "begin", "finish", "can_finish", "why_not"), 2),
+    **dict.fromkeys(("resharded", "options", "begin", "finish", "can_finish", "why_not"), 2),
 }
 """Name of each optional member -> the first version that knows it, see [Note: hooks]."""
 

@@ -14,6 +14,7 @@ from torch import nn
 
 import dmp
 from dmp import DistributedModelParallel, ShardingEnv, row_wise
+from sharders import EmbeddingBagSharder
 from tests.ranks import mesh
 
 ROWS = 20_000
@@ -183,6 +184,12 @@ def wrap_with(change: str) -> None:
             arguments["init_parameters"] = False
         elif change == "sharders":
             arguments["sharders"] = []
+        elif change.startswith("options"):
+            _, name, value = change.split()
+            options = {name: {"2": 2, "False": False}.get(value, value)}
+            arguments["sharders"] = [EmbeddingBagSharder(**options)]  # type: ignore[arg-type]
+    elif change.startswith("options"):
+        arguments["sharders"] = [EmbeddingBagSharder()]
     DistributedModelParallel(Sparse(), **arguments)  # type: ignore[arg-type]
 
 

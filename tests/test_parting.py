@@ -87,10 +87,14 @@ def test_a_rank_that_is_slow_is_waited_for(tmp_path: Path) -> None:
     assert [message for message, _ in run_ranks(2, part, "sparse", str(tmp_path), ["step", "sleep"])] == ["", ""]
 
 
-@pytest.mark.parametrize("change", ["plan", "role", "device", "init_parameters", "sharders"])
+OPTIONS = ["options sync_interval 2", "options kernel torch", "options validate False"]
+
+
+@pytest.mark.parametrize("change", ["plan", "role", "device", "init_parameters", "sharders", *OPTIONS])
 def test_arguments_are_compared_first(change: str) -> None:
     fails = "wrapping a model: rank 1: ShardError: device='meta' holds no values"
-    expected = {"plan": "ranks disagree on whether a plan is given", "role": "ranks disagree on the mesh"}
+    expected = dict.fromkeys(OPTIONS, "ranks disagree on sharders")
+    expected |= {"plan": "ranks disagree on whether a plan is given", "role": "ranks disagree on the mesh"}
     for error in run_ranks(2, wrap_with, change, expect=(PlanError,)):
         assert {**expected, "device": fails}.get(change, f"ranks disagree on {change}") in str(error), error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakSet
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from dmp.contracts import ShardedModule
+from dmp.contracts import ShardedModule, hook
 from dmp.env import ShardingEnv, default_env
 from dmp.errors import PlanError, ShardError
 from dmp.ranks.launch import join_launch
@@ -62,7 +63,7 @@ class Arguments:
             "device": self.device.type,
             "whether a plan is given": str(self.plan is not None),
             "planner": type(self.planner).__name__,
-            "sharders": ", ".join(type(s).__name__ for s in self.sharders),
+            "sharders": ", ".join(map(_shown_sharder, self.sharders)),
             "data_parallel_wrapper": type(self.wrapper).__name__,
             "init_data_parallel": str(bool(self.init_data_parallel)),
             "init_parameters": str(bool(self.init_parameters)),
@@ -135,6 +136,12 @@ def _check_not_wrapped(module: nn.Module) -> None:
             f"({type(each).__name__}) was put on a mesh before, and rank 0's pieces would overwrite the others'. Wrap "
             "the whole model once; to change mesh or plan: to_unsharded(model), or a checkpoint into a new model"
         )
+
+
+def _shown_sharder(sharder: Any) -> str:
+    """With its options, but for addresses in memory, which differ between ranks."""
+    options = re.sub(r" at 0x[0-9a-f]+", "", str(hook(sharder, "options") or ""))
+    return f"{type(sharder).__name__}({options})"
 
 
 def _described(module: nn.Module) -> str:

@@ -300,6 +300,12 @@ class TableSharder:
         self._options: dict[str, Any] = {"validate": validate, "sync_interval": sync_interval, "kernel": kernel}
         self._options["codecs"] = codecs
 
+    @property
+    def options(self) -> str:
+        """What it was made with."""
+        given = {**self._options, "optimizer": self.optimizer}
+        return ", ".join(f"{name}={value!r}" for name, value in given.items())
+
     def tables(self, module: nn.Module) -> list[tuple[Table, InitFn | None]]:
         """The module's tables and how each is filled; none where the data path would not give the same results."""
         raise AssertionError("a subclass says which tables there are")

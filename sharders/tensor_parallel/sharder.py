@@ -55,6 +55,12 @@ class TensorParallelSharder:
         self.sequence_parallel = sequence_parallel
         self.loss_parallel = loss_parallel
 
+    @property
+    def options(self) -> str:
+        """What it was made with."""
+        flags = f"sequence_parallel={self.sequence_parallel}, loss_parallel={self.loss_parallel}"
+        return f"plan={self.plan!r}, {flags}"
+
     def place(self, model: nn.Module, given: Mapping[str, Layout], env: ShardingEnv) -> TensorParallelPlacement:
         """What to split; the model is not changed.
 
