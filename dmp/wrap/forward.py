@@ -5,12 +5,23 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from dmp.errors import ShardError
 from dmp.ranks import raise_cause
 from dmp.wrap.skeleton import put_back
 
 
 def _forward(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """The module's forward."""
+    """The module's forward.
+
+    Raises:
+        ShardError: torch.fx traces it, as TorchRec's train pipelines do.
+    """
+    if not isinstance(args, tuple):  # a proxy
+        raise ShardError(
+            "a wrapped model is not traced by torch.fx, which is how TorchRec's train pipelines begin: import the "
+            "pipeline of the same name from dmp (TrainPipelineSparseDist, PrefetchTrainPipelineSparseDist, "
+            "EvalPipelineSparseDist, TrainPipelineBase)"
+        )
     model.hold_parameters()
     try:
         with model._calls.forward:

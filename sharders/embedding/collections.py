@@ -23,7 +23,6 @@ class _ShardedCollection(TableModule):
 
     def __init__(self, original: Any, *where: Any, **options: Any) -> None:
         super().__init__(original, *where, **options)
-        self._unsharded_type = type(original)
         self._configs = _configs_of(original)
         self._features = [name for config in self._configs for name in config.feature_names]
 
@@ -33,7 +32,7 @@ class _ShardedCollection(TableModule):
         return self._engine.device
 
     def _unsharded(self, **options: Any) -> nn.Module:
-        return self._unsharded_type(tables=self._configs, device=torch.device("meta"), **options)  # type: ignore[no-any-return]
+        return self._unsharded_type(tables=self._configs, device=torch.device("meta"), **options)
 
 
 class ShardedEmbeddingBagCollection(_ShardedCollection):
@@ -42,6 +41,8 @@ class ShardedEmbeddingBagCollection(_ShardedCollection):
     Gradients are means over the data ranks. A table with an in-backward optimizer is updated once for each backward
     through a forward; called twice in a step, it is updated twice.
     """
+
+    likeness = "torchrec.distributed.embeddingbag:ShardedEmbeddingBagCollection"
 
     def __init__(self, original: Any, *where: Any, **options: Any) -> None:
         super().__init__(original, *where, **options)
@@ -78,6 +79,8 @@ class ShardedEmbeddingCollection(_ShardedCollection):
 
     Gradients and updates as in `ShardedEmbeddingBagCollection`.
     """
+
+    likeness = "torchrec.distributed.embedding:ShardedEmbeddingCollection"
 
     def __init__(self, original: Any, *where: Any, **options: Any) -> None:
         super().__init__(original, *where, **options)

@@ -45,6 +45,7 @@ class ShardedEmbeddingBag(_ShardedPlain):
     Gradients are means over the data ranks; an in-backward optimizer runs once for each backward through a forward.
     """
 
+    likeness = "torchrec.distributed.embeddingbag:ShardedEmbeddingBag"
     plain_type = nn.EmbeddingBag
     arguments = ("num_embeddings", "embedding_dim", "mode", "include_last_offset", "padding_idx")
     mode: str

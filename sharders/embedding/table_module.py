@@ -38,6 +38,7 @@ from sharders.embedding.lookup.optimizers import OptimizerSpec
 from sharders.embedding.peers import find_peers
 from sharders.embedding.placement import Table
 from sharders.embedding.tensor_slice import tensor_ranks
+from sharders.embedding.torchrec_form import TorchRecForm, make_known
 from sharders.embedding.unread_weight import Unread
 
 InitFn = Callable[[torch.Tensor], Any]
@@ -94,7 +95,7 @@ class Holder(Watched):
         return ", ".join(f"{name}: {tuple(p.shape)}" for name, p in self.named_parameters(recurse=False))
 
 
-class TableModule(Watched):
+class TableModule(Watched, TorchRecForm):
     """Tables on a mesh, run by an `Engine`; subclasses read inputs (`ids_of`) and make results (`result_of`).
 
     The forward is `finish(begin(input))`, both of which see all ranks: `Engine.begin` says what may lie between.
@@ -135,6 +136,8 @@ class TableModule(Watched):
     ) -> None:
         layouts = [plan[t.parameter].layout for t in tables]
         super().__init__(Engine(tables, layouts, env, device, **options), self.way_out)
+        self._unsharded_type = type(original)
+        make_known(type(self))
         self._options = options
         values = {i: original.get_parameter(t.parameter) for i, t in enumerate(tables)}
         self._engine.store.load_all({i: v for i, v in values.items() if not v.is_meta})

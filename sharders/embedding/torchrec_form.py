@@ -1,0 +1,70 @@
+"""What code written for TorchRec's sharded modules finds in ours: their classes, by `isinstance`, and what it reads."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from dmp import ParameterSharding, ShardError, ShardingPlan, data_parallel, join_name, rectangles
+from sharders.embedding.engine import Engine
+
+
+class TorchRecForm(nn.Module):
+    """The members that such code reads. Subclasses are modules whose tables an `Engine` runs."""
+
+    likeness: str | None = None
+    """`module:class` of TorchRec's sharded module that runs the same kind of module."""
+
+    unsharded: Callable[[], nn.Module]
+    """A plain module of the same structure, on meta."""
+
+    _engine: Engine
+    _unsharded_type: type[nn.Module]
+
+    def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
+        """Names of the tables' parameters."""
+        for table in self._engine.tables:
+            yield join_name(prefix, table.parameter)
+
+    @property
+    def unsharded_module_type(self) -> type[nn.Module]:
+        """Class of the module in whose place this one stands."""
+        return self._unsharded_type
+
+    @property
+    def module_sharding_plan(self) -> Any:
+        """TorchRec's `EmbeddingModuleShardingPlan` of the tables: table name -> its `ParameterSharding`.
+
+        Raises:
+            PlanError: rectangles that TorchRec has no sharding type for; `model.plan` has them.
+        """
+        placement, plan = self._engine.placement, {}
+        for index, table in enumerate(placement.tables):
+            layout = data_parallel() if placement.is_local[index] else rectangles(placement.shards[index])
+            plan[table.parameter] = ParameterSharding(layout, kernel="fused" if table.optimizer else None)
+        return ShardingPlan(plan).to_torchrec(self.unsharded(), self._engine.env).plan[""]
+
+    def create_context(self, *_: Any, **__: Any) -> Any:
+        """Refused, as `preprocess_input` and `input_dist`: it is what TorchRec's train pipelines begin with.
+
+        Raises:
+            ShardError: always.
+        """
+        raise ShardError(
+            f"TorchRec's train pipelines do not run {type(self).__name__}, {self._engine.name}: import the pipeline of "
+            "the same name from dmp (TrainPipelineSparseDist, ...), and give it the wrapped model"
+        )
+
+    preprocess_input = input_dist = create_context
+
+
+def make_known(kind: type[TorchRecForm]) -> None:
+    """Have TorchRec's `isinstance(module, ShardedModule)` find modules of a class of ours, where it is imported."""
+    for path in ("torchrec.distributed.types:ShardedModule", kind.likeness):
+        module, _, name = (path or "").partition(":")
+        theirs = getattr(sys.modules.get(module), name, None)
+        if theirs is not None and not issubclass(kind, theirs):
+            theirs.register(kind)
