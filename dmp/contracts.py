@@ -22,6 +22,7 @@ The members of a Protocol are what one must have. What one may have beside them 
 - `finish(call) -> result`, of a `ShardedModule`: the second phase, which reads the parameters as they are now.
 - `can_finish(call) -> bool`, of a `ShardedModule`: whether `finish` gives what the forward would now: not where
   gradients came to be wanted since, or the module was moved. The same on all ranks.
+- `filled() -> names`, of a `ShardedModule`: of what was on meta and has its first values already, names relative.
 - `unsharded() -> nn.Module`, of a `ShardedModule`: a plain module of the same structure and names on meta, for
   `to_unsharded`.
 - `resharded(plan) -> Resharded`, of a `ShardedModule`: its parameters under another plan, for `model.reshard`; local,
@@ -124,7 +125,7 @@ class ModuleSharder(Protocol):
 @runtime_checkable
 class ShardedModule(Protocol):
     """What the wrapper asks of a module that holds chunks of parameters. Hooks: `module_path`,
-    `calls`, `unsharded`; `begin` with `finish` and `can_finish`."""
+    `calls`, `unsharded`, `filled`; `begin` with `finish` and `can_finish`."""
 
     def chunked_state(self) -> Mapping[str, ChunkedTensor]:
         """For each sharded parameter its chunks on this rank, as views of the local storage, names relative."""
@@ -252,6 +253,7 @@ HOOKS: Mapping[str, int] = {
         ("accepts", "connect", "module_path", "calls", "unsharded", "notes", "shards_in_place", "check", "found"), 1
     ),
     **dict.fromkeys(("resharded", "options", "begin", "finish", "can_finish", "why_not"), 2),
+    "filled": 2,
 }
 """Name of each optional member -> the first version that knows it, see [Note: hooks]."""
 

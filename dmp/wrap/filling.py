@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from dmp.chunked import as_chunks
-from dmp.contracts import ShardedModule
+from dmp.contracts import ShardedModule, hook
 from dmp.errors import ShardError
 from dmp.names import join_name
 from dmp.plans.find import Site
@@ -84,8 +84,8 @@ def rules_of(module: nn.Module, sites: Sequence[Site], rank: int) -> Rules | Non
 def fill_from_meta(site: Site, new: nn.Module, seed: int, rules: Rules) -> None:
     """Fill what a sharder has allocated for the site's tensors on meta: chunks, DTensors, wholes."""
     on_meta = [name for name, t in all_tensors(site.module, remove_duplicate=True) if t.is_meta and not is_lazy(t)]
-    state = _state(new)
-    for name in on_meta:
+    state, filled = _state(new), hook(new, "filled")
+    for name in [name for name in on_meta if filled is None or name not in filled()]:
         relative, _, own_name = name.rpartition(".")
         path, target = join_name(site.path, relative), as_chunks(state[name])
         init_fn = site.infos[name].init_fn if name in site.infos else None

@@ -74,31 +74,33 @@ class ShardedManagedCollision(nn.Module):
 
     def forward(self, features: Any, mutate_miss_lengths: bool = True) -> tuple[Any, Any]:
         """As the unsharded module's; lengths stay as they are, whatever `mutate_miss_lengths` says, as there."""
-        kept: list[Any] = []
+        read: list[tuple[Any, Any]] = []
 
-        def read() -> RawIds:
-            batch, ids = self._read(features)
-            kept.append(batch)
+        def raw_ids() -> RawIds:
+            batch, inverse, ids = self._read(features)
+            read.append((batch, inverse))
             return ids
 
         learns = self._managed_collision_collection.training
-        remapped = self._remap(self.maps, read, learns, self._embedding_module._engine.device)
-        batch = _with_values(kept[0], remapped.rows.to(kept[0].values().dtype))
+        remapped = self._remap(self.maps, raw_ids, learns, self._embedding_module._engine.device)
+        ((raw, inverse),) = read
+        batch = _with_values(raw, remapped.rows.to(raw.values().dtype), inverse)
         if self._reset is not None:
             self._reset(self._embedding_module, self.maps, remapped.changed)
         found = self._embedding_module(batch)
         return found, batch if self._return_remapped_features else None
 
-    def _read(self, features: Any) -> tuple[Any, RawIds]:
-        """A batch with the features in the tables' order, and its ids as the maps know them.
+    def _read(self, features: Any) -> tuple[Any, Any, RawIds]:
+        """A batch with the features in the tables' order, its inverse indices, and its ids as the maps know them.
 
         Raises:
             Fault: what is wrong with it.
         """
         ids: Ids = keyed_ids(features, self._features, False, is_pooled=not self._embedding_module._engine.unpooled)
         batch = check_batch(replace(ids, key_of=()), (), True)  # ids may be anything
+        features, inverse = ids.source, ids.source.inverse_indices_or_none()
         if features.keys() != self._features:
-            features = features.permute(list(ids.key_of))
+            features = features.permute(list(ids.key_of))  # which drops the inverse indices
         counts = tuple(batch.counts[key] for key in ids.key_of)
         self._check_ids(features.values(), counts)
         per_map, at = [], 0
@@ -107,7 +109,7 @@ class ShardedManagedCollision(nn.Module):
             at += num
         values = features.values().long().split(per_map)
         hashed = [of.hashed(raw) for of, raw in zip(self.maps, values, strict=True)]
-        return features, RawIds(torch.cat(hashed), counts)
+        return features, inverse, RawIds(torch.cat(hashed), counts)
 
     def _check_ids(self, values: torch.Tensor, counts: Sequence[int]) -> None:
         is_empty = values == EMPTY
@@ -141,6 +143,10 @@ class ShardedManagedCollision(nn.Module):
             if isinstance(of, IdMap):
                 state.update({f"{path}.{name}": chunks for name, chunks in of.chunked_state().items()})
         return state
+
+    def filled(self) -> list[str]:
+        """Buffers of maps: one that was on meta is a new map."""
+        return [name for name, _ in self.named_buffers()]
 
     def fused_parameters(self) -> Iterable[FusedParameter]:
         """Tables that are updated in the backward pass."""
@@ -195,7 +201,7 @@ class ReshardedManagedCollision:
         return self._module
 
 
-def _with_values(features: Any, values: torch.Tensor) -> Any:
+def _with_values(features: Any, values: torch.Tensor, inverse: Any) -> Any:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     varies = features.variable_stride_per_key()
@@ -206,5 +212,5 @@ def _with_values(features: Any, values: torch.Tensor) -> Any:
         lengths=features.lengths(),
         stride=None if varies else features.stride(),
         stride_per_key_per_rank=features.stride_per_key_per_rank() if varies else None,
-        inverse_indices=features.inverse_indices_or_none(),
+        inverse_indices=inverse,
     )

@@ -14,14 +14,20 @@ from dmp import is_torchrecs
 from sharders.embedding.collections import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from sharders.embedding.lookup.given_optimizers import spec_of_fused_params
 from sharders.embedding.plain import EmbeddingBagSharder
-from sharders.embedding.table_module import TableSharder
+from sharders.managed_collision.sharder import (
+    ManagedCollisionEmbeddingBagCollectionSharder,
+    ManagedCollisionEmbeddingCollectionSharder,
+)
 from sharders.torchrec.sharder import TorchRecSharder
 from sharders.torchrec.wire_formats import codecs_of
 
-_OURS: dict[str, type[TableSharder]] = {
+_MANAGED = "torchrec.modules.mc_embedding_modules.ManagedCollision"
+_OURS: dict[str, type[Any]] = {
     "torchrec.modules.embedding_modules.EmbeddingBagCollection": EmbeddingBagCollectionSharder,
     "torchrec.modules.embedding_modules.EmbeddingCollection": EmbeddingCollectionSharder,
     "torch.nn.modules.sparse.EmbeddingBag": EmbeddingBagSharder,
+    f"{_MANAGED}EmbeddingBagCollection": ManagedCollisionEmbeddingBagCollectionSharder,
+    f"{_MANAGED}EmbeddingCollection": ManagedCollisionEmbeddingCollectionSharder,
 }
 """Module type -> our sharder of it."""
 
@@ -54,7 +60,7 @@ def _adopted(theirs: Any) -> Any:
     who = type(theirs).__name__
     return ours(
         optimizer=spec_of_fused_params(theirs.fused_params or {}, f"{who}: fused_params"),
-        codecs=codecs_of(theirs.qcomm_codecs_registry, who),
+        codecs=codecs_of(getattr(theirs, "_e_sharder", theirs).qcomm_codecs_registry, who),
     )
 
 
