@@ -71,7 +71,9 @@ Managed collision, of TorchRec
   `_current_history_buffer_offset`: what a map has seen before it is sharded
 
 Others
-- `_embedding_names`, `_lengths_per_embedding`, `_feature_processors`: of TorchRec's collections
+- `_embedding_names`, `_feature_processors`: of TorchRec's collections
+- `_emb_modules`, `_emb_module`, `_embedding_tables`, `_key_to_tables`: FBGEMM's modules in its fused collections, and
+  which tables each has
 - `_embedding_bag_collection`: where TorchRec's modules around a collection hold it
 - `torch.distributed._shard.metadata.ShardMetadata`,
   `torch.distributed._shard.sharding_spec.api.EnumerableShardingSpec`: of which TorchRec's plans consist

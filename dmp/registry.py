@@ -23,6 +23,8 @@ _BUILT_IN_SHARDERS = (
     "sharders:EmbeddingCollectionSharder",
     "sharders:EmbeddingBagSharder",
     "sharders:EmbeddingSharder",
+    "sharders:FusedEmbeddingBagCollectionSharder",
+    "sharders:FusedEmbeddingCollectionSharder",
     "sharders:ManagedCollisionEmbeddingBagCollectionSharder",
     "sharders:ManagedCollisionEmbeddingCollectionSharder",
     "sharders:TensorParallelSharder",

@@ -13,6 +13,7 @@ from dmp import default_sharders
 from sharders.data_parallel.ddp import DDPWrapper
 from sharders.data_parallel.fsdp import FSDPWrapper
 from sharders.embedding.collections import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
+from sharders.embedding.fused_collections import FusedEmbeddingBagCollectionSharder, FusedEmbeddingCollectionSharder
 from sharders.embedding.plain import EmbeddingBagSharder, EmbeddingSharder
 from sharders.managed_collision.sharder import (
     ManagedCollisionEmbeddingBagCollectionSharder,
@@ -30,6 +31,8 @@ __all__ = [
     "EmbeddingCollectionSharder",
     "EmbeddingSharder",
     "FSDPWrapper",
+    "FusedEmbeddingBagCollectionSharder",
+    "FusedEmbeddingCollectionSharder",
     "Jagged",
     "ManagedCollisionEmbeddingBagCollectionSharder",
     "ManagedCollisionEmbeddingCollectionSharder",

@@ -128,6 +128,8 @@ PUBLIC = {
         "ManagedCollisionEmbeddingBagCollectionSharder",
         "ManagedCollisionEmbeddingCollectionSharder",
         "FSDPWrapper",
+        "FusedEmbeddingBagCollectionSharder",
+        "FusedEmbeddingCollectionSharder",
         "Jagged",
         "TensorParallelSharder",
         "TorchRecSharder",

@@ -29,7 +29,7 @@ PRIVATE = {
     "FusedEmbeddingBagCollection": "own backward",
 }
 SHARDED = ("ManagedCollisionEmbeddingBagCollection", "ManagedCollisionEmbeddingCollection")
-SHARDED += ("McEmbeddingBagCollectionAdapter",)
+SHARDED += ("McEmbeddingBagCollectionAdapter", "FusedEmbeddingBagCollection")
 """Those that a sharder of ours takes."""
 
 

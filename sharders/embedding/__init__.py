@@ -1,6 +1,7 @@
 """Embedding tables on a mesh: one data path for all layouts, from ids to rows and back. In reading order:
 
 - `collections`: TorchRec's two collections on a mesh
+- `fused_collections`: their fused ones, whose optimizer is part of them
 - `keyed_ids`: a `KeyedJaggedTensor`, read and checked
 - `variable_batch`: a batch size for each feature: lengths padded, results given to the samples
 - `plain`: `nn.EmbeddingBag` and `nn.Embedding` on a mesh

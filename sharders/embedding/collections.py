@@ -48,7 +48,7 @@ class ShardedEmbeddingBagCollection(_ShardedCollection):
         super().__init__(original, *where, **options)
         self._is_weighted = bool(original.is_weighted())
         self._names = list(original._embedding_names)
-        self._dims = list(original._lengths_per_embedding)
+        self._dims = [config.embedding_dim for config in self._configs for _ in config.feature_names]
 
     def ids_of(self, features: Any) -> Ids:
         """Those of a `KeyedJaggedTensor`."""
@@ -127,16 +127,17 @@ class _NotImported(nn.Module):
     """In place of TorchRec's classes as long as nobody has imported them: no model holds one."""
 
 
-class _CollectionSharder(TableSharder):
-    """What the sharders of the two share. Subclasses name TorchRec's class and the dict of its tables."""
+class CollectionSharder(TableSharder):
+    """What the sharders of collections share. Subclasses name TorchRec's class and the dict of its tables."""
 
+    module_in = "torchrec.modules.embedding_modules"
     type_name: str
     tables_in: str
 
     @property
     def module_type(self) -> type[nn.Module]:
         """TorchRec's class."""
-        imported = sys.modules.get("torchrec.modules.embedding_modules")
+        imported = sys.modules.get(self.module_in)
         found: type[nn.Module] = getattr(imported, self.type_name, _NotImported)
         return found
 
@@ -155,7 +156,7 @@ class _CollectionSharder(TableSharder):
         return tables
 
 
-class EmbeddingBagCollectionSharder(_CollectionSharder):
+class EmbeddingBagCollectionSharder(CollectionSharder):
     """Shards `torchrec.EmbeddingBagCollection` and subclasses that keep its forward."""
 
     sharded_type = ShardedEmbeddingBagCollection
@@ -163,7 +164,7 @@ class EmbeddingBagCollectionSharder(_CollectionSharder):
     type_name, tables_in = "EmbeddingBagCollection", "embedding_bags"
 
 
-class EmbeddingCollectionSharder(_CollectionSharder):
+class EmbeddingCollectionSharder(CollectionSharder):
     """Shards `torchrec.EmbeddingCollection` and subclasses that keep its forward."""
 
     sharded_type = ShardedEmbeddingCollection

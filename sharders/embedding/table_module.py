@@ -142,10 +142,18 @@ class TableModule(Watched, TorchRecForm):
         values = {i: original.get_parameter(t.parameter) for i, t in enumerate(tables)}
         self._engine.store.load_all({i: v for i, v in values.items() if not v.is_meta})
         for fused in self._engine.store.fused_parameters():
-            _carry_state(original.get_parameter(fused.name), fused)
+            _carry_state(self.gathered(original, fused.name), fused)
         for index, parameter in enumerate(self._engine.store.parameters):
             self._place(index, parameter, original)
         self._tell_places()
+
+    @staticmethod
+    def gathered(original: nn.Module, name: str) -> Mapping[str, Any]:
+        """What the optimizer of a table in the original has gathered, for one that has stepped before wrapping."""
+        parameter = original.get_parameter(name)
+        optimizers = getattr(parameter, "_in_backward_optimizers", ())
+        found: Mapping[str, Any] = getattr(optimizers[0], "state", {}).get(parameter, {}) if optimizers else {}
+        return found
 
     def _place(self, index: int, parameter: nn.Parameter, original: nn.Module) -> None:
         """Under its name, in dicts of modules where the original has them, so that code reads it as before."""
@@ -399,10 +407,8 @@ def _say_once(text: str) -> None:
         _log.warning(text)
 
 
-def _carry_state(original: nn.Parameter, fused: FusedParameter) -> None:
-    """Take over what the original's in-backward optimizer has gathered, for one that has stepped before wrapping."""
-    optimizers = getattr(original, "_in_backward_optimizers", ())
-    given = getattr(optimizers[0], "state", {}).get(original, {}) if optimizers else {}
+def _carry_state(given: Mapping[str, Any], fused: FusedParameter) -> None:
+    """Take over what the original's in-backward optimizer has gathered."""
     for name, target in fused.state().items():
         value = torch.as_tensor(given.get(name, target))
         if value is target or value.is_meta:

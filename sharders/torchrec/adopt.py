@@ -12,6 +12,7 @@ from typing import Any
 
 from dmp import is_torchrecs
 from sharders.embedding.collections import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
+from sharders.embedding.fused_collections import FusedEmbeddingBagCollectionSharder, FusedEmbeddingCollectionSharder
 from sharders.embedding.lookup.given_optimizers import spec_of_fused_params
 from sharders.embedding.plain import EmbeddingBagSharder
 from sharders.managed_collision.sharder import (
@@ -25,6 +26,8 @@ _MANAGED = "torchrec.modules.mc_embedding_modules.ManagedCollision"
 _OURS: dict[str, type[Any]] = {
     "torchrec.modules.embedding_modules.EmbeddingBagCollection": EmbeddingBagCollectionSharder,
     "torchrec.modules.embedding_modules.EmbeddingCollection": EmbeddingCollectionSharder,
+    "torchrec.modules.fused_embedding_modules.FusedEmbeddingBagCollection": FusedEmbeddingBagCollectionSharder,
+    "torchrec.modules.fused_embedding_modules.FusedEmbeddingCollection": FusedEmbeddingCollectionSharder,
     "torch.nn.modules.sparse.EmbeddingBag": EmbeddingBagSharder,
     f"{_MANAGED}EmbeddingBagCollection": ManagedCollisionEmbeddingBagCollectionSharder,
     f"{_MANAGED}EmbeddingCollection": ManagedCollisionEmbeddingCollectionSharder,
