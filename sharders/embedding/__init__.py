@@ -23,6 +23,7 @@
 - `codec`: how results and gradients travel
 - `output_dist`: what both output dists share: results to their ranks, gradients back
 - `pooled_output`: output dist of pooled lookups
+- `ragged`: what travels where features have batch sizes of their own
 - `unpooled`: unpooled lookups and their backward
 - `unpooled_output`: output dist of unpooled lookups
 - `replicas`: replicas and data-parallel tables kept equal

@@ -45,8 +45,14 @@ class Batch(Ids):
 
     @property
     def batch_size(self) -> int:
-        """Samples."""
+        """Samples, of the feature that has most."""
         return self.lengths.shape[1]
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """Samples: one number for all features, or one for each."""
+        sizes = (self.batch_size,) if self.samples is None else tuple(self.samples[key] for key in self.key_of)
+        return sizes if max(sizes) == self.batch_size else (self.batch_size,)
 
     @cached_property
     def starts(self) -> list[int]:

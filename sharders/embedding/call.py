@@ -80,6 +80,11 @@ class Call:
         """Of each rank."""
         return [max(sizes) for sizes in self.batch_sizes]
 
+    @property
+    def has_sizes(self) -> bool:
+        """Whether features have batch sizes of their own, on some rank."""
+        return len(self.batch_sizes[0]) > 1
+
 
 def once_per_call(method: Callable[Concatenate[Owner, Call, P], R]) -> Callable[Concatenate[Owner, Call, P], R]:
     """A method that works something out of a call, which the call keeps: the backward pass asks for it again."""

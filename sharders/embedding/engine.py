@@ -278,7 +278,7 @@ class Engine:
             mine = [Header((0,), 0, is_training, False, False, 0, fault)] * len(self.peers.table_ranks)
         else:
             shared = checksum(ready.whole) if self.validate and self.tensor.size > 1 else 0
-            sizes, is_weighted = (ready.batch.batch_size,), ready.batch.weights is not None
+            sizes, is_weighted = ready.batch.batch_sizes, ready.batch.weights is not None
             mine = [
                 Header(sizes, n, is_training, is_weighted, ready.wants_weight_gradient, shared, None)
                 for n in ready.words

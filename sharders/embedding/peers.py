@@ -73,7 +73,7 @@ def find_peers(
     inner, outer = table, transport(None, "tables")
     if by_stages and len(shape) > 1 and shape[-1] > 1 and prod(shape[:-1]) > 1:
         inner, outer = (transport(env.axis_group(*of), "tables") for of in (axes[-1:], axes[:-1]))
-    order = [o * inner.size + i for i in _own_last(inner) for o in _own_last(outer)]
+    order = [o * inner.size + i for i in own_last(inner) for o in own_last(outer)]
     replica = env.replica_of(env.rank)
     return Peers(
         exchange=transport(env.group(), "tables") if shared else table,
@@ -93,5 +93,6 @@ def find_peers(
     )
 
 
-def _own_last(channel: Channel) -> list[int]:
+def own_last(channel: Channel) -> list[int]:
+    """Ranks of a channel, this one last."""
     return [i for i in range(channel.size) if i != channel.rank] + [channel.rank]

@@ -15,7 +15,9 @@ from sharders.embedding.input_dist import take
 from sharders.embedding.local_tables import TBE
 from sharders.embedding.output_dist import Sum
 from sharders.embedding.path import Path, Returned, Trained
-from sharders.embedding.pooled_output import Columns, PooledOutputDist, cut_columns
+from sharders.embedding.peers import own_last
+from sharders.embedding.pooled_output import Blocks, PooledOutputDist, cut_columns
+from sharders.embedding.ragged import Columns
 
 
 class Bags(NamedTuple):
@@ -53,7 +55,7 @@ class PooledPath(Path[torch.Tensor]):
         own = None if not local else local[0] if len(local) == 1 else torch.cat(local, 1)
         for i, output_dist in enumerate(self.output_dists):
             is_last = i == len(self.output_dists) - 1
-            out = output_dist.forward(out, self._rows(call, i), own if is_last else None)
+            out = output_dist.forward(out, self._rows(call, i), own if is_last else None, self._blocks(call, i))
         self._scale_means(call, out)
         return [out]
 
@@ -75,9 +77,10 @@ class PooledPath(Path[torch.Tensor]):
 
     def _send_back(self, call: Call, given: torch.Tensor, beside: Sum | None) -> Returned:
         last = len(self.output_dists) - 1
-        grad = self.output_dists[last].backward(given, self._rows(call, last), self.factor, beside)
+        rows, blocks = self._rows(call, last), self._blocks(call, last)
+        grad = self.output_dists[last].backward(given, rows, self.factor, beside, blocks)
         for i in reversed(range(last)):
-            grad = self.output_dists[i].backward(grad, self._rows(call, i), 1.0)
+            grad = self.output_dists[i].backward(grad, self._rows(call, i), 1.0, None, self._blocks(call, i))
         wants_weights = call.wants_weight_gradient
         return grad.reshape(-1), self._weight_gradient(call, given, grad) if wants_weights else None
 
@@ -167,6 +170,18 @@ class PooledPath(Path[torch.Tensor]):
         if index == 0:
             return [sum(size[h * inner.size + i] for h in range(outer.size)) for i in range(inner.size)]
         return [size[h * inner.size + inner.rank] for h in range(outer.size)]
+
+    def _blocks(self, call: Call, index: int) -> Blocks:
+        """Of each rank of an output dist; None where every batch has one size for all features."""
+        if not call.has_sizes:
+            return None
+        size = [call.batch_sizes[i] for i in self.peers.by_table_rank]
+        inner, outer = self.peers.inner, self.peers.outer
+        if outer.size == 1:
+            return [[of_rank] for of_rank in size]
+        if index == 0:
+            return [[size[h * inner.size + i] for h in own_last(outer)] for i in range(inner.size)]
+        return [[size[h * inner.size + inner.rank]] for h in range(outer.size)]
 
     @once_per_call
     def _bags(self, call: Call, sources: tuple[int, ...]) -> list[Bags | None]:

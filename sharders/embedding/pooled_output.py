@@ -17,8 +17,9 @@ import torch
 from sharders.channel import Channel
 from sharders.embedding.codec import Codecs
 from sharders.embedding.output_dist import ResultExchange, Sum, send_gradients
+from sharders.embedding.ragged import Block, Columns, padded_rows, ragged, ragged_size
 
-Columns = tuple[int, int, int]  # feature, first column, width
+Blocks = Sequence[Sequence[Block]] | None  # of each rank: of all batches whose rows go there
 
 
 class Move(NamedTuple):
@@ -99,6 +100,7 @@ class PooledOutputDist:
         self, channel: Channel, codecs: Codecs, sources: Sequence[Sequence[Columns]], target: Sequence[Columns]
     ) -> None:
         self.channel, self.codecs, self.me = channel, codecs, channel.rank
+        self.columns = [list(columns) for columns in sources[: channel.size]]
         self.widths = [sum(c[2] for c in columns) for columns in sources]
         self.width = sum(c[2] for c in target)
         # What is here is placed first, while the others' rows travel.
@@ -107,34 +109,39 @@ class PooledOutputDist:
         moves = compile_moves([sources[i] for i in order], target)
         self.moves = [move._replace(source=order[move.source]) for move in moves]
 
-    def forward(self, send: torch.Tensor, rows: Sequence[int], local: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        self, send: torch.Tensor, rows: Sequence[int], local: torch.Tensor | None, blocks: Blocks = None
+    ) -> torch.Tensor:
         """Exchange lookups.
 
         Args:
             send: (sum of rows, own width).
             rows: of each destination.
             local: (rows[me], local width), or None.
+            blocks: of each destination, where features have batch sizes of their own.
 
         Returns:
             (rows[me], width).
         """
         mine, own = rows[self.me], self.widths[self.me]
-        exchange = ResultExchange(
-            self.channel,
-            self.codecs.results,
-            send.reshape(-1),
-            [n * own for n in rows],
-            [mine * w for w in self.widths[:-1]],
-        )
+        to, came_from = self._sizes(rows, blocks)
+        flat = send.reshape(-1) if blocks is None else self._ragged(send, rows, blocks)
+        exchange = ResultExchange(self.channel, self.codecs.results, flat, to, came_from)
         out: torch.Tensor | None = None
+        came: dict[int, torch.Tensor] = {}
         for move in self.moves:
             if move.source == self.me:
                 lookup = exchange.own.view(mine, own)
             elif move.source == self.channel.size:
                 assert local is not None
                 lookup = local
-            else:
+            elif blocks is None:
                 lookup = exchange.wait()[move.source].view(mine, self.widths[move.source])
+            else:
+                if move.source not in came:
+                    flat = exchange.wait()[move.source]
+                    came[move.source] = padded_rows(flat, self.columns[move.source], blocks[self.me])
+                lookup = came[move.source]
             if out is None and move.width == self.width == lookup.shape[1]:
                 out = lookup  # one source covers every column: the others are added to it
                 continue
@@ -147,7 +154,12 @@ class PooledOutputDist:
         return send.new_zeros(mine, self.width) if out is None else out
 
     def backward(
-        self, grad: torch.Tensor, rows: Sequence[int], scale: float, beside: Sum | None = None
+        self,
+        grad: torch.Tensor,
+        rows: Sequence[int],
+        scale: float,
+        beside: Sum | None = None,
+        blocks: Blocks = None,
     ) -> torch.Tensor:
         """Exchange gradients the other way.
 
@@ -156,16 +168,17 @@ class PooledOutputDist:
             rows: of each rank.
             scale: multiplies the gradients on the way.
             beside: a sum over the ranks, in the same exchange.
+            blocks: of each rank, where features have batch sizes of their own.
 
         Returns:
             Gradients of this rank's lookup (sum of rows, own width).
         """
         mine, widths = rows[self.me], self.widths[:-1]
-        own = widths[self.me]
 
         def pack(rank: int, out: torch.Tensor) -> None:
             """What the lookup of `rank` gave, column by column; a local lookup reads `grad` itself."""
-            lookup = out.view(mine, widths[rank])
+            is_ragged = blocks is not None and rank != self.me
+            lookup = grad.new_empty(mine, widths[rank]) if is_ragged else out.view(mine, widths[rank])
             for move in self.moves:
                 if move.source == rank:
                     torch.mul(
@@ -173,7 +186,38 @@ class PooledOutputDist:
                         scale,
                         out=lookup[:, move.source_column : move.source_column + move.width],
                     )
+            if blocks is not None and is_ragged:
+                out.copy_(ragged(lookup, self.columns[rank], blocks[self.me]))
 
-        sizes = [mine * w for w in widths], [n * own for n in rows]
-        flat = send_gradients(self.channel, self.codecs.gradients, *sizes, grad, pack, beside)
-        return flat.view(sum(rows), own)
+        came_from, to = self._sizes(rows, blocks)
+        flat = send_gradients(self.channel, self.codecs.gradients, to, came_from, grad, pack, beside)
+        return flat.view(sum(rows), widths[self.me]) if blocks is None else self._padded(flat, rows, blocks)
+
+    def _sizes(self, rows: Sequence[int], blocks: Blocks) -> tuple[list[int], list[int]]:
+        """Elements of the lookups that go to each rank, and that come from it; this rank's own do not travel."""
+        mine, own = rows[self.me], self.widths[self.me]
+        to, came_from = [n * own for n in rows], [mine * w for w in self.widths[:-1]]
+        if blocks is not None:
+            for i in self._others():
+                to[i] = ragged_size(self.columns[self.me], blocks[i])
+                came_from[i] = ragged_size(self.columns[i], blocks[self.me])
+        return to, came_from
+
+    def _ragged(self, lookup: torch.Tensor, rows: Sequence[int], blocks: Sequence[Sequence[Block]]) -> torch.Tensor:
+        """Flat: the others' rows without padding, then this rank's own."""
+        order = self._others()
+        *parts, own = lookup.split([rows[i] for i in (*order, self.me)])
+        columns = self.columns[self.me]
+        cut = [ragged(part, columns, blocks[i]) for i, part in zip(order, parts, strict=True)]
+        return torch.cat([*cut, own.reshape(-1)])
+
+    def _padded(self, flat: torch.Tensor, rows: Sequence[int], blocks: Sequence[Sequence[Block]]) -> torch.Tensor:
+        """Inverse of `_ragged`."""
+        order, columns = self._others(), self.columns[self.me]
+        sizes = [ragged_size(columns, blocks[i]) for i in order]
+        *parts, own = flat.split([*sizes, rows[self.me] * self.widths[self.me]])
+        whole = [padded_rows(part, columns, blocks[i]) for i, part in zip(order, parts, strict=True)]
+        return torch.cat([*whole, own.view(rows[self.me], self.widths[self.me])])
+
+    def _others(self) -> list[int]:
+        return [i for i in range(self.channel.size) if i != self.me]

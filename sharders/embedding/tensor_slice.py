@@ -63,7 +63,7 @@ def cut_batch(batch: Batch, ranks: Channel, unpooled: bool) -> Batch:
     The gradient of the weights is gathered on the way back.
     """
     if unpooled:  # of each key only the number of ids matters: one bag
-        batch = replace(batch, lengths=batch.lengths.sum(1, keepdim=True))
+        batch = replace(batch, lengths=batch.lengths.sum(1, keepdim=True), samples=None)
     if ranks.size == 1:
         return batch
     if unpooled:
@@ -72,12 +72,16 @@ def cut_batch(batch: Batch, ranks: Channel, unpooled: bool) -> Batch:
         (samples,) = even_cut([batch.batch_size], ranks.size)
         cut = cut_of_lengths(batch.lengths, samples)
     counts = tuple(bounds[ranks.rank + 1] - bounds[ranks.rank] for bounds in cut)
+    sizes = None
     if unpooled:
         lengths = batch.lengths.new_tensor(counts).view(-1, 1)
     else:
-        lengths = batch.lengths[:, samples[ranks.rank] : samples[ranks.rank + 1]]
+        first, stop = samples[ranks.rank : ranks.rank + 2]
+        lengths = batch.lengths[:, first:stop]
+        if batch.samples is not None:
+            sizes = tuple(min(max(n - first, 0), stop - first) for n in batch.samples)
     weights = None if batch.weights is None else cut_rows([batch.weights], [cut], ranks)[0]
-    return Batch(rows_of(batch.values, cut, ranks.rank), lengths, batch.key_of, weights, counts=counts)
+    return Batch(rows_of(batch.values, cut, ranks.rank), lengths, batch.key_of, weights, samples=sizes, counts=counts)
 
 
 def cut_of_lengths(lengths: torch.Tensor, samples: Sequence[int]) -> Cut:

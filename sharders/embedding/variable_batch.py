@@ -3,8 +3,8 @@
 [Note: variable batch]
 In such a batch each key has *rows* of its own: what several samples share stands there once. *Inverse indices* (F, B)
 say for each feature and sample which row is the sample's. Lengths are padded to the most rows of any key that is read,
-so that all is computed as with one batch size; the results' rows are then given to the samples. Autograd sums the
-gradients of the samples that share a row.
+so that all is computed as with one batch size; padding of results and gradients does not travel, see ragged.py. The
+results' rows are then given to the samples; autograd sums the gradients of samples that share a row.
 """
 
 from __future__ import annotations
