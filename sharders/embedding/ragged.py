@@ -21,28 +21,32 @@ def ragged_size(columns: Sequence[Columns], blocks: Sequence[Block]) -> int:
 
 def ragged(lookup: torch.Tensor, columns: Sequence[Columns], blocks: Sequence[Block]) -> torch.Tensor:
     """(elements,) what travels of a lookup (rows of all blocks, width of all columns)."""
-    parts = [part.reshape(-1) for part in _parts(lookup, columns, blocks)]
+    parts = [part.reshape(-1) for part, _ in _parts(lookup, columns, blocks)]
     return torch.cat(parts) if parts else lookup.new_empty(0)
 
 
 def padded_rows(flat: torch.Tensor, columns: Sequence[Columns], blocks: Sequence[Block]) -> torch.Tensor:
     """Inverse of `ragged`; zero where a feature has no rows."""
-    lookup = flat.new_zeros(sum(map(max, blocks)), sum(width for _, _, width in columns))
+    lookup = flat.new_empty(sum(map(max, blocks)), sum(width for _, _, width in columns))
     at = 0
-    for part in _parts(lookup, columns, blocks):
+    for part, padding in _parts(lookup, columns, blocks):
         part.copy_(flat[at : at + part.numel()].view(part.shape))
+        padding.zero_()
         at += part.numel()
     return lookup
 
 
-def _parts(lookup: torch.Tensor, columns: Sequence[Columns], blocks: Sequence[Block]) -> Iterator[torch.Tensor]:
-    """Views of each block's rows of each feature, neighbours with as many rows together."""
+def _parts(
+    lookup: torch.Tensor, columns: Sequence[Columns], blocks: Sequence[Block]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Views of each block's rows of each feature, and of the padding under them; neighbours with as many together."""
     first_row = 0
     for block in blocks:
         start = stop = 0
         for i, (feature, _, width) in enumerate(columns):
             stop += width
             if i + 1 == len(columns) or block[columns[i + 1][0]] != block[feature]:
-                yield lookup[first_row : first_row + block[feature], start:stop]
+                of_block = lookup[first_row : first_row + max(block), start:stop]
+                yield of_block[: block[feature]], of_block[block[feature] :]
                 start = stop
         first_row += max(block)
