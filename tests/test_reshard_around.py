@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -229,7 +231,12 @@ def users_things_stay() -> None:
     scheduler = torch.optim.lr_scheduler.ExponentialLR(model.fused_optimizer, 0.5)
     model.reshard({TABLES[0]: data_parallel(), TABLES[1]: table_wise(1)})
     assert model.module.ebc is ebc and ebc.embedding_bags["t0"] is holder
-    assert holder.weight is not weight and holder.weight.note == "mine" and holder.weight.shape == (10, 16)
+    assert (
+        holder.weight is not weight
+        and weight.isnan().all()
+        and holder.weight.note == "mine"
+        and holder.weight.shape == (10, 16)
+    )
     model.fused_optimizer.step()
     scheduler.step()
     before, twin = full_state_dict(model), copy.deepcopy(model)
@@ -247,6 +254,20 @@ def users_things_stay() -> None:
         torch.testing.assert_close(after[name], plain.state_dict()[name])
     loss_of(twin).backward()
     assert all(torch.equal(value, after[name]) for name, value in full_state_dict(twin).items())
+
+
+def nothing_is_left() -> None:
+    """Old tables go, although somebody holds their parameters; begun calls and gradients with them."""
+    model = built("none")
+    stores = [weakref.ref(model.module.ebc._engine.store)]
+    held = [*model.module.ebc.parameters()]
+    loss_of(model).backward()
+    for plan in (TABLE_WISE, ROW_WISE, TABLE_WISE):
+        model.reshard(plan)
+        stores.append(weakref.ref(model.module.ebc._engine.store))
+    gc.collect()
+    assert [store() is not None for store in stores] == [False, False, False, True]
+    assert all(p.grad is None and p.untyped_storage().nbytes() <= 4 for p in held)
 
 
 def half_precision() -> None:
@@ -303,7 +324,15 @@ def test_equals_the_unsharded(kind: str) -> None:
 
 @pytest.mark.parametrize(
     "job",
-    [counts_bytes, refuses, refuses_what_is_under_way, optimizers_follow, users_things_stay, half_precision],
+    [
+        counts_bytes,
+        refuses,
+        refuses_what_is_under_way,
+        optimizers_follow,
+        users_things_stay,
+        half_precision,
+        nothing_is_left,
+    ],
     ids=lambda job: job.__name__,
 )
 def test_two_ranks(job: Any) -> None:

@@ -111,6 +111,11 @@ class Parameter:
         for hook in (getattr(self.old, "_post_accumulate_grad_hooks", None) or {}).values():
             self.new.register_post_accumulate_grad_hook(hook)
 
+    def leave(self) -> None:
+        """Let the old parameter go: who still holds it keeps no memory, and reads no number of before."""
+        self.old.grad = None
+        self.old.data = self.old.data.new_full((1,), torch.nan).expand(self.old.shape)
+
 
 def parameters_of(path: str, module: nn.Module, new: Resharded, staying: Container[str]) -> list[Parameter]:
     """The parameters of a sharded module at `path`; `staying` are names of those whose layouts do."""

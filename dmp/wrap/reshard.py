@@ -159,5 +159,7 @@ def _put(made: Assembly, ready: _Ready, layers: Sequence[Optimizer], plan: Shard
             set_hook(taken, "calls", calls)
     made = replace(made, plan=plan)
     made.fused.follow(fused_parameters(made.module, made.owned))
+    for p in ready.parameters:
+        p.leave()
     follow_parts(layers, {id(p.old): p.new for p in ready.parameters})
     return made

@@ -144,7 +144,8 @@ class DistributedModelParallel(nn.Module):
         shards and one buffer beside the old ones. Training goes on to the bit where the layouts allow (row-wise state
         in other column blocks is taken from their mean, as from a checkpoint). The model, its modules and
         `fused_optimizer` stay the same objects, learning rates and schedulers go on; a table's parameter is another
-        one, as after wrapping. Everything is checked on all ranks before anything is changed.
+        one, as after wrapping. A copy of the model keeps its plan. Everything is checked on all ranks before anything
+        is changed.
 
         Args:
             plan: entries for some tables, or all; those that it does not name keep theirs.
