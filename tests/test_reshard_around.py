@@ -231,12 +231,8 @@ def users_things_stay() -> None:
     scheduler = torch.optim.lr_scheduler.ExponentialLR(model.fused_optimizer, 0.5)
     model.reshard({TABLES[0]: data_parallel(), TABLES[1]: table_wise(1)})
     assert model.module.ebc is ebc and ebc.embedding_bags["t0"] is holder
-    assert (
-        holder.weight is not weight
-        and weight.isnan().all()
-        and holder.weight.note == "mine"
-        and holder.weight.shape == (10, 16)
-    )
+    assert holder.weight is not weight and holder.weight.note == "mine" and holder.weight.shape == (10, 16)
+    assert weight.isnan().all(), "who holds the old one reads no number of before"
     model.fused_optimizer.step()
     scheduler.step()
     before, twin = full_state_dict(model), copy.deepcopy(model)
@@ -322,19 +318,10 @@ def test_equals_the_unsharded(kind: str) -> None:
     run_ranks(2, as_unsharded, kind)
 
 
-@pytest.mark.parametrize(
-    "job",
-    [
-        counts_bytes,
-        refuses,
-        refuses_what_is_under_way,
-        optimizers_follow,
-        users_things_stay,
-        half_precision,
-        nothing_is_left,
-    ],
-    ids=lambda job: job.__name__,
-)
+JOBS = [counts_bytes, refuses, refuses_what_is_under_way, optimizers_follow, users_things_stay, half_precision]
+
+
+@pytest.mark.parametrize("job", [*JOBS, nothing_is_left], ids=lambda job: job.__name__)
 def test_two_ranks(job: Any) -> None:
     run_ranks(2, job)
 

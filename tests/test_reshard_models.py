@@ -104,7 +104,7 @@ def a_strangers_module() -> None:
         for name, value in full_state_dict(model).items():
             torch.testing.assert_close(value, plain.state_dict()[name], atol=1e-5, rtol=1e-5, msg=name)
     assert model.module.experts is model.module.same and model.module.experts is not old
-    assert model.module.experts.bias is bias
+    assert model.module.experts.bias is bias and model.module.experts.scale == 0.5
     with pytest.raises(ShardError, match="has put another module at 'experts'"):
         old(tokens, expert)
 

@@ -1,18 +1,16 @@
 """What a sharded module's tables carry along when their plan changes: each tensor in its old and its new chunks.
 
-Weights, optimizer state of the backward pass, gradients that are there, and the state of ordinary optimizers. A tensor
-is shaped as the local parameter, as the whole one's rows (row-wise state), or is a number that every rank has.
+A tensor is shaped as the local parameter, as the whole one's rows (row-wise state), or is a number that every rank has.
+Weights and state of the backward pass are here; what others keep beside tables is in beside.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import Optimizer
 
 from dmp.chunked import ChunkedTensor, as_chunks, chunk_views
 from dmp.contracts import FusedModule, FusedParameter, Resharded, ShardedModule
@@ -77,7 +75,7 @@ class Parameter:
         """The weights."""
         return Carried(self.name, _chunks(self.old, self.old_chunks), _chunks(self.new, self.new_chunks))
 
-    def beside(self, what: str, value: torch.Tensor) -> tuple[Carried, torch.Tensor]:
+    def beside(self, what: str, value: torch.Tensor, of: str = "") -> tuple[Carried, torch.Tensor]:
         """A tensor of the old one's local shape, such as its gradient, and room for it in the new one's shape.
 
         Raises:
@@ -94,7 +92,7 @@ class Parameter:
             self._like(value.contiguous(), self.old, self.old_chunks),
             self._like(room, self.new, self.new_chunks),
         )
-        return Carried(f"{what} of {self.name!r}", old, new), room
+        return Carried(f"{what} of {self.name!r}{of}", old, new), room
 
     @staticmethod
     def _like(value: torch.Tensor, parameter: nn.Parameter, chunks: ChunkedTensor | None) -> ChunkedTensor:
@@ -112,9 +110,18 @@ class Parameter:
             self.new.register_post_accumulate_grad_hook(hook)
 
     def leave(self) -> None:
-        """Let the old parameter go: who still holds it keeps no memory, and reads no number of before."""
+        """Let the old parameter go: who still holds it keeps no memory, and reads or trains nothing of before."""
+        nothing = torch.nan if self.old.is_floating_point() else 0
         self.old.grad = None
-        self.old.data = self.old.data.new_full((1,), torch.nan).expand(self.old.shape)
+        self.old.data = self.old.data.new_full((1,), nothing).expand(self.old.shape)
+        if self.old.requires_grad:
+            self.old.register_hook(self._refuse)
+
+    def _refuse(self, _: torch.Tensor) -> None:
+        raise ShardError(
+            f"{self.name!r} is given a gradient by a forward from before model.reshard(plan), which has moved it: "
+            "finish the backward pass first, or run the forward again"
+        )
 
 
 def parameters_of(path: str, module: nn.Module, new: Resharded, staying: Container[str]) -> list[Parameter]:
@@ -141,44 +148,6 @@ def _state_of(name: str, old: FusedParameter, new: FusedParameter) -> Iterator[C
     for key, value in old.state().items():
         what = f"optimizer state {key!r} of {name!r}"
         yield Carried(what, as_chunks(value), as_chunks(room[key]), old.widths, new.widths)
-
-
-def gradients(parameters: Iterable[Parameter], then: list[Callable[[], Any]]) -> Iterator[Carried]:
-    """What has been accumulated and not yet been applied."""
-    for p in parameters:
-        if p.old.grad is not None:
-            carried, room = p.beside("the gradient", p.old.grad)
-            then.append(lambda p=p, room=room: setattr(p.new, "grad", room))  # type: ignore[misc]
-            yield carried
-
-
-def ordinary_state(
-    optimizers: Sequence[Optimizer], parameters: Iterable[Parameter], then: list[Callable[[], Any]]
-) -> Iterator[Carried]:
-    """State that ordinary optimizers hold for the parameters.
-
-    Args:
-        then: takes what puts it in place.
-    """
-    by_id = {id(p.old): p for p in parameters}
-    for optimizer in optimizers:
-        for held in [p for group in optimizer.param_groups for p in group["params"] if id(p) in by_id]:
-            p, moved = by_id[id(held)], dict(optimizer.state.get(held, {}))
-            for key, value in moved.items():
-                is_as_it_was = p.stays and isinstance(value, torch.Tensor) and value.shape != held.shape
-                if isinstance(value, torch.Tensor) and value.dim() and not is_as_it_was:
-                    what = f"state {key!r} of {type(optimizer).__name__}"
-                    carried, moved[key] = p.beside(what, value)
-                    yield carried
-            then.append(lambda o=optimizer, p=p, moved=moved: _exchange(o, p, moved))  # type: ignore[misc]
-
-
-def _exchange(optimizer: Optimizer, p: Parameter, state: Mapping[str, Any]) -> None:
-    """The new parameter in the old one's places in an optimizer."""
-    if optimizer.state.pop(p.old, None):
-        optimizer.state[p.new] = dict(state)
-    for group in optimizer.param_groups:
-        group["params"][:] = [p.new if held is p.old else held for held in group["params"]]
 
 
 def _chunks(parameter: nn.Parameter, chunks: ChunkedTensor | None) -> ChunkedTensor:

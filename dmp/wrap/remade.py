@@ -79,7 +79,12 @@ class Remade:
     def take_place(self) -> nn.Module:
         """The new module, at every path of the old one, which says so when it is called."""
         old, new, owned = self._old, self._new, self._owned
-        self._keep_others()
+        own = {place.full_name: place.tensor for place in places_of(old.named_modules())}
+        for place in places_of(new.named_modules()):
+            if place.store is place.owner._buffers:
+                place.tensor.copy_(own[place.full_name])
+            elif place.full_name not in owned.infos:  # the data-parallel part has hold of it
+                place.store[place.name] = own[place.full_name]
         carry_over(old, new)
         for root in filter(None, (self._made.module, self._made.skeleton)):
             for path in owned.aliases:
@@ -90,13 +95,6 @@ class Remade:
 
         old.forward = replaced
         return new
-
-    def _keep_others(self) -> None:
-        """Buffers, and parameters that no sharder named, are those of the old module."""
-        stores = {place.full_name: place for place in places_of(self._old.named_modules())}
-        for place in places_of(self._new.named_modules()):
-            if place.full_name in stores and place.full_name not in self._owned.infos:
-                place.store[place.name] = stores[place.full_name].tensor
 
 
 def _chunked(module: nn.Module) -> Mapping[str, ChunkedTensor]:

@@ -20,10 +20,11 @@ from dmp.contracts import Resharded, ShardedModule, set_hook
 from dmp.errors import PlanError, ShardError
 from dmp.names import join_name
 from dmp.plans.plan import ShardingPlan
-from dmp.ranks import fail_together, gather_words
+from dmp.ranks import fail_together, gather_words, results_of_all
 from dmp.wrap.agreement import check_agreement
 from dmp.wrap.assembly import Assembly, Owned, fused_parameters
-from dmp.wrap.carried import Carried, Parameter, fused_state, gradients, ordinary_state, parameters_of
+from dmp.wrap.beside import Beside
+from dmp.wrap.carried import Carried, Parameter, fused_state, parameters_of
 from dmp.wrap.earlier_optimizers import follow
 from dmp.wrap.given_optimizers import follow_parts, layers_of, with_state
 from dmp.wrap.move_values import MovedBytes, move_values
@@ -83,14 +84,15 @@ def reshard(made: Assembly, given: Any, optimizer: Any, calls: Calls) -> tuple[A
 
     plan, layers = _together(made, checked)
     held = ", ".join(f"{type(layer).__name__} of {len(layer.param_groups)} groups" for layer in layers)
-    facts = {"plan": plan.to_json(), "optimizers": held, "accumulated gradients": ", ".join(_with_gradients(made))}
+    facts = {"plan": plan.to_json(), "optimizers": held}
     check_agreement(facts, env, WHAT, "every rank must call model.reshard in the same way")
     changes = made.plan.diff(plan)
-    ready = _together(made, lambda: _prepare(made, plan, layers))
+    told = results_of_all(lambda: _beside(made, layers), env.everyone, WHAT)
+    ready = _together(made, lambda: _prepare(made, plan, layers, Beside.of_all(told)))
     moved = move_values(ready.carried, env, WHAT) if ready.sites else MovedBytes(0, 0)
-    told = gather_words(WHAT, [moved.sent, moved.kept], env.everyone)  # every rank has all by now
+    counts = gather_words(WHAT, [moved.sent, moved.kept], env.everyone)  # every rank has all by now
     made = _put(made, ready, layers, plan, calls)
-    sent, kept = ([row[i] for row in told] for i in (0, 1))
+    sent, kept = ([row[i] for row in counts] for i in (0, 1))
     return made, Resharding(plan, tuple(change.name for change in changes), tuple(sent), tuple(kept))
 
 
@@ -106,20 +108,22 @@ def _check_at_rest(calls: Calls) -> None:
         raise ShardError(f"model.reshard was called inside the model's {where}, which goes on with the tables it has")
 
 
-def _with_gradients(made: Assembly) -> list[str]:
+def _beside(made: Assembly, layers: Sequence[Optimizer]) -> Beside:
+    """What lies beside this rank's tables."""
+    optimizers = with_state(layers)
+    for optimizer in optimizers:
+        follow(optimizer)
     tables = {join_name(owned.path, name) for owned in made.owned for name in owned.infos}
-    return [name for name, p in made.module.named_parameters() if name in tables and p.grad is not None]
+    return Beside.of({name: p for name, p in made.module.named_parameters() if name in tables}, optimizers)
 
 
-def _prepare(made: Assembly, plan: ShardingPlan, layers: Sequence[Optimizer]) -> _Ready:
+def _prepare(made: Assembly, plan: ShardingPlan, layers: Sequence[Optimizer], beside: Beside) -> _Ready:
     """Room for what is new, and all that is to be moved there; local, nothing of the model is changed.
 
     Raises:
         ShardError: a module that cannot, or values without storage.
     """
-    ready, optimizers = _Ready(), with_state(layers)
-    for optimizer in optimizers:
-        follow(optimizer)
+    ready = _Ready()
     staying = {name for name, entry in plan.items() if made.plan[name] == entry}
     for owned in changed_sites(made, plan):
         module = made.module.get_submodule(owned.path)
@@ -131,8 +135,8 @@ def _prepare(made: Assembly, plan: ShardingPlan, layers: Sequence[Optimizer]) ->
         ready.parameters += parameters
         ready.carried += [p.value() for p in parameters]
         ready.carried += fused_state(owned.path, module, new)
-        ready.carried += gradients(parameters, ready.then)
-        ready.carried += ordinary_state(optimizers, parameters, ready.then)
+        ready.carried += beside.moved_gradients(parameters, ready.then)
+        ready.carried += beside.moved_state(with_state(layers), parameters, ready.then)
     for carried in ready.carried:
         carried.check()
     return ready

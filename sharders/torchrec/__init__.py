@@ -7,6 +7,7 @@
 - `refused`: what theirs gets wrong
 - `making`: a sharded module of theirs, made
 - `module`: that module in a wrapped model
+- `resharded`: another of them, under another plan
 - `averages`: dense parts behind its tables
 - `batches`: batches before it sees them, and its results
 - `local_shards`: what this rank holds of its state

@@ -67,6 +67,12 @@ class FusedTables:
         for step in self._steps.values():
             step += 1
 
+    def follow(self, other: FusedTables) -> None:
+        """Be read by the param groups of another of the same tables, whatever the places."""
+        groups = {id(own): other.options[name] for name, own in self.options.items()}
+        self._tbes = [(tbe, groups[id(own)]) for tbe, own in self._tbes]
+        self.options = dict(other.options)
+
     def take(self, other: FusedTables) -> None:
         """Options, steps and state of another of the same tables and places."""
         for name in self._specs:

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from dmp import ChunkedTensor, FusedParameter, InputError, ShardError, ranks, tensors_of
+from dmp import ChunkedTensor, FusedParameter, InputError, ParameterSharding, ShardError, ranks, tensors_of
 from sharders.embedding.input_faults import Fault
 from sharders.torchrec.batches import in_unsharded_order, prepared
-from sharders.torchrec.making import Made
+from sharders.torchrec.making import Made, Recipe
+from sharders.torchrec.resharded import ReshardedTheirs
 
 
 class TorchRecModule(nn.Module):
@@ -35,7 +37,7 @@ class TorchRecModule(nn.Module):
 
     _made: Made
 
-    def __init__(self, make: Callable[[], Made], original: nn.Module) -> None:
+    def __init__(self, make: Recipe, original: nn.Module) -> None:
         super().__init__()
         self._make = make
         self._hold(make(), original)
@@ -119,17 +121,23 @@ class TorchRecModule(nn.Module):
 
     def _watch(self, result: Any) -> None:
         """Count the update of a backward pass when that begins."""
-        fused, begun = self._made.fused, False
+        made, begun = self._made, False
+        fused = made.fused
 
         def begins(_: torch.Tensor) -> None:
             nonlocal begun
+            if made is not self._made:
+                raise ShardError(
+                    f"{self.module_path!r} is asked for gradients of a forward from before model.reshard(plan), which "
+                    "has moved its tables: their update would be lost. Finish the backward pass first, or run the "
+                    "forward again"
+                )
             if fused is not None and not begun:
                 begun = True
                 fused.count()
 
-        if fused is not None:
-            for tensor in [t for _, t in tensors_of(result, as_held=True) if t.requires_grad]:
-                tensor.register_hook(begins)
+        for tensor in [t for _, t in tensors_of(result, as_held=True) if t.requires_grad]:
+            tensor.register_hook(begins)
 
     def chunked_state(self) -> Mapping[str, ChunkedTensor]:
         """This rank's chunks of what is cut, as views."""
@@ -143,6 +151,24 @@ class TorchRecModule(nn.Module):
     def unsharded(self) -> nn.Module:
         """A plain module of the same structure, on meta."""
         return copy.deepcopy(self._made.plain)
+
+    def resharded(self, plan: Mapping[str, ParameterSharding]) -> ReshardedTheirs:
+        """Another of theirs under another plan: see `dmp.Resharded`. Made by all ranks together."""
+        self._check_parameters()
+        recipe = replace(self._make, layouts={name: entry.layout for name, entry in plan.items()})
+        return ReshardedTheirs(self, recipe, plan)
+
+    def run_by(self, make: Recipe, made: Made) -> TorchRecModule:
+        """Have another of theirs in place of the one that there is, in the same modules."""
+        old, self._make = self._made, make
+        self.__dict__["_made"] = made
+        for name, parameter in made.parameters.items():
+            path, _, own = name.rpartition(".")
+            self.get_submodule(path)._parameters[own] = parameter
+        for name, buffer in made.buffers.items():
+            path, _, own = name.rpartition(".")
+            self.get_submodule(path)._buffers[own] = buffer.copy_(old.buffers[name])
+        return self.train(self.training)
 
     def train(self, mode: bool = True) -> TorchRecModule:
         """Theirs too."""

@@ -5,16 +5,25 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 
+import dmp
+from dmp import ShardError
 from tests.ranks import run_ranks
+from tests.results import loss_of
 from tests.state_jobs import TABLES, assert_same, build, table_plan, train, whole
+from tests.torchrec_dropin.test_torchrec_sharder import PLANS, _trained, _wrapped, pytestmark
+from tests.torchrec_dropin.their_modules import make_batch
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
     from torchrec.optim.optimizers import in_backward_optimizer_filter
     from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
+
+__all__ = ["pytestmark"]
 
 
 def wrapped_optimizers() -> None:
@@ -63,6 +72,47 @@ def combined() -> None:
         assert {f"tables.{name}" for name in TABLES} <= saved.keys()
         runs.append(whole(model, dense._optimizer))
     assert_same(runs[0], runs[1], exact=False)
+
+
+def their_modules(kind: str, optimizer: str | None) -> None:
+    """A module that TorchRec's own sharder runs: as the one that keeps its plan, with rates as they are by then."""
+    runs: list[Any] = []
+    for plans in (("rows", "rows"), ("tables", "columns"), ("columns", "rows")):
+        model = _wrapped(kind, plans[0], optimizer)
+        inner, dense = model.module, torch.optim.Adam(model.parameters(), lr=0.01) if optimizer is None else None
+        _trained(model, dense, kind, range(2))
+        for group in model.fused_optimizer.param_groups:
+            group["lr"] = 0.5
+        late = loss_of(model(*make_batch(kind, dist.get_rank(), 9)))
+        layouts = {name: PLANS[plans[1]](i) for i, name in enumerate(model.plan)}
+        model.reshard(layouts, dense)
+        assert model.module is inner and {name: entry.layout for name, entry in model.plan.items()} == layouts
+        if plans[0] != plans[1]:
+            with pytest.raises(ShardError, match="forward from before model"):
+                late.backward()
+        _trained(model, dense, kind, range(2, 4))
+        state = dmp.full_optimizer_state_dict(model, dense)["state"]
+        for values in state.values() if optimizer is None else ():
+            values.pop("step")  # a rank that has nothing of a table of theirs does not count
+        runs.append((dmp.full_state_dict(model), state))
+    for run in runs[1:]:
+        torch.testing.assert_close(run, runs[0])
+
+
+def refused() -> None:
+    """One with parameters beside its tables."""
+    model = _wrapped("fp", "rows", None)
+    with pytest.raises(ShardError, match="beside its tables, and cannot change its plan"):
+        model.reshard({name: PLANS["tables"](i) for i, name in enumerate(model.plan)})
+
+
+@pytest.mark.parametrize("optimizer", ["adagrad", None])
+def test_modules_of_theirs(optimizer: str | None) -> None:
+    run_ranks(2, their_modules, "ebc", optimizer)
+
+
+def test_what_cannot() -> None:
+    run_ranks(2, refused)
 
 
 def test_combined_optimizers() -> None:

@@ -1,0 +1,114 @@
+"""What lies beside tables: gradients that wait for a step, and the state of ordinary optimizers.
+
+Where a rank has nothing of a table, an optimizer may have no state for it there, and no gradient; under another plan it
+has. So ranks tell each other what there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from dmp.errors import ShardError
+from dmp.wrap.carried import Carried, Parameter
+
+
+@dataclass
+class Beside:
+    """What there is.
+
+    Args:
+        gradients: parameter name -> dtype of its gradient.
+        state: for each optimizer, parameter name -> state name -> dtype of a tensor shaped as the local parameter, or
+            what is the same on all ranks: a number, in a tensor or not.
+    """
+
+    gradients: dict[str, torch.dtype] = field(default_factory=dict)
+    state: list[dict[str, dict[str, Any]]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -> Beside:
+        """On this rank, of tables of which it has something: what it keeps of others may be old."""
+        parameters = {name: p for name, p in parameters.items() if p.numel()}
+        gradients = {name: p.grad.dtype for name, p in parameters.items() if p.grad is not None}
+        state = []
+        for optimizer in optimizers:
+            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            mine = {name: optimizer.state.get(p, {}) for name, p in parameters.items() if id(p) in held}
+            state.append({n: {key: _described(v) for key, v in values.items()} for n, values in mine.items()})
+        return cls(gradients, state)
+
+    @classmethod
+    def of_all(cls, told: Sequence[Beside]) -> Beside:
+        """On any rank.
+
+        Raises:
+            ShardError: ranks have tensors of several dtypes under one name.
+        """
+        found = cls({}, [{} for _ in told[0].state])
+        for each in told:
+            _add(found.gradients, each.gradients, "the gradient")
+            for whole, of_rank in zip(found.state, each.state, strict=True):
+                for name, values in of_rank.items():
+                    _add(whole.setdefault(name, {}), values, f"optimizer state of {name!r}")
+        return found
+
+    def moved_gradients(self, parameters: Iterable[Parameter], then: list[Callable[[], Any]]) -> Iterator[Carried]:
+        """Those of these parameters; `then` takes what puts them in place."""
+        for p in parameters:
+            if p.name in self.gradients:
+                carried, room = p.beside("the gradient", _own(p, "gradient", p.old.grad, self.gradients[p.name]))
+                then.append(lambda p=p, room=room: setattr(p.new, "grad", room))  # type: ignore[misc]
+                yield carried
+
+    def moved_state(
+        self, optimizers: Sequence[Optimizer], parameters: Iterable[Parameter], then: list[Callable[[], Any]]
+    ) -> Iterator[Carried]:
+        """That of these parameters; `then` takes what puts it in place."""
+        by_name = {p.name: p for p in parameters}
+        for i, (optimizer, known) in enumerate(zip(optimizers, self.state, strict=True)):
+            for name in [name for name in known if name in by_name]:
+                p, own, moved = by_name[name], optimizer.state.get(by_name[name].old, {}), {}
+                for key, kind in known[name].items():
+                    what = f"state {key!r} of {type(optimizer).__name__}"
+                    value = own.get(key)
+                    if not isinstance(kind, torch.dtype):
+                        moved[key] = value if p.old.numel() and value is not None else kind
+                    elif p.stays and value is not None and value.shape != p.old.shape:
+                        moved[key] = value
+                    else:
+                        carried, moved[key] = p.beside(what, _own(p, what, value, kind), str(i))
+                        yield carried
+                then.append(lambda o=optimizer, p=p, moved=moved: _exchange(o, p, moved))  # type: ignore[misc]
+
+
+def _described(value: Any) -> Any:
+    return value.dtype if isinstance(value, torch.Tensor) and value.dim() else value
+
+
+def _add(known: dict[str, Any], more: Mapping[str, Any], what: str) -> None:
+    for key, value in more.items():
+        first = known.setdefault(key, value)
+        if isinstance(first, torch.dtype) and value != first:
+            raise ShardError(f"ranks have {what} under {key!r} as {first} and as {value}")
+
+
+def _own(p: Parameter, what: str, value: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """What this rank has; nothing, where it has nothing of the table."""
+    if value is None and p.old.numel():
+        raise ShardError(f"{what} of {p.name!r}: other ranks have one for their part of the table, this rank has none")
+    return torch.empty_like(p.old.detach(), dtype=dtype) if value is None else value
+
+
+def _exchange(optimizer: Optimizer, p: Parameter, state: Mapping[str, Any]) -> None:
+    """The new parameter in the old one's places in an optimizer."""
+    optimizer.state.pop(p.old, None)
+    if state:
+        optimizer.state[p.new] = dict(state)
+    for group in optimizer.param_groups:
+        group["params"][:] = [p.new if held is p.old else held for held in group["params"]]
