@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from dmp.foreign import is_torchrecs, type_name
 from dmp.ranks import entry, watchdog
 
 ROLES = ("replicate", "shard", "tensor")
@@ -121,10 +122,40 @@ class ShardingEnv:
         roles = _roles(names, replicate, shard, tensor)
         return cls(None, device_type, names, shape, roles, (0,) * len(shape))
 
+    @classmethod
+    def from_local(cls, world_size: int, rank: int) -> ShardingEnv:
+        """As TorchRec's, of one process: `single()`.
+
+        Raises:
+            ValueError: several ranks, which need a process group to train.
+        """
+        if (world_size, rank) == (1, 0):
+            return cls.single()
+        raise ValueError(
+            f"an env of {world_size} ranks without a process group (rank {rank}) runs inference on one host in "
+            "TorchRec; here ranks exchange through a group: ShardingEnv.from_process_group(group). To plan alone: "
+            f"ShardingEnv.abstract(({world_size},), ('dp',))"
+        )
+
     @cached_property
     def size(self) -> int:
         """Number of processes."""
         return prod(self.shape)
+
+    @property
+    def world_size(self) -> int:
+        """`size`, as TorchRec's users read it."""
+        return self.size
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """Of all ranks of the mesh, as TorchRec's users read it; None without process groups."""
+        return self.group()
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """`mesh`, as TorchRec's users read it."""
+        return self.mesh
 
     @property
     def rank(self) -> int:
@@ -246,6 +277,24 @@ class ShardingEnv:
         if unknown:
             raise ValueError(f"a role is one of {ROLES}; got {unknown[0]!r}")
         return [i for i, role in enumerate(self.roles) if role in roles]
+
+
+def env_of_torchrec(theirs: Any, device_type: str | None = None) -> ShardingEnv:
+    """Ours for an env of TorchRec's: its process group as one axis, or one process. Collective, as `from_mesh` is.
+
+    Raises:
+        ValueError: several ranks without a group, or replicas (`ShardingEnv2D`).
+    """
+    if is_torchrecs(theirs, "ShardingEnv2D"):
+        raise ValueError(
+            f"{type_name(theirs)} is made for TorchRec's DMPCollection; here a mesh says it: ShardingEnv.from_mesh("
+            "init_device_mesh(device, (replicas, ranks), mesh_dim_names=('replicate', 'dp')))"
+        )
+    if theirs.process_group is not None:
+        return ShardingEnv.from_process_group(theirs.process_group)
+    if (theirs.world_size, theirs.rank) == (1, 0):
+        return ShardingEnv.single(device_type or "cpu")
+    return ShardingEnv.from_local(theirs.world_size, theirs.rank)
 
 
 def default_env(device_type: str | None = None) -> ShardingEnv:

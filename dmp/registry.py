@@ -77,6 +77,13 @@ def adopted(sharders: Iterable[Any]) -> list[Any]:
     return found
 
 
+def adopted_wrapper(wrapper: Any) -> Any:
+    """A data-parallel wrapper, TorchRec's default one as ours."""
+    if not is_torchrecs(wrapper, "DefaultDataParallelWrapper"):
+        return wrapper
+    return load("sharders.torchrec.data_parallel:adopt_wrapper")(wrapper)
+
+
 def default_planner() -> Any:
     """A planner from the entry points (`dmp.planners`) when there is one, else the built-in one."""
     points = _points("dmp.planners")

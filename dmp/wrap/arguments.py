@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import Any
 from weakref import WeakSet
 
@@ -12,10 +13,17 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from dmp.contracts import ShardedModule, hook
-from dmp.env import ShardingEnv, default_env
+from dmp.env import ShardingEnv, default_env, env_of_torchrec
 from dmp.errors import PlanError, ShardError
+from dmp.foreign import is_torchrecs, type_name
 from dmp.ranks.launch import join_launch
-from dmp.registry import adopted, check_sharder_protocol, default_data_parallel_wrapper, default_sharders
+from dmp.registry import (
+    adopted,
+    adopted_wrapper,
+    check_sharder_protocol,
+    default_data_parallel_wrapper,
+    default_sharders,
+)
 from dmp.wrap.skeleton import all_tensors
 
 _taken: WeakSet[nn.Module] = WeakSet()
@@ -53,7 +61,7 @@ class Arguments:
         if self.plan is not None and self.planner is not None:
             raise PlanError("pass a plan or a planner, not both; to fix part of a plan: planner.plan(..., pinned=plan)")
         device = self.env.device if self.device is None else torch.device(self.device)
-        wrapper = self.wrapper or default_data_parallel_wrapper()
+        wrapper = adopted_wrapper(self.wrapper) or default_data_parallel_wrapper()
         return replace(self, sharders=sharders, device=device, wrapper=wrapper)
 
     def facts(self) -> dict[str, str]:
@@ -77,14 +85,22 @@ def environment(env: ShardingEnv | None, device: Any) -> ShardingEnv:
     Raises:
         ShardError: what is no env.
     """
-    if env is not None and not isinstance(env, ShardingEnv):
-        raise ShardError(f"expected env to be a ShardingEnv (see ShardingEnv.from_mesh); got {type(env).__name__}")
-    if env is not None:
-        return env
     try:
         kind = None if device is None else torch.device(device)
     except (RuntimeError, TypeError):
         kind = None
+    if is_torchrecs(env, "ShardingEnv"):
+        try:
+            return env_of_torchrec(env, kind.type if kind is not None and kind.type != "meta" else None)
+        except ValueError as error:
+            raise ShardError(f"env: {error}") from error
+    if env is not None and not isinstance(env, ShardingEnv):
+        raise ShardError(
+            f"expected env to be a {type_name(ShardingEnv)} (see ShardingEnv.from_mesh) or TorchRec's; got "
+            f"{type_name(env)}"
+        )
+    if env is not None:
+        return env
     join_launch(kind)
     return default_env(kind.type if kind is not None and kind.type != "meta" else None)
 
@@ -118,11 +134,21 @@ def _check_data_parallel_wrapper(wrapper: Any) -> None:
         return
     if isinstance(wrapper, type):
         raise ShardError(f"data_parallel_wrapper is the class {wrapper.__name__}; call it: {wrapper.__name__}(...)")
-    if not callable(getattr(wrapper, "wrap", None)):
+    wrap = getattr(wrapper, "wrap", None)
+    form = (
+        "expected data_parallel_wrapper to have wrap(module, env, device, ignored), which returns a module, as "
+        f"sharders.DDPWrapper() and sharders.FSDPWrapper() do; got {type_name(wrapper)}"
+    )
+    if not callable(wrap):
+        raise ShardError(f"{form}, which has none")
+    if is_torchrecs(wrapper, "DefaultDataParallelWrapper") and type(wrapper).__module__.startswith("torchrec."):
+        return
+    try:
+        signature(wrap).bind(nn.Module, None, None, frozenset())
+    except TypeError:
         raise ShardError(
-            "expected data_parallel_wrapper to have wrap(module, env, device, ignored), as sharders.DDPWrapper() and "
-            f"sharders.FSDPWrapper() do; got {type(wrapper).__name__}, which has none"
-        )
+            f"{form}, which has wrap{signature(wrap)}: what changes TorchRec's wrapper in place does nothing here"
+        ) from None
 
 
 def _check_not_wrapped(module: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 - `adopt`: which of ours stands for which of theirs, with its options
 - `wire_formats`: the codecs that their `qcomm_codecs_registry` names
+- `data_parallel`: their default data-parallel wrapper
 - `sharder`: `TorchRecSharder`, which runs what ours has no module for, by theirs
 - `sharding_types`: a layout as one of their sharding types
 - `refused`: what theirs gets wrong

@@ -32,7 +32,7 @@ _OURS: dict[str, type[Any]] = {
     f"{_MANAGED}EmbeddingBagCollection": ManagedCollisionEmbeddingBagCollectionSharder,
     f"{_MANAGED}EmbeddingCollection": ManagedCollisionEmbeddingCollectionSharder,
 }
-"""Module type -> our sharder of it."""
+"""Module type -> our sharder of it, a class."""
 
 
 def adopt(sharders: Iterable[Any]) -> list[Any]:
