@@ -20,6 +20,8 @@ For the whole process, once
 - `dmp/wrap/optimizer_guard.py: register_optimizer_step_pre_hook`: an optimizer may be made before the model is wrapped
 - `dmp/ranks/launch.py: dist.init_process_group`, `dmp/ranks/launch.py: torch.accelerator.set_device_index`: a program
   that a launcher started and that has no group yet gets one, on the device of its rank
+- TorchRec's keyed optimizers, where they are imported, give and take chunks of tables as chunks, which they would take
+  for the whole (dmp/state/keyed_state.py); its clipping refuses what it would pass over (dmp/state/keyed_clipping.py)
 - TorchRec's abstract classes of sharded modules, where they are imported, are told that ours count as theirs, by
   Python's registration of virtual subclasses (sharders/embedding/torchrec_form.py): scans by class find them
 

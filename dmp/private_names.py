@@ -83,6 +83,6 @@ Others
 - `_set_module_context`, `_pipeline_model`, `_init_pipelined_modules`, `_create_context`, `_next_batch`,
   `_optimizer_step`, `_wait_for_batch`, `_copy_batch_to_gpu`, `_prefetch`, `_connect`: parts of TorchRec's pipelines,
   for a message to who calls or overrides them
-- `_save_param_groups`: of TorchRec's keyed optimizers
+- `_save_param_groups`, `_warmup_param`: of TorchRec's keyed optimizers
 - `_current_frames`, `_getframe`: of Python's `sys`, where threads stand, and which code reads a weight
 """

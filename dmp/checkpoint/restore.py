@@ -166,7 +166,7 @@ def _prepare_state(load: CheckedLoad, owned: OwnedState, widths: tuple[int, ...]
     if owned.optimizer is not None:
         state, parameter = owned.optimizer.state, owned.parameter
         if fresh:
-            load.then.append(lambda: state[parameter].update(fresh))
+            load.then.append(lambda: state.setdefault(parameter, {}).update(fresh))
         elif not (keys or numbers):  # it had not been stepped when it was saved
             load.then.append(lambda: state.pop(parameter, None))
 

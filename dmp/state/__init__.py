@@ -7,6 +7,8 @@ verified. In reading order:
 - `local_chunks`: which chunks of its parameters a rank holds
 - `optimizer_state`: optimizer state by name, in unsharded shapes
 - `clip`: gradient clipping by the norm of the whole model, torch's function too
+- `keyed_state`: state dicts of TorchRec's keyed optimizers, with chunks as chunks
+- `keyed_clipping`: TorchRec's gradient clipping, refused where its norm would be another
 - `scaler`: gradient scaling, one decision on all ranks
 - `verify`: compares a sharded model with the plain one
 """

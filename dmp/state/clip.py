@@ -26,6 +26,7 @@ from dmp.layouts.shard import is_replicated
 from dmp.places import is_dtensor
 from dmp.ranks import entry, numbers_of_all
 from dmp.state.find_wrapped import env_of, joint_plan
+from dmp.state.keyed_clipping import check_clipping
 from dmp.state.local_chunks import sharded_parameters
 from dmp.wrap import live_models as live
 from dmp.wrap.earlier_optimizers import successors
@@ -208,3 +209,4 @@ def _prepare() -> None:
 
 
 live.at_first_wrap(_prepare)
+live.when_imported("torchrec.optim.clipping", check_clipping)

@@ -20,9 +20,13 @@ from dmp.errors import CheckpointError
 from dmp.places import is_dtensor
 from dmp.state.find_wrapped import common_env, env_of, fused_parameters, joint_plan, wrapped_in
 from dmp.state.gather import gather
+from dmp.state.keyed_state import give_chunks
 from dmp.state.local_chunks import sharded_parameters
+from dmp.wrap import live_models as live
 from dmp.wrap.column_blocks import is_blocked, merge_blocks
 from dmp.wrap.earlier_optimizers import follow
+from dmp.wrap.given_optimizers import layers_of
+from dmp.wrap.keyed import parts
 
 
 @dataclass
@@ -149,10 +153,9 @@ def owned_states(model: nn.Module, optimizer: torch.optim.Optimizer | None = Non
     for name, parameter in named.items():
         for inner in () if name in owned else getattr(parameter, "_in_backward_optimizers", ()):
             add(name, inner.param_groups[0], inner, inner.state.get(parameter, {}))
-    for name, group in _groups(model, named, optimizer):
-        assert optimizer is not None
-        add(name, group, optimizer, optimizer.state.get(named[name], {}))
-    return list(owned.values())
+    for name, group, part in _groups(model, named, optimizer):
+        add(name, group, part, part.state.get(named[name], {}))
+    return [*owned.values(), *_warm_ups(optimizer)]
 
 
 def param_groups(owned: Iterable[OwnedState]) -> list[dict[str, Any]]:
@@ -183,23 +186,41 @@ def column_widths(model: nn.Module, owned: Iterable[OwnedState]) -> dict[str, tu
 
 def _groups(
     model: nn.Module, named: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None
-) -> list[tuple[str, dict[str, Any]]]:
-    """(name, group) of each parameter of an ordinary optimizer; the model's own fused one is not ordinary."""
-    if optimizer is None or any(optimizer is m.fused_optimizer for m in wrapped_in(model).values()):
-        return []
-    follow(optimizer)
+) -> list[tuple[str, dict[str, Any], torch.optim.Optimizer]]:
+    """(name, group, whose) of each parameter of an ordinary optimizer, or of those that a wrapper of TorchRec's stands
+    for; the model's own fused one is not ordinary."""
+    own = [m.fused_optimizer for m in wrapped_in(model).values()]
     fused = fused_parameters(model)
     names = {id(p): name for name, p in named.items()}
     found = []
-    for i, group in enumerate(optimizer.param_groups):
-        for p in group["params"]:
-            if id(p) not in names:
-                raise CheckpointError(
-                    f"param group {i} of {type(optimizer).__name__} has a parameter of shape {tuple(p.shape)} that is "
-                    "not the model's; pass the optimizer that was made from model.parameters()"
-                )
-            name = names[id(p)]
-            updated_in_backward = name in fused or hasattr(p, "_in_backward_optimizers")
-            if not updated_in_backward:  # such a parameter never gets a .grad: the optimizer does nothing to it
-                found.append((name, group))
+    for part in () if optimizer is None else parts(optimizer):
+        if any(part is each for each in own):
+            continue
+        follow(part)
+        for i, group in enumerate(part.param_groups):
+            for p in group["params"]:
+                if id(p) not in names:
+                    raise CheckpointError(
+                        f"param group {i} of {type(part).__name__} has a parameter of shape {tuple(p.shape)} that is "
+                        "not the model's; pass the optimizer that was made from model.parameters()"
+                    )
+                name = names[id(p)]
+                updated_in_backward = name in fused or hasattr(p, "_in_backward_optimizers")
+                if not updated_in_backward:  # such a parameter never gets a .grad: the optimizer does nothing to it
+                    found.append((name, group, part))
     return found
+
+
+def _warm_ups(optimizer: torch.optim.Optimizer | None) -> list[OwnedState]:
+    """Where a schedule stands that a wrapper of TorchRec's keeps as state of a parameter of its own."""
+    found: list[OwnedState] = []
+    for layer in layers_of(optimizer):
+        held: nn.Parameter | None = getattr(layer, "_warmup_param", None)
+        if held is not None:
+            values = {key: as_chunks(value) for key, value in layer.state.get(held, {}).items()}
+            name = f"__warmup.{len(found)}" if found else "__warmup"
+            found.append(OwnedState(name, tuple(held.shape), {}, values, layer, held, None))
+    return found
+
+
+live.when_imported("torchrec.optim.keyed", give_chunks)

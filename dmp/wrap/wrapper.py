@@ -204,6 +204,7 @@ class DistributedModelParallel(nn.Module):
     @property
     def fused_optimizer(self) -> FusedOptimizer:
         """The parameters that are updated in the backward pass: their options (`lr`, ...) and state."""
+        live.look()
         return keyed(self._made.fused)
 
     @property

@@ -119,9 +119,9 @@ class Unsharded(nn.Module):
         return self.module.load_state_dict(*args, **options)
 
 
-def feed(model: Any, step: int) -> Any:
+def feed(model: Any, step: int, rank: int | None = None) -> Any:
     """What a model's forward takes at a step: its rank's batch."""
-    return step if isinstance(model, Unsharded) else batch(dist.get_rank(), step)
+    return step if isinstance(model, Unsharded) else batch(dist.get_rank() if rank is None else rank, step)
 
 
 def start(model: Any) -> Any:

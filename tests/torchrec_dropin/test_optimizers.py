@@ -14,11 +14,13 @@ pytestmark = IGNORED
 CPU = torch.device("cpu")
 
 
-def train(model: Any, opt: Any, steps: int, after: Callable[[], None] | None = None) -> list[torch.Tensor]:
+def train(
+    model: Any, opt: Any, steps: int, after: Callable[[], object] | None = None, rank: int | None = None
+) -> list[torch.Tensor]:
     losses = []
     for step in range(steps):
         opt.zero_grad()
-        loss = model(feed(model, step))
+        loss = model(feed(model, step, rank))
         loss.backward()
         opt.step()
         if after is not None:

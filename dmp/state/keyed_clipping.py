@@ -1,0 +1,65 @@
+"""TorchRec's gradient clipping over parameters of wrapped models, refused where it would take another norm.
+
+It passes over DTensors, and in its modes by process group takes the norm of one rank's chunks, without a word. Its
+plain mode calls `torch.nn.utils.clip_grad_norm_`, which is the whole model's, see [Note: torch's clipping] of clip.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+from dmp.errors import ShardError
+from dmp.places import is_dtensor
+from dmp.wrap import live_models as live
+
+
+def check_clipping(clipping: Any) -> None:
+    """Have TorchRec's `GradientClippingOptimizer` refuse what it would clip by another norm than the whole model's.
+
+    Args:
+        clipping: TorchRec's module of it.
+    """
+    clipping.GradientClippingOptimizer.__init__ = _checked(clipping.GradientClippingOptimizer.__init__)
+
+
+def _checked(original: Any) -> Any:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **options: Any) -> None:
+        asked = signature.bind(self, *args, **options)
+        asked.apply_defaults()
+        _check_clipping(**{k: v for k, v in asked.arguments.items() if k != "self"})
+        original(self, *args, **options)
+
+    return init
+
+
+def _check_clipping(
+    optimizer: Any,
+    clipping: Any,
+    enable_global_grad_clip: bool = False,
+    param_to_pgs: Any = None,
+    track_grad_norm: bool = False,
+    **_: Any,
+) -> None:
+    """Refuse norms that would not be the whole model's; `torch.nn.utils.clip_grad_norm_`, the default's, is."""
+    takes_norm = clipping.name == "NORM"
+    by_groups = takes_norm and enable_global_grad_clip and bool(param_to_pgs)
+    if not takes_norm and not track_grad_norm:
+        return
+    ours = {id(p) for model in live.models for p in model.parameters()}
+    held = [p for group in optimizer.param_groups for p in group["params"] if id(p) in ours]
+    trained = [p for p in held if not hasattr(p, "_in_backward_optimizers")]
+    if any(map(is_dtensor, trained)):
+        what = "weights that are split or sharded (DTensors), whose gradients it passes over"
+    elif (by_groups or track_grad_norm) and any(hasattr(p, "_dmp_sharded") for p in trained):
+        what = "tables of which a rank has chunks, whose norms it would take by rank"
+    else:
+        return
+    raise ShardError(
+        f"TorchRec's GradientClippingOptimizer holds {what}: call dmp.clip_grad_norm_(model, max_norm) before the "
+        "optimizer's step, which takes the whole model's norm, and leave the clipping optimizer out"
+    )
