@@ -93,11 +93,6 @@ def _can_update(bank: Bank, features: _Features) -> bool:
     return bank.spec is not None and bank.spec.optimizer.fbgemm is not None and fits
 
 
-def _is_beyond(bank: Bank) -> bool:
-    """Whether an option is set, maybe since the last update, that FBGEMM's update leaves out."""
-    return bank.spec is not None and any(bank.options[option] for option in bank.spec.optimizer.beyond_fbgemm)
-
-
 class FbgemmLookup(TorchLookup):
     """Lookups of `ranges` of `bank`; see `sharders.embedding.lookup.kernels.Lookup`.
 
@@ -110,6 +105,7 @@ class FbgemmLookup(TorchLookup):
         self._regions = {width: _region_features(bank, width) for width in bank.regions}
         self._updates = self._features is not None and _can_update(bank, self._features)
         self._one_table = self._features_share_tables()
+        self._beyond = bank.spec.optimizer.beyond_fbgemm if bank.spec else ()
 
     def pooled(self, ids: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Tensor:
         features = self._features
@@ -122,7 +118,7 @@ class FbgemmLookup(TorchLookup):
 
     def update_pooled(self, grad: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None = None) -> None:
         features = self._features
-        if features is None or not self._updates or _is_beyond(self.bank):
+        if features is None or not self._updates or self._is_beyond():
             super().update_pooled(grad, ids, offsets, weights)
         elif ids.numel():
             if self._one_table is not None:
@@ -165,7 +161,7 @@ class FbgemmLookup(TorchLookup):
     def update_rows(self, grad: Tensor, ids: Tensor, segments: Segments) -> None:
         region = self.region_of(segments)
         table = self._regions[region.width] if region else None
-        if table is None or _is_beyond(self.bank):
+        if table is None or self._is_beyond():
             super().update_rows(grad, ids, segments)
         elif ids.numel():
             features, first_row = table
@@ -173,6 +169,10 @@ class FbgemmLookup(TorchLookup):
             _update(
                 self.bank, features, self.bank.clipped(grad), rows, torch.arange(ids.numel() + 1, device="cpu"), None
             )
+
+    def _is_beyond(self) -> bool:
+        """Whether an option is set, maybe since the last update, that FBGEMM's update leaves out."""
+        return any(self.bank.options[option] for option in self._beyond)
 
     def _features_share_tables(self) -> tuple[_Features, int] | None:
         """The one region to update in place of the ranges; None where FBGEMM is quicker with the ranges as they are.
