@@ -73,7 +73,7 @@ def layout_of(case: str, table: str) -> dmp.Layout:
     }[case]
 
 
-def theirs(case: str, optimizer: str) -> Any:
+def theirs(case: str, optimizer: str, params: dict[str, Any]) -> Any:
     from torchrec.distributed import DistributedModelParallel, ShardingEnv
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, row_wise, table_wise
@@ -89,7 +89,7 @@ def theirs(case: str, optimizer: str) -> Any:
 
     model = Model("meta")
     equality.attach(model.ebc, optimizer)
-    sharder = EmbeddingBagCollectionSharder()
+    sharder = EmbeddingBagCollectionSharder(fused_params=dict(params))
     plan = construct_module_sharding_plan(
         model.ebc, {t: sharding(t) for t in ROWS}, sharder=sharder, local_size=2, world_size=2, device_type="cpu"
     )
@@ -103,16 +103,18 @@ def theirs(case: str, optimizer: str) -> Any:
     )
 
 
-def ours(case: str, optimizer: str) -> dmp.DistributedModelParallel:
+def ours(case: str, optimizer: str, params: dict[str, Any]) -> dmp.DistributedModelParallel:
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+
     model = Model("cpu")
     equality.attach(model.ebc, optimizer)
     plan = {f"ebc.embedding_bags.{t}.weight": layout_of(case, t) for t in ROWS}
-    return dmp.DistributedModelParallel(model, plan=plan)
+    return dmp.DistributedModelParallel(model, plan=plan, sharders=[EmbeddingBagCollectionSharder(fused_params=params)])
 
 
-def compare(case: str, optimizer: str) -> None:
+def compare(case: str, optimizer: str, params: dict[str, Any]) -> None:
     rank = torch.distributed.get_rank()
-    models = [ours(case, optimizer), theirs(case, optimizer)]
+    models = [ours(case, optimizer, params), theirs(case, optimizer, params)]
     initial = {name: value.detach().clone() for name, value in Model("cpu").state_dict().items()}
     models[1].load_state_dict(copy.deepcopy(initial))  # it changes the dict that it is given
     optimizers = [torch.optim.SGD(m.module.over.parameters(), lr=equality.LR) for m in models]
@@ -143,4 +145,19 @@ def compare(case: str, optimizer: str) -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("case", LAYOUTS)
 def test_torchrec_agrees(case: str, optimizer: str) -> None:
-    run_ranks(2, compare, case, optimizer)
+    run_ranks(2, compare, case, optimizer, {})
+
+
+CLIPPED = {"gradient_clipping": True, "max_gradient": 1e-2}
+
+
+@pytest.mark.parametrize(
+    ("case", "optimizer", "params"),
+    [
+        ("mixed", "sgd", CLIPPED),
+        ("row_wise", "sgd", {"weight_decay": 0.5, "max_norm": 0.1}),  # which FBGEMM's SGD has not
+        ("column_wise", "adagrad", {**CLIPPED, "learning_rate": 9.0, "eps": 1e-2}),  # the table's own goes above
+    ],
+)
+def test_torchrec_agrees_on_fused_params(case: str, optimizer: str, params: dict[str, Any]) -> None:
+    run_ranks(2, compare, case, optimizer, params)
