@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +17,13 @@ from sharders.embedding.keyed_ids import keyed_ids
 from sharders.embedding.placement import Table
 from sharders.embedding.table_module import InitFn, TableModule, TableSharder, make_table
 from sharders.embedding.variable_batch import lengths_of, to_samples
+
+_log = logging.getLogger("dmp")
+_INVERSE_UNUSED = (
+    "%s: the batch's inverse indices change nothing in an EmbeddingCollection, as in the unsharded one: each feature "
+    "has the rows of its own batch. TorchRec's sharded one would repeat them for each sample; select them by the "
+    "inverse indices where that is wanted"
+)
 
 
 class _ShardedCollection(TableModule):
@@ -86,10 +94,16 @@ class ShardedEmbeddingCollection(_ShardedCollection):
         super().__init__(original, *where, **options)
         self._need_indices = bool(original.need_indices())
         self._embedding_names_by_table = original.embedding_names_by_table()
+        self._has_told = False
 
     def ids_of(self, features: Any) -> Ids:
-        """Those of a `KeyedJaggedTensor`; its weights only go into the results."""
-        return keyed_ids(features, self._features, False, is_pooled=False)
+        """Those of a `KeyedJaggedTensor`; its weights and inverse indices are left alone, as by the unsharded one."""
+        ids = keyed_ids(features, self._features, False, is_pooled=False)
+        if not self._has_told and ids.source.inverse_indices_or_none() is not None:
+            self._has_told = True
+            if self._engine.env.rank == 0:
+                _log.warning(_INVERSE_UNUSED, self._engine.name)
+        return ids
 
     def result_of(self, call: Call, values: Sequence[torch.Tensor]) -> Any:
         """Embeddings of every id of every feature."""

@@ -96,10 +96,11 @@ def _inverse_of_features(features: Any, names: Sequence[str], rows: Sequence[int
         rows: of each feature, which the inverse indices count.
     """
     found = features.inverse_indices_or_none()
-    if found is None or not found[1].numel():
-        if len(set(rows)) > 1:
-            f = next(f for f, num in enumerate(rows) if num != rows[0])
-            raise Fault(Kind.INVERSE_MISSING, f, rows[f], rows[0])
+    is_even = len(set(rows)) <= 1
+    if found is None and not is_even:
+        f = next(f for f, num in enumerate(rows) if num != rows[0])
+        raise Fault(Kind.INVERSE_MISSING, f, rows[f], rows[0])
+    if found is None or (is_even and not found[1].numel()):
         return None
     keys, inverse = found
     if inverse.dim() != 2 or len(inverse) != len(keys):
@@ -111,7 +112,8 @@ def _inverse_of_features(features: Any, names: Sequence[str], rows: Sequence[int
         if name not in place:
             raise Fault(Kind.INVERSE_KEY, f, len(keys))
     of_features: torch.Tensor = inverse[[place[name] for name in names]]
-    for f, (low, high) in enumerate(torch.stack(of_features.aminmax(dim=1), 1).tolist()):
+    extremes = torch.stack(of_features.aminmax(dim=1), 1).tolist() if of_features.numel() else []
+    for f, (low, high) in enumerate(extremes):
         if low < 0 or high >= rows[f]:
             raise Fault(Kind.INVERSE_RANGE, f, low if low < 0 else high, rows[f])
     return of_features

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 import dmp
+import sharders
 from dmp import InputError, column_wise, data_parallel, row_wise, table_wise
 from tests.equality import (
     MESHES,
@@ -20,6 +22,7 @@ from tests.equality import (
     make_batch,
     make_module,
     run_matrix,
+    run_random,
     same_result,
 )
 from tests.ranks import run_ranks
@@ -153,6 +156,69 @@ def test_forms_of_a_batch_size_for_each_key() -> None:
     run_ranks(2, _forms)
 
 
+def _without_samples() -> list[tuple[int, ...]]:
+    """Rank 1 has rows and no sample; then no rows but of a key that nobody reads."""
+    from torchrec import KeyedJaggedTensor
+
+    model, good = _sharded("ebc", "mixed", "sgd"), kjt()
+    no_sample = kjt()
+    no_sample._inverse_indices = (good.keys(), torch.zeros(5, 0, dtype=torch.int64))
+    unread = {"keys": [*good.keys(), "x"], "values": torch.tensor([1, -2]), "lengths": torch.tensor([1, 1])}
+    no_rows = KeyedJaggedTensor(**unread, stride_per_key_per_rank=[[0]] * 5 + [[2]])
+    shapes = []
+    for batch in (no_sample, no_rows):
+        out = model(batch if model.env.rank else good).values()
+        out.sum().backward()
+        shapes.append(tuple(out.shape))
+    return shapes
+
+
+def test_batches_without_samples() -> None:
+    assert run_ranks(2, _without_samples) == [[(3, 48), (3, 48)], [(0, 48), (0, 48)]]
+
+
+def _rows_are_not_repeated() -> list[str]:
+    """An EmbeddingCollection's results are those of the unsharded one; what TorchRec's sharded one does is said."""
+    model, plain = _sharded("ec", "row_wise", None), make_module("ec")
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logging.getLogger("dmp"), "warning", lambda text, *args: said.append(text % args))
+        for _ in range(2):
+            same_result(model(kjt()), plain(kjt()))
+    return said
+
+
+def test_an_embedding_collection_leaves_inverse_indices_alone() -> None:
+    (on_first,), on_second = run_ranks(2, _rows_are_not_repeated)
+    assert "inverse indices" in on_first and "TorchRec's sharded one" in on_first and not on_second
+
+
+def _in_tensor_layout() -> list[str]:
+    env = env_of("tp2")
+    part = sharders.slice_batch(kjt("equal sizes"), env)
+    assert torch.equal(sharders.gather_batch(part, env).values(), kjt("equal sizes").values())
+    told = []
+    for move in (sharders.slice_batch, sharders.gather_batch):
+        with pytest.raises(InputError) as error:
+            move(kjt(), env)
+        told.append(str(error.value))
+    return told
+
+
+def test_a_batch_to_be_cut_has_one_size() -> None:
+    for told in run_ranks(2, _in_tensor_layout):
+        assert all("batch size of its own" in text and "hand it to the sharded model uncut" in text for text in told)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "kind"), [("dp2", "ebc_vbe"), ("dp4", "ebc_weighted_vbe"), ("host2xlocal2", "ebc_vbe")]
+)
+def test_random_rectangles(mesh: str, kind: str) -> None:
+    failed = run_ranks(math.prod(MESHES[mesh][0]), run_random, mesh, kind, range(30), timeout=300)
+    assert not any(failed), "\n".join(sorted({line for of_rank in failed for line in of_rank}))
+
+
 # ---- a model of TorchRec's ----
 
 
@@ -188,7 +254,7 @@ def _model_and_inputs(world: int, is_mean: bool) -> tuple[nn.Module, list[Any]]:
     return model, inputs
 
 
-def _trains_like_one(at: str, is_mean: bool) -> None:
+def _trains_like_one(at: str, is_mean: bool, in_pipeline: bool) -> None:
     env = env_of(at)
     plain, inputs = _model_and_inputs(env.data_size, is_mean)
     module = copy.deepcopy(plain)
@@ -196,15 +262,21 @@ def _trains_like_one(at: str, is_mean: bool) -> None:
     names = [name for name, _ in module.named_parameters() if "embedding_bags" in name]
     model = dmp.DistributedModelParallel(module, env=env, plan={n: layouts[i % 4] for i, n in enumerate(names)})
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (plain, model)]
-    for _ in range(2):
+    pipeline = dmp.TrainPipelineSparseDist(model, optimizers[1], env.device) if in_pipeline else None
+    told = iter([inputs[env.data_rank]] * 3)
+    for _ in range(3):
         losses = [plain(batch)[0] for batch in inputs]
-        ours, _ = model(inputs[env.data_rank])
-        torch.testing.assert_close(ours, losses[env.data_rank])
         (sum(losses) / len(losses)).backward()  # type: ignore[union-attr]
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+        if pipeline is not None:
+            pipeline.progress(told)
+            continue
+        ours, _ = model(next(told))
+        torch.testing.assert_close(ours, losses[env.data_rank])
         ours.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
     trained = plain.state_dict()
     for name, value in dmp.full_state_dict(model).items():
         torch.testing.assert_close(value, trained[name], msg=name)
@@ -212,7 +284,7 @@ def _trains_like_one(at: str, is_mean: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # in TorchRec's modules
-@pytest.mark.parametrize("is_mean", [False, True], ids=["sum", "mean"])
+@pytest.mark.parametrize("how", ["sum", "mean", "pipeline"])
 @pytest.mark.parametrize("at", ["dp1", "dp2", "dp4", "tp2", "replicate2xshard2"])
-def test_a_model_of_torchrec_trains_like_one_process(at: str, is_mean: bool) -> None:
-    run_ranks(math.prod(MESHES[at][0]), _trains_like_one, at, is_mean)
+def test_a_model_of_torchrec_trains_like_one_process(at: str, how: str) -> None:
+    run_ranks(math.prod(MESHES[at][0]), _trains_like_one, at, how == "mean", how == "pipeline")
