@@ -5,23 +5,16 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from torch.fx import Proxy
+
 from dmp.errors import ShardError
 from dmp.ranks import raise_cause
 from dmp.wrap.skeleton import put_back
 
 
 def _forward(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """The module's forward.
-
-    Raises:
-        ShardError: torch.fx traces it, as TorchRec's train pipelines do.
-    """
-    if not isinstance(args, tuple):  # a proxy
-        raise ShardError(
-            "a wrapped model is not traced by torch.fx, which is how TorchRec's train pipelines begin: import the "
-            "pipeline of the same name from dmp (TrainPipelineSparseDist, PrefetchTrainPipelineSparseDist, "
-            "EvalPipelineSparseDist, TrainPipelineBase)"
-        )
+    """The module's forward."""
+    _refuse_tracing(args, kwargs)
     model.hold_parameters()
     try:
         with model._calls.forward:
@@ -32,6 +25,21 @@ def _forward(model: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(error, RuntimeError):  # of a collective of torch's, which no entry of ours is around
             raise_cause(error)
         raise
+
+
+def _refuse_tracing(args: Any, kwargs: Any) -> None:
+    """Whether torch.fx runs the forward, with a proxy in place of each argument, or of all of them.
+
+    Raises:
+        ShardError: it does.
+    """
+    are_whole = isinstance(args, tuple) and isinstance(kwargs, dict)
+    if not are_whole or any(isinstance(each, Proxy) for each in (*args, *kwargs.values())):
+        raise ShardError(
+            "a wrapped model is not traced by torch.fx, which is how TorchRec's train pipelines begin: import the "
+            "pipeline of the same name from dmp (TrainPipelineSparseDist, PrefetchTrainPipelineSparseDist, "
+            "EvalPipelineSparseDist, TrainPipelineBase)"
+        )
 
 
 class _BoundForward:
