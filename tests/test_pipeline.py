@@ -61,8 +61,8 @@ def batches_of(rank: int, count: int, last: int = 3) -> list[Batch]:
     return made
 
 
-def wrapped(mesh: str, layout: str) -> tuple[DistributedModelParallel, torch.optim.Optimizer]:
-    env, net = env_of(mesh), Net()
+def wrapped(mesh: str, layout: str, kind: type[Net] = Net) -> tuple[DistributedModelParallel, torch.optim.Optimizer]:
+    env, net = env_of(mesh), kind()
     attach(net.first, "adagrad")
     attach(net.twice, "rowwise_adagrad")
     place = layouts_for(env)[layout]
