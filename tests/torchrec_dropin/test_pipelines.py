@@ -171,7 +171,7 @@ def _theirs_around_ours(name: str) -> None:
             iterator = batches()
             pipeline.progress(iterator)
         return
-    with pytest.raises(dmp.ShardError, match="from dmp import TrainPipelineSparseDist"):
+    with pytest.raises(dmp.ShardError, match="import the pipeline of the same name from dmp"):
         pipeline.progress(batches())
 
 
