@@ -75,17 +75,36 @@ def entries_of_torchrec(plan: Any, module: nn.Module, env: ShardingEnv | None = 
         raise PlanError(f"expected a ShardingPlan of TorchRec's; got {type_name(plan)}")
     if module is None:
         raise PlanError("TorchRec's plans name tables by module: ShardingPlan.from_torchrec(plan, module)")
-    by_path = plan.plan if is_torchrecs(plan, "ShardingPlan") else {"": plan}
+    return entries_by_path(plan.plan if is_torchrecs(plan, "ShardingPlan") else {"": plan}, module, env)
+
+
+def entries_by_path(
+    by_path: Mapping[str, Any],
+    module: nn.Module,
+    env: ShardingEnv | None = None,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+) -> dict[str, ParameterSharding]:
+    """Our entries for plans of TorchRec's for some modules.
+
+    Args:
+        by_path: module's path -> table -> their `ParameterSharding`.
+        shapes: of parameters of which `module` holds a part.
+
+    Raises:
+        PlanError: as of `entries_of_torchrec`.
+    """
     found: dict[str, ParameterSharding] = {}
     for path, of_module in by_path.items():
-        names = _tables_at(path, module, of_module)
+        names = _tables_at(path, module, of_module, shapes or {})
         for table, theirs in of_module.items():
             where = f"TorchRec's plan for table {table!r} of module {path!r} ({names[table][0]!r})"
             found[names[table][0]] = _entry(theirs, names[table][1], env, where)
     return found
 
 
-def _tables_at(path: str, module: nn.Module, of_module: Any) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _tables_at(
+    path: str, module: nn.Module, of_module: Any, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Table -> (parameter's name, shape) of those that a module's plan names."""
     try:
         inside = module.get_submodule(path)
@@ -96,7 +115,8 @@ def _tables_at(path: str, module: nn.Module, of_module: Any) -> dict[str, tuple[
         ) from None
     if not isinstance(of_module, Mapping):
         raise PlanError(f"TorchRec's plan for module {path!r} is a {type_name(of_module)}; expected tables by name")
-    parameters = {name: tuple(p.shape) for name, p in inside.named_parameters(remove_duplicate=False)}
+    local = {name: tuple(p.shape) for name, p in inside.named_parameters(remove_duplicate=False)}
+    parameters = {name: shapes.get(join_name(path, name), shape) for name, shape in local.items()}
     found = {}
     for table in of_module:
         ends = (f".{table}.weight", f".{table}")

@@ -7,33 +7,41 @@ otherwise, changes modules that others have hooks in: that means to save, plan a
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
 from dmp.errors import PlanError
+from dmp.foreign import is_torchrecs, type_name
 from dmp.layouts.layout import ParameterSharding
 from dmp.names import join_name
 from dmp.plans.check import check_layout
 from dmp.plans.plan import ShardingPlan, as_plan
+from dmp.plans.torchrec_plan import entries_by_path
 from dmp.wrap.assembly import Assembly, Owned
 
 _ADVICE = "save_checkpoint(path, model), wrap a new model with that plan, load_checkpoint(path, model)"
 
 
-def next_plan(made: Assembly, given: Any) -> ShardingPlan:
+def next_plan(made: Assembly, given: Any, path: str | None = None) -> ShardingPlan:
     """The plan that `given` leads to: its entries in the places of those in force, whose others stay.
+
+    Args:
+        given: a plan; TorchRec's too, and what its `reshard` takes: module's path -> (volume, plan of the module).
+        path: of the one module that it is about; None is all that it names.
 
     Raises:
         PlanError: a name that the model lacks, a layout that does not fit or that the sharder cannot run, or one of a
             dense weight that is another than it has.
     """
-    asked, tables, dense = as_plan(given), _tables(made), _dense(made)
+    asked, tables, dense = _asked(made, given, path), _tables(made), _dense(made)
     entries: dict[str, ParameterSharding] = {}
     for name, entry in asked.items():
         if name in tables:
             first, owned, relative = tables[name]
             _check_table(first, entry, made)
             check_layout(first, entry.layout, owned.sharder, owned.infos[relative], made.env)
+            entry = replace(entry, kernel=made.plan[first].kernel)
         elif name in dense:
             first = dense[name]
             _check_dense(first, entry, made)
@@ -43,17 +51,38 @@ def next_plan(made: Assembly, given: Any) -> ShardingPlan:
         if known != entry:
             raise PlanError(f"plan gives {name!r} {entry}, but {known} under another of its names", table=name)
     kept = {name: entry for name, entry in entries.items() if name in made.plan}
-    return ShardingPlan({**dict(made.plan), **kept}, report=asked.report)
+    plan = ShardingPlan({**dict(made.plan), **kept}, report=asked.report)
+    plan.setting = made.plan.setting
+    return plan
+
+
+def changed_names(made: Assembly, plan: Mapping[str, ParameterSharding]) -> tuple[str, ...]:
+    """Parameters that have another layout in `plan` than in force."""
+    return tuple(name for name, entry in plan.items() if entry.layout != made.plan[name].layout)
 
 
 def changed_sites(made: Assembly, plan: Mapping[str, ParameterSharding]) -> list[Owned]:
-    """Sharded modules of which some table has another layout in `plan` than in force."""
+    """Sharded modules that have such a parameter."""
+    changed = set(changed_names(made, plan))
+    return [o for o in made.owned if not changed.isdisjoint(join_name(o.path, relative) for relative in o.infos)]
 
-    def differs(owned: Owned) -> bool:
-        names = [join_name(owned.path, relative) for relative in owned.infos]
-        return any(plan[name] != made.plan[name] for name in names)
 
-    return [owned for owned in made.owned if differs(owned)]
+def _asked(made: Assembly, given: Any, path: str | None) -> ShardingPlan:
+    """Any form of a plan as ours."""
+    shapes = {name: owned.infos[relative].shape for name, (_, owned, relative) in _tables(made).items()}
+    if is_torchrecs(given, "ShardingPlan"):
+        given = entries_by_path(given.plan, made.module, made.env, shapes)
+    elif isinstance(given, Mapping) and given and all(isinstance(value, tuple) for value in given.values()):
+        if path is not None and path not in given:
+            raise PlanError(f"expected a plan for module {path!r}; got plans for {sorted(given)}")
+        by_path = {key: of_module for key, (_, of_module) in given.items() if path in (None, key)}
+        given = entries_by_path(by_path, made.module, made.env, shapes)
+    elif path is not None:
+        raise PlanError(
+            f"sharded_module_fqn={path!r} goes with a dict of module's path -> (volume, plan of the module); "
+            f"got {type_name(given)}"
+        )
+    return as_plan(given)
 
 
 def _tables(made: Assembly) -> dict[str, tuple[str, Owned, str]]:
@@ -77,6 +106,13 @@ def _check_table(name: str, entry: ParameterSharding, made: Assembly) -> None:
         raise PlanError(
             f"plan makes {name!r} = {made.plan[name]} a dense weight, {entry}, which a running model cannot do: "
             f"{_ADVICE}",
+            table=name,
+        )
+    own = "fused" if name in made.fused.fused else "dense"
+    if entry.kernel not in (None, own, made.plan[name].kernel):
+        raise PlanError(
+            f"plan gives {name!r} the kernel {entry.kernel!r}; in the running model it is {own!r}, for who updates a "
+            f"table is settled when it is wrapped: {_ADVICE}",
             table=name,
         )
 

@@ -28,7 +28,7 @@ from dmp.wrap.carried import Carried, Parameter, fused_state, parameters_of
 from dmp.wrap.earlier_optimizers import follow
 from dmp.wrap.given_optimizers import follow_parts, layers_of, with_state
 from dmp.wrap.move_values import MovedBytes, move_values
-from dmp.wrap.next_plan import changed_sites, next_plan
+from dmp.wrap.next_plan import changed_names, changed_sites, next_plan
 from dmp.wrap.remade import resharded
 from dmp.wrap.state_hooks import register_state_hooks
 
@@ -69,10 +69,11 @@ class _Ready:
     then: list[Callable[[], Any]] = field(default_factory=list)
 
 
-def reshard(made: Assembly, given: Any, optimizer: Any, calls: Calls) -> tuple[Assembly, Resharding]:
+def reshard(made: Assembly, given: Any, path: str | None, optimizer: Any, calls: Calls) -> tuple[Assembly, Resharding]:
     """The model in the plan that `given` leads to; errors as of `DistributedModelParallel.reshard`.
 
     Args:
+        path: see `next_plan`.
         optimizer: those that the user passes.
         calls: of the model.
     """
@@ -80,20 +81,20 @@ def reshard(made: Assembly, given: Any, optimizer: Any, calls: Calls) -> tuple[A
 
     def checked() -> tuple[ShardingPlan, list[Optimizer]]:
         _check_at_rest(calls)
-        return next_plan(made, given), layers_of(optimizer)
+        return next_plan(made, given, path), layers_of(optimizer)
 
     plan, layers = _together(made, checked)
     held = ", ".join(f"{type(layer).__name__} of {len(layer.param_groups)} groups" for layer in layers)
     facts = {"plan": plan.to_json(), "optimizers": held}
     check_agreement(facts, env, WHAT, "every rank must call model.reshard in the same way")
-    changes = made.plan.diff(plan)
+    changed = changed_names(made, plan)
     told = results_of_all(lambda: _beside(made, layers), env.everyone, WHAT)
     ready = _together(made, lambda: _prepare(made, plan, layers, Beside.of_all(told)))
     moved = move_values(ready.carried, env, WHAT) if ready.sites else MovedBytes(0, 0)
     counts = gather_words(WHAT, [moved.sent, moved.kept], env.everyone)  # every rank has all by now
     made = _put(made, ready, layers, plan, calls)
     sent, kept = ([row[i] for row in counts] for i in (0, 1))
-    return made, Resharding(plan, tuple(change.name for change in changes), tuple(sent), tuple(kept))
+    return made, Resharding(plan, changed, tuple(sent), tuple(kept))
 
 
 def _together(made: Assembly, step: Callable[[], Any]) -> Any:
@@ -124,7 +125,7 @@ def _prepare(made: Assembly, plan: ShardingPlan, layers: Sequence[Optimizer], be
         ShardError: a module that cannot, or values without storage.
     """
     ready = _Ready()
-    staying = {name for name, entry in plan.items() if made.plan[name] == entry}
+    staying = plan.keys() - {*changed_names(made, plan)}
     for owned in changed_sites(made, plan):
         module = made.module.get_submodule(owned.path)
         entries = {name: plan[join_name(owned.path, name)] for name in owned.infos}

@@ -134,8 +134,11 @@ class DistributedModelParallel(nn.Module):
     @alone("reshard")
     def reshard(
         self,
-        plan: ShardingPlan | Mapping[str, ParameterSharding | Layout],
-        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+        plan: ShardingPlan | Mapping[str, ParameterSharding | Layout] | Any = None,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | str | None = None,
+        *,
+        changed_shard_to_params: Mapping[str, Any] | None = None,
+        sharded_module_fqn: str | None = None,
     ) -> Resharding:
         """Change the plan of the running model in place: any layouts of its tables to any others.
 
@@ -148,9 +151,11 @@ class DistributedModelParallel(nn.Module):
         is changed.
 
         Args:
-            plan: entries for some tables, or all; those that it does not name keep theirs.
+            plan: entries for some tables, or all; those that it does not name keep theirs. TorchRec's plans too.
             optimizer: the ordinary optimizers (one, or a list) that hold tables' parameters: their state moves along
                 and their groups get the new parameters. One that is left out and has state for them refuses to step.
+            changed_shard_to_params, sharded_module_fqn: as of TorchRec's `reshard`, which has them first and second: a
+                dict of module's path -> (volume, its plan), and the path of one of them.
 
         Returns:
             The plan in force, which parameters have moved, and the bytes that each rank has sent.
@@ -166,7 +171,10 @@ class DistributedModelParallel(nn.Module):
             (0,)
         """
         with entry("model.reshard", self.env.everyone), marking_replaced(self, self.module, by_reshard=True):
-            made, done = reshard(self._made, plan, optimizer, self._calls)
+            path, given = sharded_module_fqn, changed_shard_to_params if plan is None else plan
+            if isinstance(optimizer, str):
+                path, optimizer = optimizer, None
+            made, done = reshard(self._made, given, path, optimizer, self._calls)
             self._hold(made)
             mark_chunks(made)
         return done

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from typing import Any
 
@@ -10,20 +11,26 @@ import torch
 import torch.distributed as dist
 
 import dmp
-from dmp import ShardError
+from dmp import ParameterSharding, PlanError, ShardError, ShardingPlan, row_wise
 from tests.ranks import run_ranks
 from tests.results import loss_of
-from tests.state_jobs import TABLES, assert_same, build, table_plan, train, whole
-from tests.torchrec_dropin.test_torchrec_sharder import PLANS, _trained, _wrapped, pytestmark
+from tests.state_jobs import TABLES, assert_same, build, make, table_plan, train, whole
+from tests.torchrec_dropin.rank_tests import OURS, _on_these_ranks, theirs
+from tests.torchrec_dropin.test_torchrec_sharder import PLANS, _trained, _wrapped
+from tests.torchrec_dropin.test_torchrec_sharder import pytestmark as calls_of_theirs
 from tests.torchrec_dropin.their_modules import make_batch
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
     from torchrec.optim.optimizers import in_backward_optimizer_filter
     from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
-__all__ = ["pytestmark"]
+pytestmark = [
+    calls_of_theirs,
+    pytest.mark.filterwarnings("ignore:HeuristicalStorageReservation is known to cause issues:FutureWarning"),
+]
 
 
 def wrapped_optimizers() -> None:
@@ -104,6 +111,71 @@ def refused() -> None:
     model = _wrapped("fp", "rows", None)
     with pytest.raises(ShardError, match="beside its tables, and cannot change its plan"):
         model.reshard({name: PLANS["tables"](i) for i, name in enumerate(model.plan)})
+
+
+def forms_of_plans() -> None:
+    """Theirs, whole and as their `reshard` has it; what says something else than the model is."""
+    model: Any = build("row_wise", "adagrad", (2,), None)
+    env, before = model.env, dmp.full_state_dict(model)
+    given = [ShardingPlan(table_plan(name, env)).to_torchrec(make(), env) for name in ("table_wise", "column_wise")]
+    assert model.reshard(given[0]).moved == tuple(TABLES)
+    assert {n: entry.layout for n, entry in model.plan.items()} == table_plan("table_wise", env)
+    of_module = given[1].plan["ebc"]
+    model.reshard({"ebc": (1.0, of_module), "other": (0.0, {})}, "ebc")
+    assert model.plan.plan["ebc"]["t0"].sharding_type == of_module["t0"].sharding_type == "column_wise"
+    model.reshard(changed_shard_to_params={"ebc": (1.0, given[0].plan["ebc"])})
+    model.reshard(sharded_module_fqn="ebc", changed_shard_to_params={"ebc": (1.0, of_module)})
+    assert {n: entry.layout for n, entry in model.plan.items()} == table_plan("column_wise", env)
+    for plan, path, said in [
+        ({"ebc": (1.0, of_module)}, "sparse.ebc", r"for module 'sparse\.ebc'; got plans for \['ebc'\]"),
+        ({"sparse.ebc": (1.0, of_module)}, None, r"has module 'sparse\.ebc', which the model does not have"),
+        (table_plan("row_wise", env), "ebc", "goes with a dict of module's path"),
+        ({TABLES[0]: ParameterSharding(row_wise(), "dense")}, None, "kernel 'dense'; in the running model it is"),
+        (None, None, "expected a ShardingPlan or a dict"),
+    ]:
+        with pytest.raises(PlanError, match=said):
+            model.reshard(plan, path)
+    assert all(torch.equal(value, before[name]) for name, value in dmp.full_state_dict(model).items())
+
+
+def test_forms_of_plans() -> None:
+    run_ranks(2, forms_of_plans)
+
+
+def theirs_dynamic_sharding(sharding_type: str, names_module: bool) -> None:
+    """TorchRec's own test of its `reshard`, with our class in the place of theirs."""
+    from torchrec import EmbeddingBagConfig
+    from torchrec.distributed.planner.types import ParameterConstraints
+
+    with _on_these_ranks(OURS):
+        tests, kinds = theirs("test_sharding"), theirs("test_model")
+        tables = [
+            EmbeddingBagConfig(
+                name=f"table_{i}", num_embeddings=40 + 8 * i, embedding_dim=16, feature_names=[f"feature_{i}"]
+            )
+            for i in range(4)
+        ]
+        options = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1}
+        kind = tests.SharderType.EMBEDDING_BAG_COLLECTION.value
+        torch.manual_seed(0)
+        random.seed(0)
+        tests.dynamic_sharding_test(
+            rank=dist.get_rank(),
+            world_size=2,
+            model_class=kinds.TestSparseNN,
+            embedding_groups={},
+            tables=tables,
+            sharders=[tests.create_test_sharder(kind, sharding_type, "fused", options)],
+            backend="of these ranks",
+            optim=EmbOptimType.EXACT_SGD,
+            constraints={t.name: ParameterConstraints(sharding_types=[sharding_type]) for t in tables},
+            skip_passing_resharding_fqn=not names_module,
+        )
+
+
+@pytest.mark.parametrize(("sharding_type", "names_module"), [("table_wise", True), ("column_wise", False)])
+def test_their_own_test_of_resharding(sharding_type: str, names_module: bool) -> None:
+    run_ranks(2, theirs_dynamic_sharding, sharding_type, names_module)
 
 
 @pytest.mark.parametrize("optimizer", ["adagrad", None])
