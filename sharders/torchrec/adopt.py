@@ -7,6 +7,7 @@ own, and one for modules that ours has no sharder for, is run as it is, by `Torc
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -34,25 +35,53 @@ _OURS: dict[str, type[Any]] = {
 }
 """Module type -> our sharder of it, a class."""
 
+_AROUND = ("FeatureProcessedEmbeddingBagCollectionSharder", "EmbeddingTowerSharder", "EmbeddingTowerCollectionSharder")
+"""Their sharders of modules with collections inside."""
+
+_log = logging.getLogger("dmp")
+
 
 def adopt(sharders: Iterable[Any]) -> list[Any]:
     """The same sharders in their order, each of TorchRec's as one of ours.
 
-    Those of quantized modules, which are for inference and match nothing that is trained, are left out. That of
-    feature-processed collections stands for that of the collection inside, which is what has tables.
+    Those of quantized modules, which are for inference and match nothing that is trained, are left out. Those of
+    modules around collections (feature-processed ones, towers) stand for those of the collections inside, which is
+    where tables are: what is around them are ordinary modules.
 
     Raises:
         ShardError: an optimizer or a wire format that ours does not have, by name.
     """
-    adopted, inner = [], []
+    adopted: list[Any] = []
+    inner: list[Any] = []
     for sharder in sharders:
         if not is_torchrecs(sharder, "ModuleSharder"):
             adopted.append(sharder)
-        elif is_torchrecs(sharder, "FeatureProcessedEmbeddingBagCollectionSharder") and _runs_torchrecs_own(sharder):
-            inner.append(_adopted(sharder._ebc_sharder))
+        elif is_torchrecs(sharder, *_AROUND) and _runs_torchrecs_own(sharder):
+            inner += _of_inner(sharder)
         elif not sharder.module_type.__module__.startswith("torchrec.quant."):
             adopted.append(_adopted(sharder))
+    _say_what_is_overruled(inner, adopted)
     return [*inner, *adopted]  # the last for a module type wins
+
+
+def _of_inner(theirs: Any) -> list[Any]:
+    """Of the collections that its modules are around."""
+    if hasattr(theirs, "_ebc_sharder"):
+        return [_adopted(theirs._ebc_sharder)]
+    return [_made(kind, theirs) for kind in (EmbeddingBagCollectionSharder, EmbeddingCollectionSharder)]
+
+
+def _say_what_is_overruled(inner: list[Any], adopted: list[Any]) -> None:
+    """Tables of one kind of collection have one sharder here, whatever is around them."""
+    for ours in inner:
+        other = next((o for o in reversed(adopted) if type(o) is type(ours)), ours)
+        if ours.optimizer not in (None, other.optimizer):
+            _log.warning(
+                "tables inside of feature processors and towers are updated as those of other collections, by %s, and "
+                "not by the %s of their own sharder's fused_params; apply_optimizer_in_backward says it table by table",
+                other.optimizer,
+                ours.optimizer,
+            )
 
 
 def _adopted(theirs: Any) -> Any:
@@ -60,6 +89,11 @@ def _adopted(theirs: Any) -> Any:
     ours = _OURS.get(f"{kind.__module__}.{kind.__qualname__}")
     if ours is None or not _runs_torchrecs_own(theirs):
         return TorchRecSharder(theirs)
+    return _made(ours, theirs)
+
+
+def _made(ours: type[Any], theirs: Any) -> Any:
+    """One of ours with the options of one of theirs."""
     who = type(theirs).__name__
     return ours(
         optimizer=spec_of_fused_params(theirs.fused_params or {}, f"{who}: fused_params"),

@@ -11,14 +11,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from dmp import ChunkedTensor, Layout, Shard, ShardError, ShardingEnv, is_replicated, is_torchrecs, room_for, type_name
+from dmp import (
+    ChunkedTensor,
+    Layout,
+    RanksError,
+    Shard,
+    ShardError,
+    ShardingEnv,
+    is_replicated,
+    is_torchrecs,
+    room_for,
+    type_name,
+)
 from sharders.embedding.lookup.optimizers import OptimizerSpec
 from sharders.quiet import quiet
 from sharders.torchrec.averages import averaged_once
 from sharders.torchrec.batches import Collection, collections_in
 from sharders.torchrec.fused_tables import FusedTables, attach
 from sharders.torchrec.local_shards import chunks_of
-from sharders.torchrec.refused import CUT_ROWS, check_together
+from sharders.torchrec.refused import CUT_ROWS, check_state, check_together
 from sharders.torchrec.sharding_types import parameter_sharding, type_of
 
 
@@ -87,9 +98,10 @@ class Recipe:
         options = {"device": self.device} if "device" in takes and not _are_towers(given, self.device) else {}
         collections = collections_in(self.plain)
         with quiet(), torch.random.fork_rng(devices=[]):
-            theirs = self.sharder.shard(given, entries, _their_env(self.env), **options)
+            theirs = self._sharded(given, entries, options)
             averaged_once(theirs, collections)
             state = theirs.state_dict()
+        check_state(type_name(self.sharder), theirs, state, self.plain.state_dict())
         made = self._parameters(theirs, kept, shards)
         mine = {n: [s for s in of if s.rank == self.env.table_rank] for n, of in shards.items()}
         chunked = {
@@ -111,6 +123,17 @@ class Recipe:
             takes_weights=not any(hasattr(m, "_feature_processors") for m in self.plain.modules()),
             needs_equal_sizes=any(kind in CUT_ROWS for kind in kinds.values()),
         )
+
+    def _sharded(self, given: nn.Module, entries: dict[str, Any], options: dict[str, Any]) -> Any:
+        try:
+            return self.sharder.shard(given, entries, _their_env(self.env), **options)
+        except RanksError:
+            raise
+        except Exception as error:  # of any kind: the other ranks are told
+            raise ShardError(
+                f"{type_name(self.sharder)} fails to shard a {type(given).__name__} on {self.device}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
     def _kernel(self, name: str) -> str:
         return "fused" if name in self.specs else "dense"

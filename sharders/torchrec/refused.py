@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from math import prod
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -86,6 +87,21 @@ def check_together(who: str, module: nn.Module, kinds: Mapping[str, str]) -> Non
                     f"{who} gives wrong means for table {config.name!r}, which pools by mean and is cut by rows, "
                     "beside other features: cut no rows of it, or put it into a collection of its own"
                 )
+
+
+def check_state(who: str, theirs: nn.Module, state: Mapping[str, Any], plain: Mapping[str, Any]) -> None:
+    """Raise `ShardError` where a module of theirs keeps what no checkpoint would have under the plain module's names.
+
+    Args:
+        state: its state dict.
+        plain: of the unsharded module.
+    """
+    others = sorted(state.keys() - plain.keys())
+    if others:
+        raise ShardError(
+            f"{who} makes a {type(theirs).__name__} that keeps {others[:3]}, for which the unsharded module has no "
+            "name: a checkpoint of the model would be without, and go on wrongly"
+        )
 
 
 def _is_whole_world(env: ShardingEnv) -> bool:

@@ -205,6 +205,22 @@ def test_what_theirs_gets_wrong_is_refused_in_words(what: str, words: str) -> No
         assert words in str(error) and "torchrec.distributed." in str(error)
 
 
+def _pruned() -> None:
+    from torchrec.distributed.itep_embeddingbag import ITEPEmbeddingBagCollectionSharder
+    from torchrec.modules.itep_embedding_modules import ITEPEmbeddingBagCollection
+    from torchrec.modules.itep_modules import GenericITEPModule
+
+    module = ITEPEmbeddingBagCollection(make_module("ebc"), GenericITEPModule({"t0": 40}, enable_pruning=False))
+    sharder = TorchRecSharder(ITEPEmbeddingBagCollectionSharder())
+    plan = {name: row_wise() for name in sharder.parameters(module)}
+    DistributedModelParallel(module, env=env_of("dp2"), plan=plan, sharders=[sharder])
+
+
+def test_what_theirs_cannot_make_on_a_cpu_is_said() -> None:
+    for error in run_ranks(2, _pruned, expect=ShardError):
+        assert "ITEPEmbeddingBagCollectionSharder fails to shard a ITEPEmbeddingBagCollection on cpu" in str(error)
+
+
 def test_what_is_no_sharder_is_named() -> None:
     with pytest.raises(ShardError, match=r"takes a ModuleSharder of TorchRec's; got torch.nn.modules.linear.Linear"):
         TorchRecSharder(torch.nn.Linear(1, 1))
