@@ -29,6 +29,7 @@
 - `column_blocks`: row-wise optimizer state of a table whose columns are cut, in each of its forms
 - `earlier_optimizers`: optimizers that were made before wrapping
 - `optimizer_guard`: optimizers that are wrong on pieces, refused
+- `torchrec_members`: what scripts ask of TorchRec's wrapper beside our contract
 - `live_models`: the wrapped models of this process
 - `outer_wrappers`: DistributedDataParallel around wrapped models: left alone, or refused
 """

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from dmp.contracts import (
+    AnySharder,
     DataParallelWrapper,
     FusedModule,
     FusedParameter,
@@ -63,6 +64,7 @@ class Assembly:
         is_data_parallel: whether the data-parallel part was started.
         watch: of what that part has hold of.
         split_watch: of DTensors, from the first forward on.
+        sharders: who could take modules, as given and adopted.
     """
 
     env: ShardingEnv
@@ -78,6 +80,7 @@ class Assembly:
     is_data_parallel: bool = False
     watch: Watch | None = None
     split_watch: SplitWatch | None = None
+    sharders: tuple[AnySharder, ...] = ()
 
     @property
     def sharded(self) -> list[nn.Module]:

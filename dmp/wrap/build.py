@@ -118,6 +118,7 @@ def build(given: Arguments, calls: Calls) -> Assembly:
         owned=owned,
         fused=fused_of(module, owned),
         running=module,
+        sharders=tuple(given.sharders),
     )
     return _with_dense(made, checked, seed)
 

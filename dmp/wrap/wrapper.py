@@ -38,6 +38,7 @@ from dmp.wrap.loading import load, loaded
 from dmp.wrap.optimizer_guard import guard_optimizers
 from dmp.wrap.outer_wrappers import guard_ddp, keep_from_fully_shard
 from dmp.wrap.reshard import Resharding, reshard
+from dmp.wrap.torchrec_members import torchrec_member
 
 
 class DistributedModelParallel(nn.Module):
@@ -380,7 +381,21 @@ class DistributedModelParallel(nn.Module):
             made = self.__dict__.get("_made")
             if made is None:
                 raise
-            return getattr(made.module, name)
+            try:
+                return getattr(made.module, name)
+            except AttributeError:
+                found = torchrec_member(self, made, name)
+                if found is None:
+                    raise
+                return found
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("module", "_dmp_wrapped_module") and isinstance(value, nn.Module):
+            raise ShardError(
+                f"model.{name} of a wrapped model is not replaced: change modules in place, or before wrapping; "
+                "torch.compile(model) and DistributedModelParallel(..., data_parallel_wrapper=) take the whole"
+            )
+        super().__setattr__(name, value)
 
 
 @contextmanager

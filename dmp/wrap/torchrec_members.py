@@ -1,0 +1,65 @@
+"""What scripts ask of TorchRec's `DistributedModelParallel` beside our contract; the module's own come first.
+
+A member that would mean nothing here is refused as a missing attribute, by a message that says what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from dmp.names import join_name
+from dmp.wrap.assembly import Assembly
+
+REFUSED: Mapping[str, str] = {
+    "init_torchrec_delta_tracker": "changed rows are not tracked; save_checkpoint keeps all",
+    "write": "tables are not written by a forward: copy rows into model.state_dict()[name].local_shards(), or give "
+    "whole tables to model.load_state_dict(state, strict=False)",
+    "copy_to_device": "model.copy(device) makes a copy there",
+}
+"""Member -> what to do here."""
+
+
+def torchrec_member(model: nn.Module, made: Assembly, name: str) -> Any:
+    """The member of that name; None where TorchRec's wrapper has none that counts.
+
+    Raises:
+        AttributeError: it means nothing here.
+    """
+    if name in REFUSED:
+        raise AttributeError(f"{name!r} is of TorchRec's DistributedModelParallel, not of dmp's: {REFUSED[name]}")
+    member = _MEMBERS.get(name)
+    return None if member is None else member(model, made)
+
+
+def _sparse_names(made: Assembly) -> Callable[..., list[str]]:
+    def sparse_grad_parameter_names(destination: list[str] | None = None, prefix: str = "") -> list[str]:
+        """Weights of embeddings with `sparse=True` that no sharder has taken."""
+        destination = [] if destination is None else destination
+        for path, module in made.module.named_modules():
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+                destination.append(join_name(prefix, join_name(path, "weight")))
+        return destination
+
+    return sparse_grad_parameter_names
+
+
+def _bare(model: nn.Module) -> Callable[..., Iterator[tuple[str, nn.Parameter]]]:
+    def bare_named_parameters(prefix: str = "", recurse: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        """`named_parameters`."""
+        return model.named_parameters(prefix, recurse)
+
+    return bare_named_parameters
+
+
+_MEMBERS: Mapping[str, Callable[[nn.Module, Assembly], Any]] = {
+    "_dmp_wrapped_module": lambda model, made: made.running,
+    "_env": lambda model, made: made.env,
+    "sharders": lambda model, made: list(made.sharders),
+    "model_trackers": lambda model, made: {},
+    "get_delta_tracker": lambda model, made: lambda: None,
+    "sparse_grad_parameter_names": lambda model, made: _sparse_names(made),
+    "bare_named_parameters": lambda model, made: _bare(model),
+}
