@@ -78,8 +78,9 @@ Others
 - `torch.distributed._shard.metadata.ShardMetadata`,
   `torch.distributed._shard.sharding_spec.api.EnumerableShardingSpec`: of which TorchRec's plans consist
 - `_ebc_sharder`, `_e_sharder`, `_comm_precision`, `_loss_scale`, `_bucket_cap_mb`, `_ddp_kwargs`,
-  `_additional_params_to_ignore`, `_allreduce_comm_precision`: of TorchRec's sharders, codecs and data-parallel wrapper:
-  what they were made with
+  `_additional_params_to_ignore`, `_allreduce_comm_precision`, `_storage_reservation`, `_topology`, `_constraints`,
+  `_batch_size`, `_percentage`, `_hbm_reserved_bytes`, `_dense_tensor_estimate`: of TorchRec's sharders, codecs,
+  data-parallel wrapper and planner: what they were made with
 - `_set_module_context`, `_pipeline_model`, `_init_pipelined_modules`, `_create_context`, `_next_batch`,
   `_optimizer_step`, `_wait_for_batch`, `_copy_batch_to_gpu`, `_prefetch`, `_connect`: parts of TorchRec's pipelines,
   for a message to who calls or overrides them

@@ -84,6 +84,11 @@ def adopted_wrapper(wrapper: Any) -> Any:
     return load("sharders.torchrec.data_parallel:adopt_wrapper")(wrapper)
 
 
+def adopted_planner(planner: Any) -> Any:
+    """A planner, TorchRec's as ours."""
+    return load("planner:from_torchrec")(planner) if is_torchrecs(planner, "EmbeddingPlannerBase") else planner
+
+
 def default_planner() -> Any:
     """A planner from the entry points (`dmp.planners`) when there is one, else the built-in one."""
     points = _points("dmp.planners")

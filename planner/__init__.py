@@ -4,6 +4,8 @@ Rooms: `costs`, `candidates`, `search`, `report`. Single files:
 
 - `planner`: `ShardingPlanner`, from module to plan
 - `pinned`: entries of a plan that a user has fixed
+- `torchrec`: `from_torchrec`, what TorchRec's planner is made of as ours
+- `torchrec_parts`: its constraints, topologies and reservations as ours
 - `broadcast`: rank 0's plan to all ranks
 - `arguments`: numbers and names that a user passes, checked
 """
@@ -15,5 +17,6 @@ from planner.costs.cost_model import CostModel
 from planner.costs.topology import Topology
 from planner.planner import ShardingPlanner
 from planner.report.report import PlanReport
+from planner.torchrec import from_torchrec
 
-__all__ = ["Constraint", "CostModel", "PlanReport", "ShardingPlanner", "Topology"]
+__all__ = ["Constraint", "CostModel", "PlanReport", "ShardingPlanner", "Topology", "from_torchrec"]

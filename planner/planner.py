@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from torch import nn
 
@@ -21,6 +22,7 @@ from planner.report.report import PlanReport
 from planner.report.summary import summarise
 from planner.search.problem import Infeasible
 from planner.search.solve import search
+from planner.torchrec_parts import constraints_of_torchrec, topology_of
 
 
 class ShardingPlanner:
@@ -30,8 +32,8 @@ class ShardingPlanner:
     report says.
 
     Args:
-        topology: of the machine; by default `Topology.of(env)`.
-        constraints: parameter name, table name or pattern -> `Constraint`.
+        topology: of the machine; by default `Topology.of(env)`. TorchRec's is taken too.
+        constraints: parameter name, table name or pattern -> `Constraint`, or `ParameterConstraints` of TorchRec's.
         cost_model: what a choice costs.
         batch_size: samples per data rank.
         time_budget_s: wall time after which the search stops at the best plan so far.
@@ -62,6 +64,7 @@ class ShardingPlanner:
         self.batch_size = batch_size
         self.time_budget_s = time_budget_s
         self.report: PlanReport | None = None
+        self.reservation: Any = None  # TorchRec's, of a topology of its
 
     def plan(
         self,
@@ -86,11 +89,12 @@ class ShardingPlanner:
             PlanError: no plan fits (with `.table`, `.rank`, `.bytes_short`), or a constraint or pinned entry is wrong.
         """
         begin = time.monotonic()
-        topology = self.topology if self.topology is not None else Topology.of(env)
+        given = self.topology if self.topology is not None else Topology.of(env)
+        topology = topology_of(given, env, self.reservation)
         pinned_tables, pinned_dense = split_pinned(pinned)
         found = Found.of(module, sharders, env, pinned_dense, found)
         taken = found.sites.parameters(frozenset(pinned_tables))
-        constraints = constraints_of(self.constraints, taken)
+        constraints = constraints_of(constraints_of_torchrec(self.constraints, env), taken)
         kept = by_first_name(pinned_tables, module, [name for name in taken if name not in pinned_dense])
         others = dense_parameters(module, taken.keys() - pinned_dense.keys())
         as_dense = pinned_dense | vocabularies(taken, others, constraints, {**kept, **pinned_dense}, env)

@@ -139,7 +139,7 @@ PUBLIC = {
         "jagged_to_dense",
         "slice_batch",
     },
-    "planner": {"Constraint", "CostModel", "PlanReport", "ShardingPlanner", "Topology"},
+    "planner": {"Constraint", "CostModel", "PlanReport", "ShardingPlanner", "Topology", "from_torchrec"},
 }
 
 # What a user of `dmp` alone need not have, or need not wait for.

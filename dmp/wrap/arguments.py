@@ -19,6 +19,7 @@ from dmp.foreign import is_torchrecs, type_name
 from dmp.ranks.launch import join_launch
 from dmp.registry import (
     adopted,
+    adopted_planner,
     adopted_wrapper,
     check_sharder_protocol,
     default_data_parallel_wrapper,
@@ -62,7 +63,8 @@ class Arguments:
             raise PlanError("pass a plan or a planner, not both; to fix part of a plan: planner.plan(..., pinned=plan)")
         device = self.env.device if self.device is None else torch.device(self.device)
         wrapper = adopted_wrapper(self.wrapper) or default_data_parallel_wrapper()
-        return replace(self, sharders=sharders, device=device, wrapper=wrapper)
+        planner = adopted_planner(self.planner)
+        return replace(self, sharders=sharders, device=device, wrapper=wrapper, planner=planner)
 
     def facts(self) -> dict[str, str]:
         """What all ranks must share of them: name -> text."""

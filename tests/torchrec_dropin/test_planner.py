@@ -1,0 +1,119 @@
+"""TorchRec's constraints, topology, reservations and planner, where ours are taken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import dmp
+from dmp import ShardingEnv
+from planner import Constraint, ShardingPlanner, Topology, from_torchrec
+from tests.equality import make_module
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:HeuristicalStorageReservation is known to cause:FutureWarning")
+GIB = 1 << 30
+
+
+def _constraints(**options: Any) -> Any:
+    from torchrec.distributed.planner.types import ParameterConstraints
+
+    return ParameterConstraints(**options)
+
+
+def _topology(**options: Any) -> Any:
+    from torchrec.distributed.planner import Topology as Theirs
+
+    return Theirs(**{"world_size": 4, "compute_device": "cpu", **options})
+
+
+def test_constraints(caplog: pytest.LogCaptureFixture) -> None:
+    hosts = ShardingEnv.abstract((2, 2), ("host", "local"), "cpu")
+    flat = ShardingEnv.abstract((4,), ("dp",), "cpu")
+    kinds = ["table_row_wise", "table_column_wise", "column_wise", "grid_shard", "data_parallel"]
+    theirs = _constraints(sharding_types=kinds, pooling_factors=[3.0, 1.5], compute_kernels=["fused"])
+    assert from_torchrec(theirs, hosts) == Constraint(
+        layouts=["table_row_wise", "column_wise", "grid", "data_parallel"], pooling_factor=[3.0, 1.5]
+    )
+    assert from_torchrec({"t": theirs}, flat)["t"].layouts == ("row_wise", "column_wise", "grid", "data_parallel")
+    assert from_torchrec(_constraints()) == Constraint()
+    assert from_torchrec(_constraints(pooling_factors=[7.0])).pooling_factor == 7.0
+    assert "ParameterConstraints: ['compute_kernels'] mean nothing" in caplog.text
+    assert caplog.text.count("mean nothing") == 1
+
+
+def test_figures_of_a_topology() -> None:
+    """Bytes per millisecond there, per second here."""
+    cuda = ShardingEnv.abstract((2, 8), ("host", "local"), "cuda")
+    theirs = _topology(
+        world_size=16,
+        compute_device="cuda",
+        hbm_cap=80 * GIB,
+        local_world_size=8,
+        intra_host_bw=6e8,
+        inter_host_bw=2.5e7,
+    )
+    ours = from_torchrec(theirs, cuda)
+    assert ours.memory_bytes == 80 * GIB and ours.memory_bandwidth == pytest.approx(897 * GIB)
+    assert ours.link_bandwidth == pytest.approx((2.5e10, 6e11))
+    assert (ours.flops, ours.link_latency) == (Topology.of(cuda).flops, Topology.of(cuda).link_latency)
+    four = ShardingEnv.abstract((4,), ("dp",), "cpu")
+    ours = from_torchrec(_topology(ddr_cap=2 * GIB, ddr_mem_bw=5e7), four)
+    assert (ours.memory_bytes, ours.memory_bandwidth) == (2 * GIB, 5e10)
+    with pytest.raises(ValueError, match=r"torchrec.distributed.planner.types.Topology is of 4 ranks on 'cpu'"):
+        from_torchrec(_topology(), cuda)
+    with pytest.raises(ValueError, match=r"from_torchrec\(topology, env\)"):
+        from_torchrec(_topology())
+    with pytest.raises(ValueError, match="got int"):
+        from_torchrec(3)
+
+
+def _theirs(**options: Any) -> Any:
+    from torchrec.distributed.planner import EmbeddingShardingPlanner
+
+    return EmbeddingShardingPlanner(topology=_topology(ddr_cap=GIB), **options)
+
+
+def test_reservations() -> None:
+    from torchrec.distributed.planner.storage_reservations import (
+        FixedAbsoluteStorageReservation,
+        FixedPercentageStorageReservation,
+        HeuristicalStorageReservation,
+    )
+
+    env = ShardingEnv.abstract((4,), ("dp",), "cpu")
+    module = make_module("ebc")
+    for reservation, fraction in (
+        (FixedPercentageStorageReservation(0.4), 0.4),
+        (FixedAbsoluteStorageReservation(GIB // 4), 0.25),
+        (HeuristicalStorageReservation(0.05), 0.05),
+        (HeuristicalStorageReservation(0.05, dense_tensor_estimate=GIB // 2), 0.55),
+    ):
+        ours = from_torchrec(_theirs(storage_reservation=reservation, batch_size=64))
+        assert isinstance(ours, ShardingPlanner) and ours.batch_size == 64
+        ours.plan(module, dmp.default_sharders(), env)
+        assert ours.report.usable_bytes == pytest.approx(GIB * (1 - fraction))
+
+
+def _wrapped() -> list[str]:
+    env = ShardingEnv.from_process_group(torch.distributed.group.WORLD)  # type: ignore[arg-type]
+    kinds = {"t0": "row_wise", "t2": "table_wise", "t3": "column_wise"}
+    constraints = {name: _constraints(sharding_types=[kind]) for name, kind in kinds.items()}
+    topology = _topology(world_size=env.size)
+    from torchrec.distributed.planner import EmbeddingShardingPlanner
+
+    planners = [
+        EmbeddingShardingPlanner(topology=topology, constraints=constraints),
+        ShardingPlanner(topology=topology, constraints=constraints),
+    ]
+    found = []
+    for planner in planners:
+        model = dmp.DistributedModelParallel(make_module("ebc"), planner=planner)
+        found.append(",".join(model.plan[f"embedding_bags.{name}.weight"].layout.name for name in kinds))
+    return found
+
+
+def test_torchrecs_planner_in_the_wrapper() -> None:
+    assert run_ranks(2, _wrapped) == [["row_wise,table_wise,column_wise"] * 2] * 2
