@@ -120,7 +120,7 @@ def live(name: str, changes: list[dict[str, Any]]) -> None:
     [
         (
             "rowwise_l2",
-            [{"weight_decay": 0.0}, {"weight_decay": 0.3}, {"weight_decay_mode": "decouple"}, {"max_norm": 0.5}],
+            [{"weight_decay": 0.0}, {"weight_decay": 0.3}, {"weight_decay_mode": 2}, {"max_norm": 0.5}],
         ),
         ("lars_decay", [{}, {"weight_decay": 0.0, "momentum": 0.2}, {"eta": 0.1}]),
         ("lamb", [{"weight_decay": 0.3}, {"weight_decay": 0.0}]),

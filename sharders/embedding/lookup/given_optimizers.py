@@ -21,6 +21,7 @@ from torch import Tensor
 from dmp import ShardError, shown
 from sharders.embedding.lookup.optimizers import OPTIMIZERS, OptimizerSpec
 from sharders.embedding.lookup.row_optimizer import NOT_OF_ROWS, RowOptimizer
+from sharders.embedding.lookup.row_updates import decay_mode
 
 _log = logging.getLogger("dmp")
 
@@ -43,7 +44,6 @@ _DEFAULTS: Mapping[str, Any] = {
 }
 """FBGEMM's, of every option that it has for optimizers."""
 
-_DECAY_MODES = ("none", "l2", "decouple")  # by FBGEMM's numbers
 _OTHER_UPDATES = {
     "counter_based_regularization",
     "cowclip_regularization",
@@ -173,7 +173,10 @@ def _in_words_of_fbgemm(
     options = {**named, **own}
     for each in (named, options):
         if "weight_decay_mode" in each:
-            each["weight_decay_mode"] = _decay_mode(each["weight_decay_mode"], where)
+            try:
+                each["weight_decay_mode"] = decay_mode(each["weight_decay_mode"])
+            except ShardError as error:
+                raise ShardError(f"{where}: {error}") from None
     base = {k: v for k, v in _DEFAULTS.items() if k in optimizer.defaults}
     known = {k: v for k, v in options.items() if k in optimizer.defaults}
     for key, value in known.items():
@@ -220,15 +223,6 @@ def _of_type(value: Any, where: str) -> RowOptimizer | None:
         hint = f" (FBGEMM runs no {name} any more: EXACT_{name})" if f"EXACT_{name}" in by_type else ""
         raise ShardError(f"{where}: expected an optimizer out of {sorted(by_type)}, or NONE; got {shown(value)}{hint}")
     return by_type[name]
-
-
-def _decay_mode(value: Any, where: str) -> str:
-    """FBGEMM's `WeightDecayMode`, its name or its number, as a word."""
-    word = str(value.name if isinstance(value, Enum) else value).lower()
-    for number, mode in enumerate(_DECAY_MODES):
-        if word in (mode, str(number)):
-            return mode
-    raise ShardError(f"{where}: expected weight_decay_mode NONE, L2 or DECOUPLE; got {shown(value)}")
 
 
 def _check_value(key: str, value: Any, where: str) -> None:

@@ -18,10 +18,31 @@ Where a norm that is divided by is zero (a row that no gradient moves) the row r
 
 from __future__ import annotations
 
+from enum import Enum
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from dmp import ShardError, shown
 from sharders.embedding.lookup.row_optimizer import Rows
+
+_DECAY_MODES = ("none", "l2", "decouple")  # by FBGEMM's numbers
+
+
+def decay_mode(value: Any) -> str:
+    """FBGEMM's `WeightDecayMode`, its name or its number, as one of the words "none", "l2" and "decouple".
+
+    Raises:
+        ShardError: another.
+    """
+    if value in _DECAY_MODES:
+        return str(value)
+    word = str(value.name if isinstance(value, Enum) else value).lower()
+    for number, mode in enumerate(_DECAY_MODES):
+        if word in (mode, str(number)):
+            return mode
+    raise ShardError(f"expected weight_decay_mode NONE, L2 or DECOUPLE; got {shown(value)}")
 
 
 def sgd(rows: Rows) -> None:
@@ -39,14 +60,15 @@ def adagrad(rows: Rows) -> None:
 def rowwise_adagrad(rows: Rows) -> None:
     """One sum of mean squares for each row."""
     options = rows.options
-    decay = float(options["weight_decay"]) if options["weight_decay_mode"] != "none" else 0.0
+    mode = decay_mode(options["weight_decay_mode"])
+    decay = float(options["weight_decay"]) if mode != "none" else 0.0
     grads_nD = rows.grads_nD
-    if decay and options["weight_decay_mode"] == "l2":
+    if decay and mode == "l2":
         grads_nD = grads_nD.add(rows.weights(), alpha=decay)
     sum_n = rows.read("sum").add_(grads_nD.square().mean(1))
     rows.write("sum", sum_n)
     direction_nD = grads_nD / sum_n.sqrt_().add_(options["eps"]).unsqueeze_(1)
-    if decay and options["weight_decay_mode"] == "decouple":
+    if decay and mode == "decouple":
         direction_nD.add_(rows.weights(), alpha=decay)
     rows.descend(direction_nD)
     if options["max_norm"] > 0:
