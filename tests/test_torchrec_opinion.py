@@ -9,6 +9,8 @@ has one accumulator for each block on both sides.
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -73,7 +75,7 @@ def layout_of(case: str, table: str) -> dmp.Layout:
     }[case]
 
 
-def theirs(case: str, optimizer: str, params: dict[str, Any]) -> Any:
+def theirs(case: str, optimizer: str, params: Mapping[str, Any] = MappingProxyType({})) -> Any:
     from torchrec.distributed import DistributedModelParallel, ShardingEnv
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, row_wise, table_wise
