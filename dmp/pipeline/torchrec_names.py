@@ -48,6 +48,11 @@ class _Named(TrainPipeline):
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
+    @property
+    def _device(self) -> torch.device:
+        """Where batches go: published scripts read it."""
+        return self._feed.device
+
     def _say_meaningless(self, **given: Any) -> None:
         named = [name for name, value in given.items() if value]
         if named:

@@ -182,3 +182,10 @@ def _theirs_around_ours(name: str) -> None:
 def test_their_pipeline_around_our_model(name: str) -> None:
     """Works, or says what to import."""
     run_ranks(2, _theirs_around_ours, name)
+
+
+def test_what_published_scripts_read_of_a_pipeline() -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    pipeline = dmp.TrainPipelineSparseDist(model, optimizer, torch.device("cpu"))
+    assert (pipeline._model, pipeline._optimizer, pipeline._device) == (model, optimizer, torch.device("cpu"))
