@@ -25,6 +25,8 @@ from dmp import (
     table_wise,
     to_unsharded,
 )
+from sharders import EmbeddingBagCollectionSharder
+from tests import state_jobs
 from tests import test_mixed as mixed
 from tests.ranks import mesh, run_ranks
 from tests.test_plugin_parameters import Biased, BiasedSharder, ShardedBiased
@@ -109,6 +111,22 @@ def a_strangers_module() -> None:
         old(tokens, expert)
 
 
+def averages_of_copies() -> None:
+    """Copies of tables that are averaged every second update still are at the same steps."""
+    env, runs = ShardingEnv.from_mesh(mesh((2, 2), ("replicate", "shard"))), []
+    for changes in (True, False):
+        sharders = [EmbeddingBagCollectionSharder(sync_interval=2)]
+        plan = state_jobs.table_plan("row_wise", env)
+        model = DistributedModelParallel(state_jobs.make("sgd"), env, plan=plan, sharders=sharders)
+        dense = state_jobs.dense_optimizer(model, "sgd")
+        for step in range(5):
+            state_jobs.train(model, dense, range(step, step + 1), env)
+            if changes and step in (0, 2):
+                model.reshard(state_jobs.table_plan("table_wise" if step else "column_wise", env))
+        runs.append(full_state_dict(model))
+    torch.testing.assert_close(*runs)
+
+
 class Fused(ShardedBiased):
     """One that says it updates its weight itself."""
 
@@ -169,3 +187,7 @@ def test_beside_a_transformer(name: str, optimizer: str | None) -> None:
 @pytest.mark.parametrize("job", [a_strangers_module, ones_that_cannot], ids=lambda job: job.__name__)
 def test_strangers(job: Any) -> None:
     run_ranks(2, job)
+
+
+def test_averages_of_copies() -> None:
+    run_ranks(4, averages_of_copies)

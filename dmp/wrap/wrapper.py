@@ -171,7 +171,11 @@ class DistributedModelParallel(nn.Module):
             >>> model.reshard({"weight": table_wise(0)}).sent_bytes
             (0,)
         """
-        with entry("model.reshard", self.env.everyone), marking_replaced(self, self.module, by_reshard=True):
+        with (
+            torch.inference_mode(False),  # in which parameters could not be trained afterwards
+            entry("model.reshard", self.env.everyone),
+            marking_replaced(self, self.module, by_reshard=True),
+        ):
             path, given = sharded_module_fqn, changed_shard_to_params if plan is None else plan
             if isinstance(optimizer, str):
                 path, optimizer = optimizer, None

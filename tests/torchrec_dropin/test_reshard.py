@@ -11,10 +11,33 @@ import torch
 import torch.distributed as dist
 
 import dmp
-from dmp import ParameterSharding, PlanError, ShardError, ShardingPlan, row_wise
-from tests.ranks import run_ranks
+from dmp import (
+    DistributedModelParallel,
+    ParameterSharding,
+    PlanError,
+    ShardError,
+    ShardingEnv,
+    ShardingPlan,
+    row_wise,
+    table_wise,
+)
+from dmp.pipeline.torchrec_names import TrainPipelineSparseDist
+from tests.ranks import mesh, run_ranks
 from tests.results import loss_of
-from tests.state_jobs import TABLES, assert_same, build, make, table_plan, train, whole
+from tests.state_jobs import (
+    ROWS,
+    TABLES,
+    Ranker,
+    assert_same,
+    build,
+    dense_optimizer,
+    in_backward,
+    make,
+    my_batch,
+    table_plan,
+    train,
+    whole,
+)
 from tests.torchrec_dropin.rank_tests import OURS, _on_these_ranks, theirs
 from tests.torchrec_dropin.test_torchrec_sharder import PLANS, _trained, _wrapped
 from tests.torchrec_dropin.test_torchrec_sharder import pytestmark as calls_of_theirs
@@ -111,6 +134,74 @@ def refused() -> None:
     model = _wrapped("fp", "rows", None)
     with pytest.raises(ShardError, match="beside its tables, and cannot change its plan"):
         model.reshard({name: PLANS["tables"](i) for i, name in enumerate(model.plan)})
+
+
+class WithLoss(Ranker):
+    """As TorchRec's pipelines want it: a loss, and the output."""
+
+    def forward(self, features: Any) -> Any:
+        scores = super().forward(features)
+        return scores.square().mean(), scores.detach()
+
+
+def in_a_pipeline() -> None:
+    """The batch whose ids are under way when the plan changes is begun anew; numbers as in a loop."""
+    runs = []
+    for changes in (True, False):
+        torch.manual_seed(0)
+        module, env = WithLoss(), ShardingEnv.from_mesh(mesh((2,)))
+        in_backward(torch.optim.Adagrad, module.ebc.parameters(), {"lr": 0.1})
+        model = DistributedModelParallel(module, env, plan=table_plan("row_wise", env))
+        dense, outputs = dense_optimizer(model, "adagrad"), []
+        if changes:
+            pipeline = TrainPipelineSparseDist(model, dense, env.device)
+            batches = iter([my_batch(i, env) for i in range(6)])
+            for step in range(6):
+                outputs.append(pipeline.progress(batches))
+                if step in (1, 3):
+                    model.reshard(table_plan("table_wise" if step == 1 else "mixed", env))
+        else:
+            for step in range(6):
+                dense.zero_grad()
+                loss, output = model(my_batch(step, env))
+                loss.backward()
+                dense.step()
+                outputs.append(output)
+        runs.append((outputs, dmp.full_state_dict(model)))
+    torch.testing.assert_close(*runs)
+
+
+def test_in_a_pipeline() -> None:
+    run_ranks(2, in_a_pipeline)
+
+
+def fused_collections() -> None:
+    """TorchRec's collections with an optimizer of their own."""
+    from torchrec import EmbeddingBagConfig
+    from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
+
+    runs = []
+    for changes in (True, False):
+        torch.manual_seed(0)
+        tables = [
+            EmbeddingBagConfig(name=f"t{i}", embedding_dim=16, num_embeddings=n, feature_names=[f"f{i}"])
+            for i, n in enumerate(ROWS)
+        ]
+        module = FusedEmbeddingBagCollection(tables, torch.optim.Adagrad, {"lr": 0.1}, device=torch.device("cpu"))
+        env = ShardingEnv.from_mesh(mesh((2,)))
+        names = [name for name, _ in module.named_parameters()]
+        model = DistributedModelParallel(module, env, plan=dict.fromkeys(names, row_wise()))
+        for step in range(4):
+            model(my_batch(step, env)).values().square().mean().backward()
+            if changes and step == 1:
+                with torch.inference_mode():
+                    assert sum(model.reshard({name: table_wise(i % 2) for i, name in enumerate(names)}).sent_bytes)
+        runs.append((dmp.full_state_dict(model), dmp.full_optimizer_state_dict(model)["state"]))
+    torch.testing.assert_close(*runs)
+
+
+def test_fused_collections() -> None:
+    run_ranks(2, fused_collections)
 
 
 def forms_of_plans() -> None:
