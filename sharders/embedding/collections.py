@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,6 +34,11 @@ class _ShardedCollection(TableModule):
         super().__init__(original, *where, **options)
         self._configs = _configs_of(original)
         self._features = [name for config in self._configs for name in config.feature_names]
+
+    def resize(self, table: int, rows: int) -> None:
+        """A table has so many rows by now."""
+        self._configs = list(self._configs)
+        self._configs[table] = replace(self._configs[table], num_embeddings=rows)
 
     @property
     def device(self) -> torch.device:

@@ -132,6 +132,13 @@ class TableStore:
         of_tables = {index: bank.options for index, bank, _ in self._places()}
         return [of_tables[index] for index in range(len(of_tables))]
 
+    def keep(self, parameters: list[nn.Parameter]) -> None:
+        """Have these as its parameters, with the values that it has; they may have had another shape."""
+        for parameter, own in zip(parameters, self.parameters, strict=True):
+            parameter.data = own.data
+        self.parameters = list(parameters)
+        self._settle()
+
     def count_as(self, other: TableStore) -> None:
         """Take over how often each table was updated."""
         counts = {index: bank.steps[i] for index, bank, i in other._places()}

@@ -229,6 +229,11 @@ class TableModule(Watched, TorchRecForm):
         layouts = [plan[table.parameter].layout for table in tables]
         return ReshardedTables(self, Engine(tables, layouts, old.env, old.device, options=options, **self._options))
 
+    @property
+    def engine_options(self) -> dict[str, Any]:
+        """With which its engine was made."""
+        return dict(self._options)
+
     def run_by(self, engine: Engine) -> None:
         """Have another engine's tables in place of those that there are, in the same modules."""
         old, engine.calls = self._engine, self._engine.calls

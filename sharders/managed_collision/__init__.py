@@ -8,5 +8,6 @@
 - `travel`: raw ids to the ranks that know them, and rows back
 - `eviction`: which ids enter and leave a map, decided by all ranks together
 - `entries`: entries of a map on their way between ranks
+- `growth`: tables that get more rows
 - `reset`: new values for rows whose raw id was evicted
 """

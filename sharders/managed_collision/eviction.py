@@ -12,6 +12,7 @@ while a map fills, to those behind.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -34,15 +35,21 @@ class _Leaving:
     rows: torch.Tensor
 
 
-def evict(of: IdMap, ranks: Channel, firsts: torch.Tensor) -> torch.Tensor:
+def evict(of: IdMap, ranks: Channel, firsts: torch.Tensor, grow: Callable[[int], None]) -> torch.Tensor:
     """Have a map take what its history says; returns (N,) rows that have another raw id now. Collective.
 
     Args:
         of: on each of the table ranks its part.
         ranks: the table ranks.
         firsts: first raw id of each block.
+        grow: gives it, and its table, so many rows; empty blocks come behind the others.
     """
     new = _new_ids(of, ranks, firsts)
+    rows = _rows_wanted(of, ranks, len(new))
+    if rows > of.size:
+        grow(rows)
+        firsts = torch.cat([firsts, firsts.new_full((len(of.blocks) - len(firsts),), EMPTY)])
+    _keep_last(of)
     columns = {COUNTS: new[:, 1], LAST_ACCESS: new[:, 2]}
     value = of.policy.score({name: columns[name] for name in of.policy.metadata}, of.step).double()
     order = torch.argsort(value, descending=True, stable=True)
@@ -78,10 +85,26 @@ def _new_ids(of: IdMap, ranks: Channel, firsts: torch.Tensor) -> torch.Tensor:
             kept[at] = kept[at] + found[:, 1] if name == COUNTS else found[:, 2]
         unknown.append(here[~is_known])
     new = torch.cat(gather_blocks(of, ranks, unknown, 3))
-    if of.own and of.own[-1] == len(of.blocks) - 1:  # the last entry stays empty, see [Note: a map in blocks]
+    return new[torch.argsort(new[:, 1], descending=True, stable=True)]
+
+
+def _rows_wanted(of: IdMap, ranks: Channel, num_new: int) -> int:
+    """Rows with which no id has to leave for so many new ones, as far as the map may grow."""
+    if of.most is None or of.size >= of.most:
+        return of.size
+    empty = (of.raw_ids == EMPTY).sum().view(1)
+    free = int(ranks.all_gather(empty).sum()) - 1
+    rows = of.size
+    while rows < of.most and free + rows - of.size < num_new:
+        rows = min(2 * rows, of.most)
+    return rows
+
+
+def _keep_last(of: IdMap) -> None:
+    """The last entry stays empty, see [Note: a map in blocks]."""
+    if of.own and of.own[-1] == len(of.blocks) - 1:
         for name in of.policy.metadata:
             of.entries(f"_mch_{name}", len(of.own) - 1)[-1] = EMPTY if name == COUNTS else of.step
-    return new[torch.argsort(new[:, 1], descending=True, stable=True)]
 
 
 def _filtered(of: IdMap, ranks: Channel, by_block: list[torch.Tensor]) -> list[torch.Tensor]:

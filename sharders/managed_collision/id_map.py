@@ -76,6 +76,8 @@ class IdMap(nn.Module):
         super().__init__()
         self.size = int(original._zch_size)
         self._rank = rank
+        self.most: int | None = None
+        """Entries that it may have, of a map that grows."""
         self.blocks_to_be: list[Block] | None = None
         """Where its table's rows are by now: entries follow in the next forward."""
         self._cut(blocks)
@@ -110,6 +112,39 @@ class IdMap(nn.Module):
             self._buffers[name] = self.raw_ids.new_empty(self._cuts[-1])
         self.fill(entries)
         self.blocks_to_be = None
+
+    def append(self, blocks: Sequence[Block]) -> None:
+        """Have more rows: empty entries of these blocks behind the others; the last one is that of misses from now on.
+
+        Args:
+            blocks: of all ranks.
+        """
+        old, count = self.size, sum(block.size for block in blocks)
+        if self.own and self.own[-1] == len(self.blocks) - 1:
+            for name in self.policy.metadata:
+                self.entries(f"_mch_{name}", len(self.own) - 1)[-1] = 0
+        first = self.miss + 1 - old
+        held, own = len(self.own), self.raw_ids
+        self._cut([*self.blocks, *blocks])
+        rows = [
+            torch.arange(first + self.blocks[i].start, first + self.blocks[i].stop, device=own.device)
+            for i in self.own[held:]
+        ]
+        more = torch.cat(rows) if rows else own[:0]
+        for name in self.entry_buffers:
+            new = torch.zeros_like(more)
+            if name == "_mch_sorted_raw_ids":
+                new.fill_(EMPTY)
+            elif name == "_mch_remapped_ids_mapping":
+                new = more
+            self._buffers[name] = torch.cat([self._buffers[name], new])  # type: ignore[list-item]
+        self.size, self.miss = old + count, self.miss + count
+        segments, slots = self._buffers["_output_segments_tensor"], self._buffers["_mch_slots"]
+        assert segments is not None and slots is not None
+        segments[segments == first + old] = first + self.size
+        slots.fill_(self.size - 1)
+        kind, settings = self._settings
+        self._settings = kind, {**settings, "zch_size": self.size, "output_segments": None}
 
     def fields(self, block: int) -> torch.Tensor:
         """(N, fields) of the entries of one of this rank's blocks."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from sharders.embedding.input_checks import check_batch
 from sharders.embedding.input_faults import Fault, Kind
 from sharders.embedding.keyed_ids import keyed_ids
 from sharders.embedding.table_module import ReshardedTables, TableModule
+from sharders.managed_collision.growth import Growth
 from sharders.managed_collision.id_map import EMPTY, IdMap, blocks_of
 from sharders.managed_collision.remap import Remap
 from sharders.managed_collision.reset import Reset
@@ -37,6 +39,10 @@ class Maps(nn.Module):
         """The tables' configs."""
         return list(self._configs)
 
+    def resize(self, table: int, rows: int) -> None:
+        """A table has so many rows by now."""
+        self._configs[table] = replace(self._configs[table], num_embeddings=rows)
+
 
 class ShardedManagedCollision(nn.Module):
     """Takes a `KeyedJaggedTensor` of raw ids; gives what the unsharded module gives: results, and the batch with rows
@@ -51,10 +57,17 @@ class ShardedManagedCollision(nn.Module):
         maps: for each table its map, in the order of the tables' configs.
         remap: the maps' exchange.
         reset: gives rows of evicted ids new values; None leaves them as they are, as the unsharded module does.
+        growth: gives tables more rows.
     """
 
     def __init__(
-        self, original: Any, tables: TableModule, maps: Mapping[str, IdMap], remap: Remap, reset: Reset | None
+        self,
+        original: Any,
+        tables: TableModule,
+        maps: Mapping[str, IdMap],
+        remap: Remap,
+        reset: Reset | None,
+        growth: Growth,
     ) -> None:
         super().__init__()
         configs = original._managed_collision_collection.embedding_configs()
@@ -65,7 +78,7 @@ class ShardedManagedCollision(nn.Module):
         self._in_place = bool(original._allow_in_place_embed_weight_update)
         self._features = [name for config in configs for name in config.feature_names]
         self._num_features = [len(config.feature_names) for config in configs]
-        self._remap, self._reset = remap, reset
+        self._remap, self._reset, self._growth = remap, reset, growth
 
     @property
     def maps(self) -> list[IdMap]:
@@ -82,13 +95,17 @@ class ShardedManagedCollision(nn.Module):
             return ids
 
         learns = self._managed_collision_collection.training
-        remapped = self._remap(self.maps, raw_ids, learns, self._embedding_module._engine.device)
+        remapped = self._remap(self.maps, raw_ids, learns, self._embedding_module._engine.device, self._grow)
         ((raw, inverse),) = read
         batch = _with_values(raw, remapped.rows.to(raw.values().dtype), inverse)
         if self._reset is not None:
             self._reset(self._embedding_module, self.maps, remapped.changed)
         found = self._embedding_module(batch)
         return found, batch if self._return_remapped_features else None
+
+    def _grow(self, index: int, rows: int) -> None:
+        self._growth(self._embedding_module, self.maps, index, rows)
+        self._managed_collision_collection.resize(index, rows)
 
     def _read(self, features: Any) -> tuple[Any, Any, RawIds]:
         """A batch with the features in the tables' order, its inverse indices, and its ids as the maps know them.
@@ -151,7 +168,11 @@ class ShardedManagedCollision(nn.Module):
     def fused_parameters(self) -> Iterable[FusedParameter]:
         """Tables that are updated in the backward pass."""
         for fused in self._embedding_module.fused_parameters():
-            yield replace(fused, name=f"{TABLES}.{fused.name}")
+            yield replace(fused, name=f"{TABLES}.{fused.name}", state=partial(self._state_of, fused.name))
+
+    def _state_of(self, name: str) -> dict[str, torch.Tensor]:
+        """Optimizer state of a table as it is by now: it may have grown."""
+        return next(fused.state() for fused in self._embedding_module.fused_parameters() if fused.name == name)
 
     def resharded(self, plan: Mapping[str, ParameterSharding]) -> ReshardedManagedCollision:
         """Its tables under another plan: see `dmp.Resharded`; maps follow in the next forward."""

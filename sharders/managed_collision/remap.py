@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -72,13 +73,19 @@ class Remap:
         return self
 
     def __call__(
-        self, maps: Sequence[IdMap], read: Callable[[], RawIds], learns: bool, device: torch.device
+        self,
+        maps: Sequence[IdMap],
+        read: Callable[[], RawIds],
+        learns: bool,
+        device: torch.device,
+        grow: Callable[[int, int], None],
     ) -> Remapped:
         """Rows of a batch's ids. Collective.
 
         Args:
             read: the batch; may raise `Fault`.
             learns: the ids are counted, and maps may change.
+            grow: gives a map, and its table, so many rows.
 
         Raises:
             InputError: on every rank: what is wrong with one rank's batch.
@@ -98,11 +105,11 @@ class Remap:
                 for of, ids in zip(maps, travel.by_map(route, arrived, True), strict=True):
                     of.record(ids)
                 changed = [
-                    evict(of, self._peers.table, first) if of.is_due else None
-                    for of, first in zip(maps, route.firsts, strict=True)
+                    evict(of, self._peers.table, first, partial(grow, i)) if of.is_due else None
+                    for i, (of, first) in enumerate(zip(maps, route.firsts, strict=True))
                 ]
             if any(rows is not None for rows in changed):
-                route = travel.route(maps, batch, route.firsts, False)
+                route = travel.route(maps, batch, None, False)
                 arrived = travel.exchange(batch, route, None)
             self._firsts = route.firsts
             found = zip(maps, travel.by_map(route, arrived, False), strict=True)

@@ -41,27 +41,27 @@ class Reset:
                     continue
                 rows = rows.sort().values
                 weight = chunks.get(table.parameter, parameter.data)
-                self._draw(_as_chunks(weight), rows, init_fn, f"{table.parameter} {of.step}")
+                draw_rows(as_chunks(weight), rows, init_fn, f"{table.parameter} {of.step}")
                 state = fused[table.parameter].state() if table.parameter in fused else {}
                 for value in state.values():
                     if value.dim() and value.shape[0] == table.rows:
-                        for chunk, at in _overlaps(_as_chunks(value), rows):
+                        for chunk, at in _overlaps(as_chunks(value), rows):
                             chunk[at] = 0
 
-    def _draw(
-        self, weight: ChunkedTensor, rows: torch.Tensor, init_fn: Callable[[torch.Tensor], Any], what: str
-    ) -> None:
-        with torch.random.fork_rng(devices=[]):
-            for number, some in enumerate(rows.split(_ROWS)):
-                here = list(_overlaps_with_places(weight, some))
-                if not here:
-                    continue
-                torch.manual_seed(int.from_bytes(hashlib.sha256(f"{what} {number}".encode()).digest()[:7], "big"))
-                values = torch.empty(len(some), weight.shape[1], dtype=weight.dtype)
-                init_fn(values)
-                for chunk, offset, at, places in here:
-                    columns = values[:, offset[1] : offset[1] + chunk.shape[1]]
-                    chunk[at] = columns[places.to(columns.device)].to(chunk.device)
+
+def draw_rows(weight: ChunkedTensor, rows: torch.Tensor, init_fn: Callable[[torch.Tensor], Any], what: str) -> None:
+    """Give rows (N,) of a table initial values, as much of them as is here; they depend on `what` and on the rows."""
+    with torch.random.fork_rng(devices=[]):
+        for number, some in enumerate(rows.split(_ROWS)):
+            here = list(_overlaps_with_places(weight, some))
+            if not here:
+                continue
+            torch.manual_seed(int.from_bytes(hashlib.sha256(f"{what} {number}".encode()).digest()[:7], "big"))
+            values = torch.empty(len(some), weight.shape[1], dtype=weight.dtype)
+            init_fn(values)
+            for chunk, offset, at, places in here:
+                columns = values[:, offset[1] : offset[1] + chunk.shape[1]]
+                chunk[at] = columns[places.to(columns.device)].to(chunk.device)
 
 
 def _overlaps_with_places(weight: ChunkedTensor, rows: torch.Tensor) -> Any:
@@ -77,7 +77,8 @@ def _overlaps(weight: ChunkedTensor, rows: torch.Tensor) -> Any:
         yield chunk, at
 
 
-def _as_chunks(tensor: torch.Tensor) -> ChunkedTensor:
+def as_chunks(tensor: torch.Tensor) -> ChunkedTensor:
+    """Itself, or a whole tensor as one chunk."""
     return (
         tensor if isinstance(tensor, ChunkedTensor) else ChunkedTensor(tensor.size(), [tensor], [(0,) * tensor.dim()])
     )

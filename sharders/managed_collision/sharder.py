@@ -20,10 +20,11 @@ import torch.distributed as dist
 from torch import nn
 
 from dmp import Layout, ParameterInfo, ParameterSharding, ShardError, ShardingEnv
-from sharders.channel import over_group
+from sharders.channel import Channel, over_group
 from sharders.embedding.collections import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from sharders.embedding.peers import find_peers
 from sharders.embedding.table_module import TableModule, TableSharder
+from sharders.managed_collision.growth import Growth
 from sharders.managed_collision.id_map import IdMap, blocks_of
 from sharders.managed_collision.module import TABLES, ShardedManagedCollision
 from sharders.managed_collision.remap import Remap
@@ -40,19 +41,23 @@ class _ManagedCollisionSharder:
     Args:
         reset_evicted: a row whose raw id is evicted gets initial values, and its optimizer state is zero, as in
             TorchRec's sharded modules; by default it stays as it is, as in its unsharded ones.
+        max_rows: tables, by name, that get more rows as long as new ids come, up to so many; only then are ids evicted.
+            See [Note: growing] of growth.py.
         options: of the tables' sharder.
     """
 
     type_name: str
     tables_sharder: type[TableSharder]
 
-    def __init__(self, *, reset_evicted: bool = False, **options: Any) -> None:
+    def __init__(
+        self, *, reset_evicted: bool = False, max_rows: Mapping[str, int] | None = None, **options: Any
+    ) -> None:
         if options.get("sync_interval", 1) != 1:
             raise ShardError(
                 f"sync_interval={options['sync_interval']!r} averages copies of tables that drift apart; copies whose "
                 "rows stand for ids of one map share gradients at every step: sync_interval=1"
             )
-        self._reset_evicted = reset_evicted
+        self._reset_evicted, self._max_rows = reset_evicted, dict(max_rows or {})
         self._tables = self.tables_sharder(**options)
 
     @property
@@ -114,8 +119,27 @@ class _ManagedCollisionSharder:
             repr([(name, of.size, of.interval, of.blocks) for name, of in maps.items()]),
             env.axes("tensor"),
         )
+        growth = self._growth(tables, [own[t.parameter].layout for t in tables._engine.tables], configs, peers.table)
+        for of, limit in zip(maps.values(), growth.limits, strict=True):
+            of.most = limit
         reset = Reset([config.init_fn for config in configs]) if self._reset_evicted else None
-        return ShardedManagedCollision(module, tables, maps, remap, reset)
+        return ShardedManagedCollision(module, tables, maps, remap, reset, growth)
+
+    def _growth(self, tables: TableModule, layouts: list[Layout], configs: Any, ranks: Channel) -> Growth:
+        """What gives tables more rows.
+
+        Raises:
+            ShardError: one that cannot grow.
+        """
+        limits = [self._max_rows.get(config.name) for config in configs]
+        growth = Growth(limits, layouts, [config.init_fn for config in configs], ranks)
+        growth.check(tables)
+        return growth
+
+    @property
+    def options(self) -> str:
+        """What it was made with, which the ranks compare."""
+        return f"reset_evicted={self._reset_evicted}, max_rows={self._max_rows}, {self._tables.options}"
 
 
 class ManagedCollisionEmbeddingBagCollectionSharder(_ManagedCollisionSharder):

@@ -22,6 +22,7 @@ def make(
     optimizer: str | None = None,
     returns: bool = True,
     weighted: bool = False,
+    rows: dict[str, int] | None = None,
     **policy_options: Any,
 ) -> nn.Module:
     """TorchRec's module: two tables, the second read by two features."""
@@ -29,10 +30,11 @@ def make(
     from torchrec.modules import mc_embedding_modules, mc_modules
 
     torch.manual_seed(0)
+    tables_of = [(name, (rows or {}).get(name, num), dim, features) for name, num, dim, features in _TABLES]
     config: Any = EmbeddingConfig if kind == "ec" else EmbeddingBagConfig
     tables = [
-        config(name=name, num_embeddings=rows, embedding_dim=8 if kind == "ec" else dim, feature_names=list(features))
-        for name, rows, dim, features in _TABLES
+        config(name=name, num_embeddings=num, embedding_dim=8 if kind == "ec" else dim, feature_names=list(features))
+        for name, num, dim, features in tables_of
     ]
     inner: Any = EmbeddingCollection(tables=tables) if kind == "ec" else None
     inner = inner or EmbeddingBagCollection(tables=tables, is_weighted=weighted)
@@ -43,14 +45,14 @@ def make(
         _apply_optimizer_in_backward(given, inner.parameters(), {"lr": LR})
     maps = {
         name: mc_modules.MCHManagedCollisionModule(
-            zch_size=rows,
+            zch_size=num,
             device=torch.device("cpu"),
             eviction_policy=getattr(mc_modules, f"{policy}_EvictionPolicy")(**policy_options),
             eviction_interval=interval,
             input_hash_size=1 << 40,
             input_hash_func=(lambda ids, size: (ids * 7919) % size) if name == "t1" else None,
         )
-        for name, rows, _, _ in _TABLES
+        for name, num, _, _ in tables_of
     }
     outer: Any = mc_embedding_modules
     outer = outer.ManagedCollisionEmbeddingCollection if kind == "ec" else outer.ManagedCollisionEmbeddingBagCollection
