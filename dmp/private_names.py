@@ -65,8 +65,8 @@ Managed collision, of TorchRec
   `_eviction_interval`, `_decay_exponent`, `_threshold_filtering_func`, `_allow_in_place_embed_weight_update`: what its
   modules and policies were made with
 - `_e_sharder`: the sharder of the tables in its sharder
-- `_mch_sorted_raw_ids`, `_mch_remapped_ids_mapping`, `_mch_slots`, `_current_iter_tensor`, `_output_segments_tensor`: buffers that
-  keep their names
+- `_mch_sorted_raw_ids`, `_mch_remapped_ids_mapping`, `_mch_slots`, `_current_iter_tensor`,
+  `_output_segments_tensor`: buffers that keep their names
 - `_current_iter`, `_last_eviction_iter`, `_history_accumulator`, `_history_metadata`, `_input_history_buffer_size`,
   `_current_history_buffer_offset`: what a map has seen before it is sharded
 
