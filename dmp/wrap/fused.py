@@ -64,7 +64,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """These parameters get no gradient; one that somebody has put there goes."""
-        super().zero_grad(set_to_none=True)
+        for f in self.fused.values():
+            f.parameter.grad = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused.

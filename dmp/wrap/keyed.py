@@ -2,7 +2,7 @@
 
 Its `CombinedOptimizer` and others tell a keyed optimizer by its class. The form (`params`, `state` by parameter,
 `save_param_groups`, `post_load_state_dict`, ...) is `FusedOptimizer`'s own; here it gets the class too, once TorchRec
-is imported. Ours comes first in it.
+is imported. Ours comes first in it, and `super()` in ours would find theirs.
 """
 
 from __future__ import annotations

@@ -29,6 +29,10 @@ def asked(DistributedModelParallel: Any) -> Any:
     inner = model._dmp_wrapped_module
     losses = [inner(feed(model, 0)).detach(), model.module(feed(model, 0)).detach()]
     assert torch.equal(*losses)
+    from torchrec.distributed.types import Awaitable  # which theirs gives, and ours has waited for
+
+    pooled = model.module.ebc(feed(model, 0))
+    losses.append((pooled.wait() if isinstance(pooled, Awaitable) else pooled).values().detach())
     return names, losses
 
 
