@@ -105,13 +105,15 @@ def theirs(case: str, optimizer: str, params: Mapping[str, Any] = MappingProxyTy
     )
 
 
-def ours(case: str, optimizer: str, params: dict[str, Any]) -> dmp.DistributedModelParallel:
+def ours(case: str, optimizer: str, params: Mapping[str, Any] = MappingProxyType({})) -> dmp.DistributedModelParallel:
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 
     model = Model("cpu")
     equality.attach(model.ebc, optimizer)
     plan = {f"ebc.embedding_bags.{t}.weight": layout_of(case, t) for t in ROWS}
-    return dmp.DistributedModelParallel(model, plan=plan, sharders=[EmbeddingBagCollectionSharder(fused_params=params)])
+    return dmp.DistributedModelParallel(
+        model, plan=plan, sharders=[EmbeddingBagCollectionSharder(fused_params=dict(params))]
+    )
 
 
 def compare(case: str, optimizer: str, params: dict[str, Any]) -> None:
