@@ -71,7 +71,7 @@ Managed collision, of TorchRec
   `_current_history_buffer_offset`: what a map has seen before it is sharded
 
 Others
-- `_embedding_names`, `_feature_processors`: of TorchRec's collections
+- `_embedding_names`, `_feature_names`, `_feature_processors`: of TorchRec's collections
 - `_emb_modules`, `_emb_module`, `_embedding_tables`, `_key_to_tables`: FBGEMM's modules in its fused collections, and
   which tables each has
 - `_embedding_bag_collection`: where TorchRec's modules around a collection hold it

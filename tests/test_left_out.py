@@ -113,3 +113,48 @@ def test_a_collection_with_a_forward_of_its_own_is_said_aloud() -> None:
     assert more[0] == "WARNING" and "parameters and buffers" in more[1]
     assert [level for level, text in on_first if "'tied'" in text and "tied to 'twin" in text] == ["INFO"]
     assert not any("'named'" in text or "of this EmbeddingBag" in text for _, text in on_first)
+
+
+def _changed_collections() -> dict[str, tuple[bool, str]]:
+    """What was done to a collection or to its table -> whether the results are the plain one's, and what is said."""
+    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+
+    config = EmbeddingBagConfig(name="t", num_embeddings=8, embedding_dim=4, feature_names=["f"])
+    batch = KeyedJaggedTensor(keys=["f"], values=torch.tensor([1, 3, 5]), lengths=torch.tensor([2, 1]))
+
+    def change(ebc: Any, what: str) -> nn.Module:
+        bag, forward = ebc.embedding_bags["t"], ebc.forward
+        if what == "hook":
+            bag.register_forward_hook(lambda module, given, out: out * 2)
+        elif what == "forward":
+            ebc.forward = lambda features: forward(features)
+        elif what == "class":
+            ebc.embedding_bags["t"] = Tripled(8, 4, mode="sum", include_last_offset=True)
+        elif what in ("mode", "max_norm", "padding_idx"):
+            setattr(bag, what, {"mode": "mean", "max_norm": 0.5, "padding_idx": 3}[what])
+        return ebc  # type: ignore[no-any-return]
+
+    found = {}
+    for what in ("hook", "forward", "class", "mode", "max_norm", "padding_idx"):
+        torch.manual_seed(0)
+        plain = change(EmbeddingBagCollection(tables=[config]), what)
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"ebc": change(EmbeddingBagCollection(tables=[config]), what)})
+        said_all = said_of(model)
+        same = torch.equal(model["ebc"](batch).values(), plain(batch).values())
+        found[what] = same, " ".join(text for level, text in said_all if level == "WARNING")
+    return found
+
+
+class Tripled(nn.EmbeddingBag):
+    def forward(self, *args: Any, **options: Any) -> torch.Tensor:
+        return 3 * super().forward(*args, **options)
+
+
+def test_what_was_done_to_a_collection_is_kept_and_said() -> None:
+    on_first, on_second = run_ranks(2, _changed_collections)
+    reasons = {"hook": "embedding_bags.t: it has hooks", "forward": "its forward was replaced", "class": "Tripled"}
+    reasons |= {"mode": "", "max_norm": "max_norm=0.5", "padding_idx": "padding_idx=3"}
+    for what, reason in reasons.items():
+        assert on_first[what][0] and on_second[what][0], what
+        assert "at 'ebc'" in on_first[what][1] and reason in on_first[what][1], (what, on_first[what])

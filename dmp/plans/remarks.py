@@ -116,7 +116,7 @@ def _say_what_is_left(resolved: Resolved) -> None:
 
 
 def _say_collection(path: str, module: nn.Module, names: Mapping[int, list[str]]) -> None:
-    """That a module of several tables is left whole: a warning where that is because of its class."""
+    """That a module of several tables is left whole: a warning where that is for what was done to it."""
     inside = {id(p) for p in module.parameters()}
     own = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     others = [n for i in inside for n in names[i] if n.removeprefix(f"{path}.") not in own]
@@ -130,7 +130,7 @@ def _say_collection(path: str, module: nn.Module, names: Mapping[int, list[str]]
         f"keep what it adds in a module around it, or pass a sharder whose module_type is {kind.__name__}"
     )
     _log.log(
-        logging.WARNING if is_own or size >= LARGE_BYTES else logging.INFO,
+        logging.WARNING if not others or size >= LARGE_BYTES else logging.INFO,
         "%s at %r (%s bytes in %d parameters) is not sharded but part of the data-parallel weights: %s%s",
         f"{kind.__module__}.{kind.__qualname__}",
         path,
@@ -143,6 +143,15 @@ def _say_collection(path: str, module: nn.Module, names: Mapping[int, list[str]]
 
 def _reason(module: Any) -> str:
     """What of the module no sharder runs."""
+    found = _oddity(module)
+    if found is not None:
+        return found
+    inside = ((path, _oddity(m) or _hooks_or_padding(m)) for path, m in module.named_modules() if path)
+    odd = next((f"{path}: {what}" for path, what in inside if what is not None), None)
+    return odd or f"its sharder takes nothing of this {type(module).__name__}"
+
+
+def _oddity(module: Any) -> str | None:
     for name in ("max_norm", "scale_grad_by_freq", "sparse"):
         if getattr(module, name, None):
             return f"{name}={getattr(module, name)}"
@@ -152,7 +161,14 @@ def _reason(module: Any) -> str:
         return "its weight is parametrized"
     if not type(module).forward.__module__.startswith(("torch.", "torchrec.")):
         return f"{type(module).__name__} has a forward of its own"
-    return f"its sharder takes nothing of this {type(module).__name__}"
+    return "its forward was replaced" if "forward" in vars(module) else None
+
+
+def _hooks_or_padding(module: Any) -> str | None:
+    """What a table may have by itself, but not inside a collection."""
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return "it has hooks"
+    return f"padding_idx={module.padding_idx}" if getattr(module, "padding_idx", None) is not None else None
 
 
 def _reasons(resolved: Resolved) -> list[str]:

@@ -5,6 +5,7 @@
 - `keyed_ids`: a `KeyedJaggedTensor`, read and checked
 - `variable_batch`: a batch size for each feature: lengths padded, results given to the samples
 - `plain`: `nn.EmbeddingBag` and `nn.Embedding` on a mesh
+- `as_written`: whether a module does what its class says, and nothing else
 - `table_module`: what sharded embedding modules share
 - `torchrec_form`: what code written for TorchRec's sharded modules finds in ours
 - `unread_weight`: a table's parameter inside the forward: asked for its shape, never read

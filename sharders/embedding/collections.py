@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from dmp import ShardError
+from sharders.embedding.as_written import holds_plain_tables, keeps_forward
 from sharders.embedding.batch import Ids
 from sharders.embedding.call import Call
 from sharders.embedding.keyed_ids import keyed_ids
@@ -148,11 +149,13 @@ class _NotImported(nn.Module):
 
 
 class CollectionSharder(TableSharder):
-    """What the sharders of collections share. Subclasses name TorchRec's class and the dict of its tables."""
+    """What the sharders of collections share. Subclasses name TorchRec's class, the dict of its tables, and the class
+    of each where that is torch's."""
 
     module_in = "torchrec.modules.embedding_modules"
     type_name: str
     tables_in: str
+    table_type: type[nn.Module] | None = None
 
     @property
     def module_type(self) -> type[nn.Module]:
@@ -162,18 +165,26 @@ class CollectionSharder(TableSharder):
         return found
 
     def tables(self, module: Any) -> list[tuple[Table, InitFn | None]]:
-        """One for each config; none for a subclass with a forward, parameters or buffers of its own."""
-        names = {f"{self.tables_in}.{config.name}.weight" for config in _configs_of(module)}
+        """One for each config; none where more than these is in the module or done by it."""
+        configs = _configs_of(module)
+        names = {f"{self.tables_in}.{config.name}.weight" for config in configs}
         held = {name for name, _ in (*module.named_parameters(remove_duplicate=False), *module.named_buffers())}
-        if type(module).forward is not self.module_type.forward or held != names:
+        if not keeps_forward(module, self.module_type) or held != names or not self._is_as_configured(module, configs):
             return []
         tables = []
-        for config in _configs_of(module):
+        for config in configs:
             name = f"{self.tables_in}.{config.name}.weight"
             is_mean = self.is_pooled and _pools_by_mean(config, module.is_weighted())
             table = make_table(module.get_parameter(name), name, config.feature_names, mean=is_mean)
             tables.append((table, config.init_fn))
         return tables
+
+    def _is_as_configured(self, module: Any, configs: Sequence[Any]) -> bool:
+        if self.table_type is None:
+            return True
+        names, told = module._feature_names, [list(config.feature_names) for config in configs]
+        is_plain = holds_plain_tables(module.get_submodule(self.tables_in), self.table_type, configs)
+        return is_plain and [list(of_table) for of_table in names] == told
 
 
 class EmbeddingBagCollectionSharder(CollectionSharder):
@@ -181,7 +192,7 @@ class EmbeddingBagCollectionSharder(CollectionSharder):
 
     sharded_type = ShardedEmbeddingBagCollection
     is_pooled = True
-    type_name, tables_in = "EmbeddingBagCollection", "embedding_bags"
+    type_name, tables_in, table_type = "EmbeddingBagCollection", "embedding_bags", nn.EmbeddingBag
 
 
 class EmbeddingCollectionSharder(CollectionSharder):
@@ -189,7 +200,7 @@ class EmbeddingCollectionSharder(CollectionSharder):
 
     sharded_type = ShardedEmbeddingCollection
     is_pooled = False
-    type_name, tables_in = "EmbeddingCollection", "embeddings"
+    type_name, tables_in, table_type = "EmbeddingCollection", "embeddings", nn.Embedding
 
 
 def _configs_of(collection: Any) -> list[Any]:

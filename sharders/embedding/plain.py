@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from dmp import Layout, ParameterInfo, ShardingEnv, fully_sharded, replicate
+from sharders.embedding.as_written import is_plain
 from sharders.embedding.batch import Ids
 from sharders.embedding.call import Call
 from sharders.embedding.input_checks import INTEGERS
@@ -134,7 +135,7 @@ class _PlainSharder(TableSharder):
     def tables(self, module: Any) -> list[tuple[Table, InitFn | None]]:
         """`weight`."""
         mode = getattr(module, "mode", "sum")
-        if not _is_plain(module, self.module_type) or mode not in ("sum", "mean"):
+        if not is_plain(module, self.module_type) or mode not in ("sum", "mean"):
             return []
         return [(make_table(module.weight, "weight", ["input"], mean=mode == "mean"), _init_fn(module))]
 
@@ -170,13 +171,6 @@ def _check_type(ids: Any) -> None:
         raise Fault(Kind.INPUT_TYPE)
     if ids.dtype not in INTEGERS:
         raise Fault(Kind.ID_DTYPE, value=dtype_index(ids.dtype))
-
-
-def _is_plain(module: Any, kind: type[nn.Module]) -> bool:
-    own_forward = type(module).forward is not kind.forward
-    if "weight" not in module._parameters:  # it is computed at each call: a parametrization, weight norm
-        return False
-    return not own_forward and module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
 
 
 def _init_fn(module: Any) -> Any:
