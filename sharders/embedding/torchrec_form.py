@@ -61,8 +61,12 @@ class TorchRecForm(nn.Module):
     preprocess_input = input_dist = create_context
 
 
-def make_known(kind: type[TorchRecForm]) -> None:
-    """Have TorchRec's `isinstance(module, ShardedModule)` find modules of a class of ours, where it is imported."""
+def make_known(kind: type[Any]) -> None:
+    """Have TorchRec's `isinstance(module, ShardedModule)` find modules of a class of ours, where it is imported.
+
+    Args:
+        kind: a `TorchRecForm`, or another module with its members.
+    """
     for path in ("torchrec.distributed.types:ShardedModule", kind.likeness):
         module, _, name = (path or "").partition(":")
         theirs = getattr(sys.modules.get(module), name, None)

@@ -98,14 +98,15 @@ class FusedTables:
             result: dict[str, torch.Tensor] = {"step": self._steps[name]} if kept else {}
             for key, tensor in kept.items():
                 views = [p.state[key] for p in self._pieces[name]]
-                places: list[tuple[int, ...]] = [p.at for p in self._pieces[name]]
+                offsets: list[tuple[int, ...]] = [p.at for p in self._pieces[name]]
                 shape: tuple[int, ...] = size
+                places: Sequence[Shard] | None = self._shards[name]
                 if tensor.is_row_wise and len(starts) == 1:
-                    shape, places = size[:1], [at[:1] for at in places]
+                    shape, offsets = size[:1], [at[:1] for at in offsets]
                 elif tensor.is_row_wise:
-                    shape, views = (size[0], len(starts)), [view.unsqueeze(1) for view in views]
-                    places = [(at[0], starts.index(at[1])) for at in places]
-                result[key] = ChunkedTensor(shape, views, places)
+                    shape, views, places = (size[0], len(starts)), [view.unsqueeze(1) for view in views], None
+                    offsets = [(at[0], starts.index(at[1])) for at in offsets]
+                result[key] = ChunkedTensor(shape, views, offsets, places=places)
             return result
 
         return state

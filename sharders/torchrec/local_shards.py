@@ -10,7 +10,9 @@ import torch
 from dmp import ChunkedTensor, Shard, ShardError, is_dtensor
 
 
-def chunks_of(name: str, value: Any, size: Sequence[int], mine: Sequence[Shard], like: torch.Tensor) -> ChunkedTensor:
+def chunks_of(
+    name: str, value: Any, size: Sequence[int], shards: Sequence[Shard], rank: int, like: torch.Tensor
+) -> ChunkedTensor:
     """This rank's chunks of a parameter that is cut, as views.
 
     Args:
@@ -18,18 +20,20 @@ def chunks_of(name: str, value: Any, size: Sequence[int], mine: Sequence[Shard],
         value: under that name in their state dict: a `ShardedTensor`, a DTensor around their `LocalShardsWrapper`, or a
             tensor; None where a rank without a shard has none.
         size: of the unsharded parameter.
-        mine: what the plan gives this rank.
+        shards: the plan's.
+        rank: this one among the table ranks.
         like: a tensor of the parameter's dtype and device.
 
     Raises:
         ShardError: other rectangles than the plan's.
     """
+    mine = [s for s in shards if s.rank == rank]
     found = _shards_in(value, tuple(size), mine)
     expected = sorted((s.offsets, s.sizes) for s in mine)
     came = sorted((at, tuple(shard.shape)) for at, shard in found)
     if came != expected:
         raise ShardError(f"{name!r}: the plan gives this rank {expected}; TorchRec's module holds {came}")
-    return ChunkedTensor(size, [s for _, s in found], [at for at, _ in found], like.dtype, like.device)
+    return ChunkedTensor(size, [s for _, s in found], [at for at, _ in found], like.dtype, like.device, shards)
 
 
 def _shards_in(value: Any, size: tuple[int, ...], mine: Sequence[Shard]) -> list[tuple[tuple[int, ...], torch.Tensor]]:

@@ -103,9 +103,8 @@ class Recipe:
             state = theirs.state_dict()
         check_state(type_name(self.sharder), theirs, state, self.plain.state_dict())
         made = self._parameters(theirs, kept, shards)
-        mine = {n: [s for s in of if s.rank == self.env.table_rank] for n, of in shards.items()}
         chunked = {
-            n: chunks_of(n, state.get(n), kept[n].shape, mine[n], made[n])
+            n: chunks_of(n, state.get(n), kept[n].shape, of, self.env.table_rank, made[n])
             for n, of in shards.items()
             if not is_replicated(of, tuple(kept[n].shape))
         }

@@ -7,15 +7,16 @@ checkpoints see are its parameters, in plain modules under the names that they h
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from dmp import ChunkedTensor, FusedParameter, InputError, ParameterSharding, ShardError, ranks, tensors_of
+from dmp import ChunkedTensor, FusedParameter, InputError, ParameterSharding, ShardError, join_name, ranks, tensors_of
 from sharders.embedding.input_faults import Fault
+from sharders.embedding.torchrec_form import make_known
 from sharders.torchrec.batches import in_unsharded_order, prepared
 from sharders.torchrec.making import Made, Recipe
 from sharders.torchrec.resharded import ReshardedTheirs
@@ -35,10 +36,14 @@ class TorchRecModule(nn.Module):
     module_path = ""
     """In the model, for messages; set by the wrapper."""
 
+    likeness = None
+    """It stands for no class of TorchRec's but `ShardedModule`."""
+
     _made: Made
 
     def __init__(self, make: Recipe, original: nn.Module) -> None:
         super().__init__()
+        make_known(type(self))
         self._make = make
         self._hold(make(), original)
         self._fill({**dict(original.named_parameters()), **dict(original.named_buffers())})
@@ -169,6 +174,29 @@ class TorchRecModule(nn.Module):
             path, _, own = name.rpartition(".")
             self.get_submodule(path)._buffers[own] = buffer.copy_(old.buffers[name])
         return self.train(self.training)
+
+    def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
+        """Names of what the plan places."""
+        for name in self._make.names:
+            yield join_name(prefix, name)
+
+    @property
+    def unsharded_module_type(self) -> type[nn.Module]:
+        """Class of the module in whose place this one stands."""
+        return type(self._made.plain)
+
+    def create_context(self, *_: Any, **__: Any) -> Any:
+        """Refused, as `preprocess_input` and `input_dist`: it is what TorchRec's train pipelines begin with.
+
+        Raises:
+            ShardError: always.
+        """
+        raise ShardError(
+            f"TorchRec's train pipelines do not run {type(self).__name__}, {self.module_path!r}: import the pipeline "
+            "of the same name from dmp (TrainPipelineSparseDist, ...), and give it the wrapped model"
+        )
+
+    preprocess_input = input_dist = create_context
 
     def train(self, mode: bool = True) -> TorchRecModule:
         """Theirs too."""

@@ -32,7 +32,7 @@ def _optimizer(name: str) -> Any:
     return kinds[name]
 
 
-def _tables(pooled: bool = True, **options: Any) -> list[Any]:
+def _tables(pooled: bool = True) -> list[Any]:
     from torchrec import EmbeddingBagConfig, EmbeddingConfig
 
     kind: Any = EmbeddingBagConfig if pooled else EmbeddingConfig
@@ -42,11 +42,11 @@ def _tables(pooled: bool = True, **options: Any) -> list[Any]:
     ]
 
 
-def make_fused(optimizer: str = "sgd", device: str = "cpu", **options: Any) -> Any:
+def make_fused(optimizer: str = "sgd", device: str = "cpu") -> Any:
     from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
     kwargs = {"lr": 0.1, **({} if optimizer == "sgd" else {"eps": 1e-6})}
-    made = FusedEmbeddingBagCollection(_tables(), _optimizer(optimizer), kwargs, device=torch.device(device), **options)
+    made = FusedEmbeddingBagCollection(_tables(), _optimizer(optimizer), kwargs, device=torch.device(device))
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for p in made.parameters():
@@ -115,7 +115,13 @@ def _equal(optimizer: str, plan: str, path: str) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "plan"), [("adagrad", "mixed"), ("rowwise", "rows"), ("sgd", "copies"), ("rowwise", "tables")]
+    ("optimizer", "plan"),
+    [
+        ("adagrad", "mixed"),
+        ("rowwise", "rows"),
+        pytest.param("sgd", "copies", marks=pytest.mark.slow),
+        pytest.param("rowwise", "tables", marks=pytest.mark.slow),
+    ],
 )
 def test_steps_state_and_checkpoints_equal_the_module_itself(tmp_path: Path, optimizer: str, plan: str) -> None:
     held, whole = run_ranks(2, _equal, optimizer, plan, str(tmp_path / "saved"))[0]

@@ -140,6 +140,24 @@ def test_a_new_rate_is_that_of_the_next_step() -> None:
     run_ranks(2, _rate)
 
 
+def _scanned() -> list[int]:
+    from torchrec.distributed.types import ShardedModule
+
+    model = _wrapped("ebc", "columns", "rowwise_adagrad")
+    (found,) = [m for m in model.modules() if isinstance(m, ShardedModule)]
+    assert sorted(found.sharded_parameter_names("x")) == [f"x.embedding_bags.t{i}.weight" for i in range(3)]
+    assert found.unsharded_module_type.__name__ == "EmbeddingBagCollection"
+    with pytest.raises(ShardError, match="import the pipeline of the same name from dmp"):
+        found.input_dist(None)
+    value = model.state_dict()["embedding_bags.t1.weight"]
+    assert [shard.tensor.shape for shard in value.local_shards()] == [(9, 4)]
+    return [shard.placement.rank() for shard in value.metadata().shards_metadata]
+
+
+def test_code_that_scans_for_sharded_modules_finds_it() -> None:
+    assert run_ranks(2, _scanned) == [[1, 0], [1, 0]]
+
+
 def _bad_batch(fault: str) -> None:
     from torchrec import KeyedJaggedTensor
 
