@@ -16,13 +16,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from tests.bench import imports, memory, phases, state, step, transformer, wrap
+from tests.bench import imports, memory, phases, pipeline, state, step, transformer, wrap
 from tests.bench.report import HEADER, Result, markdown, rewrite
 from tests.ranks import close_pools
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = {
     "step": step.run,
+    "pipeline": pipeline.run,
     "wrap": wrap.run,
     "memory": memory.run,
     "imports": imports.run,
