@@ -112,6 +112,14 @@ def test_as_the_plain_loop(mesh: str, layout: str) -> None:
     run_ranks(2, _as_the_plain_loop, mesh, layout, (0, 1, 2, 3, 5))
 
 
+@pytest.mark.parametrize(
+    ("mesh", "layout"), [("dp4", "mixed"), ("replicate2xshard2", "row_wise"), ("shard2xtp2", "table_wise")]
+)
+def test_as_the_plain_loop_on_four_ranks(mesh: str, layout: str) -> None:
+    """The second shards the dense weights too, by FSDP2."""
+    run_ranks(4, _as_the_plain_loop, mesh, layout, (1, 4))
+
+
 def test_as_the_plain_loop_in_one_process() -> None:
     run_ranks(1, _as_the_plain_loop, "single", "row_wise", (0, 1, 2, 3, 5))
 

@@ -251,9 +251,11 @@ class _StandIn:
 
 
 def takes_part(module: nn.Module) -> bool:
-    """Whether a module has the two phases, and nobody has put another forward in the place of its own."""
-    has_hooks = all(callable(hook(module, name)) for name in ("begin", "finish", "can_finish"))
-    return has_hooks and "forward" not in vars(module)
+    """Whether a module has the two phases, and its forward is theirs: no subclass or program has put in another."""
+    if not all(callable(hook(module, name)) for name in ("begin", "finish", "can_finish")) or "forward" in vars(module):
+        return False
+    own = [name for kind in type(module).__mro__ for name in ("begin", "forward") if name in vars(kind)]
+    return own[:1] == ["begin"]
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -21,10 +21,11 @@ class Batch:
         value: as the model takes it, on the device.
         number: of the pipeline's batches, from 0.
         error: what the iterator raised in its place: raised in its turn.
+        copied: an event after its copy to the device, until something computes from it; None without streams.
     """
 
-    def __init__(self, value: Any, number: int, error: Exception | None = None) -> None:
-        self.value, self.number, self.error = value, number, error
+    def __init__(self, value: Any, number: int, error: Exception | None = None, copied: Any = None) -> None:
+        self.value, self.number, self.error, self.copied = value, number, error, copied
         self._as_read = Snapshot(value)
 
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -70,11 +71,11 @@ class Feed:
             self._iterator, self.has_ended, self.num_of_iterator = iterator, False, 0
         if self.has_ended:
             return None
-        value, error = None, None
+        value, error, copied = None, None, None
         try:
             value = next(iterator, None)
             if value is not None:
-                value = self._sent(value)
+                value, copied = self._sent(value)
         except Exception as raised:
             error = raised
         if value is None and error is None:
@@ -83,23 +84,25 @@ class Feed:
             return None
         self.num_read += 1
         self.num_of_iterator += 1
-        return Batch(value, self.num_read - 1, error)
+        return Batch(value, self.num_read - 1, error, copied)
 
     def arrive(self, batch: Batch) -> None:
-        """Have what is computed from now on wait for the batch's copy."""
-        if self._stream is None:
+        """Have what is computed from now on wait for the batch's copy, and its memory wait for what is computed."""
+        if batch.copied is None:
             return
         current = self._streams.current_stream(self.device)
-        current.wait_stream(self._stream)
+        current.wait_event(batch.copied)
+        batch.copied = None
         for tensor in batch.tensors():
             if tensor.device.type == self.device.type:
                 tensor.record_stream(current)
 
-    def _sent(self, value: Any) -> Any:
+    def _sent(self, value: Any) -> tuple[Any, Any]:
+        """On the device, and an event after its copy."""
         if self._stream is None:
-            return to_device(value, self.device)
+            return to_device(value, self.device), None
         with self._streams.stream(self._stream):
-            return to_device(value, self.device)
+            return to_device(value, self.device), self._stream.record_event()
 
     def forget(self) -> None:
         """Begin anew, also with an iterator that has ended."""

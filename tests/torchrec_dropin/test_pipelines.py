@@ -189,3 +189,35 @@ def test_what_published_scripts_read_of_a_pipeline() -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     pipeline = dmp.TrainPipelineSparseDist(model, optimizer, torch.device("cpu"))
     assert (pipeline._model, pipeline._optimizer, pipeline._device) == (model, optimizer, torch.device("cpu"))
+
+
+def _their_sharder() -> None:
+    """TorchRec's own sharded module has not the two phases: it runs whole, and a parent of the model may be given."""
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+
+    from sharders import TorchRecSharder
+
+    outputs = []
+    for is_pipelined in (False, True):
+        plan = {f"ebc.embedding_bags.{t}.weight": dmp.table_wise(i) for i, t in enumerate(("t0", "t1"))}
+        sharders = [TorchRecSharder(EmbeddingBagCollectionSharder())]
+        torch.manual_seed(0)
+        inner = dmp.DistributedModelParallel(Task(), sharders=sharders, plan=plan)
+        model = torch.nn.Sequential(inner)
+        optimizer = torch.optim.SGD(inner.over.parameters(), LR)
+        if is_pipelined:
+            outputs.append(list(dmp.TrainPipeline(model, optimizer)(batches())))
+            continue
+        outputs.append([])
+        for one in batches():
+            optimizer.zero_grad()
+            loss, output = model(one)
+            loss.backward()
+            optimizer.step()
+            outputs[0].append(output)
+    assert all(torch.equal(a, b) for a, b in zip(*outputs, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:fbgemm.*an autograd kernel was not registered:UserWarning")  # theirs, on a CPU
+def test_modules_without_two_phases() -> None:
+    run_ranks(2, _their_sharder)
