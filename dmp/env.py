@@ -72,7 +72,7 @@ class ShardingEnv:
                 axis, or a mesh that this process is not part of.
         """
         if not isinstance(mesh, DeviceMesh):
-            raise ValueError(f"expected a torch DeviceMesh (see init_device_mesh); got {type(mesh).__name__}: {mesh!r}")
+            raise ValueError(f"expected a torch DeviceMesh (see init_device_mesh); got {type_name(mesh)}: {mesh!r}")
         names = mesh.mesh_dim_names
         if names is None:
             if mesh.ndim != 1:
@@ -91,7 +91,7 @@ class ShardingEnv:
     def from_process_group(cls, group: dist.ProcessGroup) -> ShardingEnv:
         """Env of one shard axis over the ranks of `group`, whichever they are."""
         if not isinstance(group, dist.ProcessGroup):
-            raise ValueError(f"expected a torch.distributed ProcessGroup; got {type(group).__name__}: {group!r}")
+            raise ValueError(f"expected a torch.distributed ProcessGroup; got {type_name(group)}: {group!r}")
         device_type = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
         return cls.from_mesh(DeviceMesh.from_group(group, device_type, mesh_dim_names=("dp",)))
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from dmp.contracts import AnySharder, ModelSharder, ModuleSharder, ParameterInfo
 from dmp.errors import ShardError
-from dmp.foreign import is_torchrecs
+from dmp.foreign import is_torchrecs, type_name
 
 _BUILT_IN_SHARDERS = (
     "sharders:EmbeddingBagCollectionSharder",
@@ -51,7 +51,7 @@ def check_sharder_protocol(sharder: Any) -> None:
     if isinstance(sharder, type):
         raise ShardError(f"expected a sharder object; got the class {sharder.__name__}: call it, {sharder.__name__}()")
     if missing:
-        raise ShardError(f"{type(sharder).__name__} is not a ModuleSharder: it lacks {', '.join(missing)}")
+        raise ShardError(f"{type_name(sharder)} is not a ModuleSharder: it lacks {', '.join(missing)}")
     if not (isinstance(sharder.module_type, type) and issubclass(sharder.module_type, nn.Module)):
         raise ShardError(
             f"{type(sharder).__name__}.module_type must be a class of nn.Module; got {sharder.module_type}"

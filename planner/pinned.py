@@ -7,7 +7,7 @@ from difflib import get_close_matches
 
 from torch import nn
 
-from dmp import Layout, ParameterSharding, PlanError, ShardingPlan
+from dmp import Layout, ParameterSharding, PlanError, ShardingPlan, type_name
 
 Pinned = Mapping[str, ParameterSharding | Layout] | None
 
@@ -19,7 +19,7 @@ def split_pinned(pinned: Pinned) -> tuple[dict[str, Layout], dict[str, Layout]]:
         PlanError: what is no plan.
     """
     if pinned is not None and not isinstance(pinned, Mapping):
-        raise PlanError(f"expected pinned to be a plan or a dict of name -> layout; got {type(pinned).__name__}")
+        raise PlanError(f"expected pinned to be a plan or a dict of name -> layout; got {type_name(pinned)}")
     layouts = {name: entry.layout for name, entry in ShardingPlan(pinned or {}).items()}
     dense = {name: layout for name, layout in layouts.items() if layout.is_dense}
     return {name: layout for name, layout in layouts.items() if name not in dense}, dense

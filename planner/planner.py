@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from dmp import Found, ModelSharder, ModuleSharder, ShardingEnv, ShardingPlan, dense_parameters, shown
+from dmp import Found, ModelSharder, ModuleSharder, ShardingEnv, ShardingPlan, dense_parameters, is_torchrecs, shown
 from planner.arguments import positive
 from planner.broadcast import from_first_rank
 from planner.candidates.candidates import Candidates
@@ -91,6 +91,8 @@ class ShardingPlanner:
         begin = time.monotonic()
         given = self.topology if self.topology is not None else Topology.of(env)
         topology = topology_of(given, env, self.reservation)
+        if is_torchrecs(pinned, "ShardingPlan", "EmbeddingModuleShardingPlan"):
+            pinned = ShardingPlan.from_torchrec(pinned, module, env)
         pinned_tables, pinned_dense = split_pinned(pinned)
         found = Found.of(module, sharders, env, pinned_dense, found)
         taken = found.sites.parameters(frozenset(pinned_tables))
@@ -108,7 +110,8 @@ class ShardingPlanner:
         except Infeasible as error:
             raise plan_error(error, candidates, problem, topology) from None
         layouts = candidates.placed(solution.choices, env)
-        plan = ShardingPlan({**layouts, **dense.layouts})
+        said = {name: entry for name, entry in ShardingPlan(pinned).items() if entry.kernel and name in kept}
+        plan = ShardingPlan({**layouts, **dense.layouts, **said})
         if kept or as_dense:
             plan.validate(module, env, found.sharders, found=found)
         self.report = summarise(candidates, layouts, problem, solution, dense, time.monotonic() - begin)

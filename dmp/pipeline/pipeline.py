@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from dmp.errors import InputError, RanksError
+from dmp.foreign import type_name
 from dmp.names import join_name
 from dmp.pipeline.ahead import Ahead, Beginner, takes_part
 from dmp.pipeline.in_flight import Batch, Feed
@@ -108,9 +109,7 @@ class TrainPipeline:
             RanksError: ranks have different numbers of batches, or do something else.
         """
         if not callable(getattr(dataloader_iter, "__next__", None)):
-            raise InputError(
-                f"expected an iterator of batches, as iter(loader) is; got {type(dataloader_iter).__name__}"
-            )
+            raise InputError(f"expected an iterator of batches, as iter(loader) is; got {type_name(dataloader_iter)}")
         try:
             self._read(dataloader_iter, 1)
             if not self._waiting:

@@ -13,6 +13,7 @@ from torch import nn
 from dmp.contracts import AnySharder
 from dmp.env import ShardingEnv
 from dmp.errors import PlanError, ShardError
+from dmp.foreign import type_name
 from dmp.layouts.layout import Layout, ParameterSharding
 from dmp.plans.check import check_plan
 from dmp.plans.find import Found
@@ -60,7 +61,8 @@ class ShardingPlan(Mapping[str, ParameterSharding]):
             entry = ParameterSharding(value) if isinstance(value, Layout) else value
             if not isinstance(entry, ParameterSharding):
                 raise PlanError(
-                    f"plan entry {name!r} must be a layout, as row_wise(), or a ParameterSharding; got {shown(value)}",
+                    f"plan entry {name!r} must be a layout, as row_wise(), or a {type_name(ParameterSharding)}; got "
+                    f"{type_name(value)}: {shown(value)}",
                     table=name,
                 )
             entries[name] = entry
@@ -207,5 +209,5 @@ def as_plan(plan: ShardingPlan | Mapping[str, ParameterSharding | Layout]) -> Sh
     if isinstance(plan, ShardingPlan):
         return plan
     if not isinstance(plan, Mapping):
-        raise PlanError(f"expected a ShardingPlan or a dict of parameter name -> layout; got {type(plan).__name__}")
+        raise PlanError(f"expected a ShardingPlan or a dict of parameter name -> layout; got {type_name(plan)}")
     return ShardingPlan(plan)

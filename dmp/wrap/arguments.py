@@ -52,7 +52,7 @@ class Arguments:
             PlanError: a plan and a planner.
         """
         if not isinstance(self.module, nn.Module):
-            raise ShardError(f"expected a torch.nn.Module to wrap; got {type(self.module).__name__}")
+            raise ShardError(f"expected a torch.nn.Module to wrap; got {type_name(self.module)}")
         _check_device(self.device)
         _check_data_parallel_wrapper(self.wrapper)
         _check_not_wrapped(self.module)

@@ -11,6 +11,7 @@ import torch
 from dmp.chunked import ChunkedTensor
 from dmp.contracts import FusedParameter
 from dmp.errors import CheckpointError, ShardError
+from dmp.foreign import type_name
 from dmp.wrap.column_blocks import between_blocks
 from dmp.wrap.live_state import LiveState
 
@@ -181,13 +182,13 @@ def _options_of(group: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str,
 def _read(state_dict: Any) -> tuple[Mapping[str, Any], Sequence[Mapping[str, Any]], Mapping[str, Any]]:
     """(state, param groups, column widths) of what came, if it has the form of a state dict."""
     if not isinstance(state_dict, Mapping) or not isinstance(state_dict.get("state"), Mapping):
-        raise _misshapen(f"{_FORM}; got {type(state_dict).__name__} without a dict of state")
+        raise _misshapen(f"{_FORM}; got {type_name(state_dict)} without a dict of state")
     state: Mapping[str, Any] = state_dict["state"]
     groups: Sequence[Any] = state_dict.get("param_groups") or ()
     widths: Any = state_dict.get("column_widths") or {}
     for name, values in state.items():
         if not isinstance(values, Mapping):
-            raise _misshapen(f"{_FORM}; the state of {name!r} is a {type(values).__name__}")
+            raise _misshapen(f"{_FORM}; the state of {name!r} is a {type_name(values)}")
     if not all(isinstance(g, Mapping) and isinstance(g.get("params"), (list, tuple)) for g in groups):
         raise _misshapen(f"{_FORM}; a param group has no list of params")
     if not isinstance(widths, Mapping) or not all(map(_are_widths, widths.values())):
@@ -230,7 +231,7 @@ def _fitting(
     if not isinstance(value, torch.Tensor):
         if type(value) in (int, float) and not target.dim():
             return torch.tensor(value, dtype=target.dtype)
-        return f"is a {type(value).__name__}; expected a tensor of {tuple(target.shape)}"
+        return f"is a {type_name(value)}; expected a tensor of {tuple(target.shape)}"
     if not isinstance(value, ChunkedTensor):
         fitting = between_blocks(value, given, target, wanted)
         if fitting is not None:

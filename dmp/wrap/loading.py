@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from dmp.chunked import ChunkedTensor, as_chunks
 from dmp.errors import CheckpointError, DmpError
+from dmp.foreign import type_name
 from dmp.places import is_dtensor, restore_ties, tied_places
 from dmp.ranks import results_of_all
 from dmp.wrap.assembly import Assembly
@@ -90,7 +91,7 @@ def _why_not_loaded(own: Any, given: Any) -> str:
     if not isinstance(own, torch.Tensor) or is_lazy(own):
         return ""
     if not isinstance(given, torch.Tensor):
-        return f"is a {type(given).__name__}, expected a tensor of shape {tuple(own.shape)}"
+        return f"is a {type_name(given)}, expected a tensor of shape {tuple(own.shape)}"
     if is_dtensor(given) and not (
         is_dtensor(own) and (given.device_mesh, given.placements) == (own.device_mesh, own.placements)
     ):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from dmp import Layout, PlanError, ShardError, ShardingEnv
+from dmp import Layout, PlanError, ShardError, ShardingEnv, type_name
 from sharders.tensor_parallel.auto_plan import Choice, check_heads, derive
 from sharders.tensor_parallel.head_counts import Divided, ModelRuns, divided_attributes
 from sharders.tensor_parallel.prove import prove, warn_on_first_rank
@@ -50,7 +50,7 @@ class TensorParallelSharder:
         self, plan: Mapping[str, Style] | None = None, *, sequence_parallel: bool = False, loss_parallel: bool = False
     ) -> None:
         if plan is not None and not isinstance(plan, Mapping):
-            raise PlanError(f"expected plan to be a dict of module path -> style; got {type(plan).__name__}: {plan!r}")
+            raise PlanError(f"expected plan to be a dict of module path -> style; got {type_name(plan)}: {plan!r}")
         self.plan = None if plan is None else dict(plan)
         self.sequence_parallel = sequence_parallel
         self.loss_parallel = loss_parallel

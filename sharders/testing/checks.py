@@ -22,6 +22,7 @@ from dmp import (
     ranks,
     table_wise,
     tensors_of,
+    type_name,
 )
 from sharders.testing import compare
 from sharders.testing.subject import Case, Subject, accepts, sharded_sites, sites, with_other_values, without_processes
@@ -69,13 +70,13 @@ def check_parameters(subject: Subject, case: Case) -> Iterator[str]:
     for path, site in sites(subject, module):
         given = subject.sharder.parameters(site)
         if not isinstance(given, Mapping):
-            yield f"expected a mapping name -> ParameterInfo; got {type(given).__name__}"
+            yield f"expected a mapping name -> ParameterInfo; got {type_name(given)}"
             continue
         real = dict(site.named_parameters())
         for name, info in given.items():
             taken += 1
             if not isinstance(info, ParameterInfo):
-                yield f"expected a ParameterInfo for {name!r}; got {type(info).__name__}"
+                yield f"expected a ParameterInfo for {name!r}; got {type_name(info)}"
             elif name not in real:
                 yield f"names {name!r}, which {type(site).__name__} {path!r} does not have; it has {sorted(real)}"
             elif (tuple(info.shape), info.dtype) != (tuple(real[name].shape), real[name].dtype):
@@ -124,7 +125,7 @@ def check_shard(subject: Subject, case: Case) -> Iterator[str]:
     """`shard` runs every layout that `layouts` offers, on any ranks, or `accepts` says which it does not run."""
     for _, _, new, _ in sharded_sites(subject, case):
         if not isinstance(new, nn.Module):
-            yield f"expected a module; got {type(new).__name__}"
+            yield f"expected a module; got {type_name(new)}"
 
 
 def check_names(subject: Subject, case: Case) -> Iterator[str]:

@@ -8,7 +8,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from dmp import ChunkedTensor, DistributedModelParallel, Shard, ShardingEnv, is_dtensor, local_of, ranks, tensors_of
+from dmp import (
+    ChunkedTensor,
+    DistributedModelParallel,
+    Shard,
+    ShardingEnv,
+    is_dtensor,
+    local_of,
+    ranks,
+    tensors_of,
+    type_name,
+)
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 Pieces = list[tuple[tuple[int, ...], torch.Tensor]]
@@ -68,7 +78,7 @@ def _difference(got: torch.Tensor, expected: torch.Tensor) -> str:
 def places(name: str, value: Any, shape: tuple[int, ...], mine: Sequence[Shard]) -> Iterator[str]:
     """Whether the pieces of this rank lie where `mine` does."""
     if tuple(value.shape) != shape:
-        yield f"{name!r}: expected pieces of a tensor of shape {shape}; got {type(value).__name__} {tuple(value.shape)}"
+        yield f"{name!r}: expected pieces of a tensor of shape {shape}; got {type_name(value)} {tuple(value.shape)}"
         return
     expected, held = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
     for s in mine:

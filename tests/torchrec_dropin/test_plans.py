@@ -131,6 +131,20 @@ def test_one_modules_plan_alone() -> None:
     }
 
 
+def test_where_a_plan_is_pinned_and_where_it_is_taken_for_ours() -> None:
+    from planner import ShardingPlanner
+
+    module = make_module("ebc")
+    theirs = ShardingPlan({f"embedding_bags.t{i}.weight": table_wise(i % 4) for i in range(3)})
+    pinned = theirs.to_torchrec(module, FOUR)
+    plan = ShardingPlanner().plan(module, dmp.default_sharders(), FOUR, pinned)
+    assert {name: str(plan[name]) for name in theirs} == {name: f"{theirs[name]}, dense" for name in theirs}
+    with pytest.raises(PlanError, match=r"got torchrec\.distributed\.types\.ShardingPlan"):
+        theirs.diff(pinned)
+    with pytest.raises(PlanError, match=r"got torchrec\.distributed\.types\.ParameterSharding"):
+        ShardingPlan(pinned.plan[""])
+
+
 def test_what_does_not_fit_is_named_in_both_forms() -> None:
     model = Model()
 
