@@ -173,6 +173,11 @@ def refuses() -> None:
             model.reshard(plan)
     with pytest.raises(ShardError, match=r"expected an optimizer over .*torch\.nn\.modules\.linear\.Linear"):
         model.reshard(TABLE_WISE, model.module.out)
+    if rank:
+        model.module.ebc.resharded = lambda plan: torch.empty(1 << 60)
+    with pytest.raises(PlanError, match=r"model\.reshard: rank 1: RuntimeError: .*memory"):
+        model.reshard(TABLE_WISE)
+    vars(model.module.ebc).pop("resharded", None)
     with pytest.raises(PlanError, match="ranks disagree on optimizers"):
         model.reshard(TABLE_WISE, dense_optimizer(model, "none") if rank else None)
     assert_unchanged(model, before)
