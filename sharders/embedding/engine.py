@@ -328,7 +328,8 @@ class _Lookup(torch.autograd.Function):
         if engine.is_replaced:
             raise ShardError(
                 f"{engine.name} is asked for gradients of a forward from before model.reshard(plan), or before one of "
-                "its tables grew, which has moved them: their update would be lost. Finish the backward pass first, or run the forward again"
+                "its tables grew, which has moved them: their update would be lost. Finish the backward pass "
+                "first, or run the forward again"
             )
         way_back = ranks.entry(engine.handshake.backward, engine.peers.exchange.group, backward_of=ctx.number)
         with engine.calls.backward, way_back:
