@@ -53,7 +53,7 @@ class Arguments:
         """
         if not isinstance(self.module, nn.Module):
             raise ShardError(f"expected a torch.nn.Module to wrap; got {type_name(self.module)}")
-        _check_device(self.device)
+        _check_device(self.device, self.init_parameters or self.init_data_parallel)
         _check_data_parallel_wrapper(self.wrapper)
         _check_not_wrapped(self.module)
         sharders = default_sharders() if self.sharders is None else adopted(self.sharders)
@@ -113,17 +113,18 @@ def take(module: nn.Module) -> None:
         _taken.add(each)
 
 
-def _check_device(device: Any) -> None:
+def _check_device(device: Any, needs_values: bool) -> None:
     if device is None:
         return
     try:
         kind = torch.device(device).type
     except (RuntimeError, TypeError) as error:
         raise ShardError(f"expected device to be a torch.device or its name, as 'cpu'; got {device!r}") from error
-    if kind == "meta":
+    if kind == "meta" and needs_values:
         raise ShardError(
             "device='meta' holds no values, so nothing can run on it: leave out device to take the mesh's. A module "
-            "whose parameters are on meta is filled on the mesh's device; to plan without values: planner.plan(...)"
+            "whose parameters are on meta is filled on the mesh's device. To see shards without values: "
+            "init_parameters=False and init_data_parallel=False; to plan: planner.plan(...)"
         )
     try:
         torch.empty(0, device=device)

@@ -218,7 +218,9 @@ def carry_over(old: nn.Module, new: nn.Module) -> None:
 
 
 def _move(module: nn.Module, device: torch.device, skip: list[nn.Module]) -> None:
-    """Bring what no sharder owns to the device; lazy and meta tensors stay."""
+    """Bring what no sharder owns to the device, unless that is meta, which holds no values; lazy tensors stay."""
+    if device.type == "meta":
+        return
     owned = {id(t) for s in skip for t in [*s.parameters(), *s.buffers()]}
     for t in [*module.parameters(), *module.buffers()]:
         if id(t) not in owned and not is_lazy(t) and not t.is_meta and t.device != device:

@@ -25,6 +25,8 @@ def load(
 
     With `assign` the data-parallel part may have lost hold of parameters afterwards.
     """
+    if made.device.type == "meta":
+        raise CheckpointError("load_state_dict: the model was wrapped with device='meta', which holds no values")
     given = {k[len(prefix) :]: v for k, v in state_dict.items() if k.startswith(prefix)}
     own = made.module.state_dict()
     group = made.env.everyone

@@ -125,8 +125,10 @@ class DistributedModelParallel(nn.Module):
         Collective where it has; every rank must have done the same to its model.
 
         Raises:
-            ShardError: a weight that is split was cast to another dtype.
+            ShardError: a weight that is split was cast to another dtype, or a model that was wrapped on meta.
         """
+        if self.device.type == "meta":
+            raise ShardError("the model was wrapped with device='meta': it has shards and no values, and cannot run")
         if self._made.watch is not None and self._made.watch.is_lost():
             self._hold(stopped(self._made))
             self.init_data_parallel()

@@ -51,6 +51,8 @@ class _ShardedFused(TableModule):
 class ShardedFusedEmbeddingBagCollection(_ShardedFused, ShardedEmbeddingBagCollection):
     """As `ShardedEmbeddingBagCollection`; every table is updated in the backward pass."""
 
+    likeness = "torchrec.distributed.fused_embeddingbag:ShardedFusedEmbeddingBagCollection"
+
     def __init__(self, original: Any, *where: Any, **options: Any) -> None:
         super().__init__(original, *where, **options)
         self._optimizer = original.optimizer_type(), original.optimizer_kwargs()
@@ -62,6 +64,8 @@ class ShardedFusedEmbeddingBagCollection(_ShardedFused, ShardedEmbeddingBagColle
 
 class ShardedFusedEmbeddingCollection(_ShardedFused, ShardedEmbeddingCollection):
     """As `ShardedEmbeddingCollection`; every table is updated in the backward pass."""
+
+    likeness = "torchrec.distributed.fused_embedding:ShardedFusedEmbeddingCollection"
 
     def __init__(self, original: Any, *where: Any, **options: Any) -> None:
         super().__init__(original, *where, **options)

@@ -143,3 +143,18 @@ def test_a_module_on_meta_with_a_device() -> None:
     assert {p.device.type for p in model.parameters()} == {"cpu"}
     with pytest.raises(ShardError, match="device='meta' holds no values"):
         dmp.DistributedModelParallel(Net(), device=torch.device("meta"))
+
+
+def test_shards_without_values() -> None:
+    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+
+    config = EmbeddingBagConfig(name="t", num_embeddings=10, embedding_dim=8, feature_names=["f"])
+    ebc = EmbeddingBagCollection(tables=[config], device=torch.device("meta"))
+    asked = {"device": torch.device("meta"), "init_parameters": False, "init_data_parallel": False}
+    model = dmp.DistributedModelParallel(torch.nn.ModuleDict({"ebc": ebc}), **asked)
+    held = {name: (tuple(t.shape), t.device.type) for name, t in model.state_dict().items()}
+    assert held == {"ebc.embedding_bags.t.weight": ((10, 8), "meta")}
+    with pytest.raises(dmp.CheckpointError, match="device='meta'"):
+        model.load_state_dict({"ebc.embedding_bags.t.weight": torch.ones(10, 8)})
+    with pytest.raises(ShardError, match="device='meta'"):
+        model(None)
