@@ -5,10 +5,18 @@ PY := .venv/bin/python
 # One thread per process: the ranks share the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-all fuzz lint bench bench-transformer bench-state clean
+.PHONY: demo demo-torchrec test test-all fuzz lint bench bench-transformer bench-state clean
 
 demo: .venv/.installed
 	$(PY) examples/dlrm/demo.py
+
+# A script in TorchRec's style, of which two imports differ. TorchRec 1.8.0 calls what torch 2.13 deprecates, at length.
+demo-torchrec: export PYTHONWARNINGS := ignore
+demo-torchrec: .venv/.installed
+	$(PY) -m torch.distributed.run --standalone --nproc_per_node 2 examples/torchrec_dlrm/dlrm_main.py \
+		--adagrad --interaction_type dcn --dcn_low_rank_dim 16 --num_embeddings 20000 --embedding_dim 16 \
+		--dense_arch_layer_sizes 64,16 --over_arch_layer_sizes 64,1 --batch_size 256 --limit_train_batches 300 \
+		--lr_warmup_steps 30 --lr_decay_start 200 --lr_decay_steps 100 --print_sharding_plan
 
 # Tests marked `gpu` run where there is a CUDA device (tests/conftest.py).
 test: .venv/.installed
