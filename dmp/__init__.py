@@ -47,6 +47,7 @@ from dmp.foreign import is_torchrecs, type_name
 from dmp.layouts.dense import colwise, fully_sharded, replicate, rowwise, sequence
 from dmp.layouts.layout import Layout, ParameterSharding
 from dmp.layouts.shard import Shard, check_cover, is_replicated
+from dmp.layouts.sharding_types import sharding_types
 from dmp.layouts.tables import column_wise, data_parallel, grid, rectangles, row_wise, table_row_wise, table_wise
 from dmp.names import NameIndex, is_inside, join_name
 from dmp.nested import map_nested, tensors_of
@@ -100,4 +101,4 @@ __all__ += [
 ]
 __all__ += ["Calls", "ChunkedTensor", "NameIndex", "Place", "is_dtensor", "is_inside", "join_name", "local_of"]
 __all__ += ["map_nested", "places_of", "ranks", "replace_tensors", "room_for", "shown", "shown_bytes"]
-__all__ += ["is_torchrecs", "tensors_of", "tied_places", "type_name"]
+__all__ += ["is_torchrecs", "sharding_types", "tensors_of", "tied_places", "type_name"]

@@ -11,6 +11,7 @@ in one order: one for each set of roles, for each axis, and for the outer table 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -25,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dmp.foreign import is_torchrecs, type_name
 from dmp.ranks import entry, watchdog
 
+_log = logging.getLogger("dmp")
 ROLES = ("replicate", "shard", "tensor")
 _NAMES_OF_ROLE = {
     "replicate": ("replicate", "dp_replicate"),
@@ -289,6 +291,10 @@ def env_of_torchrec(theirs: Any, device_type: str | None = None) -> ShardingEnv:
         raise ValueError(
             f"{type_name(theirs)} is made for TorchRec's DMPCollection; here a mesh says it: ShardingEnv.from_mesh("
             "init_device_mesh(device, (replicas, ranks), mesh_dim_names=('replicate', 'dp')))"
+        )
+    if getattr(theirs, "output_dtensor", False):
+        _log.warning(
+            "output_dtensor=True of TorchRec's env has no meaning here: tables are ChunkedTensors in state dicts"
         )
     if theirs.process_group is not None:
         return ShardingEnv.from_process_group(theirs.process_group)

@@ -108,6 +108,7 @@ PUBLIC = {
         "tied_places",
         # whose class an object is of
         "is_torchrecs",
+        "sharding_types",
         "type_name",
         # calls that all ranks make together
         "ranks",

@@ -38,12 +38,10 @@ def sharding_types(
     shards, world = layout.shards(shape, env), env.table_size
     if layout.is_copied:
         return {COPIED: shards}
+    found: dict[str, Sequence[Block | Shard]] = {"table_wise": shards} if len(shards) == 1 else {}
     if len(shape) != 2:
-        return {}
-    found: dict[str, Sequence[Block | Shard]] = {}
+        return found
     wanted = {(s.offsets, s.sizes, s.rank) for s in shards}
-    if len(shards) == 1:
-        found["table_wise"] = shards
     hosts = {s.rank // local for s in shards}
     everywhere, here = _row_blocks(shape, range(world)), _row_blocks(shape, _ranks_of(min(hosts), local))
     if _full(everywhere) == wanted:

@@ -1,17 +1,19 @@
 """`adopt`: a list of sharders with TorchRec's in it as one of ours alone.
 
 One of theirs is told by its module type. What it says of optimizers (`fused_params`), wire formats
-(`qcomm_codecs_registry`), sharding types and compute kernels becomes options of ours; a subclass with a `shard` of its
-own, and one for modules that ours has no sharder for, is run as it is, by `TorchRecSharder`.
+(`qcomm_codecs_registry`) becomes options of ours; where a subclass has `sharding_types` of its own, the planner is
+offered only those. A subclass with a `shard` of its own, and one for modules that ours has no sharder for, is run as it
+is, by `TorchRecSharder`. Compute kernels are a plan's to say.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
-from dmp import is_torchrecs
+from dmp import Layout, ParameterInfo, ShardError, ShardingEnv, is_torchrecs, sharding_types
 from sharders.embedding.collections import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from sharders.embedding.fused_collections import FusedEmbeddingBagCollectionSharder, FusedEmbeddingCollectionSharder
 from sharders.embedding.lookup.given_optimizers import spec_of_fused_params
@@ -95,13 +97,46 @@ def _adopted(theirs: Any) -> Any:
 def _made(ours: type[Any], theirs: Any) -> Any:
     """One of ours with the options of one of theirs."""
     who = type(theirs).__name__
-    return ours(
+    made = ours(
         optimizer=spec_of_fused_params(theirs.fused_params or {}, f"{who}: fused_params"),
         codecs=codecs_of(getattr(theirs, "_e_sharder", theirs).qcomm_codecs_registry, who),
     )
+    if not _is_torchrecs_own(theirs, "sharding_types"):
+        made.layouts = _Offered(made.layouts, theirs)
+    return made
+
+
+@dataclass(frozen=True)
+class _Offered:
+    """In place of a sharder's `layouts`: those that the sharding types of one of theirs allow.
+
+    Args:
+        layouts: of ours.
+        theirs: with a `sharding_types` of its user's own.
+    """
+
+    layouts: Callable[[ParameterInfo, ShardingEnv], Iterable[Layout]]
+    theirs: Any
+
+    def __call__(self, info: ParameterInfo, env: ShardingEnv) -> list[Layout]:
+        """Raises `ShardError` where none of ours is of those types: on this mesh, or for this shape."""
+        types = self.theirs.sharding_types(env.device_type)
+        offered = [*self.layouts(info, env)]
+        inner = env.table_size // env.table_shape[0] if len(env.table_shape) > 1 else env.table_size
+        allowed = [layout for layout in offered if {*types} & {*sharding_types(layout, info.shape, env, inner)}]
+        if not allowed:
+            raise ShardError(
+                f"{type(self.theirs).__name__}.sharding_types allows {types}, none of which cuts a table of "
+                f"{tuple(info.shape)} on {env}; there are {', '.join(map(str, offered))}. A plan may name any layout"
+            )
+        return allowed
 
 
 def _runs_torchrecs_own(theirs: Any) -> bool:
     """Whether its `shard` is TorchRec's, whatever else a subclass has overridden."""
-    owner = next(kind for kind in type(theirs).__mro__ if "shard" in vars(kind))
-    return owner.__module__.startswith("torchrec.distributed.")
+    return _is_torchrecs_own(theirs, "shard")
+
+
+def _is_torchrecs_own(theirs: Any, method: str) -> bool:
+    owner = next(kind for kind in type(theirs).__mro__ if method in vars(kind)).__module__
+    return owner.startswith("torchrec.distributed.") and ".test_utils." not in owner

@@ -90,7 +90,7 @@ class Recipe:
         given = self._stand_in()
         kept = dict(given.named_parameters())
         shards = {n: lay.shards(kept[n].shape, self.env) for n, lay in self.layouts.items()}
-        kinds = {n: str(type_of(s, kept[n].shape, self.env, self.types)) for n, s in shards.items()}
+        kinds = {n: str(type_of(lay, kept[n].shape, self.env, self.types)) for n, lay in self.layouts.items()}
         check_together(type_name(self.sharder), given, {self.names[n]: kind for n, kind in kinds.items()})
         entries = {self.names[n]: parameter_sharding(kinds[n], self._kernel(n), shards[n], self.env) for n in shards}
         takes = inspect.signature(self.sharder.shard).parameters

@@ -87,7 +87,7 @@ class TorchRecSharder:
 
     def why_not(self, info: ParameterInfo, layout: Layout, env: ShardingEnv) -> str:
         """Why a layout is not run; nothing where it is."""
-        kind = type_of(layout.shards(info.shape, env), info.shape, env, self._types(env))
+        kind = type_of(layout, info.shape, env, self._types(env))
         return why_not(self._who, kind, info, env)
 
     def shard(

@@ -6,7 +6,7 @@ where its rectangles are exactly those that the type's code assumes, and none wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -20,14 +20,15 @@ from dmp import (
     column_wise,
     data_parallel,
     grid,
-    is_replicated,
     row_wise,
+    sharding_types,
     table_row_wise,
     table_wise,
 )
 
 Shards = Sequence[Shard]
 COPIES, _GRID = "data_parallel", "grid_shard"
+_OF_COLUMNS = ("column_wise", "table_column_wise")
 
 
 def representatives(types: Collection[str], info: ParameterInfo, env: ShardingEnv) -> Iterator[Layout]:
@@ -42,22 +43,33 @@ def representatives(types: Collection[str], info: ParameterInfo, env: ShardingEn
         offered += [table_row_wise(0), grid([[i, inner + i] for i in range(inner)])]
     for layout in offered:
         try:
-            shards = layout.shards(info.shape, env)
+            kind = type_of(layout, info.shape, env, types)
         except ShardError:
             continue
-        if type_of(shards, info.shape, env, types) is not None:
+        if kind is not None:
             yield layout
 
 
-def type_of(shards: Shards, shape: Sequence[int], env: ShardingEnv, types: Collection[str]) -> str | None:
-    """The first of their `types` whose code assumes exactly these rectangles; None where there is none.
+def type_of(layout: Layout, shape: Sequence[int], env: ShardingEnv, types: Collection[str]) -> str | None:
+    """The first of their `types` that a layout is and that their code runs; None where there is none.
+
+    Theirs hangs on a rank without rows, and has the columns of a rank in one matrix, in multiples of 4.
 
     Args:
         types: names of theirs: `"table_wise"`, ...
     """
-    fitting = [name for name, fits in _FITS if fits(shards, tuple(shape), env)]
-    fitting = [COPIES] if COPIES in fitting else fitting
-    return next((name for name in fitting if name in types), None)
+    named = sharding_types(layout, tuple(shape), env, len(hosts(env)[0]))
+    return next((name for name, shards in named.items() if name in types and _runs(name, shards)), None)
+
+
+def _runs(kind: str, shards: Sequence[Any]) -> bool:
+    widths: dict[int, set[int]] = {}
+    for s in shards:
+        widths.setdefault(s.rank, set()).add(s.sizes[-1])
+    if kind in _OF_COLUMNS and any(len(of_rank) > 1 for of_rank in widths.values()):
+        return False
+    are_whole = kind not in (*_OF_COLUMNS, _GRID) or all(s.sizes[-1] % 4 == 0 for s in shards)
+    return are_whole and all(all(s.sizes) for s in shards)
 
 
 def parameter_sharding(kind: str, kernel: str, shards: Shards, env: ShardingEnv) -> Any:
@@ -80,77 +92,7 @@ def parameter_sharding(kind: str, kernel: str, shards: Shards, env: ShardingEnv)
     )
 
 
-def _is_table_wise(shards: Shards, shape: tuple[int, ...], env: ShardingEnv) -> bool:
-    return len(shards) == 1
-
-
-def _is_column_wise(shards: Shards, shape: tuple[int, ...], env: ShardingEnv) -> bool:
-    """Whole columns, of one width on each rank: theirs puts those of a rank beside each other as one matrix."""
-    widths: dict[int, set[int]] = {}
-    for s in shards:
-        widths.setdefault(s.rank, set()).add(s.sizes[-1])
-    return (
-        len(shape) == 2
-        and all(s.sizes[0] == shape[0] and s.sizes[1] % 4 == 0 for s in shards)
-        and all(len(of_rank) == 1 for of_rank in widths.values())
-    )
-
-
-def _is_row_wise(shards: Shards, shape: tuple[int, ...], env: ShardingEnv) -> bool:
-    return _are_row_blocks(shards, shape, range(env.table_size))
-
-
-def _is_table_row_wise(shards: Shards, shape: tuple[int, ...], env: ShardingEnv) -> bool:
-    return any(_are_row_blocks(shards, shape, host) for host in hosts(env))
-
-
-def _is_table_column_wise(shards: Shards, shape: tuple[int, ...], env: ShardingEnv) -> bool:
-    ranks = {s.rank for s in shards}
-    return _is_column_wise(shards, shape, env) and any(ranks <= {*host} for host in hosts(env))
-
-
-def _is_grid(shards: Shards, shape: tuple[int, ...], env: ShardingEnv) -> bool:
-    """Each column block is row-wise in one host."""
-    if len(shape) != 2:
-        return False
-    blocks: dict[tuple[int, int], list[Shard]] = {}
-    for s in shards:
-        whole_rows = Shard((s.offsets[0], 0), s.sizes, s.rank)
-        blocks.setdefault((s.offsets[1], s.sizes[1]), []).append(whole_rows)
-    return all(
-        width % 4 == 0 and any(_are_row_blocks(block, (shape[0], width), host) for host in hosts(env))
-        for (_, width), block in blocks.items()
-    )
-
-
-def _is_data_parallel(shards: Shards, shape: tuple[int, ...], env: ShardingEnv) -> bool:
-    return len(shards) > 1 and is_replicated(tuple(shards), shape)
-
-
-def _are_row_blocks(shards: Shards, shape: tuple[int, ...], ranks: Sequence[int]) -> bool:
-    """Whether these are blocks of ceil(rows / n) rows, one on each of `ranks` in their order, none of them empty."""
-    block = -(-shape[0] // len(ranks))
-    expected = [((i * block, 0), rank) for i, rank in enumerate(ranks)]
-    return (
-        len(shape) == 2
-        and [(s.offsets, s.rank) for s in shards] == expected
-        and all(s.sizes[1] == shape[1] for s in shards)
-    )
-
-
 def hosts(env: ShardingEnv) -> list[range]:
     """Table ranks of each coordinate of the outer table axis; all are one host where there is but one axis."""
     inner = env.table_size // env.table_shape[0] if len(env.table_shape) > 1 else env.table_size
     return [range(start, start + inner) for start in range(0, env.table_size, inner)]
-
-
-_FITS: tuple[tuple[str, Callable[[Shards, tuple[int, ...], ShardingEnv], bool]], ...] = (
-    (COPIES, _is_data_parallel),
-    ("table_wise", _is_table_wise),
-    ("row_wise", _is_row_wise),
-    ("column_wise", _is_column_wise),
-    ("table_row_wise", _is_table_row_wise),
-    ("table_column_wise", _is_table_column_wise),
-    (_GRID, _is_grid),
-)
-"""Type -> whether rectangles are what its code assumes; the plainest first."""

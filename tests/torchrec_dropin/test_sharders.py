@@ -128,3 +128,27 @@ def _halved() -> float:
 
 def test_wire_formats_of_16_bits() -> None:
     assert all(moved > 0 for moved in run_ranks(2, _halved))
+
+
+def _rows_alone() -> dict[str, str]:
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+
+    class RowsAlone(EmbeddingBagCollectionSharder):
+        def sharding_types(self, compute_device_type: str) -> list[str]:
+            return [self.allowed]
+
+    found = {}
+    for RowsAlone.allowed in ("row_wise", "data_parallel"):
+        module = make_module("ebc")
+        longer = {name for name, p in module.named_parameters() if len(p) > 1}  # one row is whole on a rank either way
+        plan = dmp.DistributedModelParallel(module, env=env_of("dp2"), sharders=[RowsAlone()]).plan
+        found[RowsAlone.allowed] = ", ".join(sorted({str(plan[name].layout) for name in longer}))
+    RowsAlone.allowed = "host_wise"
+    with pytest.raises(dmp.PlanError, match=r"RowsAlone.sharding_types allows \['host_wise'\], none of which"):
+        dmp.DistributedModelParallel(make_module("ebc"), env=env_of("dp2"), sharders=[RowsAlone()])
+    return found
+
+
+def test_sharding_types_of_ones_own_are_all_that_the_planner_is_offered() -> None:
+    for found in run_ranks(2, _rows_alone):
+        assert found == {"row_wise": "row_wise()", "data_parallel": "data_parallel()"}
