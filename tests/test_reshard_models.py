@@ -191,3 +191,13 @@ def test_strangers(job: Any) -> None:
 
 def test_averages_of_copies() -> None:
     run_ranks(4, averages_of_copies)
+
+
+def test_copies_that_keep_the_old_plan_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    model = DistributedModelParallel(torch.nn.EmbeddingBag(4, 2), plan={"weight": row_wise()})
+    average = torch.optim.swa_utils.AveragedModel(model)
+    model.reshard({"weight": table_wise(0)})
+    assert "1 of its copies have the old one" in caplog.text
+    caplog.clear()
+    average.module.reshard({"weight": table_wise(0)})
+    assert not caplog.text

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
+
+_log = logging.getLogger("dmp")
 
 models: WeakSet[Any] = WeakSet()
 """Every `DistributedModelParallel`."""
+
+copies_of: WeakKeyDictionary[Any, object] = WeakKeyDictionary()
+"""Models that are copies of one another -> what they have in common."""
 
 _at_first: list[Callable[[], None]] = []
 
@@ -38,3 +44,15 @@ def add(model: Any) -> None:
     look()
     while _at_first:
         _at_first.pop()()
+
+
+def say_who_keeps_another_plan(model: Any) -> None:
+    """After `model` has changed its plan: copies of it have other rows in the same places, which averages would mix."""
+    own = copies_of.get(model)
+    others = [m for m in models if own is not None and copies_of.get(m) is own and m.plan != model.plan]
+    if others and model.env.rank == 0:
+        _log.warning(
+            "this model has another plan now, and %d of its copies have the old one: call the same reshard on them "
+            "before they are averaged with it (AveragedModel), for their chunks hold other rows",
+            len(others),
+        )

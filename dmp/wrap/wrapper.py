@@ -150,7 +150,8 @@ class DistributedModelParallel(nn.Module):
         shards and one buffer beside the old ones. Training goes on to the bit where the layouts allow (row-wise state
         in other column blocks is taken from their mean, as from a checkpoint). The model, its modules and
         `fused_optimizer` stay the same objects, learning rates and schedulers go on; a table's parameter is another
-        one, as after wrapping. A copy of the model keeps its plan. Everything is checked on all ranks before anything
+        one, as after wrapping. A copy of the model keeps its plan, and its rows are others then: average the two
+        (`AveragedModel`) only after the same `reshard` of both. Everything is checked on all ranks before anything
         is changed.
 
         Args:
@@ -183,6 +184,7 @@ class DistributedModelParallel(nn.Module):
                 path, optimizer = optimizer, None
             made, done = reshard(self._made, given, path, optimizer, self._calls)
             self._hold(made)
+            live.say_who_keeps_another_plan(self)
             mark_chunks(made)
         return done
 
@@ -370,6 +372,7 @@ class DistributedModelParallel(nn.Module):
         made = copied(self._made, memo, device)
         own = {name: value for name, value in self.__dict__.items() if name not in ("_modules", "_made")}
         new.__dict__.update(copy.deepcopy(own, memo))
+        live.copies_of[new] = live.copies_of.setdefault(self, object())
         new._take(made)
         return new
 
