@@ -26,7 +26,6 @@ from tests.equality import (
     same_result,
 )
 from tests.ranks import run_ranks
-from tests.torchrec_dropin.rank_tests import run_test
 
 KINDS = ("ebc_vbe", "ebc_weighted_vbe", "ec_vbe")
 
@@ -289,22 +288,3 @@ def _trains_like_one(at: str, is_mean: bool, in_pipeline: bool) -> None:
 @pytest.mark.parametrize("at", ["dp1", "dp2", "dp4", "tp2", "replicate2xshard2"])
 def test_a_model_of_torchrec_trains_like_one_process(at: str, how: str) -> None:
     run_ranks(math.prod(MESHES[at][0]), _trains_like_one, at, how == "mean", how == "pipeline")
-
-
-def _their_test(sharding_type: str, is_constant: bool, pooling: str, dtype: str) -> str:
-    from torchrec import PoolingType
-    from torchrec.types import DataType
-
-    arguments = {"sharding_type": sharding_type, "global_constant_batch": is_constant}
-    arguments |= {"pooling": PoolingType[pooling], "data_type": DataType[dtype]}
-    return run_test("test_model_parallel:_ModelParallelBase", "test_sharding_variable_batch", arguments)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of what TorchRec's own code calls
-@pytest.mark.parametrize(("pooling", "dtype"), [("SUM", "FP32"), ("MEAN", "FP32"), ("SUM", "FP16")])
-@pytest.mark.parametrize("is_constant", [False, True], ids=["variable", "constant"])
-@pytest.mark.parametrize("sharding_type", ["table_wise", "column_wise", "row_wise", "data_parallel"])
-def test_their_own_test(sharding_type: str, is_constant: bool, pooling: str, dtype: str) -> None:
-    """TorchRec's own, which itself needs GPUs for it; the global batch has variable sizes, or one for all."""
-    assert run_ranks(2, _their_test, sharding_type, is_constant, pooling, dtype) == ["passed", "passed"]
