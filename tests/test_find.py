@@ -120,7 +120,7 @@ def test_what_is_known_is_asked_again_only_for_another_wish() -> None:
 def test_there_is_one_rule_of_default_sharders(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sharders.default_sharders is default_sharders
     module_types = [s.module_type for s in default_sharders() if not hasattr(s, "place")]
-    assert nn.EmbeddingBag in module_types and len(module_types) == 4
+    assert nn.EmbeddingBag in module_types and len(module_types) == 8
     for name in ("torchrec", "torchrec.modules.embedding_modules"):  # as before anybody has imported it
         monkeypatch.delitem(__import__("sys").modules, name, raising=False)
     assert Found.of(model(), default_sharders(), ShardingEnv.single()).sites.parameters().keys() == {"0.weight"}

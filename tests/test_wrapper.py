@@ -84,7 +84,7 @@ def test_defaults_plan_for_themselves() -> None:
     ("arguments", "words"),
     [
         ({"module": 3}, ["torch.nn.Module", "int"]),
-        ({"module": Net}, ["torch.nn.Module", "type"]),
+        ({"module": Net}, ["torch.nn.Module", "the class tests.wrapped_net.Net", "call it"]),
         ({"env": "cpu"}, ["ShardingEnv", "str"]),
         ({"plan": 3}, ["ShardingPlan", "int"]),
         ({"plan": {"users.weight": "row_wise"}}, ["'users.weight'", "'row_wise'"]),

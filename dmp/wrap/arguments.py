@@ -52,7 +52,9 @@ class Arguments:
             PlanError: a plan and a planner.
         """
         if not isinstance(self.module, nn.Module):
-            raise ShardError(f"expected a torch.nn.Module to wrap; got {type_name(self.module)}")
+            is_class = isinstance(self.module, type)
+            got = f"the class {type_name(self.module)}: call it" if is_class else type_name(self.module)
+            raise ShardError(f"expected a torch.nn.Module to wrap; got {got}")
         _check_device(self.device, self.init_parameters or self.init_data_parallel)
         _check_data_parallel_wrapper(self.wrapper)
         _check_not_wrapped(self.module)
