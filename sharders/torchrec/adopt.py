@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from dmp import Layout, ParameterInfo, ShardError, ShardingEnv, is_torchrecs, sharding_types
+from dmp import Layout, ParameterInfo, ShardingEnv, is_torchrecs, sharding_types
 from sharders.embedding.collections import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from sharders.embedding.fused_collections import FusedEmbeddingBagCollectionSharder, FusedEmbeddingCollectionSharder
 from sharders.embedding.lookup.given_optimizers import spec_of_fused_params
@@ -119,17 +119,19 @@ class _Offered:
     theirs: Any
 
     def __call__(self, info: ParameterInfo, env: ShardingEnv) -> list[Layout]:
-        """Raises `ShardError` where none of ours is of those types: on this mesh, or for this shape."""
-        types = self.theirs.sharding_types(env.device_type)
+        """All of ours, with a warning, where none is of those types; one process has all of each table anyhow."""
         offered = [*self.layouts(info, env)]
+        if env.table_size == 1:
+            return offered
+        types = self.theirs.sharding_types(env.device_type)
         inner = env.table_size // env.table_shape[0] if len(env.table_shape) > 1 else env.table_size
         allowed = [layout for layout in offered if {*types} & {*sharding_types(layout, info.shape, env, inner)}]
         if not allowed:
-            raise ShardError(
-                f"{type(self.theirs).__name__}.sharding_types allows {types}, none of which cuts a table of "
-                f"{tuple(info.shape)} on {env}; there are {', '.join(map(str, offered))}. A plan may name any layout"
+            _log.warning(
+                "%s.sharding_types allows %s, none of which cuts a table of %s on %s; the planner is offered %s",
+                *(type(self.theirs).__name__, types, tuple(info.shape), env, ", ".join(map(str, offered))),
             )
-        return allowed
+        return allowed or offered
 
 
 def _runs_torchrecs_own(theirs: Any) -> bool:
