@@ -22,6 +22,8 @@ Rooms, lower ones first; each says in its `__init__` what lives there: `ranks`, 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from dmp import ranks
 from dmp.calls import Calls
 from dmp.checkpoint.api import load_checkpoint, save_checkpoint
@@ -51,13 +53,6 @@ from dmp.layouts.sharding_types import sharding_types
 from dmp.layouts.tables import column_wise, data_parallel, grid, rectangles, row_wise, table_row_wise, table_wise
 from dmp.names import NameIndex, is_inside, join_name
 from dmp.nested import map_nested, tensors_of
-from dmp.pipeline.pipeline import TrainPipeline
-from dmp.pipeline.torchrec_names import (
-    EvalPipelineSparseDist,
-    PrefetchTrainPipelineSparseDist,
-    TrainPipelineBase,
-    TrainPipelineSparseDist,
-)
 from dmp.places import Place, is_dtensor, local_of, places_of, replace_tensors, room_for, tied_places
 from dmp.plans.find import Found, dense_parameters, place_dense, plan_parameters
 from dmp.plans.plan import PlanChange, ShardingPlan
@@ -73,7 +68,26 @@ from dmp.state.unsharded import to_unsharded
 from dmp.state.verify import verify
 from dmp.wrap.wrapper import DistributedModelParallel
 
+if TYPE_CHECKING:
+    from dmp.pipeline.pipeline import TrainPipeline
+    from dmp.pipeline.torchrec_names import (
+        EvalPipelineSparseDist,
+        PrefetchTrainPipelineSparseDist,
+        TrainPipelineBase,
+        TrainPipelineSparseDist,
+    )
+
 watchdog.await_group()
+
+
+def __getattr__(name: str) -> Any:
+    """Pipelines are imported when one is asked for: most programs that import dmp have none."""
+    if "Pipeline" not in name:
+        raise AttributeError(f"module 'dmp' has no attribute {name!r}")
+    from dmp.pipeline import torchrec_names
+
+    return getattr(torchrec_names, name)
+
 
 __all__ = ["DistributedModelParallel", "GradScaler", "ShardingEnv", "clip_grad_norm_", "to_unsharded", "verify"]
 __all__ += ["CheckpointError", "DmpError", "InputError", "PlanError", "RanksError", "ShardError"]
