@@ -25,9 +25,15 @@ from sharders.embedding.table_module import InitFn, TableModule
 
 
 class _ShardedFused(TableModule):
-    """What the two share beside their collection: the optimizer."""
+    """What the two share beside their collection, which comes next in their MRO: the optimizer."""
 
-    _optimizer: tuple[Any, dict[str, Any]]
+    def __init__(self, original: Any, *where: Any, **options: Any) -> None:
+        super().__init__(original, *where, **options)
+        self._optimizer: tuple[Any, dict[str, Any]] = (original.optimizer_type(), original.optimizer_kwargs())
+
+    def _unsharded(self, **options: Any) -> nn.Module:
+        kind, kwargs = self._optimizer
+        return super()._unsharded(optimizer_type=kind, optimizer_kwargs=kwargs, **options)  # type: ignore[misc, no-any-return]
 
     def optimizer_type(self) -> Any:
         """The class that the collection was made with."""
@@ -53,27 +59,11 @@ class ShardedFusedEmbeddingBagCollection(_ShardedFused, ShardedEmbeddingBagColle
 
     likeness = "torchrec.distributed.fused_embeddingbag:ShardedFusedEmbeddingBagCollection"
 
-    def __init__(self, original: Any, *where: Any, **options: Any) -> None:
-        super().__init__(original, *where, **options)
-        self._optimizer = original.optimizer_type(), original.optimizer_kwargs()
-
-    def _unsharded(self, **options: Any) -> nn.Module:
-        kind, kwargs = self._optimizer
-        return super()._unsharded(optimizer_type=kind, optimizer_kwargs=kwargs, **options)
-
 
 class ShardedFusedEmbeddingCollection(_ShardedFused, ShardedEmbeddingCollection):
     """As `ShardedEmbeddingCollection`; every table is updated in the backward pass."""
 
     likeness = "torchrec.distributed.fused_embedding:ShardedFusedEmbeddingCollection"
-
-    def __init__(self, original: Any, *where: Any, **options: Any) -> None:
-        super().__init__(original, *where, **options)
-        self._optimizer = original.optimizer_type(), original.optimizer_kwargs()
-
-    def _unsharded(self, **options: Any) -> nn.Module:
-        kind, kwargs = self._optimizer
-        return super()._unsharded(optimizer_type=kind, optimizer_kwargs=kwargs, **options)
 
 
 class _FusedSharder(CollectionSharder):
