@@ -1,6 +1,7 @@
 """The search over options and ranks. Pure: it knows no table and no module. In reading order:
 
 - `problem`: what the search is asked
+- `cost_table`: what every option costs, as arrays
 - `solve`: the search over options and ranks
 - `option_costs`: the options' costs as arrays
 - `placement`: where items are, and where the next one costs least

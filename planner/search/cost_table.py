@@ -1,0 +1,52 @@
+"""`CostTable`: what every option of every class of items costs, a row each, as arrays. Pure, as `planner.search`.
+
+[Note: families]
+A row is a *family*: ways to place an item that differ only in where it is cut, and where the pieces go. Each *piece*
+goes onto a block of `size` consecutive ranks of its own (block b is ranks b * size .. b * size + size - 1; one that
+is as large as the machine stays). With `units` = 0 the family has `pieces` equal pieces. With `units` > 0 an item is
+divisible: it is cut into any number of pieces of whole units, each of at least `least`, that sum to `units` (columns
+of a table, say, four at a time). A piece of u units puts `fixed + u * slope` on every rank of its block.
+
+A phase whose `span` is above 1 is one that so many consecutive ranks share (the network card of a host, say): every
+piece of at most `span` ranks puts its load there once, a larger one once on each such group of ranks that it covers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class CostTable:
+    """Families of classes of items, see [Note: families].
+
+    Args:
+        owner: (rows,) class of each family, ascending from 0.
+        size: (rows,) ranks in a block.
+        pieces: (rows,) of a family that is not divisible; else 1.
+        units: (rows,) of the whole item; 0 where it is not divisible.
+        least: (rows,) units of a piece at least.
+        fixed: (rows, phases + 1) seconds by phase, then bytes, on every rank of a piece whatever its width.
+        slope: (rows, phases + 1) for each unit of it besides.
+        everywhere: (rows, phases + 1) on every rank, once, wherever and however it is cut.
+        kinds: (rows,) set-ups needed, a bit each.
+        ragged: of families whose ranks differ: row -> (pieces, size, phases + 1); `fixed` is its maximum then.
+    """
+
+    owner: Integers
+    size: Integers
+    pieces: Integers
+    units: Integers
+    least: Integers
+    fixed: Array
+    slope: Array
+    everywhere: Array
+    kinds: Integers
+    ragged: Mapping[int, Array] = field(default_factory=dict)
