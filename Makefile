@@ -5,7 +5,7 @@ PY := .venv/bin/python
 # One thread per process: the ranks share the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo demo-torchrec test test-all fuzz lint bench bench-transformer bench-state clean
+.PHONY: demo demo-torchrec test test-all fuzz lint bench bench-transformer bench-state bench-planner clean
 
 demo: .venv/.installed
 	$(PY) examples/dlrm/demo.py
@@ -47,6 +47,10 @@ bench-transformer: .venv/.installed
 
 bench-state: .venv/.installed
 	$(PY) tests/bench/run.py state $(BENCH)
+
+# BENCH=--quick runs some of the cases.
+bench-planner: .venv/.installed
+	$(PY) tests/bench/planner.py $(BENCH)
 
 # The stamp goes first and comes last: an interrupted install leaves none, and the next run starts from an empty
 # environment. A finished one that is merely older than these files is brought up to date in place.

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-_BEGIN, _END = "<!-- results: begin -->", "<!-- results: end -->"
-
 
 @dataclass(frozen=True)
 class Result:
@@ -68,14 +66,14 @@ def markdown(results: Sequence[Result]) -> str:
     return "\n".join(lines + ["| " + " | ".join(r.cells()) + " |" for r in results])
 
 
-def rewrite(path: Path, text: str) -> None:
-    """Put `text` between the two marks of the file.
+def rewrite(path: Path, text: str, what: str = "results") -> None:
+    """Put `text` between the two marks of the file, `<!-- what: begin -->` and `<!-- what: end -->`.
 
     Raises:
         ValueError: the marks are not there.
     """
-    whole = path.read_text()
-    if _BEGIN not in whole or _END not in whole:
-        raise ValueError(f"{path.name} needs the lines {_BEGIN!r} and {_END!r}, between which results go")
-    pattern = re.compile(re.escape(_BEGIN) + ".*?" + re.escape(_END), re.DOTALL)
-    path.write_text(pattern.sub(lambda _: f"{_BEGIN}\n{text}\n{_END}", whole))
+    whole, begin, end = path.read_text(), f"<!-- {what}: begin -->", f"<!-- {what}: end -->"
+    if begin not in whole or end not in whole:
+        raise ValueError(f"{path.name} needs the lines {begin!r} and {end!r}, between which results go")
+    pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
+    path.write_text(pattern.sub(lambda _: f"{begin}\n{text}\n{end}", whole))

@@ -1,0 +1,122 @@
+"""One planning, in a process of its own: processor seconds, peak memory, and what came out."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import resource
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from time import process_time
+from typing import Any
+
+from dmp import PlanError, ShardingPlan
+from tests.bench.planner_cases import TableSet, mesh, planner
+
+LIMIT_S = 240  # of processor time, after which a case is given up
+
+
+@dataclass(frozen=True)
+class Run:
+    """What planning one set for one mesh took and gave.
+
+    Args:
+        seconds: of the processor, from `plan`'s call to its return.
+        peak_bytes: resident memory above what there was before.
+        step: modelled seconds of the plan; None where none was made.
+        bound: seconds that no plan goes below.
+        error: why there is no plan.
+        more: figures by name, of what else was asked of the plan in that process.
+    """
+
+    seconds: float
+    peak_bytes: int
+    step: float | None = None
+    bound: float | None = None
+    error: str = ""
+    more: dict[str, Any] | None = None
+
+    @property
+    def gap(self) -> float:
+        """How far the step is above the bound, as a share of it."""
+        return self.step / self.bound - 1 if self.step and self.bound else float("inf")
+
+
+Then = Callable[[TableSet, int, Any, ShardingPlan], dict[str, Any]]
+
+
+def warm_up() -> None:
+    """Plan something small, so that what is imported at first use is there in every process to come."""
+    small = TableSet("small", _some(4))
+    planner(small).plan(small.module(), _sharders(), mesh(16))
+
+
+def run(tables: TableSet, ranks: int, module: Any, then: Then | None = None) -> Run:
+    """Plan in a child of this process.
+
+    Args:
+        module: of the tables, made once for all meshes.
+        then: called in the child with the plan, after the clock has stopped.
+    """
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe(duplex=False)
+    child = context.Process(target=_child, args=(there, tables, ranks, module, then))
+    child.start()
+    there.close()
+    try:
+        found: Run = here.recv()
+    except EOFError:
+        child.join()
+        killed = child.exitcode == -signal.SIGXCPU
+        return Run(LIMIT_S, 0, error=f"no plan in {LIMIT_S} CPU s" if killed else f"died with {child.exitcode}")
+    child.join()
+    return found
+
+
+def _child(there: Connection, tables: TableSet, ranks: int, module: Any, then: Then | None) -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (LIMIT_S, LIMIT_S + 10))
+    ours, sharders, env = planner(tables), _sharders(), mesh(ranks)
+    gc.collect()
+    before = _reset_peak()
+    begin = process_time()
+    try:
+        plan = ours.plan(module, sharders, env)
+    except PlanError as error:
+        there.send(Run(process_time() - begin, _status("VmHWM") - before, error=str(error)))
+        return
+    except Exception as error:
+        there.send(Run(process_time() - begin, _status("VmHWM") - before, error=f"{type(error).__name__}: {error}"))
+        return
+    seconds, peak = process_time() - begin, _status("VmHWM") - before
+    report = ours.report
+    assert report is not None
+    more = None if then is None else then(tables, ranks, module, plan)
+    there.send(Run(seconds, peak, report.step_seconds, report.lower_bound, more=more))
+
+
+def _sharders() -> list[Any]:
+    from sharders import default_sharders
+
+    return list(default_sharders())
+
+
+def _some(count: int) -> tuple[Any, ...]:
+    from tests.bench.planner_cases import Table
+
+    return tuple(Table(10_000 * (i + 1), 64, (3.0,)) for i in range(count))
+
+
+def _reset_peak() -> int:
+    """Forget the peak so far; returns bytes resident now. Linux only."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def _status(key: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {key}")
