@@ -60,7 +60,7 @@ def _other_layouts(error: Infeasible, candidates: Candidates, problem: Problem) 
     placement = Placement(replace(problem, items=(item,), base=error.load))
     fitting = []
     for index, layout in enumerate(rejected):
-        if isinstance(placement.find(0, index), Place):
+        if isinstance(placement.find(0, index, (0,) * len(layout.option.loads)), Place):
             text = f"  layout {layout.movable.layout}, now ruled out ({layout.objection})"
             fitting.append((float(layout.option.loads[..., BYTES].max()), text))
     return [text for _, text in sorted(fitting)[:3]]

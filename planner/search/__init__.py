@@ -3,10 +3,11 @@
 - `problem`: what the search is asked
 - `cost_table`: what every option costs, as arrays
 - `solve`: the search over options and ranks
+- `cuts`: families cut evenly, and what that costs wherever it goes
 - `option_costs`: the options' costs as arrays
 - `placement`: where items are, and where the next one costs least
 - `packing`: largest first onto the least loaded rank
-- `improve`: moves and swaps that better a placement
+- `improve`: moves and other cuts that better a placement
 - `bound`: a lower bound on every placement
 """
 

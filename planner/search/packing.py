@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 import numpy as np
-from numpy.typing import NDArray
 
-from planner.search.option_costs import NEVER, OptionCosts
-from planner.search.placement import Place, Placement
+from planner.search.cost_table import Array, Integers
+from planner.search.cuts import Cuts
+from planner.search.placement import Place, Placement, even
 from planner.search.problem import Infeasible, Problem
 
 _PACKINGS = 12_000
@@ -22,62 +22,64 @@ class Start:
     """What a packing begins with.
 
     Args:
-        preference: (items, options) of each item, in the order to try.
+        cost: (cuts,) by which an item prefers one to another.
         order: (items,) in which they are placed.
         fill: 0 places where it costs least; 1 on the emptiest rank, -1 on the fullest that has room.
     """
 
-    preference: NDArray[np.intp]
-    order: NDArray[np.intp]
+    cost: Array
+    order: Integers
     fill: int = 0
 
 
-def starts(problem: Problem) -> Iterator[Start]:
+def starts(problem: Problem, cuts: Cuts) -> Iterator[Start]:
     """Starts in a fixed order, without repeats; the last ones, with `fill`, think of memory only."""
-    if not problem.items:
-        yield Start(np.zeros((0, 0), dtype=np.intp), np.zeros(0, dtype=np.intp))
+    num_items = len(problem.item_class)
+    if not num_items:
         return
-    costs = OptionCosts.of(problem)
-    count = int(np.clip(_PACKINGS // len(problem.items), 4, 24))
-    free_bytes = float((problem.capacity - problem.base[:, -1]).sum())
-    low, high = float(costs.most.min(1).max()), float(costs.most[costs.most < NEVER].max())
+    spent, most = cuts.mean[:, :-1].sum(1), (cuts.piece[:, :-1] + problem.table.everywhere[cuts.row, :-1]).sum(1)
+    size, peak = cuts.mean[:, -1], cuts.piece[:, -1] + problem.table.everywhere[cuts.row, -1]
+    count = int(np.clip(_PACKINGS // num_items / (1 + len(problem.capacity) / 64), 3, 24))
+    low = float(np.minimum.reduceat(most, cuts.start[:-1]).max())
+    high = float(most.max())
     # Price 1 makes an item's share of the free memory as dear as an item's time.
-    typical_seconds, typical_bytes = float(np.median(costs.mean.min(1))), max(free_bytes / len(problem.items), 1.0)
+    typical = float(np.median(np.minimum.reduceat(spent, cuts.start[:-1])))
+    free = max(float((problem.capacity - problem.base[:, -1]).mean()) / num_items, 1.0)
     seen = set()
-    thresholds = [np.inf, *(np.geomspace(low, high, count) if 0 < low < high else [low])]
     for price in (0.0, 1.0):
-        for threshold in thresholds:
-            cost = np.where(costs.most <= threshold * (1 + 1e-9), costs.mean, 1e3 * costs.most)
-            cost = cost + price * costs.size * typical_seconds / typical_bytes
-            preference = cost.argsort(1, kind="stable")
-            if preference[:, 0].tobytes() in seen:
-                continue
-            seen.add(preference[:, 0].tobytes())
-            yield Start(preference, _order(problem, costs, preference[:, 0]))
+        for threshold in [np.inf, *(np.geomspace(low, high, count) if 0 < low < high else [low])]:
+            cost = np.where(most <= threshold * (1 + 1e-9), spent, 1e3 * most) + price * size * typical / free
+            first = _first(cuts, cost)
+            if first.tobytes() not in seen:
+                seen.add(first.tobytes())
+                yield Start(cost, _order(problem, cuts, first))
     for kind in range(len(problem.setups)):
-        without = costs.without(problem, frozenset([kind])).mean < NEVER
+        without = (problem.table.kinds[cuts.row] >> kind) & 1 == 0
         if without.any() and not without.all():
-            preference = np.where(without, costs.mean, 1e3 + costs.mean).argsort(1, kind="stable")
-            yield Start(preference, _order(problem, costs, preference[:, 0]))
+            cost = np.where(without, spent, 1e3 + spent)
+            yield Start(cost, _order(problem, cuts, _first(cuts, cost)))
     for fill in (1, -1):
-        for num_bytes in (costs.size, costs.peak):
-            preference = num_bytes.argsort(1, kind="stable")
-            yield Start(preference, np.argsort(-costs.peak.min(1), kind="stable"), fill)
+        for num_bytes in (size, peak):
+            least = np.minimum.reduceat(peak, cuts.start[:-1])[problem.item_class]
+            yield Start(num_bytes, np.argsort(-least, kind="stable"), fill)
 
 
-def pack(problem: Problem, start: Start) -> Placement:
-    """Place every item, in the start's order, its preferred option first, where it costs least.
+def pack(problem: Problem, cuts: Cuts, start: Start) -> Placement:
+    """Place every item, in the start's order, its preferred cut first, where it costs least.
 
     Raises:
         Infeasible: an item no option of which fits what is left.
     """
     placement = Placement(problem)
     for item in start.order.tolist():
+        owner = problem.item_class[item]
+        low, high = cuts.start[owner], cuts.start[owner + 1]
         found: list[Infeasible] = []
-        for index in start.preference[item, : len(problem.items[item].options)].tolist():
-            place = placement.find(item, index, start.fill)
+        for cut in (low + np.argsort(start.cost[low:high], kind="stable")).tolist():
+            row = int(cuts.row[cut])
+            place = placement.find(item, row, widths_of(problem, row, int(cuts.number[cut])), start.fill)
             if isinstance(place, Place):
-                placement.add(item, place.choice)
+                placement.add(item, place.part)
                 break
             found.append(place)
         else:
@@ -85,9 +87,23 @@ def pack(problem: Problem, start: Start) -> Placement:
     return placement
 
 
-def _order(problem: Problem, costs: OptionCosts, first: NDArray[np.intp]) -> NDArray[np.intp]:
+def widths_of(problem: Problem, row: int, count: int) -> tuple[int, ...]:
+    """Widths of a family's pieces when it is cut evenly."""
+    units = int(problem.table.units[row])
+    return even(units, count) if units else (0,) * count
+
+
+def _first(cuts: Cuts, cost: Array) -> Integers:
+    """(classes,) the first of the cheapest cuts."""
+    least = np.minimum.reduceat(cost, cuts.start[:-1])
+    at = np.flatnonzero(cost == least[cuts.owner])
+    _, first = np.unique(cuts.owner[at], return_index=True)
+    return at[first]
+
+
+def _order(problem: Problem, cuts: Cuts, first: Integers) -> Integers:
     """Items by the largest of their share of the time and of the memory, on one rank."""
-    rows = np.arange(len(first))
-    time, size = costs.most[rows, first], costs.peak[rows, first]
-    total = max(float(costs.mean[rows, first].sum()), 1e-30)
-    return np.argsort(-np.maximum(time / total, size / max(float(problem.capacity.max()), 1.0)), kind="stable")
+    time, size = cuts.piece[first, :-1].sum(1), cuts.piece[first, -1]
+    total = max(float(cuts.mean[first, :-1].sum()), 1e-30)
+    share = np.maximum(time / total, size / max(float(problem.capacity.max()), 1.0))
+    return np.argsort(-share[problem.item_class], kind="stable")

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from planner.search.bound import lower_bound
+from planner.search.cuts import Cuts
 from planner.search.improve import improve
-from planner.search.packing import pack, starts
+from planner.search.packing import pack, starts, widths_of
 from planner.search.placement import Placement
 from planner.search.problem import Array, Choice, Infeasible, Problem
 
@@ -52,35 +53,39 @@ def search(problem: Problem, out_of_time: Callable[[], bool] = lambda: False) ->
     Raises:
         Infeasible: no start could be packed.
     """
-    best: Placement | None = None
+    cuts = Cuts.of(problem)
+    best = None if len(problem.item_class) else Placement(problem)
     failures: list[Infeasible] = []
     is_cut = False
-    for start in starts(problem):
+    for start in starts(problem, cuts):
         if best is not None and start.fill:
             break
         if best is not None and out_of_time():
             is_cut = True
             break
         try:
-            placement = pack(problem, start)
+            placement = pack(problem, cuts, start)
         except Infeasible as error:
             failures.append(error)
             continue
         if best is None or placement.seconds() < best.seconds() * (1 - 1e-12):
             best = placement
     if best is None:
-        raise _hopeless(problem) or min(failures, key=attrgetter("bytes_short"))
-    is_cut = improve(best, out_of_time) or is_cut
+        raise _hopeless(problem, cuts) or min(failures, key=attrgetter("bytes_short"))
+    is_cut = improve(best, cuts, out_of_time) or is_cut
     phases = best.phase_seconds()
     bound = min(lower_bound(problem), float(phases.sum()))
     return Solution(best.chosen(), best.load.copy(), phases, bound, is_cut)
 
 
-def _hopeless(problem: Problem) -> Infeasible | None:
+def _hopeless(problem: Problem, cuts: Cuts) -> Infeasible | None:
     """The first item that fits nowhere even before the others are placed, with its nearest option."""
     empty = Placement(problem)
-    for number, item in enumerate(problem.items):
-        found = [empty.find(number, index) for index in range(len(item.options))]
+    for item, owner in enumerate(problem.item_class.tolist()):
+        found = []
+        for cut in range(int(cuts.start[owner]), int(cuts.start[owner + 1])):
+            row = int(cuts.row[cut])
+            found.append(empty.find(item, row, widths_of(problem, row, int(cuts.number[cut]))))
         short = [f for f in found if isinstance(f, Infeasible)]
         if len(short) == len(found):
             return min(short, key=attrgetter("distance"))

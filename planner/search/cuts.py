@@ -1,0 +1,79 @@
+"""`Cuts`: every family of a table, cut evenly into some numbers of pieces, with what that costs. Pure."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from planner.search.cost_table import Array, Integers
+from planner.search.problem import Problem
+
+_COUNTS = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64])
+"""Numbers of pieces that an item is cut into evenly; others come about when pieces are resized."""
+
+
+class Cuts(NamedTuple):
+    """Each (cuts,), grouped by class, or (cuts, phases + 1).
+
+    Args:
+        owner: class.
+        row: of the table.
+        number: of pieces; of a family that is not divisible, those it has.
+        piece: what the largest piece puts on a rank.
+        mean: averaged over ranks, what is everywhere included.
+        start: (classes + 1,) first cut of each class.
+    """
+
+    owner: Integers
+    row: Integers
+    number: Integers
+    piece: Array
+    mean: Array
+    start: Integers
+
+    @classmethod
+    def of(cls, problem: Problem) -> Cuts:
+        """All cuts of all classes."""
+        table, num_ranks = problem.table, len(problem.capacity)
+        most = np.minimum(table.units // np.maximum(table.least, 1), num_ranks // table.size)
+        is_cut = np.where(table.units[:, None] > 0, (most[:, None] >= _COUNTS) | (_COUNTS == 1), _COUNTS == 1)
+        row, which = np.nonzero(is_cut)
+        count = np.where(table.units[row] > 0, _COUNTS[which], table.pieces[row])
+        widest = -(-table.units[row] // count)
+        piece = table.fixed[row] + widest[:, None] * table.slope[row]
+        whole = (
+            totals(problem)[row]
+            + (count - 1)[:, None] * (table.fixed * groups(problem))[row] * (table.units[row] > 0)[:, None]
+        )
+        mean = whole / num_ranks + table.everywhere[row]
+        owner = table.owner[row]
+        start = np.searchsorted(owner, np.arange(len(problem.starts)))
+        return cls(owner, row, count, piece, mean, start)
+
+
+def groups(problem: Problem) -> Array:
+    """(rows, phases + 1) ranks whose load a piece adds to, by phase: all those that share the phase with its block."""
+    size, span = problem.table.size[:, None], np.append(problem.span, 1)[None]
+    found: Array = (-(-size // span) * span).astype(np.float64)
+    return found
+
+
+def totals(problem: Problem) -> Array:
+    """(rows, phases + 1) what each family in its fewest pieces puts on all ranks together, but for `everywhere`."""
+    table = problem.table
+    count = np.where(table.units > 0, 1, table.pieces)[:, None]
+    found: Array = (table.fixed * count + table.slope * table.units[:, None]) * groups(problem)
+    for row, loads in table.ragged.items():
+        found[row] = loads.sum((0, 1))
+        for phase in np.flatnonzero(problem.span > 1).tolist():
+            found[row, phase] = shared(loads[..., phase], int(problem.span[phase])).sum()
+    return found
+
+
+def shared(loads: Array, span: int) -> Array:
+    """(pieces, ranks in a block) loads of a shared phase -> (pieces, ranks that share it): the most of each group."""
+    pieces, size = loads.shape
+    if size <= span:
+        return np.repeat(loads.max(1, keepdims=True), span, axis=1)
+    return np.repeat(loads.reshape(pieces, -1, span).max(2), span, axis=1)
