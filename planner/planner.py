@@ -15,6 +15,7 @@ from planner.candidates.candidates import Candidates
 from planner.candidates.constraints import Constraint, constraints_of
 from planner.candidates.dense import decide, vocabularies
 from planner.costs.cost_model import CostModel
+from planner.costs.protocol import CostProtocol, checked
 from planner.costs.topology import Topology
 from planner.pinned import Pinned, by_first_name, split_pinned
 from planner.report.infeasible import plan_error
@@ -34,7 +35,7 @@ class ShardingPlanner:
     Args:
         topology: of the machine; by default `Topology.of(env)`. TorchRec's is taken too.
         constraints: parameter name, table name or pattern -> `Constraint`, or `ParameterConstraints` of TorchRec's.
-        cost_model: what a choice costs.
+        cost_model: what a choice costs; `CostModel()` by default, or an object of your own that has its members.
         batch_size: samples per data rank.
         time_budget_s: wall time after which the search stops at the best plan so far.
 
@@ -50,7 +51,7 @@ class ShardingPlanner:
         self,
         topology: Topology | None = None,
         constraints: Mapping[str, Constraint] | None = None,
-        cost_model: CostModel | None = None,
+        cost_model: CostProtocol | None = None,
         batch_size: int = 512,
         time_budget_s: float = 10.0,
     ) -> None:
@@ -60,7 +61,7 @@ class ShardingPlanner:
             raise ValueError(f"constraints must be a dict of parameter name -> Constraint; got {shown(constraints)}")
         self.topology = topology
         self.constraints = dict(constraints or {})
-        self.cost_model = cost_model if cost_model is not None else CostModel()
+        self.cost_model = CostModel() if cost_model is None else checked(cost_model)
         self.batch_size = batch_size
         self.time_budget_s = time_budget_s
         self.report: PlanReport | None = None

@@ -202,7 +202,7 @@ WORST_GAP = {
     ("mlperf_dcnv2", "16"): 0.2,
     ("mlperf_dcnv2", "2x8"): 0.25,
     ("mlperf_dcnv2", "16x8"): 0.45,
-    ("nv_small", "8"): 0.05,
+    ("nv_small", "8"): 0.1,
     ("nv_small", "16"): 0.15,
     ("nv_small", "2x8"): 0.15,
     ("nv_small", "16x8"): 0.35,

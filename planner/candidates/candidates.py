@@ -15,7 +15,7 @@ from planner.candidates.costed import ClassLayouts, CostedLayout, costed
 from planner.candidates.groups import Group, groups_of
 from planner.candidates.movable import MovableLayout, fixed
 from planner.candidates.offered import offered_layouts
-from planner.costs.cost_model import BYTES, CostModel
+from planner.costs.protocol import BYTES, CostProtocol
 from planner.costs.topology import Topology
 from planner.search.problem import Choice, Problem
 
@@ -42,7 +42,7 @@ class Candidates:
         parameters: Mapping[str, tuple[ModuleSharder, ParameterInfo]],
         constraints: Mapping[str, Constraint],
         pinned: Mapping[str, Layout],
-        model: CostModel,
+        model: CostProtocol,
         env: ShardingEnv,
         topology: Topology,
         batch_size: int,
@@ -80,13 +80,13 @@ class Candidates:
         of_name = {name: of_class[key] for name, key in class_of.items()}
         return cls(of_name, kept, groups_of(of_name, kept, constraints, env.table_size), constraints)
 
-    def problem(self, env: ShardingEnv, topology: Topology, model: CostModel, dense_bytes: int = 0) -> Problem:
+    def problem(self, env: ShardingEnv, topology: Topology, model: CostProtocol, dense_bytes: int = 0) -> Problem:
         """What the search is to solve, beside dense weights that take `dense_bytes` on every rank.
 
         Raises:
             PlanError: pinned parameters of one spread group that share a rank.
         """
-        base = np.zeros((env.table_size, BYTES + 1))
+        base = np.zeros((env.table_size, len(model.phases) + 1))
         taken: dict[str, NDArray[np.bool_]] = {}
         for name, layout in self.pinned.items():
             base += layout.option.loads[0] + layout.option.everywhere

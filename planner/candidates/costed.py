@@ -14,7 +14,7 @@ import numpy as np
 
 from dmp import ShardingEnv
 from planner.candidates.movable import MovableLayout
-from planner.costs.cost_model import ALL_REDUCE, BYTES, EXCHANGE, CostModel
+from planner.costs.protocol import ALL_REDUCE, EXCHANGE, Array, CostProtocol, Integers, ShardTable
 from planner.costs.topology import Topology
 from planner.search.problem import Option
 
@@ -42,7 +42,7 @@ class ClassLayouts:
 
 def costed(
     layouts: Sequence[tuple[MovableLayout, str]],
-    model: CostModel,
+    model: CostProtocol,
     env: ShardingEnv,
     topology: Topology,
     batch_size: float,
@@ -53,20 +53,33 @@ def costed(
         batch_size: samples per data rank.
     """
     shards = [shard for layout, _ in layouts for shard in layout.shards]
-    local, everywhere = model.costs(shards, env, topology, batch_size)
+    local, everywhere = model.costs(ShardTable.of(shards), env, topology, batch_size)
+    spans, width = model.spans(env), local.shape[1]
     found, start = [], 0
     for layout, objection in layouts:
         stop = start + len(layout.shards)
         is_copied = layout.shards[0].replicated
-        loads = np.zeros((layout.num_blocks * layout.block_size, BYTES + 1))
+        loads = np.zeros((layout.num_blocks * layout.block_size, width))
         if is_copied:
             loads[:] = local[start]
         elif stop == start + 1:  # `add.at` is slow
             loads[layout.ranks[0]] = local[start]
         else:
             np.add.at(loads, np.array(layout.ranks), local[start:stop])
-        blocks = loads.reshape(layout.num_blocks, layout.block_size, BYTES + 1)
-        kinds = frozenset([ALL_REDUCE if is_copied else EXCHANGE])
+        blocks = _shared(loads.reshape(layout.num_blocks, layout.block_size, width), spans)
+        kinds = frozenset([EXCHANGE, ALL_REDUCE] if is_copied else [EXCHANGE])
         found.append(CostedLayout(layout, Option(blocks, everywhere[start:stop].sum(0), kinds), objection))
         start = stop
     return found
+
+
+def _shared(blocks: Array, spans: Integers) -> Array:
+    """Loads of phases that ranks share, on each of these; where a block has fewer, as if the others had as much."""
+    num, size, _ = blocks.shape
+    for phase, span in enumerate(spans.tolist()):
+        if span > 1 and size % span:
+            blocks[:, :, phase] *= span
+        elif span > 1:
+            groups = blocks[:, :, phase].reshape(num, -1, span)
+            blocks[:, :, phase] = np.broadcast_to(groups.sum(2, keepdims=True), groups.shape).reshape(num, size)
+    return blocks

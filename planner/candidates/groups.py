@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from dmp import PlanError
 from planner.candidates.constraints import Constraint
 from planner.candidates.costed import ClassLayouts, CostedLayout
-from planner.costs.cost_model import BYTES
+from planner.costs.protocol import BYTES
 from planner.search.problem import Item, Option
 
 Ranks = NDArray[np.bool_]

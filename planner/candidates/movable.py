@@ -16,7 +16,7 @@ from math import prod
 
 from dmp import Layout, ModuleSharder, ParameterInfo, PlanError, Shard, ShardError, ShardingEnv, hook, is_replicated
 from planner.candidates.constraints import Constraint
-from planner.costs.cost_model import ShardInfo
+from planner.costs.protocol import ShardInfo
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,15 +56,15 @@ def fixed(name: str, layout: Layout, info: ParameterInfo, constraint: Constraint
         raise PlanError(f"{name!r} = {layout}: {error}", table=name) from error
     ids = _ids_per_sample(name, info, constraint)
     if layout.is_copied or is_replicated(shards, info.shape):
-        whole = ShardInfo.of(info, shards[0], ids, True, False)
+        whole = ShardInfo.of(info, shards[0], ids, True)
         return MovableLayout(layout, env.table_size, (whole,), tuple(range(env.table_size)), 1)
     shards = shards or (Shard((0,) * len(info.shape), info.shape, 0),)  # a parameter of no rows
     # Row blocks of the same columns on one host: their partial sums are added up there before they leave it.
-    inner = prod(env.table_shape[1:])
+    inner = env.table_shape[-1]
     columns_on_host = [(s.rank // inner, s.offsets[1:], s.sizes[1:]) for s in shards]
     count = Counter(columns_on_host if len(env.table_shape) > 1 else ())
     infos = tuple(
-        ShardInfo.of(info, shard, ids, False, count[columns] > 1)
+        ShardInfo.of(info, shard, ids, False, 1 / max(1, count[columns]))
         for shard, columns in zip(shards, columns_on_host, strict=True)
     )
     return MovableLayout(layout, env.table_size, infos, tuple(s.rank for s in shards), 1)
@@ -112,7 +112,7 @@ def _block_size(in_place: MovableLayout, named: tuple[int, ...], env: ShardingEn
     used = {*in_place.ranks, *named}
     if not named or len(used) == env.table_size:
         return env.table_size
-    if not any(shard.row_cut_in_host for shard in in_place.shards):
+    if not any(shard.host_share < 1 for shard in in_place.shards):
         return 1
     inner = prod(env.table_shape[1:])
     per_host = Counter(rank // inner for rank in used)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from dmp import PlanError, shown_bytes
 from planner.candidates.candidates import Candidates
-from planner.costs.cost_model import BYTES
+from planner.costs.protocol import BYTES
 from planner.costs.topology import Topology
 from planner.search.placement import Place, Placement
 from planner.search.problem import Infeasible, Item, Problem

@@ -12,7 +12,7 @@ from dmp import Layout, shown_bytes
 from planner.candidates.candidates import Candidates
 from planner.candidates.costed import ClassLayouts, CostedLayout
 from planner.candidates.dense import Dense
-from planner.costs.cost_model import BYTES
+from planner.costs.protocol import BYTES
 from planner.report.report import Alternative, ParameterReport, PlanReport
 from planner.search.option_costs import totals
 from planner.search.problem import Option, Problem

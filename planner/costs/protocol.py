@@ -1,0 +1,187 @@
+"""What a cost model is: `ShardTable` and a machine in, seconds by phase and bytes out; ours, or any such object."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from math import prod
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dmp import ParameterInfo, Shard, ShardingEnv, shown
+from planner.costs.topology import Topology
+
+Array = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+Integers = NDArray[np.int64]
+
+EXCHANGE, ALL_REDUCE = 0, 1
+"""Kinds of set-up, that a plan pays once each: where there is any table, and where one is replicated."""
+BYTES = -1
+"""Column of the memory, after the phases'."""
+_UNKNOWN_STATE = 2
+"""Tensors of the weights' size that an optimizer of which nobody told the state is charged: Adam's."""
+
+
+class ShardInfo(NamedTuple):
+    """One shard of one parameter: a row of a `ShardTable`, which says what each means."""
+
+    rows: float
+    columns: float
+    table_rows: float
+    item_bytes: float
+    ids_per_sample: float
+    features: float
+    pooled: bool
+    is_table: bool
+    replicated: bool
+    state_per_element: float
+    state_per_row: float
+    dense_gradient: bool
+    row_share: float
+    host_share: float = 1.0
+
+    @classmethod
+    def of(
+        cls, info: ParameterInfo, shard: Shard, ids_per_sample: float, replicated: bool, host_share: float = 1.0
+    ) -> ShardInfo:
+        """What is known of a shard of a parameter."""
+        item_bytes = info.dtype.itemsize
+        per_element, per_row = info.state_bytes or (_UNKNOWN_STATE * item_bytes, 0)
+        rows = shard.sizes[0] if shard.sizes else 1
+        table_rows = max(1, info.shape[0]) if info.shape else 1
+        return cls(
+            rows,
+            prod(shard.sizes[1:]),
+            table_rows,
+            item_bytes,
+            ids_per_sample,
+            info.num_features,
+            info.pooled,
+            info.kind == "table",
+            replicated,
+            per_element,
+            per_row,
+            info.optimizer is None,
+            rows / table_rows,
+            host_share,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class ShardTable:
+    """Shards of parameters, a column of numbers for each thing that is known of them; all (shards,).
+
+    Args:
+        rows, columns: of the shard; any number of columns, for a family of cuts is costed at a few widths.
+        table_rows: of the whole parameter, at least 1.
+        item_bytes: of an element.
+        ids_per_sample: mean number of ids of a sample in all features of the whole table.
+        features: number of features that read it.
+        pooled: a feature's rows are summed into one; else each goes back.
+        is_table: batches look its rows up; else it is read whole.
+        replicated: whole on every rank; one entry stands for all of them.
+        state_per_element, state_per_row: bytes of the in-backward optimizer's state.
+        dense_gradient: no optimizer runs in the backward pass: it leaves an ordinary gradient.
+        row_share: part of the table's ids that this shard gets: rows / table_rows unless it was measured.
+        host_share: 1 / number of row blocks of the same columns on the shard's host, which are summed there.
+    """
+
+    rows: Array
+    columns: Array
+    table_rows: Array
+    item_bytes: Array
+    ids_per_sample: Array
+    features: Array
+    pooled: Flags
+    is_table: Flags
+    replicated: Flags
+    state_per_element: Array
+    state_per_row: Array
+    dense_gradient: Flags
+    row_share: Array
+    host_share: Array
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @classmethod
+    def of(cls, shards: Sequence[ShardInfo]) -> ShardTable:
+        """The table of these rows."""
+        return cls.from_columns(*np.array(shards, dtype=np.float64).reshape(len(shards), len(ShardInfo._fields)).T)
+
+    @classmethod
+    def from_columns(cls, *columns: Any) -> ShardTable:
+        """The table of these columns, in the order of the fields; a number stands for a column of it."""
+        made = np.broadcast_arrays(*(np.atleast_1d(np.asarray(column)) for column in columns))
+        kinds = (bool if f.type == "Flags" else np.float64 for f in fields(cls))
+        return cls(*(column.astype(kind) for column, kind in zip(made, kinds, strict=True)))
+
+    def take(self, index: Integers | Flags) -> ShardTable:
+        """The shards at these places, or where this is true."""
+        return ShardTable(*(getattr(self, f.name)[index] for f in fields(self)))
+
+    def with_columns(self, columns: Array) -> ShardTable:
+        """The same shards with other widths."""
+        return replace(self, columns=np.broadcast_to(np.asarray(columns, dtype=np.float64), self.rows.shape))
+
+
+@runtime_checkable
+class CostProtocol(Protocol):
+    """Tells what shards cost. `CostModel` is one; for another of your own, `ShardingPlanner(cost_model=...)`.
+
+    [Note: what a model says] A step takes the sum over `phases` of the slowest rank, for ranks wait for each other
+    between them, plus what the set-ups cost that the plan needs. Costs add up: those of all shards on a rank are the
+    rank's. They should be affine in `ShardTable.columns`, all else equal: then columns are cut anywhere; where they are
+    not, columns are cut evenly only.
+    """
+
+    @property
+    def phases(self) -> Sequence[str]:
+        """Names, in the order of a step. One name may stand several times, for stages of one thing."""
+        ...
+
+    def spans(self, env: ShardingEnv) -> Integers:
+        """(phases,): how many consecutive table ranks share a phase's load, as a network card; mostly 1.
+
+        In a phase of span s a shard's cost is what it adds to the load of the s ranks, wherever it lies among them.
+        """
+        ...
+
+    def costs(self, shards: ShardTable, env: ShardingEnv, topology: Topology, batch_size: float) -> tuple[Array, Array]:
+        """What each shard costs.
+
+        Args:
+            batch_size: samples per data rank.
+
+        Returns:
+            `local`, on the shard's rank (for a replicated one: on every rank), and `everywhere`, on every rank besides,
+            where samples are; both (shards, phases + 1): seconds by phase, then bytes.
+        """
+        ...
+
+    def setups(self, env: ShardingEnv, topology: Topology) -> Array:
+        """Seconds by phase, (2, phases), that a plan pays once: with any parameter, with a replicated one besides."""
+        ...
+
+
+def checked(model: Any) -> CostProtocol:
+    """A cost model that a user passed.
+
+    Raises:
+        ValueError: it lacks a member of `CostProtocol`, or is a class.
+    """
+    wanted = ("phases", "spans", "costs", "setups")
+    missing = [name for name in wanted if not hasattr(model, name)]
+    if isinstance(model, type) or missing:
+        what = f"lacks {', '.join(missing)}" if missing else "is a class: call it"
+        raise ValueError(
+            f"expected a cost model, an object with {', '.join(wanted)} as planner.CostModel() has; "
+            f"{shown(model)} {what}"
+        )
+    if not (isinstance(model.phases, Iterable) and all(isinstance(p, str) for p in model.phases)):
+        raise ValueError(f"a cost model's phases are names; {shown(model)} has {shown(model.phases)}")
+    found: CostProtocol = model
+    return found
