@@ -1,7 +1,7 @@
 """One wrapper that puts any PyTorch model on any device mesh.
 
 Rooms, lower ones first; each says in its `__init__` what lives there: `ranks`, `moving`, `layouts`, `plans`, `wrap`,
-`state`, `pipeline`, `checkpoint`. Single files:
+`state`, `pipeline`, `checkpoint`, `commands`. Single files:
 
 - `errors`: the errors a user can meet
 - `env`: `ShardingEnv`, a mesh whose axes have roles
@@ -17,7 +17,7 @@ Rooms, lower ones first; each says in its `__init__` what lives there: `ranks`, 
 - `nested`: what dicts, lists, tuples and objects hold inside each other
 - `places`: where a module's tensors are held, ties among them
 - `read_values`: values that came out of a file: strict JSON, sizes, and how an error shows them
-- `__main__`: the command line: `python -m dmp convert`
+- `__main__`: the command line: `python -m dmp plan | explain | diff | convert`
 """
 
 from __future__ import annotations

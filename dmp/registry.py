@@ -95,6 +95,11 @@ def default_planner() -> Any:
     return points[-1].load()() if points else load("planner:ShardingPlanner")()
 
 
+def of_planner(name: str) -> Any:
+    """A public name of the built-in planner's package."""
+    return load(f"planner:{name}")
+
+
 def default_data_parallel_wrapper() -> Any:
     """The built-in wrapper for what no sharder owns."""
     return load("sharders:FSDPWrapper")()

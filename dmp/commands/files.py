@@ -1,0 +1,91 @@
+"""Plans and constraints from disk and to it. A plan's report lies beside it: `plan.json`, `plan.report.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dmp.commands.refusal import FAILED, Refusal
+from dmp.plans.plan import ShardingPlan
+from dmp.read_values import parse_json, shown
+from dmp.registry import of_planner
+
+T = TypeVar("T")
+
+
+def read_plan(path: Path) -> ShardingPlan:
+    """The plan in a file, with the report beside it where there is one.
+
+    Raises:
+        Refusal: no such file, or no plan.
+    """
+    plan = _read(path, "a plan", ShardingPlan.from_json)
+    beside = report_path(path)
+    report_type = of_planner("PlanReport")
+    if beside.exists() and hasattr(report_type, "load"):
+        try:
+            plan.report = report_type.load(beside)
+        except (OSError, ValueError) as error:
+            raise Refusal(f"{beside}: {error}", FAILED) from None
+    return plan
+
+
+def write_plan(plan: ShardingPlan, path: Path) -> None:
+    """The plan's JSON, and its report beside it.
+
+    Raises:
+        Refusal: what cannot be written.
+    """
+    write(path, plan.to_json() + "\n")
+    if hasattr(plan.report, "save"):
+        plan.report.save(report_path(path))
+
+
+def report_path(path: Path) -> Path:
+    """Where the report of a plan lies."""
+    return path.with_name(f"{path.stem}.report.json")
+
+
+def read_constraints(path: Path) -> dict[str, Any]:
+    """`{"t_*": {"layouts": ["row_wise"], "pooling_factor": 3}}` as constraints by pattern.
+
+    Raises:
+        Refusal: no such file, or what is no constraint.
+    """
+    return _read(path, "constraints", _by_pattern)
+
+
+def write(path: Path, text: str) -> None:
+    """Raise `Refusal` where it cannot be written."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise Refusal(f"{path}: {error.strerror or error}", FAILED) from None
+
+
+def _by_pattern(text: str) -> dict[str, Any]:
+    constraint = of_planner("Constraint")
+    data = parse_json(text)
+    if not isinstance(data, dict) or not all(isinstance(fields, dict) for fields in data.values()):
+        raise ValueError(f'expected {{"name or pattern": {{"layouts": [..], ..}}}}; got {shown(data)}')
+    found = {}
+    for key, fields in data.items():
+        unknown = sorted(fields.keys() - constraint.__dataclass_fields__.keys())
+        if unknown:
+            raise ValueError(f"{key!r} has {unknown}; a constraint has {', '.join(constraint.__dataclass_fields__)}")
+        found[key] = constraint(**fields)
+    return found
+
+
+def _read(path: Path, what: str, parse: Callable[[str], T]) -> T:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise Refusal(f"{path}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise Refusal(f"{path} is not {what}: it is no text") from None
+    try:
+        return parse(text)
+    except (ValueError, TypeError) as error:
+        raise Refusal(f"{path} is not {what}: {error}" if str(path) not in str(error) else str(error)) from None

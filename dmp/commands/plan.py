@@ -1,0 +1,73 @@
+"""`plan`: a plan for a mesh that is not here, from a model's factory; no process group, no accelerator."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from dmp.commands.factory import made_module
+from dmp.commands.files import read_constraints, read_plan, write_plan
+from dmp.commands.machine import add_machine, add_mesh, env_of, topology_of
+from dmp.commands.refusal import FAILED, NO_PLAN, Refusal, in_one_line
+from dmp.errors import DmpError, PlanError
+from dmp.plans.plan import ShardingPlan
+from dmp.registry import default_sharders, of_planner
+
+NAME = "plan"
+ABOUT = "plan a model on a mesh that is not here, and say why the plan is as it is"
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    about = "package.module:name of a function or class without arguments that gives an nn.Module, or of a module"
+    parser.add_argument("model", metavar="MODULE:NAME", help=f"{about}; looked for in the current directory too")
+    parser.add_argument(
+        "--build-on",
+        default="meta",
+        choices=("meta", "cpu"),
+        help="device under which the model is made; meta takes no memory (default: %(default)s)",
+    )
+    add_mesh(parser)
+    add_machine(parser)
+    parser.add_argument("--batch-size", type=int, help="samples per data rank (default: the planner's)")
+    parser.add_argument("--constraints", type=Path, metavar="FILE", help='JSON: {"t_*": {"layouts": ["row_wise"]}}')
+    parser.add_argument("--pinned", type=Path, metavar="FILE", help="a plan whose entries are kept as they are")
+    parser.add_argument("--time-budget", type=float, metavar="S", help="seconds after which the best plan so far is it")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the plan here, and its report beside it")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the report as one page")
+
+
+def run(given: argparse.Namespace) -> int:
+    """Plan, print the report, and write what was asked for."""
+    env = env_of(given)
+    topology = topology_of(given, env)
+    options = {
+        "topology": topology,
+        "constraints": None if given.constraints is None else read_constraints(given.constraints),
+        "batch_size": given.batch_size,
+        "time_budget_s": given.time_budget,
+    }
+    pinned = None if given.pinned is None else read_plan(given.pinned)
+    for path in (given.out, given.html):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise Refusal(f"{path}: there is no folder {path.absolute().parent}")
+    try:
+        planner = of_planner("ShardingPlanner")(**{name: value for name, value in options.items() if value is not None})
+    except ValueError as error:
+        raise Refusal(str(error)) from None
+    module = made_module(given.model, given.build_on)
+    try:
+        plan: ShardingPlan = planner.plan(module, default_sharders(), env, pinned)
+    except PlanError as error:
+        raise Refusal(f"no plan: {error}", NO_PLAN) from error
+    except (DmpError, ValueError) as error:
+        raise Refusal(in_one_line(error), FAILED) from error
+    if given.out is not None:
+        write_plan(plan, given.out)
+    if given.html is not None:
+        try:
+            plan.report.save_html(given.html)
+        except (ModuleNotFoundError, OSError) as error:
+            raise Refusal(f"--html: {error}", FAILED) from error
+    print(plan.report)
+    return 0

@@ -1,0 +1,146 @@
+"""`python -m dmp plan`, `explain` and `diff`: no process group, no accelerator, and mistakes in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dmp import ShardingPlan
+from dmp.__main__ import main
+from dmp.commands.machine import number_of_bytes
+
+ROOT = Path(__file__).resolve().parents[1]
+MODELS = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.users = nn.EmbeddingBag(10**7, 64, mode="sum")
+        self.items = nn.EmbeddingBag(1000, 16, mode="sum")
+        self.top = nn.Linear(80, 1)
+
+def make():
+    return Model()
+
+def needs(rows):
+    return Model()
+
+def gives_a_number():
+    return 3
+
+def raises():
+    raise RuntimeError("no rows")
+
+def reads_values():
+    return nn.Linear(int(torch.ones(1)), 2)
+
+class Namespace:
+    make = staticmethod(make)
+
+a_module = nn.EmbeddingBag(100, 8)
+a_number = 5
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current directory, with a stranger's models in it."""
+    (tmp_path / "strangers_models.py").write_text(MODELS)
+    (tmp_path / "dies.py").write_text("import sys\nsys.exit('no licence')\n")
+    (tmp_path / "lacks.py").write_text("import not_installed_here\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    for name in ("strangers_models", "dies", "lacks"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_a_plan_for_4096_ranks_in_a_fresh_process(folder: Path) -> None:
+    command = [sys.executable, "-W", "error", "-m", "dmp", "plan", "strangers_models:make"]
+    command += ["--mesh", "512x8", "--axes", "host,local", "--out", "plan.json"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "lower bound" in done.stdout
+    assert set(ShardingPlan.from_json((folder / "plan.json").read_text())) == {"users.weight", "items.weight"}
+
+
+@pytest.mark.parametrize("model", ["Model", "a_module", "Namespace.make"])
+def test_forms_of_models(model: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", f"strangers_models:{model}", "--mesh", "4"]) == 0
+    assert "step" in capsys.readouterr().out
+
+
+def test_what_is_given_is_kept(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    common = ["plan", "strangers_models:make", "--mesh", "2x2", "--device", "cpu", "--memory", "20GB"]
+    (folder / "constraints.json").write_text(json.dumps({"users": {"layouts": ["row_wise"]}}))
+    assert main([*common, "--constraints", "constraints.json", "--out", "a.json", "--html", "a.html"]) == 0
+    assert "<html" in (folder / "a.html").read_text()
+    a = ShardingPlan.from_json((folder / "a.json").read_text())
+    assert str(a["users.weight"]) == "row_wise()"
+    assert main([*common, "--pinned", "a.json", "--out", "b.json", "--batch-size", "9", "--time-budget", "9"]) == 0
+    assert ShardingPlan.from_json((folder / "b.json").read_text()) == a
+    capsys.readouterr()
+    assert main(["diff", "a.json", "b.json"]) == 0
+    assert "the same 2 entries" in capsys.readouterr().out
+    assert main([*common, "--out", "c.json", "--batch-size", "100000"]) == 0
+    assert main(["explain", "a.json", "users"]) == 0
+    assert "row_wise" in capsys.readouterr().out
+    assert main(["explain", "a.json", "nobody"]) == 2
+    assert "'nobody'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        ("no_such_module:make", 2, "there is no module 'no_such_module'"),
+        ("lacks:make", 1, "importing 'lacks' raises ModuleNotFoundError: No module named 'not_installed_here' (lacks"),
+        ("dies:make", 1, "importing 'dies' raises SystemExit: no licence"),
+        ("strangers_models", 2, "expected package.module:name"),
+        ("strangers_models.py:make", 2, "is a file"),
+        ("strangers_models:mke", 2, "has no 'mke'; it has make"),
+        ("strangers_models:needs", 2, "needs arguments (rows)"),
+        ("strangers_models:a_number", 2, "an object of int; expected a function"),
+        ("strangers_models:gives_a_number", 2, "gives an object of int; expected an nn.Module"),
+        ("strangers_models:raises", 1, "RuntimeError: no rows (strangers_models.py:"),
+        ("strangers_models:reads_values", 1, "--build-on cpu"),
+        ("strangers_models:make --mesh 4x", 2, "got '4x'"),
+        ("strangers_models:make --mesh 4x0", 2, "got '4x0'"),
+        ("strangers_models:make --mesh 4x2x2", 2, "name them: --axes"),
+        ("strangers_models:make --mesh 4x2 --axes dp", 2, "has 2 axes, --axes dp names 1"),
+        ("strangers_models:make --mesh 4x2 --axes dp,b", 2, "'b' has no role"),
+        ("strangers_models:make --batch-size 0", 2, "batch_size must be positive"),
+        ("strangers_models:make --memory 80GX", 2, "--memory is a size"),
+        ("strangers_models:make --memory 1GB", 3, "no plan: 'users.weight' does not fit"),
+        ("strangers_models:make --constraints none.json", 2, "none.json: No such file"),
+        ("strangers_models:make --constraints dies.py", 2, "dies.py is not constraints"),
+        ("strangers_models:make --pinned dies.py", 2, "dies.py is not a plan"),
+        ("strangers_models:make --out no/plan.json", 2, "there is no folder"),
+    ],
+)
+def test_mistakes(arguments: str, code: int, message: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = arguments.split()
+    mesh = [] if "--mesh" in words else ["--mesh", "4"]
+    assert main(["plan", *words, *mesh]) == code
+    said = capsys.readouterr().err
+    assert message in said
+    assert code == 3 or said.count("\n") == 1
+
+
+def test_a_constraint_of_another_name(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "c.json").write_text(json.dumps({"users": {"layout": "row_wise"}}))
+    assert main(["plan", "strangers_models:make", "--mesh", "2", "--constraints", "c.json"]) == 2
+    assert "'users' has ['layout']; a constraint has layouts, " in capsys.readouterr().err
+
+
+def test_sizes() -> None:
+    sizes = ("80GB", "80 GiB", "1.5tb", "1e9", "1000")
+    assert [number_of_bytes(text) for text in sizes] == [80e9, 80 * 2**30, 1.5e12, 1e9, 1e3]
