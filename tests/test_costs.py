@@ -42,6 +42,39 @@ def test_topology_figures_by_axis() -> None:
             Topology(*bad)  # type: ignore[arg-type]
 
 
+def test_topology_file(tmp_path: Path) -> None:
+    whole = Topology(
+        80e9, 2e12, 6e13, (5e10, 4.5e11), 1e-5, 0.1, ranks_per_host=4, name="box", sources={"flops": "a data sheet"}
+    )
+    named = Topology(1, 1, 1, {"dp": 1e9}, {"dp": 0.0})
+    for topology in (whole, named, Topology.of(one_axis(2, "cpu"))):
+        topology.save(tmp_path / "t.json")
+        assert Topology.load(tmp_path / "t.json") == topology
+    bandwidth = [link.bandwidth for link in whole.links(hosts(2, 8)).values()]
+    assert bandwidth == [5e10, 4.5e11]
+    assert whole.links(one_axis(4))["dp"].bandwidth == 4.5e11 > whole.links(one_axis(8))["dp"].bandwidth == 5e10
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[1]", r"t\.json is no topology: expected \{.format.: .dmp topology."),
+        ("{", r"t\.json is no JSON"),
+        ('{"format": "dmp topology", "version": 2}', r"has version 2; this version of dmp reads 1"),
+        ('{"format": "dmp topology", "version": 1, "memory": 1}', r"has fields \['memory'\]; expected"),
+        ('{"format": "dmp topology", "version": 1, "flops": 1}', r"lacks \['link_bandwidth', .*; expected"),
+    ],
+)
+def test_a_file_that_is_no_topology(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "t.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        Topology.load(tmp_path / "t.json")
+    with pytest.raises(ValueError, match=r"no topology 'pdp-11': expected a file .* or one of the machines"):
+        Topology.load("pdp-11")
+    with pytest.raises(ValueError, match=r"a pair \(between hosts, inside one\).* got \(1, 2, 3\)"):
+        Topology(1, 1, 1, (1, 2, 3), 0, ranks_per_host=8)
+
+
 # Cost
 
 

@@ -1,6 +1,7 @@
 """What a layout costs on a machine. In reading order:
 
 - `topology`: how fast and large the machine is
+- `topology_file`: the files that topologies are kept in
 - `protocol`: what a cost model is asked and answers, ours or a user's
 - `links`: seconds of exchanges on the links of a mesh
 - `cost_model`: ours: seconds by phase and bytes of every option

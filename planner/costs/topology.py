@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, fields
 from math import prod
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from dmp import ShardingEnv, shown
 from planner.arguments import is_number, positive, several
+from planner.costs import topology_file
 
 _PER_AXIS = "expected a number, one per mesh axis (outer first), or a dict axis name -> number"
+_PAIR = "with ranks_per_host, expected a number, a pair (between hosts, inside one), or a dict axis name -> number"
 _CUDA_RANKS_PER_HOST = 8
+_NEEDED = ("memory_bytes", "memory_bandwidth", "flops", "link_bandwidth", "link_latency")
 PerAxis = float | Sequence[float] | Mapping[str, float]
 
 
@@ -36,9 +40,13 @@ class Topology:
         link_bandwidth: bytes/s of a rank along each mesh axis: a number, one per axis (outer first), or by axis name.
         link_latency: seconds per collective along each axis, in the same forms.
         reserved_fraction: part of the memory that the planner leaves to dense parameters and the allocator.
+        ranks_per_host: where it is given, a pair of link figures is (between hosts, inside one), whatever the mesh: an
+            axis that stays inside so many consecutive ranks, or lies inside an axis called `host`, is inside.
+        name: of the machine.
+        sources: where figures come from: name of a field -> words.
 
     Raises:
-        ValueError: a figure that is not positive, a reserved fraction outside [0, 1).
+        ValueError: a figure that is not positive, a reserved fraction outside [0, 1), a source of no field.
 
     Example:
         >>> Topology(80e9, 2e12, 6e13, link_bandwidth=(5e10, 4.5e11), link_latency=(2e-5, 1e-5))
@@ -50,18 +58,55 @@ class Topology:
     link_bandwidth: PerAxis
     link_latency: PerAxis
     reserved_fraction: float = 0.15
+    ranks_per_host: int | None = None
+    name: str = ""
+    sources: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        for field in ("memory_bytes", "memory_bandwidth", "flops"):
-            positive(f"Topology.{field}", getattr(self, field))
+        for name in ("memory_bytes", "memory_bandwidth", "flops"):
+            positive(f"Topology.{name}", getattr(self, name))
         if not is_number(self.reserved_fraction, or_zero=True) or self.reserved_fraction >= 1:
             raise ValueError(f"Topology.reserved_fraction must be in [0, 1); got {shown(self.reserved_fraction)}")
-        for field in ("link_bandwidth", "link_latency"):
-            values = getattr(self, field)
-            if isinstance(values, str) or not isinstance(values, (int, float, Sequence, Mapping)):
-                raise ValueError(f"Topology.{field}: {_PER_AXIS}; got {shown(values)}")
-            for value in several(values.values() if isinstance(values, Mapping) else values, (int, float)):
-                positive(f"Topology.{field}", value, or_zero=field == "link_latency")
+        if self.ranks_per_host is not None:
+            positive("Topology.ranks_per_host", self.ranks_per_host)
+        for name in ("link_bandwidth", "link_latency"):
+            self._check_per_axis(name, getattr(self, name))
+        known = [f.name for f in fields(self)]
+        if not isinstance(self.sources, Mapping) or not set(self.sources) <= set(known):
+            raise ValueError(
+                f"Topology.sources must be a dict of field -> words, of {known}; got {shown(self.sources)}"
+            )
+
+    def _check_per_axis(self, name: str, values: PerAxis) -> None:
+        if isinstance(values, str) or not isinstance(values, (int, float, Sequence, Mapping)):
+            raise ValueError(f"Topology.{name}: {_PER_AXIS}; got {shown(values)}")
+        for value in several(values.values() if isinstance(values, Mapping) else values, (int, float)):
+            positive(f"Topology.{name}", value, or_zero=name == "link_latency")
+        if self.ranks_per_host is not None and isinstance(values, Sequence) and len(values) != 2:
+            raise ValueError(f"Topology.{name}: {_PAIR}; got {shown(values)}")
+
+    @classmethod
+    def load(cls, path_or_name: str | Path) -> Topology:
+        """A machine that was saved, or one of those that come with the planner, by name (`topology_names()`).
+
+        Raises:
+            ValueError: no such file or machine, another kind of file, or a version, field or figure that is not known.
+        """
+        where, figures = topology_file.read(path_or_name)
+        known = [f.name for f in fields(cls)]
+        for names, words in ((figures.keys() - set(known), "has fields"), (set(_NEEDED) - figures.keys(), "lacks")):
+            if names:
+                raise ValueError(f"{where} {words} {sorted(names)}; expected {_NEEDED}, and maybe others of {known}")
+        given: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in figures.items()}
+        try:
+            return cls(**given)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{where}: {error}") from error
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON, for `load`."""
+        figures = asdict(self)
+        topology_file.write(path, {name: value for name, value in figures.items() if value not in (None, "", {})})
 
     @classmethod
     def of(cls, env: ShardingEnv) -> Topology:
@@ -75,7 +120,7 @@ class Topology:
             ValueError: another device type.
         """
         if env.device_type == "cuda":
-            fast = [_is_inside_host(env, i) for i in range(len(env.shape))]
+            fast = [_is_inside_host(env, i, _CUDA_RANKS_PER_HOST) for i in range(len(env.shape))]
             return cls(
                 memory_bytes=80e9,
                 memory_bandwidth=2.5e12,
@@ -109,9 +154,24 @@ class Topology:
         Raises:
             ValueError: figures for another number of axes, or for other names.
         """
-        bandwidth = _per_axis("link_bandwidth", self.link_bandwidth, env)
-        latency = _per_axis("link_latency", self.link_latency, env)
+        bandwidth = self._per_axis("link_bandwidth", self.link_bandwidth, env)
+        latency = self._per_axis("link_latency", self.link_latency, env)
         return {name: Link(b, a) for name, b, a in zip(env.names, bandwidth, latency, strict=True)}
+
+    def _per_axis(self, name: str, values: PerAxis, env: ShardingEnv) -> list[float]:
+        if isinstance(values, (int, float)):
+            return [float(values)] * len(env.names)
+        if isinstance(values, Mapping):
+            if set(values) != set(env.names):
+                raise ValueError(f"Topology.{name} names the axes {shown(list(values))}; the mesh has {env.names}")
+            return [float(values[axis]) for axis in env.names]
+        if self.ranks_per_host is not None:
+            return [float(values[_is_inside_host(env, i, self.ranks_per_host)]) for i in range(len(env.names))]
+        if len(values) != len(env.names):
+            raise ValueError(
+                f"Topology.{name} has {len(values)} figures; the mesh has {len(env.names)} axes {env.names}"
+            )
+        return [float(v) for v in values]
 
 
 def host_memory_bytes() -> float:
@@ -126,19 +186,7 @@ def host_memory_bytes() -> float:
     return total
 
 
-def _is_inside_host(env: ShardingEnv, axis: int) -> bool:
+def _is_inside_host(env: ShardingEnv, axis: int, ranks_per_host: int) -> bool:
     if env.names[axis] == "host":
         return False
-    return "host" in env.names[:axis] or prod(env.shape[axis:]) <= _CUDA_RANKS_PER_HOST
-
-
-def _per_axis(field: str, values: PerAxis, env: ShardingEnv) -> list[float]:
-    if isinstance(values, (int, float)):
-        return [float(values)] * len(env.names)
-    if isinstance(values, Mapping):
-        if set(values) != set(env.names):
-            raise ValueError(f"Topology.{field} names the axes {shown(list(values))}; the mesh has {env.names}")
-        return [float(values[name]) for name in env.names]
-    if len(values) != len(env.names):
-        raise ValueError(f"Topology.{field} has {len(values)} figures; the mesh has {len(env.names)} axes {env.names}")
-    return [float(v) for v in values]
+    return "host" in env.names[:axis] or prod(env.shape[axis:]) <= ranks_per_host
