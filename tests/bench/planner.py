@@ -10,16 +10,34 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.bench.planner_cases import PUBLISHED, QUICK, RANDOM, RANKS, is_impossible, table_set
-from tests.bench.planner_run import Run, run, warm_up
+import numpy as np
+
+from dmp import ShardingPlan
+from tests.bench.planner_cases import (
+    PUBLISHED,
+    QUICK,
+    RANDOM,
+    RANKS,
+    TableSet,
+    is_impossible,
+    mesh,
+    table_set,
+    topology,
+)
+from tests.bench.planner_judge import step_phases
+from tests.bench.planner_pieces import Pieces, layouts_of
+from tests.bench.planner_run import Run, Seen, run, warm_up
+from tests.bench.planner_simple import simple_steps
 from tests.bench.report import HEADER, Result, markdown, rewrite
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS, GIGABYTES = 2.0, 2.0
 SMALL_GAP, LARGE_GAP = 0.01, 0.05
+BY_HAND = 0.95  # a plan by hand may be that much of ours, where the two models differ
 
 
 @dataclass(frozen=True)
@@ -40,16 +58,19 @@ class Case:
         name, cost = f"{self.tables} @ {self.ranks}", (f"{self.run.seconds:.2f}", f"{self.run.peak_bytes / 1e6:.0f}")
         if self.run.step is None or self.run.bound is None:
             fault = "" if self.impossible else f": {self.run.error.splitlines()[0][:90]}"
-            return name, *cost, "", "", "no plan can fit" if self.impossible else f"NO PLAN{fault}"
+            return name, *cost, "", "", "no plan can fit" if self.impossible else f"NO PLAN{fault}", "", "", ""
         step, bound = f"{self.run.step * 1e3:.4g}", f"{self.run.bound * 1e3:.4g}"
-        return name, *cost, step, bound, f"{self.run.gap:.2%}"
+        seen = self.run.seen
+        best = f"{seen.best * 1e3:.4g}" if seen else ""
+        judged = (f"{seen.ours * 1e3:.4g}", f"{best} ({seen.best_name})", f"{seen.ratio:.2f}") if seen else ("", "", "")
+        return name, *cost, step, bound, f"{self.run.gap:.2%}", *judged
 
     def __str__(self) -> str:
-        name, seconds, memory, step, bound, gap = self.cells()
-        return f"{name:24} {seconds:>7} {memory:>7} {step:>9} {bound:>9} {gap:>9}"
+        return FORM.format(*self.cells())
 
 
-COLUMNS = ("case", "CPU s", "MB", "step ms", "bound ms", "gap")
+COLUMNS = ("case", "CPU s", "MB", "step ms", "bound ms", "gap", "judged ms", "by hand ms", "ratio")
+FORM = "{:24} {:>7} {:>7} {:>9} {:>9} {:>8} {:>10} {:>32} {:>6}"
 
 
 def main() -> int:
@@ -66,19 +87,29 @@ def main() -> int:
         parser.error(f"expected some of {list(known)}; got {unknown}")
     warnings.simplefilter("ignore")  # of libraries
     warm_up()
-    print("{:24} {:>7} {:>7} {:>9} {:>9} {:>9}".format(*COLUMNS))
+    print(FORM.format(*COLUMNS))
     cases: list[Case] = []
     for name in args.names or (QUICK if args.quick else known):
         tables = table_set(name)
         module = tables.module()
         for ranks in args.ranks:
-            cases.append(Case(name, ranks, is_impossible(tables, ranks), run(tables, ranks, module)))
+            cases.append(Case(name, ranks, is_impossible(tables, ranks), run(tables, ranks, module, judged)))
             print(cases[-1], flush=True)
     results = goals(cases)
     print(f"\n{HEADER}", *results, sep="\n")
     if args.write:
         write(cases, results)
     return 1 if args.strict and any(r.verdict == "MISSED" for r in results) else 0
+
+
+def judged(tables: TableSet, ranks: int, module: Any, plan: ShardingPlan) -> Seen:
+    """The plan under the second model, beside the best of the simple ones."""
+    pieces = Pieces.of(tables.tables, layouts_of(plan, tables.tables), mesh(ranks))
+    ours = float(sum(step_phases(tables.tables, pieces, ranks).values()))
+    by_hand = simple_steps(tables.tables, ranks)
+    best = min(by_hand, key=by_hand.__getitem__, default="")
+    fullest = float(pieces.weight_bytes(tables.tables, ranks).max())
+    return Seen(ours, best, by_hand.get(best, float("inf")), fullest / topology(ranks).usable_bytes)
 
 
 def goals(cases: Sequence[Case]) -> list[Result]:
@@ -111,6 +142,16 @@ def goals(cases: Sequence[Case]) -> list[Result]:
         results += [
             Result(f"share of {len(gaps)} plans within {SMALL_GAP:.0%} of the bound", "", 1.0, close, close, 0.9),
             Result("largest gap", "%", None, 100 * max(gaps), None, 100 * LARGE_GAP),
+        ]
+    seen = [c.run.seen for c in planned if c.run.seen]
+    if seen:
+        ratios = [s.ratio for s in seen]
+        mean = float(np.exp(np.mean(np.log(ratios))))
+        results += [
+            Result(
+                "a plan by hand beside ours, by the second model: least", "", 1.0, min(ratios), min(ratios), BY_HAND
+            ),
+            Result("a plan by hand beside ours, by the second model: geometric mean", "", 1.0, mean, mean, 1.0),
         ]
     return results
 

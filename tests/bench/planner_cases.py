@@ -87,7 +87,9 @@ class Random:
         rows: smallest and largest.
         skew: power of the uniform draw between them; above 1 most tables are small.
         most_pooling: ids per sample, log-uniform from 1.
-        full: (ranks, share): rows are scaled until the weights take this share of the memory of so many ranks.
+        full: (ranks, share): rows are scaled until the weights take this share of the memory of so many ranks. Results,
+            their gradients and what is exchanged take up to four times the results: 31 % for 700 wide tables, 10 %
+            for the giants, 1 to 3 % for the others.
     """
 
     seed: int
@@ -121,8 +123,8 @@ RANDOM: Mapping[str, Random] = {
     "random_60_wide": Random(2, 60, (512, 768, 1024), full=(16, 0.90), rows=(1e4, 3e7), most_pooling=20),
     "random_120_tight": Random(3, 120, (32, 64, 128), full=(8, 0.92), most_pooling=8),
     "random_400": Random(4, 400, (16, 32, 64, 128)),
-    "random_700_wide": Random(5, 700, (512, 1024), rows=(1e4, 2e6), full=(128, 0.85), most_pooling=15),
-    "random_900_giants": Random(6, 900, (16, 64, 128, 512), rows=(10, 1e9), skew=4, full=(64, 0.88), most_pooling=10),
+    "random_700_wide": Random(5, 700, (512, 1024), rows=(1e4, 2e6), full=(128, 0.55), most_pooling=15),
+    "random_900_giants": Random(6, 900, (16, 64, 128, 512), rows=(10, 1e9), skew=4, full=(64, 0.78), most_pooling=10),
     "random_1000": Random(7, 1000, (64, 96, 128, 192), rows=(1e3, 3e6), most_pooling=25),
     "random_2000": Random(8, 2000, (16, 32, 64, 128, 256, 1024), rows=(4, 1e7), skew=2),
 }

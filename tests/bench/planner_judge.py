@@ -1,0 +1,96 @@
+"""A second model of a step, made from what the data path sends and reads, without the planner's own.
+
+A step is the sum over phases of the slowest rank. It counts bytes:
+
+- ids: 32-bit words of lengths and ids, to every rank that has a part of the table, once for each of its row blocks
+- lookup: each id reads a row's part, and each bag writes its part; again with gradients backward, where a row is also
+  written
+- results: inside the host from every rank that has something, where row blocks are summed; then between hosts each
+  column block once, shared by the host's ranks
+- copies: an all-reduce of the table, in the host and between hosts, and an update of all of it
+
+An exchange costs a latency and the bytes of the rank with the most; what stays on a rank, or on its host, is not sent
+over the link. No overlap, no caches, ids evenly spread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tests.bench.planner_cases import BATCH, PER_HOST, Table
+from tests.bench.planner_pieces import Integers, Pieces
+
+Array = NDArray[np.float64]
+MEMORY, INSIDE, OUTSIDE = 2.5e12, 450e9, 50e9  # bytes/s of H100 boxes
+LATENCY_INSIDE, LATENCY_OUTSIDE = 1e-5, 2.5e-5
+WORD = 4  # bytes of an id, a length, an element
+ID_PASSES = 6  # over the ids: bucketize before, sort and segment in the backward pass
+
+
+def step_phases(tables: Sequence[Table], pieces: Pieces, ranks: int) -> dict[str, float]:
+    """Seconds of each phase of a plan."""
+    hosts, samples = ranks // PER_HOST, BATCH * ranks
+    bags = np.array([len(t.pooling) for t in tables], dtype=float)[pieces.table]
+    share = pieces.rows / np.array([t.rows for t in tables], dtype=float)[pieces.table]
+    ids = np.array([sum(t.pooling) for t in tables])[pieces.table] * share
+    results = samples * bags * pieces.columns * WORD
+    read = samples * ids * np.maximum(pieces.columns * WORD, 64)
+
+    def by_rank(values: Array) -> Array:
+        return np.bincount(pieces.rank, values, ranks)
+
+    once = _first_of(pieces.rank, pieces.table, pieces.row)
+    words = _summed(pieces.rank[once], (samples * (bags + ids) * WORD)[once], ranks)
+    block = _first_of(pieces.rank // PER_HOST, pieces.table, pieces.column)
+    leaving = _summed((pieces.rank // PER_HOST)[block], results[block], hosts) / PER_HOST
+    inner = by_rank(results) * (PER_HOST - 1) / PER_HOST / INSIDE
+    summing = 2 * _summed(pieces.rank // PER_HOST, results, hosts) / PER_HOST / MEMORY
+    outer = leaving * (hosts - 1) / hosts / OUTSIDE
+    outside = (ranks - PER_HOST) / ranks
+    link = words * np.maximum(outside / OUTSIDE, (PER_HOST - 1) / ranks / INSIDE)
+    passes = by_rank(samples * ids * WORD) * ID_PASSES / MEMORY
+    out = _exchange(inner, hosts, outer) + float(summing.max(initial=0.0)) if len(pieces.rank) else 0.0
+    copied = _copies(tables, pieces, ranks)
+    return {
+        "ids": (LATENCY_OUTSIDE if hosts > 1 else LATENCY_INSIDE) + link.max() if len(pieces.rank) else 0.0,
+        "lookup": ((by_rank(read + results) / MEMORY) + copied["lookup"]).max(),
+        "results": out,
+        "gradients": out,
+        "update": (by_rank(3 * read + results) / MEMORY + passes + copied["update"]).max(),
+        "copies": copied["sync"],
+    }
+
+
+def _exchange(inner: Array, hosts: int, outer: Array) -> float:
+    return LATENCY_INSIDE + inner.max() + (LATENCY_OUTSIDE + outer.max() if hosts > 1 else 0.0)
+
+
+def _copies(tables: Sequence[Table], pieces: Pieces, ranks: int) -> dict[str, float]:
+    """Of the tables that every rank has whole."""
+    own = [t for t, copied in zip(tables, pieces.copied, strict=True) if copied]
+    hosts, size = ranks // PER_HOST, sum(t.weight_bytes for t in own)
+    read = sum(BATCH * sum(t.pooling) * t.dim * WORD for t in own)
+    bags = sum(BATCH * len(t.pooling) * t.dim * WORD for t in own)
+    sync = 2 * size * ((PER_HOST - 1) / PER_HOST / INSIDE + (hosts - 1) / ranks / OUTSIDE)
+    latency = LATENCY_INSIDE + (LATENCY_OUTSIDE if hosts > 1 else 0.0)
+    return {
+        "lookup": (read + bags) / MEMORY,
+        "update": (3 * read + bags + 4 * size) / MEMORY,
+        "sync": sync + latency if own else 0.0,
+    }
+
+
+def _summed(group: Integers, values: Array, count: int) -> Array:
+    return np.bincount(group, values, count)
+
+
+def _first_of(*keys: Integers) -> Integers:
+    """Index of the first piece of each combination."""
+    if not len(keys[0]):
+        return np.zeros(0, dtype=np.int64)
+    order = np.lexsort(keys)
+    changes = np.any([k[order][1:] != k[order][:-1] for k in keys], axis=0)
+    return order[np.concatenate([[True], changes])]
