@@ -1,6 +1,6 @@
 """Chooses a layout for every parameter that a sharder takes: the sharders' options, a model's costs, a search.
 
-Rooms: `costs`, `candidates`, `search`, `report`. Single files:
+Rooms: `costs`, `candidates`, `search`, `dense`, `report`. Single files:
 
 - `planner`: `ShardingPlanner`, from module to plan
 - `pinned`: entries of a plan that a user has fixed

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from dmp import Found, ModelSharder, ModuleSharder, ShardingEnv, ShardingPlan, dense_parameters, is_torchrecs, shown
@@ -13,10 +14,11 @@ from planner.arguments import positive
 from planner.broadcast import from_first_rank
 from planner.candidates.candidates import Candidates
 from planner.candidates.constraints import Constraint, constraints_of
-from planner.candidates.dense import decide, vocabularies
 from planner.costs.cost_model import CostModel
 from planner.costs.protocol import CostProtocol, checked
 from planner.costs.topology import Topology
+from planner.dense.decide import decide, vocabularies
+from planner.dense.model import DenseModel
 from planner.pinned import Pinned, by_first_name, split_pinned
 from planner.report.infeasible import plan_error
 from planner.report.report import PlanReport
@@ -38,6 +40,9 @@ class ShardingPlanner:
         cost_model: what a choice costs; `CostModel()` by default, or an object of your own that has its members.
         batch_size: samples per data rank.
         time_budget_s: wall time after which the search stops at the best plan so far.
+        sequence_length: tokens of a sample that dense weights see; by default what the module's configuration says
+            (at most 4,096), 1 where nothing in it attends; the report says which.
+        compute_dtype: of dense products, where a policy of mixed precision sets another than the weights'.
 
     Attributes:
         report: `PlanReport` of the last plan, None before.
@@ -54,8 +59,15 @@ class ShardingPlanner:
         cost_model: CostProtocol | None = None,
         batch_size: int = 512,
         time_budget_s: float = 10.0,
+        *,
+        sequence_length: int | None = None,
+        compute_dtype: torch.dtype | None = None,
     ) -> None:
         positive("batch_size", batch_size)
+        if sequence_length is not None:
+            positive("sequence_length", sequence_length)
+        if compute_dtype is not None and not isinstance(compute_dtype, torch.dtype):
+            raise ValueError(f"compute_dtype must be a torch.dtype; got {shown(compute_dtype)}")
         positive("time_budget_s", time_budget_s)
         if constraints is not None and not isinstance(constraints, Mapping):
             raise ValueError(f"constraints must be a dict of parameter name -> Constraint; got {shown(constraints)}")
@@ -64,6 +76,8 @@ class ShardingPlanner:
         self.cost_model = CostModel() if cost_model is None else checked(cost_model)
         self.batch_size = batch_size
         self.time_budget_s = time_budget_s
+        self.sequence_length = sequence_length
+        self.compute_dtype = compute_dtype
         self.report: PlanReport | None = None
         self.reservation: Any = None  # TorchRec's, of a topology of its
 
@@ -103,9 +117,10 @@ class ShardingPlanner:
         as_dense = pinned_dense | vocabularies(taken, others, constraints, {**kept, **pinned_dense}, env)
         parameters = {name: of for name, of in taken.items() if name not in as_dense}
         weights = dense_parameters(module, parameters.keys())
-        dense = decide(weights, found.placements, as_dense, env, topology)
+        model = DenseModel.of(module, weights, self.sequence_length, self.compute_dtype)
+        dense = decide(model, found.placements, as_dense, env, topology, self.batch_size)
         candidates = Candidates.of(parameters, constraints, kept, self.cost_model, env, topology, self.batch_size)
-        problem = candidates.problem(env, topology, self.cost_model, dense.training_bytes)
+        problem = candidates.problem(env, topology, self.cost_model, dense.taken_bytes)
         try:
             solution = search(problem, lambda: time.monotonic() - begin > self.time_budget_s)
         except Infeasible as error:

@@ -6,5 +6,4 @@
 - `costed`: layouts with their costs
 - `groups`: parameters that are placed as one
 - `candidates`: what each parameter may get, as a problem for the search
-- `dense`: dense weights: what is split, and what it takes
 """

@@ -39,9 +39,14 @@ class Topology:
         flops: of the device, per second, in the tables' dtype.
         link_bandwidth: bytes/s of a rank along each mesh axis: a number, one per axis (outer first), or by axis name.
         link_latency: seconds per collective along each axis, in the same forms.
-        reserved_fraction: part of the memory that the planner leaves to dense parameters and the allocator.
+        reserved_fraction: part of the memory that neither tables nor what dense weights hold between steps may take.
+            What comes and goes within a step, dense activations and gathered weights, comes out of it first, and what
+            it does not cover out of the rest; what is then left of it is for what nobody models: the allocator's
+            waste, buffers of the libraries, the optimizer step's temporaries.
         ranks_per_host: where it is given, a pair of link figures is (between hosts, inside one), whatever the mesh: an
             axis that stays inside so many consecutive ranks, or lies inside an axis called `host`, is inside.
+        product_flops_16: of the device, per second, in matrix products of 16-bit numbers as they are reached; None: as
+            `flops`.
         name: of the machine.
         sources: where figures come from: name of a field -> words.
 
@@ -59,6 +64,7 @@ class Topology:
     link_latency: PerAxis
     reserved_fraction: float = 0.15
     ranks_per_host: int | None = None
+    product_flops_16: float | None = None
     name: str = ""
     sources: Mapping[str, str] = field(default_factory=dict, hash=False)
 
@@ -67,6 +73,8 @@ class Topology:
             positive(f"Topology.{name}", getattr(self, name))
         if not is_number(self.reserved_fraction, or_zero=True) or self.reserved_fraction >= 1:
             raise ValueError(f"Topology.reserved_fraction must be in [0, 1); got {shown(self.reserved_fraction)}")
+        if self.product_flops_16 is not None:
+            positive("Topology.product_flops_16", self.product_flops_16)
         if self.ranks_per_host is not None:
             positive("Topology.ranks_per_host", self.ranks_per_host)
         for name in ("link_bandwidth", "link_latency"):
@@ -127,6 +135,7 @@ class Topology:
                 flops=6e13,
                 link_bandwidth=tuple(450e9 if f else 50e9 for f in fast),
                 link_latency=tuple(1e-5 if f else 2.5e-5 for f in fast),
+                product_flops_16=4e14,
             )
         if env.device_type == "cpu":
             hosts = dict(zip(env.names, env.shape, strict=True)).get("host", 1)
@@ -147,6 +156,15 @@ class Topology:
     def usable_bytes(self) -> float:
         """Memory of a rank that tables and their buffers may take."""
         return self.memory_bytes * (1 - self.reserved_fraction)
+
+    @property
+    def reserved_bytes(self) -> float:
+        """The rest of its memory."""
+        return self.memory_bytes * self.reserved_fraction
+
+    def product_flops(self, item_bytes: int) -> float:
+        """Per second, in matrix products of numbers of so many bytes."""
+        return self.product_flops_16 if item_bytes <= 2 and self.product_flops_16 is not None else self.flops
 
     def links(self, env: ShardingEnv) -> dict[str, Link]:
         """Link along each axis of the env's mesh, outer first.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dmp import Layout, shown_bytes
-from planner.candidates.dense import DenseBlock
 from planner.costs.cost_model import PHASES
+from planner.dense.block import DenseBlock
 from planner.report.page import render
 
 _RANKS_SHOWN = 16
@@ -71,7 +72,9 @@ class PlanReport:
         is_cut_short: the time budget ended the search before its work was done.
         planning_seconds: wall time of planning.
         dense: dense weights, by block.
-        notes: what sharders say of their choice for dense weights.
+        notes: what sharders say of their choice for dense weights, and what is taken for granted of them.
+        dense_seconds: of a step on every rank, by what they go to (`planner.dense.block.SECONDS`), besides the phases.
+        dense_bytes: on every rank, by part (`planner.dense.block.PARTS`), besides `rank_bytes`.
     """
 
     parameters: tuple[ParameterReport, ...]
@@ -85,6 +88,8 @@ class PlanReport:
     phases: tuple[str, ...] = PHASES
     dense: tuple[DenseBlock, ...] = ()
     notes: tuple[str, ...] = ()
+    dense_seconds: Mapping[str, float] = field(default_factory=dict)
+    dense_bytes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def bytes_by_kind(self) -> dict[str, int]:
@@ -97,13 +102,18 @@ class PlanReport:
 
     @property
     def step_seconds(self) -> float:
-        """Modelled time of a step's embedding part."""
+        """Modelled time of a step: tables' phases and the dense part, after each other."""
+        return self.table_seconds + sum(self.dense_seconds.values())
+
+    @property
+    def table_seconds(self) -> float:
+        """Modelled time of the tables' phases."""
         return sum(self.phase_seconds)
 
     @property
     def gap(self) -> float:
-        """How far the step is above the lower bound, as a share of the bound; the best plan is at most so far off."""
-        return self.step_seconds / self.lower_bound - 1 if self.lower_bound > 0 else 0.0
+        """How far the tables' seconds are above their lower bound, as a share of it; the best is at most so far off."""
+        return self.table_seconds / self.lower_bound - 1 if self.lower_bound > 0 else 0.0
 
     def explain(self, name: str) -> str:
         """What a parameter got and what it did not, as text.
@@ -118,12 +128,13 @@ class PlanReport:
 
     def __str__(self) -> str:
         lines = [
-            f"step {self.step_seconds * 1e3:.3f} ms, lower bound {self.lower_bound * 1e3:.3f} ms, gap {self.gap:.1%}; "
+            f"step {self.step_seconds * 1e3:.3f} ms: tables {self.table_seconds * 1e3:.3f} ms, "
+            f"lower bound {self.lower_bound * 1e3:.3f} ms, gap {self.gap:.1%}; "
             f"planned in {self.planning_seconds:.2f} s"
             + (", cut short by the time budget" if self.is_cut_short else ""),
             "",
             f"{'':>6}" + "".join(f"{p:>13}" for p in self.phases) + f"{'sum':>13}{'memory':>12}{'':>9}",
-            f"{'step':>6}" + "".join(f"{s * 1e3:>10.3f} ms" for s in (*self.phase_seconds, self.step_seconds)),
+            f"{'step':>6}" + "".join(f"{s * 1e3:>10.3f} ms" for s in (*self.phase_seconds, self.table_seconds)),
         ]
         for rank in range(min(len(self.rank_bytes), _RANKS_SHOWN)):
             seconds, size = self.rank_seconds[rank], self.rank_bytes[rank]
@@ -159,11 +170,14 @@ def _dense_lines(report: PlanReport) -> list[str]:
     if not report.dense:
         return []
     kinds = ", ".join(f"{kind} {shown_bytes(size)}" for kind, size in report.bytes_by_kind.items())
-    lines = ["", f"weights on a rank: {kinds}"]
+    seconds = ", ".join(f"{what} {s * 1e3:.3f} ms" for what, s in report.dense_seconds.items())
+    parts = ", ".join(f"{part} {shown_bytes(size)}" for part, size in report.dense_bytes.items())
+    lines = ["", f"dense part of the step: {seconds}", f"of a rank's memory: {parts}", f"weights on a rank: {kinds}"]
     for block in report.dense:
         parts = ", ".join(f"{kind} {shown_bytes(size)}" for kind, size in block.rank_bytes.items())
         name = f"{block.count} x {block.name}" if block.name else "the rest"
-        lines.append(f"{name}: {block.num_parameters:,} parameters, on a rank {parts or 'nothing'}")
+        took = f"{sum(block.seconds.values()) * 1e3:.3f} ms"
+        lines.append(f"{name}: {block.num_parameters:,} parameters, on a rank {parts or 'nothing'}; {took}")
     return lines + [f"note: {note}" for note in report.notes]
 
 

@@ -11,8 +11,8 @@ import numpy as np
 from dmp import Layout, shown_bytes
 from planner.candidates.candidates import Candidates
 from planner.candidates.costed import ClassLayouts, CostedLayout
-from planner.candidates.dense import Dense
 from planner.costs.protocol import BYTES
+from planner.dense.decide import Dense
 from planner.report.report import Alternative, ParameterReport, PlanReport
 from planner.search.option_costs import totals
 from planner.search.problem import Option, Problem
@@ -76,6 +76,8 @@ def summarise(
         planning_seconds=planning_seconds,
         dense=dense.blocks,
         notes=dense.notes,
+        dense_seconds=dense.seconds,
+        dense_bytes=dense.training_bytes,
     )
 
 

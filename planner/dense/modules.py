@@ -1,0 +1,68 @@
+"""Which modules multiply by weights, look rows up, attend, or recompute: read from their classes, nothing is run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+_TRANSPOSED = "Conv1D"  # Hugging Face's, of (in, out)
+
+
+def features_of(owner: nn.Module, shape: tuple[int, ...]) -> tuple[int, int]:
+    """(in, out) features of a weight that `owner` multiplies by."""
+    if len(shape) == 2 and type(owner).__name__ == _TRANSPOSED:
+        return shape[0], shape[1]
+    if len(shape) == 3:  # of experts: (experts, out, in), or the other way round
+        return shape[2], shape[1]
+    inner = 1
+    for size in shape[1:]:
+        inner *= size
+    return inner, shape[0]
+
+
+def is_lookup(owner: nn.Module) -> bool:
+    """Whether its weight's rows are looked up, not multiplied by."""
+    return isinstance(owner, (nn.Embedding, nn.EmbeddingBag))
+
+
+def attention_widths(module: nn.Module) -> Iterator[tuple[str, int]]:
+    """Path of each attention, and the width of all its heads: where there is a product that grows with T squared.
+
+    Known are `nn.MultiheadAttention`, and classes with "Attention" in their names that hold the projections themselves:
+    one for each of query, key and value, or a joint one with the output's after it.
+    """
+    for path, m in module.named_modules():
+        if isinstance(m, nn.MultiheadAttention):
+            yield path, m.embed_dim
+            continue
+        if "attention" not in type(m).__name__.lower():
+            continue
+        shapes = [
+            features_of(child, tuple(weight.shape))
+            for child in m._modules.values()
+            if child is not None
+            and not is_lookup(child)
+            and (weight := child._parameters.get("weight")) is not None
+            and weight.dim() == 2
+        ]
+        if len(shapes) >= 3:
+            yield path, shapes[0][1]
+        elif len(shapes) == 2:
+            yield path, shapes[1][0]
+
+
+def recomputed(module: nn.Module) -> list[str]:
+    """Paths of modules whose activations are recomputed in the backward pass, as far as they have been told so.
+
+    torch's checkpoint wrapper and composable `checkpoint`, and Hugging Face's `gradient_checkpointing`. What
+    `FSDPWrapper(activation_checkpointing=True)` will do is not to be seen in the module.
+    """
+    return [path for path, m in module.named_modules() if _is_recomputed(m)]
+
+
+def _is_recomputed(module: nn.Module) -> bool:
+    if type(module).__name__ == "CheckpointWrapper" or getattr(module, "gradient_checkpointing", False) is True:
+        return True
+    hooks = module._forward_pre_hooks.values()
+    return any(getattr(hook, "__module__", "").endswith("checkpoint_activation") for hook in hooks)
