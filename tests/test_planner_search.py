@@ -87,16 +87,6 @@ def test_near_the_optimum_and_never_below_the_bound(memory: float) -> None:
     assert np.mean(ratios) < 1.03
 
 
-def test_bound_without_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
-    problems = [problem(seed, items=3) for seed in range(4)]
-    with_scipy = [search(p) for p in problems]
-    monkeypatch.setitem(__import__("sys").modules, "scipy.optimize", None)
-    for p, known in zip(problems, with_scipy, strict=True):
-        solution = search(p)
-        assert solution.seconds == known.seconds
-        assert 0 < solution.lower_bound <= known.lower_bound * (1 + 1e-9)
-
-
 def test_identical_pieces_are_packed_evenly() -> None:
     loads = np.array([[[1.0, 1.0, 1.0]]])
     one = (Option(loads, np.zeros(3)),)

@@ -74,8 +74,8 @@ def search(problem: Problem, out_of_time: Callable[[], bool] = lambda: False) ->
         raise _hopeless(problem, cuts) or min(failures, key=attrgetter("bytes_short"))
     is_cut = improve(best, cuts, out_of_time) or is_cut
     phases = best.phase_seconds()
-    bound = min(lower_bound(problem), float(phases.sum()))
-    return Solution(best.chosen(), best.load.copy(), phases, bound, is_cut)
+    bound = lower_bound(problem, float(phases.sum()), out_of_time)
+    return Solution(best.chosen(), best.load.copy(), phases, bound.seconds, is_cut)
 
 
 def _hopeless(problem: Problem, cuts: Cuts) -> Infeasible | None:

@@ -1,0 +1,207 @@
+"""A small linear programme over columns, solved by an interior-point method. Pure, as `planner.search`.
+
+Items of a group share out among its columns; a phase takes a time between `low` and `high`, at least its mean; memory
+suffices in total. What makes the step shortest is found to a small tolerance. The bound is not the solver's word:
+any prices, one for each phase's mean and one for memory, give a bound exactly, and the solver only finds good ones.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from planner.search.cost_table import Array, Integers
+
+_ITERATIONS = 40
+_NEAR = 1e-4
+"""Part of the value to which it is found."""
+_INSIDE = 0.995
+"""Part of the way to the nearest limit that a step takes."""
+
+
+class Programme(NamedTuple):
+    """What is solved; see [Note: columns].
+
+    Args:
+        every: (columns,) seconds.
+        work: (columns, phases + 1) a column's part of each phase's mean, then of the free memory.
+        start: (groups,) first column of each group.
+        items: (groups,) how many there are of each.
+        base: (phases + 1,) work that is there already, then minus the free memory, 1.
+        low: (phases,) seconds that a phase takes at least.
+        high: (phases,) at most.
+    """
+
+    every: Array
+    work: Array
+    start: Integers
+    items: Array
+    base: Array
+    low: Array
+    high: Array
+
+    @property
+    def group(self) -> Integers:
+        """(columns,) group of each."""
+        return np.repeat(np.arange(len(self.start)), np.diff(np.append(self.start, len(self.every))))
+
+    def value(self, price: Array) -> tuple[float, Array]:
+        """The bound that prices give, exact for any that are not negative, and (columns,) reduced costs.
+
+        Args:
+            price: (phases + 1,) weight of each phase's mean, then seconds for all free memory.
+        """
+        cost = self.every + self.work @ price
+        best = np.minimum.reduceat(cost, self.start)
+        rest = 1 - price[:-1]
+        times = np.where(rest > 0, rest * self.low, rest * self.high)
+        return float(self.items @ best + times.sum() + price @ self.base), cost - best[self.group]
+
+
+class Relaxed(NamedTuple):
+    """The optimum of a programme, about.
+
+    Args:
+        price: (phases + 1,) see `Programme.value`.
+        share: (columns,) items that take each.
+        seconds: (phases,) times.
+    """
+
+    price: Array
+    share: Array
+    seconds: Array
+
+
+def solve(p: Programme, enough: float) -> Relaxed:
+    """Good prices, and what shares they belong to; any prices that give more than `enough` seconds will do."""
+    unit = max(enough, 1e-30)
+    to_units = np.append(np.full(len(p.low), unit), 1.0)
+    scaled = p._replace(
+        every=p.every / unit, work=p.work / to_units, base=p.base / to_units, low=p.low / unit, high=p.high / unit
+    )
+    state = _State(scaled)
+    best, price = -np.inf, state.price
+    for _ in range(_ITERATIONS):
+        value = scaled.value(state.price)[0]
+        if value > best:
+            best, price = value, state.price.copy()
+        if best >= 1 or state.is_done(best):
+            break
+        try:
+            with np.errstate(all="ignore"):
+                state.advance()
+        except np.linalg.LinAlgError:
+            break
+        if not (np.isfinite(state.price).all() and np.isfinite(state.x).all()):
+            break  # the numbers are too far apart; earlier prices hold
+    price[-1] *= unit
+    return Relaxed(price, state.x, (scaled.low + state.sigma) * unit)
+
+
+class _State:
+    """A point inside, and Mehrotra's steps from it.
+
+    Attributes:
+        x: (columns,) shares; z: their reduced costs.
+        slack: (phases + 1,) of each row; price: its price.
+        sigma: (phases,) seconds above the lowest; z_sigma: their reduced costs.
+        tau: (phases,) seconds below the highest; w: their price.
+        y: (groups,) an item's price.
+    """
+
+    def __init__(self, p: Programme) -> None:
+        self.p, self.group = p, p.group
+        phases = len(p.low)
+        lengths = np.bincount(self.group)
+        self.x = p.items[self.group] / lengths[self.group]
+        self.width = np.maximum(p.high - p.low, 1e-9)
+        self.sigma = np.minimum(0.5 * self.width, 1.0 / phases)
+        self.tau = self.width - self.sigma
+        self.slack = np.full(phases + 1, 1.0 / phases)
+        self.price = np.full(phases + 1, 0.5)
+        self.w = np.full(phases, 0.1)
+        cost = p.every + p.work @ self.price
+        self.y = np.minimum.reduceat(cost, p.start) - 0.1 / len(lengths)
+        self.z = cost - self.y[self.group]
+        self.z_sigma = 1 - self.price[:-1] + self.w
+
+    def is_done(self, best: float) -> bool:
+        """Whether the prices are as good as they get."""
+        primal = float(self.p.every @ self.x + (self.p.low + self.sigma).sum())
+        missing = np.abs(self._missing()[0]).max()
+        return missing < _NEAR and primal - best < _NEAR * abs(primal)
+
+    def _missing(self) -> tuple[Array, Array, Array]:
+        p = self.p
+        row = self.x @ p.work + p.base + self.slack
+        row[:-1] -= p.low + self.sigma
+        return -row, p.items - np.add.reduceat(self.x, p.start), self.width - self.sigma - self.tau
+
+    def advance(self) -> None:
+        """One step: how far a plain one would get says how much of it to aim inside."""
+        x, z, slack, price, sigma, tau, w = self.x, self.z, self.slack, self.price, self.sigma, self.tau, self.w
+        number = len(x) + len(slack) + 2 * len(sigma)
+        products = [x * z, slack * price, sigma * self.z_sigma, tau * w]
+        mu = sum(float(c.sum()) for c in products) / number
+        factors = self._factors()
+        plain = self._step(factors, *(-c for c in products))
+        along, across = self._lengths(plain)
+        dx, dz, dslack, dprice, dsigma, dz_sigma, dtau, dw, _ = plain
+        after = float((x + along * dx) @ (z + across * dz) + (slack + along * dslack) @ (price + across * dprice))
+        after += float((sigma + along * dsigma) @ (self.z_sigma + across * dz_sigma))
+        after += float((tau + along * dtau) @ (w + across * dw))
+        aim = mu * min(1.0, after / (number * mu)) ** 3
+        second = [dx * dz, dslack * dprice, dsigma * dz_sigma, dtau * dw]
+        step = self._step(factors, *(aim - c - s for c, s in zip(products, second, strict=True)))
+        along, across = self._lengths(step)
+        dx, dz, dslack, dprice, dsigma, dz_sigma, dtau, dw, dy = step
+        along, across = min(1.0, _INSIDE * along), min(1.0, _INSIDE * across)
+        self.x, self.slack = x + along * dx, slack + along * dslack
+        self.sigma, self.tau = sigma + along * dsigma, tau + along * dtau
+        self.z, self.price, self.w = z + across * dz, price + across * dprice, w + across * dw
+        self.z_sigma, self.y = self.z_sigma + across * dz_sigma, self.y + across * dy
+
+    def _lengths(self, step: tuple[Array, ...]) -> tuple[float, float]:
+        dx, dz, dslack, dprice, dsigma, dz_sigma, dtau, dw, _ = step
+        along = min(map(_room, (self.x, self.slack, self.sigma, self.tau), (dx, dslack, dsigma, dtau)))
+        across = min(map(_room, (self.z, self.price, self.z_sigma, self.w), (dz, dprice, dz_sigma, dw)))
+        return along, across
+
+    def _factors(self) -> tuple[Array, ...]:
+        p = self.p
+        d = self.x / self.z
+        d_group = np.add.reduceat(d, p.start)
+        apart = p.work - (np.add.reduceat(d[:, None] * p.work, p.start, axis=0) / d_group[:, None])[self.group]
+        d_sigma = 1 / (self.z_sigma / self.sigma + self.w / self.tau)
+        matrix = apart.T @ (d[:, None] * apart) + np.diag(self.slack / self.price + np.append(d_sigma, 0.0))
+        return d, d_group, apart, d_sigma, matrix
+
+    def _step(
+        self, factors: tuple[Array, ...], c_x: Array, c_slack: Array, c_sigma: Array, c_tau: Array
+    ) -> tuple[Array, ...]:
+        """Changes of all variables that make the products so much larger, and rows, groups and widths come right."""
+        p = self.p
+        d, d_group, apart, d_sigma, matrix = factors
+        r_row, r_group, r_width = self._missing()
+        held = c_x / self.z
+        moved = (r_group - np.add.reduceat(held, p.start)) / d_group
+        held = held + d * moved[self.group]
+        k_sigma = c_sigma / self.sigma - (c_tau - self.w * r_width) / self.tau
+        right = held @ p.work + c_slack / self.price - r_row
+        right[:-1] -= d_sigma * k_sigma
+        dprice = np.linalg.solve(matrix, right)
+        towards = apart @ dprice
+        dx = held - d * towards
+        dz = towards - moved[self.group]
+        dslack = c_slack / self.price - self.slack / self.price * dprice
+        dsigma = d_sigma * (k_sigma + dprice[:-1])
+        dtau = r_width - dsigma
+        dw = (c_tau - self.w * dtau) / self.tau
+        dy = moved + (p.work - apart)[p.start] @ dprice
+        return dx, dz, dslack, dprice, dsigma, dw - dprice[:-1], dtau, dw, dy
+
+
+def _room(values: Array, change: Array) -> float:
+    """How far values may change before the first is 0, at most 1."""
+    return float(1 / max(1.0, float((-change / values).max())))

@@ -1,0 +1,116 @@
+"""The lower bound of the planner's search: below every plan there is, and not far below."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from planner.search.bound import lower_bound
+from planner.search.cost_table import CostTable
+from planner.search.problem import Problem
+
+RANKS, PHASES = 4, 3
+Array = NDArray[np.float64]
+
+
+def random_problem(seed: int) -> Problem:
+    """2 or 3 items on 4 ranks (2 to a host, which the last phase may be shared on): some of a kind, some divisible."""
+    r = np.random.default_rng(seed)
+    classes = int(r.integers(1, 4))
+    rows, ragged = [], {}
+    for c in range(classes):
+        units = int(r.choice([0, 3, 4]))
+        for size in (1, 2, 4) if r.random() < 0.7 else (1, 2):
+            fixed, slope = r.random(PHASES + 1) / size, r.random(PHASES + 1) / size * (units > 0)
+            fixed[:PHASES] *= r.choice([0.05, 1.0])
+            everywhere = r.random(PHASES + 1) * r.choice([0, 0.2], PHASES + 1)
+            pieces = 1 if units else int(r.integers(1, RANKS // size + 1))
+            if not units and r.random() < 0.3:
+                ragged[len(rows)] = r.random((pieces, size, PHASES + 1))
+                fixed = ragged[len(rows)].max((0, 1))
+            rows.append((c, size, pieces, units, min(units, int(r.integers(1, 3))), fixed, slope, everywhere, size > 2))
+    owner, size, pieces, units, least, fixed, slope, everywhere, kinds = (np.array(v) for v in zip(*rows, strict=True))
+    table = CostTable(owner, size, pieces, units, least, fixed, slope, everywhere, kinds + 1, ragged)
+    items = np.sort(r.choice(classes, max(classes, int(r.integers(2, 4)))))
+    base = r.random((RANKS, PHASES + 1)) * r.choice([0, 0.5])
+    span = np.array([1, 1, r.choice([1, 2])])
+    if span[-1] > 1:
+        base[:, -2] = np.repeat(base[::2, -2], 2)
+    allowed = {0: r.random(RANKS) < 0.7} if r.random() < 0.3 else None
+    capacity = np.full(RANKS, r.choice([2.0, 3.0, 9.0])) * r.uniform(0.9, 1.1, RANKS)
+    setups = r.random((2, PHASES)) * 0.3
+    return Problem.of_table(table, items, capacity, base, setups, span, allowed=allowed)
+
+
+def widths(units: int, least: int, blocks: int) -> list[tuple[int, ...]]:
+    """All ways to give units to blocks, `least` or none each."""
+    counts = [0, *range(least, units + 1)]
+    return [w for w in product(counts, repeat=blocks) if sum(w) == units]
+
+
+def placements(p: Problem, item: int) -> list[tuple[Array, int]]:
+    """Everything that an item may put on the ranks, and the set-ups of it."""
+    t, found = p.table, []
+    for row in np.flatnonzero(t.owner == p.item_class[item]).tolist():
+        size = int(t.size[row])
+        blocks = RANKS // size
+        if t.units[row]:
+            ways = [
+                {b: np.tile(t.fixed[row] + w * t.slope[row], (size, 1)) for b, w in enumerate(way) if w}
+                for way in widths(int(t.units[row]), int(t.least[row]), blocks)
+            ]
+        else:
+            loads = t.ragged.get(row, np.tile(t.fixed[row], (int(t.pieces[row]), size, 1)))
+            ways = [
+                dict(zip(way, loads, strict=True))
+                for way in product(range(blocks), repeat=len(loads))
+                if len(set(way)) == len(way)
+            ]
+        for way in ways:
+            load = np.tile(t.everywhere[row], (RANKS, 1))
+            for b, piece in way.items():
+                ranks = np.arange(b * size, (b + 1) * size)
+                if item in p.allowed and not p.allowed[item][ranks[piece[:, -1] > 0]].all():
+                    break
+                own = np.append(p.span == 1, True)
+                load[ranks] += np.where(own, piece, 0)
+                for phase in np.flatnonzero(p.span > 1).tolist():
+                    for host in np.unique(ranks // 2):
+                        load[host * 2 : host * 2 + 2, phase] += piece[ranks // 2 == host, phase].max()
+            else:
+                found.append((load, int(t.kinds[row])))
+    return found
+
+
+def least_cost(p: Problem) -> float:
+    """What the best plan costs, by trying all; infinite where there is none."""
+    loads, kinds = p.base[None], np.zeros(1, dtype=np.int64)
+    for item in range(len(p.item_class)):
+        ways = placements(p, item)
+        if not ways:
+            return np.inf
+        loads = (loads[:, None] + np.array([load for load, _ in ways])).reshape(-1, RANKS, PHASES + 1)
+        kinds = (kinds[:, None] | np.array([kind for _, kind in ways])).ravel()
+        fits = (loads[..., -1] <= p.capacity).all(1)
+        loads, kinds = loads[fits], kinds[fits]
+    paid = np.array([sum(p.setups[k].sum() for k in range(2) if bits >> k & 1) for bits in range(4)])
+    costs: Array = loads[..., :-1].max(1).sum(1) + paid[kinds]
+    return float(costs.min(initial=np.inf))
+
+
+@pytest.mark.parametrize("above", [1.1, 1e4])
+def test_below_every_plan_and_not_far_below(above: float) -> None:
+    parts = []
+    for seed in range(40):
+        p = random_problem(seed)
+        best = least_cost(p)
+        if np.isfinite(best):
+            bound = lower_bound(p, best * above)
+            assert bound.seconds <= best * (1 + 1e-9), seed
+            assert bound.alone <= best * (1 + 1e-9), seed
+            parts.append(bound.seconds / best)
+    assert len(parts) > 20
+    assert np.mean(parts) > 0.85
