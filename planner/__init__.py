@@ -1,6 +1,6 @@
 """Chooses a layout for every parameter that a sharder takes: the sharders' options, a model's costs, a search.
 
-Rooms: `costs`, `candidates`, `search`, `dense`, `report`. Single files:
+Rooms: `costs`, `candidates`, `search`, `dense`, `report`, `meshes`. Single files:
 
 - `planner`: `ShardingPlanner`, from module to plan
 - `pinned`: entries of a plan that a user has fixed
@@ -15,8 +15,11 @@ from __future__ import annotations
 from planner.candidates.constraints import Constraint
 from planner.costs.cost_model import CostModel
 from planner.costs.topology import Topology
+from planner.meshes.proposal import MeshProposal, MeshProposals
+from planner.meshes.propose import propose_mesh
 from planner.planner import ShardingPlanner
 from planner.report.report import PlanReport
 from planner.torchrec import from_torchrec
 
 __all__ = ["Constraint", "CostModel", "PlanReport", "ShardingPlanner", "Topology", "from_torchrec"]
+__all__ += ["MeshProposal", "MeshProposals", "propose_mesh"]

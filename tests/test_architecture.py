@@ -140,7 +140,10 @@ PUBLIC = {
         "jagged_to_dense",
         "slice_batch",
     },
-    "planner": {"Constraint", "CostModel", "PlanReport", "ShardingPlanner", "Topology", "from_torchrec"},
+    "planner": {
+        *("Constraint", "CostModel", "PlanReport", "ShardingPlanner", "Topology", "from_torchrec"),
+        *("MeshProposal", "MeshProposals", "propose_mesh"),
+    },
 }
 
 # What a user of `dmp` alone need not have, or need not wait for.

@@ -41,8 +41,8 @@ class Topology:
         link_latency: seconds per collective along each axis, in the same forms.
         reserved_fraction: part of the memory that neither tables nor what dense weights hold between steps may take.
             What comes and goes within a step, dense activations and gathered weights, comes out of it first, and what
-            it does not cover out of the rest; what is then left of it is for what nobody models: the allocator's
-            waste, buffers of the libraries, the optimizer step's temporaries.
+            it does not cover out of the rest. A third of it stays free for what nobody models: the allocator's waste,
+            buffers of the libraries, the optimizer step's temporaries.
         ranks_per_host: where it is given, a pair of link figures is (between hosts, inside one), whatever the mesh: an
             axis that stays inside so many consecutive ranks, or lies inside an axis called `host`, is inside.
         product_flops_16: of the device, per second, in matrix products of 16-bit numbers as they are reached; None: as
