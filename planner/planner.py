@@ -22,6 +22,7 @@ from planner.dense.model import DenseModel
 from planner.pinned import Pinned, by_first_name, split_pinned
 from planner.report.infeasible import plan_error
 from planner.report.report import PlanReport
+from planner.report.setting import Setting
 from planner.report.summary import summarise
 from planner.search.problem import Infeasible
 from planner.search.solve import search
@@ -130,7 +131,10 @@ class ShardingPlanner:
         plan = ShardingPlan({**layouts, **dense.layouts, **said})
         if kept or as_dense:
             plan.validate(module, env, found.sharders, found=found)
-        self.report = summarise(candidates, layouts, problem, solution, dense, time.monotonic() - begin)
+        setting = Setting.of(module, weights, env, topology, self.batch_size)
+        shapes = {name: info.shape for name, (_, info) in parameters.items()}
+        phases, took = tuple(self.cost_model.phases), time.monotonic() - begin
+        self.report = summarise(setting, shapes, candidates, layouts, problem, solution, dense, phases, took)
         plan.report = self.report
         return plan
 

@@ -21,6 +21,8 @@ from dmp.plans.torchrec_plan import Setting, entries_of_torchrec, torchrec_plan_
 from dmp.read_values import parse_json, shown
 
 VERSION = 1
+_LINES = 40
+"""Of a plan that is printed."""
 
 
 class PlanChange(NamedTuple):
@@ -46,7 +48,8 @@ class ShardingPlan(Mapping[str, ParameterSharding]):
     """
 
     report: Any = None
-    """How a planner came to this plan; None for a hand-written one. Not part of the content."""
+    """How a planner came to this plan; None for a hand-written one. Not part of the content. One that has `plan_text`
+    is asked for the plan's text."""
     setting: Setting | None = None
     """Where it is in force; None for a plan that is of no wrapped model. Not part of the content."""
 
@@ -186,10 +189,14 @@ class ShardingPlan(Mapping[str, ParameterSharding]):
     def __str__(self) -> str:
         if not self._entries:
             return "ShardingPlan: no sharded parameters"
-        width = max(len("parameter"), *(len(n) for n in self._entries))
+        names = sorted(self, key=_natural)
+        if hasattr(self.report, "plan_text"):
+            return str(self.report.plan_text({name: self[name] for name in names}))
+        shown = names[:_LINES]
+        width = max(len("parameter"), *(len(n) for n in shown))
         lines = [f"{'parameter':<{width}}  layout", f"{'-' * width}  {'-' * 24}"]
-        lines += [f"{name:<{width}}  {self[name]}" for name in sorted(self, key=_natural)]
-        return "\n".join(lines)
+        lines += [f"{name:<{width}}  {self[name]}" for name in shown]
+        return "\n".join(lines + [f"and {len(self) - _LINES:,} more: plan[name]"] * (len(self) > _LINES))
 
     def __repr__(self) -> str:
         return f"ShardingPlan({len(self)} parameters, {self._digest[:12]})"

@@ -112,3 +112,14 @@ def _answers_to(name: str) -> tuple[str, ...]:
     words = name.split(".")
     holders = [".".join(words[:end]) for end in range(1, len(words))]
     return tuple(dict.fromkeys([name, *holders, *words[-2:-1]]))
+
+
+def named_by(key: str, parameters: Collection[str]) -> tuple[list[str], str]:
+    """The parameters that a key of constraints means, in order; where there are none, what may have been meant."""
+    answering: dict[str, list[str]] = {}
+    for name in parameters:
+        for each in _answers_to(name):
+            answering.setdefault(each, []).append(name)
+    known_keys = NameIndex(answering)
+    matched = dict.fromkeys(name for known in known_keys.matching(key) for name in answering[known])
+    return list(matched), "" if matched else known_keys.hint(key)

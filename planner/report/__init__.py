@@ -1,7 +1,19 @@
 """Why a plan is as it is, or why there is none. In reading order:
 
+- `words`: numbers, ranks and layouts as a person reads them
+- `setting`: what was planned, and for what
+- `offers`: what each class of parameters was offered
+- `planned`: what each parameter got, and where it lies
+- `figures`: all that a report says, as numbers
+- `merged`: phases under their names
+- `rank_groups`: ranks that are loaded alike
+- `reasons`: why an option was not taken
+- `explained`: what a parameter got and what it did not
+- `text`: a report as text
+- `difference`: what changes from one plan to another
+- `stored`: a report as JSON and back
+- `page`: the report as a page of HTML
 - `report`: why a plan is as it is
 - `summary`: from a solution to a report
-- `page`: the report as a page of HTML
 - `infeasible`: the error for a model that fits nowhere
 """

@@ -25,19 +25,20 @@ gap {{ "%.1f" | format(r.gap * 100) }} %; planned in {{ "%.2f" | format(r.planni
 {% for seconds in r.rank_seconds %}{% set size = r.rank_bytes[loop.index0] %}
 <tr><td>{{ loop.index0 }}</td>{% for s in seconds %}<td>{{ "%.3f" | format(s * 1e3) }}</td>{% endfor %}
 <td>{{ shown_bytes(size) }}</td>
-<td class="name"><span class="bar" style="width: {{ [100 * size // usable, 100] | min }}px"></span></td></tr>
+<td class="name"><span class="bar"
+style="width: {{ [100 * size // ([r.usable_bytes, 1] | max), 100] | min }}px"></span></td></tr>
 {% endfor %}</table>
 <h2>Parameters</h2>
 <table><tr><th class="name">parameter</th><th class="name">layout</th><th>busiest rank, &micro;s</th>
 <th>mean, &micro;s</th><th>largest piece</th><th class="name">not chosen</th></tr>
-{% for p in r.by_work() %}<tr><td class="name">{{ p.name }}</td>
+{% for p in work %}<tr><td class="name">{{ p.name }}</td>
 <td class="name">{{ p.layout }}{% if p.is_pinned %} (pinned){% endif %}</td>
 <td>{{ "%.1f" | format(p.busiest_seconds * 1e6) }}</td><td>{{ "%.1f" | format(p.mean_seconds * 1e6) }}</td>
 <td>{{ shown_bytes(p.rank_bytes) }}</td>
 <td class="why"><details><summary>{{ p.alternatives | length }}</summary>
-{% for a in p.alternatives %}<div>{{ a.layout }}: {{ a.reason }}
-{%- if a.busiest_seconds is not none %} (busiest {{ "%.1f" | format(a.busiest_seconds * 1e6) }} &micro;s, mean
-{{ "%.1f" | format(a.mean_seconds * 1e6) }} &micro;s, {{ shown_bytes(a.rank_bytes) }}){% endif %}</div>{% endfor %}
+{% for a in p.alternatives %}<div>{{ a.label }}: {{ a.reason }}
+(busiest {{ "%.1f" | format(a.busiest_seconds * 1e6) }} &micro;s, mean
+{{ "%.1f" | format(a.mean_seconds * 1e6) }} &micro;s, {{ shown_bytes(a.rank_bytes) }})</div>{% endfor %}
 </details></td></tr>
 {% endfor %}</table>
 </body></html>
@@ -57,4 +58,4 @@ def render(report: Any) -> str:
             "PlanReport.save_html needs Jinja2: pip install jinja2; str(report) needs nothing"
         ) from error
     page = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(_PAGE)
-    return str(page.render(r=report, shown_bytes=shown_bytes, usable=max(1, report.usable_bytes)))
+    return str(page.render(r=report, shown_bytes=shown_bytes, work=report.by_work()))
