@@ -65,7 +65,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.slow
 def test_a_plan_for_4096_ranks_in_a_fresh_process(folder: Path) -> None:
     command = [sys.executable, "-W", "error", "-m", "dmp", "plan", "strangers_models:make"]
-    command += ["--mesh", "512x8", "--axes", "host,local", "--out", "plan.json"]
+    command += ["--mesh", "512x8", "--axes", "host,local", "--topology", "h100", "--out", "plan.json"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -118,6 +118,9 @@ def test_what_is_given_is_kept(folder: Path, capsys: pytest.CaptureFixture[str])
         ("strangers_models:make --mesh 4x2 --axes dp", 2, "has 2 axes, --axes dp names 1"),
         ("strangers_models:make --mesh 4x2 --axes dp,b", 2, "'b' has no role"),
         ("strangers_models:make --batch-size 0", 2, "batch_size must be positive"),
+        ("strangers_models:make --topology pdp-11", 2, "no topology 'pdp-11': expected a file"),
+        ("strangers_models:make --topology dies.py", 2, "dies.py is no JSON"),
+        ("strangers_models:make --device tpu", 2, "no default topology for device type 'tpu'"),
         ("strangers_models:make --memory 80GX", 2, "--memory is a size"),
         ("strangers_models:make --memory 1GB", 3, "no plan: 'users.weight' does not fit"),
         ("strangers_models:make --constraints none.json", 2, "none.json: No such file"),
