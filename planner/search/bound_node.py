@@ -89,7 +89,7 @@ def settle(frame: Frame, node: Node) -> Node | None:
         paid = _paid(frame, found)
         limit = frame.upper - paid
         programme = _programme(frame, found)
-        relaxed = solve(programme, limit)
+        relaxed = solve(programme, limit, found.relaxed and found.relaxed.price)
         value, reduced = programme.value(relaxed.price)
         if value >= limit:
             return None
