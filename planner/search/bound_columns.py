@@ -70,10 +70,11 @@ def columns(problem: Problem, upper: float) -> Columns:
     most = np.maximum(most, 1)
     largest = table.fixed + table.units[:, None] * table.slope
     room = np.append(np.full(len(problem.span), upper), problem.capacity.max())
-    is_fine = (largest > _SMALL * room).any(1)
+    is_fine = np.asarray((largest > _SMALL * room).any(1))
     smallest = table.fixed + (-(-table.units // most))[:, None] * table.slope
-    is_quick = (table.everywhere + smallest * (table.size < num_ranks)[:, None])[:, :-1].sum(1) <= upper
-    times = np.where(is_quick, np.where(is_fine, most, 1), 0)
+    alone = table.everywhere + smallest * (table.size < num_ranks)[:, None]
+    is_quick = np.asarray(alone[:, :-1].sum(1) <= upper)
+    times = is_quick * np.where(is_fine, most, 1)
     row = np.repeat(np.arange(len(most)), times)
     number = np.arange(len(row)) - np.repeat(np.cumsum(times) - times, times) + 1
     finest = np.where(is_fine[row], number, most[row])
