@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dmp import ShardingPlan
+from dmp import ShardingPlan, column_wise
 from dmp.__main__ import main
 from dmp.commands.machine import number_of_bytes
 
@@ -90,12 +90,37 @@ def test_what_is_given_is_kept(folder: Path, capsys: pytest.CaptureFixture[str])
     assert ShardingPlan.from_json((folder / "b.json").read_text()) == a
     capsys.readouterr()
     assert main(["diff", "a.json", "b.json"]) == 0
-    assert "the same 2 entries" in capsys.readouterr().out
+    assert "0 of 2 parameters change" in capsys.readouterr().out
     assert main([*common, "--out", "c.json", "--batch-size", "100000"]) == 0
+    assert main(["diff", "a.json", "c.json"]) == (a != ShardingPlan.from_json((folder / "c.json").read_text()))
+    assert "batch" in capsys.readouterr().out
+
+
+def test_explain(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From the report beside the plan; one that is of another plan is passed over."""
+    assert main(["plan", "strangers_models:make", "--mesh", "4", "--out", "a.json"]) == 0
+    capsys.readouterr()
     assert main(["explain", "a.json", "users"]) == 0
-    assert "row_wise" in capsys.readouterr().out
+    assert "because" in capsys.readouterr().out
     assert main(["explain", "a.json", "nobody"]) == 2
-    assert "'nobody'" in capsys.readouterr().err
+    assert "no planned parameter answers to 'nobody'" in capsys.readouterr().err
+    plan = ShardingPlan.from_json((folder / "a.json").read_text())
+    (folder / "a.json").write_text(plan.merged({"users.weight": column_wise([1, 2])}).to_json())
+    assert main(["explain", "a.json", "users.weight"]) == 0
+    said = capsys.readouterr()
+    assert "column_wise([1, 2])" in said.out and "is the report of another plan" in said.err
+    (folder / "a.report.json").unlink()
+    assert main(["explain", "a.json", "users.weight"]) == 0
+    assert main(["explain", "a.json", "users"]) == 2
+
+
+def test_propose_mesh(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    common = ["propose-mesh", "strangers_models:make", "--devices", "8"]
+    assert main([*common, "--topology", "a100_80gb", "--batch-size", "4096", "--top", "2"]) == 0
+    assert "dp=8" in capsys.readouterr().out
+    assert main([*common, "--memory", "1MB"]) == 3
+    assert "no mesh: " in capsys.readouterr().err
+    assert main([*common, "--top", "0"]) == 2
 
 
 @pytest.mark.parametrize(
