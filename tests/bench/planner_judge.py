@@ -9,13 +9,14 @@ A step is the sum over phases of the slowest rank. It counts bytes:
   column block once, shared by the host's ranks
 - copies: an all-reduce of the table, in the host and between hosts, and an update of all of it
 
-An exchange costs a latency and the bytes of the rank with the most; what stays on a rank, or on its host, is not sent
-over the link. No overlap, no caches, ids evenly spread.
+An exchange costs a latency for each doubling of its ranks, and the bytes of the rank with the most; what stays on a
+rank, or on its host, is not sent over the link. No overlap, no caches, ids evenly spread.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import log2
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,7 +56,7 @@ def step_phases(tables: Sequence[Table], pieces: Pieces, ranks: int) -> dict[str
     out = _exchange(inner, hosts, outer) + float(summing.max(initial=0.0)) if len(pieces.rank) else 0.0
     copied = _copies(tables, pieces, ranks)
     return {
-        "ids": (LATENCY_OUTSIDE if hosts > 1 else LATENCY_INSIDE) + link.max() if len(pieces.rank) else 0.0,
+        "ids": _latency(ranks, hosts) + float(link.max()) if len(pieces.rank) else 0.0,
         "lookup": ((by_rank(read + results) / MEMORY) + copied["lookup"]).max(),
         "results": out,
         "gradients": out,
@@ -65,7 +66,13 @@ def step_phases(tables: Sequence[Table], pieces: Pieces, ranks: int) -> dict[str
 
 
 def _exchange(inner: Array, hosts: int, outer: Array) -> float:
-    return LATENCY_INSIDE + inner.max() + (LATENCY_OUTSIDE + outer.max() if hosts > 1 else 0.0)
+    between = LATENCY_OUTSIDE * log2(hosts) + outer.max() if hosts > 1 else 0.0
+    return float(LATENCY_INSIDE * log2(PER_HOST) + inner.max() + between)
+
+
+def _latency(ranks: int, hosts: int) -> float:
+    """Of one exchange over all ranks."""
+    return log2(ranks) * (LATENCY_OUTSIDE if hosts > 1 else LATENCY_INSIDE)
 
 
 def _copies(tables: Sequence[Table], pieces: Pieces, ranks: int) -> dict[str, float]:
@@ -75,7 +82,7 @@ def _copies(tables: Sequence[Table], pieces: Pieces, ranks: int) -> dict[str, fl
     read = sum(BATCH * sum(t.pooling) * t.dim * WORD for t in own)
     bags = sum(BATCH * len(t.pooling) * t.dim * WORD for t in own)
     sync = 2 * size * ((PER_HOST - 1) / PER_HOST / INSIDE + (hosts - 1) / ranks / OUTSIDE)
-    latency = LATENCY_INSIDE + (LATENCY_OUTSIDE if hosts > 1 else 0.0)
+    latency = LATENCY_INSIDE * log2(PER_HOST) + (LATENCY_OUTSIDE * log2(hosts) if hosts > 1 else 0.0)
     return {
         "lookup": (read + bags) / MEMORY,
         "update": (3 * read + bags + 4 * size) / MEMORY,
