@@ -3,6 +3,7 @@
 Rooms: `costs`, `candidates`, `search`, `dense`, `report`, `meshes`. Single files:
 
 - `planner`: `ShardingPlanner`, from module to plan
+- `replica_groups`: what the same ranks would do in other replica groups
 - `pinned`: entries of a plan that a user has fixed
 - `torchrec`: `from_torchrec`, what TorchRec's planner is made of as ours
 - `torchrec_parts`: its constraints, topologies and reservations as ours

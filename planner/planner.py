@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
+from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from planner.costs.topology import Topology
 from planner.dense.decide import decide, vocabularies
 from planner.dense.model import DenseModel
 from planner.pinned import Pinned, by_first_name, split_pinned
+from planner.replica_groups import group_advice, worth_asking
 from planner.report.infeasible import plan_error
 from planner.report.report import PlanReport
 from planner.report.setting import Setting
@@ -44,6 +47,8 @@ class ShardingPlanner:
         sequence_length: tokens of a sample that dense weights see; by default what the module's configuration says
             (at most 4,096), 1 where nothing in it attends; the report says which.
         compute_dtype: of dense products, where a policy of mixed precision sets another than the weights'.
+        advises: also plan the same ranks in replica groups, and say in the report's notes where that saves much; None:
+            where there are few tables, and many ranks that wait for each other.
 
     Attributes:
         report: `PlanReport` of the last plan, None before.
@@ -63,6 +68,7 @@ class ShardingPlanner:
         *,
         sequence_length: int | None = None,
         compute_dtype: torch.dtype | None = None,
+        advises: bool | None = None,
     ) -> None:
         positive("batch_size", batch_size)
         if sequence_length is not None:
@@ -79,6 +85,7 @@ class ShardingPlanner:
         self.time_budget_s = time_budget_s
         self.sequence_length = sequence_length
         self.compute_dtype = compute_dtype
+        self.advises = advises
         self.report: PlanReport | None = None
         self.reservation: Any = None  # TorchRec's, of a topology of its
 
@@ -134,9 +141,23 @@ class ShardingPlanner:
         setting = Setting.of(module, weights, env, topology, self.batch_size)
         shapes = {name: info.shape for name, (_, info) in parameters.items()}
         phases, took = tuple(self.cost_model.phases), time.monotonic() - begin
-        self.report = summarise(setting, shapes, candidates, layouts, problem, solution, dense, phases, took)
-        plan.report = self.report
+        report = summarise(setting, shapes, candidates, layouts, problem, solution, dense, phases, took)
+        if not pinned and (worth_asking(report, env) if self.advises is None else self.advises):
+            report = replace(report, notes=(*report.notes, *self._advice(module, report, topology, found)))
+        self.report = plan.report = report
         return plan
+
+    def _advice(self, module: nn.Module, report: PlanReport, topology: Topology, found: Found) -> tuple[str, ...]:
+        """What the same ranks would do in replica groups."""
+
+        def on_mesh(other: ShardingEnv, figures: Topology) -> PlanReport:
+            planner = copy(self)
+            planner.topology, planner.reservation, planner.advises = figures, None, False
+            planner.plan(module, found.sharders, other, found=replace(found, env=other))
+            assert planner.report is not None
+            return planner.report
+
+        return group_advice(report, found.env, topology, on_mesh)
 
     def collective_plan(
         self,
