@@ -38,9 +38,6 @@ class BlockTime:
     hidden_seconds: float
 
 
-NO_TIME = BlockTime(0.0, {}, 0.0)
-
-
 @dataclass(frozen=True)
 class _Work:
     """A block's own work: seconds forward, backward, of the optimizer and in tensor collectives."""

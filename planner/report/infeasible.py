@@ -8,8 +8,9 @@ from dmp import PlanError, shown_bytes
 from planner.candidates.candidates import Candidates
 from planner.costs.protocol import BYTES
 from planner.costs.topology import Topology
-from planner.search.placement import Place, Placement
+from planner.search.placement import Placement
 from planner.search.problem import Infeasible, Item, Problem
+from planner.search.tight import in_family
 
 _RANKS_SHOWN = 16
 
@@ -60,7 +61,7 @@ def _other_layouts(error: Infeasible, candidates: Candidates, problem: Problem) 
     placement = Placement(replace(problem, items=(item,), base=error.load))
     fitting = []
     for index, layout in enumerate(rejected):
-        if isinstance(placement.find(0, index, (0,) * len(layout.option.loads)), Place):
+        if in_family(placement, 0, index) is not None:
             text = f"  layout {layout.movable.layout}, now ruled out ({layout.objection})"
             fitting.append((float(layout.option.loads[..., BYTES].max()), text))
     return [text for _, text in sorted(fitting)[:3]]

@@ -4,10 +4,13 @@
 - `cost_table`: what every option costs, as arrays
 - `solve`: the search over options and ranks
 - `cuts`: families cut evenly, and what that costs wherever it goes
+- `starts`: which cut each item should get, before it is known where
+- `placement`: where items are, and what ranks carry
+- `potential`: what a placement costs, made smooth
+- `packing`: the cut and the blocks of one item where they add least
+- `improve`: units that pass to another rank, items that are put down anew
+- `tight`: packing by memory alone, and what is short where nothing fits
 - `option_costs`: what options cost wherever they go
-- `placement`: where items are, and where the next one costs least
-- `packing`: largest first onto the least loaded rank
-- `improve`: moves and other cuts that better a placement
 - `bound`: a lower bound on every placement
 - `bound_columns`: what an item may be given, in numbers of which every plan has at least as much
 - `bound_programme`: a linear programme over columns, by interior points

@@ -1,72 +1,203 @@
-"""Improvement of a placement by moves and other cuts. Pure, as `planner.search`."""
+"""Improvement of a placement: units that pass to another rank, exchanges, and items that are put down anew. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import NamedTuple
 
-from planner.search.cuts import Cuts
-from planner.search.packing import widths_of
-from planner.search.placement import Part, Place, Placement
+import numpy as np
 
-_WORK = 6_000
-"""Places looked for; a rank's share of a large machine counts."""
-_ENOUGH = 1e-9
-"""A step must gain this share of the cost."""
+from planner.search.cost_table import Array
+from planner.search.packing import Packer
+from planner.search.placement import Part
+from planner.search.potential import ALL_IN_SCOPE, powered
 
-
-def improve(placement: Placement, cuts: Cuts, out_of_time: Callable[[], bool]) -> bool:
-    """Change the placement for the better, in place, until nothing helps or the work is used up.
-
-    Each round takes the busiest rank of each phase in turn, and tries the best place of each cut of its items.
-
-    Returns:
-        Whether `out_of_time` ended it.
-    """
-    work = _WORK / (1 + len(placement.problem.capacity) / 256)
-    gained = True
-    while gained and work > 0:
-        gained = False
-        for phase in range(placement.load.shape[1] - 1):
-            rank = int(placement.load[:, phase].argmax())
-            for item in _items_on(placement, rank, phase):
-                if out_of_time():
-                    return True
-                owner = placement.problem.item_class[item]
-                work -= 1 + int(cuts.start[owner + 1] - cuts.start[owner])
-                if work <= 0:
-                    return False
-                if _replace(placement, cuts, item):
-                    gained = True
-                    break
-    return False
+_ENOUGH = 1e-7
+"""A step must gain this share of the potential."""
+_TOGETHER = 4
+"""Items that are put down anew at once, at most."""
+_NEAR = 0.7
+"""How often they are those of two ranks only."""
+_PIECES = 8
+"""Of a rank that are looked at."""
 
 
-def _items_on(placement: Placement, rank: int, phase: int, most: int = 64) -> list[int]:
-    """Items with something on a rank, by what they put on a rank in a phase, largest first."""
-    table, loads = placement.problem.table, []
-    for item, part in enumerate(placement.parts):
-        if part is not None and rank // int(table.size[part.row]) in part.blocks:
-            loads.append((-float(table.fixed[part.row, phase] + part.widths[0] * table.slope[part.row, phase]), item))
-    return [item for seconds, item in sorted(loads)[:most] if seconds < 0]
+class _Piece(NamedTuple):
+    item: int
+    number: int
+    load: Array
 
 
-def _replace(placement: Placement, cuts: Cuts, item: int) -> bool:
-    """Put an item where it costs least, with any of its cuts; False when that is no gain."""
-    before = placement.seconds()
-    old = placement.remove(item)
-    owner = placement.problem.item_class[item]
-    found = []
-    for cut in range(int(cuts.start[owner]), int(cuts.start[owner + 1])):
-        row = int(cuts.row[cut])
-        found.append(placement.find(item, row, widths_of(placement.problem, row, int(cuts.number[cut]))))
-    best: Part | None = None
-    least = before * (1 - _ENOUGH)
-    places = sorted((p for p in found if isinstance(p, Place)), key=lambda p: p.score)
-    for place in places[:2]:
-        placement.add(item, place.part)
-        seconds = placement.seconds()
-        placement.remove(item)
-        if seconds < least:
-            best, least = place.part, seconds
-    placement.add(item, best or old)
-    return best is not None
+class Improver:
+    """Steps that lower the potential of a placement."""
+
+    def __init__(self, packer: Packer) -> None:
+        self.packer = packer
+        self.potential = packer.potential
+        self.placement = packer.placement
+        self.table = packer.problem.table
+        self.value = self.potential.weigh()
+
+    def step(self, number: int, random: np.random.Generator) -> None:
+        """Something on the slowest rank of a phase: units pass elsewhere, or a few items are put down anew."""
+        phases = len(self.packer.problem.span)
+        phase = number % phases
+        rank = int(self.placement.local[:, phase].argmax())
+        if self.transfer(rank, phase):
+            return
+        span = int(self.packer.problem.span[phase])
+        here = [item for item, _ in self.placement.on(rank, span)]
+        if not here:
+            return
+        items = [here[int(random.integers(len(here)))]]
+        other = int(random.integers(len(self.placement.local)))
+        others = [item for item, _ in self.placement.on(other, span)]
+        pool = list(dict.fromkeys(others + here)) if random.random() < _NEAR else range(len(self.placement.parts))
+        items += [pool[i] for i in random.integers(len(pool), size=int(random.integers(_TOGETHER))).tolist()]
+        items = list(dict.fromkeys(items))
+        self.replace([items[i] for i in random.permutation(len(items)).tolist()])
+
+    def pieces_on(self, rank: int, phase: int) -> list[_Piece]:
+        """Pieces that a rank has, or that it shares a phase with, by their load in that phase, largest first."""
+        span = int(self.packer.problem.span[phase])
+        found = []
+        for item, block in self.placement.on(rank, span):
+            part = self.placement.parts[item]
+            assert part is not None
+            if part.row in self.table.ragged:
+                continue
+            index = part.blocks.index(block)
+            load = self.table.fixed[part.row] + part.widths[index] * self.table.slope[part.row]
+            found.append(_Piece(item, index, load))
+        found.sort(key=lambda piece: (-piece.load[phase], piece.item, piece.number))
+        return [piece for piece in found[:_PIECES] if piece.load[phase] > 0]
+
+    def accept(self, changes: list[tuple[int, Part]]) -> bool:
+        """Make changes; take them back where the potential does not fall."""
+        old = [(item, self.placement.remove(item)) for item, _ in changes]
+        for item, part in changes:
+            self.placement.add(item, part)
+        fits = self.placement.fits()
+        value = self.potential.weigh() if fits else np.inf
+        if value < self.value * (1 - _ENOUGH):
+            self.value = value
+            return True
+        for item, _ in changes:
+            self.placement.remove(item)
+        for item, part in old:
+            self.placement.add(item, part)
+        return False
+
+    def transfer(self, rank: int, phase: int) -> bool:
+        """Let units of a piece on the rank pass to where they add least; False when that is no gain."""
+        best: tuple[float, int, Part] | None = None
+        pieces = [piece for piece in self.pieces_on(rank, phase) if self._may_move(piece.item)]
+        if not pieces:
+            return False
+        self.potential.look(also=np.array([rank]))
+        for piece in pieces:
+            for gain, part in self._transfers(piece):
+                if best is None or gain < best[0]:
+                    best = gain, piece.item, part
+        return best is not None and best[0] < 0 and self.accept([(best[1], best[2])])
+
+    def _may_move(self, item: int) -> bool:
+        problem = self.packer.problem
+        return item not in problem.allowed and item not in problem.spread
+
+    def _transfers(self, piece: _Piece) -> list[tuple[float, Part]]:
+        """The best way to move each number of units of a piece: what the potential grows by, and the part then."""
+        potential, table = self.potential, self.table
+        part = self.placement.parts[piece.item]
+        assert part is not None
+        row, width = part.row, part.widths[piece.number]
+        size, least, units = int(table.size[row]), int(table.least[row]), int(table.units[row])
+        if (size > potential.group and potential.num_ranks > ALL_IN_SCOPE) or size == potential.num_ranks:
+            return []
+        block = part.blocks[piece.number]
+        if potential.num_ranks <= ALL_IN_SCOPE:
+            here = block
+        else:
+            here = int(np.searchsorted(potential.ranks, block * size)) // size
+        moved = [width] if not units else [d for d in (1, 2, 4, 8, 16, 32) if d <= width - least] + [width]
+        fixed, slope = table.fixed[row], table.slope[row]
+        taken = np.stack([d * slope if d < width or not units else width * slope for d in moved])
+        taken[-1] = fixed + width * slope
+        weight = potential.weight * potential.multiple(size)
+        x = np.repeat(potential.x[None], len(moved), 0)
+        self._lower(x, taken / potential.scale, here, size)
+        xq = powered(x, potential.power)
+        down = ((xq - potential.xq) @ potential.weight).sum(1)
+        new = x + ((fixed + np.array(moved)[:, None] * slope) / potential.scale)[:, None]
+        blocks = x.shape[1] // size
+        grown = ((powered(new, potential.power) - xq) @ weight).reshape(len(moved), blocks, size).sum(2)
+        room = potential.room.reshape(-1, size).min(1)
+        needed = fixed[-1] + np.array(moved) * slope[-1]
+        potential.work += 120 + 0.02 * x.size
+        grown[room < needed[:, None]] = np.inf
+        grown[:, here] = np.inf
+        first = potential.ranks[::size] // size if potential.num_ranks > ALL_IN_SCOPE else np.arange(blocks)
+        where = {int(b): i for i, b in enumerate(first.tolist())}
+        others = [(k, where[b]) for k, b in enumerate(part.blocks) if k != piece.number and b in where]
+        grown[:, [at for _, at in others]] = np.inf
+        found = []
+        for i, d in enumerate(moved):
+            if (d >= least or not units) and len(part.blocks) < len(potential.placement.local) // size:
+                to = int(grown[i].argmin())
+                if np.isfinite(grown[i, to]):
+                    found.append((float(down[i] + grown[i, to]), _moved(part, piece.number, d, int(first[to]), None)))
+            if units and others:
+                at = np.array([at for _, at in others])
+                ranks = (at[:, None] * size + np.arange(size)).ravel()
+                more = powered(x[i, ranks] + d * slope / potential.scale, potential.power) - xq[i, ranks]
+                cost = (more @ weight).reshape(-1, size).sum(1)
+                cost[room[at] < d * slope[-1]] = np.inf
+                to = int(cost.argmin())
+                if np.isfinite(cost[to]):
+                    found.append((float(down[i] + cost[to]), _moved(part, piece.number, d, None, others[to][0])))
+        return found
+
+    def _lower(self, x: Array, taken: Array, here: int, size: int) -> None:
+        """Take loads away from a block, and from the ranks that share phases with it."""
+        span = self.packer.problem.span
+        low = here * size
+        x[:, low : low + size] -= taken[:, None]
+        for phase in np.flatnonzero(span > size).tolist():
+            width = int(span[phase])
+            start = low // width * width
+            x[:, start : start + width, phase] -= taken[:, None, phase]
+            x[:, low : low + size, phase] += taken[:, None, phase]
+
+    def replace(self, items: list[int]) -> bool:
+        """Take items up and put them down anew, the last first; False when that is no gain."""
+        old = [(item, self.placement.remove(item)) for item in items]
+        self.potential.work += 30 * len(items)
+        self.potential.weigh()
+        done = []
+        for item in items:
+            if not self.packer.insert(item):
+                break
+            done.append(item)
+        value = self.potential.weigh() if len(done) == len(items) else np.inf
+        if value < self.value * (1 - _ENOUGH):
+            self.value = value
+            return True
+        for item in done:
+            self.placement.remove(item)
+        for item, part in old:
+            self.placement.add(item, part)
+        self.potential.weigh()
+        return False
+
+
+def _moved(part: Part, index: int, units: int, block: int | None, other: int | None) -> Part:
+    """A part with units of one piece moved to a new block, or to another of its pieces."""
+    pieces = dict(zip(part.blocks, part.widths, strict=True))
+    source = part.blocks[index]
+    pieces[source] -= units
+    to = part.blocks[other] if other is not None else block
+    assert to is not None
+    pieces[to] = pieces.get(to, 0) + units
+    if pieces[source] == 0:
+        del pieces[source]
+    order = sorted(pieces.items(), key=lambda piece: (-piece[1], piece[0]))
+    return Part(part.row, tuple(b for b, _ in order), tuple(w for _, w in order))

@@ -1,109 +1,191 @@
-"""Packing: the largest-first rule that makes a placement, and what it starts with. Pure, as `planner.search`."""
+"""Packing: the cut and the blocks of one item where they add least to the potential. Pure, as `planner.search`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from operator import attrgetter
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
 from planner.search.cost_table import Array, Integers
 from planner.search.cuts import Cuts
-from planner.search.placement import Place, Placement, even
-from planner.search.problem import Infeasible, Problem
-
-_PACKINGS = 12_000
-"""Items placed over all starts, so that many items get fewer starts."""
+from planner.search.placement import Part, Placement, even
+from planner.search.potential import ALL_IN_SCOPE, Potential
+from planner.search.problem import Problem, Ranks
 
 
-@dataclass(frozen=True, eq=False)
-class Start:
-    """What a packing begins with.
+class Menu(NamedTuple):
+    """The cuts of a class that are worth a look, each (cuts,) or (cuts, phases + 1), by size of block.
 
     Args:
-        cost: (cuts,) by which an item prefers one to another.
-        order: (items,) in which they are placed.
-        fill: 0 places where it costs least; 1 on the emptiest rank, -1 on the fullest that has room.
+        rows: of the table.
+        numbers: of pieces.
+        loads: of the largest piece.
+        every: what is put on all ranks.
+        sizes: (size, first cut, last cut + 1).
     """
 
-    cost: Array
-    order: Integers
-    fill: int = 0
+    rows: Integers
+    numbers: Integers
+    loads: Array
+    every: Array
+    sizes: tuple[tuple[int, int, int], ...]
 
 
-def starts(problem: Problem, cuts: Cuts) -> Iterator[Start]:
-    """Starts in a fixed order, without repeats; the last ones, with `fill`, think of memory only."""
-    num_items = len(problem.item_class)
-    if not num_items:
-        return
-    spent, most = cuts.mean[:, :-1].sum(1), (cuts.piece[:, :-1] + problem.table.everywhere[cuts.row, :-1]).sum(1)
-    size, peak = cuts.mean[:, -1], cuts.piece[:, -1] + problem.table.everywhere[cuts.row, -1]
-    count = int(np.clip(_PACKINGS // num_items / (1 + len(problem.capacity) / 64), 3, 24))
-    low = float(np.minimum.reduceat(most, cuts.start[:-1]).max())
-    high = float(most.max())
-    # Price 1 makes an item's share of the free memory as dear as an item's time.
-    typical = float(np.median(np.minimum.reduceat(spent, cuts.start[:-1])))
-    free = max(float((problem.capacity - problem.base[:, -1]).mean()) / num_items, 1.0)
-    seen = set()
-    for price in (0.0, 1.0):
-        for threshold in [np.inf, *(np.geomspace(low, high, count) if 0 < low < high else [low])]:
-            cost = np.where(most <= threshold * (1 + 1e-9), spent, 1e3 * most) + price * size * typical / free
-            first = _first(cuts, cost)
-            if first.tobytes() not in seen:
-                seen.add(first.tobytes())
-                yield Start(cost, _order(problem, cuts, first))
-    for kind in range(len(problem.setups)):
-        without = (problem.table.kinds[cuts.row] >> kind) & 1 == 0
-        if without.any() and not without.all():
-            cost = np.where(without, spent, 1e3 + spent)
-            yield Start(cost, _order(problem, cuts, _first(cuts, cost)))
-    for fill in (1, -1):
-        for num_bytes in (size, peak):
-            least = np.minimum.reduceat(peak, cuts.start[:-1])[problem.item_class]
-            yield Start(num_bytes, np.argsort(-least, kind="stable"), fill)
+def menus(problem: Problem, cuts: Cuts, cost: Array, most: int) -> list[Menu]:
+    """A menu for every class: the cuts that cost least.
 
-
-def pack(problem: Problem, cuts: Cuts, start: Start) -> Placement:
-    """Place every item, in the start's order, its preferred cut first, where it costs least.
-
-    Raises:
-        Infeasible: an item no option of which fits what is left.
+    Args:
+        cost: (cuts,) by which they are compared; infinity for those that are in no menu.
+        most: cuts in a menu.
     """
-    placement = Placement(problem)
-    for item in start.order.tolist():
-        owner = problem.item_class[item]
-        low, high = cuts.start[owner], cuts.start[owner + 1]
-        found: list[Infeasible] = []
-        for cut in (low + np.argsort(start.cost[low:high], kind="stable")).tolist():
-            row = int(cuts.row[cut])
-            place = placement.find(item, row, widths_of(problem, row, int(cuts.number[cut])), start.fill)
-            if isinstance(place, Place):
-                placement.add(item, place.part)
-                break
-            found.append(place)
+    table, found = problem.table, []
+    order = np.lexsort((cost, cuts.owner))
+    rank = np.arange(len(order)) - cuts.start[cuts.owner[order]]
+    taken = order[(rank < most) & np.isfinite(cost[order])]
+    taken = taken[np.lexsort((cuts.number[taken], cuts.row[taken], table.size[cuts.row[taken]], cuts.owner[taken]))]
+    ends = np.searchsorted(cuts.owner[taken], np.arange(len(cuts.start)))
+    for low, high in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
+        at = taken[low:high]
+        size = table.size[cuts.row[at]]
+        edges = [0, *(np.flatnonzero(np.diff(size)) + 1).tolist(), len(at)]
+        sizes = tuple((int(size[a]), a, b) for a, b in pairwise(edges) if b > a)
+        rows = cuts.row[at]
+        found.append(Menu(rows, cuts.number[at], cuts.piece[at], table.everywhere[rows], sizes))
+    return found
+
+
+class Packer:
+    """Puts items down, one at a time, where they add least to the potential."""
+
+    def __init__(self, potential: Potential, menus: list[Menu]) -> None:
+        self.potential = potential
+        self.placement: Placement = potential.placement
+        self.problem: Problem = self.placement.problem
+        self.menus = menus
+
+    def insert(self, item: int) -> bool:
+        """Put an item down; False where no cut of its menu fits."""
+        menu = self.menus[self.problem.item_class[item]]
+        self.potential.work += 40 + 8 * len(menu.rows)
+        open_ranks = self.placement.open_ranks(item)
+        self.potential.look(int(menu.numbers.max()), open_ranks)
+        order = self._by_cost(menu, open_ranks)
+        for cost, cut in order:
+            part = self._part(menu, cut, open_ranks) if np.isfinite(cost) else None
+            if part is not None:
+                self.placement.add(item, part)
+                return True
+        return False
+
+    def _by_cost(self, menu: Menu, open_ranks: Ranks | None) -> list[tuple[float, int]]:
+        """Cuts, the best first, with what they are thought to add."""
+        potential = self.potential
+        extra = menu.every[:, :-1].sum(1)
+        peaks: Array | None = None
+        found = []
+        for size, low, high in menu.sizes:
+            if size > potential.group and potential.num_ranks > ALL_IN_SCOPE:
+                peaks = potential.peaks() if peaks is None else peaks
+                costs = potential.large_costs(menu.loads[low:high], size, peaks)
+                self._bar_large(costs, menu, low, size, open_ranks)
+            else:
+                costs = self._costs(menu, low, high, size, open_ranks)
+            for cut, number in enumerate(menu.numbers[low:high].tolist(), low):
+                least = _least(costs[cut - low], number, size, potential)
+                found.append((least + float(extra[cut]), cut))
+        return sorted(found)
+
+    def _costs(self, menu: Menu, low: int, high: int, size: int, open_ranks: Ranks | None) -> Array:
+        """(cuts, blocks of the scope) with infinity where a piece does not fit or may not be."""
+        potential, ragged = self.potential, self.problem.table.ragged
+        loads = menu.loads[low:high]
+        if ragged and any(row in ragged for row in menu.rows[low:high].tolist()):
+            rows = menu.rows[low:high].tolist()  # whether they fit is found out when they are put down
+            return np.stack([self._ragged_costs(row, load, size) for row, load in zip(rows, loads, strict=True)])
+        costs = potential.costs(loads, size)
+        room = potential.room.reshape(-1, size).min(1)
+        costs[room < (loads[:, -1] + menu.every[low:high, -1])[:, None]] = np.inf
+        if open_ranks is not None:
+            costs[:, ~open_ranks[potential.ranks].reshape(-1, size).all(1)] = np.inf
+        return costs
+
+    def _ragged_costs(self, row: int, load: Array, size: int) -> Array:
+        ragged = self.problem.table.ragged.get(row)
+        loads = load[None] if ragged is None else ragged
+        costs: Array = self.potential.costs(loads, size).mean(0)
+        return costs
+
+    def _bar_large(self, costs: Array, menu: Menu, low: int, size: int, open_ranks: Ranks | None) -> None:
+        placement, potential = self.placement, self.potential
+        room = (potential.limit - placement.local[:, -1] - placement.every[-1]).reshape(-1, size).min(1)
+        high = low + len(costs)
+        costs[room < (menu.loads[low:high, -1] + menu.every[low:high, -1])[:, None]] = np.inf
+        if open_ranks is not None:
+            costs[:, ~open_ranks.reshape(-1, size).all(1)] = np.inf
+
+    def _part(self, menu: Menu, cut: int, open_ranks: Ranks | None) -> Part | None:
+        """Blocks for a cut, its widest piece first; None where they do not fit."""
+        table, potential = self.problem.table, self.potential
+        row, number = int(menu.rows[cut]), int(menu.numbers[cut])
+        size, units = int(table.size[row]), int(table.units[row])
+        widths = even(units, number)
+        order = range(number)
+        if row in table.ragged:
+            order = np.argsort(-table.ragged[row][..., :-1].sum((1, 2)), kind="stable").tolist()
+        blocks = [0] * number
+        used: list[int] = []
+        for place, index in enumerate(order):
+            costs = self._piece_costs(row, index, widths[index], size, open_ranks)
+            costs[used] = np.inf
+            block = int(costs.argmin())
+            if not np.isfinite(costs[block]):
+                for done in list(order)[:place]:
+                    self.placement.put(row, done, blocks[done], widths[done], -1)
+                return None
+            used.append(block)
+            whole = self._is_large(size)
+            blocks[index] = block if whole else int(potential.ranks[block * size]) // size
+            if number > 1:
+                self.placement.put(row, index, blocks[index], widths[index], 1)
+                potential.again()
+        if number > 1:
+            for index in order:
+                self.placement.put(row, index, blocks[index], widths[index], -1)
+        return Part(row, tuple(blocks), widths)
+
+    def _is_large(self, size: int) -> bool:
+        return size > self.potential.group and self.potential.num_ranks > ALL_IN_SCOPE
+
+    def _piece_costs(self, row: int, index: int, width: int, size: int, open_ranks: Ranks | None) -> Array:
+        """(blocks,) what a piece adds, with all its ranks as they are; infinity where it may not be."""
+        table, potential, placement = self.problem.table, self.potential, self.placement
+        ragged = table.ragged.get(row)
+        loads = (table.fixed[row] + width * table.slope[row])[None] if ragged is None else ragged[index][None]
+        held = True if ragged is None else ragged[index][:, -1] > 0
+        costs: Array
+        if self._is_large(size):
+            most = loads if ragged is None else loads.max(1)
+            costs = potential.large_costs(most, size, potential.peaks())[0]
+            room = potential.limit - placement.local[:, -1] - placement.every[-1]
+            is_open = open_ranks
         else:
-            raise min(found, key=attrgetter("distance"))
-    return placement
+            costs, room = potential.costs(loads, size)[0], potential.room
+            is_open = None if open_ranks is None else open_ranks[potential.ranks]
+        needed = loads[..., -1] + table.everywhere[row, -1]
+        costs[(room.reshape(-1, size) < needed.reshape(1, -1)).any(1)] = np.inf
+        if is_open is not None:
+            costs[(~is_open.reshape(-1, size) & held).any(1)] = np.inf
+        return costs
 
 
-def widths_of(problem: Problem, row: int, count: int) -> tuple[int, ...]:
-    """Widths of a family's pieces when it is cut evenly."""
-    units = int(problem.table.units[row])
-    return even(units, count) if units else (0,) * count
-
-
-def _first(cuts: Cuts, cost: Array) -> Integers:
-    """(classes,) the first of the cheapest cuts."""
-    least = np.minimum.reduceat(cost, cuts.start[:-1])
-    at = np.flatnonzero(cost == least[cuts.owner])
-    _, first = np.unique(cuts.owner[at], return_index=True)
-    return at[first]
-
-
-def _order(problem: Problem, cuts: Cuts, first: Integers) -> Integers:
-    """Items by the largest of their share of the time and of the memory, on one rank."""
-    time, size = cuts.piece[first, :-1].sum(1), cuts.piece[first, -1]
-    total = max(float(cuts.mean[first, :-1].sum()), 1e-30)
-    share = np.maximum(time / total, size / max(float(problem.capacity.max()), 1.0))
-    return np.argsort(-share[problem.item_class], kind="stable")
+def _least(costs: Array, number: int, size: int, potential: Potential) -> float:
+    """What the pieces of a cut add at least: those on one group's blocks count as if they were on several."""
+    if number == 1:
+        return float(costs.min())
+    per_group = potential.group // size if size < potential.group else 1
+    if per_group > 1 and len(costs) // per_group >= number:
+        costs = costs.reshape(-1, per_group).min(1)
+    if len(costs) < number:
+        return np.inf
+    return float(np.sort(costs)[:number].sum())

@@ -1,23 +1,36 @@
 """The search: which option each item takes, and on which ranks. It knows no table and no module; see `problem`.
 
-The order of work: several starts, each an option per item (the least total work among those whose largest piece is
-below a threshold) packed largest first onto the rank where it costs least; then the best is improved by moves, other
-options and swaps. The amount of work is fixed, so the same problem has the same solution on every machine; a deadline
-only cuts it short.
+The order of work: some starts, each a cut for every item (`starts`), put down largest first where they add least to a
+smooth form of the cost (`potential`), all items twice; then the best is improved by passing units between ranks and by
+taking a few items up and putting them down anew. Where that does not fit, the same with a price on memory, then by
+memory alone (`tight`). The amount of work is fixed, so the same problem has the same solution on every machine; a
+deadline only cuts it short.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from operator import attrgetter
+
+import numpy as np
 
 from planner.search.bound import lower_bound
 from planner.search.cuts import Cuts
-from planner.search.improve import improve
-from planner.search.packing import pack, starts, widths_of
-from planner.search.placement import Placement
-from planner.search.problem import Array, Choice, Infeasible, Problem
+from planner.search.improve import Improver
+from planner.search.packing import Packer, menus
+from planner.search.placement import Part, Placement
+from planner.search.potential import Potential
+from planner.search.problem import Array, Choice, Problem
+from planner.search.starts import Start, starts
+from planner.search.tight import pour
+
+_BUILDING = 350e3
+_IMPROVING = 350e3
+"""Work, in about microseconds."""
+_MENU = 12
+"""Cuts of an item that is put down anew."""
+_WEIGHTS = (0.1, 1.0, 10.0)
+"""Of memory, where it is tight."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +57,29 @@ class Solution:
         return float(self.phase_seconds.sum())
 
 
+class _Best:
+    """The best placement of all items so far."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.seconds = np.inf
+        self.parts: list[Part | None] | None = None
+        self.memory = 0.0
+
+    def offer(self, placement: Placement, memory: float) -> None:
+        seconds = placement.seconds()
+        if seconds < self.seconds * (1 - 1e-12):
+            self.seconds, self.parts, self.memory = seconds, list(placement.parts), memory
+
+    def placement(self) -> Placement:
+        """Made anew, so that nothing is left of what was taken up."""
+        found = Placement(self.problem)
+        for item, part in enumerate(self.parts or []):
+            assert part is not None
+            found.add(item, part)
+        return found
+
+
 def search(problem: Problem, out_of_time: Callable[[], bool] = lambda: False) -> Solution:
     """A good placement and a lower bound.
 
@@ -53,40 +89,92 @@ def search(problem: Problem, out_of_time: Callable[[], bool] = lambda: False) ->
     Raises:
         Infeasible: no start could be packed.
     """
-    cuts = Cuts.of(problem)
-    best = None if len(problem.item_class) else Placement(problem)
-    failures: list[Infeasible] = []
-    is_cut = False
-    for start in starts(problem, cuts):
-        if best is not None and start.fill:
-            break
-        if best is not None and out_of_time():
-            is_cut = True
-            break
-        try:
-            placement = pack(problem, cuts, start)
-        except Infeasible as error:
-            failures.append(error)
-            continue
-        if best is None or placement.seconds() < best.seconds() * (1 - 1e-12):
-            best = placement
-    if best is None:
-        raise _hopeless(problem, cuts) or min(failures, key=attrgetter("bytes_short"))
-    is_cut = improve(best, cuts, out_of_time) or is_cut
-    phases = best.phase_seconds()
+    best, is_cut = _Best(problem), False
+    if len(problem.item_class):
+        cuts = Cuts.of(problem)
+        with np.errstate(over="ignore"):  # what is far above the slowest rank costs infinitely much
+            is_cut = _build(problem, cuts, best, out_of_time)
+            if best.parts is None:
+                best.parts = pour(problem, cuts)
+                best.memory = _WEIGHTS[-1]
+                best.seconds = best.placement().seconds()
+            is_cut = _improve(problem, cuts, best, out_of_time) or is_cut
+    placement = best.placement()
+    phases = placement.phase_seconds()
     bound = lower_bound(problem, float(phases.sum()), out_of_time)
-    return Solution(best.chosen(), best.load.copy(), phases, bound.seconds, is_cut)
+    return Solution(placement.chosen(), placement.load, phases, bound.seconds, is_cut)
 
 
-def _hopeless(problem: Problem, cuts: Cuts) -> Infeasible | None:
-    """The first item that fits nowhere even before the others are placed, with its nearest option."""
-    empty = Placement(problem)
-    for item, owner in enumerate(problem.item_class.tolist()):
-        found = []
-        for cut in range(int(cuts.start[owner]), int(cuts.start[owner + 1])):
-            row = int(cuts.row[cut])
-            found.append(empty.find(item, row, widths_of(problem, row, int(cuts.number[cut]))))
-        short = [f for f in found if isinstance(f, Infeasible)]
-        if len(short) == len(found):
-            return min(short, key=attrgetter("distance"))
-    return None
+def _build(problem: Problem, cuts: Cuts, best: _Best, out_of_time: Callable[[], bool]) -> bool:
+    """Pack starts until the work is used up; first with memory for nothing, then, if nothing fits, at a price."""
+    work = _BUILDING
+    for memory in (0.0, *_WEIGHTS):
+        for number, start in enumerate(starts(problem, cuts, memory > 0)):
+            if best.parts is not None and out_of_time():
+                return True
+            work -= _pack(problem, cuts, start, memory, best, out_of_time)
+            if work <= 0 or (best.parts is None and number):
+                break
+        if best.parts is not None:
+            break
+    return False
+
+
+def _pack(
+    problem: Problem, cuts: Cuts, start: Start, memory: float, best: _Best, out_of_time: Callable[[], bool]
+) -> float:
+    """One start: all items put down, largest first, then again one by one; returns the work that it took."""
+    placement = Placement(problem)
+    potential = Potential(placement, start.target, memory)
+    packer = Packer(potential, menus(problem, cuts, start.cost, start.most))
+    size = cuts.piece[start.first, :-1].sum(1) / start.target.sum()
+    if memory:
+        size = np.maximum(size, cuts.mean[start.first, -1] / problem.capacity.max())
+    order = np.argsort(-size[problem.item_class], kind="stable").tolist()
+    potential.aim(8, is_building=True)
+    for number, item in enumerate(order):
+        if number % 16 == 15:
+            potential.weigh(is_building=True)
+        if not packer.insert(item) or (best.parts is not None and out_of_time()):
+            return potential.work
+    best.offer(placement, memory)
+    potential.aim(32)
+    for number, item in enumerate(order):
+        if out_of_time():
+            break
+        part = placement.remove(item)
+        if number % 16 == 0:
+            potential.weigh()
+        if not packer.insert(item):
+            placement.add(item, part)
+    best.offer(placement, memory)
+    return potential.work
+
+
+def _improve(problem: Problem, cuts: Cuts, best: _Best, out_of_time: Callable[[], bool]) -> bool:
+    """Better the best placement until the work is used up; returns whether the time was up before."""
+    random = np.random.default_rng(0)
+    placement = best.placement()
+    target = placement.phase_seconds()
+    own = cuts.piece[:, :-1] + problem.table.everywhere[cuts.row, :-1]
+    cost = cuts.mean[:, :-1].sum(1) + 3 * np.maximum(0, own - target).sum(1)
+    for part in placement.parts:
+        assert part is not None
+    used = int(np.bitwise_or.reduce(problem.table.kinds[[part.row for part in placement.parts if part]]))
+    cost[problem.table.kinds[cuts.row] & ~used != 0] = np.inf
+    potential = Potential(placement, target, best.memory)
+    packer = Packer(potential, menus(problem, cuts, cost, _MENU))
+    for power, share in ((16, 0.5), (64, 0.8), (256, 1.0)):
+        potential.aim(power)
+        improver = Improver(packer)
+        step = 0
+        while potential.work < share * _IMPROVING:
+            if out_of_time():
+                return True
+            improver.step(step, random)
+            best.offer(placement, best.memory)
+            step += 1
+            if step % 64 == 0:
+                potential.aim(power)
+                improver.value = potential.weigh()
+    return False

@@ -1,0 +1,121 @@
+"""Starts: which cut each item should get, before it is known where. Pure, as `planner.search`.
+
+Were all ranks equally loaded, the best cut of an item would be the one of least work, and a phase would take the mean
+over ranks. But it takes no less than the largest piece in it, and the larger the pieces the less evenly they lie. So a
+start allows only cuts whose pieces stay below a threshold; there is one for each of some thresholds, and for each set
+of set-ups that may be used.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import NamedTuple
+
+import numpy as np
+
+from planner.search.cost_table import Array, Integers
+from planner.search.cuts import Cuts
+from planner.search.problem import Problem
+
+_THRESHOLDS = 14
+_UNEVEN = 1.15
+"""Phases of many small pieces are expected to take this many times the mean."""
+_FREE = 0.98
+"""Share of the memory that starts count with."""
+_LARGE = 0.3
+"""Where the largest pieces take this share of the mean, an item gets more than one cut to choose from."""
+
+
+class Start(NamedTuple):
+    """A way to begin.
+
+    Args:
+        estimate: seconds of a placement, at least.
+        target: (phases,) seconds that a good placement may have.
+        cost: (cuts,) by which they are compared; infinity for those not to be used.
+        first: (classes,) cut of least cost.
+        most: cuts of each item to look at.
+    """
+
+    estimate: float
+    target: Array
+    cost: Array
+    first: Integers
+    most: int
+
+
+def starts(problem: Problem, cuts: Cuts, is_tight: bool = False) -> list[Start]:
+    """Starts, the most promising first, without repeats.
+
+    Args:
+        is_tight: put a price on memory, so high that the cuts of least cost fit together.
+    """
+    own = cuts.piece[:, :-1] + problem.table.everywhere[cuts.row, :-1]
+    most, spent = own.sum(1), cuts.mean[:, :-1].sum(1)
+    counts = np.bincount(problem.item_class, minlength=len(cuts.start) - 1).astype(np.float64)
+    base = problem.base[:, :-1].mean(0)
+    found: dict[bytes, Start] = {}
+    for used in _sets(problem, cuts):
+        paid = float(problem.setups[[k for k in range(len(problem.setups)) if used >> k & 1]].sum())
+        is_open = problem.table.kinds[cuts.row] & ~used == 0
+        begin = float(_least(cuts, np.where(is_open, most, np.inf)).max())
+        price = _price(problem, cuts, np.where(is_open, spent, np.inf), counts) if is_tight else 0.0
+        end = max(float(most[is_open].max()), begin)
+        for threshold in np.unique(np.geomspace(begin, end, _THRESHOLDS) if 0 < begin < end else [begin]):
+            cost = np.where(most <= threshold * (1 + 1e-9), spent, 1e3 * most) + price * cuts.mean[:, -1]
+            cost = np.where(is_open, cost, np.inf)
+            first = _first(cuts, cost)
+            if first.tobytes() in found:
+                continue
+            mean = (cuts.mean[first, :-1] * counts[:, None]).sum(0) + base
+            peak = own[first].max(0)
+            estimate = float(np.maximum(mean, peak).sum()) + paid
+            choice = 3 if float(peak.sum()) > _LARGE * float(mean.sum()) else 1
+            cost = np.where(cost < 1e3 * float(cost[first].max() + threshold), cost, np.inf)
+            target = np.maximum(_UNEVEN * mean, peak)
+            found[first.tobytes()] = Start(estimate, target, cost, first, choice)
+    return sorted(found.values(), key=lambda start: start.estimate)
+
+
+def _sets(problem: Problem, cuts: Cuts) -> list[int]:
+    """Sets of set-ups, a bit each, with which every class has a cut; those that are paid are in all."""
+    paid = sum(1 << kind for kind in problem.base_kinds)
+    others = [kind for kind in range(len(problem.setups)) if kind not in problem.base_kinds]
+    found = []
+    for number in range(len(others) + 1):
+        for chosen in combinations(others, number):
+            used = paid | sum(1 << kind for kind in chosen)
+            is_open = problem.table.kinds[cuts.row] & ~used == 0
+            if np.isfinite(_least(cuts, np.where(is_open, 0.0, np.inf))).all():
+                found.append(used)
+    return found[-8:]
+
+
+def _least(cuts: Cuts, cost: Array) -> Array:
+    least: Array = np.minimum.reduceat(cost, cuts.start[:-1])
+    return least
+
+
+def _first(cuts: Cuts, cost: Array) -> Integers:
+    """(classes,) the first of the cheapest cuts."""
+    at = np.flatnonzero(cost == _least(cuts, cost)[cuts.owner])
+    _, first = np.unique(cuts.owner[at], return_index=True)
+    return at[first]
+
+
+def _price(problem: Problem, cuts: Cuts, cost: Array, counts: Array) -> float:
+    """Seconds of a byte on every rank with which the cheapest cuts just fit together; the last one tried if none do."""
+    room = _FREE * float((problem.capacity - problem.base[:, -1]).mean())
+    size = cuts.mean[:, -1]
+    low, high = 0.0, float(_least(cuts, cost).sum() + 1e-30) / max(room, 1.0)
+    if float((size[_first(cuts, cost)] * counts).sum()) <= room:
+        return 0.0
+    for _ in range(40):
+        if float((size[_first(cuts, cost + high * size)] * counts).sum()) <= room:
+            break
+        low, high = high, 2 * high
+    for _ in range(12):
+        middle = (low + high) / 2
+        fits = float((size[_first(cuts, cost + middle * size)] * counts).sum()) <= room
+        low, high = (low, middle) if fits else (middle, high)
+    return high
