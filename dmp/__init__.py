@@ -17,7 +17,7 @@ Rooms, lower ones first; each says in its `__init__` what lives there: `ranks`, 
 - `nested`: what dicts, lists, tuples and objects hold inside each other
 - `places`: where a module's tensors are held, ties among them
 - `read_values`: values that came out of a file: strict JSON, sizes, and how an error shows them
-- `__main__`: the command line: `python -m dmp plan | explain | diff | convert`
+- `__main__`: the command line: `python -m dmp plan | explain | diff | ...`
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ def from_first_rank(
 ) -> tuple[ShardingPlan, PlanReport]:
     """Call `make` on rank 0 of the env; every rank gets its result, or raises its error as a `PlanError`.
 
-    The plan's JSON is broadcast with its digest and report; then all ranks say whether what they read has that digest.
+    The other ranks wait as long as it takes, inside no collective (see `ranks.from_first`). The plan's JSON is
+    broadcast with its digest and report; then all ranks say whether what they read has that digest.
     """
     group = env.group()
     if group is None or env.size == 1:

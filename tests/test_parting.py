@@ -152,6 +152,10 @@ try:
             if rank == 1 and step == 2:
                 sys.exit(1)
             model(torch.arange(6).view(2, 3)).sum().backward()
+    elif case == "rank 0 is killed as it plans":
+        import planner
+        planner.ShardingPlanner.plan = lambda *_, **__: time.sleep(3) or os.kill(os.getpid(), signal.SIGKILL)
+        dmp.DistributedModelParallel(nn.EmbeddingBag(20_000, 8))
     else:
         model = dmp.DistributedModelParallel(nn.EmbeddingBag(20_000, 8), plan={"weight": dmp.row_wise()})
         if rank == 0:
@@ -168,9 +172,10 @@ except Exception as error:
     ("case", "rank", "expected"),
     [
         ("wrap alone", 0, "RanksError: the ranks have parted ways: rank 0 is in wrapping Linear"),
-        ("wrap against the end", 0, "PeerLost: rank 1 is gone: "),
+        ("wrap against the end", 0, "rank 1 is gone: "),
         ("one ends", 0, "PeerLost: rank 1 is gone: "),
         ("rank 0 is killed", 1, "PeerLost: what hosts the process group's store is gone (rank 0"),
+        ("rank 0 is killed as it plans", 1, "PeerLost: what hosts the process group's store is gone (rank 0"),
     ],
 )
 def test_as_a_program_of_its_own(case: str, rank: int, expected: str, unused_port: int) -> None:

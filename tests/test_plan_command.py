@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dmp import ShardingPlan
+from dmp import ShardingPlan, column_wise
 from dmp.__main__ import main
 from dmp.commands.machine import number_of_bytes
 
@@ -65,7 +65,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.slow
 def test_a_plan_for_4096_ranks_in_a_fresh_process(folder: Path) -> None:
     command = [sys.executable, "-W", "error", "-m", "dmp", "plan", "strangers_models:make"]
-    command += ["--mesh", "512x8", "--axes", "host,local", "--out", "plan.json"]
+    command += ["--mesh", "512x8", "--axes", "host,local", "--topology", "h100", "--out", "plan.json"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -90,12 +90,37 @@ def test_what_is_given_is_kept(folder: Path, capsys: pytest.CaptureFixture[str])
     assert ShardingPlan.from_json((folder / "b.json").read_text()) == a
     capsys.readouterr()
     assert main(["diff", "a.json", "b.json"]) == 0
-    assert "the same 2 entries" in capsys.readouterr().out
+    assert "0 of 2 parameters change" in capsys.readouterr().out
     assert main([*common, "--out", "c.json", "--batch-size", "100000"]) == 0
+    assert main(["diff", "a.json", "c.json"]) == (a != ShardingPlan.from_json((folder / "c.json").read_text()))
+    assert "batch" in capsys.readouterr().out
+
+
+def test_explain(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From the report beside the plan; one that is of another plan is passed over."""
+    assert main(["plan", "strangers_models:make", "--mesh", "4", "--out", "a.json"]) == 0
+    capsys.readouterr()
     assert main(["explain", "a.json", "users"]) == 0
-    assert "row_wise" in capsys.readouterr().out
+    assert "because" in capsys.readouterr().out
     assert main(["explain", "a.json", "nobody"]) == 2
-    assert "'nobody'" in capsys.readouterr().err
+    assert "no planned parameter answers to 'nobody'" in capsys.readouterr().err
+    plan = ShardingPlan.from_json((folder / "a.json").read_text())
+    (folder / "a.json").write_text(plan.merged({"users.weight": column_wise([1, 2])}).to_json())
+    assert main(["explain", "a.json", "users.weight"]) == 0
+    said = capsys.readouterr()
+    assert "column_wise([1, 2])" in said.out and "is the report of another plan" in said.err
+    (folder / "a.report.json").unlink()
+    assert main(["explain", "a.json", "users.weight"]) == 0
+    assert main(["explain", "a.json", "users"]) == 2
+
+
+def test_propose_mesh(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    common = ["propose-mesh", "strangers_models:make", "--devices", "8"]
+    assert main([*common, "--topology", "a100_80gb", "--batch-size", "4096", "--top", "2"]) == 0
+    assert "dp=8" in capsys.readouterr().out
+    assert main([*common, "--memory", "1MB"]) == 3
+    assert "no mesh: " in capsys.readouterr().err
+    assert main([*common, "--top", "0"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -118,6 +143,9 @@ def test_what_is_given_is_kept(folder: Path, capsys: pytest.CaptureFixture[str])
         ("strangers_models:make --mesh 4x2 --axes dp", 2, "has 2 axes, --axes dp names 1"),
         ("strangers_models:make --mesh 4x2 --axes dp,b", 2, "'b' has no role"),
         ("strangers_models:make --batch-size 0", 2, "batch_size must be positive"),
+        ("strangers_models:make --topology pdp-11", 2, "no topology 'pdp-11': expected a file"),
+        ("strangers_models:make --topology dies.py", 2, "dies.py is no JSON"),
+        ("strangers_models:make --device tpu", 2, "no default topology for device type 'tpu'"),
         ("strangers_models:make --memory 80GX", 2, "--memory is a size"),
         ("strangers_models:make --memory 1GB", 3, "no plan: 'users.weight' does not fit"),
         ("strangers_models:make --constraints none.json", 2, "none.json: No such file"),

@@ -7,5 +7,8 @@
 - `plan`: a plan for a mesh that is not here
 - `explain`: why a parameter has its layout
 - `diff`: what differs between two plans
+- `propose`: which mesh a model would do best on
+- `installed`: which installed packages fit each other
+- `doctor`: whether what is installed fits, and can be imported
 - `convert`: a checkpoint of one kind into one of another
 """

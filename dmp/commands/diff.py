@@ -21,6 +21,9 @@ def run(given: argparse.Namespace) -> int:
     """Print what changes from one to the other; 1 where they differ, as `diff` does."""
     before, after = read_plan(given.before), read_plan(given.after)
     changes = before.diff(after)
+    if before.report is not None and after.report is not None:
+        print(before.report.diff(after.report))
+        return 1 if changes else 0
     for change in changes:
         print(change)
     if not changes:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from dmp.commands.files import read_plan, report_path
 from dmp.commands.refusal import Refusal
-from dmp.names import NameIndex
 
 NAME = "explain"
 ABOUT = "say why a parameter has its layout: what else was considered, what it costs, and why it lost"
@@ -16,26 +15,23 @@ ABOUT = "say why a parameter has its layout: what else was considered, what it c
 def add(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     parser.add_argument("plan", type=Path, help="a file that `plan --out` has written, its report beside it")
-    parser.add_argument("name", metavar="NAME", help="of a parameter, or a pattern: t_1, tables.*.weight")
+    parser.add_argument("name", metavar="NAME", help="of a parameter or table, or a pattern: t_1, tables.*.weight")
 
 
 def run(given: argparse.Namespace) -> int:
-    """Print what the report says of each parameter that answers to the name."""
+    """Print what the report says of the parameters that answer to the name."""
     plan = read_plan(given.plan)
-    answering: dict[str, list[str]] = {}
-    for name in plan:
-        words = name.split(".")
-        for key in dict.fromkeys([name, *(".".join(words[:end]) for end in range(1, len(words))), *words[-2:-1]]):
-            answering.setdefault(key, []).append(name)
-    index = NameIndex(answering)
-    names = list(dict.fromkeys(name for key in index.matching(given.name) for name in answering[key]))
-    if not names:
-        raise Refusal(f"{given.plan} has no parameter {given.name!r}; {index.hint(given.name)}")
     if plan.report is None:
-        print(f"(no report beside the plan: {report_path(given.plan)} is written by `plan --out`)")
-    for name in names:
-        try:
-            print(f"{name}  {plan[name]}" if plan.report is None else plan.report.explain(name))
-        except KeyError:  # a dense weight, which the report has by block
-            print(f"{name}  {plan[name]}")
+        if given.name not in plan:
+            where = f"{given.plan} has no report beside it ({report_path(given.plan)}, which `plan --out` writes)"
+            raise Refusal(f"{where}, and no entry {given.name!r}")
+        print(f"{given.name}  {plan[given.name]}")
+        print(f"(no report beside the plan: `plan --out` writes {report_path(given.plan)})")
+        return 0
+    try:
+        print(plan.report.explain(given.name))
+    except KeyError as error:
+        if given.name not in plan:
+            raise Refusal(f"{given.plan}: {error.args[0]}") from None
+        print(f"{given.name}  {plan[given.name]}  (a dense weight, which the report has by block)")
     return 0

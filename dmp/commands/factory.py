@@ -6,6 +6,7 @@ called on the CPU (`--build-on cpu`), whose memory must then hold the model; so 
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import inspect
 import sys
@@ -21,6 +22,18 @@ from dmp.commands.refusal import FAILED, Refusal, in_one_line
 from dmp.foreign import type_name
 
 _FORM = "expected package.module:name, as my_pkg.models:make_model"
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Arguments from which `made_module` makes the model."""
+    about = "package.module:name of a function or class without arguments that gives an nn.Module, or of a module"
+    parser.add_argument("model", metavar="MODULE:NAME", help=f"{about}; looked for in the current directory too")
+    parser.add_argument(
+        "--build-on",
+        default="meta",
+        choices=("meta", "cpu"),
+        help="device under which the model is made; meta takes no memory (default: %(default)s)",
+    )
 
 
 def imported(path: str, what: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,12 +23,13 @@ def read_plan(path: Path) -> ShardingPlan:
     """
     plan = _read(path, "a plan", ShardingPlan.from_json)
     beside = report_path(path)
-    report_type = of_planner("PlanReport")
-    if beside.exists() and hasattr(report_type, "load"):
-        try:
-            plan.report = report_type.load(beside)
-        except (OSError, ValueError) as error:
-            raise Refusal(f"{beside}: {error}", FAILED) from None
+    if beside.exists():
+        report = _read(beside, "a report", of_planner("PlanReport").from_json)
+        said = dict(zip(report.planned.names, report.planned.layouts, strict=True))
+        if all(name in plan and plan[name].layout == layout for name, layout in said.items()):
+            plan.report = report
+        else:
+            print(f"note: {beside} is the report of another plan, and is passed over", file=sys.stderr)
     return plan
 
 
@@ -38,8 +40,7 @@ def write_plan(plan: ShardingPlan, path: Path) -> None:
         Refusal: what cannot be written.
     """
     write(path, plan.to_json() + "\n")
-    if hasattr(plan.report, "save"):
-        plan.report.save(report_path(path))
+    write(report_path(path), plan.report.to_json() + "\n")
 
 
 def report_path(path: Path) -> Path:

@@ -47,21 +47,24 @@ def env_of(given: argparse.Namespace) -> ShardingEnv:
 
 def add_machine(parser: argparse.ArgumentParser) -> None:
     """Options from which `topology_of` makes the machine."""
+    about = "a file that Topology.save or `calibrate` wrote, or a machine by name: h100 (default: the device's usual)"
+    parser.add_argument("--topology", metavar="FILE|NAME", help=about)
     parser.add_argument("--memory", metavar="BYTES", help="of a rank, over what the topology says: 80GB")
 
 
 def topology_of(given: argparse.Namespace, env: ShardingEnv) -> Any:
-    """The machine that `add_machine`'s options describe; None where they say nothing.
+    """The machine that `add_machine`'s options describe.
 
     Raises:
         Refusal: an unknown machine, or figures that are none.
     """
-    if given.memory is None:
-        return None
+    topology_type = of_planner("Topology")
     try:
-        return replace(of_planner("Topology").of(env), memory_bytes=number_of_bytes(given.memory))
-    except ValueError as error:
-        raise Refusal(str(error)) from None
+        topology = topology_type.of(env) if given.topology is None else topology_type.load(given.topology)
+        topology.links(env)  # it fits the mesh
+    except (ValueError, OSError) as error:
+        raise Refusal(f"--topology: {error}") from None
+    return topology if given.memory is None else replace(topology, memory_bytes=number_of_bytes(given.memory))
 
 
 def number_of_bytes(text: str) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from dmp.commands.factory import made_module
+from dmp.commands.factory import add_model, made_module
 from dmp.commands.files import read_constraints, read_plan, write_plan
 from dmp.commands.machine import add_machine, add_mesh, env_of, topology_of
 from dmp.commands.refusal import FAILED, NO_PLAN, Refusal, in_one_line
@@ -19,14 +19,7 @@ ABOUT = "plan a model on a mesh that is not here, and say why the plan is as it 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
-    about = "package.module:name of a function or class without arguments that gives an nn.Module, or of a module"
-    parser.add_argument("model", metavar="MODULE:NAME", help=f"{about}; looked for in the current directory too")
-    parser.add_argument(
-        "--build-on",
-        default="meta",
-        choices=("meta", "cpu"),
-        help="device under which the model is made; meta takes no memory (default: %(default)s)",
-    )
+    add_model(parser)
     add_mesh(parser)
     add_machine(parser)
     parser.add_argument("--batch-size", type=int, help="samples per data rank (default: the planner's)")

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from dmp.errors import CheckpointError, DmpError, RanksError
 from dmp.ranks.entry import entry
 from dmp.ranks.exchange import broadcast_bytes, compare_facts, gather_objects, gather_words
+from dmp.ranks.groups import wait_for_first
 from dmp.ranks.watchdog import PeerLost
 
 _SHOWN = 5
@@ -135,6 +136,8 @@ def numbers_of_all(what: str, make: Callable[[], float], group: dist.ProcessGrou
 def from_first(make: Callable[[], T], group: dist.ProcessGroup | None, what: str) -> T:
     """What rank 0 makes, on every rank; any object that pickle takes.
 
+    It may take as long as it likes: the others wait for it in the store, inside no collective and under no timeout.
+
     Raises:
         CheckpointError: on every rank: what rank 0 raised.
         RanksError: the ranks are in different calls.
@@ -151,6 +154,7 @@ def from_first(make: Callable[[], T], group: dist.ProcessGroup | None, what: str
             except Exception as error:  # of any kind: the other ranks wait for it
                 cause = error
                 data = pickle.dumps((None, _text(error)))
+        wait_for_first(group, "from_first")
         sent = broadcast_bytes(what, data, group)
     result, problem = pickle.loads(sent)
     if problem is not None:

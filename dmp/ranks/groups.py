@@ -50,6 +50,21 @@ def own_group(group: dist.ProcessGroup, purpose: str, timeout: timedelta | None 
     return made
 
 
+def wait_for_first(group: dist.ProcessGroup, where: str) -> None:
+    """Return when rank 0 of the group has come here as often as this one, however long it takes: under no timeout.
+
+    Args:
+        where: a word for the place in the code.
+
+    Raises:
+        RanksError: it will not come.
+    """
+    dog = watchdog.start()
+    if dog is not None and dist.get_world_size(group) > 1:
+        name = f"dmp/{where}/{call_log.shown(tuple(dist.get_process_group_ranks(group)))}"
+        dog.wait_for_one(name, is_awaited=dist.get_rank(group) == 0)
+
+
 def _new_group(ranks: list[int], rank: int, name: str, timeout: timedelta | None) -> dist.ProcessGroup:
     """As torch's `new_group`, whose names differ where ranks have made different numbers of groups before."""
     c10d: Any = dist.distributed_c10d

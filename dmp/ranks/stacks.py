@@ -14,7 +14,7 @@ _OURS = Path(__file__).resolve().parents[2]
 _OUR_PACKAGES = tuple(str(_OURS / name) + os.sep for name in ("dmp", "sharders", "planner"))
 _SKIPPED = ("c10d_logger.py", "_ops.py", "contextlib.py", "_contextlib.py")
 _BACKWARD = "_engine_run_backward"
-POLLING = "wait_in_store"
+POLLING = "poll_store"
 """Name of the function of ours that waits by asking again and again."""
 
 

@@ -63,11 +63,13 @@ class Watchdog:
         self._answered, self._asked = -1, 0
         self._asked_at: dict[int, float] = {}
         self._mark: Any = None
+        self._waits: dict[str, int] = {}
         self._still_since = time.monotonic()
         self._suspicious_since: float | None = None
         self._has_lost, self._has_warned = False, False
         # gloo connects every rank of the default group to every other, unless it is asked to wait until they speak.
-        self._is_meshed = dist.get_backend(group) == "gloo" and traffic().num_open >= self.size - 1
+        self._most_open = traffic().num_open
+        self._is_meshed = dist.get_backend(group) == "gloo" and self._most_open >= self.size - 1
         self._looked = threading.Condition()
         self._failure: Exception | None = None
         self._done = False
@@ -107,16 +109,45 @@ class Watchdog:
             RanksError: they will not.
         """
         arrived = self._store.add(key, 1)
-        wanted = -(-arrived // count) * count
-        pause_s = 0.001
-        while arrived < wanted:
+        times: int = -(-arrived // count)
+        self.poll_store(key, times * count, count)
+        return times
+
+    def wait_for_one(self, key: str, is_awaited: bool) -> None:
+        """Return when one rank has come here as often as this one; at once where this is that one.
+
+        Raises:
+            RanksError: it will not.
+        """
+        if is_awaited:
+            self._store.add(key, 1)
+            return
+        self._waits[key] = self._waits.get(key, 0) + 1
+        self.poll_store(key, self._waits[key], self.size)
+
+    def poll_store(self, key: str, wanted: int, count: int) -> None:
+        """Return when a number in the store has come to what is wanted.
+
+        No collective breaks here when a rank dies, so connections are watched, which its end closes.
+
+        Args:
+            count: ranks that ask, so that they do so less often where they are many.
+        """
+        pause_s, watched = 0.001, time.monotonic()
+        while self._store.add(key, 0) < wanted:
+            if time.monotonic() - watched > _IDLE_S:
+                self._watch_connections()
+                watched = time.monotonic()
             if call_log.Verdict.error is not None:
                 raise type(call_log.Verdict.error)(str(call_log.Verdict.error))
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, max(0.05, count / 2000))
-            arrived = self._store.add(key, 0)
-        times: int = wanted // count
-        return times
+
+    def _watch_connections(self) -> None:
+        """Ask what is behind it where there are fewer than before."""
+        before, self._most_open = self._most_open, traffic().num_open
+        if self._most_open < before:
+            self.explain()
 
     # ---- the thread ----
 
@@ -157,6 +188,7 @@ class Watchdog:
             return oldest, 0.0
         threads = {e.thread: place_of(e.thread).mark for e in list(call_log.running.values())}
         moved = traffic()
+        self._most_open = max(self._most_open, moved.num_open)
         self._has_lost = self._is_meshed and moved.num_open < self.size - 1
         mark = (place.mark, tuple(threads.items()), tuple(call_log.running), self._used_s(), moved.num_bytes)
         if mark != self._mark:

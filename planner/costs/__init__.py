@@ -1,5 +1,6 @@
 """What a layout costs on a machine. In reading order:
 
+- `speeds`: what the parts of the data path take on a device
 - `topology`: how fast and large the machine is
 - `topology_file`: the files that topologies are kept in
 - `protocol`: what a cost model is asked and answers, ours or a user's

@@ -16,6 +16,7 @@ rank that has most. So the owner's side is the one that is counted.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -75,45 +76,14 @@ class CostModel:
 
     def costs(self, shards: ShardTable, env: ShardingEnv, topology: Topology, batch_size: float) -> tuple[Array, Array]:
         """See `CostProtocol`."""
-        p, ranks, replicas = shards, env.table_size, env.size // env.table_size
-        own_samples = batch_size / env.tensor_size
-        samples = np.where(p.replicated, own_samples, own_samples * ranks) * p.is_table * (p.row_share > 0)
-        away = (~p.replicated).astype(np.float64)
-
-        # A row block gets its share of the ids, and pooled it sends every bag still.
-        weight_bytes = p.rows * p.columns * p.item_bytes
-        row_bytes = p.columns * p.item_bytes
-        ids = samples * p.ids_per_sample * p.row_share
-        bags = np.where(p.pooled, samples * p.features, ids)
-        id_bytes = (ids + samples * p.features) * self.id_bytes
-        bag_bytes = bags * row_bytes
-
-        local = np.zeros((len(p), len(PHASES) + 1))
-        everywhere = np.zeros_like(local)
-        local[:, INPUT] = id_bytes * replicas * all_to_all(axes_of(env, topology)) * away
-
-        read = np.where(p.is_table, ids * (row_bytes + self.id_bytes) + bag_bytes, weight_bytes)
-        local[:, FORWARD] = np.maximum(read / topology.memory_bandwidth, ids * p.columns / topology.flops)
-
-        self._add_results(local, everywhere, p, bag_bytes * away, env, topology)
-        self._add_sums(local, p, bag_bytes * away, env, topology)
-
-        # An update reads its gradient and reads and writes its row and the row's state. Dense gradients are written
-        # and read whole; a data-parallel table's rows are updated from them.
-        whole = p.replicated | ~p.is_table
-        updates = ids * np.where(p.replicated, 1, replicas)
-        state_bytes = p.columns * p.state_per_element + p.state_per_row
-        dense = p.dense_gradient | whole
-        update_bytes = updates * (3 * row_bytes + np.where(dense, 0, 2 * state_bytes))
-        dense_bytes = np.where(dense, 2 * weight_bytes, 0) + np.where(
-            p.replicated & ~p.dense_gradient, weight_bytes + 2 * p.rows * state_bytes, 0
-        )
-        local[:, BACKWARD] = (update_bytes + dense_bytes) / topology.memory_bandwidth
-
-        kept = np.where(p.dense_gradient | p.replicated, weight_bytes, 0)
-        local[:, BYTES] = weight_bytes + p.rows * state_bytes + kept + 2 * id_bytes * replicas + 2 * bag_bytes
-        everywhere[:, BYTES] = 3 * bag_bytes / ranks * away
-        return local, everywhere
+        work = _Work.of(shards, env, batch_size, self.id_bytes)
+        cost = _Cost(np.zeros((len(shards), len(PHASES) + 1)), np.zeros((len(shards), len(PHASES) + 1)), env, topology)
+        _add_ids(cost, shards, work)
+        _add_lookups(cost, shards, work)
+        _add_results(cost, shards, work)
+        _add_sums(cost, shards, work)
+        _add_bytes(cost, shards, work)
+        return cost.local, cost.everywhere
 
     def setups(self, env: ShardingEnv, topology: Topology) -> Array:
         """See `CostProtocol`: sizes and ids, results, gradients; and what a sum of its own takes."""
@@ -123,43 +93,155 @@ class CostModel:
         exchange = latency(axes_of(env, topology))
         seconds[EXCHANGE, [INPUT, OUTPUT, OUTPUT_OUTER]] = 2 * exchange, latency(inner), latency(outer)
         seconds[EXCHANGE, [GRADIENT, GRADIENT_OUTER, SYNC]] = latency(inner), latency(outer), latency(replicas)
+        seconds[EXCHANGE, INPUT] += topology.speeds_of_parts.step
         if outer or replicas:
             seconds[ALL_REDUCE, SYNC] = 2 * exchange
         return seconds
 
-    def _add_results(
-        self, local: Array, everywhere: Array, p: ShardTable, bag_bytes: Array, env: ShardingEnv, topology: Topology
-    ) -> None:
-        """Results there and gradients back: exchanges, and the copies where samples are."""
-        inner, outer = _stages(env, topology)
-        copied = 2 / topology.memory_bandwidth  # read and written
-        direct = bag_bytes * all_to_all(axes_of(env, topology, "shard", "tensor"))
-        if not outer:
-            local[:, [OUTPUT, GRADIENT]] = direct[:, None]
-            everywhere[:, [OUTPUT, GRADIENT]] = (bag_bytes * copied / env.table_size)[:, None]
-            return
-        in_stages = bag_bytes * p.pooled
-        local[:, [OUTPUT, GRADIENT]] = np.where(p.pooled, in_stages * all_to_all(inner), direct)[:, None]
-        # What lies on a host is summed by each of its ranks for its part of the samples, which then sends the sum on.
-        summed = in_stages / _inner_size(env)
-        between = summed * (p.host_share * all_to_all(outer) + copied)
-        local[:, [OUTPUT_OUTER, GRADIENT_OUTER]] = between[:, None]
-        placed = bag_bytes * np.where(p.pooled, p.host_share, 1) * copied / env.table_size
-        everywhere[:, [OUTPUT_OUTER, GRADIENT_OUTER]] = placed[:, None]
 
-    def _add_sums(self, local: Array, p: ShardTable, bag_bytes: Array, env: ShardingEnv, topology: Topology) -> None:
-        """What copies of shards, and tables that are whole on every rank, exchange to stay equal."""
-        replicate = axes_of(env, topology, "replicate")
-        replicas = env.size // env.table_size
-        local[:, SYNC] = bag_bytes * replicas * all_to_all(replicate)
-        gradient = p.rows * (p.columns + p.is_table) * p.item_bytes * p.replicated  # and which rows were touched
-        if replicas > 1 or _stages(env, topology)[1]:
-            beside = np.zeros(len(p), dtype=bool)
-        else:
-            beside = gradient * env.table_size <= _BESIDE_BYTES
-        sent = gradient * env.table_size * all_to_all(axes_of(env, topology, "shard", "tensor"))
-        local[:, GRADIENT] += np.where(beside, sent, 0)
-        local[:, SYNC] += np.where(beside, 0, gradient * all_reduce(axes_of(env, topology)))
+@dataclass(frozen=True, eq=False)
+class _Work:
+    """What travels and is looked up of each shard; all (shards,). Own: of one rank's samples, else of all that come."""
+
+    replicas: int
+    own_ids: Array
+    own_bags: Array
+    """Lengths that a rank sends, of every feature and sample."""
+    ids: Array
+    lengths: Array
+    id_bytes: Array
+    row_bytes: Array
+    weight_bytes: Array
+    state_bytes: Array
+    """Of a row."""
+    bags: Array
+    """Results: bags, or rows where they are not pooled."""
+    bag_bytes: Array
+
+    @classmethod
+    def of(cls, p: ShardTable, env: ShardingEnv, batch_size: float, id_bytes: float) -> _Work:
+        own = batch_size / env.tensor_size * p.is_table * (p.row_share > 0)
+        samples = own * np.where(p.replicated, 1, env.table_size)
+        # A row block gets its share of the ids, and pooled it sends every bag still.
+        ids = samples * p.ids_per_sample * p.row_share
+        lengths = samples * p.features
+        bags = np.where(p.pooled, lengths, ids)
+        row_bytes = p.columns * p.item_bytes
+        return cls(
+            replicas=env.size // env.table_size,
+            own_ids=own * p.ids_per_sample * p.row_share,
+            own_bags=own * p.features,
+            ids=ids,
+            lengths=lengths,
+            id_bytes=(ids + lengths) * id_bytes,
+            row_bytes=row_bytes,
+            weight_bytes=p.rows * row_bytes,
+            state_bytes=p.columns * p.state_per_element + p.state_per_row,
+            bags=bags,
+            bag_bytes=bags * row_bytes,
+        )
+
+
+class _Cost(NamedTuple):
+    """Costs as they are added up, and where they arise."""
+
+    local: Array
+    everywhere: Array
+    env: ShardingEnv
+    topology: Topology
+
+    def exchange(self, phase: int, seconds: Array, places: int) -> None:
+        """Add an exchange that keeps its rank (or host, one of `places`) busy so long: some of it all alike."""
+        shared = self.topology.shared_links
+        self.local[:, phase] += seconds * (1 - shared)
+        self.everywhere[:, phase] += seconds * shared / places
+
+
+def _add_ids(cost: _Cost, p: ShardTable, work: _Work) -> None:
+    """Ids made ready where samples are, sent to the owners of their rows, and put in order there."""
+    local, everywhere, env, topology = cost
+    speeds, away = topology.speeds_of_parts, ~p.replicated
+    sent = work.own_ids * (speeds.send_id + speeds.split_id * (p.rows < p.table_rows))
+    everywhere[:, INPUT] += sent + work.own_bags * speeds.send_bag + p.features * p.is_table * speeds.slot
+    cost.exchange(INPUT, work.id_bytes * away * work.replicas * all_to_all(axes_of(env, topology)), env.table_size)
+    come = work.ids * speeds.receive_id + work.lengths * speeds.receive_bag + p.features * p.is_table * speeds.slot
+    local[:, FORWARD] += come * (work.lengths > 0)
+
+
+def _add_lookups(cost: _Cost, p: ShardTable, work: _Work) -> None:
+    """Rows read and added up; gradients of a row's ids added up, and the row updated, or a whole gradient written."""
+    local, _, env, topology = cost
+    speeds = topology.speeds_of_parts
+    row = speeds.lookup_row.each + work.row_bytes * speeds.lookup_row.byte
+    each_id = speeds.lookup_id.each + work.row_bytes * speeds.lookup_id.byte
+    bag = speeds.lookup_bag.each + work.row_bytes * speeds.lookup_bag.byte
+    looked_up = distinct(p.rows, work.ids) * row + work.ids * each_id + work.bags * bag
+    local[:, FORWARD] += np.where(p.is_table, looked_up, work.weight_bytes * speeds.lookup_id.byte)
+
+    by_state = np.where(p.state_per_element > 0, 2, np.where(p.state_per_row > 0, 1, 0))
+    rows = np.array([speeds.plain_row, speeds.row_wise_row, speeds.element_wise_row])[by_state]
+    ids = np.array([speeds.plain_id, speeds.row_wise_id, speeds.element_wise_id])[by_state]
+    is_whole = p.dense_gradient | p.replicated | ~p.is_table
+    # Every rank has the gradients of all when it updates a replicated table; only its own ids are added up by it.
+    named = np.where(p.replicated, work.ids * env.size, work.ids * work.replicas)
+    added = np.where(p.replicated, work.ids, named)
+    updated = rows[:, 0] + (work.row_bytes + work.state_bytes) * rows[:, 1]
+    local[:, BACKWARD] += np.where(p.dense_gradient, 0, distinct(p.rows, named) * updated)
+    local[:, BACKWARD] += added * (ids[:, 0] + work.row_bytes * ids[:, 1])
+    local[:, BACKWARD] += is_whole * (p.rows * speeds.gradient.each + work.weight_bytes * speeds.gradient.byte)
+
+
+def _add_results(cost: _Cost, p: ShardTable, work: _Work) -> None:
+    """Results there and gradients back: exchanges, and the copies where samples are."""
+    local, everywhere, env, topology = cost
+    inner, outer = _stages(env, topology)
+    ranks, inner_size = env.table_size, _inner_size(env)
+    bag_bytes = work.bag_bytes * ~p.replicated
+    direct = bag_bytes * all_to_all(axes_of(env, topology, "shard", "tensor"))
+    speeds = topology.speeds_of_parts
+    for first, second, copied in (
+        (OUTPUT, OUTPUT_OUTER, speeds.place),
+        (GRADIENT, GRADIENT_OUTER, speeds.pack),
+    ):
+        if not outer:
+            cost.exchange(first, direct, ranks)
+            everywhere[:, first] += bag_bytes * copied / ranks
+            continue
+        in_stages = bag_bytes * p.pooled
+        cost.exchange(first, np.where(p.pooled, in_stages * all_to_all(inner), direct), ranks)
+        # What lies on a host is summed by each of its ranks for its part of the samples, which then sends the sum on.
+        summed = in_stages / inner_size
+        cost.exchange(second, summed * p.host_share * all_to_all(outer), ranks // inner_size)
+        local[:, second] += summed * copied
+        everywhere[:, second] += bag_bytes * np.where(p.pooled, p.host_share, 1) * copied / ranks
+
+
+def _add_sums(cost: _Cost, p: ShardTable, work: _Work) -> None:
+    """What copies of shards, and tables that are whole on every rank, exchange to stay equal."""
+    local, _, env, topology = cost
+    replicate = axes_of(env, topology, "replicate")
+    sent = work.bag_bytes * ~p.replicated * work.replicas * all_to_all(replicate)
+    cost.exchange(SYNC, sent, env.table_size)
+    gradient = p.rows * (p.columns + p.is_table) * p.item_bytes * p.replicated  # and which rows were touched
+    beside = gradient * env.table_size <= _BESIDE_BYTES
+    if work.replicas > 1 or _stages(env, topology)[1]:
+        beside = np.zeros_like(p.replicated)
+    to_all = env.table_size * (all_to_all(axes_of(env, topology, "shard", "tensor")) + topology.speeds_of_parts.pack)
+    local[:, GRADIENT] += np.where(beside, gradient * to_all, 0)
+    local[:, SYNC] += np.where(beside, 0, gradient * all_reduce(axes_of(env, topology)))
+
+
+def _add_bytes(cost: _Cost, p: ShardTable, work: _Work) -> None:
+    """Memory: what stays, and what a step keeps until its end."""
+    kept = np.where(p.dense_gradient | p.replicated, work.weight_bytes, 0)
+    state = p.rows * work.state_bytes
+    cost.local[:, BYTES] = work.weight_bytes + state + kept + 2 * work.id_bytes * work.replicas + 2 * work.bag_bytes
+    cost.everywhere[:, BYTES] = 3 * work.bag_bytes / cost.env.table_size * ~p.replicated
+
+
+def distinct(rows: Array, ids: Array) -> Array:
+    """Expected number of different rows among so many ids, each of which is any row with the same probability."""
+    return -rows * np.expm1(-ids / np.maximum(rows, 1))
 
 
 def _inner_size(env: ShardingEnv) -> int:

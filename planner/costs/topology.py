@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 from dmp import ShardingEnv, shown
 from planner.arguments import is_number, positive, several
 from planner.costs import topology_file
+from planner.costs.speeds import Speeds
 
 _PER_AXIS = "expected a number, one per mesh axis (outer first), or a dict axis name -> number"
 _PAIR = "with ranks_per_host, expected a number, a pair (between hosts, inside one), or a dict axis name -> number"
@@ -47,6 +49,9 @@ class Topology:
             axis that stays inside so many consecutive ranks, or lies inside an axis called `host`, is inside.
         product_flops_16: of the device, per second, in matrix products of 16-bit numbers as they are reached; None: as
             `flops`.
+        shared_links: part of an exchange's time that goes by what all ranks send together, as where they share cores
+            that do it; the rest by what the busiest rank has.
+        speeds: of the parts of the data path; by default all go at the memory's bandwidth.
         name: of the machine.
         sources: where figures come from: name of a field -> words.
 
@@ -65,6 +70,8 @@ class Topology:
     reserved_fraction: float = 0.15
     ranks_per_host: int | None = None
     product_flops_16: float | None = None
+    shared_links: float = 0.0
+    speeds: Speeds | None = None
     name: str = ""
     sources: Mapping[str, str] = field(default_factory=dict, hash=False)
 
@@ -75,6 +82,12 @@ class Topology:
             raise ValueError(f"Topology.reserved_fraction must be in [0, 1); got {shown(self.reserved_fraction)}")
         if self.product_flops_16 is not None:
             positive("Topology.product_flops_16", self.product_flops_16)
+        if not is_number(self.shared_links, or_zero=True) or self.shared_links > 1:
+            raise ValueError(f"Topology.shared_links must be in [0, 1]; got {shown(self.shared_links)}")
+        if isinstance(self.speeds, Mapping):
+            object.__setattr__(self, "speeds", Speeds(**self.speeds))
+        if not isinstance(self.speeds, Speeds | None):
+            raise ValueError(f"Topology.speeds must be Speeds, or a dict of its figures; got {shown(self.speeds)}")
         if self.ranks_per_host is not None:
             positive("Topology.ranks_per_host", self.ranks_per_host)
         for name in ("link_bandwidth", "link_latency"):
@@ -165,6 +178,11 @@ class Topology:
     def product_flops(self, item_bytes: int) -> float:
         """Per second, in matrix products of numbers of so many bytes."""
         return self.product_flops_16 if item_bytes <= 2 and self.product_flops_16 is not None else self.flops
+
+    @cached_property
+    def speeds_of_parts(self) -> Speeds:
+        """`speeds`, or what follows from the memory's bandwidth."""
+        return self.speeds or Speeds.of_memory(self.memory_bandwidth, self.flops)
 
     def links(self, env: ShardingEnv) -> dict[str, Link]:
         """Link along each axis of the env's mesh, outer first.

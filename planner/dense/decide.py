@@ -14,11 +14,12 @@ from dmp import Layout, ModelPlacement, ModuleSharder, ParameterInfo, ShardingEn
 from planner.candidates.constraints import Constraint
 from planner.costs.topology import Topology
 from planner.dense.block import PARTS, SECONDS, DenseBlock
-from planner.dense.fitting import check_fits, counted_activations
+from planner.dense.changes import changes
+from planner.dense.fitting import counted_activations, fits_certainly, not_fitting
 from planner.dense.memory import training_bytes
 from planner.dense.model import DenseModel
-from planner.dense.placed import Placed, place
-from planner.dense.time import Clock
+from planner.dense.placed import place
+from planner.dense.time import NO_TIME, Clock
 
 _VOCABULARY_ROWS = 1 << 18
 
@@ -96,10 +97,13 @@ def decide(
     """
     tensor = {name: layout for p in placements for name, layout in p.layouts.items()}
     layouts = {**chosen, **tensor}
-    rest = fully_sharded() if env.fully_sharded_axes else replicate()
-    placed = place(model, layouts, rest, env)
-    blocks = _blocks(placed, Clock(model, env, topology, batch_size))
-    check_fits(blocks, env, topology)
+    blocks = _blocks(model, layouts, Clock(model, env, topology, batch_size))
+    if not fits_certainly(blocks, topology):
+
+        def on_mesh(other: ShardingEnv) -> Sequence[DenseBlock]:
+            return _blocks(model, layouts, Clock(model, other, topology, batch_size), timed=False)
+
+        raise not_fitting(blocks, topology, changes(blocks, on_mesh, env, topology))
     taken, note = counted_activations(blocks, topology, batch_size)
     notes = list(dict.fromkeys(note for p in placements for note in hook(p, "notes") or ()))
     if blocks:
@@ -108,11 +112,15 @@ def decide(
     return Dense(layouts, blocks, taken, tuple(notes))
 
 
-def _blocks(placed: Sequence[Placed], clock: Clock) -> tuple[DenseBlock, ...]:
+def _blocks(
+    model: DenseModel, layouts: Mapping[str, Layout], clock: Clock, *, timed: bool = True
+) -> tuple[DenseBlock, ...]:
+    """Every block on the clock's mesh; without seconds where they are not `timed`."""
+    rest = fully_sharded() if clock.env.fully_sharded_axes else replicate()
+    placed = place(model, layouts, rest, clock.env)
+    times = clock.times(placed) if timed else [NO_TIME] * len(placed)
     found = []
-    for block, time, (parts, recomputed) in zip(
-        placed, clock.times(placed), training_bytes(placed, clock), strict=True
-    ):
+    for block, time, (parts, recomputed) in zip(placed, times, training_bytes(placed, clock), strict=True):
         by_kind: dict[str, int] = {}
         for w in block.weights:
             by_kind[w.kind] = by_kind.get(w.kind, 0) + w.times * w.kept * w.item_bytes

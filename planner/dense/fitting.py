@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil
 
-from dmp import PlanError, ShardingEnv, shown_bytes
+from dmp import PlanError, shown_bytes
 from planner.costs.topology import Topology
 from planner.dense.block import ACTIVATIONS, GATHERED, GRADIENTS, PARTS, STATE, WEIGHTS, DenseBlock
 
@@ -20,48 +20,38 @@ _STAYS = (WEIGHTS, GRADIENTS, STATE)
 _CERTAIN = (*_STAYS, GATHERED)
 
 
-def check_fits(blocks: Sequence[DenseBlock], env: ShardingEnv, topology: Topology) -> None:
-    """Raise where what is certain does not fit into a rank's memory.
+def fits_certainly(blocks: Sequence[DenseBlock], topology: Topology) -> bool:
+    """Whether what is certain fits into a rank's memory."""
+    return _short(blocks, topology) <= 0
 
-    Raises:
-        PlanError: with the block that takes most, the bytes short and the smallest change.
-    """
-    stays, certain = _total(blocks, *_STAYS), _total(blocks, *_CERTAIN)
-    short = max(stays - topology.usable_bytes, certain - _most(topology))
-    if short <= 0:
-        return
+
+def certain_bytes(blocks: Sequence[DenseBlock]) -> int:
+    """What is certain, on a rank."""
+    return _total(blocks, *_CERTAIN)
+
+
+def memory_needed(blocks: Sequence[DenseBlock], topology: Topology) -> float:
+    """Bytes that a rank must have at least, for what is certain."""
+    whole = 1 - _UNMODELLED * topology.reserved_fraction
+    return max(_total(blocks, *_STAYS) / (1 - topology.reserved_fraction), certain_bytes(blocks) / whole)
+
+
+def not_fitting(blocks: Sequence[DenseBlock], topology: Topology, changes: Sequence[str]) -> PlanError:
+    """The error for what does not fit: the block that takes most, the bytes short, and `changes` that would help."""
+    short = _short(blocks, topology)
     worst = max(blocks, key=lambda block: sum(block.training_bytes[part] for part in _CERTAIN))
     parts = ", ".join(f"{part} {shown_bytes(worst.training_bytes[part])}" for part in _CERTAIN)
     name = f"{worst.count} x {worst.name}" if worst.name else "what is in no repeated block"
-    raise PlanError(
+    return PlanError(
         f"dense weights with gradients and optimizer state need {shown_bytes(topology.usable_bytes + short)} on a "
         f"rank, which has {shown_bytes(topology.usable_bytes)}: {shown_bytes(short)} short. Most is of {name}: "
-        f"{parts}.\n"
-        "Any of these would make it fit:\n" + "\n".join(f"  {change}" for change in _changes(blocks, env, topology)),
+        f"{parts}.\nAny of these would make it fit:\n" + "\n".join(f"  {change}" for change in changes),
         bytes_short=ceil(short),
     )
 
 
-def _changes(blocks: Sequence[DenseBlock], env: ShardingEnv, topology: Topology) -> list[str]:
-    stays, gathered = _total(blocks, *_STAYS), _total(blocks, GATHERED)
-    whole = 1 - _UNMODELLED * topology.reserved_fraction
-    memory = max(stays / (1 - topology.reserved_fraction), (stays + gathered) / whole)
-    found = [
-        f"memory_bytes of {memory:.0f} per rank ({shown_bytes(memory)}; now {shown_bytes(topology.memory_bytes)}): say "
-        "what a rank has: ShardingPlanner(Topology(...))"
-    ]
-    room = min(topology.usable_bytes, _most(topology) - gathered)
-    factor = ceil(stays / room) if room > 0 else 0
-    data = env.axes("replicate", "shard")
-    if env.fully_sharded_axes:
-        if factor > 1:
-            found.append(f"{factor} times the ranks on {env.fully_sharded_axes[-1]!r}, or on a tensor axis")
-    elif data and 1 < factor <= env.data_size:
-        split = shown_bytes(stays / env.data_size)
-        found.insert(0, f"the mesh's axis {data[-1]!r} called 'shard' (FSDP2): {split} on a rank")
-    elif factor > 1:
-        found.append(f"a shard axis (FSDP2), or a tensor axis, of at least {factor} ranks")
-    return found
+def _short(blocks: Sequence[DenseBlock], topology: Topology) -> float:
+    return max(_total(blocks, *_STAYS) - topology.usable_bytes, certain_bytes(blocks) - _most(topology))
 
 
 def fits_with_activations(blocks: Sequence[DenseBlock], topology: Topology) -> bool:
@@ -81,13 +71,12 @@ def counted_activations(blocks: Sequence[DenseBlock], topology: Topology, batch_
     counted, note = kept, ""
     if kept > room:
         counted = again if again <= room else 0
-        fits = (
-            f"recomputed they are {shown_bytes(again)}, which is what the plan counts on: "
-            "FSDPWrapper(activation_checkpointing=True)"
-            if counted
-            else f"recomputed (FSDPWrapper(activation_checkpointing=True)) {shown_bytes(again)}; the plan counts none: "
-            f"about {max(0, int(batch_size * room / max(1, again)))} samples would fit so"
-        )
+        fits = "FSDPWrapper(activation_checkpointing=True), on which the plan counts," if counted else ""
+        if again < kept:
+            fits = fits or "FSDPWrapper(activation_checkpointing=True)"
+            fits += f" makes that {shown_bytes(again)}; "
+        if not counted:
+            fits += f"the plan counts none; about {max(0, int(batch_size * room / max(1, again)))} samples would fit"
         note = (
             f"dense activations at {batch_size:g} samples per data rank need about {shown_bytes(kept)}, and a "
             f"rank has {shown_bytes(max(0, room))} for them; {fits}"

@@ -38,6 +38,9 @@ class BlockTime:
     hidden_seconds: float
 
 
+NO_TIME = BlockTime(0.0, {}, 0.0)
+
+
 @dataclass(frozen=True)
 class _Work:
     """A block's own work: seconds forward, backward, of the optimizer and in tensor collectives."""

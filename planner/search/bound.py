@@ -22,7 +22,7 @@ from planner.search.problem import Problem
 
 _WORK = 120.0
 """Programmes solved at most, a large one counting as several."""
-_ROWS = 1500
+_ROWS = 5000
 """Columns for which a programme counts once more."""
 _CLOSE = 5e-4
 """Nobody cares how much of this part of a plan's cost is missing."""
@@ -90,7 +90,7 @@ def _root(problem: Problem, upper: float) -> tuple[Node | None, Frame]:
     mean = np.array([base[:: int(s), p].mean() for p, s in enumerate(problem.span)]) - base.min(0)
     classes = int(table.owner.max(initial=-1)) + 1
     counts = np.bincount(problem.item_class, minlength=classes).astype(float)
-    found = columns(problem, np.full(classes, True))
+    found = columns(problem, upper)
     found = found.take(np.flatnonzero(counts[found.owner] > 0))
     found = found._replace(kinds=found.kinds & ~sum(1 << k for k in problem.base_kinds))
     work = np.column_stack([found.mean, found.size])

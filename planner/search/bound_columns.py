@@ -15,10 +15,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from planner.search.cost_table import Array, Integers
 from planner.search.problem import Problem
+
+_SMALL = 0.01
+"""Of the step's time, or of a rank's memory: a piece that is less matters to nobody."""
 
 
 class Columns(NamedTuple):
@@ -55,21 +57,27 @@ class Columns(NamedTuple):
         )
 
 
-def columns(problem: Problem, is_fine: NDArray[np.bool_]) -> Columns:
+def columns(problem: Problem, upper: float) -> Columns:
     """The columns of a problem, but for those that fit on no rank.
 
     Args:
-        is_fine: (classes,) whether each number of pieces is a column of its own.
+        upper: seconds; what takes longer is left out, and pieces that are small beside it matter to nobody.
     """
     table, num_ranks = problem.table, len(problem.capacity)
     span = np.append(problem.span, 1)
     is_cut = table.units > 0
     most = np.where(is_cut, np.minimum(table.units // np.maximum(table.least, 1), num_ranks // table.size), 1)
     most = np.maximum(most, 1)
-    times = np.where(is_fine[table.owner], most, 1)
+    largest = table.fixed + table.units[:, None] * table.slope
+    room = np.append(np.full(len(problem.span), upper), problem.capacity.max())
+    is_fine = np.asarray((largest > _SMALL * room).any(1))
+    smallest = table.fixed + (-(-table.units // most))[:, None] * table.slope
+    alone = table.everywhere + smallest * (table.size < num_ranks)[:, None]
+    is_quick = np.asarray(alone[:, :-1].sum(1) <= upper)
+    times = is_quick * np.where(is_fine, most, 1)
     row = np.repeat(np.arange(len(most)), times)
     number = np.arange(len(row)) - np.repeat(np.cumsum(times) - times, times) + 1
-    finest = np.where(is_fine[table.owner[row]], number, most[row])
+    finest = np.where(is_fine[row], number, most[row])
     widest = np.where(is_cut[row], -(-table.units[row] // finest), 0)
     # of numbers with the same widest piece the fewest
     is_new = (np.diff(row, prepend=-1) > 0) | (np.diff(widest, prepend=-1) != 0)

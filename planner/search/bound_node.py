@@ -16,6 +16,10 @@ from planner.search.bound_programme import Programme, Relaxed, solve
 from planner.search.cost_table import Array, Integers
 
 _ROUNDS = 3
+_EXACT = 1e-3
+"""Of the step: by how much a piece may take longer than its phase."""
+_AIMS = np.array([0.1, 0.3, 0.5, 0.75, 1.0])
+"""Where between a phase's time and the largest piece in use a node is split."""
 
 
 class Frame(NamedTuple):
@@ -89,7 +93,7 @@ def settle(frame: Frame, node: Node) -> Node | None:
         paid = _paid(frame, found)
         limit = frame.upper - paid
         programme = _programme(frame, found)
-        relaxed = solve(programme, limit)
+        relaxed = solve(programme, limit, found.relaxed and found.relaxed.price)
         value, reduced = programme.value(relaxed.price)
         if value >= limit:
             return None
@@ -155,18 +159,42 @@ def split(frame: Frame, node: Node) -> tuple[Node, ...]:
         bit = 1 << kind
         if not node.paid & bit and node.allowed & bit and (used[(kinds & bit) > 0] > 1e-3).any():
             return node._replace(allowed=node.allowed & ~bit), node._replace(paid=node.paid | bit)
+    found = _threshold(frame, node, used)
+    if found is None:
+        return _split_group(frame, node)
+    phase, least = found
+    below = keep(node, frame.columns.piece[node.rows, phase] < least)
+    low = node.low.copy()
+    low[phase] = max(low[phase], least)
+    above = node._replace(low=low)
+    return (above,) if below is None else (below, above)
+
+
+def _threshold(frame: Frame, node: Node, used: Array) -> tuple[int, float] | None:
+    """A phase and a size of piece: one node has smaller ones only, in the other the phase takes so long.
+
+    Of the pieces in use that take longer than their phase, that is the one that makes both nodes dear. What the first
+    costs more is known at the present prices; of the second, half of what the phase takes longer is a guess.
+    """
+    assert node.relaxed is not None
+    relaxed, spare = node.relaxed, frame.upper - node.value
     piece = frame.columns.piece[node.rows]
-    seconds = node.relaxed.seconds
-    beyond = (piece - seconds) * used[:, None]
-    column, phase = divmod(int(beyond.argmax()), piece.shape[1])
-    if beyond[column, phase] > 1e-3 * frame.upper:
-        least = piece[column, phase]
-        below = keep(node, piece[:, phase] < least)
-        low = node.low.copy()
-        low[phase] = least
-        above = node._replace(low=low)
-        return (above,) if below is None else (below, above)
-    return _split_group(frame, node)
+    beyond = (piece - relaxed.seconds) * used[:, None]
+    if beyond.max() <= _EXACT * frame.upper:
+        return None
+    reduced = _programme(frame, node).value(relaxed.price)[1]
+    found: list[tuple[float, float, int, float]] = []
+    for phase in np.flatnonzero(beyond.max(0) > _EXACT * frame.upper).tolist():
+        sizes = np.unique(piece[beyond[:, phase] > _EXACT * frame.upper, phase])
+        start, stop = relaxed.seconds[phase], sizes[-1]
+        aims = np.searchsorted(sizes[:-1], start + (stop - start) * _AIMS)
+        for least in np.unique(sizes[aims]).tolist():
+            cost = np.where(piece[:, phase] < least, reduced, np.inf)
+            below = float(node.items @ np.minimum.reduceat(cost, node.start))
+            above = 0.5 * (least - start)
+            found.append((min(below, above, spare), float(beyond[:, phase].max()), phase, least))
+    _, _, phase, least = max(found)
+    return phase, least
 
 
 def _split_group(frame: Frame, node: Node) -> tuple[Node, ...]:

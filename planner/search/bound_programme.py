@@ -13,6 +13,11 @@ import numpy as np
 
 from planner.search.cost_table import Array, Integers
 
+_LARGE = 2000
+"""Columns above which most are left out at first."""
+_MORE = 1000
+"""Columns that are solved for at once, besides the cheapest of each group."""
+_TRIES = 4
 _ITERATIONS = 40
 _NEAR = 1e-4
 """Part of the value to which it is found."""
@@ -73,8 +78,57 @@ class Relaxed(NamedTuple):
     seconds: Array
 
 
-def solve(p: Programme, enough: float) -> Relaxed:
-    """Good prices, and what shares they belong to; any prices that give more than `enough` seconds will do."""
+def solve(p: Programme, enough: float, price: Array | None = None) -> Relaxed:
+    """Good prices, and what shares they belong to; any prices that give more than `enough` seconds will do.
+
+    Most columns of a large programme cost so much that they are out of the question at any price near the best: what is
+    nearly the cheapest at known prices is solved for, then, where other columns turn out cheaper, once more with those.
+
+    Args:
+        price: of a similar programme.
+    """
+    if len(p.every) <= _LARGE:
+        return _solve(p, enough)
+    price = np.append(np.ones(len(p.low)), 0.0) if price is None else price
+    chosen = np.zeros(len(p.every), dtype=bool)
+    best, result = -np.inf, Relaxed(price, np.zeros(len(p.every)), p.low)
+    for _ in range(_TRIES):
+        cost = p.value(price)[1]
+        last = min(len(p.start) + _MORE, len(cost) - 1)
+        chosen |= cost <= np.partition(cost, last)[last]
+        among, found = _solve_some(p, np.flatnonzero(chosen), enough)
+        value, price = p.value(found.price)[0], found.price
+        if value > best:
+            best, result = value, found
+        if value >= min(enough, among * (1 - _NEAR)):
+            break
+    return result
+
+
+def _solve_some(p: Programme, chosen: Integers, enough: float) -> tuple[float, Relaxed]:
+    """The optimum with some of the columns, and its value; groups with one column are no variables."""
+    group = p.group[chosen]
+    is_single = np.bincount(group)[group] == 1
+    is_single[np.flatnonzero(group == group[0])] = False  # something is left to solve
+    single, several = chosen[is_single], chosen[~is_single]
+    items = p.items[p.group[single]]
+    constant = float(items @ p.every[single])
+    start = np.flatnonzero(np.diff(p.group[several], prepend=-1))
+    part = p._replace(
+        every=p.every[several],
+        work=p.work[several],
+        start=start,
+        items=p.items[p.group[several[start]]],
+        base=p.base + items @ p.work[single],
+    )
+    found = _solve(part, enough - constant)
+    share = np.zeros(len(p.every))
+    share[single], share[several] = items, found.share
+    return part.value(found.price)[0] + constant, found._replace(share=share)
+
+
+def _solve(p: Programme, enough: float) -> Relaxed:
+    """`solve` with all columns."""
     unit = max(enough, 1e-30)
     to_units = np.append(np.full(len(p.low), unit), 1.0)
     scaled = p._replace(

@@ -1,0 +1,90 @@
+"""`Speeds`: what the parts of the embedding data path take on a device, beside the bytes that links carry. Seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+from planner.arguments import is_number
+
+
+class Rate(NamedTuple):
+    """Seconds of one thing however wide, and seconds per byte of it."""
+
+    each: float
+    byte: float
+
+
+NOTHING = Rate(0, 0)
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """One thread's, or one device's. `Speeds.of_memory` says them where nothing was measured.
+
+    A *row* is a distinct row of a table that a batch names, an *id* each time that it does; a *bag* is a sum that comes
+    out. Bytes of a row count its optimizer state where it is updated. Optimizers are told apart by their state: none
+    (`plain`), a value for each row (`row_wise`), or for each element (`element_wise`).
+
+    Args:
+        lookup_row, lookup_id, lookup_bag: of the forward lookup.
+        plain_row, plain_id, row_wise_row, row_wise_id, element_wise_row, element_wise_id: of the update in the backward
+            pass; the last two of adding gradients of ids, too.
+        gradient: a row and a byte of a table whose gradient is made whole: data-parallel, or without such an optimizer.
+        place: a byte of results put where they belong, forward.
+        pack: a byte of gradients made ready to be sent, backward.
+        step: of a step, however small.
+        slot: of one feature in one row block, on the rank that sends its ids, and on the rank that looks them up.
+        send_id, send_bag: an id and a length checked and put in a buffer, where samples are.
+        split_id: an id sorted by row block, likewise.
+        receive_id, receive_bag: an id and a length put in order, where rows are.
+    """
+
+    lookup_row: Rate = NOTHING
+    lookup_id: Rate = NOTHING
+    lookup_bag: Rate = NOTHING
+    plain_row: Rate = NOTHING
+    plain_id: Rate = NOTHING
+    row_wise_row: Rate = NOTHING
+    row_wise_id: Rate = NOTHING
+    element_wise_row: Rate = NOTHING
+    element_wise_id: Rate = NOTHING
+    gradient: Rate = NOTHING
+    place: float = 0.0
+    pack: float = 0.0
+    step: float = 0.0
+    slot: float = 0.0
+    send_id: float = 0.0
+    send_bag: float = 0.0
+    split_id: float = 0.0
+    receive_id: float = 0.0
+    receive_bag: float = 0.0
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            is_rate = f.type == "Rate"
+            if is_rate and isinstance(value, (list, tuple)) and len(value) == 2:
+                object.__setattr__(self, f.name, Rate(*value))
+            parts = (value if is_rate else (value,)) if isinstance(value, (int, float, list, tuple)) else (None,)
+            if not isinstance(parts, (list, tuple)) or len(parts) != 1 + is_rate or not all(map(_is_time, parts)):
+                wanted = "[seconds, seconds per byte]" if is_rate else "seconds"
+                raise ValueError(f"Speeds.{f.name} must be {wanted}, none below 0; got {value!r}")
+
+    @classmethod
+    def of_memory(cls, bandwidth: float, flops: float) -> Speeds:
+        """Everything moves at the memory's bandwidth (or is added up, if that is slower); nothing else counts."""
+        byte = 1 / bandwidth
+        read = Rate(8 * byte, max(byte, 0.25 / flops))
+        updated, added, written = Rate(0, 2 * byte), Rate(0, byte), Rate(0, byte)
+        return cls(
+            *(NOTHING, read, written),
+            *(updated, added, updated, added, updated, added),
+            gradient=Rate(0, 2 * byte),
+            place=2 * byte,
+            pack=2 * byte,
+        )
+
+
+def _is_time(value: Any) -> bool:
+    return is_number(value, or_zero=True)
