@@ -11,11 +11,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from dmp import Found, ModelSharder, ModuleSharder, ShardingEnv, ShardingPlan, dense_parameters, is_torchrecs, shown
+from dmp import (
+    Found,
+    ModelSharder,
+    ModuleSharder,
+    ParameterSharding,
+    ShardingEnv,
+    ShardingPlan,
+    dense_parameters,
+    is_torchrecs,
+    shown,
+)
 from planner.arguments import positive
 from planner.broadcast import from_first_rank
-from planner.candidates.candidates import Candidates
 from planner.candidates.constraints import Constraint, constraints_of
+from planner.candidates.costed import CostSetting
+from planner.candidates.request import NoPlan, Request, answer
 from planner.costs.cost_model import CostModel
 from planner.costs.protocol import CostProtocol, checked
 from planner.costs.topology import Topology
@@ -27,8 +38,6 @@ from planner.report.infeasible import plan_error
 from planner.report.report import PlanReport
 from planner.report.setting import Setting
 from planner.report.summary import summarise
-from planner.search.problem import Infeasible
-from planner.search.solve import search
 from planner.torchrec_parts import constraints_of_torchrec, topology_of
 
 
@@ -127,20 +136,24 @@ class ShardingPlanner:
         weights = dense_parameters(module, parameters.keys())
         model = DenseModel.of(module, weights, self.sequence_length, self.compute_dtype)
         dense = decide(model, found.placements, as_dense, env, topology, self.batch_size)
-        candidates = Candidates.of(parameters, constraints, kept, self.cost_model, env, topology, self.batch_size)
-        problem = candidates.problem(env, topology, self.cost_model, dense.taken_bytes)
+        costs = CostSetting(self.cost_model, env, topology, self.batch_size)
+        request = Request(parameters, constraints, kept, costs, dense.taken_bytes)
         try:
-            solution = search(problem, lambda: time.monotonic() - begin > self.time_budget_s)
-        except Infeasible as error:
-            raise plan_error(error, candidates, problem, topology) from None
-        layouts = candidates.placed(solution.choices, env)
+            tables = answer(request, lambda: time.monotonic() - begin > self.time_budget_s)
+        except NoPlan as error:
+            raise plan_error(error, topology) from None
+        candidates, problem, solution = tables.candidates, tables.problem, tables.solution
+        layouts = candidates.placed(solution.choices)
+        kernels = {name: constraints[name].kernel for name in layouts}
+        entries = {name: ParameterSharding(layout, kernels[name]) for name, layout in layouts.items()}
         said = {name: entry for name, entry in ShardingPlan(pinned).items() if entry.kernel and name in kept}
-        plan = ShardingPlan({**layouts, **dense.layouts, **said})
+        plan = ShardingPlan({**entries, **dense.layouts, **said})
         if kept or as_dense:
             plan.validate(module, env, found.sharders, found=found)
         setting = Setting.of(module, weights, env, topology, self.batch_size)
         shapes = {name: info.shape for name, (_, info) in parameters.items()}
         phases, took = tuple(self.cost_model.phases), time.monotonic() - begin
+        dense = replace(dense, notes=(*dense.notes, *tables.notes))
         report = summarise(setting, shapes, candidates, layouts, problem, solution, dense, phases, took)
         if not pinned and (worth_asking(report, env) if self.advises is None else self.advises):
             report = replace(report, notes=(*report.notes, *self._advice(module, report, topology, found)))

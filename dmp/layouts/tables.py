@@ -118,17 +118,27 @@ def _table_row_wise(shape: tuple[int, ...], table_shape: tuple[int, ...], host: 
     return _row_wise(shape, table_shape, tuple(h * inner + i for h in hosts for i in range(inner)))
 
 
-def grid(ranks: Sequence[Sequence[int]]) -> Layout:
-    """Row blocks x column blocks: `ranks[i][j]` holds row block i of column block j."""
+def grid(ranks: Sequence[Sequence[int]], widths: Sequence[int] | None = None) -> Layout:
+    """Row blocks x column blocks: `ranks[i][j]` holds row block i of column block j.
+
+    Args:
+        widths: columns of each column block; by default as even as whole multiples of 4 allow.
+    """
     rows = tuple(integers.ranks(row) for row in ranks) if isinstance(ranks, Sequence) else ()
     if not rows or len({len(row) for row in rows}) != 1:
         raise ShardError(f"grid needs rows of ranks of one length, at least 1x1; got {shown(ranks)}")
-    return TableLayout.of("grid", ranks=rows)
+    cut = None if widths is None else integers.numbers("widths", "columns", widths)
+    return TableLayout.of("grid", ranks=rows, widths=cut)
 
 
-def _grid(shape: tuple[int, ...], table_shape: tuple[int, ...], ranks: tuple[tuple[int, ...], ...]) -> list[Shard]:
+def _grid(
+    shape: tuple[int, ...],
+    table_shape: tuple[int, ...],
+    ranks: tuple[tuple[int, ...], ...],
+    widths: tuple[int, ...] | None = None,
+) -> list[Shard]:
     _need_dims("grid", shape, 2)
-    columns = _column_blocks(shape[1], len(ranks[0]), None)
+    columns = _column_blocks(shape[1], len(ranks[0]), widths)
     return [
         Shard((row, column), (rows, width), ranks[i][j])
         for i, (row, rows) in enumerate(row_blocks(shape[0], len(ranks)))

@@ -1,9 +1,12 @@
 """What the planner may choose between. In reading order:
 
 - `constraints`: what a user asks of the plan
-- `movable`: layouts that may be put on other ranks
+- `family`: layouts that differ only in cuts and places
+- `movable`: a sharder's own layouts that may be put on other ranks
 - `offered`: what a sharder offers, and why some of it may not be chosen
-- `costed`: layouts with their costs
+- `costed`: offers with their costs
+- `in_place`: pinned parameters
 - `groups`: parameters that are placed as one
 - `candidates`: what each parameter may get, as a problem for the search
+- `request`: the tables to plan, and the plan that the search finds for them
 """

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dmp import Layout, ModuleSharder, ParameterInfo, PlanError, ShardingEnv
+from dmp import Layout, ModuleSharder, ParameterInfo, PlanError
 from planner.candidates.constraints import Constraint
-from planner.candidates.costed import ClassLayouts, CostedLayout, costed
-from planner.candidates.groups import Group, groups_of
-from planner.candidates.movable import MovableLayout, fixed
-from planner.candidates.offered import offered_layouts
-from planner.costs.protocol import BYTES, CostProtocol
-from planner.costs.topology import Topology
+from planner.candidates.costed import Class, Costed, CostSetting, costed
+from planner.candidates.family import UNIT, Family, layout_of
+from planner.candidates.groups import Group, Row, costs_together, groups_of, rows_together
+from planner.candidates.in_place import InPlace, add_load, held_by_groups, in_place, ranks_held
+from planner.candidates.movable import Placed
+from planner.candidates.offered import Asked, Offer, offers
+from planner.search.cost_table import CostTable
 from planner.search.problem import Choice, Problem
+
+
+class Leeway(NamedTuple):
+    """What is given up, in this order, where no plan fits else.
+
+    Args:
+        narrow_columns: column blocks of four are made where no constraint says more.
+        no_state: of an optimizer outside the backward pass, which nobody knows before it is made, is counted.
+    """
+
+    narrow_columns: bool = False
+    no_state: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,16 +38,28 @@ class Candidates:
     """The layouts of all parameters, with their costs.
 
     Args:
-        offered: to every parameter that is not pinned.
-        pinned: of every parameter that is.
-        groups: in the order of the problem's items.
+        setting: what costs depend on beside the parameters.
+        infos: of every parameter.
         constraints: of every parameter.
+        costed: offers of every class, and pinned layouts after them.
+        class_of: parameter that is not pinned -> its class.
+        pinned: of every parameter that is.
+        pinned_rows: of each, its row in `costed`.
+        groups: in the order of the problem's items.
+        item_class: of each group.
+        table_rows: of the problem's cost table.
     """
 
-    offered: Mapping[str, ClassLayouts]
-    pinned: Mapping[str, CostedLayout]
-    groups: tuple[Group, ...]
+    setting: CostSetting
+    infos: Mapping[str, ParameterInfo]
     constraints: Mapping[str, Constraint]
+    costed: Costed
+    class_of: Mapping[str, int]
+    pinned: Mapping[str, InPlace]
+    pinned_rows: Mapping[str, int]
+    groups: tuple[Group, ...]
+    item_class: NDArray[np.int64]
+    table_rows: tuple[tuple[Row, ...], ...]
 
     @classmethod
     def of(
@@ -42,76 +67,186 @@ class Candidates:
         parameters: Mapping[str, tuple[ModuleSharder, ParameterInfo]],
         constraints: Mapping[str, Constraint],
         pinned: Mapping[str, Layout],
-        model: CostProtocol,
-        env: ShardingEnv,
-        topology: Topology,
-        batch_size: int,
+        setting: CostSetting,
+        leeway: Leeway = Leeway(),  # noqa: B008  # immutable
     ) -> Candidates:
         """Ask the sharders, filter by the constraints, and cost everything in one evaluation of the model.
-
-        Args:
-            batch_size: samples per data rank.
 
         Raises:
             PlanError: a parameter that is left without a layout, or constraints that contradict each other.
         """
-        classes: dict[object, list[tuple[MovableLayout, str]]] = {}
-        class_of: dict[str, object] = {}
-        in_place: dict[str, MovableLayout] = {}
-        for name, (sharder, info) in parameters.items():
-            constraint = constraints[name]
-            if name in pinned:
-                in_place[name] = fixed(name, pinned[name], info, constraint, env)
+        env = setting.env
+        infos = {name: _as_constrained(info, constraints[name], leeway) for name, (_, info) in parameters.items()}
+        kept = {name: in_place(name, layout, infos[name], env) for name, layout in pinned.items()}
+        classes: dict[object, Asked] = {}
+        class_of: dict[str, int] = {}
+        number: dict[object, int] = {}
+        places: dict[int, tuple[Layout, Placed | None]] = {}
+        for name, (sharder, _) in parameters.items():
+            if name in kept:
                 continue
-            key = (id(sharder), replace(info, init_fn=None), replace(constraint, colocate=None, spread=None))
-            class_of[name] = key
+            constraint, info = constraints[name], infos[name]
+            key = (id(sharder), replace(info, init_fn=None), constraint.without_groups())
+            class_of[name] = number.setdefault(key, len(number))
             if key not in classes:
-                classes[key] = offered_layouts(name, sharder, info, constraint, env)
+                asked = Asked(name, sharder, info, constraint, env, places)
+                classes[key] = replace(asked, min_columns=UNIT) if leeway.narrow_columns else asked
+        every = [
+            Class(asked.info, _ids_per_sample(asked.name, asked.info, asked.constraint)) for asked in classes.values()
+        ]
+        every += [Class(infos[name], _ids_per_sample(name, infos[name], constraints[name])) for name in kept]
+        offered: list[list[Offer]] = [offers(asked) for asked in classes.values()]
+        last = [[of.offer] for of in kept.values()]
+        found = costed(every, offered + last, setting)
+        if not found.is_affine:
+            offered = [offers(replace(asked, is_affine=False)) for asked in classes.values()]
+            found = costed(every, offered + last, setting)
+        rows = {name: len(found.offers) - len(kept) + i for i, name in enumerate(kept)}
+        held = {name: ranks_held(of, found, rows[name], env.table_size) for name, of in kept.items()}
+        groups = groups_of(class_of, held_by_groups(held, constraints, "colocate"), constraints, env.table_size)
+        item_class, table_rows = _classes_of_groups(groups, class_of, constraints, found, len(classes))
+        return cls(setting, infos, constraints, found, class_of, kept, rows, groups, item_class, table_rows)
 
-        layouts = [layout for offered in classes.values() for layout in offered]
-        layouts += [(layout, "") for layout in in_place.values()]
-        found = iter(costed(layouts, model, env, topology, batch_size))
-        of_class: dict[object, ClassLayouts] = {}
-        for each, offered in classes.items():
-            all_of_it = list(islice(found, len(offered)))
-            choices = tuple(layout for layout in all_of_it if not layout.objection)
-            of_class[each] = ClassLayouts(choices, tuple(layout for layout in all_of_it if layout.objection))
-        kept = dict(zip(in_place, found, strict=True))
-        of_name = {name: of_class[key] for name, key in class_of.items()}
-        return cls(of_name, kept, groups_of(of_name, kept, constraints, env.table_size), constraints)
-
-    def problem(self, env: ShardingEnv, topology: Topology, model: CostProtocol, dense_bytes: int = 0) -> Problem:
+    def problem(self, dense_bytes: int = 0) -> Problem:
         """What the search is to solve, beside dense weights that take `dense_bytes` on every rank.
 
         Raises:
             PlanError: pinned parameters of one spread group that share a rank.
         """
-        base = np.zeros((env.table_size, len(model.phases) + 1))
-        taken: dict[str, NDArray[np.bool_]] = {}
-        for name, layout in self.pinned.items():
-            base += layout.option.loads[0] + layout.option.everywhere
-            group = self.constraints[name].spread
-            if group is not None:
-                held = layout.option.loads[0, :, BYTES] > 0
-                before = taken.get(group, np.zeros_like(held))
-                if (before & held).any():
-                    raise PlanError(
-                        f"pinned parameters of the spread group {group!r} share a rank: {name!r}", table=name
-                    )
-                taken[group] = before | held
-        kinds = frozenset(kind for layout in self.pinned.values() for kind in layout.option.kinds)
-        capacity = np.full(env.table_size, topology.usable_bytes - dense_bytes)
-        items = tuple(group.item for group in self.groups)
-        return Problem(items, capacity, base, model.setups(env, topology), kinds, taken)
+        env, model, topology = self.setting.env, self.setting.model, self.setting.topology
+        spans, num_ranks = model.spans(env), env.table_size
+        base = np.zeros((num_ranks, len(model.phases) + 1))
+        held, kinds = {}, 0
+        for name, of in self.pinned.items():
+            row = self.pinned_rows[name]
+            add_load(base, of, self.costed, row, np.append(spans, 1))
+            held[name] = ranks_held(of, self.costed, row, num_ranks)
+            kinds |= self.costed.kinds(row)
+        return Problem.of_table(
+            self._table(),
+            self.item_class,
+            np.full(num_ranks, topology.usable_bytes - dense_bytes),
+            base,
+            model.setups(env, topology),
+            spans,
+            base_kinds=frozenset(k for k in range(kinds.bit_length()) if kinds >> k & 1),
+            taken=held_by_groups(held, self.constraints, "spread"),
+            allowed={i: group.allowed for i, group in enumerate(self.groups) if group.allowed is not None},
+            spread={i: group.spread for i, group in enumerate(self.groups) if group.spread},
+        )
 
-    def placed(self, choices: Sequence[Choice], env: ShardingEnv) -> dict[str, Layout]:
+    def placed(self, choices: Sequence[Choice]) -> dict[str, Layout]:
         """The layout of every parameter, in its place.
 
         Args:
             choices: of the problem's items.
         """
-        layouts = {name: kept.movable.layout for name, kept in self.pinned.items()}
-        for group, choice in zip(self.groups, choices, strict=True):
-            for name, layout in zip(group.members, group.rows[choice.option], strict=True):
-                layouts[name] = layout.movable.at(choice.blocks, env)
+        layouts = {name: of.layout for name, of in self.pinned.items()}
+        for item, (group, choice) in enumerate(zip(self.groups, choices, strict=True)):
+            row = self.table_rows[self.item_class[item]][choice.option]
+            for name, member in zip(group.members, row.rows, strict=True):
+                layouts[name] = self.layout(name, row.family, member, choice.blocks, choice.widths)
         return layouts
+
+    def chosen(self, choices: Sequence[Choice]) -> Iterator[tuple[str, int, Choice]]:
+        """(name, row of its offer, choice) of every parameter that is not pinned.
+
+        Args:
+            choices: of the problem's items.
+        """
+        for item, (group, choice) in enumerate(zip(self.groups, choices, strict=True)):
+            row = self.table_rows[self.item_class[item]][choice.option]
+            for name, member in zip(group.members, row.rows, strict=True):
+                yield name, member, choice
+
+    def layout(
+        self, name: str, family: Family, row: int, blocks: Sequence[int], widths: Sequence[int] | None = None
+    ) -> Layout:
+        """A parameter's layout of a family, with its pieces on these blocks.
+
+        Args:
+            row: of the parameter's offer.
+            widths: units of each piece; None for an even cut.
+        """
+        own, shape = self.costed.offers[row].own, self.infos[name].shape
+        if own is not None:
+            return own.at(blocks, self.setting.env)
+        return layout_of(family, blocks, widths, shape[1] if len(shape) == 2 else 0, self.setting.env)
+
+    def example(self, row: int) -> Layout:
+        """A layout of an offer, on the first blocks, its columns whole where they may be."""
+        return self.costed.offers[row].example(self.setting.env)
+
+    def offers_of(self, name: str) -> range:
+        """Rows of what a parameter that is not pinned is offered, in `costed`."""
+        owner = self.costed.owner
+        first, stop = np.searchsorted(owner, [self.class_of[name], self.class_of[name] + 1]).tolist()
+        return range(first, stop)
+
+    def _table(self) -> CostTable:
+        """The families of all groups, as the search wants them."""
+        of, rows = self.costed, [row for of_class in self.table_rows for row in of_class]
+        owner = np.repeat(np.arange(len(self.table_rows)), [len(of_class) for of_class in self.table_rows])
+        family = np.array([row.family[1:5] for row in rows], dtype=np.int64).reshape(-1, 4)
+        first = np.array([row.rows[0] for row in rows], dtype=np.int64)
+        fixed, slope, everywhere = of.fixed[first], of.slope[first], of.everywhere[first]
+        ragged = {i: of.ragged[row.rows[0]] for i, row in enumerate(rows) if row.rows[0] in of.ragged}
+        for i, row in enumerate(rows):
+            if len(row.rows) > 1:
+                fixed[i], slope[i], everywhere[i], loads = costs_together(row, of)
+                ragged.pop(i, None)
+                if loads is not None:
+                    ragged[i] = loads
+        kinds = np.array([of.kinds(row.rows[0]) for row in rows], dtype=np.int64)
+        size, pieces, units, least = family.T
+        return CostTable(owner, size, pieces, units, least, fixed, slope, everywhere, kinds, ragged)
+
+
+def _classes_of_groups(
+    groups: Sequence[Group],
+    class_of: Mapping[str, int],
+    constraints: Mapping[str, Constraint],
+    costed: Costed,
+    num_classes: int,
+) -> tuple[NDArray[np.int64], tuple[tuple[Row, ...], ...]]:
+    """The class of each group, and the families of each class: first of single parameters, then of groups."""
+    open_rows: list[list[int]] = [[] for _ in range(num_classes)]
+    for row, owner in enumerate(costed.owner.tolist()):
+        if owner < num_classes and not costed.offers[row].objection:
+            open_rows[owner].append(row)
+    found = [tuple(Row(costed.offers[row].family, (row,)) for row in rows) for rows in open_rows]
+    known: dict[tuple[int, ...], int] = {}
+    item_class = []
+    for group in groups:
+        of_members = tuple(class_of[member] for member in group.members)
+        if len(of_members) == 1:
+            item_class.append(of_members[0])
+            continue
+        if of_members not in known:
+            known[of_members] = len(found)
+            colocate = constraints[group.members[0]].colocate or ""
+            found.append(tuple(rows_together(colocate, group.members, [open_rows[c] for c in of_members], costed)))
+        item_class.append(known[of_members])
+    return np.array(item_class, dtype=np.int64), tuple(found)
+
+
+def _as_constrained(info: ParameterInfo, constraint: Constraint, leeway: Leeway) -> ParameterInfo:
+    """What is known of a parameter, with the kernel that a constraint gives it."""
+    if info.optimizer is not None:
+        return info
+    if constraint.kernel == "fused":
+        return replace(info, optimizer="sgd", state_bytes=(0, 0), mixes_columns=False)
+    return replace(info, state_bytes=(0, 0)) if leeway.no_state else info
+
+
+def _ids_per_sample(name: str, info: ParameterInfo, constraint: Constraint) -> float:
+    """Mean number of ids of a sample in all features of a table."""
+    factor = constraint.pooling_factor if constraint.pooling_factor is not None else info.pooling_factor
+    if factor is None or isinstance(factor, (int, float)):
+        return (1.0 if factor is None else float(factor)) * info.num_features
+    if len(factor) != info.num_features:
+        raise PlanError(
+            f"{name!r} is read by {info.num_features} features; got {len(factor)} pooling factors {tuple(factor)}",
+            table=name,
+        )
+    return float(sum(factor))

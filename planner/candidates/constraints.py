@@ -25,6 +25,8 @@ class Constraint:
         colocate: name of a group whose members are cut alike and lie on the same ranks.
         spread: name of a group no two members of which share a rank.
         pooling_factor: mean ids per sample and feature, a number or one per feature; over what the sharder says.
+        kernel: `"fused"` or `"dense"`, see `ParameterSharding`.
+        min_columns: of a block where columns are cut; 32 where nobody says, fewer where nothing else is left.
     """
 
     layouts: tuple[str, ...] | None = None
@@ -33,6 +35,8 @@ class Constraint:
     colocate: str | None = None
     spread: str | None = None
     pooling_factor: float | tuple[float, ...] | None = None
+    kernel: str | None = None
+    min_columns: int | None = None
 
     def __init__(
         self,
@@ -42,6 +46,8 @@ class Constraint:
         colocate: str | None = None,
         spread: str | None = None,
         pooling_factor: float | Sequence[float] | None = None,
+        kernel: str | None = None,
+        min_columns: int | None = None,
     ) -> None:
         given = None if ranks is None else several(ranks, int)
         if given is not None and not (given and all(map(_is_rank, given))):
@@ -53,9 +59,19 @@ class Constraint:
         for what, group in (("colocate", colocate), ("spread", spread)):
             if group is not None and not isinstance(group, str):
                 raise ValueError(f"Constraint.{what} must be the name of a group; got {shown(group)}")
-        values = (only, names("Constraint.forbid", forbid), numbers, colocate, spread, _factors(pooling_factor))
+        if kernel not in (None, "fused", "dense"):
+            raise ValueError(f"Constraint.kernel is 'fused', 'dense' or None; got {shown(kernel)}")
+        if min_columns is not None and not (_is_rank(min_columns) and min_columns > 0):
+            raise ValueError(f"Constraint.min_columns must be a number of columns > 0; got {shown(min_columns)}")
+        factors = _factors(pooling_factor)
+        banned = names("Constraint.forbid", forbid)
+        values = (only, banned, numbers, colocate, spread, factors, kernel, min_columns)
         for field, value in zip(fields(self), values, strict=True):
             object.__setattr__(self, field.name, value)
+
+    def without_groups(self) -> Constraint:
+        """The same without `colocate` and `spread`: what parameters need not share to be alike."""
+        return self if self.colocate is None and self.spread is None else replace(self, colocate=None, spread=None)
 
 
 def _is_rank(value: Any) -> bool:

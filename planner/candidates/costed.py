@@ -1,85 +1,232 @@
-"""Layouts with their costs, and those that parameters of one class share.
+"""Offers with their costs: all families of all classes of parameters in one evaluation of the cost model.
 
-Parameters of one *class* (same sharder, shape, optimizer, features and constraint) share their layouts, so that a
-thousand alike tables are costed once.
+Parameters of one *class* (same sharder, shape, optimizer, features and constraint) share their offers, so that a
+thousand alike tables are costed once. A class's costs are affine in columns, so that two widths tell all of them; a
+third tells whether they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from dmp import ShardingEnv
+from dmp import ParameterInfo, Shard, ShardingEnv
+from planner.candidates.family import UNIT, even_widths
 from planner.candidates.movable import MovableLayout
-from planner.costs.protocol import ALL_REDUCE, EXCHANGE, Array, CostProtocol, Integers, ShardTable
+from planner.candidates.offered import Offer
+from planner.costs.protocol import ALL_REDUCE, EXCHANGE, Array, CostProtocol, Integers, ShardInfo, ShardTable
 from planner.costs.topology import Topology
-from planner.search.problem import Option
 
-
-class CostedLayout(NamedTuple):
-    """A layout of a parameter, what it costs, and why it may not be chosen (empty where it may)."""
-
-    movable: MovableLayout
-    option: Option
-    objection: str = ""
+_ROWS, _COLUMNS = ShardInfo._fields.index("rows"), ShardInfo._fields.index("columns")
+_COPIED, _SHARE = ShardInfo._fields.index("replicated"), ShardInfo._fields.index("row_share")
+_ON_HOST = ShardInfo._fields.index("host_share")
 
 
 @dataclass(frozen=True, eq=False)
-class ClassLayouts:
-    """What a class of parameters is offered.
+class CostSetting:
+    """What costs depend on beside the parameters.
 
     Args:
-        choices: at least one.
-        rejected: those that may not be chosen.
-    """
-
-    choices: tuple[CostedLayout, ...]
-    rejected: tuple[CostedLayout, ...]
-
-
-def costed(
-    layouts: Sequence[tuple[MovableLayout, str]],
-    model: CostProtocol,
-    env: ShardingEnv,
-    topology: Topology,
-    batch_size: float,
-) -> list[CostedLayout]:
-    """Layouts, each with an objection, with their costs, all in one evaluation of the model.
-
-    Args:
+        model: what shards cost.
         batch_size: samples per data rank.
     """
-    shards = [shard for layout, _ in layouts for shard in layout.shards]
-    local, everywhere = model.costs(ShardTable.of(shards), env, topology, batch_size)
-    spans, width = model.spans(env), local.shape[1]
-    found, start = [], 0
-    for layout, objection in layouts:
-        stop = start + len(layout.shards)
-        is_copied = layout.shards[0].replicated
-        loads = np.zeros((layout.num_blocks * layout.block_size, width))
-        if is_copied:
-            loads[:] = local[start]
-        elif stop == start + 1:  # `add.at` is slow
-            loads[layout.ranks[0]] = local[start]
-        else:
-            np.add.at(loads, np.array(layout.ranks), local[start:stop])
-        blocks = _shared(loads.reshape(layout.num_blocks, layout.block_size, width), spans)
-        kinds = frozenset([EXCHANGE, ALL_REDUCE] if is_copied else [EXCHANGE])
-        found.append(CostedLayout(layout, Option(blocks, everywhere[start:stop].sum(0), kinds), objection))
+
+    model: CostProtocol
+    env: ShardingEnv
+    topology: Topology
+    batch_size: float
+
+
+@dataclass(frozen=True, eq=False)
+class Class:
+    """What costs depend on of parameters that are alike.
+
+    Args:
+        info: of each.
+        ids_per_sample: mean number of ids of a sample in all features.
+    """
+
+    info: ParameterInfo
+    ids_per_sample: float
+
+
+@dataclass(frozen=True, eq=False)
+class Costed:
+    """Offers and their costs; the arrays have a row for each, as in `CostTable`, grouped by class.
+
+    Args:
+        is_affine: costs are, in columns.
+        spans: (phases + 1,) ranks that share a phase.
+    """
+
+    offers: tuple[Offer, ...]
+    owner: Integers
+    fixed: Array
+    slope: Array
+    everywhere: Array
+    ragged: dict[int, Array]
+    is_affine: bool
+    spans: Integers
+
+    def wholes(self, num_ranks: int) -> tuple[Array, Array]:
+        """(rows, phases + 1) twice: what each offer, its columns whole where they may be, puts on the rank that it
+        loads most, phase by phase; and on all ranks on average."""
+        family = np.array([offer.family[1:5] for offer in self.offers], dtype=np.int64).reshape(-1, 4)
+        size, pieces, units, _ = (column[:, None] for column in family.T)
+        cut = units * self.slope
+        mean = (pieces * self.fixed + cut) * self._sharing(size)
+        for row, loads in self.ragged.items():
+            mean[row] = loads.sum((0, 1)) * self._sharing(size[row]) / size[row]
+        return self.fixed + cut + self.everywhere, mean / num_ranks + self.everywhere
+
+    def of_cut(self, row: int, widths: Sequence[int], num_ranks: int) -> tuple[Array, Array]:
+        """The same of one that is divisible, cut into pieces of so many units."""
+        fixed, slope, common = self.fixed[row], self.slope[row], self.everywhere[row]
+        total = (len(widths) * fixed + sum(widths) * slope) * self._sharing(self.offers[row].family.size)
+        return fixed + max(widths) * slope + common, total / num_ranks + common
+
+    def pieces(self, row: int, widths: Sequence[int] | None) -> list[Array]:
+        """(ranks of a block, or 1 where they are alike, phases + 1) of each piece, without what is everywhere."""
+        if row in self.ragged:
+            return list(self.ragged[row])
+        units = [0] * self.offers[row].family.pieces if widths is None else widths
+        return [(self.fixed[row] + width * self.slope[row])[None] for width in units]
+
+    def _sharing(self, size: Any) -> Any:
+        """Ranks on which a piece puts its load, by phase."""
+        return -(-size // self.spans) * self.spans
+
+    def kinds(self, row: int) -> int:
+        """Set-ups that an offer needs, a bit each."""
+        offer = self.offers[row]
+        is_copied = offer.own.is_copied if offer.own is not None else offer.family.is_copied
+        return 1 << EXCHANGE | is_copied << ALL_REDUCE
+
+
+def costed(classes: Sequence[Class], offered: Sequence[Sequence[Offer]], setting: CostSetting) -> Costed:
+    """The costs of what each class is offered."""
+    offers = tuple(offer for of_class in offered for offer in of_class)
+    owner = np.repeat(np.arange(len(classes)), [len(of_class) for of_class in offered])
+    known = np.array([_whole(of) for of in classes], dtype=np.float64).reshape(-1, len(ShardInfo._fields))
+    regular = np.array([row for row, offer in enumerate(offers) if _is_regular(offer, known[owner[row]])], dtype=int)
+    others = sorted(set(range(len(offers))) - set(regular.tolist()))
+    shards, widths = _at_three_widths(known[owner[regular]], [offers[row] for row in regular.tolist()], setting.env)
+    single = [_shards_of(offers[row], known[owner[row]], setting.env) for row in others]
+    every = ShardTable.from_columns(*np.concatenate([shards.reshape(-1, known.shape[1]), *single]).T)
+    local, everywhere = setting.model.costs(every, setting.env, setting.topology, setting.batch_size)
+    spans = np.append(setting.model.spans(setting.env), 1)
+    count, width = len(regular), local.shape[1]
+    fixed, slope, common = np.zeros((3, len(offers), width))
+    is_affine = _is_affine(local[: 3 * count], widths)
+    found = Costed(offers, owner, fixed, slope, common, {}, is_affine, spans)
+    _add_regular(found, regular, local[: 3 * count], everywhere[: 3 * count], spans)
+    start = 3 * count
+    for row, of_row in zip(others, single, strict=True):
+        stop = start + len(of_row)
+        loads = _loads(found.offers[row], local[start:stop], setting.env, spans)
+        found.fixed[row] = loads.max((0, 1))
+        if (loads != found.fixed[row]).any():
+            found.ragged[row] = loads
+        found.everywhere[row] = everywhere[start:stop].sum(0)
         start = stop
     return found
 
 
-def _shared(blocks: Array, spans: Integers) -> Array:
-    """Loads of phases that ranks share, on each of these; where a block has fewer, as if the others had as much."""
-    num, size, _ = blocks.shape
+def _whole(of: Class) -> ShardInfo:
+    """The class's parameter as one shard."""
+    shape = of.info.shape
+    return ShardInfo.of(of.info, Shard((0,) * len(shape), shape, 0), of.ids_per_sample, False)
+
+
+def _is_regular(offer: Offer, known: Array) -> bool:
+    """Whether all pieces of a family are alike."""
+    pieces = offer.family.pieces
+    return offer.own is None and (pieces == 1 or known[_COLUMNS] % (UNIT * pieces) == 0)
+
+
+def _blocks_of_rows(known: Array, sizes: Integers, is_copied: NDArray[np.bool_], env: ShardingEnv) -> None:
+    """Have entries stand for one rank's rows of blocks of these sizes."""
+    rows = np.where(is_copied, known[:, _ROWS], np.ceil(known[:, _ROWS] / sizes))
+    known[:, _SHARE] = np.where(known[:, _ROWS] > 0, rows / np.maximum(known[:, _ROWS], 1), known[:, _SHARE])
+    known[:, _ROWS], known[:, _COPIED] = rows, is_copied
+    inner = env.table_shape[-1] if len(env.table_shape) > 1 else 1
+    known[:, _ON_HOST] = np.where(is_copied, 1, 1 / np.minimum(sizes, inner))
+
+
+def _at_three_widths(known: Array, offers: Sequence[Offer], env: ShardingEnv) -> tuple[Array, Array]:
+    """A rank's shard of each family: (3, families, fields) at three widths, and those widths, (3, families)."""
+    family = np.array([o.family[1:5] for o in offers], dtype=np.int64).reshape(-1, 4)
+    size, pieces, units, least = family.T
+    is_copied = np.array([o.family.is_copied for o in offers], dtype=bool)
+    _blocks_of_rows(known, size, is_copied, env)
+    columns = known[:, _COLUMNS] / pieces
+    # A piece of a table whose columns are no multiple of four is costed as if it had those left over.
+    over = columns - UNIT * units
+    cuts = [np.where(units > 0, UNIT * u + over, columns) for u in (least, (least + units) // 2, units)]
+    shards = np.stack([known] * 3)
+    shards[:, :, _COLUMNS] = cuts
+    return shards, np.stack(cuts)
+
+
+def _add_regular(found: Costed, rows: Integers, local: Array, everywhere: Array, spans: Integers) -> None:
+    """Fill in what families of alike pieces cost, from their costs at three widths."""
+    family = np.array([found.offers[row].family[1:5] for row in rows.tolist()], dtype=np.int64).reshape(-1, 4)
+    size, pieces, units, least = family.T
+    # of a phase that ranks share, what all shards of the piece on them add to it
+    local = local.reshape(3, len(rows), local.shape[1]) * np.minimum(size[:, None], spans)
+    steps = np.maximum(units - least, 1)[:, None]
+    slope = np.where(units[:, None] > least[:, None], (local[2] - local[0]) / steps, 0.0)
+    fixed = local[2] - slope * units[:, None]
+    found.slope[rows] = slope
+    found.fixed[rows] = np.where(fixed < 1e-12 * local[2], 0.0, fixed)
+    is_copied = np.array([found.offers[row].family.is_copied for row in rows.tolist()], dtype=bool)
+    shards = pieces * np.where(is_copied, 1, size)
+    found.everywhere[rows] = everywhere.reshape(3, len(rows), everywhere.shape[1])[2] * shards[:, None]
+
+
+def _is_affine(local: Array, widths: Array) -> bool:
+    """Whether costs at the middle width lie between those at the two others as the width does."""
+    low, middle, high = local.reshape(*widths.shape, local.shape[1])
+    part = (widths[1] - widths[0]) / np.maximum(widths[2] - widths[0], 1)
+    expected = low + (high - low) * part[:, None]
+    return bool((np.abs(middle - expected) <= 1e-6 * np.maximum(high, 1e-15)).all())
+
+
+def _shards_of(offer: Offer, known: Array, env: ShardingEnv) -> Array:
+    """The shards of an offer whose pieces or blocks differ: (shards, fields)."""
+    if offer.own is None:
+        cut = even_widths(int(known[_COLUMNS]), offer.family.pieces)
+        shards = np.stack([known] * len(cut))
+        shards[:, _COLUMNS] = cut
+        sizes = np.full(len(cut), offer.family.size)
+        _blocks_of_rows(shards, sizes, np.zeros(len(cut), dtype=bool), env)
+        return shards
+    shards = np.stack([known] * len(offer.own.shards))
+    cuts = np.array(offer.own.shards, dtype=np.float64)
+    shards[:, _ROWS], shards[:, _COLUMNS], shards[:, _ON_HOST] = cuts.T
+    shards[:, _SHARE] = cuts[:, 0] / max(1.0, known[_ROWS])
+    shards[:, _COPIED] = offer.own.is_copied
+    return shards
+
+
+def _loads(offer: Offer, local: Array, env: ShardingEnv, spans: Integers) -> Array:
+    """(pieces, ranks in a block, phases + 1) of an offer from its shards' costs."""
+    own: MovableLayout | None = offer.own
+    size, pieces = offer.family.size, offer.family.pieces
+    if own is None:
+        return np.repeat((local * np.minimum(size, spans))[:, None], size, axis=1)
+    on_ranks = np.zeros((pieces * size, local.shape[1]))
+    if own.is_copied:
+        on_ranks[:] = local[0]
+    else:
+        np.add.at(on_ranks, np.array(own.ranks), local)
+    loads: Array = on_ranks.reshape(pieces, size, local.shape[1])
     for phase, span in enumerate(spans.tolist()):
-        if span > 1 and size % span:
-            blocks[:, :, phase] *= span
-        elif span > 1:
-            groups = blocks[:, :, phase].reshape(num, -1, span)
-            blocks[:, :, phase] = np.broadcast_to(groups.sum(2, keepdims=True), groups.shape).reshape(num, size)
-    return blocks
+        if span > 1:
+            groups = loads[:, :, phase].reshape(pieces, -1, min(span, size) if size % min(span, size) == 0 else size)
+            loads[:, :, phase] = np.repeat(groups.sum(2), groups.shape[2], axis=1).reshape(pieces, size)
+    return loads

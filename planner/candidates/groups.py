@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -10,64 +10,120 @@ from numpy.typing import NDArray
 
 from dmp import PlanError
 from planner.candidates.constraints import Constraint
-from planner.candidates.costed import ClassLayouts, CostedLayout
-from planner.costs.protocol import BYTES
-from planner.search.problem import Item, Option
+from planner.candidates.costed import Costed
+from planner.candidates.family import Family, cut_name, even_cuts
+from planner.search.cost_table import Array
 
 Ranks = NDArray[np.bool_]
 
 
 class Group(NamedTuple):
-    """Parameters that are placed as one: `rows[i][k]` is member k's layout in the item's option i."""
+    """Parameters that are placed as one.
+
+    Args:
+        members: their names.
+        allowed: (ranks,) which may hold them; None for all.
+        spread: groups no two of whose members share a rank.
+    """
 
     members: tuple[str, ...]
-    rows: tuple[tuple[CostedLayout, ...], ...]
-    item: Item
+    allowed: Ranks | None
+    spread: frozenset[str]
+
+
+class Row(NamedTuple):
+    """A family of a group: every member in it.
+
+    Args:
+        family: how all are cut.
+        rows: of the members' offers, in `Costed`.
+    """
+
+    family: Family
+    rows: tuple[int, ...]
 
 
 def groups_of(
-    offered: Mapping[str, ClassLayouts],
-    pinned: Mapping[str, CostedLayout],
-    constraints: Mapping[str, Constraint],
-    num_ranks: int,
+    names: Iterable[str], held: Mapping[str, Ranks], constraints: Mapping[str, Constraint], num_ranks: int
 ) -> tuple[Group, ...]:
     """Groups of all parameters that are not pinned, in the order of their first members.
 
+    Args:
+        held: ranks of colocate groups that have pinned members.
+
     Raises:
-        PlanError: a colocate group whose members have no layout in common, or which other constraints keep apart.
+        PlanError: a colocate group whose members other constraints keep apart.
     """
     members_of: dict[tuple[str | None, str], list[str]] = {}
-    for name in offered:
+    for name in names:
         colocate = constraints[name].colocate
         members_of.setdefault((colocate, "" if colocate is not None else name), []).append(name)
-    held = _ranks_held(pinned, constraints)
-    known: dict[tuple[int, ...], tuple[tuple[tuple[CostedLayout, ...], ...], tuple[Option, ...]]] = {}
     groups = []
     for (colocate, _), members in members_of.items():
-        key = tuple(id(offered[member]) for member in members)
-        if key not in known:
-            rows = _rows(colocate, {member: offered[member] for member in members})
-            known[key] = rows, tuple(_sum(row) for row in rows)
-        rows, options = known[key]
-        masks = [held[colocate]] if colocate in held else []
+        masks = [held[colocate]] if colocate is not None and colocate in held else []
         asked = [ranks for member in members if (ranks := constraints[member].ranks) is not None]
         masks += [np.isin(np.arange(num_ranks), ranks) for ranks in asked]
         allowed = np.logical_and.reduce(masks) if masks else None
-        groups.append(Group(tuple(members), rows, Item(options, allowed, _spread(colocate, members, constraints))))
+        groups.append(Group(tuple(members), allowed, _spread(colocate, members, constraints)))
     return tuple(groups)
 
 
-def _ranks_held(pinned: Mapping[str, CostedLayout], constraints: Mapping[str, Constraint]) -> dict[str, Ranks]:
-    """Ranks that a colocate group must have because pinned members lie there."""
-    found: dict[str, Ranks] = {}
-    for name, layout in pinned.items():
-        group = constraints[name].colocate
-        if group is not None:
-            held = layout.option.loads[0, :, BYTES] > 0
-            if (found.setdefault(group, held) != held).any():
-                raise PlanError(
-                    f"pinned parameters of the colocate group {group!r} are on other ranks: {name!r}", table=name
-                )
+def rows_together(colocate: str, members: Sequence[str], offered: Sequence[Sequence[int]], costed: Costed) -> list[Row]:
+    """The families that all members of a colocate group can take, each with theirs.
+
+    Args:
+        offered: of each member, the rows that may be chosen.
+
+    Raises:
+        PlanError: there is none.
+    """
+    ways = [_ways(rows, costed) for rows in offered]
+    first, *others = ways
+    found = [Row(way[1], tuple(of[way] for of in ways)) for way in first if all(way in other for other in others)]
+    divisible = {row.family.size for row in found if row.family.units}
+    # whole, and cut evenly, are contained in what is cut anywhere
+    found = [
+        row for row in found if row.family.units or row.family.size not in divisible or costed.offers[row.rows[0]].own
+    ]
+    if not found:
+        texts = {m: [costed.offers[r].family.name for r in rows] for m, rows in zip(members, offered, strict=True)}
+        raise PlanError(
+            f"colocate group {colocate!r} has no layout that all its members can take: {texts}", table=members[0]
+        )
+    return found
+
+
+def costs_together(row: Row, costed: Costed) -> tuple[Array, Array, Array, Array | None]:
+    """Fixed, slope and everywhere of a group's family, and its loads where its ranks' differ; sums over members."""
+    size, pieces = row.family.size, row.family.pieces
+    fixed, slope = np.zeros_like(costed.fixed[0]), np.zeros_like(costed.fixed[0])
+    loads = None
+    for member in row.rows:
+        units = costed.offers[member].family.units
+        if units and not row.family.units:  # of one that may be cut anywhere, so many pieces
+            fixed = fixed + costed.fixed[member] + costed.slope[member] * (units // pieces)
+        elif member in costed.ragged:
+            loads = costed.ragged[member] + (0.0 if loads is None else loads)
+        else:
+            fixed, slope = fixed + costed.fixed[member], slope + costed.slope[member]
+    everywhere = costed.everywhere[list(row.rows)].sum(0)
+    if loads is not None:
+        loads = np.broadcast_to(loads + fixed, (pieces, size, len(fixed)))
+        fixed = loads.max((0, 1))
+    return fixed, slope, everywhere, loads
+
+
+def _ways(rows: Sequence[int], costed: Costed) -> dict[tuple[object, Family], int]:
+    """The ways to cut a parameter that it may share with others -> the row of its offer."""
+    found: dict[tuple[object, Family], int] = {}
+    for row in rows:
+        own, family = costed.offers[row].own, costed.offers[row].family
+        found.setdefault((None if own is None else own.layout, family), row)
+        if family.units:
+            found.setdefault((None, Family(family.name, family.size)), row)
+            for pieces in even_cuts(family.units // family.least):
+                if family.units % pieces == 0:
+                    found.setdefault((None, Family(cut_name(family.size), family.size, pieces)), row)
     return found
 
 
@@ -78,34 +134,3 @@ def _spread(colocate: str | None, members: Sequence[str], constraints: Mapping[s
             f"colocate group {colocate!r} has members that a spread group keeps apart: {members}", table=members[0]
         )
     return frozenset(spread)
-
-
-def _rows(colocate: str | None, offered: Mapping[str, ClassLayouts]) -> tuple[tuple[CostedLayout, ...], ...]:
-    """The first member's layouts that all others have too, each with theirs."""
-    first, *others = offered.values()
-    rows = []
-    for choice in first.choices:
-        same = [next((c for c in other.choices if _is_alike(c, choice)), None) for other in others]
-        row = [choice, *(c for c in same if c is not None)]
-        if len(row) == len(offered):
-            rows.append(tuple(row))
-    if not rows:
-        layouts = {member: [str(c.movable.layout) for c in of.choices] for member, of in offered.items()}
-        raise PlanError(
-            f"colocate group {colocate!r} has no layout that all its members can take: {layouts}",
-            table=next(iter(offered)),
-        )
-    return tuple(rows)
-
-
-def _is_alike(one: CostedLayout, other: CostedLayout) -> bool:
-    return one.movable.layout == other.movable.layout and one.option.loads.shape == other.option.loads.shape
-
-
-def _sum(row: Sequence[CostedLayout]) -> Option:
-    first, *others = (layout.option for layout in row)
-    if not others:
-        return first
-    loads = sum((option.loads for option in others), first.loads)
-    everywhere = sum((option.everywhere for option in others), first.everywhere)
-    return Option(loads, everywhere, first.kinds.union(*(option.kinds for option in others)))

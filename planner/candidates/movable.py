@@ -1,10 +1,10 @@
-"""`MovableLayout`: a layout that the search may put on other ranks.
+"""`MovableLayout`: a layout of a sharder's own that the search may put on other ranks.
 
 [Note: blocks of ranks]
 All table ranks are alike, so a layout that a sharder offers on some ranks stands for the same layout on others: the
-sharder offers representatives (`table_wise(0)`, `column_wise([0, 1])`), and the search decides where they go. A
-layout's ranks fall into *blocks* of consecutive ranks that move as one: single ranks, or for row blocks that are summed
-inside a host the host's ranks. `row_wise()` and `data_parallel()` name no ranks and stay.
+sharder offers representatives (`table_wise(0)`, `column_wise([0, 1])`), and the search decides where they go. Most are
+of a `Family`. Of any other, the ranks fall into *blocks* of consecutive ranks that move as one: single ranks, or for
+row blocks that are summed inside a host the host's ranks. A layout that names no ranks stays.
 """
 
 from __future__ import annotations
@@ -13,10 +13,18 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 from dmp import Layout, ModuleSharder, ParameterInfo, PlanError, Shard, ShardError, ShardingEnv, hook, is_replicated
-from planner.candidates.constraints import Constraint
-from planner.costs.protocol import ShardInfo
+from planner.candidates.family import Family, block_sizes, canonical_layouts
+
+
+class Cut(NamedTuple):
+    """What of a shard its costs depend on, beside its parameter."""
+
+    rows: int
+    columns: int
+    host_share: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,25 +34,50 @@ class MovableLayout:
     Args:
         layout: in canonical place: its first block of ranks is block 0, and so on.
         block_size: ranks in a block.
-        shards: what the cost model knows of each (of one alone when all ranks have the whole).
+        shards: of each (of one alone when all ranks have the whole).
         ranks: of the shards, in canonical place.
         num_blocks: number of blocks to place.
+        is_copied: all ranks have the whole.
     """
 
     layout: Layout
     block_size: int
-    shards: tuple[ShardInfo, ...]
+    shards: tuple[Cut, ...]
     ranks: tuple[int, ...]
     num_blocks: int
+    is_copied: bool = False
 
     def at(self, blocks: Sequence[int], env: ShardingEnv) -> Layout:
         """The layout with its blocks put at `blocks`."""
-        size = self.block_size
-        moved = {i * size + k: to * size + k for i, to in enumerate(blocks) for k in range(size)}
-        return self.layout.relocated(moved, env)
+        return _moved(self.layout, self.block_size, dict(enumerate(blocks)), env)
 
 
-def fixed(name: str, layout: Layout, info: ParameterInfo, constraint: Constraint, env: ShardingEnv) -> MovableLayout:
+class Placed(NamedTuple):
+    """A layout as one of a family, and the blocks where it is."""
+
+    family: Family
+    blocks: tuple[int, ...]
+
+
+def placed(layout: Layout, env: ShardingEnv) -> Placed | None:
+    """The family that a layout is of, wherever it is; None where it is of none."""
+    known = canonical_layouts(env.table_shape)
+    if layout in known:
+        return Placed(known[layout], tuple(range(known[layout].pieces)))
+    named = layout.named_ranks(env)
+    if not named or max(named) >= env.table_size:
+        return None
+    for size in block_sizes(env.table_shape):
+        places = tuple(dict.fromkeys(rank // size for rank in named))
+        if len(places) * size > env.table_size:
+            continue
+        found = known.get(_moved(layout, size, {place: i for i, place in enumerate(places)}, env))
+        if found is not None and found.size == size:
+            return Placed(found, places)
+    return None
+
+
+def fixed(name: str, layout: Layout, info: ParameterInfo, env: ShardingEnv) -> MovableLayout:
     """A layout that stays where it is: all ranks are one block.
 
     Raises:
@@ -54,31 +87,28 @@ def fixed(name: str, layout: Layout, info: ParameterInfo, constraint: Constraint
         shards = layout.shards(info.shape, env)
     except ShardError as error:
         raise PlanError(f"{name!r} = {layout}: {error}", table=name) from error
-    ids = _ids_per_sample(name, info, constraint)
     if layout.is_copied or is_replicated(shards, info.shape):
-        whole = ShardInfo.of(info, shards[0], ids, True)
-        return MovableLayout(layout, env.table_size, (whole,), tuple(range(env.table_size)), 1)
+        whole = Cut(_rows(shards[0]), prod(shards[0].sizes[1:]), 1.0)
+        return MovableLayout(layout, env.table_size, (whole,), tuple(range(env.table_size)), 1, True)
     shards = shards or (Shard((0,) * len(info.shape), info.shape, 0),)  # a parameter of no rows
     # Row blocks of the same columns on one host: their partial sums are added up there before they leave it.
     inner = env.table_shape[-1]
     columns_on_host = [(s.rank // inner, s.offsets[1:], s.sizes[1:]) for s in shards]
     count = Counter(columns_on_host if len(env.table_shape) > 1 else ())
-    infos = tuple(
-        ShardInfo.of(info, shard, ids, False, 1 / max(1, count[columns]))
+    cuts = tuple(
+        Cut(_rows(shard), prod(shard.sizes[1:]), 1 / max(1, count[columns]))
         for shard, columns in zip(shards, columns_on_host, strict=True)
     )
-    return MovableLayout(layout, env.table_size, infos, tuple(s.rank for s in shards), 1)
+    return MovableLayout(layout, env.table_size, cuts, tuple(s.rank for s in shards), 1)
 
 
-def movable(
-    name: str, layout: Layout, sharder: ModuleSharder, info: ParameterInfo, constraint: Constraint, env: ShardingEnv
-) -> MovableLayout:
+def movable(name: str, layout: Layout, sharder: ModuleSharder, info: ParameterInfo, env: ShardingEnv) -> MovableLayout:
     """A layout in its canonical place; one that stays where it is, where the sharder minds the ranks.
 
     Raises:
         PlanError: a layout that does not fit the parameter or the mesh.
     """
-    in_place = fixed(name, layout, info, constraint, env)
+    in_place = fixed(name, layout, info, env)
     named = layout.named_ranks(env)
     size = _block_size(in_place, named, env)
     if size == in_place.block_size:
@@ -94,17 +124,13 @@ def movable(
     return found
 
 
-def _ids_per_sample(name: str, info: ParameterInfo, constraint: Constraint) -> float:
-    """Mean number of ids of a sample in all features of a table."""
-    factor = constraint.pooling_factor if constraint.pooling_factor is not None else info.pooling_factor
-    if factor is None or isinstance(factor, (int, float)):
-        return (1.0 if factor is None else float(factor)) * info.num_features
-    if len(factor) != info.num_features:
-        raise PlanError(
-            f"{name!r} is read by {info.num_features} features; got {len(factor)} pooling factors {tuple(factor)}",
-            table=name,
-        )
-    return float(sum(factor))
+def _moved(layout: Layout, size: int, places: dict[int, int], env: ShardingEnv) -> Layout:
+    """A layout whose blocks of ranks are moved, each to another place."""
+    return layout.relocated({a * size + k: b * size + k for a, b in places.items() for k in range(size)}, env)
+
+
+def _rows(shard: Shard) -> int:
+    return shard.sizes[0] if shard.sizes else 1
 
 
 def _block_size(in_place: MovableLayout, named: tuple[int, ...], env: ShardingEnv) -> int:
@@ -114,7 +140,7 @@ def _block_size(in_place: MovableLayout, named: tuple[int, ...], env: ShardingEn
         return env.table_size
     if not any(shard.host_share < 1 for shard in in_place.shards):
         return 1
-    inner = prod(env.table_shape[1:])
+    inner = env.table_shape[-1]
     per_host = Counter(rank // inner for rank in used)
     width = max(per_host.values())
     runs = [range(rank - rank % width, rank - rank % width + width) for rank in used]

@@ -1,80 +1,283 @@
-"""What a sharder offers for a parameter, and why some of it may not be chosen."""
+"""What a sharder offers for a parameter, as families, and why some of it may not be chosen.
+
+[Note: representatives]
+A sharder's `layouts` gives representatives. Where it has `accepts` too, each stands for its kind: rows on any block of
+ranks, columns cut anywhere, as far as `accepts` says yes. Where it has not, it stands for itself alone, elsewhere too.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from math import prod
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
-from dmp import Layout, ModuleSharder, ParameterInfo, PlanError, ShardingEnv
+from dmp import Layout, ModuleSharder, ParameterInfo, PlanError, ShardingEnv, hook
 from planner.candidates.constraints import Constraint
-from planner.candidates.movable import MovableLayout, movable
+from planner.candidates.family import (
+    UNIT,
+    Family,
+    block_sizes,
+    copies,
+    cut_name,
+    even_cuts,
+    even_widths,
+    is_filled,
+    layout_of,
+    whole_names,
+)
+from planner.candidates.movable import MovableLayout, Placed, movable, placed
+
+_MIN_COLUMNS = 32
+"""Narrower column blocks are not made unless a constraint allows them, or nothing else is left."""
 
 
-def offered_layouts(
-    name: str, sharder: ModuleSharder, info: ParameterInfo, constraint: Constraint, env: ShardingEnv
-) -> list[tuple[MovableLayout, str]]:
-    """Every layout that the sharder offers, alike ones on other ranks once.
+class Offer(NamedTuple):
+    """A family of layouts, and why it may not be chosen (empty where it may); `own` where it is the sharder's own."""
 
-    Returns:
-        Each with the reason why it may not be chosen; empty where it may.
+    family: Family
+    objection: str = ""
+    own: MovableLayout | None = None
+
+    def example(self, env: ShardingEnv) -> Layout:
+        """A layout of the family, on the first blocks, its columns whole where they may be."""
+        if self.own is not None:
+            return self.own.layout
+        return layout_of(self.family, range(self.family.pieces), None, 0, env)
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """One parameter, and what is asked of it.
+
+    Args:
+        name: of the parameter, for errors.
+        places: families of layouts that were looked up before, by the layouts' ids.
+        is_affine: costs are, so that columns may be cut anywhere.
+        min_columns: of a column block.
+        takes_unfilled: blocks of ranks of which some get no rows are taken too.
+    """
+
+    name: str
+    sharder: ModuleSharder
+    info: ParameterInfo
+    constraint: Constraint
+    env: ShardingEnv
+    places: dict[int, tuple[Layout, Placed | None]] = field(default_factory=dict)
+    is_affine: bool = True
+    min_columns: int = _MIN_COLUMNS
+    takes_unfilled: bool = False
+
+    @property
+    def columns(self) -> int:
+        """To cut: of a parameter of two dims."""
+        return self.info.shape[1] if len(self.info.shape) == 2 else 0
+
+    @property
+    def least(self) -> int:
+        """Units of a piece at least."""
+        return -(-self.min_columns // UNIT)
+
+    def runs(self, family: Family, pieces: int = 1, widths: list[int] | None = None) -> bool:
+        """Whether the sharder has no objection to a family on its first and last blocks.
+
+        Args:
+            widths: units of each piece.
+        """
+        accepts = hook(self.sharder, "accepts")
+        last = self.env.table_size // family.size - pieces
+        return not accepts or all(
+            accepts(
+                self.info, layout_of(family, range(first, first + pieces), widths, self.columns, self.env), self.env
+            )
+            for first in ((0, last) if last else (0,))
+        )
+
+    def placed(self, layout: Layout) -> Placed | None:
+        """See `movable.placed`; a layout object is looked up once."""
+        if id(layout) not in self.places:
+            self.places[id(layout)] = layout, placed(layout, self.env)
+        return self.places[id(layout)][1]
+
+
+def offers(asked: Asked) -> list[Offer]:
+    """Every family of layouts that the sharder offers.
 
     Raises:
         PlanError: nothing is offered, a constraint names a layout that is not offered or ranks that do not exist, or
             no layout is left.
     """
+    name, info, env, constraint = asked.name, asked.info, asked.env, asked.constraint
     if env.table_size == 1:  # where all layouts are the same, sharders offer one
         constraint = replace(constraint, layouts=None, forbid=None)
-    offered = [layout for layout in dict.fromkeys(sharder.layouts(info, env)) if not layout.is_dense]
-    if not offered:
-        raise PlanError(f"{type(sharder).__name__} offers no layout for {name!r}, shape {info.shape}", table=name)
-    _check_constraint(name, sharder, offered, constraint, env)
-    found: dict[Layout, tuple[MovableLayout, str]] = {}
-    for layout in offered:
-        within = layout if constraint.ranks is None else layout.over(constraint.ranks)
-        candidate = movable(name, within, sharder, info, constraint, env)
-        if candidate.layout not in found:
-            found[candidate.layout] = candidate, _objection(candidate, info, constraint, env)
-    if all(objection for _, objection in found.values()):
-        reasons = "; ".join(f"{layout}: {objection}" for layout, (_, objection) in found.items())
+    if constraint.min_columns is not None:
+        asked = replace(asked, min_columns=constraint.min_columns)
+    asked = replace(asked, constraint=constraint)
+    layouts = [layout for layout in asked.sharder.layouts(info, env) if not layout.is_dense]
+    if not layouts:
+        raise PlanError(f"{type(asked.sharder).__name__} offers no layout for {name!r}, shape {info.shape}", table=name)
+    _check_constraint(asked, layouts)
+    found = _found(asked, layouts)
+    if all(offer.objection for offer in found):  # last resorts
+        asked = replace(asked, takes_unfilled=True)
+        found = _found(asked, layouts)
+    if all(offer.objection for offer in found) and constraint.min_columns is None:
+        found = _found(replace(asked, min_columns=UNIT), layouts)
+    if all(offer.objection for offer in found):
+        reasons = "; ".join(f"{offer.example(env)}: {offer.objection}" for offer in found)
         raise PlanError(f"no layout is left for {name!r}, shape {info.shape}: {reasons}", table=name)
+    return found
+
+
+def _found(asked: Asked, layouts: list[Layout]) -> list[Offer]:
+    kinds = {layout.name for layout in layouts}
+    given = list(_widened(asked, kinds)) if hook(asked.sharder, "accepts") else []
+    covered = {offer.family.name for offer in given}
+    covered |= {cut_name(offer.family.size) for offer in given if offer.family.units}
+    for layout in layouts:
+        place = asked.placed(layout)
+        if place is not None and not (asked.takes_unfilled or _fits(asked, place.family)):
+            continue
+        if layout.name not in covered or place is None or _is_over(asked, layout):
+            given.append(_of_layout(asked, layout))
+    found: dict[Layout | Family | str, Offer] = {}
+    for offer in given:  # of what may not be chosen, one of each name tells why
+        key = offer.own.layout if offer.own is not None else offer.family
+        found.setdefault(offer.family.name if offer.objection else key, offer)
     return list(found.values())
 
 
-def _check_constraint(
-    name: str, sharder: ModuleSharder, offered: list[Layout], constraint: Constraint, env: ShardingEnv
-) -> None:
-    known = list(dict.fromkeys(layout.name for layout in offered))
+def _is_over(asked: Asked, layout: Layout) -> bool:
+    """Whether it takes all ranks because it names none, and a constraint leaves some that are no block."""
+    ranks = asked.constraint.ranks
+    return ranks is not None and layout.over(ranks) != layout and placed(layout.over(ranks), asked.env) is None
+
+
+def _of_layout(asked: Asked, layout: Layout) -> Offer:
+    """What a representative stands for by itself."""
+    ranks, info, env = asked.constraint.ranks, asked.info, asked.env
+    within = layout if ranks is None else layout.over(ranks)
+    place = asked.placed(layout) if within is layout else placed(within, env)
+    if (
+        place is not None
+        and within == layout
+        and _fits(asked, place.family)
+        and asked.runs(place.family, place.family.pieces)
+    ):
+        return Offer(place.family, _objection(asked, place.family.name, place.family))
+    own = movable(asked.name, within, asked.sharder, info, env)
+    family = Family(layout.name, own.block_size, own.num_blocks)
+    narrowest = min((cut.columns for cut in own.shards), default=0)
+    is_cut = narrowest != _elements_of_row(info)
+    objection = _objection(asked, layout.name, family, narrowest if is_cut else None)
+    if ranks is not None and own.block_size == env.table_size:
+        objection = objection or ("" if set(own.ranks) <= set(ranks) else f"constraint: ranks={list(ranks)}")
+    return Offer(family, objection, own)
+
+
+def _widened(asked: Asked, kinds: Collection[str]) -> Iterator[Offer]:
+    """What a sharder runs of the kinds that it offers, smallest blocks first."""
+    info, env = asked.info, asked.env
+    rows = info.shape[0] if info.shape else 1
+    units, num_ranks = asked.columns // UNIT, env.table_size
+
+    for size in block_sizes(env.table_shape):
+        if not is_filled(rows, size):
+            continue
+        names = [n for n in whole_names(size, env.table_shape) if n in kinds and asked.runs(Family(n, size))]
+        wholes = [Offer(Family(n, size), _objection(asked, n, Family(n, size))) for n in names]
+        whole = next((offer for offer in wholes if not offer.objection), wholes[0] if wholes else None)
+        most = min(units // asked.least, num_ranks // size)
+        name = cut_name(size)
+        if name not in kinds or most < 2:
+            yield from () if whole is None else (whole,)
+            continue
+        cut = Family(name, size, 2)
+        objection = _objection(asked, name, cut, asked.min_columns)
+        is_open = whole is not None and not whole.objection and not objection
+        if is_open and asked.is_affine and all(asked.runs(cut, len(w), w) for w in _odd_cuts(units, asked.least, most)):
+            assert whole is not None
+            yield Offer(whole.family._replace(units=units, least=asked.least))
+            continue
+        yield from () if whole is None else (whole,)
+        for pieces in even_cuts(most):
+            if asked.runs(cut, pieces):
+                yield Offer(cut._replace(pieces=pieces), objection)
+    copied = copies(num_ranks)
+    if copied.name in kinds and asked.runs(copied):
+        yield Offer(copied, _objection(asked, copied.name, copied))
+
+
+def _odd_cuts(units: int, least: int, most: int) -> list[list[int]]:
+    """Cuts that a sharder runs which runs any: a narrow piece beside a wide one, and as many as may be."""
+    return [[units - least, least], [units - least * (most - 1)] + [least] * (most - 1)]
+
+
+def _fits(asked: Asked, family: Family) -> bool:
+    """Whether each of a family's blocks gets rows, and each piece columns."""
+    rows = asked.info.shape[0] if asked.info.shape else 1
+    if family.is_copied:
+        return True
+    return is_filled(rows, family.size) and (family.pieces == 1 or asked.columns // UNIT >= family.pieces)
+
+
+def _elements_of_row(info: ParameterInfo) -> int:
+    found = 1
+    for size in info.shape[1:]:
+        found *= size
+    return found
+
+
+def _check_constraint(asked: Asked, layouts: list[Layout]) -> None:
+    name, constraint, last = asked.name, asked.constraint, asked.env.table_size - 1
+    known = list(dict.fromkeys(layout.name for layout in layouts))
     for wanted in constraint.layouts or ():
         if wanted not in known:
             raise PlanError(
-                f"the constraint on {name!r} asks for layout {wanted!r}; {type(sharder).__name__} offers {known}",
+                f"the constraint on {name!r} asks for layout {wanted!r}; {type(asked.sharder).__name__} offers {known}",
                 table=name,
             )
-    outside = [rank for rank in constraint.ranks or () if rank >= env.table_size]
+    outside = [rank for rank in constraint.ranks or () if rank > last]
     if outside:
         raise PlanError(
-            f"the constraint on {name!r} names rank {outside[0]}; the mesh has table ranks 0..{env.table_size - 1}",
+            f"the constraint on {name!r} names rank {outside[0]}; the mesh has table ranks 0..{last}",
             table=name,
             rank=outside[0],
         )
 
 
-def _objection(candidate: MovableLayout, info: ParameterInfo, constraint: Constraint, env: ShardingEnv) -> str:
-    """Why a layout may not be chosen; empty when it may."""
-    name = candidate.layout.name
+def _objection(asked: Asked, name: str, family: Family, narrowest: int | None = None) -> str:
+    """Why a layout of that name may not be chosen; empty when it may.
+
+    Args:
+        narrowest: columns of its narrowest piece, where columns are cut.
+    """
+    constraint, info = asked.constraint, asked.info
     if constraint.layouts is not None and name not in constraint.layouts:
         return f"constraint: layouts={list(constraint.layouts)}"
     if constraint.forbid is not None and name in constraint.forbid:
         return f"constraint: forbid={list(constraint.forbid)}"
-    cuts_columns = any(shard.columns != prod(info.shape[1:]) for shard in candidate.shards)
-    if info.mixes_columns and cuts_columns and name not in (constraint.layouts or ()):
-        return (
-            f"{info.optimizer} updates a row by all its columns, as by a norm or one value of state for each row: cut "
-            "columns change numbers; a constraint's layouts may allow it"
-        )
-    if constraint.ranks is not None:
-        if len(set(candidate.ranks)) > len(constraint.ranks):
-            return f"constraint: ranks={list(constraint.ranks)} are fewer than the layout needs"
-        if candidate.block_size == env.table_size and not set(candidate.ranks) <= set(constraint.ranks):
-            return f"constraint: ranks={list(constraint.ranks)}"
+    if narrowest is None and family.pieces > 1 and asked.columns:
+        narrowest = even_widths(asked.columns, family.pieces)[-1]
+    if narrowest is not None:
+        if info.mixes_columns and name not in (constraint.layouts or ()):
+            return (
+                f"{info.optimizer} updates a row by all its columns, as by a norm or one value of state for each row: "
+                "cut columns change numbers; a constraint's layouts may allow it"
+            )
+        if narrowest < asked.min_columns:
+            return f"column blocks of {narrowest}; the constraint min_columns is {asked.min_columns}"
+    if constraint.ranks is not None and family.size < asked.env.table_size:
+        free = _free_blocks(constraint.ranks, family.size)
+        if free < family.pieces:
+            return f"constraint: ranks={list(constraint.ranks)} have not the {family.pieces} blocks of {family.size}"
+    elif constraint.ranks is not None and len(constraint.ranks) < asked.env.table_size:
+        return f"constraint: ranks={list(constraint.ranks)}"
     return ""
+
+
+def _free_blocks(ranks: tuple[int, ...], size: int) -> int:
+    """Whole blocks of so many ranks among some."""
+    count: dict[int, int] = {}
+    for rank in ranks:
+        count[rank // size] = count.get(rank // size, 0) + 1
+    return sum(number == size for number in count.values())

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from dmp import PlanError, shown_bytes
 from planner.candidates.candidates import Candidates
+from planner.candidates.request import NoPlan
 from planner.costs.protocol import BYTES
 from planner.costs.topology import Topology
-from planner.search.placement import Placement
-from planner.search.problem import Infeasible, Item, Problem
-from planner.search.tight import in_family
+from planner.search.problem import Infeasible, Problem
 
 _RANKS_SHOWN = 16
 
 
-def plan_error(error: Infeasible, candidates: Candidates, problem: Problem, topology: Topology) -> PlanError:
-    """The error to raise for a search that found no placement."""
+def plan_error(found: NoPlan, topology: Topology) -> PlanError:
+    """The error to raise where there is no plan."""
+    candidates, problem, error = found.candidates, found.problem, found.cause
     group = candidates.groups[error.item]
     name = group.members[0]
     whom = repr(name) + (f" and what must lie with it, {list(group.members[1:])}," if group.members[1:] else "")
@@ -27,9 +25,10 @@ def plan_error(error: Infeasible, candidates: Candidates, problem: Problem, topo
             f"ranks than the {len(problem.capacity)} table ranks offer; {constraints}",
             table=name,
         )
-    layout = group.rows[error.option][0].movable.layout
+    layout = candidates.example(candidates.table_rows[candidates.item_class[error.item]][error.option].rows[0])
     used = error.load[:, BYTES]
-    needed = sum(float(r.max()) for r in group.item.options[error.option].loads[..., BYTES])
+    of_item = candidates.table_rows[candidates.item_class[error.item]][error.option]
+    needed = float(candidates.costed.wholes(len(problem.capacity))[0][list(of_item.rows), BYTES].sum())
     picture = [
         f"  rank {rank}: {shown_bytes(used[rank])} of {shown_bytes(problem.capacity[rank])} used"
         for rank in range(min(len(used), _RANKS_SHOWN))
@@ -56,12 +55,11 @@ def _other_layouts(error: Infeasible, candidates: Candidates, problem: Problem) 
     group = candidates.groups[error.item]
     if len(group.members) > 1:
         return []
-    rejected = candidates.offered[group.members[0]].rejected
-    item = Item(tuple(layout.option for layout in rejected), None, group.item.spread)
-    placement = Placement(replace(problem, items=(item,), base=error.load))
     fitting = []
-    for index, layout in enumerate(rejected):
-        if in_family(placement, 0, index) is not None:
-            text = f"  layout {layout.movable.layout}, now ruled out ({layout.objection})"
-            fitting.append((float(layout.option.loads[..., BYTES].max()), text))
+    whole_bytes = candidates.costed.wholes(len(problem.capacity))[0][:, BYTES]
+    free = float((problem.capacity - error.load[:, BYTES]).max())
+    for row in candidates.offers_of(group.members[0]):
+        objection, size = candidates.costed.offers[row].objection, float(whole_bytes[row])
+        if objection and size <= free:
+            fitting.append((size, f"  layout {candidates.example(row)}, now ruled out ({objection})"))
     return [text for _, text in sorted(fitting)[:3]]

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from dmp import Layout
 from planner.candidates.candidates import Candidates
-from planner.candidates.costed import CostedLayout
+from planner.candidates.costed import Costed
+from planner.candidates.offered import Offer
 from planner.dense.decide import Dense
 from planner.report.merged import Merged
 from planner.report.offers import Offers
@@ -18,7 +19,7 @@ from planner.report.planned import Pieces, Planned
 from planner.report.report import PlanReport
 from planner.report.setting import Setting
 from planner.report.words import plural
-from planner.search.problem import Array, Option, Problem
+from planner.search.problem import Array, Problem
 from planner.search.solve import Solution
 
 
@@ -43,13 +44,14 @@ def summarise(
     """
     merged = Merged.of(phases)
     load = merged.loads(np.where(solution.load > solution.seconds * 1e-9, solution.load, 0.0))  # what sums left over
-    paid = problem.base_kinds.union(*(k for k in _kinds(candidates, solution)))
+    paid = _paid(candidates, problem, solution)
     setups = problem.setups[sorted(paid)].sum(0) if paid else np.zeros(problem.setups.shape[1])
-    offers, row_of = _offers(candidates, merged, len(problem.capacity))
+    costed = candidates.costed
+    most, mean = (merged.loads(values) for values in costed.wholes(len(problem.capacity)))
     return PlanReport(
         setting=setting,
-        planned=_planned(candidates, shapes, layouts, solution, merged, row_of, len(problem.capacity)),
-        offers=offers,
+        planned=_planned(candidates, shapes, layouts, solution, merged, (most, mean)),
+        offers=_offers(costed, len(costed.offers) - len(candidates.pinned), most, mean),
         rank_seconds=load[:, :-1],
         rank_bytes=load[:, -1].astype(np.int64),
         usable_bytes=int(problem.capacity.max()),
@@ -66,61 +68,46 @@ def summarise(
     )
 
 
-def _kinds(candidates: Candidates, solution: Solution) -> list[frozenset[int]]:
-    chosen = zip(candidates.groups, solution.choices, strict=True)
-    return [group.item.options[choice.option].kinds for group, choice in chosen]
+def _paid(candidates: Candidates, problem: Problem, solution: Solution) -> frozenset[int]:
+    """Set-ups that the plan needs."""
+    needs = 0
+    for _, row, _ in candidates.chosen(solution.choices):
+        needs |= candidates.costed.kinds(row)
+    return problem.base_kinds | {kind for kind in range(len(problem.setups)) if needs >> kind & 1}
 
 
-def _loads(option: Option, merged: Merged, num_ranks: int) -> tuple[Array, Array]:
-    """(names + 1,) of the rank that an option loads most, and the mean over all ranks."""
-    loads, everywhere = merged.loads(option.loads), merged.loads(option.everywhere)
-    return loads.max((0, 1)) + everywhere, loads.sum((0, 1)) / num_ranks + everywhere
+def _offers(costed: Costed, of_offers: int, most: Array, mean: Array) -> Offers:
+    """What all classes are offered.
 
-
-def _offers(
-    candidates: Candidates, merged: Merged, num_ranks: int
-) -> tuple[Offers, dict[int, tuple[int, dict[int, int]]]]:
-    """The options of all classes, and for each class its number and the row of each of its layouts, by identity."""
-    found: dict[int, tuple[int, dict[int, int]]] = {}
-    starts = [0]
+    Args:
+        of_offers: how many rows, the first, are no pinned layouts.
+        most: (rows, names + 1) on the rank that each loads most.
+        mean: the same averaged over ranks.
+    """
+    if not of_offers:
+        return Offers.none(most.shape[1] - 1)
     labels: dict[str, int] = {}
-    label_of: list[int] = []
-    busiest: list[Array] = []
-    mean: list[Array] = []
-    objections: dict[int, str] = {}
-    for offered in candidates.offered.values():
-        if id(offered) in found:
-            continue
-        rows: dict[int, int] = {}
-        for costed in (*offered.choices, *offered.rejected):
-            rows[id(costed)] = len(label_of)
-            if costed.objection:
-                objections[len(label_of)] = costed.objection
-            label_of.append(labels.setdefault(_label(costed), len(labels)))
-            most, average = _loads(costed.option, merged, num_ranks)
-            busiest.append(most)
-            mean.append(average)
-        found[id(offered)] = len(starts) - 1, rows
-        starts.append(len(label_of))
-    if not label_of:
-        return Offers.none(len(merged.names)), found
-    return (
-        Offers(
-            np.array(starts, np.int32),
-            tuple(labels),
-            np.array(label_of, np.int32),
-            np.array(busiest, np.float32),
-            np.array(mean, np.float32),
-            objections,
-        ),
-        found,
+    offers = costed.offers[:of_offers]
+    label_of = [labels.setdefault(_label(offer), len(labels)) for offer in offers]
+    owner = costed.owner[:of_offers]
+    return Offers(
+        np.searchsorted(owner, np.arange(int(owner[-1]) + 2)).astype(np.int32),
+        tuple(labels),
+        np.array(label_of, np.int32),
+        most[:of_offers].astype(np.float32),
+        mean[:of_offers].astype(np.float32),
+        {row: offer.objection for row, offer in enumerate(offers) if offer.objection},
     )
 
 
-def _label(costed: CostedLayout) -> str:
-    """What a layout is, in words, wherever it lies."""
-    name, size, count = costed.movable.layout.name, costed.movable.block_size, costed.movable.num_blocks
-    return f"{name}, {count} pieces" + f" of {plural(size, 'rank')}" * (size > 1) if count > 1 else name
+def _label(offer: Offer) -> str:
+    """What a family is, in words, wherever it lies."""
+    name, size, pieces, units = offer.family[:4]
+    if units:
+        return f"{name}{f' over {size} ranks' * (size > 1)}, columns whole or cut"
+    if pieces > 1:
+        return f"{name}, {pieces} pieces" + f" of {plural(size, 'rank')}" * (size > 1)
+    return name + f" over {size} ranks" * (size > 1 and not offer.family.is_copied and offer.own is None)
 
 
 def _planned(
@@ -129,48 +116,63 @@ def _planned(
     layouts: Mapping[str, Layout],
     solution: Solution,
     merged: Merged,
-    row_of: Mapping[int, tuple[int, dict[int, int]]],
-    num_ranks: int,
+    wholes: tuple[Array, Array],
 ) -> Planned:
-    names = sorted(layouts)
+    names, costed = sorted(layouts), candidates.costed
     index_of = {name: i for i, name in enumerate(names)}
-    got: list[tuple[int, CostedLayout, Sequence[int], int, int]] = []
-    for name, kept in candidates.pinned.items():
-        got.append((index_of[name], kept, (0,), -1, -1))
-    for group, choice in zip(candidates.groups, solution.choices, strict=True):
-        for name, chosen in zip(group.members, group.rows[choice.option], strict=True):
-            of_class, rows = row_of[id(candidates.offered[name])]
-            got.append((index_of[name], chosen, choice.blocks, of_class, rows[id(chosen)]))
-    got.sort(key=lambda each: each[0])
-    costs = [_loads(costed.option, merged, num_ranks) for _, costed, *_ in got]
-    width = (len(got), len(merged.names) + 1)
+    most, mean = wholes
+    num_ranks, width = len(solution.load), (len(names), len(merged.names) + 1)
+    busiest, average = np.zeros(width, np.float32), np.zeros(width, np.float32)
+    class_of, chosen = np.full(len(names), -1, np.int32), np.full(len(names), -1, np.int32)
+    pieces: list[tuple[int, int, int, Array]] = []
+    for name, row in candidates.pinned_rows.items():
+        index, of = index_of[name], candidates.pinned[name]
+        busiest[index], average[index] = most[row], mean[row]
+        sizes = zip(of.blocks, costed.pieces(row, None), strict=True)
+        pieces += [(index, block, of.offer.family.size, loads) for block, loads in sizes]
+    for name, row, choice in candidates.chosen(solution.choices):
+        index, family = index_of[name], costed.offers[row].family
+        class_of[index], chosen[index] = costed.owner[row], row
+        busiest[index], average[index] = most[row], mean[row]
+        widths = choice.widths if choice.widths is not None or not family.units else _even(family.units, choice.blocks)
+        if widths is not None:
+            busiest[index], average[index] = (merged.loads(x) for x in costed.of_cut(row, widths, num_ranks))
+        sizes = zip(choice.blocks, costed.pieces(row, widths), strict=True)
+        pieces += [(index, block, family.size, loads) for block, loads in sizes]
     return Planned(
         names=tuple(names),
         layouts=tuple(layouts[name] for name in names),
         shapes=tuple(shapes[name] for name in names),
         is_pinned=np.array([name in candidates.pinned for name in names], dtype=np.bool_),
-        busiest=np.array([most for most, _ in costs], np.float32).reshape(width),
-        mean=np.array([average for _, average in costs], np.float32).reshape(width),
-        class_of=np.array([each[3] for each in got], np.int32),
-        chosen=np.array([each[4] for each in got], np.int32),
-        pieces=_pieces([(index, costed, blocks) for index, costed, blocks, _, _ in got]),
+        busiest=busiest,
+        mean=average,
+        class_of=class_of,
+        chosen=chosen,
+        pieces=_pieces(sorted(pieces, key=lambda piece: piece[0])),
     )
 
 
-def _pieces(got: Sequence[tuple[int, CostedLayout, Sequence[int]]]) -> Pieces:
-    """Blocks of ranks that have something; of one whose ranks differ, each run of equal ones."""
+def _even(units: int, blocks: Sequence[int]) -> list[int]:
+    """Units of the pieces of a member of a group that is cut evenly."""
+    return [units // len(blocks)] * len(blocks)
+
+
+def _pieces(found: Sequence[tuple[int, int, int, Array]]) -> Pieces:
+    """Blocks of ranks that have something; of one whose ranks differ, each run of equal ones.
+
+    Args:
+        found: index of the parameter, block, ranks in it, and (those ranks or 1, phases + 1) loads.
+    """
     rows: list[tuple[int, int, int, float, float]] = []
-    for index, costed, blocks in got:
-        loads = costed.option.loads
-        for piece, block in enumerate(blocks):
-            first = block * loads.shape[1]
-            for start, stop in _equal_runs(loads[piece]):
-                load = loads[piece, start]
-                if load.any():
-                    rows.append((index, first + start, stop - start, float(load[:-1].sum()), float(load[-1])))
+    for index, block, size, loads in found:
+        first = block * size
+        for start, stop in _equal_runs(loads) if len(loads) > 1 else [(0, size)]:
+            load = loads[start]
+            if load.any():
+                rows.append((index, first + start, stop - start, float(load[:-1].sum()), float(load[-1])))
     table: NDArray[np.float64] = np.array(rows, dtype=np.float64).reshape(len(rows), 5)
-    owner, first, size = table[:, :3].T.astype(np.int32)
-    return Pieces(owner, first, size, table[:, 3].astype(np.float32), table[:, 4].astype(np.float32))
+    owner, first_rank, size_of = table[:, :3].T.astype(np.int32)
+    return Pieces(owner, first_rank, size_of, table[:, 3].astype(np.float32), table[:, 4].astype(np.float32))
 
 
 def _equal_runs(loads: Array) -> list[tuple[int, int]]:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from math import prod
 from typing import Any
 
 import torch
@@ -367,20 +368,7 @@ class TableSharder:
 
     def layouts(self, info: ParameterInfo, env: ShardingEnv) -> Iterable[Layout]:
         """Representatives of every way to cut a table; the planner chooses the ranks."""
-        size, dim = env.table_size, info.shape[1]
-        yield table_wise(0)
-        if size > 1:
-            yield row_wise()
-            yield data_parallel()
-            blocks = 2
-            while blocks <= min(size, dim // 4):
-                yield column_wise(range(blocks))
-                blocks *= 2
-            if dim >= 8 and size >= 4:
-                half = size // 2
-                yield grid([[i, half + i] for i in range(half)])
-        if len(env.table_shape) > 1:
-            yield table_row_wise(0)
+        return _representatives(info.shape[1], env.table_shape)
 
     def accepts(self, info: ParameterInfo, layout: Layout, env: ShardingEnv) -> bool:
         """Any rectangles that cover the table."""
@@ -397,6 +385,21 @@ class TableSharder:
         """The module on the mesh; inputs and results as of the unsharded one."""
         tables = [self._updated(table, plan[table.parameter].kernel) for table, _ in self.tables(module)]
         return self.sharded_type(module, tables, plan, env, device, unpooled=not self.is_pooled, **self._options)
+
+
+@cache
+def _representatives(dim: int, table_shape: tuple[int, ...]) -> tuple[Layout, ...]:
+    """Of every way to cut a table of so many columns: made once, for there may be thousands of ranks and tables."""
+    size = prod(table_shape)
+    found = [table_wise(0)]
+    if size > 1:
+        most = min(size, dim // 4)
+        blocks = [2**i for i in range(1, most.bit_length()) if 2**i <= most]
+        found += [row_wise(), data_parallel(), *(column_wise(range(count)) for count in blocks)]
+        if dim >= 8 and size >= 4:
+            half = size // 2
+            found.append(grid([[i, half + i] for i in range(half)]))
+    return (*found, table_row_wise(0)) if len(table_shape) > 1 else tuple(found)
 
 
 def make_table(parameter: nn.Parameter, name: str, features: Sequence[str], *, mean: bool = False) -> Table:

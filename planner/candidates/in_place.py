@@ -1,0 +1,95 @@
+"""`InPlace`: pinned parameters: where they are, and what they put on ranks before anything else is placed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dmp import Layout, ParameterInfo, PlanError, ShardingEnv
+from planner.candidates.constraints import Constraint
+from planner.candidates.costed import Costed
+from planner.candidates.family import Family, is_filled
+from planner.candidates.movable import fixed, placed
+from planner.candidates.offered import Offer
+from planner.search.cost_table import Array, Integers
+
+Ranks = NDArray[np.bool_]
+
+
+class InPlace(NamedTuple):
+    """A pinned layout, as an offer with the blocks where it is."""
+
+    layout: Layout
+    offer: Offer
+    blocks: tuple[int, ...]
+
+
+def in_place(name: str, layout: Layout, info: ParameterInfo, env: ShardingEnv) -> InPlace:
+    """A pinned layout where it is.
+
+    Raises:
+        PlanError: it does not fit the parameter or the mesh.
+    """
+    place = placed(layout, env)
+    if place is not None and _fits(place.family, info):
+        return InPlace(layout, Offer(place.family), place.blocks)
+    own = fixed(name, layout, info, env)
+    return InPlace(layout, Offer(Family(layout.name, own.block_size), "", own), (0,))
+
+
+def add_load(load: Array, of: InPlace, costed: Costed, row: int, spans: Integers) -> None:
+    """Add what a pinned parameter puts on ranks to (ranks, phases + 1), in place."""
+    size = of.offer.family.size
+    loads = costed.ragged.get(row)
+    for piece, block in enumerate(of.blocks):
+        first = block * size
+        own = costed.fixed[row] if loads is None else loads[piece]
+        load[first : first + size] += own
+        for phase in np.flatnonzero(spans > size).tolist():  # the others that share it
+            span, value = int(spans[phase]), own[..., phase].max()
+            start = first // span * span
+            load[start:first, phase] += value
+            load[first + size : start + span, phase] += value
+    load += costed.everywhere[row]
+
+
+def ranks_held(of: InPlace, costed: Costed, row: int, num_ranks: int) -> Ranks:
+    """(ranks,) which have something of a pinned parameter."""
+    held = np.zeros(num_ranks, dtype=bool)
+    size, loads = of.offer.family.size, costed.ragged.get(row)
+    for piece, block in enumerate(of.blocks):
+        held[block * size : (block + 1) * size] = True if loads is None else loads[piece, :, -1] > 0
+    return held
+
+
+def held_by_groups(held: Mapping[str, Ranks], constraints: Mapping[str, Constraint], what: str) -> dict[str, Ranks]:
+    """Ranks of the pinned members of each `colocate` or `spread` group.
+
+    Raises:
+        PlanError: of a colocate group they are on different ranks, or of a spread group they share one.
+    """
+    found: dict[str, Ranks] = {}
+    for name, ranks in held.items():
+        group = getattr(constraints[name], what)
+        if group is None:
+            continue
+        before = found.get(group)
+        if what == "colocate" and before is not None and (before != ranks).any():
+            raise PlanError(
+                f"pinned parameters of the colocate group {group!r} are on other ranks: {name!r}", table=name
+            )
+        if what == "spread" and before is not None and (before & ranks).any():
+            raise PlanError(f"pinned parameters of the spread group {group!r} share a rank: {name!r}", table=name)
+        found[group] = ranks if before is None else before | ranks
+    return found
+
+
+def _fits(family: Family, info: ParameterInfo) -> bool:
+    rows = info.shape[0] if info.shape else 1
+    columns = info.shape[1] if len(info.shape) == 2 else 0
+    if family.is_copied:
+        return True
+    return is_filled(rows, family.size) and (family.pieces == 1 or columns // 4 >= family.pieces)
