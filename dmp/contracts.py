@@ -64,6 +64,7 @@ class ParameterInfo:
             `"adam"`, or one that was registered), or None when an ordinary one will.
         pooling_factor: mean ids per sample of each feature that reads the table; None when nobody said.
         num_features: number of features that read it.
+        features: their names, in order, where they have any; parameters that differ in these alone are alike.
         pooled: whether a feature's rows are summed into one, or returned one by one.
         init_fn: fills a block of whole rows in place with initial values, for parameters still on meta; None when the
             module's own `reset_parameters` does it.
@@ -83,6 +84,7 @@ class ParameterInfo:
     init_fn: Callable[[torch.Tensor], Any] | None = None
     state_bytes: tuple[float, float] | None = None
     mixes_columns: bool | None = None
+    features: tuple[str, ...] = field(default=(), compare=False)
 
 
 @runtime_checkable

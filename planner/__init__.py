@@ -1,6 +1,6 @@
 """Chooses a layout for every parameter that a sharder takes: the sharders' options, a model's costs, a search.
 
-Rooms: `costs`, `candidates`, `search`, `dense`, `report`, `meshes`. Single files:
+Rooms: `costs`, `observed`, `candidates`, `search`, `dense`, `report`, `meshes`. Single files:
 
 - `planner`: `ShardingPlanner`, from module to plan
 - `replica_groups`: what the same ranks would do in other replica groups
@@ -18,9 +18,11 @@ from planner.costs.cost_model import CostModel
 from planner.costs.topology import Topology
 from planner.meshes.proposal import MeshProposal, MeshProposals
 from planner.meshes.propose import propose_mesh
+from planner.observed.observation import Observation
+from planner.observed.observe import observe
 from planner.planner import ShardingPlanner
 from planner.report.report import PlanReport
 from planner.torchrec import from_torchrec
 
 __all__ = ["Constraint", "CostModel", "PlanReport", "ShardingPlanner", "Topology", "from_torchrec"]
-__all__ += ["MeshProposal", "MeshProposals", "propose_mesh"]
+__all__ += ["MeshProposal", "MeshProposals", "Observation", "observe", "propose_mesh"]

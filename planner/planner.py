@@ -32,6 +32,8 @@ from planner.costs.protocol import CostProtocol, checked
 from planner.costs.topology import Topology
 from planner.dense.decide import decide, vocabularies
 from planner.dense.model import DenseModel
+from planner.observed.observation import Observation
+from planner.observed.observe import observe
 from planner.pinned import Pinned, by_first_name, split_pinned
 from planner.replica_groups import group_advice, worth_asking
 from planner.report.infeasible import plan_error
@@ -51,13 +53,15 @@ class ShardingPlanner:
         topology: of the machine; by default `Topology.of(env)`. TorchRec's is taken too.
         constraints: parameter name, table name or pattern -> `Constraint`, or `ParameterConstraints` of TorchRec's.
         cost_model: what a choice costs; `CostModel()` by default, or an object of your own that has its members.
-        batch_size: samples per data rank.
+        batch_size: samples per data rank; by default that of the observed batches, else 512.
         time_budget_s: wall time after which the search stops at the best plan so far.
         sequence_length: tokens of a sample that dense weights see; by default what the module's configuration says
             (at most 4,096), 1 where nothing in it attends; the report says which.
         compute_dtype: of dense products, where a policy of mixed precision sets another than the weights'.
         advises: also plan the same ranks in replica groups, and say in the report's notes where that saves much; None:
             where there are few tables, and many ranks that wait for each other.
+        observed: what `planner.observe` has seen of sample batches: pooling factors, where no constraint gives them,
+            and which rows ids name. `observe` sets it.
 
     Attributes:
         report: `PlanReport` of the last plan, None before.
@@ -72,14 +76,16 @@ class ShardingPlanner:
         topology: Topology | None = None,
         constraints: Mapping[str, Constraint] | None = None,
         cost_model: CostProtocol | None = None,
-        batch_size: int = 512,
+        batch_size: int | None = None,
         time_budget_s: float = 10.0,
         *,
         sequence_length: int | None = None,
         compute_dtype: torch.dtype | None = None,
         advises: bool | None = None,
+        observed: Observation | None = None,
     ) -> None:
-        positive("batch_size", batch_size)
+        if batch_size is not None:
+            positive("batch_size", batch_size)
         if sequence_length is not None:
             positive("sequence_length", sequence_length)
         if compute_dtype is not None and not isinstance(compute_dtype, torch.dtype):
@@ -90,13 +96,28 @@ class ShardingPlanner:
         self.topology = topology
         self.constraints = dict(constraints or {})
         self.cost_model = CostModel() if cost_model is None else checked(cost_model)
-        self.batch_size = batch_size
+        if observed is not None and not isinstance(observed, Observation):
+            raise ValueError(f"observed must be what planner.observe returns; got {shown(observed)}")
+        self.observed = observed
+        self._given_samples = batch_size
         self.time_budget_s = time_budget_s
         self.sequence_length = sequence_length
         self.compute_dtype = compute_dtype
         self.advises = advises
         self.report: PlanReport | None = None
         self.reservation: Any = None  # TorchRec's, of a topology of its
+
+    @property
+    def batch_size(self) -> int:
+        """Samples per data rank."""
+        if self._given_samples is not None:
+            return self._given_samples
+        return 512 if self.observed is None else max(1, round(self.observed.batch_size))
+
+    def observe(self, loader: Iterable[Any], *, batches: int = 100, module: nn.Module | None = None) -> Observation:
+        """See `planner.observe`; plans are made with what it sees from now on."""
+        self.observed = observe(loader, batches=batches, module=module)
+        return self.observed
 
     def plan(
         self,
@@ -133,6 +154,8 @@ class ShardingPlanner:
         others = dense_parameters(module, taken.keys() - pinned_dense.keys())
         as_dense = pinned_dense | vocabularies(taken, others, constraints, {**kept, **pinned_dense}, env)
         parameters = {name: of for name, of in taken.items() if name not in as_dense}
+        if self.observed is not None:
+            parameters = self.observed.told_of(parameters)
         weights = dense_parameters(module, parameters.keys())
         model = DenseModel.of(module, weights, self.sequence_length, self.compute_dtype)
         dense = decide(model, found.placements, as_dense, env, topology, self.batch_size)

@@ -142,7 +142,7 @@ PUBLIC = {
     },
     "planner": {
         *("Constraint", "CostModel", "PlanReport", "ShardingPlanner", "Topology", "from_torchrec"),
-        *("MeshProposal", "MeshProposals", "propose_mesh"),
+        *("MeshProposal", "MeshProposals", "Observation", "observe", "propose_mesh"),
     },
 }
 

@@ -131,6 +131,7 @@ class _PlainSharder(TableSharder):
     """What the sharders of the two share."""
 
     module_type: type[nn.Module]
+    names_features = False
 
     def tables(self, module: Any) -> list[tuple[Table, InitFn | None]]:
         """`weight`."""

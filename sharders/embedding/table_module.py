@@ -303,6 +303,8 @@ class TableSharder:
 
     sharded_type: type[TableModule]
     is_pooled: bool
+    names_features = True
+    """Its modules' inputs have names."""
 
     def __init__(
         self,
@@ -338,6 +340,7 @@ class TableSharder:
                 state_bytes=table.optimizer.optimizer.state_bytes(table.dtype) if table.optimizer else None,
                 mixes_columns=table.optimizer.optimizer.mixes_columns if table.optimizer else None,
                 num_features=len(table.features),
+                features=tuple(table.features) if self.names_features else (),
                 pooled=self.is_pooled,
                 init_fn=init_fn,
             )

@@ -1,0 +1,136 @@
+"""`observe`: what sample batches tell of a model's features, for a plan that is measured rather than guessed."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dmp import default_sharders, is_torchrecs, plan_parameters, shown, type_name
+from planner.observed.named_ids import NamedIds, named_ids
+from planner.observed.observation import Observation, ObservedFeature
+from planner.observed.row_curve import RowCurve
+
+_KEPT_IDS = 1 << 17
+"""Of each feature, over all batches: enough for its curve, whatever the batches' size."""
+_log = logging.getLogger("dmp")
+
+
+class _Seen:
+    """Of one feature so far."""
+
+    def __init__(self) -> None:
+        self.ids = self.samples = 0
+        self.distinct = 0.0
+        self.kept: list[Tensor] = []
+
+    def add(self, ids: Tensor, samples: int, keep: int) -> None:
+        """One batch's; every so many ids are kept, so that there are `keep` of them at most."""
+        self.ids += len(ids)
+        self.samples += samples
+        if len(ids):
+            self.distinct += len(torch.unique(ids))
+            self.kept.append(ids[:: -(-len(ids) // keep)].to("cpu", torch.int64))
+
+    def summed_up(self) -> ObservedFeature:
+        """As plain data."""
+        kept = torch.cat(self.kept).numpy() if self.kept else np.zeros(0, dtype=np.int64)
+        factor = self.ids / self.samples if self.samples else 0.0
+        return ObservedFeature(round(factor, 6), round(self.distinct / max(1, self.ids), 6), RowCurve.of(kept))
+
+
+def observe(loader: Iterable[Any], *, batches: int = 100, module: nn.Module | None = None) -> Observation:
+    """Pooling factors, batch size, and which rows ids name, from the first `batches` batches of a loader.
+
+    Batches may have any form that has a `KeyedJaggedTensor` somewhere in it, or ids under names, see `named_ids`; what
+    else they hold is passed over. Ids are those of one data rank: its loader is what to give, and the batch size found
+    is its own. An iterator, unlike a `DataLoader`, cannot be read again: the batches that this takes are gone from it,
+    which is said through `logging`.
+
+    Args:
+        batches: to read at most.
+        module: the model, on meta or real: names the elements of plain tuples by its `forward`'s parameters, and no
+            feature that it has may be missing from all batches.
+
+    Returns:
+        What `ShardingPlanner(observed=...)` takes.
+
+    Raises:
+        ValueError: no loader, an empty one, or batches without ids that have a name.
+    """
+    if not isinstance(batches, int) or isinstance(batches, bool) or batches < 1:
+        raise ValueError(f"batches must be a whole number >= 1; got {shown(batches)}")
+    seen: defaultdict[str, _Seen] = defaultdict(_Seen)
+    sizes: list[int] = []
+    batch: Any = None
+    for batch in islice(_iterated(loader), batches):
+        of_batch = list(named_ids(batch, _arguments(module)))
+        for each in of_batch:
+            seen[each.name].add(each.ids, each.samples, -(-_KEPT_IDS // batches))
+        sizes.append(_samples(of_batch))
+    if not sizes:
+        raise ValueError(f"the loader, {type_name(loader)}, gives no batch")
+    if not seen:
+        raise ValueError(
+            f"there are no ids with a name in the loader's batches, of {type_name(batch)}: {_form(batch)}; expected a "
+            "KeyedJaggedTensor somewhere, or integer tensors in a dict, an object, or with module= in a tuple"
+        )
+    if iter(loader) is loader:
+        _log.warning("observe has taken %d batches of %s, an iterator: they are gone", len(sizes), type_name(loader))
+    features = {name: seen[name].summed_up() for name in sorted(seen)}
+    found = Observation(len(sizes), round(sum(sizes) / len(sizes), 3), features)
+    if module is not None:
+        _check_names(found, module)
+    return found
+
+
+def _iterated(loader: Any) -> Iterator[Any]:
+    if isinstance(loader, (str, bytes, Mapping, Tensor, nn.Module, type)) or is_torchrecs(loader, "KeyedJaggedTensor"):
+        what = "call it" if isinstance(loader, type) else "a single batch goes in a list"
+        raise ValueError(f"expected a loader, which gives batches; got {type_name(loader)}: {what}")
+    try:
+        return iter(loader)
+    except TypeError:
+        hint = ": call it" if callable(loader) else ""
+        raise ValueError(f"expected a loader, which gives batches; got {type_name(loader)}{hint}") from None
+
+
+def _samples(of_batch: list[NamedIds]) -> int:
+    """Of a batch: its largest feature's, as one that is looked up once for many samples has fewer."""
+    return max((each.samples for each in of_batch), default=0)
+
+
+def _arguments(module: nn.Module | None) -> tuple[str, ...]:
+    """Names of the parameters of a module's `forward`."""
+    if module is None:
+        return ()
+    return tuple(p.name for p in inspect.signature(module.forward).parameters.values() if p.kind in (0, 1))
+
+
+def _check_names(found: Observation, module: nn.Module) -> None:
+    """Raise `ValueError` where nothing that was seen reads a table of the module."""
+    tables = plan_parameters(module, default_sharders())
+    if tables and not any(found.of_table(name, info) for name, (_, info) in tables.items()):
+        wanted = [feature for name, (_, info) in tables.items() for feature in info.features or (name,)]
+        raise ValueError(
+            f"the batches have the features {shown(list(found.features))}; none of them reads a table of "
+            f"{type_name(module)}, whose tables are read by {shown(wanted)}"
+        )
+
+
+def _form(batch: Any) -> str:
+    """What a batch is made of, shortly."""
+    if isinstance(batch, Tensor):
+        return f"{batch.dtype} {tuple(batch.shape)}"
+    if isinstance(batch, Mapping):
+        return "{" + ", ".join(f"{shown(key)}: {type_name(value)}" for key, value in list(batch.items())[:6]) + "}"
+    if isinstance(batch, (list, tuple)):
+        return "(" + ", ".join(_form(value) if isinstance(value, Tensor) else type_name(value) for value in batch) + ")"
+    return type_name(batch)

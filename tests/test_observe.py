@@ -1,0 +1,162 @@
+"""`planner.observe`: what batches of any form tell of pooling factors, sizes and skew, and that plans use it."""
+
+from __future__ import annotations
+
+import logging
+from collections import namedtuple
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torchrec.datasets.utils import Batch
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+from dmp import ShardingEnv, default_sharders
+from planner import Constraint, Observation, ShardingPlanner, observe
+from planner.observed.row_curve import RowCurve
+
+Pair = namedtuple("Pair", ["users", "labels"])
+
+
+@dataclass
+class Clicks:
+    sparse: KeyedJaggedTensor
+    label: Tensor
+
+
+def keyed(samples: int = 4) -> KeyedJaggedTensor:
+    """`a` has 2 ids a sample, `b` one in every second."""
+    lengths = torch.tensor([2] * samples + [i % 2 for i in range(samples)])
+    return KeyedJaggedTensor(["a", "b"], torch.arange(int(lengths.sum())) % 7, lengths=lengths)
+
+
+IDS = torch.arange(12).view(4, 3)
+FORMS: dict[str, tuple[Any, dict[str, float]]] = {
+    "keyed": (keyed(), {"a": 2, "b": 0.5}),
+    "in a tuple": ((torch.rand(4, 2), (keyed(), torch.ones(4))), {"a": 2, "b": 0.5}),
+    "in a dict": ({"sparse": keyed(), "dense": torch.rand(4)}, {"a": 2, "b": 0.5}),
+    "in a dataclass": (Clicks(keyed(), torch.zeros(4)), {"a": 2, "b": 0.5}),
+    "TorchRec's batch": (Batch(torch.rand(4, 2), keyed(), torch.zeros(4)), {"a": 2, "b": 0.5}),
+    "jagged": ({"a": JaggedTensor(torch.arange(6), lengths=torch.tensor([1, 2, 3, 0]))}, {"a": 1.5}),
+    "rows of ids": ({"users": IDS, "dense": torch.rand(4)}, {"users": 3}),
+    "one id each": ({"users": torch.arange(4)}, {"users": 1}),
+    "with offsets": ({"users": (torch.arange(6), torch.tensor([0, 2, 2, 5]))}, {"users": 1.5}),
+    "offsets beside": ({"users": torch.arange(6), "users_offsets": torch.tensor([0, 2, 4, 6])}, {"users": 2}),
+    "a named tuple": (Pair(IDS, torch.rand(4)), {"users": 3}),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_of_batches(form: str) -> None:
+    batch, factors = FORMS[form]
+    found = observe([batch, batch])
+    assert found.batches == 2
+    assert found.batch_size == (3 if form == "offsets beside" else 4)
+    assert {name: seen.pooling_factor for name, seen in found.features.items()} == factors
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.users = nn.EmbeddingBag(100_000, 16, mode="sum")
+        self.items = nn.EmbeddingBag(50_000, 16, mode="sum")
+
+    def forward(self, users: Tensor, items: Tensor) -> Tensor:
+        return self.users(users) + self.items(items)
+
+
+def test_a_module_names_the_elements_of_a_tuple() -> None:
+    planner = ShardingPlanner()
+    found = planner.observe([(torch.randint(9, (8, 3)), torch.randint(9, (8, 5)))], module=Plain())
+    assert {name: seen.pooling_factor for name, seen in found.features.items()} == {"users": 3, "items": 5}
+    assert planner.observed is found and planner.batch_size == 8
+    assert ShardingPlanner(batch_size=9, observed=found).batch_size == 9
+
+
+@pytest.mark.parametrize(
+    ("loader", "options", "message"),
+    [
+        (7, {}, "expected a loader, which gives batches; got int"),
+        (keyed(), {}, "a single batch goes in a list"),
+        (lambda: iter([keyed()]), {}, "got function: call it"),
+        ([], {}, "gives no batch"),
+        ([torch.rand(3)], {}, r"no ids with a name .* torch.float32 \(3,\)"),
+        ([(torch.arange(3), torch.rand(3))], {}, r"of tuple: \(torch.int64 \(3,\), torch.float32"),
+        ([keyed()], {"batches": 0}, "batches must be a whole number >= 1; got 0"),
+        ([keyed()], {"module": Plain()}, r"the features \['a', 'b'\]; none of them reads a table of .*Plain"),
+    ],
+)
+def test_what_is_no_loader(loader: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        observe(loader, **options)
+
+
+def test_an_iterator_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    batches = iter([keyed()] * 5)
+    with caplog.at_level(logging.WARNING, "dmp"):
+        assert observe(batches, batches=2).batches == 2
+    assert "2 batches" in caplog.text and "they are gone" in caplog.text
+    assert len(list(batches)) == 3
+
+
+def test_which_rows_ids_name() -> None:
+    generator = np.random.default_rng(0)
+    curve = RowCurve.of(generator.integers(0, 10_000, 100_000))
+    assert curve is not None
+    assert [curve.share(k * 2500, (k + 1) * 2500) for k in range(4)] == pytest.approx([0.25] * 4, abs=0.01)
+    assert curve.share(777, 778) < 3e-4, "chance is no skew"
+    hot = np.concatenate([np.full(50_000, 42), generator.integers(0, 10_000, 50_000)])
+    curve = RowCurve.of(hot)
+    assert curve is not None
+    assert curve.share(42, 43) == pytest.approx(0.5, abs=0.01)
+    assert curve.share(0, 42) + curve.share(43, 10_000) == pytest.approx(0.5, abs=0.01)
+    assert curve.share(10_000, 20_000) == 0
+    assert RowCurve.of(np.arange(300)) is None, "too few to tell"
+    mixed = RowCurve.mixed([curve, RowCurve((0, 100), (0.0, 1.0))], [1.0, 3.0])
+    assert mixed.share(0, 100) == pytest.approx(0.75 + 0.25 * curve.share(0, 100), abs=1e-3)
+
+
+def test_saved_and_read(tmp_path: Path) -> None:
+    found = observe([KeyedJaggedTensor(["a"], torch.arange(2000) % 90, lengths=torch.full((500,), 4))])
+    found.save(tmp_path / "o.json")
+    assert Observation.load(tmp_path / "o.json") == found
+    assert "a" in str(found) and "4" in str(found) and "rows 0 to" in str(found)
+    for text, message in {
+        "[1]": "is no observation",
+        "{": "is no JSON",
+        '{"format": "dmp observation", "version": 2}': "has version 2",
+        '{"format": "dmp observation", "version": 1, "batches": 1, "batch_size": 1}': "KeyError: 'features'",
+        '{"format": "dmp observation", "version": 1, "batches": -1, "batch_size": 1, "features": {}}': "got -1",
+    }.items():
+        (tmp_path / "o.json").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            Observation.load(tmp_path / "o.json")
+
+
+def collection() -> EmbeddingBagCollection:
+    names = {"t1": ["a"], "t2": ["b"]}
+    configs = [EmbeddingBagConfig(1_000, 64, name=n, feature_names=f) for n, f in names.items()]
+    return EmbeddingBagCollection(configs, device=torch.device("meta"))
+
+
+def loads(**options: Any) -> dict[str, float]:
+    """Mean ids of a table's samples, as the planner's costs tell: milliseconds of the rank that it loads most."""
+    env = ShardingEnv.abstract((4,), ("dp",), "cpu")
+    report = ShardingPlanner(**options).plan(collection(), default_sharders(), env).report
+    return {p.name.split(".")[1]: p.busiest_seconds for p in report.parameters}
+
+
+def test_plans_use_it_and_constraints_win() -> None:
+    lengths = torch.tensor([30] * 2048 + [1] * 2048)
+    found = observe([KeyedJaggedTensor(["a", "b"], torch.randint(1000, (2048 * 31,)), lengths=lengths)])
+    guessed, seen = loads(batch_size=2048), loads(observed=found)
+    assert guessed["t1"] == guessed["t2"]
+    assert seen["t1"] > 2 * seen["t2"]
+    given = loads(observed=found, constraints={"t1": Constraint(pooling_factor=1.0)})
+    assert given["t1"] == pytest.approx(given["t2"])
