@@ -30,7 +30,8 @@ from planner.candidates.request import NoPlan, Request, answer
 from planner.costs.cost_model import CostModel
 from planner.costs.protocol import CostProtocol, checked
 from planner.costs.topology import Topology
-from planner.dense.decide import decide, vocabularies
+from planner.dense.asked import asked_of_dense
+from planner.dense.decide import decide, split_as, vocabularies
 from planner.dense.model import DenseModel
 from planner.observed.observation import Observation
 from planner.observed.observe import observe
@@ -52,6 +53,8 @@ class ShardingPlanner:
     Args:
         topology: of the machine; by default `Topology.of(env)`. TorchRec's is taken too.
         constraints: parameter name, table name or pattern -> `Constraint`, or `ParameterConstraints` of TorchRec's.
+            Dense weights are split as the mesh's axes say; one whose `layouts` or `forbid` name layouts of theirs
+            (`"replicate"`, `"fully_sharded"`, `"colwise"`, ...) leaves the choice among these to cost and memory.
         cost_model: what a choice costs; `CostModel()` by default, or an object of your own that has its members.
         batch_size: samples per data rank; by default that of the observed batches, else 512.
         time_budget_s: wall time after which the search stops at the best plan so far.
@@ -149,7 +152,9 @@ class ShardingPlanner:
         pinned_tables, pinned_dense = split_pinned(pinned)
         found = Found.of(module, sharders, env, pinned_dense, found)
         taken = found.sites.parameters(frozenset(pinned_tables))
-        constraints = constraints_of(constraints_of_torchrec(self.constraints, env), taken)
+        given_constraints = constraints_of_torchrec(self.constraints, env)
+        asked, given_constraints = asked_of_dense(given_constraints, dense_parameters(module, taken.keys()), taken)
+        constraints = constraints_of(given_constraints, taken)
         kept = by_first_name(pinned_tables, module, [name for name in taken if name not in pinned_dense])
         others = dense_parameters(module, taken.keys() - pinned_dense.keys())
         as_dense = pinned_dense | vocabularies(taken, others, constraints, {**kept, **pinned_dense}, env)
@@ -158,7 +163,8 @@ class ShardingPlanner:
             parameters = self.observed.told_of(parameters)
         weights = dense_parameters(module, parameters.keys())
         model = DenseModel.of(module, weights, self.sequence_length, self.compute_dtype)
-        dense = decide(model, found.placements, as_dense, env, topology, self.batch_size)
+        dense = decide(model, found.placements, as_dense, env, topology, self.batch_size, asked)
+        found = split_as(dense, found)
         costs = CostSetting(self.cost_model, env, topology, self.batch_size)
         request = Request(parameters, constraints, kept, costs, dense.taken_bytes)
         try:
@@ -171,7 +177,7 @@ class ShardingPlanner:
         entries = {name: ParameterSharding(layout, kernels[name]) for name, layout in layouts.items()}
         said = {name: entry for name, entry in ShardingPlan(pinned).items() if entry.kernel and name in kept}
         plan = ShardingPlan({**entries, **dense.layouts, **said})
-        if kept or as_dense:
+        if kept or as_dense or asked:
             plan.validate(module, env, found.sharders, found=found)
         setting = Setting.of(module, weights, env, topology, self.batch_size)
         shapes = {name: info.shape for name, (_, info) in parameters.items()}

@@ -9,6 +9,8 @@
 - `time`: seconds of a step: products, collectives, and what of these compute hides
 - `memory`: bytes of a rank: what stays, and what comes and goes
 - `fitting`: whether that fits: an error where it is certain, a note where it is estimated
+- `asked`: which layouts constraints allow
+- `choose`: the choice that these open, by cost
 - `changes`: what would make it fit
 - `decide`: layouts of all dense weights, and what they take together
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-KINDS = ("tensor parallel", "fully sharded", "replicated")
+TENSOR_PARALLEL, FULLY_SHARDED, REPLICATED = KINDS = ("tensor parallel", "fully sharded", "replicated")
 COMPUTE, TENSOR, DATA = "compute", "tensor collectives", "data-parallel collectives"
 SECONDS = (COMPUTE, TENSOR, DATA)
 """Of a step: forward, backward and the optimizer; those of the tensor axis; of the others what compute hides not."""

@@ -10,11 +10,24 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from dmp import Layout, ModelPlacement, ModuleSharder, ParameterInfo, ShardingEnv, fully_sharded, hook, replicate
+from dmp import (
+    Found,
+    Layout,
+    ModelPlacement,
+    ModuleSharder,
+    ParameterInfo,
+    PlanError,
+    ShardingEnv,
+    fully_sharded,
+    hook,
+    replicate,
+)
 from planner.candidates.constraints import Constraint
 from planner.costs.topology import Topology
+from planner.dense.asked import Asked
 from planner.dense.block import PARTS, SECONDS, DenseBlock
 from planner.dense.changes import changes
+from planner.dense.choose import chosen_layouts
 from planner.dense.fitting import counted_activations, fits_certainly, not_fitting
 from planner.dense.memory import training_bytes
 from planner.dense.model import DenseModel
@@ -84,6 +97,7 @@ def decide(
     env: ShardingEnv,
     topology: Topology,
     batch_size: float,
+    asked: Asked | None = None,
 ) -> Dense:
     """The layouts of dense weights, and what they take.
 
@@ -91,13 +105,17 @@ def decide(
         placements: what the model sharders split.
         chosen: layouts of weights that are given (pinned, or vocabularies).
         batch_size: samples per data rank.
+        asked: layouts that constraints allow, by the names of weights that they speak of.
 
     Raises:
         PlanError: weights, gradients and optimizer state do not fit into a rank's memory.
     """
     tensor = {name: layout for p in placements for name, layout in p.layouts.items()}
     layouts = {**chosen, **tensor}
-    blocks = _blocks(model, layouts, Clock(model, env, topology, batch_size))
+    clock = Clock(model, env, topology, batch_size)
+    if asked:
+        layouts = chosen_layouts(model, layouts, asked, env, topology, lambda other: _blocks(model, other, clock))
+    blocks = _blocks(model, layouts, clock)
     if not fits_certainly(blocks, topology):
 
         def on_mesh(other: ShardingEnv) -> Sequence[DenseBlock]:
@@ -110,6 +128,23 @@ def decide(
         notes += [f"a sample is {model.tokens} tokens for dense weights ({model.tokens_said})"] * (model.tokens > 1)
         notes += [note] * bool(note)
     return Dense(layouts, blocks, taken, tuple(notes))
+
+
+def split_as(dense: Dense, found: Found) -> Found:
+    """What the sharders take, with those weights whole on the tensor axis that were chosen so.
+
+    Raises:
+        PlanError: all of them, which is said by a sharder instead; or what the rest of a plan may not be split without.
+    """
+    left = {name: layout for name, layout in found.split.items() if name in dense.layouts}
+    if len(left) == len(found.split):
+        return found
+    if not left:
+        raise PlanError(
+            "constraints leave all weights whole on the tensor axis, which a plan cannot say: pass sharders=[..., "
+            "TensorParallelSharder({})], or a mesh without that axis"
+        )
+    return Found.of(found.module, found.sharders, found.env, {**dense.layouts, **left})
 
 
 def _blocks(

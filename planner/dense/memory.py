@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from planner.dense.block import ACTIVATIONS, GATHERED, GRADIENTS, STATE, WEIGHTS
+from planner.dense.block import ACTIVATIONS, GATHERED, GRADIENTS, REPLICATED, STATE, WEIGHTS
 from planner.dense.placed import Placed
 from planner.dense.time import Clock
 
@@ -45,8 +45,9 @@ def _gathered(blocks: Sequence[Placed], clock: Clock) -> Mapping[str, int]:
             largest = max(largest, (block.name, (2 * weights + gradients) // block.count), key=lambda one: one[1])
         else:
             found[block.name] += weights + gradients
-        if is_ddp and env.data_size > 1:
-            found[block.name] += sum(w.times * w.used * w.item_bytes for w in block.weights if w.weight.trained)
+        if env.data_size > 1:
+            copied = [w for w in block.weights if w.weight.trained and (is_ddp or w.kind == REPLICATED)]
+            found[block.name] += sum(w.times * w.used * w.item_bytes for w in copied)
     if largest[1]:
         found[largest[0]] += largest[1]
     return found

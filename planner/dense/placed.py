@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import ceil, prod
 
 from dmp import Layout, ShardingEnv
-from planner.dense.block import KINDS
+from planner.dense.block import FULLY_SHARDED, REPLICATED, TENSOR_PARALLEL
 from planner.dense.model import DenseModel, DenseWeight
 
 _LARGE_NUMEL = 1 << 20
@@ -105,7 +105,7 @@ def _placed(members: list[DenseWeight], layout: Layout, env: ShardingEnv) -> Pla
     used = prod(sizes)
     if not layout.is_copied and sizes:
         sizes[0] = ceil(sizes[0] / prod(env.shape[env.names.index(axis)] for axis in env.fully_sharded_axes))
-    kind = KINDS[0] if layout.is_tensor_parallel else KINDS[2] if layout.is_copied else KINDS[1]
+    kind = TENSOR_PARALLEL if layout.is_tensor_parallel else REPLICATED if layout.is_copied else FULLY_SHARDED
     is_sequence = layout.is_tensor_parallel and layout.tensor_dim(2) is None
     return PlacedWeight(weight, len(members), kind, dim, is_sequence, used, prod(sizes))
 

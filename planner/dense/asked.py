@@ -1,0 +1,37 @@
+"""What constraints say of dense weights: which layouts a user allows, where the mesh's axes leave a choice."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from dmp import Layout, colwise, fully_sharded, replicate, rowwise, sequence
+from planner.candidates.constraints import Constraint, named_by
+
+DENSE_LAYOUTS = frozenset(layout.name for layout in (colwise(), rowwise(), sequence(), fully_sharded(), replicate()))
+Asked = Mapping[str, frozenset[str]]
+
+
+def asked_of_dense(
+    constraints: Mapping[str, Constraint], weights: Collection[str], tables: Collection[str]
+) -> tuple[dict[str, frozenset[str]], dict[str, Constraint]]:
+    """The layouts allowed of each dense weight that a constraint speaks of, and the constraints that tables are left.
+
+    A constraint speaks of dense weights by naming one of their layouts in `layouts` or `forbid`. Later ones win.
+    """
+    asked: dict[str, frozenset[str]] = {}
+    rest = dict(constraints)
+    for key, constraint in constraints.items():
+        if not isinstance(constraint, Constraint) or not isinstance(key, str):
+            continue  # said where the tables' are read
+        only = DENSE_LAYOUTS.intersection(constraint.layouts or ())
+        banned = DENSE_LAYOUTS.intersection(constraint.forbid or ())
+        matched = named_by(key, weights)[0] if only or banned else []
+        asked |= dict.fromkeys(matched, (only or DENSE_LAYOUTS) - banned)
+        if matched and not named_by(key, tables)[0]:
+            del rest[key]
+    return asked, rest
+
+
+def allows(asked: Asked, name: str, layout: Layout) -> bool:
+    """Whether a weight may have a layout; without a word of it, any."""
+    return layout.name in asked.get(name, DENSE_LAYOUTS)
