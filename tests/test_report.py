@@ -110,23 +110,6 @@ def test_stored_and_sent(mlperf: tuple[ShardingPlan, PlanReport], tmp_path: Path
             PlanReport.from_json(wrong)
 
 
-def test_page(mlperf: tuple[ShardingPlan, PlanReport], tmp_path: Path) -> None:
-    _, report = mlperf
-    report.save_html(tmp_path / "plan.html")
-    page = (tmp_path / "plan.html").read_text()
-    assert page.startswith("<!doctype html>")
-    assert "t0.weight" in page
-    assert "http" not in page
-
-
-def test_save_html_without_jinja(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    planner = ShardingPlanner()
-    planner.plan(bags((10, 8)), [BagSharder()], one_axis(2))
-    monkeypatch.setitem(__import__("sys").modules, "jinja2", None)
-    with pytest.raises(ModuleNotFoundError, match="pip install jinja2"):
-        report_of(planner).save_html(tmp_path / "plan.html")
-
-
 def test_time_budget_only_cuts_it_short() -> None:
     module, sharder = workload("nv_small")
     planner = ShardingPlanner(batch_size=2048, time_budget_s=1e-6)

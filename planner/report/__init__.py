@@ -12,6 +12,11 @@
 - `text`: a report as text
 - `difference`: what changes from one plan to another
 - `stored`: a report as JSON and back
+- `svg`: shapes of the page's pictures
+- `mesh_picture`: hosts and ranks, coloured by load
+- `heat_map`: which table is where
+- `bars`: rows of stacked bars
+- `profile`: the load of all ranks in order
 - `page`: the report as a page of HTML
 - `report`: why a plan is as it is
 - `summary`: from a solution to a report

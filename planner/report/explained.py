@@ -8,7 +8,7 @@ from typing import NamedTuple
 from dmp import shown_bytes
 from planner.report.figures import Figures
 from planner.report.offers import Floats
-from planner.report.reasons import reason
+from planner.report.reasons import reasons
 from planner.report.words import layout, milliseconds, ranks, shape, times
 
 _OPTIONS_SHOWN = 24
@@ -35,20 +35,26 @@ class Alternative(NamedTuple):
 
 def alternatives(figures: Figures, index: int) -> list[Alternative]:
     """What parameter `index` did not get: cheapest first, then what may not be chosen."""
-    planned, offers = figures.planned, figures.offers
-    rows = [row for row in offers.rows(int(planned.class_of[index])) if row != planned.chosen[index]]
-    work = offers.mean[:, :-1].sum(1) if rows else offers.mean[:, -1]
-    rows.sort(key=lambda row: (row in offers.objections, float(work[row])))
+    offers, rows = figures.offers, ordered_rows(figures, index)
     return [
         Alternative(
             offers.label(row),
             float(offers.busiest[row, :-1].sum()),
-            float(work[row]),
+            float(offers.mean[row, :-1].sum()),
             int(offers.busiest[row, -1]),
-            reason(figures, index, row),
+            why,
         )
-        for row in rows
+        for row, why in zip(rows, reasons(figures, [index] * len(rows), rows), strict=True)
     ]
+
+
+def ordered_rows(figures: Figures, index: int) -> list[int]:
+    """Rows of the offers that parameter `index` did not get: cheapest first, then what may not be chosen."""
+    planned, offers = figures.planned, figures.offers
+    mine = offers.rows(int(planned.class_of[index]))
+    work = offers.mean[mine.start : mine.stop, :-1].sum(1).tolist()
+    rows = [row for row in mine if row != planned.chosen[index]]
+    return sorted(rows, key=lambda row: (row in offers.objections, work[row - mine.start]))
 
 
 def explained(figures: Figures, indices: Iterable[int]) -> str:

@@ -1,34 +1,80 @@
-"""Why an option was not taken, in words: what it would do to the step and the memory as they are."""
+"""Why options were not taken, in words: what each would do to the step and the memory as they are."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
+from numpy.typing import NDArray
 
 from dmp import shown_bytes
 from planner.report.figures import Figures
-from planner.report.offers import Floats
 from planner.report.words import milliseconds, times
 
 _NOTICED = 1.02
 """A ratio below this is called the same."""
 
 
-def reason(figures: Figures, index: int, row: int) -> str:
-    """Why parameter `index` did not get the option of `row`."""
-    said = figures.offers.objections.get(row)
-    if said:
-        return _as_sentence(said)
-    option, chosen = figures.offers.busiest[row], figures.planned.busiest[index]
-    if option[-1] > figures.usable_bytes:
-        return f"would put {shown_bytes(float(option[-1]))} on a rank that has {shown_bytes(figures.usable_bytes)}"
-    alone = _alone(figures, option, bool(np.allclose(figures.offers.mean[row], option, rtol=0.01)))
-    if alone:
-        return alone
-    words = _work(figures, figures.offers.mean[row], figures.planned.mean[index])
-    words += _peak(option, chosen)
-    if words:
-        return ", ".join(words)
-    return "no dearer in itself, but as the ranks are loaded the step would not be shorter"
+class _Compared(NamedTuple):
+    """An option beside what was taken instead."""
+
+    rank_bytes: float
+    alone: float
+    """Seconds of the rank that it loads most, if that had nothing else."""
+    longer: float
+    """What the slowest ranks of all phases would take more for that."""
+    worst: int
+    """The phase where that is most."""
+    in_worst: float
+    is_everywhere: bool
+    work: float
+    """Ratios to what was taken: all work, lookups, exchanges, load and memory of the busiest rank."""
+    looked_up: float
+    sent: float
+    load: float
+    memory: float
+
+
+def reasons(figures: Figures, indices: Sequence[int], rows: Sequence[int]) -> list[str]:
+    """Why each of these parameters did not get the option of the row beside it."""
+    slowest = np.array(figures.phase_seconds) - np.array(figures.setup_seconds)
+    found = []
+    for compared, row in zip(_compared(figures, indices, rows, slowest), rows, strict=True):
+        said = figures.offers.objections.get(row)
+        found.append(_as_sentence(said) if said else _reason(figures, compared, slowest))
+    return found
+
+
+def _compared(
+    figures: Figures, indices: Sequence[int], rows: Sequence[int], slowest: NDArray[np.float64]
+) -> list[_Compared]:
+    """All at once, for there may be thousands."""
+    at, of = np.array(indices, dtype=np.int64), np.array(rows, dtype=np.int64)
+    option, mean = figures.offers.busiest[of].astype(np.float64), figures.offers.mean[of].astype(np.float64)
+    chosen, chosen_mean = figures.planned.busiest[at].astype(np.float64), figures.planned.mean[at].astype(np.float64)
+    looks_up = np.array(["lookup" in name for name in figures.phases])
+    longer = np.maximum(option[:, :-1] - slowest, 0)
+    worst = longer.argmax(1)
+    columns = (
+        option[:, -1],
+        option[:, :-1].sum(1),
+        longer.sum(1),
+        worst,
+        option[np.arange(len(of)), worst],
+        np.isclose(mean, option, rtol=0.01).all(1),
+        _ratio(mean[:, :-1].sum(1), chosen_mean[:, :-1].sum(1)),
+        _ratio(mean[:, :-1][:, looks_up].sum(1), chosen_mean[:, :-1][:, looks_up].sum(1)),
+        _ratio(mean[:, :-1][:, ~looks_up].sum(1), chosen_mean[:, :-1][:, ~looks_up].sum(1)),
+        _ratio(option[:, :-1].sum(1), chosen[:, :-1].sum(1)),
+        _ratio(option[:, -1], chosen[:, -1]),
+    )
+    return [_Compared(*each) for each in zip(*(column.tolist() for column in columns), strict=True)]
+
+
+def _ratio(one: NDArray[np.float64], other: NDArray[np.float64]) -> NDArray[np.float64]:
+    none = np.where(one > 0, np.inf, 1.0)
+    return np.where(other > 0, one / np.where(other > 0, other, 1.0), none)
 
 
 def _as_sentence(objection: str) -> str:
@@ -36,53 +82,36 @@ def _as_sentence(objection: str) -> str:
     return f"forbidden by constraint: {what}" if kind == "constraint" else objection
 
 
-def _alone(figures: Figures, option: Floats, is_everywhere: bool) -> str:
-    """What one piece does to the step if its rank had nothing else; empty where that is nothing."""
-    slowest = np.array(figures.phase_seconds) - np.array(figures.setup_seconds)
-    longer = np.maximum(option[:-1] - slowest, 0)
-    total = float(option[:-1].sum())
-    if total > figures.table_seconds * _NOTICED:
+def _reason(figures: Figures, of: _Compared, slowest: NDArray[np.float64]) -> str:
+    if of.rank_bytes > figures.usable_bytes:
+        return f"would put {shown_bytes(of.rank_bytes)} on a rank that has {shown_bytes(figures.usable_bytes)}"
+    whose = "every rank would take" if of.is_everywhere else "its largest piece alone takes"
+    if of.alone > figures.table_seconds * _NOTICED:
         now = milliseconds(figures.table_seconds)
-        if is_everywhere:
-            return f"every rank would take {milliseconds(total)}, longer than all tables together now ({now})"
-        return f"its largest piece alone takes {milliseconds(total)}, longer than all tables together now ({now})"
-    if float(longer.sum()) <= figures.table_seconds * 0.002:
-        return ""
-    worst = int(longer.argmax())
-    whose = "every rank would take" if is_everywhere else "its largest piece alone takes"
-    return (
-        f"{whose} {milliseconds(float(option[worst]))} in {figures.phases[worst]}, where the "
-        f"slowest rank takes {milliseconds(float(slowest[worst]))} now"
-    )
+        return f"{whose} {milliseconds(of.alone)}, longer than all tables together now ({now})"
+    if of.longer > figures.table_seconds * 0.002:
+        now = milliseconds(float(slowest[of.worst]))
+        phase = figures.phases[of.worst]
+        return f"{whose} {milliseconds(of.in_worst)} in {phase}, where the slowest rank takes {now} now"
+    words = _work(of)
+    if of.load > _NOTICED:
+        words.append(f"{times(of.load)} the load on its busiest rank")
+    if of.memory > 1.5:
+        words.append(f"{times(of.memory)} the memory there" if words else f"{times(of.memory)} the memory on a rank")
+    return ", ".join(words) or "no dearer in itself, but as the ranks are loaded the step would not be shorter"
 
 
-def _work(figures: Figures, option: Floats, chosen: Floats) -> list[str]:
-    """How the option's work differs: what is exchanged, what is looked up, what is kept in memory."""
-    exchanged = np.array(["lookup" not in name for name in figures.phases])
-    parts = []
-    for what, columns in (("work at the lookups", ~exchanged), ("time in exchanges", exchanged)):
-        ratio = _ratio(float(option[:-1][columns].sum()), float(chosen[:-1][columns].sum()))
-        parts.append((what, ratio))
-    total = _ratio(float(option[:-1].sum()), float(chosen[:-1].sum()))
-    dearer = [f"{times(ratio)} the {what}" for what, ratio in parts if ratio > _NOTICED]
-    if total <= _NOTICED:
+def _work(of: _Compared) -> list[str]:
+    """How the option's work differs: what is looked up, and what is exchanged."""
+    if of.work <= _NOTICED:
         return []
-    (_, looked_up), (_, sent) = parts
-    if sent == np.inf:
-        return [f"{times(total)} the work in all: it would be exchanged, which is not needed now"]
-    if sent > _NOTICED >= looked_up:
-        same = "the same work at the lookups" if looked_up > 0.98 else f"{times(looked_up)} the work at the lookups"
-        return [f"{same}, but {times(sent)} the time in exchanges"]
-    return [f"{times(total)} the work in all ({', '.join(dearer)})"] if len(dearer) > 1 else dearer
-
-
-def _peak(option: Floats, chosen: Floats) -> list[str]:
-    """How much more it puts on one rank."""
-    load = _ratio(float(option[:-1].sum()), float(chosen[:-1].sum()))
-    size = _ratio(float(option[-1]), float(chosen[-1]))
-    words = [f"{times(load)} the load on its busiest rank"] if load > _NOTICED else []
-    return words + ([f"{times(size)} the memory on one"] if size > 1.5 else [])
-
-
-def _ratio(one: float, other: float) -> float:
-    return one / other if other > 0 else (1.0 if one <= 0 else np.inf)
+    if of.sent == np.inf:
+        return [f"{times(of.work)} the work in all: it would be exchanged, which is not needed now"]
+    if of.sent > _NOTICED >= of.looked_up:
+        same = "the same work at the lookups" if of.looked_up > 0.98 else f"{times(of.looked_up)} the lookups' work"
+        return [f"{same}, but {times(of.sent)} the time in exchanges"]
+    if abs(of.sent / of.work - 1) < 0.05:
+        return [f"{times(of.work)} the work"]
+    if of.sent > _NOTICED:
+        return [f"{times(of.work)} the work ({times(of.looked_up)} at the lookups, {times(of.sent)} in exchanges)"]
+    return [f"{times(of.work)} the work, {times(of.looked_up)} at the lookups"]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dmp import shown_bytes
 from planner.report.figures import Figures
 from planner.report.rank_groups import rank_groups
-from planner.report.words import count, layout, milliseconds, plural, ranks, shape, shortened
+from planner.report.words import count, layout, milliseconds, plural, ranks, shape, shortened, span
 
 _WIDTH = 100
 _GROUPS_SHOWN = 5
@@ -68,15 +68,10 @@ def _ranks(f: Figures) -> list[str]:
         f"{'ranks':>7}  {'step time':>16}  {'memory':>21}  which",
     ]
     for group in rank_groups(f, _GROUPS_SHOWN):
-        time = _range(milliseconds(group.least), milliseconds(group.most))
-        size = _range(shown_bytes(group.least_bytes), shown_bytes(group.most_bytes))
+        time = span(milliseconds(group.least), milliseconds(group.most))
+        size = span(shown_bytes(group.least_bytes), shown_bytes(group.most_bytes))
         lines.append(f"{len(group.ranks):>7,}  {time:>16}  {size:>21}  {ranks(group.ranks, 6)}")
     return lines
-
-
-def _range(low: str, high: str) -> str:
-    number, _, unit = low.partition(" ")
-    return high if low == high else f"{number if high.endswith(unit) else low}-{high}"
 
 
 def _layouts(f: Figures) -> list[str]:

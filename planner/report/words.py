@@ -14,8 +14,10 @@ _RUNS_SHOWN = 3
 
 
 def milliseconds(seconds: float) -> str:
-    """`1.362 ms`; three decimals below ten, fewer above."""
+    """`1.362 ms`; three decimals below ten, fewer above; `8.41 us` for what has no three digits then."""
     ms = seconds * 1e3
+    if ms < 0.01:
+        return f"{ms * 1e3:.2f} us" if ms > 0 else "0 ms"
     return f"{ms:,.{3 if ms < 10 else 2 if ms < 100 else 1 if ms < 1000 else 0}f} ms"
 
 
@@ -43,6 +45,12 @@ def times(ratio: float) -> str:
 def shape(sizes: Sequence[int]) -> str:
     """`40,000,000 x 128`."""
     return " x ".join(f"{n:,}" for n in sizes) or "scalar"
+
+
+def span(low: str, high: str) -> str:
+    """`2.1-3.4 GB`, or one of them where they are equal."""
+    number, _, unit = low.partition(" ")
+    return high if low == high else f"{number if high.endswith(' ' + unit) else low}-{high}"
 
 
 def plural(number: int, one: str, many: str = "") -> str:
