@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 
 from dmp import ShardingPlan
+from sharders import default_sharders
 from tests.bench.planner_cases import (
     PUBLISHED,
     QUICK,
@@ -25,6 +27,7 @@ from tests.bench.planner_cases import (
     TableSet,
     is_impossible,
     mesh,
+    planner,
     table_set,
     topology,
 )
@@ -32,6 +35,7 @@ from tests.bench.planner_judge import step_phases
 from tests.bench.planner_pieces import Pieces, layouts_of
 from tests.bench.planner_run import Run, Seen, run, warm_up
 from tests.bench.planner_simple import simple_steps
+from tests.bench.planner_torchrec import our_step_ms, their_plan
 from tests.bench.report import HEADER, Result, markdown, rewrite
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,19 +62,39 @@ class Case:
         name, cost = f"{self.tables} @ {self.ranks}", (f"{self.run.seconds:.2f}", f"{self.run.peak_bytes / 1e6:.0f}")
         if self.run.step is None or self.run.bound is None:
             fault = "" if self.impossible else f": {self.run.error.splitlines()[0][:90]}"
-            return name, *cost, "", "", "no plan can fit" if self.impossible else f"NO PLAN{fault}", "", "", ""
+            return name, *cost, "", "", "no plan can fit" if self.impossible else f"NO PLAN{fault}", *[""] * 5
         step, bound = f"{self.run.step * 1e3:.4g}", f"{self.run.bound * 1e3:.4g}"
         seen = self.run.seen
         best = f"{seen.best * 1e3:.4g}" if seen else ""
         judged = (f"{seen.ours * 1e3:.4g}", f"{best} ({seen.best_name})", f"{seen.ratio:.2f}") if seen else ("", "", "")
-        return name, *cost, step, bound, f"{self.run.gap:.2%}", *judged
+        theirs = f"{self.their_ratio:.2f}" if self.their_ratio else ""
+        by_theirs = f"{seen.their_ratio:.2f}" if seen and seen.their_ratio else ""
+        return name, *cost, step, bound, f"{self.run.gap:.2%}", *judged, theirs, by_theirs
+
+    @property
+    def their_ratio(self) -> float | None:
+        """Under our model, TorchRec's plan to ours."""
+        seen = self.run.seen
+        return seen.theirs / self.run.step if seen and seen.theirs and self.run.step else None
 
     def __str__(self) -> str:
         return FORM.format(*self.cells())
 
 
-COLUMNS = ("case", "CPU s", "MB", "step ms", "bound ms", "gap", "judged ms", "by hand ms", "ratio")
-FORM = "{:24} {:>7} {:>7} {:>9} {:>9} {:>8} {:>10} {:>32} {:>6}"
+COLUMNS = (
+    "case",
+    "CPU s",
+    "MB",
+    "step ms",
+    "bound ms",
+    "gap",
+    "judged ms",
+    "by hand ms",
+    "ratio",
+    "TorchRec",
+    "its model",
+)
+FORM = "{:24} {:>7} {:>7} {:>9} {:>9} {:>8} {:>10} {:>32} {:>6} {:>8} {:>9}"
 
 
 def main() -> int:
@@ -85,7 +109,8 @@ def main() -> int:
     known = (*PUBLISHED, *RANDOM)
     if unknown := sorted(set(args.names) - set(known)):
         parser.error(f"expected some of {list(known)}; got {unknown}")
-    warnings.simplefilter("ignore")  # of libraries
+    warnings.simplefilter("ignore")  # of libraries, TorchRec's log too
+    logging.disable(logging.WARNING)
     warm_up()
     print(FORM.format(*COLUMNS))
     cases: list[Case] = []
@@ -108,8 +133,14 @@ def judged(tables: TableSet, ranks: int, module: Any, plan: ShardingPlan) -> See
     ours = float(sum(step_phases(tables.tables, pieces, ranks).values()))
     by_hand = simple_steps(tables.tables, ranks)
     best = min(by_hand, key=by_hand.__getitem__, default="")
-    fullest = float(pieces.weight_bytes(tables.tables, ranks).max())
-    return Seen(ours, best, by_hand.get(best, float("inf")), fullest / topology(ranks).usable_bytes)
+    fullest = float(pieces.weight_bytes(tables.tables, ranks).max()) / topology(ranks).usable_bytes
+    seen = Seen(ours, best, by_hand.get(best, float("inf")), fullest)
+    their = their_plan(tables.name, ranks)
+    if their is None:
+        return seen
+    costed = planner(tables).plan(module, default_sharders(), mesh(ranks), pinned=their.plan)
+    report = costed.report  # type: ignore[attr-defined]
+    return replace(seen, theirs=report.step_seconds, their_ratio=their.step_ms / our_step_ms(tables, ranks, module))
 
 
 def goals(cases: Sequence[Case]) -> list[Result]:
@@ -153,6 +184,16 @@ def goals(cases: Sequence[Case]) -> list[Result]:
             ),
             Result("a plan by hand beside ours, by the second model: geometric mean", "", 1.0, mean, mean, 1.0),
         ]
+    for what, ratios in (
+        ("TorchRec's plan beside ours, by our model", [c.their_ratio for c in planned]),
+        ("TorchRec's plan beside our search, by its model", [c.run.seen and c.run.seen.their_ratio for c in planned]),
+    ):
+        known = [r for r in ratios if r]
+        if known:
+            least = 1.0 if "our model" in what else 0.99
+            results.append(Result(f"{what}: least of {len(known)}", "", 1.0, min(known), min(known), least))
+            mean = float(np.exp(np.mean(np.log(known))))
+            results.append(Result(f"{what}: geometric mean", "", 1.0, mean, mean, None))
     return results
 
 

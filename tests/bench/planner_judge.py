@@ -3,8 +3,8 @@
 A step is the sum over phases of the slowest rank. It counts bytes:
 
 - ids: 32-bit words of lengths and ids, to every rank that has a part of the table, once for each of its row blocks
-- lookup: each id reads a row's part, and each bag writes its part; again with gradients backward, where a row is also
-  written
+- lookup: each id reads a row's part, and each bag writes its part; backward each bag's gradient is read and added for
+  each of its ids, and each distinct row is read and written once
 - results: inside the host from every rank that has something, where row blocks are summed; then between hosts each
   column block once, shared by the host's ranks
 - copies: an all-reduce of the table, in the host and between hosts, and an update of all of it
@@ -38,7 +38,8 @@ def step_phases(tables: Sequence[Table], pieces: Pieces, ranks: int) -> dict[str
     share = pieces.rows / np.array([t.rows for t in tables], dtype=float)[pieces.table]
     ids = np.array([sum(t.pooling) for t in tables])[pieces.table] * share
     results = samples * bags * pieces.columns * WORD
-    read = samples * ids * np.maximum(pieces.columns * WORD, 64)
+    row_bytes = np.maximum(pieces.columns * WORD, 64)
+    read, changed = samples * ids * row_bytes, _distinct(pieces.rows, samples * ids) * row_bytes
 
     def by_rank(values: Array) -> Array:
         return np.bincount(pieces.rank, values, ranks)
@@ -60,7 +61,7 @@ def step_phases(tables: Sequence[Table], pieces: Pieces, ranks: int) -> dict[str
         "lookup": ((by_rank(read + results) / MEMORY) + copied["lookup"]).max(),
         "results": out,
         "gradients": out,
-        "update": (by_rank(3 * read + results) / MEMORY + passes + copied["update"]).max(),
+        "update": (by_rank(read + results + 2 * changed) / MEMORY + passes + copied["update"]).max(),
         "copies": copied["sync"],
     }
 
@@ -85,9 +86,14 @@ def _copies(tables: Sequence[Table], pieces: Pieces, ranks: int) -> dict[str, fl
     latency = LATENCY_INSIDE * log2(PER_HOST) + (LATENCY_OUTSIDE * log2(hosts) if hosts > 1 else 0.0)
     return {
         "lookup": (read + bags) / MEMORY,
-        "update": (3 * read + bags + 4 * size) / MEMORY,
+        "update": (read + bags + 4 * size) / MEMORY,
         "sync": sync + latency if own else 0.0,
     }
+
+
+def _distinct(rows: Integers, ids: Array) -> Array:
+    """Expected different rows among so many ids, evenly spread."""
+    return rows * -np.expm1(-ids / rows)
 
 
 def _summed(group: Integers, values: Array, count: int) -> Array:

@@ -27,12 +27,16 @@ class Seen:
         ours: its seconds under the second model.
         best_name, best: of the simple plans, the one that is quickest there, and its seconds.
         full: share of the usable memory that weights take on the fullest rank.
+        theirs: seconds of TorchRec's plan under our model; None where its planner had none in time.
+        their_ratio: by TorchRec's model, its plan's cost to that of what our search makes of that model.
     """
 
     ours: float
     best_name: str
     best: float
     full: float
+    theirs: float | None = None
+    their_ratio: float | None = None
 
     @property
     def ratio(self) -> float:

@@ -70,13 +70,14 @@ def _seconds(table: Table, way: Way, ranks: int) -> tuple[float, float]:
     """Of a rank that has a piece, and summed over ranks: no latencies, all phases in one."""
     ids, bags = sum(table.pooling), len(table.pooling)
     if way.size == 0:
-        one = BATCH * ids * table.dim * WORD * 4 / MEMORY
+        one = BATCH * ids * table.dim * WORD * 2 / MEMORY
         one += table.weight_bytes * (4 / MEMORY + 2 / INSIDE + 2 / PER_HOST / OUTSIDE * (ranks > PER_HOST))
         return one, one * ranks
     samples, width = BATCH * ranks, min(way.columns, table.dim)
     parts = min(way.size, table.rows)
     link = OUTSIDE if ranks > PER_HOST else INSIDE
-    one = samples * (bags + ids / parts) * WORD / link + samples * ids / parts * width * WORD * 4 / MEMORY
+    one = samples * (bags + ids / parts) * WORD / link
+    one += (samples * ids * 2 + min(table.rows, samples * ids) * 2) / parts * width * WORD / MEMORY
     results = samples * bags * width * WORD * 2
     one += results / INSIDE + results / MEMORY
     if ranks > PER_HOST:
