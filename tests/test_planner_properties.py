@@ -210,7 +210,7 @@ def _order_is_nothing(drawn: Drawn) -> None:
     assert (plan is None) == (other is None)
     if plan is not None and other is not None:
         first, second = report(plan).step_seconds, report(other).step_seconds
-        assert second == pytest.approx(first, rel=1e-6)
+        assert second == pytest.approx(first, rel=WITHIN)
 
 
 test_order_is_nothing, test_order_is_nothing_to_many = of_drawn(_order_is_nothing)

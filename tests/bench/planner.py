@@ -68,7 +68,7 @@ class Case:
         best = f"{seen.best * 1e3:.4g}" if seen else ""
         judged = (f"{seen.ours * 1e3:.4g}", f"{best} ({seen.best_name})", f"{seen.ratio:.2f}") if seen else ("", "", "")
         theirs = f"{self.their_ratio:.2f}" if self.their_ratio else ""
-        by_theirs = f"{seen.their_ratio:.2f}" if seen and seen.their_ratio else ""
+        by_theirs = f"{seen.their_ratio:.2f}" if seen and seen.their_ratio is not None else ""
         return name, *cost, step, bound, f"{self.run.gap:.2%}", *judged, theirs, by_theirs
 
     @property
@@ -188,11 +188,11 @@ def goals(cases: Sequence[Case]) -> list[Result]:
         ("TorchRec's plan beside ours, by our model", [c.their_ratio for c in planned]),
         ("TorchRec's plan beside our search, by its model", [c.run.seen and c.run.seen.their_ratio for c in planned]),
     ):
-        known = [r for r in ratios if r]
+        known = [r for r in ratios if r is not None]
         if known:
             least = 1.0 if "our model" in what else 0.99
             results.append(Result(f"{what}: least of {len(known)}", "", 1.0, min(known), min(known), least))
-            mean = float(np.exp(np.mean(np.log(known))))
+            mean = float(np.exp(np.mean(np.log(np.maximum(known, 1e-9)))))
             results.append(Result(f"{what}: geometric mean", "", 1.0, mean, mean, None))
     return results
 
