@@ -167,10 +167,14 @@ class ShardingPlanner:
         found = split_as(dense, found)
         costs = CostSetting(self.cost_model, env, topology, self.batch_size)
         request = Request(parameters, constraints, kept, costs, dense.taken_bytes)
+
+        def out_of_time() -> bool:
+            return time.monotonic() - begin > self.time_budget_s
+
         try:
-            tables = answer(request, lambda: time.monotonic() - begin > self.time_budget_s)
+            tables = answer(request, out_of_time)
         except NoPlan as error:
-            raise plan_error(error, topology) from None
+            raise plan_error(error, out_of_time) from None
         candidates, problem, solution = tables.candidates, tables.problem, tables.solution
         layouts = candidates.placed(solution.choices)
         kernels = {name: constraints[name].kernel for name in layouts}

@@ -9,4 +9,5 @@
 - `groups`: parameters that are placed as one
 - `candidates`: what each parameter may get, as a problem for the search
 - `request`: the tables to plan, and the plan that the search finds for them
+- `changes`: what would make tables fit that do not
 """

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import ceil
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from dmp import Layout, ModuleSharder, ParameterInfo, shown_bytes
 from planner.candidates.candidates import Candidates, Leeway
 from planner.candidates.constraints import Constraint
 from planner.candidates.costed import CostSetting
+from planner.candidates.in_place import ranks_held
 from planner.search.problem import Infeasible, Problem
 from planner.search.solve import Solution, search
 
@@ -50,6 +52,14 @@ class Request:
         """
         return Candidates.of(self.parameters, self.constraints, self.pinned, self.costs, leeway)
 
+    def first_plan(self) -> Solution | None:
+        """The first that is found, with all given up that may be; None where there is none."""
+        problem = self.candidates(_LEEWAYS[-1]).problem(self.dense_bytes)
+        try:
+            return _searched(problem, lambda: True)
+        except Infeasible:
+            return None
+
 
 @dataclass(frozen=True, eq=False)
 class Answer:
@@ -69,13 +79,27 @@ class NoPlan(Exception):
     """No placement was found, whatever was given up.
 
     Attributes:
-        candidates, problem: searched in, of the first search.
-        cause: what it found short.
+        request: what was asked.
+        candidates, problem: searched in, with all given up that may be.
+        cause: what the search found short; its item is -1 where pinned parameters alone are too much.
     """
 
-    def __init__(self, candidates: Candidates, problem: Problem, cause: Infeasible) -> None:
+    def __init__(self, request: Request, candidates: Candidates, problem: Problem, cause: Infeasible) -> None:
         super().__init__(str(cause))
-        self.candidates, self.problem, self.cause = candidates, problem, cause
+        self.request, self.candidates, self.problem, self.cause = request, candidates, problem, cause
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of what does not fit: a parameter and what must lie with it; of pinned ones the largest there."""
+        if self.cause.item >= 0:
+            return self.candidates.groups[self.cause.item].members
+        costed, rows, rank = self.candidates.costed, self.candidates.pinned_rows, self.cause.rank
+        held = {
+            name: ranks_held(of, costed, rows[name], len(self.problem.capacity))
+            for name, of in self.candidates.pinned.items()
+        }
+        there = [name for name, ranks in held.items() if ranks[rank]] or list(held)
+        return (min(there, key=lambda name: (-costed.fixed[rows[name], -1], name)),)
 
 
 def answer(request: Request, out_of_time: Callable[[], bool]) -> Answer:
@@ -85,22 +109,52 @@ def answer(request: Request, out_of_time: Callable[[], bool]) -> Answer:
         NoPlan: there is none.
         PlanError: see `Request.candidates`.
     """
-    first: NoPlan | None = None
     unknown = [name for name, (_, info) in request.parameters.items() if info.optimizer is None]
+    failed: NoPlan | None = None
     for leeway in _LEEWAYS if unknown else _LEEWAYS[:2]:
         candidates = request.candidates(leeway)
         problem = candidates.problem(request.dense_bytes)
         try:
-            solution = search(problem, out_of_time)
+            solution = _searched(problem, out_of_time)
         except Infeasible as error:
-            first = first or NoPlan(candidates, problem, error)
+            failed = NoPlan(request, candidates, problem, _nearest(problem, error))
             continue
         notes = (_without_state(candidates, unknown, problem, solution),) if leeway.no_state else ()
         for note in notes:
             _log.warning(note)
         return Answer(candidates, problem, solution, notes)
-    assert first is not None
-    raise first
+    assert failed is not None
+    raise failed
+
+
+def _searched(problem: Problem, out_of_time: Callable[[], bool]) -> Solution:
+    """A solution in which pinned parameters fit too.
+
+    Raises:
+        Infeasible: none was found.
+    """
+    over = problem.base[:, -1] - problem.capacity
+    if over.max() > 0:
+        rank = int(over.argmax())
+        raise Infeasible(-1, None, rank, int(np.ceil(over[rank])), problem.base)
+    return search(problem, out_of_time)
+
+
+def _nearest(problem: Problem, cause: Infeasible) -> Infeasible:
+    """What is short of an item that is too large for the ranks as they are before any is placed; else the cause."""
+    if cause.item < 0 or cause.rank is None:
+        return cause
+    table, of = problem.table, int(problem.item_class[cause.item])
+    rows = np.arange(problem.starts[of], problem.starts[of + 1])
+    most = np.minimum(table.units[rows] // np.maximum(table.least[rows], 1), len(problem.capacity) // table.size[rows])
+    units = -(-table.units[rows] // np.maximum(most, 1))
+    needed = table.fixed[rows, -1] + units * table.slope[rows, -1] + table.everywhere[rows, -1]
+    free = problem.capacity - problem.base[:, -1]
+    rank, best = int(free.argmax()), int(needed.argmin())
+    short = ceil(needed[best] - free[rank])
+    if short <= cause.bytes_short:
+        return cause
+    return Infeasible(cause.item, best, rank, short, problem.base)
 
 
 def _without_state(candidates: Candidates, unknown: list[str], problem: Problem, solution: Solution) -> str:

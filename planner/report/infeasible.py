@@ -2,64 +2,62 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from dmp import PlanError, shown_bytes
-from planner.candidates.candidates import Candidates
+from planner.candidates.changes import changes
 from planner.candidates.request import NoPlan
 from planner.costs.protocol import BYTES
-from planner.costs.topology import Topology
-from planner.search.problem import Infeasible, Problem
 
 _RANKS_SHOWN = 16
 
 
-def plan_error(found: NoPlan, topology: Topology) -> PlanError:
-    """The error to raise where there is no plan."""
-    candidates, problem, error = found.candidates, found.problem, found.cause
-    group = candidates.groups[error.item]
-    name = group.members[0]
-    whom = repr(name) + (f" and what must lie with it, {list(group.members[1:])}," if group.members[1:] else "")
-    if error.rank is None or error.option is None:
-        constraints = {m: candidates.constraints[m] for m in group.members}
+def plan_error(found: NoPlan, out_of_time: Callable[[], bool]) -> PlanError:
+    """The error to raise where there is no plan.
+
+    Args:
+        out_of_time: asked before anything is tried that might help.
+    """
+    error, names = found.cause, found.names
+    whom = repr(names[0]) + (f" and what must lie with it, {list(names[1:])}," if names[1:] else "")
+    helping = changes(found, out_of_time)
+    advice = "\nAny of these would make it fit:\n" + "\n".join(f"  {change}" for change in helping) if helping else ""
+    if error.rank is None:
+        constraints = {name: found.candidates.constraints[name] for name in names}
         return PlanError(
             f"no rank is left for {whom}: its constraints (ranks, spread, colocate) or its layouts need more different "
-            f"ranks than the {len(problem.capacity)} table ranks offer; {constraints}",
-            table=name,
+            f"ranks than the {len(found.problem.capacity)} table ranks offer; {constraints}{advice}",
+            table=names[0],
         )
-    layout = candidates.example(candidates.table_rows[candidates.item_class[error.item]][error.option].rows[0])
-    used = error.load[:, BYTES]
-    of_item = candidates.table_rows[candidates.item_class[error.item]][error.option]
-    needed = float(candidates.costed.wholes(len(problem.capacity))[0][list(of_item.rows), BYTES].sum())
-    picture = [
-        f"  rank {rank}: {shown_bytes(used[rank])} of {shown_bytes(problem.capacity[rank])} used"
-        for rank in range(min(len(used), _RANKS_SHOWN))
-    ]
-    picture += [f"  and {len(used) - _RANKS_SHOWN} more ranks"] * (len(used) > _RANKS_SHOWN)
-    memory = (float(problem.capacity[error.rank]) + error.bytes_short) / (1 - topology.reserved_fraction)
-    more_memory = f"{memory:.0f} per rank ({shown_bytes(memory)}; now {shown_bytes(topology.memory_bytes)})"
-    changes = [*_other_layouts(error, candidates, problem), f"  memory_bytes of {more_memory}"]
+    short = f"{error.bytes_short} bytes ({shown_bytes(error.bytes_short)}) short"
     return PlanError(
-        f"{whom} does not fit: with the nearest layout, {layout}, rank {error.rank} is {error.bytes_short} bytes "
-        f"({shown_bytes(error.bytes_short)}) short of {shown_bytes(needed)} when it comes to it.\n"
-        f"Ranks when it came to it ({topology.reserved_fraction:.0%} of the memory is reserved):\n"
-        + "\n".join(picture)
-        + "\nAny of these would make it fit:\n"
-        + "\n".join(changes),
-        table=name,
+        f"{whom} does not fit: {_needed(found, short)}.\nRanks when it came to it "
+        f"({found.request.costs.topology.reserved_fraction:.0%} of the memory is reserved):\n{_picture(found)}{advice}",
+        table=names[0],
         rank=error.rank,
         bytes_short=error.bytes_short,
     )
 
 
-def _other_layouts(error: Infeasible, candidates: Candidates, problem: Problem) -> list[str]:
-    """Layouts that the sharder offers, and that would fit what is left, but that may not be chosen; smallest first."""
-    group = candidates.groups[error.item]
-    if len(group.members) > 1:
-        return []
-    fitting = []
-    whole_bytes = candidates.costed.wholes(len(problem.capacity))[0][:, BYTES]
-    free = float((problem.capacity - error.load[:, BYTES]).max())
-    for row in candidates.offers_of(group.members[0]):
-        objection, size = candidates.costed.offers[row].objection, float(whole_bytes[row])
-        if objection and size <= free:
-            fitting.append((size, f"  layout {candidates.example(row)}, now ruled out ({objection})"))
-    return [text for _, text in sorted(fitting)[:3]]
+def _needed(found: NoPlan, short: str) -> str:
+    """Where how much is missing."""
+    error, candidates = found.cause, found.candidates
+    if error.option is None:
+        pinned = found.request.pinned[found.names[0]]
+        return f"with it pinned as {pinned}, and what else is pinned there, rank {error.rank} is {short}"
+    row = candidates.table_rows[candidates.item_class[error.item]][error.option]
+    needed = float(candidates.costed.wholes(len(found.problem.capacity))[0][list(row.rows), BYTES].sum())
+    return (
+        f"with the nearest layout, {candidates.example(row.rows[0])}, rank {error.rank} is {short} of "
+        f"{shown_bytes(needed)} when it comes to it"
+    )
+
+
+def _picture(found: NoPlan) -> str:
+    """The ranks' memory, line by line."""
+    used, capacity = found.cause.load[:, BYTES], found.problem.capacity
+    lines = [
+        f"  rank {rank}: {shown_bytes(used[rank])} of {shown_bytes(capacity[rank])} used"
+        for rank in range(min(len(used), _RANKS_SHOWN))
+    ]
+    return "\n".join([*lines, *[f"  and {len(used) - _RANKS_SHOWN} more ranks"] * (len(used) > _RANKS_SHOWN)])

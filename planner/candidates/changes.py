@@ -1,0 +1,186 @@
+"""What would make tables fit that do not: changes that are tried, the smallest of each kind, before they are told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from math import ceil
+
+from dmp import PlanError, ShardError, ShardingEnv, shown_bytes
+from planner.candidates.constraints import Constraint
+from planner.candidates.in_place import ranks_held
+from planner.candidates.request import NoPlan, Request
+
+_MOST_PINS = 4
+_MOST_TIMES = 64
+_MOST_RANKS = 1 << 14
+_STEPS = 6  # of halving what is between too little and enough
+
+
+def changes(found: NoPlan, out_of_time: Callable[[], bool]) -> list[str]:
+    """Changes each of which is enough, in words.
+
+    Args:
+        out_of_time: asked before each trial; what is not tried by then is not told.
+    """
+    kinds = (_of_pins, _of_constraints, _of_hosts, _of_batch, _of_memory)
+    told: list[str] = []
+    for kind in kinds:
+        try:
+            told += kind(found, lambda request: not out_of_time() and fits(request))
+        except (PlanError, ShardError, ValueError):  # that a change makes of a constraint, a pin or a topology
+            continue
+    return told
+
+
+def fits(request: Request) -> bool:
+    """Whether there is a plan of these tables, with all given up that may be."""
+    try:
+        return request.first_plan() is not None
+    except (PlanError, ShardError):
+        return False
+
+
+Fits = Callable[[Request], bool]
+
+
+def _of_pins(found: NoPlan, is_enough: Fits) -> Iterator[str]:
+    """One pinned entry less, of those that are where it is short; or all of them."""
+    request, candidates, rank = found.request, found.candidates, found.cause.rank
+    if not request.pinned:
+        return
+    costed, num_ranks = candidates.costed, request.costs.env.table_size
+    rows = candidates.pinned_rows
+    there = [
+        name
+        for name, of in candidates.pinned.items()
+        if rank is None or ranks_held(of, costed, rows[name], num_ranks)[rank]
+    ]
+    for name in sorted(there, key=lambda name: (-costed.fixed[rows[name], -1], name))[:_MOST_PINS]:
+        if is_enough(_without_pins(request, name)):
+            yield f"no pin on {name!r}, now {request.pinned[name]}"
+            return
+    if len(request.pinned) > 1 and is_enough(_without_pins(request, *request.pinned)):
+        yield f"none of the {len(request.pinned)} pins"
+
+
+def _without_pins(request: Request, *names: str) -> Request:
+    return replace(request, pinned={n: layout for n, layout in request.pinned.items() if n not in names})
+
+
+def _of_constraints(found: NoPlan, is_enough: Fits) -> Iterator[str]:
+    """A layout that is ruled out, or a constraint less, for what does not fit; or no constraint at all."""
+    request, names = found.request, found.names
+    told = 0
+    for text, changed in _freer(found):
+        if is_enough(_with_constraints(request, dict.fromkeys(names, changed))):
+            yield text
+            told += 1
+        if told == 2:
+            return
+    free = {n: Constraint(pooling_factor=c.pooling_factor) for n, c in request.constraints.items()}
+    if not told and free != dict(request.constraints) and is_enough(_with_constraints(request, free)):
+        yield "no constraints but pooling factors"
+
+
+def _freer(found: NoPlan) -> Iterator[tuple[str, Constraint]]:
+    """The constraint of what does not fit, with one thing less each, and words for that."""
+    name = found.names[0]
+    constraint, whom = found.request.constraints[name], f"on {name!r}"
+    if name in found.candidates.class_of and len(found.names) == 1:
+        offers = [found.candidates.costed.offers[row] for row in found.candidates.offers_of(name)]
+        kinds = list(dict.fromkeys(offer.family.name for offer in offers if not offer.objection))
+        for offer in offers:
+            if offer.objection:
+                asked = (*(constraint.layouts or kinds), offer.family.name)
+                banned = tuple(kind for kind in constraint.forbid or () if kind != offer.family.name)
+                text = f"layout {offer.family.name} for {name!r}, now ruled out ({offer.objection})"
+                yield text, replace(constraint, layouts=asked, forbid=banned or None)
+    for what in ("ranks", "spread", "colocate", "min_columns"):
+        value = getattr(constraint, what)
+        if value is not None:
+            shown = list(value) if isinstance(value, tuple) else value
+            yield f"no constraint {what}={shown!r} {whom}", replace(constraint, **{what: None})
+
+
+def _with_constraints(request: Request, changed: dict[str, Constraint]) -> Request:
+    return replace(request, constraints={**request.constraints, **changed})
+
+
+def _of_hosts(found: NoPlan, is_enough: Fits) -> Iterator[str]:
+    """A longer outer axis."""
+    request = found.request
+    env = request.costs.env
+    if not env.axes("shard"):
+        return
+    axis = env.axes("shard")[0]
+    size = env.shape[env.names.index(axis)]
+    most = min(size * _MOST_TIMES, _MOST_RANKS * size // env.size - size)
+
+    def on_more(count: int) -> Request:
+        return replace(request, costs=replace(request.costs, env=_longer(env, axis, size + count)))
+
+    more = _least(1, most, lambda count: is_enough(on_more(count)))
+    if more is not None and axis == "host":
+        yield f"{more} more hosts, {size + more} in all" if more > 1 else f"one more host, {size + more} in all"
+    elif more is not None:
+        yield f"{size + more} ranks along {axis!r} (now {size})"
+
+
+def _longer(env: ShardingEnv, axis: str, size: int) -> ShardingEnv:
+    shape = [size if name == axis else n for name, n in zip(env.names, env.shape, strict=True)]
+    roles = {role: env.axes(role) for role in ("replicate", "shard", "tensor") if env.axes(role)}
+    return ShardingEnv.abstract(shape, env.names, env.device_type, **roles)
+
+
+def _of_batch(found: NoPlan, is_enough: Fits) -> Iterator[str]:
+    """Fewer samples, where their buffers are what is too much."""
+    request = found.request
+    batch = int(request.costs.batch_size)
+
+    def with_batch(size: int) -> Request:
+        return replace(request, costs=replace(request.costs, batch_size=size))
+
+    if batch < 2 or not is_enough(with_batch(1)):
+        return
+    low, high = 1, batch
+    for _ in range(_STEPS):
+        middle = (low + high) // 2
+        low, high = (middle, high) if middle == low or is_enough(with_batch(middle)) else (low, middle)
+    yield f"batch_size of {low} (now {batch})"
+
+
+def _of_memory(found: NoPlan, is_enough: Fits) -> Iterator[str]:
+    """More memory."""
+    request = found.request
+    topology, now = request.costs.topology, request.costs.topology.memory_bytes
+
+    def with_memory(size: float) -> Request:
+        return replace(request, costs=replace(request.costs, topology=replace(topology, memory_bytes=float(size))))
+
+    short = found.cause.bytes_short / (1 - topology.reserved_fraction)
+    guess = ceil(now + max(short, now / 64))
+    if found.cause.rank is None:
+        return
+    low, high = now, float(guess)
+    while not is_enough(with_memory(high)):
+        low, high = high, high + 2 * (high - now)
+        if high > now * _MOST_TIMES:
+            return
+    for _ in range(_STEPS):
+        middle = float(ceil((low + high) / 2))
+        low, high = (low, middle) if is_enough(with_memory(middle)) else (middle, high)
+    yield f"memory_bytes of {high:.0f} per rank ({shown_bytes(high)}; now {shown_bytes(now)})"
+
+
+def _least(first: int, most: int, is_enough: Callable[[int], bool]) -> int | None:
+    """The least number that is enough, found by doubling, then halving; None where none up to `most` is."""
+    low, high = first - 1, first
+    while not is_enough(high):
+        if high >= most:
+            return None
+        low, high = high, min(2 * high, most)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_enough(middle) else (middle, high)
+    return high
