@@ -1,4 +1,4 @@
-"""The command line: `python -m dmp plan | explain | diff | propose-mesh | doctor | convert`."""
+"""The command line: `python -m dmp plan | explain | diff | propose-mesh | calibrate | doctor | convert`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from dmp.commands import convert, diff, doctor, explain, plan, propose
+from dmp.commands import calibrate, convert, diff, doctor, explain, plan, propose
 from dmp.commands.refusal import Refusal
 
-_COMMANDS = (plan, explain, diff, propose, doctor, convert)
+_COMMANDS = (plan, explain, diff, propose, calibrate, doctor, convert)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -25,6 +25,11 @@ For the whole process, once
 - TorchRec's abstract classes of sharded modules, where they are imported, are told that ours count as theirs, by
   Python's registration of virtual subclasses (sharders/embedding/torchrec_form.py): scans by class find them
 
+Of processes of our own, that `python -m dmp calibrate` starts to measure together
+- `planner/costs/local_ranks.py: dist.init_process_group`, `planner/costs/local_ranks.py: dist.destroy_process_group`,
+  `planner/costs/local_ranks.py: torch.set_num_threads`, `planner/costs/local_ranks.py: warnings.simplefilter`,
+  `planner/costs/local_ranks.py: torch.accelerator.set_device_index`: each is a rank, of one thread and one device
+
 Of a thread of our own
 - `dmp/checkpoint/background.py: os.setpriority`: a save in the background steps back behind the training
 

@@ -100,6 +100,12 @@ def of_planner(name: str) -> Any:
     return load(f"planner:{name}")
 
 
+def calibration() -> tuple[Any, ...]:
+    """The built-in planner's `calibrate`, and what it measures of the built-in sharders."""
+    probes = (load(f"sharders.embedding.probe:{name}") for name in ("Probe", "lookup_seconds", "step_seconds"))
+    return load("planner.costs.calibrate:calibrate"), *probes
+
+
 def default_data_parallel_wrapper() -> Any:
     """The built-in wrapper for what no sharder owns."""
     return load("sharders:FSDPWrapper")()

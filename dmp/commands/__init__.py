@@ -8,6 +8,7 @@
 - `explain`: why a parameter has its layout
 - `diff`: what differs between two plans
 - `propose`: which mesh a model would do best on
+- `calibrate`: this machine's figures, measured
 - `installed`: which installed packages fit each other
 - `doctor`: whether what is installed fits, and can be imported
 - `convert`: a checkpoint of one kind into one of another

@@ -6,4 +6,9 @@
 - `protocol`: what a cost model is asked and answers, ours or a user's
 - `links`: seconds of exchanges on the links of a mesh
 - `cost_model`: ours: seconds by phase and bytes of every option
+- `step`: what a step of given layouts costs
+- `calibrate`: a machine's figures, measured
+- `measure`: what calibration measures, and of which tables
+- `local_ranks`: the processes that measure
+- `fit`: from measurements to figures
 """

@@ -162,10 +162,10 @@ def _add_ids(cost: _Cost, p: ShardTable, work: _Work) -> None:
     local, everywhere, env, topology = cost
     speeds, away = topology.speeds_of_parts, ~p.replicated
     sent = work.own_ids * (speeds.send_id + speeds.split_id * (p.rows < p.table_rows))
-    everywhere[:, INPUT] += sent + work.own_bags * speeds.send_bag + p.features * p.is_table * speeds.slot
+    everywhere[:, INPUT] += sent + work.own_bags * speeds.send_bag + p.features * p.is_table * speeds.send_slot
     cost.exchange(INPUT, work.id_bytes * away * work.replicas * all_to_all(axes_of(env, topology)), env.table_size)
-    come = work.ids * speeds.receive_id + work.lengths * speeds.receive_bag + p.features * p.is_table * speeds.slot
-    local[:, FORWARD] += come * (work.lengths > 0)
+    come = work.ids * speeds.receive_id + work.lengths * speeds.receive_bag
+    local[:, FORWARD] += come + p.features * speeds.receive_slot * (work.lengths > 0)
 
 
 def _add_lookups(cost: _Cost, p: ShardTable, work: _Work) -> None:
@@ -179,8 +179,9 @@ def _add_lookups(cost: _Cost, p: ShardTable, work: _Work) -> None:
     local[:, FORWARD] += np.where(p.is_table, looked_up, work.weight_bytes * speeds.lookup_id.byte)
 
     by_state = np.where(p.state_per_element > 0, 2, np.where(p.state_per_row > 0, 1, 0))
-    rows = np.array([speeds.plain_row, speeds.row_wise_row, speeds.element_wise_row])[by_state]
-    ids = np.array([speeds.plain_id, speeds.row_wise_id, speeds.element_wise_id])[by_state]
+    by_state = np.where(p.replicated, 3, by_state)
+    rows = np.array([speeds.plain_row, speeds.rowwise_row, speeds.pointwise_row, speeds.whole_row])[by_state]
+    ids = np.array([speeds.plain_id, speeds.rowwise_id, speeds.pointwise_id, speeds.whole_id])[by_state]
     is_whole = p.dense_gradient | p.replicated | ~p.is_table
     # Every rank has the gradients of all when it updates a replicated table; only its own ids are added up by it.
     named = np.where(p.replicated, work.ids * env.size, work.ids * work.replicas)
@@ -188,6 +189,7 @@ def _add_lookups(cost: _Cost, p: ShardTable, work: _Work) -> None:
     updated = rows[:, 0] + (work.row_bytes + work.state_bytes) * rows[:, 1]
     local[:, BACKWARD] += np.where(p.dense_gradient, 0, distinct(p.rows, named) * updated)
     local[:, BACKWARD] += added * (ids[:, 0] + work.row_bytes * ids[:, 1])
+    local[:, BACKWARD] += p.features * speeds.update_slot * (work.lengths > 0)
     local[:, BACKWARD] += is_whole * (p.rows * speeds.gradient.each + work.weight_bytes * speeds.gradient.byte)
 
 

@@ -24,17 +24,19 @@ class Speeds:
 
     A *row* is a distinct row of a table that a batch names, an *id* each time that it does; a *bag* is a sum that comes
     out. Bytes of a row count its optimizer state where it is updated. Optimizers are told apart by their state: none
-    (`plain`), a value for each row (`row_wise`), or for each element (`element_wise`).
+    (`plain`), a value for each row (`rowwise`), or for each element (`pointwise`).
 
     Args:
         lookup_row, lookup_id, lookup_bag: of the forward lookup.
-        plain_row, plain_id, row_wise_row, row_wise_id, element_wise_row, element_wise_id: of the update in the backward
-            pass; the last two of adding gradients of ids, too.
+        plain_row, plain_id, rowwise_row, rowwise_id, pointwise_row, pointwise_id: of the update in the backward
+            pass.
         gradient: a row and a byte of a table whose gradient is made whole: data-parallel, or without such an optimizer.
+        whole_row, whole_id: of a table that is updated from its whole gradient: data-parallel.
         place: a byte of results put where they belong, forward.
         pack: a byte of gradients made ready to be sent, backward.
         step: of a step, however small.
-        slot: of one feature in one row block, on the rank that sends its ids, and on the rank that looks them up.
+        send_slot, receive_slot, update_slot: of one feature in one row block: where samples are; where rows are,
+            forward and backward.
         send_id, send_bag: an id and a length checked and put in a buffer, where samples are.
         split_id: an id sorted by row block, likewise.
         receive_id, receive_bag: an id and a length put in order, where rows are.
@@ -45,15 +47,19 @@ class Speeds:
     lookup_bag: Rate = NOTHING
     plain_row: Rate = NOTHING
     plain_id: Rate = NOTHING
-    row_wise_row: Rate = NOTHING
-    row_wise_id: Rate = NOTHING
-    element_wise_row: Rate = NOTHING
-    element_wise_id: Rate = NOTHING
+    rowwise_row: Rate = NOTHING
+    rowwise_id: Rate = NOTHING
+    pointwise_row: Rate = NOTHING
+    pointwise_id: Rate = NOTHING
     gradient: Rate = NOTHING
+    whole_row: Rate = NOTHING
+    whole_id: Rate = NOTHING
     place: float = 0.0
     pack: float = 0.0
     step: float = 0.0
-    slot: float = 0.0
+    send_slot: float = 0.0
+    receive_slot: float = 0.0
+    update_slot: float = 0.0
     send_id: float = 0.0
     send_bag: float = 0.0
     split_id: float = 0.0
@@ -81,6 +87,8 @@ class Speeds:
             *(NOTHING, read, written),
             *(updated, added, updated, added, updated, added),
             gradient=Rate(0, 2 * byte),
+            whole_row=updated,
+            whole_id=added,
             place=2 * byte,
             pack=2 * byte,
         )

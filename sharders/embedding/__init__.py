@@ -28,5 +28,6 @@
 - `unpooled`: unpooled lookups and their backward
 - `unpooled_output`: output dist of unpooled lookups
 - `replicas`: replicas and data-parallel tables kept equal
+- `probe`: how long the data path takes, for a machine's figures
 - `tensor_slice`: rows cut between the ranks of a tensor axis and gathered
 """

@@ -1,0 +1,178 @@
+"""What calibration measures on every rank, and of which tables and batches: raw times, no figures yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from dmp import Layout, ShardingEnv, column_wise, data_parallel, row_wise, table_wise
+
+_COPIED_BYTES, _MATRIX = 1 << 26, 512
+_LARGE_BYTES = 24 << 20  # of a table that is in no cache, with three others
+EXCHANGED_BYTES = (0, 1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 23)
+"""What a rank has for each other one."""
+OPTIMIZERS = {"plain": "sgd", "rowwise": "rowwise_adagrad", "pointwise": "adagrad"}
+"""Of each kind of state, the one that is measured."""
+
+
+@dataclass(frozen=True)
+class ProbeShape:
+    """Arguments of a probe of the sharders': tables, and what is read of them."""
+
+    tables: tuple[tuple[int, int], ...]
+    layouts: tuple[Layout, ...]
+    batch_size: int
+    bag: int
+    optimizer: str
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds of everything, the slowest rank's.
+
+    Args:
+        exchanged: (kind, bytes for each other rank, seconds): `even` where all send, `one` where the first rank alone.
+        lookups: by optimizer, of each of `lookup_probes(...)`: forward, update.
+        steps: of each of `step_probes(...)`: ids, results, gradients.
+        copy: of a byte, from memory to memory.
+        product: of a multiplication and an addition in a product of matrices.
+    """
+
+    exchanged: list[tuple[str, int, float]]
+    lookups: dict[str, list[tuple[float, float]]]
+    steps: list[tuple[float, float, float]]
+    copy: float
+    product: float
+
+
+def lookup_probes(optimizer: str) -> list[ProbeShape]:
+    """Few and many ids for a bag, narrow and wide rows, rows that come once and again and again."""
+    reads = ((2048, 1), (512, 16))
+    shapes = [
+        (4, rows, dim, *read)
+        for read, dim in product(reads, (16, 64, 128))
+        for rows in (1_000, _LARGE_BYTES // (4 * dim))
+    ]
+    shapes += [(24, 50_000, 32, 128, 1), (2, 100_000, 64, 2048, 3)]
+    return [
+        ProbeShape(((rows, dim),) * tables, (table_wise(0),) * tables, batch, bag, optimizer)
+        for tables, rows, dim, batch, bag in shapes
+    ]
+
+
+def step_probes(ranks: int) -> list[ProbeShape]:
+    """Each layout, and all together, with small and large batches, few and many tables, few and many ids."""
+    large, small = 60_000, 2_000
+
+    def one(i: int) -> Layout:
+        return table_wise(i % ranks)
+
+    def rows(i: int) -> Layout:
+        return row_wise()
+
+    def columns(i: int) -> Layout:
+        return column_wise(list(range(ranks)))
+
+    def copies(i: int) -> Layout:
+        return data_parallel()
+
+    sizes = (  # layouts; tables, rows, dim, samples, ids of a bag
+        ((one,), (8, large, 16, 16, 1), (48, large, 16, 16, 1), (12, large, 64, 1536, 1), (24, large, 32, 512, 1)),
+        ((one,), (12, large, 32, 384, 12), (4, large, 128, 768, 3), (12, small, 32, 256, 24)),
+        ((rows,), (4, large, 16, 16, 1), (24, large, 16, 16, 1), (8, large, 64, 1536, 1), (20, large, 32, 512, 1)),
+        ((rows,), (8, large, 32, 384, 12), (4, large, 128, 768, 3), (12, small, 32, 256, 24)),
+        ((columns,), (24, large, 16, 16, 1), (8, large, 64, 1536, 1), (8, large, 64, 384, 12)),
+        ((copies,), (4, small, 16, 16, 1), (24, small // 10, 16, 16, 1), (8, small, 64, 1536, 1)),
+        ((copies,), (12, small, 32, 384, 4), (4, large // 6, 16, 256, 1)),
+        ((one, rows, columns), (12, large, 32, 768, 1), (12, large, 64, 256, 8)),
+    )
+    return [
+        ProbeShape(
+            ((num_rows, dim),) * tables,
+            tuple(layouts[i % len(layouts)](i) for i in range(tables)),
+            batch,
+            bag,
+            "rowwise_adagrad",
+        )
+        for layouts, *of_layouts in sizes
+        for tables, num_rows, dim, batch, bag in of_layouts
+    ]
+
+
+def measure(
+    device_type: str, rounds: int, probe: type[Any], lookups: Callable[..., Any], steps: Callable[..., Any]
+) -> Measured:
+    """On every rank: time everything. Called by `on_ranks`.
+
+    Args:
+        rounds: of the steps; other things are measured as often as takes about as long.
+        probe, lookups, steps: of the sharders'.
+    """
+    ranks = dist.get_world_size()
+    env = ShardingEnv.from_mesh(init_device_mesh(device_type, (ranks,), mesh_dim_names=("dp",)))
+
+    def made(shapes: Sequence[ProbeShape]) -> list[Any]:
+        return [probe(**vars(shape)) for shape in shapes]
+
+    exchanged = [] if ranks == 1 else [*_exchanges(env.device, rounds)]
+    kernels: dict[str, list[tuple[float, float]]] = {}
+    for optimizer in OPTIMIZERS.values():
+        now = lookups(made(lookup_probes(optimizer)), env.device, max(5, rounds // 4))
+        seconds = torch.tensor(now, dtype=torch.float64, device=env.device)
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        kernels[optimizer] = [(a, b) for a, b in seconds.tolist()]
+    of_steps = steps(made(step_probes(ranks)), env, rounds)
+    return Measured(exchanged, kernels, of_steps, *_device_speeds(env.device, rounds))
+
+
+def _device_speeds(device: torch.device, rounds: int) -> tuple[float, float]:
+    """Seconds of a byte copied, and of a flop: all ranks at once."""
+    values, matrix = torch.zeros(_COPIED_BYTES // 4, device=device), torch.zeros(_MATRIX, _MATRIX, device=device)
+    out, product_out = torch.empty_like(values), torch.empty_like(matrix)
+    quickest = torch.full((2,), float("inf"), dtype=torch.float64)
+    for _ in range(max(3, rounds // 4)):
+        times = [_clock(device)]
+        out.copy_(values)
+        times.append(_clock(device))
+        torch.mm(matrix, matrix, out=product_out)
+        times.append(_clock(device))
+        now = torch.tensor([b - a for a, b in pairwise(times)], dtype=torch.float64, device=device)
+        dist.all_reduce(now, dist.ReduceOp.MAX)
+        quickest = quickest.minimum(now.cpu())
+    copied, multiplied = quickest.tolist()
+    return copied / _COPIED_BYTES, multiplied / (2 * _MATRIX**3)
+
+
+def _clock(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return perf_counter()
+
+
+def _exchanges(device: torch.device, rounds: int) -> list[tuple[str, int, float]]:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    cases = []
+    for kind, size in product(("even", "one"), EXCHANGED_BYTES):
+        sends, count = kind == "even" or rank == 0, size // 4
+        to = [count if sends and i != rank else 0 for i in range(ranks)]
+        came = [count if i != rank and (kind == "even" or i == 0) else 0 for i in range(ranks)]
+        cases.append((kind, size, to, came, torch.zeros(sum(to), device=device), torch.zeros(sum(came), device=device)))
+    seconds = torch.full((len(cases),), float("inf"), dtype=torch.float64)
+    for _ in range(rounds):
+        now = []
+        for _, _, to, came, send, out in cases:
+            dist.barrier()
+            start = _clock(device)
+            dist.all_to_all_single(out, send, came, to)
+            now.append(_clock(device) - start)
+        of_all = torch.tensor(now, dtype=torch.float64, device=device)
+        dist.all_reduce(of_all, dist.ReduceOp.MAX)
+        seconds = seconds.minimum(of_all.cpu())
+    return [(kind, size, float(s)) for (kind, size, *_), s in zip(cases, seconds, strict=True)]

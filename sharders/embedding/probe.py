@@ -1,0 +1,148 @@
+"""Probes: how long the data path takes for made-up tables and batches, with no module around it.
+
+Ids are uniform. Every number is the quickest of several runs: what others on the machine add is no part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+
+from dmp import Layout, ShardingEnv
+from sharders.embedding.batch import Ids
+from sharders.embedding.engine import Engine
+from sharders.embedding.lookup.bank import Bank, RowRange
+from sharders.embedding.lookup.kernels import compile_lookup
+from sharders.embedding.lookup.optimizers import OptimizerSpec
+from sharders.embedding.placement import Table
+
+_BATCHES = 3
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Tables and what is read of them, all pooled.
+
+    Args:
+        tables: rows and dim of each, which one feature reads.
+        layouts: one for each table.
+        batch_size: samples on each rank.
+        bag: ids in each bag.
+        optimizer: in-backward one.
+    """
+
+    tables: tuple[tuple[int, int], ...]
+    layouts: tuple[Layout, ...]
+    batch_size: int
+    bag: int
+    optimizer: str
+
+
+def lookup_seconds(probes: Sequence[Probe], device: torch.device, rounds: int) -> list[tuple[float, float]]:
+    """Of each probe's tables, whole on this rank, with one rank's batch: the lookup kernel's forward and its update."""
+    made = [_Kernel(probe, device) for probe in probes]
+    quickest = [(float("inf"), float("inf")) for _ in probes]
+    for number in range(rounds):
+        for i, kernel in enumerate(made):
+            start = _now(device)
+            kernel.forward(number)
+            between = _now(device)
+            kernel.backward(number)
+            quickest[i] = min(quickest[i][0], between - start), min(quickest[i][1], _now(device) - between)
+    return quickest
+
+
+def step_seconds(probes: Sequence[Probe], env: ShardingEnv, rounds: int) -> list[tuple[float, float, float]]:
+    """Of each probe's tables under its layouts, the slowest rank's time, part by part; all ranks begin each together.
+
+    Returns:
+        For each: ids to their owners; lookups to results; gradients to updates.
+    """
+    sides = [_Side(probe, env) for probe in probes]
+    quickest = torch.full((len(probes), 3), float("inf"), dtype=torch.float64)
+    for number in range(rounds):
+        seconds = torch.tensor([side.step(number) for side in sides], dtype=torch.float64, device=env.device)
+        if dist.is_initialized():
+            dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        if number:  # in the first, buffers are made
+            quickest = quickest.minimum(seconds.cpu())
+    return [(a, b, c) for a, b, c in quickest.tolist()]
+
+
+class _Side:
+    def __init__(self, probe: Probe, env: ShardingEnv) -> None:
+        spec = OptimizerSpec.make(probe.optimizer)
+        self.device, self.is_alone = env.device, env.size == 1
+        tables = [
+            Table(f"t{i}", rows, dim, torch.float32, (f"f{i}",), optimizer=spec)
+            for i, (rows, dim) in enumerate(probe.tables)
+        ]
+        self.engine = Engine(tables, probe.layouts, env, self.device)
+        for parameter in self.engine.store.parameters:
+            parameter.data.uniform_(-0.1, 0.1)  # what was never written lies in no memory yet
+        for parameter in self.engine.store.parameters:
+            parameter.data.uniform_(-0.1, 0.1)  # what was never written lies in no memory yet
+        generator = torch.Generator().manual_seed(env.rank)
+        self.batches = [self._batch(probe, generator) for _ in range(_BATCHES)]
+        self.grad = torch.randn(probe.batch_size, sum(dim for _, dim in probe.tables), device=self.device)
+
+    def _batch(self, probe: Probe, generator: torch.Generator) -> Ids:
+        values = _ids(probe, generator)
+        lengths = torch.full((len(probe.tables), probe.batch_size), probe.bag)
+        return Ids(values.to(self.device), lengths.to(self.device), tuple(range(len(probe.tables))))
+
+    def step(self, number: int) -> tuple[float, float, float]:
+        """Seconds of the three parts of a step."""
+        batch = self.batches[number % _BATCHES]
+        start = self._together()
+        call = self.engine.begin(lambda: batch)
+        call.payload.wait()
+        sent = self._now()
+        start_2 = self._together()
+        (result,) = self.engine.finish(call)
+        come = self._now()
+        start_3 = self._together()
+        result.backward(self.grad)
+        return sent - start, come - start_2, self._now() - start_3
+
+    def _together(self) -> float:
+        if not self.is_alone:
+            dist.barrier()
+        return self._now()
+
+    def _now(self) -> float:
+        return _now(self.device)
+
+
+class _Kernel:
+    def __init__(self, probe: Probe, device: torch.device) -> None:
+        spec = OptimizerSpec.make(probe.optimizer)
+        self.bank = Bank([[of_table] for of_table in probe.tables], torch.float32, device, spec)
+        self.lookup = compile_lookup(self.bank, [RowRange(chunk, 0, chunk.rows) for (chunk,) in self.bank.chunks])
+        self.bank.weights.uniform_(-0.1, 0.1)
+        generator = torch.Generator().manual_seed(0)
+        self.ids = [_ids(probe, generator).to(device, torch.int32) for _ in range(_BATCHES)]
+        self.offsets = torch.arange(0, self.ids[0].numel() + 1, probe.bag, dtype=torch.int32, device=device)
+        self.grad = torch.randn(probe.batch_size, self.lookup.num_columns, device=device)
+
+    def forward(self, number: int) -> None:
+        self.lookup.pooled(self.ids[number % _BATCHES], self.offsets)
+
+    def backward(self, number: int) -> None:
+        self.bank.step()
+        self.lookup.update_pooled(self.grad, self.ids[number % _BATCHES], self.offsets)
+
+
+def _ids(probe: Probe, generator: torch.Generator) -> torch.Tensor:
+    count = probe.batch_size * probe.bag
+    return torch.cat([torch.randint(0, rows, (count,), generator=generator) for rows, _ in probe.tables])
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return perf_counter()
