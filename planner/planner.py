@@ -62,7 +62,7 @@ class ShardingPlanner:
             (at most 4,096), 1 where nothing in it attends; the report says which.
         compute_dtype: of dense products, where a policy of mixed precision sets another than the weights'.
         advises: also plan the same ranks in replica groups, and say in the report's notes where that saves much; None:
-            where there are few tables, and many ranks that wait for each other.
+            for one number of groups, where there are few tables, and many ranks that wait for each other.
         observed: what `planner.observe` has seen of sample batches: pooling factors, where no constraint gives them,
             and which rows ids name. `observe` sets it.
 
@@ -203,7 +203,7 @@ class ShardingPlanner:
             assert planner.report is not None
             return planner.report
 
-        return group_advice(report, found.env, topology, on_mesh)
+        return group_advice(report, found.env, topology, on_mesh, thorough=bool(self.advises))
 
     def collective_plan(
         self,

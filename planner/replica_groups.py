@@ -16,7 +16,7 @@ from planner.report.report import PlanReport
 
 _SAVES = 0.2
 """Part of the step that must be saved for a word."""
-_FEW_TABLES, _MANY_RANKS, _SMALLEST_GROUP = 64, 64, 8
+_FEW_TABLES, _MANY_RANKS, _VERY_MANY_RANKS, _SMALLEST_GROUP = 64, 64, 1024, 8
 _COPIES = (4, 16, 64, 256)
 OnMesh = Callable[[ShardingEnv, Topology], PlanReport]
 
@@ -29,15 +29,19 @@ def worth_asking(report: PlanReport, env: ShardingEnv) -> bool:
     return waited > _SAVES * report.step_seconds
 
 
-def group_advice(report: PlanReport, env: ShardingEnv, topology: Topology, on_mesh: OnMesh) -> tuple[str, ...]:
+def group_advice(
+    report: PlanReport, env: ShardingEnv, topology: Topology, on_mesh: OnMesh, *, thorough: bool = True
+) -> tuple[str, ...]:
     """A sentence on the best replica groups, where they save much; else nothing.
 
     Args:
         report: of the plan for `env`.
         on_mesh: the report of the same model on another mesh.
+        thorough: as long as smaller groups are better; else one number of copies alone.
     """
     best: tuple[float, ShardingEnv, PlanReport] | None = None
-    for other, figures in _groups(report, env, topology):
+    some = _COPIES if thorough else _COPIES[env.table_size >= _VERY_MANY_RANKS :][:1]
+    for other, figures in _groups(report, env, topology, some):
         try:
             there = on_mesh(other, figures)
         except PlanError:  # does not fit: smaller groups fit less
@@ -56,14 +60,16 @@ def group_advice(report: PlanReport, env: ShardingEnv, topology: Topology, on_me
     )
 
 
-def _groups(report: PlanReport, env: ShardingEnv, topology: Topology) -> Iterator[tuple[ShardingEnv, Topology]]:
+def _groups(
+    report: PlanReport, env: ShardingEnv, topology: Topology, some: Sequence[int]
+) -> Iterator[tuple[ShardingEnv, Topology]]:
     """Meshes with more copies, larger groups first, as far as tables and memory allow."""
     total = float(report.rank_bytes.sum())
     axes = env.axes("shard")
     if not axes or ("replicate" in env.names and "replicate" not in env.axes("replicate")):
         return
     outer, size = axes[0], dict(zip(env.names, env.shape, strict=True))[axes[0]]
-    for copies in _COPIES:
+    for copies in some:
         group = env.table_size // copies
         if size % copies or group < _SMALLEST_GROUP or total / group > report.usable_bytes:
             return

@@ -18,8 +18,8 @@ from planner.meshes.shapes import shapes
 from planner.meshes.study import Part, PlannerOptions, Study
 
 _ALIKE = 1.02  # steps that differ by less are as good: the mesh with fewer axes is better
-_PLANNED = 12  # meshes whose tables are placed, at most; of many tables fewer
-_MANY_TABLES = 200
+_PLANNED, _OF_MANY = 12, 6  # meshes whose tables are placed, at most; on many devices, and half of it of many tables
+_MANY_DEVICES, _MANY_TABLES = 1024, 200
 
 
 def propose_mesh(
@@ -85,7 +85,7 @@ def _planned(study: Study, looked_at: Sequence[Part]) -> Iterator[MeshProposal]:
     yield from (study.proposal(part) for part in looked_at if not part.tables or part.objection)
     with_tables = [part for part in looked_at if part.tables and not part.objection]
     most = max((part.tables for part in with_tables), default=0)
-    count = _PLANNED if most <= _MANY_TABLES else _PLANNED // 3
+    count = (_OF_MANY if study.num_devices >= _MANY_DEVICES else _PLANNED) // (1 + (most > _MANY_TABLES))
     for part in sorted(with_tables, key=lambda part: part.promise)[:count]:
         yield study.planned(part)
 

@@ -56,10 +56,11 @@ class Part:
     copies: int
 
     @property
-    def promise(self) -> tuple[float, int]:
-        """Small where it is worth to place the tables: few dense seconds, then few copies."""
+    def promise(self) -> tuple[float, bool, bool, int]:
+        """Small where it is worth to place the tables: few dense seconds; stages inside hosts; copies by fours."""
         seconds = sum(self.dense.seconds.values()) if self.dense is not None else 0.0
-        return float(f"{seconds:.1e}"), self.copies
+        by_fours = self.copies == 2 or self.copies.bit_length() % 2 == 1
+        return float(f"{seconds:.1e}"), not by_fours, "local" not in self.shape.names, self.copies
 
 
 @dataclass(frozen=True, eq=False)
