@@ -165,7 +165,7 @@ class ShardingPlanner:
         model = DenseModel.of(module, weights, self.sequence_length, self.compute_dtype)
         dense = decide(model, found.placements, as_dense, env, topology, self.batch_size, asked)
         found = split_as(dense, found)
-        costs = CostSetting(self.cost_model, env, topology, self.batch_size)
+        costs = CostSetting(self.cost_model, env, topology, self.batch_size, self.observed)
         request = Request(parameters, constraints, kept, costs, dense.taken_bytes)
 
         def out_of_time() -> bool:

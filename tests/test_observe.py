@@ -17,7 +17,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from dmp import ShardingEnv, default_sharders
+from dmp import Layout, ShardingEnv, data_parallel, default_sharders, row_wise
 from planner import Constraint, Observation, ShardingPlanner, observe
 from planner.observed.row_curve import RowCurve
 
@@ -160,3 +160,29 @@ def test_plans_use_it_and_constraints_win() -> None:
     assert seen["t1"] > 2 * seen["t2"]
     given = loads(observed=found, constraints={"t1": Constraint(pooling_factor=1.0)})
     assert given["t1"] == pytest.approx(given["t2"])
+
+
+def seen_rows(ids: Tensor) -> Observation:
+    """One feature `a` of 8 ids a sample, 2,048 samples a batch."""
+    lengths = torch.cat([torch.full((2048,), 8), torch.zeros(2048, dtype=torch.long)])
+    return observe([KeyedJaggedTensor(["a", "b"], ids, lengths=lengths)])
+
+
+def lookup_of_ranks(observed: Observation, layout: Layout) -> list[float]:
+    """Modelled forward lookup of each of four ranks, table t1 pinned."""
+    env = ShardingEnv.abstract((4,), ("dp",), "cpu")
+    plan = {"embedding_bags.t1.weight": layout, "embedding_bags.t2.weight": data_parallel()}
+    report = ShardingPlanner(observed=observed).plan(collection(), default_sharders(), env, plan).report
+    at = report.phases.index("lookup fwd")
+    return [seconds[at] for seconds in report.rank_seconds]
+
+
+def test_a_block_of_hot_rows_is_costed_by_what_it_gets() -> None:
+    generator = torch.Generator().manual_seed(0)
+    even = seen_rows(torch.randint(1000, (2048 * 8,), generator=generator))
+    hot = seen_rows((torch.rand(2048 * 8, generator=generator) ** 4 * 1000).long())  # 70 % in the first quarter
+    for layout, first in ((row_wise([3, 1, 0, 2]), 3), (row_wise(), 0)):
+        alike, skewed = lookup_of_ranks(even, layout), lookup_of_ranks(hot, layout)
+        assert max(alike) == pytest.approx(min(alike), rel=0.1)
+        assert skewed[first] == max(skewed) > 1.8 * alike[first]
+        assert skewed[2 if first else 3] < 0.7 * alike[2], "the coldest block"

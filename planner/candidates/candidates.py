@@ -77,7 +77,8 @@ class Candidates:
         """
         env = setting.env
         infos = {name: _as_constrained(info, constraints[name], leeway) for name, (_, info) in parameters.items()}
-        kept = {name: in_place(name, layout, infos[name], env) for name, layout in pinned.items()}
+        seen = {} if setting.observed is None else {n: setting.observed.curve_of(n, info) for n, info in infos.items()}
+        kept = {name: in_place(name, layout, infos[name], env, seen.get(name)) for name, layout in pinned.items()}
         classes: dict[object, Asked] = {}
         class_of: dict[str, int] = {}
         number: dict[object, int] = {}
@@ -86,15 +87,13 @@ class Candidates:
             if name in kept:
                 continue
             constraint, info = constraints[name], infos[name]
-            key = (id(sharder), replace(info, init_fn=None), constraint.without_groups())
+            key = (id(sharder), replace(info, init_fn=None), constraint.without_groups(), seen.get(name))
             class_of[name] = number.setdefault(key, len(number))
             if key not in classes:
                 asked = Asked(name, sharder, info, constraint, env, places)
                 classes[key] = replace(asked, min_columns=UNIT) if leeway.narrow_columns else asked
-        every = [
-            Class(asked.info, _ids_per_sample(asked.name, asked.info, asked.constraint)) for asked in classes.values()
-        ]
-        every += [Class(infos[name], _ids_per_sample(name, infos[name], constraints[name])) for name in kept]
+        firsts = [*(asked.name for asked in classes.values()), *kept]
+        every = [Class(infos[n], _ids_per_sample(n, infos[n], constraints[n]), seen.get(n)) for n in firsts]
         offered: list[list[Offer]] = [offers(asked) for asked in classes.values()]
         last = [[of.offer] for of in kept.values()]
         found = costed(every, offered + last, setting)

@@ -15,11 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dmp import ParameterInfo, Shard, ShardingEnv
-from planner.candidates.family import UNIT, even_widths
+from planner.candidates.family import UNIT, Family, even_widths
 from planner.candidates.movable import MovableLayout
 from planner.candidates.offered import Offer
 from planner.costs.protocol import ALL_REDUCE, EXCHANGE, Array, CostProtocol, Integers, ShardInfo, ShardTable
 from planner.costs.topology import Topology
+from planner.observed.observation import Observation
+from planner.observed.row_curve import RowCurve
 
 _ROWS, _COLUMNS = ShardInfo._fields.index("rows"), ShardInfo._fields.index("columns")
 _COPIED, _SHARE = ShardInfo._fields.index("replicated"), ShardInfo._fields.index("row_share")
@@ -33,12 +35,14 @@ class CostSetting:
     Args:
         model: what shards cost.
         batch_size: samples per data rank.
+        observed: what sample batches told of ids; None where there were none.
     """
 
     model: CostProtocol
     env: ShardingEnv
     topology: Topology
     batch_size: float
+    observed: Observation | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,10 +52,12 @@ class Class:
     Args:
         info: of each.
         ids_per_sample: mean number of ids of a sample in all features.
+        curve: which rows its ids name; None: all alike.
     """
 
     info: ParameterInfo
     ids_per_sample: float
+    curve: RowCurve | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,9 +121,14 @@ def costed(classes: Sequence[Class], offered: Sequence[Sequence[Offer]], setting
     regular = np.array([row for row, offer in enumerate(offers) if _is_regular(offer, known[owner[row]])], dtype=int)
     others = sorted(set(range(len(offers))) - set(regular.tolist()))
     shards, widths = _at_three_widths(known[owner[regular]], [offers[row] for row in regular.tolist()], setting.env)
-    single = [_shards_of(offers[row], known[owner[row]], setting.env) for row in others]
+    single = [_shards_of(offers[row], known[owner[row]], classes[owner[row]], setting.env) for row in others]
     every = ShardTable.from_columns(*np.concatenate([shards.reshape(-1, known.shape[1]), *single]).T)
     local, everywhere = setting.model.costs(every, setting.env, setting.topology, setting.batch_size)
+    if any(of.curve is not None for of in classes):
+        for row, of_row in zip(regular.tolist(), shards.transpose(1, 0, 2), strict=True):
+            of_row[:, _SHARE] = _hottest(classes[owner[row]], offers[row].family, of_row[0, _SHARE])
+        every = ShardTable.from_columns(*np.concatenate([shards.reshape(-1, known.shape[1]), *single]).T)
+        local, _ = setting.model.costs(every, setting.env, setting.topology, setting.batch_size)
     spans = np.append(setting.model.spans(setting.env), 1)
     count, width = len(regular), local.shape[1]
     fixed, slope, common = np.zeros((3, len(offers), width))
@@ -196,7 +207,16 @@ def _is_affine(local: Array, widths: Array) -> bool:
     return bool((np.abs(middle - expected) <= 1e-6 * np.maximum(high, 1e-15)).all())
 
 
-def _shards_of(offer: Offer, known: Array, env: ShardingEnv) -> Array:
+def _hottest(of: Class, family: Family, even: float) -> float:
+    """The share of ids that the row block with most gets: ranks of a family are costed alike, as the slowest."""
+    rows = of.info.shape[0] if of.info.shape else 1
+    if of.curve is None or family.is_copied or rows == 0:
+        return even
+    edges = np.minimum(np.arange(family.size + 1) * -(-rows // family.size), rows)
+    return float(np.diff(of.curve.below(edges)).max())
+
+
+def _shards_of(offer: Offer, known: Array, of: Class, env: ShardingEnv) -> Array:
     """The shards of an offer whose pieces or blocks differ: (shards, fields)."""
     if offer.own is None:
         cut = even_widths(int(known[_COLUMNS]), offer.family.pieces)
@@ -204,11 +224,14 @@ def _shards_of(offer: Offer, known: Array, env: ShardingEnv) -> Array:
         shards[:, _COLUMNS] = cut
         sizes = np.full(len(cut), offer.family.size)
         _blocks_of_rows(shards, sizes, np.zeros(len(cut), dtype=bool), env)
+        shards[:, _SHARE] = _hottest(of, offer.family, shards[0, _SHARE])
         return shards
     shards = np.stack([known] * len(offer.own.shards))
     cuts = np.array(offer.own.shards, dtype=np.float64)
-    shards[:, _ROWS], shards[:, _COLUMNS], shards[:, _ON_HOST] = cuts.T
+    shards[:, _ROWS], shards[:, _COLUMNS], shards[:, _ON_HOST], first = cuts.T
     shards[:, _SHARE] = cuts[:, 0] / max(1.0, known[_ROWS])
+    if of.curve is not None and not offer.own.is_copied:
+        shards[:, _SHARE] = of.curve.below(first + cuts[:, 0]) - of.curve.below(first)
     shards[:, _COPIED] = offer.own.is_copied
     return shards
 

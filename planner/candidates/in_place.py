@@ -14,6 +14,7 @@ from planner.candidates.costed import Costed
 from planner.candidates.family import Family, is_filled
 from planner.candidates.movable import fixed, placed
 from planner.candidates.offered import Offer
+from planner.observed.row_curve import RowCurve
 from planner.search.cost_table import Array, Integers
 
 Ranks = NDArray[np.bool_]
@@ -27,14 +28,18 @@ class InPlace(NamedTuple):
     blocks: tuple[int, ...]
 
 
-def in_place(name: str, layout: Layout, info: ParameterInfo, env: ShardingEnv) -> InPlace:
+def in_place(name: str, layout: Layout, info: ParameterInfo, env: ShardingEnv, curve: RowCurve | None) -> InPlace:
     """A pinned layout where it is.
+
+    Args:
+        curve: which rows ids name: then its row blocks are costed one by one.
 
     Raises:
         PlanError: it does not fit the parameter or the mesh.
     """
     place = placed(layout, env)
-    if place is not None and _fits(place.family, info):
+    is_uneven = curve is not None and place is not None and place.family.size > 1
+    if place is not None and _fits(place.family, info) and not is_uneven:
         return InPlace(layout, Offer(place.family), place.blocks)
     own = fixed(name, layout, info, env)
     return InPlace(layout, Offer(Family(layout.name, own.block_size), "", own), (0,))

@@ -25,6 +25,7 @@ class Cut(NamedTuple):
     rows: int
     columns: int
     host_share: float
+    first_row: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +97,7 @@ def fixed(name: str, layout: Layout, info: ParameterInfo, env: ShardingEnv) -> M
     columns_on_host = [(s.rank // inner, s.offsets[1:], s.sizes[1:]) for s in shards]
     count = Counter(columns_on_host if len(env.table_shape) > 1 else ())
     cuts = tuple(
-        Cut(_rows(shard), prod(shard.sizes[1:]), 1 / max(1, count[columns]))
+        Cut(_rows(shard), prod(shard.sizes[1:]), 1 / max(1, count[columns]), shard.offsets[0] if shard.offsets else 0)
         for shard, columns in zip(shards, columns_on_host, strict=True)
     )
     return MovableLayout(layout, env.table_size, cuts, tuple(s.rank for s in shards), 1)

@@ -75,7 +75,7 @@ class Observation:
         seen = self.of_table(name, info)
         curves = [each.curve for each in seen if each.curve is not None]
         weights = [each.pooling_factor for each in seen if each.curve is not None]
-        return RowCurve.mixed(curves, weights) if curves and len(curves) == len(seen) and sum(weights) else None
+        return RowCurve.mixed(curves, weights) if curves and len(curves) == len(seen) else None
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON, for `load`."""
