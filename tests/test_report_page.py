@@ -144,6 +144,9 @@ def test_every_rank_has_its_cell(shape: tuple[int, int]) -> None:
     assert columns[-1] + grid.wide <= 1060 and (rows[-1] + grid.high <= 500)
 
 
+_OF_ROWS = ("label_of", "busiest", "mean", "by_width", "by_piece", "units", "most_pieces")
+
+
 def many(tables: int, num_hosts: int, local: int) -> PlanReport:
     """A report as large as they come, grown from a planned one: tables and ranks repeated."""
     small = planned(bags(*((1000 * (i + 1), 64) for i in range(20))), hosts(2, 8))
@@ -156,13 +159,13 @@ def many(tables: int, num_hosts: int, local: int) -> PlanReport:
         first=((np.tile(pieces.first, times) + 16 * step) % (ranks - 15)).astype(np.int32),
         **{name: np.tile(getattr(pieces, name), times) for name in ("size", "seconds", "bytes")},
     )
-    repeated = {name: np.concatenate([getattr(p, name)] * times) for name in ("is_pinned", "busiest", "mean")}
+    repeated = {name: np.concatenate([getattr(p, name)] * times) for name in ("is_pinned", "busiest", "mean", "cut")}
     rows = len(small.offers.label_of)
     classes = len(small.offers.starts) - 1
     offers = replace(
         small.offers,
         starts=np.append(np.concatenate([small.offers.starts[:-1] + i * rows for i in range(times)]), rows * times),
-        **{name: np.concatenate([getattr(small.offers, name)] * times) for name in ("label_of", "busiest", "mean")},
+        **{name: np.concatenate([getattr(small.offers, name)] * times) for name in _OF_ROWS},
     )
     axes = (("host", num_hosts, "shard"), ("local", local, "shard"))
     spread = np.random.default_rng(0).uniform(0.8, 1.0, (ranks, 1))

@@ -84,15 +84,15 @@ class Costed:
         family = np.array([offer.family[1:5] for offer in self.offers], dtype=np.int64).reshape(-1, 4)
         size, pieces, units, _ = (column[:, None] for column in family.T)
         cut = units * self.slope
-        mean = (pieces * self.fixed + cut) * self._sharing(size)
+        mean = (pieces * self.fixed + cut) * self.sharing(size)
         for row, loads in self.ragged.items():
-            mean[row] = loads.sum((0, 1)) * self._sharing(size[row]) / size[row]
+            mean[row] = loads.sum((0, 1)) * self.sharing(size[row]) / size[row]
         return self.fixed + cut + self.everywhere, mean / num_ranks + self.everywhere
 
     def of_cut(self, row: int, widths: Sequence[int], num_ranks: int) -> tuple[Array, Array]:
         """The same of one that is divisible, cut into pieces of so many units."""
         fixed, slope, common = self.fixed[row], self.slope[row], self.everywhere[row]
-        total = (len(widths) * fixed + sum(widths) * slope) * self._sharing(self.offers[row].family.size)
+        total = (len(widths) * fixed + sum(widths) * slope) * self.sharing(self.offers[row].family.size)
         return fixed + max(widths) * slope + common, total / num_ranks + common
 
     def pieces(self, row: int, widths: Sequence[int] | None) -> list[Array]:
@@ -102,7 +102,7 @@ class Costed:
         units = [0] * self.offers[row].family.pieces if widths is None else widths
         return [(self.fixed[row] + width * self.slope[row])[None] for width in units]
 
-    def _sharing(self, size: Any) -> Any:
+    def sharing(self, size: Any) -> Any:
         """Ranks on which a piece puts its load, by phase."""
         return -(-size // self.spans) * self.spans
 

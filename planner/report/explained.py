@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import numpy as np
+
 from dmp import shown_bytes
 from planner.report.figures import Figures
-from planner.report.offers import Floats
+from planner.report.offers import Floats, Options
 from planner.report.reasons import reasons
 from planner.report.words import layout, milliseconds, ranks, shape, times
 
 _OPTIONS_SHOWN = 24
-_LABEL = 34
+_LABEL = 44
 
 
 class Alternative(NamedTuple):
@@ -34,27 +36,38 @@ class Alternative(NamedTuple):
 
 
 def alternatives(figures: Figures, index: int) -> list[Alternative]:
-    """What parameter `index` did not get: cheapest first, then what may not be chosen."""
-    offers, rows = figures.offers, ordered_rows(figures, index)
+    """What parameter `index` did not get, a line for each family: cheapest first, then what may not be chosen."""
+    options = best_of_families(figures, index)
+    why = reasons(figures, [index] * len(options.row), options)
     return [
-        Alternative(
-            offers.label(row),
-            float(offers.busiest[row, :-1].sum()),
-            float(offers.mean[row, :-1].sum()),
-            int(offers.busiest[row, -1]),
-            why,
+        Alternative(label_of(figures, row, pieces), float(most[:-1].sum()), float(mean[:-1].sum()), int(most[-1]), text)
+        for row, pieces, most, mean, text in zip(
+            options.row.tolist(), options.pieces.tolist(), options.busiest, options.mean, why, strict=True
         )
-        for row, why in zip(rows, reasons(figures, [index] * len(rows), rows), strict=True)
     ]
 
 
-def ordered_rows(figures: Figures, index: int) -> list[int]:
-    """Rows of the offers that parameter `index` did not get: cheapest first, then what may not be chosen."""
+def best_of_families(figures: Figures, index: int) -> Options:
+    """Of each family that parameter `index` was offered the cut that would do best, cheapest first; what it got is not
+    among them. Of the family that it got, the next best cut."""
     planned, offers = figures.planned, figures.offers
-    mine = offers.rows(int(planned.class_of[index]))
-    work = offers.mean[mine.start : mine.stop, :-1].sum(1).tolist()
-    rows = [row for row in mine if row != planned.chosen[index]]
-    return sorted(rows, key=lambda row: (row in offers.objections, work[row - mine.start]))
+    options = offers.options(int(planned.class_of[index]))
+    slowest = np.array(figures.phase_seconds) - np.array(figures.setup_seconds)
+    longer = np.maximum(options.busiest[:, :-1] - slowest, 0).sum(1)
+    harm = longer + options.mean[:, :-1].sum(1) + 1e9 * (options.busiest[:, -1] > figures.usable_bytes)
+    harm[(options.row == planned.chosen[index]) & (options.pieces == planned.cut[index])] = np.inf
+    order = np.lexsort((harm, options.row))
+    first = order[np.unique(options.row[order], return_index=True)[1]]
+    first = first[np.isfinite(harm[first])]
+    forbidden = np.array([int(row) in offers.objections for row in options.row[first]], dtype=bool)
+    kept = first[np.lexsort((options.mean[first, :-1].sum(1), forbidden))]
+    return options.of(kept)
+
+
+def label_of(figures: Figures, row: int, pieces: int) -> str:
+    """An option in words, with what was looked at besides."""
+    most = int(figures.offers.most_pieces[row])
+    return figures.offers.label(row, pieces) + f" of up to {most}" * (1 < pieces < most)
 
 
 def explained(figures: Figures, indices: Iterable[int]) -> str:

@@ -85,10 +85,9 @@ class Figures:
 
     @property
     def imbalance(self) -> tuple[float, ...]:
-        """Slowest rank over mean of all, for each phase; 1 where nobody works."""
-        slowest = np.array(self.phase_seconds) - np.array(self.setup_seconds)
-        mean = self.rank_seconds.mean(0) if len(self.rank_seconds) else np.zeros(len(self.phases))
-        return tuple(float(s / m) if m > 0 else 1.0 for s, m in zip(slowest, mean, strict=True))
+        """Slowest rank over mean of all, latencies included, for each phase; 1 where nobody works."""
+        pairs = zip(self.phase_seconds, self.mean_phase_seconds(), strict=True)
+        return tuple(slowest / mean if mean > 0 else 1.0 for slowest, mean in pairs)
 
     def mean_phase_seconds(self) -> tuple[float, ...]:
         """Each phase as it would be if all ranks had the same work, latencies included."""

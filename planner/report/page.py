@@ -10,10 +10,11 @@ import numpy as np
 
 from dmp import shown_bytes
 from planner.report.bars import Bar, bars, legend
-from planner.report.explained import ordered_rows
+from planner.report.explained import best_of_families, label_of
 from planner.report.figures import Figures
 from planner.report.heat_map import HeatMap, heat_map
 from planner.report.mesh_picture import Grid, mesh_picture
+from planner.report.offers import Options
 from planner.report.profile import profile
 from planner.report.rank_groups import rank_groups
 from planner.report.reasons import reasons
@@ -226,7 +227,7 @@ def _tables(f: Figures) -> list[dict[str, Any]]:
 def _data(f: Figures, grid: Grid, heat: HeatMap | None) -> dict[str, Any]:
     """What the page's script needs: loads of ranks, the heat map's values, and what tables did not get."""
     loads = np.column_stack([f.rank_seconds * 1e6, f.rank_bytes / 1e6])
-    keys, options = _options(f)
+    keys, labels, options = _options(f)
     return {
         "phases": f.phases,
         "cells": {name: getattr(grid, name) for name in _GRID},
@@ -240,40 +241,52 @@ def _data(f: Figures, grid: Grid, heat: HeatMap | None) -> dict[str, Any]:
             "us": _short(heat.seconds * 1e6),
             "mb": _short(heat.bytes / 1e6),
         },
-        "labels": f.offers.labels,
+        "labels": labels,
         "options": options,
         "of": keys,
         "busiest": _short(f.planned.busiest[:, :-1].astype(np.float64) * 1e6),
     }
 
 
-def _options(f: Figures) -> tuple[list[int], list[dict[str, Any]]]:
-    """What tables did not get: once for those of one class that got the same, as the number of its list."""
+def _options(f: Figures) -> tuple[list[int], list[str], list[dict[str, Any]]]:
+    """What tables did not get: the number of each one's list, the options' words, and the lists.
+
+    Tables of one class that got the same share theirs.
+    """
     p, numbers = f.planned, {}
     keys = []
     members: list[int] = []
-    for index, key in enumerate(zip(p.class_of.tolist(), p.chosen.tolist(), strict=True)):
+    for index, key in enumerate(zip(p.class_of.tolist(), p.chosen.tolist(), p.cut.tolist(), strict=True)):
         if key not in numbers:
             numbers[key] = len(members)
             members.append(index)
         keys.append(numbers[key])
     each = max(4, min(24, _OPTIONS // max(1, len(members))))
-    every = [ordered_rows(f, index) for index in members]
-    shown = [(index, row) for index, rows in zip(members, every, strict=True) for row in rows[:each]]
-    why = iter(reasons(f, [index for index, _ in shown], [row for _, row in shown]))
-    busiest, mean = f.offers.busiest[:, :-1].sum(1), f.offers.mean[:, :-1].sum(1)
+    every = [best_of_families(f, index) for index in members]
+    shown = [options.of(slice(each)) for options in every]
+    together = Options.joined(shown) if shown else None
+    owners = np.repeat(members, [len(options.row) for options in shown]).tolist()
+    why = iter(reasons(f, owners, together) if together is not None else [])
+    labels: dict[tuple[int, int, int], int] = {}
+    words: list[str] = []
     found = []
-    for rows in every:
-        listed = [
-            [
-                int(f.offers.label_of[row]),
-                *_short(np.array([busiest[row] * 1e6, mean[row] * 1e6, f.offers.busiest[row, -1] / 1e6], np.float64)),
-                next(why),
-            ]
-            for row in rows[:each]
+    for options, all_of_it in zip(shown, every, strict=True):
+        figures = [
+            1e6 * options.busiest[:, :-1].sum(1),
+            1e6 * options.mean[:, :-1].sum(1),
+            options.busiest[:, -1] / 1e6,
         ]
-        found.append({"rows": listed, "more": max(0, len(rows) - each)})
-    return keys, found
+        listed = []
+        for row, pieces, *costs in zip(
+            options.row.tolist(), options.pieces.tolist(), *map(_short, figures), strict=True
+        ):
+            key = int(f.offers.label_of[row]), pieces, int(f.offers.most_pieces[row])
+            if key not in labels:
+                labels[key] = len(words)
+                words.append(label_of(f, row, pieces))
+            listed.append([labels[key], *costs, next(why)])
+        found.append({"rows": listed, "more": len(all_of_it.row) - len(listed)})
+    return keys, words, found
 
 
 def _short(values: Any) -> Any:

@@ -44,6 +44,7 @@ class Planned:
         mean: (parameters, phases + 1) the same averaged over all ranks.
         class_of: (parameters,) its class among the offers; -1 for none.
         chosen: (parameters,) its row among the offers; -1 for none.
+        cut: (parameters,) pieces into which that row's columns are cut.
         pieces: where they lie.
     """
 
@@ -55,6 +56,7 @@ class Planned:
     mean: Floats
     class_of: Integers
     chosen: Integers
+    cut: Integers
     pieces: Pieces
 
     @property

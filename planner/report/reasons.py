@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from dmp import shown_bytes
 from planner.report.figures import Figures
+from planner.report.offers import Options
 from planner.report.words import milliseconds, times
 
 _NOTICED = 1.02
@@ -36,22 +37,22 @@ class _Compared(NamedTuple):
     memory: float
 
 
-def reasons(figures: Figures, indices: Sequence[int], rows: Sequence[int]) -> list[str]:
-    """Why each of these parameters did not get the option of the row beside it."""
+def reasons(figures: Figures, indices: Sequence[int], options: Options) -> list[str]:
+    """Why each of these parameters did not get the option beside it."""
     slowest = np.array(figures.phase_seconds) - np.array(figures.setup_seconds)
     found = []
-    for compared, row in zip(_compared(figures, indices, rows, slowest), rows, strict=True):
+    for compared, row in zip(_compared(figures, indices, options, slowest), options.row.tolist(), strict=True):
         said = figures.offers.objections.get(row)
         found.append(_as_sentence(said) if said else _reason(figures, compared, slowest))
     return found
 
 
 def _compared(
-    figures: Figures, indices: Sequence[int], rows: Sequence[int], slowest: NDArray[np.float64]
+    figures: Figures, indices: Sequence[int], options: Options, slowest: NDArray[np.float64]
 ) -> list[_Compared]:
     """All at once, for there may be thousands."""
-    at, of = np.array(indices, dtype=np.int64), np.array(rows, dtype=np.int64)
-    option, mean = figures.offers.busiest[of].astype(np.float64), figures.offers.mean[of].astype(np.float64)
+    at = np.array(indices, dtype=np.int64)
+    option, mean = options.busiest, options.mean
     chosen, chosen_mean = figures.planned.busiest[at].astype(np.float64), figures.planned.mean[at].astype(np.float64)
     looks_up = np.array(["lookup" in name for name in figures.phases])
     longer = np.maximum(option[:, :-1] - slowest, 0)
@@ -61,7 +62,7 @@ def _compared(
         option[:, :-1].sum(1),
         longer.sum(1),
         worst,
-        option[np.arange(len(of)), worst],
+        option[np.arange(len(at)), worst],
         np.isclose(mean, option, rtol=0.01).all(1),
         _ratio(mean[:, :-1].sum(1), chosen_mean[:, :-1].sum(1)),
         _ratio(mean[:, :-1][:, looks_up].sum(1), chosen_mean[:, :-1][:, looks_up].sum(1)),

@@ -17,6 +17,7 @@ from planner.report.planned import Pieces, Planned
 from planner.report.setting import Setting
 
 VERSION = 1
+_OFFERS = ("starts", "label_of", "busiest", "mean", "by_width", "by_piece", "units", "most_pieces")
 _DTYPES = {"f": np.float32, "d": np.float64, "i": np.int32, "l": np.int64, "?": np.bool_}
 
 
@@ -85,7 +86,7 @@ def _read(given: dict[str, Any]) -> dict[str, Any]:
         "offers": Offers(
             labels=tuple(offers["labels"]),
             objections={int(row): why for row, why in offers["objections"].items()},
-            **{name: _array(offers[name]) for name in ("starts", "label_of", "busiest", "mean")},
+            **{name: _array(offers[name]) for name in _OFFERS},
         ),
         "rank_seconds": _array(given["rank_seconds"]),
         "rank_bytes": _array(given["rank_bytes"]),

@@ -51,7 +51,9 @@ def summarise(
     return PlanReport(
         setting=setting,
         planned=_planned(candidates, shapes, layouts, solution, merged, (most, mean)),
-        offers=_offers(costed, len(costed.offers) - len(candidates.pinned), most, mean),
+        offers=_offers(
+            costed, len(costed.offers) - len(candidates.pinned), (most, mean), merged, len(problem.capacity)
+        ),
         rank_seconds=load[:, :-1],
         rank_bytes=load[:, -1].astype(np.int64),
         usable_bytes=int(problem.capacity.max()),
@@ -76,35 +78,40 @@ def _paid(candidates: Candidates, problem: Problem, solution: Solution) -> froze
     return problem.base_kinds | {kind for kind in range(len(problem.setups)) if needs >> kind & 1}
 
 
-def _offers(costed: Costed, of_offers: int, most: Array, mean: Array) -> Offers:
+def _offers(costed: Costed, of_offers: int, wholes: tuple[Array, Array], merged: Merged, num_ranks: int) -> Offers:
     """What all classes are offered.
 
     Args:
         of_offers: how many rows, the first, are no pinned layouts.
-        most: (rows, names + 1) on the rank that each loads most.
-        mean: the same averaged over ranks.
+        wholes: twice (rows, names + 1): on the rank that each loads most, and averaged over ranks.
     """
+    most, mean = wholes
     if not of_offers:
         return Offers.none(most.shape[1] - 1)
     labels: dict[str, int] = {}
     offers = costed.offers[:of_offers]
     label_of = [labels.setdefault(_label(offer), len(labels)) for offer in offers]
     owner = costed.owner[:of_offers]
+    size, _, units, least = np.array([offer.family[1:5] for offer in offers], dtype=np.int64).T
+    by_width = merged.loads(units[:, None] * costed.slope[:of_offers])
+    by_piece = merged.loads(costed.fixed[:of_offers] * costed.sharing(size[:, None])) / num_ranks
     return Offers(
         np.searchsorted(owner, np.arange(int(owner[-1]) + 2)).astype(np.int32),
         tuple(labels),
         np.array(label_of, np.int32),
         most[:of_offers].astype(np.float32),
         mean[:of_offers].astype(np.float32),
+        by_width.astype(np.float32),
+        by_piece.astype(np.float32),
+        np.maximum(units, 1).astype(np.int32),
+        np.where(units > 0, np.minimum(units // np.maximum(least, 1), num_ranks // size), 1).astype(np.int32),
         {row: offer.objection for row, offer in enumerate(offers) if offer.objection},
     )
 
 
 def _label(offer: Offer) -> str:
     """What a family is, in words, wherever it lies."""
-    name, size, pieces, units = offer.family[:4]
-    if units:
-        return f"{name}{f' over {size} ranks' * (size > 1)}, columns whole or cut"
+    name, size, pieces = offer.family[:3]
     if pieces > 1:
         return f"{name}, {pieces} pieces" + f" of {plural(size, 'rank')}" * (size > 1)
     return name + f" over {size} ranks" * (size > 1 and not offer.family.is_copied and offer.own is None)
@@ -123,7 +130,7 @@ def _planned(
     most, mean = wholes
     num_ranks, width = len(solution.load), (len(names), len(merged.names) + 1)
     busiest, average = np.zeros(width, np.float32), np.zeros(width, np.float32)
-    class_of, chosen = np.full(len(names), -1, np.int32), np.full(len(names), -1, np.int32)
+    class_of, chosen, cut = np.full((3, len(names)), [[-1], [-1], [1]], np.int32)
     pieces: list[tuple[int, int, int, Array]] = []
     for name, row in candidates.pinned_rows.items():
         index, of = index_of[name], candidates.pinned[name]
@@ -136,6 +143,7 @@ def _planned(
         busiest[index], average[index] = most[row], mean[row]
         widths = choice.widths if choice.widths is not None or not family.units else _even(family.units, choice.blocks)
         if widths is not None:
+            cut[index] = len(widths)
             busiest[index], average[index] = (merged.loads(x) for x in costed.of_cut(row, widths, num_ranks))
         sizes = zip(choice.blocks, costed.pieces(row, widths), strict=True)
         pieces += [(index, block, family.size, loads) for block, loads in sizes]
@@ -148,6 +156,7 @@ def _planned(
         mean=average,
         class_of=class_of,
         chosen=chosen,
+        cut=cut,
         pieces=_pieces(sorted(pieces, key=lambda piece: piece[0])),
     )
 
