@@ -13,6 +13,7 @@
 - `option_costs`: what options cost wherever they go
 - `bound`: a lower bound on every placement
 - `bound_columns`: what an item may be given, in numbers of which every plan has at least as much
+- `bound_counts`: how many pieces fit beside each other where a phase takes no longer than so long
 - `bound_programme`: a linear programme over columns, by interior points
 - `bound_node`: a part of all plans, what it costs at least, and how it splits in two
 """

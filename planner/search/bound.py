@@ -16,17 +16,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planner.search.bound_columns import columns
+from planner.search.bound_columns import Columns, columns
 from planner.search.bound_node import Frame, Node, settle, split
+from planner.search.cost_table import Array
 from planner.search.problem import Problem
 
-_WORK = 120.0
+_WORK = 90.0
 """Programmes solved at most, a large one counting as several."""
 _ROWS = 5000
 """Columns for which a programme counts once more."""
 _CLOSE = 5e-4
 """Nobody cares how much of this part of a plan's cost is missing."""
 _ROUNDING = 1e-9
+_PARTS = 7
+"""Of the shortest piece, that all others are tried to be a whole number of."""
 
 
 class Bound(NamedTuple):
@@ -94,12 +97,32 @@ def _root(problem: Problem, upper: float) -> tuple[Node | None, Frame]:
     found = found.take(np.flatnonzero(counts[found.owner] > 0))
     found = found._replace(kinds=found.kinds & ~sum(1 << k for k in problem.base_kinds))
     work = np.column_stack([found.mean, found.size])
-    frame = Frame(found, work, np.append(mean, -1.0), upper, problem.setups.sum(1))
+    frame = Frame(
+        found, work, np.append(mean, -1.0), upper, table, problem.span, _units(problem, found), problem.setups.sum(1)
+    )
     start = np.flatnonzero(np.diff(found.owner, prepend=-1))
     low, kinds = base.max(0) - base.min(0), sum(1 << k for k in range(len(problem.setups)))
     high = np.full(len(low), max(upper, 0.0))
     node = Node(0.0, np.arange(len(found.owner)), start, counts[found.owner[start]], low, high, 0, kinds)
     return node if len(start) == int((counts > 0).sum()) else None, frame
+
+
+def _units(problem: Problem, found: Columns) -> Array:
+    """(phases,) seconds of which every piece takes a whole number; 0 where there are none."""
+    table, row = problem.table, np.unique(found.row[found.hits[:, 0] > 0])
+    base, units = problem.base[:, :-1], np.zeros(len(problem.span))
+    row = row[table.size[row] < len(problem.capacity)]
+    if np.isin(row, list(table.ragged)).any():
+        return units
+    for phase in np.flatnonzero(base.max(0) == base.min(0)).tolist():
+        seconds = np.concatenate([table.fixed[row, phase], table.slope[row, phase]])
+        seconds = np.unique(seconds[seconds > 0])
+        for part in range(1, _PARTS) if len(seconds) else ():
+            number = seconds / seconds[0] * part
+            if np.abs(number - np.round(number)).max() < _ROUNDING and number[-1] < 1 / _CLOSE:
+                units[phase] = seconds[0] / part
+                break
+    return units
 
 
 def _longest(problem: Problem, frame: Frame, root: Node) -> tuple[int, float]:

@@ -34,6 +34,8 @@ class Columns(NamedTuple):
         piece: (columns, phases) seconds.
         size: (columns,) parts of the free memory.
         kinds: (columns,) set-ups needed, a bit each.
+        pieces: (columns,) how many; 0 where nobody counts them.
+        hits: (columns, phases) part of the ranks, or groups that share the phase, that a piece is on at least.
     """
 
     owner: Integers
@@ -43,6 +45,8 @@ class Columns(NamedTuple):
     piece: Array
     size: Array
     kinds: Integers
+    pieces: Integers
+    hits: Array
 
     def take(self, rows: Integers) -> Columns:
         """Some of them."""
@@ -54,6 +58,8 @@ class Columns(NamedTuple):
             self.piece[rows],
             self.size[rows],
             self.kinds[rows],
+            self.pieces[rows],
+            self.hits[rows],
         )
 
 
@@ -87,7 +93,8 @@ def columns(problem: Problem, upper: float) -> Columns:
     piece = fixed + widest[:, None] * slope
     whole = number[:, None] * fixed + table.units[row][:, None] * slope
     # a piece meets at least so many of the groups of ranks that share a phase
-    mean = whole * (-(-table.size[row][:, None] // span) / -(-num_ranks // span))
+    hits = -(-table.size[row][:, None] // span) / -(-num_ranks // span)
+    mean = whole * hits
     every = table.everywhere[row].copy()
     is_everywhere = (table.size[row] >= num_ranks)[:, None]
     for r, loads in table.ragged.items():
@@ -102,7 +109,12 @@ def columns(problem: Problem, upper: float) -> Columns:
     fits = _fits(problem, table.owner[row], every[:, -1], piece[:, -1], is_everywhere[:, 0])
     free = max(float((problem.capacity - problem.base[:, -1]).sum()), 1.0)
     size = (every[:, -1] + mean[:, -1]) * num_ranks / free
-    found = Columns(table.owner[row], row, every[:, :-1].sum(1), mean[:, :-1], piece[:, :-1], size, table.kinds[row])
+    is_counted = ~is_everywhere[:, 0] & (is_fine[row] | ~is_cut[row]) & ~np.isin(row, list(table.ragged))
+    pieces = np.where(is_counted, number, 0)
+    seconds = every[:, :-1].sum(1)
+    found = Columns(
+        table.owner[row], row, seconds, mean[:, :-1], piece[:, :-1], size, table.kinds[row], pieces, hits[:, :-1]
+    )
     return found.take(np.flatnonzero(fits))
 
 

@@ -6,18 +6,31 @@ A node is the plans in which items of each group take one of the columns left to
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.search.bound_columns import Columns
+from planner.search.bound_counts import LEVELS, crowded, levels
 from planner.search.bound_programme import Programme, Relaxed, solve
-from planner.search.cost_table import Array, Integers
+from planner.search.cost_table import Array, CostTable, Integers
 
 _ROUNDS = 3
+_EDGE = 1e-6
 _EXACT = 1e-3
 """Of the step: by how much a piece may take longer than its phase."""
+_UNUSED = 1e-4
+_WHOLE = 0.02
+_KNOWN = 1.5
+"""Times its time in the relaxed optimum, about: a phase that is known to take no longer is counted."""
+_SHORT = 0.7
+"""Part of what there is that is taken: what is counted then may matter."""
+_COUNTS = 4
+"""Rows of a programme that count."""
+_LONGER = np.array([1.001, 1.01, 1.03, 1.07, 1.15, 1.3])
+"""Times its time in the relaxed optimum, that a phase takes at most in one of two nodes."""
 _AIMS = np.array([0.1, 0.3, 0.5, 0.75, 1.0])
 """Where between a phase's time and the largest piece in use a node is split."""
 
@@ -30,6 +43,9 @@ class Frame(NamedTuple):
         work: (columns, phases + 1) mean and size.
         base: (phases + 1,) mean of what is there already above the idlest rank's; then -1.
         upper: seconds of a plan; nobody cares for what costs more.
+        table: of the columns.
+        span: (phases,) ranks that share each.
+        unit: (phases,) seconds of which a phase takes a whole number above what is on every rank; 0 where of none.
         setups: (kinds,) seconds.
     """
 
@@ -37,6 +53,9 @@ class Frame(NamedTuple):
     work: Array
     base: Array
     upper: float
+    table: CostTable
+    span: Integers
+    unit: Array
     setups: Array
 
 
@@ -53,6 +72,7 @@ class Node(NamedTuple):
         paid: set-ups used, a bit each.
         allowed: set-ups that may be used.
         relaxed: its optimum when items are shared out; of `rows`.
+        reduced: (rows,) by how much an item with this column costs more than with its group's best, at its prices.
     """
 
     value: float
@@ -64,6 +84,7 @@ class Node(NamedTuple):
     paid: int
     allowed: int
     relaxed: Relaxed | None = None
+    reduced: Array | None = None
 
     @property
     def group(self) -> Integers:
@@ -79,7 +100,8 @@ def keep(node: Node, kept: NDArray[np.bool_]) -> Node | None:
     if not left.all():
         return None
     relaxed = node.relaxed and node.relaxed._replace(share=node.relaxed.share[kept])
-    return node._replace(rows=node.rows[kept], start=np.cumsum(left) - left, relaxed=relaxed)
+    reduced = None if node.reduced is None else node.reduced[kept]
+    return node._replace(rows=node.rows[kept], start=np.cumsum(left) - left, relaxed=relaxed, reduced=reduced)
 
 
 def settle(frame: Frame, node: Node) -> Node | None:
@@ -98,7 +120,7 @@ def settle(frame: Frame, node: Node) -> Node | None:
         if value >= limit:
             return None
         # what an item costs at least with each column: the phases that its piece prolongs are paid for that
-        rest = 1 - relaxed.price[:-1]
+        rest = 1 - relaxed.price[: len(found.low)]
         piece = frame.columns.piece[found.rows]
         single = value + reduced + np.maximum(piece - found.low, 0) @ np.maximum(rest, 0)
         least = float(np.minimum.reduceat(single, found.start).max())
@@ -112,6 +134,7 @@ def settle(frame: Frame, node: Node) -> Node | None:
             low=np.maximum(found.low, low),
             high=np.minimum(found.high, high),
             relaxed=relaxed,
+            reduced=reduced,
         )
         found = keep(found, single < limit)
         if found is None or len(found.rows) > 0.8 * before:
@@ -125,8 +148,41 @@ def _paid(frame: Frame, node: Node) -> float:
 
 def _programme(frame: Frame, node: Node) -> Programme:
     rows = node.rows
-    every, work = frame.columns.every[rows], frame.work[rows]
-    return Programme(every, work, node.start, node.items, frame.base, node.low, node.high)
+    counted = _counted(frame, node)
+    work = np.column_stack([frame.work[rows], *counted])
+    base = np.append(frame.base, np.full(len(counted), -1.0))
+    return Programme(frame.columns.every[rows], work, node.start, node.items, base, node.low, node.high)
+
+
+def _counted(frame: Frame, node: Node) -> list[Array]:
+    """Levels that columns take, see [Note: counting], of the phases where they may be short."""
+    if node.relaxed is None:
+        return []
+    rows, share = _in_use(node)
+    known = np.flatnonzero(node.high < _KNOWN * node.relaxed.seconds).tolist()
+    found = [(p, q, number) for p in known for q in known for number in LEVELS if p == q or _is_shared(frame, p, q)]
+    used = [float(share @ _taken(frame, rows, node.high, *which)) for which in found]
+    best = sorted(range(len(found)), key=lambda i: (-used[i], i))[:_COUNTS]
+    return [_taken(frame, node.rows, node.high, *found[i]) for i in best if used[i] > _SHORT]
+
+
+def _is_shared(frame: Frame, shared: int, own: int) -> bool:
+    return bool(frame.span[shared] > 1 and frame.span[own] == 1)
+
+
+def _taken(frame: Frame, rows: Integers, high: Array, phase: int, other: int, number: int) -> Array:
+    """(rows,) part of all levels of a phase that columns take, with the other phase where that is another."""
+    if phase == other:
+        return levels(frame.table, frame.columns, rows, phase, float(high[phase]), number)
+    span = int(frame.span[phase])
+    return crowded(frame.table, frame.columns, rows, span, (phase, other), high, number)
+
+
+def _in_use(node: Node) -> tuple[Integers, Array]:
+    """Columns that the relaxed optimum uses, and how many items take them."""
+    assert node.relaxed is not None
+    used = np.flatnonzero(node.relaxed.share > _UNUSED)
+    return node.rows[used], node.relaxed.share[used]
 
 
 def _narrow(frame: Frame, node: Node) -> Node | None:
@@ -138,7 +194,8 @@ def _narrow(frame: Frame, node: Node) -> Node | None:
         low = np.maximum(found.low, np.minimum.reduceat(piece, found.start, axis=0).max(0))
         least = np.minimum.reduceat(every, found.start)
         spare = frame.upper - _paid(frame, found) - float(found.items @ least)
-        high = np.minimum(found.high, spare - (low.sum() - low))
+        low = whole(low, frame.unit, np.ceil, -_EDGE)
+        high = whole(np.minimum(found.high, spare - (low.sum() - low)), frame.unit, np.floor, _EDGE)
         if (low > high).any():
             return None
         own = every - least[found.group]
@@ -150,6 +207,12 @@ def _narrow(frame: Frame, node: Node) -> Node | None:
     return found
 
 
+def whole(seconds: Array, unit: Array, rounded: Callable[[Array], Array], edge: float) -> Array:
+    """Seconds rounded to whole units, where there are some; `edge` units are no more than a rounding error."""
+    number = rounded(seconds / np.where(unit > 0, unit, 1.0) + edge)
+    return np.where(unit > 0, number * unit, seconds)
+
+
 def split(frame: Frame, node: Node) -> tuple[Node, ...]:
     """Two nodes that are all of this one; none where it is exact."""
     assert node.relaxed is not None
@@ -159,30 +222,64 @@ def split(frame: Frame, node: Node) -> tuple[Node, ...]:
         bit = 1 << kind
         if not node.paid & bit and node.allowed & bit and (used[(kinds & bit) > 0] > 1e-3).any():
             return node._replace(allowed=node.allowed & ~bit), node._replace(paid=node.paid | bit)
-    found = _threshold(frame, node, used)
-    if found is None:
+    by_size, by_time = _threshold(frame, node, used), _interval(frame, node)
+    if by_size is None and by_time is None:
         return _split_group(frame, node)
-    phase, least = found
+    low, high = node.low.copy(), node.high.copy()
+    if by_size is None or (by_time is not None and by_time[0] > by_size[0]):
+        assert by_time is not None
+        _, phase, high[phase], low[phase] = by_time
+        return node._replace(high=high), node._replace(low=low)
+    _, phase, least = by_size
     below = keep(node, frame.columns.piece[node.rows, phase] < least)
-    low = node.low.copy()
     low[phase] = max(low[phase], least)
     above = node._replace(low=low)
     return (above,) if below is None else (below, above)
 
 
-def _threshold(frame: Frame, node: Node, used: Array) -> tuple[int, float] | None:
-    """A phase and a size of piece: one node has smaller ones only, in the other the phase takes so long.
+def _interval(frame: Frame, node: Node) -> tuple[float, int, float, float] | None:
+    """A guess of what it gains, a phase, and two times: it takes at most the first, or at least the second.
+
+    The first is one that the relaxed optimum, in whole units, does not keep to; or at which it takes more levels than
+    there are, see [Note: counting].
+    """
+    assert node.relaxed is not None
+    times, (rows, share) = node.relaxed.seconds, _in_use(node)
+    spare = frame.upper - node.value
+    found: list[tuple[float, int, float, float]] = []
+    for phase in np.flatnonzero(times > 10 * _EXACT * frame.upper).tolist():
+        seconds, unit = float(times[phase]), float(frame.unit[phase])
+        if unit > _EXACT * frame.upper:
+            most = [(np.floor(seconds / unit + _WHOLE) + more) * unit for more in range(4)]
+        else:
+            unit, most = 0.0, (seconds * _LONGER).tolist()
+        for high in most:
+            low = high + unit
+            if high > node.high[phase] - 0.5 * unit - _EXACT * seconds or low < node.low[phase]:
+                continue
+            above, below = 0.5 * (low - seconds), 0.5 * (seconds - high)
+            if found and min(above, spare) <= max(found)[0]:
+                continue
+            for number in LEVELS:
+                taken = levels(frame.table, frame.columns, rows, phase, high, number)
+                below = max(below, 0.5 * seconds * (float(share @ taken) - 1))
+            if below > _EXACT * frame.upper:
+                found.append((min(above, below, spare), phase, high, low))
+    return max(found) if found else None
+
+
+def _threshold(frame: Frame, node: Node, used: Array) -> tuple[float, int, float] | None:
+    """A guess of what it gains, a phase and a size of piece: one node has smaller ones, in the other it takes so long.
 
     Of the pieces in use that take longer than their phase, that is the one that makes both nodes dear. What the first
     costs more is known at the present prices; of the second, half of what the phase takes longer is a guess.
     """
-    assert node.relaxed is not None
-    relaxed, spare = node.relaxed, frame.upper - node.value
+    assert node.relaxed is not None and node.reduced is not None
+    relaxed, spare, reduced = node.relaxed, frame.upper - node.value, node.reduced
     piece = frame.columns.piece[node.rows]
     beyond = (piece - relaxed.seconds) * used[:, None]
     if beyond.max() <= _EXACT * frame.upper:
         return None
-    reduced = _programme(frame, node).value(relaxed.price)[1]
     found: list[tuple[float, float, int, float]] = []
     for phase in np.flatnonzero(beyond.max(0) > _EXACT * frame.upper).tolist():
         sizes = np.unique(piece[beyond[:, phase] > _EXACT * frame.upper, phase])
@@ -193,8 +290,8 @@ def _threshold(frame: Frame, node: Node, used: Array) -> tuple[int, float] | Non
             below = float(node.items @ np.minimum.reduceat(cost, node.start))
             above = 0.5 * (least - start)
             found.append((min(below, above, spare), float(beyond[:, phase].max()), phase, least))
-    _, _, phase, least = max(found)
-    return phase, least
+    gain, _, phase, least = max(found)
+    return gain, phase, least
 
 
 def _split_group(frame: Frame, node: Node) -> tuple[Node, ...]:
@@ -232,4 +329,4 @@ def _regroup(node: Node, group: int, *parts: tuple[int, int, int]) -> Node:
     rows = np.concatenate([node.rows[a:b] for a, b, _ in pieces])
     length = np.array([b - a for a, b, _ in pieces])
     items = np.array([n for _, _, n in pieces], dtype=float)
-    return node._replace(rows=rows, start=np.cumsum(length) - length, items=items, relaxed=None)
+    return node._replace(rows=rows, start=np.cumsum(length) - length, items=items, relaxed=None, reduced=None)

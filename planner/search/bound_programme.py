@@ -30,10 +30,10 @@ class Programme(NamedTuple):
 
     Args:
         every: (columns,) seconds.
-        work: (columns, phases + 1) a column's part of each phase's mean, then of the free memory.
+        work: (columns, rows) a column's part of each phase's mean, then of what there is 1 of (free memory, say).
         start: (groups,) first column of each group.
         items: (groups,) how many there are of each.
-        base: (phases + 1,) work that is there already, then minus the free memory, 1.
+        base: (rows,) work that is there already, then -1 for what there is 1 of.
         low: (phases,) seconds that a phase takes at least.
         high: (phases,) at most.
     """
@@ -55,11 +55,11 @@ class Programme(NamedTuple):
         """The bound that prices give, exact for any that are not negative, and (columns,) reduced costs.
 
         Args:
-            price: (phases + 1,) weight of each phase's mean, then seconds for all free memory.
+            price: (rows,) weight of each phase's mean, then seconds for all that there is of the others.
         """
         cost = self.every + self.work @ price
         best = np.minimum.reduceat(cost, self.start)
-        rest = 1 - price[:-1]
+        rest = 1 - price[: len(self.low)]
         times = np.where(rest > 0, rest * self.low, rest * self.high)
         return float(self.items @ best + times.sum() + price @ self.base), cost - best[self.group]
 
@@ -68,7 +68,7 @@ class Relaxed(NamedTuple):
     """The optimum of a programme, about.
 
     Args:
-        price: (phases + 1,) see `Programme.value`.
+        price: (rows,) see `Programme.value`.
         share: (columns,) items that take each.
         seconds: (phases,) times.
     """
@@ -89,7 +89,7 @@ def solve(p: Programme, enough: float, price: Array | None = None) -> Relaxed:
     """
     if len(p.every) <= _LARGE:
         return _solve(p, enough)
-    price = np.append(np.ones(len(p.low)), 0.0) if price is None else price
+    price = _resized(price, p)
     chosen = np.zeros(len(p.every), dtype=bool)
     best, result = -np.inf, Relaxed(price, np.zeros(len(p.every)), p.low)
     for _ in range(_TRIES):
@@ -103,6 +103,14 @@ def solve(p: Programme, enough: float, price: Array | None = None) -> Relaxed:
         if value >= min(enough, among * (1 - _NEAR)):
             break
     return result
+
+
+def _resized(price: Array | None, p: Programme) -> Array:
+    """Prices of a programme with other rows after those of phases and memory."""
+    found = np.zeros(len(p.base))
+    known = np.ones(len(p.low)) if price is None else price[: len(p.low) + 1]
+    found[: len(known)] = known
+    return found
 
 
 def _solve_some(p: Programme, chosen: Integers, enough: float) -> tuple[float, Relaxed]:
@@ -130,7 +138,7 @@ def _solve_some(p: Programme, chosen: Integers, enough: float) -> tuple[float, R
 def _solve(p: Programme, enough: float) -> Relaxed:
     """`solve` with all columns."""
     unit = max(enough, 1e-30)
-    to_units = np.append(np.full(len(p.low), unit), 1.0)
+    to_units = np.where(np.arange(len(p.base)) < len(p.low), unit, 1.0)
     scaled = p._replace(
         every=p.every / unit, work=p.work / to_units, base=p.base / to_units, low=p.low / unit, high=p.high / unit
     )
@@ -149,7 +157,7 @@ def _solve(p: Programme, enough: float) -> Relaxed:
             break
         if not (np.isfinite(state.price).all() and np.isfinite(state.x).all()):
             break  # the numbers are too far apart; earlier prices hold
-    price[-1] *= unit
+    price[len(p.low) :] *= unit
     return Relaxed(price, state.x, (scaled.low + state.sigma) * unit)
 
 
@@ -158,7 +166,7 @@ class _State:
 
     Attributes:
         x: (columns,) shares; z: their reduced costs.
-        slack: (phases + 1,) of each row; price: its price.
+        slack: (rows,) of each row; price: its price.
         sigma: (phases,) seconds above the lowest; z_sigma: their reduced costs.
         tau: (phases,) seconds below the highest; w: their price.
         y: (groups,) an item's price.
@@ -172,13 +180,13 @@ class _State:
         self.width = np.maximum(p.high - p.low, 1e-9)
         self.sigma = np.minimum(0.5 * self.width, 1.0 / phases)
         self.tau = self.width - self.sigma
-        self.slack = np.full(phases + 1, 1.0 / phases)
-        self.price = np.full(phases + 1, 0.5)
+        self.slack = np.full(len(p.base), 1.0 / phases)
+        self.price = np.full(len(p.base), 0.5)
         self.w = np.full(phases, 0.1)
         cost = p.every + p.work @ self.price
         self.y = np.minimum.reduceat(cost, p.start) - 0.1 / len(lengths)
         self.z = cost - self.y[self.group]
-        self.z_sigma = 1 - self.price[:-1] + self.w
+        self.z_sigma = 1 - self.price[:phases] + self.w
 
     def is_done(self, best: float) -> bool:
         """Whether the prices are as good as they get."""
@@ -189,7 +197,7 @@ class _State:
     def _missing(self) -> tuple[Array, Array, Array]:
         p = self.p
         row = self.x @ p.work + p.base + self.slack
-        row[:-1] -= p.low + self.sigma
+        row[: len(p.low)] -= p.low + self.sigma
         return -row, p.items - np.add.reduceat(self.x, p.start), self.width - self.sigma - self.tau
 
     def advance(self) -> None:
@@ -228,7 +236,8 @@ class _State:
         d_group = np.add.reduceat(d, p.start)
         apart = p.work - (np.add.reduceat(d[:, None] * p.work, p.start, axis=0) / d_group[:, None])[self.group]
         d_sigma = 1 / (self.z_sigma / self.sigma + self.w / self.tau)
-        matrix = apart.T @ (d[:, None] * apart) + np.diag(self.slack / self.price + np.append(d_sigma, 0.0))
+        matrix = apart.T @ (d[:, None] * apart) + np.diag(self.slack / self.price)
+        matrix[np.diag_indices(len(p.low))] += d_sigma
         return d, d_group, apart, d_sigma, matrix
 
     def _step(
@@ -243,17 +252,17 @@ class _State:
         held = held + d * moved[self.group]
         k_sigma = c_sigma / self.sigma - (c_tau - self.w * r_width) / self.tau
         right = held @ p.work + c_slack / self.price - r_row
-        right[:-1] -= d_sigma * k_sigma
+        right[: len(p.low)] -= d_sigma * k_sigma
         dprice = np.linalg.solve(matrix, right)
         towards = apart @ dprice
         dx = held - d * towards
         dz = towards - moved[self.group]
         dslack = c_slack / self.price - self.slack / self.price * dprice
-        dsigma = d_sigma * (k_sigma + dprice[:-1])
+        dsigma = d_sigma * (k_sigma + dprice[: len(p.low)])
         dtau = r_width - dsigma
         dw = (c_tau - self.w * dtau) / self.tau
         dy = moved + (p.work - apart)[p.start] @ dprice
-        return dx, dz, dslack, dprice, dsigma, dw - dprice[:-1], dtau, dw, dy
+        return dx, dz, dslack, dprice, dsigma, dw - dprice[: len(p.low)], dtau, dw, dy
 
 
 def _room(values: Array, change: Array) -> float:
