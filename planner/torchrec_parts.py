@@ -18,8 +18,9 @@ from planner.costs.topology import Topology
 _log = logging.getLogger("dmp")
 _MS = 1000  # in a second
 _OUR_NAME = {"table_column_wise": "column_wise", "grid_shard": "grid"}  # where it is another than TorchRec's
+_KERNELS = ("fused", "dense")
 _NO_MEANING = (
-    *("compute_kernels", "min_partition", "num_poolings", "batch_sizes", "is_weighted", "cache_params", "enforce_hbm"),
+    *("num_poolings", "batch_sizes", "is_weighted", "cache_params", "enforce_hbm"),
     *("stochastic_rounding", "bounds_check_mode", "output_dtype", "device_group", "key_value_params"),
     "use_virtual_table",
 )
@@ -40,8 +41,14 @@ def constraint_of(theirs: Any, env: ShardingEnv | None = None) -> Constraint:
     layouts = [_OUR_NAME.get(str(kind), str(kind)) for kind in theirs.sharding_types or ()]
     layouts = [name.replace("table_row", "row") if is_flat else name for name in layouts]
     factors = list(theirs.pooling_factors or ())
+    kernels = {str(getattr(kernel, "value", kernel)) for kernel in theirs.compute_kernels or ()}
+    if kernels - set(_KERNELS):
+        say_once(f"ParameterConstraints: of compute_kernels {sorted(kernels)} only {list(_KERNELS)} are here")
+    own = [kernel for kernel in _KERNELS if kernel in kernels]
     return Constraint(
         layouts=list(dict.fromkeys(layouts)) or None,
+        kernel=own[0] if len(own) == 1 else None,
+        min_columns=theirs.min_partition,
         pooling_factor=None if factors in ([], [1.0]) else factors[0] if len(factors) == 1 else factors,
     )
 

@@ -33,14 +33,20 @@ def test_constraints(caplog: pytest.LogCaptureFixture) -> None:
     hosts = ShardingEnv.abstract((2, 2), ("host", "local"), "cpu")
     flat = ShardingEnv.abstract((4,), ("dp",), "cpu")
     kinds = ["table_row_wise", "table_column_wise", "column_wise", "grid_shard", "data_parallel"]
-    theirs = _constraints(sharding_types=kinds, pooling_factors=[3.0, 1.5], compute_kernels=["fused"])
+    theirs = _constraints(sharding_types=kinds, pooling_factors=[3.0, 1.5])
+    theirs.compute_kernels, theirs.min_partition, theirs.enforce_hbm = ["fused", "fused_uvm"], 8, True
     assert from_torchrec(theirs, hosts) == Constraint(
-        layouts=["table_row_wise", "column_wise", "grid", "data_parallel"], pooling_factor=[3.0, 1.5]
+        layouts=["table_row_wise", "column_wise", "grid", "data_parallel"],
+        pooling_factor=[3.0, 1.5],
+        kernel="fused",
+        min_columns=8,
     )
     assert from_torchrec({"t": theirs}, flat)["t"].layouts == ("row_wise", "column_wise", "grid", "data_parallel")
     assert from_torchrec(_constraints()) == Constraint()
     assert from_torchrec(_constraints(pooling_factors=[7.0])).pooling_factor == 7.0
-    assert "ParameterConstraints: ['compute_kernels'] mean nothing" in caplog.text
+    assert "ParameterConstraints: ['enforce_hbm'] mean nothing" in caplog.text
+    assert "['fused', 'fused_uvm'] only ['fused', 'dense']" in caplog.text
+    assert from_torchrec(_constraints(compute_kernels=["fused", "dense"])).kernel is None
     assert caplog.text.count("mean nothing") == 1
 
 
