@@ -273,3 +273,39 @@ def test_bad_json(data: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ShardError) as error:
         Layout.from_json(data)
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_many_ranks_are_written_short() -> None:
+    env = ShardingEnv.abstract((512, 8), ("host", "local"))
+    shape = (10_000_000, 128)
+    columns = grid([[i, 2048 + i, 1024 + i] for i in range(1024)], widths=[64, 32, 32])
+    for layout in (row_wise(range(2048, 4096)), columns, table_row_wise(range(256))):
+        text = json.dumps(layout.to_json())
+        assert len(text) < 120
+        assert Layout.from_json(json.loads(text)) == layout
+        assert len(str(layout)) < 120
+        assert eval(str(layout)) == layout  # as one would write it
+        layout.check(shape, env)
+    assert [s.sizes for s in columns.shards(shape, env)[:3]] == [(9766, 64), (9766, 32), (9766, 32)]
+    for wrong in ({"range": [0, 1 << 40]}, {"range": [3, 3]}, {"zip": [[0, 4], [0, 5]]}, {"zip": []}, {"list": [1]}):
+        with pytest.raises(ShardError, match="ranks"):
+            Layout.from_json({"layout": "row_wise", "ranks": wrong})
+
+
+@pytest.mark.parametrize(
+    ("layout", "shape", "text"),
+    [
+        (row_wise([0, 9]), (10, 8), "rank 9"),
+        (table_row_wise(4), (10, 8), "host 4"),
+        (grid([[0, 1], [2, 9]]), (10, 8), "rank 9"),
+        (grid([[0, 1]], widths=[4, 3]), (10, 8), "widths must be 2"),
+        (grid([[0, 1]]), (10, 4), "cannot be cut into 2"),
+    ],
+    ids=str,
+)
+def test_checked_without_shards_as_with_them(layout: Layout, shape: tuple[int, int], text: str) -> None:
+    env = ShardingEnv.abstract((4, 2), ("host", "local"))
+    for check in (layout.check, layout.shards):
+        with pytest.raises(ShardError, match=text):
+            check(shape, env)
+    row_wise([0, 9]).check((1, 8), env)  # a rank that would get no rows is not looked at

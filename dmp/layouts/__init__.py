@@ -3,6 +3,7 @@ reading order:
 
 - `cover`: whether rectangles cover a whole exactly once
 - `integers`: what a person writes as numbers, checked
+- `runs`: consecutive ranks, written short
 - `shard`: a rectangle on a rank, and lists of them that cover a parameter
 - `layout`: what every layout can say, and its form in JSON
 - `tables`: layouts of tables, which name ranks

@@ -29,6 +29,8 @@ def numbers(what: str, of: str, values: Any) -> tuple[int, ...]:
         items = tuple(values)
     except TypeError:
         raise ShardError(f"{what} must be a list of {of}; got {shown(values)}") from None
+    if set(map(type, items)) == {int} and min(items) >= 0 and max(items) < LIMIT:
+        return items  # there may be thousands
     return tuple(number(f"each of {what}", v) for v in items)
 
 
@@ -36,6 +38,8 @@ def integers(what: str, values: Any) -> tuple[int, ...]:
     """Several integers of any sign, NumPy's and torch's too."""
     try:
         items = tuple(values)
+        if set(map(type, items)) == {int} and min(items) > -LIMIT and max(items) < LIMIT:
+            return items  # there may be thousands
         found = tuple(map(index, items))
         if any(isinstance(item, bool) or abs(i) >= LIMIT for item, i in zip(items, found, strict=True)):
             raise TypeError

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from dmp.errors import ShardError
 from dmp.layouts.integers import integers
+from dmp.layouts.runs import as_python, lengthened, shortened
 from dmp.layouts.shard import Shard
 from dmp.read_values import shown
 
@@ -90,6 +91,10 @@ class Layout:
         """`shards` of a shape and env that are known to be such; each type has its own."""
         raise NotImplementedError
 
+    def check(self, shape: Sequence[int], env: ShardingEnv) -> None:
+        """Raise what `shards` would, where a layout can tell without them; there may be thousands."""
+        self.shards(shape, env)
+
     def relocated(self, moved: Mapping[int, int], env: ShardingEnv) -> Layout:
         """The same on other ranks; itself where it names none.
 
@@ -128,7 +133,7 @@ class Layout:
 
     def to_json(self) -> dict[str, Any]:
         """JSON-ready form, read back by `Layout.from_json`."""
-        return {"layout": self.name, **{key: value for key, value in self.args if value is not None}}
+        return {"layout": self.name, **{key: shortened(value) for key, value in self.args if value is not None}}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Layout:
@@ -144,7 +149,7 @@ class Layout:
         if not isinstance(name, str) or name not in _constructors:
             raise ShardError(f"unknown layout {shown(name)}; known layouts: {', '.join(sorted(_constructors))}")
         try:
-            return _constructors[name](**args)
+            return _constructors[name](**{key: lengthened(value) for key, value in args.items()})
         except TypeError as error:
             raise ShardError(f"layout {name!r} does not take these arguments {shown(args)}: {error}") from error
 
@@ -204,5 +209,5 @@ class _Asked(dict[int, int]):
 
 
 def _show(key: str, value: Any) -> str:
-    text = f"{len(value)} shards" if key == "shards" else str(list(value) if isinstance(value, tuple) else value)
+    text = f"{len(value)} shards" if key == "shards" else as_python(value)
     return f"widths={text}" if key == "widths" else text

@@ -21,12 +21,23 @@ if TYPE_CHECKING:
     from dmp.env import ShardingEnv
 
 
+_Rows = Sequence[tuple[int, ...]]  # ranks of each row block
+
+
 class TableLayout(Layout):
     """How a table is cut, and on which ranks."""
 
     def resolve(self, shape: tuple[int, ...], env: ShardingEnv) -> tuple[Shard, ...]:
         """`shards` of a shape and env that are known to be such."""
         return _resolve(self, shape, env.table_shape)
+
+    def check(self, shape: Sequence[int], env: ShardingEnv) -> None:
+        """Raise what `shards` would; of rows over many ranks without making them."""
+        shape = integers.integers("a parameter's shape", shape)
+        if self.name in _RANKS_OF_ROWS and min(shape, default=0) > 0:
+            _check_rows(self, shape, env.table_shape)
+        else:
+            self.shards(shape, env)
 
     def relocated(self, moved: Mapping[int, int], env: ShardingEnv) -> Layout:
         """The same on other ranks; `row_wise()` and `data_parallel()` name none and stay.
@@ -106,6 +117,11 @@ def table_row_wise(host: int | Sequence[int]) -> Layout:
 
 
 def _table_row_wise(shape: tuple[int, ...], table_shape: tuple[int, ...], host: int | tuple[int, ...]) -> list[Shard]:
+    return _row_wise(shape, table_shape, _of_hosts(table_shape, host))
+
+
+def _of_hosts(table_shape: tuple[int, ...], host: int | tuple[int, ...]) -> tuple[int, ...]:
+    """Ranks of hosts."""
     hosts = (host,) if isinstance(host, int) else host
     if len(table_shape) < 2:
         raise ShardError(
@@ -115,7 +131,7 @@ def _table_row_wise(shape: tuple[int, ...], table_shape: tuple[int, ...], host: 
     if bad:
         raise ShardError(f"table_row_wise names host {bad[0]}, but the outer shard axis has size {table_shape[0]}")
     inner = prod(table_shape[1:])
-    return _row_wise(shape, table_shape, tuple(h * inner + i for h in hosts for i in range(inner)))
+    return tuple(h * inner + i for h in hosts for i in range(inner))
 
 
 def grid(ranks: Sequence[Sequence[int]], widths: Sequence[int] | None = None) -> Layout:
@@ -184,9 +200,46 @@ _RECTANGLES: dict[str, Callable[..., list[Shard]]] = {cut.__name__[1:]: cut for 
 
 @lru_cache(maxsize=4096)
 def _resolve(layout: TableLayout, shape: tuple[int, ...], table_shape: tuple[int, ...]) -> tuple[Shard, ...]:
+    if layout.name in _RANKS_OF_ROWS and all(shape):
+        _check_rows(layout, shape, table_shape)  # blocks of rows and columns cover as they are made
+        return tuple(_RECTANGLES[layout.name](shape, table_shape, **dict(layout.args)))
     shards = tuple(_RECTANGLES[layout.name](shape, table_shape, **dict(layout.args)))
     check_cover(shards, shape, prod(table_shape))
     return shards
+
+
+def _check_rows(layout: TableLayout, shape: tuple[int, ...], table_shape: tuple[int, ...]) -> None:
+    """Raise for rows over ranks that do not exist, or columns that cannot be cut so."""
+    args = dict(layout.args)
+    rows = _RANKS_OF_ROWS[layout.name](shape, table_shape, **args)
+    _need_dims(layout.name, shape, 1 + (len(rows[0]) > 1 or args.get("widths") is not None))
+    if len(rows[0]) > 1 or args.get("widths") is not None:
+        _column_blocks(shape[1], len(rows[0]), args.get("widths"))
+    block = -(-shape[0] // len(rows))
+    last = max(max(row) for row in rows[: -(-shape[0] // block)])
+    if last >= prod(table_shape):
+        raise ShardError(f"{layout} is on rank {last}, but the mesh has table ranks 0..{prod(table_shape) - 1}")
+
+
+def _ranks_of_row_wise(shape: Any, table_shape: tuple[int, ...], ranks: tuple[int, ...] | None) -> _Rows:
+    return [(rank,) for rank in (range(prod(table_shape)) if ranks is None else ranks)]
+
+
+def _ranks_of_hosts(shape: Any, table_shape: tuple[int, ...], host: int | tuple[int, ...]) -> _Rows:
+    return [(rank,) for rank in _of_hosts(table_shape, host)]
+
+
+def _ranks_of_grid(
+    shape: Any, table_shape: Any, ranks: tuple[tuple[int, ...], ...], widths: tuple[int, ...] | None = None
+) -> _Rows:
+    return ranks
+
+
+_RANKS_OF_ROWS: dict[str, Callable[..., _Rows]] = {
+    "row_wise": _ranks_of_row_wise,
+    "table_row_wise": _ranks_of_hosts,
+    "grid": _ranks_of_grid,
+}
 
 
 def row_blocks(rows: int, count: int) -> list[tuple[int, int]]:

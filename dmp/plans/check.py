@@ -118,7 +118,7 @@ def _dense_entries(plan: Mapping[str, ParameterSharding], module: nn.Module, env
 
 def _check_shape(name: str, layout: Layout, shape: tuple[int, ...], env: ShardingEnv) -> None:
     try:
-        layout.shards(shape, env)
+        layout.check(shape, env)
     except ShardError as error:
         raise PlanError(f"plan entry {name!r} = {layout}: {error}", table=name) from error
 
