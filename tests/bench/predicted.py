@@ -1,29 +1,38 @@
 """Predicted against measured: the planner's model of a step beside the step, for plans good and bad.
 
-The machine is calibrated first (`python -m dmp calibrate`); then every plan is made as a user's pinned one, which gives
-the predicted time, and run. All plans are run in turns, and a plan's time is the quickest step of the slowest rank.
+The machine is calibrated as a user does it (`python -m dmp calibrate`), between two measurements of every plan. Each
+plan is given to the planner whole, which gives the predicted time, and run: in turns with the others, its parts (ids,
+results, gradients) timed by themselves, the quickest of each on the slowest rank. So are calibration's own steps: on a
+machine that others use too, a whole step is seldom left alone.
 """
 
 from __future__ import annotations
 
-import gc
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+import torchrec
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torchrec import KeyedJaggedTensor
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 import dmp
 from dmp import Layout, column_wise, data_parallel, row_wise, table_wise
-from planner import ShardingPlanner, Topology
-from tests.ranks import mesh
+from planner import Constraint, ShardingPlanner, Topology
+from tests.bench.report import Result
+from tests.bench.workload import Model
+from tests.ranks import mesh, run_ranks
 
 RANKS, ROUNDS, BATCHES = 2, 40, 3
-WITHIN, CORRELATION = 0.25, 0.9
+WITHIN_PERCENT, CORRELATION = 25.0, 0.9
 
 
 @dataclass(frozen=True)
@@ -36,7 +45,6 @@ class Case:
         batch_size: samples on each rank.
         ids: mean ids of a bag; exactly one where this is 1, else 1..2 * ids - 1.
         optimizer: in-backward one.
-        shape, names: of the mesh.
     """
 
     name: str
@@ -45,8 +53,6 @@ class Case:
     batch_size: int
     ids: int = 1
     optimizer: str = "rowwise_adagrad"
-    shape: tuple[int, ...] = (RANKS,)
-    names: tuple[str, ...] = ("dp",)
 
     @property
     def features(self) -> list[str]:
@@ -85,24 +91,40 @@ CASES = (
 )
 
 
-class Model(nn.Module):
-    """A collection below a root."""
+def run(quick: bool) -> list[Result]:
+    """Every plan's pair, the worst of them, and the rank correlation."""
+    rounds = 10 if quick else ROUNDS
+    before = run_ranks(RANKS, measured, rounds, timeout=500)[0]
+    topology = calibrated(rounds)
+    after = run_ranks(RANKS, measured, rounds, timeout=500)[0]
+    times = [(a + b) / 2 for a, b in zip(before, after, strict=True)]
+    results, said = [], []
+    for case, *of_case in zip(CASES, times, before, after, strict=True):
+        seconds, *both = of_case
+        said.append(sum(predicted(case, topology)))
+        spread = min(said[-1] / s for s in both), max(said[-1] / s for s in both)
+        name = f"predicted: {case.name}"
+        results.append(Result(name, "ms", said[-1] * 1e3, seconds * 1e3, said[-1] / seconds, None, spread))
+        print(results[-1], flush=True)
+    worst = max(abs(a / b - 1) * 100 for a, b in zip(said, times, strict=True))
+    order = rank_correlation(said, times)
+    results.append(Result("predicted: the plan that is furthest off", "%", None, worst, None, WITHIN_PERCENT))
+    results.append(Result("predicted: rank correlation with the measured", "", None, order, order, CORRELATION))
+    print("\n".join(map(str, results[-2:])), flush=True)
+    return results
 
-    def __init__(self, tables: nn.Module) -> None:
-        super().__init__()
-        self.tables = tables
 
-    def forward(self, features: Any) -> Any:
-        """What the collection gives."""
-        return self.tables(features)
+def calibrated(rounds: int) -> Topology:
+    """What `python -m dmp calibrate` writes."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "topology.json"
+        options = ["--ranks", str(RANKS), "--rounds", str(rounds), "--out", str(out)]
+        subprocess.run([sys.executable, "-m", "dmp", "calibrate", *options], check=True, stdout=subprocess.DEVNULL)
+        return Topology.load(out)
 
 
 def make_model(case: Case) -> Model:
     """On meta, with its optimizer."""
-    import torchrec
-    from torch.distributed.optim import _apply_optimizer_in_backward
-    from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
-
     tables = [
         torchrec.EmbeddingBagConfig(name=f"t{i}", num_embeddings=n, embedding_dim=d, feature_names=[f"f{i}"])
         for i, (n, d) in enumerate(case.tables)
@@ -121,9 +143,7 @@ def plan_of(case: Case, names: Sequence[str]) -> dict[str, Layout]:
 def predicted(case: Case, topology: Topology | None) -> tuple[float, ...]:
     """Seconds by phase of the case's plan, as a planner says them that is given the whole plan."""
     model = make_model(case)
-    env = dmp.ShardingEnv.abstract(case.shape, case.names, "cpu")
-    from planner import Constraint
-
+    env = dmp.ShardingEnv.abstract((RANKS,), ("dp",), "cpu")
     planner = ShardingPlanner(
         topology, constraints={"*": Constraint(pooling_factor=float(case.ids))}, batch_size=case.batch_size
     )
@@ -132,20 +152,15 @@ def predicted(case: Case, topology: Topology | None) -> tuple[float, ...]:
     return tuple(planner.report.phase_seconds)
 
 
-def measured(cases: Sequence[int], rounds: int) -> list[float]:
-    """On each rank: seconds of each case's quickest step."""
-    sides = [_Side(CASES[i]) for i in cases]
-    quickest = torch.full((len(cases), 3), float("inf"), dtype=torch.float64)
-    gc.collect()
-    gc.disable()
-    try:
-        for number in range(rounds):
-            now = torch.tensor([side.step(number) for side in sides], dtype=torch.float64)
-            dist.all_reduce(now, dist.ReduceOp.MAX)
-            if number:
-                quickest = quickest.minimum(now)
-    finally:
-        gc.enable()
+def measured(rounds: int) -> list[float]:
+    """On each rank: seconds of each case's step, the quickest of each part."""
+    sides = [_Side(case) for case in CASES]
+    quickest = torch.full((len(sides), 3), float("inf"), dtype=torch.float64)
+    for number in range(rounds):
+        now = torch.tensor([side.step(number) for side in sides], dtype=torch.float64)
+        dist.all_reduce(now, dist.ReduceOp.MAX)
+        if number:
+            quickest = quickest.minimum(now)
     return [float(seconds) for seconds in quickest.sum(1)]
 
 
@@ -153,7 +168,7 @@ class _Side:
     def __init__(self, case: Case) -> None:
         self.case = case
         model = make_model(case)
-        env = dmp.ShardingEnv.from_mesh(mesh(case.shape, case.names))
+        env = dmp.ShardingEnv.from_mesh(mesh((RANKS,), ("dp",)))
         plan = plan_of(case, [n for n, _ in model.named_parameters()])
         self.model = dmp.DistributedModelParallel(model, env=env, plan=plan)
         generator = torch.Generator().manual_seed(env.rank)
