@@ -13,10 +13,20 @@ from planner.search.potential import ALL_IN_SCOPE, powered
 
 _ENOUGH = 1e-7
 """A step must gain this share of the potential."""
+_OTHER = 0.7
+"""How often another rank than the slowest is looked at,"""
+_NEARLY = 0.03
+"""one that is so little faster."""
+_ANEW = 0.3
+"""How often items are put down anew when nothing else helps."""
 _TOGETHER = 4
 """Items that are put down anew at once, at most."""
 _NEAR = 0.7
 """How often they are those of two ranks only."""
+_MOVED = 3
+"""Pieces of which units may pass elsewhere, in a step."""
+_DRAWN = 64
+"""Items whose pieces are looked at for an exchange."""
 _PIECES = 8
 """Of a rank that are looked at."""
 
@@ -39,10 +49,15 @@ class Improver:
 
     def step(self, number: int, random: np.random.Generator) -> None:
         """Something on the slowest rank of a phase: units pass elsewhere, or a few items are put down anew."""
+        self.potential.work += 150
         phases = len(self.packer.problem.span)
         phase = number % phases
-        rank = int(self.placement.local[:, phase].argmax())
-        if self.transfer(rank, phase):
+        load = self.placement.local[:, phase]
+        rank = int(load.argmax())
+        if random.random() < _OTHER:  # one of those that are nearly as slow
+            near = np.flatnonzero(load >= (1 - _NEARLY) * load[rank])
+            rank = int(near[int(random.integers(len(near)))])
+        if self.transfer(rank, phase, random) or self.exchange(rank, phase, random) or random.random() > _ANEW:
             return
         span = int(self.packer.problem.span[phase])
         here = [item for item, _ in self.placement.on(rank, span)]
@@ -87,12 +102,14 @@ class Improver:
             self.placement.add(item, part)
         return False
 
-    def transfer(self, rank: int, phase: int) -> bool:
+    def transfer(self, rank: int, phase: int, random: np.random.Generator) -> bool:
         """Let units of a piece on the rank pass to where they add least; False when that is no gain."""
         best: tuple[float, int, Part] | None = None
         pieces = [piece for piece in self.pieces_on(rank, phase) if self._may_move(piece.item)]
         if not pieces:
             return False
+        if len(pieces) > _MOVED:
+            pieces = [pieces[i] for i in random.permutation(len(pieces))[:_MOVED].tolist()]
         self.potential.look(also=np.array([rank]))
         for piece in pieces:
             for gain, part in self._transfers(piece):
@@ -166,6 +183,81 @@ class Improver:
             start = low // width * width
             x[:, start : start + width, phase] -= taken[:, None, phase]
             x[:, low : low + size, phase] += taken[:, None, phase]
+
+    def exchange(self, rank: int, phase: int, random: np.random.Generator) -> bool:
+        """Let a piece on the rank change places with one elsewhere, of some drawn at random; False when no gain."""
+        number = len(self.placement.parts)
+        drawn = range(number) if number <= _DRAWN else np.unique(random.integers(number, size=_DRAWN)).tolist()
+        others: dict[int, list[tuple[_Piece, int]]] = {}
+        for item in drawn:
+            part = self.placement.parts[item]
+            if part is not None and self._may_move(item) and part.row not in self.table.ragged:
+                index = int(random.integers(len(part.blocks))) if len(part.blocks) > 1 else 0
+                load = self.table.fixed[part.row] + part.widths[index] * self.table.slope[part.row]
+                others.setdefault(int(self.table.size[part.row]), []).append(
+                    (_Piece(item, index, load), part.blocks[index])
+                )
+        mine: dict[int, list[tuple[_Piece, int]]] = {}
+        for piece in self.pieces_on(rank, phase):
+            part = self.placement.parts[piece.item]
+            assert part is not None
+            if self._may_move(piece.item):
+                mine.setdefault(int(self.table.size[part.row]), []).append((piece, part.blocks[piece.number]))
+        best: tuple[float, _Piece, _Piece] | None = None
+        for size in mine.keys() & others.keys() if self.potential.num_ranks > 1 else ():
+            found = self._best_exchange(mine[size], others[size], size)
+            if found is not None and (best is None or found[0] < best[0]):
+                best = found
+        if best is None or best[0] >= 0:
+            return False
+        _, one, other = best
+        return self.accept([(one.item, self._at(one, other)), (other.item, self._at(other, one))])
+
+    def _at(self, piece: _Piece, other: _Piece) -> Part:
+        """The part of a piece's item with the piece in the place of another's."""
+        part, there = self.placement.parts[piece.item], self.placement.parts[other.item]
+        assert part is not None
+        assert there is not None
+        blocks = list(part.blocks)
+        blocks[piece.number] = there.blocks[other.number]
+        return Part(part.row, tuple(blocks), part.widths)
+
+    def _best_exchange(
+        self, mine: list[tuple[_Piece, int]], others: list[tuple[_Piece, int]], size: int
+    ) -> tuple[float, _Piece, _Piece] | None:
+        potential, placement = self.potential, self.placement
+        if size == potential.num_ranks:
+            return None
+        here, there = np.array([b for _, b in mine]), np.array([b for _, b in others])
+        loads = np.stack([p.load for p, _ in mine])[:, None], np.stack([p.load for p, _ in others])[None]
+        change = (loads[1] - loads[0]) / potential.scale  # (mine, others, phases + 1) what comes here
+        gains = np.zeros(change.shape[:2])
+        span = self.packer.problem.span
+        for phase in np.flatnonzero(span > size).tolist():
+            width = int(span[phase])
+            change[..., phase][(here * size // width)[:, None] == (there * size // width)[None]] = 0.0
+        weight = potential.weight * potential.multiple(size)
+        ranks = np.arange(size)
+        for blocks, sign, axis in ((here, 1.0, 1), (there, -1.0, 0)):
+            at = (blocks[:, None] * size + ranks).ravel()
+            x = ((placement.local[at] + placement.every) / potential.scale).reshape(len(blocks), size, -1)
+            x = np.expand_dims(x, axis)
+            after = x + sign * change[:, :, None]
+            gains += ((powered(after, potential.power) - powered(x, potential.power)) @ weight).sum(2)
+            room = (potential.limit[at] - placement.local[at, -1] - placement.every[-1]).reshape(-1, size).min(1)
+            gains[sign * change[..., -1] * potential.scale[-1] > np.expand_dims(room, axis)] = np.inf
+        potential.work += 80 + 0.03 * gains.size * size * len(weight)
+        for i, (piece, block) in enumerate(mine):
+            held = placement.parts[piece.item]
+            for j, (other, to) in enumerate(others):
+                theirs = placement.parts[other.item]
+                assert held is not None
+                assert theirs is not None
+                if piece.item == other.item or to in held.blocks or block in theirs.blocks:
+                    gains[i, j] = np.inf
+        best = int(gains.argmin())
+        i, j = divmod(best, gains.shape[1])
+        return (float(gains[i, j]), mine[i][0], others[j][0]) if np.isfinite(gains[i, j]) else None
 
     def replace(self, items: list[int]) -> bool:
         """Take items up and put them down anew, the last first; False when that is no gain."""

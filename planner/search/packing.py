@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -56,18 +57,34 @@ def menus(problem: Problem, cuts: Cuts, cost: Array, most: int) -> list[Menu]:
 
 
 class Packer:
-    """Puts items down, one at a time, where they add least to the potential."""
+    """Puts items down, one at a time, where they add least to the potential.
 
-    def __init__(self, potential: Potential, menus: list[Menu]) -> None:
+    Args:
+        menus: of every class.
+        wide: makes menus for items that do not fit with those.
+    """
+
+    def __init__(self, potential: Potential, menus: list[Menu], wide: Callable[[], list[Menu]] | None = None) -> None:
         self.potential = potential
         self.placement: Placement = potential.placement
         self.problem: Problem = self.placement.problem
         self.menus = menus
+        self._wide = wide
+        self._wider: list[Menu] | None = None
 
     def insert(self, item: int) -> bool:
-        """Put an item down; False where no cut of its menu fits."""
-        menu = self.menus[self.problem.item_class[item]]
-        self.potential.work += 40 + 8 * len(menu.rows)
+        """Put an item down; False where no cut of its menu fits, nor one of the wide menu, if there is one."""
+        owner = int(self.problem.item_class[item])
+        if self._insert(item, self.menus[owner]):
+            return True
+        if self._wide is None:
+            return False
+        if self._wider is None:
+            self._wider = self._wide()
+        return self._insert(item, self._wider[owner])
+
+    def _insert(self, item: int, menu: Menu) -> bool:
+        self.potential.work += 30 + 6 * len(menu.rows)
         open_ranks = self.placement.open_ranks(item)
         self.potential.look(int(menu.numbers.max()), open_ranks)
         order = self._by_cost(menu, open_ranks)

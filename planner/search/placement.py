@@ -40,6 +40,7 @@ class Placement:
         taken: for each spread group, (ranks,) how many members each rank holds.
         held: (size, block) -> the items that have a piece there.
         sizes: of blocks, ascending.
+        touched: ranges of ranks whose load changed, since somebody who minds took them away.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -56,6 +57,7 @@ class Placement:
             for group in groups:
                 self.taken.setdefault(group, np.zeros(num_ranks, dtype=np.int64))
         self.held: dict[tuple[int, int], dict[int, None]] = {}
+        self.touched: list[tuple[int, int]] = []
         self.sizes: list[int] = np.unique(problem.table.size).tolist()
         self._shared = [(int(problem.span[p]), p) for p in np.flatnonzero(problem.span > 1).tolist()]
         self._size: list[int] = problem.table.size.tolist()
@@ -129,6 +131,7 @@ class Placement:
         """Add what a piece puts on ranks, or take it away."""
         table, size = self.problem.table, self._size[row]
         first, stop = block * size, (block + 1) * size
+        self.touched.append((first, stop))
         if row in table.ragged:
             self._put_ragged(table.ragged[row][index], first, stop, sign)
             return
@@ -160,9 +163,14 @@ class Placement:
         return ranks if ragged is None else ranks[ragged[..., -1].ravel() > 0]
 
     def on(self, rank: int, span: int = 1) -> Iterator[tuple[int, int]]:
-        """Items with a piece on a rank, or on any of the `span` ranks that share a phase with it, and the block."""
+        """Items with a piece on a rank, or on any of the `span` ranks that share a phase with it, and the block.
+
+        Those that are on all ranks are left out.
+        """
         low = rank // span * span
         for size in self.sizes:
+            if size == len(self.local) > 1:
+                continue
             for block in range(low // size, (low + span - 1) // size + 1):
                 for item in self.held.get((size, block), ()):
                     yield item, block

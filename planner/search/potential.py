@@ -21,6 +21,8 @@ from planner.search.problem import Problem, Ranks
 ALL_IN_SCOPE = 256
 """Up to so many ranks all are looked at."""
 _GROUPS = 12
+_MANY = 32
+"""Groups above which all are looked at again."""
 
 
 def powered(x: Array, power: int) -> Array:
@@ -59,6 +61,7 @@ class Potential:
         self.ranks: Integers = np.arange(self.num_ranks)
         self.x = self.xq = np.zeros((0, len(self.scale)))
         self.room = np.zeros(0)
+        self._most = self._mean = np.zeros((0, len(self.scale)))
         self.work = 0.0
         self._span = np.append(problem.span, 1).astype(np.float64)
 
@@ -119,23 +122,34 @@ class Potential:
         limit = self.limit if self.num_ranks <= ALL_IN_SCOPE else self.limit[self.ranks]
         self.room = limit - local[:, -1] - placement.every[-1]
         self.xq = powered(self.x, self.power)
-        self.work += 15 + 0.006 * self.x.size
+        self.work += 9 + 0.005 * self.x.size
 
     def peaks(self) -> Array:
         """(groups, phases + 1) of the most loaded rank of each group, by phase, in scales."""
-        local = self.placement.local
-        found = local[:: self.group].copy()
-        for i in range(1, self.group):
-            np.maximum(found, local[i :: self.group], out=found)
-        self.work += 30 + 0.003 * local.size
-        peaks: Array = (found + self.placement.every) / self.scale
+        self._update()
+        peaks: Array = (self._most + self.placement.every) / self.scale
+        self.work += 20 + 0.003 * peaks.size
         return peaks
 
+    def _update(self) -> None:
+        """Bring what is known of groups up to date."""
+        placement, group, width = self.placement, self.group, len(self.scale)
+        touched = {(low // group, -(-high // group)) for low, high in placement.touched}
+        placement.touched.clear()
+        if len(touched) > _MANY or not len(self._most):
+            touched = {(0, self.num_ranks // group)}
+            self._most = np.zeros((self.num_ranks // group, width))
+            self._mean = np.zeros((self.num_ranks // group, width))
+        for low, high in touched:
+            loads = placement.local[low * group : high * group].reshape(high - low, group, width)
+            self._most[low:high] = loads.max(1)
+            self._mean[low:high] = loads.sum(1) / group
+            self.work += 8 + 0.01 * loads.size
+
     def _coolest(self, number: int, open_ranks: Ranks | None) -> Integers:
-        local = self.placement.local
-        mean = local.reshape(-1, self.group, local.shape[1]).mean(1)
-        heat = powered((mean + self.placement.every) / self.scale, 4) @ self.weight
-        self.work += 40 + 0.002 * local.size
+        self._update()
+        heat = powered((self._mean + self.placement.every) / self.scale, 4) @ self.weight
+        self.work += 25 + 0.005 * self._mean.size
         if open_ranks is not None:
             heat = np.where(open_ranks.reshape(-1, self.group).any(1), heat, np.inf)
         return np.sort(np.argsort(heat, kind="stable")[:number])
@@ -155,14 +169,14 @@ class Potential:
             grown = (powered(x, self.power).reshape(num, blocks * size, width) - self.xq) @ weight
         else:
             grown = (powered(self.x + scaled[:, None], self.power) - self.xq) @ weight
-        self.work += 20 + 0.006 * grown.size * width
+        self.work += 12 + 0.004 * grown.size * width
         found: Array = grown.reshape(num, blocks, size).sum(2)
         return found
 
     def large_costs(self, loads: Array, size: int, peaks: Array) -> Array:
         """The same for blocks that are larger than a group, for all ranks."""
         grown = (powered(peaks + (loads / self.scale)[:, None], self.power) - powered(peaks, self.power)) @ self.weight
-        self.work += 30 + 0.01 * grown.size * loads.shape[-1]
+        self.work += 15 + 0.008 * grown.size * loads.shape[-1]
         found: Array = self.group * grown.reshape(len(loads), -1, size // self.group).sum(2)
         return found
 

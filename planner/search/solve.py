@@ -21,16 +21,24 @@ from planner.search.packing import Packer, menus
 from planner.search.placement import Part, Placement
 from planner.search.potential import Potential
 from planner.search.problem import Array, Choice, Problem
-from planner.search.starts import Start, starts
+from planner.search.starts import Start, floor, starts
 from planner.search.tight import pour
 
+_WORK = 750e3
+"""In all, in about microseconds."""
 _BUILDING = 350e3
-_IMPROVING = 350e3
-"""Work, in about microseconds."""
+"""Of it for starts; the first is packed in any case."""
+_TRIES = 3
+"""Starts after which memory gets a higher price where none fits."""
+_ENOUGH = 1e-4
+"""Share of the cost for which no work is done."""
+_WIDE_MENU = 40
 _MENU = 12
 """Cuts of an item that is put down anew."""
 _WEIGHTS = (0.1, 1.0, 10.0)
 """Of memory, where it is tight."""
+_ROOMY = 0.25
+"""Share of the memory up to which nobody minds it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +73,12 @@ class _Best:
         self.seconds = np.inf
         self.parts: list[Part | None] | None = None
         self.memory = 0.0
+        self.floor = 0.0
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether nothing much better can be."""
+        return self.seconds <= self.floor * (1 + _ENOUGH)
 
     def offer(self, placement: Placement, memory: float) -> None:
         seconds = placement.seconds()
@@ -92,58 +106,76 @@ def search(problem: Problem, out_of_time: Callable[[], bool] = lambda: False) ->
     best, is_cut = _Best(problem), False
     if len(problem.item_class):
         cuts = Cuts.of(problem)
+        best.floor = floor(problem, cuts)
         with np.errstate(over="ignore"):  # what is far above the slowest rank costs infinitely much
-            is_cut = _build(problem, cuts, best, out_of_time)
+            work, is_cut = _build(problem, cuts, best, out_of_time)
             if best.parts is None:
                 best.parts = pour(problem, cuts)
                 best.memory = _WEIGHTS[-1]
                 best.seconds = best.placement().seconds()
-            is_cut = _improve(problem, cuts, best, out_of_time) or is_cut
+            is_cut = _improve(problem, cuts, best, _WORK - work, out_of_time) or is_cut
     placement = best.placement()
     phases = placement.phase_seconds()
     bound = lower_bound(problem, float(phases.sum()), out_of_time)
     return Solution(placement.chosen(), placement.load, phases, bound.seconds, is_cut)
 
 
-def _build(problem: Problem, cuts: Cuts, best: _Best, out_of_time: Callable[[], bool]) -> bool:
-    """Pack starts until the work is used up; first with memory for nothing, then, if nothing fits, at a price."""
-    work = _BUILDING
+def _build(problem: Problem, cuts: Cuts, best: _Best, out_of_time: Callable[[], bool]) -> tuple[float, bool]:
+    """Pack starts until the work is used up, with more weight on memory as long as nothing fits.
+
+    Returns:
+        The work, and whether the time was up before.
+    """
+    work, begun = 0.0, [(start, most) for start in starts(problem, cuts) for most in start.most]
     for memory in (0.0, *_WEIGHTS):
-        for number, start in enumerate(starts(problem, cuts, memory > 0)):
+        for number, (start, most) in enumerate(begun):
             if best.parts is not None and out_of_time():
-                return True
-            work -= _pack(problem, cuts, start, memory, best, out_of_time)
-            if work <= 0 or (best.parts is None and number):
+                return work, True
+            weight = max(memory, _WEIGHTS[0] * (start.fill > _ROOMY))
+            last = _pack(problem, cuts, start, most, weight, best, out_of_time)
+            work += last
+            if best.is_enough or work + last >= _BUILDING or (best.parts is None and number >= _TRIES):
                 break
         if best.parts is not None:
             break
-    return False
+    return work, False
 
 
 def _pack(
-    problem: Problem, cuts: Cuts, start: Start, memory: float, best: _Best, out_of_time: Callable[[], bool]
+    problem: Problem,
+    cuts: Cuts,
+    start: Start,
+    most: int,
+    memory: float,
+    best: _Best,
+    out_of_time: Callable[[], bool],
 ) -> float:
     """One start: all items put down, largest first, then again one by one; returns the work that it took."""
     placement = Placement(problem)
     potential = Potential(placement, start.target, memory)
-    packer = Packer(potential, menus(problem, cuts, start.cost, start.most))
+    packer = Packer(
+        potential, menus(problem, cuts, start.cost, most), lambda: menus(problem, cuts, start.cost, _WIDE_MENU)
+    )
     size = cuts.piece[start.first, :-1].sum(1) / start.target.sum()
     if memory:
         size = np.maximum(size, cuts.mean[start.first, -1] / problem.capacity.max())
     order = np.argsort(-size[problem.item_class], kind="stable").tolist()
+    every = 16 * (1 + len(problem.capacity) // 512)
     potential.aim(8, is_building=True)
     for number, item in enumerate(order):
-        if number % 16 == 15:
+        if number % every == every - 1:
             potential.weigh(is_building=True)
         if not packer.insert(item) or (best.parts is not None and out_of_time()):
             return potential.work
     best.offer(placement, memory)
+    if best.is_enough or potential.work > _BUILDING / 2:
+        return potential.work
     potential.aim(32)
     for number, item in enumerate(order):
         if out_of_time():
             break
         part = placement.remove(item)
-        if number % 16 == 0:
+        if number % every == 0:
             potential.weigh()
         if not packer.insert(item):
             placement.add(item, part)
@@ -151,7 +183,7 @@ def _pack(
     return potential.work
 
 
-def _improve(problem: Problem, cuts: Cuts, best: _Best, out_of_time: Callable[[], bool]) -> bool:
+def _improve(problem: Problem, cuts: Cuts, best: _Best, work: float, out_of_time: Callable[[], bool]) -> bool:
     """Better the best placement until the work is used up; returns whether the time was up before."""
     random = np.random.default_rng(0)
     placement = best.placement()
@@ -168,7 +200,7 @@ def _improve(problem: Problem, cuts: Cuts, best: _Best, out_of_time: Callable[[]
         potential.aim(power)
         improver = Improver(packer)
         step = 0
-        while potential.work < share * _IMPROVING:
+        while potential.work < share * work and not best.is_enough:
             if out_of_time():
                 return True
             improver.step(step, random)

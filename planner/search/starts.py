@@ -15,6 +15,7 @@ import numpy as np
 
 from planner.search.cost_table import Array, Integers
 from planner.search.cuts import Cuts
+from planner.search.placement import SLACK
 from planner.search.problem import Problem
 
 _THRESHOLDS = 14
@@ -34,32 +35,35 @@ class Start(NamedTuple):
         target: (phases,) seconds that a good placement may have.
         cost: (cuts,) by which they are compared; infinity for those not to be used.
         first: (classes,) cut of least cost.
-        most: cuts of each item to look at.
+        most: cuts of each item to look at, the better number first.
+        fill: share of the memory that the first cuts take, or of a rank's that the largest piece of one takes.
     """
 
     estimate: float
     target: Array
     cost: Array
     first: Integers
-    most: int
+    most: tuple[int, int]
+    fill: float
 
 
-def starts(problem: Problem, cuts: Cuts, is_tight: bool = False) -> list[Start]:
-    """Starts, the most promising first, without repeats.
-
-    Args:
-        is_tight: put a price on memory, so high that the cuts of least cost fit together.
-    """
+def starts(problem: Problem, cuts: Cuts) -> list[Start]:
+    """Starts, the most promising first, without repeats; memory has such a price that their cuts fit together."""
     own = cuts.piece[:, :-1] + problem.table.everywhere[cuts.row, :-1]
     most, spent = own.sum(1), cuts.mean[:, :-1].sum(1)
+    largest = max(float((problem.capacity - problem.base[:, -1]).max()), 1e-30) * (1 + SLACK)
+    fits = cuts.piece[:, -1] + problem.table.everywhere[cuts.row, -1] <= largest
     counts = np.bincount(problem.item_class, minlength=len(cuts.start) - 1).astype(np.float64)
     base = problem.base[:, :-1].mean(0)
+    room = max(float((problem.capacity - problem.base[:, -1]).mean()), 1e-30)
     found: dict[bytes, Start] = {}
     for used in _sets(problem, cuts):
         paid = float(problem.setups[[k for k in range(len(problem.setups)) if used >> k & 1]].sum())
-        is_open = problem.table.kinds[cuts.row] & ~used == 0
+        is_open = fits & (problem.table.kinds[cuts.row] & ~used == 0)
+        if not np.isfinite(_least(cuts, np.where(is_open, 0.0, np.inf))).all():
+            continue
         begin = float(_least(cuts, np.where(is_open, most, np.inf)).max())
-        price = _price(problem, cuts, np.where(is_open, spent, np.inf), counts) if is_tight else 0.0
+        price = _price(problem, cuts, np.where(is_open, spent, np.inf), counts)
         end = max(float(most[is_open].max()), begin)
         for threshold in np.unique(np.geomspace(begin, end, _THRESHOLDS) if 0 < begin < end else [begin]):
             cost = np.where(most <= threshold * (1 + 1e-9), spent, 1e3 * most) + price * cuts.mean[:, -1]
@@ -70,11 +74,25 @@ def starts(problem: Problem, cuts: Cuts, is_tight: bool = False) -> list[Start]:
             mean = (cuts.mean[first, :-1] * counts[:, None]).sum(0) + base
             peak = own[first].max(0)
             estimate = float(np.maximum(mean, peak).sum()) + paid
-            choice = 3 if float(peak.sum()) > _LARGE * float(mean.sum()) else 1
+            choice = (3, 1) if float(peak.sum()) > _LARGE * float(mean.sum()) else (1, 3)
             cost = np.where(cost < 1e3 * float(cost[first].max() + threshold), cost, np.inf)
             target = np.maximum(_UNEVEN * mean, peak)
-            found[first.tobytes()] = Start(estimate, target, cost, first, choice)
+            fill = max(
+                float((cuts.mean[first, -1] * counts).sum()) / room, float(cuts.piece[first, -1].max()) / largest
+            )
+            found[first.tobytes()] = Start(estimate, target, cost, first, choice, fill)
     return sorted(found.values(), key=lambda start: start.estimate)
+
+
+def floor(problem: Problem, cuts: Cuts) -> float:
+    """Seconds that no placement of even cuts goes below: those of the cuts of least work, were ranks equally loaded."""
+    spent = cuts.mean[:, :-1].sum(1)
+    found = []
+    for used in _sets(problem, cuts):
+        paid = float(problem.setups[[k for k in range(len(problem.setups)) if used >> k & 1]].sum())
+        is_open = problem.table.kinds[cuts.row] & ~used == 0
+        found.append(paid + float(_least(cuts, np.where(is_open, spent, np.inf))[problem.item_class].sum()))
+    return float(problem.base[:, :-1].mean(0).sum()) + min(found, default=0.0)
 
 
 def _sets(problem: Problem, cuts: Cuts) -> list[int]:
