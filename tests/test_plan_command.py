@@ -9,10 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from dmp import ShardingPlan, column_wise
 from dmp.__main__ import main
 from dmp.commands.machine import number_of_bytes
+from planner import observe
 
 ROOT = Path(__file__).resolve().parents[1]
 MODELS = """
@@ -43,6 +45,23 @@ def reads_values():
 
 class Namespace:
     make = staticmethod(make)
+
+class Tagged(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.users = nn.EmbeddingBag(10**5, 16, mode="sum")
+
+    def forward(self, users):
+        return self.users(users)
+
+def loader():
+    return [(torch.randint(100, (64, 7)),)] * 3
+
+def broken_loader():
+    yield (torch.randint(100, (64, 7)),)
+    raise OSError("the disk is gone")
+
+no_loader = 7
 
 a_module = nn.EmbeddingBag(100, 8)
 a_number = 5
@@ -112,6 +131,26 @@ def test_explain(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "a.report.json").unlink()
     assert main(["explain", "a.json", "users.weight"]) == 0
     assert main(["explain", "a.json", "users"]) == 2
+
+
+def test_observe(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    common = ["plan", "strangers_models:Tagged", "--mesh", "2", "--device", "cpu"]
+    assert main([*common, "--observe", "strangers_models:loader", "--observe-batches", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "2 batches of 64 samples" in said and "batch 64 on each of 2 ranks" in said
+    observe([{"users": torch.zeros(32, 5, dtype=torch.long)}]).save(folder / "seen.json")
+    assert main([*common, "--observe", "seen.json"]) == 0
+    assert "batch 32 on each" in capsys.readouterr().out
+    for name, code, message in (
+        ("strangers_models:broken_loader", 1, "the loader: OSError: the disk is gone"),
+        ("strangers_models:no_loader", 1, "the loader: expected a loader, which gives batches; got int"),
+        ("none.json", 2, "none.json: No such file"),
+        ("dies.py", 2, "dies.py is no JSON"),
+    ):
+        assert main([*common, "--observe", name]) == code
+        assert message in capsys.readouterr().err
+    assert main([*common, "--cost-model", "planner:CostModel"]) == 0
+    assert main([*common, "--cost-model", "strangers_models:no_loader"]) == 2
 
 
 def test_propose_mesh(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

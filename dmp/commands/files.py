@@ -21,10 +21,10 @@ def read_plan(path: Path) -> ShardingPlan:
     Raises:
         Refusal: no such file, or no plan.
     """
-    plan = _read(path, "a plan", ShardingPlan.from_json)
+    plan = read(path, "a plan", ShardingPlan.from_json)
     beside = report_path(path)
     if beside.exists():
-        report = _read(beside, "a report", of_planner("PlanReport").from_json)
+        report = read(beside, "a report", of_planner("PlanReport").from_json)
         said = dict(zip(report.planned.names, report.planned.layouts, strict=True))
         if all(name in plan and plan[name].layout == layout for name, layout in said.items()):
             plan.report = report
@@ -54,7 +54,7 @@ def read_constraints(path: Path) -> dict[str, Any]:
     Raises:
         Refusal: no such file, or what is no constraint.
     """
-    return _read(path, "constraints", _by_pattern)
+    return read(path, "constraints", _by_pattern)
 
 
 def write(path: Path, text: str) -> None:
@@ -79,7 +79,12 @@ def _by_pattern(text: str) -> dict[str, Any]:
     return found
 
 
-def _read(path: Path, what: str, parse: Callable[[str], T]) -> T:
+def read(path: Path, what: str, parse: Callable[[str], T]) -> T:
+    """What a file's text is parsed to.
+
+    Raises:
+        Refusal: no such file, no text, or what `parse` refuses with a `ValueError`.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:

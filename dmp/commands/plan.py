@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
-from dmp.commands.factory import add_model, made_module
-from dmp.commands.files import read_constraints, read_plan, write_plan
+from torch import nn
+
+from dmp.commands.factory import add_model, made, made_module
+from dmp.commands.files import read, read_constraints, read_plan, write_plan
 from dmp.commands.machine import add_machine, add_mesh, env_of, topology_of
 from dmp.commands.refusal import FAILED, NO_PLAN, Refusal, in_one_line
 from dmp.errors import DmpError, PlanError
@@ -25,6 +28,13 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=int, help="samples per data rank (default: the planner's)")
     parser.add_argument("--constraints", type=Path, metavar="FILE", help='JSON: {"t_*": {"layouts": ["row_wise"]}}')
     parser.add_argument("--pinned", type=Path, metavar="FILE", help="a plan whose entries are kept as they are")
+    about = (
+        "sample batches to plan with: what Observation.save wrote, or package.module:name of a loader or its factory"
+    )
+    parser.add_argument("--observe", metavar="FILE|MODULE:NAME", help=about)
+    parser.add_argument("--observe-batches", type=int, default=100, metavar="N", help="(default: %(default)s)")
+    about = "package.module:name of a cost model, or of its class, in the place of the planner's own"
+    parser.add_argument("--cost-model", metavar="MODULE:NAME", help=about)
     parser.add_argument("--time-budget", type=float, metavar="S", help="seconds after which the best plan so far is it")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the plan here, and its report beside it")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the report as one page")
@@ -36,6 +46,7 @@ def run(given: argparse.Namespace) -> int:
     topology = topology_of(given, env)
     options = {
         "topology": topology,
+        "cost_model": None if given.cost_model is None else made(given.cost_model, "the cost model"),
         "constraints": None if given.constraints is None else read_constraints(given.constraints),
         "batch_size": given.batch_size,
         "time_budget_s": given.time_budget,
@@ -49,6 +60,9 @@ def run(given: argparse.Namespace) -> int:
     except ValueError as error:
         raise Refusal(str(error)) from None
     module = made_module(given.model, given.build_on)
+    if given.observe is not None:
+        planner.observed = _observed(given, module)
+        print(planner.observed, end="\n\n")
     try:
         plan: ShardingPlan = planner.plan(module, default_sharders(), env, pinned)
     except PlanError as error:
@@ -64,3 +78,15 @@ def run(given: argparse.Namespace) -> int:
             raise Refusal(f"--html: {error}", FAILED) from error
     print(plan.report)
     return 0
+
+
+def _observed(given: argparse.Namespace, module: nn.Module) -> Any:
+    """What `--observe` names: a file, or a loader whose batches are read now."""
+    if ":" not in given.observe or Path(given.observe).exists():
+        return read(Path(given.observe), "an observation", lambda _: of_planner("Observation").load(given.observe))
+    loader = made(given.observe, "the loader")
+    try:
+        return of_planner("observe")(loader, batches=given.observe_batches, module=module)
+    except Exception as error:  # of the user's loader too
+        text = str(error) if isinstance(error, ValueError) else in_one_line(error)
+        raise Refusal(f"the loader: {text}", FAILED) from error
