@@ -2,7 +2,7 @@
 
 Ranks are taken to lie on hosts in the mesh's order. Of a group with several ranks on each host every rank carries its
 part of the bytes over its own network card, and the rest inside the host at the same time; the slower of the two is the
-time. A latency is paid for each doubling of the group.
+time. A latency is paid for each doubling of the group, inside the host and between hosts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import ceil, log2, prod
 
 from dmp import ShardingEnv
-from planner.costs.topology import Topology
+from planner.costs.topology import PerAxis, Topology
 
 _CUDA_RANKS_PER_HOST = 8
 
@@ -46,14 +46,16 @@ class Ring:
             local *= max(1, min(sizes[axis], ceil(of_host / stride)))
         hosts = max(1, size // local)
         outer = min(links[axis].bandwidth for axis in long)
-        latency = max(links[axis].latency for axis in long) * max(1.0, log2(size))
+        first = max(links[axis].latency for axis in long)
         if hosts == 1:
-            return cls(size, (1 - 1 / size) / outer, latency)
+            return cls(size, (1 - 1 / size) / outer, first * log2(size))
         local = size // hosts
-        inner = _inside(topology, max(link.bandwidth for link in links.values()))
+        inner = _inside(topology, topology.link_bandwidth, max(link.bandwidth for link in links.values()))
         if inner <= outer:
             inner = outer * local  # nobody says: as fast as the cards of the host together
-        return cls(size, max((1 - 1 / hosts) / (local * outer), (1 - 1 / local) / inner), latency)
+        near = _inside(topology, topology.link_latency, min(link.latency for link in links.values()))
+        seconds = max((1 - 1 / hosts) / (local * outer), (1 - 1 / local) / inner)
+        return cls(size, seconds, first * log2(hosts) + near * log2(local))
 
     def gather(self, size: float, times: float = 1) -> float:
         """Seconds of all-gathers, or of reduce-scatters, of `size` bytes altogether.
@@ -77,8 +79,7 @@ def host_ranks(env: ShardingEnv, topology: Topology) -> int:
     return min(env.size, _CUDA_RANKS_PER_HOST) if env.device_type == "cuda" else env.size
 
 
-def _inside(topology: Topology, fastest: float) -> float:
-    """Bytes per second inside a host: the second of a pair of figures, or what the fastest axis has."""
-    figures = topology.link_bandwidth
-    is_pair = topology.ranks_per_host is not None and isinstance(figures, Sequence)
-    return float(figures[1]) if is_pair and isinstance(figures, Sequence) else fastest
+def _inside(topology: Topology, figures: PerAxis, best: float) -> float:
+    """The figure inside a host: the second of a pair, or the best of any axis."""
+    is_pair = topology.ranks_per_host is not None
+    return float(figures[1]) if is_pair and isinstance(figures, Sequence) else best
