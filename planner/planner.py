@@ -38,6 +38,7 @@ from planner.observed.observe import observe
 from planner.pinned import Pinned, by_first_name, split_pinned
 from planner.replica_groups import group_advice, worth_asking
 from planner.report.infeasible import plan_error
+from planner.report.progress import Progress
 from planner.report.report import PlanReport
 from planner.report.setting import Setting
 from planner.report.summary import summarise
@@ -65,6 +66,8 @@ class ShardingPlanner:
             for one number of groups, where there are few tables, and many ranks that wait for each other.
         observed: what `planner.observe` has seen of sample batches: pooling factors, where no constraint gives them,
             and which rows ids name. `observe` sets it.
+        progress: whether a line on the terminal says how far planning is; None: once it has taken a second. It goes
+            to standard error where that is a terminal, and never into a file.
 
     Attributes:
         report: `PlanReport` of the last plan, None before.
@@ -86,6 +89,7 @@ class ShardingPlanner:
         compute_dtype: torch.dtype | None = None,
         advises: bool | None = None,
         observed: Observation | None = None,
+        progress: bool | None = None,
     ) -> None:
         if batch_size is not None:
             positive("batch_size", batch_size)
@@ -107,6 +111,7 @@ class ShardingPlanner:
         self.sequence_length = sequence_length
         self.compute_dtype = compute_dtype
         self.advises = advises
+        self.progress = progress
         self.report: PlanReport | None = None
         self.reservation: Any = None  # TorchRec's, of a topology of its
 
@@ -144,7 +149,28 @@ class ShardingPlanner:
         Raises:
             PlanError: no plan fits (with `.table`, `.rank`, `.bytes_short`), or a constraint or pinned entry is wrong.
         """
+        progress = Progress(self.progress)
+        try:
+            return self._planned(module, sharders, env, pinned, found, progress)
+        finally:
+            progress.end()
+
+    def _planned(
+        self,
+        module: nn.Module,
+        sharders: Iterable[ModuleSharder | ModelSharder],
+        env: ShardingEnv,
+        pinned: Pinned,
+        found: Found | None,
+        progress: Progress,
+    ) -> ShardingPlan:
         begin = time.monotonic()
+
+        def out_of_time() -> bool:
+            progress.tick()
+            return time.monotonic() - begin > self.time_budget_s
+
+        progress.stage("what the model has")
         given = self.topology if self.topology is not None else Topology.of(env)
         topology = topology_of(given, env, self.reservation)
         if is_torchrecs(pinned, "ShardingPlan", "EmbeddingModuleShardingPlan"):
@@ -167,12 +193,9 @@ class ShardingPlanner:
         found = split_as(dense, found)
         costs = CostSetting(self.cost_model, env, topology, self.batch_size, self.observed)
         request = Request(parameters, constraints, kept, costs, dense.taken_bytes)
-
-        def out_of_time() -> bool:
-            return time.monotonic() - begin > self.time_budget_s
-
+        progress.stage("search")
         try:
-            tables = answer(request, out_of_time)
+            tables = answer(request, out_of_time, progress.told)
         except NoPlan as error:
             raise plan_error(error, out_of_time) from None
         candidates, problem, solution = tables.candidates, tables.problem, tables.solution
@@ -188,6 +211,7 @@ class ShardingPlanner:
         phases, took = tuple(self.cost_model.phases), time.monotonic() - begin
         dense = replace(dense, notes=(*dense.notes, *tables.notes))
         report = summarise(setting, shapes, candidates, layouts, problem, solution, dense, phases, took)
+        progress.stage("replica groups")
         if not pinned and (worth_asking(report, env) if self.advises is None else self.advises):
             report = replace(report, notes=(*report.notes, *self._advice(module, report, topology, found)))
         self.report = plan.report = report
@@ -199,6 +223,7 @@ class ShardingPlanner:
         def on_mesh(other: ShardingEnv, figures: Topology) -> PlanReport:
             planner = copy(self)
             planner.topology, planner.reservation, planner.advises = figures, None, False
+            planner.progress = False
             planner.plan(module, found.sharders, other, found=replace(found, env=other))
             assert planner.report is not None
             return planner.report

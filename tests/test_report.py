@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import pickle
 from pathlib import Path
 
@@ -116,6 +118,35 @@ def test_time_budget_only_cuts_it_short() -> None:
     planner.plan(module, [sharder], one_axis(16)).validate(module, one_axis(16), [sharder])
     assert report_of(planner).is_cut_short
     assert "cut short" in str(planner.report)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("shows", "stream", "says"), [(True, Terminal, True), (None, Terminal, False)])
+@pytest.mark.parametrize("fails", [False, True])
+def test_progress(
+    monkeypatch: pytest.MonkeyPatch, shows: bool | None, stream: type[io.StringIO], says: bool, fails: bool
+) -> None:
+    monkeypatch.setattr("sys.stderr", terminal := stream())
+    monkeypatch.setattr("planner.report.progress._EVERY_S", 0.0)
+    planner = ShardingPlanner(small_memory(1e3 if fails else 1e9), progress=shows)
+    with pytest.raises(PlanError) if fails else contextlib.nullcontext():
+        planner.plan(bags((100, 16), (1000, 16)), [BagSharder()], one_axis(4))
+    lines = terminal.getvalue().split("\r")
+    assert bool(terminal.getvalue()) == says
+    assert not says or ("search" in terminal.getvalue() and not lines[-1] and lines[-2].isspace())
+    assert (
+        fails or not says or ("best step of the tables" in terminal.getvalue() and "gap at most" in terminal.getvalue())
+    )
+
+
+def test_no_progress_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stderr", written := io.StringIO())
+    ShardingPlanner(progress=True).plan(bags((100, 16)), [BagSharder()], one_axis(4))
+    assert not written.getvalue()
 
 
 def test_nothing_to_plan() -> None:

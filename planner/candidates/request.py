@@ -20,7 +20,7 @@ from planner.candidates.constraints import Constraint
 from planner.candidates.costed import CostSetting
 from planner.candidates.in_place import ranks_held
 from planner.search.problem import Infeasible, Problem
-from planner.search.solve import Solution, search
+from planner.search.solve import Solution, Told, search
 
 _log = logging.getLogger("dmp")
 _LEEWAYS = (Leeway(), Leeway(narrow_columns=True), Leeway(no_state=True), Leeway(True, True))
@@ -102,7 +102,7 @@ class NoPlan(Exception):
         return (min(there, key=lambda name: (-costed.fixed[rows[name], -1], name)),)
 
 
-def answer(request: Request, out_of_time: Callable[[], bool]) -> Answer:
+def answer(request: Request, out_of_time: Callable[[], bool], told: Told = lambda *_: None) -> Answer:
     """A plan of the tables, with as little given up as may be, see [Note: leeway].
 
     Raises:
@@ -115,7 +115,7 @@ def answer(request: Request, out_of_time: Callable[[], bool]) -> Answer:
         candidates = request.candidates(leeway)
         problem = candidates.problem(request.dense_bytes)
         try:
-            solution = _searched(problem, out_of_time)
+            solution = _searched(problem, out_of_time, told)
         except Infeasible as error:
             failed = NoPlan(request, candidates, problem, _nearest(problem, error))
             continue
@@ -127,7 +127,7 @@ def answer(request: Request, out_of_time: Callable[[], bool]) -> Answer:
     raise failed
 
 
-def _searched(problem: Problem, out_of_time: Callable[[], bool]) -> Solution:
+def _searched(problem: Problem, out_of_time: Callable[[], bool], told: Told = lambda *_: None) -> Solution:
     """A solution in which pinned parameters fit too.
 
     Raises:
@@ -137,7 +137,7 @@ def _searched(problem: Problem, out_of_time: Callable[[], bool]) -> Solution:
     if over.max() > 0:
         rank = int(over.argmax())
         raise Infeasible(-1, None, rank, int(np.ceil(over[rank])), problem.base)
-    return search(problem, out_of_time)
+    return search(problem, out_of_time, told)
 
 
 def _nearest(problem: Problem, cause: Infeasible) -> Infeasible:

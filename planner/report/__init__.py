@@ -1,6 +1,7 @@
 """Why a plan is as it is, or why there is none. In reading order:
 
 - `words`: numbers, ranks and layouts as a person reads them
+- `progress`: a line on the terminal while planning works
 - `setting`: what was planned, and for what
 - `offers`: what each class of parameters was offered
 - `planned`: what each parameter got, and where it lies

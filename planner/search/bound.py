@@ -46,12 +46,18 @@ class Bound(NamedTuple):
     alone: float
 
 
-def lower_bound(problem: Problem, upper: float, out_of_time: Callable[[], bool] = lambda: False) -> Bound:
+def lower_bound(
+    problem: Problem,
+    upper: float,
+    out_of_time: Callable[[], bool] = lambda: False,
+    told: Callable[[float], object] = lambda value: None,
+) -> Bound:
     """Seconds that no plan goes below, or `upper` where that is less.
 
     Args:
         upper: what some plan costs; what costs more need not be looked at.
         out_of_time: asked now and then; True ends it with the bound so far.
+        told: called with the bound so far.
     """
     constant = float(problem.setups[sorted(problem.base_kinds)].sum()) + float(problem.base[:, :-1].min(0).sum())
     root, frame = _root(problem, upper - constant)
@@ -60,11 +66,11 @@ def lower_bound(problem: Problem, upper: float, out_of_time: Callable[[], bool] 
     if not len(root.rows):
         return Bound(min(upper, constant + float(root.low.sum())), None, 0.0)
     item, alone = _longest(problem, frame, root)
-    value = _search(frame, root, out_of_time)
+    value = _search(frame, root, out_of_time, lambda so_far: told(constant + so_far))
     return Bound(min(upper, (constant + value) * (1 - _ROUNDING)), item, alone)
 
 
-def _search(frame: Frame, root: Node, out_of_time: Callable[[], bool]) -> float:
+def _search(frame: Frame, root: Node, out_of_time: Callable[[], bool], told: Callable[[float], object]) -> float:
     """The least value of the nodes that are left, best first."""
     heap: list[tuple[float, int, Node]] = []
     number, work, settled = 0, 0.0, settle(frame, root)
@@ -72,6 +78,7 @@ def _search(frame: Frame, root: Node, out_of_time: Callable[[], bool]) -> float:
         heap.append((settled.value, 0, settled))
     while heap:
         value, _, node = heap[0]
+        told(value)
         if value >= frame.upper * (1 - _CLOSE) or work >= _WORK or out_of_time():
             return value
         parts = split(frame, node)

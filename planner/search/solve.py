@@ -41,6 +41,9 @@ _ROOMY = 0.25
 """Share of the memory up to which nobody minds it."""
 
 
+Told = Callable[[float, float], object]
+
+
 @dataclass(frozen=True, eq=False)
 class Solution:
     """Result of a search.
@@ -68,8 +71,9 @@ class Solution:
 class _Best:
     """The best placement of all items so far."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, told: Told) -> None:
         self.problem = problem
+        self.told = told
         self.seconds = np.inf
         self.parts: list[Part | None] | None = None
         self.memory = 0.0
@@ -84,6 +88,7 @@ class _Best:
         seconds = placement.seconds()
         if seconds < self.seconds * (1 - 1e-12):
             self.seconds, self.parts, self.memory = seconds, list(placement.parts), memory
+            self.told(seconds, 0.0)
 
     def placement(self) -> Placement:
         """Made anew, so that nothing is left of what was taken up."""
@@ -94,16 +99,17 @@ class _Best:
         return found
 
 
-def search(problem: Problem, out_of_time: Callable[[], bool] = lambda: False) -> Solution:
+def search(problem: Problem, out_of_time: Callable[[], bool] = lambda: False, told: Told = lambda *_: None) -> Solution:
     """A good placement and a lower bound.
 
     Args:
         out_of_time: asked between pieces of work; True ends the search with the best so far, once there is one.
+        told: called with the best cost so far and the bound so far (0 before there is one) whenever one is better.
 
     Raises:
         Infeasible: no start could be packed.
     """
-    best, is_cut = _Best(problem), False
+    best, is_cut = _Best(problem, told), False
     if len(problem.item_class):
         cuts = Cuts.of(problem)
         best.floor = floor(problem, cuts)
@@ -116,7 +122,8 @@ def search(problem: Problem, out_of_time: Callable[[], bool] = lambda: False) ->
             is_cut = _improve(problem, cuts, best, _WORK - work, out_of_time) or is_cut
     placement = best.placement()
     phases = placement.phase_seconds()
-    bound = lower_bound(problem, float(phases.sum()), out_of_time)
+    seconds = float(phases.sum())
+    bound = lower_bound(problem, seconds, out_of_time, lambda value: told(seconds, value))
     return Solution(placement.chosen(), placement.load, phases, bound.seconds, is_cut)
 
 
