@@ -21,7 +21,7 @@ from planner.search.bound_node import Frame, Node, settle, split
 from planner.search.cost_table import Array
 from planner.search.problem import Problem
 
-_WORK = 90.0
+_WORK = 100.0
 """Programmes solved at most, a large one counting as several."""
 _ROWS = 5000
 """Columns for which a programme counts once more."""
@@ -104,9 +104,12 @@ def _root(problem: Problem, upper: float) -> tuple[Node | None, Frame]:
     found = found.take(np.flatnonzero(counts[found.owner] > 0))
     found = found._replace(kinds=found.kinds & ~sum(1 << k for k in problem.base_kinds))
     work = np.column_stack([found.mean, found.size])
-    frame = Frame(
-        found, work, np.append(mean, -1.0), upper, table, problem.span, _units(problem, found), problem.setups.sum(1)
+    room, units, setups = (
+        float((problem.capacity - problem.base[:, -1]).max()),
+        _units(problem, found),
+        problem.setups.sum(1),
     )
+    frame = Frame(found, work, np.append(mean, -1.0), upper, table, problem.span, room, units, setups)
     start = np.flatnonzero(np.diff(found.owner, prepend=-1))
     low, kinds = base.max(0) - base.min(0), sum(1 << k for k in range(len(problem.setups)))
     high = np.full(len(low), max(upper, 0.0))

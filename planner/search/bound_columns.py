@@ -35,7 +35,7 @@ class Columns(NamedTuple):
         size: (columns,) parts of the free memory.
         kinds: (columns,) set-ups needed, a bit each.
         pieces: (columns,) how many; 0 where nobody counts them.
-        hits: (columns, phases) part of the ranks, or groups that share the phase, that a piece is on at least.
+        hits: (columns, phases + 1) part of the ranks, or groups that share the phase, that a piece is on at least.
     """
 
     owner: Integers
@@ -112,9 +112,7 @@ def columns(problem: Problem, upper: float) -> Columns:
     is_counted = ~is_everywhere[:, 0] & (is_fine[row] | ~is_cut[row]) & ~np.isin(row, list(table.ragged))
     pieces = np.where(is_counted, number, 0)
     seconds = every[:, :-1].sum(1)
-    found = Columns(
-        table.owner[row], row, seconds, mean[:, :-1], piece[:, :-1], size, table.kinds[row], pieces, hits[:, :-1]
-    )
+    found = Columns(table.owner[row], row, seconds, mean[:, :-1], piece[:, :-1], size, table.kinds[row], pieces, hits)
     return found.take(np.flatnonzero(fits))
 
 

@@ -9,6 +9,8 @@ all levels that there are, in whichever widths it is cut; a mean over ranks know
 A piece on all ranks that share a phase p may leave no room in another phase q, that each rank has for itself: beside
 one that takes more than half of q, there is no other that does. So, of pieces that take more than half of q wherever
 they are, the former take all levels of p, the others theirs; and those that take less are not counted.
+
+Memory is counted as a phase is; its h is what a rank has.
 """
 
 from __future__ import annotations
@@ -22,48 +24,50 @@ LEVELS = (1, 2, 3, 4)
 _EDGE = 1e-9
 
 
-def levels(table: CostTable, columns: Columns, rows: Integers, phase: int, high: float, number: int) -> Array:
+def levels(table: CostTable, columns: Columns, rows: Integers, weights: Array, phase: int, number: int) -> Array:
     """(rows,) part of all levels of a phase that each column takes at least.
 
     Args:
         rows: of the columns.
-        high: seconds that the phase takes at most.
+        weights: (phases + 1,) of seconds and bytes, so that no rank has more than 1.
+        phase: one whose ranks, or groups of ranks, are meant.
         number: of levels.
     """
     row, pieces = columns.row[rows], columns.pieces[rows]
-    fixed, slope, units = table.fixed[row, phase], table.slope[row, phase], table.units[row]
-    step = max(high, 1e-30) / (number + 1)
+    fixed, slope, units = table.fixed[row] @ weights, table.slope[row] @ weights, table.units[row]
+    step = 1 / (number + 1)
     narrow = np.where(units > 0, table.least[row], 0)
     lowest = np.clip(np.ceil((fixed + narrow * slope) / step * (1 - _EDGE)) - 1, 0, number)
     is_cut = (units > 0) & (slope > 0)
     safe = np.where(is_cut, slope, 1.0)
-    # the widest piece of each level; how much wider another level makes a piece at most
-    width = np.floor(((lowest + 1) * step - fixed) / safe * (1 + _EDGE) + _EDGE)
-    wider = np.zeros(len(row))
-    for more in range(1, number + 1):
-        limit = np.floor(((lowest + 1 + more) * step - fixed) / safe * (1 + _EDGE) + _EDGE)
-        wider = np.maximum(wider, (limit - width) / more)
-    left = units - pieces * width
-    extra = np.where(is_cut & (left > 0) & (pieces > 0), np.ceil(left / np.maximum(wider, 1e-9) - 1e-6), 0)
+    with np.errstate(over="ignore", invalid="ignore"):  # where width is all but free
+        # the widest piece of each level; how much wider another level makes a piece at most
+        width = np.floor(((lowest + 1) * step - fixed) / safe * (1 + _EDGE) + _EDGE)
+        wider = np.zeros(len(row))
+        for more in range(1, number + 1):
+            limit = np.floor(((lowest + 1 + more) * step - fixed) / safe * (1 + _EDGE) + _EDGE)
+            wider = np.maximum(wider, (limit - width) / more)
+        left = units - pieces * width
+        extra = np.where(is_cut & (left > 0) & (pieces > 0), np.ceil(left / np.maximum(wider, 1e-9) - 1e-6), 0)
     taken: Array = (pieces * lowest + extra) / number * columns.hits[rows, phase]
     return taken
 
 
 def crowded(
-    table: CostTable, columns: Columns, rows: Integers, span: int, phases: tuple[int, int], high: Array, number: int
+    table: CostTable, columns: Columns, rows: Integers, weights: tuple[Array, Array], phase: int, span: int, number: int
 ) -> Array:
-    """(rows,) part of all levels of a shared phase that each column takes at least, where another phase is tight.
+    """(rows,) part of all levels of a shared phase that each column takes at least, where each rank is tight too.
 
     Args:
-        span: ranks that share the first of `phases`.
-        phases: the shared one, and one that each rank has for itself.
-        high: (phases,) seconds.
+        weights: of what is shared, and of what each rank has for itself, as in `levels`.
+        phase: the shared one.
+        span: ranks that share it.
     """
-    shared, own = phases
+    shared, own = weights
     row = columns.row[rows]
     narrow = np.where(table.units[row] > 0, table.least[row], 0)
-    is_large = table.fixed[row, own] + narrow * table.slope[row, own] > 0.5 * high[own] * (1 + _EDGE)
-    alone = levels(table, columns, rows, own, float(high[own]), 1) / columns.hits[rows, own]
-    beside = np.where(is_large, levels(table, columns, rows, shared, float(high[shared]), number), 0)
-    taken: Array = np.where(table.size[row] % span == 0, alone * columns.hits[rows, shared], beside)
+    is_large = table.fixed[row] @ own + narrow * (table.slope[row] @ own) > 0.5 * (1 + _EDGE)
+    alone = levels(table, columns, rows, own, phase, 1)
+    beside = np.where(is_large, levels(table, columns, rows, shared, phase, number), 0)
+    taken: Array = np.where(table.size[row] % span == 0, alone, beside)
     return taken

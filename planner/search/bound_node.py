@@ -7,6 +7,7 @@ A node is the plans in which items of each group take one of the columns left to
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -45,6 +46,7 @@ class Frame(NamedTuple):
         upper: seconds of a plan; nobody cares for what costs more.
         table: of the columns.
         span: (phases,) ranks that share each.
+        room: bytes that the emptiest rank has.
         unit: (phases,) seconds of which a phase takes a whole number above what is on every rank; 0 where of none.
         setups: (kinds,) seconds.
     """
@@ -55,6 +57,7 @@ class Frame(NamedTuple):
     upper: float
     table: CostTable
     span: Integers
+    room: float
     unit: Array
     setups: Array
 
@@ -159,23 +162,31 @@ def _counted(frame: Frame, node: Node) -> list[Array]:
     if node.relaxed is None:
         return []
     rows, share = _in_use(node)
-    known = np.flatnonzero(node.high < _KNOWN * node.relaxed.seconds).tolist()
-    found = [(p, q, number) for p in known for q in known for number in LEVELS if p == q or _is_shared(frame, p, q)]
-    used = [float(share @ _taken(frame, rows, node.high, *which)) for which in found]
-    best = sorted(range(len(found)), key=lambda i: (-used[i], i))[:_COUNTS]
-    return [_taken(frame, node.rows, node.high, *found[i]) for i in best if used[i] > _SHORT]
+    counts = _counts(frame, np.append(np.where(node.high < _KNOWN * node.relaxed.seconds, node.high, 0.0), frame.room))
+    used = [float(share @ count(rows)) for count in counts]
+    best = sorted(range(len(counts)), key=lambda i: (-used[i], i))[:_COUNTS]
+    return [counts[i](node.rows) for i in best if used[i] > _SHORT]
 
 
-def _is_shared(frame: Frame, shared: int, own: int) -> bool:
-    return bool(frame.span[shared] > 1 and frame.span[own] == 1)
+def _counts(frame: Frame, high: Array) -> list[Callable[[Integers], Array]]:
+    """Ways to count, each from rows to what they take of what there is 1 of.
 
-
-def _taken(frame: Frame, rows: Integers, high: Array, phase: int, other: int, number: int) -> Array:
-    """(rows,) part of all levels of a phase that columns take, with the other phase where that is another."""
-    if phase == other:
-        return levels(frame.table, frame.columns, rows, phase, float(high[phase]), number)
-    span = int(frame.span[phase])
-    return crowded(frame.table, frame.columns, rows, span, (phase, other), high, number)
+    Args:
+        high: (phases + 1,) seconds at most by phase, then bytes; 0 where that is not known.
+    """
+    table, columns = frame.table, frame.columns
+    span = np.append(frame.span, 1)
+    single = np.diag(np.where(high > 0, 1 / np.maximum(high, 1e-300), 0.0))
+    own = np.flatnonzero((high > 0) & (span == 1)).tolist()
+    found: list[Callable[[Integers], Array]] = []
+    for number in LEVELS:
+        found += [partial(levels, table, columns, weights=single[q], phase=q, number=number) for q in own]
+        for p in np.flatnonzero((high > 0) & (span > 1)).tolist():
+            found.append(partial(levels, table, columns, weights=single[p], phase=p, number=number))
+            for q in own:
+                both = (single[p], single[q])
+                found.append(partial(crowded, table, columns, weights=both, phase=p, span=int(span[p]), number=number))
+    return found
 
 
 def _in_use(node: Node) -> tuple[Integers, Array]:
@@ -260,8 +271,10 @@ def _interval(frame: Frame, node: Node) -> tuple[float, int, float, float] | Non
             above, below = 0.5 * (low - seconds), 0.5 * (seconds - high)
             if found and min(above, spare) <= max(found)[0]:
                 continue
+            weights = np.zeros(len(times) + 1)
+            weights[phase] = 1 / max(high, 1e-300)
             for number in LEVELS:
-                taken = levels(frame.table, frame.columns, rows, phase, high, number)
+                taken = levels(frame.table, frame.columns, rows, weights, phase, number)
                 below = max(below, 0.5 * seconds * (float(share @ taken) - 1))
             if below > _EXACT * frame.upper:
                 found.append((min(above, below, spare), phase, high, low))
