@@ -21,6 +21,7 @@ PAGE = (Path(__file__).resolve().parents[1] / "docs" / "planning.md").read_text(
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.slow
 def test_every_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The first is `clicks.py`; a JSON block is `constraints.json`."""
     monkeypatch.chdir(tmp_path)
