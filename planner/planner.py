@@ -179,7 +179,7 @@ class ShardingPlanner:
         found = Found.of(module, sharders, env, pinned_dense, found)
         taken = found.sites.parameters(frozenset(pinned_tables))
         given_constraints = constraints_of_torchrec(self.constraints, env)
-        asked, given_constraints = asked_of_dense(given_constraints, dense_parameters(module, taken.keys()), taken)
+        asked, given_constraints = asked_of_dense(given_constraints, module, taken.keys())
         constraints = constraints_of(given_constraints, taken)
         kept = by_first_name(pinned_tables, module, [name for name in taken if name not in pinned_dense])
         others = dense_parameters(module, taken.keys() - pinned_dense.keys())

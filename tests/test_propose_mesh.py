@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from dmp import PlanError, data_parallel, table_wise
-from planner import MeshProposal, ShardingPlanner, Topology, propose_mesh
+from planner import Constraint, MeshProposal, ShardingPlanner, Topology, propose_mesh
 from planner.meshes.shapes import shapes
 from sharders import default_sharders
 from tests.planner_bags import BagSharder, bags
@@ -68,6 +68,16 @@ def test_a_transformer_is_split_where_it_does_not_fit_as_it_is() -> None:
     assert any("dp=4" in str(each) for each in small.rejected)
     few = propose_mesh(llama, 16, batch_size=2, sequence_length=512)  # two samples: two data ranks at most
     assert all(each.env().data_size <= 2 and axes(each)["tp"] == 8 for each in few)
+
+
+def test_constraints_hold_on_every_mesh() -> None:
+    whole = {"*": Constraint(layouts=["replicate"])}
+    found = propose_mesh(mlp(), 16, constraints=whole)
+    kept = 16 * sum(p.numel() for p in mlp().parameters())
+    assert all(each.rank_bytes is not None and each.rank_bytes >= kept for each in found)
+    ruled_out = propose_mesh(mlp(), 16, constraints={"*": Constraint(layouts=["fully_sharded"])})
+    assert all("shard" in each.axes for each in ruled_out)
+    assert any("has no axis" in each.why for each in ruled_out.rejected)
 
 
 def test_shapes_keep_tensor_axes_and_groups_inside_hosts() -> None:

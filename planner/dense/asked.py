@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Set
 
-from dmp import Layout, colwise, fully_sharded, replicate, rowwise, sequence
+from torch import nn
+
+from dmp import Layout, colwise, dense_parameters, fully_sharded, replicate, rowwise, sequence
 from planner.candidates.constraints import Constraint, named_by
 
 DENSE_LAYOUTS = frozenset(layout.name for layout in (colwise(), rowwise(), sequence(), fully_sharded(), replicate()))
@@ -12,9 +14,9 @@ Asked = Mapping[str, frozenset[str]]
 
 
 def asked_of_dense(
-    constraints: Mapping[str, Constraint], weights: Collection[str], tables: Collection[str]
+    constraints: Mapping[str, Constraint], module: nn.Module, tables: Set[str]
 ) -> tuple[dict[str, frozenset[str]], dict[str, Constraint]]:
-    """The layouts allowed of each dense weight that a constraint speaks of, and the constraints that tables are left.
+    """The layouts allowed of each dense weight of `module` that a constraint speaks of, and what is left for `tables`.
 
     A constraint speaks of dense weights by naming one of their layouts in `layouts` or `forbid`. Later ones win.
     """
@@ -25,7 +27,9 @@ def asked_of_dense(
             continue  # said where the tables' are read
         only = DENSE_LAYOUTS.intersection(constraint.layouts or ())
         banned = DENSE_LAYOUTS.intersection(constraint.forbid or ())
-        matched = named_by(key, weights)[0] if only or banned else []
+        if not (only or banned):
+            continue
+        matched = named_by(key, dense_parameters(module, tables))[0]
         asked |= dict.fromkeys(matched, (only or DENSE_LAYOUTS) - banned)
         if matched and not named_by(key, tables)[0]:
             del rest[key]

@@ -14,6 +14,7 @@ from planner.arguments import positive
 from planner.candidates.constraints import Constraint, constraints_of
 from planner.costs.protocol import CostProtocol
 from planner.costs.topology import Topology
+from planner.dense.asked import Asked, asked_of_dense
 from planner.dense.block import TENSOR
 from planner.dense.decide import Dense, decide, vocabularies
 from planner.dense.fitting import fits_with_activations
@@ -105,32 +106,33 @@ class Study:
             module, sharders, machine, device_type, num_devices, options, batch_size or 0, splits, refused, False
         )
         env = ShardingEnv.abstract((max(2, num_devices),), ("shard",), device_type)
-        model, _, tables = study.dense_model(splits[1], env)
+        model, _, tables, _ = study.dense_model(splits[1], env)
         if batch_size is None:
             each = _SAMPLES if model.tokens == 1 else _TOKENS / model.tokens
             batch_size = max(1.0, each * num_devices)
         positive("batch_size", batch_size)
         return replace(study, batch_size=float(batch_size), has_tables=tables > 0)
 
-    def dense_model(self, found: Found, env: ShardingEnv) -> tuple[DenseModel, dict[str, Layout], int]:
-        """The dense part on a mesh, what a vocabulary gets there, and how many tables there are."""
+    def dense_model(self, found: Found, env: ShardingEnv) -> tuple[DenseModel, dict[str, Layout], int, Asked]:
+        """The dense part on a mesh, what a vocabulary gets there, how many tables are left, what constraints ask."""
         taken = found.sites.parameters()
         others = dense_parameters(self.module, taken.keys())
-        constraints = constraints_of(self.options.constraints or {}, taken)
+        asked, of_tables = asked_of_dense(self.options.constraints or {}, self.module, taken.keys())
+        constraints = constraints_of(of_tables, taken)
         as_dense = vocabularies(taken, others, constraints, (), env)
         tables = frozenset(taken.keys() - as_dense.keys())
         if tables not in self.models:
             weights = dense_parameters(self.module, tables)
             options = self.options
             self.models[tables] = DenseModel.of(self.module, weights, options.sequence_length, options.compute_dtype)
-        return self.models[tables], as_dense, len(tables)
+        return self.models[tables], as_dense, len(tables), asked
 
     def dense_part(self, shape: Shape) -> Part:
         """What dense weights take on a mesh, with activations recomputed where they do not fit otherwise."""
         env = shape.env(self.device_type)
         found = self.splits[env.tensor_size]
         copies = env.size // env.table_size
-        model, as_dense, tables = self.dense_model(found, env)
+        model, as_dense, tables, asked = self.dense_model(found, env)
         samples = self.batch_size / env.data_size
         if samples < 1:
             why = f"it has {env.data_size} data ranks, more than the {self.batch_size:g} samples of a step"
@@ -140,7 +142,7 @@ class Study:
         for again in (False, True):
             tried = replace(model, recomputed=blocks) if again else model
             try:
-                dense = decide(tried, found.placements, as_dense, env, self.machine, samples)
+                dense = decide(tried, found.placements, as_dense, env, self.machine, samples, asked)
             except PlanError as error:
                 return Part(shape, tables, None, again, str(error).splitlines()[0], copies)
             if fits_with_activations(dense.blocks, self.machine):
