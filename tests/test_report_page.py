@@ -121,6 +121,8 @@ def test_without_tables(tmp_path: Path) -> None:
     page = page_of(report, tmp_path)
     outline = check(page)
     assert "The dense part" in page and "heat" not in outline.ids
+    assert max(map(len, str(report).splitlines())) <= 100 and "0 tables" not in str(report)
+    assert page_of(PlanReport.from_json(report.to_json()), tmp_path) == page
     check(page_of(planned(nn.Identity(), one_axis(2)), tmp_path))
 
 

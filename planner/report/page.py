@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from dmp import shown_bytes
+from planner.dense.block import ACTIVATIONS
 from planner.report.bars import Bar, bars, legend
 from planner.report.explained import best_of_families, label_of
 from planner.report.figures import Figures
@@ -64,6 +65,7 @@ def render(f: Figures) -> str:
         groups=_groups(f, styles) if has_tables else "",
         profile=profile(f, styles) if has_tables and len(f.rank_bytes) > 8 else "",
         dense=_dense(f) if f.dense else "",
+        memory_legend=legend([("kt", "tables"), *((f"k{i}", part) for i, (part, _) in _parts(f))]) if _parts(f) else "",
         dense_legend=_dense_legend(f),
         kinds=_kinds(f),
         colours=_COLOURS,
@@ -87,6 +89,9 @@ def _cards(f: Figures) -> list[dict[str, Any]]:
     room = f.setting.machine.get("memory_bytes", 0.0) or f.usable_bytes + dense
     part = fullest / room if room else 0.0
     note = f"{part:.0%} of {shown_bytes(room)}"
+    recomputed = sum(block.recomputed_bytes for block in f.dense)
+    if part > 1 and recomputed:
+        note += f"; {shown_bytes(fullest - f.dense_bytes.get(ACTIVATIONS, 0) + recomputed)} with recomputation"
     cards.append({"name": "Fullest rank", "value": shown_bytes(fullest), "note": note, "part": min(1.0, part)})
     if p.names:
         size = shown_bytes(float(f.rank_bytes.sum()))

@@ -104,9 +104,16 @@ class PlanReport(Figures):
         index_of = {name: index for index, name in enumerate(self.planned.names)}
         known = [name for name in plan if name in index_of]
         lines = parameter_lines(self, [index_of[name] for name in known[:_PLAN_LINES]]) if known else []
-        others = [f"{name}  {plan[name]}" for name in plan if name not in index_of]
-        lines += others[: max(4, _PLAN_LINES - len(lines))]
-        more = len(plan) - min(len(known), _PLAN_LINES) - min(len(others), max(4, _PLAN_LINES - len(lines)))
+        dense: dict[str, list[str]] = {}
+        for name in plan:
+            if name not in index_of:
+                repeated = ".".join("*" if word.isdigit() else word for word in name.split("."))
+                dense.setdefault(f"{repeated}  {plan[name]}", []).append(name)
+        shown = list(dense.items())[: max(6, _PLAN_LINES - len(lines))]
+        lines += [
+            f"{len(names)} x {text}" if len(names) > 1 else f"{names[0]}  {plan[names[0]]}" for text, names in shown
+        ]
+        more = len(plan) - min(len(known), _PLAN_LINES) - sum(len(names) for _, names in shown)
         return "\n".join(lines + [f"and {more:,} more: plan[name]"] * (more > 0))
 
     def to_json(self) -> str:

@@ -23,7 +23,7 @@ _DTYPES = {"f": np.float32, "d": np.float64, "i": np.int32, "l": np.int64, "?": 
 
 def to_json(figures: Figures) -> str:
     """A report as text, with a format version."""
-    return json.dumps({"version": VERSION, "report": _plain(figures)}, sort_keys=True)
+    return json.dumps({"version": VERSION, "report": _plain(figures)})
 
 
 def figures_from_json(text: str) -> dict[str, Any]:

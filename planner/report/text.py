@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from textwrap import wrap
 
 from dmp import shown_bytes
 from planner.report.figures import Figures
@@ -29,15 +30,17 @@ def _headline(f: Figures) -> list[str]:
     s, p = f.setting, f.planned
     speed = f", {count(f.samples_per_second)} samples/s" if f.samples_per_second else ""
     cut = ", cut short by the time budget" if f.is_cut_short else ""
-    tables = plural(len(p.names), "table") + f" of {count(p.elements)} elements" * bool(p.names)
-    dense = f", {count(s.dense_parameters)} dense parameters" * bool(s.dense_parameters)
+    parts = [f"{plural(len(p.names), 'table')} of {count(p.elements)} elements"] * bool(p.names)
+    parts += [f"{count(s.dense_parameters)} dense parameters"] * bool(s.dense_parameters)
     bound = f"lower bound {milliseconds(f.lower_bound)}, gap {f.gap:.1%}"
     step = f"step {milliseconds(f.step_seconds)}"
-    step += f" (tables {milliseconds(f.table_seconds)}, {bound})" if f.dense_seconds else f", {bound}"
+    if f.dense_seconds:
+        bound = f"tables {milliseconds(f.table_seconds)}, {bound}" if p.names else "no tables"
+    step += f" ({bound})" if f.dense_seconds else f", {bound}"
     return [
         f"{step}{speed}",
         f"planned in {f.planning_seconds:.2f} s{cut}; all figures are the cost model's",
-        f"{s.model}: {tables}{dense}",
+        f"{s.model}: {', '.join(parts) or 'no parameters'}",
         f"mesh {s.mesh_text()}; batch {s.batch_text()}",
         f"a rank: {s.machine_text()}"[:_WIDTH],
     ]
@@ -127,19 +130,23 @@ def _dense(f: Figures) -> list[str]:
     lines = [""]
     if f.dense_seconds:
         taken = ", ".join(f"{what} {milliseconds(s)}" for what, s in f.dense_seconds.items() if s > 0)
-        lines.append(f"dense part of the step: {taken or 'nothing'}")
+        lines += _wrapped(f"dense part of the step: {taken or 'nothing'}")
     if f.dense_bytes:
         parts = ", ".join(f"{part} {shown_bytes(size)}" for part, size in f.dense_bytes.items() if size)
-        lines.append(f"its memory on a rank: {parts}")
-    lines.append(f"weights on a rank: {kinds}")
+        lines += _wrapped(f"its memory on a rank: {parts}")
+    lines += _wrapped(f"weights on a rank: {kinds}")
     for block in f.dense[:_BLOCKS_SHOWN]:
         kept = ", ".join(f"{kind} {shown_bytes(size)}" for kind, size in block.rank_bytes.items())
         name = f"{block.count} x {block.name}" if block.name else "the rest"
         took = f"; {milliseconds(sum(block.seconds.values()))}" if block.seconds else ""
-        lines.append(f"{name}: {block.num_parameters:,} parameters, on a rank {kept or 'nothing'}{took}")
+        lines += _wrapped(f"{name}: {count(block.num_parameters)} parameters, on a rank {kept or 'nothing'}{took}")
     return lines + [f"and {len(f.dense) - _BLOCKS_SHOWN} more blocks"] * (len(f.dense) > _BLOCKS_SHOWN)
 
 
+def _wrapped(text: str) -> list[str]:
+    return wrap(text, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
 def _notes(f: Figures) -> list[str]:
-    lines = [f"note: {note}" for note in f.notes[:_NOTES_SHOWN]]
+    lines = [line for note in f.notes[:_NOTES_SHOWN] for line in _wrapped(f"note: {note}")]
     return lines + [f"and {len(f.notes) - _NOTES_SHOWN} more notes: report.notes"] * (len(f.notes) > _NOTES_SHOWN)
