@@ -22,7 +22,7 @@ import numpy as np
 
 from dmp import ShardingEnv
 from planner.costs.links import Axis, all_reduce, all_to_all, axes_of, latency
-from planner.costs.protocol import ALL_REDUCE, BYTES, EXCHANGE, Array, Integers, ShardTable
+from planner.costs.protocol import ALL_REDUCE, BYTES, EXCHANGE, Array, Flags, Integers, ShardTable
 from planner.costs.topology import Topology
 
 PHASES = (
@@ -48,8 +48,8 @@ class CostModel:
     of its own in `replica sync` where it is large, or there are hosts or copies.
 
     Memory: weights, optimizer state as the parameter's info says, gradients of parameters without an in-backward
-    optimizer (with Adam's state, as theirs is not known) and of data-parallel ones; ids, bags, results and their
-    gradients as they are kept until the end of the backward pass, with the buffers of the largest exchange.
+    optimizer (with Adam's state, as theirs is not known) and of data-parallel ones with the buffers of their sum; ids,
+    results and gradients as they lie there in the backward pass, when they are most.
 
     Not modelled: dense layers, the optimizer step outside the backward pass, overlap of communication and compute,
     skewed ids (rows are taken as equally likely) and the caches that help with them, cache tiers (tables in host memory
@@ -224,21 +224,32 @@ def _add_sums(cost: _Cost, p: ShardTable, work: _Work) -> None:
     replicate = axes_of(env, topology, "replicate")
     sent = work.bag_bytes * ~p.replicated * work.replicas * all_to_all(replicate)
     cost.exchange(SYNC, sent, env.table_size)
-    gradient = p.rows * (p.columns + p.is_table) * p.item_bytes * p.replicated  # and which rows were touched
-    beside = gradient * env.table_size <= _BESIDE_BYTES
-    if work.replicas > 1 or _stages(env, topology)[1]:
-        beside = np.zeros_like(p.replicated)
+    gradient, beside = _whole_gradients(cost, p, work)
     to_all = env.table_size * (all_to_all(axes_of(env, topology, "shard", "tensor")) + topology.speeds_of_parts.pack)
     local[:, GRADIENT] += np.where(beside, gradient * to_all, 0)
     local[:, SYNC] += np.where(beside, 0, gradient * all_reduce(axes_of(env, topology)))
 
 
+def _whole_gradients(cost: _Cost, p: ShardTable, work: _Work) -> tuple[Array, Flags]:
+    """Bytes that a replicated table adds to the sum over all ranks, and whether that travels beside other gradients."""
+    gradient = p.rows * (p.columns + p.is_table) * p.item_bytes * p.replicated  # and which rows were touched
+    goes_beside = work.replicas == 1 and not _stages(cost.env, cost.topology)[1]
+    return gradient, goes_beside & p.replicated & (gradient * cost.env.table_size <= _BESIDE_BYTES)
+
+
 def _add_bytes(cost: _Cost, p: ShardTable, work: _Work) -> None:
-    """Memory: what stays, and what a step keeps until its end."""
-    kept = np.where(p.dense_gradient | p.replicated, work.weight_bytes, 0)
-    state = p.rows * work.state_bytes
-    cost.local[:, BYTES] = work.weight_bytes + state + kept + 2 * work.id_bytes * work.replicas + 2 * work.bag_bytes
-    cost.everywhere[:, BYTES] = 3 * work.bag_bytes / cost.env.table_size * ~p.replicated
+    """Memory: what stays, and the most that there is of a step at once, in the backward pass."""
+    ranks, staged = cost.env.table_size, bool(_stages(cost.env, cost.topology)[1])
+    summed, beside = _whole_gradients(cost, p, work)
+    # A whole gradient is made, joined to the others', sent to each rank, received from each, and added up.
+    whole = np.where(p.dense_gradient | p.replicated, work.weight_bytes, 0) + summed * np.where(beside, 2 * ranks, 1)
+    # Gradients lie where they came, with those of other copies; where there are hosts, their sums too.
+    came = work.bag_bytes * (1 + staged + 2 * (work.replicas - 1)) + 3 * work.id_bytes * work.replicas
+    cost.local[:, BYTES] = work.weight_bytes + p.rows * work.state_bytes + whole + came
+    # Where samples are: the results of a table once and their gradient, and of each shard what is sent back.
+    results = 2 * np.where(p.pooled, p.row_share, 1) * work.bag_bytes
+    cost.local[:, BYTES] += results * p.replicated
+    cost.everywhere[:, BYTES] = (results + work.bag_bytes) / ranks * ~p.replicated
 
 
 def distinct(rows: Array, ids: Array) -> Array:

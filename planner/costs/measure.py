@@ -90,8 +90,9 @@ def step_probes(ranks: int) -> list[ProbeShape]:
         ((rows,), (8, large, 32, 384, 12), (4, large, 128, 768, 3), (12, small, 32, 256, 24)),
         ((columns,), (24, large, 16, 16, 1), (8, large, 64, 1536, 1), (8, large, 64, 384, 12)),
         ((copies,), (4, small, 16, 16, 1), (24, small // 10, 16, 16, 1), (8, small, 64, 1536, 1)),
-        ((copies,), (12, small, 32, 384, 4), (4, large // 6, 16, 256, 1)),
+        ((copies,), (12, small, 32, 384, 4), (4, large // 6, 16, 256, 1), (12, 3 * small, 32, 512, 1)),
         ((one, rows, columns), (12, large, 32, 768, 1), (12, large, 64, 256, 8)),
+        ((rows, one, copies, columns), (16, 2 * small, 32, 512, 2)),
     )
     return [
         ProbeShape(
