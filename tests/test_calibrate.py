@@ -1,0 +1,131 @@
+"""`python -m dmp calibrate`: from measurements to figures, and the measuring itself."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from dmp import ShardingEnv
+from dmp.__main__ import main
+from planner import Topology
+from planner.costs import calibrate
+from planner.costs.cost_model import BACKWARD, FORWARD
+from planner.costs.fit import fit
+from planner.costs.local_ranks import on_ranks
+from planner.costs.measure import EXCHANGED_BYTES, OPTIMIZERS, Measured, lookup_probes, step_probes
+from planner.costs.speeds import Rate, Speeds
+
+TRUE = Topology(
+    1e10,
+    1e10,
+    1e11,
+    3e9,
+    1e-4,
+    shared_links=0.5,
+    speeds=Speeds(
+        *(Rate(1e-8, 1e-11), Rate(2e-9, 2e-12), Rate(1e-9, 4e-11), Rate(1e-8, 1e-10), Rate(5e-9, 0)),
+        *(Rate(1e-8, 5e-11), Rate(6e-9, 0), Rate(1e-7, 4e-10), Rate(3e-9, 0)),
+        gradient=Rate(0, 2e-10),
+        whole_row=Rate(3e-8, 0),
+        place=2e-10,
+        pack=3e-10,
+        step=2e-3,
+        send_slot=5e-6,
+        update_slot=1e-5,
+        send_id=3e-9,
+        split_id=2e-9,
+        receive_bag=1e-9,
+    ),
+)
+
+
+def made_up(noise: float) -> Measured:
+    """What a machine that is as the model says would measure, some of it spoilt by others."""
+    rng = np.random.default_rng(1)
+
+    def spoilt(seconds: float) -> float:
+        return seconds * (1 + noise * rng.exponential() * (rng.random() < 0.2))
+
+    env, alone = ShardingEnv.abstract((2,), ("dp",)), ShardingEnv.abstract((1,), ("dp",))
+    one = TRUE.shared_links / 2 + (1 - TRUE.shared_links)
+    exchanged = [
+        (kind, size, spoilt(1e-4 + size / 3e9 * share))
+        for kind, share in (("even", 1.0), ("one", one))
+        for size in EXCHANGED_BYTES
+    ]
+    lookups = {
+        optimizer: [
+            tuple(spoilt(s) for s in calibrate._parts(probe, alone, TRUE, ((FORWARD,), (BACKWARD,))))
+            for probe in lookup_probes(optimizer)
+        ]
+        for optimizer in OPTIMIZERS.values()
+    }
+    steps = [tuple(spoilt(s) for s in calibrate._parts(probe, env, TRUE)) for probe in step_probes(2)]
+    return Measured(exchanged, lookups, steps, 1e-10, 1e-11)  # type: ignore[arg-type]
+
+
+def test_figures_come_back() -> None:
+    clean, noisy = (calibrate.fitted(made_up(noise), 2, "cpu") for noise in (0.0, 1.0))
+    for found, off in ((clean, 0.01), (noisy, 0.1)):
+        link = found.topology.links(ShardingEnv.abstract((2,), ("dp",)))["dp"]
+        assert (link.bandwidth, link.latency) == pytest.approx((3e9, 1e-4), rel=off)
+        assert found.topology.shared_links == pytest.approx(0.5, abs=2 * off)
+        errors = [abs(of.fitted / true.measured - 1) for of, true in zip(found.fits, clean.fits, strict=True)]
+        assert np.median(errors) < off
+    assert max(abs(of.fitted / of.measured - 1) for of in clean.fits) < 0.05
+    assert "measurements: off by" in str(noisy)
+
+
+def test_few_bad_measurements_are_outvoted() -> None:
+    rng = np.random.default_rng(0)
+    terms = rng.uniform(0, 1, (40, 3))
+    wanted = terms @ [1.0, 0.0, 3.0]
+    spoilt = wanted.copy()
+    spoilt[::8] *= 4
+    assert fit(terms, spoilt, spoilt) == pytest.approx([1, 0, 3], abs=0.05)
+    assert fit(terms, -wanted, wanted) == pytest.approx([0, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ranks", "0"], "--ranks takes a number, at least 1; got 0"),
+        (["--rounds", "1"], "--rounds takes a number, at least 2; got 1"),
+        (["--out", "nowhere/t.json"], "there is no folder"),
+    ],
+)
+def test_wrong_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["calibrate", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def fails_on_one() -> int:
+    if dist.get_rank() == 1:
+        raise KeyError("no such thing")
+    return os.getpid()
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails() -> None:
+    with pytest.raises(RuntimeError, match=r"rank 1 failed:\n(.|\n)*KeyError: 'no such thing'"):
+        on_ranks(2, "cpu", fails_on_one)
+
+
+@pytest.mark.slow
+def test_calibrate_from_the_shell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "t.json"
+    assert main(["calibrate", "--ranks", "2", "--rounds", "3", "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "exchange, all send: 65536 bytes" in printed
+    assert "update, sgd: table_wise" in printed
+    assert "step: data_parallel" in printed
+    topology = Topology.load(out)
+    assert topology.speeds is not None
+    assert topology.speeds.step > 0
+    assert topology.sources["speeds"].startswith("measured by calibrate")
+    assert main(["calibrate", "--ranks", "1", "--rounds", "2", "--out", str(out)]) == 0
+    assert Topology.load(out).shared_links == 0

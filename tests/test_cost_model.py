@@ -1,0 +1,196 @@
+"""The planner's model of a step: what costs add up to, on which ranks, and beside a model that is really there."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+import dmp
+from dmp import (
+    Layout,
+    ParameterInfo,
+    ShardingEnv,
+    column_wise,
+    data_parallel,
+    grid,
+    row_wise,
+    table_row_wise,
+    table_wise,
+)
+from planner import CostModel, ShardingPlanner, Topology
+from planner.costs.cost_model import GRADIENT_OUTER, OUTPUT_OUTER, PHASES
+from planner.costs.protocol import BYTES, ShardTable
+from planner.costs.speeds import Rate, Speeds
+from planner.costs.step import Placed, loads, phase_seconds
+from tests.planner_bags import BagSharder, bags, hosts, one_axis
+from tests.ranks import mesh, run_ranks
+
+SPEEDS = Speeds(
+    lookup_row=Rate(1e-8, 1e-11),
+    lookup_id=Rate(2e-9, 1e-12),
+    rowwise_row=Rate(1e-8, 5e-11),
+    plain_id=Rate(5e-9, 0),
+    gradient=Rate(1e-9, 1e-10),
+    place=1e-10,
+    pack=2e-10,
+    step=1e-3,
+    send_slot=1e-6,
+    split_id=1e-9,
+    receive_bag=1e-9,
+)
+TOPOLOGY = Topology(1e10, 1e10, 1e10, 2e9, 1e-4, shared_links=0.7, speeds=SPEEDS)
+ENVS = (one_axis(8), hosts(2, 4), ShardingEnv.abstract((2, 4), ("replicate", "shard")))
+
+
+def info(rows: int, dim: int, **known: object) -> ParameterInfo:
+    return ParameterInfo((rows, dim), torch.float32, "table", "rowwise_adagrad", state_bytes=(0.0, 4.0), **known)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("env", ENVS, ids=str)
+@pytest.mark.parametrize("topology", [TOPOLOGY, Topology(1e10, 1e12, 1e13, 1e11, 1e-5)], ids=["measured", "usual"])
+def test_costs_are_affine_in_columns(env: ShardingEnv, topology: Topology) -> None:
+    rng = np.random.default_rng(0)
+    n = 40
+    flags = [rng.integers(0, 2, n).astype(bool) for _ in range(3)]
+    rows = rng.integers(1, 10_000, n).astype(float)
+    shares = rng.choice([1.0, 0.5, 0.0], n)
+    shards = ShardTable.from_columns(
+        *(rows, 64.0, rows * 2, 4.0, rng.uniform(1, 20, n), 2.0, flags[0], True, flags[1], rng.choice([0.0, 4.0], n)),
+        *(4.0, flags[2], shares, rng.choice([1.0, 0.25], n)),
+    )
+    at = [np.stack(CostModel().costs(shards.with_columns(np.array(w)), env, topology, 64)) for w in (4, 32, 100)]
+    assert np.allclose(at[1], at[0] + (at[2] - at[0]) * 28 / 96, rtol=1e-12, atol=0)
+    assert at[0].shape == (2, n, len(PHASES) + 1)
+    assert all((of >= 0).all() for of in at)
+
+
+def test_a_plans_phases_are_the_sum_of_its_shards() -> None:
+    env = hosts(2, 4)
+    layouts: dict[str, Layout] = {
+        "t0": table_wise(5),
+        "t1": row_wise(),
+        "t2": column_wise([0, 5]),
+        "t3": table_row_wise(1),
+        "t4": grid([[0, 4], [1, 5], [2, 6], [3, 7]]),
+        "t5": data_parallel(),
+    }
+    module = bags(*((1000 + i, 64) for i in range(6)))
+    planner = ShardingPlanner(TOPOLOGY, batch_size=256)
+    planner.plan(module, [BagSharder()], env, {f"{name}.weight": layout for name, layout in layouts.items()})
+    found = BagSharder().parameters(module["t0"])["weight"]  # type: ignore[arg-type]
+    infos = [ParameterInfo((1000 + i, 64), torch.float32, "table", found.optimizer) for i in range(6)]
+    placed = [Placed(i, layout, 1.0) for i, layout in zip(infos, layouts.values(), strict=True)]
+    assert planner.report is not None
+    known = by_name(phase_seconds(CostModel(), placed, env, TOPOLOGY, 256))
+    said = dict.fromkeys(known, 0.0)
+    for name, seconds in zip(planner.report.phases, planner.report.phase_seconds, strict=True):
+        if name in said:
+            said[name] += seconds
+    del said["lookup bwd"], known["lookup bwd"]  # the planner knows the optimizer's state, which nobody told here
+    assert said == pytest.approx(known, rel=1e-4)  # the last row block is shorter
+
+
+def by_name(seconds: np.ndarray) -> dict[str, float]:  # type: ignore[type-arg]
+    found = dict.fromkeys(PHASES, 0.0)
+    for name, of_phase in zip(PHASES, seconds.tolist(), strict=True):
+        found[name] += of_phase
+    return found
+
+
+def test_a_host_sends_what_lies_on_it_once() -> None:
+    """Whole on a rank, or in row blocks over the host's ranks: the sums that leave the host are the same."""
+    env = hosts(2, 4)
+    assert CostModel().spans(env).tolist() == [4 if i in (OUTPUT_OUTER, GRADIENT_OUTER) else 1 for i in range(8)]
+    assert CostModel().spans(one_axis(8)).max() == 1
+    plain = Topology(1e10, 1e30, 1e30, 1e9, 0.0)  # nothing but the links
+    whole, cut = (
+        loads(CostModel(), [Placed(info(1000, 64), layout, 1.0)], env, plain, 128)
+        for layout in (table_wise(6), table_row_wise(1))
+    )
+    for phase in (OUTPUT_OUTER, GRADIENT_OUTER):
+        assert whole[:, phase] == pytest.approx(cut[:, phase])
+        assert whole[:4, phase].max() < 1e-12 < whole[4:, phase].min()
+        bag_bytes = 8 * 128 * 64 * 4
+        assert whole[4, phase] == pytest.approx(bag_bytes / 4 / 2 / 1e9)
+
+
+def test_a_shard_without_rows_costs_nothing() -> None:
+    cost = loads(CostModel(), [Placed(info(3, 64), row_wise(), 1.0)], one_axis(8), TOPOLOGY, 128)
+    assert (cost[3:] == cost[3]).all()
+    assert (cost[:3, BYTES] > cost[3, BYTES]).all()
+    assert cost[3, 1] == 0  # looks nothing up
+
+
+@pytest.mark.parametrize("name", ["lookup_row", "step"])
+def test_speeds_are_checked(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"Speeds\.{name} must be \[?seconds.*, none below 0; got"):
+        Speeds(**{name: -1})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="Speeds"):
+        Topology(1, 1, 1, 1, 0, speeds=3)  # type: ignore[arg-type]
+
+
+# Beside a model that is there
+
+LAYOUTS: tuple[Layout, ...] = (
+    *(table_wise(0), table_wise(1), row_wise(), column_wise([0, 1]), column_wise([1, 0], widths=[16, 16])),
+    data_parallel(),
+)
+SHAPES = ((101, 16), (64, 32), (333, 8), (50, 64), (77, 32), (20, 16))
+STATES = {"sgd": (0.0, 0.0), "adagrad": (4.0, 0.0), "rowwise_adagrad": (0.0, 4.0)}
+
+
+def held_bytes(kind: str, batch_size: int) -> tuple[int, int]:
+    """On each rank: bytes of tables with their state; the most that a step has in memory besides."""
+    import torchrec
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its package scripts functions
+        from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore[attr-defined]
+    from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+    tables = [
+        torchrec.EmbeddingBagConfig(name=f"t{i}", num_embeddings=n, embedding_dim=d, feature_names=[f"f{i}"])
+        for i, (n, d) in enumerate(SHAPES)
+    ]
+    module = torchrec.EmbeddingBagCollection(tables=tables)
+    optimizers = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "rowwise_adagrad": RowWiseAdagrad}
+    _apply_optimizer_in_backward(optimizers[kind], module.parameters(), {"lr": 0.1})
+    plan = dict(zip([name for name, _ in module.named_parameters()], LAYOUTS, strict=True))
+    env = ShardingEnv.from_mesh(mesh((2,), ("dp",)))
+    model = dmp.DistributedModelParallel(module, env=env, plan=plan)
+    banks = [tbe.bank for tbe in model.module._engine.store.tbes]  # type: ignore[union-attr]
+    held = sum(t.nbytes for bank in banks for t in (bank.weights, *bank.state.values()))
+
+    def step() -> None:
+        values = torch.cat([torch.randint(0, n, (batch_size,)) for n, _ in SHAPES])
+        keys = [f"f{i}" for i in range(len(SHAPES))]
+        lengths = torch.ones(len(values), dtype=torch.int64)
+        out = model(torchrec.KeyedJaggedTensor(keys=keys, values=values, lengths=lengths)).values()
+        out.backward(torch.randn_like(out))
+
+    step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    return held, int(np.cumsum([size for _, size in changes]).max())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", STATES)
+def test_memory_beside_a_real_model(kind: str) -> None:
+    """Weights and optimizer state to the byte, what comes and goes with a step within a third."""
+    batch_size = 4096
+    env = ShardingEnv.abstract((2,), ("dp",), "cpu")
+    placed = [
+        Placed(ParameterInfo(shape, torch.float32, "table", kind, state_bytes=STATES[kind]), layout, 1.0)
+        for shape, layout in zip(SHAPES, LAYOUTS, strict=True)
+    ]
+    at_rest, running = (loads(CostModel(), placed, env, TOPOLOGY, b)[:, BYTES] for b in (0, batch_size))
+    gradient = 20 * 16 * 4 + 4 * 20 * (16 + 1) * 4  # the data-parallel table's, whole, with its sum's buffers
+    for rank, (held, peak) in enumerate(run_ranks(2, held_bytes, kind, batch_size)):
+        assert at_rest[rank] - gradient == held
+        assert 0.75 < (running[rank] - held) / peak < 1.34
