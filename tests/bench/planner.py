@@ -192,7 +192,7 @@ def goals(cases: Sequence[Case]) -> list[Result]:
         if known:
             least = 1.0 if "our model" in what else 0.99
             results.append(Result(f"{what}: least of {len(known)}", "", 1.0, min(known), min(known), least))
-            mean = float(np.exp(np.mean(np.log(np.maximum(known, 1e-9)))))
+            mean = float(np.exp(np.mean(np.log([r for r in known if r > 0]))))
             results.append(Result(f"{what}: geometric mean", "", 1.0, mean, mean, None))
     return results
 
