@@ -28,6 +28,8 @@ _WORK = 750e3
 """In all, in about microseconds."""
 _BUILDING = 350e3
 """Of it for starts; the first is packed in any case."""
+_POWERS = (8, 32)
+"""Of the potential while starts are packed, in turn."""
 _TRIES = 3
 """Starts after which memory gets a higher price where none fits."""
 _ENOUGH = 1e-4
@@ -133,13 +135,16 @@ def _build(problem: Problem, cuts: Cuts, best: _Best, out_of_time: Callable[[], 
     Returns:
         The work, and whether the time was up before.
     """
-    work, begun = 0.0, [(start, most) for start in starts(problem, cuts) for most in start.most]
+    turns = [(i + 1.5 * k, s, m) for i, s in enumerate(starts(problem, cuts)) for k, m in enumerate(s.most)]
+    begun = [(start, most) for _, start, most in sorted(turns, key=lambda turn: turn[0])]
+    work = 0.0
     for memory in (0.0, *_WEIGHTS):
         for number, (start, most) in enumerate(begun):
             if best.parts is not None and out_of_time():
                 return work, True
             weight = max(memory, _WEIGHTS[0] * (start.fill > _ROOMY))
-            last = _pack(problem, cuts, start, most, weight, best, out_of_time)
+            power = _POWERS[number % len(_POWERS)]
+            last = _pack(problem, cuts, start, most, (weight, power), best, out_of_time)
             work += last
             if best.is_enough or work + last >= _BUILDING or (best.parts is None and number >= _TRIES):
                 break
@@ -153,11 +158,16 @@ def _pack(
     cuts: Cuts,
     start: Start,
     most: int,
-    memory: float,
+    weights: tuple[float, int],
     best: _Best,
     out_of_time: Callable[[], bool],
 ) -> float:
-    """One start: all items put down, largest first, then again one by one; returns the work that it took."""
+    """One start: all items put down, largest first, then again one by one; returns the work that it took.
+
+    Args:
+        weights: of memory, and the power to begin with.
+    """
+    memory, power = weights
     placement = Placement(problem)
     potential = Potential(placement, start.target, memory)
     packer = Packer(
@@ -168,7 +178,7 @@ def _pack(
         size = np.maximum(size, cuts.mean[start.first, -1] / problem.capacity.max())
     order = np.argsort(-size[problem.item_class], kind="stable").tolist()
     every = 16 * (1 + len(problem.capacity) // 512)
-    potential.aim(8, is_building=True)
+    potential.aim(power, is_building=True)
     for number, item in enumerate(order):
         if number % every == every - 1:
             potential.weigh(is_building=True)

@@ -21,6 +21,8 @@ from planner.search.problem import Problem
 _THRESHOLDS = 14
 _UNEVEN = 1.15
 """Phases of many small pieces are expected to take this many times the mean."""
+_LOSS = 0.1
+"""Share of the largest pieces that is lost because they do not fill ranks evenly."""
 _FREE = 0.98
 """Share of the memory that starts count with."""
 _LARGE = 0.3
@@ -73,7 +75,7 @@ def starts(problem: Problem, cuts: Cuts) -> list[Start]:
                 continue
             mean = (cuts.mean[first, :-1] * counts[:, None]).sum(0) + base
             peak = own[first].max(0)
-            estimate = float(np.maximum(mean, peak).sum()) + paid
+            estimate = float(np.maximum(mean, peak).sum() + _LOSS * peak.sum()) + paid
             choice = (3, 1) if float(peak.sum()) > _LARGE * float(mean.sum()) else (1, 3)
             cost = np.where(cost < 1e3 * float(cost[first].max() + threshold), cost, np.inf)
             target = np.maximum(_UNEVEN * mean, peak)

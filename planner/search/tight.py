@@ -116,6 +116,18 @@ def _ragged(loads: Array, row: int, room: Array, ranks: Ranks | None, size: int)
     return Part(row, tuple(blocks), even(0, len(loads)))
 
 
+def _rest(problem: Problem, row: int, free: Array, ranks: Ranks | None) -> float:
+    """Bytes of a divisible family that find no room when all blocks are filled."""
+    table, size = problem.table, int(problem.table.size[row])
+    slope = float(table.slope[row, -1])
+    if not table.units[row] or slope <= 0:
+        return 0.0
+    room = np.where(ranks, free, 0.0) if ranks is not None else free
+    room = room.reshape(-1, size).min(1) - table.fixed[row, -1] - table.everywhere[row, -1]
+    units = np.floor(np.maximum(room, 0.0) / slope)
+    return float(table.units[row] - units[units >= table.least[row]].sum()) * slope
+
+
 def _short(placement: Placement, item: int) -> Infeasible:
     """What an item that does not fit lacks: the family, the rank and the bytes that come nearest."""
     problem, table = placement.problem, placement.problem.table
@@ -140,7 +152,8 @@ def _short(placement: Placement, item: int) -> Infeasible:
             continue
         most = np.where(is_open, lack.max(1), np.inf)
         block = int(np.argsort(most, kind="stable")[len(loads) - 1 if row not in table.ragged else 0])
-        found.append((max(1, int(np.ceil(most[block]))), row - first, block * size + int(lack[block].argmax())))
+        short = max(float(most[block]), _rest(problem, row, free, ranks))
+        found.append((max(1, int(np.ceil(short))), row - first, block * size + int(lack[block].argmax())))
     if not found:
         return Infeasible(item, None, None, 0, placement.load)
     short, option, rank = min(found)
