@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections import namedtuple
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,10 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from dmp import Layout, ShardingEnv, data_parallel, default_sharders, row_wise
 from planner import Constraint, Observation, ShardingPlanner, observe
 from planner.observed.row_curve import RowCurve
+from tests.bench import observed as observed_bench
+
+sys.path.append(str(observed_bench.EXAMPLE))
+from generate import generate
 
 Pair = namedtuple("Pair", ["users", "labels"])
 
@@ -186,3 +191,15 @@ def test_a_block_of_hot_rows_is_costed_by_what_it_gets() -> None:
         assert max(alike) == pytest.approx(min(alike), rel=0.1)
         assert skewed[first] == max(skewed) > 1.8 * alike[first]
         assert skewed[2 if first else 3] < 0.7 * alike[2], "the coldest block"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", observed_bench.FORMS)
+def test_a_measured_plan_is_better_on_the_demos_clicks(form: str, tmp_path: Path) -> None:
+    """By the model, both plans costed with what the clicks tell; `make bench BENCH=observed` times them too."""
+    file = str(tmp_path / "clicks.tsv")
+    generate(file, 5000)
+    seen = observe(observed_bench.batches_of(file, form), batches=5)
+    guessed, measured, guessed_s, measured_s = observed_bench.plans_of(seen)
+    assert measured_s <= guessed_s * 1.0001
+    assert guessed != measured

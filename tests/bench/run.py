@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from tests.bench import imports, memory, phases, pipeline, predicted, state, step, transformer, wrap
+from tests.bench import imports, memory, observed, phases, pipeline, predicted, state, step, transformer, wrap
 from tests.bench.report import HEADER, Result, markdown, rewrite
 from tests.ranks import close_pools
 
@@ -28,6 +28,7 @@ BENCHMARKS = {
     "memory": memory.run,
     "imports": imports.run,
     "predicted": predicted.run,
+    "observed": observed.run,
     "transformer": transformer.run,
     "state": state.run,
 }
