@@ -14,7 +14,6 @@ from planner.report.reasons import reasons
 from planner.report.words import layout, milliseconds, ranks, shape, times
 
 _OPTIONS_SHOWN = 24
-_LABEL = 44
 
 
 class Alternative(NamedTuple):
@@ -89,9 +88,10 @@ def _lines(figures: Figures, index: int) -> list[str]:
     others = alternatives(figures, index)
     if not others:
         return [*lines, "  nothing else was offered"]
-    lines.append(f"  {'not':<{_LABEL}} {'busiest rank':>12} {'mean':>10} {'memory':>10}  because")
+    width = max(len(other.label) for other in others[:_OPTIONS_SHOWN])
+    lines.append(f"  {'not':<{width}} {'busiest rank':>12} {'mean':>10} {'memory':>10}  because")
     lines += [
-        f"  {other.label:<{_LABEL}} {milliseconds(other.busiest_seconds):>12} {milliseconds(other.mean_seconds):>10} "
+        f"  {other.label:<{width}} {milliseconds(other.busiest_seconds):>12} {milliseconds(other.mean_seconds):>10} "
         f"{shown_bytes(other.rank_bytes):>10}  {other.reason}"
         for other in others[:_OPTIONS_SHOWN]
     ]
