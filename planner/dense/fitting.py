@@ -71,16 +71,17 @@ def counted_activations(blocks: Sequence[DenseBlock], topology: Topology, batch_
     counted, note = kept, ""
     if kept > room:
         counted = again if again <= room else 0
-        fits = "FSDPWrapper(activation_checkpointing=True), on which the plan counts," if counted else ""
+        said = [
+            f"dense activations at {batch_size:g} samples per data rank need about {shown_bytes(kept)}, and a rank has "
+            f"{shown_bytes(max(0, room))} for them"
+        ]
         if again < kept:
-            fits = fits or "FSDPWrapper(activation_checkpointing=True)"
-            fits += f" makes that {shown_bytes(again)}; "
+            relied = ", on which the plan counts," if counted else ""
+            said.append(f"FSDPWrapper(activation_checkpointing=True){relied} makes that {shown_bytes(again)}")
         if not counted:
-            fits += f"the plan counts none; about {max(0, int(batch_size * room / max(1, again)))} samples would fit"
-        note = (
-            f"dense activations at {batch_size:g} samples per data rank need about {shown_bytes(kept)}, and a "
-            f"rank has {shown_bytes(max(0, room))} for them; {fits}"
-        )
+            fitting = max(0, int(batch_size * room / max(1, again)))
+            said.append(f"the plan counts none of them; about {fitting} samples would fit")
+        note = "; ".join(said)
     in_reserve = _most(topology) - topology.usable_bytes
     return int(stays + max(0.0, certain - stays + counted - in_reserve)), note
 
