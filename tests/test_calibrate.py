@@ -96,10 +96,11 @@ def test_few_bad_measurements_are_outvoted() -> None:
         (["--ranks", "0"], "--ranks takes a number, at least 1; got 0"),
         (["--rounds", "1"], "--rounds takes a number, at least 2; got 1"),
         (["--out", "nowhere/t.json"], "there is no folder"),
+        (["--device", "cuda", "--ranks", "99"], "99 ranks need a cuda device each; this machine has"),
     ],
 )
 def test_wrong_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["calibrate", *arguments]) == 2
+    assert main(["calibrate", *arguments]) in (1, 2)
     assert message in capsys.readouterr().err
 
 
@@ -111,7 +112,7 @@ def fails_on_one() -> int:
 
 @pytest.mark.slow
 def test_a_rank_that_fails() -> None:
-    with pytest.raises(RuntimeError, match=r"rank 1 failed:\n(.|\n)*KeyError: 'no such thing'"):
+    with pytest.raises(RuntimeError, match=r"rank 1 failed: KeyError: 'no such thing'\nTraceback"):
         on_ranks(2, "cpu", fails_on_one)
 
 

@@ -16,7 +16,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the topology here")
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="processes (default: %(default)s)")
-    parser.add_argument("--device", default="cpu", help="cpu, or cuda: one device for each process (default: cpu)")
+    parser.add_argument(
+        "--device", default="cpu", choices=("cpu", "cuda"), help="cuda: one device for each process (default: cpu)"
+    )
     parser.add_argument(
         "--rounds", type=int, default=40, metavar="N", help="how often each step is run (default: %(default)s)"
     )
@@ -32,7 +34,7 @@ def run(given: argparse.Namespace) -> int:
     calibrate, *probes = calibration()
     try:
         found = calibrate(*probes, given.ranks, given.device, given.rounds)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         raise Refusal(in_one_line(error), FAILED) from error
     print(found)
     if given.out is not None:

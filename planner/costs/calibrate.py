@@ -86,8 +86,12 @@ def calibrate(
         rounds: how often each step is run.
 
     Raises:
+        ValueError: fewer devices than ranks.
         RuntimeError: a process failed.
     """
+    found = ranks if device_type == "cpu" else getattr(torch, device_type).device_count()
+    if found < ranks:
+        raise ValueError(f"{ranks} ranks need a {device_type} device each; this machine has {found}")
     measured = on_ranks(ranks, device_type, measure, device_type, rounds, probe, lookups, steps)
     return fitted(measured, ranks, device_type)
 

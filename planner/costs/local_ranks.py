@@ -63,7 +63,7 @@ def _answers(pipes: list[Connection]) -> list[Any]:
             except EOFError:
                 raise RuntimeError(f"rank {rank} ended without an answer") from None
             if error:
-                raise RuntimeError(f"rank {rank} failed:\n{error}")
+                raise RuntimeError(f"rank {rank} failed: {error.strip().splitlines()[-1]}\n{error}")
     return [found[rank] for rank in range(len(pipes))]
 
 
