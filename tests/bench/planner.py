@@ -138,7 +138,9 @@ def judged(tables: TableSet, ranks: int, module: Any, plan: ShardingPlan) -> See
     their = their_plan(tables.name, ranks)
     if their is None:
         return seen
-    costed = planner(tables).plan(module, default_sharders(), mesh(ranks), pinned=their.plan)
+    costing = planner(tables)  # its plan may count fewer bytes than ours: with room for both, which costs no time
+    costing.topology = replace(topology(ranks), memory_bytes=1e12)
+    costed = costing.plan(module, default_sharders(), mesh(ranks), pinned=their.plan)
     report = costed.report  # type: ignore[attr-defined]
     return replace(seen, theirs=report.step_seconds, their_ratio=their.step_ms / our_step_ms(tables, ranks, module))
 

@@ -95,7 +95,7 @@ def run(tables: TableSet, ranks: int, module: Any, then: Then | None = None) -> 
         found: Run = here.recv()
     except EOFError:
         child.join()
-        killed = child.exitcode == -signal.SIGXCPU
+        killed = child.exitcode in (-signal.SIGXCPU, -signal.SIGKILL)
         return Run(LIMIT_S, 0, error=f"no plan in {LIMIT_S} CPU s" if killed else f"died with {child.exitcode}")
     child.join()
     return found
