@@ -98,7 +98,9 @@ class Packer:
     def _by_cost(self, menu: Menu, open_ranks: Ranks | None) -> list[tuple[float, int]]:
         """Cuts, the best first, with what they are thought to add."""
         potential = self.potential
-        extra = menu.every[:, :-1].sum(1)
+        room = float((potential.limit - self.placement.local[:, -1]).min()) - self.placement.every[-1]
+        spill = (menu.every[:, -1] > max(room, 0.0)) & (menu.every[:, -1] > 0)  # the fullest rank gets it too
+        extra = np.where(spill, np.inf, menu.every[:, :-1].sum(1))
         peaks: Array | None = None
         found = []
         for size, low, high in menu.sizes:

@@ -88,7 +88,7 @@ class _Best:
 
     def offer(self, placement: Placement, memory: float) -> None:
         seconds = placement.seconds()
-        if seconds < self.seconds * (1 - 1e-12):
+        if seconds < self.seconds * (1 - 1e-12) and placement.fits():
             self.seconds, self.parts, self.memory = seconds, list(placement.parts), memory
             self.told(seconds, 0.0)
 
