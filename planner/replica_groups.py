@@ -16,7 +16,7 @@ from planner.report.report import PlanReport
 
 _SAVES = 0.2
 """Part of the step that must be saved for a word."""
-_FEW_TABLES, _MANY_RANKS, _VERY_MANY_RANKS, _SMALLEST_GROUP = 64, 64, 1024, 8
+_FEW_TABLES, _MANY_RANKS, _VERY_MANY_RANKS, _SMALLEST_GROUP = 32, 64, 1024, 8
 _COPIES = (4, 16, 64, 256)
 OnMesh = Callable[[ShardingEnv, Topology], PlanReport]
 

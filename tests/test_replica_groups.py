@@ -45,7 +45,7 @@ def test_a_table_that_one_rank_sends_to_all_is_better_copied(topology: Topology)
 
 
 def test_nothing_is_said_where_ranks_are_equally_loaded_or_copies_do_not_fit() -> None:
-    even = ShardingPlanner().plan(bags(*[(100_000, 64)] * 64), [BagSharder()], hosts(8, 8)).report
+    even = ShardingPlanner().plan(bags(*[(100_000, 64)] * 32), [BagSharder()], hosts(8, 8)).report
     assert even.notes == () and not worth_asking(even, hosts(8, 8))
     report = planned(ENV, MACHINE, False)
     assert worth_asking(report, ENV)
