@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from dmp import (
     table_row_wise,
     table_wise,
 )
-from planner import Topology
+from planner import ShardingPlanner, Topology
 
 WORKLOADS = Path(__file__).parent / "workloads"
 
@@ -82,6 +83,13 @@ def workload(name: str) -> tuple[nn.ModuleDict, BagSharder]:
     module, sharder = bags(*((t["num_embeddings"], t["embedding_dim"]) for t in tables)), BagSharder()
     sharder.features = {id(m): tuple(t["pooling_factors"]) for m, t in zip(module.values(), tables, strict=True)}
     return module, sharder
+
+
+@cache
+def mlperf_on_four_hosts() -> ShardingPlan:
+    """A plan with its report, made once for all tests that read it."""
+    module, sharder = workload("mlperf_dcnv2")
+    return ShardingPlanner(batch_size=2048).plan(module, [sharder], hosts(4, 8))
 
 
 def one_axis(size: int, device_type: str = "cuda") -> ShardingEnv:

@@ -13,7 +13,7 @@ from torch import nn
 
 from dmp import PlanError, ShardingPlan, row_wise, table_wise
 from planner import Constraint, PlanReport, ShardingPlanner
-from tests.planner_bags import BagSharder, bags, hosts, one_axis, small_memory, workload
+from tests.planner_bags import BagSharder, bags, hosts, mlperf_on_four_hosts, one_axis, small_memory, workload
 
 
 def report_of(planner: ShardingPlanner) -> PlanReport:
@@ -23,10 +23,8 @@ def report_of(planner: ShardingPlanner) -> PlanReport:
 
 @pytest.fixture(scope="module")
 def mlperf() -> tuple[ShardingPlan, PlanReport]:
-    module, sharder = workload("mlperf_dcnv2")
-    plan = (planner := ShardingPlanner(batch_size=2048)).plan(module, [sharder], hosts(4, 8))
-    assert plan.report is planner.report
-    return plan, report_of(planner)
+    plan = mlperf_on_four_hosts()
+    return plan, plan.report
 
 
 def test_report(mlperf: tuple[ShardingPlan, PlanReport]) -> None:
@@ -86,17 +84,19 @@ def test_explains_constraints_pins_and_memory() -> None:
     assert "nothing else was offered" in report_of(planner).explain("t1")
 
 
-def test_difference(mlperf: tuple[ShardingPlan, PlanReport]) -> None:
-    _, before = mlperf
-    module, sharder = workload("mlperf_dcnv2")
-    after = ShardingPlanner(batch_size=2048).plan(module, [sharder], hosts(4, 8), {"t20.weight": row_wise()})
-    changed = before.diff(after)
-    assert changed.seconds == pytest.approx(after.report.step_seconds - before.step_seconds)
-    assert "t20.weight" in [change.name for change in changed.changes]
-    assert "row_wise()" in str(changed) and "of 26 parameters change" in str(changed)
-    assert "0 of 26 parameters change" in str(before.diff(before))
+def test_difference() -> None:
+    module, env = bags((10_000, 16), (1000, 16), (100, 16)), hosts(2, 2)
+    plans = [
+        ShardingPlanner().plan(module, [BagSharder()], env, {"t0.weight": at}) for at in (table_wise(1), row_wise())
+    ]
+    before, after = (plan.report for plan in plans)
+    changed = before.diff(plans[1])
+    assert changed.seconds == pytest.approx(after.step_seconds - before.step_seconds)
+    assert "t0.weight" in [change.name for change in changed.changes]
+    assert "table_wise(1)" in str(changed) and "row_wise()" in str(changed) and "of 3 parameters change" in str(changed)
+    assert "0 of 3 parameters change" in str(before.diff(before))
     with pytest.raises(PlanError, match="without a report"):
-        before.diff(ShardingPlan(after))
+        before.diff(ShardingPlan(plans[0]))
 
 
 def test_stored_and_sent(mlperf: tuple[ShardingPlan, PlanReport], tmp_path: Path) -> None:

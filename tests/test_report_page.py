@@ -18,7 +18,7 @@ from torch import nn
 from dmp import ShardingEnv
 from planner import PlanReport, ShardingPlanner
 from planner.report.mesh_picture import Grid
-from tests.planner_bags import BagSharder, bags, hosts, one_axis, workload
+from tests.planner_bags import BagSharder, bags, hosts, mlperf_on_four_hosts, one_axis
 
 _VOID = {"meta", "link", "br", "hr", "img", "input", "rect", "path"}
 
@@ -49,9 +49,9 @@ class Outline(HTMLParser):
             assert self.open.pop() == tag, (tag, self.getpos())
 
 
-def planned(module: nn.Module, env: ShardingEnv, sharder: BagSharder | None = None) -> PlanReport:
+def planned(module: nn.Module, env: ShardingEnv) -> PlanReport:
     planner = ShardingPlanner(batch_size=2048)
-    planner.plan(module, [sharder or BagSharder()], env)
+    planner.plan(module, [BagSharder()], env)
     assert planner.report is not None
     return planner.report
 
@@ -89,8 +89,9 @@ def check(page: str) -> Outline:
 
 @pytest.fixture(scope="module")
 def mlperf() -> PlanReport:
-    module, sharder = workload("mlperf_dcnv2")
-    return planned(module, hosts(4, 8), sharder)
+    report = mlperf_on_four_hosts().report
+    assert isinstance(report, PlanReport)
+    return report
 
 
 def test_page(mlperf: PlanReport, tmp_path: Path) -> None:
