@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -26,6 +27,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Refusal as refusal:
         print(refusal, file=sys.stderr)
         return refusal.code
+    except KeyboardInterrupt:
+        return 130  # as a shell says it
+    except BrokenPipeError:  # a reader such as `head` has what it wants
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     return code
 
 

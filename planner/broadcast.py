@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +30,7 @@ def from_first_rank(
         except Exception as error:  # of any kind: the other ranks wait for it
             cause.append(error)
             return {"error": _as_fields(error)}
-        return {"plan": plan.to_json(), "digest": plan.digest, "report": report}
+        return {"plan": plan.to_json(), "digest": plan.digest, "report": zlib.compress(pickle.dumps(report), 1)}
 
     received = ranks.from_first(made, group, "planning")
     if "error" in received:
@@ -40,8 +42,9 @@ def from_first_rank(
             raise PlanError(f"its digest is {plan.digest}, rank 0 sent {received['digest']}")
         return plan
 
+    report: PlanReport = pickle.loads(zlib.decompress(received["report"]))
     try:
-        return ranks.fail_together(read, group, "reading the plan that rank 0 sent"), received["report"]
+        return ranks.fail_together(read, group, "reading the plan that rank 0 sent"), report
     except ranks.RanksError:
         raise
     except CheckpointError as error:

@@ -178,6 +178,7 @@ def test_propose_mesh(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("strangers_models:reads_values", 1, "--build-on cpu"),
         ("strangers_models:make --mesh 4x", 2, "got '4x'"),
         ("strangers_models:make --mesh 4x0", 2, "got '4x0'"),
+        ("strangers_models:make --mesh 99999999x8", 2, "has 799,999,992 ranks; at most"),
         ("strangers_models:make --mesh 4x2x2", 2, "name them: --axes"),
         ("strangers_models:make --mesh 4x2 --axes dp", 2, "has 2 axes, --axes dp names 1"),
         ("strangers_models:make --mesh 4x2 --axes dp,b", 2, "'b' has no role"),

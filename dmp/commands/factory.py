@@ -102,7 +102,8 @@ def made_module(path: str, build_on: str) -> nn.Module:
         if build_on != "meta" or refusal.code != FAILED:
             raise
         text = f"{refusal}. It was called under torch.device('meta'), where tensors have no values: if that is why, "
-        raise Refusal(text + "build it for real with --build-on cpu, at a size that memory holds", FAILED) from refusal
+        text += "build it for real with --build-on cpu, at a size that memory holds; where memory is short, it names a "
+        raise Refusal(text + "device of its own: leave that to the caller", FAILED) from refusal
     if not isinstance(module, nn.Module):
         raise Refusal(f"the model: {path}() gives {_kind(module)}; expected an nn.Module")
     return module

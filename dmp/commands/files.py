@@ -15,7 +15,7 @@ from dmp.registry import of_planner
 T = TypeVar("T")
 
 
-def read_plan(path: Path) -> ShardingPlan:
+def read_plan(path: Path, with_report: bool = True) -> ShardingPlan:
     """The plan in a file, with the report beside it where there is one.
 
     Raises:
@@ -23,7 +23,7 @@ def read_plan(path: Path) -> ShardingPlan:
     """
     plan = read(path, "a plan", ShardingPlan.from_json)
     beside = report_path(path)
-    if beside.exists():
+    if with_report and beside.exists():
         report = read(beside, "a report", of_planner("PlanReport").from_json)
         said = dict(zip(report.planned.names, report.planned.layouts, strict=True))
         if all(name in plan and plan[name].layout == layout for name, layout in said.items()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 from dmp.commands.refusal import Refusal
@@ -12,6 +13,7 @@ from dmp.env import ShardingEnv
 from dmp.registry import of_planner
 
 _DEFAULT_AXES = {1: ("dp",), 2: ("host", "local")}
+_MOST_RANKS = 1 << 17
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
@@ -33,6 +35,8 @@ def env_of(given: argparse.Namespace) -> ShardingEnv:
     sizes = given.mesh.lower().split("x")
     if not all(size.isascii() and size.isdigit() and int(size) > 0 for size in sizes):
         raise Refusal(f"--mesh is one size for each axis with x between them, as 512x8; got {given.mesh!r}")
+    if prod(map(int, sizes)) > _MOST_RANKS:
+        raise Refusal(f"--mesh {given.mesh} has {prod(map(int, sizes)):,} ranks; at most {_MOST_RANKS:,} are planned")
     axes = _names(given.axes) if given.axes is not None else _DEFAULT_AXES.get(len(sizes))
     if axes is None:
         raise Refusal(f"--mesh {given.mesh} has {len(sizes)} axes; name them: --axes replicate,shard,tp")

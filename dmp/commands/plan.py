@@ -51,7 +51,7 @@ def run(given: argparse.Namespace) -> int:
         "batch_size": given.batch_size,
         "time_budget_s": given.time_budget,
     }
-    pinned = None if given.pinned is None else read_plan(given.pinned)
+    pinned = None if given.pinned is None else read_plan(given.pinned, with_report=False)
     for path in (given.out, given.html):
         if path is not None and not path.absolute().parent.is_dir():
             raise Refusal(f"{path}: there is no folder {path.absolute().parent}")
