@@ -12,6 +12,7 @@
 - `tight`: packing by memory alone, and what is short where nothing fits
 - `option_costs`: what options cost wherever they go
 - `bound`: a lower bound on every placement
+- `guided`: a start like the relaxed optimum that the bound is of
 - `bound_columns`: what an item may be given, in numbers of which every plan has at least as much
 - `bound_counts`: how many pieces fit beside each other where a phase takes no longer than so long
 - `bound_programme`: a linear programme over columns, by interior points

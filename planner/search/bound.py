@@ -32,6 +32,24 @@ _PARTS = 7
 """Of the shortest piece, that all others are tried to be a whole number of."""
 
 
+class Optimum(NamedTuple):
+    """What a plan would be like were items divided among columns, and ranks equally loaded.
+
+    Args:
+        own: (phases,) seconds above what is the same on every rank.
+        every: (phases,) seconds of that.
+        price: (phases,) weight of each phase's mean.
+        memory: seconds for all free memory.
+        allowed: set-ups that may be used, a bit each.
+    """
+
+    own: Array
+    every: Array
+    price: Array
+    memory: float
+    allowed: int
+
+
 class Bound(NamedTuple):
     """What no plan goes below.
 
@@ -39,11 +57,13 @@ class Bound(NamedTuple):
         seconds: see [Note: the bound].
         item: that which takes longest were it alone, however it is laid out.
         alone: seconds of it then.
+        relaxed: the optimum that the seconds are of, when items are shared out; None where the bound is `upper`.
     """
 
     seconds: float
     item: int | None
     alone: float
+    relaxed: Optimum | None = None
 
 
 def lower_bound(
@@ -51,6 +71,7 @@ def lower_bound(
     upper: float,
     out_of_time: Callable[[], bool] = lambda: False,
     told: Callable[[float], object] = lambda value: None,
+    most: float = _WORK,
 ) -> Bound:
     """Seconds that no plan goes below, or `upper` where that is less.
 
@@ -58,6 +79,7 @@ def lower_bound(
         upper: what some plan costs; what costs more need not be looked at.
         out_of_time: asked now and then; True ends it with the bound so far.
         told: called with the bound so far.
+        most: programmes solved, a large one counting as several.
     """
     constant = float(problem.setups[sorted(problem.base_kinds)].sum()) + float(problem.base[:, :-1].min(0).sum())
     root, frame = _root(problem, upper - constant)
@@ -66,12 +88,16 @@ def lower_bound(
     if not len(root.rows):
         return Bound(min(upper, constant + float(root.low.sum())), None, 0.0)
     item, alone = _longest(problem, frame, root)
-    value = _search(frame, root, out_of_time, lambda so_far: told(constant + so_far))
-    return Bound(min(upper, (constant + value) * (1 - _ROUNDING)), item, alone)
+    node = _search(frame, root, lambda work: work >= most or out_of_time(), lambda value: told(constant + value))
+    value = frame.upper if node is None else node.value
+    seconds = min(upper, (constant + value) * (1 - _ROUNDING))
+    return Bound(seconds, item, alone, node and _optimum(problem, frame, node))
 
 
-def _search(frame: Frame, root: Node, out_of_time: Callable[[], bool], told: Callable[[float], object]) -> float:
-    """The least value of the nodes that are left, best first."""
+def _search(
+    frame: Frame, root: Node, is_enough: Callable[[float], bool], told: Callable[[float], object]
+) -> Node | None:
+    """The node of least value when the work is done, best first; None where none is left."""
     heap: list[tuple[float, int, Node]] = []
     number, work, settled = 0, 0.0, settle(frame, root)
     if settled is not None:
@@ -79,11 +105,11 @@ def _search(frame: Frame, root: Node, out_of_time: Callable[[], bool], told: Cal
     while heap:
         value, _, node = heap[0]
         told(value)
-        if value >= frame.upper * (1 - _CLOSE) or work >= _WORK or out_of_time():
-            return value
+        if value >= frame.upper * (1 - _CLOSE) or is_enough(work):
+            return node
         parts = split(frame, node)
         if not parts:
-            return value
+            return node
         heapq.heappop(heap)
         for part in parts:
             work += 1 + len(part.rows) / _ROWS
@@ -91,7 +117,21 @@ def _search(frame: Frame, root: Node, out_of_time: Callable[[], bool], told: Cal
             if settled is not None:
                 number += 1
                 heapq.heappush(heap, (settled.value, number, settled))
-    return frame.upper
+    return None
+
+
+def _optimum(problem: Problem, frame: Frame, node: Node) -> Optimum:
+    assert node.relaxed is not None
+    table, row, phases = problem.table, frame.columns.row[node.rows], len(problem.span)
+    every = table.everywhere[row, :phases].copy()
+    is_whole = table.size[row] >= len(problem.capacity)
+    count = np.where(table.units[row] > 0, 1, table.pieces[row])[:, None]
+    loads = count * table.fixed[row, :phases] + table.units[row][:, None] * table.slope[row, :phases]
+    every[is_whole] += loads[is_whole]
+    price = node.relaxed.price
+    paid = sum(1 << k for k in problem.base_kinds)
+    own = node.relaxed.seconds + problem.base[:, :-1].min(0)
+    return Optimum(own, node.relaxed.share @ every, price[:phases], float(price[phases]), node.allowed | paid)
 
 
 def _root(problem: Problem, upper: float) -> tuple[Node | None, Frame]:

@@ -16,6 +16,7 @@ import numpy as np
 
 from planner.search.bound import lower_bound
 from planner.search.cuts import Cuts
+from planner.search.guided import guided
 from planner.search.improve import Improver
 from planner.search.packing import Packer, menus
 from planner.search.placement import Part, Placement
@@ -39,6 +40,9 @@ _MENU = 12
 """Cuts of an item that is put down anew."""
 _WEIGHTS = (0.1, 1.0, 10.0)
 """Of memory, where it is tight."""
+_GUIDES = 2
+_PROGRAMMES = 40.0
+"""Solved for a start like the relaxed optimum, a large one counting as several."""
 _ROOMY = 0.25
 """Share of the memory up to which nobody minds it."""
 
@@ -121,6 +125,8 @@ def search(problem: Problem, out_of_time: Callable[[], bool] = lambda: False, to
                 best.parts = pour(problem, cuts)
                 best.memory = _WEIGHTS[-1]
                 best.seconds = best.placement().seconds()
+            if work < _BUILDING and not best.is_enough:
+                work += _guide(problem, cuts, best, out_of_time)
             is_cut = _improve(problem, cuts, best, _WORK - work, out_of_time) or is_cut
     placement = best.placement()
     phases = placement.phase_seconds()
@@ -151,6 +157,22 @@ def _build(problem: Problem, cuts: Cuts, best: _Best, out_of_time: Callable[[], 
         if best.parts is not None:
             break
     return work, False
+
+
+def _guide(problem: Problem, cuts: Cuts, best: _Best, out_of_time: Callable[[], bool]) -> float:
+    """Pack starts like the relaxed optimum, twice, as that is nearer the better the plan is; returns the work."""
+    work = 0.0
+    for _ in range(_GUIDES):
+        before = best.seconds
+        optimum = lower_bound(problem, best.seconds, out_of_time, most=_PROGRAMMES).relaxed
+        if optimum is None or out_of_time():
+            break
+        start = guided(problem, cuts, optimum)
+        for most in start.most:
+            work += _pack(problem, cuts, start, most, _WEIGHTS[0] * (start.fill > _ROOMY), best, out_of_time)
+        if best.seconds >= before or work > _BUILDING:
+            break
+    return work
 
 
 def _pack(
