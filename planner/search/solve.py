@@ -40,9 +40,10 @@ _MENU = 12
 """Cuts of an item that is put down anew."""
 _WEIGHTS = (0.1, 1.0, 10.0)
 """Of memory, where it is tight."""
-_GUIDES = 2
-_PROGRAMMES = 40.0
+_PROGRAMMES = 25.0
 """Solved for a start like the relaxed optimum, a large one counting as several."""
+_PROGRAMME = 4e3
+"""Work of one."""
 _ROOMY = 0.25
 """Share of the memory up to which nobody minds it."""
 
@@ -160,17 +161,16 @@ def _build(problem: Problem, cuts: Cuts, best: _Best, out_of_time: Callable[[], 
 
 
 def _guide(problem: Problem, cuts: Cuts, best: _Best, out_of_time: Callable[[], bool]) -> float:
-    """Pack starts like the relaxed optimum, twice, as that is nearer the better the plan is; returns the work."""
-    work = 0.0
-    for _ in range(_GUIDES):
-        before = best.seconds
-        optimum = lower_bound(problem, best.seconds, out_of_time, most=_PROGRAMMES).relaxed
-        if optimum is None or out_of_time():
-            break
-        start = guided(problem, cuts, optimum)
-        for most in start.most:
-            work += _pack(problem, cuts, start, most, _WEIGHTS[0] * (start.fill > _ROOMY), best, out_of_time)
-        if best.seconds >= before or work > _BUILDING:
+    """Pack a start like the relaxed optimum; returns the work, that of finding the optimum among it."""
+    optimum = lower_bound(problem, best.seconds, out_of_time, most=_PROGRAMMES).relaxed
+    work = _PROGRAMMES * _PROGRAMME
+    if optimum is None or out_of_time():
+        return work
+    start = guided(problem, cuts, optimum)
+    weights = _WEIGHTS[0] * (start.fill > _ROOMY), _POWERS[0]
+    for most in start.most:
+        work += _pack(problem, cuts, start, most, weights, best, out_of_time)
+        if work > _BUILDING:
             break
     return work
 
