@@ -21,7 +21,7 @@ from planner.search.bound_node import Frame, Node, settle, split
 from planner.search.cost_table import Array
 from planner.search.problem import Problem
 
-_WORK = 100.0
+_WORK = 65.0
 """Programmes solved at most, a large one counting as several."""
 _ROWS = 5000
 """Columns for which a programme counts once more."""

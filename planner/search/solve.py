@@ -40,7 +40,7 @@ _MENU = 12
 """Cuts of an item that is put down anew."""
 _WEIGHTS = (0.1, 1.0, 10.0)
 """Of memory, where it is tight."""
-_PROGRAMMES = 25.0
+_PROGRAMMES = 20.0
 """Solved for a start like the relaxed optimum, a large one counting as several."""
 _PROGRAMME = 4e3
 """Work of one."""
