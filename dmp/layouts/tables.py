@@ -36,7 +36,7 @@ class TableLayout(Layout):
         shape = integers.integers("a parameter's shape", shape)
         if self.name in _RANKS_OF_ROWS and min(shape, default=0) > 0:
             _check_rows(self, shape, env.table_shape)
-        else:
+        elif not (self.is_copied and min(shape, default=0) > 0):
             self.shards(shape, env)
 
     def relocated(self, moved: Mapping[int, int], env: ShardingEnv) -> Layout:

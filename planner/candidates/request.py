@@ -160,10 +160,13 @@ def _nearest(problem: Problem, cause: Infeasible) -> Infeasible:
 def _without_state(candidates: Candidates, unknown: list[str], problem: Problem, solution: Solution) -> str:
     """What is said of a plan that fits only without the state of optimizers that nobody knows."""
     elements = np.zeros(len(problem.capacity))
-    for name, row, choice in candidates.chosen(solution.choices):
-        info, size = candidates.infos[name], candidates.costed.offers[row].family.size
+    costed, chosen = candidates.costed, candidates.chosen(solution.choices)
+    places = [(name, costed.offers[row], choice.blocks) for name, row, choice in chosen]
+    places += [(name, of.offer, of.blocks) for name, of in candidates.pinned.items()]
+    for name, offer, blocks in places:
+        info, size = candidates.infos[name], offer.family.size
         if info.optimizer is None:
-            for block in choice.blocks:  # at most: whole columns on each
+            for block in blocks:  # at most: whole columns on each
                 elements[block * size : (block + 1) * size] += -(-info.shape[0] // size) * np.prod(info.shape[1:])
     room = problem.capacity - solution.load[:, -1]
     per_weight = float(np.min(room[elements > 0] / elements[elements > 0], initial=np.inf))

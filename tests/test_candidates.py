@@ -1,0 +1,169 @@
+"""What the planner may choose between: families of layouts, what `accepts` opens, and what a plan gives up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from dmp import (
+    Layout,
+    ParameterInfo,
+    PlanError,
+    ShardingEnv,
+    ShardingPlan,
+    check_cover,
+    column_wise,
+    grid,
+    row_wise,
+    table_row_wise,
+    table_wise,
+)
+from planner import Constraint, ShardingPlanner
+from planner.candidates.family import Family, block_sizes, canonical_layouts, even_widths, is_filled, layout_of
+from planner.candidates.movable import placed
+from planner.candidates.offered import Asked, Offer, offers
+from tests.planner_bags import BagSharder, bags, hosts, one_axis, small_memory
+
+
+class Open(BagSharder):
+    """Runs whatever is of a kind that it offers."""
+
+    def accepts(self, info: ParameterInfo, layout: Layout, env: ShardingEnv) -> bool:
+        return True
+
+
+class Even(Open):
+    """Runs column cuts that are even alone."""
+
+    def accepts(self, info: ParameterInfo, layout: Layout, env: ShardingEnv) -> bool:
+        return layout.to_json().get("widths") is None
+
+
+def asked(sharder: Any, shape: tuple[int, int], env: ShardingEnv, constraint: Constraint | None = None) -> list[Offer]:
+    with_info: Mapping[str, ParameterInfo] = sharder.parameters(bags(shape)["t0"])
+    return offers(Asked("t0", sharder, with_info["weight"], constraint or Constraint(), env))
+
+
+def families(found: list[Offer]) -> set[tuple[str, int, int, int]]:
+    return {offer.family[:4] for offer in found if not offer.objection}
+
+
+def test_blocks_of_ranks() -> None:
+    assert block_sizes((6,)) == (1, 2, 3, 6)
+    assert block_sizes((4, 8)) == (1, 2, 4, 8, 16, 32)
+    assert [size for size in range(1, 9) if is_filled(5, size)] == [1, 2, 3, 5]
+
+
+def test_accepts_opens_rows_over_any_block_and_columns_anywhere() -> None:
+    env = hosts(4, 2)
+    assert families(asked(Open(only=("table_wise",)), (1000, 128), env)) == {("table_wise", 1, 1, 0)}
+    rows = families(asked(Open(only=("row_wise",)), (1000, 128), env))
+    assert rows == {("row_wise", size, 1, 0) for size in (2, 4, 8)}
+    both = families(asked(Open(only=("table_wise", "column_wise")), (1000, 128), env))
+    assert both == {("table_wise", 1, 1, 32)}
+    assert ("table_row_wise", 4, 1, 32) in families(asked(Open(), (1000, 128), env))
+    assert families(asked(Open(only=("row_wise",)), (3, 128), env)) == {("row_wise", 2, 1, 0)}
+
+
+def test_without_accepts_a_representative_stands_for_itself() -> None:
+    env = hosts(2, 4)
+    assert families(asked(BagSharder(only=("column_wise",)), (1000, 128), env)) == {
+        ("column_wise", 1, pieces, 0) for pieces in (2, 4)
+    }
+    assert families(asked(BagSharder(only=("row_wise",)), (1000, 128), env)) == {("row_wise", 8, 1, 0)}
+
+
+def test_a_sharder_of_even_cuts_gets_those() -> None:
+    found = families(asked(Even(only=("table_wise", "column_wise")), (1000, 128), one_axis(8)))
+    assert found == {("table_wise", 1, 1, 0), ("column_wise", 1, 2, 0), ("column_wise", 1, 4, 0)}
+
+
+def test_narrow_blocks_are_made_where_a_constraint_allows_them() -> None:
+    env, sharder = one_axis(8), Open(only=("table_wise", "column_wise"))
+    assert families(asked(sharder, (1000, 48), env)) == {("table_wise", 1, 1, 0)}
+    assert families(asked(sharder, (1000, 48), env, Constraint(min_columns=16))) == {("table_wise", 1, 1, 12)}
+    only = asked(Open(only=("column_wise",)), (1000, 16), env)  # nothing else is left
+    assert families(only) >= {("column_wise", 1, 2, 0)}
+    with pytest.raises(PlanError, match="min_columns is 32"):
+        asked(Open(only=("column_wise",)), (1000, 16), env, Constraint(min_columns=32))
+
+
+def every_place() -> Iterator[tuple[Layout, ShardingEnv]]:
+    for env in (one_axis(8), hosts(4, 2)):
+        yield table_wise(5), env
+        yield row_wise(), env
+        yield row_wise([4, 5]), env
+        yield column_wise([3, 0]), env
+        yield grid([[2, 6], [3, 7]]), env
+    yield table_row_wise([2, 3]), hosts(4, 2)
+
+
+@pytest.mark.parametrize(("layout", "env"), list(every_place()), ids=str)
+def test_a_layout_is_found_in_its_family(layout: Layout, env: ShardingEnv) -> None:
+    place = placed(layout, env)
+    assert place is not None
+    assert layout_of(place.family, place.blocks, None, 128, env) == layout
+    assert place.family in canonical_layouts(env.table_shape).values()
+
+
+@pytest.mark.parametrize("columns", [64, 66, 130])
+def test_uneven_cuts_cover(columns: int) -> None:
+    env = hosts(4, 2)
+    for size, blocks, widths in ((1, (6, 0, 3), (4, 4, 8)), (2, (3, 0, 1), (10, 2, 4)), (4, (1, 0), (8, 8))):
+        units = [*widths[:-1], columns // 4 - sum(widths[:-1])]
+        layout = layout_of(Family("table_wise", size, 1, columns // 4, 1), blocks, units, columns, env)
+        shards = layout.shards((40, columns), env)
+        check_cover(shards, (40, columns), 8)
+        assert {s.rank // size for s in shards} == set(blocks)
+        assert Layout.from_json(layout.to_json()) == layout
+    assert sum(even_widths(columns, 3)) == columns
+
+
+def test_what_is_given_up_where_nothing_fits(caplog: pytest.LogCaptureFixture) -> None:
+    env = one_axis(4)
+    narrow = ShardingPlanner(small_memory(1_000_000), batch_size=1)
+    plan = narrow.plan(bags((20_000, 16)), [Open(only=("table_wise", "column_wise"))], env)
+    assert plan["t0.weight"].layout.name == "column_wise"
+    assert narrow.report is not None
+    assert narrow.report.notes == ()
+    tight = ShardingPlanner(small_memory(10_000_000), batch_size=1)
+    tight.plan(bags(*[(20_000, 64)] * 3), [BagSharder(None)], env)
+    assert tight.report is not None
+    assert "no optimizer in the backward pass" in tight.report.notes[0]
+    assert caplog.text.count("no optimizer in the backward pass") == 1
+
+
+def test_what_an_error_tells_is_true() -> None:
+    module, sharder, env = bags((5000, 16), (6000, 16)), BagSharder(), hosts(2, 2)
+    pins = {"t0.weight": table_wise(0), "t1.weight": table_wise(0)}
+    with pytest.raises(PlanError, match=r"no pin on 't1.weight'") as caught:
+        ShardingPlanner(small_memory(1_000_000), batch_size=1).plan(module, [sharder], env, pins)
+    assert (caught.value.table, caught.value.rank) == ("t1.weight", 0)
+    ShardingPlanner(small_memory(1_000_000), batch_size=1).plan(
+        module, [sharder], env, {"t0.weight": pins["t0.weight"]}
+    )
+    with pytest.raises(PlanError, match="batch_size of ") as caught:
+        ShardingPlanner(small_memory(2_000_000), batch_size=100_000).plan(module, [sharder], env)
+    batch = int(str(caught.value).split("batch_size of ")[1].split()[0])
+    ShardingPlanner(small_memory(2_000_000), batch_size=batch).plan(module, [sharder], env)
+    with pytest.raises(PlanError, match=r"more hosts?, (\d+) in all") as caught:
+        ShardingPlanner(small_memory(300_000), batch_size=1).plan(module, [sharder], env)
+    more = int(str(caught.value).split(" in all")[0].split()[-1])
+    ShardingPlanner(small_memory(300_000), batch_size=1).plan(module, [sharder], hosts(more, 2))
+
+
+def test_kernels_go_into_the_plan_and_its_memory() -> None:
+    module, sharder, env = bags((5000, 16), (6000, 16)), BagSharder(None, only=("table_wise",)), one_axis(1)
+    sizes = {}
+    for kernel in ("fused", "dense"):
+        planner = ShardingPlanner(constraints={"*": Constraint(kernel=kernel)}, batch_size=1)
+        plan = planner.plan(module, [sharder], env)
+        assert {entry.kernel for entry in plan.values()} == {kernel}
+        assert ShardingPlan.from_json(plan.to_json()) == plan
+        assert planner.report is not None
+        sizes[kernel] = int(planner.report.rank_bytes[0])
+    assert sizes["dense"] > 3 * sizes["fused"]
+    with pytest.raises(ValueError, match="kernel"):
+        Constraint(kernel="uvm")
