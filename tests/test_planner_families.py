@@ -157,6 +157,20 @@ def test_memory_that_is_nearly_full(share: float) -> None:
     check(p, search(p))
 
 
+def test_items_put_down_first_leave_room_for_what_others_put_on_every_rank() -> None:
+    """Giants that fit whole alone, but not with the bytes that small items put on every rank."""
+    zeros, rows = np.zeros(4), []
+    for item in range(36):
+        if item < 4:
+            rows += [(item, 1, 0, 0, np.array([0.1, 0.1, 0.1, 99.0]), zeros, zeros, 1)]
+            rows += [(item, 8, 0, 0, np.array([9.0, 9.0, 9.0, 12.5]), zeros, zeros, 1)]
+            continue
+        everywhere = np.array([0.0, 0.0, 0.0, 0.1])
+        rows += [(item, 1, 8, 1, zeros, np.array([0.1, 0.1, 0.1, 0.25]), everywhere, 1)]
+    p = problem(rows, 8, 100.0, [1, 1, 8])
+    check(p, search(p, lambda: True))
+
+
 def test_less_than_all_memory_is_infeasible() -> None:
     with pytest.raises(Infeasible) as caught:
         search(filled(1.02))

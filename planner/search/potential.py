@@ -54,7 +54,7 @@ class Potential:
         self.group = _group(problem)
         self.target = np.maximum(target, 1e-3 * float(target.sum()) + 1e-30)
         self.memory = memory
-        self.limit = problem.capacity * (1 + SLACK)
+        self.limit = self._whole = problem.capacity * (1 + SLACK)
         self.scale = np.append(self.target, max(float(problem.capacity.max()), 1.0))
         self.power = 4
         self.weight = np.ones(len(self.scale))
@@ -64,6 +64,10 @@ class Potential:
         self._most = self._mean = np.zeros((0, len(self.scale)))
         self.work = 0.0
         self._span = np.append(problem.span, 1).astype(np.float64)
+
+    def reserve(self, size: float) -> None:
+        """Keep so many bytes of every rank free, for what is put down later."""
+        self.limit = self._whole - size
 
     def aim(self, power: int, is_building: bool = False) -> None:
         """Take a power, and what is placed now as the scale.

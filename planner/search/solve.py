@@ -22,7 +22,7 @@ from planner.search.packing import Packer, menus
 from planner.search.placement import Part, Placement
 from planner.search.potential import Potential
 from planner.search.problem import Array, Choice, Problem
-from planner.search.starts import Start, floor, starts
+from planner.search.starts import Start, everywhere_bytes, floor, starts, with_rest
 from planner.search.tight import pour
 
 _WORK = 750e3
@@ -193,17 +193,22 @@ def _pack(
     placement = Placement(problem)
     potential = Potential(placement, start.target, memory)
     packer = Packer(
-        potential, menus(problem, cuts, start.cost, most), lambda: menus(problem, cuts, start.cost, _WIDE_MENU)
+        potential,
+        menus(problem, cuts, start.cost, most),
+        lambda: menus(problem, cuts, with_rest(cuts, start.cost), _WIDE_MENU),
     )
     size = cuts.piece[start.first, :-1].sum(1) / start.target.sum()
     if memory:
         size = np.maximum(size, cuts.mean[start.first, -1] / problem.capacity.max())
     order = np.argsort(-size[problem.item_class], kind="stable").tolist()
+    kept = everywhere_bytes(problem, cuts, start.first)[problem.item_class]
+    later = np.maximum(0.0, float(kept.sum()) - np.cumsum(kept[order]))
     every = 16 * (1 + len(problem.capacity) // 512)
     potential.aim(power, is_building=True)
     for number, item in enumerate(order):
         if number % every == every - 1:
             potential.weigh(is_building=True)
+        potential.reserve(float(later[number]))
         if not packer.insert(item) or (best.parts is not None and out_of_time()):
             return potential.work
     best.offer(placement, memory)

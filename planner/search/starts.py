@@ -97,6 +97,20 @@ def floor(problem: Problem, cuts: Cuts) -> float:
     return float(problem.base[:, :-1].mean(0).sum()) + min(found, default=0.0)
 
 
+def everywhere_bytes(problem: Problem, cuts: Cuts, first: Integers) -> Array:
+    """(classes,) bytes of cuts that every rank gets wherever they go: those put down before leave room for them."""
+    row = cuts.row[first]
+    whole = np.where(problem.table.size[row] == len(problem.capacity), cuts.piece[first, -1], 0.0)
+    found: Array = problem.table.everywhere[row, -1] + whole
+    return found
+
+
+def with_rest(cuts: Cuts, cost: Array) -> Array:
+    """The same costs, with those of cuts that are not to be used after all others, by their seconds."""
+    is_used = np.isfinite(cost)
+    return np.where(is_used, cost, float(cost[is_used].max(initial=0.0)) + cuts.piece[:, :-1].sum(1))
+
+
 def _sets(problem: Problem, cuts: Cuts) -> list[int]:
     """Sets of set-ups, a bit each, with which every class has a cut; those that are paid are in all."""
     paid = sum(1 << kind for kind in problem.base_kinds)
