@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from dmp import Layout, ModuleSharder, ParameterInfo, PlanError, ShardingEnv, hook
@@ -77,7 +78,7 @@ class Asked:
         """Units of a piece at least."""
         return -(-self.min_columns // UNIT)
 
-    def runs(self, family: Family, pieces: int = 1, widths: list[int] | None = None) -> bool:
+    def runs(self, family: Family, pieces: int = 1, widths: tuple[int, ...] | None = None) -> bool:
         """Whether the sharder has no objection to a family on its first and last blocks.
 
         Args:
@@ -86,9 +87,7 @@ class Asked:
         accepts = hook(self.sharder, "accepts")
         last = self.env.table_size // family.size - pieces
         return not accepts or all(
-            accepts(
-                self.info, layout_of(family, range(first, first + pieces), widths, self.columns, self.env), self.env
-            )
+            accepts(self.info, _example(family, first, pieces, widths, self.columns, self.env), self.env)
             for first in ((0, last) if last else (0,))
         )
 
@@ -97,6 +96,14 @@ class Asked:
         if id(layout) not in self.places:
             self.places[id(layout)] = layout, placed(layout, self.env)
         return self.places[id(layout)][1]
+
+
+@lru_cache(maxsize=1 << 16)
+def _example(
+    family: Family, first: int, pieces: int, widths: tuple[int, ...] | None, columns: int, env: ShardingEnv
+) -> Layout:
+    """A family on consecutive blocks; tables of one width share it."""
+    return layout_of(family, range(first, first + pieces), widths, columns, env)
 
 
 def offers(asked: Asked) -> list[Offer]:
@@ -137,13 +144,19 @@ def _found(asked: Asked, layouts: list[Layout]) -> list[Offer]:
         place = asked.placed(layout)
         if place is not None and not (asked.takes_unfilled or _fits(asked, place.family)):
             continue
-        if layout.name not in covered or place is None or _is_over(asked, layout):
+        if layout.name not in covered or (place is None and not _is_narrow(asked, layout)) or _is_over(asked, layout):
             given.append(_of_layout(asked, layout))
     found: dict[Layout | Family | str, Offer] = {}
     for offer in given:  # of what may not be chosen, one of each name tells why
         key = offer.own.layout if offer.own is not None else offer.family
         found.setdefault(offer.family.name if offer.objection else key, offer)
     return list(found.values())
+
+
+def _is_narrow(asked: Asked, layout: Layout) -> bool:
+    """Whether its column blocks, of which others of that name are known, are narrower than any may be."""
+    number = len(layout.named_ranks(asked.env)) if layout.name == cut_name(1) else 0
+    return number * asked.min_columns > asked.columns > 0
 
 
 def _is_over(asked: Asked, layout: Layout) -> bool:
@@ -207,9 +220,9 @@ def _widened(asked: Asked, kinds: Collection[str]) -> Iterator[Offer]:
         yield Offer(copied, _objection(asked, copied.name, copied))
 
 
-def _odd_cuts(units: int, least: int, most: int) -> list[list[int]]:
+def _odd_cuts(units: int, least: int, most: int) -> list[tuple[int, ...]]:
     """Cuts that a sharder runs which runs any: a narrow piece beside a wide one, and as many as may be."""
-    return [[units - least, least], [units - least * (most - 1)] + [least] * (most - 1)]
+    return [(units - least, least), (units - least * (most - 1), *[least] * (most - 1))]
 
 
 def _fits(asked: Asked, family: Family) -> bool:

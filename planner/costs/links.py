@@ -37,10 +37,16 @@ def all_to_all(axes: Sequence[Axis]) -> float:
 
 
 def all_reduce(axes: Sequence[Axis]) -> float:
-    """Seconds per byte of a sum over all ranks of the axes, which every rank gets: a ring over the slowest link."""
-    ranks = prod(axis.size for axis in axes)
-    slowest = min((axis.link.bandwidth for axis in axes if axis.size > 1), default=1.0)
-    return 2 * (ranks - 1) / ranks / slowest
+    """Seconds per byte of a sum over all ranks of the axes, which every rank gets.
+
+    As rings do it that use every link: ranks along the inner axes first share the sum out among each other, each then
+    carries its part along the outer ones, and the whole is put together inside. Over equal links that is one ring.
+    """
+    seconds, inner = 0.0, 1
+    for size, link in reversed(axes):
+        seconds += 2 * (size - 1) / size / inner / link.bandwidth
+        inner *= size
+    return seconds
 
 
 def latency(axes: Sequence[Axis]) -> float:

@@ -8,6 +8,7 @@
 - `placement`: where items are, and what ranks carry
 - `potential`: what a placement costs, made smooth
 - `packing`: the cut and the blocks of one item where they add least
+- `hosts`: packing in two levels, where ranks are thousands
 - `improve`: units that pass to another rank, items that are put down anew
 - `tight`: packing by memory alone, and what is short where nothing fits
 - `option_costs`: what options cost wherever they go

@@ -51,7 +51,7 @@ class Potential:
         self.placement = placement
         problem = placement.problem
         self.num_ranks = len(problem.capacity)
-        self.group = _group(problem)
+        self.group = ranks_together(problem)
         self.target = np.maximum(target, 1e-3 * float(target.sum()) + 1e-30)
         self.memory = memory
         self.limit = self._whole = problem.capacity * (1 + SLACK)
@@ -185,7 +185,7 @@ class Potential:
         return found
 
 
-def _group(problem: Problem) -> int:
+def ranks_together(problem: Problem) -> int:
     """Ranks in a group: every block must be a part of one, or be made of some."""
     num_ranks, span = len(problem.capacity), int(problem.span.max(initial=1))
     sizes = np.unique(problem.table.size)

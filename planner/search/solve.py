@@ -17,6 +17,7 @@ import numpy as np
 from planner.search.bound import lower_bound
 from planner.search.cuts import Cuts
 from planner.search.guided import guided
+from planner.search.hosts import can_pack, pack_hosts
 from planner.search.improve import Improver
 from planner.search.packing import Packer, menus
 from planner.search.placement import Part, Placement
@@ -29,6 +30,13 @@ _WORK = 750e3
 """In all, in about microseconds."""
 _BUILDING = 350e3
 """Of it for starts; the first is packed in any case."""
+_PACKING = 100.0
+"""Work of putting down an item twice, at least."""
+_GUIDED = 450e3
+"""Work up to which a start like the optimum is packed."""
+_ON_HOSTS = 430e3
+_PACKED = 6
+"""Starts that are packed in two levels."""
 _POWERS = (8, 32)
 """Of the potential while starts are packed, in turn."""
 _TRIES = 3
@@ -126,7 +134,7 @@ def search(problem: Problem, out_of_time: Callable[[], bool] = lambda: False, to
                 best.parts = pour(problem, cuts)
                 best.memory = _WEIGHTS[-1]
                 best.seconds = best.placement().seconds()
-            if work < _BUILDING and not best.is_enough:
+            if work < _GUIDED and not best.is_enough:
                 work += _guide(problem, cuts, best, out_of_time)
             is_cut = _improve(problem, cuts, best, _WORK - work, out_of_time) or is_cut
     placement = best.placement()
@@ -142,13 +150,16 @@ def _build(problem: Problem, cuts: Cuts, best: _Best, out_of_time: Callable[[], 
     Returns:
         The work, and whether the time was up before.
     """
-    turns = [(i + 1.5 * k, s, m) for i, s in enumerate(starts(problem, cuts)) for k, m in enumerate(s.most)]
-    begun = [(start, most) for _, start, most in sorted(turns, key=lambda turn: turn[0])]
-    work = 0.0
+    begun = starts(problem, cuts)
+    work = _on_hosts(problem, cuts, begun[:_PACKED], best)
+    turns = [(i + 1.5 * k, s, m) for i, s in enumerate(begun) for k, m in enumerate(s.most)]
+    in_turn = [(start, most) for _, start, most in sorted(turns, key=lambda turn: turn[0])]
     for memory in (0.0, *_WEIGHTS):
-        for number, (start, most) in enumerate(begun):
+        for number, (start, most) in enumerate(in_turn):
             if best.parts is not None and out_of_time():
                 return work, True
+            if best.parts is not None and work + _PACKING * len(problem.item_class) > _BUILDING:
+                return work, False
             weight = max(memory, _WEIGHTS[0] * (start.fill > _ROOMY))
             power = _POWERS[number % len(_POWERS)]
             last = _pack(problem, cuts, start, most, (weight, power), best, out_of_time)
@@ -160,6 +171,19 @@ def _build(problem: Problem, cuts: Cuts, best: _Best, out_of_time: Callable[[], 
     return work, False
 
 
+def _on_hosts(problem: Problem, cuts: Cuts, begun: list[Start], best: _Best) -> float:
+    """Pack starts in two levels where that can be done; returns the work."""
+    work = 0.0
+    for start in begun if can_pack(problem) else []:
+        placement, last = pack_hosts(problem, cuts, start)
+        work += last
+        if placement is not None:
+            best.offer(placement, 0.0)
+        if best.is_enough or work > _ON_HOSTS:
+            break
+    return work
+
+
 def _guide(problem: Problem, cuts: Cuts, best: _Best, out_of_time: Callable[[], bool]) -> float:
     """Pack a start like the relaxed optimum; returns the work, that of finding the optimum among it."""
     optimum = lower_bound(problem, best.seconds, out_of_time, most=_PROGRAMMES).relaxed
@@ -167,6 +191,7 @@ def _guide(problem: Problem, cuts: Cuts, best: _Best, out_of_time: Callable[[], 
     if optimum is None or out_of_time():
         return work
     start = guided(problem, cuts, optimum)
+    work += _on_hosts(problem, cuts, [start], best)
     weights = _WEIGHTS[0] * (start.fill > _ROOMY), _POWERS[0]
     for most in start.most:
         work += _pack(problem, cuts, start, most, weights, best, out_of_time)
