@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from planner.search.cost_table import Array, CostTable
-from planner.search.problem import Choice, Infeasible, Problem
+from planner.search.cuts import Cuts
+from planner.search.problem import Choice, Infeasible, Item, Option, Problem
 from planner.search.solve import Solution, search
+from planner.search.tight import pour
 
 Rows = list[tuple[int, int, int, int, Array, Array, Array, int]]
 
@@ -169,6 +171,18 @@ def test_items_put_down_first_leave_room_for_what_others_put_on_every_rank() -> 
         rows += [(item, 1, 8, 1, zeros, np.array([0.1, 0.1, 0.1, 0.25]), everywhere, 1)]
     p = problem(rows, 8, 100.0, [1, 1, 8])
     check(p, search(p, lambda: True))
+
+
+def test_what_fits_only_over_all_ranks_is_put_down_before_what_fits_anywhere() -> None:
+    """Indivisible items that take 93 % of the memory: whole, some leave no room for those that must be spread."""
+    items = []
+    for size in [1.887, 1.61, 1.19, 1.098, 0.823, 0.37, 0.2, 0.13, 0.06, 0.04, *[0.01] * 10]:
+        spread = Option(np.tile([0.07 + size / 50, size / 8], (1, 8, 1)), np.zeros(2))
+        halves, whole = ([Option(np.tile([0.03, size / n], (n, 1, 1)), np.zeros(2))] for n in (2, 1))
+        items.append(Item((*(whole if size < 1 else halves), spread)))
+    p = Problem(tuple(items), np.full(8, 1.0), np.zeros((8, 2)), np.zeros((1, 1)))
+    check(p, search(p, lambda: True))
+    assert all(part is not None for part in pour(p, Cuts.of(p)))
 
 
 def test_less_than_all_memory_is_infeasible() -> None:

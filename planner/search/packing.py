@@ -72,6 +72,25 @@ class Packer:
         self._wide = wide
         self._wider: list[Menu] | None = None
 
+    def build(self, order: list[int], kept: Array, power: int, out_of_time: Callable[[], bool]) -> int | None:
+        """Put down all items; returns the first that fits nowhere, or that the time did not suffice for.
+
+        Args:
+            kept: (items,) bytes that each will put on every rank: those before leave room for them.
+            power: of the potential.
+        """
+        every = 16 * (1 + len(self.problem.capacity) // 512)
+        later = np.maximum(0.0, float(kept.sum()) - np.cumsum(kept[order])).tolist()
+        self.potential.aim(power, is_building=True)
+        for number, item in enumerate(order):
+            if number % every == every - 1:
+                self.potential.weigh(is_building=True)
+            self.potential.reserve(later[number])
+            if not self.insert(item) or out_of_time():
+                return item
+        self.potential.reserve(0.0)
+        return None
+
     def insert(self, item: int) -> bool:
         """Put an item down; False where no cut of its menu fits, nor one of the wide menu, if there is one."""
         owner = int(self.problem.item_class[item])

@@ -41,6 +41,8 @@ _POWERS = (8, 32)
 """Of the potential while starts are packed, in turn."""
 _TRIES = 3
 """Starts after which memory gets a higher price where none fits."""
+_AGAIN = 8
+"""How often a start is packed, each time with the item that did not fit before the others."""
 _ENOUGH = 1e-4
 """Share of the cost for which no work is done."""
 _WIDE_MENU = 40
@@ -215,27 +217,28 @@ def _pack(
         weights: of memory, and the power to begin with.
     """
     memory, power = weights
-    placement = Placement(problem)
-    potential = Potential(placement, start.target, memory)
-    packer = Packer(
-        potential,
-        menus(problem, cuts, start.cost, most),
-        lambda: menus(problem, cuts, with_rest(cuts, start.cost), _WIDE_MENU),
-    )
     size = cuts.piece[start.first, :-1].sum(1) / start.target.sum()
     if memory:
         size = np.maximum(size, cuts.mean[start.first, -1] / problem.capacity.max())
     order = np.argsort(-size[problem.item_class], kind="stable").tolist()
     kept = everywhere_bytes(problem, cuts, start.first)[problem.item_class]
-    later = np.maximum(0.0, float(kept.sum()) - np.cumsum(kept[order]))
+    narrow, spent = menus(problem, cuts, start.cost, most), 0.0
+    for _ in range(_AGAIN):
+        placement = Placement(problem)
+        potential = Potential(placement, start.target, memory)
+        packer = Packer(potential, narrow, lambda: menus(problem, cuts, with_rest(cuts, start.cost), _WIDE_MENU))
+        failed = packer.build(order, kept, power, lambda: best.parts is not None and out_of_time())
+        if failed is None:
+            break
+        spent += potential.work
+        if spent > _BUILDING / (4 if best.parts is None else 16) or (best.parts is not None and out_of_time()):
+            return spent
+        order.remove(failed)
+        order.insert(0, failed)
+    else:
+        return spent
+    potential.work += spent
     every = 16 * (1 + len(problem.capacity) // 512)
-    potential.aim(power, is_building=True)
-    for number, item in enumerate(order):
-        if number % every == every - 1:
-            potential.weigh(is_building=True)
-        potential.reserve(float(later[number]))
-        if not packer.insert(item) or (best.parts is not None and out_of_time()):
-            return potential.work
     best.offer(placement, memory)
     if best.is_enough or potential.work > _BUILDING / 2:
         return potential.work

@@ -9,6 +9,10 @@ from planner.search.cuts import Cuts
 from planner.search.placement import SLACK, Part, Placement, even
 from planner.search.problem import Infeasible, Problem, Ranks
 
+_AGAIN = 30
+"""How often a few items are put down anew, each time with the one that did not fit before the others."""
+_FEW = 200
+
 
 def pour(problem: Problem, cuts: Cuts) -> list[Part | None]:
     """Parts of all items, those of most bytes first, each in the family of least bytes that fits.
@@ -26,19 +30,39 @@ def pour(problem: Problem, cuts: Cuts) -> list[Part | None]:
     for item in np.flatnonzero(hopeless[problem.item_class] > room * (1 + SLACK)).tolist():
         if _put(alone, item) is None:
             raise _short(alone, item)
-    placement = Placement(problem)
     widest = np.minimum.reduceat(peak, cuts.start[:-1])
-    order = np.lexsort((-least[problem.item_class], -widest[problem.item_class]))
-    for item in order.tolist():
-        part = _put(placement, item)
-        if part is None:
-            raise _short(placement, item)
-        placement.add(item, part)
-    return placement.parts
+    order = np.lexsort((-least[problem.item_class], -widest[problem.item_class])).tolist()
+    fault: Infeasible | None = None
+    for is_spread in (False, True):
+        found = _poured(problem, list(order), is_spread)
+        if not isinstance(found, Infeasible):
+            return found
+        fault = fault or found
+    assert fault is not None
+    raise fault
 
 
-def _put(placement: Placement, item: int) -> Part | None:
-    """A part in the family that takes least bytes of those that fit; None where none does."""
+def _poured(problem: Problem, order: list[int], is_spread: bool) -> list[Part | None] | Infeasible:
+    """All items put down in turn, some times anew with the one that did not fit before the others."""
+    fault: Infeasible | None = None
+    for _ in range(_AGAIN if len(order) <= _FEW else 1):
+        placement = Placement(problem)
+        for item in order:
+            part = _put(placement, item, is_spread)
+            if part is None:
+                break
+            placement.add(item, part)
+        else:
+            return placement.parts
+        fault = fault or _short(placement, item)
+        order.remove(item)
+        order.insert(0, item)
+    assert fault is not None
+    return fault
+
+
+def _put(placement: Placement, item: int, is_spread: bool = False) -> Part | None:
+    """A part in the family of least bytes (of a rank, if `is_spread`) that fits; None where none does."""
     problem = placement.problem
     owner = problem.item_class[item]
     rows = np.arange(int(problem.starts[owner]), int(problem.starts[owner + 1]))
@@ -48,6 +72,8 @@ def _put(placement: Placement, item: int) -> Part | None:
         table.units[rows] > 0, width * table.slope[rows, -1], 0
     )
     total = total * table.size[rows] + table.everywhere[rows, -1] * len(problem.capacity)
+    if is_spread:
+        total = table.fixed[rows, -1] + table.slope[rows, -1] * table.least[rows] + table.everywhere[rows, -1]
     for row in rows[np.argsort(total, kind="stable")].tolist():
         part = in_family(placement, item, row)
         if part is not None:
