@@ -21,6 +21,7 @@ from dmp import (
     table_wise,
 )
 from planner import Constraint, ShardingPlanner
+from planner.candidates import request
 from planner.candidates.family import Family, block_sizes, canonical_layouts, even_widths, is_filled, layout_of
 from planner.candidates.movable import placed
 from planner.candidates.offered import Asked, Offer, offers
@@ -167,3 +168,24 @@ def test_kernels_go_into_the_plan_and_its_memory() -> None:
     assert sizes["dense"] > 3 * sizes["fused"]
     with pytest.raises(ValueError, match="kernel"):
         Constraint(kernel="uvm")
+
+
+def test_what_is_short_by_bytes_alone_is_told_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = [(30_000 + 10 * i, 512) for i in range(300)]
+    env, sharder, memory = hosts(1, 8), Open(only=("table_wise", "row_wise")), 1_500_000_000
+
+    def planned(on: ShardingEnv, size: float) -> None:
+        ShardingPlanner(small_memory(size), batch_size=1).plan(bags(*shapes), [sharder], on)
+
+    with monkeypatch.context() as without:
+        without.setattr(request, "search", None)
+        with pytest.raises(PlanError, match=r"the 300 tables do not fit.*short together") as caught:
+            planned(env, memory)
+    error, text = caught.value, str(caught.value)
+    weights, usable = 8 * sum(rows * columns for rows, columns in shapes), 8 * memory  # and state
+    assert error.table == "t299.weight"
+    assert error.bytes_short is not None
+    assert weights - usable <= error.bytes_short < 1.01 * weights - usable
+    more, size = int(text.split(" in all")[0].split()[-1]), float(text.split("memory_bytes of ")[1].split()[0])
+    planned(hosts(more, 8), memory)
+    planned(env, size)

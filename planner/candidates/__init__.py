@@ -8,6 +8,8 @@
 - `in_place`: pinned parameters
 - `groups`: parameters that are placed as one
 - `candidates`: what each parameter may get, as a problem for the search
+- `shortage`: what does not fit by bytes alone, and what surely does
 - `request`: the tables to plan, and the plan that the search finds for them
+- `trials`: whether a change is enough
 - `changes`: what would make tables fit that do not
 """

@@ -19,6 +19,7 @@ from planner.candidates.candidates import Candidates, Leeway
 from planner.candidates.constraints import Constraint
 from planner.candidates.costed import CostSetting
 from planner.candidates.in_place import ranks_held
+from planner.candidates.shortage import Shortage, shortage
 from planner.search.problem import Infeasible, Problem
 from planner.search.solve import Solution, Told, search
 
@@ -52,13 +53,13 @@ class Request:
         """
         return Candidates.of(self.parameters, self.constraints, self.pinned, self.costs, leeway)
 
-    def first_plan(self) -> Solution | None:
-        """The first that is found, with all given up that may be; None where there is none."""
-        problem = self.candidates(_LEEWAYS[-1]).problem(self.dense_bytes)
-        try:
-            return _searched(problem, lambda: True)
-        except Infeasible:
-            return None
+    def most_open(self) -> Problem:
+        """With all given up that may be.
+
+        Raises:
+            PlanError: see `candidates`.
+        """
+        return self.candidates(_LEEWAYS[-1]).problem(self.dense_bytes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,13 +112,19 @@ def answer(request: Request, out_of_time: Callable[[], bool], told: Told = lambd
     """
     unknown = [name for name, (_, info) in request.parameters.items() if info.optimizer is None]
     failed: NoPlan | None = None
-    for leeway in _LEEWAYS if unknown else _LEEWAYS[:2]:
+    leeways = _LEEWAYS if unknown else _LEEWAYS[:2]
+    for leeway in leeways:
         candidates = request.candidates(leeway)
         problem = candidates.problem(request.dense_bytes)
         try:
-            solution = _searched(problem, out_of_time, told)
+            solution = searched(problem, out_of_time, told)
         except Infeasible as error:
             failed = NoPlan(request, candidates, problem, _nearest(problem, error))
+            if isinstance(error, Shortage) and leeway == leeways[0]:
+                last = request.candidates(leeways[-1])
+                open_problem = last.problem(request.dense_bytes)
+                if (short := shortage(open_problem)) is not None:  # then less given up is too little, too
+                    raise NoPlan(request, last, open_problem, short) from None
             continue
         notes = (_without_state(candidates, unknown, problem, solution),) if leeway.no_state else ()
         for note in notes:
@@ -127,7 +134,7 @@ def answer(request: Request, out_of_time: Callable[[], bool], told: Told = lambd
     raise failed
 
 
-def _searched(problem: Problem, out_of_time: Callable[[], bool], told: Told = lambda *_: None) -> Solution:
+def searched(problem: Problem, out_of_time: Callable[[], bool], told: Told = lambda *_: None) -> Solution:
     """A solution in which pinned parameters fit too.
 
     Raises:
@@ -137,12 +144,15 @@ def _searched(problem: Problem, out_of_time: Callable[[], bool], told: Told = la
     if over.max() > 0:
         rank = int(over.argmax())
         raise Infeasible(-1, None, rank, int(np.ceil(over[rank])), problem.base)
+    short = shortage(problem)
+    if short is not None:
+        raise short
     return search(problem, out_of_time, told)
 
 
 def _nearest(problem: Problem, cause: Infeasible) -> Infeasible:
     """What is short of an item that is too large for the ranks as they are before any is placed; else the cause."""
-    if cause.item < 0 or cause.rank is None:
+    if cause.item < 0 or cause.rank is None or isinstance(cause, Shortage):
         return cause
     table, of = problem.table, int(problem.item_class[cause.item])
     rows = np.arange(problem.starts[of], problem.starts[of + 1])

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dmp import PlanError, shown_bytes
 from planner.candidates.changes import changes
 from planner.candidates.request import NoPlan
+from planner.candidates.shortage import Shortage
 from planner.costs.protocol import BYTES
 
 _RANKS_SHOWN = 16
@@ -29,11 +30,28 @@ def plan_error(found: NoPlan, out_of_time: Callable[[], bool]) -> PlanError:
             f"ranks than the {len(found.problem.capacity)} table ranks offer; {constraints}{advice}",
             table=names[0],
         )
+    if isinstance(error, Shortage) and error.is_total:
+        return _too_much(found, error, advice)
     short = f"{error.bytes_short} bytes ({shown_bytes(error.bytes_short)}) short"
     return PlanError(
         f"{whom} does not fit: {_needed(found, short)}.\nRanks when it came to it "
         f"({found.request.costs.topology.reserved_fraction:.0%} of the memory is reserved):\n{_picture(found)}{advice}",
         table=names[0],
+        rank=error.rank,
+        bytes_short=error.bytes_short,
+    )
+
+
+def _too_much(found: NoPlan, error: Shortage, advice: str) -> PlanError:
+    """All tables together are more than all ranks hold."""
+    count, num_ranks = len(found.candidates.class_of), len(found.problem.capacity)
+    reserved = found.request.costs.topology.reserved_fraction
+    return PlanError(
+        f"the {count} tables do not fit: wherever they are placed, they and their buffers take at least "
+        f"{shown_bytes(error.needed)}, and the {num_ranks} ranks have {shown_bytes(error.free)} for them "
+        f"({reserved:.0%} of the memory is reserved): {error.bytes_short} bytes ({shown_bytes(error.bytes_short)}) "
+        f"short together. The largest is {found.names[0]!r}{advice}",
+        table=found.names[0],
         rank=error.rank,
         bytes_short=error.bytes_short,
     )
