@@ -12,7 +12,7 @@ from dmp import (
     table_wise,
 )
 from planner import Constraint, ShardingPlanner
-from tests.planner_bags import BagSharder, bags, one_axis, ranks_of
+from tests.planner_bags import BagSharder, bags, hosts, one_axis, ranks_of
 
 
 def test_layouts_forbid_and_ranks() -> None:
@@ -28,6 +28,15 @@ def test_layouts_forbid_and_ranks() -> None:
     assert plan["t1.weight"].layout.name == "column_wise"
     assert plan["t2.weight"].layout == table_wise(3)
     assert plan["t3.weight"].layout == row_wise([1, 2])
+
+
+@pytest.mark.parametrize("ranks", [[3, 5], [1, 2], [0, 3, 5], [7, 4, 6]], ids=str)
+def test_rows_over_ranks_that_are_no_block(ranks: list[int]) -> None:
+    for env in (one_axis(8), hosts(2, 4), hosts(4, 2)):
+        constraints = {"t0": Constraint(layouts=["row_wise"], ranks=ranks)}
+        plan = ShardingPlanner(constraints=constraints).plan(bags((1000, 16), (9, 8)), [BagSharder()], env)
+        assert plan["t0.weight"].layout.name == "row_wise"
+        assert ranks_of(plan, "t0.weight", (1000, 16), env) == set(ranks)
 
 
 def test_colocate_and_spread() -> None:

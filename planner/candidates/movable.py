@@ -103,8 +103,18 @@ def fixed(name: str, layout: Layout, info: ParameterInfo, env: ShardingEnv) -> M
     return MovableLayout(layout, env.table_size, cuts, tuple(s.rank for s in shards), 1)
 
 
-def movable(name: str, layout: Layout, sharder: ModuleSharder, info: ParameterInfo, env: ShardingEnv) -> MovableLayout:
+def movable(
+    name: str,
+    layout: Layout,
+    sharder: ModuleSharder,
+    info: ParameterInfo,
+    env: ShardingEnv,
+    only: Sequence[int] | None = None,
+) -> MovableLayout:
     """A layout in its canonical place; one that stays where it is, where the sharder minds the ranks.
+
+    Args:
+        only: the ranks that may have something: where its blocks are not whole among them, single ranks move.
 
     Raises:
         PlanError: a layout that does not fit the parameter or the mesh.
@@ -114,12 +124,14 @@ def movable(name: str, layout: Layout, sharder: ModuleSharder, info: ParameterIn
     size = _block_size(in_place, named, env)
     if size == in_place.block_size:
         return in_place
+    is_broken = only is not None and not {rank // size * size + k for rank in named for k in range(size)} <= {*only}
+    size = 1 if is_broken else size
     places = list(dict.fromkeys(rank // size for rank in (*in_place.ranks, *named)))
     canonical = {place * size + k: i * size + k for i, place in enumerate(places) for k in range(size)}
     ranks = tuple(canonical[rank] for rank in in_place.ranks)
     found = MovableLayout(layout.relocated(canonical, env), size, in_place.shards, ranks, len(places))
     accepts = hook(sharder, "accepts")
-    last = [env.table_size // size - 1 - i for i in range(len(places))]
+    last = places if is_broken else [env.table_size // size - 1 - i for i in range(len(places))]
     if accepts and not accepts(info, found.at(last, env), env):
         return in_place
     return found

@@ -177,7 +177,7 @@ def _of_layout(asked: Asked, layout: Layout) -> Offer:
         and asked.runs(place.family, place.family.pieces)
     ):
         return Offer(place.family, _objection(asked, place.family.name, place.family))
-    own = movable(asked.name, within, asked.sharder, info, env)
+    own = movable(asked.name, within, asked.sharder, info, env, None if within == layout else ranks)
     family = Family(layout.name, own.block_size, own.num_blocks)
     narrowest = min((cut.columns for cut in own.shards), default=0)
     is_cut = narrowest != _elements_of_row(info)
