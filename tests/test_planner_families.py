@@ -10,6 +10,7 @@ import pytest
 
 from planner.search.cost_table import Array, CostTable
 from planner.search.cuts import Cuts
+from planner.search.exact import exact
 from planner.search.problem import Choice, Infeasible, Item, Option, Problem
 from planner.search.solve import Solution, search
 from planner.search.tight import pour
@@ -183,6 +184,20 @@ def test_what_fits_only_over_all_ranks_is_put_down_before_what_fits_anywhere() -
     p = Problem(tuple(items), np.full(8, 1.0), np.zeros((8, 2)), np.zeros((1, 1)))
     check(p, search(p, lambda: True))
     assert all(part is not None for part in pour(p, Cuts.of(p)))
+
+
+def test_the_last_byte_is_found_by_a_programme() -> None:
+    """Numbers that fill two ranks in one way only, which no order of putting them down finds."""
+    pytest.importorskip("scipy")
+    sizes = [27, 26, 24, 21, 19, 17, 14, 12]
+    options = ((Option(np.array([[[1.0, size]]]), np.zeros(2)),) for size in sizes)
+    p = Problem(tuple(Item(option) for option in options), np.full(2, 80.0), np.zeros((2, 2)), np.zeros((1, 1)))
+    parts = exact(p)
+    assert parts is not None
+    check(p, search(p, lambda: True))
+    wide = filled(0.9, ranks=8, items=6)
+    assert exact(wide) is not None
+    assert exact(filled(1.02, ranks=8, items=6)) is None
 
 
 def test_less_than_all_memory_is_infeasible() -> None:

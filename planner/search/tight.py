@@ -6,6 +6,7 @@ import numpy as np
 
 from planner.search.cost_table import Array
 from planner.search.cuts import Cuts
+from planner.search.exact import exact
 from planner.search.placement import SLACK, Part, Placement, even
 from planner.search.problem import Infeasible, Problem, Ranks
 
@@ -34,10 +35,13 @@ def pour(problem: Problem, cuts: Cuts) -> list[Part | None]:
     order = np.lexsort((-least[problem.item_class], -widest[problem.item_class])).tolist()
     fault: Infeasible | None = None
     for is_spread in (False, True):
-        found = _poured(problem, list(order), is_spread)
-        if not isinstance(found, Infeasible):
-            return found
-        fault = fault or found
+        poured = _poured(problem, list(order), is_spread)
+        if not isinstance(poured, Infeasible):
+            return poured
+        fault = fault or poured
+    found = exact(problem)
+    if found is not None:
+        return found
     assert fault is not None
     raise fault
 
