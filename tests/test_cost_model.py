@@ -132,6 +132,14 @@ def test_speeds_are_checked(name: str) -> None:
         Topology(1, 1, 1, 1, 0, speeds=3)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("figure", [float("inf"), 1e-300], ids=str)
+def test_figures_that_no_machine_has_are_named(figure: float) -> None:
+    usual = {"memory_bytes": 1e9, "memory_bandwidth": 1e12, "flops": 1e13, "link_bandwidth": 1e11, "link_latency": 0.0}
+    for name in usual:
+        with pytest.raises(ValueError, match=rf"Topology\.{name} must be from 1e-15 to 1e\+24; got {figure}"):
+            Topology(**{**usual, name: figure})
+
+
 # Beside a model that is there
 
 LAYOUTS: tuple[Layout, ...] = (

@@ -19,6 +19,7 @@ _PER_AXIS = "expected a number, one per mesh axis (outer first), or a dict axis 
 _PAIR = "with ranks_per_host, expected a number, a pair (between hosts, inside one), or a dict axis name -> number"
 _CUDA_RANKS_PER_HOST = 8
 _NEEDED = ("memory_bytes", "memory_bandwidth", "flops", "link_bandwidth", "link_latency")
+_LEAST, _MOST = 1e-15, 1e24
 PerAxis = float | Sequence[float] | Mapping[str, float]
 
 
@@ -77,11 +78,11 @@ class Topology:
 
     def __post_init__(self) -> None:
         for name in ("memory_bytes", "memory_bandwidth", "flops"):
-            positive(f"Topology.{name}", getattr(self, name))
+            _check_figure(name, getattr(self, name))
         if not is_number(self.reserved_fraction, or_zero=True) or self.reserved_fraction >= 1:
             raise ValueError(f"Topology.reserved_fraction must be in [0, 1); got {shown(self.reserved_fraction)}")
         if self.product_flops_16 is not None:
-            positive("Topology.product_flops_16", self.product_flops_16)
+            _check_figure("product_flops_16", self.product_flops_16)
         if not is_number(self.shared_links, or_zero=True) or self.shared_links > 1:
             raise ValueError(f"Topology.shared_links must be in [0, 1]; got {shown(self.shared_links)}")
         if isinstance(self.speeds, Mapping):
@@ -102,7 +103,7 @@ class Topology:
         if isinstance(values, str) or not isinstance(values, (int, float, Sequence, Mapping)):
             raise ValueError(f"Topology.{name}: {_PER_AXIS}; got {shown(values)}")
         for value in several(values.values() if isinstance(values, Mapping) else values, (int, float)):
-            positive(f"Topology.{name}", value, or_zero=name == "link_latency")
+            _check_figure(name, value, or_zero=name == "link_latency")
         if self.ranks_per_host is not None and isinstance(values, Sequence) and len(values) != 2:
             raise ValueError(f"Topology.{name}: {_PAIR}; got {shown(values)}")
 
@@ -208,6 +209,13 @@ class Topology:
                 f"Topology.{name} has {len(values)} figures; the mesh has {len(env.names)} axes {env.names}"
             )
         return [float(v) for v in values]
+
+
+def _check_figure(name: str, value: Any, *, or_zero: bool = False) -> None:
+    """Raise `ValueError` unless it is a figure that sums and quotients can be made of."""
+    positive(f"Topology.{name}", value, or_zero=or_zero)
+    if not (_LEAST <= value <= _MOST or (or_zero and value == 0)):
+        raise ValueError(f"Topology.{name} must be from {_LEAST:g} to {_MOST:g}; got {shown(value)}")
 
 
 def host_memory_bytes() -> float:
