@@ -19,7 +19,7 @@ _PER_AXIS = "expected a number, one per mesh axis (outer first), or a dict axis 
 _PAIR = "with ranks_per_host, expected a number, a pair (between hosts, inside one), or a dict axis name -> number"
 _CUDA_RANKS_PER_HOST = 8
 _NEEDED = ("memory_bytes", "memory_bandwidth", "flops", "link_bandwidth", "link_latency")
-_LEAST, _MOST = 1e-15, 1e24
+_LEAST, _MOST = 1e-15, 1e30
 PerAxis = float | Sequence[float] | Mapping[str, float]
 
 
