@@ -87,7 +87,7 @@ def test_example_trains_and_gives_a_plain_model_back(tmp_path: Path) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    assert re.search(r"model\.layers\.1\.mlp\.down_proj\.weight +rowwise", result.stdout)  # the plan
+    assert re.search(r"2 x model\.layers\.\*\.mlp\.down_proj\.weight +rowwise", result.stdout)  # the plan
     losses = [float(x) for x in re.findall(r"^step \d+: loss ([0-9.]+)$", result.stdout, re.M)]
     assert losses[0] > 5.3 > 4.5 > losses[-1]  # from log(256), all bytes alike
     assert re.search(r"^LlamaForCausalLM writes: b'from __future__ .+'$", result.stdout, re.M)
