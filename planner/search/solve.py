@@ -30,8 +30,8 @@ _WORK = 750e3
 """In all, in about microseconds."""
 _BUILDING = 350e3
 """Of it for starts; the first is packed in any case."""
-_PACKING = 100.0
-"""Work of putting down an item twice, at least."""
+_FEW = 650
+"""Items up to which starts that are packed in two levels are packed in one as well."""
 _GUIDED = 450e3
 """Work up to which a start like the optimum is packed."""
 _ON_HOSTS = 430e3
@@ -153,14 +153,16 @@ def _build(problem: Problem, cuts: Cuts, best: _Best, out_of_time: Callable[[], 
         The work, and whether the time was up before.
     """
     begun = starts(problem, cuts)
-    work = _on_hosts(problem, cuts, begun[:_PACKED], best)
+    is_long = len(problem.item_class) > _FEW
+    on_hosts = _on_hosts(problem, cuts, begun[:_PACKED], best)
+    work = on_hosts if is_long else 0.0  # of few items it is little beside the rest
     turns = [(i + 1.5 * k, s, m) for i, s in enumerate(begun) for k, m in enumerate(s.most)]
     in_turn = [(start, most) for _, start, most in sorted(turns, key=lambda turn: turn[0])]
     for memory in (0.0, *_WEIGHTS):
         for number, (start, most) in enumerate(in_turn):
             if best.parts is not None and out_of_time():
                 return work, True
-            if best.parts is not None and work + _PACKING * len(problem.item_class) > _BUILDING:
+            if best.parts is not None and is_long:
                 return work, False
             weight = max(memory, _WEIGHTS[0] * (start.fill > _ROOMY))
             power = _POWERS[number % len(_POWERS)]
