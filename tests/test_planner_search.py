@@ -67,7 +67,7 @@ def check_consistent(p: Problem, solution: Solution) -> None:
     assert solution.lower_bound <= solution.seconds
 
 
-@pytest.mark.parametrize("memory", [0.5, 1.5])
+@pytest.mark.parametrize("memory", [0.5, pytest.param(1.5, marks=pytest.mark.slow)])
 def test_near_the_optimum_and_never_below_the_bound(memory: float) -> None:
     ratios, bounds = [], []
     for seed in range(12):
