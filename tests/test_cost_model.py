@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -61,7 +62,8 @@ def test_costs_are_affine_in_columns(env: ShardingEnv, topology: Topology) -> No
         *(rows, 64.0, rows * 2, 4.0, rng.uniform(1, 20, n), 2.0, flags[0], True, flags[1], rng.choice([0.0, 4.0], n)),
         *(4.0, flags[2], shares, rng.choice([1.0, 0.25], n)),
     )
-    at = [np.stack(CostModel().costs(shards.with_columns(np.array(w)), env, topology, 64)) for w in (4, 32, 100)]
+    widths = [replace(shards, columns=np.full(n, width)) for width in (4.0, 32.0, 100.0)]
+    at = [np.stack(CostModel().costs(wide, env, topology, 64)) for wide in widths]
     assert np.allclose(at[1], at[0] + (at[2] - at[0]) * 28 / 96, rtol=1e-12, atol=0)
     assert at[0].shape == (2, n, len(PHASES) + 1)
     assert all((of >= 0).all() for of in at)

@@ -23,8 +23,8 @@ from dmp import (
     replicate,
 )
 from planner import ShardingPlanner, Topology
+from planner.costs.rings import Ring
 from planner.dense.block import COMPUTE, DATA, TENSOR, DenseBlock
-from planner.dense.collectives import Ring
 from planner.dense.decide import Dense, decide
 from planner.dense.model import DenseModel
 from sharders import default_sharders

@@ -138,7 +138,7 @@ def costed(classes: Sequence[Class], offered: Sequence[Sequence[Offer]], setting
     start = 3 * count
     for row, of_row in zip(others, single, strict=True):
         stop = start + len(of_row)
-        loads = _loads(found.offers[row], local[start:stop], setting.env, spans)
+        loads = _loads(found.offers[row], local[start:stop], spans)
         found.fixed[row] = loads.max((0, 1))
         if (loads != found.fixed[row]).any():
             found.ragged[row] = loads
@@ -236,7 +236,7 @@ def _shards_of(offer: Offer, known: Array, of: Class, env: ShardingEnv) -> Array
     return shards
 
 
-def _loads(offer: Offer, local: Array, env: ShardingEnv, spans: Integers) -> Array:
+def _loads(offer: Offer, local: Array, spans: Integers) -> Array:
     """(pieces, ranks in a block, phases + 1) of an offer from its shards' costs."""
     own: MovableLayout | None = offer.own
     size, pieces = offer.family.size, offer.family.pieces

@@ -142,3 +142,11 @@ def even_cuts(most: int) -> list[int]:
 def is_filled(rows: int, size: int) -> bool:
     """Whether each of so many blocks of ceil(rows / size) rows has some."""
     return -(-rows // size) * (size - 1) < rows if size > 1 else True
+
+
+def has_some(family: Family, shape: Sequence[int]) -> bool:
+    """Whether each of a family's blocks gets rows of a parameter of this shape, and each piece columns."""
+    if family.is_copied:
+        return True
+    columns = shape[1] if len(shape) == 2 else 0
+    return is_filled(shape[0] if shape else 1, family.size) and (family.pieces == 1 or columns // UNIT >= family.pieces)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from dmp import Layout, ParameterInfo, PlanError, ShardingEnv
 from planner.candidates.constraints import Constraint
 from planner.candidates.costed import Costed
-from planner.candidates.family import Family, is_filled
+from planner.candidates.family import Family, has_some
 from planner.candidates.movable import fixed, placed
 from planner.candidates.offered import Offer
 from planner.observed.row_curve import RowCurve
@@ -39,7 +39,7 @@ def in_place(name: str, layout: Layout, info: ParameterInfo, env: ShardingEnv, c
     """
     place = placed(layout, env)
     is_uneven = curve is not None and place is not None and place.family.size > 1
-    if place is not None and _fits(place.family, info) and not is_uneven:
+    if place is not None and has_some(place.family, info.shape) and not is_uneven:
         return InPlace(layout, Offer(place.family), place.blocks)
     own = fixed(name, layout, info, env)
     return InPlace(layout, Offer(Family(layout.name, own.block_size), "", own), (0,))
@@ -90,11 +90,3 @@ def held_by_groups(held: Mapping[str, Ranks], constraints: Mapping[str, Constrai
             raise PlanError(f"pinned parameters of the spread group {group!r} share a rank: {name!r}", table=name)
         found[group] = ranks if before is None else before | ranks
     return found
-
-
-def _fits(family: Family, info: ParameterInfo) -> bool:
-    rows = info.shape[0] if info.shape else 1
-    columns = info.shape[1] if len(info.shape) == 2 else 0
-    if family.is_copied:
-        return True
-    return is_filled(rows, family.size) and (family.pieces == 1 or columns // 4 >= family.pieces)

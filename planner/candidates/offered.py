@@ -22,6 +22,7 @@ from planner.candidates.family import (
     cut_name,
     even_cuts,
     even_widths,
+    has_some,
     is_filled,
     layout_of,
     whole_names,
@@ -142,7 +143,7 @@ def _found(asked: Asked, layouts: list[Layout]) -> list[Offer]:
     covered |= {cut_name(offer.family.size) for offer in given if offer.family.units}
     for layout in layouts:
         place = asked.placed(layout)
-        if place is not None and not (asked.takes_unfilled or _fits(asked, place.family)):
+        if place is not None and not (asked.takes_unfilled or has_some(place.family, asked.info.shape)):
             continue
         if layout.name not in covered or (place is None and not _is_narrow(asked, layout)) or _is_over(asked, layout):
             given.append(_of_layout(asked, layout))
@@ -173,7 +174,7 @@ def _of_layout(asked: Asked, layout: Layout) -> Offer:
     if (
         place is not None
         and within == layout
-        and _fits(asked, place.family)
+        and has_some(place.family, asked.info.shape)
         and asked.runs(place.family, place.family.pieces)
     ):
         return Offer(place.family, _objection(asked, place.family.name, place.family))
@@ -223,14 +224,6 @@ def _widened(asked: Asked, kinds: Collection[str]) -> Iterator[Offer]:
 def _odd_cuts(units: int, least: int, most: int) -> list[tuple[int, ...]]:
     """Cuts that a sharder runs which runs any: a narrow piece beside a wide one, and as many as may be."""
     return [(units - least, least), (units - least * (most - 1), *[least] * (most - 1))]
-
-
-def _fits(asked: Asked, family: Family) -> bool:
-    """Whether each of a family's blocks gets rows, and each piece columns."""
-    rows = asked.info.shape[0] if asked.info.shape else 1
-    if family.is_copied:
-        return True
-    return is_filled(rows, family.size) and (family.pieces == 1 or asked.columns // UNIT >= family.pieces)
 
 
 def _elements_of_row(info: ParameterInfo) -> int:

@@ -5,6 +5,7 @@
 - `topology_file`: the files that topologies are kept in
 - `protocol`: what a cost model is asked and answers, ours or a user's
 - `links`: seconds of exchanges on the links of a mesh
+- `rings`: seconds of gathers and sums whose ranks on a host share their way out of it
 - `cost_model`: ours: seconds by phase and bytes of every option
 - `step`: what a step of given layouts costs
 - `calibrate`: a machine's figures, measured

@@ -21,8 +21,9 @@ from typing import NamedTuple
 import numpy as np
 
 from dmp import ShardingEnv
-from planner.costs.links import Axis, all_reduce, all_to_all, axes_of, latency
+from planner.costs.links import Axis, all_to_all, axes_of, latency
 from planner.costs.protocol import ALL_REDUCE, BYTES, EXCHANGE, Array, Flags, Integers, ShardTable
+from planner.costs.rings import Ring
 from planner.costs.topology import Topology
 
 PHASES = (
@@ -227,7 +228,8 @@ def _add_sums(cost: _Cost, p: ShardTable, work: _Work) -> None:
     gradient, beside = _whole_gradients(cost, p, work)
     to_all = env.table_size * (all_to_all(axes_of(env, topology, "shard", "tensor")) + topology.speeds_of_parts.pack)
     local[:, GRADIENT] += np.where(beside, gradient * to_all, 0)
-    local[:, SYNC] += np.where(beside, 0, gradient * all_reduce(axes_of(env, topology)))
+    of_all = 2 * Ring.along(env.names, env, topology).seconds_per_byte  # the set-up has the latency
+    local[:, SYNC] += np.where(beside, 0, gradient * of_all)
 
 
 def _whole_gradients(cost: _Cost, p: ShardTable, work: _Work) -> tuple[Array, Flags]:

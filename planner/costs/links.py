@@ -36,19 +36,6 @@ def all_to_all(axes: Sequence[Axis]) -> float:
     return max(by_link.values(), default=0.0)
 
 
-def all_reduce(axes: Sequence[Axis]) -> float:
-    """Seconds per byte of a sum over all ranks of the axes, which every rank gets.
-
-    As rings do it that use every link: ranks along the inner axes first share the sum out among each other, each then
-    carries its part along the outer ones, and the whole is put together inside. Over equal links that is one ring.
-    """
-    seconds, inner = 0.0, 1
-    for size, link in reversed(axes):
-        seconds += 2 * (size - 1) / size / inner / link.bandwidth
-        inner *= size
-    return seconds
-
-
 def latency(axes: Sequence[Axis]) -> float:
     """Seconds that one exchange takes however little travels: that of the slowest link for every doubling of ranks."""
     ranks = prod(axis.size for axis in axes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from math import prod
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -122,10 +122,6 @@ class ShardTable:
     def take(self, index: Integers | Flags) -> ShardTable:
         """The shards at these places, or where this is true."""
         return ShardTable(*(getattr(self, f.name)[index] for f in fields(self)))
-
-    def with_columns(self, columns: Array) -> ShardTable:
-        """The same shards with other widths."""
-        return replace(self, columns=np.broadcast_to(np.asarray(columns, dtype=np.float64), self.rows.shape))
 
 
 @runtime_checkable

@@ -3,7 +3,6 @@
 - `modules`: which modules multiply by weights, look rows up, attend, or recompute
 - `sequences`: how many tokens a sample has, as a module says it
 - `model`: what of a module the cost of its dense part depends on, whatever the mesh
-- `collectives`: seconds of collectives along mesh axes that cross hosts or do not
 - `block`: `DenseBlock`, one decision and what it takes
 - `placed`: blocks on a mesh: what a rank computes with, and what it keeps
 - `time`: seconds of a step: products, collectives, and what of these compute hides

@@ -19,9 +19,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dmp import ShardingEnv
+from planner.costs.rings import Ring
 from planner.costs.topology import Topology
 from planner.dense.block import COMPUTE, DATA, TENSOR
-from planner.dense.collectives import Ring
 from planner.dense.model import DenseModel
 from planner.dense.placed import Placed, PlacedWeight
 

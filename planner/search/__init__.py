@@ -12,7 +12,6 @@
 - `improve`: units that pass to another rank, items that are put down anew
 - `exact`: a placement of a small problem that fits, by an integer programme
 - `tight`: packing by memory alone, and what is short where nothing fits
-- `option_costs`: what options cost wherever they go
 - `bound`: a lower bound on every placement
 - `guided`: a start like the relaxed optimum that the bound is of
 - `bound_columns`: what an item may be given, in numbers of which every plan has at least as much

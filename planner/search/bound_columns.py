@@ -106,7 +106,7 @@ def columns(problem: Problem, upper: float) -> Columns:
             is_everywhere[j] = False
     every += np.where(is_everywhere, mean, 0)
     mean, piece = np.where(is_everywhere, 0, mean), np.where(is_everywhere, 0, piece)
-    fits = _fits(problem, table.owner[row], every[:, -1], piece[:, -1], is_everywhere[:, 0])
+    fits = _fits(problem, table.owner[row], every[:, -1], piece[:, -1])
     free = max(float((problem.capacity - problem.base[:, -1]).sum()), 1.0)
     size = (every[:, -1] + mean[:, -1]) * num_ranks / free
     is_counted = ~is_everywhere[:, 0] & (is_fine[row] | ~is_cut[row]) & ~np.isin(row, list(table.ragged))
@@ -132,7 +132,7 @@ def _ragged(loads: Array, span: Integers, num_ranks: int) -> tuple[Array, Array]
     return mean, least
 
 
-def _fits(problem: Problem, owner: Integers, every: Array, piece: Array, is_everywhere: Array) -> Array:
+def _fits(problem: Problem, owner: Integers, every: Array, piece: Array) -> Array:
     """(columns,) whether a rank is left that has the bytes, all others at their least everywhere."""
     room = problem.capacity - problem.base[:, -1]
     classes = int(owner.max(initial=-1)) + 1

@@ -165,11 +165,6 @@ class Infeasible(Exception):
         super().__init__(f"item {item} does not fit: {bytes_short} bytes short on rank {rank}")
         self.item, self.option, self.rank, self.bytes_short, self.load = item, option, rank, bytes_short, load
 
-    @property
-    def distance(self) -> tuple[bool, int]:
-        """From a place, the smaller the nearer: bytes that are missing are nearer than ranks that are."""
-        return self.rank is None, self.bytes_short
-
 
 def _table_of(items: tuple[Item, ...], width: int) -> tuple[CostTable, Integers]:
     """The families of items' options, those of items that share them once, and the class of each item."""

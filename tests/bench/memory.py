@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
-from pathlib import Path
 
 import torch
 
 import dmp
 from dmp.wrap.initial_values import BLOCK_ELEMENTS
 from tests.bench.report import Result
+from tests.bench.resident import reset_peak, resident
 from tests.bench.workload import Workload, make_model, make_plan
 from tests.ranks import close_pools, mesh, run_ranks
 
@@ -41,9 +41,9 @@ def peak(layout: str) -> tuple[int, int]:
         model = make_model(work, "meta")
         plan = make_plan(layout, [name for name, _ in model.named_parameters()], RANKS)
         gc.collect()
-        before = _reset_peak()
+        before = reset_peak()
         made = dmp.DistributedModelParallel(model, env=env, plan=plan)
-        return made, _status("VmHWM") - before
+        return made, resident("VmHWM") - before
 
     wrap(Workload((64,), 64, 1))  # what is loaded at first use is not the table's
     made, used = wrap(WORK)
@@ -52,16 +52,3 @@ def peak(layout: str) -> tuple[int, int]:
     chunks = [c for t in held for c in (t.chunks if isinstance(t, dmp.ChunkedTensor) else [t])]
     shards = sum(c.numel() * c.element_size() for c in chunks)
     return used, shards
-
-
-def _reset_peak() -> int:
-    """Forget the peak so far; returns bytes resident now. Linux only."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return _status("VmRSS")
-
-
-def _status(key: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key + ":"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {key}")

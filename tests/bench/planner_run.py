@@ -9,12 +9,12 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from time import process_time
 from typing import Any
 
 from dmp import PlanError, ShardingPlan
 from tests.bench.planner_cases import TableSet, mesh, planner
+from tests.bench.resident import reset_peak, resident
 
 LIMIT_S = 120  # of processor time, after which a case is given up
 
@@ -105,17 +105,17 @@ def _child(there: Connection, tables: TableSet, ranks: int, module: Any, then: T
     resource.setrlimit(resource.RLIMIT_CPU, (LIMIT_S, LIMIT_S + 10))
     ours, sharders, env = planner(tables), _sharders(), mesh(ranks)
     gc.collect()
-    before = _reset_peak()
+    before = reset_peak()
     begin = process_time()
     try:
         plan = ours.plan(module, sharders, env)
     except PlanError as error:
-        there.send(Run(process_time() - begin, _status("VmHWM") - before, error=str(error)))
+        there.send(Run(process_time() - begin, resident("VmHWM") - before, error=str(error)))
         return
     except Exception as error:
-        there.send(Run(process_time() - begin, _status("VmHWM") - before, error=f"{type(error).__name__}: {error}"))
+        there.send(Run(process_time() - begin, resident("VmHWM") - before, error=f"{type(error).__name__}: {error}"))
         return
-    seconds, peak = process_time() - begin, _status("VmHWM") - before
+    seconds, peak = process_time() - begin, resident("VmHWM") - before
     report = ours.report
     assert report is not None
     seen = None if then is None else then(tables, ranks, module, plan)
@@ -132,16 +132,3 @@ def _some(count: int) -> tuple[Any, ...]:
     from tests.bench.planner_cases import Table
 
     return tuple(Table(10_000 * (i + 1), 64, (3.0,)) for i in range(count))
-
-
-def _reset_peak() -> int:
-    """Forget the peak so far; returns bytes resident now. Linux only."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return _status("VmRSS")
-
-
-def _status(key: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key + ":"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {key}")

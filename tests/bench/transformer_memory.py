@@ -9,8 +9,9 @@ from math import prod
 
 import torch
 
-from tests.bench.memory import MB, _reset_peak, _status
+from tests.bench.memory import MB
 from tests.bench.report import Result
+from tests.bench.resident import reset_peak, resident
 from tests.bench.transformer_by_hand import by_hand, by_hand_from_meta, optimizer_of
 from tests.bench.transformer_workload import MESHES, Side, Workload, env_of, wrap_ours
 from tests.ranks import close_pools, mesh, run_ranks
@@ -54,7 +55,7 @@ def train(work: Workload, is_ours: bool, device: str) -> int:
     env, on = env_of(MESH), mesh(*MESHES[MESH])
     model = work.model(device)
     gc.collect()
-    before = _reset_peak()
+    before = reset_peak()
     if is_ours:
         made = wrap_ours(model, env)
         side = Side(made, torch.optim.AdamW(made.parameters(), lr=1e-3))
@@ -64,4 +65,4 @@ def train(work: Workload, is_ours: bool, device: str) -> int:
     for step in range(STEPS):
         side.backward(*work.batch(env.data_rank, step))
         side.update()
-    return _status("VmHWM") - before
+    return resident("VmHWM") - before

@@ -63,7 +63,7 @@ def main(mesh_name: str, fills: bool) -> dict[str, Any]:
 
     from dmp import DistributedModelParallel, ShardingEnv
     from planner import ShardingPlanner, Topology
-    from tests.bench.memory import _status
+    from tests.bench.resident import resident
     from tests.transformers_zoo import Llama
 
     shape, names = MESHES[mesh_name]
@@ -82,7 +82,7 @@ def main(mesh_name: str, fills: bool) -> dict[str, Any]:
     weights = ", ".join(f"{kind} {size / 1e6:.1f} MB" for kind, size in kinds.items())
     return {
         "seconds": seconds,
-        "peak_bytes": _status("VmHWM"),
+        "peak_bytes": resident("VmHWM"),
         "shard_bytes": local,
         "weights": f"    weights on rank 0: {local / 1e6:.1f} MB; by the plan: {weights}",
     }
