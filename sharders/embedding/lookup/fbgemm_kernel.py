@@ -107,7 +107,7 @@ class FbgemmLookup(TorchLookup):
         self._one_table = self._features_share_tables()
         self._beyond = bank.spec.optimizer.beyond_fbgemm if bank.spec else ()
 
-    def pooled(self, ids: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Tensor:
+    def pooled(self, ids: Tensor, offsets: Tensor, weights: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         features = self._features
         if features is None:
             return super().pooled(ids, offsets, weights)
@@ -158,17 +158,23 @@ class FbgemmLookup(TorchLookup):
         )
         return result
 
-    def update_rows(self, grad: Tensor, ids: Tensor, segments: Segments) -> None:
+    def update_rows(
+        self,
+        grad: Tensor,
+        ids: Tensor,
+        segments: Segments,
+        bags: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> None:
         region = self.region_of(segments)
         table = self._regions[region.width] if region else None
         if table is None or self._is_beyond():
-            super().update_rows(grad, ids, segments)
+            super().update_rows(grad, ids, segments, bags, weights)
         elif ids.numel():
             features, first_row = table
             rows = self.region_rows(ids, segments).sub_(first_row)
-            _update(
-                self.bank, features, self.bank.clipped(grad), rows, torch.arange(ids.numel() + 1, device="cpu"), None
-            )
+            bounds = torch.arange(ids.numel() + 1, device="cpu") if bags is None else bags
+            _update(self.bank, features, self.bank.clipped(grad), rows, bounds, weights)
 
     def _is_beyond(self) -> bool:
         """Whether an option is set, maybe since the last update, that FBGEMM's update leaves out."""

@@ -32,9 +32,12 @@ class Lookup(Protocol):
     Pooled: `ids` (N,) int32 or int64, range by range and counted from the range's first row; `offsets` (S * B + 1,) of
     the bags, `weights` (N,) or None. Columns are the ranges' widths in their order, C in all; without ranges B is 0.
     Unpooled: `ids` (N,) in any order of segments, each (index of a range, number of ids); all ranges of a call have one
-    width D.
-    Results have the bank's dtype. Ids are not checked here: `input_checks` has. An update combines, for each row, the
-    gradients of all its ids in the call before it applies the optimizer; `Bank.step` counts it and is called before.
+    width D. With `bags` (n + 1,), bounds of runs of ids that lie in one segment each, sums over them take the place of
+    rows; none is empty, and `weights` (N,) go with bags alone.
+    Results have the bank's dtype. `out` is memory that they may be written to, of their shape and dtype: what is
+    returned lies there, or elsewhere where the kernel cannot. Ids are not checked here: `input_checks` has. An update
+    combines, for each row, the gradients of all its ids in the call before it applies the optimizer; `Bank.step` counts
+    it and is called before.
     """
 
     bank: Bank
@@ -42,7 +45,7 @@ class Lookup(Protocol):
     num_columns: int
     """C"""
 
-    def pooled(self, ids: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Tensor:
+    def pooled(self, ids: Tensor, offsets: Tensor, weights: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """(B, C) contiguous: sums over bags; zeros for empty bags."""
 
     def update_pooled(self, grad: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None = None) -> None:
@@ -57,14 +60,38 @@ class Lookup(Protocol):
     def touched_pooled(self, ids: Tensor, offsets: Tensor) -> Tensor:
         """(total_rows,) bool: the bank rows that the ids name."""
 
-    def rows(self, ids: Tensor, segments: Segments) -> Tensor:
-        """(N, D): one row per id; (0, 0) without segments."""
+    def rows(
+        self,
+        ids: Tensor,
+        segments: Segments,
+        bags: Tensor | None = None,
+        weights: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """(N, D): one row per id, or (n, D): one sum per bag; (0, 0) without segments."""
 
-    def update_rows(self, grad: Tensor, ids: Tensor, segments: Segments) -> None:
-        """Update the bank in place, given the gradient (N, D) of `rows`."""
+    def update_rows(
+        self,
+        grad: Tensor,
+        ids: Tensor,
+        segments: Segments,
+        bags: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> None:
+        """Update the bank in place, given the gradient of `rows`."""
 
-    def gradient_rows(self, grad: Tensor, ids: Tensor, segments: Segments) -> Tensor:
+    def gradient_rows(
+        self,
+        grad: Tensor,
+        ids: Tensor,
+        segments: Segments,
+        bags: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> Tensor:
         """(numel,): the gradient of the bank's weights."""
+
+    def gradient_row_weights(self, grad: Tensor, ids: Tensor, segments: Segments, bags: Tensor) -> Tensor:
+        """(N,): the gradient of `weights`; see `gradient_weights`."""
 
     def touched_rows(self, ids: Tensor, segments: Segments) -> Tensor:
         """(total_rows,) bool: the bank rows that the ids name."""

@@ -78,7 +78,7 @@ class TorchLookup:
             group_columns = (first_columns.unsqueeze(1) + torch.arange(width, device=device)).flatten()
             self._groups.append(_Group(bank.regions[width], indices, first_rows, group_columns))
 
-    def pooled(self, ids: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Tensor:
+    def pooled(self, ids: Tensor, offsets: Tensor, weights: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         num_bags = self._num_bags(offsets)
         output_BC = self.bank.weights.new_zeros(num_bags, self.num_columns)
         if not ids.numel():
@@ -117,17 +117,50 @@ class TorchLookup:
         groups = self._groups if ids.numel() else ()
         return self._touched([(group.region, self._bags(group, ids, offsets, None).rows) for group in groups])
 
-    def rows(self, ids: Tensor, segments: Segments) -> Tensor:
+    def rows(
+        self,
+        ids: Tensor,
+        segments: Segments,
+        bags: Tensor | None = None,
+        weights: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
         region = self.region_of(segments)
         if region is None:
             return self.bank.weights.new_zeros(0, 0)
-        return region.view(self.bank.weights).index_select(0, self.region_rows(ids, segments))
+        table_VD, rows_N = region.view(self.bank.weights), self.region_rows(ids, segments)
+        if bags is None:
+            return torch.index_select(table_VD, 0, rows_N, out=out)
+        weights = None if weights is None else weights.to(table_VD.dtype)
+        return F.embedding_bag(rows_N, table_VD, bags, mode="sum", per_sample_weights=weights, include_last_offset=True)
 
-    def update_rows(self, grad: Tensor, ids: Tensor, segments: Segments) -> None:
-        self._update(self._unpooled_gradients(grad, ids, segments))
+    def update_rows(
+        self,
+        grad: Tensor,
+        ids: Tensor,
+        segments: Segments,
+        bags: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> None:
+        self._update(self._row_gradients(grad, ids, segments, bags, weights))
 
-    def gradient_rows(self, grad: Tensor, ids: Tensor, segments: Segments) -> Tensor:
-        return self._flat(self._unpooled_gradients(grad, ids, segments))
+    def gradient_rows(
+        self,
+        grad: Tensor,
+        ids: Tensor,
+        segments: Segments,
+        bags: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> Tensor:
+        return self._flat(self._row_gradients(grad, ids, segments, bags, weights))
+
+    def gradient_row_weights(self, grad: Tensor, ids: Tensor, segments: Segments, bags: Tensor) -> Tensor:
+        region = self.region_of(segments)
+        if region is None or not ids.numel():
+            return self.bank.weights.new_zeros(ids.numel())
+        grads_ND = grad.to(self.bank.weights.dtype).index_select(0, _bag_of_id(bags, ids.numel()))
+        rows_ND = region.view(self.bank.weights).index_select(0, self.region_rows(ids, segments))
+        return grads_ND.mul_(rows_ND).sum(1)
 
     def touched_rows(self, ids: Tensor, segments: Segments) -> Tensor:
         region = self.region_of(segments)
@@ -191,12 +224,16 @@ class TorchLookup:
                 result.append((group.region, *sums))
         return result
 
-    def _unpooled_gradients(self, grad: Tensor, ids: Tensor, segments: Segments) -> _RowGradients:
+    def _row_gradients(
+        self, grad: Tensor, ids: Tensor, segments: Segments, bags: Tensor | None, weights: Tensor | None
+    ) -> _RowGradients:
         region = self.region_of(segments)
         if region is None or not ids.numel():
             return []
-        grad = self.bank.clipped(grad)
-        return [(region, *_combine(self.region_rows(ids, segments), grad.to(self.bank.weights.dtype), None, None))]
+        grad = self.bank.clipped(grad).to(self.bank.weights.dtype)
+        weights = None if weights is None else weights.to(grad.dtype)
+        bag_of_id = None if bags is None else _bag_of_id(bags, ids.numel())
+        return [(region, *_combine(self.region_rows(ids, segments), grad, bag_of_id, weights))]
 
     def _update(self, gradients: _RowGradients) -> None:
         for region, rows_n, grads_nD in gradients:
@@ -250,6 +287,12 @@ def update_dense(bank: Bank, flat_grad: Tensor, touched_rows: Tensor) -> None:
         rows_n = rows[widths[chunk_of_row] == width]
         if rows_n.numel():
             update(bank, region, rows_n, region.view(flat_grad).index_select(0, rows_n).to(bank.weights.dtype))
+
+
+def _bag_of_id(bags: Tensor, count: int) -> Tensor:
+    """(N,) the bag of each id, from the bags' bounds (n + 1,)."""
+    numbers = torch.arange(bags.numel() - 1, device=bags.device)
+    return torch.repeat_interleave(numbers, bags.diff(), output_size=count)
 
 
 def _combine(
