@@ -17,6 +17,7 @@ Rooms, lower ones first; each says in its `__init__` what lives there: `ranks`, 
 - `nested`: what dicts, lists, tuples and objects hold inside each other
 - `places`: where a module's tensors are held, ties among them
 - `read_values`: values that came out of a file: strict JSON, sizes, and how an error shows them
+- `step_phases`: what the last step's phases took, beside what was planned
 - `__main__`: the command line: `python -m dmp plan | explain | diff | ...`
 """
 
@@ -66,6 +67,7 @@ from dmp.state.optimizer_state import full_optimizer_state_dict
 from dmp.state.scaler import GradScaler
 from dmp.state.unsharded import to_unsharded
 from dmp.state.verify import verify
+from dmp.step_phases import step_phases
 from dmp.wrap.wrapper import DistributedModelParallel
 
 if TYPE_CHECKING:
@@ -90,6 +92,7 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = ["DistributedModelParallel", "GradScaler", "ShardingEnv", "clip_grad_norm_", "to_unsharded", "verify"]
+__all__ += ["step_phases"]
 __all__ += ["CheckpointError", "DmpError", "InputError", "PlanError", "RanksError", "ShardError"]
 # Training loops.
 __all__ += ["EvalPipelineSparseDist", "PrefetchTrainPipelineSparseDist", "TrainPipeline", "TrainPipelineBase"]

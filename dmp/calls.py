@@ -30,6 +30,8 @@ class Calls:
         self._thread = ""
         self._names: list[str] = []
         self._forwards = 0
+        self.number = 0
+        """Of the last forward that was begun."""
         self.forward, self.backward = Call(self, "the forward", 1), Call(self, "the backward")
 
     @property
@@ -58,6 +60,7 @@ class Calls:
                 )
             self._owner, self._thread = me, current_thread().name
         self._names.append(what)
+        self.number += forwards > 0 == self._forwards
         self._forwards += forwards
 
     def leave(self, forwards: int) -> None:

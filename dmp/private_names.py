@@ -44,6 +44,9 @@ FSDP2 and DDP
 - `torch.distributed._composable.replicate_with_fsdp.replicate`: FSDP2's way to replicate
 - `torch.distributed._composable.checkpoint_activation.checkpoint`: checkpointed blocks under their own names
 
+Profiles
+- `_C`, `_profiler`, `_RecordFunctionFast`: a range in a profile at a twentieth of what the public one takes
+
 Groups, meshes, DTensor
 - `_get_default_store`, `_new_process_group_helper`, `_world`: a group made by its own ranks alone, its store known
 - `_flatten`, `_concatenate`: one mesh out of several axes

@@ -70,6 +70,8 @@ PUBLIC = {
         "save_checkpoint",
         "to_unsharded",
         "verify",
+        # what a step has taken
+        "step_phases",
         # training loops
         "EvalPipelineSparseDist",
         "PrefetchTrainPipelineSparseDist",

@@ -13,6 +13,7 @@
 - `peers`: who exchanges with whom on a mesh
 - `engine`: the data path of one module, forward and backward
 - `batch`: a batch as it is handed in, and checked and counted
+- `phases`: phases of a step, profiled and counted under the report's names
 - `call`: one batch on its way, and what was worked out of it
 - `input_checks`: checks of a batch before any exchange
 - `input_faults`: faults of a batch as integers that travel

@@ -11,6 +11,7 @@ import torch
 
 from sharders.channel import Transfer
 from sharders.embedding.batch import Batch
+from sharders.embedding.phases import Spent
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -60,6 +61,7 @@ class Call:
         is_training: the tables get gradients.
         wants_weight_gradient: the per-id weights do.
         number: the same on all ranks, and higher than of calls begun before; 0 where there is one rank.
+        spent: seconds and bytes, by phase.
         kept: see `once_per_call`.
     """
 
@@ -73,6 +75,7 @@ class Call:
     is_training: bool
     wants_weight_gradient: bool
     number: int = 0
+    spent: Spent = field(default_factory=Spent)
     kept: dict[Any, Any] = field(default_factory=dict)
 
     @property

@@ -28,6 +28,7 @@ from sharders.embedding.input_dist import InputDist
 from sharders.embedding.input_faults import Fault, Kind
 from sharders.embedding.local_tables import TableStore
 from sharders.embedding.peers import find_peers
+from sharders.embedding.phases import GRADIENT, INPUT, TENSOR, LastStep, Spent, counted, phase
 from sharders.embedding.placement import Placement, Table
 from sharders.embedding.pooled import PooledPath
 from sharders.embedding.replicas import Replicas
@@ -77,6 +78,9 @@ class Engine:
         self.sync_interval = sync_interval
         self.calls = Calls()
         """Calls of the model that are under way; the wrapper sets the model's."""
+        self.last = LastStep()
+        """What its calls have taken, by phase."""
+        transport = counted(transport)
         self.placement = Placement(tables, layouts, env, unpooled)
         self.tensor = tensor_ranks(env, transport)
         self.peers = find_peers(env, sync_interval == 1, by_stages=not unpooled, transport=transport, codecs=codecs)
@@ -130,7 +134,7 @@ class Engine:
         """Own storage; placement and process groups are shared."""
         new = copy.copy(self)
         memo[id(self)] = new
-        new._open = {}
+        new._open, new.last = {}, LastStep()
         new.handshake = copy.copy(self.handshake)
         new.store = copy.deepcopy(self.store, memo)
         new._compile(self.device)
@@ -149,7 +153,8 @@ class Engine:
             InputError: on every rank: what is wrong with one rank's batch. Calls begun before go on.
             ShardError: a parameter of a table was replaced.
         """
-        with ranks.entry(self.handshake.forward, self.peers.exchange.group) as here:
+        spent = Spent()
+        with ranks.entry(self.handshake.forward, self.peers.exchange.group) as here, phase(spent, INPUT):
             wants_grad = [p.requires_grad for p in self.store.parameters]
             is_training = torch.is_grad_enabled() and any(wants_grad)
             ready: _Ready | None = None
@@ -158,7 +163,7 @@ class Engine:
                 if is_training and wants_grad != self._trainable:
                     changed = next(i for i, wants in enumerate(wants_grad) if wants != self._trainable[i])
                     raise Fault(Kind.FROZEN, next((f.index for f in self.placement.features if f.table == changed), -1))
-                ready = self._make_ready(parse)
+                ready = self._make_ready(parse, spent)
             except Exception as error:  # the others wait in the handshake: they are told, and this error is shown here
                 problem = error
             headers = self._meet(ready, is_training, problem, here)
@@ -175,6 +180,7 @@ class Engine:
                 is_training,
                 ready.wants_weight_gradient,
                 here.number,
+                spent,
             )
             self._open[call.number] = weakref.ref(call)
             return call
@@ -212,14 +218,17 @@ class Engine:
                 "copied or resharded; begin the batch again"
             )
         with ranks.entry(f"{self.handshake.lookup}, call {call.number}", self.peers.exchange.group) as here:
-            self._take_turn(call, here)
+            self.last.add(call.spent, self.calls.number if self.calls.is_forward else None)
+            with phase(call.spent, INPUT):
+                self._take_turn(call, here)
             self.store.take_back(self.name)
             parameters = self.store.parameters if call.is_training or call.wants_weight_gradient else ()
             weights = call.batch.weights if call.wants_weight_gradient else None
             results: Sequence[torch.Tensor] = _Lookup.apply(self, call, weights, *parameters)  # type: ignore[no-untyped-call]
             if self.tensor.size > 1:
                 cuts = [even_cut(rows, self.tensor.size) for rows in self.path.row_counts(call.whole)]
-                results = gather_rows(results, cuts, self.tensor)
+                with phase(call.spent, TENSOR):
+                    results = gather_rows(results, cuts, self.tensor)
             by_feature: list[torch.Tensor] = self.path.split(call.whole, results)
             return by_feature
 
@@ -252,7 +261,7 @@ class Engine:
                 )
         self.store.take_back(self.name)
 
-    def _make_ready(self, parse: Callable[[], Ids]) -> _Ready:
+    def _make_ready(self, parse: Callable[[], Ids], spent: Spent) -> _Ready:
         """What this rank does by itself before it meets the others.
 
         Raises:
@@ -261,7 +270,7 @@ class Engine:
         """
         self.check_parameters()
         whole = check_batch(parse(), self._rows, self.validate)
-        batch = cut_batch(whole, self.tensor, self.unpooled)
+        batch = cut_batch(whole, self.tensor, self.unpooled, spent)
         if self.store.local:
             # Its ids are read here until the backward pass, and the caller may use his tensors again before.
             weights = None if batch.weights is None else batch.weights.clone()
@@ -339,7 +348,8 @@ class _Lookup(torch.autograd.Function):
                     "give the first retain_graph=True"
                 )
             if ctx.is_again and engine.peers.exchange.size > 1:
-                engine.handshake.take_turn(f"goes back through call {ctx.number} again", engine.device, way_back)
+                with phase(ctx.call.spent, GRADIENT):
+                    engine.handshake.take_turn(f"goes back through call {ctx.number} again", engine.device, way_back)
             ctx.is_again = True
             gradients = ctx.call.path.backward(ctx.call, grads)
             if not torch._C._autograd._get_current_graph_task_keep_graph():

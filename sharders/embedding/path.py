@@ -11,6 +11,7 @@ from sharders.embedding.call import Call
 from sharders.embedding.input_dist import InputDist
 from sharders.embedding.local_tables import TBE
 from sharders.embedding.output_dist import Sum
+from sharders.embedding.phases import BACKWARD, GRADIENT, SYNC, phase
 from sharders.embedding.replicas import Replicas, sum_of
 
 Given = TypeVar("Given")  # gradients of the results, as a path takes them
@@ -52,18 +53,24 @@ class Path(Generic[Given]):
         Returns:
             The gradient of the batch's weights where it is wanted, then for each table its ordinary gradient, or None.
         """
-        given = self._given(call, grads)
-        local = sum_of(self._local_gradients(call, given), self.dtype)
-        grad, of_weights = self._send_back(call, given, self.replicas.beside(local))
+        spent = call.spent
+        with phase(spent, BACKWARD):
+            given = self._given(call, grads)
+            local = sum_of(self._local_gradients(call, given), self.dtype)
+        with phase(spent, GRADIENT):
+            grad, of_weights = self._send_back(call, given, self.replicas.beside(local))
         sources = tuple(self.replicas.sources)
-        grad = self.replicas.share(grad, self._sizes(call, sources))
-        gradients: dict[int, torch.Tensor] = {}
-        for tbe in self.store.sharded:
-            if tbe.bank.spec is not None:
-                tbe.bank.step()
-            elif tbe.is_trainable and not tbe.slots:
-                gradients[id(tbe)] = torch.zeros_like(tbe.bank.weights)
-        for tbe, flat in self._train(call, grad, sources):
-            if flat is not None:
-                gradients[id(tbe)] = gradients[id(tbe)].add_(flat) if id(tbe) in gradients else flat
-        return [of_weights, *self.replicas.finish(local, gradients)]
+        if self.peers.num_replicas > 1:
+            with phase(spent, SYNC):
+                grad = self.replicas.share(grad, self._sizes(call, sources))
+        with phase(spent, BACKWARD):
+            gradients: dict[int, torch.Tensor] = {}
+            for tbe in self.store.sharded:
+                if tbe.bank.spec is not None:
+                    tbe.bank.step()
+                elif tbe.is_trainable and not tbe.slots:
+                    gradients[id(tbe)] = torch.zeros_like(tbe.bank.weights)
+            for tbe, flat in self._train(call, grad, sources):
+                if flat is not None:
+                    gradients[id(tbe)] = gradients[id(tbe)].add_(flat) if id(tbe) in gradients else flat
+            return [of_weights, *self.replicas.finish(local, gradients, spent)]

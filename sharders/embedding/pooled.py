@@ -16,6 +16,7 @@ from sharders.embedding.local_tables import TBE
 from sharders.embedding.output_dist import Sum
 from sharders.embedding.path import Path, Returned, Trained
 from sharders.embedding.peers import own_last
+from sharders.embedding.phases import FORWARD, INPUT, OUTPUT, phase
 from sharders.embedding.pooled_output import Blocks, PooledOutputDist, cut_columns
 from sharders.embedding.ragged import Columns
 
@@ -40,6 +41,19 @@ class PooledPath(Path[torch.Tensor]):
 
     def forward(self, call: Call) -> list[torch.Tensor]:
         """[(B, sum of dims)]."""
+        with phase(call.spent, INPUT):
+            self.input_dist.receive(call)
+        with phase(call.spent, FORWARD):
+            looked_up, local = self._look_up(call)
+        with phase(call.spent, OUTPUT):
+            for i, output_dist in enumerate(self.output_dists):
+                own = local if i == len(self.output_dists) - 1 else None
+                looked_up = output_dist.forward(looked_up, self._rows(call, i), own, self._blocks(call, i))
+            self._scale_means(call, looked_up)
+        return [looked_up]
+
+    def _look_up(self, call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(samples of all sources, columns of this rank's slots), and (B, columns) of the local tables."""
         bags = self._bags(call, tuple(self.peers.own))
         parts = [
             tbe.lookup.pooled(*of_tbe).to(self.dtype)
@@ -52,12 +66,7 @@ class PooledPath(Path[torch.Tensor]):
             out = torch.cat(parts, 1) if parts else self._zeros(sum(call.samples[s] for s in self.peers.own), 0)
         local_bags = zip(self.store.local, self._local_bags(call), strict=True)
         local = [tbe.lookup.pooled(*of_tbe).to(self.dtype) for tbe, of_tbe in local_bags]
-        own = None if not local else local[0] if len(local) == 1 else torch.cat(local, 1)
-        for i, output_dist in enumerate(self.output_dists):
-            is_last = i == len(self.output_dists) - 1
-            out = output_dist.forward(out, self._rows(call, i), own if is_last else None, self._blocks(call, i))
-        self._scale_means(call, out)
-        return [out]
+        return out, None if not local else local[0] if len(local) == 1 else torch.cat(local, 1)
 
     def row_counts(self, batch: Batch) -> list[list[int]]:
         """Rows of each segment of each result."""

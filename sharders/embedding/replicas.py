@@ -16,6 +16,7 @@ from sharders.embedding.local_tables import TableStore
 from sharders.embedding.lookup.torch_kernel import update_dense
 from sharders.embedding.output_dist import Sum
 from sharders.embedding.peers import Peers
+from sharders.embedding.phases import SYNC, Spent, phase
 
 _BESIDE_BYTES = 64 << 20  # a larger sum goes by all-reduce
 
@@ -63,12 +64,13 @@ class Replicas:
             return None
         return local if local.addend.nbytes * len(self.peers.own) <= _BESIDE_BYTES else None
 
-    def finish(self, local: Sum | None, gradients: dict[int, torch.Tensor]) -> list[torch.Tensor | None]:
+    def finish(self, local: Sum | None, gradients: dict[int, torch.Tensor], spent: Spent) -> list[torch.Tensor | None]:
         """Update data-parallel tables, average replicas when it is time, and cut gradients by table.
 
         Args:
             local: what `sum_of` gave.
             gradients: id(tbe) -> flat gradient, of TBEs without in-backward optimizer.
+            spent: by the call.
 
         Returns:
             For each table its ordinary gradient; None for those updated in place.
@@ -76,9 +78,12 @@ class Replicas:
         if local is not None:
             if local.total is None:
                 local.total = local.addend
-                self.peers.exchange.sum(local.total)
+                with phase(spent, SYNC):
+                    self.peers.exchange.sum(local.total)
             self._update_local(local.total, gradients)
-        self._average()
+        if self.sync_interval > 1 and self.peers.replicas.size > 1:
+            with phase(spent, SYNC):
+                self._average()
         result: list[torch.Tensor | None] = [None] * len(self.store.parameters)
         for tbe in self.store.tbes:
             flat = gradients.get(id(tbe))
@@ -98,8 +103,6 @@ class Replicas:
                 update_dense(tbe.bank, flat, touched)
 
     def _average(self) -> None:
-        if self.sync_interval == 1 or self.peers.replicas.size == 1:
-            return
         for tbe in self.store.tbes:
             if tbe.is_trainable and int(tbe.bank.steps[0]) % self.sync_interval == 0:
                 tensors = (tbe.bank.weights, *tbe.bank.state.values())

@@ -209,6 +209,10 @@ class TableModule(Watched, TorchRecForm):
     def calls(self, calls: Calls) -> None:
         self._engine.calls = calls
 
+    def phases(self) -> Mapping[str, tuple[float, int]]:
+        """Of its last step: phase -> seconds by this rank's clock, and bytes sent to other ranks."""
+        return self._engine.last.total()
+
     def chunked_state(self) -> Mapping[str, ChunkedTensor]:
         """Pieces of every table that is cut, as views."""
         return self._engine.store.chunked_state()

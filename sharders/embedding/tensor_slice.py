@@ -22,6 +22,7 @@ import torch
 from dmp import ShardError, ShardingEnv
 from sharders.channel import Channel, Transport, over_group
 from sharders.embedding.batch import Batch
+from sharders.embedding.phases import TENSOR, Spent, phase
 
 Cut = list[list[int]]
 
@@ -47,9 +48,15 @@ def rows_of(tensor: torch.Tensor, cut: Cut, rank: int) -> torch.Tensor:
     return torch.cat([tensor[bounds[rank] : bounds[rank + 1]] for bounds in cut] or [tensor[:0]])
 
 
-def cut_rows(tensors: Sequence[torch.Tensor], cuts: Sequence[Cut], ranks: Channel) -> list[torch.Tensor]:
-    """This rank's rows of each tensor. Backward: their gradients are gathered, one exchange for each dtype."""
-    return list(_CutRows.apply(ranks, cuts, *tensors))  # type: ignore[no-untyped-call]
+def cut_rows(
+    tensors: Sequence[torch.Tensor], cuts: Sequence[Cut], ranks: Channel, spent: Spent | None = None
+) -> list[torch.Tensor]:
+    """This rank's rows of each tensor. Backward: their gradients are gathered, one exchange for each dtype.
+
+    Args:
+        spent: by the call that the way back is part of.
+    """
+    return list(_CutRows.apply(ranks, cuts, Spent() if spent is None else spent, *tensors))  # type: ignore[no-untyped-call]
 
 
 def gather_rows(own: Sequence[torch.Tensor], cuts: Sequence[Cut], ranks: Channel) -> list[torch.Tensor]:
@@ -57,10 +64,10 @@ def gather_rows(own: Sequence[torch.Tensor], cuts: Sequence[Cut], ranks: Channel
     return list(_GatherRows.apply(ranks, cuts, *own))  # type: ignore[no-untyped-call]
 
 
-def cut_batch(batch: Batch, ranks: Channel, unpooled: bool) -> Batch:
+def cut_batch(batch: Batch, ranks: Channel, unpooled: bool, spent: Spent) -> Batch:
     """This rank's share of a batch that all ranks have: samples, or where results are rows, ids of each key.
 
-    The gradient of the weights is gathered on the way back.
+    The gradient of the weights is gathered on the way back, which is the call's that has `spent` so much.
     """
     if unpooled:  # of each key only the number of ids matters: one bag
         batch = replace(batch, lengths=batch.lengths.sum(1, keepdim=True), samples=None)
@@ -80,7 +87,7 @@ def cut_batch(batch: Batch, ranks: Channel, unpooled: bool) -> Batch:
         lengths = batch.lengths[:, first:stop]
         if batch.samples is not None:
             sizes = tuple(min(max(n - first, 0), stop - first) for n in batch.samples)
-    weights = None if batch.weights is None else cut_rows([batch.weights], [cut], ranks)[0]
+    weights = None if batch.weights is None else cut_rows([batch.weights], [cut], ranks, spent)[0]
     return Batch(rows_of(batch.values, cut, ranks.rank), lengths, batch.key_of, weights, samples=sizes, counts=counts)
 
 
@@ -113,16 +120,19 @@ class _CutRows(torch.autograd.Function):
     """Forward: own rows of the tensors. Backward: gathered; see [Note: gradients]."""
 
     @staticmethod
-    def forward(ctx: Any, ranks: Channel, cuts: Sequence[Cut], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.ranks, ctx.cuts = ranks, cuts
+    def forward(
+        ctx: Any, ranks: Channel, cuts: Sequence[Cut], spent: Spent, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.ranks, ctx.cuts, ctx.spent = ranks, cuts, spent
         return tuple(rows_of(t, cut, ranks.rank) for t, cut in zip(tensors, cuts, strict=True))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        wanted = ctx.needs_input_grad[2:]
-        gathered = iter(_gather([*compress(grads, wanted)], [*compress(ctx.cuts, wanted)], ctx.ranks))
-        return None, None, *(next(gathered) if wants else None for wants in wanted)
+        wanted = ctx.needs_input_grad[3:]
+        with phase(ctx.spent, TENSOR):
+            gathered = iter(_gather([*compress(grads, wanted)], [*compress(ctx.cuts, wanted)], ctx.ranks))
+        return None, None, None, *(next(gathered) if wants else None for wants in wanted)
 
 
 class _GatherRows(torch.autograd.Function):

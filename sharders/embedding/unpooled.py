@@ -14,6 +14,7 @@ from sharders.embedding.local_tables import TBE
 from sharders.embedding.lookup.torch_kernel import Segments
 from sharders.embedding.output_dist import Sum
 from sharders.embedding.path import Path, Returned, Trained
+from sharders.embedding.phases import FORWARD, INPUT, OUTPUT, phase
 from sharders.embedding.unpooled_output import RowPlaces, UnpooledOutputDist
 
 
@@ -37,21 +38,28 @@ class UnpooledPath(Path[dict[int, torch.Tensor]]):
 
     def forward(self, call: Call) -> list[torch.Tensor]:
         """One tensor (N, dim) for each distinct dim: rows of all its features, feature-major."""
+        with phase(call.spent, INPUT):
+            self.input_dist.receive(call)
+        with phase(call.spent, FORWARD):
+            send, local = self._look_up(call), self._local_rows(call)
+        with phase(call.spent, OUTPUT):
+            num_rows = dict(zip(self.distinct_dims, map(sum, self.row_counts(call.batch)), strict=True))
+            out = self.output_dist.forward(send, self._by_rank(call), self._places(call), num_rows, local)
+            return [out[dim] for dim in self.distinct_dims]
+
+    def _look_up(self, call: Call) -> torch.Tensor:
+        """Flat rows of this rank's slots, source by source and there run by run."""
         sources = tuple(self.peers.own)
         blocks = [
             run.tbe.lookup.rows(ids, segments).to(self.dtype).reshape(-1)
             for run, (ids, segments) in zip(self.runs, self._ids(call, sources), strict=True)
         ]
         if len(blocks) == 1:
-            send = blocks[0]  # source by source already
-        else:
-            of_runs = zip(*self._run_sizes(call, sources), strict=True)
-            cut = [block.split(of_sources) for block, of_sources in zip(blocks, of_runs, strict=True)]
-            parts = [of_run[source] for source in range(len(sources)) for of_run in cut]
-            send = torch.cat(parts) if parts else torch.zeros(0, dtype=self.dtype, device=self.device)
-        num_rows = dict(zip(self.distinct_dims, map(sum, self.row_counts(call.batch)), strict=True))
-        out = self.output_dist.forward(send, self._by_rank(call), self._places(call), num_rows, self._local_rows(call))
-        return [out[dim] for dim in self.distinct_dims]
+            return blocks[0]  # source by source already
+        of_runs = zip(*self._run_sizes(call, sources), strict=True)
+        cut = [block.split(of_sources) for block, of_sources in zip(blocks, of_runs, strict=True)]
+        parts = [of_run[source] for source in range(len(sources)) for of_run in cut]
+        return torch.cat(parts) if parts else torch.zeros(0, dtype=self.dtype, device=self.device)
 
     def row_counts(self, batch: Batch) -> list[list[int]]:
         """Rows of each segment of each result: for each distinct dim, those of each of its features."""

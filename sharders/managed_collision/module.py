@@ -15,6 +15,7 @@ from sharders.embedding.batch import Ids
 from sharders.embedding.input_checks import check_batch
 from sharders.embedding.input_faults import Fault, Kind
 from sharders.embedding.keyed_ids import keyed_ids
+from sharders.embedding.phases import INPUT, LastStep, Spent, phase
 from sharders.embedding.table_module import ReshardedTables, TableModule
 from sharders.managed_collision.growth import Growth
 from sharders.managed_collision.id_map import EMPTY, IdMap, blocks_of
@@ -79,6 +80,7 @@ class ShardedManagedCollision(nn.Module):
         self._features = [name for config in configs for name in config.feature_names]
         self._num_features = [len(config.feature_names) for config in configs]
         self._remap, self._reset, self._growth = remap, reset, growth
+        self._last = LastStep()
 
     @property
     def maps(self) -> list[IdMap]:
@@ -95,7 +97,10 @@ class ShardedManagedCollision(nn.Module):
             return ids
 
         learns = self._managed_collision_collection.training
-        remapped = self._remap(self.maps, raw_ids, learns, self._embedding_module._engine.device, self._grow)
+        spent = Spent()
+        self._last.add(spent, self.calls.number if self.calls.is_forward else None)
+        with phase(spent, INPUT):
+            remapped = self._remap(self.maps, raw_ids, learns, self._embedding_module._engine.device, self._grow)
         ((raw, inverse),) = read
         batch = _with_values(raw, remapped.rows.to(raw.values().dtype), inverse)
         if self._reset is not None:
@@ -152,6 +157,14 @@ class ShardedManagedCollision(nn.Module):
     @calls.setter
     def calls(self, calls: Calls) -> None:
         self._embedding_module.calls = calls
+
+    def phases(self) -> Mapping[str, tuple[float, int]]:
+        """Of the tables, and of the maps: raw ids to their owners, and rows back, are part of the input dist."""
+        found = dict(self._embedding_module.phases())
+        for name, own in self._last.total().items():
+            seconds, sent = found.get(name, (0.0, 0))
+            found[name] = seconds + own[0], sent + own[1]
+        return found
 
     def chunked_state(self) -> Mapping[str, ChunkedTensor]:
         """Pieces of tables and of maps."""

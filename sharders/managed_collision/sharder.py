@@ -23,6 +23,7 @@ from dmp import Layout, ParameterInfo, ParameterSharding, ShardError, ShardingEn
 from sharders.channel import Channel, over_group
 from sharders.embedding.collections import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from sharders.embedding.peers import find_peers
+from sharders.embedding.phases import counted
 from sharders.embedding.table_module import TableModule, TableSharder
 from sharders.managed_collision.growth import Growth
 from sharders.managed_collision.id_map import IdMap, blocks_of
@@ -112,7 +113,7 @@ class _ManagedCollisionSharder:
             blocks = blocks_of(own[table.parameter].layout, (table.rows, table.dim), env)
             original = collection._managed_collision_modules[config.name]
             maps[config.name] = IdMap(original, blocks, env.table_rank, device).train(original.training)
-        peers = find_peers(env, True, by_stages=self._tables.is_pooled, transport=over_group)
+        peers = find_peers(env, True, by_stages=self._tables.is_pooled, transport=counted(over_group))
         remap = Remap(
             [config.feature_names for config in configs],
             peers,

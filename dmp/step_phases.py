@@ -1,0 +1,78 @@
+"""`step_phases`: what the last step's phases have taken on this rank, beside what the plan's report says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from dmp.contracts import hook
+from dmp.plans.remarks import shown_bytes
+from dmp.state.find_wrapped import wrapped_in
+
+_ORDER = ("input a2a", "lookup fwd", "output a2a", "tensor gather", "grad a2a", "replica sync", "lookup bwd")
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One phase of one step.
+
+    Args:
+        seconds: by this rank's clock, waits for other ranks too; on a device, until its work was given to it.
+        sent_bytes: by this rank to others.
+        modelled_seconds: of the slowest rank, as the plan's report has them; None without a report.
+    """
+
+    seconds: float
+    sent_bytes: int
+    modelled_seconds: float | None = None
+
+
+class StepPhases(dict[str, Phase]):
+    """Phases by the names that the planner's report uses, in the order of a step. `str()` is a table."""
+
+    def __str__(self) -> str:
+        lines = [f"{'phase':<16}{'sent':>12}{'ms':>10}{'modelled ms':>14}"]
+        for name, of in self.items():
+            modelled = "" if of.modelled_seconds is None else f"{of.modelled_seconds * 1e3:.3f}"
+            lines.append(f"{name:<16}{shown_bytes(of.sent_bytes):>12}{of.seconds * 1e3:>10.3f}{modelled:>14}".rstrip())
+        return "\n".join(lines)
+
+
+def step_phases(model: nn.Module) -> StepPhases:
+    """What the phases of the last step took on this rank: seconds, and bytes sent to other ranks. Local.
+
+    Of the tables: input dist, lookups, output dist, gradients, updates; the profiler shows them under the same names. A
+    step is one forward of the model with its backward; before that has run, what has been so far. All-reduces of dense
+    gradients are torch's, and not counted.
+
+    Args:
+        model: wrapped, or with wrapped models in it.
+
+    Example:
+        >>> from dmp import DistributedModelParallel
+        >>> model = DistributedModelParallel(nn.EmbeddingBag(4, 2, mode="sum"))
+        >>> _ = model(torch.tensor([[0, 1], [2, 3]]))
+        >>> list(step_phases(model))
+        ['input a2a', 'lookup fwd', 'output a2a']
+    """
+    wrapped = list(wrapped_in(model).values())
+    modelled: dict[str, float] = {}
+    for each in wrapped:
+        for name, seconds in _modelled(each.plan.report):
+            modelled[name] = modelled.get(name, 0.0) + seconds
+    taken: dict[str, tuple[float, int]] = {}
+    for module in (module for each in wrapped for module in each.sharded_modules.values()):
+        phases = hook(module, "phases")
+        for name, (seconds, sent) in (phases() if phases else {}).items():
+            before = taken.get(name, (0.0, 0))
+            taken[name] = before[0] + seconds, before[1] + sent
+    names = sorted(taken, key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER))
+    return StepPhases({name: Phase(*taken[name], modelled.get(name)) for name in names})
+
+
+def _modelled(report: Any) -> Iterable[tuple[str, float]]:
+    """Of a planner's report where there is one."""
+    return zip(getattr(report, "phases", ()), getattr(report, "phase_seconds", ()), strict=True)
