@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 
 from tests.bench import step, wrap
-from tests.bench.workload import Workload, as_keyed
+from tests.bench.step_cells import QUICK, Cell
+from tests.bench.workload import as_keyed
 from tests.ranks import run_ranks
 
 STEPS = 20
@@ -119,23 +120,23 @@ def watched(clock: Clock) -> Iterator[None]:
 
 
 def run() -> None:
-    """Print the phases of every point of the step, then what the wrapper's time is spent on."""
-    for name, (work, layouts) in step.POINTS.items():
-        for layout in layouts:
-            phases, operators = run_ranks(step.RANKS, profile_step, work, layout, timeout=240)[0]
-            print(f"\n== {layout}, {name}: rank 0, ms per step, {sum(phases.values()):.2f} in all")
-            for phase, ms in sorted(phases.items(), key=lambda item: -item[1]):
-                print(f"{ms:9.3f}  {phase}")
-            print("   operators: " + ", ".join(f"{op} {ms:.2f}" for op, ms in operators))
+    """Print the phases of some cells of the step, then what the wrapper's time is spent on."""
+    for cell in QUICK:
+        phases, operators = run_ranks(cell.ranks, profile_step, cell, timeout=240)[0]
+        print(f"\n== {cell.name}: rank 0, ms per step, {sum(phases.values()):.2f} in all")
+        for phase, ms in sorted(phases.items(), key=lambda item: -item[1]):
+            print(f"{ms:9.3f}  {phase}")
+        print("   operators: " + ", ".join(f"{op} {ms:.2f}" for op, ms in operators))
     for layout in ("table_wise", "row_wise", None):
         print(f"\n== wrap 1,000 tables on meta, {layout or 'the planner'}: rank 0, seconds under the profiler")
         print(run_ranks(wrap.RANKS, profile_wrap, layout, timeout=300)[0])
 
 
-def profile_step(work: Workload, layout: str) -> tuple[dict[str, float], list[tuple[str, float]]]:
+def profile_step(cell: Cell) -> tuple[dict[str, float], list[tuple[str, float]]]:
     """On each rank: ms per step of each phase; and of the costliest operators, measured apart."""
+    work = cell.work
     batches, grads = step.make_batches(work)
-    side = step.Side(step.wrap_ours(work, layout), work, step.make_grads(work))
+    side = step.Side(step.wrap_ours(cell), work, step.make_grads(work))
     for i in range(5):
         side.step(as_keyed(work, batches[i % step.BATCHES]), grads[i % step.BATCHES])
     clock = Clock()

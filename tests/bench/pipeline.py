@@ -6,10 +6,8 @@ Rounds as in step.py.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from itertools import count
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -18,7 +16,7 @@ from torch import nn
 
 import dmp
 from tests.bench.report import Result
-from tests.bench.step import RANKS, STEPS, TOLERANCE, both, quartiles, quickest_of_rounds, slowest
+from tests.bench.rounds import both, in_turns, quartiles, quickest_of_rounds, slowest
 from tests.bench.torchrec_side import torchrec_plan, torchrec_wrap
 from tests.bench.workload import DEMO_ROWS, Workload, as_keyed, criteo_rows, make_batch, make_model, make_plan
 from tests.ranks import mesh, run_ranks
@@ -27,6 +25,7 @@ POINTS: dict[str, Workload] = {
     "bags of 0..8, dim 64, B 2048": Workload(criteo_rows(100_000), 64, 2048, max_bag=8),
     "the demo's tables, dim 16, B 256": Workload(DEMO_ROWS, 16, 256),
 }
+RANKS, TOLERANCE = 2, 1e-5
 LAYOUT, ROUNDS, QUICK_ROUNDS, NUM_BATCHES, CHECKED = "row_wise", 15, 3, 8, 3
 
 
@@ -75,27 +74,7 @@ def compare(work: Workload, rounds: int) -> tuple[list[float], ...]:
         a, b, c = (side() for side in sides)
         if not torch.equal(b, c) or not torch.allclose(a, c, rtol=TOLERANCE, atol=TOLERANCE):
             raise AssertionError(f"outputs differ in step {i}: nothing to time")
-    times: tuple[list[float], ...] = ([], [], [])
-    gc.collect()
-    gc.disable()
-    try:
-        for i in range(rounds):
-            for which in (0, 1, 2) if i % 2 == 0 else (2, 1, 0):
-                times[which].extend(timed(sides[which]))
-    finally:
-        gc.enable()
-    return times
-
-
-def timed(side: Callable[[], Any]) -> list[float]:
-    """Seconds of each step of a round; the ranks begin each together."""
-    seconds = []
-    for _ in range(STEPS):
-        dist.barrier()
-        start = perf_counter()
-        side()
-        seconds.append(perf_counter() - start)
-    return seconds
+    return in_turns([lambda i, side=side: side for side in sides], rounds)  # type: ignore[misc]
 
 
 def by_hand(model: nn.Module, optimizer: torch.optim.Optimizer, features: Any) -> torch.Tensor:

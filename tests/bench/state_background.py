@@ -23,8 +23,8 @@ from torch import nn
 
 import dmp
 from tests.bench.report import Result
+from tests.bench.rounds import both, quartiles, slowest
 from tests.bench.state_workload import DIM, OURS, ROWS, chunks_of, wrapped
-from tests.bench.step import both, quartiles, slowest
 from tests.ranks import close_pools, mesh, run_ranks
 
 RANKS = 2

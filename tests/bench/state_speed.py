@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 import dmp
 from tests.bench.report import Result
+from tests.bench.rounds import both, quartiles, slowest
 from tests.bench.state_workload import FORMATS, LAYOUTS, OURS, RANKS, Format, check, chunks_of, size_of, wrapped
-from tests.bench.step import both, quartiles, slowest
 from tests.ranks import run_ranks
 
 ROUNDS, QUICK_ROUNDS, STARTS = 7, 2, 3

@@ -1,41 +1,40 @@
 """One training step of sharded tables, TorchRec's and ours: forward, backward and the update inside it.
 
-Both run in the same processes, on the same batches, from the same weights, in turns: a round is some steps of one and
-as many of the other. A step's time is the slowest rank's; a round gives the ratio of the quickest step of each; the
-result is the median of these ratios.
+Both run in the same processes, on the same batches, from the same weights, in turns: see rounds.py. Before they are
+timed they must agree, and the peak of each one's memory is taken while they show it.
 """
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
-from statistics import median
+from functools import lru_cache, partial
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import dmp
+from sharders.embedding.lookup import fbgemm_kernel
+from tests.bench import floor
 from tests.bench.report import Result
+from tests.bench.resident import counted_elsewhere, give_back, reset_peak, resident
+from tests.bench.rounds import both, in_turns, of_all_ranks, quartiles, quickest_of_rounds, slowest
+from tests.bench.step_cells import CELLS, QUICK, Cell
+from tests.bench.step_report import HEADER as LINES
+from tests.bench.step_report import Row, goals, table
 from tests.bench.torchrec_side import torchrec_plan, torchrec_wrap
-from tests.bench.workload import DEMO_ROWS, Workload, as_keyed, criteo_rows, make_batch, make_model, make_plan
+from tests.bench.workload import Workload, as_keyed, make_batch, make_model, make_plan
 from tests.ranks import mesh, run_ranks
 
-RANKS, STEPS, BATCHES, CHECKED, TOLERANCE = 2, 3, 4, 3, 1e-5
-MIN_ROUNDS, MAX_ROUNDS, SECONDS_OF_POINT = 7, 25, 5.0
-_ALL = ("table_wise", "row_wise", "column_wise")
-
-POINTS: dict[str, tuple[Workload, Sequence[str]]] = {
-    "one id per bag, dim 64, B 2048": (Workload(criteo_rows(100_000), 64, 2048), _ALL),
-    "bags of 0..8, dim 64, B 2048": (Workload(criteo_rows(100_000), 64, 2048, max_bag=8), _ALL),
-    "the demo's tables, dim 16, B 256": (Workload(DEMO_ROWS, 16, 256), _ALL),
-    "sequence, one id, dim 64, B 2048": (Workload(criteo_rows(100_000), 64, 2048, pooled=False), _ALL[:2]),
-    "sequence, 0..8 ids, dim 64, B 512": (Workload(criteo_rows(100_000), 64, 512, 8, pooled=False), _ALL[:2]),
-}
+BATCHES, CHECKED, TOLERANCE = 4, 3, 1e-5
+MIN_ROUNDS, MAX_ROUNDS, MAX_STEPS = 5, 15, 3
+Batch = tuple[torch.Tensor, torch.Tensor]  # ids, lengths
+SECONDS, QUICK_SECONDS = 6.0, 3.0  # of both sides' steps together; large cells take their five rounds
 
 
 @dataclass
@@ -70,118 +69,144 @@ class Side:
         return torch.cat([out[key].values() for key in self.work.features]).detach()
 
 
-def run(quick: bool) -> list[Result]:
-    """All points; `quick` runs few rounds of each."""
-    results = []
-    for name, (work, layouts) in POINTS.items():
-        for layout in layouts:
-            of_ranks = run_ranks(RANKS, compare, work, layout, quick, timeout=240)
-            theirs, ours = (quickest_of_rounds(slowest([r[i] for r in of_ranks])) for i in (0, 1))
-            result = Result(f"step: {layout}, {name}", "ms", *both(theirs, ours, 1e3), 1.0, quartiles(theirs, ours))
-            print(result, flush=True)
-            results.append(result)
-    return results
+class Measured(NamedTuple):
+    """What one rank found, of theirs and of ours."""
+
+    theirs: list[float]
+    """Seconds of every step."""
+
+    ours: list[float]
+    steps: int
+    """Of a round."""
+
+    peaks: tuple[int, int]
+    """Bytes above what was there before the model."""
 
 
-def slowest(of_ranks: Sequence[Sequence[float]]) -> list[float]:
-    """For each measurement the largest over the ranks."""
-    return [max(times) for times in zip(*of_ranks, strict=True)]
+def run(quick: bool) -> tuple[list[Result], str]:
+    """All cells, or some of them with fewer rounds: what is asked of all together, and their table."""
+    print(floor.measured(), LINES, sep="\n", flush=True)
+    rows = []
+    for cell in QUICK if quick else CELLS:
+        rows.append(row_of(cell, QUICK_SECONDS if quick else SECONDS))
+        print(rows[-1], flush=True)
+    results = goals(rows)
+    print(*results, sep="\n", flush=True)
+    return results, f"{floor.measured()}\n\n{table(rows)}"
 
 
-def quickest_of_rounds(seconds: Sequence[float]) -> list[float]:
-    """The quickest step of each round: what others on the machine add is no part of it."""
-    return [min(seconds[i : i + STEPS]) for i in range(0, len(seconds), STEPS)]
+def row_of(cell: Cell, seconds: float) -> Row:
+    """One cell measured."""
+    of_ranks = run_ranks(cell.ranks, compare, cell, seconds, timeout=300)
+    steps = of_ranks[0].steps
+    theirs, ours = (quickest_of_rounds(slowest([r[i] for r in of_ranks]), steps) for i in (0, 1))
+    peaks = [max(r.peaks[i] for r in of_ranks) for i in (0, 1)]
+    least = floor.least_bytes(cell)
+    return Row(cell, *both(theirs, ours, 1e3), quartiles(theirs, ours), *least.means, floor.seconds(least), *peaks)
 
 
-def both(theirs: Sequence[float], ours: Sequence[float], unit: float) -> tuple[float, float, float]:
-    """Median of each in `unit`s per second, and the median of the ratios inside each round."""
-    ratio = median(t / o for t, o in zip(theirs, ours, strict=True))
-    return median(theirs) * unit, median(ours) * unit, ratio
-
-
-def quartiles(theirs: Sequence[float], ours: Sequence[float]) -> tuple[float, float]:
-    """Of the ratios of the rounds."""
-    ratios = sorted(t / o for t, o in zip(theirs, ours, strict=True))
-    return ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]
-
-
-def compare(work: Workload, layout: str, quick: bool) -> tuple[list[float], list[float]]:
-    """On each rank: check that both give the same, then time them; seconds of every step, theirs and ours."""
-    theirs, ours = make_sides(work, layout)
+def compare(cell: Cell, seconds: float) -> Measured:
+    """On each rank: check that both give the same, and take their memory; then time them."""
+    work = cell.work
     batches, grads = make_batches(work)
-    for i in range(CHECKED):
-        start = perf_counter()
-        batch, rows = batches[i % BATCHES], grads[i % BATCHES]
-        a = theirs.outputs(theirs.step(as_keyed(work, batch), rows))
-        b = ours.outputs(ours.step(as_keyed(work, batch), rows))
-        if not torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE):
-            raise AssertionError(f"outputs differ by {float((a - b).abs().max())} in step {i}: nothing to time")
-    pair = torch.tensor(perf_counter() - start)  # the same on every rank, so that all run as many rounds
-    dist.all_reduce(pair, dist.ReduceOp.MAX)
-    rounds = min(max(int(SECONDS_OF_POINT / (STEPS * float(pair))), MIN_ROUNDS), 3 if quick else MAX_ROUNDS)
-    times: tuple[list[float], list[float]] = ([], [])
-    gc.collect()
-    gc.disable()
-    try:
-        for i in range(rounds):
-            order = (0, 1) if i % 2 == 0 else (1, 0)
-            for which in order:
-                times[which].extend(timed((theirs, ours)[which], batches, grads, STEPS))
-    finally:
-        gc.enable()
-    return times
+    warm_up(cell.layout, cell.ranks)
+    weights(work), make_grads(work)
+    with without_fbgemm(cell):
+        ours, shown, peak = first_steps(lambda: wrap_ours(cell), work, batches, grads)
+    theirs, expected, their_peak = first_steps(lambda: wrap_theirs(cell), work, batches, grads)
+    for i, (a, b) in enumerate(zip(expected, shown, strict=True)):
+        allowed = TOLERANCE * max(1.0, float(a.abs().max()))
+        if not torch.allclose(a, b, rtol=TOLERANCE, atol=allowed):
+            raise AssertionError(f"{cell.name}: outputs differ by {float((a - b).abs().max())} in step {i}")
+    del shown, expected
+
+    def step(side: Side) -> Any:
+        return lambda i: partial(side.step, as_keyed(work, batches[i % BATCHES]), grads[i % BATCHES])
+
+    start = perf_counter()
+    in_turns([step(theirs), step(ours)], 1, 1)
+    pair = of_all_ranks(perf_counter() - start)
+    steps = min(max(int(seconds / (MIN_ROUNDS * pair)), 1), MAX_STEPS)
+    rounds = min(max(int(seconds / (steps * pair)), MIN_ROUNDS), MAX_ROUNDS)
+    with without_fbgemm(cell):
+        return Measured(*in_turns([step(theirs), step(ours)], rounds, steps), steps, (their_peak, peak))
 
 
-def timed(
-    side: Side, batches: Sequence[tuple[torch.Tensor, torch.Tensor]], grads: Sequence[list[torch.Tensor]], steps: int
-) -> list[float]:
-    """Seconds of each step; the ranks begin each together."""
-    seconds = []
-    for i in range(steps):
-        features, rows = as_keyed(side.work, batches[i % BATCHES]), grads[i % BATCHES]
-        dist.barrier()
-        start = perf_counter()
-        side.step(features, rows)
-        seconds.append(perf_counter() - start)
-    return seconds
+def first_steps(
+    make: Callable[[], nn.Module], work: Workload, batches: Sequence[Batch], grads: Sequence[list[torch.Tensor]]
+) -> tuple[Side, list[torch.Tensor], int]:
+    """A new side, the outputs of its first steps, and the peak of the memory that tables and steps have taken."""
+    give_back()
+    before, foreign = reset_peak(), counted_elsewhere()
+    side = Side(make(), work, make_grads(work))
+    give_back()  # what wrapping and loading took for a while
+    reset_peak()
+    outputs = [side.outputs(side.step(as_keyed(work, batches[i]), grads[i])) for i in range(CHECKED)]
+    return side, outputs, resident("VmHWM") - before - (counted_elsewhere() - foreign)
 
 
-def make_sides(work: Workload, layout: str) -> tuple[Side, Side]:
-    """TorchRec's and ours, from the same weights: loaded, for TorchRec drops those that a model comes with."""
-    model = make_model(work, "meta")
-    theirs = torchrec_wrap(model, torchrec_plan(model, layout, RANKS))
-    theirs.load_state_dict(dict(weights(work)))
-    return Side(theirs, work, make_grads(work)), Side(wrap_ours(work, layout), work, make_grads(work))
+@lru_cache
+def warm_up(layout: str, ranks: int) -> None:
+    """What is loaded and compiled at first use is no cell's."""
+    for pooled in (True, False):
+        cell = Cell("row-wise" if pooled else "sequence, row-wise", ranks, Workload((64, 64), 16, 8, pooled=pooled))
+        batches, grads = make_batches(cell.work)
+        for model in (wrap_theirs(cell), wrap_ours(cell)):
+            Side(model, cell.work, make_grads(cell.work)).step(as_keyed(cell.work, batches[0]), grads[0])
 
 
-def wrap_ours(work: Workload, layout: str) -> nn.Module:
+def wrap_theirs(cell: Cell) -> nn.Module:
+    """TorchRec's wrapper on a new model; weights are loaded, for it drops those that a model comes with."""
+    model = make_model(cell.work, "meta")
+    theirs = torchrec_wrap(model, torchrec_plan(model, cell.layout, cell.ranks), cell.hosts)
+    theirs.load_state_dict(dict(weights(cell.work)))
+    return theirs
+
+
+def wrap_ours(cell: Cell) -> nn.Module:
     """Our wrapper on a new model."""
-    model = make_model(work, "meta")
-    plan = make_plan(layout, [name for name, _ in model.named_parameters()], RANKS)
-    env = dmp.ShardingEnv.from_mesh(mesh((RANKS,), ("dp",)))
+    model = make_model(cell.work, "meta")
+    plan = make_plan(cell.layout, [name for name, _ in model.named_parameters()], cell.ranks)
+    env = dmp.ShardingEnv.from_mesh(mesh(*cell.axes))
     ours = dmp.DistributedModelParallel(model, env=env, plan=plan, init_parameters=False)
-    ours.load_state_dict(weights(work))
+    ours.load_state_dict(weights(cell.work))
     return ours
 
 
-@lru_cache(maxsize=1)
+def without_fbgemm(cell: Cell) -> AbstractContextManager[Any]:
+    """Our side finds no FBGEMM where the cell says so; TorchRec cannot do without."""
+    if cell.fbgemm:
+        return nullcontext()
+    return mock.patch.object(fbgemm_kernel, "problem", return_value="it is not to be used here")
+
+
 def weights(work: Workload) -> dict[str, torch.Tensor]:
-    """Whole tables, the same on every rank."""
-    return make_model(work).state_dict()
+    """Whole tables by the names that they have in the model, the same on every rank."""
+    kind = "embedding_bags" if work.pooled else "embeddings"
+    return {f"tables.{kind}.t{i}.weight": value for i, value in enumerate(_tables(work.rows, work.dim))}
 
 
+@lru_cache(maxsize=1)
+def _tables(rows: tuple[int, ...], dim: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.empty(n, dim).uniform_(-(n**-0.5), n**-0.5, generator=generator) for n in rows]
+
+
+@lru_cache(maxsize=1)
 def make_grads(work: Workload) -> dict[str, torch.Tensor]:
     """For each pooled feature the (B, dim) gradient of its result."""
     generator = torch.Generator().manual_seed(7)
     return {key: torch.randn(work.batch_size, work.dim, generator=generator) for key in work.features if work.pooled}
 
 
-def make_batches(work: Workload) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], list[list[torch.Tensor]]]:
+def make_batches(work: Workload) -> tuple[list[Batch], list[list[torch.Tensor]]]:
     """This rank's batches, and for unpooled results the gradients of each feature's rows."""
     batches = [make_batch(work, 100 * i + dist.get_rank()) for i in range(BATCHES)]
+    if work.pooled:
+        return batches, [[] for _ in batches]
+    generator = torch.Generator().manual_seed(7)
     grads: list[list[torch.Tensor]] = []
-    for values, lengths in batches:
+    for _, lengths in batches:
         counts = lengths.view(len(work.rows), -1).sum(1).tolist()
-        whole = torch.full((values.numel() if not work.pooled else 0, work.dim), 0.01)
-        grads.append([part.clone() for part in whole.split(counts)] if not work.pooled else [])
+        grads.append([torch.randn(count, work.dim, generator=generator) for count in counts])
     return batches, grads

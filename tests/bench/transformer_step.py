@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import gc
+from functools import partial
 from math import prod
 from statistics import geometric_mean
 from time import perf_counter
 
 import torch
-import torch.distributed as dist
 
 import dmp
 from tests.bench.report import Result
-from tests.bench.step import (
-    BATCHES,
-    CHECKED,
+from tests.bench.rounds import (
     MAX_ROUNDS,
     MIN_ROUNDS,
-    SECONDS_OF_POINT,
     STEPS,
-    TOLERANCE,
+    Step,
     both,
+    in_turns,
+    of_all_ranks,
     quartiles,
     quickest_of_rounds,
     slowest,
@@ -30,6 +28,7 @@ from tests.bench.transformer_workload import LARGE, MESHES, SMALL, Side, Workloa
 from tests.ranks import run_ranks
 
 GOAL = round(1 / 1.02, 3)
+BATCHES, CHECKED, TOLERANCE, SECONDS_OF_POINT = 4, 3, 1e-5, 5.0
 SIZES = {"dim 128": SMALL, "dim 512": LARGE}
 
 
@@ -60,31 +59,19 @@ def compare(work: Workload, mesh_name: str, quick: bool) -> tuple[list[float], l
         torch.testing.assert_close(a, b, rtol=TOLERANCE, atol=TOLERANCE)
         for side in sides:
             side.update()
-    pair = torch.tensor(perf_counter() - start)  # the same on every rank, so that all run as many rounds
-    dist.all_reduce(pair, dist.ReduceOp.MAX)
+    pair = of_all_ranks(perf_counter() - start)
     theirs, ours = whole_values(sides[0].model), dmp.full_state_dict(sides[1].model)
     torch.testing.assert_close(dict(ours), theirs, rtol=TOLERANCE, atol=TOLERANCE)
     del theirs, ours
-    rounds = min(max(int(SECONDS_OF_POINT / (STEPS * float(pair))), MIN_ROUNDS), 3 if quick else MAX_ROUNDS)
-    times: tuple[list[float], list[float]] = ([], [])
-    gc.collect()
-    gc.disable()
-    try:
-        for i in range(rounds):
-            for which in (0, 1) if i % 2 == 0 else (1, 0):
-                times[which].extend(timed(sides[which], batches))
-    finally:
-        gc.enable()
-    return times
+    rounds = min(max(int(SECONDS_OF_POINT / (STEPS * pair)), MIN_ROUNDS), 3 if quick else MAX_ROUNDS)
+
+    def step(side: Side) -> Step:
+        return lambda i: partial(_trained, side, batches[i % BATCHES])
+
+    theirs_s, ours_s = in_turns([step(side) for side in sides], rounds)
+    return theirs_s, ours_s
 
 
-def timed(side: Side, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
-    """Seconds of each step; the ranks begin each together."""
-    seconds = []
-    for i in range(STEPS):
-        dist.barrier()
-        start = perf_counter()
-        side.backward(*batches[i % BATCHES])
-        side.update()
-        seconds.append(perf_counter() - start)
-    return seconds
+def _trained(side: Side, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+    side.backward(*batch)
+    side.update()

@@ -13,7 +13,7 @@ from statistics import geometric_mean
 from typing import Any
 
 from tests.bench.report import Result
-from tests.bench.step import both, quartiles, slowest
+from tests.bench.rounds import both, quartiles, slowest
 from tests.bench.transformer_by_hand import by_hand, by_hand_from_first_rank, by_hand_from_meta
 from tests.bench.transformer_workload import MESHES, Workload, env_of, wrap_ours
 from tests.bench.wrap import timed

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 
-from dmp import Layout, column_wise, row_wise, table_wise
+from dmp import Layout, column_wise, row_wise, table_row_wise, table_wise
 
 # Distinct values of the 26 categories of the Criteo Kaggle data: the usual table sizes of DLRM benchmarks.
 CRITEO_ROWS = (
@@ -24,6 +25,9 @@ DEMO_ROWS = (
 )  # fmt: skip
 
 LEARNING_RATE, EPS = 0.05, 1e-8
+ZIPF = 1.05
+HOSTS = 2  # of table-row-wise
+MIXED = ("table_wise", "row_wise", "column_wise")
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,8 @@ class Workload:
         pooled: an EmbeddingBagCollection (sum), else an EmbeddingCollection.
         max_bag: bags have 0..max_bag ids; exactly one where this is 1.
         batch_size: samples on each rank.
+        skewed: ids are drawn by Zipf's law, the frequent ones spread over the table; else uniformly.
+        optimizer: in the backward pass, "rowwise_adagrad" or "sgd".
     """
 
     rows: tuple[int, ...]
@@ -41,6 +47,8 @@ class Workload:
     batch_size: int
     max_bag: int = 1
     pooled: bool = True
+    skewed: bool = False
+    optimizer: str = "rowwise_adagrad"
 
     @property
     def features(self) -> list[str]:
@@ -66,7 +74,7 @@ def criteo_rows(cap: int) -> tuple[int, ...]:
 
 
 def make_model(work: Workload, device: str = "cpu") -> Model:
-    """The same weights on every rank; each table with an in-backward row-wise Adagrad."""
+    """The same weights on every rank; each table with the workload's optimizer in its backward pass."""
     import torchrec
     from torch.distributed.optim import _apply_optimizer_in_backward
     from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
@@ -79,16 +87,21 @@ def make_model(work: Workload, device: str = "cpu") -> Model:
     ]
     collection = torchrec.EmbeddingBagCollection if work.pooled else torchrec.EmbeddingCollection
     model = Model(collection(tables=tables, device=torch.device(device)))
-    _apply_optimizer_in_backward(RowWiseAdagrad, model.parameters(), {"lr": LEARNING_RATE, "eps": EPS})
+    if work.optimizer == "sgd":
+        _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": LEARNING_RATE})
+    else:
+        _apply_optimizer_in_backward(RowWiseAdagrad, model.parameters(), {"lr": LEARNING_RATE, "eps": EPS})
     return model
 
 
 def make_plan(layout: str, names: Sequence[str], ranks: int) -> dict[str, Layout]:
-    """One layout for all tables; table-wise goes round the ranks."""
+    """One layout for all tables, or three in turns; table-wise goes round the ranks, table-row-wise round two hosts."""
     kinds: Mapping[str, Any] = {
         "table_wise": lambda i: table_wise(i % ranks),
         "row_wise": lambda i: row_wise(),
         "column_wise": lambda i: column_wise(range(ranks)),
+        "mixed": lambda i: kinds[MIXED[i % len(MIXED)]](i),
+        "table_row_wise": lambda i: table_row_wise(i % HOSTS),
     }
     return {name: kinds[layout](i) for i, name in enumerate(names)}
 
@@ -101,8 +114,26 @@ def make_batch(work: Workload, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     if work.max_bag > 1:
         lengths = torch.randint(0, work.max_bag + 1, shape, generator=generator)
     counts = lengths.sum(1).tolist()
-    ids = [torch.randint(0, n, (count,), generator=generator) for n, count in zip(work.rows, counts, strict=True)]
+    draw = _skewed if work.skewed else _uniform
+    ids = [draw(n, count, generator) for n, count in zip(work.rows, counts, strict=True)]
     return torch.cat(ids), lengths.view(-1)
+
+
+def _uniform(rows: int, count: int, generator: torch.Generator) -> torch.Tensor:
+    return torch.randint(0, rows, (count,), generator=generator)
+
+
+def _skewed(rows: int, count: int, generator: torch.Generator) -> torch.Tensor:
+    shares, places = _zipf(rows)
+    drawn = torch.searchsorted(shares, torch.rand(count, generator=generator, dtype=torch.float64))
+    return places[drawn.clamp_(max=rows - 1)]
+
+
+@cache
+def _zipf(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Running shares of the rows by rank, and the row that has each rank: as where ids are hashed."""
+    shares = torch.arange(1, rows + 1, dtype=torch.float64).pow_(-ZIPF).cumsum_(0)
+    return shares / shares[-1], torch.randperm(rows, generator=torch.Generator().manual_seed(rows))
 
 
 def as_keyed(work: Workload, batch: tuple[torch.Tensor, torch.Tensor]) -> Any:

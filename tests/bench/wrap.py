@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import dmp
 from tests.bench.report import Result
-from tests.bench.step import both, slowest
+from tests.bench.rounds import both, slowest
 from tests.bench.torchrec_side import torchrec_plan, torchrec_wrap
 from tests.bench.workload import Workload, make_model, make_plan
 from tests.ranks import mesh, run_ranks

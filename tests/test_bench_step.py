@@ -1,0 +1,42 @@
+"""The step's matrix in `make bench`: its cells cover what they say, its bound counts the bytes that a person would."""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+
+import pytest
+
+from tests.bench import floor
+from tests.bench.step_cells import KINDS, MATRIX, OPTIMIZERS, QUICK, Cell
+from tests.bench.workload import Workload
+
+
+def test_every_two_values_meet() -> None:
+    cells = [
+        (c.kind, c.ranks, c.work.batch_size, c.work.max_bag, c.work.dim, c.work.skewed, c.work.optimizer)
+        for c in MATRIX
+    ]
+    for one, other in combinations(zip(*cells, strict=True), 2):
+        missing = set(product(set(one), set(other))) - set(zip(one, other, strict=True))
+        assert missing <= {("table-row-wise", 2), ("table-row-wise", 16)}  # it has four ranks
+    assert {c.kind for c in QUICK} == set(KINDS) and {c.work.optimizer for c in QUICK} == set(OPTIMIZERS)
+
+
+# One row of four numbers, on the first of two ranks: what each sends, and what passes through each one's memory.
+ROW, ID = 16, 4
+
+
+@pytest.mark.parametrize(
+    ("batch", "pooled", "wire", "memory"),
+    [
+        # Sums of one bag: the row read, read and written; for each rank a sum written and its gradient read.
+        (1, True, (ROW, ROW + ID), (3 * ROW + 2 * ID + 2 * 2 * ROW, 0)),
+        # Of 100 bags on another rank the row itself travels: it is written there 100 times, and as many gradients read.
+        (100, True, (ROW, ROW + ID), (3 * ROW + 200 * ID + 2 * 100 * ROW + 2 * ROW, 2 * 100 * ROW)),
+        (100, False, (ROW, ROW + ID), (3 * ROW + 200 * ID + 2 * 100 * ROW + 2 * ROW, 2 * 100 * ROW)),
+    ],
+)
+def test_least_bytes(batch: int, pooled: bool, wire: tuple[int, int], memory: tuple[int, int]) -> None:
+    kind = "table-wise" if pooled else "sequence, table-wise"
+    least = floor.least_bytes(Cell(kind, 2, Workload((1,), 4, batch, pooled=pooled, optimizer="sgd")))
+    assert tuple(least.wire.tolist()) == wire and tuple(least.memory.tolist()) == memory
