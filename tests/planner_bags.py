@@ -24,8 +24,33 @@ from dmp import (
     table_wise,
 )
 from planner import ShardingPlanner, Topology
+from planner.costs.speeds import Rate, Speeds
 
 WORKLOADS = Path(__file__).parent / "workloads"
+
+MEASURED = Topology(
+    1e10,
+    1e10,
+    1e11,
+    3e9,
+    1e-4,
+    shared_links=0.5,
+    speeds=Speeds(
+        *(Rate(1e-8, 1e-11), Rate(2e-9, 2e-12), Rate(1e-9, 4e-11), Rate(1e-8, 1e-10), Rate(5e-9, 0)),
+        *(Rate(1e-8, 5e-11), Rate(6e-9, 0), Rate(1e-7, 4e-10), Rate(3e-9, 0)),
+        gradient=Rate(0, 2e-10),
+        whole_row=Rate(3e-8, 0),
+        place=2e-10,
+        pack=3e-10,
+        step=2e-3,
+        send_slot=5e-6,
+        update_slot=1e-5,
+        send_id=3e-9,
+        split_id=2e-9,
+        receive_bag=1e-9,
+    ),
+)
+"""A machine whose every part takes time, as `calibrate` would find it."""
 
 
 class BagSharder:

@@ -17,30 +17,7 @@ from planner.costs.cost_model import BACKWARD, FORWARD
 from planner.costs.fit import fit
 from planner.costs.local_ranks import on_ranks
 from planner.costs.measure import EXCHANGED_BYTES, OPTIMIZERS, Measured, lookup_probes, step_probes
-from planner.costs.speeds import Rate, Speeds
-
-TRUE = Topology(
-    1e10,
-    1e10,
-    1e11,
-    3e9,
-    1e-4,
-    shared_links=0.5,
-    speeds=Speeds(
-        *(Rate(1e-8, 1e-11), Rate(2e-9, 2e-12), Rate(1e-9, 4e-11), Rate(1e-8, 1e-10), Rate(5e-9, 0)),
-        *(Rate(1e-8, 5e-11), Rate(6e-9, 0), Rate(1e-7, 4e-10), Rate(3e-9, 0)),
-        gradient=Rate(0, 2e-10),
-        whole_row=Rate(3e-8, 0),
-        place=2e-10,
-        pack=3e-10,
-        step=2e-3,
-        send_slot=5e-6,
-        update_slot=1e-5,
-        send_id=3e-9,
-        split_id=2e-9,
-        receive_bag=1e-9,
-    ),
-)
+from tests.planner_bags import MEASURED as TRUE
 
 
 def made_up(noise: float) -> Measured:

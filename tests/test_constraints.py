@@ -12,7 +12,7 @@ from dmp import (
     table_wise,
 )
 from planner import Constraint, ShardingPlanner
-from tests.planner_bags import BagSharder, bags, hosts, one_axis, ranks_of
+from tests.planner_bags import BagSharder, bags, hosts, one_axis, ranks_of, small_memory
 
 
 def test_layouts_forbid_and_ranks() -> None:
@@ -70,12 +70,12 @@ def test_pooling_factor_counts() -> None:
     module, sharder, env = bags((1000, 16)), BagSharder(only=("table_wise",)), one_axis(4)
 
     def step(constraint: Constraint) -> float:
-        planner = ShardingPlanner(constraints={"t0": constraint})
+        planner = ShardingPlanner(small_memory(1e9, 0.0), constraints={"t0": constraint})  # latency would hide it
         planner.plan(module, [sharder], env)
         assert planner.report is not None
         return planner.report.step_seconds
 
-    assert step(Constraint(pooling_factor=500)) > 1.5 * step(Constraint())
+    assert step(Constraint(pooling_factor=500)) > 2 * step(Constraint())
     assert step(Constraint(pooling_factor=[50])) == step(Constraint(pooling_factor=50))
     with pytest.raises(PlanError, match="read by 1 features; got 2"):
         step(Constraint(pooling_factor=[1, 2]))

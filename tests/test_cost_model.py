@@ -24,25 +24,11 @@ from dmp import (
 from planner import CostModel, ShardingPlanner, Topology
 from planner.costs.cost_model import GRADIENT_OUTER, OUTPUT_OUTER, PHASES
 from planner.costs.protocol import BYTES, ShardTable
-from planner.costs.speeds import Rate, Speeds
+from planner.costs.speeds import Speeds
 from planner.costs.step import Placed, loads, phase_seconds
-from tests.planner_bags import BagSharder, bags, hosts, one_axis
+from tests.planner_bags import MEASURED, BagSharder, bags, hosts, one_axis
 from tests.ranks import mesh, run_ranks
 
-SPEEDS = Speeds(
-    lookup_row=Rate(1e-8, 1e-11),
-    lookup_id=Rate(2e-9, 1e-12),
-    rowwise_row=Rate(1e-8, 5e-11),
-    plain_id=Rate(5e-9, 0),
-    gradient=Rate(1e-9, 1e-10),
-    place=1e-10,
-    pack=2e-10,
-    step=1e-3,
-    send_slot=1e-6,
-    split_id=1e-9,
-    receive_bag=1e-9,
-)
-TOPOLOGY = Topology(1e10, 1e10, 1e10, 2e9, 1e-4, shared_links=0.7, speeds=SPEEDS)
 ENVS = (one_axis(8), hosts(2, 4), ShardingEnv.abstract((2, 4), ("replicate", "shard")))
 
 
@@ -51,7 +37,7 @@ def info(rows: int, dim: int, **known: object) -> ParameterInfo:
 
 
 @pytest.mark.parametrize("env", ENVS, ids=str)
-@pytest.mark.parametrize("topology", [TOPOLOGY, Topology(1e10, 1e12, 1e13, 1e11, 1e-5)], ids=["measured", "usual"])
+@pytest.mark.parametrize("topology", [MEASURED, Topology(1e10, 1e12, 1e13, 1e11, 1e-5)], ids=["measured", "usual"])
 def test_costs_are_affine_in_columns(env: ShardingEnv, topology: Topology) -> None:
     rng = np.random.default_rng(0)
     n = 40
@@ -80,13 +66,13 @@ def test_a_plans_phases_are_the_sum_of_its_shards() -> None:
         "t5": data_parallel(),
     }
     module = bags(*((1000 + i, 64) for i in range(6)))
-    planner = ShardingPlanner(TOPOLOGY, batch_size=256)
+    planner = ShardingPlanner(MEASURED, batch_size=256)
     planner.plan(module, [BagSharder()], env, {f"{name}.weight": layout for name, layout in layouts.items()})
     found = BagSharder().parameters(module["t0"])["weight"]  # type: ignore[arg-type]
     infos = [ParameterInfo((1000 + i, 64), torch.float32, "table", found.optimizer) for i in range(6)]
     placed = [Placed(i, layout, 1.0) for i, layout in zip(infos, layouts.values(), strict=True)]
     assert planner.report is not None
-    known = by_name(phase_seconds(CostModel(), placed, env, TOPOLOGY, 256))
+    known = by_name(phase_seconds(CostModel(), placed, env, MEASURED, 256))
     said = dict.fromkeys(known, 0.0)
     for name, seconds in zip(planner.report.phases, planner.report.phase_seconds, strict=True):
         if name in said:
@@ -120,7 +106,7 @@ def test_a_host_sends_what_lies_on_it_once() -> None:
 
 
 def test_a_shard_without_rows_costs_nothing() -> None:
-    cost = loads(CostModel(), [Placed(info(3, 64), row_wise(), 1.0)], one_axis(8), TOPOLOGY, 128)
+    cost = loads(CostModel(), [Placed(info(3, 64), row_wise(), 1.0)], one_axis(8), MEASURED, 128)
     assert (cost[3:] == cost[3]).all()
     assert (cost[:3, BYTES] > cost[3, BYTES]).all()
     assert cost[3, 1] == 0  # looks nothing up
@@ -199,7 +185,7 @@ def test_memory_beside_a_real_model(kind: str) -> None:
         Placed(ParameterInfo(shape, torch.float32, "table", kind, state_bytes=STATES[kind]), layout, 1.0)
         for shape, layout in zip(SHAPES, LAYOUTS, strict=True)
     ]
-    at_rest, running = (loads(CostModel(), placed, env, TOPOLOGY, b)[:, BYTES] for b in (0, batch_size))
+    at_rest, running = (loads(CostModel(), placed, env, MEASURED, b)[:, BYTES] for b in (0, batch_size))
     gradient = 20 * 16 * 4 + 4 * 20 * (16 + 1) * 4  # the data-parallel table's, whole, with its sum's buffers
     for rank, (held, peak) in enumerate(run_ranks(2, held_bytes, kind, batch_size)):
         assert at_rest[rank] - gradient == held

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from dmp import (
-    ShardingEnv,
-)
+from dmp import ShardingEnv
 from planner import CostModel, PlanReport, ShardingPlanner, Topology
+from planner.costs.cost_model import distinct
 from tests.planner_bags import BagSharder, bags, hosts, one_axis, small_memory
 
 # Topology
@@ -92,7 +92,10 @@ def test_replicas_cost_ids_and_gradients() -> None:
     assert copied["grad a2a"] == alone["grad a2a"]
     assert copied["input a2a"] > 3 * alone["input a2a"]
     assert copied["replica sync"] > 2 * alone["grad a2a"] > 0 == alone["replica sync"]
-    assert copied["lookup bwd"] > 1.5 * alone["lookup bwd"]  # ids of one row are one update
+    # Ids of one row are one update, of its weights and their state; each id's gradient is added up.
+    ids = 4 * 512 * np.array([1, 3])
+    updates = distinct(np.array(1000.0), ids) * 2 * (64 + 64) + ids * 64
+    assert copied["lookup bwd"] == pytest.approx(updates[1] / updates[0] * alone["lookup bwd"], rel=1e-6)
 
 
 def test_summing_inside_a_host_saves_the_slow_link() -> None:

@@ -34,7 +34,7 @@ from planner import Constraint, ShardingPlanner, Topology
 from sharders import default_sharders
 from tests.ranks import mesh as mesh_of
 from tests.ranks import run_ranks
-from tests.test_transformers import MESHES, batch, compare, end_of, loss_of, make
+from tests.test_transformers import MESHES, batch, loss_of, make, trained_like
 
 SPLIT = ["tp2", "fsdp2", "hsdp2x2", "fsdp2xtp2", "replicate2xtp2"]
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")
@@ -152,14 +152,7 @@ def _replicated_among_split(mesh: str) -> None:
     kinds = {name: hasattr(p, "placements") for name, p in model.named_parameters()}
     assert {name for name, is_split in kinds.items() if not is_split} == set(plan)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (oracle, model)]
-    for step in range(3):
-        batches = [batch(r, step) for r in range(env.data_size)]
-        loss = sum(loss_of(oracle, *b) for b in batches) / env.data_size
-        for one, total in zip(optimizers, (loss, loss_of(model, *batches[env.data_rank])), strict=True):
-            one.zero_grad()
-            total.backward()  # type: ignore[union-attr]
-            one.step()
-    compare(model, optimizers[1], end_of(oracle, optimizers[0]))
+    trained_like(oracle, model, env, optimizers, steps=3)
 
 
 @pytest.mark.parametrize("mesh", ["fsdp2", "hsdp2x2"])

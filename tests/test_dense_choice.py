@@ -12,7 +12,7 @@ from planner import Constraint, ShardingPlanner, Topology
 from sharders import default_sharders
 from tests.ranks import mesh as mesh_of
 from tests.ranks import run_ranks
-from tests.test_transformers import MESHES, batch, compare, end_of, loss_of, make
+from tests.test_transformers import MESHES, make, trained_like
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")
 EITHER = Constraint(layouts=["fully_sharded", "replicate"])
@@ -80,14 +80,7 @@ def _trained(mesh: str, which: str) -> None:
     oracle, module = make("llama"), make("llama")
     model = DistributedModelParallel(module, env, planner=ShardingPlanner(constraints=CONSTRAINTS[which]))
     optimizers = [torch.optim.AdamW(m.parameters(), lr=3e-3, foreach=False) for m in (oracle, model)]
-    for step in range(2):
-        batches = [batch(r, step) for r in range(env.data_size)]
-        loss = sum(loss_of(oracle, *b) for b in batches) / env.data_size
-        for one, total in zip(optimizers, (loss, loss_of(model, *batches[env.data_rank])), strict=True):
-            one.zero_grad()
-            total.backward()  # type: ignore[union-attr]
-            one.step()
-    compare(model, optimizers[1], end_of(oracle, optimizers[0]))
+    trained_like(oracle, model, env, optimizers, steps=2)
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,11 @@ def test_parted_between_the_phases(what: str, is_even: bool) -> None:
 @pytest.mark.parametrize(
     ("what", "told"),
     [
-        ("finished twice", "not at the same call of 'the model': rank 0 begins a batch, rank 1 finishes call "),
+        (
+            "finished twice",
+            "the ranks have parted ways: rank 0 is in the forward of 'the model' (begins a batch), rank 1 is in the "
+            "lookup of 'the model', call ",
+        ),
         ("two, backward of one", "rank 0: the backward of 'the model', call "),
     ],
 )

@@ -105,14 +105,8 @@ def test_what_nobody_can_propose_is_said() -> None:
 def test_a_large_llama_is_split_inside_hosts_and_sharded_across() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        hidden_size=8192,
-        intermediate_size=28672,
-        num_hidden_layers=80,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        vocab_size=128256,
-    )
+    sizes = {"hidden_size": 8192, "intermediate_size": 28672, "vocab_size": 128256}
+    config = LlamaConfig(num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8, **sizes)
     with torch.device("meta"):
         llama = LlamaForCausalLM(config)
     found = propose_mesh(llama, 64, compute_dtype=torch.bfloat16, sequence_length=4096, batch_size=32)

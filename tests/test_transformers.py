@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -169,6 +170,24 @@ def five_steps(
             torch.testing.assert_close(norm, expected.norms[step], atol=tolerance, rtol=tolerance)
         optimizer.step()
     compare(model, optimizer, expected.end, tolerance)
+
+
+def trained_like(
+    oracle: nn.Module, model: nn.Module, env: ShardingEnv, optimizers: Sequence[torch.optim.Optimizer], steps: int
+) -> None:
+    """Some steps of both, the oracle's on all batches; then they are the same.
+
+    Args:
+        optimizers: the oracle's, then the model's.
+    """
+    for step in range(steps):
+        batches = [batch(r, step) for r in range(env.data_size)]
+        loss = sum(loss_of(oracle, *b) for b in batches) / env.data_size
+        for one, total in zip(optimizers, (loss, loss_of(model, *batches[env.data_rank])), strict=True):
+            one.zero_grad()
+            total.backward()  # type: ignore[union-attr]
+            one.step()
+    compare(model, optimizers[1], end_of(oracle, optimizers[0]))
 
 
 def compare(model: nn.Module, optimizer: torch.optim.Optimizer, expected: End, tolerance: float = 1e-5) -> None:

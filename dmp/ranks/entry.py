@@ -28,16 +28,16 @@ class entry:
         PeerLost: one of them is gone.
     """
 
-    __slots__ = ("_backward_of", "_entry", "_name", "_sequence")
+    __slots__ = ("_backward_of", "_entry", "_sequence", "name")
 
     def __init__(self, name: str, group: dist.ProcessGroup | None, *, backward_of: int | None = None) -> None:
-        self._name, self._backward_of = name, backward_of
+        self.name, self._backward_of = name, backward_of
         self._sequence = None if group is None else call_log.sequence_of(group)
 
     def __enter__(self) -> entry:
-        self._entry = None if self._sequence is None else call_log.begin(self._name, self._sequence)
+        self._entry = None if self._sequence is None else call_log.begin(self.name, self._sequence)
         if self._entry is not None and self._backward_of is not None:
-            self._entry.sequence.backwards.append((self._name, self._backward_of))
+            self._entry.sequence.backwards.append((self.name, self._backward_of))
         return self
 
     def __exit__(

@@ -128,7 +128,7 @@ class Handshake:
             here.align(max(w[1] for w in words))
             if any(w[0] != self._fingerprint for w in words):
                 self._of_all_copies((self.rank_names[0], Fault(Kind.ELSEWHERE)), device)
-                self._raise_mismatch("begins a batch")
+                self._raise_mismatch(here.name, "begins a batch")
             if any(w[2] != digest for w in words):
                 self._of_all_copies((self.rank_names[0], Fault(Kind.ELSEWHERE)), device)
                 self._raise_parted_backwards(backwards)
@@ -164,7 +164,7 @@ class Handshake:
         words = self._send([[turn, here.number, digest, *[0] * (_WORDS - 3)]] * self.size, device)
         here.align(max(w[1] for w in words))
         if any(w[0] != turn or w[2] != digest for w in words):
-            self._raise_mismatch(doing)
+            self._raise_mismatch(here.name, doing)
 
     def _send(self, rows: Sequence[Sequence[int]], device: torch.device) -> list[list[int]]:
         """A row of `_WORDS` to each rank; theirs."""
@@ -224,20 +224,22 @@ class Handshake:
             "same tables on every rank"
         )
 
-    def _raise_mismatch(self, doing: str) -> None:
-        """What each rank does, where headers of different calls have met."""
-        mine = self.name, self._content, doing
+    def _raise_mismatch(self, place: str, doing: str) -> None:
+        """What each rank does, where headers of different calls have met.
+
+        Args:
+            place: the call that this rank is in.
+            doing: what it begins there.
+        """
+        mine = self.name, self._content, f"in {place} ({doing})"
         told = ranks.gather_objects("the forward of different modules", mine, self.channel.group)
-        for rank, (name, content, does) in enumerate(told):
+        for rank, (name, content, _) in enumerate(told):
             if (name, content) != told[0][:2]:
                 what = f"calls {name!r}" if name != told[0][0] else f"has other tables or layouts in {name!r}"
                 raise InputError(
                     f"ranks are not at the same module: rank 0 calls {told[0][0]!r}, rank {rank} {what}; every rank "
                     "must run the same modules in the same order, with the same plan"
                 )
-            if does != told[0][2]:
-                raise ranks.RanksError(
-                    f"ranks are not at the same call of {name!r}: rank 0 {told[0][2]}, rank {rank} {does}; every rank "
-                    "must begin and finish the same calls in the same order"
-                )
-        raise AssertionError("fingerprints differ, contents do not")
+        places = {rank: does for rank, (_, _, does) in zip(self.rank_names, told, strict=True)}
+        assert len(set(places.values())) > 1, "fingerprints differ, contents do not"
+        raise ranks.RanksError(ranks.parted_text(places))
