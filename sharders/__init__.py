@@ -1,7 +1,8 @@
 """Sharders: how each kind of module runs on a mesh.
 
-Rooms: `embedding` (tables), `managed_collision` (raw ids mapped to their rows), `torchrec` (TorchRec's sharders, taken
-in), `tensor_axis`, `tensor_parallel`, `data_parallel`, `testing`. Single files:
+Rooms: `embedding` (tables), `shared_memory` (exchanges inside a host), `managed_collision` (raw ids mapped to their
+rows), `torchrec` (TorchRec's sharders, taken in), `tensor_axis`, `tensor_parallel`, `data_parallel`, `testing`. Single
+files:
 
 - `channel`: exchange of buffers between the ranks of one group
 - `quiet`: silence while code of others is run for a look at it

@@ -12,12 +12,14 @@ tells them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
 
 from dmp import ranks
+from sharders.shared_memory.opening import memory_channel
 
 # Its name until torch 2.13, which warns of it.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -73,6 +75,20 @@ Transport = Callable[[dist.ProcessGroup | None, Purpose], Channel]
 
 
 def over_group(group: dist.ProcessGroup | None, purpose: Purpose) -> Channel:
+    """The `Transport` of the data path."""
+    return over_connections(group, purpose)
+
+
+@lru_cache(maxsize=64)
+def over_memory(group: dist.ProcessGroup | None, purpose: Purpose) -> Channel:
+    """The `Transport` through memory that the ranks of a host share; where they do not, or cannot, over connections."""
+    found = None
+    if group is not None and dist.get_world_size(group) > 1:
+        found = memory_channel(group, purpose, partial(over_connections, group, purpose))
+    return found or over_connections(group, purpose)
+
+
+def over_connections(group: dist.ProcessGroup | None, purpose: Purpose) -> Channel:
     """The `Transport` over torch's process groups, with connections of its own: see [Note: parted ranks]."""
     if group is None or dist.get_world_size(group) == 1:
         return GroupChannel(None)

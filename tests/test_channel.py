@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import dmp
 from sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
-from sharders.channel import GroupChannel, Purpose, Transfer
+from sharders.channel import Channel, GroupChannel, Purpose, Transfer, over_connections, over_memory
 from sharders.embedding.codec import AS_COMPUTED, Cast, Codecs
 from tests.equality import attach, check_case, env_of, layouts_for, loss_of, make_batch, make_module
 from tests.ranks import run_ranks
@@ -97,6 +97,94 @@ class Counting(GroupChannel):
         """See `Channel`."""
         self.sent.append(send.nbytes)
         return super().all_to_all(send, send_sizes, receive_sizes, out)
+
+
+def _both() -> tuple[Channel, Channel]:
+    """Channels between all ranks, through memory and over connections."""
+    memory, connections = (of(dist.group.WORLD, "tables") for of in (over_memory, over_connections))
+    assert type(memory).__name__ == "MemoryChannel" and isinstance(connections, GroupChannel)
+    return memory, connections
+
+
+DTYPES = [torch.float32, torch.int64, torch.uint8, torch.bfloat16, torch.float64, torch.bool]
+
+
+def _same_through_memory() -> None:
+    """Sizes that grow, and others that are nothing; several under way; sent from memory of the channel's, and not."""
+    memory, connections = _both()
+    me, size = memory.rank, memory.size
+    same, own = torch.Generator(), torch.Generator().manual_seed(me)
+    for step in range(48):
+        counts = torch.randint(0, (3, 50, 3000)[step % 3], (size, size), generator=same)
+        sizes, receive_sizes = counts[me].tolist(), counts[:, me].tolist()
+        sent = torch.randint(0, 100, (sum(sizes),), generator=own).to(DTYPES[step % len(DTYPES)])
+        filled = memory.empty(len(sent), sent.dtype, sent.device).copy_(sent) if step % 2 else sent.clone()
+        first = memory.all_to_all(filled, sizes, receive_sizes)
+        second = memory.all_to_all(sent + sent, sizes, receive_sizes, sent.new_empty(sum(receive_sizes)))
+        expected = connections.all_to_all(sent, sizes, receive_sizes).wait()
+        assert torch.equal(second.wait(), expected + expected)
+        assert torch.equal(first.wait(), expected) and torch.equal(first.wait(), expected)
+        addend = torch.randn(1 + 400 * step, generator=own)
+        total, like = addend.clone(), addend.clone()
+        memory.sum(total)
+        connections.sum(like)
+        assert torch.equal(total, like) if size == 2 else torch.allclose(total, like, atol=1e-5)
+        everyones = memory.all_gather(addend)
+        assert torch.equal(everyones, connections.all_gather(addend))
+        in_order = everyones[0].clone()
+        for each in everyones[1:]:
+            in_order += each
+        assert torch.equal(total, in_order)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_memory_gives_what_connections_give(size: int) -> None:
+    run_ranks(size, _same_through_memory)
+
+
+def _kept_and_dropped() -> None:
+    """What came stays as it is; what nobody waits for, and what is kept of memory to send from, holds nobody up."""
+    memory, _ = _both()
+    me, count = memory.rank, 300  # more than may be under way at once
+    kept, dropped = [], []
+    for step in range(count):
+        send = memory.empty(2, torch.int64, torch.device("cpu"))
+        send[:] = 2 * step + me
+        kept.append((send, memory.all_to_all(send, [1, 1], [1, 1])))
+        memory.all_to_all(send, [1, 1], [1, 1])
+        dropped.append(memory.all_to_all(send, [2, 0] if me == 0 else [0, 2], [2, 0] if me == 0 else [0, 2]))
+        memory.sum(torch.ones(1))
+    for step, (send, transfer) in enumerate(kept):
+        assert send.tolist() == [2 * step + me] * 2 and transfer.wait().tolist() == [2 * step, 2 * step + 1]
+
+
+def test_memory_that_is_kept_stays_as_it_is() -> None:
+    run_ranks(2, _kept_and_dropped)
+
+
+def _step_over(kind: str, layout: str) -> None:
+    """Two steps over memory and over connections: the same to the bit."""
+    ends = []
+    for transport in (over_memory, over_connections):
+        env = env_of("dp2")
+        module = make_module(kind)
+        attach(module, "adagrad")
+        plan = {
+            n: layouts_for(env)[layout](i, tuple(p.shape), env) for i, (n, p) in enumerate(module.named_parameters())
+        }
+        model = dmp.DistributedModelParallel(module, env=env, plan=plan, sharders=[sharder(kind, transport=transport)])
+        outs = []
+        for step in range(2):
+            out = model(*make_batch(kind, env.rank, step))
+            loss_of(out).backward()
+            outs += [t.values().detach() for t in out.values()] if isinstance(out, dict) else [out.values().detach()]
+        ends.append([*outs, *dmp.full_state_dict(model).values()])
+    assert all(map(torch.equal, *ends))
+
+
+@pytest.mark.parametrize(("kind", "layout"), [("ebc_weighted", "mixed"), ("ec", "row_wise")])
+def test_a_step_is_the_same_through_memory(kind: str, layout: str) -> None:
+    run_ranks(2, _step_over, kind, layout)
 
 
 def _step(kind: str, codecs: Codecs) -> tuple[list[int], list[torch.Tensor]]:

@@ -11,6 +11,7 @@ Which to use, in a call that all ranks of a group make together:
     `own_group`         a group beside the program's, for one purpose; `control_group` for exchanges such as these
     `raise_cause`       in place of what torch says of a collective that broke
     `parted_text`       what an error says where ranks are found in different calls
+    `raise_verdict`     every so often in a wait that is no collective
 
 In reading order:
 
@@ -28,12 +29,12 @@ In reading order:
 
 from dmp.errors import RanksError
 from dmp.ranks.answers import parted_text
-from dmp.ranks.entry import entry, raise_cause
+from dmp.ranks.entry import entry, raise_cause, raise_verdict
 from dmp.ranks.exchange import compare_facts, gather_objects, gather_words
 from dmp.ranks.failing import fail_together, from_first, numbers_of_all, results_of_all
 from dmp.ranks.groups import control_group, own_group
 from dmp.ranks.watchdog import PeerLost
 
 __all__ = ["PeerLost", "RanksError", "compare_facts", "control_group", "entry", "fail_together", "from_first"]
-__all__ += ["gather_objects", "gather_words", "numbers_of_all", "own_group", "parted_text", "raise_cause"]
-__all__ += ["results_of_all"]
+__all__ += ["gather_objects", "gather_words", "numbers_of_all", "own_group", "raise_cause", "raise_verdict"]
+__all__ += ["parted_text", "results_of_all"]

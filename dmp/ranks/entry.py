@@ -87,5 +87,16 @@ def raise_cause(error: RuntimeError) -> None:
         raise type(verdict)(str(verdict)) from error
 
 
+def raise_verdict(group: dist.ProcessGroup) -> None:
+    """In a wait that is no collective of torch's, every so often: what the watchdog has found of these ranks.
+
+    Raises:
+        RanksError: they have parted ways, or one of them is gone (`PeerLost`).
+    """
+    verdict = call_log.Verdict.error
+    if verdict is not None and not call_log.Verdict.ranks.isdisjoint(call_log.sequence_of(group).ranks):
+        raise type(verdict)(str(verdict))
+
+
 def _is_broken(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or bool(_BROKEN.search(str(error)))

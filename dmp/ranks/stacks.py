@@ -14,8 +14,8 @@ _OURS = Path(__file__).resolve().parents[2]
 _OUR_PACKAGES = tuple(str(_OURS / name) + os.sep for name in ("dmp", "sharders", "planner"))
 _SKIPPED = ("c10d_logger.py", "_ops.py", "contextlib.py", "_contextlib.py")
 _BACKWARD = "_engine_run_backward"
-POLLING = "poll_store"
-"""Name of the function of ours that waits by asking again and again."""
+POLLING = ("poll_store", "poll_memory")
+"""Names of the functions of ours that wait by asking again and again."""
 
 
 class Place(NamedTuple):
@@ -37,7 +37,7 @@ def place_of(thread: int) -> Place:
     frame = sys._current_frames().get(thread)
     if frame is None:
         return Place("", "", (0, 0))
-    mark = (id(frame), 0 if frame.f_code.co_name == POLLING else frame.f_lasti)
+    mark = (id(frame), 0 if frame.f_code.co_name in POLLING else frame.f_lasti)
     return Place(_line(frame), _waits_in(frame), mark)
 
 

@@ -1,0 +1,288 @@
+"""Exchanges through shared memory: see `Channel` in sharders/channel.py, and [Note: exchanges] of segment.py."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from dmp import RanksError
+from sharders.shared_memory.segment import SLOTS, Block, Pool, Segment, tensor_in
+from sharders.shared_memory.waiting import Process, poll_memory, wake
+
+_ALL_TO_ALL, _ALL_GATHER, _SUM = 1, 2, 3
+_NAMES = {_ALL_TO_ALL: "an all-to-all", _ALL_GATHER: "an all-gather", _SUM: "a sum"}
+_SUMMED_WHOLE_BYTES = 32 << 10
+"""Up to here every rank adds everything; beyond, each its part."""
+
+
+class Peer(NamedTuple):
+    """Another rank: its number in the default group, its memory, its process."""
+
+    rank: int
+    segment: Segment
+    process: Process
+
+
+class MemoryChannel:
+    """A channel between processes of one host.
+
+    Memory of `empty` is for one exchange: who has sent it fills, and keeps, no more than what is for this rank itself.
+    What comes is copied out. Sums are made in the order of the ranks.
+
+    Args:
+        group: of the ranks.
+        mine: this rank's segment.
+        peers: by rank; None for this one.
+        otherwise: a channel over connections, for what does not lie in this host's memory.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        mine: Segment,
+        peers: Sequence[Peer | None],
+        otherwise: Callable[[], Any],
+    ) -> None:
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.group: dist.ProcessGroup | None = group
+        self._group = group
+        self._mine, self._peers, self._otherwise = mine, list(peers), otherwise
+        # In an order of its own on each rank, so that not all read the same memory at once.
+        self._others = [(self.rank + i) % self.size for i in range(1, self.size)]
+        self._segments = [mine if peer is None else peer.segment for peer in peers]
+        self._pool = Pool(mine, self._is_done)
+        self._lock, self._number, self._pid = threading.Lock(), 0, os.getpid()
+        self._open: list[weakref.ref[MemoryTransfer] | None] = [None] * SLOTS
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MemoryChannel:
+        """A copy of a model exchanges on the channels of the original."""
+        return self
+
+    def empty(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """See `Channel`."""
+        if torch.device(device).type != "cpu":
+            return torch.empty(count, dtype=dtype, device=device)
+        with self._lock:
+            _, lease = self._pool.take(count * dtype.itemsize)
+        return tensor_in(lease, count, dtype)
+
+    def all_to_all(
+        self,
+        send: torch.Tensor,
+        send_sizes: Sequence[int],
+        receive_sizes: Sequence[int],
+        out: torch.Tensor | None = None,
+    ) -> Any:
+        """See `Channel`."""
+        if send.device.type != "cpu":
+            return self._otherwise().all_to_all(send, send_sizes, receive_sizes, out)
+        item, me = send.element_size(), self.rank
+        sizes, expected = [n * item for n in send_sizes], [n * item for n in receive_sizes]
+        send = send.contiguous()
+        if out is None:
+            out = send.new_empty(sum(receive_sizes))
+        assert send.numel() * item == sum(sizes) and out.numel() * item == sum(expected) and out.is_contiguous()
+        block, starts, _lease = self._placed(send, sizes)
+        _copy(out.data_ptr() + sum(expected[:me]), send.data_ptr() + sum(sizes[:me]), expected[me])
+        number = self._publish(_ALL_TO_ALL, starts, sizes, block)
+        transfer = MemoryTransfer(self, number, out, expected)
+        self._open[number % SLOTS] = weakref.ref(transfer)
+        return transfer
+
+    def all_gather(self, send: torch.Tensor) -> torch.Tensor:
+        """See `Channel`."""
+        if send.device.type != "cpu":
+            gathered: torch.Tensor = self._otherwise().all_gather(send)
+            return gathered
+        out = send.new_empty(self.size, send.numel())
+        if not out.numel():
+            return out
+        nbytes = send.numel() * send.element_size()
+        number = self._share(_ALL_GATHER, send.contiguous(), nbytes)
+        _copy(out.data_ptr() + self.rank * nbytes, send.contiguous().data_ptr(), nbytes)
+        for peer in self._others:
+            start = self._arrival(peer, number, _ALL_GATHER, nbytes)
+            _copy(out.data_ptr() + peer * nbytes, self._segments[peer].address + start, nbytes)
+        self.let_go(number)
+        return out
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        """See `Channel`."""
+        if tensor.device.type != "cpu":
+            self._otherwise().sum(tensor)
+            return
+        flat = tensor.contiguous().view(-1)
+        nbytes = flat.numel() * flat.element_size()
+        if not nbytes:
+            return
+        number = self._share(_SUM, flat, nbytes)
+        cuts = [0, flat.numel()] if nbytes <= _SUMMED_WHOLE_BYTES else self._cuts(flat.numel())
+        first, stop = (0, flat.numel()) if len(cuts) == 2 else cuts[self.rank : self.rank + 2]
+        part = self._sum_of(number, flat, first, stop)
+        self.let_go(number)
+        if len(cuts) == 2:
+            flat.copy_(part)
+        else:
+            sizes = [(b - a) * flat.element_size() for a, b in pairwise(cuts)]
+            number = self._share(_SUM, part, sizes[self.rank])
+            flat[first:stop].copy_(part)
+            for peer in self._others:
+                start = self._arrival(peer, number, _SUM, sizes[peer])
+                at = flat.data_ptr() + cuts[peer] * flat.element_size()
+                _copy(at, self._segments[peer].address + start, sizes[peer])
+            self.let_go(number)
+        if flat.data_ptr() != tensor.data_ptr():
+            tensor.copy_(flat.view_as(tensor))
+
+    def receive(self, number: int, out: torch.Tensor, sizes: Sequence[int]) -> None:
+        """Copy out what has come in an all-to-all, once it has; bytes from each rank."""
+        address = out.data_ptr()
+        for peer in self._others:
+            start = self._arrival(peer, number, _ALL_TO_ALL, sizes[peer])
+            _copy(address + sum(sizes[:peer]), self._segments[peer].address + start, sizes[peer])
+        self.let_go(number)
+
+    def let_go(self, number: int) -> None:
+        """Tell the others that this rank reads no more of an exchange; nothing in a process that was forked since."""
+        if os.getpid() == self._pid:
+            self._mine.done[number % SLOTS] = number
+
+    def _sum_of(self, number: int, flat: torch.Tensor, first: int, stop: int) -> torch.Tensor:
+        """Elements first..stop of the sum, added in the order of the ranks."""
+        nbytes = flat.numel() * flat.element_size()
+        total: torch.Tensor | None = None
+        for rank in range(self.size):
+            addend = flat
+            if rank != self.rank:
+                start = self._arrival(rank, number, _SUM, nbytes)
+                addend = self._segments[rank].view(start, flat.numel(), flat.dtype)
+            total = addend[first:stop].clone() if total is None else total.add_(addend[first:stop])
+        assert total is not None
+        return total
+
+    def _cuts(self, count: int) -> list[int]:
+        return [count * i // self.size for i in range(self.size + 1)]
+
+    def _share(self, kind: int, flat: torch.Tensor, nbytes: int) -> int:
+        """Show all others the same; returns the exchange's number."""
+        with self._lock:
+            block, _lease = self._pool.take(nbytes)
+        _copy(self._mine.address + block.start, flat.data_ptr(), nbytes)
+        return self._publish(kind, [block.start] * self.size, [nbytes] * self.size, block)
+
+    def _placed(self, send: torch.Tensor, sizes: Sequence[int]) -> tuple[Block | None, list[int], Any]:
+        """Where each rank's part lies in this segment: as it is, or copied there, without this rank's own, to a block
+        that is leased until then."""
+        address, total = send.data_ptr(), sum(sizes)
+        with self._lock:
+            block = self._pool.block_at(address) if total else None
+            starts, at = [], 0 if block is None else address - self._mine.address
+            if block is not None or total == sizes[self.rank]:
+                for n in sizes:
+                    starts.append(at)
+                    at += n
+                return block, starts, None
+            block, lease = self._pool.take(total - sizes[self.rank])
+        before = sum(sizes[: self.rank])
+        after = before + sizes[self.rank]
+        to = self._mine.address + block.start
+        _copy(to, address, before)
+        _copy(to + before, address + after, total - after)
+        at = block.start
+        for rank, n in enumerate(sizes):
+            starts.append(at)
+            at += 0 if rank == self.rank else n
+        return block, starts, lease
+
+    def _publish(self, kind: int, starts: Sequence[int], sizes: Sequence[int], block: Block | None) -> int:
+        """Tell the others of the next exchange; returns its number."""
+        self._make_room(self._number + 1)
+        with self._lock:
+            self._number = number = self._number + 1
+            if block is not None:
+                block.last = number
+            self._mine.describe(number, kind, starts, sizes)
+            self._mine.published.value = number & 0xFFFFFFFF
+        wake(self._mine.published_address)
+        return number
+
+    def _make_room(self, number: int) -> None:
+        """End what began `SLOTS` exchanges ago: here what nobody has waited for, and on the other ranks."""
+        oldest = self._open[number % SLOTS]
+        transfer = None if oldest is None else oldest()
+        if transfer is not None:
+            transfer.wait()
+        before = number - SLOTS
+        if before <= 0:
+            return
+        for i in self._others:
+            peer = self._peers[i]
+            assert peer is not None
+            done = peer.segment.done
+            if done[before % SLOTS] < before:
+                self._await(peer, lambda done=done: done[before % SLOTS] >= before)  # type: ignore[misc]
+
+    def _is_done(self, number: int) -> bool:
+        at = number % SLOTS
+        return all(self._segments[i].done[at] >= number for i in self._others)
+
+    def _await(self, peer: Peer, is_there: Callable[[], bool]) -> None:
+        segment = peer.segment
+        poll_memory(is_there, segment.published, segment.published_address, peer.process, peer.rank, self._group)
+
+    def _arrival(self, rank: int, number: int, kind: int, nbytes: int) -> int:
+        """Where in a rank's segment that is which it has for this one, once it is there.
+
+        Raises:
+            RanksError: it sends something else.
+        """
+        peer = self._peers[rank]
+        assert peer is not None
+        segment = peer.segment
+        if not segment.has_published(number):
+            self._await(peer, lambda: segment.has_published(number))
+        row = segment.row(number)
+        sent = row[2 + self.size + self.rank]
+        if row[1] != kind or sent != nbytes:
+            raise RanksError(
+                f"the ranks are not in the same exchange: rank {peer.rank} sends {sent} bytes in {_NAMES[row[1]]}, "
+                f"where {_NAMES[kind]} with {nbytes} bytes from there is under way here; all ranks of a group must "
+                "make the same calls in the same order"
+            )
+        return row[2 + self.rank]
+
+
+class MemoryTransfer:
+    """An all-to-all in flight: what the others send is read when it is waited for."""
+
+    __slots__ = ("__weakref__", "_channel", "_is_open", "_number", "_out", "_sizes")
+
+    def __init__(self, channel: MemoryChannel, number: int, out: torch.Tensor, sizes: Sequence[int]) -> None:
+        self._channel, self._number, self._out, self._sizes = channel, number, out, sizes
+        self._is_open = True
+
+    def wait(self) -> torch.Tensor:
+        """See `Transfer`."""
+        if self._is_open:
+            self._channel.receive(self._number, self._out, self._sizes)
+            self._is_open = False
+        return self._out
+
+    def __del__(self) -> None:
+        """One that nobody waits for holds up nobody."""
+        if self._is_open:
+            self._channel.let_go(self._number)
+
+
+def _copy(to: int, source: int, nbytes: int) -> None:
+    """Lets other threads run meanwhile."""
+    if nbytes:
+        ctypes.memmove(to, source, nbytes)

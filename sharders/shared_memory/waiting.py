@@ -1,0 +1,112 @@
+"""A wait for another process: by futex, so that it takes no processor time, and with an end when that process has one.
+
+[Note: deaths] Nothing in memory tells that who should write there is dead. So a wait looks up every so often: whether
+the other process lives (a descriptor that becomes readable at its end), and whether the watchdog has found that the
+ranks have parted ways. What a process has published before its end is still there, and is read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import sys
+import time
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch.distributed as dist
+
+from dmp import ranks
+
+_FUTEX, _WAIT, _WAKE, _ALL = 202, 0, 1, 0x7FFFFFFF  # x86-64's numbers
+_SPINS = 50
+"""Looks before it asks the system: a few microseconds."""
+
+_LOOK_S = 0.05
+if sys.platform == "linux":
+    _syscall = ctypes.CDLL(None).syscall
+    _syscall.restype = ctypes.c_long
+    _syscall.argtypes = (
+        *(ctypes.c_long, ctypes.c_void_p, ctypes.c_int),
+        *(ctypes.c_uint32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint32),
+    )
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+_look = _Timespec(0, int(_LOOK_S * 1e9))
+_look_address = ctypes.addressof(_look)
+
+
+class Process:
+    """Another process of this host, from now on: a number that is given anew later is another.
+
+    Raises:
+        OSError: there is none of this number, or the system cannot watch it.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._poll = select.poll()
+        self._poll.register(os.pidfd_open(pid), select.POLLIN)
+
+    def has_ended(self) -> bool:
+        """Whether it has, waited for by its parent or not."""
+        return bool(self._poll.poll(0))
+
+
+@lru_cache(maxsize=1024)
+def process_of(pid: int, token: bytes) -> Process:
+    """One for all channels to a process.
+
+    Args:
+        token: of the process, so that a later one of the same number is not taken for it.
+    """
+    return Process(pid)
+
+
+def poll_memory(
+    is_there: Callable[[], bool],
+    word: ctypes.c_uint32,
+    address: int,
+    process: Process,
+    rank: int,
+    group: dist.ProcessGroup,
+) -> None:
+    """Return when what another rank is to write is there.
+
+    Args:
+        word: changes when something is; `wake` follows.
+        address: of the word.
+        process: of that rank.
+        rank: its number, for messages.
+
+    Raises:
+        RanksError: it will not come.
+    """
+    for _ in range(_SPINS):
+        if is_there():
+            return
+    looked = time.monotonic()
+    while True:
+        seen = word.value
+        if is_there():
+            return
+        _syscall(_FUTEX, address, _WAIT, seen, _look_address, None, 0)
+        if is_there():
+            return
+        if time.monotonic() - looked < _LOOK_S:
+            continue
+        looked = time.monotonic()
+        ranks.raise_verdict(group)
+        if process.has_ended() and not is_there():
+            error = RuntimeError(f"the connection to rank {rank} is closed: its process has ended")
+            ranks.raise_cause(error)
+            raise error
+
+
+def wake(address: int) -> None:
+    """Wake all that wait on a word."""
+    _syscall(_FUTEX, address, _WAKE, _ALL, None, None, 0)
