@@ -9,9 +9,8 @@ from __future__ import annotations
 import copy
 import functools
 import random
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +18,7 @@ from torch import nn
 
 import dmp
 from dmp import Shard, ShardingEnv, column_wise, data_parallel, grid, rectangles, row_wise, table_row_wise, table_wise
+from tests.oracle import LR, Oracle, attach
 from tests.ranks import mesh
 from tests.results import is_empty, loss_of, same_empty_result, same_result
 from tests.row_oracles import CASES
@@ -44,7 +44,6 @@ MESHES = {
     "replicate2xshard2xtp2": ((2, 2, 2), ("replicate", "shard", "tp")),
     "tp4": ((4,), ("tp",)),
 }
-LR = 0.1
 Shards = tuple[tuple[str, tuple[Shard, ...]], ...]
 Layouts = Callable[[int, tuple[int, int], ShardingEnv], dmp.Layout]
 
@@ -152,10 +151,10 @@ def make_module(kind: str, seed: int = 7) -> nn.Module:
 ROWS = {"a": 13, "b": 13, "c": 3, "d": 50, "e": 1}
 
 
-def make_batch(kind: str, rank: int, step: int) -> tuple[object, ...]:
+def make_batch(kind: str, rank: int, step: int, dtype: torch.dtype = torch.float32) -> tuple[object, ...]:
     """Arguments of one rank's forward: sizes differ by rank, one rank has none, bags may be empty, keys shuffled.
 
-    Of a kind that ends in `vbe` each key has a batch size of its own.
+    Per-id weights have the dtype. Of a kind that ends in `vbe` each key has a batch size of its own.
     """
     rng = torch.Generator().manual_seed(100 * step + rank)
     size = (4, 0, 3, 5, 2, 1, 0, 6)[(rank + step) % 8]
@@ -165,7 +164,7 @@ def make_batch(kind: str, rank: int, step: int) -> tuple[object, ...]:
         lengths = torch.randint(0, 4, (size,), generator=rng)
         ids = torch.randint(0, 23, (int(lengths.sum()),), generator=rng)
         bounds = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-        weights = torch.rand(ids.numel(), generator=rng) if kind == "bag_weighted" else None
+        weights = torch.rand(ids.numel(), generator=rng).to(dtype) if kind == "bag_weighted" else None
         return ids, bounds if kind == "bag" else bounds[:-1], weights
     from torchrec import KeyedJaggedTensor
 
@@ -180,7 +179,7 @@ def make_batch(kind: str, rank: int, step: int) -> tuple[object, ...]:
         for k, n in zip(keys, lengths.split(rows), strict=True)
     ]
     ids = torch.cat(values)
-    weights = torch.rand(ids.numel(), generator=rng) if kind.startswith("ebc_weighted") else None
+    weights = torch.rand(ids.numel(), generator=rng).to(dtype) if kind.startswith("ebc_weighted") else None
     variable: dict[str, Any] = {}
     if kind.endswith("vbe"):
         inverse = [torch.randperm(size, generator=rng) % max(n, 1) for n in rows]  # every row is some sample's
@@ -196,89 +195,6 @@ def weights_of(batch: tuple[object, ...]) -> torch.Tensor | None:
     if isinstance(batch[0], torch.Tensor):
         return batch[2] if len(batch) == 3 else None  # type: ignore[return-value]
     return batch[0].weights_or_none()  # type: ignore[attr-defined,no-any-return]
-
-
-@dataclass
-class Oracle:
-    """Unsharded optimizers, by hand where the sharded kernels' documented exceptions apply."""
-
-    kind: str | None
-    shards: dict[str, tuple[Shard, ...]]
-    state: dict[str, dict[str, torch.Tensor]]
-    steps: int = 0
-
-    def step(self, module: nn.Module) -> None:
-        """Update the module from its `.grad`s, and clear them."""
-        self.steps += 1
-        for name, p in module.named_parameters():
-            grad = torch.zeros_like(p) if p.grad is None else p.grad
-            state = self.state.setdefault(name, {})
-            with torch.no_grad():
-                update = self._by_row if self.kind in CASES else getattr(self, f"_{self.kind or 'sgd'}")
-                update(name, p, grad, state)
-            p.grad = None
-
-    def _sgd(self, name: str, p: nn.Parameter, grad: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
-        p -= LR * grad
-
-    def _adagrad(self, name: str, p: nn.Parameter, grad: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
-        total = state.setdefault("sum", torch.zeros_like(p))
-        total += grad * grad
-        p -= LR * grad / (total.sqrt() + 1e-10)
-
-    def _rowwise_adagrad(self, name: str, p: nn.Parameter, grad: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
-        """One accumulator for each row of each rectangle: rows whole -> the unsharded optimizer."""
-        total = state.setdefault("sum", torch.zeros_like(p))  # every column of a rectangle holds its row's sum
-        for rows, cols in self._rectangles(name, p):
-            g = grad[rows, cols]
-            total[rows, cols] += (g * g).mean(1, keepdim=True)
-            p[rows, cols] -= LR * g / (total[rows, cols].sqrt() + 1e-10)
-
-    def _rectangles(self, name: str, p: nn.Parameter) -> Iterator[tuple[slice, slice]]:
-        for s in self.shards[name]:
-            if (s.offsets[0], s.sizes) == (0, p.shape) and s.rank > 0 and len(self.shards[name]) > 1:
-                continue  # another whole copy
-            yield slice(s.offsets[0], s.offsets[0] + s.sizes[0]), slice(s.offsets[1], s.offsets[1] + s.sizes[1])
-
-    def _by_row(self, name: str, p: nn.Parameter, grad: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
-        """Rows of each rectangle, one by one; every column of a rectangle holds its row's state."""
-        assert self.kind is not None
-        case = CASES[self.kind]
-        whole = {key: state.setdefault(key, torch.zeros_like(p)) for key in case.state}
-        for rows, cols in self._rectangles(name, p):
-            for row in range(rows.start, rows.stop):
-                if grad[row].any():  # else it is in no batch
-                    own = {key: whole[key][row, cols][: 1 if case.state[key] else None].clone() for key in whole}
-                    case.step(p[row, cols], grad[row, cols], own, case.options, self.steps)
-                    for key, value in own.items():
-                        whole[key][row, cols] = value
-
-    def _adam(self, name: str, p: nn.Parameter, grad: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
-        """Lazy: rows without gradient rest."""
-        m = state.setdefault("exp_avg", torch.zeros_like(p))
-        v = state.setdefault("exp_avg_sq", torch.zeros_like(p))
-        touched = (grad != 0).any(1)
-        g = grad[touched]
-        m[touched] = 0.9 * m[touched] + 0.1 * g
-        v[touched] = 0.999 * v[touched] + 0.001 * g * g
-        m_hat, v_hat = m[touched] / (1 - 0.9**self.steps), v[touched] / (1 - 0.999**self.steps)
-        p[touched] -= LR * m_hat / (v_hat.sqrt() + 1e-8)
-
-
-def attach(module: nn.Module, kind: str | None) -> None:
-    """Put an optimizer on every parameter, to run in the backward pass."""
-    if kind is None:
-        return
-    if kind in CASES:
-        return CASES[kind].attach(list(module.parameters()))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from torch.distributed.optim import _apply_optimizer_in_backward
-    if kind == "rowwise_adagrad":
-        from torchrec.optim.rowwise_adagrad import RowWiseAdagrad as optimizer
-    else:
-        optimizer = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}[kind]
-    _apply_optimizer_in_backward(optimizer, module.parameters(), {"lr": LR})
 
 
 class Taken(NamedTuple):
@@ -300,12 +216,14 @@ class Taken(NamedTuple):
 
 
 @functools.cache
-def unsharded(kind: str, optimizer: str | None, ranks: int, steps: int, shards: Shards | None) -> list[Taken]:
+def unsharded(
+    kind: str, optimizer: str | None, ranks: int, steps: int, shards: Shards | None, dtype: torch.dtype = torch.float32
+) -> list[Taken]:
     """The beginning, then each step on the global batch; `shards` where the numbers depend on them."""
-    module, oracle = make_module(kind), Oracle(optimizer, dict(shards or ()), {})
+    module, oracle = make_module(kind).to(dtype), Oracle(optimizer, dict(shards or ()), {})
     taken = [_taken([], [], module, oracle)]
     for step in range(steps):
-        batches = [make_batch(kind, rank, step) for rank in range(ranks)]
+        batches = [make_batch(kind, rank, step, dtype) for rank in range(ranks)]
         weights = [weights_of(batch) for batch in batches]
         for each in weights:
             if each is not None and step % 2 == 0:
@@ -325,13 +243,15 @@ def _taken(
     return Taken(outs, weight_grads, values, copy.deepcopy(oracle.state), oracle.steps)
 
 
-def compare_state(model: dmp.DistributedModelParallel, taken: Taken, shards: Mapping[str, Sequence[Shard]]) -> None:
+def compare_state(
+    model: dmp.DistributedModelParallel, taken: Taken, shards: Mapping[str, Sequence[Shard]], near: float = 1e-5
+) -> None:
     """This rank's pieces of weights and optimizer state against the oracle's."""
     assert {n for n, _ in model.named_parameters()} == set(taken.values)
     state = model.state_dict()
     assert set(state) == set(taken.values)
     for name, value in state.items():
-        _compare(value, taken.values[name], f"{name}")
+        _compare(value, taken.values[name], f"{name}", near)
     fused = model.fused_optimizer.state_dict()["state"]
     if not fused or taken.steps == 0:
         return
@@ -347,64 +267,92 @@ def compare_state(model: dmp.DistributedModelParallel, taken: Taken, shards: Map
             elif value.shape != want.shape:  # (rows, column blocks)
                 starts = sorted({s.offsets[1] for s in shards[name]})
                 want = want[:, starts]
-            _compare(value, want, f"{name}.{key}")
+            _compare(value, want, f"{name}.{key}", near)
 
 
-def _compare(value: torch.Tensor, want: torch.Tensor, name: str) -> None:
+def _compare(value: torch.Tensor, want: torch.Tensor, name: str, near: float) -> None:
     assert value.shape == want.shape, (name, value.shape, want.shape)
     if not isinstance(value, dmp.ChunkedTensor):
-        torch.testing.assert_close(value.detach(), want, atol=1e-5, rtol=1e-5, msg=lambda m: f"{name}: {m}")
+        torch.testing.assert_close(value.detach(), want, atol=near, rtol=near, msg=lambda m: f"{name}: {m}")
         return
     for chunk, offset in zip(value.chunks, value.offsets, strict=True):
         part = want[tuple(slice(o, o + n) for o, n in zip(offset, chunk.shape, strict=True))]
         torch.testing.assert_close(
-            chunk, part, atol=1e-5, rtol=1e-5, msg=functools.partial("{} at {}: {}".format, name, offset)
+            chunk, part, atol=near, rtol=near, msg=functools.partial("{} at {}: {}".format, name, offset)
         )
 
 
 def check_case(
-    kind: str, layouts: Layouts, optimizer: str | None, env: ShardingEnv, steps: int = 3, **options: Any
+    kind: str,
+    layouts: Layouts,
+    optimizer: str | None,
+    env: ShardingEnv,
+    steps: int = 3,
+    dtype: torch.dtype = torch.float32,
+    near: float = 1e-5,
+    **options: Any,
 ) -> None:
     """Run `steps` steps, and compare outputs, weights and state with the unsharded module's; raises AssertionError.
 
     Args:
+        dtype: of the tables and of per-id weights.
+        near: the difference allowed, and its share of the value.
         options: of the wrapper.
     """
-    module = make_module(kind)
+    module = make_module(kind).to(dtype)
     attach(module, optimizer)
     shapes = {n: tuple(p.shape) for n, p in module.named_parameters()}
     plan = {n: layouts(i, s, env) for i, (n, s) in enumerate(shapes.items())}
     shards = {n: tuple(layout.shards(shapes[n], env)) for n, layout in plan.items()}
     model = dmp.DistributedModelParallel(module, env=env, plan=plan, **options)
     by_shard = tuple(shards.items()) if optimizer == "rowwise_adagrad" or optimizer in CASES else None
-    began, *taken = unsharded(kind, optimizer, env.data_size, steps, by_shard)
+    began, *taken = unsharded(kind, optimizer, env.data_size, steps, by_shard, dtype)
     ordinary = torch.optim.SGD(model.parameters(), lr=LR) if optimizer is None else None
     assert bool(model.fused_optimizer.fused) == (optimizer is not None)
-    compare_state(model, began, shards)
+    faults: list[str] = []  # told at the end: a rank that stopped would leave the others waiting
+    with _noted(faults, "at the beginning"):
+        compare_state(model, began, shards, near)
     me = env.data_rank
     for step, expected in enumerate(taken):
-        batch = make_batch(kind, me, step)
+        batch = make_batch(kind, me, step, dtype)
         weights = weights_of(batch)
         if weights is not None and step % 2 == 0:
             weights.requires_grad_()
         out = model(*batch)
-        if expected.outs[me] is None:
-            same_empty_result(out, make_module(kind))
-        else:
-            same_result(out, expected.outs[me])
+        with _noted(faults, f"result of step {step}"):
+            if expected.outs[me] is None:
+                same_empty_result(out, make_module(kind))
+            else:
+                same_result(out, expected.outs[me], near)
         loss_of(out).backward()
-        theirs = expected.weight_grads[me]
-        assert (weights is not None and weights.requires_grad and weights.numel() > 0) == (
-            theirs is not None and theirs.numel() > 0
-        )
-        if weights is not None and theirs is not None and weights.numel():
-            # A rank's weights are its own: their gradient is of its own loss, not of the mean.
-            assert weights.grad is not None
-            torch.testing.assert_close(weights.grad, theirs * env.data_size, atol=1e-5, rtol=1e-5)
+        with _noted(faults, f"gradients of weights in step {step}"):
+            _compare_weight_gradients(weights, expected.weight_grads[me], env.data_size, near)
         if ordinary is not None:
             ordinary.step()
             ordinary.zero_grad()
-        compare_state(model, expected, shards)
+        with _noted(faults, f"after step {step}"):
+            compare_state(model, expected, shards, near)
+    assert not faults, "; ".join(faults)
+
+
+@contextmanager
+def _noted(faults: list[str], where: str) -> Iterator[None]:
+    try:
+        yield
+    except AssertionError as error:
+        faults.append(f"{where}: {str(error)[:400]}")
+
+
+def _compare_weight_gradients(
+    weights: torch.Tensor | None, theirs: torch.Tensor | None, data_size: int, near: float
+) -> None:
+    assert (weights is not None and weights.requires_grad and weights.numel() > 0) == (
+        theirs is not None and theirs.numel() > 0
+    )
+    if weights is not None and theirs is not None and weights.numel():
+        # A rank's weights are its own: their gradient is of its own loss, not of the mean.
+        assert weights.grad is not None
+        torch.testing.assert_close(weights.grad, theirs * data_size, atol=near, rtol=near)
 
 
 def run_matrix(mesh_name: str, kind: str, every: int = 1, optimizers: Sequence[str | None] = OPTIMIZERS) -> list[str]:

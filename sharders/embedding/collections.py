@@ -118,8 +118,10 @@ class ShardedEmbeddingCollection(_ShardedCollection):
 
         batch, names = call.whole, [name for names in self._embedding_names_by_table for name in names]
         ids = batch.source.values().split(batch.counts) if self._need_indices else None
-        return {
-            name: JaggedTensor(values=rows, lengths=lengths_of(batch, key), weights=None if ids is None else ids[key])
+        return {  # as the unsharded one: float32 whatever the tables have
+            name: JaggedTensor(
+                values=rows.float(), lengths=lengths_of(batch, key), weights=None if ids is None else ids[key]
+            )
             for name, key, rows in zip(names, batch.key_of, values, strict=True)
         }
 
