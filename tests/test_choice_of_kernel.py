@@ -91,7 +91,7 @@ def test_another_kernel_is_used_where_it_is_named() -> None:
 def test_a_named_kernel_that_does_not_fit_says_why() -> None:
     with pytest.raises(ShardError, match="counting kernel cannot be used: it takes no rows wider than 4"):
         wrapped("counting", 8)
-    with pytest.raises(ShardError, match=r"'counting', 'fbgemm', 'torch'.*got 'triton'"):
+    with pytest.raises(ShardError, match=r"'counting', 'fbgemm', 'numba', 'torch'.*got 'triton'"):
         wrapped("triton", 4)
     model = wrapped("fbgemm", 4)
     with pytest.raises(ShardError, match=r"float64 on cpu.*kernel='torch'"):

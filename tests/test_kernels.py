@@ -35,7 +35,10 @@ ROWS_ALONE = {
     "weight_decay_mode",
     "max_norm",
 }
-KERNELS = [("torch", torch.float64), ("torch", torch.float32), ("fbgemm", torch.float32)]
+KERNELS = [
+    ("torch", torch.float64), ("torch", torch.float32), ("fbgemm", torch.float32), ("numba", torch.float32),
+    ("numba", torch.float64),
+]  # fmt: skip
 TOLERANCE = {torch.float32: (1e-5, 2e-6), torch.float64: (1e-12, 1e-12)}
 
 # Per table its chunks (rows, width), and slots (table, chunk, first row, rows); equal ranges are two features.
@@ -284,7 +287,7 @@ def test_fbgemm_equals_torch(layout: str, spec: OptimizerSpec) -> None:
 
 @pytest.mark.parametrize("num_bags", [0, 3])
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.kind)
-@pytest.mark.parametrize("kernel", ["torch", "fbgemm"])
+@pytest.mark.parametrize("kernel", ["torch", "fbgemm", "numba"])
 def test_no_ids(kernel: str, spec: OptimizerSpec, num_bags: int) -> None:
     bank, lookup = make(MIXED, torch.float32, spec, kernel)
     before = bank.weights.clone()
@@ -303,7 +306,7 @@ def test_no_ids(kernel: str, spec: OptimizerSpec, num_bags: int) -> None:
     assert torch.equal(bank.weights, before) and bank.steps.tolist() == [2.0] * 5
 
 
-@pytest.mark.parametrize("kernel", ["torch", "fbgemm"])
+@pytest.mark.parametrize("kernel", ["torch", "fbgemm", "numba"])
 def test_no_slots(kernel: str) -> None:
     bank = Bank([[], []], torch.float32, "cpu", SPECS[2])
     lookup = compile_lookup(bank, [], kernel=kernel)
@@ -352,7 +355,7 @@ def test_initial_accumulator_value() -> None:
     assert torch.equal(bank.state_view("sum", 0, 0), torch.full((2, 3), 0.5))
 
 
-@pytest.mark.parametrize("kernel", ["torch", "fbgemm"])
+@pytest.mark.parametrize("kernel", ["torch", "fbgemm", "numba"])
 def test_deepcopy_is_independent(kernel: str) -> None:
     bank, lookup = make(MIXED, torch.float32, SPECS[1], kernel)
     before = bank.weights.clone()
@@ -405,7 +408,7 @@ def test_other_tables_rest() -> None:
     assert bank.state_view("sum", 2, 0).tolist() == [0.0, 0.0, 9.0, 0.0]
 
 
-@pytest.mark.parametrize("kernel", ["torch", "fbgemm"])
+@pytest.mark.parametrize("kernel", ["torch", "fbgemm", "numba"])
 def test_default_device_does_not_matter(kernel: str) -> None:
     """Modules are often built inside `torch.device("meta")`."""
     with torch.device("meta"):

@@ -8,5 +8,14 @@
 - `kernels`: what a lookup kernel is, which there are, and which is used
 - `fbgemm_kernel`: lookups and updates by FBGEMM on the CPU
 - `torch_kernel`: lookups and updates in plain torch operations
+- `threads`: parts of one piece of work on the threads of this process
+- `numba_kernel`: lookups and updates by functions that numba compiles
+- `numba_layout`: what compiled code is told of tables, bags and a call's ids
+- `numba_functions`: these functions for one dtype, compiled once and kept
+- `numba_loops`: sums over bags, and over the gradients of each distinct row
+- `numba_updates`: what is done with the summed gradient of a row
+- `numba_sort`: ids brought into the order of their rows
+- `numba_compile`: how functions are compiled
+- `numba_vectors`: vectors, raw memory and prefetching for numba
 - `bucketize`: sorts ids by the row block they lie in
 """

@@ -110,13 +110,15 @@ class FbgemmLookup(TorchLookup):
     def pooled(self, ids: Tensor, offsets: Tensor, weights: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         features = self._features
         if features is None:
-            return super().pooled(ids, offsets, weights)
+            return super().pooled(ids, offsets, weights, out)
         output: Tensor = torch.ops.fbgemm.split_embedding_codegen_forward_cpu(
             self.bank.weights, *_where(features, self.num_columns), ids, offsets, _SUM, _float32(weights), _FLOAT32
         )
         return output
 
-    def update_pooled(self, grad: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None = None) -> None:
+    def update_pooled(
+        self, grad: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None = None, *, order: Any = None
+    ) -> None:
         features = self._features
         if features is None or not self._updates or self._is_beyond():
             super().update_pooled(grad, ids, offsets, weights)
@@ -127,7 +129,9 @@ class FbgemmLookup(TorchLookup):
                 ids.sub_(first_row)
             _update(self.bank, features, self.bank.clipped(grad), ids, offsets, weights)
 
-    def gradient_pooled(self, grad: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Tensor:
+    def gradient_pooled(
+        self, grad: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None = None, *, order: Any = None
+    ) -> Tensor:
         """FBGEMM's dense gradient; it neither sorts nor reads the weights."""
         features = self._features
         if features is None or not ids.numel():
@@ -165,6 +169,8 @@ class FbgemmLookup(TorchLookup):
         segments: Segments,
         bags: Tensor | None = None,
         weights: Tensor | None = None,
+        *,
+        order: Any = None,
     ) -> None:
         region = self.region_of(segments)
         table = self._regions[region.width] if region else None

@@ -1,7 +1,8 @@
 """Lookups in one bank, and the updates of its rows in the backward pass: the local part of the data path.
 
-A lookup is compiled once from a bank and row ranges of it, and holds no communication. Two kernels give the same
-numbers: FBGEMM's table-batched operators (float32 on the CPU) and torch's own (anything). `register_kernel` adds more.
+A lookup is compiled once from a bank and row ranges of it, and holds no communication. Three kernels give the same
+numbers: what numba compiles (on the CPU), FBGEMM's table-batched operators (float32 on the CPU) and torch's own
+(anything). `register_kernel` adds more.
 """
 
 from __future__ import annotations
@@ -10,16 +11,17 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from dmp import ShardError
-from sharders.embedding.lookup import fbgemm_kernel
+from sharders.embedding.lookup import fbgemm_kernel, numba_kernel
 from sharders.embedding.lookup.bank import Bank, RowRange
 from sharders.embedding.lookup.fbgemm_kernel import FbgemmLookup
+from sharders.embedding.lookup.numba_kernel import NumbaLookup
 from sharders.embedding.lookup.optimizers import OptimizerSpec
 from sharders.embedding.lookup.torch_kernel import Segments, TorchLookup
 
@@ -38,6 +40,8 @@ class Lookup(Protocol):
     returned lies there, or elsewhere where the kernel cannot. Ids are not checked here: `input_checks` has. An update
     combines, for each row, the gradients of all its ids in the call before it applies the optimizer; `Bank.step` counts
     it and is called before.
+    The ids' `order` can be worked out as soon as they are known, while something else is waited for, and given to the
+    calls that take one, of the same ids; else they work it out themselves. A kernel without use for it gives None.
     """
 
     bank: Bank
@@ -48,10 +52,17 @@ class Lookup(Protocol):
     def pooled(self, ids: Tensor, offsets: Tensor, weights: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """(B, C) contiguous: sums over bags; zeros for empty bags."""
 
-    def update_pooled(self, grad: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None = None) -> None:
-        """Update the bank in place, given the gradient (B, C) of `pooled`."""
+    def order_pooled(self, ids: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Any:
+        """The ids' order, for the two below."""
 
-    def gradient_pooled(self, grad: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Tensor:
+    def update_pooled(
+        self, grad: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None = None, *, order: Any = None
+    ) -> None:
+        """Update the bank in place, given the gradient (B, C) of `pooled`; its rows may be apart."""
+
+    def gradient_pooled(
+        self, grad: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None = None, *, order: Any = None
+    ) -> Tensor:
         """(numel,): the gradient of the bank's weights."""
 
     def gradient_weights(self, grad: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
@@ -70,6 +81,11 @@ class Lookup(Protocol):
     ) -> Tensor:
         """(N, D): one row per id, or (n, D): one sum per bag; (0, 0) without segments."""
 
+    def order_rows(
+        self, ids: Tensor, segments: Segments, bags: Tensor | None = None, weights: Tensor | None = None
+    ) -> Any:
+        """The ids' order, for the two below."""
+
     def update_rows(
         self,
         grad: Tensor,
@@ -77,6 +93,8 @@ class Lookup(Protocol):
         segments: Segments,
         bags: Tensor | None = None,
         weights: Tensor | None = None,
+        *,
+        order: Any = None,
     ) -> None:
         """Update the bank in place, given the gradient of `rows`."""
 
@@ -87,6 +105,8 @@ class Lookup(Protocol):
         segments: Segments,
         bags: Tensor | None = None,
         weights: Tensor | None = None,
+        *,
+        order: Any = None,
     ) -> Tensor:
         """(numel,): the gradient of the bank's weights."""
 
@@ -167,5 +187,6 @@ def _say_once(kernel: str, reason: str) -> None:
         _log.warning("tables are looked up by torch's operations: the %s kernel cannot be used: %s", kernel, reason)
 
 
+register_kernel(Kernel("numba", numba_kernel.supports, NumbaLookup))
 register_kernel(Kernel("fbgemm", fbgemm_kernel.supports, FbgemmLookup))
 register_kernel(Kernel("torch", lambda *_: None, TorchLookup))

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -94,10 +95,17 @@ class TorchLookup:
             output_BC.index_copy_(1, group.columns, sums_BSD.reshape(num_bags, -1))
         return output_BC
 
-    def update_pooled(self, grad: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None = None) -> None:
+    def order_pooled(self, ids: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Any:
+        return None
+
+    def update_pooled(
+        self, grad: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None = None, *, order: Any = None
+    ) -> None:
         self._update(self._pooled_gradients(grad, ids, offsets, weights))
 
-    def gradient_pooled(self, grad: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Tensor:
+    def gradient_pooled(
+        self, grad: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None = None, *, order: Any = None
+    ) -> Tensor:
         return self._flat(self._pooled_gradients(grad, ids, offsets, weights))
 
     def gradient_weights(self, grad: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
@@ -134,6 +142,11 @@ class TorchLookup:
         weights = None if weights is None else weights.to(table_VD.dtype)
         return F.embedding_bag(rows_N, table_VD, bags, mode="sum", per_sample_weights=weights, include_last_offset=True)
 
+    def order_rows(
+        self, ids: Tensor, segments: Segments, bags: Tensor | None = None, weights: Tensor | None = None
+    ) -> Any:
+        return None
+
     def update_rows(
         self,
         grad: Tensor,
@@ -141,6 +154,8 @@ class TorchLookup:
         segments: Segments,
         bags: Tensor | None = None,
         weights: Tensor | None = None,
+        *,
+        order: Any = None,
     ) -> None:
         self._update(self._row_gradients(grad, ids, segments, bags, weights))
 
@@ -151,6 +166,8 @@ class TorchLookup:
         segments: Segments,
         bags: Tensor | None = None,
         weights: Tensor | None = None,
+        *,
+        order: Any = None,
     ) -> Tensor:
         return self._flat(self._row_gradients(grad, ids, segments, bags, weights))
 

@@ -1,0 +1,107 @@
+"""What compiled code is told of tables, bags and a call's ids: int64 and int32 in memory, and where that is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sharders.embedding.lookup.bank import Bank, RowRange
+
+
+class Tables:
+    """The distinct row ranges of a lookup, and where all ranges are, as compiled code reads them."""
+
+    def __init__(self, bank: Bank, ranges: Sequence[RowRange]) -> None:
+        grouped = [(r, len([*same])) for r, same in groupby(ranges)]
+        self.distinct = [r for r, _ in grouped]
+        first_ranges = [*accumulate((n for _, n in grouped), initial=0)]
+        self.of_range = [t for t, (_, n) in enumerate(grouped) for _ in range(n)]
+        self.in_table = [i for _, n in grouped for i in range(n)]
+        columns = [*accumulate((r.chunk.width for r in ranges), initial=0)]
+        self.columns = int64(columns[:-1])
+        self.no_columns = torch.zeros_like(self.columns)
+        of_ranges = [[place_of(r), r.chunk.width, c] for r, c in zip(ranges, columns, strict=False)]
+        self.ranges = int64(of_ranges).view(-1, 3)
+        self.tables = int64(
+            [
+                [place_of(r), r.chunk.width, first, r.chunk.row_offset + r.first_row]
+                for r, first in zip(self.distinct, first_ranges, strict=False)
+            ]
+        )
+        self.first_ranges = int64(first_ranges)
+        self.num_rows = int64([r.rows for r in self.distinct])
+        in_bank = {chunk: t for t, chunks in enumerate(bank.chunks) for chunk in chunks}
+        self.in_bank = [in_bank[r.chunk] for r in self.distinct]
+        self.widest = max((r.chunk.width for r in ranges), default=0)
+        line = 64 // bank.weights.element_size()
+        self.fills_lines = all(r.chunk.width % line == 0 for r in ranges)
+
+    def __len__(self) -> int:
+        return len(self.distinct)
+
+
+class Runs(NamedTuple):
+    """Bags that compiled code goes through.
+
+    Args:
+        to_sum: for `sum_bags`.
+        to_sort: for `expand_bags`.
+        first: of each table, in `to_sort`.
+    """
+
+    to_sum: Tensor
+    to_sort: Tensor
+    first: Tensor
+
+
+class Order:
+    """A call's ids in the order of their rows, table by table; see `numba_sort`.
+
+    Args:
+        num_ids: of the call.
+        num_tables: of the lookup.
+        with_places: keep where each id was.
+        shift: see *source* there.
+        columns: of each range in the gradient.
+    """
+
+    def __init__(self, num_ids: int, num_tables: int, with_places: bool, shift: int, columns: Tensor) -> None:
+        sizes = [2 * (num_tables + 1), num_tables, num_ids, num_ids + num_tables + 1, num_ids, num_ids * with_places]
+        starts = [*accumulate(sizes, initial=0)]
+        self.memory = torch.empty(starts[-1], dtype=torch.int32, device="cpu")
+        self.num_ids, self.shift, self.columns = num_ids, shift, columns
+        self.ends, self.counts = self.memory[: sizes[0]].view(torch.int64), self.memory[starts[1] : starts[2]]
+        address = self.memory.data_ptr()
+        self.addresses = (*(address + 4 * start for start in starts[:5]), address + 4 * starts[5] if with_places else 0)
+
+
+def place_of(of: RowRange) -> int:
+    """The first element of a range in its bank."""
+    return of.chunk.element_offset + of.first_row * of.chunk.width
+
+
+def int64(values: Sequence[Any]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device="cpu")
+
+
+def shift(num_bags: int) -> int:
+    """See *source* in `numba_sort`."""
+    return max(num_bags - 1, 1).bit_length()
+
+
+def addresses(rows: Tensor) -> list[int]:
+    """Of each row of a contiguous matrix."""
+    return [rows.data_ptr() + i * rows.stride(0) * rows.element_size() for i in range(len(rows))]
+
+
+def words(integers: Tensor) -> tuple[int, int]:
+    """Address of int32 or int64, whose low halves are read, and the bytes of each."""
+    return integers.data_ptr(), integers.element_size()
+
+
+def address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

@@ -1,0 +1,224 @@
+"""Sums over bags, and over the gradients of each distinct row, compiled by numba: all that touches rows of tables.
+
+A row is summed in blocks of 64, 16, 4 and single columns, each of which stays in registers over all ids, in the ids'
+order: so bits do not depend on blocks. What is needed some ids later is asked for from memory in advance.
+
+Addresses are integers, elements are counted in those of the table.
+"""
+
+from __future__ import annotations
+
+from sharders.embedding.lookup.numba_compile import by_blocks, compiled, helper
+from sharders.embedding.lookup.numba_updates import COPY, finish_row, inner_product
+from sharders.embedding.lookup.numba_vectors import (
+    add,
+    computed,
+    fence,
+    fetch,
+    fetch_to_write,
+    fma,
+    load,
+    read32,
+    read32_at,
+    read64,
+    read_float64,
+    splat,
+    store,
+    stream,
+    total,
+    write64,
+    zeros,
+)
+
+_AHEAD = 16  # ids
+_ROWS_AHEAD = 8  # distinct rows
+
+
+@compiled
+def sum_bags(
+    elements, table, ids, id_bytes, bounds, bound_bytes, runs, num_runs, part, parts, weights, out, out_stride, streams
+):  # fmt: skip
+    """Sums over bags.
+
+    Args:
+        bounds: of the bags among the ids.
+        runs: (num_runs, 5) int64: the first bag's place in `bounds`, the number of bags, place of the first row in the
+            bank, width, place of the first bag's sum in `out`, where that of the next is `out_stride` on.
+        part, parts: which part of each run is summed.
+        weights: of the ids; 0 without.
+        streams: write past the caches, where blocks lie so that this can be.
+    """
+    for run in range(num_runs):
+        bags, num_bags = bounds + read64(runs, 5 * run) * bound_bytes, read64(runs, 5 * run + 1)
+        start, width, to = read64(runs, 5 * run + 2), read64(runs, 5 * run + 3), read64(runs, 5 * run + 4)
+        first, stop = num_bags * part // parts, num_bags * (part + 1) // parts
+        begin = read32_at(bags + first * bound_bytes)
+        last = read32_at(bags + stop * bound_bytes) - 1
+        for bag in range(first, stop):
+            end = read32_at(bags + (bag + 1) * bound_bytes)
+            at = to + bag * out_stride
+            _sum_bag(
+                elements, width, (table, start, width, ids, id_bytes, begin, end, last, weights, out, at, streams)
+            )
+            begin = end
+    if streams:
+        fence()
+
+
+@by_blocks
+def _sum_bag(elements, like, column, arguments):
+    table, start, width, ids, id_bytes, begin, end, last, weights, out, to, streams = arguments
+    start += column
+    summed = like
+    if weights == 0:
+        for place in range(begin, end):
+            later = read32_at(ids + min(place + _AHEAD, last) * id_bytes)
+            fetch(elements, like, table, start + later * width)
+            summed = add(summed, load(elements, like, table, start + read32_at(ids + place * id_bytes) * width))
+    else:
+        for place in range(begin, end):
+            later = read32_at(ids + min(place + _AHEAD, last) * id_bytes)
+            fetch(elements, like, table, start + later * width)
+            row = load(elements, like, table, start + read32_at(ids + place * id_bytes) * width)
+            weight = total(load(elements, zeros(elements, 1), weights, place))
+            summed = fma(splat(like, weight), row, summed)
+    if streams:
+        stream(elements, out, to + column, summed)
+    else:
+        store(elements, out, to + column, summed)
+
+
+@compiled
+def update(
+    elements, kind, grad, grad_stride, shift, columns, tables, num_tables, ends, counts, rows, starts, ordered, places,
+    weights, first, stop, sums, bank, state, more_state, rates, beta1, beta2, packed, packed_rows,
+):  # fmt: skip
+    """Sum the gradients of each distinct row, and update it.
+
+    Args:
+        kind: see `finish_row`.
+        grad: rows `grad_stride` apart, one for each bag or id: see *source* in `numba_sort`.
+        columns: int64: of each range, in `grad`.
+        tables: (num_tables, 4) int64: place of the first row in the bank, width, first range, first row of state.
+        ends, counts, rows, starts, ordered, places: see `sort_tables`.
+        weights: of the ids; 0 without.
+        first, stop: only rows whose sources begin there are worked on: the parts of several threads.
+        sums: memory for a row of what is computed.
+        bank, state, more_state: what `finish_row` calls arrays.
+        rates: (num_tables, 3) float64: learning rate, eps, decay.
+        packed: (num_tables, 2) int64: rows are not written where they lie in the bank but one after the other: place
+            of a table's first in `packed_rows`, and of its first element; 0 if not.
+        packed_rows: int64, written: which these are, as rows of the region.
+    """
+    for table in range(num_tables):
+        begin, end = read64(ends, table), read64(ends, table + 1)
+        if end <= first or begin >= stop or begin == end:
+            continue
+        place, width = read64(tables, 4 * table), read64(tables, 4 * table + 1)
+        of_range, state_row = read64(tables, 4 * table + 2), read64(tables, 4 * table + 3)
+        of_rates = (
+            read_float64(rates, 3 * table), read_float64(rates, 3 * table + 1), beta1, beta2,
+            read_float64(rates, 3 * table + 2),
+        )  # fmt: skip
+        arrays = (bank, state, more_state)
+        found = read32(counts, table)
+        its_rows, its_starts = rows + 4 * begin, starts + 4 * (begin + table)
+        rank = _reach(its_starts, found, first)
+        sources = (grad, grad_stride, shift, columns + 8 * of_range, ordered, places, end - 1, weights)
+        its_last = found - 1
+        while rank < found and read32(its_starts, rank) < stop:
+            row = read32(its_rows, rank)
+            later = read32(its_rows, min(rank + _ROWS_AHEAD, its_last))
+            if kind != COPY:
+                for column in range(0, width, 64):
+                    fetch_to_write(elements, zeros(elements, 64), bank, place + later * width + column)
+            span = (read32(its_starts, rank), read32(its_starts, rank + 1))
+            _sum_sources(elements, width, (sources, span, sums))
+            at = place + row * width
+            if packed != 0:
+                write64(packed_rows, read64(packed, 2 * table) + rank, at // width)
+                at = read64(packed, 2 * table + 1) + rank * width
+            finish_row(elements, kind, sums, at, state_row + row, width, arrays, of_rates)
+            rank += 1
+
+
+@helper
+def _reach(starts, found, place):
+    """The first row whose sources begin at `place` or later."""
+    low, high = 0, found
+    while low < high:
+        middle = (low + high) // 2
+        if read32(starts, middle) < place:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@by_blocks
+def _sum_sources(elements, like, column, arguments):
+    sources, span, sums = arguments
+    grad, stride, shift, columns, ordered, places, last, weights = sources
+    mask = (1 << shift) - 1
+    summed = like
+    for p in range(span[0], span[1]):
+        later = read32(ordered, min(p + _AHEAD, last))
+        fetch(elements, like, grad, (later & mask) * stride + read64(columns, later >> shift) + column)
+        source = read32(ordered, p)
+        part = load(elements, like, grad, (source & mask) * stride + read64(columns, source >> shift) + column)
+        if weights == 0:
+            summed = add(summed, part)
+        else:
+            weight = total(load(elements, zeros(elements, 1), weights, read32(places, p)))
+            summed = fma(splat(like, weight), part, summed)
+    store(computed(elements), sums, column, summed)
+
+
+@compiled
+def weight_gradients(
+    elements, table, ids, id_bytes, bounds, bound_bytes, runs, num_runs, part, parts, grad, grad_stride, out
+):  # fmt: skip
+    """Of each id the inner product of its row and its bag's gradient, which lies as the sum would; see `sum_bags`."""
+    for run in range(num_runs):
+        bags, num_bags = bounds + read64(runs, 5 * run) * bound_bytes, read64(runs, 5 * run + 1)
+        start, width, to = read64(runs, 5 * run + 2), read64(runs, 5 * run + 3), read64(runs, 5 * run + 4)
+        first, stop = num_bags * part // parts, num_bags * (part + 1) // parts
+        begin = read32_at(bags + first * bound_bytes)
+        last = read32_at(bags + stop * bound_bytes) - 1
+        for bag in range(first, stop):
+            end = read32_at(bags + (bag + 1) * bound_bytes)
+            at = to + bag * grad_stride
+            for place in range(begin, end):
+                later = read32_at(ids + min(place + _AHEAD, last) * id_bytes)
+                for ahead in range(0, width, 64):
+                    fetch(elements, zeros(elements, 64), table, start + later * width + ahead)
+                row = start + read32_at(ids + place * id_bytes) * width
+                value = inner_product(elements, table, row, grad, at, width)
+                store(elements, out, place, splat(zeros(elements, 1), value))
+            begin = end
+
+
+@compiled
+def copy_rows(elements, table, ids, id_bytes, runs, num_runs, width, first, stop, out, out_stride):
+    """The rows of the ids at the places `first` to `stop`.
+
+    Args:
+        runs: (num_runs, 2) int64: number of ids, place of their range's first row in the bank.
+        out: rows `out_stride` apart.
+    """
+    begin = 0
+    for run in range(num_runs):
+        end, start = begin + read64(runs, 2 * run), read64(runs, 2 * run + 1)
+        last = end - 1
+        for place in range(max(begin, first), min(end, stop)):
+            later = read32_at(ids + min(place + _AHEAD, last) * id_bytes)
+            from_ = start + read32_at(ids + place * id_bytes) * width
+            _copy_row(elements, width, (table, from_, start + later * width, out, place * out_stride))
+        begin = end
+
+
+@by_blocks
+def _copy_row(elements, like, column, arguments):
+    table, from_, later, out, to = arguments
+    fetch(elements, like, table, later + column)
+    store(elements, out, to + column, load(elements, like, table, from_ + column))

@@ -1,0 +1,258 @@
+"""Ids brought into the order of their rows, compiled by numba: what an update needs of the ids.
+
+Terms:
+    table: here a row range, with all features or segments that name it.
+    key: an id, as a row of its table.
+    source: where the gradient of an id is: `bag + (feature << shift)` of pooled lookups, where `feature` counts in its
+        table; the number of its bag, or its own place, of unpooled ones.
+    order: for each table its distinct rows, ascending, and for each of these the sources in the ids' own order. So the
+        order, and the bits of sums along it, do not depend on how it is found.
+
+Addresses are integers. Arrays are int32 where nothing else is said.
+"""
+
+from __future__ import annotations
+
+from sharders.embedding.lookup.numba_compile import compiled, helper
+from sharders.embedding.lookup.numba_vectors import lowest, ones, read32, read32_at, read64, write32, write64
+
+_FEW_IDS = 24
+_COUNTED_ROWS = 2  # per id: so few are counted one by one
+_MARKED_ROWS = 64  # per id: so few are marked in a bitmap
+_MANY_IDS = 4096  # which a digit of 11 bits pays for
+SCRATCH_PER_ID, SCRATCH = 8, 3 * 2048
+
+
+@compiled
+def expand_bags(
+    elements, ids, id_bytes, bounds, bound_bytes, runs, first_runs, num_tables, keys, sources, origins, ends
+):  # fmt: skip
+    """Keys and sources of bags' ids; returns the most ids of a table.
+
+    Args:
+        bounds: of the bags among the ids.
+        runs: (number of runs, 3) int64, table by table: the first bag's place in `bounds`, the number of bags, what is
+            added to a bag's number in the run to give its source.
+        first_runs: (num_tables + 1,) int64: of each table.
+        origins: where the ids were, written if it is not 0.
+        ends: (num_tables + 1,) int64, written: where each table's keys begin.
+    """
+    to = most = 0
+    for table in range(num_tables):
+        write64(ends, table, to)
+        before = to
+        for run in range(read64(first_runs, table), read64(first_runs, table + 1)):
+            of_run, base = bounds + read64(runs, 3 * run) * bound_bytes, read64(runs, 3 * run + 2)
+            first = read32_at(of_run)
+            for bag in range(read64(runs, 3 * run + 1)):
+                stop = read32_at(of_run + (bag + 1) * bound_bytes)
+                for place in range(first, stop):
+                    write32(keys, to, read32_at(ids + place * id_bytes))
+                    write32(sources, to, base + bag)
+                    if origins != 0:
+                        write32(origins, to, place)
+                    to += 1
+                first = stop
+        most = max(most, to - before)
+    write64(ends, num_tables, to)
+    return most
+
+
+@compiled
+def expand_runs(elements, ids, id_bytes, runs, num_runs, keys, sources):
+    """Keys and sources of ids that are looked up one by one.
+
+    Args:
+        runs: (num_runs, 2) int64, table by table: place of the first id, and their number.
+    """
+    to = 0
+    for run in range(num_runs):
+        first = read64(runs, 2 * run)
+        for place in range(first, first + read64(runs, 2 * run + 1)):
+            write32(keys, to, read32_at(ids + place * id_bytes))
+            write32(sources, to, place)
+            to += 1
+
+
+@compiled
+def sort_tables(
+    elements, keys, sources, origins, ends, num_rows, first, stop, rows, starts, ordered, places, counts, scratch
+):  # fmt: skip
+    """The order of the tables `first` to `stop`.
+
+    Args:
+        keys, sources, origins: of all ids; those of table t are `ends[t]` to `ends[t + 1]`, `ends` int64.
+        num_rows: of each table, int64.
+        rows: written at `ends[t]`: its distinct rows.
+        starts: written at `ends[t] + t`: where each begins in `ordered`, and the end.
+        ordered: written: the sources.
+        places: written: where the ids were, by `origins`, or among all keys if that is 0; 0 where nobody asks.
+        counts: of each table, written: distinct rows.
+        scratch: `SCRATCH_PER_ID` words for each id of the largest of these tables, and `SCRATCH`; 8-byte aligned.
+    """
+    for table in range(first, stop):
+        begin = read64(ends, table)
+        num = read64(ends, table + 1) - begin
+        total = read64(num_rows, table)
+        its_origins = origins + 4 * begin if origins != 0 else 0
+        of = (keys + 4 * begin, sources + 4 * begin, its_origins, num, begin)
+        to = (rows + 4 * begin, starts + 4 * (begin + table), ordered, places)
+        if num <= _FEW_IDS:
+            found = _insert(of, to, scratch)
+        elif total <= _COUNTED_ROWS * num:
+            found = _count(of, total, to, scratch)
+        elif total <= _MARKED_ROWS * num:
+            found = _mark(of, total, to, scratch)
+        else:
+            found = _by_digits(of, total, to, scratch)
+        write32(counts, table, found)
+
+
+@helper
+def _put(of, to, p, at):
+    """The id at place `p` of a table goes to place `at` of all."""
+    _, sources, origins, _, begin = of
+    _, _, ordered, places = to
+    write32(ordered, at, read32(sources, p))
+    if places != 0:
+        write32(places, at, begin + p if origins == 0 else read32(origins, p))
+
+
+@helper
+def _count(of, total, to, counts):
+    """By counting every row of the table."""
+    keys, _, _, num, begin = of
+    rows, starts, _, _ = to
+    for row in range(total):
+        write32(counts, row, 0)
+    for p in range(num):
+        row = read32(keys, p)
+        write32(counts, row, read32(counts, row) + 1)
+    found, at = 0, begin
+    for row in range(total):
+        count = read32(counts, row)
+        if count > 0:
+            write32(rows, found, row)
+            write32(starts, found, at)
+            write32(counts, row, at)
+            at += count
+            found += 1
+    write32(starts, found, at)
+    for p in range(num):
+        row = read32(keys, p)
+        at = read32(counts, row)
+        write32(counts, row, at + 1)
+        _put(of, to, p, at)
+    return found
+
+
+@helper
+def _mark(of, total, to, scratch):
+    """By marking rows in a bitmap: a row's rank is the number of marks before it; ranks are counted."""
+    keys, _, _, num, begin = of
+    rows, starts, _, _ = to
+    num_words = (total + 63) >> 6
+    words, before = scratch, scratch + 8 * num_words
+    ranks = before + 4 * num_words
+    counts = ranks + 4 * num
+    for word in range(num_words):
+        write64(words, word, 0)
+    for p in range(num):
+        row = read32(keys, p)
+        write64(words, row >> 6, read64(words, row >> 6) | (1 << (row & 63)))
+    found = 0
+    for word in range(num_words):
+        write32(before, word, found)
+        marks = read64(words, word)
+        while marks != 0:
+            write32(rows, found, (word << 6) + lowest(marks))
+            write32(counts, found, 0)
+            found += 1
+            marks &= marks - 1
+    for p in range(num):
+        row = read32(keys, p)
+        rank = read32(before, row >> 6) + ones(read64(words, row >> 6) & ((1 << (row & 63)) - 1))
+        write32(ranks, p, rank)
+        write32(counts, rank, read32(counts, rank) + 1)
+    at = begin
+    for rank in range(found):
+        write32(starts, rank, at)
+        count = read32(counts, rank)
+        write32(counts, rank, at)
+        at += count
+    write32(starts, found, at)
+    for p in range(num):
+        rank = read32(ranks, p)
+        at = read32(counts, rank)
+        write32(counts, rank, at + 1)
+        _put(of, to, p, at)
+    return found
+
+
+@helper
+def _by_digits(of, total, to, scratch):
+    """By their digits, the lowest first: needs no memory for each row of the table."""
+    keys, _, _, num, _ = of
+    length = 1
+    while (total - 1) >> length:
+        length += 1
+    wanted = 8 if num < _MANY_IDS else 11
+    passes = (length + wanted - 1) // wanted
+    bits = (length + passes - 1) // passes
+    buckets = 1 << bits
+    counts = scratch
+    from_, into = scratch + 4 * buckets, scratch + 4 * (buckets + 2 * num)
+    for p in range(num):
+        write32(from_, 2 * p, read32(keys, p))
+        write32(from_, 2 * p + 1, p)
+    for digit in range(passes):
+        low = digit * bits
+        for bucket in range(buckets):
+            write32(counts, bucket, 0)
+        for p in range(num):
+            bucket = (read32(from_, 2 * p) >> low) & (buckets - 1)
+            write32(counts, bucket, read32(counts, bucket) + 1)
+        at = 0
+        for bucket in range(buckets):
+            count = read32(counts, bucket)
+            write32(counts, bucket, at)
+            at += count
+        for p in range(num):
+            bucket = (read32(from_, 2 * p) >> low) & (buckets - 1)
+            at = read32(counts, bucket)
+            write32(counts, bucket, at + 1)
+            write64(into, at, read64(from_, p))
+        from_, into = into, from_
+    return _write_sorted(of, to, from_)
+
+
+@helper
+def _insert(of, to, pairs):
+    """Few ids, one by one."""
+    keys, _, _, num, _ = of
+    for p in range(num):
+        key, at = read32(keys, p), p
+        while at > 0 and read32(pairs, 2 * at - 2) > key:
+            write64(pairs, at, read64(pairs, at - 1))
+            at -= 1
+        write32(pairs, 2 * at, key)
+        write32(pairs, 2 * at + 1, p)
+    return _write_sorted(of, to, pairs)
+
+
+@helper
+def _write_sorted(of, to, pairs):
+    """The order, of sorted pairs (key, place)."""
+    _, _, _, num, begin = of
+    rows, starts, _, _ = to
+    found, last = 0, -1
+    for p in range(num):
+        key = read32(pairs, 2 * p)
+        if key != last:
+            write32(rows, found, key)
+            write32(starts, found, begin + p)
+            found += 1
+            last = key
+        _put(of, to, read32(pairs, 2 * p + 1), begin + p)
+    write32(starts, found, begin + num)
+    return found
