@@ -166,3 +166,18 @@ def test_integer_state_is_not_averaged_with_the_weights() -> None:
     (first, moves), (second, of_second) = run_ranks(2, averaged_by_sign, batches)
     assert torch.equal(first, second)
     assert (moves.tolist(), of_second.tolist()) == ([2, 1, 0, 1, 0, 0, 0], [0, 0, 2, 0, 1, 0, 0])
+
+
+def test_frozen_tables_rest_while_weights_of_their_ids_learn() -> None:
+    module = nn.EmbeddingBag(5, 4, mode="sum")
+    _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
+    model = DistributedModelParallel(module, plan={"weight": row_wise()})
+    before = model.weight.detach().clone()
+    model.requires_grad_(False)
+    weights = torch.ones(3, requires_grad=True)
+    model(torch.tensor([1, 2, 3]), torch.tensor([0, 1]), weights).sum().backward()
+    assert torch.equal(model.weight, before) and weights.grad is not None
+    torch.testing.assert_close(weights.grad, before[1:4].sum(1))
+    model.requires_grad_(True)
+    model(torch.tensor([1, 2, 3]), torch.tensor([0, 1]), weights).sum().backward()
+    assert not torch.equal(model.weight, before)

@@ -96,6 +96,10 @@ class Engine:
         )
         self._rows = [self.tables[f.table].rows for f in self.placement.features]
         self._trainable = [t.trainable for t in tables]
+        # What autograd sees of them: those that get a gradient, or one, so that the results want theirs.
+        trained = [i for i, t in enumerate(tables) if t.trainable]
+        self.learning = [i for i in trained if tables[i].optimizer is None] or trained[:1]
+        """Tables whose parameters autograd knows as inputs of the lookup."""
         self.places: list[tuple[dict[str, Any], str]] = []  # of the parameters in the module, set by it
         self._open: dict[int, weakref.ref[Call]] = {}  # calls that were begun and not finished, by their numbers
         self.is_replaced = False
@@ -222,7 +226,7 @@ class Engine:
             with phase(call.spent, INPUT):
                 self._take_turn(call, here)
             self.store.take_back(self.name)
-            parameters = self.store.parameters if call.is_training or call.wants_weight_gradient else ()
+            parameters = [self.store.parameters[i] for i in self.learning] if call.is_training else []
             weights = call.batch.weights if call.wants_weight_gradient else None
             results: Sequence[torch.Tensor] = _Lookup.apply(self, call, weights, *parameters)  # type: ignore[no-untyped-call]
             if self.tensor.size > 1:
@@ -327,6 +331,7 @@ class _Lookup(torch.autograd.Function):
         ctx: Any, engine: Engine, call: Call, weights: torch.Tensor | None, *parameters: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.engine, ctx.call, ctx.number, ctx.is_again = engine, call, call.number, False
+        ctx.learning = engine.learning[: len(parameters)]
         # No views, to autograd: they may be changed in place, as the unsharded module's results.
         return tuple(result.data for result in call.path.forward(call))
 
@@ -351,10 +356,10 @@ class _Lookup(torch.autograd.Function):
                 with phase(ctx.call.spent, GRADIENT):
                     engine.handshake.take_turn(f"goes back through call {ctx.number} again", engine.device, way_back)
             ctx.is_again = True
-            gradients = ctx.call.path.backward(ctx.call, grads)
+            of_weights, *gradients = ctx.call.path.backward(ctx.call, grads)
             if not torch._C._autograd._get_current_graph_task_keep_graph():
                 ctx.call = None
-            return None, None, *gradients
+            return None, None, of_weights, *(gradients[i] for i in ctx.learning)
 
 
 def _described(value: Any) -> str:

@@ -52,9 +52,13 @@ class Header:
 
     def packed(self, *before: int) -> list[int]:
         """As integers, behind these three of the call."""
-        flags = self.is_training + 2 * self.is_weighted + 4 * self.wants_weight_gradient
         batch_size = self.batch_sizes[0] if len(self.batch_sizes) == 1 else _PER_FEATURE
-        return [*before, batch_size, self.words, flags, self.checksum, *packed(self.fault)]
+        return [*before, batch_size, self.words, self.flags, self.checksum, *packed(self.fault)]
+
+    @property
+    def flags(self) -> int:
+        """How the module is called, as one number."""
+        return self.is_training + 2 * self.is_weighted + 4 * self.wants_weight_gradient
 
     @staticmethod
     def unpacked(words: Sequence[int]) -> Header:
@@ -183,7 +187,7 @@ class Handshake:
 
     def _check_same_manner(self, headers: Sequence[Header]) -> None:
         for rank, header in enumerate(headers):
-            if header.manner() != headers[0].manner():
+            if header.flags != headers[0].flags:
                 raise InputError(
                     f"ranks call {self.name} in different ways: rank 0 {headers[0].manner()}, rank {rank} "
                     f"{header.manner()}; call it the same way on every rank"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import NoReturn
 
 import torch
@@ -12,6 +13,7 @@ from sharders.embedding.batch import Batch, Ids
 from sharders.embedding.input_faults import Fault, Kind, dtype_index
 
 INTEGERS = (torch.int32, torch.int64)
+_FEW_IDS = 1 << 14  # that are looked at all together: each key by itself takes some microseconds
 
 
 def check_batch(ids: Ids, rows: Sequence[int], is_strict: bool) -> Batch:
@@ -61,17 +63,42 @@ def _raise_length(ids: Ids) -> NoReturn:
 
 def _outside(batch: Batch, rows: Sequence[int]) -> int | None:
     """The first feature with an id outside its table; one pass and one read. Those of unread keys may be anything."""
-    keys = [key for key in dict.fromkeys(batch.key_of) if batch.counts[key]]
+    values, counts = batch.values, batch.counts
+    keys = [key for key in dict.fromkeys(batch.key_of) if counts[key]]
     if not keys:
         return None
-    parts = batch.values.split(batch.counts)
-    ranges = torch.stack([extreme for key in keys for extreme in parts[key].aminmax()]).view(-1, 2).tolist()
-    of_key = dict(zip(keys, ranges, strict=True))
+    if len(set(counts)) == 1:
+        of_key = dict(enumerate(torch.stack(values.view(len(counts), -1).aminmax(dim=1), 1).tolist()))
+    elif values.numel() <= _FEW_IDS and len(keys) == len(counts) and not _is_any_outside(batch, rows):
+        return None
+    else:
+        parts = values.split(counts)
+        ranges = torch.stack([extreme for key in keys for extreme in parts[key].aminmax()]).view(-1, 2).tolist()
+        of_key = dict(zip(keys, ranges, strict=True))
     for f, key in enumerate(batch.key_of):
         low, high = of_key.get(key, (0, -1))
         if low < 0 or high >= rows[f]:
             return f
     return None
+
+
+def _is_any_outside(batch: Batch, rows: Sequence[int]) -> bool:
+    """Whether there is any, of a batch whose keys are all read."""
+    values = batch.values
+    limits = _smallest_rows(len(batch.counts), batch.key_of, tuple(rows), values.dtype, values.device)
+    limit_of_id = limits.repeat_interleave(batch.lengths.sum(1), output_size=values.numel())
+    return bool(((values < 0) | (values >= limit_of_id)).any())
+
+
+@lru_cache(maxsize=64)
+def _smallest_rows(
+    num_keys: int, key_of: tuple[int, ...], rows: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """(K,) rows of the smallest table that reads each key."""
+    smallest = [torch.iinfo(dtype).max] * num_keys
+    for key, of_feature in zip(key_of, rows, strict=True):
+        smallest[key] = min(smallest[key], of_feature)
+    return torch.tensor(smallest, dtype=dtype, device=device)
 
 
 def _raise_id(batch: Batch, rows: Sequence[int], feature: int) -> NoReturn:

@@ -56,9 +56,11 @@ class Path(Generic[Given]):
         spent = call.spent
         with phase(spent, BACKWARD):
             given = self._given(call, grads)
-            local = sum_of(self._local_gradients(call, given), self.dtype)
+            local = sum_of(self._local_gradients(call, given), self.dtype) if call.is_training else None
         with phase(spent, GRADIENT):
             grad, of_weights = self._send_back(call, given, self.replicas.beside(local))
+        if not call.is_training:  # all tables are frozen: the gradient is for the weights
+            return [of_weights, *[None] * len(self.store.parameters)]
         sources = tuple(self.replicas.sources)
         if self.peers.num_replicas > 1:
             with phase(spent, SYNC):
