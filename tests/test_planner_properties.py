@@ -13,12 +13,14 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from dmp import (
+    Found,
     Layout,
     PlanError,
     ShardingEnv,
@@ -29,6 +31,7 @@ from dmp import (
     table_wise,
 )
 from planner import Constraint, PlanReport, ShardingPlanner, Topology
+from planner.costs.step import Placed, loads
 from sharders import default_sharders
 from tests.planner_bags import bags
 
@@ -162,6 +165,20 @@ def _covers_and_fits(drawn: Drawn) -> None:
     for weights, counted in zip(held(plan, drawn), said.rank_bytes, strict=True):
         assert weights <= counted + 1 and counted <= usable * (1 + HARDLY)
     assert said.lower_bound <= said.step_seconds * (1 + HARDLY)
+    _is_exact(plan, drawn)
+
+
+def _is_exact(plan: ShardingPlan, drawn: Drawn) -> None:
+    """The report says what each rank's shards cost, counted one by one: last row blocks are smaller than others."""
+    taken = Found.of(drawn.module, default_sharders(), drawn.env, {}, None).sites.parameters(frozenset())
+    infos = {name: info for name, (_, info) in taken.items()}
+    said, planner = report(plan), drawn.planner()
+    if any("Adam's state" in note for note in said.notes):
+        infos = {name: replace(info, state_bytes=(0, 0)) for name, info in infos.items()}
+    placed = [Placed(infos[n], plan[n].layout, p) for n, p in zip(drawn.names, drawn.pooling, strict=False)]
+    found = loads(planner.cost_model, placed, drawn.env, drawn.topology(), drawn.batch_size)
+    assert np.abs(found[:, -1] - said.rank_bytes).max() <= 1 + HARDLY * found[:, -1].max()
+    assert said.rank_seconds.sum(1) == pytest.approx(found[:, :-1].sum(1), rel=1e-6)
 
 
 test_plans_cover_and_fit, test_many_plans_cover_and_fit = of_drawn(_covers_and_fits)

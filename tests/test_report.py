@@ -132,6 +132,7 @@ def test_progress(
 ) -> None:
     monkeypatch.setattr("sys.stderr", terminal := stream())
     monkeypatch.setattr("planner.report.progress._EVERY_S", 0.0)
+    monkeypatch.setattr("planner.report.progress._AFTER_S", 1e6)
     planner = ShardingPlanner(small_memory(1e3 if fails else 1e9), progress=shows)
     with pytest.raises(PlanError) if fails else contextlib.nullcontext():
         planner.plan(bags((100, 16), (1000, 16)), [BagSharder()], one_axis(4))

@@ -188,17 +188,20 @@ class Candidates:
         owner = np.repeat(np.arange(len(self.table_rows)), [len(of_class) for of_class in self.table_rows])
         family = np.array([row.family[1:5] for row in rows], dtype=np.int64).reshape(-1, 4)
         first = np.array([row.rows[0] for row in rows], dtype=np.int64)
-        fixed, slope, everywhere = of.fixed[first], of.slope[first], of.everywhere[first]
+        costs = [values[first] for values in (of.fixed, of.slope, of.everywhere, of.lack, of.lack_slope)]
         ragged = {i: of.ragged[row.rows[0]] for i, row in enumerate(rows) if row.rows[0] in of.ragged}
         for i, row in enumerate(rows):
             if len(row.rows) > 1:
-                fixed[i], slope[i], everywhere[i], loads = costs_together(row, of)
+                *of_group, loads = costs_together(row, of)
+                for values, value in zip(costs, of_group, strict=True):
+                    values[i] = value
                 ragged.pop(i, None)
                 if loads is not None:
                     ragged[i] = loads
         kinds = np.array([of.kinds(row.rows[0]) for row in rows], dtype=np.int64)
         size, pieces, units, least = family.T
-        return CostTable(owner, size, pieces, units, least, fixed, slope, everywhere, kinds, ragged)
+        fixed, slope, everywhere, lack, lack_slope = costs
+        return CostTable(owner, size, pieces, units, least, fixed, slope, everywhere, kinds, ragged, lack, lack_slope)
 
 
 def _classes_of_groups(

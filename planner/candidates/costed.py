@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,6 +66,7 @@ class Costed:
     """Offers and their costs; the arrays have a row for each, as in `CostTable`, grouped by class.
 
     Args:
+        lack, lack_slope: what a block's last rank has less, see [Note: last ranks] in `CostTable`.
         is_affine: costs are, in columns.
         spans: (phases + 1,) ranks that share a phase.
     """
@@ -74,6 +76,8 @@ class Costed:
     fixed: Array
     slope: Array
     everywhere: Array
+    lack: Array
+    lack_slope: Array
     ragged: dict[int, Array]
     is_affine: bool
     spans: Integers
@@ -85,6 +89,7 @@ class Costed:
         size, pieces, units, _ = (column[:, None] for column in family.T)
         cut = units * self.slope
         mean = (pieces * self.fixed + cut) * self.sharing(size)
+        mean -= (pieces * self.lack + units * self.lack_slope) * self.spans
         for row, loads in self.ragged.items():
             mean[row] = loads.sum((0, 1)) * self.sharing(size[row]) / size[row]
         return self.fixed + cut + self.everywhere, mean / num_ranks + self.everywhere
@@ -93,14 +98,20 @@ class Costed:
         """The same of one that is divisible, cut into pieces of so many units."""
         fixed, slope, common = self.fixed[row], self.slope[row], self.everywhere[row]
         total = (len(widths) * fixed + sum(widths) * slope) * self.sharing(self.offers[row].family.size)
+        total -= (len(widths) * self.lack[row] + sum(widths) * self.lack_slope[row]) * self.spans
         return fixed + max(widths) * slope + common, total / num_ranks + common
 
-    def pieces(self, row: int, widths: Sequence[int] | None) -> list[Array]:
-        """(ranks of a block, or 1 where they are alike, phases + 1) of each piece, without what is everywhere."""
+    def pieces(self, row: int, widths: Sequence[int] | None) -> list[list[tuple[int, Array]]]:
+        """Of each piece, the runs of ranks that have the same: how many, and (phases + 1,), without `everywhere`."""
         if row in self.ragged:
-            return list(self.ragged[row])
-        units = [0] * self.offers[row].family.pieces if widths is None else widths
-        return [(self.fixed[row] + width * self.slope[row])[None] for width in units]
+            return [_equal_runs(loads) for loads in self.ragged[row]]
+        family = self.offers[row].family
+        units = [0] * family.pieces if widths is None else widths
+        most = [self.fixed[row] + width * self.slope[row] for width in units]
+        lacks = [self.lack[row] + width * self.lack_slope[row] for width in units]
+        if family.size == 1 or not any(lack.any() for lack in lacks):
+            return [[(family.size, load)] for load in most]
+        return [[(family.size - 1, load), (1, load - lack)] for load, lack in zip(most, lacks, strict=True)]
 
     def sharing(self, size: Any) -> Any:
         """Ranks on which a piece puts its load, by phase."""
@@ -118,33 +129,98 @@ def costed(classes: Sequence[Class], offered: Sequence[Sequence[Offer]], setting
     offers = tuple(offer for of_class in offered for offer in of_class)
     owner = np.repeat(np.arange(len(classes)), [len(of_class) for of_class in offered])
     known = np.array([_whole(of) for of in classes], dtype=np.float64).reshape(-1, len(ShardInfo._fields))
-    regular = np.array([row for row, offer in enumerate(offers) if _is_regular(offer, known[owner[row]])], dtype=int)
-    others = sorted(set(range(len(offers))) - set(regular.tolist()))
-    shards, widths = _at_three_widths(known[owner[regular]], [offers[row] for row in regular.tolist()], setting.env)
+    rows = np.array([row for row, offer in enumerate(offers) if _is_regular(offer, known[owner[row]])], dtype=int)
+    others = sorted(set(range(len(offers))) - set(rows.tolist()))
+    regular = _Regular.of(rows, known[owner[rows]], [offers[row] for row in rows.tolist()], setting.env)
     single = [_shards_of(offers[row], known[owner[row]], classes[owner[row]], setting.env) for row in others]
-    every = ShardTable.from_columns(*np.concatenate([shards.reshape(-1, known.shape[1]), *single]).T)
-    local, everywhere = setting.model.costs(every, setting.env, setting.topology, setting.batch_size)
+    local, everywhere = _evaluated(regular, single, setting)
     if any(of.curve is not None for of in classes):
-        for row, of_row in zip(regular.tolist(), shards.transpose(1, 0, 2), strict=True):
-            of_row[:, _SHARE] = _hottest(classes[owner[row]], offers[row].family, of_row[0, _SHARE])
-        every = ShardTable.from_columns(*np.concatenate([shards.reshape(-1, known.shape[1]), *single]).T)
-        local, _ = setting.model.costs(every, setting.env, setting.topology, setting.batch_size)
+        for i, row in enumerate(rows.tolist()):
+            regular.heat(i, classes[owner[row]], offers[row].family)
+        local, _ = _evaluated(regular, single, setting)
     spans = np.append(setting.model.spans(setting.env), 1)
-    count, width = len(regular), local.shape[1]
-    fixed, slope, common = np.zeros((3, len(offers), width))
-    is_affine = _is_affine(local[: 3 * count], widths)
-    found = Costed(offers, owner, fixed, slope, common, {}, is_affine, spans)
-    _add_regular(found, regular, local[: 3 * count], everywhere[: 3 * count], spans)
-    start = 3 * count
+    fixed, slope, common, lack, lack_slope = np.zeros((5, len(offers), local.shape[1]))
+    found = Costed(offers, owner, fixed, slope, common, lack, lack_slope, {}, regular.is_affine(local), spans)
+    _add_regular(found, regular, local, everywhere)
+    start = regular.number
     for row, of_row in zip(others, single, strict=True):
         stop = start + len(of_row)
-        loads = _loads(found.offers[row], local[start:stop], spans)
+        loads, common = _loads(found.offers[row], local[start:stop], everywhere[start:stop], spans)
         found.fixed[row] = loads.max((0, 1))
         if (loads != found.fixed[row]).any():
             found.ragged[row] = loads
-        found.everywhere[row] = everywhere[start:stop].sum(0)
+        found.everywhere[row] = common
         start = stop
     return found
+
+
+def _evaluated(regular: _Regular, single: Sequence[Array], setting: CostSetting) -> tuple[Array, Array]:
+    """What the model says of all shards: of regular families at all widths, of their last ranks, of the others."""
+    width = len(ShardInfo._fields)
+    shards = [regular.shards.reshape(-1, width), regular.last.reshape(-1, width), *single]
+    every = ShardTable.from_columns(*np.concatenate(shards).T)
+    return setting.model.costs(every, setting.env, setting.topology, setting.batch_size)
+
+
+class _Regular(NamedTuple):
+    """Families whose pieces are alike, and a rank's shard of each.
+
+    Args:
+        rows: of the offers.
+        family: (families, 4) size, pieces, units, least.
+        is_copied: (families,).
+        shards: (3, families, fields) at three widths.
+        widths: (3, families) those.
+        uneven: families whose blocks have a last rank with fewer rows.
+        last: (2, uneven, fields) its shard, at the first and the last width.
+    """
+
+    rows: Integers
+    family: Integers
+    is_copied: NDArray[np.bool_]
+    shards: Array
+    widths: Array
+    uneven: Integers
+    last: Array
+
+    @classmethod
+    def of(cls, rows: Integers, known: Array, offers: Sequence[Offer], env: ShardingEnv) -> _Regular:
+        family = np.array([o.family[1:5] for o in offers], dtype=np.int64).reshape(-1, 4)
+        size, pieces, units, least = family.T
+        is_copied = np.array([o.family.is_copied for o in offers], dtype=bool)
+        whole = known[:, _ROWS].copy()
+        _blocks_of_rows(known, size, is_copied, env)
+        columns = known[:, _COLUMNS] / pieces
+        # A piece of a table whose columns are no multiple of four is costed as if it had those left over.
+        over = columns - UNIT * units
+        cuts = [np.where(units > 0, UNIT * u + over, columns) for u in (least, (least + units) // 2, units)]
+        shards = np.stack([known] * 3)
+        shards[:, :, _COLUMNS] = cuts
+        uneven = np.flatnonzero(~is_copied & (known[:, _ROWS] * size != whole))
+        last = shards[::2, uneven]
+        _of_last_ranks(last, whole[uneven], size[uneven])
+        return cls(rows, family, is_copied, shards, np.stack(cuts), uneven, last)
+
+    @property
+    def number(self) -> int:
+        """Of shards of all."""
+        return 3 * len(self.rows) + 2 * len(self.uneven)
+
+    def heat(self, index: int, of: Class, family: Family) -> None:
+        """Have a family's ranks get the ids that the one with most gets, but for the last where it has fewer rows."""
+        self.shards[:, index, _SHARE] = _hottest(of, family, self.shards[0, index, _SHARE])
+        for at in np.flatnonzero(self.uneven == index).tolist():
+            if of.curve is not None:
+                rows = of.info.shape[0]
+                edges = np.array([rows - self.last[0, at, _ROWS], rows])
+                self.last[:, at, _SHARE] = float(np.diff(of.curve.below(edges))[0])
+
+    def is_affine(self, local: Array) -> bool:
+        """Whether costs at the middle width lie between those at the two others as the width does."""
+        low, middle, high = local[: 3 * len(self.rows)].reshape(*self.widths.shape, local.shape[1])
+        part = (self.widths[1] - self.widths[0]) / np.maximum(self.widths[2] - self.widths[0], 1)
+        expected = low + (high - low) * part[:, None]
+        return bool((np.abs(middle - expected) <= 1e-6 * np.maximum(high, 1e-15)).all())
 
 
 def _whole(of: Class) -> ShardInfo:
@@ -168,43 +244,47 @@ def _blocks_of_rows(known: Array, sizes: Integers, is_copied: NDArray[np.bool_],
     known[:, _ON_HOST] = np.where(is_copied, 1, 1 / np.minimum(sizes, inner))
 
 
-def _at_three_widths(known: Array, offers: Sequence[Offer], env: ShardingEnv) -> tuple[Array, Array]:
-    """A rank's shard of each family: (3, families, fields) at three widths, and those widths, (3, families)."""
-    family = np.array([o.family[1:5] for o in offers], dtype=np.int64).reshape(-1, 4)
-    size, pieces, units, least = family.T
-    is_copied = np.array([o.family.is_copied for o in offers], dtype=bool)
-    _blocks_of_rows(known, size, is_copied, env)
-    columns = known[:, _COLUMNS] / pieces
-    # A piece of a table whose columns are no multiple of four is costed as if it had those left over.
-    over = columns - UNIT * units
-    cuts = [np.where(units > 0, UNIT * u + over, columns) for u in (least, (least + units) // 2, units)]
-    shards = np.stack([known] * 3)
-    shards[:, :, _COLUMNS] = cuts
-    return shards, np.stack(cuts)
+def _of_last_ranks(known: Array, whole: Array, size: Integers) -> None:
+    """Have entries that stand for one rank's rows of blocks stand for the last rank's.
+
+    Args:
+        known: (..., entries, fields).
+        whole: (entries,) rows of the whole table.
+    """
+    rows = whole - known[..., _ROWS] * (size - 1)
+    known[..., _SHARE] *= rows / np.maximum(known[..., _ROWS], 1)
+    known[..., _ROWS] = rows
 
 
-def _add_regular(found: Costed, rows: Integers, local: Array, everywhere: Array, spans: Integers) -> None:
+def _add_regular(found: Costed, regular: _Regular, local: Array, everywhere: Array) -> None:
     """Fill in what families of alike pieces cost, from their costs at three widths."""
-    family = np.array([found.offers[row].family[1:5] for row in rows.tolist()], dtype=np.int64).reshape(-1, 4)
-    size, pieces, units, least = family.T
+    rows, count, width = regular.rows, len(regular.rows), local.shape[1]
+    size, pieces, units, least = regular.family.T
+    cut, last = 3 * count, slice(3 * count, regular.number)
+    alone = local[:cut].reshape(3, count, width)
     # of a phase that ranks share, what all shards of the piece on them add to it
-    local = local.reshape(3, len(rows), local.shape[1]) * np.minimum(size[:, None], spans)
-    steps = np.maximum(units - least, 1)[:, None]
-    slope = np.where(units[:, None] > least[:, None], (local[2] - local[0]) / steps, 0.0)
-    fixed = local[2] - slope * units[:, None]
-    found.slope[rows] = slope
-    found.fixed[rows] = np.where(fixed < 1e-12 * local[2], 0.0, fixed)
-    is_copied = np.array([found.offers[row].family.is_copied for row in rows.tolist()], dtype=bool)
-    shards = pieces * np.where(is_copied, 1, size)
-    found.everywhere[rows] = everywhere.reshape(3, len(rows), everywhere.shape[1])[2] * shards[:, None]
+    most = alone * np.minimum(size[:, None], found.spans)
+    found.fixed[rows], found.slope[rows] = _line(most[0], most[2], units, least)
+    shards = pieces * np.where(regular.is_copied, 1, size)
+    common = everywhere[:cut].reshape(3, count, width)[2]
+    found.everywhere[rows] = common * shards[:, None]
+    at, uneven = regular.uneven, rows[regular.uneven]
+    less = np.maximum(alone[::2, at] - local[last].reshape(2, len(at), width), 0)
+    lack, lack_slope = _line(less[0], less[1], units[at], least[at])
+    is_one = size[at, None] <= found.spans  # group of ranks that share the phase: all of the piece's load is on it
+    found.fixed[uneven] -= np.where(is_one, lack, 0)
+    found.slope[uneven] -= np.where(is_one, lack_slope, 0)
+    found.lack[uneven], found.lack_slope[uneven] = np.where(is_one, 0, lack), np.where(is_one, 0, lack_slope)
+    rest = common[at] - everywhere[last].reshape(2, len(at), width)[1]
+    found.everywhere[uneven] -= rest * pieces[at, None]
 
 
-def _is_affine(local: Array, widths: Array) -> bool:
-    """Whether costs at the middle width lie between those at the two others as the width does."""
-    low, middle, high = local.reshape(*widths.shape, local.shape[1])
-    part = (widths[1] - widths[0]) / np.maximum(widths[2] - widths[0], 1)
-    expected = low + (high - low) * part[:, None]
-    return bool((np.abs(middle - expected) <= 1e-6 * np.maximum(high, 1e-15)).all())
+def _line(low: Array, high: Array, units: Integers, least: Integers) -> tuple[Array, Array]:
+    """What is there at no units, and for each, from what is there at least and at all of them."""
+    is_cut, steps = (units > least)[:, None], np.maximum(units - least, 1)[:, None]
+    slope = np.where(is_cut, (high - low) / steps, 0.0)
+    fixed = high - slope * units[:, None]
+    return np.where(np.abs(fixed) < 1e-12 * high, 0.0, fixed), slope
 
 
 def _hottest(of: Class, family: Family, even: float) -> float:
@@ -224,8 +304,10 @@ def _shards_of(offer: Offer, known: Array, of: Class, env: ShardingEnv) -> Array
         shards[:, _COLUMNS] = cut
         sizes = np.full(len(cut), offer.family.size)
         _blocks_of_rows(shards, sizes, np.zeros(len(cut), dtype=bool), env)
+        last = shards.copy()
+        _of_last_ranks(last, np.full(len(cut), known[_ROWS]), sizes)
         shards[:, _SHARE] = _hottest(of, offer.family, shards[0, _SHARE])
-        return shards
+        return np.concatenate([shards, last])
     shards = np.stack([known] * len(offer.own.shards))
     cuts = np.array(offer.own.shards, dtype=np.float64)
     shards[:, _ROWS], shards[:, _COLUMNS], shards[:, _ON_HOST], first = cuts.T
@@ -236,20 +318,34 @@ def _shards_of(offer: Offer, known: Array, of: Class, env: ShardingEnv) -> Array
     return shards
 
 
-def _loads(offer: Offer, local: Array, spans: Integers) -> Array:
-    """(pieces, ranks in a block, phases + 1) of an offer from its shards' costs."""
+def _loads(offer: Offer, local: Array, everywhere: Array, spans: Integers) -> tuple[Array, Array]:
+    """(pieces, ranks in a block, phases + 1) of an offer from its shards' costs, and (phases + 1,) on all ranks."""
     own: MovableLayout | None = offer.own
     size, pieces = offer.family.size, offer.family.pieces
-    if own is None:
-        return np.repeat((local * np.minimum(size, spans))[:, None], size, axis=1)
+    if own is None:  # a full rank's of each piece, then a last rank's
+        of_pieces = np.repeat(local[:pieces, None], size, axis=1)
+        of_pieces[:, -1] = local[pieces:]
+        common = everywhere[:pieces].sum(0) * (size - 1) + everywhere[pieces:].sum(0)
+        return _together(of_pieces, spans), common
     on_ranks = np.zeros((pieces * size, local.shape[1]))
     if own.is_copied:
         on_ranks[:] = local[0]
     else:
         np.add.at(on_ranks, np.array(own.ranks), local)
-    loads: Array = on_ranks.reshape(pieces, size, local.shape[1])
+    return _together(on_ranks.reshape(pieces, size, local.shape[1]), spans), everywhere.sum(0)
+
+
+def _together(loads: Array, spans: Integers) -> Array:
+    """Loads with phases that ranks share added up over those, in place."""
+    pieces, size, _ = loads.shape
     for phase, span in enumerate(spans.tolist()):
         if span > 1:
             groups = loads[:, :, phase].reshape(pieces, -1, min(span, size) if size % min(span, size) == 0 else size)
             loads[:, :, phase] = np.repeat(groups.sum(2), groups.shape[2], axis=1).reshape(pieces, size)
     return loads
+
+
+def _equal_runs(loads: Array) -> list[tuple[int, Array]]:
+    """Of (ranks, phases + 1) how many neighbours have the same, and what."""
+    edges = [0, *(np.flatnonzero((loads[1:] != loads[:-1]).any(1)) + 1).tolist(), len(loads)]
+    return [(stop - start, loads[start]) for start, stop in pairwise(edges)]

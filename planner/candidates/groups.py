@@ -93,24 +93,39 @@ def rows_together(colocate: str, members: Sequence[str], offered: Sequence[Seque
     return found
 
 
-def costs_together(row: Row, costed: Costed) -> tuple[Array, Array, Array, Array | None]:
-    """Fixed, slope and everywhere of a group's family, and its loads where its ranks' differ; sums over members."""
+class Together(NamedTuple):
+    """What a group's family costs, as in `CostTable`; `loads` where its ranks' differ, else None."""
+
+    fixed: Array
+    slope: Array
+    everywhere: Array
+    lack: Array
+    lack_slope: Array
+    loads: Array | None
+
+
+def costs_together(row: Row, costed: Costed) -> Together:
+    """Sums over members."""
     size, pieces = row.family.size, row.family.pieces
-    fixed, slope = np.zeros_like(costed.fixed[0]), np.zeros_like(costed.fixed[0])
+    fixed, slope, lack, lack_slope = np.zeros((4, costed.fixed.shape[1]))
     loads = None
     for member in row.rows:
         units = costed.offers[member].family.units
         if units and not row.family.units:  # of one that may be cut anywhere, so many pieces
             fixed = fixed + costed.fixed[member] + costed.slope[member] * (units // pieces)
+            lack = lack + costed.lack[member] + costed.lack_slope[member] * (units // pieces)
         elif member in costed.ragged:
             loads = costed.ragged[member] + (0.0 if loads is None else loads)
         else:
             fixed, slope = fixed + costed.fixed[member], slope + costed.slope[member]
+            lack, lack_slope = lack + costed.lack[member], lack_slope + costed.lack_slope[member]
     everywhere = costed.everywhere[list(row.rows)].sum(0)
     if loads is not None:
-        loads = np.broadcast_to(loads + fixed, (pieces, size, len(fixed)))
-        fixed = loads.max((0, 1))
-    return fixed, slope, everywhere, loads
+        loads = np.broadcast_to(loads + fixed, (pieces, size, len(fixed))).copy()
+        for phase, span in enumerate(costed.spans.tolist()):
+            loads[:, -min(span, size) :, phase] -= lack[phase]
+        fixed, lack = loads.max((0, 1)), np.zeros_like(lack)
+    return Together(fixed, slope, everywhere, lack, lack_slope, loads)
 
 
 def _ways(rows: Sequence[int], costed: Costed) -> dict[tuple[object, Family], int]:

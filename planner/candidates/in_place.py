@@ -53,12 +53,20 @@ def add_load(load: Array, of: InPlace, costed: Costed, row: int, spans: Integers
         first = block * size
         own = costed.fixed[row] if loads is None else loads[piece]
         load[first : first + size] += own
+        if loads is None:
+            _take_lack(load, costed.lack[row], first + size, spans)
         for phase in np.flatnonzero(spans > size).tolist():  # the others that share it
             span, value = int(spans[phase]), own[..., phase].max()
             start = first // span * span
             load[start:first, phase] += value
             load[first + size : start + span, phase] += value
     load += costed.everywhere[row]
+
+
+def _take_lack(load: Array, lack: Array, stop: int, spans: Integers) -> None:
+    """Take away what a block's last rank has less; in a phase that ranks share, the last of their groups."""
+    for phase in np.flatnonzero(lack).tolist():
+        load[stop - spans[phase] : stop, phase] -= lack[phase]
 
 
 def ranks_held(of: InPlace, costed: Costed, row: int, num_ranks: int) -> Ranks:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -131,12 +130,12 @@ def _planned(
     num_ranks, width = len(solution.load), (len(names), len(merged.names) + 1)
     busiest, average = np.zeros(width, np.float32), np.zeros(width, np.float32)
     class_of, chosen, cut = np.full((3, len(names)), [[-1], [-1], [1]], np.int32)
-    pieces: list[tuple[int, int, int, Array]] = []
+    pieces: list[tuple[int, int, list[tuple[int, Array]]]] = []
     for name, row in candidates.pinned_rows.items():
         index, of = index_of[name], candidates.pinned[name]
         busiest[index], average[index] = most[row], mean[row]
         sizes = zip(of.blocks, costed.pieces(row, None), strict=True)
-        pieces += [(index, block, of.offer.family.size, loads) for block, loads in sizes]
+        pieces += [(index, block * of.offer.family.size, runs) for block, runs in sizes]
     for name, row, choice in candidates.chosen(solution.choices):
         index, family = index_of[name], costed.offers[row].family
         class_of[index], chosen[index] = costed.owner[row], row
@@ -146,7 +145,7 @@ def _planned(
             cut[index] = len(widths)
             busiest[index], average[index] = (merged.loads(x) for x in costed.of_cut(row, widths, num_ranks))
         sizes = zip(choice.blocks, costed.pieces(row, widths), strict=True)
-        pieces += [(index, block, family.size, loads) for block, loads in sizes]
+        pieces += [(index, block * family.size, runs) for block, runs in sizes]
     return Planned(
         names=tuple(names),
         layouts=tuple(layouts[name] for name in names),
@@ -166,25 +165,18 @@ def _even(units: int, blocks: Sequence[int]) -> list[int]:
     return [units // len(blocks)] * len(blocks)
 
 
-def _pieces(found: Sequence[tuple[int, int, int, Array]]) -> Pieces:
+def _pieces(found: Sequence[tuple[int, int, list[tuple[int, Array]]]]) -> Pieces:
     """Blocks of ranks that have something; of one whose ranks differ, each run of equal ones.
 
     Args:
-        found: index of the parameter, block, ranks in it, and (those ranks or 1, phases + 1) loads.
+        found: index of the parameter, first rank, and runs of ranks with (phases + 1,) loads.
     """
     rows: list[tuple[int, int, int, float, float]] = []
-    for index, block, size, loads in found:
-        first = block * size
-        for start, stop in _equal_runs(loads) if len(loads) > 1 else [(0, size)]:
-            load = loads[start]
+    for index, first, runs in found:
+        for size, load in runs:
             if load.any():
-                rows.append((index, first + start, stop - start, float(load[:-1].sum()), float(load[-1])))
+                rows.append((index, first, size, float(load[:-1].sum()), float(load[-1])))
+            first += size
     table: NDArray[np.float64] = np.array(rows, dtype=np.float64).reshape(len(rows), 5)
     owner, first_rank, size_of = table[:, :3].T.astype(np.int32)
     return Pieces(owner, first_rank, size_of, table[:, 3].astype(np.float32), table[:, 4].astype(np.float32))
-
-
-def _equal_runs(loads: Array) -> list[tuple[int, int]]:
-    cuts = np.flatnonzero((loads[1:] != loads[:-1]).any(1)) + 1
-    edges = [0, *cuts.tolist(), len(loads)]
-    return list(pairwise(edges))

@@ -161,10 +161,11 @@ def _units(problem: Problem, found: Columns) -> Array:
     """(phases,) seconds of which every piece takes a whole number; 0 where there are none."""
     table, row = problem.table, np.unique(found.row[found.hits[:, 0] > 0])
     base, units = problem.base[:, :-1], np.zeros(len(problem.span))
+    lacks = np.asarray(table.lack[row].any(0) | table.lack_slope[row].any(0))
     row = row[table.size[row] < len(problem.capacity)]
     if np.isin(row, list(table.ragged)).any():
         return units
-    for phase in np.flatnonzero(base.max(0) == base.min(0)).tolist():
+    for phase in np.flatnonzero((base.max(0) == base.min(0)) & ~lacks[:-1]).tolist():
         seconds = np.concatenate([table.fixed[row, phase], table.slope[row, phase]])
         seconds = np.unique(seconds[seconds > 0])
         for part in range(1, _PARTS) if len(seconds) else ():

@@ -36,6 +36,7 @@ class Columns(NamedTuple):
         kinds: (columns,) set-ups needed, a bit each.
         pieces: (columns,) how many; 0 where nobody counts them.
         hits: (columns, phases + 1) part of the ranks, or groups that share the phase, that a piece is on at least.
+        one: (phases + 1,) part of them that one is.
     """
 
     owner: Integers
@@ -47,6 +48,7 @@ class Columns(NamedTuple):
     kinds: Integers
     pieces: Integers
     hits: Array
+    one: Array
 
     def take(self, rows: Integers) -> Columns:
         """Some of them."""
@@ -60,6 +62,7 @@ class Columns(NamedTuple):
             self.kinds[rows],
             self.pieces[rows],
             self.hits[rows],
+            self.one,
         )
 
 
@@ -93,26 +96,32 @@ def columns(problem: Problem, upper: float) -> Columns:
     piece = fixed + widest[:, None] * slope
     whole = number[:, None] * fixed + table.units[row][:, None] * slope
     # a piece meets at least so many of the groups of ranks that share a phase
-    hits = -(-table.size[row][:, None] // span) / -(-num_ranks // span)
+    one = 1 / -(-num_ranks // span)
+    hits = -(-table.size[row][:, None] // span) * one
     mean = whole * hits
     every = table.everywhere[row].copy()
-    is_everywhere = (table.size[row] >= num_ranks)[:, None]
-    for r, loads in table.ragged.items():
-        for j in np.flatnonzero(row == r).tolist():
-            mean[j], least = _ragged(loads, span, num_ranks)
-            every[j] += least
-            mean[j] -= least
-            piece[j] -= least
-            is_everywhere[j] = False
-    every += np.where(is_everywhere, mean, 0)
-    mean, piece = np.where(is_everywhere, 0, mean), np.where(is_everywhere, 0, piece)
+    is_ragged = np.isin(row, list(table.ragged))
+    is_everywhere = ((table.size[row] >= num_ranks) & ~is_ragged)[:, None]
+    # where the last rank has less, all have that, and the others a piece besides
+    lack = number[:, None] * table.lack[row] + table.units[row][:, None] * table.lack_slope[row]
+    mean -= lack * one
+    of_all = np.where(is_everywhere, piece - lack, 0)
+    every, mean, piece = every + of_all, mean - of_all, piece - of_all
+    mean[is_everywhere[:, 0] & ~table.lacking[row]] = 0  # what rounding has left
+    for j in np.flatnonzero(is_ragged).tolist():
+        mean[j], least = _ragged(table.ragged[int(row[j])], span, num_ranks)
+        every[j] += least
+        mean[j] -= least
+        piece[j] -= least
     fits = _fits(problem, table.owner[row], every[:, -1], piece[:, -1])
     free = max(float((problem.capacity - problem.base[:, -1]).sum()), 1.0)
     size = (every[:, -1] + mean[:, -1]) * num_ranks / free
-    is_counted = ~is_everywhere[:, 0] & (is_fine[row] | ~is_cut[row]) & ~np.isin(row, list(table.ragged))
+    is_counted = ~is_everywhere[:, 0] & (is_fine[row] | ~is_cut[row]) & ~is_ragged
     pieces = np.where(is_counted, number, 0)
     seconds = every[:, :-1].sum(1)
-    found = Columns(table.owner[row], row, seconds, mean[:, :-1], piece[:, :-1], size, table.kinds[row], pieces, hits)
+    found = Columns(
+        table.owner[row], row, seconds, mean[:, :-1], piece[:, :-1], size, table.kinds[row], pieces, hits, one
+    )
     return found.take(np.flatnonzero(fits))
 
 

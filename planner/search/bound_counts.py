@@ -33,9 +33,29 @@ def levels(table: CostTable, columns: Columns, rows: Integers, weights: Array, p
         phase: one whose ranks, or groups of ranks, are meant.
         number: of levels.
     """
+    row, hits = columns.row[rows], columns.hits[rows, phase]
+    fixed, slope = table.fixed[row] @ weights, table.slope[row] @ weights
+    of_full = _levels(table, columns, rows, fixed, slope, number)
+    lacks = np.flatnonzero(table.lacking[row])
+    if not len(lacks):
+        taken: Array = of_full * hits
+        return taken
+    last, one = row[lacks], columns.one[phase]
+    fixed, slope = fixed[lacks] - table.lack[last] @ weights, slope[lacks] - table.lack_slope[last] @ weights
+    of_last = of_full.copy()
+    of_last[lacks] = _levels(table, columns, rows[lacks], fixed, slope, number)
+    taken = of_full * (hits - one) + of_last * one
+    return taken
+
+
+def _levels(table: CostTable, columns: Columns, rows: Integers, fixed: Array, slope: Array, number: int) -> Array:
+    """(rows,) part of a rank's levels that pieces take, all together.
+
+    Args:
+        fixed, slope: (rows,) of what a rank has, of a piece of no units, and for each unit.
+    """
     row, pieces = columns.row[rows], columns.pieces[rows]
-    fixed, slope, units = table.fixed[row] @ weights, table.slope[row] @ weights, table.units[row]
-    step = 1 / (number + 1)
+    units, step = table.units[row], 1 / (number + 1)
     narrow = np.where(units > 0, table.least[row], 0)
     lowest = np.clip(np.ceil((fixed + narrow * slope) / step * (1 - _EDGE)) - 1, 0, number)
     is_cut = (units > 0) & (slope > 0)
@@ -49,7 +69,7 @@ def levels(table: CostTable, columns: Columns, rows: Integers, weights: Array, p
             wider = np.maximum(wider, (limit - width) / more)
         left = units - pieces * width
         extra = np.where(is_cut & (left > 0) & (pieces > 0), np.ceil(left / np.maximum(wider, 1e-9) - 1e-6), 0)
-    taken: Array = (pieces * lowest + extra) / number * columns.hits[rows, phase]
+    taken: Array = (pieces * lowest + extra) / number
     return taken
 
 

@@ -9,12 +9,17 @@ of a table, say, four at a time). A piece of u units puts `fixed + u * slope` on
 
 A phase whose `span` is above 1 is one that so many consecutive ranks share (the network card of a host, say): every
 piece of at most `span` ranks puts its load there once, a larger one once on each such group of ranks that it covers.
+
+[Note: last ranks] What is cut evenly over a block may leave less for the block's last rank: a piece of u units puts
+`lack + u * lack_slope` less there; in a phase that ranks share, on the last of the groups of ranks that it covers, if
+there are several.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +43,7 @@ class CostTable:
         everywhere: (rows, phases + 1) on every rank, once, wherever and however it is cut.
         kinds: (rows,) set-ups needed, a bit each.
         ragged: of families whose ranks differ: row -> (pieces, size, phases + 1); `fixed` is its maximum then.
+        lack, lack_slope: (rows, phases + 1) see [Note: last ranks]; of no rows where none lacks anything.
     """
 
     owner: Integers
@@ -50,3 +56,15 @@ class CostTable:
     everywhere: Array
     kinds: Integers
     ragged: Mapping[int, Array] = field(default_factory=dict)
+    lack: Array = field(default_factory=lambda: np.zeros((0, 0)))
+    lack_slope: Array = field(default_factory=lambda: np.zeros((0, 0)))
+
+    def __post_init__(self) -> None:
+        for name in ("lack", "lack_slope"):
+            if not len(getattr(self, name)):
+                object.__setattr__(self, name, np.zeros_like(self.fixed))
+
+    @cached_property
+    def lacking(self) -> NDArray[np.bool_]:
+        """(rows,) whether the last rank of a block gets less."""
+        return np.asarray(self.lack.any(1) | self.lack_slope.any(1), dtype=np.bool_)

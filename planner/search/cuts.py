@@ -42,10 +42,7 @@ class Cuts(NamedTuple):
         count = np.where(table.units[row] > 0, _COUNTS[which], table.pieces[row])
         widest = -(-table.units[row] // count)
         piece = table.fixed[row] + widest[:, None] * table.slope[row]
-        whole = (
-            totals(problem)[row]
-            + (count - 1)[:, None] * (table.fixed * groups(problem))[row] * (table.units[row] > 0)[:, None]
-        )
+        whole = totals(problem)[row] + (count - 1)[:, None] * _fixed(problem)[row] * (table.units[row] > 0)[:, None]
         mean = whole / num_ranks + table.everywhere[row]
         owner = table.owner[row]
         start = np.searchsorted(owner, np.arange(len(problem.starts)))
@@ -63,11 +60,19 @@ def totals(problem: Problem) -> Array:
     """(rows, phases + 1) what each family in its fewest pieces puts on all ranks together, but for `everywhere`."""
     table = problem.table
     count = np.where(table.units > 0, 1, table.pieces)[:, None]
-    found: Array = (table.fixed * count + table.slope * table.units[:, None]) * groups(problem)
+    span = np.append(problem.span, 1)  # of ranks that have less
+    cut = table.slope * groups(problem) - table.lack_slope * span
+    found: Array = _fixed(problem) * count + cut * table.units[:, None]
     for row, loads in table.ragged.items():
         found[row] = loads.sum((0, 1))
         for phase in np.flatnonzero(problem.span > 1).tolist():
             found[row, phase] = shared(loads[..., phase], int(problem.span[phase])).sum()
+    return found
+
+
+def _fixed(problem: Problem) -> Array:
+    """(rows, phases + 1) what a piece of no units puts on all ranks together."""
+    found: Array = problem.table.fixed * groups(problem) - problem.table.lack * np.append(problem.span, 1)
     return found
 
 

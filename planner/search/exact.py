@@ -73,6 +73,7 @@ def _puts(problem: Problem) -> list[_Put]:
         for row in range(int(problem.starts[owner]), int(problem.starts[owner + 1])):
             size = int(table.size[row])
             loads = np.full(size, table.fixed[row, -1])
+            loads[-1] -= table.lack[row, -1]
             if row in table.ragged:
                 loads = table.ragged[row][..., -1].max(0)
             found.append(_Put(item, row, first, len(problem.capacity) // size, loads))
@@ -116,7 +117,8 @@ def _rows(problem: Problem, puts: list[_Put]) -> tuple[list[tuple[int, int, floa
         for block, (piece, width) in enumerate(zip(pieces, widths, strict=True)):
             for place, load in enumerate(put.loads.tolist()):
                 entries.append((block * size + place, piece, load))
-                entries.append((block * size + place, width, float(table.slope[row, -1])))
+                less = table.lack_slope[row, -1] if place == size - 1 else 0.0
+                entries.append((block * size + place, width, float(table.slope[row, -1] - less)))
             if units:
                 add([(width, 1.0), (piece, -float(table.least[row]))], 0.0, np.inf)
                 add([(width, 1.0), (piece, -float(units))], -np.inf, 0.0)

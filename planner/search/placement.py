@@ -61,6 +61,7 @@ class Placement:
         self.sizes: list[int] = np.unique(problem.table.size).tolist()
         self._shared = [(int(problem.span[p]), p) for p in np.flatnonzero(problem.span > 1).tolist()]
         self._size: list[int] = problem.table.size.tolist()
+        self._lacking: list[bool] = problem.table.lacking.tolist()
 
     @property
     def load(self) -> Array:
@@ -138,6 +139,8 @@ class Placement:
         loads = table.fixed[row] + width * table.slope[row]
         if sign < 0:
             loads = -loads
+        if self._lacking[row]:
+            self._put_lack(-sign * (table.lack[row] + width * table.lack_slope[row]), stop)
         narrow = [(span, phase) for span, phase in self._shared if span > size]
         if narrow:
             loads = loads.copy()
@@ -146,6 +149,13 @@ class Placement:
                 self.local[low : low + span, phase] += loads[phase]
                 loads[phase] = 0.0
         self.local[first:stop] += loads
+
+    def _put_lack(self, loads: Array, stop: int) -> None:
+        """Add what the last rank has besides, in a phase that ranks share the last group of them."""
+        for span, phase in self._shared:
+            if loads[phase]:
+                self.local[stop - span : stop - 1, phase] += loads[phase]
+        self.local[stop - 1] += loads
 
     def _put_ragged(self, loads: Array, first: int, stop: int, sign: int) -> None:
         loads = sign * loads
