@@ -78,6 +78,16 @@ def test_trained_on_two_processes_goes_on_anywhere(log: str, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+def test_half_the_bytes_train_as_well(tmp_path: Path) -> None:
+    """The demo's lines, every table by rows, so that all results and gradients travel."""
+    common = ["--data", str(tmp_path / "clicks.tsv"), "--layout", "row_wise"]
+    exact = auc(run(2, *common, "--generate", "150000"))
+    assert exact > 0.7
+    for wire in ("bfloat16", "float16"):
+        assert auc(run(2, *common, "--wire", wire)) == pytest.approx(exact, abs=1e-3)
+
+
+@pytest.mark.slow
 def test_bad_line_ends_all_ranks_with_one_message(log: str, tmp_path: Path) -> None:
     lines = Path(log).read_text().splitlines()
     lines[1500] = "0\tnonsense"

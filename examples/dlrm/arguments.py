@@ -30,6 +30,7 @@ Real data, as it comes: --data train.txt of the Kaggle display-advertising chall
 file by file (--data day_0 day_1) or as a folder (--data days).
 """
 TABLE_OPTIMIZERS = ("rowwise_adagrad", "adagrad", "sgd", "adam")
+WIRES = ("bfloat16", "float16")
 DENSE_OPTIMIZERS = ("adam", "adagrad")
 
 
@@ -59,6 +60,7 @@ def parse_arguments() -> argparse.Namespace:
     where("--mesh", "shape of the device mesh (default: all processes in one axis)", metavar="NxM", type=mesh_shape)
     where("--axes", "its axis names (default: dp, or replicate,shard)", metavar="NAMES", type=names)
     where("--layout", "one layout for all tables, or a mix (default: the planner's choice)", choices=LAYOUTS)
+    where("--wire", "what results and gradients of tables travel as (default: float32)", choices=WIRES)
     where("--device", "processor", choices=("cpu", "cuda"), default="cpu")
     where("--unsharded", "a plain module in one process, without any wrapper", action="store_true")
 
@@ -72,6 +74,8 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.unsharded and (args.mesh or args.layout):
         parser.error("--unsharded has no mesh and no layout")
+    if args.unsharded and args.wire:
+        parser.error("--unsharded sends nothing, so it has no --wire")
     if args.save_every and not args.save:
         parser.error("--save-every needs --save, which says where")
     if args.resume and args.load:

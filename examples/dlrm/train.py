@@ -34,6 +34,7 @@ from torchrec.optim import RowWiseAdagrad
 from tqdm import tqdm
 
 from dmp import DistributedModelParallel, DmpError, ShardingEnv, load_checkpoint, save_checkpoint
+from sharders import EmbeddingBagCollectionSharder
 
 OPTIMIZERS = {
     "rowwise_adagrad": RowWiseAdagrad,
@@ -166,7 +167,8 @@ def make_model(args: argparse.Namespace, env: ShardingEnv) -> nn.Module:
     if args.unsharded:
         return model
     plan = make_plan(args.layout, list(tables), env) if args.layout else None
-    sharded = DistributedModelParallel(model, env=env, plan=plan)
+    sharders = [EmbeddingBagCollectionSharder(wire=getattr(torch, args.wire))] if args.wire else None
+    sharded = DistributedModelParallel(model, env=env, plan=plan, sharders=sharders)
     say(f"{env}\n{sharded.plan}")
     return sharded
 

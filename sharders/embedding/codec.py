@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from dmp import ShardError
 from sharders.channel import Channel
 
 
@@ -60,6 +61,30 @@ class Codecs:
 
 
 AS_COMPUTED = Codecs()
+
+Wire = torch.dtype | tuple[torch.dtype | None, torch.dtype | None] | None
+"""What a user says of it: dtypes of results and of gradients, one for both, or None for as they are computed."""
+
+_WIRE_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def codecs_of(wire: Wire, codecs: Codecs) -> Codecs:
+    """The codecs of a user's dtypes, or these where he gives none.
+
+    Raises:
+        ShardError: another dtype, no pair, or both.
+    """
+    if wire is None:
+        return codecs
+    if codecs != AS_COMPUTED:
+        raise ShardError(f"wire and codecs both say how values travel; got {wire=} and {codecs=}")
+    pair = wire if isinstance(wire, tuple) else (wire, wire)
+    if len(pair) != 2 or any(dtype is not None and dtype not in _WIRE_DTYPES for dtype in pair):
+        raise ShardError(
+            f"wire must be torch.bfloat16 or torch.float16, a pair (of results, of gradients) of these and None, or "
+            f"None for values as they are computed; got {wire!r}"
+        )
+    return Codecs(*(None if dtype is None else Cast(dtype) for dtype in pair))
 
 
 def encoded(codec: Codec | None, values: torch.Tensor, channel: Channel) -> torch.Tensor:

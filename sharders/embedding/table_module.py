@@ -32,7 +32,7 @@ from dmp import (
 from sharders.channel import over_group
 from sharders.embedding.batch import Ids
 from sharders.embedding.call import Call
-from sharders.embedding.codec import AS_COMPUTED, Codecs
+from sharders.embedding.codec import AS_COMPUTED, Codecs, Wire, codecs_of
 from sharders.embedding.engine import Engine
 from sharders.embedding.lookup.given_optimizers import optimizer_of
 from sharders.embedding.lookup.optimizers import OptimizerSpec
@@ -302,7 +302,9 @@ class TableSharder:
         kernel: which lookup kernel to use ("fbgemm", "torch", or one that was registered); by default the fastest that
             takes the tables. One that does not is a `ShardError` that says why, when the module is sharded.
         optimizer: runs in the backward pass of trained tables that `apply_optimizer_in_backward` gave none.
-        codecs: how results and gradients travel; as they are computed, by default.
+        wire: torch.bfloat16 or torch.float16: results and gradients travel as that, each value rounded once, those
+            beyond float16's range to its largest; or a pair of results' and gradients'. None: as they are computed.
+        codecs: in place of `wire`, formats of one's own.
     """
 
     sharded_type: type[TableModule]
@@ -317,11 +319,12 @@ class TableSharder:
         sync_interval: int = 1,
         kernel: str | None = None,
         optimizer: OptimizerSpec | None = None,
+        wire: Wire = None,
         codecs: Codecs = AS_COMPUTED,
     ) -> None:
         self.optimizer = optimizer
         self._options: dict[str, Any] = {"validate": validate, "sync_interval": sync_interval, "kernel": kernel}
-        self._options["codecs"] = codecs
+        self._options["codecs"] = codecs_of(wire, codecs)
 
     @property
     def options(self) -> str:
