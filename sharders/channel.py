@@ -75,8 +75,8 @@ Transport = Callable[[dist.ProcessGroup | None, Purpose], Channel]
 
 
 def over_group(group: dist.ProcessGroup | None, purpose: Purpose) -> Channel:
-    """The `Transport` of the data path."""
-    return over_connections(group, purpose)
+    """The `Transport` of the data path: through memory where all ranks share a host, else over connections."""
+    return over_memory(group, purpose)
 
 
 @lru_cache(maxsize=64)

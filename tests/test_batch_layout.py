@@ -11,6 +11,7 @@ import torch.distributed as dist
 from dmp import InputError, ShardError, ShardingEnv
 from sharders.tensor_axis.batch_layout import gather_batch, slice_batch
 from sharders.tensor_axis.jagged import Jagged, dense_to_jagged, jagged_to_dense
+from tests.exchanges import Exchanges
 from tests.ranks import mesh, run_ranks
 
 
@@ -202,15 +203,13 @@ def test_batches_of_other_sizes() -> None:
 
 
 def _collectives() -> tuple[int, int, int, int]:
-    from torch.distributed.tensor.debug import CommDebugMode
-
     env = _env((2,), ("tp",))
     x = _random(4, 2).requires_grad_()
     found = []
     for convert in (slice_batch, gather_batch):
-        with CommDebugMode() as forward:
+        with Exchanges() as forward:
             out = convert({"x": x, "y": x * 2, "jagged": Jagged(x, torch.tensor([1, 3]))}, env)
-        with CommDebugMode() as backward:
+        with Exchanges() as backward:
             (out["x"].sum() + out["jagged"].values.sum()).backward()
         found += [forward.get_total_counts(), backward.get_total_counts()]
     return tuple(found)  # type: ignore[return-value]

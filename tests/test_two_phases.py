@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dmp
@@ -25,6 +24,7 @@ from tests.equality import (
     same_result,
     unsharded,
 )
+from tests.exchanges import Exchanges
 from tests.ranks import run_ranks
 
 STEPS = 3
@@ -43,7 +43,7 @@ def _pipelined(kind: str, layout: str) -> int:
     model = wrapped(kind, layout)
     rank, tables = model.env.rank, model.module
     taken = unsharded(kind, "adagrad", 2, STEPS, None)[1:]
-    with CommDebugMode() as counter:
+    with Exchanges() as counter:
         call = tables.begin(*make_batch(kind, rank, 0))
         for step, expected in enumerate(taken):
             out = tables.finish(call)

@@ -1,0 +1,147 @@
+"""When ranks share memory, and when not: all of them do the same, and what was not to be had is said."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import logging
+import os
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dmp import RanksError, ShardError
+from sharders.channel import GroupChannel, over_connections
+from sharders.shared_memory import mapping, opening
+from sharders.shared_memory.memory_channel import MemoryChannel
+from tests.ranks import run_ranks
+
+SAID = "tables are exchanged through connections instead of shared memory: "
+
+
+def _open() -> MemoryChannel | None:
+    group = dist.group.WORLD
+    return opening.memory_channel(group, "tests", lambda: over_connections(group, "tables"))
+
+
+def _full(*_: object) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _troubles(rank: int) -> dict[str, Callable[[], object]]:
+    """What goes wrong, on rank 1 alone where nothing else is said."""
+    own_host = mock.patch.object(opening, "_host", return_value=f"host {rank}")
+    other = mock.patch.object(opening, "attach", lambda pid, fd, size: mapping.make(size)[0])
+    return {
+        "DMP_SHARED_MEMORY=0": lambda: mock.patch.dict(os.environ, DMP_SHARED_MEMORY="0"),
+        "No space left on device": lambda: mock.patch.object(os, "memfd_create", _full),
+        "shared memory": lambda: mock.patch.object(mapping, "_SHARED_NO_RESERVE", 0),
+        "rank 1: [Errno 28] No space left": lambda: mock.patch.object(opening, "attach", _full),
+        "as seen from here, is not rank 0": lambda: other,
+        "this is aarch64": lambda: mock.patch.object(platform, "machine", return_value="aarch64"),
+        "on different hosts": lambda: own_host,
+    }
+
+
+def _not_to_be_had(why: str, is_forced: bool) -> list[str]:
+    opening._say_once.cache_clear()
+    rank = dist.get_rank()
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dmp").addHandler(handler)
+    is_here = rank == 1 or why == "on different hosts"
+    try:
+        with _troubles(rank)[why]() if is_here else mock.patch.dict(os.environ):  # type: ignore[attr-defined]
+            if is_forced and not (rank == 1 and "DMP" in why):
+                os.environ["DMP_SHARED_MEMORY"] = "1"
+            try:
+                assert [_open(), _open()] == [None, None]
+            finally:
+                os.environ.pop("DMP_SHARED_MEMORY", None)
+    finally:
+        logging.getLogger("dmp").removeHandler(handler)
+    return said
+
+
+WHYS = list(_troubles(0))
+
+
+@pytest.mark.parametrize("why", WHYS)
+def test_where_one_rank_cannot_none_does(why: str) -> None:
+    first, second = run_ranks(2, _not_to_be_had, why, False)
+    assert second == []
+    if why == "on different hosts":
+        assert first == []
+    else:
+        assert len(first) == 1 and first[0].startswith(SAID) and why in first[0]
+
+
+@pytest.mark.parametrize("why", [WHYS[0], "on different hosts"])
+def test_it_may_be_forced(why: str) -> None:
+    for error in run_ranks(2, _not_to_be_had, why, True, expect=ShardError):
+        assert f"DMP_SHARED_MEMORY=1, and ranks cannot share memory: {'they are ' * (why == WHYS[-1])}{why}" in str(
+            error
+        )
+
+
+def _nothing_left() -> None:
+    """No file and no open descriptor; addresses are given back with the channel, and with the last tensor in it."""
+    before, fds = set(os.listdir("/dev/shm")), len(os.listdir("/proc/self/fd"))
+
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:dmp")
+
+    gc.collect()
+    others = mapped()
+    channel = _open()
+    assert channel is not None
+    assert set(os.listdir("/dev/shm")) == before and len(os.listdir("/proc/self/fd")) <= fds + 1  # the other's process
+    assert mapped() == others + 2
+    kept = channel.empty(3, torch.float32, torch.device("cpu")).fill_(7.0)
+    channel.sum(torch.ones(3))
+    del channel
+    gc.collect()
+    assert mapped() == others + 1 and kept.tolist() == [7.0] * 3
+    del kept
+    gc.collect()
+    assert mapped() == others
+
+
+def test_nothing_of_it_is_left() -> None:
+    run_ranks(2, _nothing_left)
+
+
+def _sent_elsewhere() -> None:
+    """A rank that takes what was not meant for it is told; a fork that ends has no say in what its parent does."""
+    channel = _open()
+    assert channel is not None
+    me = channel.rank
+    transfer = channel.all_to_all(torch.arange(4), [2, 2], [2, 2])
+    if not os.fork():
+        del transfer
+        os._exit(0)
+    os.wait()
+    assert channel._mine.done[1] == 0
+    assert transfer.wait().tolist() == [2 * me, 2 * me + 1] * 2
+    transfer = channel.all_to_all(torch.arange(4.0), [2, 2] if me else [1, 3], [2, 2])
+    if me:
+        with pytest.raises(
+            RanksError, match="the ranks are not in the same exchange: rank 0 sends 12 bytes in an all-"
+        ):
+            transfer.wait()
+    else:
+        transfer.wait()
+
+
+def test_sizes_that_do_not_fit_are_named() -> None:
+    run_ranks(2, _sent_elsewhere)
+
+
+def test_one_process_has_a_channel_of_its_own() -> None:
+    assert isinstance(over_connections(None, "tables"), GroupChannel)
