@@ -17,13 +17,30 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from tests.bench import imports, memory, observed, phases, pipeline, predicted, state, step, transformer, wrap
+from tests.bench import (
+    ablation,
+    dlrm,
+    fixed_cost,
+    imports,
+    memory,
+    observed,
+    phases,
+    pipeline,
+    predicted,
+    state,
+    step,
+    transformer,
+    wrap,
+)
 from tests.bench.report import HEADER, markdown, rewrite
 from tests.ranks import close_pools
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = {
     "step": step.run,
+    "ablation": ablation.run,
+    "fixed_cost": fixed_cost.run,
+    "dlrm": dlrm.run,
     "pipeline": pipeline.run,
     "wrap": wrap.run,
     "memory": memory.run,

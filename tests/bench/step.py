@@ -29,10 +29,10 @@ from tests.bench.step_report import HEADER as LINES
 from tests.bench.step_report import Row, goals, table
 from tests.bench.torchrec_side import torchrec_plan, torchrec_wrap
 from tests.bench.workload import Workload, as_keyed, make_batch, make_model, make_plan
-from tests.ranks import mesh, run_ranks
+from tests.ranks import close_pools, mesh, run_ranks
 
 BATCHES, CHECKED, TOLERANCE = 4, 3, 1e-5
-MIN_ROUNDS, MAX_ROUNDS, MAX_STEPS = 5, 15, 3
+MIN_ROUNDS, MAX_ROUNDS, MAX_STEPS = 5, 25, 3
 Batch = tuple[torch.Tensor, torch.Tensor]  # ids, lengths
 SECONDS, QUICK_SECONDS = 6.0, 3.0  # of both sides' steps together; large cells take their five rounds
 
@@ -96,7 +96,8 @@ def run(quick: bool) -> tuple[list[Result], str]:
 
 
 def row_of(cell: Cell, seconds: float) -> Row:
-    """One cell measured."""
+    """One cell measured, in processes of its own: buffers that stay between steps and models are the cell's."""
+    close_pools()
     of_ranks = run_ranks(cell.ranks, compare, cell, seconds, timeout=300)
     steps = of_ranks[0].steps
     theirs, ours = (quickest_of_rounds(slowest([r[i] for r in of_ranks]), steps) for i in (0, 1))
@@ -163,12 +164,12 @@ def wrap_theirs(cell: Cell) -> nn.Module:
     return theirs
 
 
-def wrap_ours(cell: Cell) -> nn.Module:
+def wrap_ours(cell: Cell, sharders: Sequence[dmp.ModuleSharder] | None = None) -> nn.Module:
     """Our wrapper on a new model."""
     model = make_model(cell.work, "meta")
     plan = make_plan(cell.layout, [name for name, _ in model.named_parameters()], cell.ranks)
     env = dmp.ShardingEnv.from_mesh(mesh(*cell.axes))
-    ours = dmp.DistributedModelParallel(model, env=env, plan=plan, init_parameters=False)
+    ours = dmp.DistributedModelParallel(model, env=env, plan=plan, sharders=sharders, init_parameters=False)
     ours.load_state_dict(weights(cell.work))
     return ours
 

@@ -14,12 +14,12 @@ from torch import nn
 from tests.bench.workload import HOSTS, MIXED
 
 
-def torchrec_plan(model: nn.Module, layout: str, ranks: int) -> Any:
-    """A TorchRec plan for `Model.tables`; kernels are fused, for the tables carry an optimizer."""
+def torchrec_plan(model: nn.Module, layout: str, ranks: int, path: str = "tables") -> Any:
+    """A TorchRec plan for the collection at a path; kernels are fused, for the tables carry an optimizer."""
     from torchrec.distributed import sharding_plan as kinds
     from torchrec.distributed.types import ShardingPlan
 
-    collection = model.tables
+    collection: Any = model.get_submodule(path)
     pooled = hasattr(collection, "embedding_bags")
     tables = [name for name, _ in (collection.embedding_bags if pooled else collection.embeddings).named_children()]
     made = {
@@ -37,7 +37,7 @@ def torchrec_plan(model: nn.Module, layout: str, ranks: int) -> Any:
         world_size=ranks,
         device_type="cpu",
     )
-    return ShardingPlan(plan={"tables": entries})
+    return ShardingPlan(plan={path: entries})
 
 
 def torchrec_wrap(model: nn.Module, plan: Any, hosts: int = 1) -> nn.Module:
