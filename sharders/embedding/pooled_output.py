@@ -31,6 +31,55 @@ class Move(NamedTuple):
     width: int
     add: bool
 
+    @property
+    def kind(self) -> tuple[int, int, bool]:
+        """What those of one run have in common."""
+        return self.source, self.width, self.add
+
+
+class MoveRun(NamedTuple):
+    """`num` moves of one source and width, at even distances: one operation for all.
+
+    Args:
+        first: of the moves.
+        source_step, step: columns from each move to the next, in the source and in the target.
+    """
+
+    first: Move
+    num: int
+    source_step: int
+    step: int
+
+    def of_source(self, rows: torch.Tensor) -> torch.Tensor:
+        """The source's columns of these rows."""
+        return self._columns(rows, self.first.source_column, self.source_step)
+
+    def of_target(self, rows: torch.Tensor) -> torch.Tensor:
+        """The target's columns of these rows."""
+        return self._columns(rows, self.first.column, self.step)
+
+    def _columns(self, rows: torch.Tensor, start: int, step: int) -> torch.Tensor:
+        if self.num == 1:
+            return rows[:, start : start + self.first.width]
+        row, each = rows.stride()
+        shape, strides = (len(rows), self.num, self.first.width), (row, step * each, each)
+        return rows.as_strided(shape, strides, rows.storage_offset() + start * each)
+
+
+def runs_of(moves: Sequence[Move]) -> list[MoveRun]:
+    """The moves in their order, neighbours at even distances taken together."""
+    runs: list[MoveRun] = []
+    for move in moves:
+        last = runs[-1] if runs else None
+        if last is not None and last.first.kind == move.kind:
+            before = last.first.source_column + (last.num - 1) * last.source_step
+            steps = move.source_column - before, move.column - last.first.column - (last.num - 1) * last.step
+            if min(steps) >= move.width and (last.num == 1 or steps == (last.source_step, last.step)):
+                runs[-1] = MoveRun(last.first, last.num + 1, *steps)
+                continue
+        runs.append(MoveRun(move, 1, 0, 0))
+    return runs
+
 
 def cut_columns(sources: Sequence[Sequence[Columns]]) -> list[Columns]:
     """Disjoint columns, by feature, that all the given ones are unions of."""
@@ -108,6 +157,7 @@ class PooledOutputDist:
         order = [self.me, local, *(i for i in range(channel.size) if i != self.me)]
         moves = compile_moves([sources[i] for i in order], target)
         self.moves = [move._replace(source=order[move.source]) for move in moves]
+        self.runs = runs_of(self.moves)
 
     def forward(
         self, send: torch.Tensor, rows: Sequence[int], local: torch.Tensor | None, blocks: Blocks = None
@@ -129,7 +179,8 @@ class PooledOutputDist:
         exchange = ResultExchange(self.channel, self.codecs.results, flat, to, came_from)
         out: torch.Tensor | None = None
         came: dict[int, torch.Tensor] = {}
-        for move in self.moves:
+        for run in self.runs:
+            move = run.first
             if move.source == self.me:
                 lookup = exchange.own.view(mine, own)
             elif move.source == self.channel.size:
@@ -142,13 +193,12 @@ class PooledOutputDist:
                     flat = exchange.wait()[move.source]
                     came[move.source] = padded_rows(flat, self.columns[move.source], blocks[self.me])
                 lookup = came[move.source]
-            if out is None and move.width == self.width == lookup.shape[1]:
+            if out is None and run.num == 1 and move.width == self.width == lookup.shape[1]:
                 out = lookup  # one source covers every column: the others are added to it
                 continue
             if out is None:
                 out = send.new_empty(mine, self.width)
-            source = lookup[:, move.source_column : move.source_column + move.width]
-            target = out[:, move.column : move.column + move.width]
+            source, target = run.of_source(lookup), run.of_target(out)
             target.add_(source) if move.add else target.copy_(source)
         exchange.wait()
         return send.new_zeros(mine, self.width) if out is None else out
@@ -179,13 +229,9 @@ class PooledOutputDist:
             """What the lookup of `rank` gave, column by column; a local lookup reads `grad` itself."""
             is_ragged = blocks is not None and rank != self.me
             lookup = grad.new_empty(mine, widths[rank]) if is_ragged else out.view(mine, widths[rank])
-            for move in self.moves:
-                if move.source == rank:
-                    torch.mul(
-                        grad[:, move.column : move.column + move.width],
-                        scale,
-                        out=lookup[:, move.source_column : move.source_column + move.width],
-                    )
+            for run in self.runs:
+                if run.first.source == rank:
+                    torch.mul(run.of_target(grad), scale, out=run.of_source(lookup))
             if blocks is not None and is_ragged:
                 out.copy_(ragged(lookup, self.columns[rank], blocks[self.me]))
 

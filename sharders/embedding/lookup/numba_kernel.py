@@ -227,9 +227,7 @@ class NumbaLookup(TorchLookup):
         *memory, origins = addresses(keys)
         origins = origins if moves and order.addresses[-1] else 0
         of_runs = (runs.to_sort.data_ptr(), runs.first.data_ptr(), num_tables)
-        most = f.expand_bags(
-            f.words, *words(ids), *words(bounds), *of_runs, *memory, origins, order.addresses[0]
-        )
+        most = f.expand_bags(f.words, *words(ids), *words(bounds), *of_runs, *memory, origins, order.addresses[0])
         return self._sort(order, (*memory, origins), most)
 
     def _functions(self) -> Functions:

@@ -57,9 +57,7 @@ def sum_bags(
         for bag in range(first, stop):
             end = read32_at(bags + (bag + 1) * bound_bytes)
             at = to + bag * out_stride
-            _sum_bag(
-                elements, width, (table, start, width, ids, id_bytes, begin, end, last, weights, out, at, streams)
-            )
+            _sum_bag(elements, width, (table, start, width, ids, id_bytes, begin, end, last, weights, out, at, streams))
             begin = end
     if streams:
         fence()
