@@ -1,12 +1,19 @@
-"""Sums of bags in any order of segments, which is what owners of row blocks give."""
+"""Bags whose rows lie on several ranks: sums in any order of segments, and what travels of them."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+import torchrec
 
+import dmp
+from sharders.channel import Purpose
 from sharders.embedding.lookup.optimizers import OptimizerSpec
+from tests.equality import attach, env_of
+from tests.ranks import run_ranks
+from tests.test_channel import Counting, sharder
 from tests.test_kernels import KERNELS, LAYOUTS, SPECS, Oracle, assert_close, make
 
 
@@ -53,3 +60,53 @@ def test_bags_of_segments(kernel: str, dtype: torch.dtype, layout: str, spec: Op
         lookup.update_rows(grad, *given)
     oracle.step()
     oracle.check(bank)
+
+
+def _bytes_of_a_step(layouts: dict[str, str], bags: list[int]) -> tuple[list[int], int, int]:
+    """What a step sends: of results, of gradients; elements of all results; bags of this rank with ids in a block."""
+    env = env_of("dp2" if dist.get_world_size() == 2 else "dp4")
+    rows, dim = 64, 16
+    module = torchrec.EmbeddingBagCollection(
+        tables=[torchrec.EmbeddingBagConfig(rows, dim, f"t{i}", feature_names=[f"f{i}"]) for i in range(len(bags))]
+    )
+    attach(module, "sgd")
+    plan = {f"embedding_bags.{t}.weight": getattr(dmp, layout)() for t, layout in layouts.items()}
+    sent: list[int] = []
+
+    def transport(group: dist.ProcessGroup | None, purpose: Purpose) -> Counting:
+        channel = Counting(group)
+        channel.sent = [] if purpose == "headers" else sent
+        return channel
+
+    model = dmp.DistributedModelParallel(module, env=env, plan=plan, sharders=[sharder("ebc", transport=transport)])
+    generator = torch.Generator().manual_seed(env.rank)
+    samples = 40
+    lengths = torch.cat([torch.full((samples,), n) for n in bags])
+    ids = torch.randint(0, rows, (int(lengths.sum()),), generator=generator)
+    keys = [f"f{i}" for i in range(len(bags))]
+    result = model(torchrec.KeyedJaggedTensor(keys, ids, lengths=lengths)).values()
+    result.sum().backward()
+    block_of = ids.view(-1) * env.size // rows
+    bag_of = torch.arange(lengths.numel()).repeat_interleave(lengths)
+    pairs = {(int(b), int(r)) for b, r in zip(bag_of, block_of, strict=True)}
+    others = sum(r != env.rank for _, r in pairs)
+    return sent[-2:], result.numel() * 4, others * dim * 4
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_one_id_sends_its_row_alone(ranks: int) -> None:
+    """Where every rank's partial sums would be as many bytes as all results, from each."""
+    found = run_ranks(ranks, _bytes_of_a_step, {"t0": "row_wise", "t1": "row_wise"}, [1, 1])
+    for (_, gradients), results, of_others in found:
+        assert gradients == of_others < results  # to the others, single rows' gradients
+    total = sum(sent[0] for sent, _, _ in found)
+    assert total == sum(of_others for _, _, of_others in found)
+    assert total < found[0][1] * ranks  # not ranks - 1 times the results of each
+
+
+def test_long_bags_send_their_sums() -> None:
+    both = {"t0": "row_wise", "t1": "row_wise"}
+    for (_, gradients), results, of_others in run_ranks(2, _bytes_of_a_step, both, [1, 2]):
+        assert gradients == of_others < results
+    for (_, gradients), results, of_others in run_ranks(2, _bytes_of_a_step, both, [12, 12]):
+        assert of_others <= gradients == results  # of all bags, one block's sums

@@ -21,6 +21,7 @@
 - `input_dist`: input dist: ids to the ranks that own their rows
 - `local_tables`: what one rank holds of a module's tables
 - `path`: what pooled and unpooled lookups share: the way back
+- `partials`: what travels of bags whose rows lie on several ranks
 - `pooled`: pooled lookups and their backward
 - `codec`: how results and gradients travel
 - `output_dist`: what both output dists share: results to their ranks, gradients back

@@ -39,9 +39,11 @@ class Batch(Ids):
 
     Args:
         counts: ids of each key.
+        shortest: no bag has fewer ids.
     """
 
     counts: tuple[int, ...] = ()
+    shortest: int = 0
 
     @property
     def batch_size(self) -> int:

@@ -28,6 +28,9 @@ class Sent:
         row_starts: first row of each feature among the results' rows of its table's dim; likewise.
         split_positions: places of the ids of split features among the results' rows, in the order they were sent.
         weight_places: for each destination the places of its weights among the batch's; only where they get gradients.
+        is_sparse: partials are far fewer bytes than all columns.
+        lengths: for each destination those of its slots, (S, B).
+        bags: for each destination and slot, how many have ids; of partials only, 0 elsewhere.
     """
 
     counts: list[list[int]]
@@ -35,6 +38,9 @@ class Sent:
     row_starts: list[int]
     split_positions: torch.Tensor | None
     weight_places: list[torch.Tensor]
+    is_sparse: bool
+    lengths: list[torch.Tensor]
+    bags: list[list[int]]
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,7 @@ class Call:
         batch_sizes: of each rank: one for all features, or one for each.
         is_training: the tables get gradients.
         wants_weight_gradient: the per-id weights do.
+        by_partials: bags over several row blocks travel as partials: see [Note: partials].
         number: the same on all ranks, and higher than of calls begun before; 0 where there is one rank.
         spent: seconds and bytes, by phase.
         kept: see `once_per_call`.
@@ -74,6 +81,7 @@ class Call:
     batch_sizes: list[tuple[int, ...]]
     is_training: bool
     wants_weight_gradient: bool
+    by_partials: bool = False
     number: int = 0
     spent: Spent = field(default_factory=Spent)
     kept: dict[Any, Any] = field(default_factory=dict)

@@ -96,10 +96,13 @@ def encoded(codec: Codec | None, values: torch.Tensor, channel: Channel) -> torc
     return out
 
 
-def decoded(codec: Codec | None, sent: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The values, of `dtype`, of what came."""
+def decoded(
+    codec: Codec | None, sent: torch.Tensor, dtype: torch.dtype, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The values, of `dtype`, of what came; in `out` where they are decoded and there is one."""
     if codec is None:
         return sent
-    out = torch.empty_like(sent, dtype=dtype)
+    if out is None:
+        out = torch.empty_like(sent, dtype=dtype)
     codec.decode(sent, out)
     return out

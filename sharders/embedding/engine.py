@@ -81,9 +81,10 @@ class Engine:
         self.last = LastStep()
         """What its calls have taken, by phase."""
         transport = counted(transport)
-        self.placement = Placement(tables, layouts, env, unpooled)
         self.tensor = tensor_ranks(env, transport)
         self.peers = find_peers(env, sync_interval == 1, by_stages=not unpooled, transport=transport, codecs=codecs)
+        by_partials = not unpooled and self.peers.outer.size == 1  # two stages add them up on the way
+        self.placement = Placement(tables, layouts, env, unpooled, by_partials)
         self.store = TableStore(self.placement, env.table_rank, device, kernel, options)
         self.handshake = Handshake(
             repr([(t, str(lay)) for t, lay in zip(tables, layouts, strict=True)]),
@@ -183,6 +184,7 @@ class Engine:
                 [header.batch_sizes for header in headers],
                 is_training,
                 ready.wants_weight_gradient,
+                all(header.is_sparse for header in headers),
                 here.number,
                 spent,
             )
@@ -292,8 +294,9 @@ class Engine:
         else:
             shared = checksum(ready.whole) if self.validate and self.tensor.size > 1 else 0
             sizes, is_weighted = ready.batch.batch_sizes, ready.batch.weights is not None
+            wants_gradient = ready.wants_weight_gradient
             mine = [
-                Header(sizes, n, is_training, is_weighted, ready.wants_weight_gradient, shared, None)
+                Header(sizes, n, is_training, is_weighted, wants_gradient, shared, None, ready.sent.is_sparse)
                 for n in ready.words
             ]
         try:

@@ -40,6 +40,7 @@ class Header:
         wants_weight_gradient: the weights get gradients.
         checksum: of the batch that its tensor group should share; 0 where there is nothing to compare.
         fault: what is wrong with its batch, or None.
+        is_sparse: see `Sent`.
     """
 
     batch_sizes: tuple[int, ...]
@@ -49,11 +50,12 @@ class Header:
     wants_weight_gradient: bool
     checksum: int
     fault: Fault | None
+    is_sparse: bool = False
 
     def packed(self, *before: int) -> list[int]:
         """As integers, behind these three of the call."""
         batch_size = self.batch_sizes[0] if len(self.batch_sizes) == 1 else _PER_FEATURE
-        return [*before, batch_size, self.words, self.flags, self.checksum, *packed(self.fault)]
+        return [*before, batch_size, self.words, self.flags + 8 * self.is_sparse, self.checksum, *packed(self.fault)]
 
     @property
     def flags(self) -> int:
@@ -65,7 +67,7 @@ class Header:
         """Inverse of `packed`."""
         batch_size, num_words, flags, checksum, *fault = words[3:]
         told = bool(flags & 1), bool(flags & 2), bool(flags & 4)
-        return Header((batch_size,), num_words, *told, checksum, unpacked(fault))
+        return Header((batch_size,), num_words, *told, checksum, unpacked(fault), bool(flags & 8))
 
     def manner(self) -> str:
         """How the module is called, in words."""

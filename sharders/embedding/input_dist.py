@@ -21,6 +21,9 @@ from sharders.embedding.lookup.bucketize import Bucketizer
 from sharders.embedding.peers import Peers
 from sharders.embedding.placement import Placement
 
+MOST_FILLED = 0.7
+"""Of the bags of a row block those that have ids in it, for partials to travel; where most have, all columns cost less
+to look up and to place."""
 _MAX_ORDERS = 16  # of keys, that are kept compiled
 
 
@@ -39,6 +42,7 @@ class _Ordered:
 
     Args:
         lengths: (segments, B).
+        bags: with ids, in each segment; of split features that travel as partials.
         places: where each was in the batch; only for gradients of weights.
         rows: where the row of each belongs among the results'; only of split features, and unpooled.
     """
@@ -48,6 +52,7 @@ class _Ordered:
     lengths: torch.Tensor
     counts: Sequence[int]
     starts: list[int]
+    bags: Sequence[int] = ()
     places: torch.Tensor | None = None
     rows: torch.Tensor | None = None
 
@@ -77,6 +82,7 @@ class InputDist:
         self.split_features = [f for f, blocks in row_blocks.items() if len(blocks) > 1]
         bounds = [[0, *(stop for _, stop in row_blocks[f])] for f in self.split_features]
         self._bucketizer = Bucketizer(bounds, device, kernel) if bounds else None
+        self._by_partials = any(placement.by_partials)
         self._in_split = {f: i for i, f in enumerate(self.split_features)}
         self._device = device
 
@@ -96,7 +102,7 @@ class InputDist:
             batch.lengths.to(self.word),
             batch.counts,
             batch.starts,
-            batch.places if with_places else None,
+            places=batch.places if with_places else None,
         )
         row_starts = self._row_starts(batch) if self.unpooled else []
         orders = [by_key]
@@ -104,19 +110,22 @@ class InputDist:
             orders.append(self._split(self._bucketizer, batch, by_key, row_starts))
         lengths = torch.cat([ids.lengths for ids in orders]) if len(orders) > 1 else by_key.lengths
         lengths = lengths.index_select(0, compiled.rows)
-        sent = Sent([], [], row_starts, orders[-1].rows, [])
+        sent = Sent([], [], row_starts, orders[-1].rows, [], self._is_sparse(orders[-1]), [], [])
         parts: list[torch.Tensor] = []
         words: list[int] = []
         at = 0
         for table_rank, sources, runs in zip(self.destinations, compiled.sources, compiled.runs, strict=True):
             counts = [orders[is_split].counts[index] for is_split, index in sources]
             cuts = [(orders[s], orders[s].starts[first], orders[s].starts[last + 1]) for s, first, last in runs]
-            parts.append(lengths[at : at + len(sources)].reshape(-1))
+            sent.lengths.append(lengths[at : at + len(sources)])
+            parts.append(sent.lengths[-1].reshape(-1))
             parts += [ids.values[a:b] for ids, a, b in cuts]
             parts += [ids.weights[a:b] for ids, a, b in cuts if ids.weights is not None]
             at += len(sources)
             words.append(len(sources) * batch.batch_size + sum(counts) * (1 if bits is None else 2))
             sent.counts.append(counts)
+            if self._by_partials:
+                sent.bags.append([orders[1].bags[index] if is_split else 0 for is_split, index in sources])
             if with_places:
                 places = [ids.places[a:b] for ids, a, b in cuts if ids.places is not None]
                 sent.weight_places.append(torch.cat(places) if places else batch.places[:0])
@@ -144,8 +153,8 @@ class InputDist:
             lengths.append(part[:head].view(self.num_slots, samples))
             ids.append(part[head : head + count])
             weights.append(part[head + count :].view(self.real))
-        counts = torch.stack([of_source.sum(1) for of_source in lengths]).tolist()
-        return Received(lengths, ids, weights if weighted else None, counts)
+        counts, *bags = torch.stack([self._counted(of_source) for of_source in lengths], 1).tolist()
+        return Received(lengths, ids, weights if weighted else None, counts, bags[0] if bags else [])
 
     def _compile(self, num_keys: int, key_of: tuple[int, ...]) -> _Compiled:
         rows: list[int] = []
@@ -176,7 +185,7 @@ class InputDist:
             by_key.lengths[keys],
             with_order=self.unpooled or by_key.weights is not None,
         )
-        counts = moved.lengths.sum(1).tolist()
+        counts, *bags = self._counted(moved.lengths).tolist()
         weights = None if by_key.weights is None else take(by_key.weights, keys, batch.starts)[moved.order]
         rows = None
         if self.unpooled:
@@ -189,7 +198,15 @@ class InputDist:
             rows = moved.order + shift.repeat_interleave(size, output_size=sum(sizes))[moved.order]
         places = None if by_key.places is None else take(by_key.places, keys, batch.starts)[moved.order]
         starts = [0, *accumulate(counts)]
-        return _Ordered(moved.values, weights, moved.lengths, counts, starts, places, rows)
+        return _Ordered(moved.values, weights, moved.lengths, counts, starts, bags[0] if bags else [], places, rows)
+
+    def _counted(self, lengths: torch.Tensor) -> torch.Tensor:
+        """(1 or 2, rows): ids of each row of lengths, and the bags that have some where some travel as partials."""
+        ids = lengths.sum(1)
+        return torch.stack([ids, (lengths > 0).sum(1)] if self._by_partials else [ids])
+
+    def _is_sparse(self, split: _Ordered) -> bool:
+        return self._by_partials and sum(split.bags) <= MOST_FILLED * split.lengths.numel()
 
     def _row_starts(self, batch: Batch) -> list[int]:
         """First row of each feature among the results' rows of its table's dim."""
@@ -214,26 +231,38 @@ class InputDist:
 
 @dataclass(frozen=True)
 class Received:
-    """Payloads of all sources, cut; `lengths[s]` is (S, B_s), and `counts[s]` has the ids of each slot."""
+    """Payloads of all sources, cut; `lengths[s]` is (S, B_s), and `counts[s]` has the ids of each slot.
+
+    `bags[s]`: how many of each slot's have ids; only where some travel as partials.
+    """
 
     lengths: list[torch.Tensor]
     ids: list[torch.Tensor]
     weights: list[torch.Tensor] | None
     counts: list[list[int]]
+    bags: list[list[int]]
 
-    def slot_major(self, sources: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Ids (N,), lengths (S, sum of B) and weights of `sources`, slot by slot and in the order of `sources`."""
+    def slot_major(self, sources: Sequence[int], stop: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Ids (N,), lengths (S, sum of B) and weights of `sources`, slot by slot and in the order of `sources`.
+
+        Args:
+            stop: of the first so many slots.
+        """
         if len(sources) == 1:
-            only = sources[0]
-            return self.ids[only], self.lengths[only], self.weights[only] if self.weights else None
-        lengths = torch.cat([self.lengths[s] for s in sources], dim=1)
-        weights = self._by_slot(self.weights, sources) if self.weights else None
-        return self._by_slot(self.ids, sources), lengths, weights
+            only, count = sources[0], sum(self.counts[sources[0]][:stop])
+            return (
+                self.ids[only][:count],
+                self.lengths[only][:stop],
+                self.weights[only][:count] if self.weights else None,
+            )
+        lengths = torch.cat([self.lengths[s][:stop] for s in sources], dim=1)
+        weights = self._by_slot(self.weights, sources, stop) if self.weights else None
+        return self._by_slot(self.ids, sources, stop), lengths, weights
 
-    def _by_slot(self, of_sources: Sequence[torch.Tensor], sources: Sequence[int]) -> torch.Tensor:
+    def _by_slot(self, of_sources: Sequence[torch.Tensor], sources: Sequence[int], stop: int) -> torch.Tensor:
         """Source by source and slot by slot to slot by slot and source by source."""
         cut = [of_sources[s].split(self.counts[s]) for s in sources]
-        segments = [of_source[slot] for slot in range(len(self.counts[0])) for of_source in cut]
+        segments = [of_source[slot] for slot in range(stop) for of_source in cut]
         return torch.cat(segments) if segments else of_sources[0][:0]
 
 

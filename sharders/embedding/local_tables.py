@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import Any
+from itertools import groupby, pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ class TBE:
         features: of a local bank, the features that its lookup's slots stand for.
         is_local: whole on every rank.
         is_trainable: gets gradients.
+        by_partials: what is looked up travels as partials; see partials.py.
     """
 
     bank: Bank
@@ -38,6 +39,15 @@ class TBE:
     features: list[int]
     is_local: bool
     is_trainable: bool
+    by_partials: bool
+
+
+class SlotRun(NamedTuple):
+    """Adjacent slots of this rank that share a TBE and a width: looked up together, source by source."""
+
+    tbe: TBE
+    slots: range
+    width: int
 
 
 class TableStore:
@@ -65,9 +75,8 @@ class TableStore:
         for table, group in zip(placement.tables, options or (), strict=False):
             self._groups[table.bank_key] = group
         keys: dict[tuple[bool, Any], list[int]] = {}
-        for index in sorted(range(len(placement.tables)), key=lambda i: placement.tables[i].bank_key):
-            table = placement.tables[index]
-            keys.setdefault((placement.is_local[index], table.bank_key), []).append(index)
+        for index in sorted(range(len(placement.tables)), key=placement.storage_order):
+            keys.setdefault((placement.is_local[index], placement.storage_order(index)), []).append(index)
         self.tbes = [self._make(tables, is_local, device) for (is_local, _), tables in keys.items()]
         of_tables = zip(self._views(), placement.tables, strict=True)
         self.parameters = [nn.Parameter(view, table.trainable) for view, table in of_tables]
@@ -114,6 +123,16 @@ class TableStore:
     def local(self) -> list[TBE]:
         """TBEs of tables that are whole on every rank."""
         return [tbe for tbe in self.tbes if tbe.is_local]
+
+    def runs_of(self, tbes: Sequence[TBE]) -> list[SlotRun]:
+        """Runs of their slots, in the order of slots; those of one width are adjacent in each."""
+        slots = self.placement.slots[self.rank]
+        runs = []
+        for tbe in tbes:
+            for width, run in groupby(tbe.slots, key=lambda i: slots[i].width):
+                first, *rest = run
+                runs.append(SlotRun(tbe, range(first, first + 1 + len(rest)), width))
+        return runs
 
     def _places(self) -> Iterator[tuple[int, Bank, int]]:
         """(table, its bank, its index there) of every table."""
@@ -224,7 +243,8 @@ class TableStore:
         slots = range(mine[0][0], mine[-1][0] + 1) if mine else range(0)
         assert len(slots) == len(mine), "slots of one bank must be one run"
         lookup = kernels.compile_lookup(bank, ranges, self.kernel)
-        return TBE(bank, lookup, tables, slots, [f.index for f in features], is_local, first.trainable)
+        by_partials = placement.by_partials[tables[0]]
+        return TBE(bank, lookup, tables, slots, [f.index for f in features], is_local, first.trainable, by_partials)
 
     def _offsets(self, index: int) -> list[tuple[int, int]]:
         if self.placement.is_local[index]:

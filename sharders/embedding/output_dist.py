@@ -18,29 +18,45 @@ class ResultExchange:
     """Lookups on their way to the ranks of the samples.
 
     Args:
-        send: flat lookups for the others in rank order, then for this rank itself.
-        send_sizes, receive_sizes: elements for and from each rank.
+        send: flat lookups for the others, in rank order.
+        send_sizes, receive_sizes: elements for and from each rank; this one's do not travel.
+        tail: elements of memory wanted right behind what comes.
     """
 
     def __init__(
-        self, channel: Channel, codec: Codec | None, send: torch.Tensor, send_sizes: Sizes, receive_sizes: Sizes
+        self,
+        channel: Channel,
+        codec: Codec | None,
+        send: torch.Tensor,
+        send_sizes: Sizes,
+        receive_sizes: Sizes,
+        tail: int = 0,
     ) -> None:
-        others = send.numel() - send_sizes[channel.rank]
-        self.own = send[others:]
-        """What this rank has for itself, flat."""
-        self._me, self._codec, self._dtype = channel.rank, codec, send.dtype
-        self._sizes = _of_others(receive_sizes, channel.rank)
-        wire = encoded(codec, send[:others], channel)
-        self._transfer = channel.all_to_all(wire, _of_others(send_sizes, channel.rank), self._sizes)
-        self._came: list[torch.Tensor] | None = None
+        self._codec, self._sizes = codec, _of_others(receive_sizes, channel.rank)
+        count = sum(self._sizes)
+        self._flat = send.new_empty(count + tail) if tail else None
+        self.tail = None if self._flat is None else self._flat[count:]
+        """What was asked for."""
+        self._dtype, self._came = send.dtype, None if self._flat is None else self._flat[:count]
+        wire = encoded(codec, send, channel)
+        out = self._came if codec is None else None
+        self._transfer = channel.all_to_all(wire, _of_others(send_sizes, channel.rank), self._sizes, out)
+        self._has_come = False
 
-    def wait(self) -> list[torch.Tensor]:
-        """Flat lookups of each rank, its own ones too."""
-        if self._came is None:
-            flat = decoded(self._codec, self._transfer.wait(), self._dtype)
-            self._came = list(flat.split(self._sizes))
-            self._came[self._me] = self.own
-        return self._came
+    def wait(self) -> torch.Tensor:
+        """What has come, rank by rank, and the tail."""
+        if not self._has_come:
+            came = self._transfer.wait()
+            if self._codec is not None:
+                came = decoded(self._codec, came, self._dtype, self._came)
+            self._flat = came if self._flat is None else self._flat
+            self._has_come = True
+        assert self._flat is not None
+        return self._flat
+
+    def by_rank(self) -> list[torch.Tensor]:
+        """What has come from each rank; nothing at this one's place."""
+        return list(self.wait()[: sum(self._sizes)].split(self._sizes))
 
 
 class Sum:

@@ -6,6 +6,7 @@ the smallest unit that travels: the ids of one feature that fall into one row bl
 rank has an ordered list of slots; its lookup's columns and the wire have that order. Slots of one shard and row block
 are adjacent, whatever their features, because the kernels combine their gradients.
 A *local* table is whole on every rank (data-parallel) and is looked up where its ids are.
+Of a table in several row blocks what travels may be *partials*, see partials.py; its slots then come last.
 """
 
 from __future__ import annotations
@@ -96,10 +97,16 @@ class Placement:
         layouts: one for each table.
         env: the mesh.
         unpooled: results are rows; slots of one width are then adjacent, so that their rows are one matrix.
+        by_partials: tables in several row blocks travel as partials, whose slots are ordered in the same way.
     """
 
     def __init__(
-        self, tables: Sequence[Table], layouts: Sequence[Layout], env: ShardingEnv, unpooled: bool = False
+        self,
+        tables: Sequence[Table],
+        layouts: Sequence[Layout],
+        env: ShardingEnv,
+        unpooled: bool = False,
+        by_partials: bool = False,
     ) -> None:
         self.tables = list(tables)
         self.shards = [lay.shards((t.rows, t.dim), env) for t, lay in zip(tables, layouts, strict=True)]
@@ -107,21 +114,32 @@ class Placement:
         read = ((name, table) for table, of in enumerate(self.tables) for name in of.features)
         self.features = [Feature(index, name, table) for index, (name, table) in enumerate(read)]
         by_table = {table: list(of_table) for table, of_table in groupby(self.features, lambda f: f.table)}
-        self.row_blocks: list[list[tuple[int, int]]] = [[] for _ in self.tables]
+        self.row_blocks = [
+            [] if local else _row_blocks(of) for of, local in zip(self.shards, self.is_local, strict=True)
+        ]
+        self.by_partials = [by_partials and len(blocks) > 1 for blocks in self.row_blocks]
         self.slots: list[list[Slot]] = [[] for _ in range(env.table_size)]
         self.chunks: list[list[list[Shard]]] = [[[] for _ in self.tables] for _ in range(env.table_size)]
         # Tables that are stored together are adjacent, so that a bank's slots are one run.
-        for index in sorted(range(len(self.tables)), key=lambda i: self.tables[i].bank_key):
+        for index in sorted(range(len(self.tables)), key=self.storage_order):
             if not self.is_local[index]:
                 self._place(index, by_table.get(index, []))
-        if unpooled:
-            for slots in self.slots:
-                slots.sort(key=lambda s: (self.tables[s.table].bank_key, s.width))
+        for slots in self.slots:
+            slots.sort(
+                key=lambda s: (self.storage_order(s.table), s.width if unpooled or self.by_partials[s.table] else 0)
+            )
+
+    def storage_order(self, table: int) -> tuple[bool, tuple[str, bool, str, int]]:
+        """Equal for tables that are stored and looked up together, unless one of them is local."""
+        return self.by_partials[table], self.tables[table].bank_key
+
+    def partial_slots(self, rank: int) -> range:
+        """Which of a rank's slots travel as partials: the last ones."""
+        slots = self.slots[rank]
+        return range(sum(not self.by_partials[slot.table] for slot in slots), len(slots))
 
     def _place(self, index: int, features: list[Feature]) -> None:
-        shards = sorted(self.shards[index], key=lambda s: s.offsets)
-        cuts = sorted({cut for s in shards for cut in (s.offsets[0], s.offsets[0] + s.sizes[0])})
-        blocks = self.row_blocks[index] = list(pairwise(cuts))
+        shards, blocks = sorted(self.shards[index], key=lambda s: s.offsets), self.row_blocks[index]
         block_of = {start: block for block, (start, _) in enumerate(blocks)}
         for shard in shards:
             (row, column), (rows, width) = shard.offsets, shard.sizes
@@ -138,3 +156,8 @@ class Placement:
     def column_blocks(self, table: int) -> list[int]:
         """Distinct first columns of the table's shards; one when no row is cut."""
         return sorted({s.offsets[1] for s in self.shards[table]})
+
+
+def _row_blocks(shards: Sequence[Shard]) -> list[tuple[int, int]]:
+    """Between neighbouring row boundaries."""
+    return list(pairwise(sorted({cut for s in shards for cut in (s.offsets[0], s.offsets[0] + s.sizes[0])})))

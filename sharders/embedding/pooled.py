@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
@@ -12,8 +14,9 @@ from sharders.embedding.batch import Batch
 from sharders.embedding.call import Call, once_per_call
 from sharders.embedding.codec import decoded, encoded
 from sharders.embedding.input_dist import take
-from sharders.embedding.local_tables import TBE
+from sharders.embedding.local_tables import TBE, SlotRun
 from sharders.embedding.output_dist import Sum
+from sharders.embedding.partials import Awaited, OwnedBags, Partials, PartialsPlan, elements_of_sources, owned_bags
 from sharders.embedding.path import Path, Returned, Trained
 from sharders.embedding.peers import own_last
 from sharders.embedding.phases import FORWARD, INPUT, OUTPUT, phase
@@ -29,6 +32,32 @@ class Bags(NamedTuple):
     weights: torch.Tensor | None
 
 
+@dataclass(frozen=True)
+class _Way:
+    """How lookups travel in a call.
+
+    Args:
+        whole: TBEs whose lookups do with all their columns.
+        runs: of the slots whose lookups travel as partials.
+        partials: None where none do, on any rank.
+    """
+
+    whole: list[TBE]
+    runs: list[SlotRun]
+    partials: PartialsPlan | None
+    output_dists: list[PooledOutputDist]
+
+    @cached_property
+    def width(self) -> int:
+        """Columns of this rank's lookup."""
+        return sum(tbe.lookup.num_columns for tbe in self.whole)
+
+    @cached_property
+    def num_slots(self) -> int:
+        """Of that lookup: the first."""
+        return sum(len(tbe.slots) for tbe in self.whole)
+
+
 class PooledPath(Path[torch.Tensor]):
     """Every feature's bags; see `Path`."""
 
@@ -36,8 +65,9 @@ class PooledPath(Path[torch.Tensor]):
         super().__init__(*parts)
         placement = self.store.placement
         self.mean_columns = _runs_of_mean(self.dims, [placement.tables[f.table].mean for f in placement.features])
-        self.width = sum(tbe.lookup.num_columns for tbe in self.store.sharded)
-        self.output_dists = self._make_output_dists()
+        self.ways = [self._make_way(by_partials=False)]
+        if any(placement.by_partials):
+            self.ways.append(self._make_way(by_partials=True))
 
     def forward(self, call: Call) -> list[torch.Tensor]:
         """[(B, sum of dims)]."""
@@ -46,9 +76,10 @@ class PooledPath(Path[torch.Tensor]):
         with phase(call.spent, FORWARD):
             looked_up, local = self._look_up(call)
         with phase(call.spent, OUTPUT):
-            for i, output_dist in enumerate(self.output_dists):
-                own = local if i == len(self.output_dists) - 1 else None
-                looked_up = output_dist.forward(looked_up, self._rows(call, i), own, self._blocks(call, i))
+            dists = self._way(call).output_dists
+            for i, output_dist in enumerate(dists):
+                last = (local, self._partials(call)) if i == len(dists) - 1 else (None, None)
+                looked_up = output_dist.forward(looked_up, self._rows(call, i), last[0], self._blocks(call, i), last[1])
             self._scale_means(call, looked_up)
         return [looked_up]
 
@@ -57,7 +88,7 @@ class PooledPath(Path[torch.Tensor]):
         bags = self._bags(call, tuple(self.peers.own))
         parts = [
             tbe.lookup.pooled(*of_tbe).to(self.dtype)
-            for tbe, of_tbe in zip(self.store.sharded, bags, strict=True)
+            for tbe, of_tbe in zip(self._way(call).whole, bags, strict=True)
             if of_tbe is not None
         ]
         if len(parts) == 1:
@@ -85,33 +116,78 @@ class PooledPath(Path[torch.Tensor]):
         return grad
 
     def _send_back(self, call: Call, given: torch.Tensor, beside: Sum | None) -> Returned:
-        last = len(self.output_dists) - 1
+        dists = self._way(call).output_dists
+        last = len(dists) - 1
         rows, blocks = self._rows(call, last), self._blocks(call, last)
-        grad = self.output_dists[last].backward(given, rows, self.factor, beside, blocks)
+        grad = dists[last].backward(given, rows, self.factor, beside, blocks, self._partials(call))
         for i in reversed(range(last)):
-            grad = self.output_dists[i].backward(grad, self._rows(call, i), 1.0, None, self._blocks(call, i))
-        wants_weights = call.wants_weight_gradient
-        return grad.reshape(-1), self._weight_gradient(call, given, grad) if wants_weights else None
+            of_joined = grad.view(sum(rows), dists[i].width)
+            rows = self._rows(call, i)
+            grad = dists[i].backward(of_joined, rows, 1.0, None, self._blocks(call, i))
+        return grad, self._weight_gradient(call, given, grad) if call.wants_weight_gradient else None
 
     def _sizes(self, call: Call, sources: tuple[int, ...]) -> list[int]:
-        return [call.samples[i] * self.width for i in sources]
+        way = self._way(call)
+        of_partials = elements_of_sources(way.runs, self._owned(call, sources)) or [0] * len(sources)
+        return [call.samples[i] * way.width + n for i, n in zip(sources, of_partials, strict=True)]
 
     def _train(self, call: Call, grad: torch.Tensor, sources: tuple[int, ...]) -> Trained:
-        by_row = grad.view(sum(call.samples[i] for i in sources), self.width)
-        for tbe, columns, bags in self._by_tbe(call, by_row, sources):
+        lookup, of_runs = self._cut(call, grad, sources)
+        for tbe, columns, bags in self._by_tbe(call, lookup, sources):
             if tbe.is_trainable:
                 train = tbe.lookup.gradient_pooled if tbe.bank.spec is None else tbe.lookup.update_pooled
                 yield tbe, train(columns.to(tbe.bank.weights.dtype).contiguous(), *bags)
+        for (tbe, _, _), rows, owned in zip(self._way(call).runs, of_runs, self._owned(call, sources), strict=True):
+            if tbe.is_trainable:
+                learn = tbe.lookup.gradient_rows if tbe.bank.spec is None else tbe.lookup.update_rows
+                yield tbe, learn(rows.to(tbe.bank.weights.dtype), *owned.read())
+
+    def _cut(self, call: Call, grad: torch.Tensor, sources: tuple[int, ...]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Gradients of this rank's lookup (samples, width), and of each run of partials (bags, width)."""
+        way = self._way(call)
+        samples = [call.samples[i] for i in sources]
+        if not way.runs:
+            return grad.view(sum(samples), way.width), []
+        if not way.width and len(way.runs) == 1:
+            return grad.new_empty(sum(samples), 0), [grad.view(-1, way.runs[0].width)]
+        of_runs = [
+            [n * run.width for n, _, _ in bags.of_sources]
+            for run, bags in zip(way.runs, self._owned(call, sources), strict=True)
+        ]
+        of_lookup = [n * way.width for n in samples]
+        cut = grad.split([n for of_source in zip(of_lookup, *of_runs, strict=True) for n in of_source])
+        lookup, *runs = (torch.cat(cut[i :: 1 + len(of_runs)]) for i in range(1 + len(of_runs)))
+        by_run = [flat.view(-1, run.width) for run, flat in zip(way.runs, runs, strict=True)]
+        return lookup.view(sum(samples), way.width), by_run
 
     def _by_tbe(
         self, call: Call, grad: torch.Tensor, sources: tuple[int, ...]
     ) -> Iterator[tuple[TBE, torch.Tensor, Bags]]:
-        """Each sharded TBE with slots here, its columns of the gradient of this rank's lookup, and its bags."""
+        """Each TBE whose lookup travels whole, with slots here, its columns of the gradient, and its bags."""
         column = 0
-        for tbe, bags in zip(self.store.sharded, self._bags(call, sources), strict=True):
+        for tbe, bags in zip(self._way(call).whole, self._bags(call, sources), strict=True):
             if bags is not None:
                 yield tbe, grad[:, column : column + tbe.lookup.num_columns], bags
                 column += tbe.lookup.num_columns
+
+    @once_per_call
+    def _owned(self, call: Call, sources: tuple[int, ...]) -> list[OwnedBags]:
+        """Bags of each run of partials."""
+        received = self.input_dist.receive(call)
+        return [owned_bags(received, run, sources) for run in self._way(call).runs]
+
+    @once_per_call
+    def _partials(self, call: Call) -> Partials | None:
+        """Those of the own sources."""
+        way = self._way(call)
+        plan = way.partials
+        if plan is None:
+            return None
+        of_ranks, sent = list(zip(self.peers.own, plan.ranges, strict=True)), call.sent
+        lengths = [sent.lengths[i][slots.start : slots.stop] for i, slots in of_ranks]
+        bags = [n for i, slots in of_ranks for n in sent.bags[i][slots.start : slots.stop]]
+        awaited = Awaited(plan, lengths, bags, call.batch.shortest > 0)
+        return Partials(way.runs, self._owned(call, tuple(self.peers.own)), awaited, self.dtype, call.spent)
 
     def _weight_gradient(self, call: Call, given: torch.Tensor, looked_up: torch.Tensor) -> torch.Tensor:
         """(N,) gradient of the batch's weights: from the owners of the rows, and from the local tables.
@@ -140,27 +216,46 @@ class PooledPath(Path[torch.Tensor]):
 
     def _weight_gradients_of_sources(self, call: Call, looked_up: torch.Tensor) -> list[torch.Tensor]:
         """For each table rank the gradients of the weights that it has sent here, in the order it sent them."""
-        parts = []
-        for tbe, columns, bags in self._by_tbe(call, looked_up, tuple(self.peers.own)):
+        sources, parts = tuple(self.peers.own), []
+        lookup, of_runs = self._cut(call, looked_up, sources)
+        for tbe, columns, bags in self._by_tbe(call, lookup, sources):
             columns = columns.to(tbe.bank.weights.dtype).contiguous()
             parts.append(tbe.lookup.gradient_weights(columns, bags.ids, bags.offsets).to(self.dtype))
         # They come slot by slot, and there source by source: cut, and joined source by source.
         counts = self.input_dist.receive(call).counts
-        sizes = [counts[s][slot] for slot in range(len(counts[0])) for s in self.peers.own]
+        sizes = [counts[s][slot] for slot in range(self._way(call).num_slots) for s in sources]
         cut = torch.cat(parts).split(sizes) if parts else ()
-        nothing = self._zeros(0)
-        by_source = {s: torch.cat([nothing, *cut[i :: len(self.peers.own)]]) for i, s in enumerate(self.peers.own)}
+        of_sources = [[self._zeros(0), *cut[i :: len(sources)]] for i in range(len(sources))]
+        for (tbe, _, _), rows, owned in zip(self._way(call).runs, of_runs, self._owned(call, sources), strict=True):
+            read = owned.ids, owned.segments, owned.bounds()
+            flat = tbe.lookup.gradient_row_weights(rows.to(tbe.bank.weights.dtype), *read)
+            for found, part in zip(of_sources, flat.split([n for _, n, _ in owned.of_sources]), strict=True):
+                found.append(part.to(self.dtype))
+        by_source = {s: torch.cat(found) for s, found in zip(sources, of_sources, strict=True)}
         return [by_source[s] for s in self.peers.by_table_rank]
 
-    def _make_output_dists(self) -> list[PooledOutputDist]:
-        peers, codecs = self.peers, self.peers.codecs
+    def _way(self, call: Call) -> _Way:
+        return self.ways[call.by_partials]
+
+    def _make_way(self, by_partials: bool) -> _Way:
+        store, order = self.store, [self.peers.table_ranks[source] for source in self.peers.own]
+        plan = PartialsPlan(store.placement, order, self.device) if by_partials else None
+        whole = [tbe for tbe in store.sharded if not (by_partials and tbe.by_partials)]
+        runs = store.runs_of([tbe for tbe in store.sharded if by_partials and tbe.by_partials])
+        return _Way(whole, runs, plan, self._make_output_dists(plan))
+
+    def _make_output_dists(self, plan: PartialsPlan | None) -> list[PooledOutputDist]:
+        peers, codecs, placement = self.peers, self.peers.codecs, self.store.placement
         columns: list[list[Columns]] = [
-            [(s.feature, s.column, s.width) for s in of_rank] for of_rank in self.store.placement.slots
+            [(s.feature, s.column, s.width) for s in of_rank] for of_rank in placement.slots
         ]
         target: list[Columns] = [(f, 0, dim) for f, dim in enumerate(self.dims)]
         local: list[Columns] = [(f, 0, self.dims[f]) for tbe in self.store.local for f in tbe.features]
+        if plan is not None:
+            columns = [of_rank[: placement.partial_slots(rank).start] for rank, of_rank in enumerate(columns)]
         if peers.outer.size == 1:
-            return [PooledOutputDist(peers.table, codecs, [*columns, local], target)]
+            groups = plan.groups if plan is not None else []
+            return [PooledOutputDist(peers.table, codecs, [*columns, local, *(g.columns for g in groups)], target)]
         hosts = [columns[h * peers.inner.size : (h + 1) * peers.inner.size] for h in range(peers.outer.size)]
         host = peers.outer.rank
         joined = [cut_columns(of_host) for of_host in hosts]
@@ -194,13 +289,13 @@ class PooledPath(Path[torch.Tensor]):
 
     @once_per_call
     def _bags(self, call: Call, sources: tuple[int, ...]) -> list[Bags | None]:
-        """Bags of each sharded TBE's slots; None where it has none here."""
+        """Bags of the slots of each TBE whose lookup travels whole; None where it has none here."""
         received = self.input_dist.receive(call)
-        ids, lengths, weights = received.slot_major(sources)
+        ids, lengths, weights = received.slot_major(sources, self._way(call).num_slots)
         counts = [sum(received.counts[s][slot] for s in sources) for slot in range(lengths.shape[0])]
         starts = [0, *accumulate(counts)]
         result: list[Bags | None] = []
-        for tbe in self.store.sharded:
+        for tbe in self._way(call).whole:
             first, stop = tbe.slots.start, tbe.slots.stop
             of_tbe = slice(starts[first], starts[stop])
             reals = None if weights is None else weights[of_tbe].to(tbe.bank.weights.dtype)

@@ -17,6 +17,7 @@ import torch
 from sharders.channel import Channel
 from sharders.embedding.codec import Codecs
 from sharders.embedding.output_dist import ResultExchange, Sum, send_gradients
+from sharders.embedding.partials import Partials
 from sharders.embedding.ragged import Block, Columns, padded_rows, ragged, ragged_size
 
 Blocks = Sequence[Sequence[Block]] | None  # of each rank: of all batches whose rows go there
@@ -135,13 +136,15 @@ def _append(moves: list[Move], move: Move) -> None:
 
 
 class PooledOutputDist:
-    """One exchange of pooled lookups, forward and backward; see [Note: two dists].
+    """One exchange of pooled lookups, forward and backward; see [Note: two dists] and [Note: partials].
 
-    Rows are grouped by destination: the others' in rank order, then this rank's own, which do not travel.
+    Rows are grouped by destination: the others' in rank order, then this rank's own, which do not travel. What goes to
+    a rank is its rows of the lookup, then its partials.
 
     Args:
         channel: between the ranks that take part.
-        sources: columns of each of its ranks, then of a local lookup that does not travel (may be empty).
+        sources: columns of each of its ranks, then of a local lookup that does not travel (may be empty), then of
+            groups of partials.
         target: this rank's columns.
     """
 
@@ -152,15 +155,23 @@ class PooledOutputDist:
         self.columns = [list(columns) for columns in sources[: channel.size]]
         self.widths = [sum(c[2] for c in columns) for columns in sources]
         self.width = sum(c[2] for c in target)
+        self.group_widths = [columns[0][2] for columns in sources[channel.size + 1 :]]
+        self._others = [i for i in range(channel.size) if i != self.me]
+        self._order = [*self._others, self.me]
         # What is here is placed first, while the others' rows travel.
         local = channel.size
-        order = [self.me, local, *(i for i in range(channel.size) if i != self.me)]
+        order = [self.me, local, *self._others, *range(local + 1, len(sources))]
         moves = compile_moves([sources[i] for i in order], target)
         self.moves = [move._replace(source=order[move.source]) for move in moves]
         self.runs = runs_of(self.moves)
 
     def forward(
-        self, send: torch.Tensor, rows: Sequence[int], local: torch.Tensor | None, blocks: Blocks = None
+        self,
+        send: torch.Tensor,
+        rows: Sequence[int],
+        local: torch.Tensor | None,
+        blocks: Blocks = None,
+        partials: Partials | None = None,
     ) -> torch.Tensor:
         """Exchange lookups.
 
@@ -169,30 +180,30 @@ class PooledOutputDist:
             rows: of each destination.
             local: (rows[me], local width), or None.
             blocks: of each destination, where features have batch sizes of their own.
+            partials: the call's.
 
         Returns:
             (rows[me], width).
         """
-        mine, own = rows[self.me], self.widths[self.me]
+        mine = rows[self.me]
         to, came_from = self._sizes(rows, blocks)
-        flat = send.reshape(-1) if blocks is None else self._ragged(send, rows, blocks)
-        exchange = ResultExchange(self.channel, self.codecs.results, flat, to, came_from)
+        *parts, own = send.split([rows[i] for i in self._order])
+        wire = send[: send.shape[0] - mine].reshape(-1)
+        if blocks is not None:
+            wire = torch.cat([
+                wire[:0],
+                *(ragged(part, self.columns[self.me], blocks[i]) for i, part in zip(self._others, parts, strict=True)),
+            ])  # fmt: skip
+        exchange = self._begin(wire, to, came_from, partials)
         out: torch.Tensor | None = None
-        came: dict[int, torch.Tensor] = {}
+        came: dict[int, torch.Tensor] = {self.me: own}
+        if local is not None:
+            came[self.channel.size] = local
         for run in self.runs:
             move = run.first
-            if move.source == self.me:
-                lookup = exchange.own.view(mine, own)
-            elif move.source == self.channel.size:
-                assert local is not None
-                lookup = local
-            elif blocks is None:
-                lookup = exchange.wait()[move.source].view(mine, self.widths[move.source])
-            else:
-                if move.source not in came:
-                    flat = exchange.wait()[move.source]
-                    came[move.source] = padded_rows(flat, self.columns[move.source], blocks[self.me])
-                lookup = came[move.source]
+            if move.source not in came:
+                came.update(self._come(exchange, came_from, mine, blocks, partials))
+            lookup = came[move.source]
             if out is None and run.num == 1 and move.width == self.width == lookup.shape[1]:
                 out = lookup  # one source covers every column: the others are added to it
                 continue
@@ -203,6 +214,51 @@ class PooledOutputDist:
         exchange.wait()
         return send.new_zeros(mine, self.width) if out is None else out
 
+    def _begin(
+        self, wire: torch.Tensor, to: Sequence[int], came_from: Sequence[int], partials: Partials | None
+    ) -> ResultExchange:
+        """Send flat lookups for the others, and partials."""
+        codec = self.codecs.results
+        if partials is None:
+            return ResultExchange(self.channel, codec, wire, to, came_from)
+        sent = [partials.sent[i] for i in self._others]
+        if wire.numel():
+            cuts = zip(wire.split([to[i] for i in self._others]), partials.looked_up().split(sent), strict=True)
+            wire = torch.cat([part for pair in cuts for part in pair])
+        else:
+            wire = partials.looked_up(self.channel.empty(sum(sent), wire.dtype, wire.device) if codec is None else None)
+        send_sizes = [n + m for n, m in zip(to, partials.sent, strict=True)]
+        receive_sizes = [n + m for n, m in zip(came_from, partials.awaited, strict=True)]
+        exchange = ResultExchange(self.channel, codec, wire, send_sizes, receive_sizes, partials.awaited[self.me])
+        if exchange.tail is not None:
+            partials.look_up_own(exchange.tail)
+        partials.prepare()
+        return exchange
+
+    def _come(
+        self,
+        exchange: ResultExchange,
+        sizes: Sequence[int],
+        mine: int,
+        blocks: Blocks,
+        partials: Partials | None,
+    ) -> dict[int, torch.Tensor]:
+        """What has come, by source."""
+        found: dict[int, torch.Tensor] = {}
+        starts, at = [], 0
+        flat = exchange.wait()
+        for i in self._others:
+            lookup = flat[at : at + sizes[i]]
+            if blocks is None:
+                found[i] = lookup.view(mine, self.widths[i])
+            else:
+                found[i] = padded_rows(lookup, self.columns[i], blocks[self.me])
+            starts.append(at + sizes[i])
+            at = starts[-1] + (partials.awaited[i] if partials is not None else 0)
+        if partials is not None:
+            found.update(enumerate(partials.summed(flat, [*starts, at]), self.channel.size + 1))
+        return found
+
     def backward(
         self,
         grad: torch.Tensor,
@@ -210,6 +266,7 @@ class PooledOutputDist:
         scale: float,
         beside: Sum | None = None,
         blocks: Blocks = None,
+        partials: Partials | None = None,
     ) -> torch.Tensor:
         """Exchange gradients the other way.
 
@@ -219,51 +276,69 @@ class PooledOutputDist:
             scale: multiplies the gradients on the way.
             beside: a sum over the ranks, in the same exchange.
             blocks: of each rank, where features have batch sizes of their own.
+            partials: the call's.
 
         Returns:
-            Gradients of this rank's lookup (sum of rows, own width).
+            Flat gradients of what was sent to each rank, others first: (rows, own width) of the lookup, and partials.
         """
-        mine, widths = rows[self.me], self.widths[:-1]
+        mine, widths = rows[self.me], self.widths[: self.channel.size]
+        came_from, to = self._sizes(rows, blocks)
+        of_groups = [] if partials is None else [self._of_group(grad, i) for i in range(len(self.group_widths))]
 
         def pack(rank: int, out: torch.Tensor) -> None:
             """What the lookup of `rank` gave, column by column; a local lookup reads `grad` itself."""
             is_ragged = blocks is not None and rank != self.me
-            lookup = grad.new_empty(mine, widths[rank]) if is_ragged else out.view(mine, widths[rank])
+            flat = out[: to[rank]]
+            lookup = grad.new_empty(mine, widths[rank]) if is_ragged else flat.view(mine, widths[rank])
             for run in self.runs:
                 if run.first.source == rank:
                     torch.mul(run.of_target(grad), scale, out=run.of_source(lookup))
             if blocks is not None and is_ragged:
-                out.copy_(ragged(lookup, self.columns[rank], blocks[self.me]))
+                flat.copy_(ragged(lookup, self.columns[rank], blocks[self.me]))
+            if partials is not None:
+                partials.pack(rank, of_groups, scale, out[to[rank] :])
 
-        came_from, to = self._sizes(rows, blocks)
-        flat = send_gradients(self.channel, self.codecs.gradients, to, came_from, grad, pack, beside)
-        return flat.view(sum(rows), widths[self.me]) if blocks is None else self._padded(flat, rows, blocks)
+        send_sizes, receive_sizes = list(to), list(came_from)
+        if partials is not None:
+            send_sizes = [n + m for n, m in zip(to, partials.awaited, strict=True)]
+            receive_sizes = [n + m for n, m in zip(came_from, partials.sent, strict=True)]
+        flat = send_gradients(self.channel, self.codecs.gradients, send_sizes, receive_sizes, grad, pack, beside)
+        return flat if blocks is None else self._padded(flat, rows, came_from, receive_sizes, blocks)
+
+    def _of_group(self, grad: torch.Tensor, number: int) -> torch.Tensor:
+        """(B * U, width) gradients of the columns of a group of partials."""
+        source = self.channel.size + 1 + number
+        width = self.group_widths[number]
+        runs = [run for run in self.runs if run.first.source == source]
+        if len(runs) == 1 and runs[0].num == 1 and runs[0].first.width == self.width:
+            return grad.reshape(-1, width)
+        columns = grad.new_empty(grad.shape[0], self.widths[source])
+        for run in runs:
+            run.of_source(columns).copy_(run.of_target(grad))
+        return columns.view(-1, width)
 
     def _sizes(self, rows: Sequence[int], blocks: Blocks) -> tuple[list[int], list[int]]:
         """Elements of the lookups that go to each rank, and that come from it; this rank's own do not travel."""
         mine, own = rows[self.me], self.widths[self.me]
-        to, came_from = [n * own for n in rows], [mine * w for w in self.widths[:-1]]
+        to, came_from = [n * own for n in rows], [mine * w for w in self.widths[: self.channel.size]]
         if blocks is not None:
-            for i in self._others():
+            for i in self._others:
                 to[i] = ragged_size(self.columns[self.me], blocks[i])
                 came_from[i] = ragged_size(self.columns[i], blocks[self.me])
         return to, came_from
 
-    def _ragged(self, lookup: torch.Tensor, rows: Sequence[int], blocks: Sequence[Sequence[Block]]) -> torch.Tensor:
-        """Flat: the others' rows without padding, then this rank's own."""
-        order = self._others()
-        *parts, own = lookup.split([rows[i] for i in (*order, self.me)])
-        columns = self.columns[self.me]
-        cut = [ragged(part, columns, blocks[i]) for i, part in zip(order, parts, strict=True)]
-        return torch.cat([*cut, own.reshape(-1)])
-
-    def _padded(self, flat: torch.Tensor, rows: Sequence[int], blocks: Sequence[Sequence[Block]]) -> torch.Tensor:
-        """Inverse of `_ragged`."""
-        order, columns = self._others(), self.columns[self.me]
-        sizes = [ragged_size(columns, blocks[i]) for i in order]
-        *parts, own = flat.split([*sizes, rows[self.me] * self.widths[self.me]])
-        whole = [padded_rows(part, columns, blocks[i]) for i, part in zip(order, parts, strict=True)]
-        return torch.cat([*whole, own.view(rows[self.me], self.widths[self.me])])
-
-    def _others(self) -> list[int]:
-        return [i for i in range(self.channel.size) if i != self.me]
+    def _padded(
+        self,
+        flat: torch.Tensor,
+        rows: Sequence[int],
+        lookups: Sequence[int],
+        sizes: Sequence[int],
+        blocks: Sequence[Sequence[Block]],
+    ) -> torch.Tensor:
+        """Flat gradients with the padding of the others' rows; `lookups` are their elements among `sizes`."""
+        parts = []
+        for i, part in zip(self._order, flat.split([sizes[i] for i in self._order]), strict=True):
+            lookup = part[: lookups[i]]
+            parts.append(lookup if i == self.me else padded_rows(lookup, self.columns[self.me], blocks[i]).view(-1))
+            parts.append(part[lookups[i] :])
+        return torch.cat(parts)

@@ -88,7 +88,15 @@ def cut_batch(batch: Batch, ranks: Channel, unpooled: bool, spent: Spent) -> Bat
         if batch.samples is not None:
             sizes = tuple(min(max(n - first, 0), stop - first) for n in batch.samples)
     weights = None if batch.weights is None else cut_rows([batch.weights], [cut], ranks, spent)[0]
-    return Batch(rows_of(batch.values, cut, ranks.rank), lengths, batch.key_of, weights, samples=sizes, counts=counts)
+    return Batch(
+        rows_of(batch.values, cut, ranks.rank),
+        lengths,
+        batch.key_of,
+        weights,
+        samples=sizes,
+        counts=counts,
+        shortest=batch.shortest,
+    )
 
 
 def cut_of_lengths(lengths: torch.Tensor, samples: Sequence[int]) -> Cut:

@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from sharders.embedding.batch import Batch
 from sharders.embedding.call import Call, once_per_call
-from sharders.embedding.local_tables import TBE
 from sharders.embedding.lookup.torch_kernel import Segments
 from sharders.embedding.output_dist import Sum
 from sharders.embedding.path import Path, Returned, Trained
 from sharders.embedding.phases import FORWARD, INPUT, OUTPUT, phase
 from sharders.embedding.unpooled_output import RowPlaces, UnpooledOutputDist
-
-
-class SlotRun(NamedTuple):
-    """Adjacent slots of this rank that share a TBE and a width: looked up together, source by source."""
-
-    tbe: TBE
-    slots: range
-    width: int
 
 
 class UnpooledPath(Path[dict[int, torch.Tensor]]):
@@ -34,7 +24,7 @@ class UnpooledPath(Path[dict[int, torch.Tensor]]):
         peers = self.peers
         self.distinct_dims = list(dict.fromkeys(self.dims))
         self.output_dist = UnpooledOutputDist(self.store.placement, peers.table, peers.codecs, peers.by_table_rank)
-        self.runs = self._find_runs()
+        self.runs = self.store.runs_of(self.store.sharded)
 
     def forward(self, call: Call) -> list[torch.Tensor]:
         """One tensor (N, dim) for each distinct dim: rows of all its features, feature-major."""
@@ -90,15 +80,6 @@ class UnpooledPath(Path[dict[int, torch.Tensor]]):
                 flat = grad if len(self.runs) == 1 else torch.cat(cut[i :: len(self.runs)])
                 train = tbe.lookup.gradient_rows if tbe.bank.spec is None else tbe.lookup.update_rows
                 yield tbe, train(flat.view(-1, width).to(tbe.bank.weights.dtype), *read)
-
-    def _find_runs(self) -> list[SlotRun]:
-        slots = self.store.placement.slots[self.store.rank]
-        runs = []
-        for tbe in self.store.sharded:
-            for width, run in groupby(tbe.slots, key=lambda i: slots[i].width):
-                first, *rest = run
-                runs.append(SlotRun(tbe, range(first, first + 1 + len(rest)), width))
-        return runs
 
     @once_per_call
     def _ids(self, call: Call, sources: tuple[int, ...]) -> list[tuple[torch.Tensor, Segments]]:

@@ -68,11 +68,12 @@ class UnpooledOutputDist:
         Returns:
             dim -> (num_rows[dim], dim).
         """
-        exchange = ResultExchange(self.channel, self.codecs.results, send, send_sizes, _sizes(places))
+        others, own = send.tensor_split([send.numel() - send_sizes[self.me]])
+        exchange = ResultExchange(self.channel, self.codecs.results, others, send_sizes, _sizes(places))
         out: dict[int, torch.Tensor] = {}
-        for to, rows in [*_cut(exchange.own, places[self.me]), *local]:
+        for to, rows in [*_cut(own, places[self.me]), *local]:
             _place(out, to, rows, num_rows[to.dim])
-        for i, came in enumerate(exchange.wait()):
+        for i, came in enumerate(exchange.by_rank()):
             for to, rows in _cut(came, places[i]) if i != self.me else ():
                 _place(out, to, rows, num_rows[to.dim])
         for dim, n in num_rows.items():
