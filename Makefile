@@ -59,7 +59,7 @@ bench-planner: .venv/.installed
 	test -f $@ || $(PYTHON) -m venv --clear .venv
 	rm -f $@
 	$(PY) -m pip install --quiet torch==2.13.0
-	$(PY) -m pip install --quiet --editable '.[planner,torchrec,safetensors,dev]'
+	$(PY) -m pip install --quiet --editable '.[planner,torchrec,numba,safetensors,dev]'
 	$(PY) -m pip install --quiet --no-deps torchrec==1.8.0
 	touch $@
 

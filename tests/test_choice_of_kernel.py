@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,34 +12,70 @@ from torch import nn
 
 from dmp import DistributedModelParallel, ShardError, ShardingEnv, table_wise
 from sharders import EmbeddingBagSharder
-from sharders.embedding.lookup import fbgemm_kernel, kernels
+from sharders.embedding.lookup import fbgemm_kernel, kernels, numba_kernel
 from sharders.embedding.lookup.bank import Bank, RowRange
 from sharders.embedding.lookup.kernels import KERNELS, Kernel, compile_lookup, register_kernel
+from sharders.embedding.lookup.numba_kernel import NumbaLookup
 from sharders.embedding.lookup.torch_kernel import TorchLookup
 
 
 def test_choice_of_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     bank = Bank([[(2, 3)]], torch.float32, "cpu")
     slots = [RowRange(bank.chunks[0][0], 0, 2)]
-    assert isinstance(compile_lookup(bank, slots), fbgemm_kernel.FbgemmLookup)
+    assert type(compile_lookup(bank, slots)) is NumbaLookup
+    assert type(compile_lookup(bank, slots, kernel="fbgemm")) is fbgemm_kernel.FbgemmLookup
     assert type(compile_lookup(bank, slots, kernel="torch")) is TorchLookup
     with pytest.raises(ShardError, match="'triton'"):
         compile_lookup(bank, slots, kernel="triton")
     with pytest.raises(ShardError, match="float64"):
         compile_lookup(Bank([], torch.float64, "cpu"), [], kernel="fbgemm")
+    monkeypatch.setattr(numba_kernel, "problem", lambda _: "ModuleNotFoundError: no such module")
+    assert type(compile_lookup(bank, slots)) is fbgemm_kernel.FbgemmLookup
+    with pytest.raises(ShardError, match="no such module"):
+        compile_lookup(bank, slots, kernel="numba")
     monkeypatch.setattr(fbgemm_kernel, "problem", lambda: "OSError: no such library")
     assert type(compile_lookup(bank, slots)) is TorchLookup
     with pytest.raises(ShardError, match="no such library"):
         compile_lookup(bank, slots, kernel="fbgemm")
 
 
-def test_what_the_fast_kernel_does_not_take_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_the_fast_kernels_do_not_take_is_said_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(numba_kernel, "problem", lambda dtype: "no numba" if dtype != torch.float32 else "")
     kernels._say_once.cache_clear()
     with caplog.at_level("WARNING", logger="dmp"):
         for dtype in (torch.float64, torch.float64, torch.bfloat16, torch.float32):
             compile_lookup(Bank([], dtype, "cpu"), [])
         compile_lookup(Bank([], torch.float64, "cpu"), [], kernel="torch")  # asked for: nothing fell back
+    kernels._say_once.cache_clear()
+    assert all("by the torch kernel: the numba kernel" in text and "no numba" in text for text in caplog.messages)
     assert [("float64" in text, "bfloat16" in text) for text in caplog.messages] == [(True, False), (False, True)]
+
+
+def test_without_numba_all_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its import fails: the next kernel is taken, and the tables train."""
+    monkeypatch.setitem(sys.modules, "numba", None)
+    monkeypatch.delitem(sys.modules, "sharders.embedding.lookup.numba_functions", raising=False)
+    for cached in (numba_kernel.problem, numba_kernel.functions_of):
+        monkeypatch.setattr(numba_kernel, cached.__name__, cached.__wrapped__)
+    kernels._say_once.cache_clear()
+    model = wrapped(None, 4)
+    assert "kernel=fbgemm" in repr(model.module)
+    model(torch.tensor([[1, 2]])).sum().backward()
+    assert model.get_parameter("weight").grad is not None
+    with pytest.raises(ShardError, match=r"numba kernel cannot be used: .*pip install numba"):
+        wrapped("numba", 4)
+
+
+def test_it_is_shown_which_is_used(caplog: pytest.LogCaptureFixture) -> None:
+    kernels._say_once.cache_clear()
+    with caplog.at_level("INFO", logger="dmp"):
+        assert "kernel=numba" in repr(wrapped(None, 4).module) and "kernel=torch" in repr(wrapped("torch", 4).module)
+    assert [text for text in caplog.messages if "looked up" in text] == [
+        "tables are looked up by the numba kernel",
+        "tables are looked up by the torch kernel",
+    ]
 
 
 def test_probe_reports_in_words(monkeypatch: pytest.MonkeyPatch) -> None:

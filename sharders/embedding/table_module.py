@@ -35,6 +35,7 @@ from sharders.embedding.call import Call
 from sharders.embedding.codec import AS_COMPUTED, Codecs, Wire, codecs_of
 from sharders.embedding.engine import Engine
 from sharders.embedding.lookup.given_optimizers import optimizer_of
+from sharders.embedding.lookup.kernels import kernel_of
 from sharders.embedding.lookup.optimizers import OptimizerSpec
 from sharders.embedding.peers import find_peers
 from sharders.embedding.placement import Table
@@ -147,6 +148,11 @@ class TableModule(Watched, TorchRecForm):
         for index, parameter in enumerate(self._engine.store.parameters):
             self._place(index, parameter, original)
         self._tell_places()
+
+    def extra_repr(self) -> str:
+        """By which kernels its rows are looked up."""
+        names = dict.fromkeys(kernel_of(tbe.lookup) for tbe in self._engine.store.tbes)
+        return f"kernel={'+'.join(names)}" if names else ""
 
     @staticmethod
     def gathered(original: nn.Module, name: str) -> Mapping[str, Any]:

@@ -134,7 +134,7 @@ class Kernel:
 
 KERNELS: dict[str, Kernel] = {}
 """Every kernel that is known, by name."""
-_FASTEST_FIRST = ("fbgemm", "torch")  # for who names none
+_FASTEST_FIRST = ("numba", "fbgemm", "torch")  # for who names none
 
 
 def register_kernel(kernel: Kernel) -> Kernel:
@@ -150,21 +150,29 @@ def choose_kernel(
     ranges: Sequence[RowRange],
     named: str | None = None,
 ) -> Kernel:
-    """The kernel for such tables: the one that is named, else FBGEMM's where it can be used, else torch's.
+    """The kernel for such tables: the one that is named, else numba's, FBGEMM's or torch's: the first that can be used.
 
     Raises:
         ShardError: `named` is not known, or cannot be used for these tables.
     """
     if named is not None and named not in KERNELS:
         raise ShardError(f"expected a kernel out of {sorted(KERNELS)}, or None; got {named!r}")
+    reasons: list[str] = []
     for kernel in map(KERNELS.__getitem__, _FASTEST_FIRST if named is None else (named,)):
         reason = kernel.supports(device, dtype, optimizer, ranges)
         if reason is None:
+            _say_once(kernel.name, "; ".join(reasons))
             return kernel
         if named is not None:
             raise ShardError(f"the {named} kernel cannot be used: {reason}. Use kernel='torch', which takes any table")
-        _say_once(kernel.name, reason)
+        reasons.append(f"the {kernel.name} kernel cannot be used: {reason}")
     raise AssertionError("torch's kernel takes any table")
+
+
+def kernel_of(lookup: Lookup) -> str:
+    """The name of the kernel that made a lookup."""
+    names = (kernel.name for kernel in KERNELS.values() if kernel.make is type(lookup))
+    return next(names, type(lookup).__name__)
 
 
 def compile_lookup(bank: Bank, ranges: Sequence[RowRange], kernel: str | None = None) -> Lookup:
@@ -182,9 +190,11 @@ def compile_lookup(bank: Bank, ranges: Sequence[RowRange], kernel: str | None = 
 
 
 @cache
-def _say_once(kernel: str, reason: str) -> None:
+def _say_once(kernel: str, reasons: str) -> None:
+    """What was chosen, with why it was not a faster one: a warning then."""
     if not dist.is_initialized() or dist.get_rank() == 0:
-        _log.warning("tables are looked up by torch's operations: the %s kernel cannot be used: %s", kernel, reason)
+        told = f"tables are looked up by the {kernel} kernel" + (f": {reasons}" if reasons else "")
+        _log.log(logging.WARNING if reasons else logging.INFO, "%s", told)
 
 
 register_kernel(Kernel("numba", numba_kernel.supports, NumbaLookup))

@@ -71,7 +71,7 @@ class NumbaLookup(TorchLookup):
         self._tables = Tables(bank, self.ranges)
         self._name = _DTYPES[bank.weights.dtype]
         self._pooled_runs: tuple[int, Runs] | None = None
-        _functions(self._name)
+        functions_of(self._name)
 
     def pooled(self, ids: Tensor, offsets: Tensor, weights: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         num_bags = self._num_bags(offsets)
@@ -231,7 +231,7 @@ class NumbaLookup(TorchLookup):
         return self._sort(order, (*memory, origins), most)
 
     def _functions(self) -> Functions:
-        return _functions(self._name)
+        return functions_of(self._name)
 
     def _like_table(self, weights: Tensor | None) -> Tensor | None:
         return None if weights is None else weights.to(self.bank.weights.dtype).contiguous()
@@ -361,7 +361,7 @@ def _is_beyond(bank: Bank) -> bool:
 
 
 @cache
-def _functions(name: str) -> Functions:
+def functions_of(name: str) -> Functions:
     from sharders.embedding.lookup.numba_functions import functions
 
     return functions(name)
