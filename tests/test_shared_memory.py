@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from dmp import RanksError, ShardError
 from sharders.channel import GroupChannel, over_connections
-from sharders.shared_memory import mapping, opening
+from sharders.shared_memory import mapping, opening, waiting
 from sharders.shared_memory.memory_channel import MemoryChannel
 from tests.ranks import run_ranks
 
@@ -118,15 +118,13 @@ def test_nothing_of_it_is_left() -> None:
 
 
 def _sent_elsewhere() -> None:
-    """A rank that takes what was not meant for it is told; a fork that ends has no say in what its parent does."""
+    """A rank that takes what was not meant for it is told; a process that was forked has no say in it."""
     channel = _open()
     assert channel is not None
     me = channel.rank
     transfer = channel.all_to_all(torch.arange(4), [2, 2], [2, 2])
-    if not os.fork():
-        del transfer
-        os._exit(0)
-    os.wait()
+    with mock.patch.object(os, "getpid", return_value=0):
+        channel.let_go(1)
     assert channel._mine.done[1] == 0
     assert transfer.wait().tolist() == [2 * me, 2 * me + 1] * 2
     transfer = channel.all_to_all(torch.arange(4.0), [2, 2] if me else [1, 3], [2, 2])
@@ -137,6 +135,49 @@ def _sent_elsewhere() -> None:
             transfer.wait()
     else:
         transfer.wait()
+
+
+def _growing() -> None:
+    """Sizes that grow slowly, and small ones between: no more memory is held than a few of the largest."""
+    channel = _open()
+    assert channel is not None
+    largest = 1 << 20
+
+    def held() -> int:
+        """Bytes of this rank's segment that the system has."""
+        lines = Path("/proc/self/smaps").read_text().partition(f"{channel._mine.address:x}-")[2].splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("Rss:")).split()[1])
+
+    size = largest // 64
+    while size <= largest:
+        filled = torch.full((2 * size,), 7, dtype=torch.uint8)
+        for each in (filled, filled[:4]):
+            half = len(each) // 2
+            assert channel.all_to_all(each, [half, half], [half, half]).wait().unique().tolist() == [7]
+        dist.barrier()
+        size += size // 4
+    assert len(channel._pool._blocks) < 40 and held() < 3 * largest
+
+
+def test_sizes_may_grow() -> None:
+    run_ranks(2, _growing)
+
+
+def _awaited() -> str:
+    channel = _open()
+    assert channel is not None
+    if channel.rank:
+        dist.barrier()
+        return ""
+    with mock.patch.object(waiting, "_TIMEOUT_S", 0.2), pytest.raises(RuntimeError) as error:
+        channel.sum(torch.ones(1))
+    dist.barrier()
+    return str(error.value)
+
+
+@pytest.mark.slow
+def test_a_rank_that_never_comes() -> None:
+    assert run_ranks(2, _awaited)[0] == "timed out: rank 1, whose process lives, has sent nothing for 0.2 s"
 
 
 def test_sizes_that_do_not_fit_are_named() -> None:

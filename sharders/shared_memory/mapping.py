@@ -14,6 +14,7 @@ import weakref
 
 _READ_WRITE, _SHARED_NO_RESERVE = 3, 0x4001
 _NO_DUMP = 16  # an image of a process that dies would have all of it, untouched parts too
+_REMOVE = 9
 if sys.platform == "linux":
     _libc = ctypes.CDLL(None, use_errno=True)
     _libc.mmap.restype = ctypes.c_void_p
@@ -38,6 +39,10 @@ class Mapping:
         _libc.madvise(self.address, size, _NO_DUMP)
         # At the end of the process tensors may still lie in it, and the system takes it anyway.
         weakref.finalize(self, _libc.munmap, self.address, size).atexit = False
+
+    def empty(self, start: int, nbytes: int) -> None:
+        """Give the memory of whole pages back to the system; they are zeros when they are next touched."""
+        _libc.madvise(self.address + start, nbytes, _REMOVE)
 
 
 def make(size: int) -> tuple[Mapping, int]:

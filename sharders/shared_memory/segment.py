@@ -30,6 +30,9 @@ TOKEN_BYTES = 16
 _PUBLISHED_AT, _DONE_AT, _PAGE = 64, 128, 4096
 _TABLE_AT = _DONE_AT + 8 * SLOTS
 _SMALLEST_BLOCK = 4096
+_TOO_LARGE = 8
+"""Times what is needed."""
+
 _WORD = 0xFFFFFFFF
 
 
@@ -76,6 +79,10 @@ class Segment:
         """Whether exchange `number` may be read; the word counts modulo 2 ** 32."""
         return (self.published.value - number) & _WORD < 1 << 31
 
+    def empty(self, start: int, nbytes: int) -> None:
+        """See `Mapping`."""
+        self._mapping.empty(start, nbytes)
+
     def view(self, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """(count,) elements that lie in it, from a place on that is a multiple of their size."""
         return self._bytes[start : start + count * dtype.itemsize].view(dtype)
@@ -107,7 +114,10 @@ class Block:
 
 
 class Pool:
-    """The blocks of a rank's own segment: as many as are used at once, which persist and grow.
+    """The blocks of a rank's own segment: as many as are used at once, which persist.
+
+    Sizes that grow make new ones, and give the memory of those that have become too small back; what is small takes no
+    large one, which would then be made again.
 
     Args:
         mine: the segment.
@@ -125,8 +135,9 @@ class Pool:
         Raises:
             MemoryError: the segment is full.
         """
+        most = max(_SMALLEST_BLOCK, _TOO_LARGE * nbytes)
         for block in self._blocks:
-            if block.size >= nbytes and not block.is_leased and self._is_done(block.last):
+            if nbytes <= block.size <= most and self._is_free(block):
                 break
         else:
             block = self._add(nbytes)
@@ -136,6 +147,9 @@ class Pool:
         """The block that an address lies in."""
         at = address - self._mine.address
         return next((b for b in self._blocks if b.start <= at < b.start + b.size), None)
+
+    def _is_free(self, block: Block) -> bool:
+        return not block.is_leased and self._is_done(block.last)
 
     def _add(self, nbytes: int) -> Block:
         """An eighth more than is asked for, so that sizes that vary a little do not make many."""
@@ -147,6 +161,9 @@ class Pool:
                 f"an exchange of {nbytes} bytes does not fit into the {self._mine.size} bytes of this rank's shared "
                 "memory; DMP_SHARED_MEMORY=0 sends through connections instead"
             )
+        for smaller in self._blocks:
+            if smaller.size * _TOO_LARGE > size > smaller.size > _SMALLEST_BLOCK and self._is_free(smaller):
+                self._mine.empty(smaller.start, smaller.size)
         block = Block(self._end, size)
         self._end += size
         self._blocks.append(block)

@@ -14,8 +14,10 @@ import sys
 import time
 from collections.abc import Callable
 from functools import lru_cache
+from typing import NoReturn
 
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from dmp import ranks
 
@@ -24,6 +26,9 @@ _SPINS = 50
 """Looks before it asks the system: a few microseconds."""
 
 _LOOK_S = 0.05
+_TIMEOUT_S = default_pg_timeout.total_seconds()
+"""As of the connections of the data path."""
+
 if sys.platform == "linux":
     _syscall = ctypes.CDLL(None).syscall
     _syscall.restype = ctypes.c_long
@@ -85,11 +90,12 @@ def poll_memory(
 
     Raises:
         RanksError: it will not come.
+        RuntimeError: likewise, for a reason that the watchdog does not know.
     """
     for _ in range(_SPINS):
         if is_there():
             return
-    looked = time.monotonic()
+    since = looked = time.monotonic()
     while True:
         seen = word.value
         if is_there():
@@ -102,9 +108,15 @@ def poll_memory(
         looked = time.monotonic()
         ranks.raise_verdict(group)
         if process.has_ended() and not is_there():
-            error = RuntimeError(f"the connection to rank {rank} is closed: its process has ended")
-            ranks.raise_cause(error)
-            raise error
+            _raise(f"the connection to rank {rank} is closed: its process has ended")
+        if looked - since > _TIMEOUT_S:
+            _raise(f"timed out: rank {rank}, whose process lives, has sent nothing for {_TIMEOUT_S:g} s")
+
+
+def _raise(text: str) -> NoReturn:
+    error = RuntimeError(text)
+    ranks.raise_cause(error)
+    raise error
 
 
 def wake(address: int) -> None:
