@@ -64,7 +64,7 @@ class Task:
     steps: Callable[[nn.Module, bool, Iterator[Batch]], Callable[[], torch.Tensor]]
 
 
-def run(quick: bool) -> list[Result]:
+def run(quick: bool) -> tuple[list[Result], str]:
     """Both models; what their phases take is printed."""
     results = []
     for name in TASKS:
@@ -83,7 +83,7 @@ def run(quick: bool) -> list[Result]:
         share = f"dense part, {without / results[-2].ours:.0%}"
         results.append(Result(f"training: {name}, {share}", "ms", None, without, None, None))
         print(*results[-3 - len(of_ranks[0][1]) :], sep="\n", flush=True)
-    return results
+    return results, ""
 
 
 def compare(name: str, rounds: int) -> tuple[tuple[list[float], ...], dict[str, float]]:

@@ -11,7 +11,7 @@ KINDS = ("table-wise", "row-wise", "column-wise")
 WORK, GOAL = Workload(criteo_rows(10_000), 64, 8), 2.0
 
 
-def run(quick: bool) -> list[Result]:
+def run(quick: bool) -> tuple[list[Result], str]:
     """Each layout."""
     results = []
     for kind in KINDS:
@@ -19,4 +19,4 @@ def run(quick: bool) -> list[Result]:
         name = f"fixed cost: {kind}, batch 8"
         results.append(Result(name, "ms", row.theirs, row.ours, row.ratio, GOAL, row.spread))
         print(results[-1], flush=True)
-    return results
+    return results, ""

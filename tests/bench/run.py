@@ -92,7 +92,7 @@ def main() -> int:
         if isinstance(found, tuple):
             results += found[0]
             if args.write:
-                rewrite(ROOT / "BENCHMARKS.md", f"{head}\n\n{markdown(found[0])}\n\n{found[1]}", name)
+                rewrite(ROOT / "BENCHMARKS.md", f"{head}\n\n{markdown(found[0])}\n\n{found[1]}".strip(), name)
         else:
             results += found
             shared += found
