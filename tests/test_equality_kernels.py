@@ -59,8 +59,10 @@ def _kernels(mesh: str, kind: str, nth: int) -> tuple[list[str], set[tuple[str, 
     near = NEAR_PLAIN if kind.startswith("bag") else NEAR
     for dtype, optimizer, kernel in _every(kind, env, nth):
         made = SHARDERS[kind](kernel=kernel)
+        few_digits = dtype == torch.float16 and optimizer in ("adagrad", "rowwise_adagrad")
+        allowed = 2**-5 if few_digits else near[dtype]  # of squares of small gradients; a kernel may keep more
         try:
-            check_case(kind, layouts_for(env)["mixed"], optimizer, env, dtype=dtype, near=near[dtype], sharders=[made])
+            check_case(kind, layouts_for(env)["mixed"], optimizer, env, dtype=dtype, near=allowed, sharders=[made])
         except AssertionError as error:
             wrong.append(f"{kernel} {dtype} {optimizer}: {error}")
         except ShardError as error:
