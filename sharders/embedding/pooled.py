@@ -73,31 +73,59 @@ class PooledPath(Path[torch.Tensor]):
         """[(B, sum of dims)]."""
         with phase(call.spent, INPUT):
             self.input_dist.receive(call)
+        way, own = self._way(call), self.peers.own
+        others = tuple(own[: -self.peers.outer.size])
         with phase(call.spent, FORWARD):
-            looked_up, local = self._look_up(call)
-        with phase(call.spent, OUTPUT):
-            dists = self._way(call).output_dists
-            for i, output_dist in enumerate(dists):
-                last = (local, self._partials(call)) if i == len(dists) - 1 else (None, None)
-                looked_up = output_dist.forward(looked_up, self._rows(call, i), last[0], self._blocks(call, i), last[1])
-            self._scale_means(call, looked_up)
-        return [looked_up]
+            rows = sum(call.samples[s] for s in others)
+            looked_up = self._look_up(call, others, way.output_dists[0].memory(rows, self.dtype, self.device))
+            local = self._look_up_local(call)
 
-    def _look_up(self, call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(samples of all sources, columns of this rank's slots), and (B, columns) of the local tables."""
-        bags = self._bags(call, tuple(self.peers.own))
-        parts = [
-            tbe.lookup.pooled(*of_tbe).to(self.dtype)
-            for tbe, of_tbe in zip(self._way(call).whole, bags, strict=True)
-            if of_tbe is not None
-        ]
-        if len(parts) == 1:
-            out = parts[0]
-        else:
-            out = torch.cat(parts, 1) if parts else self._zeros(sum(call.samples[s] for s in self.peers.own), 0)
+        def rest() -> torch.Tensor:
+            with phase(call.spent, FORWARD):
+                return self._look_up(call, tuple(own[len(others) :]), None)
+
+        with phase(call.spent, OUTPUT):
+            for i, output_dist in enumerate(way.output_dists):
+                is_last = i == len(way.output_dists) - 1
+                last = (local, self._partials(call)) if is_last else (None, None)
+                found = output_dist.forward(
+                    looked_up, rest, self._rows(call, i), last[0], self._blocks(call, i), last[1]
+                )
+                if not is_last:
+                    looked_up, mine = found.tensor_split([len(found) - call.batch.batch_size])
+                    rest = lambda mine=mine: mine  # type: ignore[misc]  # noqa: E731
+            self._scale_means(call, found)
+        return [found]
+
+    def _look_up(self, call: Call, sources: tuple[int, ...], out: torch.Tensor | None) -> torch.Tensor:
+        """(samples of these sources, columns of this rank's slots).
+
+        Args:
+            out: memory of that shape which may be used.
+        """
+        way, rows = self._way(call), sum(call.samples[s] for s in sources)
+        if not rows or not way.width:
+            return self._zeros(rows, way.width)
+        read = [(tbe, bags) for tbe, bags in zip(way.whole, self._bags(call, sources), strict=True) if bags is not None]
+        if len(read) == 1:
+            tbe, bags = read[0]
+            return tbe.lookup.pooled(*bags, self._fitting(tbe, out)).to(self.dtype)
+        out = torch.empty(rows, way.width, dtype=self.dtype, device=self.device) if out is None else out
+        for (tbe, bags), columns in zip(read, out.split([t.lookup.num_columns for t, _ in read], 1), strict=True):
+            found = tbe.lookup.pooled(*bags, self._fitting(tbe, columns))
+            if found.data_ptr() != columns.data_ptr():
+                columns.copy_(found)
+        return out
+
+    def _fitting(self, tbe: TBE, out: torch.Tensor | None) -> torch.Tensor | None:
+        """Memory for a TBE's results, where these have its dtype."""
+        return out if tbe.bank.weights.dtype == self.dtype else None
+
+    def _look_up_local(self, call: Call) -> torch.Tensor | None:
+        """(B, columns) of the local tables."""
         local_bags = zip(self.store.local, self._local_bags(call), strict=True)
         local = [tbe.lookup.pooled(*of_tbe).to(self.dtype) for tbe, of_tbe in local_bags]
-        return out, None if not local else local[0] if len(local) == 1 else torch.cat(local, 1)
+        return None if not local else local[0] if len(local) == 1 else torch.cat(local, 1)
 
     def row_counts(self, batch: Batch) -> list[list[int]]:
         """Rows of each segment of each result."""

@@ -8,7 +8,7 @@ what one host holds, for all hosts' samples; a second along the outer axis finis
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -165,9 +165,17 @@ class PooledOutputDist:
         self.moves = [move._replace(source=order[move.source]) for move in moves]
         self.runs = runs_of(self.moves)
 
+    def memory(self, rows: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
+        """(rows, own width) to look up for the other ranks in, where that is what travels."""
+        if self.codecs.results is not None or self.group_widths or not rows:
+            return None
+        width = self.widths[self.me]
+        return self.channel.empty(rows * width, dtype, device).view(rows, width)
+
     def forward(
         self,
-        send: torch.Tensor,
+        others: torch.Tensor,
+        look_up_own: Callable[[], torch.Tensor],
         rows: Sequence[int],
         local: torch.Tensor | None,
         blocks: Blocks = None,
@@ -176,7 +184,8 @@ class PooledOutputDist:
         """Exchange lookups.
 
         Args:
-            send: (sum of rows, own width).
+            others: (rows of the others, own width).
+            look_up_own: gives (rows[me], own width); called when the exchange is under way.
             rows: of each destination.
             local: (rows[me], local width), or None.
             blocks: of each destination, where features have batch sizes of their own.
@@ -187,16 +196,13 @@ class PooledOutputDist:
         """
         mine = rows[self.me]
         to, came_from = self._sizes(rows, blocks)
-        *parts, own = send.split([rows[i] for i in self._order])
-        wire = send[: send.shape[0] - mine].reshape(-1)
+        wire = others.reshape(-1)
         if blocks is not None:
-            wire = torch.cat([
-                wire[:0],
-                *(ragged(part, self.columns[self.me], blocks[i]) for i, part in zip(self._others, parts, strict=True)),
-            ])  # fmt: skip
+            parts = zip(self._others, others.split([rows[i] for i in self._others]), strict=True)
+            wire = torch.cat([wire[:0], *(ragged(part, self.columns[self.me], blocks[i]) for i, part in parts)])
         exchange = self._begin(wire, to, came_from, partials)
         out: torch.Tensor | None = None
-        came: dict[int, torch.Tensor] = {self.me: own}
+        came: dict[int, torch.Tensor] = {self.me: look_up_own()}
         if local is not None:
             came[self.channel.size] = local
         for run in self.runs:
@@ -208,11 +214,11 @@ class PooledOutputDist:
                 out = lookup  # one source covers every column: the others are added to it
                 continue
             if out is None:
-                out = send.new_empty(mine, self.width)
+                out = others.new_empty(mine, self.width)
             source, target = run.of_source(lookup), run.of_target(out)
             target.add_(source) if move.add else target.copy_(source)
         exchange.wait()
-        return send.new_zeros(mine, self.width) if out is None else out
+        return others.new_zeros(mine, self.width) if out is None else out
 
     def _begin(
         self, wire: torch.Tensor, to: Sequence[int], came_from: Sequence[int], partials: Partials | None
