@@ -137,6 +137,19 @@ def _of_json(text: Any) -> Callable[[Plan, random.Random], Any]:
     return lambda plan, rng: ShardingPlan.from_json(text)
 
 
+def _of_ranks(layout: str, ranks: str) -> Callable[[Plan, random.Random], Any]:
+    """JSON whose ranks are written in such a way."""
+    entry = f'{{"layout": "{layout}", "ranks": {ranks}}}'
+
+    def change(plan: Plan, rng: random.Random) -> Any:
+        others = ShardingPlan({n: of for n, of in plan.items() if n != "items.weight"}).to_json()
+        return ShardingPlan.from_json(
+            others.replace('"parameters": {', f'"parameters": {{"items.weight": {entry}, ', 1)
+        )
+
+    return change
+
+
 def _cut(*shards: Any) -> Callable[[Plan, random.Random], Any]:
     return _entry(lambda: rectangles(shards))
 
@@ -259,6 +272,20 @@ MUST_FAIL: dict[str, Callable[[Plan, random.Random], Any]] = {
     "JSON, shards nested wrong": _of_json(
         '{"version": 1, "parameters": {"items.weight": {"layout": "rectangles", "shards": [[[0]], 1]}}}'
     ),
+    "JSON, a run of ranks that are not there": _of_ranks("row_wise", '{"range": [0, 7]}'),
+    "JSON, a run that is very long": _of_ranks("row_wise", '{"range": [0, 1000000000000]}'),
+    "JSON, a run that ends before it begins": _of_ranks("row_wise", '{"range": [2, 0]}'),
+    "JSON, a run of no ranks": _of_ranks("row_wise", '{"range": [1, 1]}'),
+    "JSON, a run of fractions": _of_ranks("row_wise", '{"range": [0.0, 2.0]}'),
+    "JSON, a run with a step": _of_ranks("row_wise", '{"range": [0, 2, 1]}'),
+    "JSON, a run and more": _of_ranks("row_wise", '{"range": [0, 1], "zip": [[0, 1]]}'),
+    "JSON, a run in a list": _of_ranks("row_wise", '[{"range": [0, 1]}]'),
+    "JSON, runs beside each other for one": _of_ranks("row_wise", '{"zip": [[0, 1]]}'),
+    "JSON, a run for rows of ranks": _of_ranks("grid", '{"range": [0, 1]}'),
+    "JSON, no runs beside each other": _of_ranks("grid", '{"zip": []}'),
+    "JSON, runs of other lengths": _of_ranks("grid", '{"zip": [[0, 2], [0, 1]]}'),
+    "JSON, nine runs beside each other": _of_ranks("grid", '{"zip": [' + ", ".join(["[0, 1]"] * 9) + "]}"),
+    "JSON, runs that are null": _of_ranks("grid", '{"zip": null}'),
 }
 """Name -> change, of plans that can only be refused."""
 
@@ -315,10 +342,27 @@ def _random_json(plan: Plan, rng: random.Random) -> Any:
     return ShardingPlan.from_json(json.dumps(data))
 
 
+def _random_runs(plan: Plan, rng: random.Random) -> Any:
+    """Ranks written as runs, often damaged."""
+
+    def bound() -> Any:
+        return rng.choice((0, 0, 0, 1, 1, 2, 2, -1, 3, 10**9, 1.0, True, None, "0", [0]))
+
+    def run() -> Any:
+        return [0, 1] if rng.random() < 0.4 else [bound() for _ in range(rng.choice((1, 2, 2, 2, 2, 3)))]
+
+    layout, key = rng.choice((("row_wise", "range"), ("column_wise", "range"), ("grid", "zip"), ("grid", "range")))
+    ranks: Any = {key: run() if key == "range" else [run() for _ in range(rng.choice((0, 1, 1, 2)))]}
+    if rng.random() < 0.2:
+        ranks[rng.choice(("range", "zip", "x"))] = run()
+    return _of_ranks(layout, json.dumps(ranks))(plan, rng)
+
+
 RANDOM_CHANGES: dict[str, Callable[[Plan, random.Random], Any]] = {
     "random rectangles": _random_rectangles,
     "a random layout": _random_layout,
     "a random change of JSON": _random_json,
+    "random runs of ranks": _random_runs,
 }
 RANDOM = list(RANDOM_CHANGES)
 CHANGES: dict[str, Callable[[Plan, random.Random], Any]] = {
@@ -327,6 +371,9 @@ CHANGES: dict[str, Callable[[Plan, random.Random], Any]] = {
     "column_wise of a rank twice": _entry(lambda: column_wise([0, 0])),
     "a plan object": lambda plan, rng: ShardingPlan(plan),
     "ParameterShardings": lambda plan, rng: {n: ParameterSharding(layout) for n, layout in plan.items()},
+    "a run of ranks": _of_ranks("row_wise", '{"range": [0, 1]}'),
+    "a run of columns": _of_ranks("column_wise", '{"range": [0, 1]}'),
+    "runs beside each other": _of_ranks("grid", '{"zip": [[0, 1], [0, 1]]}'),
     "replicate for a table": _entry(lambda: replicate(), "users.weight"),
     "replicate for a dense weight": lambda plan, rng: {**plan, "over.weight": replicate()},
     "the planner's": lambda plan, rng: None,
