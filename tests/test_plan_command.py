@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -207,6 +208,17 @@ def test_a_constraint_of_another_name(folder: Path, capsys: pytest.CaptureFixtur
     (folder / "c.json").write_text(json.dumps({"users": {"layout": "row_wise"}}))
     assert main(["plan", "strangers_models:make", "--mesh", "2", "--constraints", "c.json"]) == 2
     assert "'users' has ['layout']; a constraint has layouts, " in capsys.readouterr().err
+
+
+def test_names_that_the_terminal_has_no_letters_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "german_words.py").write_text(
+        'from torch import nn\n\n\ndef make():\n    return nn.ModuleDict({"größe": nn.EmbeddingBag(9, 8)})\n', "utf-8"
+    )
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="ascii", write_through=True))
+    assert main(["plan", "german_words:make", "--mesh", "2", "--out", "plan.json"]) == 0
+    assert rb"gr\xf6\xdfe" in written.getvalue()
+    assert list(ShardingPlan.from_json(Path("plan.json").read_text("utf-8"))) == ["größe.weight"]
 
 
 def test_sizes() -> None:
