@@ -14,11 +14,12 @@ _BEYOND = 3.0
 _EDGE = 1e-3
 
 
-def guided(problem: Problem, cuts: Cuts, optimum: Optimum) -> Start:
+def guided(problem: Problem, cuts: Cuts, optimum: Optimum) -> Start | None:
     """A start whose cuts are cheapest at the optimum's prices and, if they can, keep to its times.
 
     A phase that ranks are idle in is cheap there, one that all are busy in is dear, and how long each phase should take
-    is known: a start by least work, or by a threshold for all phases together, sees none of that.
+    is known: a start by least work, or by a threshold for all phases together, sees none of that. None where a class
+    has no cut without set-ups that the optimum does not pay.
     """
     table, phases = problem.table, len(problem.span)
     every, mean = table.everywhere[cuts.row, :phases], cuts.mean[:, :phases] - table.everywhere[cuts.row, :phases]
@@ -30,6 +31,8 @@ def guided(problem: Problem, cuts: Cuts, optimum: Optimum) -> Start:
     cost = cost + _BEYOND * np.maximum(beyond, 0).sum(1)
     cost = np.where(table.kinds[cuts.row] & ~optimum.allowed, np.inf, cost)
     least = np.minimum.reduceat(cost, cuts.start[:-1])
+    if not np.isfinite(least).all():
+        return None
     at = np.flatnonzero(cost == least[cuts.owner])
     first = at[np.unique(cuts.owner[at], return_index=True)[1]]
     counts = np.bincount(problem.item_class, minlength=len(cuts.start) - 1)

@@ -29,16 +29,24 @@ _MEMORY = 0.1
 """Weight of memory, against the sum of the target."""
 
 
-def can_pack(problem: Problem) -> bool:
-    """Whether a problem has many alike hosts, and nothing that minds which one it gets."""
-    group = ranks_together(problem)
+def can_pack(problem: Problem, group: int = 0) -> bool:
+    """Whether a problem has many alike hosts, and nothing that minds which one it gets.
+
+    Args:
+        group: ranks in a host; 0 for those that share a phase, where these are several.
+    """
+    ranks = group or ranks_together(problem)
     plain = not (problem.allowed or problem.spread or problem.table.ragged)
-    return plain and group > 1 and len(problem.capacity) // group >= _HOSTS
+    return plain and (ranks > 1 or bool(group)) and len(problem.capacity) // ranks >= _HOSTS
 
 
-def pack_hosts(problem: Problem, cuts: Cuts, start: Start) -> tuple[Placement | None, float]:
-    """A placement of all items, None where one does not fit; and the work, in about microseconds."""
-    packer = _HostPacker(problem, cuts, start)
+def pack_hosts(problem: Problem, cuts: Cuts, start: Start, group: int = 0) -> tuple[Placement | None, float]:
+    """A placement of all items, None where one does not fit; and the work, in about microseconds.
+
+    Args:
+        group: as of `can_pack`.
+    """
+    packer = _HostPacker(problem, cuts, start, group)
     if not packer.place():
         return None, packer.work
     packer.even_out()
@@ -49,9 +57,9 @@ def pack_hosts(problem: Problem, cuts: Cuts, start: Start) -> tuple[Placement | 
 class _HostPacker:
     """Where pieces are, by host and by rank. A block larger than a host is looked at by host alone."""
 
-    def __init__(self, problem: Problem, cuts: Cuts, start: Start) -> None:
+    def __init__(self, problem: Problem, cuts: Cuts, start: Start, group: int) -> None:
         self.problem, self.cuts, self.start = problem, cuts, start
-        self.group = ranks_together(problem)
+        self.group = group or ranks_together(problem)
         self.work = 0.0
         self.ranks: Array = problem.base.reshape(-1, self.group, problem.base.shape[1]).copy()
         self.hosts: Array = self.ranks.mean(1)
@@ -120,7 +128,7 @@ class _HostPacker:
     def _places(self, cut: int, most: int) -> tuple[Array, Integers]:
         """By how much the potential grows with a piece on the best block of each of some hosts; and those blocks."""
         size, load = self.size[cut], self.mean[cut]
-        self.work += 25 + 0.012 * self.hosts.size
+        self.work += 16 + 0.008 * self.hosts.size
         x = self.hosts / self.scale
         grown: Array = (powered(x + load / self.scale, _POWER) - powered(x, _POWER)) @ self.weight
         grown[self.hosts[:, -1] + load[-1] + self.every > self.room] = np.inf
@@ -131,7 +139,7 @@ class _HostPacker:
         if size > self.group:
             return grown[near], near
         loads = self.ranks[near].reshape(len(near), -1, size, len(self.scale))
-        self.work += 25 + 0.012 * loads.size
+        self.work += 16 + 0.008 * loads.size
         x = loads / self.scale
         after = x + self.own[cut] / self.scale
         inside = ((powered(after, _POWER) - powered(x, _POWER)) @ np.where(self.shared, 0, self.weight)).sum(2)

@@ -34,7 +34,9 @@ _PIECES = 8
 class _Piece(NamedTuple):
     item: int
     number: int
-    load: Array
+    row: int
+    block: int
+    width: int
 
 
 class Improver:
@@ -45,6 +47,7 @@ class Improver:
         self.potential = packer.potential
         self.placement = packer.placement
         self.table = packer.problem.table
+        self._size: list[int] = self.table.size.tolist()
         self.value = self.potential.weigh()
 
     def step(self, number: int, random: np.random.Generator) -> None:
@@ -78,28 +81,31 @@ class Improver:
         for item, block in self.placement.on(rank, span):
             part = self.placement.parts[item]
             assert part is not None
-            if part.row in self.table.ragged:
-                continue
-            index = part.blocks.index(block)
-            load = self.table.fixed[part.row] + part.widths[index] * self.table.slope[part.row]
-            found.append(_Piece(item, index, load))
-        found.sort(key=lambda piece: (-piece.load[phase], piece.item, piece.number))
-        return [piece for piece in found[:_PIECES] if piece.load[phase] > 0]
+            if part.row not in self.table.ragged:
+                found.append(self._piece(item, part, part.blocks.index(block)))
+        loads = self._loads(found)[:, phase].tolist() if found else []
+        order = sorted((-load, piece) for load, piece in zip(loads, found, strict=True) if load > 0)
+        return [piece for _, piece in order[:_PIECES]]
+
+    def _piece(self, item: int, part: Part, index: int) -> _Piece:
+        return _Piece(item, index, part.row, part.blocks[index], part.widths[index])
+
+    def _loads(self, pieces: list[_Piece]) -> Array:
+        """(pieces, phases + 1)"""
+        row = np.array([p.row for p in pieces])
+        loads: Array = self.table.fixed[row] + np.array([p.width for p in pieces])[:, None] * self.table.slope[row]
+        return loads
 
     def accept(self, changes: list[tuple[int, Part]]) -> bool:
         """Make changes; take them back where the potential does not fall."""
-        old = [(item, self.placement.remove(item)) for item, _ in changes]
-        for item, part in changes:
-            self.placement.add(item, part)
+        old = [(item, self.placement.swap(item, part)) for item, part in changes]
         fits = self.placement.fits()
         value = self.potential.weigh() if fits else np.inf
         if value < self.value * (1 - _ENOUGH):
             self.value = value
             return True
-        for item, _ in changes:
-            self.placement.remove(item)
-        for item, part in old:
-            self.placement.add(item, part)
+        for item, part in reversed(old):
+            self.placement.swap(item, part)
         return False
 
     def transfer(self, rank: int, phase: int, random: np.random.Generator) -> bool:
@@ -188,21 +194,17 @@ class Improver:
         """Let a piece on the rank change places with one elsewhere, of some drawn at random; False when no gain."""
         number = len(self.placement.parts)
         drawn = range(number) if number <= _DRAWN else np.unique(random.integers(number, size=_DRAWN)).tolist()
-        others: dict[int, list[tuple[_Piece, int]]] = {}
-        for item in drawn:
+        draws = random.random(len(drawn)).tolist()
+        others: dict[int, list[_Piece]] = {}
+        for item, draw in zip(drawn, draws, strict=True):
             part = self.placement.parts[item]
             if part is not None and self._may_move(item) and part.row not in self.table.ragged:
-                index = int(random.integers(len(part.blocks))) if len(part.blocks) > 1 else 0
-                load = self.table.fixed[part.row] + part.widths[index] * self.table.slope[part.row]
-                others.setdefault(int(self.table.size[part.row]), []).append(
-                    (_Piece(item, index, load), part.blocks[index])
-                )
-        mine: dict[int, list[tuple[_Piece, int]]] = {}
+                index = int(draw * len(part.blocks))
+                others.setdefault(self._size[part.row], []).append(self._piece(item, part, index))
+        mine: dict[int, list[_Piece]] = {}
         for piece in self.pieces_on(rank, phase):
-            part = self.placement.parts[piece.item]
-            assert part is not None
             if self._may_move(piece.item):
-                mine.setdefault(int(self.table.size[part.row]), []).append((piece, part.blocks[piece.number]))
+                mine.setdefault(self._size[piece.row], []).append(piece)
         best: tuple[float, _Piece, _Piece] | None = None
         for size in mine.keys() & others.keys() if self.potential.num_ranks > 1 else ():
             found = self._best_exchange(mine[size], others[size], size)
@@ -215,22 +217,20 @@ class Improver:
 
     def _at(self, piece: _Piece, other: _Piece) -> Part:
         """The part of a piece's item with the piece in the place of another's."""
-        part, there = self.placement.parts[piece.item], self.placement.parts[other.item]
+        part = self.placement.parts[piece.item]
         assert part is not None
-        assert there is not None
         blocks = list(part.blocks)
-        blocks[piece.number] = there.blocks[other.number]
+        blocks[piece.number] = other.block
         return Part(part.row, tuple(blocks), part.widths)
 
     def _best_exchange(
-        self, mine: list[tuple[_Piece, int]], others: list[tuple[_Piece, int]], size: int
+        self, mine: list[_Piece], others: list[_Piece], size: int
     ) -> tuple[float, _Piece, _Piece] | None:
         potential, placement = self.potential, self.placement
         if size == potential.num_ranks:
             return None
-        here, there = np.array([b for _, b in mine]), np.array([b for _, b in others])
-        loads = np.stack([p.load for p, _ in mine])[:, None], np.stack([p.load for p, _ in others])[None]
-        change = (loads[1] - loads[0]) / potential.scale  # (mine, others, phases + 1) what comes here
+        here, there = np.array([p.block for p in mine]), np.array([p.block for p in others])
+        change = (self._loads(others)[None] - self._loads(mine)[:, None]) / potential.scale  # what comes here
         gains = np.zeros(change.shape[:2])
         span = self.packer.problem.span
         for phase in np.flatnonzero(span > size).tolist():
@@ -241,23 +241,26 @@ class Improver:
         for blocks, sign, axis in ((here, 1.0, 1), (there, -1.0, 0)):
             at = (blocks[:, None] * size + ranks).ravel()
             x = ((placement.local[at] + placement.every) / potential.scale).reshape(len(blocks), size, -1)
-            x = np.expand_dims(x, axis)
-            after = x + sign * change[:, :, None]
-            gains += ((powered(after, potential.power) - powered(x, potential.power)) @ weight).sum(2)
+            before = (powered(x, potential.power) @ weight).sum(1)
+            after = np.expand_dims(x, axis) + sign * change[:, :, None]
+            gains += (powered(after, potential.power) @ weight).sum(2) - np.expand_dims(before, axis)
             room = (potential.limit[at] - placement.local[at, -1] - placement.every[-1]).reshape(-1, size).min(1)
             gains[sign * change[..., -1] * potential.scale[-1] > np.expand_dims(room, axis)] = np.inf
-        potential.work += 80 + 0.03 * gains.size * size * len(weight)
-        for i, (piece, block) in enumerate(mine):
-            held = placement.parts[piece.item]
-            for j, (other, to) in enumerate(others):
-                theirs = placement.parts[other.item]
-                assert held is not None
-                assert theirs is not None
-                if piece.item == other.item or to in held.blocks or block in theirs.blocks:
-                    gains[i, j] = np.inf
-        best = int(gains.argmin())
-        i, j = divmod(best, gains.shape[1])
-        return (float(gains[i, j]), mine[i][0], others[j][0]) if np.isfinite(gains[i, j]) else None
+        potential.work += 60 + 0.02 * gains.size * size * len(weight)
+        while True:
+            i, j = divmod(int(gains.argmin()), gains.shape[1])
+            if not gains[i, j] < 0:
+                return None
+            if self._can_exchange(mine[i], others[j]):
+                return float(gains[i, j]), mine[i], others[j]
+            gains[i, j] = np.inf
+
+    def _can_exchange(self, piece: _Piece, other: _Piece) -> bool:
+        """Whether neither of their items has something already where its piece would come."""
+        held, theirs = self.placement.parts[piece.item], self.placement.parts[other.item]
+        assert held is not None
+        assert theirs is not None
+        return piece.item != other.item and other.block not in held.blocks and piece.block not in theirs.blocks
 
     def replace(self, items: list[int]) -> bool:
         """Take items up and put them down anew, the last first; False when that is no gain."""

@@ -15,6 +15,10 @@ SLACK = 1e-12
 """Of the capacity, for what adding up in another order makes of a sum."""
 
 
+_Loads = tuple[Array, list[tuple[int, int, float]], Array | None]
+"""Of a piece: on each of its ranks; where more ranks than those share a phase, on each of them; less on the last."""
+
+
 class Part(NamedTuple):
     """What an item got: a row of the table, and of each piece its block and its units (0 where not divisible)."""
 
@@ -62,6 +66,7 @@ class Placement:
         self._shared = [(int(problem.span[p]), p) for p in np.flatnonzero(problem.span > 1).tolist()]
         self._size: list[int] = problem.table.size.tolist()
         self._lacking: list[bool] = problem.table.lacking.tolist()
+        self._loads: dict[tuple[int, int], _Loads] = {}
 
     @property
     def load(self) -> Array:
@@ -120,6 +125,29 @@ class Placement:
         self.parts[item] = None
         return part
 
+    def swap(self, item: int, part: Part) -> Part:
+        """Put an item down otherwise; only what differs is touched. Returns what it was."""
+        old = self.parts[item]
+        assert old is not None
+        if old.row != part.row or old.row in self.problem.table.ragged or item in self.problem.spread:
+            self.remove(item)
+            self.add(item, part)
+            return old
+        size, index = self._size[part.row], 0
+        before, after = (dict(zip(p.blocks, p.widths, strict=True)) for p in (old, part))
+        for block, width in before.items():
+            if after.get(block) != width:
+                self.put(part.row, index, block, width, -1)
+                if block not in after:
+                    del self.held[size, block][item]
+        for block, width in after.items():
+            if before.get(block) != width:
+                self.put(part.row, index, block, width, 1)
+                if block not in before:
+                    self.held.setdefault((size, block), {})[item] = None
+        self.parts[item] = part
+        return old
+
     def _change(self, item: int, part: Part, sign: int) -> None:
         self.every += sign * self.problem.table.everywhere[part.row]
         for index, (block, width) in enumerate(zip(part.blocks, part.widths, strict=True)):
@@ -136,19 +164,29 @@ class Placement:
         if row in table.ragged:
             self._put_ragged(table.ragged[row][index], first, stop, sign)
             return
-        loads = table.fixed[row] + width * table.slope[row]
+        own, together, lack = self._loads_of(row, width)
         if sign < 0:
-            loads = -loads
-        if self._lacking[row]:
-            self._put_lack(-sign * (table.lack[row] + width * table.lack_slope[row]), stop)
-        narrow = [(span, phase) for span, phase in self._shared if span > size]
-        if narrow:
-            loads = loads.copy()
-            for span, phase in narrow:
-                low = first // span * span
-                self.local[low : low + span, phase] += loads[phase]
-                loads[phase] = 0.0
-        self.local[first:stop] += loads
+            self.local[first:stop] -= own
+        else:
+            self.local[first:stop] += own
+        for span, phase, seconds in together:
+            low = first // span * span
+            self.local[low : low + span, phase] += sign * seconds
+        if lack is not None:
+            self._put_lack(-sign * lack, stop)
+
+    def _loads_of(self, row: int, width: int) -> _Loads:
+        found = self._loads.get((row, width))
+        if found is None:
+            table = self.problem.table
+            own, together = table.fixed[row] + width * table.slope[row], []
+            for span, phase in self._shared:
+                if span > self._size[row]:
+                    together.append((span, phase, float(own[phase])))
+                    own[phase] = 0.0
+            lack = table.lack[row] + width * table.lack_slope[row] if self._lacking[row] else None
+            found = self._loads[row, width] = own, together, lack
+        return found
 
     def _put_lack(self, loads: Array, stop: int) -> None:
         """Add what the last rank has besides, in a phase that ranks share the last group of them."""

@@ -21,8 +21,6 @@ from planner.search.problem import Problem, Ranks
 ALL_IN_SCOPE = 256
 """Up to so many ranks all are looked at."""
 _GROUPS = 12
-_MANY = 32
-"""Groups above which all are looked at again."""
 
 
 def powered(x: Array, power: int) -> Array:
@@ -64,6 +62,9 @@ class Potential:
         self._most = self._mean = np.zeros((0, len(self.scale)))
         self.work = 0.0
         self._span = np.append(problem.span, 1).astype(np.float64)
+        self._known: tuple[int, Array, Array] | None = None  # what the sums of groups are of
+        self._summed = np.zeros((0, len(self.scale)))
+        self._stale: set[int] = set()  # groups whose sums are to be made anew
 
     def reserve(self, size: float) -> None:
         """Keep so many bytes of every rank free, for what is put down later."""
@@ -85,9 +86,7 @@ class Potential:
 
     def weigh(self, is_building: bool = False) -> float:
         """Work out by how much each phase's norm grows with its sum over ranks; returns the potential."""
-        x = (self.placement.local + self.placement.every) / self.scale
-        self.work += 40 + 0.006 * x.size
-        sums = powered(x, self.power).sum(0)
+        sums = self._sums()
         least = float(self.num_ranks) if is_building else 1.0
         floored = np.maximum(sums, least)
         self.weight = self.scale / self.power * floored ** (1 / self.power - 1)
@@ -95,6 +94,28 @@ class Potential:
         self.weight[-1] = self.memory * total / self.power / self.num_ranks
         value = float((self.scale[:-1] * sums[:-1] ** (1 / self.power)).sum())
         return value + float(self.weight[-1] * sums[-1]) + self._setups()
+
+    def _sums(self) -> Array:
+        """(phases + 1,) sums over ranks of their loads, in scales, to the power."""
+        if self.num_ranks <= ALL_IN_SCOPE:
+            x = (self.placement.local + self.placement.every) / self.scale
+            self.work += 25 + 0.006 * x.size
+            found: Array = powered(x, self.power).sum(0)
+            return found
+        self._update()
+        every, known = self.placement.every, self._known
+        if known is None or known[0] != self.power or (known[1] != self.scale).any() or (known[2] != every).any():
+            self._known = self.power, self.scale.copy(), every.copy()
+            self._summed = np.zeros((self.num_ranks // self.group, len(self.scale)))
+            self._stale = set(range(len(self._summed)))
+        stale = np.fromiter(sorted(self._stale), np.int64, len(self._stale))
+        self._stale = set()
+        local = self.placement.local.reshape(-1, self.group, len(self.scale))[stale]
+        x = (local + every) / self.scale
+        self._summed[stale] = powered(x, self.power).sum(1)
+        self.work += 35 + 0.001 * self._summed.size + 0.01 * x.size
+        total: Array = self._summed.sum(0)
+        return total
 
     def _setups(self) -> float:
         placement = self.placement
@@ -138,17 +159,21 @@ class Potential:
     def _update(self) -> None:
         """Bring what is known of groups up to date."""
         placement, group, width = self.placement, self.group, len(self.scale)
-        touched = {(low // group, -(-high // group)) for low, high in placement.touched}
-        placement.touched.clear()
-        if len(touched) > _MANY or not len(self._most):
-            touched = {(0, self.num_ranks // group)}
+        if not len(self._most):
             self._most = np.zeros((self.num_ranks // group, width))
             self._mean = np.zeros((self.num_ranks // group, width))
-        for low, high in touched:
-            loads = placement.local[low * group : high * group].reshape(high - low, group, width)
-            self._most[low:high] = loads.max(1)
-            self._mean[low:high] = loads.sum(1) / group
-            self.work += 8 + 0.01 * loads.size
+            placement.touched.append((0, self.num_ranks))
+        touched: set[int] = set()
+        for low, high in placement.touched:
+            touched.update(range(low // group, -(-high // group)))
+        placement.touched.clear()
+        if touched:
+            self._stale |= touched
+            at = np.fromiter(touched, np.int64, len(touched))
+            loads = placement.local.reshape(-1, group, width)[at]
+            self._most[at] = loads.max(1)
+            self._mean[at] = loads.sum(1) / group
+            self.work += 12 + 0.012 * loads.size
 
     def _coolest(self, number: int, open_ranks: Ranks | None) -> Integers:
         self._update()

@@ -1,10 +1,11 @@
 """The search: which option each item takes, and on which ranks. It knows no table and no module; see `problem`.
 
 The order of work: some starts, each a cut for every item (`starts`), put down largest first where they add least to a
-smooth form of the cost (`potential`), all items twice; then the best is improved by passing units between ranks and by
-taking a few items up and putting them down anew. Where that does not fit, the same with a price on memory, then by
-memory alone (`tight`). The amount of work is fixed, so the same problem has the same solution on every machine; a
-deadline only cuts it short.
+smooth form of the cost (`potential`), all items twice. The bound comes next, for its relaxed optimum is a start too
+(`guided`). Where ranks are many beside the items, blocks of them are searched as if they were ranks (`cells`). Then the
+best is improved by passing units between ranks and by taking a few items up and putting them down anew. Where nothing
+fits, the same with a price on memory, then by memory alone (`tight`). The amount of work is fixed, so the same problem
+has the same solution on every machine; a deadline only cuts it short.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.search.bound import lower_bound
+from planner.search.bound import Optimum, lower_bound
+from planner.search.cells import Cells, cells
 from planner.search.cuts import Cuts
 from planner.search.guided import guided
 from planner.search.hosts import can_pack, pack_hosts
@@ -26,19 +28,37 @@ from planner.search.problem import Array, Choice, Problem
 from planner.search.starts import Start, everywhere_bytes, floor, starts, with_rest
 from planner.search.tight import pour
 
-_WORK = 750e3
-"""In all, in about microseconds."""
-_BUILDING = 350e3
+_WORK = 900e3
+"""In all but the bound, in about microseconds,"""
+_MORE = 200e3
+"""and so much more for few items, whose options are soon made."""
+_BUILDING = 120e3
 """Of it for starts; the first is packed in any case."""
 _FEW = 650
-"""Items up to which starts that are packed in two levels are packed in one as well."""
+"""Items up to which more than one start is packed."""
 _GUIDED = 450e3
 """Work up to which a start like the optimum is packed."""
-_ON_HOSTS = 430e3
+_ON_HOSTS = 250e3
 _PACKED = 6
 """Starts that are packed in two levels."""
 _POWERS = (8, 32)
 """Of the potential while starts are packed, in turn."""
+_MANY_RANKS = 256
+"""From so many on, cells are searched too, where items are no more than ranks;"""
+_CELLS = (4, 8)
+"""of so many ranks, the larger ones"""
+_CROWDED = 4
+"""where items are fewer than ranks by so much."""
+_ON_CELLS = 100e3
+"""Work for the starts of one size of cells."""
+_PACKED_BY_ONE = 256
+"""Cells up to which starts are packed one by one too."""
+_NEARLY = 1.02
+"""By how much what was found on cells may be behind before it is improved,"""
+_SHARE = 0.8
+"""with this share of the work that is left."""
+_CARRIED = 20.0
+"""Work of carrying an item over to ranks."""
 _TRIES = 3
 """Starts after which memory gets a higher price where none fits."""
 _AGAIN = 8
@@ -50,10 +70,6 @@ _MENU = 12
 """Cuts of an item that is put down anew."""
 _WEIGHTS = (0.1, 1.0, 10.0)
 """Of memory, where it is tight."""
-_PROGRAMMES = 20.0
-"""Solved for a start like the relaxed optimum, a large one counting as several."""
-_PROGRAMME = 4e3
-"""Work of one."""
 _ROOMY = 0.25
 """Share of the memory up to which nobody minds it."""
 
@@ -95,6 +111,7 @@ class _Best:
         self.parts: list[Part | None] | None = None
         self.memory = 0.0
         self.floor = 0.0
+        self.least = 0.0
 
     @property
     def is_enough(self) -> bool:
@@ -105,7 +122,7 @@ class _Best:
         seconds = placement.seconds()
         if seconds < self.seconds * (1 - 1e-12) and placement.fits():
             self.seconds, self.parts, self.memory = seconds, list(placement.parts), memory
-            self.told(seconds, 0.0)
+            self.told(seconds, self.least)
 
     def placement(self) -> Placement:
         """Made anew, so that nothing is left of what was taken up."""
@@ -126,7 +143,7 @@ def search(problem: Problem, out_of_time: Callable[[], bool] = lambda: False, to
     Raises:
         Infeasible: no start could be packed.
     """
-    best, is_cut = _Best(problem, told), False
+    best, is_cut, bound = _Best(problem, told), False, None
     if len(problem.item_class):
         cuts = Cuts.of(problem)
         best.floor = floor(problem, cuts)
@@ -136,14 +153,18 @@ def search(problem: Problem, out_of_time: Callable[[], bool] = lambda: False, to
                 best.parts = pour(problem, cuts)
                 best.memory = _WEIGHTS[-1]
                 best.seconds = best.placement().seconds()
-            if work < _GUIDED and not best.is_enough:
-                work += _guide(problem, cuts, best, out_of_time)
-            is_cut = _improve(problem, cuts, best, _WORK - work, out_of_time) or is_cut
+            bound = lower_bound(problem, best.seconds, out_of_time, lambda value: told(best.seconds, value))
+            best.least = bound.seconds
+            if bound.relaxed is not None and work < _GUIDED and not best.is_enough:
+                work += _guide(problem, cuts, best, bound.relaxed, out_of_time)
+            most = _WORK + _MORE * (len(problem.item_class) <= _FEW)
+            work += _on_cells(problem, best, bound.relaxed, most - work, out_of_time)
+            is_cut = _improve(problem, cuts, best, most - work, out_of_time) or is_cut
     placement = best.placement()
     phases = placement.phase_seconds()
     seconds = float(phases.sum())
-    bound = lower_bound(problem, seconds, out_of_time, lambda value: told(seconds, value))
-    return Solution(placement.chosen(), placement.load, phases, bound.seconds, is_cut)
+    least = min(bound.seconds, seconds) if bound is not None else seconds
+    return Solution(placement.chosen(), placement.load, phases, least, is_cut)
 
 
 def _build(problem: Problem, cuts: Cuts, best: _Best, out_of_time: Callable[[], bool]) -> tuple[float, bool]:
@@ -154,15 +175,14 @@ def _build(problem: Problem, cuts: Cuts, best: _Best, out_of_time: Callable[[], 
     """
     begun = starts(problem, cuts)
     is_long = len(problem.item_class) > _FEW
-    on_hosts = _on_hosts(problem, cuts, begun[:_PACKED], best)
-    work = on_hosts if is_long else 0.0  # of few items it is little beside the rest
+    work = on_hosts = _on_hosts(problem, cuts, begun[:_PACKED], best)
     turns = [(i + 1.5 * k, s, m) for i, s in enumerate(begun) for k, m in enumerate(s.most)]
     in_turn = [(start, most) for _, start, most in sorted(turns, key=lambda turn: turn[0])]
     for memory in (0.0, *_WEIGHTS):
         for number, (start, most) in enumerate(in_turn):
             if best.parts is not None and out_of_time():
                 return work, True
-            if best.parts is not None and is_long:
+            if best.parts is not None and (is_long or on_hosts):
                 return work, False
             weight = max(memory, _WEIGHTS[0] * (start.fill > _ROOMY))
             power = _POWERS[number % len(_POWERS)]
@@ -173,6 +193,61 @@ def _build(problem: Problem, cuts: Cuts, best: _Best, out_of_time: Callable[[], 
         if best.parts is not None:
             break
     return work, False
+
+
+def _on_cells(
+    problem: Problem, best: _Best, optimum: Optimum | None, work: float, out_of_time: Callable[[], bool]
+) -> float:
+    """Search the problem with cells for ranks, where these are many beside the items; returns the work.
+
+    Args:
+        work: that is left in all.
+    """
+    num_items, num_ranks, spent = len(problem.item_class), len(problem.capacity), 0.0
+    if num_ranks < _MANY_RANKS or num_items > min(num_ranks, _FEW):
+        return 0.0
+    found: tuple[float, Cells, Cuts, _Best] | None = None
+    target = best.placement().phase_seconds()
+    for made in cells(problem, target, _CELLS if _CROWDED * num_items < num_ranks else _CELLS[:1]):
+        if best.is_enough or out_of_time():
+            break
+        cuts, inner = Cuts.of(made.problem), _Best(made.problem, lambda *_: None)
+        inner.floor = best.floor
+        begun = starts(made.problem, cuts)[:_PACKED]
+        like = None if optimum is None else guided(made.problem, cuts, optimum)
+        begun = begun if like is None else [like, *begun]
+        spent += _begin(made.problem, cuts, inner, begun, out_of_time)
+        if inner.parts is not None and (found is None or inner.seconds < found[0]):
+            found = inner.seconds, made, cuts, inner
+    if found is None or found[0] > best.seconds * _NEARLY:
+        return spent
+    _, made, cuts, inner = found
+    here = _SHARE * max(work - spent, 0.0)
+    _improve(made.problem, cuts, inner, here, out_of_time)
+    assert inner.parts is not None
+    best.offer(made.placement([part for part in inner.parts if part is not None]), inner.memory)
+    return spent + here + _CARRIED * num_items
+
+
+def _begin(problem: Problem, cuts: Cuts, best: _Best, begun: list[Start], out_of_time: Callable[[], bool]) -> float:
+    """Pack some starts of a problem of cells, host by host and one by one; returns the work."""
+    work, last = 0.0, 0.0
+    is_small = len(problem.capacity) <= _PACKED_BY_ONE
+    for start in begun if can_pack(problem, 1) else []:
+        if work + last > _ON_CELLS * (0.5 if is_small else 1.0):
+            break
+        placement, last = pack_hosts(problem, cuts, start, 1)
+        work += last
+        if placement is not None:
+            best.offer(placement, 0.0)
+    last = 0.0
+    for start in begun[:_PACKED] if is_small else []:
+        if work + last > _ON_CELLS:
+            break
+        weights = _WEIGHTS[0] * (start.fill > _ROOMY), _POWERS[0]
+        last = _pack(problem, cuts, start, start.most[0], weights, best, out_of_time)
+        work += last
+    return work
 
 
 def _on_hosts(problem: Problem, cuts: Cuts, begun: list[Start], best: _Best) -> float:
@@ -188,16 +263,14 @@ def _on_hosts(problem: Problem, cuts: Cuts, begun: list[Start], best: _Best) -> 
     return work
 
 
-def _guide(problem: Problem, cuts: Cuts, best: _Best, out_of_time: Callable[[], bool]) -> float:
-    """Pack a start like the relaxed optimum; returns the work, that of finding the optimum among it."""
-    optimum = lower_bound(problem, best.seconds, out_of_time, most=_PROGRAMMES).relaxed
-    work = _PROGRAMMES * _PROGRAMME
-    if optimum is None or out_of_time():
-        return work
+def _guide(problem: Problem, cuts: Cuts, best: _Best, optimum: Optimum, out_of_time: Callable[[], bool]) -> float:
+    """Pack a start like the relaxed optimum; returns the work."""
     start = guided(problem, cuts, optimum)
-    work += _on_hosts(problem, cuts, [start], best)
+    if start is None:
+        return 0.0
+    work = _on_hosts(problem, cuts, [start], best)
     weights = _WEIGHTS[0] * (start.fill > _ROOMY), _POWERS[0]
-    for most in start.most:
+    for most in start.most if not can_pack(problem) else ():
         work += _pack(problem, cuts, start, most, weights, best, out_of_time)
         if work > _BUILDING:
             break
@@ -277,8 +350,10 @@ def _improve(problem: Problem, cuts: Cuts, best: _Best, work: float, out_of_time
         while potential.work < share * work and not best.is_enough:
             if out_of_time():
                 return True
+            before = improver.value
             improver.step(step, random)
-            best.offer(placement, best.memory)
+            if improver.value < before:
+                best.offer(placement, best.memory)
             step += 1
             if step % 64 == 0:
                 potential.aim(power)
