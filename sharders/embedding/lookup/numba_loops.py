@@ -9,7 +9,7 @@ Addresses are integers, elements are counted in those of the table.
 from __future__ import annotations
 
 from sharders.embedding.lookup.numba_compile import by_blocks, compiled, helper
-from sharders.embedding.lookup.numba_updates import COPY, finish_row, inner_product
+from sharders.embedding.lookup.numba_updates import ADAGRAD, ADAM, COPY, ROWWISE_ADAGRAD, finish_row, inner_product
 from sharders.embedding.lookup.numba_vectors import (
     add,
     computed,
@@ -128,8 +128,7 @@ def update(
             row = read32(its_rows, rank)
             later = read32(its_rows, min(rank + _ROWS_AHEAD, its_last))
             if kind != COPY:
-                for column in range(0, width, 64):
-                    fetch_to_write(elements, zeros(elements, 64), bank, place + later * width + column)
+                _fetch_row(elements, kind, arrays, place + later * width, state_row + later, width)
             span = (read32(its_starts, rank), read32(its_starts, rank + 1))
             _sum_sources(elements, width, (sources, span, sums))
             at = place + row * width
@@ -138,6 +137,20 @@ def update(
                 at = read64(packed, 2 * table + 1) + rank * width
             finish_row(elements, kind, sums, at, state_row + row, width, arrays, of_rates)
             rank += 1
+
+
+@helper
+def _fetch_row(elements, kind, arrays, at, state_at, width):
+    """Ask for all that an update of a row changes."""
+    bank, state, more_state = arrays
+    for column in range(at, at + width, 64):
+        fetch_to_write(elements, zeros(elements, 64), bank, column)
+        if kind in (ADAGRAD, ADAM):
+            fetch_to_write(elements, zeros(elements, 64), state, column)
+        if kind == ADAM:
+            fetch_to_write(elements, zeros(elements, 64), more_state, column)
+    if kind == ROWWISE_ADAGRAD:
+        fetch_to_write(elements, zeros(elements, 1), state, state_at)
 
 
 @helper
