@@ -93,8 +93,8 @@ def step(lookup: Lookup, batch: Batch, grad: Tensor, pooled: bool) -> tuple[floa
     return timed(lambda: look_up(*given)), timed(lambda: update(grad, *given))  # type: ignore[operator]
 
 
-def run(quick: bool) -> list[Result]:
-    """A line for each cell and optimizer, and the goals: means over the cells."""
+def run(quick: bool) -> tuple[list[Result], str]:
+    """A line for each cell and optimizer, the goals, which are means over the cells, and a table of all kernels."""
     cpu = torch.device("cpu")
     sides = [s for s in SIDES if KERNELS[s[0]].supports(cpu, torch.float32, None, []) is None]
     threads = torch.get_num_threads()
@@ -105,9 +105,13 @@ def run(quick: bool) -> list[Result]:
         torch.set_num_threads(threads)
 
 
-def _run(sides: Sequence[tuple[str, str]], rounds: int) -> list[Result]:
+def _run(sides: Sequence[tuple[str, str]], rounds: int) -> tuple[list[Result], str]:
     rows, speed = criteo_rows(100_000), bytes_per_second()
-    print(f"a copy reads and writes {speed / 1e9:.1f} GB/s")
+    lines = [
+        f"Forward / update in CPU ms of one thread; a copy reads and writes {speed / 1e9:.1f} GB/s.\n",
+        "| cell | bound | " + " | ".join(f"{kernel}, {kind}" for kernel, kind in sides) + " |",
+        "| --- " * (2 + len(sides)) + "|",
+    ]
     lookups = {side: make_lookup(rows, *side) for side in sides}
     above: list[float] = []
     faster: dict[str, list[float]] = {kind: [] for kind in FASTER}
@@ -123,7 +127,8 @@ def _run(sides: Sequence[tuple[str, str]], rounds: int) -> list[Result]:
         results_here = bags * len(rows) if pooled else batches[0].ids.numel()
         least = sum(bound(batches[0], results_here, speed))
         best = {side: tuple(median(part) for part in zip(*of, strict=True)) for side, of in seconds.items()}
-        print(f"{name}: bound {least * 1e3:.2f} ms; forward / update in ms: " + _shown(best))
+        cells = [f"{f * 1e3:.2f} / {b * 1e3:.2f}" for f, b in best.values()]
+        lines.append(f"| {name} | {least * 1e3:.2f} | " + " | ".join(cells) + " |")
         for kind in FASTER:
             ours = best["numba", kind]
             if kind == "rowwise_adagrad":
@@ -141,8 +146,5 @@ def _run(sides: Sequence[tuple[str, str]], rounds: int) -> list[Result]:
             results.append(Result(f"kernels, update by {kind}, FBGEMM / ours", "x", ratio, 1.0, ratio, goal))
     for result in results[-1 - len(FASTER) :]:
         print(result)
-    return results
-
-
-def _shown(best: dict[tuple[str, str], tuple[float, ...]]) -> str:
-    return ", ".join(f"{k} {kind} {f * 1e3:.2f} / {b * 1e3:.2f}" for (k, kind), (f, b) in best.items())
+    print("\n".join(lines))
+    return results, "\n".join(lines)

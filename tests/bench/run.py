@@ -22,6 +22,7 @@ from tests.bench import (
     dlrm,
     fixed_cost,
     imports,
+    kernels,
     memory,
     observed,
     phases,
@@ -38,6 +39,7 @@ from tests.ranks import close_pools
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = {
     "step": step.run,
+    "kernels": kernels.run,
     "ablation": ablation.run,
     "fixed_cost": fixed_cost.run,
     "dlrm": dlrm.run,
