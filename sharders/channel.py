@@ -48,8 +48,9 @@ class Channel(Protocol):
     group: dist.ProcessGroup | None
 
     def empty(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Flat memory to fill and send from. What comes from elsewhere (a kernel's result) may be sent too: a transport
-        that needs memory of its own copies that."""
+        """Flat memory to fill once and send from, for one exchange: others may read it after the transfer has ended
+        here, so what was sent is not changed any more. It is used again when no tensor lies in it. What comes from
+        elsewhere (a kernel's result) may be sent too: a transport that needs memory of its own copies that."""
 
     def all_to_all(
         self, send: torch.Tensor, send_sizes: Sizes, receive_sizes: Sizes, out: torch.Tensor | None = None

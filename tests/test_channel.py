@@ -137,7 +137,7 @@ def _same_through_memory() -> None:
         assert torch.equal(total, in_order)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_memory_gives_what_connections_give(size: int) -> None:
     run_ranks(size, _same_through_memory)
 

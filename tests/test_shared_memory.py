@@ -7,6 +7,9 @@ import gc
 import logging
 import os
 import platform
+import signal
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
@@ -14,12 +17,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from dmp import RanksError, ShardError
+from dmp import DistributedModelParallel, RanksError, ShardError, ShardingEnv, row_wise
+from dmp.ranks import PeerLost
 from sharders.channel import GroupChannel, over_connections
 from sharders.shared_memory import mapping, opening, waiting
 from sharders.shared_memory.memory_channel import MemoryChannel
-from tests.ranks import run_ranks
+from tests.ranks import mesh, run_ranks
+from tests.test_survival import mortal_ranks
 
 SAID = "tables are exchanged through connections instead of shared memory: "
 
@@ -182,6 +188,33 @@ def test_a_rank_that_never_comes() -> None:
 
 def test_sizes_that_do_not_fit_are_named() -> None:
     run_ranks(2, _sent_elsewhere)
+
+
+def _killed(victims: list[int], after_s: float) -> str:
+    """Train until a signal, or what the others are told."""
+    env = ShardingEnv.from_mesh(mesh((dist.get_world_size(),)))
+    model = DistributedModelParallel(nn.EmbeddingBag(4096, 64, mode="sum"), env, plan={"weight": row_wise()})
+    if env.rank in victims:
+        threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    generator = torch.Generator().manual_seed(env.rank)
+    try:
+        while True:
+            batch_size = int(torch.randint(1, 2048, (), generator=generator))
+            model(torch.randint(4096, (batch_size, 3), generator=generator)).sum().backward()
+    except PeerLost as error:
+        time.sleep(2.0)  # a program that ends would be another end
+        return str(error)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after_s", [0.0, 0.21, 0.43])
+@pytest.mark.parametrize(("size", "victims"), [(2, [0]), (2, [1]), (4, [2]), (4, [0, 1, 2, 3])])
+def test_ranks_killed_at_any_moment(size: int, victims: list[int], after_s: float) -> None:
+    """The others are told which; nothing is left."""
+    before = set(os.listdir("/dev/shm"))
+    for rank, told in enumerate(mortal_ranks(size, _killed, victims, after_s)):
+        assert ("exit code -9" if rank in victims else f"rank {victims[0]} is gone") in told, told
+    assert set(os.listdir("/dev/shm")) <= before
 
 
 def test_one_process_has_a_channel_of_its_own() -> None:

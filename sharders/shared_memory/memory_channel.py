@@ -34,8 +34,8 @@ class Peer(NamedTuple):
 class MemoryChannel:
     """A channel between processes of one host.
 
-    Memory of `empty` is for one exchange: who has sent it fills, and keeps, no more than what is for this rank itself.
-    What comes is copied out. Sums are made in the order of the ranks.
+    What is sent from memory of `empty` is not copied, what comes is copied out once. Sums are made in the order of the
+    ranks: with two of them as gloo's to the bit, with more the same on all, where gloo's order depends on sizes.
 
     Args:
         group: of the ranks.
