@@ -12,6 +12,7 @@ import os
 import select
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from functools import lru_cache
 from typing import NoReturn
@@ -54,8 +55,10 @@ class Process:
     """
 
     def __init__(self, pid: int) -> None:
+        fd = os.pidfd_open(pid)
+        weakref.finalize(self, os.close, fd)
         self._poll = select.poll()
-        self._poll.register(os.pidfd_open(pid), select.POLLIN)
+        self._poll.register(fd, select.POLLIN)
 
     def has_ended(self) -> bool:
         """Whether it has, waited for by its parent or not."""
