@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from functools import partialmethod
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dmp
 from dmp import InputError, ShardError
-from sharders.channel import over_group
+from sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
+from sharders.channel import GroupChannel, over_group
+from sharders.embedding.engine import Engine
 from sharders.embedding.header import Handshake, Header
+from sharders.embedding.lookup.torch_kernel import TorchLookup
 from tests.equality import (
     attach,
     compare_state,
@@ -30,12 +35,12 @@ from tests.ranks import run_ranks
 STEPS = 3
 
 
-def wrapped(kind: str, layout: str, optimizer: str | None = "adagrad") -> dmp.DistributedModelParallel:
+def wrapped(kind: str, layout: str, optimizer: str | None = "adagrad", **options: Any) -> dmp.DistributedModelParallel:
     env, module = env_of("dp2"), make_module(kind)
     attach(module, optimizer)
     place = layouts_for(env)[layout]
     plan = {name: place(i, tuple(p.shape), env) for i, (name, p) in enumerate(module.named_parameters())}
-    return dmp.DistributedModelParallel(module, env=env, plan=plan)
+    return dmp.DistributedModelParallel(module, env=env, plan=plan, **options)
 
 
 def _pipelined(kind: str, layout: str) -> int:
@@ -149,3 +154,56 @@ def _sizes_per_feature() -> list[tuple[int, ...]]:
 
 def test_a_header_may_have_a_batch_size_for_each_feature() -> None:
     assert run_ranks(2, _sizes_per_feature) == [[(3, 3), (2, 5)]] * 2
+
+
+def _ordered(kind: str, layout: str) -> list[str]:
+    """What happens in the forward, and what the update is given."""
+    told: list[str] = []
+
+    class Telling(GroupChannel):
+        def all_to_all(self, *args: Any, **options: Any) -> Any:
+            transfer = super().all_to_all(*args, **options)
+            told.append("sent")
+            wait = transfer.wait
+            return SimpleNamespace(wait=lambda: (told.append("awaited"), wait())[1])
+
+    def order(*args: Any) -> str:
+        told.append("in order")
+        return "the order"
+
+    given = {name: getattr(TorchLookup, name) for name in ("update_pooled", "update_rows")}
+
+    def update(name: str, *args: Any, order: Any) -> None:
+        told.append(f"updated by {order}")
+        given[name](*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(Engine.__init__.__kwdefaults__, "transport", lambda group, purpose: Telling(group))  # type: ignore[index]
+        for name in given:
+            patch.setattr(
+                TorchLookup, name, partialmethod(lambda of, *a, name, **k: update(name, of, *a, **k), name=name)
+            )
+            patch.setattr(TorchLookup, name.replace("update", "order"), order)
+        model = wrapped(
+            kind,
+            layout,
+            sharders=[EmbeddingBagCollectionSharder(kernel="torch"), EmbeddingCollectionSharder(kernel="torch")],
+        )
+        loss = loss_of(model(*make_batch(kind, model.env.rank, 0)))
+        loss.backward()
+        before = list(told)
+        with torch.no_grad():
+            model(*make_batch(kind, model.env.rank, 0))
+    assert "in order" not in told[len(before) :]
+    return before
+
+
+@pytest.mark.parametrize("layout", ["table_wise", "row_wise"])
+@pytest.mark.parametrize("kind", ["ebc", "ec"])
+def test_ids_are_put_in_order_while_results_travel(kind: str, layout: str) -> None:
+    for told in run_ranks(2, _ordered, kind, layout):
+        assert told == ["sent", "awaited", "sent", "awaited", "sent", "in order", "awaited"] + [
+            "sent",
+            "awaited",
+            "updated by the order",
+        ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -39,6 +39,9 @@ class Path(Generic[Given]):
     _sizes: Callable[[Call, tuple[int, ...]], list[int]]
     """Elements of the gradients from each source."""
 
+    _orders: Callable[[Call, tuple[int, ...]], list[Any]]
+    """Of each lookup that `_train` updates by the ids of these sources; see `Lookup`."""
+
     _train: Callable[[Call, torch.Tensor, tuple[int, ...]], Trained]
     """Update the sharded TBEs lookup by lookup; flat gradients of those without in-backward optimizer."""
 
@@ -46,6 +49,11 @@ class Path(Generic[Given]):
         self.input_dist, self.replicas, self.dtype, self.device = input_dist, replicas, dtype, device
         self.peers, self.store, self.factor = replicas.peers, replicas.store, replicas.mean_factor
         self.dims = [self.store.placement.tables[f.table].dim for f in self.store.placement.features]
+
+    def order_ids(self, call: Call) -> None:
+        """What of the update is known with the ids: worked out while results travel."""
+        if call.is_training:
+            self._orders(call, tuple(self.replicas.sources))
 
     def backward(self, call: Call, grads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """Gradients back to the owners, and updates.

@@ -82,7 +82,9 @@ class PooledPath(Path[torch.Tensor]):
 
         def rest() -> torch.Tensor:
             with phase(call.spent, FORWARD):
-                return self._look_up(call, tuple(own[len(others) :]), None)
+                found = self._look_up(call, tuple(own[len(others) :]), None)
+            self.order_ids(call)
+            return found
 
         with phase(call.spent, OUTPUT):
             for i, output_dist in enumerate(way.output_dists):
@@ -161,14 +163,23 @@ class PooledPath(Path[torch.Tensor]):
 
     def _train(self, call: Call, grad: torch.Tensor, sources: tuple[int, ...]) -> Trained:
         lookup, of_runs = self._cut(call, grad, sources)
+        orders = iter(self._orders(call, sources))
         for tbe, columns, bags in self._by_tbe(call, lookup, sources):
             if tbe.is_trainable:
                 train = tbe.lookup.gradient_pooled if tbe.bank.spec is None else tbe.lookup.update_pooled
-                yield tbe, train(columns.to(tbe.bank.weights.dtype).contiguous(), *bags)
+                yield tbe, train(columns.to(tbe.bank.weights.dtype).contiguous(), *bags, order=next(orders))
         for (tbe, _, _), rows, owned in zip(self._way(call).runs, of_runs, self._owned(call, sources), strict=True):
             if tbe.is_trainable:
                 learn = tbe.lookup.gradient_rows if tbe.bank.spec is None else tbe.lookup.update_rows
-                yield tbe, learn(rows.to(tbe.bank.weights.dtype), *owned.read())
+                yield tbe, learn(rows.to(tbe.bank.weights.dtype), *owned.read(), order=next(orders))
+
+    @once_per_call
+    def _orders(self, call: Call, sources: tuple[int, ...]) -> list[Any]:
+        way = self._way(call)
+        whole = zip(way.whole, self._bags(call, sources), strict=True)
+        found = [tbe.lookup.order_pooled(*bags) for tbe, bags in whole if bags is not None and tbe.is_trainable]
+        of_runs = zip(way.runs, self._owned(call, sources), strict=True)
+        return found + [run.tbe.lookup.order_rows(*bags.read()) for run, bags in of_runs if run.tbe.is_trainable]
 
     def _cut(self, call: Call, grad: torch.Tensor, sources: tuple[int, ...]) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Gradients of this rank's lookup (samples, width), and of each run of partials (bags, width)."""

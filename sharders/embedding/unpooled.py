@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +35,9 @@ class UnpooledPath(Path[dict[int, torch.Tensor]]):
             send, local = self._look_up(call), self._local_rows(call)
         with phase(call.spent, OUTPUT):
             num_rows = dict(zip(self.distinct_dims, map(sum, self.row_counts(call.batch)), strict=True))
-            out = self.output_dist.forward(send, self._by_rank(call), self._places(call), num_rows, local)
+            out = self.output_dist.forward(
+                send, self._by_rank(call), self._places(call), num_rows, local, partial(self.order_ids, call)
+            )
             return [out[dim] for dim in self.distinct_dims]
 
     def _look_up(self, call: Call) -> torch.Tensor:
@@ -75,11 +78,17 @@ class UnpooledPath(Path[dict[int, torch.Tensor]]):
     def _train(self, call: Call, grad: torch.Tensor, sources: tuple[int, ...]) -> Trained:
         # Source by source, run by run: a run's gradients are every so many of the cuts.
         cut = grad.split([n for of_source in self._run_sizes(call, sources) for n in of_source]) if self.runs else ()
+        orders = iter(self._orders(call, sources))
         for i, ((tbe, _, width), read) in enumerate(zip(self.runs, self._ids(call, sources), strict=True)):
             if tbe.is_trainable:
                 flat = grad if len(self.runs) == 1 else torch.cat(cut[i :: len(self.runs)])
                 train = tbe.lookup.gradient_rows if tbe.bank.spec is None else tbe.lookup.update_rows
-                yield tbe, train(flat.view(-1, width).to(tbe.bank.weights.dtype), *read)
+                yield tbe, train(flat.view(-1, width).to(tbe.bank.weights.dtype), *read, order=next(orders))
+
+    @once_per_call
+    def _orders(self, call: Call, sources: tuple[int, ...]) -> list[Any]:
+        of_runs = zip(self.runs, self._ids(call, sources), strict=True)
+        return [run.tbe.lookup.order_rows(*read) for run, read in of_runs if run.tbe.is_trainable]
 
     @once_per_call
     def _ids(self, call: Call, sources: tuple[int, ...]) -> list[tuple[torch.Tensor, Segments]]:

@@ -6,7 +6,7 @@ that lie on several ranks are joined on receipt.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,6 +56,7 @@ class UnpooledOutputDist:
         places: list[list[RowPlaces]],
         num_rows: dict[int, int],
         local: Sequence[tuple[RowPlaces, torch.Tensor]],
+        meanwhile: Callable[[], None],
     ) -> dict[int, torch.Tensor]:
         """Exchange lookups.
 
@@ -64,12 +65,14 @@ class UnpooledOutputDist:
             send_sizes: elements for each rank.
             num_rows: rows of each dim's result.
             local: rows of data-parallel tables, and where they go.
+            meanwhile: called when lookups are under way.
 
         Returns:
             dim -> (num_rows[dim], dim).
         """
         others, own = send.tensor_split([send.numel() - send_sizes[self.me]])
         exchange = ResultExchange(self.channel, self.codecs.results, others, send_sizes, _sizes(places))
+        meanwhile()
         out: dict[int, torch.Tensor] = {}
         for to, rows in [*_cut(own, places[self.me]), *local]:
             _place(out, to, rows, num_rows[to.dim])
