@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from dmp import ChunkedTensor, DistributedModelParallel, ShardError, data_parallel, row_wise, table_wise
-from sharders import EmbeddingBagCollectionSharder, EmbeddingBagSharder
+from dmp import ChunkedTensor, DistributedModelParallel, ShardError, column_wise, data_parallel, row_wise, table_wise
+from sharders import EmbeddingBagCollectionSharder, EmbeddingBagSharder, EmbeddingCollectionSharder
 from tests.equality import LR, attach, env_of, loss_of, make_batch, make_module
 from tests.ranks import run_ranks
 
@@ -91,3 +92,33 @@ def test_an_interval_needs_in_backward_optimizers() -> None:
     sharder = EmbeddingBagSharder(sync_interval=2)
     with pytest.raises(ShardError, match="no in-backward optimizer"):
         DistributedModelParallel(module, plan={"0.weight": table_wise(0)}, sharders=[sharder])
+
+
+def _bits(mesh: str, kind: str, interval: int) -> bytes:
+    """What is left of a run on this rank: results, weights and optimizer state."""
+    env, module = env_of(mesh), make_module(kind)
+    attach(module, "adagrad")
+    layouts = [row_wise(), table_wise(0), column_wise([0, 1]), data_parallel(), table_wise(env.table_size - 1)]
+    plan = dict(zip((n for n, _ in module.named_parameters()), layouts, strict=False))
+    sharders = [s(sync_interval=interval) for s in (EmbeddingBagCollectionSharder, EmbeddingCollectionSharder)]
+    model = DistributedModelParallel(module, env=env, plan=plan, sharders=sharders)
+    digest = hashlib.sha256()
+    for step in range(5):
+        loss = loss_of(model(*make_batch(kind, env.data_rank, step)))
+        loss.backward()
+        digest.update(loss.detach().numpy().tobytes())
+    for states in model.fused_optimizer.state_dict()["state"].values():
+        for value in states.values():
+            for chunk in value.chunks if isinstance(value, ChunkedTensor) else [torch.as_tensor(value)]:
+                digest.update(chunk.numpy().tobytes())
+    for chunk in _local(model):
+        digest.update(chunk.detach().contiguous().numpy().tobytes())
+    return digest.digest()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "kind", "interval"),
+    [("replicate2xshard2", "ebc", 1), ("replicate2xshard2", "ec", 2), ("dp4", "ebc", 1), ("host2xlocal2", "ebc", 1)],
+)
+def test_the_same_run_gives_the_same_bits(mesh: str, kind: str, interval: int) -> None:
+    assert run_ranks(4, _bits, mesh, kind, interval) == run_ranks(4, _bits, mesh, kind, interval)
