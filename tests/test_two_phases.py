@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import partialmethod
+from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
 
@@ -201,9 +202,6 @@ def _ordered(kind: str, layout: str) -> list[str]:
 @pytest.mark.parametrize("layout", ["table_wise", "row_wise"])
 @pytest.mark.parametrize("kind", ["ebc", "ec"])
 def test_ids_are_put_in_order_while_results_travel(kind: str, layout: str) -> None:
-    for told in run_ranks(2, _ordered, kind, layout):
-        assert told == ["sent", "awaited", "sent", "awaited", "sent", "in order", "awaited"] + [
-            "sent",
-            "awaited",
-            "updated by the order",
-        ]
+    expected = ["sent", "awaited", "sent", "awaited", "sent", "in order", "awaited", "sent", "awaited"]
+    for told in run_ranks(2, _ordered, kind, layout):  # tables of several widths have several orders
+        assert [what for what, _ in groupby(told)] == [*expected, "updated by the order"]

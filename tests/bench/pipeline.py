@@ -1,13 +1,15 @@
 """One training step of a pipeline: ours against TorchRec's, and against the plain loop on the same model of ours.
 
 Tables with an in-backward optimizer under two dense layers with Adagrad; batches are made where the step asks for them.
-Rounds as in step.py.
+Rounds as in step.py. The phases of the plain loop's step and of the pipeline's stand beside each other: what a pipeline
+hides of the ids' exchange is missing from its input phase.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import count
+from statistics import median
 from typing import Any
 
 import torch
@@ -27,6 +29,8 @@ POINTS: dict[str, Workload] = {
 }
 RANKS, TOLERANCE = 2, 1e-5
 LAYOUT, ROUNDS, QUICK_ROUNDS, NUM_BATCHES, CHECKED = "row_wise", 15, 3, 8, 3
+PHASE_STEPS = 20
+Phases = dict[str, list[float]]  # seconds, of the plain loop and of the pipeline
 
 
 class Task(nn.Module):
@@ -55,11 +59,15 @@ def run(quick: bool) -> list[Result]:
                 Result(f"pipeline, against {what}: {name}", "ms", *figures, goal, quartiles(reference, ours))
             )
             print(results[-1], flush=True)
+        for phase, (alone, ahead) in of_ranks[0][3].items():
+            figures = alone * 1e3, ahead * 1e3, alone / ahead
+            results.append(Result(f"pipeline, {phase} of rank 0, against the plain loop: {name}", "ms", *figures, None))
+            print(results[-1], flush=True)
     return results
 
 
-def compare(work: Workload, rounds: int) -> tuple[list[float], ...]:
-    """On each rank: seconds of every step of TorchRec's pipeline, our plain loop and our pipeline."""
+def compare(work: Workload, rounds: int) -> tuple[list[float], list[float], list[float], Phases]:
+    """On each rank: seconds of every step of TorchRec's pipeline, our plain loop and our pipeline; ours by phase."""
     from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
     device = torch.device("cpu")
@@ -74,7 +82,20 @@ def compare(work: Workload, rounds: int) -> tuple[list[float], ...]:
         a, b, c = (side() for side in sides)
         if not torch.equal(b, c) or not torch.allclose(a, c, rtol=TOLERANCE, atol=TOLERANCE):
             raise AssertionError(f"outputs differ in step {i}: nothing to time")
-    return in_turns([lambda i, side=side: side for side in sides], rounds)  # type: ignore[misc]
+    theirs_s, plain_s, ours_s = in_turns([lambda i, side=side: side for side in sides], rounds)  # type: ignore[misc]
+    return theirs_s, plain_s, ours_s, phases_of([(sides[1], plain[0]), (sides[2], ours[0])])
+
+
+def phases_of(sides: list[tuple[Callable[[], Any], nn.Module]]) -> Phases:
+    """Median seconds of each phase of each side's step, in turns."""
+    seconds: list[dict[str, list[float]]] = [{} for _ in sides]
+    for _ in range(PHASE_STEPS):
+        for (step, model), found in zip(sides, seconds, strict=True):
+            dist.barrier()
+            step()
+            for name, of in dmp.step_phases(model).items():
+                found.setdefault(name, []).append(of.seconds)
+    return {name: [median(found[name]) for found in seconds] for name in seconds[0]}
 
 
 def by_hand(model: nn.Module, optimizer: torch.optim.Optimizer, features: Any) -> torch.Tensor:
