@@ -241,6 +241,8 @@ class ShardingPlanner:
     ) -> ShardingPlan:
         """`plan` on rank 0 of the env, given to all its ranks; every rank must call it.
 
+        What rank 0 was told counts: constraints, topology, batch size. A rank that was told otherwise logs it.
+
         Raises:
             PlanError: on every rank, what rank 0's planning raised; or a rank read another plan than rank 0 sent.
         """
@@ -251,6 +253,14 @@ class ShardingPlanner:
             assert self.report is not None
             return plan, self.report
 
-        plan, self.report = from_first_rank(planned, env)
+        asked = {
+            "constraints": dict(sorted(self.constraints.items(), key=lambda of: str(of[0]))),
+            "topology": self.topology,
+            "batch_size": self._given_samples,
+            "sequence_length": self.sequence_length,
+            "compute_dtype": self.compute_dtype,
+            "pinned entries": pinned,
+        }
+        plan, self.report = from_first_rank(planned, env, asked)
         plan.report = self.report
         return plan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
@@ -287,6 +288,27 @@ def _failing_on_first(sharder_breaks: bool) -> None:
     size = 1e3 if not sharder_breaks else 1e9
     planner = ShardingPlanner(Topology(size, 1e10, 1e10, 1e9, 1e-4, 0.0))
     planner.collective_plan(bags((1000, 16)), [sharder], env)
+
+
+def _told_otherwise() -> tuple[str, list[str]]:
+    env = ShardingEnv.from_mesh(mesh((2,), ("dp",)))
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dmp").addHandler(handler)
+    try:
+        only = Constraint(layouts=["row_wise" if env.rank else "table_wise"])
+        planner = ShardingPlanner(constraints={"t0": only}, batch_size=7 + env.rank)
+        return planner.collective_plan(bags((1000, 16)), [BagSharder()], env).digest, said
+    finally:
+        logging.getLogger("dmp").removeHandler(handler)
+
+
+def test_a_rank_that_was_told_otherwise_than_rank_0_says_so() -> None:
+    (first, nothing), (second, said) = run_ranks(2, _told_otherwise)
+    assert first == second and not nothing
+    assert "rank 1 comes to planning with constraints" in said[0] and "row_wise" in said[0] and "table_wise" in said[0]
+    assert "with batch_size 8, rank 0 with 7: the plan is made with rank 0's" in said[1]
 
 
 def test_collective_plan_is_the_same_on_all_ranks() -> None:
