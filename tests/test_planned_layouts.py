@@ -1,0 +1,45 @@
+"""What the planner chooses trains as one process: drawn tables, under drawn constraints, on real ranks."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from dmp import ShardingEnv
+from tests.equality import MESHES
+from tests.planned_jobs import drawn_tables, equals_unsharded, module_of, planned
+from tests.ranks import run_ranks
+
+OPTIMIZERS = (None, "sgd", "adagrad", "rowwise_adagrad")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "seeds"),
+    [
+        ("host2xlocal2", range(2, 3)),
+        *(
+            pytest.param(mesh, range(12), marks=pytest.mark.slow)
+            for mesh in ("dp2", "dp4", "host2xlocal2", "replicate2xshard2")
+        ),
+    ],
+    ids=str,
+)
+def test_plans_train_as_one_process(mesh: str, seeds: range, tmp_path: Path) -> None:
+    """Also from a checkpoint that was saved under another plan."""
+    failed = run_ranks(
+        math.prod(MESHES[mesh][0]), equals_unsharded, mesh, seeds, OPTIMIZERS, str(tmp_path), timeout=550
+    )
+    assert not any(failed), "\n".join(sorted({line for of_rank in failed for line in of_rank}))
+
+
+@pytest.mark.slow
+def test_what_is_drawn_has_every_layout() -> None:
+    found: set[str] = set()
+    for seed in range(24):
+        env, tables = ShardingEnv.abstract((2, 2), ("host", "local"), "cpu"), drawn_tables(seed)
+        plan = planned(module_of(tables, seed), tables, env, seed)
+        found |= {entry.layout.name for entry in plan.values()}
+        found |= {"uneven" for entry in plan.values() if "widths" in str(entry.layout)}
+    assert found >= {"table_wise", "row_wise", "column_wise", "table_row_wise", "grid", "data_parallel"}, found
