@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor
 from sharders.embedding.lookup import numba_kernel
 from sharders.embedding.lookup.bank import Bank, RowRange
 from sharders.embedding.lookup.kernels import Lookup, compile_lookup
-from sharders.embedding.lookup.optimizers import OptimizerSpec
+from sharders.embedding.lookup.optimizers import OPTIMIZERS, OptimizerSpec
+from sharders.embedding.lookup.row_optimizer import StateTensor
 from tests.test_kernels import MIXED, SHARED, SPECS, make, make_batch
 
 LAMB = OptimizerSpec.make("lamb", lr=0.1)
@@ -104,6 +106,21 @@ def test_rows_may_lie_apart() -> None:
     assert (wide[:, :3] == 7).all() and (wide[:, -2:] == 7).all()
     flat = lookup.gradient_pooled(out, *batch.arguments())
     assert torch.equal(flat, lookup.gradient_pooled(out.contiguous(), *batch.arguments()))
+
+
+def test_another_optimizer_with_an_update_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its state may be of another dtype, and its options another's defaults: it trains as by torch's operations."""
+    fine = replace(OPTIMIZERS["adagrad"], name="fine", state={"sum": StateTensor(dtype=torch.float32)})
+    decays = replace(OPTIMIZERS["rowwise_adagrad"], name="decays")
+    for own, options in ((fine, {}), (decays, {"weight_decay": 0.5, "weight_decay_mode": "l2"})):
+        monkeypatch.setitem(OPTIMIZERS, own.name, own)
+        trained_by = []
+        for kernel in ("torch", "numba"):
+            bank, lookup = make(SHARED, torch.float64, OptimizerSpec.make(own.name, lr=0.1, **options), kernel)
+            batch = make_batch(lookup, 4)
+            lookup.update_pooled(torch.ones(4, lookup.num_columns, dtype=torch.float64), *batch.arguments())
+            trained_by.append(bank.weights)
+        torch.testing.assert_close(*trained_by)
 
 
 def _in_child(queue: multiprocessing.Queue[bool]) -> None:

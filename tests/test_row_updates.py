@@ -1,4 +1,4 @@
-"""Updates of rows in the backward pass, by both kernels, against formulas row by row and FBGEMM's own modules."""
+"""Updates of rows in the backward pass, by every kernel, against formulas row by row and FBGEMM's own modules."""
 
 from __future__ import annotations
 
@@ -71,8 +71,10 @@ def ids_of(lookup: Lookup, batch: Batch, grad: Tensor, bound: float) -> list[tup
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(("kernel", "dtype"), [("torch", torch.float64), ("fbgemm", torch.float32)])
-def test_both_kernels_update_by_the_formula(kernel: str, dtype: torch.dtype, name: str) -> None:
+@pytest.mark.parametrize(
+    ("kernel", "dtype"), [("torch", torch.float64), ("fbgemm", torch.float32), ("numba", torch.float64)]
+)
+def test_kernels_update_by_the_formula(kernel: str, dtype: torch.dtype, name: str) -> None:
     """Pooled, weighted and unpooled; ids come twice in a bag, and in two features of a table."""
     case = CASES[name]
     bank, lookup = make(MIXED, dtype, case.spec, kernel)
@@ -130,7 +132,7 @@ OF_FBGEMM: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("kernel", ["torch", "fbgemm"])
+@pytest.mark.parametrize("kernel", ["torch", "fbgemm", "numba"])
 @pytest.mark.parametrize("options", OF_FBGEMM, ids=str)
 def test_as_fbgemm_where_its_cpu_runs_it(options: dict[str, Any], kernel: str) -> None:
     """Two features of one table: its CPU leaves weight decay out of tables of one feature, as its GPUs do not."""

@@ -61,6 +61,13 @@ _KINDS: dict[Callable[[Rows], None], int] = {
     row_updates.adam: 4,
 }
 """Updates that are compiled, by what they are called there; see `numba_updates`."""
+_STATES = {
+    1: [],
+    2: [("sum", False)],
+    3: [("sum", True)],
+    4: [("exp_avg", False), ("exp_avg_sq", False)],
+}
+"""The state that they are given: names, and whether it is row-wise; of the weights' dtype."""
 
 
 class NumbaLookup(TorchLookup):
@@ -267,8 +274,8 @@ class NumbaLookup(TorchLookup):
         bank, spec = self.bank, self.bank.spec
         assert spec is not None, "a bank without optimizer is not updated in the backward pass"
         grad = bank.clipped(grad)
-        kind = _KINDS.get(spec.optimizer.update)
-        if kind is None or _is_beyond(bank):
+        kind = _compiled_kind(bank)
+        if kind is None:
             self._train_generally(grad, order, weights)
             return
         arrays = (bank.weights, *(bank.state[name] for name in spec.optimizer.state))
@@ -349,15 +356,21 @@ def _rates(bank: Bank, in_bank: Sequence[int]) -> _Rates:
         root_correction = sqrt(1 - beta2**step)
         own_eps = eps * (root_correction if options.get("bias_corrected_eps", True) else 1.0)
         rate = lr * root_correction / (1 - beta1**step) if step else inf
-        by_step[step] = [rate, own_eps, lr * float(options["weight_decay"])]
+        by_step[step] = [rate, own_eps, lr * float(options.get("weight_decay", 0.0))]
     of_tables = torch.tensor([by_step[steps[t]] for t in in_bank], dtype=torch.float64, device="cpu")
     return _Rates(of_tables, (beta1, beta2))
 
 
-def _is_beyond(bank: Bank) -> bool:
-    """Whether options are set that the compiled update leaves out."""
+def _compiled_kind(bank: Bank) -> int | None:
+    """The compiled update of the bank's optimizer; None where there is none for its state and the options now set."""
     assert bank.spec is not None
-    return bank.spec.kind == "rowwise_adagrad" and any(bank.options[o] for o in ("weight_decay", "max_norm"))
+    optimizer = bank.spec.optimizer
+    kind = _KINDS.get(optimizer.update)
+    if kind == _KINDS[row_updates.rowwise_adagrad] and any(map(bank.options.get, ("weight_decay", "max_norm"))):
+        return None
+    found = [(name, tensor.is_row_wise) for name, tensor in optimizer.state.items()]
+    one_dtype = all(tensor.dtype == bank.weights.dtype for tensor in bank.state.values())
+    return kind if kind is not None and one_dtype and found == _STATES[kind] else None
 
 
 @cache
