@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import dmp
 from dmp import ShardingEnv
+from sharders.channel import Purpose
 from tests.equality import attach, env_of, layouts_for, loss_of, make_batch, make_module
 from tests.exchanges import Exchanges
 from tests.ranks import run_ranks
+from tests.test_channel import Counting, sharder
 
 pytestmark = [  # the counter puts backward hooks on every module
     pytest.mark.filterwarnings("ignore:For backward hooks to be called"),
@@ -48,6 +51,7 @@ def test_one_axis(kind: str, optimizer: str | None) -> None:
         assert {"row_wise", "column_wise", "table_wise", "data_parallel", "mixed", "grid", "random"} <= set(of_rank)
         too_many = {name: n for name, n in of_rank.items() if n[0] > 3 or n[1] > 1}
         assert not too_many and of_rank["row_wise"] >= (1, 1), of_rank
+        assert of_rank["data_parallel"] == (1, 1)  # the header, which tells of faults, and the sum of the gradients
 
 
 def test_four_ranks() -> None:
@@ -102,6 +106,37 @@ def test_whole_model_needs_no_more_than_its_modules() -> None:
         assert forward <= 6 and backward <= 2 and rest == 0
     for forward, backward, rest in run_ranks(2, _whole, True):
         assert forward <= 6 and backward <= 2 + 1 and rest == 0  # and DDP's one bucket
+
+
+def _bytes_between_hosts() -> tuple[list[int], int]:
+    """What a rank sends along the outer axis in a step of row-wise tables; bytes of its results."""
+    env = env_of("host2xlocal2")
+    module = make_module("ebc")
+    attach(module, "sgd")
+    sent: dict[tuple[int, ...], list[int]] = {}
+
+    def transport(group: dist.ProcessGroup | None, purpose: Purpose) -> Counting:
+        channel = Counting(group)
+        ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
+        channel.sent = [] if purpose == "headers" else sent.setdefault(ranks, [])
+        return channel
+
+    plan = {name: dmp.row_wise() for name, _ in module.named_parameters()}
+    made = sharder("ebc", transport=transport)
+    model = dmp.DistributedModelParallel(module, env=env, plan=plan, sharders=[made])
+    out = model(*make_batch("ebc", env.rank, 1)).values()
+    out.sum().backward()
+    return sent[env.rank % 2, env.rank % 2 + 2], out.numel() * out.element_size()
+
+
+def test_between_hosts_travel_sums_of_a_host() -> None:
+    """Forward and backward at most the bytes of one batch's results each: less by tables that one host has alone. Ranks
+    that sent each other theirs would send as many to each rank of the other host."""
+    found = run_ranks(4, _bytes_between_hosts)
+    for rank, (sent, results) in enumerate(found):
+        of_peer = found[(rank + 2) % 4][1]
+        assert len(sent) == 2 and sent[0] <= of_peer and sent[1] <= results, (rank, sent, results)
+    assert sum(sum(sent) for sent, _ in found) > sum(results for _, results in found)
 
 
 def _no_grad() -> tuple[int, int, int]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from dmp import Calls, InputError, Layout, ShardError, ShardingEnv, ranks
-from sharders.channel import Transport, over_group
+from sharders.channel import GroupChannel, Transport, over_group
 from sharders.embedding.batch import Batch, Ids
 from sharders.embedding.call import Call, Sent
 from sharders.embedding.codec import AS_COMPUTED, Codecs
@@ -85,6 +85,8 @@ class Engine:
         self.peers = find_peers(env, sync_interval == 1, by_stages=not unpooled, transport=transport, codecs=codecs)
         by_partials = not unpooled and self.peers.outer.size == 1  # two stages add them up on the way
         self.placement = Placement(tables, layouts, env, unpooled, by_partials)
+        self.payloads = self.peers.exchange if any(self.placement.slots) else GroupChannel(None)
+        """Where ids travel: nowhere where all tables are data-parallel."""
         self.store = TableStore(self.placement, env.table_rank, device, kernel, options)
         self.handshake = Handshake(
             repr([(t, str(lay)) for t, lay in zip(tables, layouts, strict=True)]),
@@ -179,7 +181,7 @@ class Engine:
                 ready.whole,
                 ready.batch,
                 ready.sent,
-                self.peers.exchange.all_to_all(ready.payload, ready.words, words),
+                self.payloads.all_to_all(ready.payload, ready.words, words),
                 words,
                 [header.batch_sizes for header in headers],
                 is_training,

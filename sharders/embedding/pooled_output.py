@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from sharders.channel import Channel
+from sharders.channel import Channel, GroupChannel
 from sharders.embedding.codec import Codecs
 from sharders.embedding.output_dist import ResultExchange, Sum, send_gradients
 from sharders.embedding.partials import Partials
@@ -156,6 +156,8 @@ class PooledOutputDist:
         self.widths = [sum(c[2] for c in columns) for columns in sources]
         self.width = sum(c[2] for c in target)
         self.group_widths = [columns[0][2] for columns in sources[channel.size + 1 :]]
+        nobody_sends = not any(self.widths[: channel.size]) and not self.group_widths
+        self._results = GroupChannel(None) if nobody_sends else channel
         self._others = [i for i in range(channel.size) if i != self.me]
         self._order = [*self._others, self.me]
         # What is here is placed first, while the others' rows travel.
@@ -226,7 +228,7 @@ class PooledOutputDist:
         """Send flat lookups for the others, and partials."""
         codec = self.codecs.results
         if partials is None:
-            return ResultExchange(self.channel, codec, wire, to, came_from)
+            return ResultExchange(self._results, codec, wire, to, came_from)
         sent = [partials.sent[i] for i in self._others]
         if wire.numel():
             cuts = zip(wire.split([to[i] for i in self._others]), partials.looked_up().split(sent), strict=True)

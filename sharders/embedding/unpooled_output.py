@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sharders.channel import Channel
+from sharders.channel import Channel, GroupChannel
 from sharders.embedding.call import Sent, Span
 from sharders.embedding.codec import Codecs
 from sharders.embedding.output_dist import ResultExchange, Sum, send_gradients
@@ -40,6 +40,7 @@ class UnpooledOutputDist:
 
     def __init__(self, placement: Placement, channel: Channel, codecs: Codecs, sources: Sequence[int]) -> None:
         self.placement, self.channel, self.codecs = placement, channel, codecs
+        self._results = channel if any(placement.slots) else GroupChannel(None)
         self.sources, self.me = list(sources), channel.rank
 
     def places(self, sent: Sent) -> list[list[RowPlaces]]:
@@ -71,7 +72,7 @@ class UnpooledOutputDist:
             dim -> (num_rows[dim], dim).
         """
         others, own = send.tensor_split([send.numel() - send_sizes[self.me]])
-        exchange = ResultExchange(self.channel, self.codecs.results, others, send_sizes, _sizes(places))
+        exchange = ResultExchange(self._results, self.codecs.results, others, send_sizes, _sizes(places))
         meanwhile()
         out: dict[int, torch.Tensor] = {}
         for to, rows in [*_cut(own, places[self.me]), *local]:

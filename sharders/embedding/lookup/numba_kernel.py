@@ -198,7 +198,7 @@ class NumbaLookup(TorchLookup):
         """Bags of unpooled lookups, whose sums are `stride` elements apart."""
         tables = self._tables
         ends = torch.tensor([*accumulate((n for _, n in segments), initial=0)], dtype=bags.dtype, device="cpu")
-        first_bags = torch.searchsorted(bags, ends).tolist()
+        first_bags = torch.searchsorted(bags, ends).numpy().tolist()  # of the CPU, as all here: no wait
         to_sum: list[list[int]] = []
         by_table: list[list[list[int]]] = [[] for _ in range(len(tables))]
         for (i, _), first, stop in zip(segments, first_bags, first_bags[1:], strict=False):
