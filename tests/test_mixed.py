@@ -13,11 +13,14 @@ from torch import nn
 
 from dmp import (
     DistributedModelParallel,
+    Layout,
     ShardError,
     ShardingEnv,
     clip_grad_norm_,
+    data_parallel,
     full_state_dict,
     load_checkpoint,
+    row_wise,
     save_checkpoint,
     to_unsharded,
 )
@@ -171,10 +174,11 @@ def test_a_checkpoint_goes_on_elsewhere(tmp_path: Path) -> None:
             torch.testing.assert_close(got[name], value, atol=1e-5, rtol=1e-5, msg=f"{name} differs")
 
 
-def _counted() -> int:
+def _counted(layout: Layout) -> int:
     """Collectives of the tables' part alone: what a tensor axis adds is one gather for each module."""
-    env = env_of("tp2")
-    model = DistributedModelParallel(make("adagrad"), env, sharders=default_sharders()[:-1])
+    env, module = env_of("tp2"), make("adagrad")
+    plan = {name: layout for name, _ in module.named_parameters() if name.startswith(TABLES)}
+    model = DistributedModelParallel(module, env, plan=plan, sharders=default_sharders()[:-1])
     model.eval()
     with torch.no_grad(), Exchanges() as counts:
         model(*make_batch(0, 0)[:2])
@@ -183,8 +187,8 @@ def _counted() -> int:
 
 @pytest.mark.filterwarnings("ignore:For backward hooks to be called", "ignore:Full backward hook is firing")
 def test_a_tensor_axis_adds_one_exchange_to_each_module() -> None:
-    for counts in run_ranks(2, _counted):
-        assert counts == 2 * 4
+    assert run_ranks(2, _counted, row_wise()) == [2 * (3 + 1)] * 2
+    assert run_ranks(2, _counted, data_parallel()) == [2 * (1 + 1)] * 2
 
 
 def _refused() -> None:

@@ -135,10 +135,9 @@ class TableStore:
         return runs
 
     def _places(self) -> Iterator[tuple[int, Bank, int]]:
-        """(table, its bank, its index there) of every table."""
-        for tbe in self.tbes:
-            for i, index in enumerate(tbe.tables):
-                yield index, tbe.bank, i
+        """(table, its bank, its index there) of every table, in the module's order, however they are stored."""
+        places = ((index, tbe.bank, i) for tbe in self.tbes for i, index in enumerate(tbe.tables))
+        yield from sorted(places, key=lambda place: place[0])
 
     def _views(self) -> list[torch.Tensor]:
         """For each table what this rank holds of it, as one matrix."""

@@ -110,6 +110,8 @@ class Group:
         slots: (T,) whose partials they sum, numbered as in `Piece`.
         result_of: (T,) the column of each.
         slots_of: (U, K) for each column those of its slots, by their place in `slots`; T where there are fewer.
+        has_all_rows: the slots of each column have all rows of its table: every bag with ids has a partial of it. Where
+            rows are cut at other columns than their neighbours, some columns of a width have some rows only.
     """
 
     width: int
@@ -117,6 +119,7 @@ class Group:
     slots: torch.Tensor
     result_of: torch.Tensor
     slots_of: torch.Tensor
+    has_all_rows: bool
 
 
 class PartialsPlan:
@@ -142,10 +145,10 @@ class PartialsPlan:
                 at = stop
         flat = [slot for of_rank in slots for slot in of_rank]
         widths = sorted({slot.width for slot in flat})
-        self.groups = [_group(width, flat, device) for width in widths]
+        self.groups = [_group(width, flat, placement, device) for width in widths]
 
 
-def _group(width: int, slots: Sequence[Slot], device: torch.device) -> Group:
+def _group(width: int, slots: Sequence[Slot], placement: Placement, device: torch.device) -> Group:
     mine = [i for i, slot in enumerate(slots) if slot.width == width]
     columns = sorted({(slots[i].feature, slots[i].column, width) for i in mine})
     number = {column[:2]: i for i, column in enumerate(columns)}
@@ -155,7 +158,10 @@ def _group(width: int, slots: Sequence[Slot], device: torch.device) -> Group:
         of_result[result].append(place)
     most = max(map(len, of_result))
     padded = [of + [len(mine)] * (most - len(of)) for of in of_result]
-    return Group(width, columns, *(torch.tensor(of, device=device) for of in (mine, result_of, padded)))
+    blocks = [len(placement.row_blocks[slots[mine[of[0]]].table]) for of in of_result]
+    has_all_rows = all(len(of) == number for of, number in zip(of_result, blocks, strict=True))
+    numbers, results, slots_of = (torch.tensor(of, device=device) for of in (mine, result_of, padded))
+    return Group(width, columns, numbers, results, slots_of, has_all_rows)
 
 
 class Awaited:
@@ -194,7 +200,7 @@ class Awaited:
             has_ids = has_ids.index_select(0, group.slots)
         num_columns, most = group.slots_of.shape
         partial = has_ids.view(-1).cumsum(0).sub_(1).view_as(has_ids)
-        if self._all_filled and count == self._samples * num_columns:
+        if self._all_filled and group.has_all_rows and count == self._samples * num_columns:
             found = partial.mul(has_ids)
             of_columns = F.pad(found, (0, 0, 0, 1)).index_select(0, group.slots_of.view(-1))
             order = of_columns.view(num_columns, most, -1).sum(1).t().reshape(-1)
