@@ -154,7 +154,7 @@ def search(problem: Problem, out_of_time: Callable[[], bool] = lambda: False, to
                 best.memory = _WEIGHTS[-1]
                 best.seconds = best.placement().seconds()
             bound = lower_bound(problem, best.seconds, out_of_time, lambda value: told(best.seconds, value))
-            best.least = bound.seconds
+            best.least, best.floor = bound.seconds, max(best.floor, bound.seconds)
             if bound.relaxed is not None and work < _GUIDED and not best.is_enough:
                 work += _guide(problem, cuts, best, bound.relaxed, out_of_time)
             most = _WORK + _MORE * (len(problem.item_class) <= _FEW)
