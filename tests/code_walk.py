@@ -6,6 +6,7 @@ import ast
 import graphlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import dmp
@@ -29,6 +30,7 @@ class Import:
         return self.module.partition(".")[0]
 
 
+@cache
 def module_files() -> dict[str, Path]:
     """Dotted name -> file, for every file of the three packages; a package's name is that of its `__init__.py`."""
     files = {}
@@ -63,6 +65,7 @@ def imports_in(source: str, module: str, is_package: bool, path: str) -> Iterato
                 yield Import(f"{path}:{node.lineno}", absolute(level, name.lstrip(".")))
 
 
+@cache
 def all_imports() -> dict[str, list[Import]]:
     """Dotted name of each file -> its imports."""
     return {

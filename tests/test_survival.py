@@ -66,7 +66,6 @@ DEATHS: dict[str, tuple[str, Death, int]] = {
 }
 IN_EVERY_RUN = [
     "1 in the middle of its data",
-    "1 after its data, again to last",
     "0 before the rename",
 ]
 
