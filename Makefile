@@ -18,12 +18,14 @@ demo-torchrec: .venv/.installed
 		--dense_arch_layer_sizes 64,16 --over_arch_layer_sizes 64,1 --batch_size 256 --limit_train_batches 300 \
 		--lr_warmup_steps 30 --lr_decay_start 200 --lr_decay_steps 100 --print_sharding_plan
 
-# Tests marked `gpu` run where there is a CUDA device (tests/conftest.py).
+# Tests marked `gpu` run where there is a CUDA device (tests/conftest.py). A file stays in one process, and each process
+# has ranks of its own: JOBS=0 runs all in one.
+JOBS ?= 2
 test: .venv/.installed
-	$(PY) -m pytest tests -m "not slow"
+	$(PY) -m pytest tests -m "not slow" -n $(JOBS) --dist loadfile
 
 test-all: .venv/.installed
-	$(PY) -m pytest tests
+	$(PY) -m pytest tests -n $(JOBS) --dist loadfile
 
 # Seeded probes of what strangers do, as a table of outcomes; another SEED draws others. ONLY=inputs runs one category.
 SEED ?= 1
