@@ -8,6 +8,7 @@ import pytest
 
 from tests.bench import floor
 from tests.bench.step_cells import KINDS, MATRIX, OPTIMIZERS, QUICK, Cell
+from tests.bench.step_report import Row, goals
 from tests.bench.workload import Workload
 
 
@@ -40,3 +41,19 @@ def test_least_bytes(batch: int, pooled: bool, wire: tuple[int, int], memory: tu
     kind = "table-wise" if pooled else "sequence, table-wise"
     least = floor.least_bytes(Cell(kind, 2, Workload((1,), 4, batch, pooled=pooled, optimizer="sgd")))
     assert tuple(least.wire.tolist()) == wire and tuple(least.memory.tolist()) == memory
+    assert tuple(least.rows.tolist()) == (3 * ROW, 0)
+    ((rows, columns, named),) = least.touched[0]  # of each batch that is gathered in turns
+    assert (rows, columns) == (1, 4) and [list(of) for of in named] == [[0]] * len(named) and not least.touched[1]
+
+
+def test_means_come_with_those_of_thirds() -> None:
+    cells = [Cell("row-wise", 2, Workload((1,), 4, 8, optimizer=of)) for of in OPTIMIZERS]
+    rows = [
+        Row(cell, 2.0, 1.0, [1.0, 2.0, 4.0, 1.0, 2.0, 4.0], 1.0, 1.0, 1e-3, 5e-4, 3, 2 + i)
+        for i, cell in enumerate(cells)
+    ]
+    found = {result.name: result for result in goals(rows)}
+    assert found["step: geometric mean, SGD of 1"].spread == (1.0, 4.0)
+    assert found["step: ours by the bound of the stream, mean"].ours == 1.0
+    assert found["step: ours by the bound of the rows, mean"].ours == 2.0
+    assert found["step: cells of 2 with more memory than TorchRec"].verdict == "OK"

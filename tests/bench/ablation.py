@@ -70,7 +70,7 @@ def compare(cell: Cell, rounds: int) -> tuple[list[float], ...]:
     """On each rank: seconds of every step, TorchRec's and each variant's; all must give the same but for rounding."""
     work = cell.work
     batches, grads = make_batches(work)
-    warm_up(cell.layout, cell.ranks)
+    warm_up(cell.layout, cell.ranks, work.optimizer)
     weights(work), make_grads(work)
     models = [wrap_theirs(cell), *(wrap_ours(cell, [sharder(work.pooled, **of)]) for of in VARIANTS.values())]
     sides = [Side(model, work, make_grads(work)) for model in models]

@@ -6,33 +6,30 @@ sums or distinct rows travel, the rank that asked for them writes its results fr
 Exchanged are, for each table's rectangle and each rank that asks it, ids, results and gradients: of every bag that has
 ids there, or of every distinct row, whichever are fewer bytes in all.
 
-Seconds are these bytes at the pace of a plain copy, and of a copy into memory that processes share, when all ranks copy
-at once; both are measured in the run.
+Two bounds, both with paces that this run has measured while all ranks are at it (pace.py). The bound of the *stream* is
+all these bytes at the pace of a plain copy, and of a copy into memory that processes share: as if rows lay side by side
+and nothing were known of where they are. Rows lie anywhere, and the memory of one costs its way through the page table
+and a wait that a stream has not. So the bound of *rows* takes for them what torch's plain gather (forward) and scatter
+(update) of the same distinct rows of the same batches take, in ascending order, all ranks at once, without any
+arithmetic; the other bytes are at the stream's pace.
 """
 
 from __future__ import annotations
 
-import os
-import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from statistics import fmean
-from time import perf_counter
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 import dmp
-from tests.bench.rounds import of_all_ranks
-from tests.bench.step_cells import RANKS, Cell
+from tests.bench.pace import Touched, paces, seconds_of_rows
+from tests.bench.step_cells import Cell
 from tests.bench.workload import Workload, make_batch, make_plan
-from tests.ranks import run_ranks
 
 ID_BYTES, STATE_BYTES = 4, 4  # of an id on the wire; of a row's Adagrad state
-COPIED, TIMES = 1 << 27, 5  # bytes of one copy, beyond what caches hold
+NUM_BATCHES = 2  # whose rows are gathered in turns; bytes are of the first
 
 Asked = tuple[np.ndarray, int, int]  # distinct rows, how many ids, how many bags have some
 
@@ -45,95 +42,57 @@ class Least:
     wire: np.ndarray
     """Sent to others."""
 
+    rows: np.ndarray
+    """Of `memory`, what is read and written of tables and their state."""
+
+    touched: list[list[Touched]] = field(default_factory=list)
+    """By rank, of each shard that it has."""
+
     @property
     def means(self) -> tuple[float, float]:
         """Of the ranks, in MB."""
         return float(self.memory.mean()) / 1e6, float(self.wire.mean()) / 1e6
 
 
-@dataclass(frozen=True)
-class Pace:
-    """Bytes per second and rank, when so many ranks are at it at once.
-
-    Args:
-        alone: read and written by a copy while the other ranks rest.
-        memory: read and written by a copy.
-        shared: sent, by a copy into memory that another process reads.
-        gloo: sent to others by an all-to-all.
-    """
-
-    alone: float
-    memory: float
-    shared: float
-    gloo: float
+def stream_seconds(least: Least) -> float:
+    """Of the stream's bound: the mean rank while all are at work, or the busiest with the machine for itself."""
+    return _moved(least.memory) + _sent(least)
 
 
-def seconds(least: Least) -> float:
-    """Of the bound: the mean rank while all are at work, or the busiest with the machine for itself."""
-    pace = paces()[len(least.memory)]
-    memory = max(fmean(least.memory) / pace.memory, least.memory.max() / pace.alone)
-    return memory + fmean(least.wire) / max(pace.shared, pace.gloo)
+def rows_seconds(least: Least, state: bool) -> float:
+    """Of the rows' bound."""
+    return seconds_of_rows(least.touched, state) + _moved(least.memory - least.rows) + _sent(least)
 
 
-def measured() -> str:
-    """The paces of this run, in words."""
-    lines = []
-    for ranks, pace in paces().items():
-        lines.append(
-            f"{ranks} ranks, GB/s each: copy {pace.memory / 1e9:.1f} (alone {pace.alone / 1e9:.1f}), "
-            f"into shared memory {pace.shared / 1e9:.1f}, gloo's all-to-all {pace.gloo / 1e9:.2f}"
-        )
-    return "\n".join(lines)
+def _moved(of_ranks: np.ndarray) -> float:
+    pace = paces()[len(of_ranks)]
+    return max(fmean(of_ranks) / pace.memory, of_ranks.max() / pace.alone)
 
 
-@cache
-def paces() -> dict[int, Pace]:
-    """By number of ranks."""
-    found = {}
-    for ranks in RANKS:
-        with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
-            found[ranks] = run_ranks(ranks, _pace, Path(folder))[0]
-    return found
-
-
-def _pace(folder: Path) -> Pace:
-    me, size = dist.get_rank(), dist.get_world_size()
-    source, target = torch.ones(COPIED // 4), torch.zeros(COPIED // 4)
-    if me == 0:
-        (folder / "shared").write_bytes(bytes(COPIED * size))
-    dist.barrier()
-    shared = torch.from_file(str(folder / "shared"), shared=True, size=size * COPIED // 4).view(size, -1)[me]
-    alone = of_all_ranks(0.0 if me else _quickest(lambda: target.copy_(source)))
-    together = of_all_ranks(_quickest(lambda: target.copy_(source), meet=True))
-    into = of_all_ranks(_quickest(lambda: shared.copy_(source), meet=True))
-    sent = COPIED * (size - 1) // size
-    gloo = of_all_ranks(_quickest(lambda: dist.all_to_all_single(target, source), meet=True))
-    return Pace(2 * COPIED / alone, 2 * COPIED / together, COPIED / into, sent / gloo)
-
-
-def _quickest(copy: Callable[[], object], meet: bool = False) -> float:
-    taken = []
-    for _ in range(TIMES):
-        if meet:
-            dist.barrier()
-        start = perf_counter()
-        copy()
-        taken.append(perf_counter() - start)
-    return min(taken)
+def _sent(least: Least) -> float:
+    pace = paces()[len(least.wire)]
+    return fmean(least.wire) / max(pace.shared, pace.gloo)
 
 
 def least_bytes(cell: Cell) -> Least:
-    """Of the cell's first batch, from its plan and ids alone."""
+    """Of the cell's first batch, from its plan and ids alone; rows are those of some more as well."""
     work, ranks = cell.work, cell.ranks
     env = dmp.ShardingEnv.abstract(*cell.axes)
     names = [str(i) for i in range(len(work.rows))]
     plan = make_plan(cell.layout, names, ranks)
-    least = Least(np.zeros(ranks), np.zeros(ranks))
-    batches = [_split(cell, make_batch(work, rank)) for rank in range(ranks)]
+    least = Least(np.zeros(ranks), np.zeros(ranks), np.zeros(ranks), [[] for _ in range(ranks)])
+    batches = [
+        [_split(cell, make_batch(work, 100 * number + rank)) for rank in range(ranks)] for number in range(NUM_BATCHES)
+    ]
     for table, rows in enumerate(work.rows):
         for shard in plan[names[table]].shards((rows, work.dim), env):
-            asked = [_asked(ids, bags, shard.offsets[0], shard.sizes[0]) for ids, bags in (b[table] for b in batches)]
-            _add(least, work, shard, asked, whole_rows=shard.sizes[0] == rows)
+            asked = [
+                [_asked(*of_rank[table], shard.offsets[0], shard.sizes[0]) for of_rank in of_batch]
+                for of_batch in batches
+            ]
+            touched = [np.unique(np.concatenate([distinct for distinct, _, _ in of])) for of in asked]
+            least.touched[shard.rank].append((*shard.sizes, touched))  # type: ignore[arg-type]
+            _add(least, work, shard, asked[0], touched[0].size, whole_rows=shard.sizes[0] == rows)
     return least
 
 
@@ -149,13 +108,17 @@ def _split(cell: Cell, batch: tuple[torch.Tensor, torch.Tensor]) -> list[tuple[n
 def _asked(ids: np.ndarray, bags: np.ndarray, first: int, rows: int) -> Asked:
     """Of one rank's ids in a range of rows: the distinct ones, how many there are, how many bags have some."""
     inside = (ids >= first) & (ids < first + rows)
-    return np.unique(ids[inside]), int(inside.sum()), int(np.unique(bags[inside]).size)
+    seen = np.zeros(rows, dtype=bool)
+    seen[ids[inside] - first] = True
+    return np.flatnonzero(seen), int(inside.sum()), int(np.unique(bags[inside]).size)
 
 
-def _add(least: Least, work: Workload, shard: dmp.Shard, asked: Sequence[Asked], whole_rows: bool) -> None:
+def _add(
+    least: Least, work: Workload, shard: dmp.Shard, asked: Sequence[Asked], touched: int, whole_rows: bool
+) -> None:
     width, owner = 4 * shard.sizes[1], shard.rank
-    touched = np.unique(np.concatenate([distinct for distinct, _, _ in asked])).size
     state = 2 * STATE_BYTES if work.optimizer == "rowwise_adagrad" else 0
+    least.rows[owner] += touched * (3 * width + state)
     least.memory[owner] += touched * (3 * width + state) + ID_BYTES * sum(count for _, count, _ in asked)
     for source, (distinct, count, bags) in enumerate(asked):
         away = source != owner

@@ -64,5 +64,10 @@ def both(theirs: Sequence[float], ours: Sequence[float], unit: float) -> tuple[f
 
 def quartiles(theirs: Sequence[float], ours: Sequence[float]) -> tuple[float, float]:
     """Of the ratios of the rounds."""
-    ratios = sorted(t / o for t, o in zip(theirs, ours, strict=True))
+    return middle_half([t / o for t, o in zip(theirs, ours, strict=True)])
+
+
+def middle_half(values: Sequence[float]) -> tuple[float, float]:
+    """Their lower and upper quartile."""
+    ratios = sorted(values)
     return ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
 from unittest import mock
@@ -20,10 +21,10 @@ from torch import nn
 
 import dmp
 from sharders.embedding.lookup import fbgemm_kernel
-from tests.bench import floor
+from tests.bench import floor, pace
 from tests.bench.report import Result
 from tests.bench.resident import counted_elsewhere, give_back, reset_peak, resident
-from tests.bench.rounds import both, in_turns, of_all_ranks, quartiles, quickest_of_rounds, slowest
+from tests.bench.rounds import in_turns, of_all_ranks, quickest_of_rounds, slowest
 from tests.bench.step_cells import CELLS, QUICK, Cell
 from tests.bench.step_report import HEADER as LINES
 from tests.bench.step_report import Row, goals, table
@@ -32,9 +33,9 @@ from tests.bench.workload import Workload, as_keyed, make_batch, make_model, mak
 from tests.ranks import close_pools, mesh, run_ranks
 
 BATCHES, CHECKED, TOLERANCE = 4, 3, 1e-5
-MIN_ROUNDS, MAX_ROUNDS, MAX_STEPS = 5, 25, 3
+MIN_ROUNDS, MAX_ROUNDS, MAX_STEPS = 6, 60, 3  # rounds in threes, each third of which is a run of its own
 Batch = tuple[torch.Tensor, torch.Tensor]  # ids, lengths
-SECONDS, QUICK_SECONDS = 6.0, 3.0  # of both sides' steps together; large cells take their five rounds
+SECONDS, QUICK_SECONDS = 5.0, 2.5  # of both sides' steps together; large cells take their least rounds
 
 
 @dataclass
@@ -85,14 +86,14 @@ class Measured(NamedTuple):
 
 def run(quick: bool) -> tuple[list[Result], str]:
     """All cells, or some of them with fewer rounds: what is asked of all together, and their table."""
-    print(floor.measured(), LINES, sep="\n", flush=True)
+    print(pace.measured(), LINES, sep="\n", flush=True)
     rows = []
     for cell in QUICK if quick else CELLS:
         rows.append(row_of(cell, QUICK_SECONDS if quick else SECONDS))
         print(rows[-1], flush=True)
     results = goals(rows)
     print(*results, sep="\n", flush=True)
-    return results, f"{floor.measured()}\n\n{table(rows)}"
+    return results, f"{pace.measured()}\n\n{table(rows)}"
 
 
 def row_of(cell: Cell, seconds: float) -> Row:
@@ -103,14 +104,16 @@ def row_of(cell: Cell, seconds: float) -> Row:
     theirs, ours = (quickest_of_rounds(slowest([r[i] for r in of_ranks]), steps) for i in (0, 1))
     peaks = [max(r.peaks[i] for r in of_ranks) for i in (0, 1)]
     least = floor.least_bytes(cell)
-    return Row(cell, *both(theirs, ours, 1e3), quartiles(theirs, ours), *least.means, floor.seconds(least), *peaks)
+    bounds = floor.stream_seconds(least), floor.rows_seconds(least, cell.work.optimizer == "rowwise_adagrad")
+    ratios = [t / o for t, o in zip(theirs, ours, strict=True)]
+    return Row(cell, 1e3 * median(theirs), 1e3 * median(ours), ratios, *least.means, *bounds, *peaks)
 
 
 def compare(cell: Cell, seconds: float) -> Measured:
     """On each rank: check that both give the same, and take their memory; then time them."""
     work = cell.work
     batches, grads = make_batches(work)
-    warm_up(cell.layout, cell.ranks)
+    warm_up(cell.layout, cell.ranks, work.optimizer)
     weights(work), make_grads(work)
     with without_fbgemm(cell):
         ours, shown, peak = first_steps(lambda: wrap_ours(cell), work, batches, grads)
@@ -147,10 +150,14 @@ def first_steps(
 
 
 @lru_cache
-def warm_up(layout: str, ranks: int) -> None:
+def warm_up(layout: str, ranks: int, optimizer: str) -> None:
     """What is loaded and compiled at first use is no cell's."""
     for pooled in (True, False):
-        cell = Cell("row-wise" if pooled else "sequence, row-wise", ranks, Workload((64, 64), 16, 8, pooled=pooled))
+        cell = Cell(
+            "row-wise" if pooled else "sequence, row-wise",
+            ranks,
+            Workload((64, 64), 16, 8, pooled=pooled, optimizer=optimizer),
+        )
         batches, grads = make_batches(cell.work)
         for model in (wrap_theirs(cell), wrap_ours(cell)):
             Side(model, cell.work, make_grads(cell.work)).step(as_keyed(cell.work, batches[0]), grads[0])

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean, geometric_mean
+from statistics import fmean, geometric_mean, median
 
 from tests.bench.report import Result
+from tests.bench.rounds import middle_half
 from tests.bench.step_cells import Cell
 
 COLUMNS = (
-    "cell", "TorchRec ms", "ours ms", "ratio", "memory MB", "wire MB", "bound ms", "ours/bound", "peak MB, TorchRec",
-    "ours",
+    "cell", "TorchRec ms", "ours ms", "ratio", "memory MB", "wire MB", "stream ms", "ours/stream", "rows ms",
+    "ours/rows", "peak MB, TorchRec", "ours",
 )  # fmt: skip
-FORM = "{:66} {:>8} {:>8} {:>17} {:>7} {:>7} {:>7} {:>6} {:>7} {:>7}"
+FORM = "{:66} {:>8} {:>8} {:>17} {:>7} {:>7} {:>7} {:>6} {:>7} {:>6} {:>7} {:>7}"
 BY_OPTIMIZER = {"rowwise_adagrad": ("row-wise Adagrad", 2.2), "sgd": ("SGD", 1.6)}
 WORST, SEQUENCES, OVER_BOUND = 1.15, 3.5, 1.3
+THIRDS = 3
 
 
 @dataclass(frozen=True)
@@ -24,32 +26,49 @@ class Row:
 
     Args:
         theirs, ours: ms.
-        ratio: median over the rounds.
+        ratios: of the rounds.
         memory, wire: least MB, mean over the ranks.
-        bound: seconds that these take.
+        stream, rows: seconds of the two bounds.
         their_peak, our_peak: bytes of memory, on the rank where they are most.
     """
 
     cell: Cell
     theirs: float
     ours: float
-    ratio: float
-    spread: tuple[float, float]
+    ratios: Sequence[float]
     memory: float
     wire: float
-    bound: float
+    stream: float
+    rows: float
     their_peak: int
     our_peak: int
 
     @property
-    def over_bound(self) -> float:
-        """Our step's time by its bound."""
-        return self.ours / (1e3 * self.bound)
+    def ratio(self) -> float:
+        """Of the cell."""
+        return median(self.ratios)
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """Quartiles of the ratios."""
+        return middle_half(self.ratios)
+
+    @property
+    def thirds(self) -> list[float]:
+        """The ratio of every third of the rounds, as if each were a run of its own."""
+        return [median(self.ratios[i::THIRDS]) for i in range(THIRDS)]
+
+    @property
+    def over_bounds(self) -> tuple[float, float]:
+        """Our step's time by the two."""
+        return self.ours / (1e3 * self.stream), self.ours / (1e3 * self.rows)
 
     def cells(self) -> tuple[str, ...]:
         """Of a table."""
         ratio = "{:.2f} ({:.2f}..{:.2f})".format(self.ratio, *self.spread)
-        least = (f"{self.memory:.3g}", f"{self.wire:.3g}", f"{1e3 * self.bound:.3g}", f"{self.over_bound:.2f}")
+        least = [f"{self.memory:.3g}", f"{self.wire:.3g}"]
+        for bound, over in zip((self.stream, self.rows), self.over_bounds, strict=True):
+            least += [f"{1e3 * bound:.3g}", f"{over:.2f}"]
         peaks = (f"{self.their_peak / 1e6:.0f}", f"{self.our_peak / 1e6:.0f}")
         return self.cell.name, f"{self.theirs:.4g}", f"{self.ours:.4g}", ratio, *least, *peaks
 
@@ -57,11 +76,13 @@ class Row:
         return FORM.format(*self.cells())
 
 
-HEADER = FORM.format("", "TorchRec", "ours ms", "ratio", "memory", "wire MB", "bound", "over", "peak MB", "ours")
+HEADER = FORM.format(
+    "", "TorchRec", "ours ms", "ratio", "memory", "wire MB", "stream", "over", "rows", "over", "peak MB", "ours"
+)
 
 
 def goals(rows: Sequence[Row]) -> list[Result]:
-    """Means and worst cells with what they must reach."""
+    """Means and worst cells with what they must reach; in a mean's brackets, those of three thirds of the rounds."""
     full = [row for row in rows if row.cell.fbgemm]
     results = []
     for optimizer, (what, goal) in BY_OPTIMIZER.items():
@@ -69,19 +90,21 @@ def goals(rows: Sequence[Row]) -> list[Result]:
         results += _mean(f"step: geometric mean, {what}", of_optimizer, goal)
     results += _mean("step: geometric mean, sequences", [row for row in full if not row.cell.work.pooled], SEQUENCES)
     results += _mean("step: geometric mean, our side without FBGEMM", [row for row in rows if row not in full], None)
+    ours = geometric_mean([row.ours for row in rows])
     worst = min(rows, key=lambda row: row.ratio)
     results.append(
         Result(f"step: worst, {worst.cell.name}", "ms", worst.theirs, worst.ours, worst.ratio, WORST, worst.spread)
     )
-    bound = 1e3 * geometric_mean([row.bound for row in rows])
-    ours = geometric_mean([row.ours for row in rows])
-    results.append(Result("step: bound", "ms", bound, ours, None, None))
-    results.append(
-        Result("step: ours by the bound, mean", "", None, fmean(r.over_bound for r in rows), None, OVER_BOUND)
-    )
+    for which, (name, goal) in enumerate((("stream", OVER_BOUND), ("rows", None))):
+        bound = 1e3 * geometric_mean([getattr(row, name) for row in rows])
+        results.append(Result(f"step: bound of the {name}", "ms", bound, ours, None, None))
+        over = fmean(row.over_bounds[which] for row in rows)
+        results.append(Result(f"step: ours by the bound of the {name}, mean", "", None, over, None, goal))
     most = max(rows, key=lambda row: row.our_peak / row.their_peak)
     peaks = most.their_peak / 1e6, most.our_peak / 1e6
     results.append(Result(f"step: peak memory, {most.cell.name}", "MB", *peaks, peaks[0] / peaks[1], 1.0))
+    more = sum(row.our_peak > row.their_peak for row in rows)
+    results.append(Result(f"step: cells of {len(rows)} with more memory than TorchRec", "", None, more, None, 0))
     return results
 
 
@@ -89,7 +112,8 @@ def _mean(name: str, rows: Sequence[Row], goal: float | None) -> list[Result]:
     if not rows:
         return []
     means = [geometric_mean([getattr(row, side) for row in rows]) for side in ("theirs", "ours", "ratio")]
-    return [Result(f"{name} of {len(rows)}", "ms", *means, goal)]
+    thirds = [geometric_mean([row.thirds[i] for row in rows]) for i in range(THIRDS)]
+    return [Result(f"{name} of {len(rows)}", "ms", *means, goal, (min(thirds), max(thirds)))]
 
 
 def table(rows: Sequence[Row]) -> str:
