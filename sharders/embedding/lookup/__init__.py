@@ -4,6 +4,7 @@
 - `row_updates`: the updates, and whose formulas they are
 - `optimizers`: which in-backward optimizers there are
 - `given_optimizers`: what users give for one
+- `pages`: large pages of memory under tables
 - `bank`: storage of a rank's rectangles and optimizer state
 - `kernels`: what a lookup kernel is, which there are, and which is used
 - `fbgemm_kernel`: lookups and updates by FBGEMM on the CPU

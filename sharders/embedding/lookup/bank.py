@@ -11,6 +11,7 @@ Terms:
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import gcd, prod
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from sharders.embedding.lookup.optimizers import OptimizerSpec
+from sharders.embedding.lookup.pages import on_large_pages
 
 
 @dataclass(frozen=True)
@@ -131,13 +133,14 @@ class Bank:
         self.options = spec.param_group() if spec else {}
         self.chunks, numel, self.total_rows = _lay_out(shapes)
         self.regions = _regions(self.chunks)
-        self.weights = torch.zeros(numel, dtype=dtype, device=device)
+        self.weights = on_large_pages(torch.empty(numel, dtype=dtype, device=device)).zero_()
         self.steps = torch.zeros(len(shapes), dtype=torch.float32, device="cpu")
         self.state = {}
         for name, tensor in spec.optimizer.state.items() if spec else ():
             size = self.total_rows if tensor.is_row_wise else numel
             start = float(self.options[tensor.start]) if tensor.start else 0.0
-            self.state[name] = torch.full((size,), start, dtype=tensor.dtype or dtype, device=device)
+            memory = on_large_pages(torch.empty(size, dtype=tensor.dtype or dtype, device=device))
+            self.state[name] = memory.fill_(start)
 
     def chunk_view(self, table: int, i: int) -> Tensor:
         """Chunk `i` of a table, a (rows, width) view of `weights`."""
@@ -190,8 +193,15 @@ class Bank:
 
     def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Replace weights and state by `fn` of them, as `nn.Module._apply` does; take views anew after it."""
-        self.weights = fn(self.weights)
-        self.state = {name: fn(tensor) for name, tensor in self.state.items()}
+        self.weights = on_large_pages(fn(self.weights))
+        self.state = {name: on_large_pages(fn(tensor)) for name, tensor in self.state.items()}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Bank:
+        new = copy.copy(self)
+        memo[id(self)] = new
+        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        new.apply(lambda tensor: tensor)  # onto pages as these
+        return new
 
 
 def _lay_out(shapes: Sequence[Sequence[tuple[int, int]]]) -> tuple[list[list[Chunk]], int, int]:
