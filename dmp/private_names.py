@@ -73,6 +73,10 @@ Managed collision, of TorchRec
 - `_current_iter`, `_last_eviction_iter`, `_history_accumulator`, `_history_metadata`, `_input_history_buffer_size`,
   `_current_history_buffer_offset`: what a map has seen before it is sharded
 
+Compiling
+- `torch._compile._disable_dynamo`: what reads memory by its address is not traced; the public one would import the
+  compiler at once
+
 Others
 - `_embedding_names`, `_feature_names`, `_feature_processors`: of TorchRec's collections
 - `_emb_modules`, `_emb_module`, `_embedding_tables`, `_key_to_tables`: FBGEMM's modules in its fused collections, and

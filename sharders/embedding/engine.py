@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 
 from dmp import Calls, InputError, Layout, ShardError, ShardingEnv, ranks
 from sharders.channel import GroupChannel, Transport, over_group
@@ -341,6 +342,7 @@ class _Lookup(torch.autograd.Function):
         return tuple(result.data for result in call.path.forward(call))
 
     @staticmethod
+    @_disable_dynamo  # which compiled autograd would have it trace
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         engine = ctx.engine

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._compile import _disable_dynamo
 
 from dmp import (
     Calls,
@@ -193,6 +194,7 @@ class TableModule(Watched, TorchRecForm):
         """Whether a call that was begun is what `forward` would begin now: see `Engine.can_finish`."""
         return self._engine.can_finish(call)
 
+    @_disable_dynamo  # what is compiled in its stead would not keep memory that kernels read by its address
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """As the unsharded module's."""
         return self.finish(self.begin(*inputs, **keywords))

@@ -18,6 +18,7 @@ from itertools import compress
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 
 from dmp import ShardError, ShardingEnv
 from sharders.channel import Channel, Transport, over_group
@@ -158,6 +159,7 @@ class _GatherRows(torch.autograd.Function):
         return None, None, *(rows_of(g, cut, ctx.ranks.rank) if wants else None for g, cut, wants in of_all)
 
 
+@_disable_dynamo  # an exchange, of memory that is read by its address
 def _gather(tensors: Sequence[torch.Tensor], cuts: Sequence[Cut], ranks: Channel) -> list[torch.Tensor]:
     """All ranks' rows put together; tensors of one dtype travel in one exchange, padded to the largest rank's."""
     result = list(tensors)

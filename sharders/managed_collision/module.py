@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 
 from dmp import Calls, ChunkedTensor, FusedParameter, ParameterSharding
 from sharders.embedding.batch import Ids
@@ -87,6 +88,7 @@ class ShardedManagedCollision(nn.Module):
         """In the order of the tables' configs."""
         return list(self._managed_collision_collection._managed_collision_modules.children())  # type: ignore[arg-type]
 
+    @_disable_dynamo  # as of its tables
     def forward(self, features: Any, mutate_miss_lengths: bool = True) -> tuple[Any, Any]:
         """As the unsharded module's; lengths stay as they are, whatever `mutate_miss_lengths` says, as there."""
         read: list[tuple[Any, Any]] = []

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 
 from dmp import ChunkedTensor, FusedParameter, InputError, ParameterSharding, ShardError, join_name, ranks, tensors_of
 from sharders.embedding.input_faults import Fault
@@ -81,6 +82,7 @@ class TorchRecModule(nn.Module):
     def _theirs(self) -> Any:
         return self._made.theirs
 
+    @_disable_dynamo  # as of tables
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """As the unsharded module's."""
         made, where = self._made, self.module_path or "the model"
