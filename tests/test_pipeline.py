@@ -12,6 +12,7 @@ from torch import nn
 
 import dmp
 from dmp import DistributedModelParallel, TrainPipeline
+from dmp.pipeline.in_flight import to_device
 from tests.equality import attach, env_of, layouts_for
 from tests.ranks import run_ranks
 
@@ -178,3 +179,15 @@ def test_ids_of_the_next_batch_are_sent_before_the_forward() -> None:
         assert len(told) == 1 and told[0].startswith("pipeline: made: its input is made"), told
     for seen, told in run_ranks(2, _order, "base"):
         assert (seen, told) == ([WHOLE] * 4, [])
+
+
+def test_what_is_on_the_device_stays_as_it_is() -> None:
+    """Types of torch and TorchRec; another's `to` is called, for it may do more."""
+    from torchrec import KeyedJaggedTensor
+
+    keyed = KeyedJaggedTensor.from_lengths_sync(["a"], torch.tensor([1, 2]), torch.tensor([1, 1]))
+    own = batches_of(0, 1)[0]
+    moved = to_device({"keyed": keyed, "own": own, "none": None}, torch.device("cpu"))
+    assert moved["keyed"] is keyed and moved["own"] is not own
+    on_meta = to_device(keyed, torch.device("meta"))
+    assert on_meta is not keyed and on_meta.values().device.type == "meta"

@@ -116,12 +116,13 @@ class TrainPipeline:
                 self._meet_at_end()
                 raise StopIteration
             self._read(dataloader_iter, 2)
-            self._begin_next()
+            modules = self._modules()
+            self._begin_next(modules)
             if not self._reads_late:
                 self._read(dataloader_iter, 3)
             if not self._runs_last and self._feed.has_ended:
                 raise StopIteration
-            output = self._step(self._waiting.popleft())
+            output = self._step(self._waiting.popleft(), modules)
             if self._reads_late:
                 self._read(dataloader_iter, 2)
         except RanksError as error:
@@ -148,17 +149,17 @@ class TrainPipeline:
         gather_words(what, [count, 0], self._env.everyone)
         self._agreed_ends = self._feed.num_ends
 
-    def _begin_next(self) -> None:
+    def _begin_next(self, modules: dict[str, nn.Module]) -> None:
         """Send off the ids of the batch after this one; at the end say so."""
         if len(self._waiting) < 2:
             self._meet_at_end()
             return
-        self._begin(self._waiting[1])
+        self._begin(self._waiting[1], modules)
 
-    def _begin(self, waiting: _Waiting) -> None:
+    def _begin(self, waiting: _Waiting, modules: dict[str, nn.Module]) -> None:
         if waiting.ahead is None and waiting.batch.error is None:
             self._feed.arrive(waiting.batch)
-            waiting.ahead = self._beginner.begin(self._modules(), waiting.batch.value, self._model.training)
+            waiting.ahead = self._beginner.begin(modules, waiting.batch.value, self._model.training)
 
     def _modules(self) -> dict[str, nn.Module]:
         """Path -> each module that can be begun ahead."""
@@ -171,7 +172,7 @@ class TrainPipeline:
         }
         return {name: module for name, module in found.items() if takes_part(module)}
 
-    def _step(self, current: _Waiting) -> Any:
+    def _step(self, current: _Waiting, modules: dict[str, nn.Module]) -> Any:
         batch, ahead, trains = current.batch, current.ahead, self._trains and self._model.training
         if batch.error is not None:
             raise batch.error
@@ -181,10 +182,10 @@ class TrainPipeline:
             self._optimizer.zero_grad()
         self._feed.arrive(batch)
         batch.check_unchanged()
-        with self._beginner.running(self._modules(), batch.value, self._model.training, ahead):
+        with self._beginner.running(modules, batch.value, self._model.training, ahead):
             losses, output = self._forward(batch.value)
         if self._waiting:  # the first time, when this forward has shown what can be begun
-            self._begin(self._waiting[0])
+            self._begin(self._waiting[0], modules)
         if trains:
             try:
                 torch.sum(losses, dim=0).backward()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -70,20 +70,34 @@ def run(quick: bool) -> tuple[list[Result], str]:
     for name in TASKS:
         close_pools()
         of_ranks = run_ranks(RANKS, compare, name, QUICK_ROUNDS if quick else ROUNDS, timeout=300)
-        theirs, ours, dense = (quickest_of_rounds(slowest([r[0][i] for r in of_ranks])) for i in range(3))
-        results.append(Result(f"training: {name}", "ms", *both(theirs, ours, 1e3), 1.0, quartiles(theirs, ours)))
-        without = 1e3 * median(dense)
-        parts = results[-1].reference - without, results[-1].ours - without  # type: ignore[operator]
-        ratio = parts[0] / parts[1] if parts[1] > 0 else None
-        results.append(Result(f"training: {name}, less the dense part", "ms", *parts, ratio, None))
-        for phase in of_ranks[0][1]:
-            mean = 1e3 * fmean(phases.get(phase, 0.0) for _, phases in of_ranks)
-            share = f"{phase}, {mean / results[-2].ours:.0%}"
-            results.append(Result(f"training: {name}, phase {share}", "ms", None, mean, None, None))
-        share = f"dense part, {without / results[-2].ours:.0%}"
-        results.append(Result(f"training: {name}, {share}", "ms", None, without, None, None))
-        print(*results[-3 - len(of_ranks[0][1]) :], sep="\n", flush=True)
+        found = results_of(name, [times for times, _ in of_ranks], [phases for _, phases in of_ranks])
+        print(*found, sep="\n", flush=True)
+        results += found
     return results, ""
+
+
+def results_of(
+    name: str, of_ranks: Sequence[tuple[Sequence[float], ...]], phases: Sequence[Mapping[str, float]]
+) -> list[Result]:
+    """The step, what is left of it without the dense part, and the share of each phase.
+
+    Args:
+        of_ranks: on each rank, seconds of every step of theirs, ours and the dense part alone.
+        phases: on each rank, seconds of ours by phase.
+    """
+    theirs, ours, dense = (quickest_of_rounds(slowest([r[i] for r in of_ranks])) for i in range(3))
+    *means, ratio = both(theirs, ours, 1e3)
+    without = 1e3 * median(dense)
+    parts = [mean - without for mean in means]
+    of_parts = parts[0] / parts[1] if min(parts) > 0 else None
+    results = [
+        Result(f"training: {name}", "ms", *means, ratio, 1.0, quartiles(theirs, ours)),
+        Result(f"training: {name}, less the dense part", "ms", *parts, of_parts, None),
+    ]
+    of_phases = {phase: 1e3 * fmean(rank.get(phase, 0.0) for rank in phases) for phase in phases[0]}
+    for what, ms in {**of_phases, "dense part": without}.items():
+        results.append(Result(f"training: {name}, {what}, {ms / means[1]:.0%}", "ms", None, ms, None, None))
+    return results
 
 
 def compare(name: str, rounds: int) -> tuple[tuple[list[float], ...], dict[str, float]]:

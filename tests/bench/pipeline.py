@@ -3,32 +3,43 @@
 Tables with an in-backward optimizer under two dense layers with Adagrad; batches are made where the step asks for them.
 Rounds as in step.py. The phases of the plain loop's step and of the pipeline's stand beside each other: what a pipeline
 hides of the ids' exchange is missing from its input phase.
+
+What can be hidden is waiting. Ranks of one host that share its memory wait for each other alone, and where each has one
+core, all that is done takes its time whenever it is done: there the pipeline can but not be slower. So the same step
+also runs with exchanges that take their time while no core works on them, as between hosts: `Far` has what comes be
+there some ms after it was asked for. Of the four waits of a step (headers, ids, results, gradients) a pipeline can
+hide what comes before the lookup.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count
 from statistics import median
-from typing import Any
+from time import monotonic, sleep
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import dmp
+from sharders import EmbeddingBagCollectionSharder
+from sharders.channel import over_group
 from tests.bench.report import Result
 from tests.bench.rounds import both, in_turns, quartiles, quickest_of_rounds, slowest
 from tests.bench.torchrec_side import torchrec_plan, torchrec_wrap
 from tests.bench.workload import DEMO_ROWS, Workload, as_keyed, criteo_rows, make_batch, make_model, make_plan
-from tests.ranks import mesh, run_ranks
+from tests.ranks import close_pools, mesh, run_ranks
 
 POINTS: dict[str, Workload] = {
     "bags of 0..8, dim 64, B 2048": Workload(criteo_rows(100_000), 64, 2048, max_bag=8),
     "the demo's tables, dim 16, B 256": Workload(DEMO_ROWS, 16, 256),
 }
-RANKS, TOLERANCE = 2, 1e-5
+TOLERANCE = 1e-5
 LAYOUT, ROUNDS, QUICK_ROUNDS, NUM_BATCHES, CHECKED = "row_wise", 15, 3, 8, 3
+RANKS, DELAYS_MS = (2, 4), (0.0, 10.0)
 PHASE_STEPS = 20
 Phases = dict[str, list[float]]  # seconds, of the plain loop and of the pipeline
 
@@ -47,43 +58,112 @@ class Task(nn.Module):
         return out.pow(2).mean(), out.detach()
 
 
+class Far:
+    """A channel on which what comes is there `seconds` after it was asked for, and no core works meanwhile."""
+
+    def __init__(self, channel: Any, seconds: float) -> None:
+        self._channel, self._seconds = channel, seconds
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._channel, name)
+
+    def all_to_all(self, *args: Any, **options: Any) -> Late:
+        """See `Channel`."""
+        return Late(self._channel.all_to_all(*args, **options), monotonic() + self._seconds)
+
+
+class Late(NamedTuple):
+    """A transfer whose end is not before a time of the clock."""
+
+    transfer: Any
+    not_before: float
+
+    def wait(self) -> torch.Tensor:
+        """See `Transfer`."""
+        self.until_then()
+        return self.transfer.wait()  # type: ignore[no-any-return]
+
+    def until_then(self) -> None:
+        """Sleep what is left."""
+        sleep(max(self.not_before - monotonic(), 0.0))
+
+
+def far(seconds: float, *of: Any) -> Any:
+    """A transport of such channels between more than one rank."""
+    channel = over_group(*of)
+    return channel if channel.size == 1 else Far(channel, seconds)
+
+
+class Figures(NamedTuple):
+    """What one rank found: seconds of every step, and of our phases."""
+
+    plain: list[float]
+    ours: list[float]
+    theirs: list[float]
+    """TorchRec's; empty where it was not asked."""
+
+    phases: Phases
+
+
 def run(quick: bool) -> list[Result]:
-    """Both comparisons at each point."""
+    """Each point, on two and four ranks, near and far from each other."""
     results = []
     for name, work in POINTS.items():
-        of_ranks = run_ranks(RANKS, compare, work, QUICK_ROUNDS if quick else ROUNDS, timeout=240)
-        theirs, plain, ours = (quickest_of_rounds(slowest([r[i] for r in of_ranks])) for i in range(3))
-        for what, reference, goal in (("TorchRec's", theirs, None), ("the plain loop", plain, 0.97)):
-            figures = both(reference, ours, 1e3)
-            results.append(
-                Result(f"pipeline, against {what}: {name}", "ms", *figures, goal, quartiles(reference, ours))
-            )
-            print(results[-1], flush=True)
-        for phase, (alone, ahead) in of_ranks[0][3].items():
-            figures = alone * 1e3, ahead * 1e3, alone / ahead
-            results.append(Result(f"pipeline, {phase} of rank 0, against the plain loop: {name}", "ms", *figures, None))
-            print(results[-1], flush=True)
+        for ranks in RANKS:
+            for delay_ms in DELAYS_MS:
+                close_pools()
+                rounds = QUICK_ROUNDS if quick else ROUNDS
+                of_ranks = run_ranks(ranks, compare, work, rounds, delay_ms * 1e-3, timeout=240)
+                found = results_of(f"{name}, W {ranks}", delay_ms, of_ranks)
+                print(*found, sep="\n", flush=True)
+                results += found
     return results
 
 
-def compare(work: Workload, rounds: int) -> tuple[list[float], list[float], list[float], Phases]:
-    """On each rank: seconds of every step of TorchRec's pipeline, our plain loop and our pipeline; ours by phase."""
+def results_of(name: str, delay_ms: float, of_ranks: list[Figures]) -> list[Result]:
+    """Ours beside the plain loop and TorchRec's; ours must hide the ids' way where there is one, and cost nothing."""
+    plain, ours = (quickest_of_rounds(slowest([of[i] for of in of_ranks])) for i in range(2))
+    spread = quartiles(plain, ours)
+    results = []
+    if delay_ms:
+        name += f", exchanges take {delay_ms:g} ms"
+        hidden = 1e3 * (median(plain) - median(ours))
+        figures = both(plain, ours, 1e3)
+        results.append(Result(f"pipeline, against the plain loop: {name}", "ms", *figures, None, spread))
+        results.append(Result(f"pipeline, hidden: {name}", "ms", delay_ms, hidden, hidden / delay_ms, 0.8))
+    else:
+        theirs = quickest_of_rounds(slowest([of.theirs for of in of_ranks]))
+        figures = both(theirs, ours, 1e3)
+        results.append(Result(f"pipeline, against TorchRec's: {name}", "ms", *figures, None, quartiles(theirs, ours)))
+        figures = both(plain, ours, 1e3)
+        results.append(Result(f"pipeline, against the plain loop: {name}", "ms", *figures, 0.97, spread))
+    for phase, (alone, ahead) in of_ranks[0].phases.items():
+        figures = alone * 1e3, ahead * 1e3, alone / ahead
+        results.append(Result(f"pipeline, {phase} of rank 0: {name}", "ms", *figures, None))
+    return results
+
+
+def compare(work: Workload, rounds: int, delay: float) -> Figures:
+    """On each rank: seconds of every step of our plain loop and pipeline, and of TorchRec's pipeline if they are near;
+    ours by phase."""
     from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
-    device = torch.device("cpu")
-    theirs, plain, ours = make_theirs(work), make_ours(work), make_ours(work)
-    pipelines = [TrainPipelineSparseDist(*theirs, device), dmp.TrainPipeline(*ours)]
+    plain, ours = make_ours(work, delay), make_ours(work, delay)
+    pipeline = dmp.TrainPipeline(*ours)
     sides: list[Callable[[], Any]] = [
-        stepper(pipelines[0].progress, work),
         stepper(lambda iterator: by_hand(*plain, next(iterator)), work),
-        stepper(pipelines[1].progress, work),
+        stepper(pipeline.progress, work),
     ]
+    if not delay:
+        theirs = TrainPipelineSparseDist(*make_theirs(work), torch.device("cpu"))
+        sides.append(stepper(theirs.progress, work))
     for i in range(CHECKED):
-        a, b, c = (side() for side in sides)
-        if not torch.equal(b, c) or not torch.allclose(a, c, rtol=TOLERANCE, atol=TOLERANCE):
+        b, c, *a = (side() for side in sides)
+        if not torch.equal(b, c) or not all(torch.allclose(x, c, rtol=TOLERANCE, atol=TOLERANCE) for x in a):
             raise AssertionError(f"outputs differ in step {i}: nothing to time")
-    theirs_s, plain_s, ours_s = in_turns([lambda i, side=side: side for side in sides], rounds)  # type: ignore[misc]
-    return theirs_s, plain_s, ours_s, phases_of([(sides[1], plain[0]), (sides[2], ours[0])])
+    times = in_turns([lambda i, side=side: side for side in sides], rounds)  # type: ignore[misc]
+    phases = phases_of([(sides[0], plain[0]), (sides[1], ours[0])])
+    return Figures(times[0], times[1], times[2] if not delay else [], phases)
 
 
 def phases_of(sides: list[tuple[Callable[[], Any], nn.Module]]) -> Phases:
@@ -118,17 +198,20 @@ def make_theirs(work: Workload) -> tuple[nn.Module, torch.optim.Optimizer]:
     """TorchRec's wrapper with the values of `Task`, which it drops."""
     task = make_task(work)
     state = {name: value.clone() for name, value in task.state_dict().items()}
-    model = torchrec_wrap(task, torchrec_plan(task, LAYOUT, RANKS))
+    model = torchrec_wrap(task, torchrec_plan(task, LAYOUT, dist.get_world_size()))
     model.load_state_dict(state)
     return model, dense_optimizer(model)
 
 
-def make_ours(work: Workload) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Ours, likewise."""
-    task = make_task(work)
+def make_ours(work: Workload, delay: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Ours, likewise; exchanges of its tables take so many seconds longer."""
+    task, ranks = make_task(work), dist.get_world_size()
     tables = [name for name, _ in task.named_parameters() if name.startswith("tables.")]
-    env = dmp.ShardingEnv.from_mesh(mesh((RANKS,), ("dp",)))
-    model = dmp.DistributedModelParallel(task, env=env, plan=make_plan(LAYOUT, tables, RANKS))
+    env = dmp.ShardingEnv.from_mesh(mesh((ranks,), ("dp",)))
+    base = EmbeddingBagCollectionSharder
+    sharded = {"sharded_type": partial(base.sharded_type, transport=partial(far, delay))}
+    sharders = [type(base.__name__, (base,), sharded)()] if delay else None
+    model = dmp.DistributedModelParallel(task, env=env, plan=make_plan(LAYOUT, tables, ranks), sharders=sharders)
     return model, dense_optimizer(model)
 
 
