@@ -100,10 +100,10 @@ def of_planner(name: str) -> Any:
     return load(f"planner:{name}")
 
 
-def calibration() -> tuple[Any, ...]:
-    """The built-in planner's `calibrate`, and what it measures of the built-in sharders."""
-    probes = (load(f"sharders.embedding.probe:{name}") for name in ("Probe", "lookup_seconds", "step_seconds"))
-    return load("planner.costs.calibrate:calibrate"), *probes
+def calibration() -> tuple[Any, tuple[Any, ...]]:
+    """The built-in planner's `calibrate`, and what it measures of the built-in sharders: its `Probes`."""
+    names = ("Probe", "means", "exchange_seconds", "lookup_seconds", "step_seconds")
+    return load("planner.costs.calibrate:calibrate"), tuple(load(f"sharders.embedding.probe:{name}") for name in names)
 
 
 def default_data_parallel_wrapper() -> Any:

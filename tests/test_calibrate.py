@@ -42,7 +42,7 @@ def made_up(noise: float) -> Measured:
         for optimizer in OPTIMIZERS.values()
     }
     steps = [tuple(spoilt(s) for s in calibrate._parts(probe, env, TRUE)) for probe in step_probes(2)]
-    return Measured(exchanged, lookups, steps, 1e-10, 1e-11)  # type: ignore[arg-type]
+    return Measured("the made-up kernel", exchanged, lookups, steps, 1e-10, 1e-11)  # type: ignore[arg-type]
 
 
 def test_figures_come_back() -> None:
@@ -54,7 +54,8 @@ def test_figures_come_back() -> None:
         errors = [abs(of.fitted / true.measured - 1) for of, true in zip(found.fits, clean.fits, strict=True)]
         assert np.median(errors) < off
     assert max(abs(of.fitted / of.measured - 1) for of in clean.fits) < 0.05
-    assert "measurements: off by" in str(noisy)
+    assert "measurements: off by" in str(noisy) and "measured: the made-up kernel" in str(noisy)
+    assert noisy.topology.sources["speeds"].endswith("the made-up kernel")
 
 
 def test_few_bad_measurements_are_outvoted() -> None:
@@ -101,6 +102,7 @@ def test_calibrate_from_the_shell(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "exchange, all send: 65536 bytes" in printed
     assert "update, sgd: table_wise" in printed
     assert "step: data_parallel" in printed
+    assert "kernel, exchanges through " in printed
     topology = Topology.load(out)
     assert topology.speeds is not None
     assert topology.speeds.step > 0

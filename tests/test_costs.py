@@ -6,10 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from dmp import ShardingEnv
-from planner import CostModel, PlanReport, ShardingPlanner, Topology
-from planner.costs.cost_model import distinct
+from dmp import ParameterInfo, ShardingEnv, row_wise, table_wise
+from planner import Constraint, CostModel, PlanReport, ShardingPlanner, Topology
+from planner.costs.cost_model import OUTPUT, distinct
+from planner.costs.speeds import Speeds
+from planner.costs.step import Placed, loads
 from tests.planner_bags import BagSharder, bags, hosts, one_axis, small_memory
 
 # Topology
@@ -99,17 +102,30 @@ def test_replicas_cost_ids_and_gradients() -> None:
 
 
 def test_summing_inside_a_host_saves_the_slow_link() -> None:
-    env = hosts(4, 8)
+    env, long_bags = hosts(4, 8), {"*": Constraint(pooling_factor=100)}
     figures = {}
     for only in ("row_wise", "table_row_wise"):
-        planner = ShardingPlanner(batch_size=4096)
+        planner = ShardingPlanner(batch_size=4096, constraints=long_bags)
         planner.plan(bags((100_000, 64)), [BagSharder(only=(only,))], env)
         assert planner.report is not None
         figures[only] = by_phase(planner.report)["output a2a"]
-    flat = ShardingPlanner(batch_size=4096)
+    flat = ShardingPlanner(batch_size=4096, constraints=long_bags)
     flat.plan(bags((100_000, 64)), [BagSharder(only=("row_wise",))], one_axis(32))
     assert flat.report is not None
     assert figures["row_wise"] < by_phase(flat.report)["output a2a"] / 3
+
+
+@pytest.mark.parametrize(("ids", "part"), [(1, 1 / 8), (0.5, 1 / 16), (2, 1 - (7 / 8) ** 2), (20, 1.0)])
+def test_row_blocks_send_the_bags_that_have_ids_there(ids: float, part: float) -> None:
+    """Single rows of short bags; all bags where most have some; two stages of hosts add all up."""
+    of = {}
+    for name, env in (("one", one_axis(8)), ("hosts", hosts(2, 4))):
+        for layout in (row_wise(), table_wise(0)):
+            info = ParameterInfo((800, 64), torch.float32, "table", "sgd", state_bytes=(0.0, 0.0))
+            links = Topology(1e9, 1.0, 1.0, 1.0, 0.0, ranks_per_host=8, speeds=Speeds())
+            of[name, layout.name] = loads(CostModel(), [Placed(info, layout, ids)], env, links, 64)[:, OUTPUT].sum()
+    assert of["one", "row_wise"] == pytest.approx(of["one", "table_wise"] * 8 * part)
+    assert of["hosts", "row_wise"] == pytest.approx(of["hosts", "table_wise"] * 8)
 
 
 def test_cost_model_is_replaceable() -> None:

@@ -14,9 +14,11 @@ from torch.profiler import ProfilerActivity, profile
 
 import dmp
 from dmp import DistributedModelParallel, column_wise, data_parallel, row_wise, step_phases, table_wise
-from planner.costs.cost_model import PHASES
+from planner import Constraint, ShardingPlanner
+from planner.costs.cost_model import BESIDE_BYTES, MOST_FILLED, PHASES
 from sharders import EmbeddingBagCollectionSharder
 from sharders.channel import Channel, GroupChannel, Purpose, Sizes, Transfer
+from sharders.embedding import input_dist, replicas
 from sharders.embedding.engine import Engine
 from tests.equality import attach, env_of, layouts_for, loss_of, make_batch, make_module
 from tests.ranks import run_ranks
@@ -154,6 +156,43 @@ def test_modelled_seconds_stand_beside() -> None:
     assert list(found) == OF_TABLES and model.plan.report is not None
     modelled = dict(zip(model.plan.report.phases, model.plan.report.phase_seconds, strict=True))
     assert {name: of.modelled_seconds for name, of in found.items()} == {name: modelled[name] for name in found}
+    assert all(of.modelled_bytes == of.sent_bytes == 0 for of in found.values())
     other = DistributedModelParallel(nn.EmbeddingBag(10, 4), plan={"weight": row_wise()})
     other.module.begin(torch.tensor([[1]]))  # type: ignore[operator]
     assert step_phases(other) == {} == step_phases(dmp.to_unsharded(other))
+
+
+_SAMPLES = 1200
+
+
+def _compared(layouts: dict[str, tuple[str, int]]) -> None:
+    """Every kind of layout with short bags and long ones; gradients of dense weights are not among what is compared."""
+    env = env_of("dp2")
+    for layout, ids in layouts.values():
+        tables = nn.ModuleDict({f"t{i}": nn.EmbeddingBag(600, 16, mode="sum") for i in range(6)})
+        attach(tables, "sgd")
+
+        class Summed(nn.Module):
+            def __init__(self, tables: nn.ModuleDict) -> None:
+                super().__init__()
+                self.tables = tables
+
+            def forward(self, ids: torch.Tensor) -> torch.Tensor:
+                return sum(table(ids).sum() for table in self.tables.values())  # type: ignore[return-value]
+
+        constraints = {"*": Constraint(layouts=[layout], pooling_factor=ids)}
+        planner = ShardingPlanner(batch_size=_SAMPLES, constraints=constraints)
+        model = DistributedModelParallel(Summed(tables), env=env, planner=planner)
+        generator = torch.Generator().manual_seed(env.rank)
+        each_as_often = torch.arange(_SAMPLES * ids) % 600
+        model(each_as_often[torch.randperm(_SAMPLES * ids, generator=generator)].view(-1, ids)).backward()
+        for name, of in step_phases(model).items():
+            headers = 6 * 128  # of the six modules
+            assert of.modelled_bytes == pytest.approx(of.sent_bytes, rel=0.03, abs=headers), (layout, ids, name, of)
+        assert sum(of.sent_bytes for of in step_phases(model).values()) > 100 * headers
+
+
+def test_modelled_bytes_are_those_that_are_sent() -> None:
+    assert (BESIDE_BYTES, MOST_FILLED) == (replicas.BESIDE_BYTES, input_dist.MOST_FILLED)
+    kinds = ("table_wise", "row_wise", "column_wise", "data_parallel")
+    run_ranks(2, _compared, {f"{kind} {ids}": (kind, ids) for kind in kinds for ids in (1, 5)})

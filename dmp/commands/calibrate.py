@@ -31,9 +31,9 @@ def run(given: argparse.Namespace) -> int:
             raise Refusal(f"--{name} takes a number, at least {1 + (name == 'rounds')}; got {getattr(given, name)}")
     if given.out is not None and not given.out.absolute().parent.is_dir():
         raise Refusal(f"{given.out}: there is no folder {given.out.absolute().parent}")
-    calibrate, *probes = calibration()
+    calibrate, probes = calibration()
     try:
-        found = calibrate(*probes, given.ranks, given.device, given.rounds)
+        found = calibrate(probes, given.ranks, given.device, given.rounds)
     except (RuntimeError, ValueError) as error:
         raise Refusal(in_one_line(error), FAILED) from error
     print(found)

@@ -17,6 +17,7 @@ from planner.candidates.groups import Group, Row, costs_together, groups_of, row
 from planner.candidates.in_place import InPlace, add_load, held_by_groups, in_place, ranks_held
 from planner.candidates.movable import Placed
 from planner.candidates.offered import Asked, Offer, offers
+from planner.observed.row_curve import RowCurve
 from planner.search.cost_table import CostTable
 from planner.search.problem import Choice, Problem
 
@@ -47,6 +48,7 @@ class Candidates:
         pinned_rows: of each, its row in `costed`.
         groups: in the order of the problem's items.
         item_class: of each group.
+        curves: of parameters of which sample batches told which rows ids name.
         table_rows: of the problem's cost table.
     """
 
@@ -59,6 +61,7 @@ class Candidates:
     pinned_rows: Mapping[str, int]
     groups: tuple[Group, ...]
     item_class: NDArray[np.int64]
+    curves: Mapping[str, RowCurve]
     table_rows: tuple[tuple[Row, ...], ...]
 
     @classmethod
@@ -104,7 +107,8 @@ class Candidates:
         held = {name: ranks_held(of, found, rows[name], env.table_size) for name, of in kept.items()}
         groups = groups_of(class_of, held_by_groups(held, constraints, "colocate"), constraints, env.table_size)
         item_class, table_rows = _classes_of_groups(groups, class_of, constraints, found, len(classes))
-        return cls(setting, infos, constraints, found, class_of, kept, rows, groups, item_class, table_rows)
+        curves = {name: curve for name, curve in seen.items() if curve is not None}
+        return cls(setting, infos, constraints, found, class_of, kept, rows, groups, item_class, curves, table_rows)
 
     def problem(self, dense_bytes: int = 0) -> Problem:
         """What the search is to solve, beside dense weights that take `dense_bytes` on every rank.
@@ -169,8 +173,12 @@ class Candidates:
         """
         own, shape = self.costed.offers[row].own, self.infos[name].shape
         if own is not None:
-            return own.at(blocks, self.setting.env)
+            return own.at(blocks if row in self.costed.ragged else sorted(blocks), self.setting.env)  # alike: in order
         return layout_of(family, blocks, widths, shape[1] if len(shape) == 2 else 0, self.setting.env)
+
+    def ids_of(self, name: str) -> float:
+        """Mean number of ids of a sample in all features of a parameter."""
+        return _ids_per_sample(name, self.infos[name], self.constraints[name])
 
     def example(self, row: int) -> Layout:
         """A layout of an offer, on the first blocks, its columns whole where they may be."""

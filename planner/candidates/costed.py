@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dmp import ParameterInfo, Shard, ShardingEnv
+from dmp import ParameterInfo, ShardingEnv
 from planner.candidates.family import UNIT, Family, even_widths
 from planner.candidates.movable import MovableLayout
 from planner.candidates.offered import Offer
 from planner.costs.protocol import ALL_REDUCE, EXCHANGE, Array, CostProtocol, Integers, ShardInfo, ShardTable
+from planner.costs.step import whole
 from planner.costs.topology import Topology
 from planner.observed.observation import Observation
 from planner.observed.row_curve import RowCurve
@@ -128,7 +129,9 @@ def costed(classes: Sequence[Class], offered: Sequence[Sequence[Offer]], setting
     """The costs of what each class is offered."""
     offers = tuple(offer for of_class in offered for offer in of_class)
     owner = np.repeat(np.arange(len(classes)), [len(of_class) for of_class in offered])
-    known = np.array([_whole(of) for of in classes], dtype=np.float64).reshape(-1, len(ShardInfo._fields))
+    known = np.array([whole(of.info, of.ids_per_sample) for of in classes], dtype=np.float64).reshape(
+        -1, len(ShardInfo._fields)
+    )
     rows = np.array([row for row, offer in enumerate(offers) if _is_regular(offer, known[owner[row]])], dtype=int)
     others = sorted(set(range(len(offers))) - set(rows.tolist()))
     regular = _Regular.of(rows, known[owner[rows]], [offers[row] for row in rows.tolist()], setting.env)
@@ -221,12 +224,6 @@ class _Regular(NamedTuple):
         part = (self.widths[1] - self.widths[0]) / np.maximum(self.widths[2] - self.widths[0], 1)
         expected = low + (high - low) * part[:, None]
         return bool((np.abs(middle - expected) <= 1e-6 * np.maximum(high, 1e-15)).all())
-
-
-def _whole(of: Class) -> ShardInfo:
-    """The class's parameter as one shard."""
-    shape = of.info.shape
-    return ShardInfo.of(of.info, Shard((0,) * len(shape), shape, 0), of.ids_per_sample, False)
 
 
 def _is_regular(offer: Offer, known: Array) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from math import log2
@@ -23,7 +23,7 @@ from planner.costs import cost_model as phases
 from planner.costs.cost_model import CostModel
 from planner.costs.fit import fit
 from planner.costs.local_ranks import on_ranks
-from planner.costs.measure import OPTIMIZERS, Measured, ProbeShape, lookup_probes, measure, step_probes
+from planner.costs.measure import OPTIMIZERS, Measured, Probes, ProbeShape, lookup_probes, measure, step_probes
 from planner.costs.protocol import Array
 from planner.costs.speeds import Rate, Speeds
 from planner.costs.step import Placed, phase_seconds
@@ -38,7 +38,7 @@ _PARTS = (
 _STATE_BYTES = {"sgd": (0.0, 0.0), "rowwise_adagrad": (0.0, 4.0), "adagrad": (4.0, 0.0)}
 _IN_STEPS = (
     *("send_slot", "send_id", "send_bag", "split_id", "receive_slot", "receive_id", "receive_bag", "place", "pack"),
-    *("update_slot", "gradient", "whole_row", "whole_id"),
+    *("update_slot", "gradient", "whole_row", "whole_id", "step", "step_results", "step_gradients"),
 )
 
 
@@ -61,9 +61,12 @@ class Calibration:
 
     topology: Topology
     fits: tuple[Fit, ...]
+    means: str
+    """The kernel and the channel that were measured: with others the figures are others."""
 
     def __str__(self) -> str:
         lines = [f"{'':64} {'measured':>13} {'fitted':>13} {'ratio':>7}", *map(str, self.fits)]
+        lines.append(f"measured: {self.means}")
         errors = np.array([abs(f.fitted / f.measured - 1) for f in self.fits])
         lines.append(
             f"{len(errors)} measurements: off by {np.median(errors):.0%} in the median, {errors.max():.0%} at most"
@@ -71,18 +74,11 @@ class Calibration:
         return "\n".join(lines)
 
 
-def calibrate(
-    probe: type[Any],
-    lookups: Callable[..., Any],
-    steps: Callable[..., Any],
-    ranks: int = 2,
-    device_type: str = "cpu",
-    rounds: int = 40,
-) -> Calibration:
+def calibrate(probes: Sequence[Any], ranks: int = 2, device_type: str = "cpu", rounds: int = 40) -> Calibration:
     """Measure this machine with `ranks` processes.
 
     Args:
-        probe, lookups, steps: what times the sharders' data path, of `sharders.embedding.probe`.
+        probes: members of `Probes`, of `sharders.embedding.probe`.
         rounds: how often each step is run.
 
     Raises:
@@ -92,7 +88,7 @@ def calibrate(
     found = ranks if device_type == "cpu" else getattr(torch, device_type).device_count()
     if found < ranks:
         raise ValueError(f"{ranks} ranks need a {device_type} device each; this machine has {found}")
-    measured = on_ranks(ranks, device_type, measure, device_type, rounds, probe, lookups, steps)
+    measured = on_ranks(ranks, device_type, measure, device_type, rounds, Probes(*probes))
     return fitted(measured, ranks, device_type)
 
 
@@ -104,9 +100,10 @@ def fitted(measured: Measured, ranks: int, device_type: str) -> Calibration:
     speeds, of_kernels = _kernels(measured, base)
     topology = replace(base, speeds=speeds)
     topology, of_steps = _steps(measured, ranks, topology)
-    told = f"measured by calibrate on {date.today()}, {ranks} ranks, torch {torch.__version__}"
+    told = f"measured by calibrate on {date.today()}, {ranks} ranks, torch {torch.__version__}, {measured.means}"
     figures = ("memory_bandwidth", "flops", "link_bandwidth", "link_latency", "shared_links", "speeds")
-    return Calibration(replace(topology, sources=dict.fromkeys(figures, told)), (*fits, *of_kernels, *of_steps))
+    fits = [*fits, *of_kernels, *of_steps]
+    return Calibration(replace(topology, sources=dict.fromkeys(figures, told)), tuple(fits), measured.means)
 
 
 def _links(measured: Measured, ranks: int) -> tuple[dict[str, Any], list[Fit]]:
@@ -140,8 +137,8 @@ def _kernels(measured: Measured, base: Topology) -> tuple[Speeds, list[Fit]]:
     speeds, fits = Speeds(), []
     updates = [f"{kind}_{what}" for kind in OPTIMIZERS for what in ("row", "id")]
     of_kernel = (
-        ("lookup", ["lookup_row", "lookup_id", "lookup_bag"], phases.FORWARD),
-        ("update", [*updates, "update_slot"], phases.BACKWARD),
+        ("lookup", ["lookup_row", "lookup_id", "lookup_bag", "lookup_first"], phases.FORWARD),
+        ("update", [*updates, "update_bag", "update_slot"], phases.BACKWARD),
     )
     for (what, names, phase), seconds in zip(of_kernel, times.T, strict=True):
         terms = _terms(names, probes, env, base, ((phase,),))
@@ -158,11 +155,8 @@ def _steps(measured: Measured, ranks: int, base: Topology) -> tuple[Topology, li
     seconds = np.array(measured.steps)
     known = np.array([_parts(probe, env, base) for probe in probes])
     terms = _terms(_IN_STEPS, probes, env, replace(base, speeds=Speeds())).reshape(len(probes), 3, -1)
-    constants = np.broadcast_to(np.eye(3), (len(probes), 3, 3))
-    with_constants = np.concatenate([terms, constants], 2).reshape(3 * len(probes), -1)
-    values = fit(with_constants, (seconds - known).ravel(), np.repeat(seconds.sum(1), 3))
-    speeds = _with(base.speeds_of_parts, _IN_STEPS, values)
-    topology = replace(base, speeds=replace(speeds, step=float(values[-3:].sum())))
+    values = fit(terms.reshape(3 * len(probes), -1), (seconds - known).ravel(), np.repeat(seconds.sum(1), 3))
+    topology = replace(base, speeds=_with(base.speeds_of_parts, _IN_STEPS, values))
     predicted = [sum(_parts(probe, env, topology)) for probe in probes]
     named = [f"step: {_text(probe)}" for probe in probes]
     return topology, [Fit(*of) for of in zip(named, seconds.sum(1).tolist(), predicted, strict=True)]

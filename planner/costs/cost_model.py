@@ -11,6 +11,10 @@ whatever lies anywhere on it: a phase that they share.
 All ranks have as many samples, so every rank sends as many ids, and receives as many results, as all do on average; the
 owner's side of each exchange (ids received, results sent, gradients received) is as long on average, and longer on the
 rank that has most. So the owner's side is the one that is counted.
+
+[Note: filled bags] Of pooled row blocks only those bags travel that have ids there, where these are few; else all do,
+which costs less for each. The data path settles that for all tables of a call together, the model table by table. How
+many have ids it takes from the mean: as if all bags were of one length, which is never too few.
 """
 
 from __future__ import annotations
@@ -31,8 +35,10 @@ PHASES = (
 )
 """Of the two stages of results the first is inside the host, of gradients the second."""
 INPUT, FORWARD, OUTPUT, OUTPUT_OUTER, GRADIENT_OUTER, GRADIENT, BACKWARD, SYNC = range(8)
-_BESIDE_BYTES = 64 << 20
+BESIDE_BYTES = 64 << 20
 """A larger sum of data-parallel gradients does not travel beside the others."""
+MOST_FILLED = 0.7
+"""Where more of the bags of row blocks have ids there, all of them travel. Both figures are the data path's."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,8 @@ class CostModel:
     slower); bags to the samples' ranks, and placed there; their gradients back; rows and optimizer state updated. A
     collective costs a latency (once a plan: all tables travel together), which grows with the logarithm of the ranks,
     plus bytes over bandwidth on the slowest link it crosses; what a rank has for itself does not travel. Pooled row
-    blocks send one partial sum for every bag, also for bags they hold no id of; one of no rows costs nothing. Copies
+    blocks send one sum for every bag, along one table axis only for those that they hold an id of where these are few
+    (see [Note: filled bags] beside it); one of no rows costs nothing. Copies
     along replicate axes get the ids of all in the input exchange, and each other's gradients after the backward one
     (`replica sync`). The gradient of a data-parallel table travels beside the others in the gradient exchange, as a sum
     of its own in `replica sync` where it is large, or there are hosts or copies.
@@ -94,7 +101,8 @@ class CostModel:
         exchange = latency(axes_of(env, topology))
         seconds[EXCHANGE, [INPUT, OUTPUT, OUTPUT_OUTER]] = 2 * exchange, latency(inner), latency(outer)
         seconds[EXCHANGE, [GRADIENT, GRADIENT_OUTER, SYNC]] = latency(inner), latency(outer), latency(replicas)
-        seconds[EXCHANGE, INPUT] += topology.speeds_of_parts.step
+        speeds = topology.speeds_of_parts
+        seconds[EXCHANGE, [INPUT, FORWARD, BACKWARD]] += speeds.step, speeds.step_results, speeds.step_gradients
         if outer or replicas:
             seconds[ALL_REDUCE, SYNC] = 2 * exchange
         return seconds
@@ -116,7 +124,7 @@ class _Work:
     state_bytes: Array
     """Of a row."""
     bags: Array
-    """Results: bags, or rows where they are not pooled."""
+    """Results: bags, or rows where they are not pooled. Of row blocks those that travel."""
     bag_bytes: Array
 
     @classmethod
@@ -126,7 +134,7 @@ class _Work:
         # A row block gets its share of the ids, and pooled it sends every bag still.
         ids = samples * p.ids_per_sample * p.row_share
         lengths = samples * p.features
-        bags = np.where(p.pooled, lengths, ids)
+        bags = np.where(p.pooled, lengths * filled(p, env), ids)
         row_bytes = p.columns * p.item_bytes
         return cls(
             replicas=env.size // env.table_size,
@@ -176,7 +184,11 @@ def _add_lookups(cost: _Cost, p: ShardTable, work: _Work) -> None:
     row = speeds.lookup_row.each + work.row_bytes * speeds.lookup_row.byte
     each_id = speeds.lookup_id.each + work.row_bytes * speeds.lookup_id.byte
     bag = speeds.lookup_bag.each + work.row_bytes * speeds.lookup_bag.byte
-    looked_up = distinct(p.rows, work.ids) * row + work.ids * each_id + work.bags * bag
+    new = distinct(p.rows, work.ids)
+    first = speeds.lookup_first.each + work.row_bytes * speeds.lookup_first.byte
+    looked_up = new * row + work.ids * each_id + work.bags * bag
+    # Of the first ids of bags as many are new as of all.
+    looked_up += np.minimum(work.bags, work.ids) * new / np.maximum(work.ids, 1e-9) * first
     local[:, FORWARD] += np.where(p.is_table, looked_up, work.weight_bytes * speeds.lookup_id.byte)
 
     by_state = np.where(p.state_per_element > 0, 2, np.where(p.state_per_row > 0, 1, 0))
@@ -190,6 +202,8 @@ def _add_lookups(cost: _Cost, p: ShardTable, work: _Work) -> None:
     updated = rows[:, 0] + (work.row_bytes + work.state_bytes) * rows[:, 1]
     local[:, BACKWARD] += np.where(p.dense_gradient, 0, distinct(p.rows, named) * updated)
     local[:, BACKWARD] += added * (ids[:, 0] + work.row_bytes * ids[:, 1])
+    bags = work.bags * np.where(p.replicated, 1, work.replicas) * p.is_table
+    local[:, BACKWARD] += bags * (speeds.update_bag.each + work.row_bytes * speeds.update_bag.byte)
     local[:, BACKWARD] += p.features * speeds.update_slot * (work.lengths > 0)
     local[:, BACKWARD] += is_whole * (p.rows * speeds.gradient.each + work.weight_bytes * speeds.gradient.byte)
 
@@ -236,7 +250,7 @@ def _whole_gradients(cost: _Cost, p: ShardTable, work: _Work) -> tuple[Array, Fl
     """Bytes that a replicated table adds to the sum over all ranks, and whether that travels beside other gradients."""
     gradient = p.rows * (p.columns + p.is_table) * p.item_bytes * p.replicated  # and which rows were touched
     goes_beside = work.replicas == 1 and not _stages(cost.env, cost.topology)[1]
-    return gradient, goes_beside & p.replicated & (gradient * cost.env.table_size <= _BESIDE_BYTES)
+    return gradient, goes_beside & p.replicated & (gradient * cost.env.table_size <= BESIDE_BYTES)
 
 
 def _add_bytes(cost: _Cost, p: ShardTable, work: _Work) -> None:
@@ -249,9 +263,19 @@ def _add_bytes(cost: _Cost, p: ShardTable, work: _Work) -> None:
     came = work.bag_bytes * (1 + staged + 2 * (work.replicas - 1)) + 3 * work.id_bytes * work.replicas
     cost.local[:, BYTES] = work.weight_bytes + p.rows * work.state_bytes + whole + came
     # Where samples are: the results of a table once and their gradient, and of each shard what is sent back.
-    results = 2 * np.where(p.pooled, p.row_share, 1) * work.bag_bytes
+    results = 2 * np.where(p.pooled, p.row_share * work.lengths * work.row_bytes, work.bag_bytes)
     cost.local[:, BYTES] += results * p.replicated
     cost.everywhere[:, BYTES] = (results + work.bag_bytes) / ranks * ~p.replicated
+
+
+def filled(p: ShardTable, env: ShardingEnv) -> Array:
+    """Part of each shard's bags that are looked up and travel, see [Note: filled bags]."""
+    if _inner_size(env) > 1:  # a host's ranks add all bags up on the way
+        return np.ones(len(p))
+    ids = p.ids_per_sample / np.maximum(p.features, 1)
+    with_ids = np.where(ids > 1, 1 - (1 - p.row_share) ** np.maximum(ids, 1), ids * p.row_share)
+    is_cut = p.pooled & (p.rows < p.table_rows) & ~p.replicated
+    return np.where(is_cut & (with_ids <= MOST_FILLED), with_ids, 1.0)
 
 
 def distinct(rows: Array, ids: Array) -> Array:

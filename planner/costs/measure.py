@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,11 +33,22 @@ class ProbeShape:
     optimizer: str
 
 
+class Probes(NamedTuple):
+    """What times the sharders' data path: see the functions of these names in `sharders.embedding.probe`."""
+
+    shape: type[Any]
+    means: Callable[..., str]
+    exchanges: Callable[..., list[float]]
+    lookups: Callable[..., list[tuple[float, float]]]
+    steps: Callable[..., list[tuple[float, float, float]]]
+
+
 @dataclass(frozen=True)
 class Measured:
     """Seconds of everything, the slowest rank's.
 
     Args:
+        means: what the data path used, in words.
         exchanged: (kind, bytes for each other rank, seconds): `even` where all send, `one` where the first rank alone.
         lookups: by optimizer, of each of `lookup_probes(...)`: forward, update.
         steps: of each of `step_probes(...)`: ids, results, gradients.
@@ -45,6 +56,7 @@ class Measured:
         product: of a multiplication and an addition in a product of matrices.
     """
 
+    means: str
     exchanged: list[tuple[str, int, float]]
     lookups: dict[str, list[tuple[float, float]]]
     steps: list[tuple[float, float, float]]
@@ -107,30 +119,35 @@ def step_probes(ranks: int) -> list[ProbeShape]:
     ]
 
 
-def measure(
-    device_type: str, rounds: int, probe: type[Any], lookups: Callable[..., Any], steps: Callable[..., Any]
-) -> Measured:
+def measure(device_type: str, rounds: int, probes: Probes) -> Measured:
     """On every rank: time everything. Called by `on_ranks`.
 
     Args:
         rounds: of the steps; other things are measured as often as takes about as long.
-        probe, lookups, steps: of the sharders'.
     """
     ranks = dist.get_world_size()
     env = ShardingEnv.from_mesh(init_device_mesh(device_type, (ranks,), mesh_dim_names=("dp",)))
 
     def made(shapes: Sequence[ProbeShape]) -> list[Any]:
-        return [probe(**vars(shape)) for shape in shapes]
+        return [probes.shape(**vars(shape)) for shape in shapes]
 
-    exchanged = [] if ranks == 1 else [*_exchanges(env.device, rounds)]
+    cases = [] if ranks == 1 else list(product(("even", "one"), EXCHANGED_BYTES))
+    of_cases = probes.exchanges([_sends(kind, size // 4, ranks) for kind, size in cases], env, rounds)
+    exchanged = [(*case, seconds) for case, seconds in zip(cases, of_cases, strict=True)]
     kernels: dict[str, list[tuple[float, float]]] = {}
     for optimizer in OPTIMIZERS.values():
-        now = lookups(made(lookup_probes(optimizer)), env.device, max(5, rounds // 4))
+        now = probes.lookups(made(lookup_probes(optimizer)), env.device, max(5, rounds // 4))
         seconds = torch.tensor(now, dtype=torch.float64, device=env.device)
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
         kernels[optimizer] = [(a, b) for a, b in seconds.tolist()]
-    of_steps = steps(made(step_probes(ranks)), env, rounds)
-    return Measured(exchanged, kernels, of_steps, *_device_speeds(env.device, rounds))
+    of_steps = probes.steps(made(step_probes(ranks)), env, rounds)
+    return Measured(probes.means(env), exchanged, kernels, of_steps, *_device_speeds(env.device, rounds))
+
+
+def _sends(kind: str, count: int, ranks: int) -> list[list[int]]:
+    """What each rank has for each: as much for each other, or only the first has some."""
+    everyone = range(ranks)
+    return [[count if to != rank and (kind == "even" or rank == 0) else 0 for to in everyone] for rank in everyone]
 
 
 def _device_speeds(device: torch.device, rounds: int) -> tuple[float, float]:
@@ -155,25 +172,3 @@ def _clock(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return perf_counter()
-
-
-def _exchanges(device: torch.device, rounds: int) -> list[tuple[str, int, float]]:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    cases = []
-    for kind, size in product(("even", "one"), EXCHANGED_BYTES):
-        sends, count = kind == "even" or rank == 0, size // 4
-        to = [count if sends and i != rank else 0 for i in range(ranks)]
-        came = [count if i != rank and (kind == "even" or i == 0) else 0 for i in range(ranks)]
-        cases.append((kind, size, to, came, torch.zeros(sum(to), device=device), torch.zeros(sum(came), device=device)))
-    seconds = torch.full((len(cases),), float("inf"), dtype=torch.float64)
-    for _ in range(rounds):
-        now = []
-        for _, _, to, came, send, out in cases:
-            dist.barrier()
-            start = _clock(device)
-            dist.all_to_all_single(out, send, came, to)
-            now.append(_clock(device) - start)
-        of_all = torch.tensor(now, dtype=torch.float64, device=device)
-        dist.all_reduce(of_all, dist.ReduceOp.MAX)
-        seconds = seconds.minimum(of_all.cpu())
-    return [(kind, size, float(s)) for (kind, size, *_), s in zip(cases, seconds, strict=True)]

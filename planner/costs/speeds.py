@@ -28,13 +28,15 @@ class Speeds:
 
     Args:
         lookup_row, lookup_id, lookup_bag: of the forward lookup.
+        lookup_first: of a bag whose first row is read for the first time in a batch: nothing else is done meanwhile.
+        update_bag: a bag's gradient read, in the backward pass.
         plain_row, plain_id, rowwise_row, rowwise_id, pointwise_row, pointwise_id: of the update in the backward
             pass.
         gradient: a row and a byte of a table whose gradient is made whole: data-parallel, or without such an optimizer.
         whole_row, whole_id: of a table that is updated from its whole gradient: data-parallel.
         place: a byte of results put where they belong, forward.
         pack: a byte of gradients made ready to be sent, backward.
-        step: of a step, however small.
+        step, step_results, step_gradients: of a step, however small: with its ids, results, and gradients.
         send_slot, receive_slot, update_slot: of one feature in one row block: where samples are; where rows are,
             forward and backward.
         send_id, send_bag: an id and a length checked and put in a buffer, where samples are.
@@ -65,6 +67,10 @@ class Speeds:
     split_id: float = 0.0
     receive_id: float = 0.0
     receive_bag: float = 0.0
+    lookup_first: Rate = NOTHING
+    update_bag: Rate = NOTHING
+    step_results: float = 0.0
+    step_gradients: float = 0.0
 
     def __post_init__(self) -> None:
         for f in fields(self):

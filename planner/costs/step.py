@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from dmp import Layout, ParameterInfo, ShardingEnv, is_replicated
+from dmp import Layout, ParameterInfo, Shard, ShardingEnv, is_replicated
 from planner.costs.protocol import ALL_REDUCE, BYTES, EXCHANGE, Array, CostProtocol, ShardInfo, ShardTable
 from planner.costs.topology import Topology
+
+Below = Callable[[NDArray[np.int64]], Array]
+"""The share of a table's ids that names a row below each of these."""
 
 
 class Placed(NamedTuple):
@@ -25,19 +30,46 @@ def loads(
     model: CostProtocol, placed: Sequence[Placed], env: ShardingEnv, topology: Topology, batch_size: float
 ) -> Array:
     """(table ranks, phases + 1): seconds by phase and bytes of each rank, without what is paid once."""
+    cuts = [Cut(whole(info, ids), layout.shards(info.shape, env), info.shape) for info, layout, ids in placed]
+    return loads_of_cuts(model, cuts, env, topology, batch_size)
+
+
+class Cut(NamedTuple):
+    """A parameter and its shards.
+
+    Args:
+        known: of it as one shard, see `whole`.
+        below: which of its rows ids name; None: all alike.
+    """
+
+    known: ShardInfo
+    shards: Sequence[Shard]
+    shape: Sequence[int]
+    below: Below | None = None
+
+
+def whole(info: ParameterInfo, ids_per_sample: float) -> ShardInfo:
+    """A parameter as one shard."""
+    return ShardInfo.of(info, Shard((0,) * len(info.shape), info.shape, 0), ids_per_sample, False)
+
+
+def loads_of_cuts(
+    model: CostProtocol, cuts: Sequence[Cut], env: ShardingEnv, topology: Topology, batch_size: float
+) -> Array:
+    """See `loads`."""
     infos: list[ShardInfo] = []
     ranks: list[int] = []
     inner = env.table_shape[-1] if len(env.table_shape) > 1 else 0
-    for info, layout, ids in placed:
-        shards = layout.shards(info.shape, env)
-        if is_replicated(shards, info.shape):
-            infos.append(ShardInfo.of(info, shards[0], ids, True))
+    for known, shards, shape, below in cuts:
+        if is_replicated(shards, tuple(shape)):
+            infos.append(known._replace(replicated=True))
             ranks.append(-1)
             continue
         columns = [(shard.rank // inner, shard.offsets[1:], shard.sizes[1:]) for shard in shards] if inner else []
         on_host = Counter(columns)
         for i, shard in enumerate(shards):
-            infos.append(ShardInfo.of(info, shard, ids, False, 1 / on_host[columns[i]] if columns else 1.0))
+            host_share = 1 / on_host[columns[i]] if columns else 1.0
+            infos.append(_shard_of(known, shard, host_share, below))
             ranks.append(shard.rank)
     local, everywhere = model.costs(ShardTable.of(infos), env, topology, batch_size)
     at = np.array(ranks, dtype=np.int64)
@@ -50,6 +82,15 @@ def loads(
         np.add.at(groups, at[at >= 0] // span, local[at >= 0, phase])
         found[:, phase] += np.repeat(groups, span)
     return found
+
+
+def _shard_of(known: ShardInfo, shard: Shard, host_share: float, below: Below | None) -> ShardInfo:
+    rows = shard.sizes[0] if shard.sizes else 1
+    share = rows / known.table_rows
+    if below is not None:
+        first, stop = below(np.array([shard.offsets[0], shard.offsets[0] + rows]))
+        share = float(stop - first)
+    return known._replace(rows=rows, columns=prod(shard.sizes[1:]), row_share=share, host_share=host_share)
 
 
 def phase_seconds(

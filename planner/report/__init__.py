@@ -5,8 +5,9 @@
 - `setting`: what was planned, and for what
 - `offers`: what each class of parameters was offered
 - `planned`: what each parameter got, and where it lies
-- `figures`: all that a report says, as numbers
 - `merged`: phases under their names
+- `traffic`: what is sent for planned parameters
+- `figures`: all that a report says, as numbers
 - `rank_groups`: ranks that are loaded alike
 - `reasons`: why an option was not taken
 - `explained`: what a parameter got and what it did not

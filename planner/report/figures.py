@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from dmp import ShardingEnv
 from planner.dense.block import DenseBlock
 from planner.report.offers import Offers
 from planner.report.planned import Planned
 from planner.report.setting import Setting
+from planner.report.traffic import Reads
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +37,7 @@ class Figures:
         notes: what sharders say of their choice for dense weights, what is taken for granted of them, and advice.
         dense_seconds: of a step on every rank, by what they go to (`planner.dense.block.SECONDS`), besides the phases.
         dense_bytes: on every rank, by part (`planner.dense.block.PARTS`), besides `rank_bytes`.
+        reads: what batches read of parameters; None where the cost model is not `CostModel`.
     """
 
     setting: Setting
@@ -53,6 +56,14 @@ class Figures:
     notes: tuple[str, ...] = ()
     dense_seconds: Mapping[str, float] = field(default_factory=dict)
     dense_bytes: Mapping[str, int] = field(default_factory=dict)
+    reads: Reads | None = None
+
+    def sent_bytes(self, env: ShardingEnv) -> NDArray[np.float64] | None:
+        """(ranks, phases) that each rank of the mesh sends to others in a step; None where nobody knows.
+
+        Headers are not among them, nor what tensor axes gather, which is the same for every plan.
+        """
+        return None if self.reads is None else self.reads.sent_bytes(self.planned, env, self.setting.batch_size)
 
     @property
     def step_seconds(self) -> float:

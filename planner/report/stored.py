@@ -11,10 +11,12 @@ import numpy as np
 
 from dmp import DmpError, Layout, PlanError
 from planner.dense.block import DenseBlock
+from planner.observed.row_curve import RowCurve
 from planner.report.figures import Figures
 from planner.report.offers import Offers
 from planner.report.planned import Pieces, Planned
 from planner.report.setting import Setting
+from planner.report.traffic import Reads
 
 VERSION = 1
 _OFFERS = ("starts", "label_of", "busiest", "mean", "by_width", "by_piece", "units", "most_pieces")
@@ -71,7 +73,7 @@ def _read(given: dict[str, Any]) -> dict[str, Any]:
         "layouts": lambda layouts: tuple(map(Layout.from_json, layouts)),
         "shapes": lambda shapes: tuple(map(tuple, shapes)),
     }
-    known = {field.name for field in fields(Figures)}
+    known, reads = {field.name for field in fields(Figures)}, given.get("reads")
     return {
         **{name: tuple(of) if isinstance(of, list) else of for name, of in given.items() if name in known},
         "setting": Setting(
@@ -88,10 +90,16 @@ def _read(given: dict[str, Any]) -> dict[str, Any]:
             objections={int(row): why for row, why in offers["objections"].items()},
             **{name: _array(offers[name]) for name in _OFFERS},
         ),
+        "reads": None if reads is None else _reads(reads),
         "rank_seconds": _array(given["rank_seconds"]),
         "rank_bytes": _array(given["rank_bytes"]),
         "dense": tuple(DenseBlock(**block) for block in given["dense"]),
     }
+
+
+def _reads(given: dict[str, Any]) -> Reads:
+    curves = {name: RowCurve(tuple(of["rows"]), tuple(of["shares"])) for name, of in given["curves"].items()}
+    return Reads(_array(given["known"]), curves, int(given["id_bytes"]))
 
 
 def _array(given: Any) -> Any:

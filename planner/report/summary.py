@@ -17,6 +17,7 @@ from planner.report.offers import Offers
 from planner.report.planned import Pieces, Planned
 from planner.report.report import PlanReport
 from planner.report.setting import Setting
+from planner.report.traffic import Reads
 from planner.report.words import plural
 from planner.search.problem import Array, Problem
 from planner.search.solve import Solution
@@ -47,9 +48,10 @@ def summarise(
     setups = problem.setups[sorted(paid)].sum(0) if paid else np.zeros(problem.setups.shape[1])
     costed = candidates.costed
     most, mean = (merged.loads(values) for values in costed.wholes(len(problem.capacity)))
+    planned = _planned(candidates, shapes, layouts, solution, merged, (most, mean))
     return PlanReport(
         setting=setting,
-        planned=_planned(candidates, shapes, layouts, solution, merged, (most, mean)),
+        planned=planned,
         offers=_offers(
             costed, len(costed.offers) - len(candidates.pinned), (most, mean), merged, len(problem.capacity)
         ),
@@ -66,6 +68,7 @@ def summarise(
         notes=dense.notes,
         dense_seconds=dense.seconds,
         dense_bytes=dense.training_bytes,
+        reads=Reads.of(candidates, planned.names),
     )
 
 

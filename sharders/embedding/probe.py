@@ -13,12 +13,14 @@ import torch
 import torch.distributed as dist
 
 from dmp import Layout, ShardingEnv
+from sharders.channel import over_group
 from sharders.embedding.batch import Ids
 from sharders.embedding.engine import Engine
 from sharders.embedding.lookup.bank import Bank, RowRange
-from sharders.embedding.lookup.kernels import compile_lookup
+from sharders.embedding.lookup.kernels import compile_lookup, kernel_of
 from sharders.embedding.lookup.optimizers import OptimizerSpec
 from sharders.embedding.placement import Table
+from sharders.shared_memory.memory_channel import MemoryChannel
 
 _BATCHES = 3
 
@@ -40,6 +42,48 @@ class Probe:
     batch_size: int
     bag: int
     optimizer: str
+
+
+def means(env: ShardingEnv) -> str:
+    """What the data path uses here, in words: the kernel of float32 tables, and the channel between these ranks."""
+    kernel = kernel_of(_Kernel(Probe(((4, 4),), (), 1, 1, "sgd"), env.device).lookup)
+    if env.table_size == 1:
+        return f"the {kernel} kernel"
+    is_shared = isinstance(over_group(env.table_group, "tables"), MemoryChannel)
+    through = "shared memory" if is_shared else f"connections of {dist.get_backend(env.table_group)}"
+    return f"the {kernel} kernel, exchanges through {through}"
+
+
+def exchange_seconds(sends: Sequence[Sequence[Sequence[int]]], env: ShardingEnv, rounds: int) -> list[float]:
+    """Of exchanges on the channel of tables, the slowest rank's time; all ranks begin each together.
+
+    Args:
+        sends: of each exchange, for each rank the elements of float32 that it has for each.
+    """
+    channel, device = over_group(env.table_group, "tables"), env.device
+    cases = []
+    for sizes in sends:
+        send = channel.empty(sum(sizes[channel.rank]), torch.float32, device)
+        cases.append((send.zero_(), sizes[channel.rank], [of_rank[channel.rank] for of_rank in sizes]))
+    quickest = torch.full((len(cases),), float("inf"), dtype=torch.float64)
+    for _ in range(rounds):
+        times = []
+        for case in cases:
+            dist.barrier()
+            start = _now(device)
+            channel.all_to_all(*case).wait()
+            times.append(_now(device) - start)
+        quickest = quickest.minimum(_slowest(times, device))
+    seconds: list[float] = quickest.tolist()
+    return seconds
+
+
+def _slowest(seconds: Sequence[object], device: torch.device) -> torch.Tensor:
+    """Of all ranks, on the CPU."""
+    found = torch.tensor(seconds, dtype=torch.float64, device=device)
+    if dist.is_initialized():
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+    return found.cpu()
 
 
 def lookup_seconds(probes: Sequence[Probe], device: torch.device, rounds: int) -> list[tuple[float, float]]:
@@ -65,11 +109,9 @@ def step_seconds(probes: Sequence[Probe], env: ShardingEnv, rounds: int) -> list
     sides = [_Side(probe, env) for probe in probes]
     quickest = torch.full((len(probes), 3), float("inf"), dtype=torch.float64)
     for number in range(rounds):
-        seconds = torch.tensor([side.step(number) for side in sides], dtype=torch.float64, device=env.device)
-        if dist.is_initialized():
-            dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        seconds = _slowest([side.step(number) for side in sides], env.device)
         if number:  # in the first, buffers are made
-            quickest = quickest.minimum(seconds.cpu())
+            quickest = quickest.minimum(seconds)
     return [(a, b, c) for a, b, c in quickest.tolist()]
 
 
@@ -82,8 +124,6 @@ class _Side:
             for i, (rows, dim) in enumerate(probe.tables)
         ]
         self.engine = Engine(tables, probe.layouts, env, self.device)
-        for parameter in self.engine.store.parameters:
-            parameter.data.uniform_(-0.1, 0.1)  # what was never written lies in no memory yet
         for parameter in self.engine.store.parameters:
             parameter.data.uniform_(-0.1, 0.1)  # what was never written lies in no memory yet
         generator = torch.Generator().manual_seed(env.rank)

@@ -18,7 +18,7 @@ from sharders.embedding.output_dist import Sum
 from sharders.embedding.peers import Peers
 from sharders.embedding.phases import SYNC, Spent, phase
 
-_BESIDE_BYTES = 64 << 20  # a larger sum goes by all-reduce
+BESIDE_BYTES = 64 << 20  # a larger sum goes by all-reduce
 
 
 class Replicas:
@@ -62,7 +62,7 @@ class Replicas:
         """The sum of data-parallel gradients, where it travels beside the others."""
         if local is None or self.peers.outer.size > 1 or self.peers.num_replicas > 1:
             return None
-        return local if local.addend.nbytes * len(self.peers.own) <= _BESIDE_BYTES else None
+        return local if local.addend.nbytes * len(self.peers.own) <= BESIDE_BYTES else None
 
     def finish(self, local: Sum | None, gradients: dict[int, torch.Tensor], spent: Spent) -> list[torch.Tensor | None]:
         """Update data-parallel tables, average replicas when it is time, and cut gradients by table.
