@@ -28,6 +28,7 @@
 - `pooled_output`: output dist of pooled lookups
 - `ragged`: what travels where features have batch sizes of their own
 - `unpooled`: unpooled lookups and their backward
+- `row_places`: where the rows that come back for ids belong
 - `unpooled_output`: output dist of unpooled lookups
 - `replicas`: replicas and data-parallel tables kept equal
 - `probe`: how long the data path takes, for a machine's figures

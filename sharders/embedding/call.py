@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
@@ -23,10 +23,10 @@ class Sent:
     """What a batch became.
 
     Args:
-        counts: for each destination the ids of each of its slots.
+        counts: for each destination the ids of each of its slots, as they were sent.
         spans: for each destination and slot where its ids' rows belong; see `Span`. Of unpooled lookups only.
         row_starts: first row of each feature among the results' rows of its table's dim; likewise.
-        split_positions: places of the ids of split features among the results' rows, in the order they were sent.
+        places: of the ids by key, and of those of split features; see [Note: distinct rows]. Likewise.
         weight_places: for each destination the places of its weights among the batch's; only where they get gradients.
         is_sparse: partials are far fewer bytes than all columns.
         lengths: for each destination those of its slots, (S, B).
@@ -36,20 +36,44 @@ class Sent:
     counts: list[list[int]]
     spans: list[list[Span]]
     row_starts: list[int]
-    split_positions: torch.Tensor | None
+    places: list[Places | None]
     weight_places: list[torch.Tensor]
     is_sparse: bool
     lengths: list[torch.Tensor]
     bags: list[list[int]]
 
 
-@dataclass(frozen=True)
-class Span:
-    """Places start..stop: of `Sent.split_positions` when `is_split`, else of the results' rows themselves."""
+class Places(NamedTuple):
+    """Which ids the rows that were sent for stand for; see [Note: distinct rows].
+
+    Args:
+        of_ids: (N,) row by row: of split features among the results' rows, else among the batch's ids.
+        times: (R,) int32, how many ids each row has; None where one each.
+    """
+
+    of_ids: torch.Tensor
+    times: torch.Tensor | None
+
+
+class Span(NamedTuple):
+    """Rows that were sent for one slot, and their ids.
+
+    Args:
+        is_split: of the split features' `Sent.places`, else of those by key.
+        rows: in the `times` there.
+        ids: in the `of_ids` there; where there are no places, of the batch's ids.
+        shift: from these places to those among the results' rows.
+    """
 
     is_split: bool
-    start: int
-    stop: int
+    rows: range
+    ids: range
+    shift: int
+
+    @property
+    def result(self) -> range:
+        """Of the results' rows, where there are no places."""
+        return range(self.ids.start + self.shift, self.ids.stop + self.shift)
 
 
 @dataclass(frozen=True)

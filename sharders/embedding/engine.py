@@ -116,7 +116,8 @@ class Engine:
         is_double = any(p.dtype == torch.float64 for p in self.store.parameters)
         dtype = torch.float64 if is_double else torch.float32
         wide = dtype == torch.float64 or any(t.rows >= 2**31 for t in self.tables)
-        self.input_dist = InputDist(self.placement, self.peers, device, wide, self.unpooled, self.store.kernel)
+        of_ids = wide, self.unpooled, self.store.kernel, self.store.sums_first
+        self.input_dist = InputDist(self.placement, self.peers, device, *of_ids)
         replicas = Replicas(self.store, self.peers, self.sync_interval)
         self.path = (UnpooledPath if self.unpooled else PooledPath)(self.input_dist, replicas, dtype, device)
 

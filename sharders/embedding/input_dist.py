@@ -1,23 +1,32 @@
 """Input dist: a batch's ids become one payload for each rank, and payloads received become what the lookup reads.
 
 [Note: the wire]
-A payload is one flat integer tensor: for each slot of the receiver the lengths of the sender's bags `(S, B)`, then the
-ids slot by slot (relative to their row block), then the weights' bits when there are any. Words are 32-bit unless a
-table has more rows or is float64. Sizes travel before, in a header of fixed size.
+A payload is one flat integer tensor: for each slot of the receiver the lengths of the sender's bags `(S, B)`, or the
+number of its ids `(S, 1)` where results are rows; then the ids slot by slot (relative to their row block), then the
+weights' bits when there are any. Words are 32-bit unless a table has more rows or is float64. Sizes travel before, in a
+header of fixed size.
 The order of keys is taken from every batch; what depends on it is compiled once for each order met.
+
+[Note: distinct rows]
+Where results are rows, a rank may send an id once for each row that its batch names (`lookup/distinct.py`): the row
+comes back once and is put to the places of all its ids, and their gradients are summed before they go to its owner. He
+need not know: what he gets are ids. Each rank decides by itself, for each key or (row block, feature), by whether ids
+come again; not where nothing travels, nor where an optimizer clamps gradients before they are summed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
 from sharders.embedding.batch import Batch
-from sharders.embedding.call import Call, Sent, Span, once_per_call
+from sharders.embedding.call import Call, Places, Sent, Span, once_per_call
 from sharders.embedding.lookup.bucketize import Bucketizer
+from sharders.embedding.lookup.distinct import can_be_found, distinct_rows
 from sharders.embedding.peers import Peers
 from sharders.embedding.placement import Placement
 
@@ -29,11 +38,16 @@ _MAX_ORDERS = 16  # of keys, that are kept compiled
 
 @dataclass(frozen=True)
 class _Compiled:
-    """For one order of keys: rows of lengths for all slots, and (is_split, first, last) runs of ids, by destination."""
+    """For one order of keys: rows of lengths for all slots, and (is_split, first, last) runs of ids, by destination.
+
+    `num_rows`: of each key, and of each (row block, split feature), as many as its ids address; 0 where nobody is sent
+    them.
+    """
 
     rows: torch.Tensor
     runs: list[list[tuple[bool, int, int]]]
     sources: list[list[tuple[bool, int]]]
+    num_rows: tuple[list[int], list[int]]
 
 
 @dataclass(frozen=True)
@@ -57,6 +71,20 @@ class _Ordered:
     rows: torch.Tensor | None = None
 
 
+class _SentIds(NamedTuple):
+    """What is sent of ids in one order: as they are, or distinct rows.
+
+    Args:
+        counts: of each segment, which starts at `starts`.
+        places: None where they are as they are, by key.
+    """
+
+    values: torch.Tensor
+    counts: Sequence[int]
+    starts: list[int]
+    places: Places | None
+
+
 class InputDist:
     """Compiled input dist of one module.
 
@@ -66,10 +94,18 @@ class InputDist:
         wide: use 64-bit words.
         unpooled: results are rows, not bags: remember where each id's row belongs.
         kernel: see `Bucketizer`.
+        sums_first: whether the gradients of a row may be summed before they are sent.
     """
 
     def __init__(
-        self, placement: Placement, peers: Peers, device: torch.device, wide: bool, unpooled: bool, kernel: str | None
+        self,
+        placement: Placement,
+        peers: Peers,
+        device: torch.device,
+        wide: bool,
+        unpooled: bool,
+        kernel: str | None,
+        sums_first: Callable[[], bool],
     ) -> None:
         self.placement = placement
         self.destinations = peers.table_ranks
@@ -82,9 +118,12 @@ class InputDist:
         self.split_features = [f for f, blocks in row_blocks.items() if len(blocks) > 1]
         bounds = [[0, *(stop for _, stop in row_blocks[f])] for f in self.split_features]
         self._bucketizer = Bucketizer(bounds, device, kernel) if bounds else None
+        self._num_blocks = max(map(len, bounds), default=1) - 1
         self._by_partials = any(placement.by_partials)
         self._in_split = {f: i for i, f in enumerate(self.split_features)}
         self._device = device
+        can_join = unpooled and peers.exchange.size > 1 and can_be_found(device, kernel)
+        self._joins = sums_first if can_join else lambda: False
 
     def send(self, batch: Batch, with_places: bool) -> tuple[torch.Tensor, list[int], Sent]:
         """The payloads for every rank of the exchange, one after the other, their words, and what is to be known later.
@@ -108,13 +147,15 @@ class InputDist:
         orders = [by_key]
         if self._bucketizer is not None:
             orders.append(self._split(self._bucketizer, batch, by_key, row_starts))
+        if self.unpooled:
+            return self._send_for_rows(compiled, orders, row_starts)
         lengths = torch.cat([ids.lengths for ids in orders]) if len(orders) > 1 else by_key.lengths
         lengths = lengths.index_select(0, compiled.rows)
-        sent = Sent([], [], row_starts, orders[-1].rows, [], self._is_sparse(orders[-1]), [], [])
+        sent = Sent([], [], [], [], [], self._is_sparse(orders[-1]), [], [])
         parts: list[torch.Tensor] = []
         words: list[int] = []
         at = 0
-        for table_rank, sources, runs in zip(self.destinations, compiled.sources, compiled.runs, strict=True):
+        for sources, runs in zip(compiled.sources, compiled.runs, strict=True):
             counts = [orders[is_split].counts[index] for is_split, index in sources]
             cuts = [(orders[s], orders[s].starts[first], orders[s].starts[last + 1]) for s, first, last in runs]
             sent.lengths.append(lengths[at : at + len(sources)])
@@ -129,9 +170,32 @@ class InputDist:
             if with_places:
                 places = [ids.places[a:b] for ids, a, b in cuts if ids.places is not None]
                 sent.weight_places.append(torch.cat(places) if places else batch.places[:0])
-            if self.unpooled:
-                sent.spans.append(self._spans(sources, counts, orders[-1], row_starts, table_rank))
         return torch.cat(parts) if parts else by_key.values[:0], words, sent
+
+    def _send_for_rows(
+        self, compiled: _Compiled, orders: list[_Ordered], row_starts: list[int]
+    ) -> tuple[torch.Tensor, list[int], Sent]:
+        """The same where results are rows."""
+        joins = self._joins()
+        sent_ids = [
+            _sent_ids(ids, num_rows if joins else []) for ids, num_rows in zip(orders, compiled.num_rows, strict=False)
+        ]
+        sent = Sent([], [], row_starts, [ids.places for ids in sent_ids], [], False, [], [])
+        for table_rank, sources in zip(self.destinations, compiled.sources, strict=True):
+            sent.counts.append([sent_ids[is_split].counts[index] for is_split, index in sources])
+            spans = []
+            for slot, (is_split, index) in zip(self.placement.slots[table_rank], sources, strict=True):
+                rows, ids = (range(*of[is_split].starts[index : index + 2]) for of in (sent_ids, orders))
+                shift = 0 if is_split else row_starts[slot.feature] - ids.start
+                spans.append(Span(is_split, rows, ids, shift))
+            sent.spans.append(spans)
+        heads = torch.tensor([n for counts in sent.counts for n in counts], dtype=self.word, device=self._device)
+        parts: list[torch.Tensor] = []
+        for head, runs in zip(heads.split([*map(len, sent.counts)]), compiled.runs, strict=True):
+            cuts = [(sent_ids[s], sent_ids[s].starts[first], sent_ids[s].starts[last + 1]) for s, first, last in runs]
+            parts += [head, *(ids.values[a:b] for ids, a, b in cuts)]
+        words = [len(counts) + sum(counts) for counts in sent.counts]
+        return torch.cat(parts) if parts else heads, words, sent
 
     def _compiled_for(self, batch: Batch) -> _Compiled:
         """The oldest goes where there are too many: an order of keys that changes with every batch never comes back."""
@@ -145,12 +209,12 @@ class InputDist:
     @once_per_call
     def receive(self, call: Call) -> Received:
         """What all ranks have sent here, once it has come."""
-        weighted = call.batch.weights is not None
+        weighted = call.batch.weights is not None and not self.unpooled
         lengths, ids, weights = [], [], []
         for part, samples in zip(call.payload.wait().split(call.words), call.samples, strict=True):
-            head = self.num_slots * samples
+            head = self.num_slots * (1 if self.unpooled else samples)
             count = (part.numel() - head) // (2 if weighted else 1)
-            lengths.append(part[:head].view(self.num_slots, samples))
+            lengths.append(part[:head].view(self.num_slots, -1 if head else samples))
             ids.append(part[head : head + count])
             weights.append(part[head + count :].view(self.real))
         counts, *bags = torch.stack([self._counted(of_source) for of_source in lengths], 1).tolist()
@@ -159,6 +223,7 @@ class InputDist:
     def _compile(self, num_keys: int, key_of: tuple[int, ...]) -> _Compiled:
         rows: list[int] = []
         all_runs, all_sources = [], []
+        num_rows = [0] * num_keys, [0] * (self._num_blocks * len(self.split_features))
         for table_rank in self.destinations:
             runs: list[tuple[bool, int, int]] = []
             sources: list[tuple[bool, int]] = []
@@ -169,13 +234,15 @@ class InputDist:
                     index = slot.row_block * len(self.split_features) + self._in_split[slot.feature]
                 rows.append(num_keys + index if is_split else index)
                 sources.append((is_split, index))
+                num_rows[is_split][index] = min(num_rows[is_split][index] or slot.rows, slot.rows)
                 if runs and runs[-1][0] == is_split and runs[-1][2] + 1 == index:
                     runs[-1] = (is_split, runs[-1][1], index)
                 else:
                     runs.append((is_split, index, index))
             all_runs.append(runs)
             all_sources.append(sources)
-        return _Compiled(torch.tensor(rows, dtype=torch.int64, device=self._device), all_runs, all_sources)
+        all_rows = torch.tensor(rows, dtype=torch.int64, device=self._device)
+        return _Compiled(all_rows, all_runs, all_sources, num_rows)
 
     def _split(self, bucketize: Bucketizer, batch: Batch, by_key: _Ordered, row_starts: list[int]) -> _Ordered:
         """Sort the ids of split features by row block; inside one they keep the order (feature, sample)."""
@@ -218,20 +285,12 @@ class InputDist:
             at[dim] = starts[-1] + batch.counts[batch.key_of[feature.index]]
         return starts
 
-    def _spans(
-        self, sources: list[tuple[bool, int]], counts: list[int], split: _Ordered, row_starts: list[int], owner: int
-    ) -> list[Span]:
-        """Where the rows of the ids for a rank belong, slot by slot; `split` has those of split features."""
-        spans = []
-        for slot, count, (is_split, index) in zip(self.placement.slots[owner], counts, sources, strict=True):
-            start = split.starts[index] if is_split else row_starts[slot.feature]
-            spans.append(Span(is_split, start, start + count))
-        return spans
-
 
 @dataclass(frozen=True)
 class Received:
     """Payloads of all sources, cut; `lengths[s]` is (S, B_s), and `counts[s]` has the ids of each slot.
+
+    Where results are rows it is (S, 1).
 
     `bags[s]`: how many of each slot's have ids; only where some travel as partials.
     """
@@ -264,6 +323,20 @@ class Received:
         cut = [of_sources[s].split(self.counts[s]) for s in sources]
         segments = [of_source[slot] for slot in range(stop) for of_source in cut]
         return torch.cat(segments) if segments else of_sources[0][:0]
+
+
+def _sent_ids(ids: _Ordered, num_rows: Sequence[int]) -> _SentIds:
+    """What is sent of ids whose results are rows.
+
+    Args:
+        num_rows: of each segment; none at all where they stay as they are.
+    """
+    places = None if ids.rows is None else ids.rows.to(torch.int32)
+    found = distinct_rows(ids.values, ids.counts, num_rows, places) if any(num_rows) else None
+    if found is None:
+        return _SentIds(ids.values, ids.counts, ids.starts, None if ids.rows is None else Places(ids.rows, None))
+    starts = [0, *accumulate(found.counts)]
+    return _SentIds(found.values, found.counts, starts, Places(found.places, found.times))
 
 
 def take(values: torch.Tensor, keys: Sequence[int], key_starts: Sequence[int]) -> torch.Tensor:

@@ -124,6 +124,10 @@ class TableStore:
         """TBEs of tables that are whole on every rank."""
         return [tbe for tbe in self.tbes if tbe.is_local]
 
+    def sums_first(self) -> bool:
+        """Whether the gradients of a row may be summed before its owner has them: none is clamped before."""
+        return not any(tbe.bank.options.get("gradient_clipping") for tbe in self.tbes)
+
     def runs_of(self, tbes: Sequence[TBE]) -> list[SlotRun]:
         """Runs of their slots, in the order of slots; those of one width are adjacent in each."""
         slots = self.placement.slots[self.rank]

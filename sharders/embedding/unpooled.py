@@ -8,13 +8,15 @@ from typing import Any
 
 import torch
 
+from dmp import ShardError
 from sharders.embedding.batch import Batch
 from sharders.embedding.call import Call, once_per_call
 from sharders.embedding.lookup.torch_kernel import Segments
 from sharders.embedding.output_dist import Sum
 from sharders.embedding.path import Path, Returned, Trained
 from sharders.embedding.phases import FORWARD, INPUT, OUTPUT, phase
-from sharders.embedding.unpooled_output import RowPlaces, UnpooledOutputDist
+from sharders.embedding.row_places import RowPlaces, RowsBack, rows_back
+from sharders.embedding.unpooled_output import UnpooledOutputDist
 
 
 class UnpooledPath(Path[dict[int, torch.Tensor]]):
@@ -24,35 +26,52 @@ class UnpooledPath(Path[dict[int, torch.Tensor]]):
         super().__init__(*parts)
         peers = self.peers
         self.distinct_dims = list(dict.fromkeys(self.dims))
-        self.output_dist = UnpooledOutputDist(self.store.placement, peers.table, peers.codecs, peers.by_table_rank)
+        self.output_dist = UnpooledOutputDist(self.store.placement, peers.table, peers.codecs)
         self.runs = self.store.runs_of(self.store.sharded)
 
     def forward(self, call: Call) -> list[torch.Tensor]:
         """One tensor (N, dim) for each distinct dim: rows of all its features, feature-major."""
         with phase(call.spent, INPUT):
             self.input_dist.receive(call)
+        own, by_rank = self.peers.own, self._by_rank(call)
         with phase(call.spent, FORWARD):
-            send, local = self._look_up(call), self._local_rows(call)
+            count = sum(by_rank) - by_rank[self.peers.table.rank]
+            others = self._look_up(call, tuple(own[:-1]), self.output_dist.memory(count, self.dtype, self.device))
+            local = self._local_rows(call)
+
+        def look_up_own(out: torch.Tensor) -> None:
+            with phase(call.spent, FORWARD):
+                found = self._look_up(call, tuple(own[-1:]), out)
+                if found.data_ptr() != out.data_ptr():
+                    out.copy_(found)
+
         with phase(call.spent, OUTPUT):
-            num_rows = dict(zip(self.distinct_dims, map(sum, self.row_counts(call.batch)), strict=True))
             out = self.output_dist.forward(
-                send, self._by_rank(call), self._places(call), num_rows, local, partial(self.order_ids, call)
+                others, look_up_own, by_rank, self._back(call), local, partial(self.order_ids, call)
             )
             return [out[dim] for dim in self.distinct_dims]
 
-    def _look_up(self, call: Call) -> torch.Tensor:
-        """Flat rows of this rank's slots, source by source and there run by run."""
-        sources = tuple(self.peers.own)
+    def _look_up(self, call: Call, sources: tuple[int, ...], out: torch.Tensor | None) -> torch.Tensor:
+        """Flat rows of this rank's slots, source by source and there run by run.
+
+        Args:
+            out: flat memory of that size which may be used.
+        """
+        if not sources or not self.runs:
+            return torch.zeros(0, dtype=self.dtype, device=self.device)
+        if len(self.runs) == 1:  # source by source already
+            ((run, (ids, segments)),) = zip(self.runs, self._ids(call, sources), strict=True)
+            is_fitting = out is not None and run.tbe.bank.weights.dtype == self.dtype
+            to = out.view(-1, run.width) if out is not None and is_fitting else None
+            return run.tbe.lookup.rows(ids, segments, out=to).to(self.dtype).reshape(-1)
         blocks = [
             run.tbe.lookup.rows(ids, segments).to(self.dtype).reshape(-1)
             for run, (ids, segments) in zip(self.runs, self._ids(call, sources), strict=True)
         ]
-        if len(blocks) == 1:
-            return blocks[0]  # source by source already
         of_runs = zip(*self._run_sizes(call, sources), strict=True)
         cut = [block.split(of_sources) for block, of_sources in zip(blocks, of_runs, strict=True)]
         parts = [of_run[source] for source in range(len(sources)) for of_run in cut]
-        return torch.cat(parts) if parts else torch.zeros(0, dtype=self.dtype, device=self.device)
+        return torch.cat(parts, out=out)
 
     def row_counts(self, batch: Batch) -> list[list[int]]:
         """Rows of each segment of each result: for each distinct dim, those of each of its features."""
@@ -70,7 +89,13 @@ class UnpooledPath(Path[dict[int, torch.Tensor]]):
         return {dim: g.to(self.dtype) for dim, g in zip(self.distinct_dims, grads, strict=True)}
 
     def _send_back(self, call: Call, given: dict[int, torch.Tensor], beside: Sum | None) -> Returned:
-        return self.output_dist.backward(given, self._by_rank(call), self._places(call), self.factor, beside), None
+        back = self._back(call)
+        if any(of.times is not None for of_rank in back.by_rank for of in of_rank) and not self.store.sums_first():
+            raise ShardError(
+                "gradient_clipping was set between a forward and its backward, whose gradients of a row are summed "
+                "before they are sent, and so before they could be clamped; set it before the forward"
+            )
+        return self.output_dist.backward(given, self._by_rank(call), back, self.factor, beside), None
 
     def _sizes(self, call: Call, sources: tuple[int, ...]) -> list[int]:
         return [sum(of_source) for of_source in self._run_sizes(call, sources)]
@@ -118,8 +143,10 @@ class UnpooledPath(Path[dict[int, torch.Tensor]]):
         return [of_source[source] for source in self.peers.by_table_rank]
 
     @once_per_call
-    def _places(self, call: Call) -> list[list[RowPlaces]]:
-        return self.output_dist.places(call.sent)
+    def _back(self, call: Call) -> RowsBack:
+        num_rows = dict(zip(self.distinct_dims, map(sum, self.row_counts(call.batch)), strict=True))
+        peers = self.peers
+        return rows_back(self.store.placement, call.sent, peers.by_table_rank, peers.table.rank, num_rows, self.device)
 
     def _local_rows(self, call: Call) -> list[tuple[RowPlaces, torch.Tensor]]:
         """Rows that this rank's own data-parallel tables give, and where they go."""

@@ -16,7 +16,9 @@
 - `numba_loops`: sums over bags, and over the gradients of each distinct row
 - `numba_updates`: what is done with the summed gradient of a row
 - `numba_sort`: ids brought into the order of their rows
+- `numba_distinct`: ids of segments brought down to distinct rows
 - `numba_compile`: how functions are compiled
 - `numba_vectors`: vectors, raw memory and prefetching for numba
+- `distinct`: the distinct rows of ids, and which ids each stands for
 - `bucketize`: sorts ids by the row block they lie in
 """

@@ -20,7 +20,7 @@ import llvmlite.binding
 import numba
 from numba import types
 
-from sharders.embedding.lookup import numba_loops, numba_sort
+from sharders.embedding.lookup import numba_distinct, numba_loops, numba_sort
 from sharders.embedding.lookup.numba_vectors import SOURCES, Elements
 
 _log = logging.getLogger("dmp")
@@ -43,6 +43,9 @@ class Functions:
     expand_bags: Callable[..., int]
     expand_runs: Callable[..., None]
     sort_tables: Callable[..., None]
+    choose: Callable[..., int]
+    compact: Callable[..., int]
+    spread: Callable[..., None]
 
 
 @cache
@@ -61,6 +64,9 @@ def functions(name: str) -> Functions:
             _entry(numba_sort.expand_bags, words),
             _entry(numba_sort.expand_runs, words),
             _entry(numba_sort.sort_tables, words),
+            _entry(numba_distinct.choose, words),
+            _entry(numba_distinct.compact, words),
+            _entry(numba_distinct.spread, words),
         )
     if first:
         _log.info("lookup kernels for %s are compiled, in %.1f s", name, perf_counter() - started)

@@ -1,0 +1,214 @@
+"""Where the rows that come back for a batch's ids belong, see [Note: distinct rows] of input_dist.py.
+
+Rows come rank by rank, this rank's own last, in one flat tensor: of each width they are rows of a matrix. What is put
+together of them is each result row's row there, worked out before they come: results are then read in one pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from sharders.embedding.call import Places, Sent, Span
+from sharders.embedding.lookup.distinct import spread
+from sharders.embedding.placement import Placement, Slot
+
+
+@dataclass(frozen=True)
+class RowPlaces:
+    """Of neighbouring slots with one dim, column and width: `count` rows, which go to `where` of the dim's result.
+
+    Args:
+        times: how many of these places each row goes to; None where one each.
+    """
+
+    dim: int
+    column: int
+    width: int
+    count: int
+    where: slice | torch.Tensor
+    times: torch.Tensor | None = None
+
+    @cached_property
+    def _bounds(self) -> torch.Tensor:
+        assert self.times is not None
+        return F.pad(self.times.cumsum(0, dtype=torch.int32), (1, 0))
+
+    def take(self, grad: torch.Tensor, scale: float, out: torch.Tensor) -> None:
+        """Write what each row gets of the gradient of the dim's result, (rows, dim), to `out` (count, width)."""
+        if isinstance(self.where, slice):
+            torch.mul(grad[self.where, self.column : self.column + self.width], scale, out=out)
+            return
+        columns = slice(self.column, self.column + self.width)
+        if self.times is not None:
+            sums = F.embedding_bag(self.where, grad, self._bounds, mode="sum", include_last_offset=True)
+            torch.mul(sums[:, columns], scale, out=out)
+        else:
+            torch.index_select(grad[:, columns], 0, self.where, out=out)
+            if scale != 1.0:
+                out.mul_(scale)
+
+
+def row_places(
+    slots: Sequence[Slot], spans: Sequence[Span], places: Sequence[Places | None], placement: Placement
+) -> list[RowPlaces]:
+    """Those of one owner's slots, in the order in which their rows come back; neighbours that go on taken together."""
+    joined: list[tuple[tuple[int, int, int], Span]] = []
+    for slot, span in zip(slots, spans, strict=True):
+        kind = (placement.tables[slot.table].dim, slot.column, slot.width)
+        last = joined[-1] if joined else None
+        if last and last[0] == kind and _goes_on(last[1], span, places[span.is_split]):
+            rows, ids = range(last[1].rows.start, span.rows.stop), range(last[1].ids.start, span.ids.stop)
+            if places[span.is_split] is None:
+                ids = range(last[1].ids.start, last[1].ids.stop + len(span.ids))
+            joined[-1] = kind, last[1]._replace(rows=rows, ids=ids)
+        else:
+            joined.append((kind, span))
+    return [RowPlaces(*kind, *_where(span, places[span.is_split])) for kind, span in joined]
+
+
+def _goes_on(last: Span, span: Span, places: Places | None) -> bool:
+    if last.is_split != span.is_split:
+        return False
+    if places is None:
+        return last.result.stop == span.result.start
+    return last.rows.stop == span.rows.start and last.ids.stop == span.ids.start and last.shift == span.shift
+
+
+def _where(span: Span, places: Places | None) -> tuple[int, slice | torch.Tensor, torch.Tensor | None]:
+    """Rows, where they go, and to how many places each."""
+    if places is None:
+        return len(span.ids), slice(span.result.start, span.result.stop), None
+    where = places.of_ids[span.ids.start : span.ids.stop]
+    times = None if places.times is None else places.times[span.rows.start : span.rows.stop]
+    return len(span.rows), where + span.shift if span.shift else where, times
+
+
+class _Columns(NamedTuple):
+    """Columns of a dim's result that come as rows of one width.
+
+    Args:
+        parts: of what comes, first element and number of elements; None where the whole is one matrix.
+        rows: of each result row its row in the matrix.
+        only: the result rows that have these columns; None where all have, but for those of data-parallel tables. Where
+            rows are cut at other columns than their neighbours, some only have.
+    """
+
+    column: int
+    width: int
+    parts: list[tuple[int, int]] | None
+    rows: torch.Tensor
+    only: torch.Tensor | None
+
+
+class RowsBack:
+    """The rows that come back for one call.
+
+    Args:
+        by_rank: places of each table rank's, in the order they come.
+        me: this rank.
+        num_rows: dim -> rows of its result.
+        device: of the rows.
+    """
+
+    def __init__(self, by_rank: list[list[RowPlaces]], me: int, num_rows: dict[int, int], device: torch.device) -> None:
+        self.by_rank, self.num_rows, self.device = by_rank, num_rows, device
+        self.sizes = [sum(p.count * p.width for p in of_rank) for of_rank in by_rank]
+        """Elements of each rank's."""
+        self._order = [*(i for i in range(len(by_rank)) if i != me), me]
+
+    def pieces(self) -> Iterator[tuple[RowPlaces, int]]:
+        """Places and the first element of their rows, as they come."""
+        at = 0
+        for rank in self._order:
+            for of in self.by_rank[rank]:
+                yield of, at
+                at += of.count * of.width
+
+    @cached_property
+    def columns(self) -> dict[int, list[_Columns]]:
+        """Of each dim whose rows do not all go on as they come."""
+        by_dim: dict[int, dict[tuple[int, int], list[tuple[RowPlaces, int]]]] = {}
+        for of, first in self.pieces():
+            by_dim.setdefault(of.dim, {}).setdefault((of.column, of.width), []).append((of, first))
+        return {
+            dim: [
+                _columns(*kind, pieces, self.num_rows[dim], len(kinds) == 1, self.device)
+                for kind, pieces in kinds.items()
+            ]
+            for dim, kinds in by_dim.items()
+            if any(isinstance(of.where, torch.Tensor) for pieces in kinds.values() for of, _ in pieces)
+        }
+
+    def result(self, dim: int, flat: torch.Tensor) -> torch.Tensor:
+        """Of a dim, from all that has come and this rank's own."""
+        out: torch.Tensor | None = None
+        for of in self.columns[dim]:
+            if of.parts is None:
+                matrix = flat[: flat.numel() // of.width * of.width].view(-1, of.width)
+            else:
+                matrix = torch.cat([flat[first : first + n] for first, n in of.parts]).view(-1, of.width)
+            if not len(of.rows) or not len(matrix):  # no ids, but for data-parallel tables', which are written after
+                continue
+            if of.only is None and of.width == dim:
+                return matrix.index_select(0, of.rows)
+            out = flat.new_empty(self.num_rows[dim], dim) if out is None else out
+            columns = out[:, of.column : of.column + of.width]
+            if of.only is None:
+                columns.copy_(matrix.index_select(0, of.rows))
+            else:
+                columns.index_copy_(0, of.only, matrix.index_select(0, of.rows[of.only]))
+        return flat.new_zeros(self.num_rows[dim], dim) if out is None else out
+
+
+def _columns(
+    column: int,
+    width: int,
+    pieces: Sequence[tuple[RowPlaces, int]],
+    num_rows: int,
+    are_all: bool,
+    device: torch.device,
+) -> _Columns:
+    parts = None
+    firsts = [first // width for _, first in pieces]
+    if any(first % width for _, first in pieces):
+        parts = [(first, of.count * width) for of, first in pieces]
+        firsts = [sum(of.count for of, _ in pieces[:i]) for i in range(len(pieces))]
+    rows = torch.zeros(num_rows, dtype=torch.int32, device=device)  # data-parallel tables' are written after
+    for (of, _), first in zip(pieces, firsts, strict=True):
+        if isinstance(of.where, slice):
+            torch.arange(first, first + of.count, out=rows[of.where])
+        else:
+            spread(of.where, of.times, first, rows)
+    places = [
+        torch.arange(of.where.start, of.where.stop, device=device) if isinstance(of.where, slice) else of.where
+        for of, _ in pieces
+    ]
+    are_all = are_all or sum(map(len, places)) == num_rows
+    return _Columns(column, width, parts, rows, None if are_all else torch.cat(places).to(torch.int64))
+
+
+def rows_back(
+    placement: Placement,
+    sent: Sent,
+    destinations: Sequence[int],
+    me: int,
+    num_rows: dict[int, int],
+    device: torch.device,
+) -> RowsBack:
+    """For what was sent.
+
+    Args:
+        destinations: for each table rank its index in `sent`.
+        me, num_rows, device: see `RowsBack`.
+    """
+    by_rank = [
+        row_places(placement.slots[owner], sent.spans[index], sent.places, placement)
+        for owner, index in enumerate(destinations)
+    ]
+    return RowsBack(by_rank, me, num_rows, device)
