@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from unittest import mock
 
 import pytest
@@ -12,6 +14,7 @@ from torch import nn
 import dmp
 from dmp import ShardError, row_wise, table_wise
 from sharders import EmbeddingCollectionSharder, EmbeddingSharder
+from sharders.embedding import row_places
 from sharders.embedding.lookup import distinct, numba_kernel
 from tests.equality import MESHES, attach, env_of, run_matrix, run_random
 from tests.ranks import run_ranks
@@ -20,9 +23,13 @@ SLOW_MESHES = ("dp2", "dp4", "host2xlocal2", "replicate2xshard2", "tp2xdp2")
 needs_numba = pytest.mark.skipif(bool(numba_kernel.problem()), reason="ids are brought down by what numba compiles")
 
 
-def _always() -> mock._patch[object]:
-    """Small batches too, and every segment whose ids come again."""
-    return mock.patch.multiple(distinct, FEWEST_IDS=0, FEW_IDS=1)  # type: ignore[return-value]
+@contextmanager
+def _always(apart: bool = False) -> Iterator[None]:
+    """Small batches too, and every segment whose ids come again; `apart`: gradients are not put together."""
+    elements = 0 if apart else row_places.READ_APART
+    few = mock.patch.multiple(distinct, FEWEST_IDS=0, FEW_IDS=1)
+    with few, mock.patch.object(row_places, "READ_APART", elements):
+        yield
 
 
 @needs_numba
@@ -55,12 +62,12 @@ def test_ids_that_hardly_come_again_stay_as_they_are() -> None:
 
 
 def _matrix(mesh: str, kind: str, every: int) -> list[str]:
-    with _always():
+    with _always(apart=kind == "ec"):
         return run_matrix(mesh, kind, every)
 
 
 def _random(mesh: str, kind: str, seeds: range) -> list[str]:
-    with _always():
+    with _always(apart=kind == "ec"):
         return run_random(mesh, kind, seeds)
 
 

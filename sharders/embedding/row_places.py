@@ -18,6 +18,9 @@ from sharders.embedding.call import Places, Sent, Span
 from sharders.embedding.lookup.distinct import spread
 from sharders.embedding.placement import Placement, Slot
 
+READ_APART = 1 << 21
+"""Elements of gradients: to put so many together takes longer than to read them one by one."""
+
 
 @dataclass(frozen=True)
 class RowPlaces:
@@ -54,13 +57,13 @@ class RowPlaces:
                 out.mul_(scale)
 
 
-def row_places(
-    slots: Sequence[Slot], spans: Sequence[Span], places: Sequence[Places | None], placement: Placement
+def _joined(
+    slots: Sequence[Slot], spans: Sequence[Span], places: Sequence[Places | None], dims: Sequence[int]
 ) -> list[RowPlaces]:
     """Those of one owner's slots, in the order in which their rows come back; neighbours that go on taken together."""
     joined: list[tuple[tuple[int, int, int], Span]] = []
     for slot, span in zip(slots, spans, strict=True):
-        kind = (placement.tables[slot.table].dim, slot.column, slot.width)
+        kind = (dims[slot.feature], slot.column, slot.width)
         last = joined[-1] if joined else None
         if last and last[0] == kind and _goes_on(last[1], span, places[span.is_split]):
             rows, ids = range(last[1].rows.start, span.rows.stop), range(last[1].ids.start, span.ids.stop)
@@ -110,17 +113,64 @@ class RowsBack:
     """The rows that come back for one call.
 
     Args:
-        by_rank: places of each table rank's, in the order they come.
+        placement: all slots of all ranks.
+        sent: what they were asked for by.
+        destinations: for each table rank its index in `sent`.
         me: this rank.
-        num_rows: dim -> rows of its result.
+        counts: ids of each feature.
         device: of the rows.
     """
 
-    def __init__(self, by_rank: list[list[RowPlaces]], me: int, num_rows: dict[int, int], device: torch.device) -> None:
-        self.by_rank, self.num_rows, self.device = by_rank, num_rows, device
-        self.sizes = [sum(p.count * p.width for p in of_rank) for of_rank in by_rank]
+    def __init__(
+        self,
+        placement: Placement,
+        sent: Sent,
+        destinations: Sequence[int],
+        me: int,
+        counts: Sequence[int],
+        device: torch.device,
+    ) -> None:
+        self._sent, self.device = sent, device
+        self._of_owners = [(placement.slots[owner], sent.spans[index]) for owner, index in enumerate(destinations)]
+        self.dims = [placement.tables[f.table].dim for f in placement.features]
+        """Of each feature."""
+        self.num_rows: dict[int, int] = {}
+        """dim -> rows of its result, feature by feature."""
+        for dim, count in zip(self.dims, counts, strict=True):
+            self.num_rows[dim] = self.num_rows.get(dim, 0) + count
+        self.by_rank = [_joined(*of_owner, sent.places, self.dims) for of_owner in self._of_owners]
+        """Places of each table rank's, in the order they come."""
+        self.sizes = [sum(p.count * p.width for p in of_rank) for of_rank in self.by_rank]
         """Elements of each rank's."""
-        self._order = [*(i for i in range(len(by_rank)) if i != me), me]
+        self._order = [*(i for i in range(len(self.by_rank)) if i != me), me]
+
+    @property
+    def are_joined(self) -> bool:
+        """Whether rows come once for several ids."""
+        return any(places is not None and places.times is not None for places in self._sent.places)
+
+    def read(self, grads: Sequence[torch.Tensor]) -> list[list[tuple[RowPlaces, torch.Tensor]]]:
+        """For each rank, in the order in which its rows came, their places and the gradient to read there.
+
+        Args:
+            grads: of each feature's rows. Large ones are read where they are, others are put together by their dims.
+        """
+        if sum(grad.numel() for grad in grads) >= READ_APART:
+            return [
+                [(self._of_feature(slot, span), grads[slot.feature]) for slot, span in zip(slots, spans, strict=True)]
+                for slots, spans in self._of_owners
+            ]
+        by_dim: dict[int, list[torch.Tensor]] = {}
+        for dim, grad in zip(self.dims, grads, strict=True):
+            by_dim.setdefault(dim, []).append(grad)
+        whole = {dim: of_dim[0] if len(of_dim) == 1 else torch.cat(of_dim) for dim, of_dim in by_dim.items()}
+        return [[(of, whole[of.dim]) for of in of_rank] for of_rank in self.by_rank]
+
+    def _of_feature(self, slot: Slot, span: Span) -> RowPlaces:
+        """The places of a slot's rows among its feature's."""
+        own = span._replace(shift=span.shift - self._sent.row_starts[slot.feature])
+        where = _where(own, self._sent.places[span.is_split])
+        return RowPlaces(self.dims[slot.feature], slot.column, slot.width, *where)
 
     def pieces(self) -> Iterator[tuple[RowPlaces, int]]:
         """Places and the first element of their rows, as they come."""
@@ -191,24 +241,3 @@ def _columns(
     ]
     are_all = are_all or sum(map(len, places)) == num_rows
     return _Columns(column, width, parts, rows, None if are_all else torch.cat(places).to(torch.int64))
-
-
-def rows_back(
-    placement: Placement,
-    sent: Sent,
-    destinations: Sequence[int],
-    me: int,
-    num_rows: dict[int, int],
-    device: torch.device,
-) -> RowsBack:
-    """For what was sent.
-
-    Args:
-        destinations: for each table rank its index in `sent`.
-        me, num_rows, device: see `RowsBack`.
-    """
-    by_rank = [
-        row_places(placement.slots[owner], sent.spans[index], sent.places, placement)
-        for owner, index in enumerate(destinations)
-    ]
-    return RowsBack(by_rank, me, num_rows, device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -15,22 +15,21 @@ from sharders.embedding.lookup.torch_kernel import Segments
 from sharders.embedding.output_dist import Sum
 from sharders.embedding.path import Path, Returned, Trained
 from sharders.embedding.phases import FORWARD, INPUT, OUTPUT, phase
-from sharders.embedding.row_places import RowPlaces, RowsBack, rows_back
+from sharders.embedding.row_places import RowPlaces, RowsBack
 from sharders.embedding.unpooled_output import UnpooledOutputDist
 
 
-class UnpooledPath(Path[dict[int, torch.Tensor]]):
+class UnpooledPath(Path[list[torch.Tensor]]):
     """Every id's row; see `Path`. What is sent to a source is its rows run by run, see `SlotRun`."""
 
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
         peers = self.peers
-        self.distinct_dims = list(dict.fromkeys(self.dims))
         self.output_dist = UnpooledOutputDist(self.store.placement, peers.table, peers.codecs)
         self.runs = self.store.runs_of(self.store.sharded)
 
     def forward(self, call: Call) -> list[torch.Tensor]:
-        """One tensor (N, dim) for each distinct dim: rows of all its features, feature-major."""
+        """For each feature its ids' rows (N_f, dim)."""
         with phase(call.spent, INPUT):
             self.input_dist.receive(call)
         own, by_rank = self.peers.own, self._by_rank(call)
@@ -49,7 +48,7 @@ class UnpooledPath(Path[dict[int, torch.Tensor]]):
             out = self.output_dist.forward(
                 others, look_up_own, by_rank, self._back(call), local, partial(self.order_ids, call)
             )
-            return [out[dim] for dim in self.distinct_dims]
+            return self._by_feature(call.batch, out)
 
     def _look_up(self, call: Call, sources: tuple[int, ...], out: torch.Tensor | None) -> torch.Tensor:
         """Flat rows of this rank's slots, source by source and there run by run.
@@ -73,24 +72,27 @@ class UnpooledPath(Path[dict[int, torch.Tensor]]):
         parts = [of_run[source] for source in range(len(sources)) for of_run in cut]
         return torch.cat(parts, out=out)
 
-    def row_counts(self, batch: Batch) -> list[list[int]]:
-        """Rows of each segment of each result: for each distinct dim, those of each of its features."""
-        features = list(zip(self.dims, batch.key_of, strict=True))
-        return [[batch.counts[key] for d, key in features if d == dim] for dim in self.distinct_dims]
-
-    def split(self, batch: Batch, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """For each feature its rows (N_f, dim)."""
-        parts: dict[int, Iterator[torch.Tensor]] = {}
-        for dim, rows, counts in zip(self.distinct_dims, results, self.row_counts(batch), strict=True):
-            parts[dim] = iter(_SplitRows.apply(rows, counts))  # type: ignore[no-untyped-call]
+    def _by_feature(self, batch: Batch, out: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+        counts: dict[int, list[int]] = {dim: [] for dim in out}
+        for dim, key in zip(self.dims, batch.key_of, strict=True):
+            counts[dim].append(batch.counts[key])
+        parts = {dim: iter(rows.split(counts[dim])) for dim, rows in out.items()}
         return [next(parts[dim]) for dim in self.dims]
 
-    def _given(self, call: Call, grads: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        return {dim: g.to(self.dtype) for dim, g in zip(self.distinct_dims, grads, strict=True)}
+    def row_counts(self, batch: Batch) -> list[list[int]]:
+        """Rows of each segment of each result: all of each feature."""
+        return [[batch.counts[key]] for key in batch.key_of]
 
-    def _send_back(self, call: Call, given: dict[int, torch.Tensor], beside: Sum | None) -> Returned:
+    def split(self, batch: Batch, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """As they are: one of each feature."""
+        return list(results)
+
+    def _given(self, call: Call, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [grad.to(self.dtype) for grad in grads]
+
+    def _send_back(self, call: Call, given: list[torch.Tensor], beside: Sum | None) -> Returned:
         back = self._back(call)
-        if any(of.times is not None for of_rank in back.by_rank for of in of_rank) and not self.store.sums_first():
+        if back.are_joined and not self.store.sums_first():
             raise ShardError(
                 "gradient_clipping was set between a forward and its backward, whose gradients of a row are summed "
                 "before they are sent, and so before they could be clamped; set it before the forward"
@@ -144,9 +146,9 @@ class UnpooledPath(Path[dict[int, torch.Tensor]]):
 
     @once_per_call
     def _back(self, call: Call) -> RowsBack:
-        num_rows = dict(zip(self.distinct_dims, map(sum, self.row_counts(call.batch)), strict=True))
-        peers = self.peers
-        return rows_back(self.store.placement, call.sent, peers.by_table_rank, peers.table.rank, num_rows, self.device)
+        peers, counts = self.peers, [call.batch.counts[key] for key in call.batch.key_of]
+        me = peers.table.rank
+        return RowsBack(self.store.placement, call.sent, peers.by_table_rank, me, counts, self.device)
 
     def _local_rows(self, call: Call) -> list[tuple[RowPlaces, torch.Tensor]]:
         """Rows that this rank's own data-parallel tables give, and where they go."""
@@ -156,15 +158,15 @@ class UnpooledPath(Path[dict[int, torch.Tensor]]):
             for slot, (ids, to) in enumerate(places)
         ]
 
-    def _local_gradients(self, call: Call, given: dict[int, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _local_gradients(self, call: Call, given: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         result = []
         for tbe, places in zip(self.store.local, self._local_places(call), strict=True):
             if not tbe.is_trainable:
                 continue
             flat = torch.zeros_like(tbe.bank.weights)
             touched = torch.zeros(tbe.bank.total_rows, dtype=torch.bool, device=flat.device)
-            for slot, (ids, to) in enumerate(places):
-                rows = (given[to.dim][to.where] * self.factor).to(flat.dtype)
+            for slot, (f, (ids, to)) in enumerate(zip(tbe.features, places, strict=True)):
+                rows = (given[f] * self.factor).to(flat.dtype)
                 flat += tbe.lookup.gradient_rows(rows, ids, [(slot, to.count)])
                 touched |= tbe.lookup.touched_rows(ids, [(slot, to.count)])
             result.append((flat, touched))
@@ -183,16 +185,3 @@ class UnpooledPath(Path[dict[int, torch.Tensor]]):
                 places.append((ids, RowPlaces(dim, 0, dim, count, slice(first, first + count))))
             result.append(places)
         return result
-
-
-class _SplitRows(torch.autograd.Function):
-    """Rows cut into parts that may be changed in place, as those of `split` may not, and whose gradients are joined
-    once: each slice of a tensor would have a gradient as large as the whole."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, counts: list[int]) -> tuple[torch.Tensor, ...]:
-        return tuple(part.detach() for part in rows.split(counts))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return torch.cat(gradients), None

@@ -6,7 +6,7 @@ that lie on several ranks are joined on receipt.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -73,7 +73,7 @@ class UnpooledOutputDist:
 
     def backward(
         self,
-        grads: dict[int, torch.Tensor],
+        grads: Sequence[torch.Tensor],
         send_sizes: Sequence[int],
         back: RowsBack,
         scale: float,
@@ -82,27 +82,23 @@ class UnpooledOutputDist:
         """Exchange gradients the other way.
 
         Args:
-            grads: dim -> (rows, dim).
+            grads: of each feature's rows, (ids, dim).
             beside: a sum over the ranks, in the same exchange.
 
         Returns:
             Flat gradients of the rows that this rank sent, in that order.
         """
 
+        read = back.read(grads)
+
         def pack(rank: int, out: torch.Tensor) -> None:
-            for of, target in _cut(out, back.by_rank[rank]):
-                of.take(grads[of.dim], scale, target)
+            at = 0
+            for of, grad in read[rank]:
+                stop = at + of.count * of.width
+                of.take(grad, scale, out[at:stop].view(of.count, of.width))
+                at = stop
 
-        like = next(iter(grads.values()))
-        return send_gradients(self.channel, self.codecs.gradients, back.sizes, send_sizes, like, pack, beside)
-
-
-def _cut(flat: torch.Tensor, places: Sequence[RowPlaces]) -> Iterator[tuple[RowPlaces, torch.Tensor]]:
-    """The rows of each of the places, (count, width), from all of one rank's."""
-    at = 0
-    for of in places:
-        yield of, flat[at : at + of.count * of.width].view(of.count, of.width)
-        at += of.count * of.width
+        return send_gradients(self.channel, self.codecs.gradients, back.sizes, send_sizes, grads[0], pack, beside)
 
 
 def _place(out: dict[int, torch.Tensor], to: RowPlaces, rows: torch.Tensor, num_rows: int) -> None:
