@@ -162,7 +162,7 @@ def compare(cell: Cell, rounds: int) -> tuple[list[float], ...]:
     """On each rank: seconds of every step, TorchRec's and each variant's; all must give the same but for rounding."""
     work, variants = cell.work, variants_of(cell)
     batches, grads = make_batches(work)
-    warm_up(cell.layout, cell.ranks, work.optimizer)
+    warm_up(cell.ranks, work.optimizer)
     weights(work), make_grads(work)
     models = [wrap_theirs(cell), *(wrap_variant(cell, variant) for variant in variants.values())]
     sides = [Side(model, work, make_grads(work)) for model in models]

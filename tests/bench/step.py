@@ -25,7 +25,7 @@ from tests.bench import floor, pace
 from tests.bench.report import Result
 from tests.bench.resident import counted_elsewhere, give_back, reset_peak, resident
 from tests.bench.rounds import in_turns, of_all_ranks, quickest_of_rounds, slowest
-from tests.bench.step_cells import CELLS, QUICK, Cell
+from tests.bench.step_cells import CELLS, KINDS, OPTIMIZERS, QUICK, Cell
 from tests.bench.step_report import HEADER as LINES
 from tests.bench.step_report import Row, goals, table
 from tests.bench.torchrec_side import torchrec_plan, torchrec_wrap
@@ -84,6 +84,25 @@ class Measured(NamedTuple):
     """Bytes above what was there before the model."""
 
 
+def first_use() -> Result:
+    """Memory that a process takes once, for what is loaded and compiled: each side in processes of its own."""
+    used = []
+    for ours in (False, True):
+        close_pools()
+        used.append(max(run_ranks(2, _first_use, ours, timeout=300)) / 1e6)
+    return Result("step: first use, memory of a process", "MB", used[0], used[1], used[0] / used[1], None)
+
+
+def _first_use(ours: bool) -> int:
+    give_back()
+    before = resident("RssAnon")
+    for optimizer in OPTIMIZERS:
+        for cell in _smallest(2, optimizer):
+            _try(cell, wrap_ours if ours else wrap_theirs)
+    give_back()
+    return resident("RssAnon") - before
+
+
 def run(quick: bool) -> tuple[list[Result], str]:
     """All cells, or some of them with fewer rounds: what is asked of all together, and their table."""
     print(pace.measured(), LINES, sep="\n", flush=True)
@@ -91,7 +110,7 @@ def run(quick: bool) -> tuple[list[Result], str]:
     for cell in QUICK if quick else CELLS:
         rows.append(row_of(cell, QUICK_SECONDS if quick else SECONDS))
         print(rows[-1], flush=True)
-    results = goals(rows)
+    results = [*goals(rows), first_use()]
     print(*results, sep="\n", flush=True)
     return results, f"{pace.measured()}\n\n{table(rows)}"
 
@@ -113,7 +132,7 @@ def compare(cell: Cell, seconds: float) -> Measured:
     """On each rank: check that both give the same, and take their memory; then time them."""
     work = cell.work
     batches, grads = make_batches(work)
-    warm_up(cell.layout, cell.ranks, work.optimizer)
+    warm_up(cell.ranks, work.optimizer)
     weights(work), make_grads(work)
     with without_fbgemm(cell):
         ours, shown, peak = first_steps(lambda: wrap_ours(cell), work, batches, grads)
@@ -150,17 +169,25 @@ def first_steps(
 
 
 @lru_cache
-def warm_up(layout: str, ranks: int, optimizer: str) -> None:
+def warm_up(ranks: int, optimizer: str) -> None:
     """What is loaded and compiled at first use is no cell's."""
-    for pooled in (True, False):
-        cell = Cell(
-            "row-wise" if pooled else "sequence, row-wise",
-            ranks,
-            Workload((64, 64), 16, 8, pooled=pooled, optimizer=optimizer),
-        )
-        batches, grads = make_batches(cell.work)
-        for model in (wrap_theirs(cell), wrap_ours(cell)):
-            Side(model, cell.work, make_grads(cell.work)).step(as_keyed(cell.work, batches[0]), grads[0])
+    for cell in _smallest(ranks, optimizer):
+        _try(cell, wrap_theirs)
+        _try(cell, wrap_ours)
+
+
+def _smallest(ranks: int, optimizer: str) -> list[Cell]:
+    """Of bags and of sequences."""
+    return [
+        Cell(kind, ranks, Workload((64, 64), 16, 8, pooled=KINDS[kind][1], optimizer=optimizer))
+        for kind in ("row-wise", "sequence, row-wise")
+    ]
+
+
+def _try(cell: Cell, wrap: Callable[[Cell], nn.Module]) -> None:
+    """One step."""
+    batches, grads = make_batches(cell.work)
+    Side(wrap(cell), cell.work, make_grads(cell.work)).step(as_keyed(cell.work, batches[0]), grads[0])
 
 
 def wrap_theirs(cell: Cell) -> nn.Module:
