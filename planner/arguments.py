@@ -7,7 +7,7 @@ from numbers import Real
 from sys import float_info
 from typing import Any
 
-from dmp import shown
+from dmp import ShardingEnv, shown
 
 
 def is_number(value: Any, *, or_zero: bool = False) -> bool:
@@ -20,6 +20,15 @@ def positive(what: str, value: Any, *, or_zero: bool = False) -> None:
     """Raise `ValueError` unless `is_number`."""
     if not is_number(value, or_zero=or_zero):
         raise ValueError(f"{what} must be positive, a number; got {shown(value)}")
+
+
+def check_env(env: Any) -> None:
+    """Raise `ValueError` unless it is a mesh to plan for."""
+    if not isinstance(env, ShardingEnv):
+        raise ValueError(
+            f"expected env to be a dmp.ShardingEnv; got {shown(env)}. ShardingEnv.from_process_group(group) and "
+            "ShardingEnv.from_mesh(mesh) are of ranks that are here, ShardingEnv.abstract((8,), ('dp',)) of others"
+        )
 
 
 def names(what: str, value: Any) -> tuple[str, ...] | None:

@@ -22,7 +22,7 @@ from dmp import (
     is_torchrecs,
     shown,
 )
-from planner.arguments import positive
+from planner.arguments import check_env, positive
 from planner.broadcast import from_first_rank
 from planner.candidates.constraints import Constraint, constraints_of
 from planner.candidates.costed import CostSetting
@@ -147,8 +147,10 @@ class ShardingPlanner:
             does not name are split or copied as the mesh's axes say.
 
         Raises:
+            ValueError, ShardError: an env or a sharder that is none.
             PlanError: no plan fits (with `.table`, `.rank`, `.bytes_short`), or a constraint or pinned entry is wrong.
         """
+        check_env(env)
         progress = Progress(self.progress)
         try:
             return self._planned(module, sharders, env, pinned, found, progress)
@@ -246,6 +248,8 @@ class ShardingPlanner:
         Raises:
             PlanError: on every rank, what rank 0's planning raised; or a rank read another plan than rank 0 sent.
         """
+
+        check_env(env)
 
         def planned() -> tuple[ShardingPlan, PlanReport]:
             options = {} if found is None else {"found": found}

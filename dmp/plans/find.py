@@ -21,7 +21,7 @@ from dmp.layouts.tables import data_parallel
 from dmp.names import join_name
 from dmp.places import tied_places
 from dmp.plans.weight_readers import Reader, find_readers
-from dmp.registry import by_module_type, sharder_for, with_optimizer_facts
+from dmp.registry import adopted, by_module_type, check_sharder_protocol, sharder_for, with_optimizer_facts
 
 
 @dataclass(frozen=True)
@@ -123,19 +123,22 @@ class Found:
         """Ask the sharders, or take what is known already.
 
         Args:
+            sharders: TorchRec's among them stand for ours.
             given: a plan's dense layouts; without tensor-parallel ones the model sharders choose themselves.
             known: what these sharders said before; asked again only if `given` wants something else.
 
         Raises:
             PlanError: what `place_dense` raises.
-            ShardError: a sharder that names parameters which its module lacks.
+            ShardError: what is no sharder, or one that names parameters which its module lacks.
         """
         given = given or {}
         asked = {name: layout for name, layout in given.items() if layout.is_tensor_parallel}
         if known is not None and known.module is module and known.env == env and asked in (known.asked, known.split):
             _check_placements(known.sharders, known.placements, given)
             return known
-        sharders = tuple(sharders)
+        sharders = tuple(adopted(sharders))
+        for sharder in sharders:
+            check_sharder_protocol(sharder)
         placements = place_dense(module, sharders, env, given)
         split = {name for p in placements for name in p.layouts}
         return cls(module, sharders, env, asked, placements, _find_sites(module, sharders, split))

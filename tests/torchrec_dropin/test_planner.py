@@ -123,3 +123,52 @@ def _wrapped() -> list[str]:
 
 def test_torchrecs_planner_in_the_wrapper() -> None:
     assert run_ranks(2, _wrapped) == [["row_wise,table_wise,column_wise"] * 2] * 2
+
+
+def _collection(rows: int = 1000, dim: int = 64) -> Any:
+    import torchrec
+
+    config = {"num_embeddings": rows, "embedding_dim": dim}
+    tables = [torchrec.EmbeddingBagConfig(name=f"t{i}", feature_names=[f"f{i}"], **config) for i in range(4)]
+    return torchrec.EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
+
+
+def test_planning_with_their_sharders() -> None:
+    """On a mesh that is not here: what a sharder's types and constraints leave is planned."""
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+
+    class RowsOrWhole(EmbeddingBagCollectionSharder):
+        def sharding_types(self, compute_device_type: str) -> list[str]:
+            return ["row_wise", "table_wise"]
+
+    two, hosts = ShardingEnv.abstract((2,), ("dp",), "cpu"), ShardingEnv.abstract((2, 4), ("host", "local"), "cpu")
+    planner = ShardingPlanner(_topology(world_size=2), batch_size=64)
+    plan = planner.plan(_collection(), [RowsOrWhole()], two)
+    assert {entry.layout.name for entry in plan.values()} <= {"row_wise", "table_wise"}
+    assert planner.report is not None and planner.report.parameters[0].alternatives  # their enumerator's options
+    with pytest.raises(dmp.PlanError, match=r"does not fit.*bytes \(.*\) short") as caught:
+        planner.plan(_collection(10**9, 1 << 20), [RowsOrWhole()], two)
+    assert caught.value.bytes_short
+    for kinds, env, names in (
+        (["column_wise"], two, {"column_wise"}),
+        (["grid_shard"], hosts, {"grid"}),
+        (["table_row_wise"], hosts, {"table_row_wise"}),
+    ):
+        constraints = {f"t{i}": _constraints(sharding_types=kinds, min_partition=32) for i in range(4)}
+        plan = ShardingPlanner(constraints=constraints).plan(_collection(), [EmbeddingBagCollectionSharder()], env)
+        assert {entry.layout.name for entry in plan.values()} == names
+
+
+def test_what_a_planner_is_not_asked_with() -> None:
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder as Theirs
+
+    env = ShardingEnv.abstract((2,), ("dp",), "cpu")
+    for asked in (ShardingPlanner().plan, ShardingPlanner().collective_plan):
+        with pytest.raises(ValueError, match=r"expected env to be a dmp\.ShardingEnv; got None\. ShardingEnv\.from_"):
+            asked(_collection(), [Theirs()], None)  # type: ignore[arg-type, list-item]
+    with pytest.raises(dmp.ShardError, match=r"got the class EmbeddingBagCollectionSharder: call it"):
+        ShardingPlanner().plan(_collection(), [Theirs], env)  # type: ignore[list-item]
+    for kind, offered in (("grid_shard", "'grid'; .* offers"), ("nope", "'nope'; .* offers")):
+        planner = ShardingPlanner(constraints={"t1": _constraints(sharding_types=[kind])})
+        with pytest.raises(dmp.PlanError, match=offered):
+            planner.plan(_collection(), [Theirs()], env)
