@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ Path = tuple[tuple[str, Any], ...]
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 """What has no parts, and is compared by value."""
+
+_PLAIN_TYPES = frozenset(PLAIN)
 
 NOTHING_THERE = (LookupError, AttributeError, TypeError)
 """What `resolve` raises."""
@@ -33,17 +36,33 @@ def walk(value: Any) -> Iterator[tuple[Path, Any]]:
         seen.add(id(each))
         yield path, each
         if not isinstance(each, (torch.Tensor, nn.Module)):
-            waiting += [((*path, step), part) for step, part in _parts(each) if not isinstance(part, PLAIN)][::-1]
+            waiting += [((*path, step), part) for step, part in _parts(each)][::-1]
 
 
 def _parts(value: Any) -> list[tuple[tuple[str, Any], Any]]:
+    """Those that are not plain: of the thousands of numbers in a list of them none is looked at twice."""
     if isinstance(value, Mapping):
-        return [(("item", key), part) for key, part in value.items() if isinstance(key, (str, int))]
+        items = value.items()
+        return [(("item", key), part) for key, part in items if isinstance(key, (str, int)) and not _is_plain(part)]
     if isinstance(value, (list, tuple)):
-        return [(("item", i), part) for i, part in enumerate(value)]
-    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()) if isinstance(name, str)]
-    held = {name: getattr(value, name) for name in slots if not name.startswith("__") and hasattr(value, name)}
-    return [(("attribute", name), part) for name, part in {**held, **getattr(value, "__dict__", {})}.items()]
+        if _PLAIN_TYPES.issuperset(map(type, value)):
+            return []
+        return [(("item", i), part) for i, part in enumerate(value) if not _is_plain(part)]
+    kind: Any = type(value)
+    held = {name: getattr(value, name) for name in _slots(kind) if hasattr(value, name)}
+    held.update(getattr(value, "__dict__", {}))
+    return [(("attribute", name), part) for name, part in held.items() if not _is_plain(part)]
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in _PLAIN_TYPES or isinstance(value, PLAIN)
+
+
+@lru_cache(maxsize=1024)
+def _slots(kind: type) -> list[str]:
+    """Of the type and its bases."""
+    named = (name for each in kind.__mro__ for name in getattr(each, "__slots__", ()) if isinstance(name, str))
+    return [name for name in named if not name.startswith("__")]
 
 
 def resolve(value: Any, path: Path) -> Any:
