@@ -29,7 +29,7 @@ def test_choice_of_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         compile_lookup(bank, slots, kernel="triton")
     with pytest.raises(ShardError, match="float64"):
         compile_lookup(Bank([], torch.float64, "cpu"), [], kernel="fbgemm")
-    monkeypatch.setattr(numba_kernel, "problem", lambda _: "ModuleNotFoundError: no such module")
+    monkeypatch.setattr(numba_kernel, "problem", lambda *_: "ModuleNotFoundError: no such module")
     assert type(compile_lookup(bank, slots)) is fbgemm_kernel.FbgemmLookup
     with pytest.raises(ShardError, match="no such module"):
         compile_lookup(bank, slots, kernel="numba")
@@ -42,7 +42,7 @@ def test_choice_of_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_the_fast_kernels_do_not_take_is_said_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(numba_kernel, "problem", lambda dtype: "no numba" if dtype != torch.float32 else "")
+    monkeypatch.setattr(numba_kernel, "problem", lambda dtype, _: "no numba" if dtype != torch.float32 else "")
     kernels._say_once.cache_clear()
     with caplog.at_level("WARNING", logger="dmp"):
         for dtype in (torch.float64, torch.float64, torch.bfloat16, torch.float32):
@@ -57,7 +57,7 @@ def test_without_numba_all_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its import fails: the next kernel is taken, and the tables train."""
     monkeypatch.setitem(sys.modules, "numba", None)
     monkeypatch.delitem(sys.modules, "sharders.embedding.lookup.numba_functions", raising=False)
-    for cached in (numba_kernel.problem, numba_kernel.functions_of):
+    for cached in (numba_kernel.problem, numba_kernel.entry_of):
         monkeypatch.setattr(numba_kernel, cached.__name__, cached.__wrapped__)
     kernels._say_once.cache_clear()
     model = wrapped(None, 4)

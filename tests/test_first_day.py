@@ -36,8 +36,8 @@ print(plan.report)
 
 
 INNER = {
-    *("sharders.embedding.lookup.numba_" + name for name in ("compile", "functions", "loops", "sort", "updates")),
-    "sharders.embedding.lookup.numba_vectors",
+    "sharders.embedding.lookup.numba_" + name
+    for name in ("compile", "distinct", "functions", "loops", "sort", "updates", "vectors")
 }
 """Modules that need an extra, and that only functions import."""
 

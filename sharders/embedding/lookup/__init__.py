@@ -12,7 +12,8 @@
 - `threads`: parts of one piece of work on the threads of this process
 - `numba_kernel`: lookups and updates by functions that numba compiles
 - `numba_layout`: what compiled code is told of tables, bags and a call's ids
-- `numba_functions`: these functions for one dtype, compiled once and kept
+- `numba_functions`: these functions by name, compiled once and kept
+- `numba_kept`: machine code that is kept on disk
 - `numba_loops`: sums over bags, and over the gradients of each distinct row
 - `numba_updates`: what is done with the summed gradient of a row
 - `numba_sort`: ids brought into the order of their rows

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sharders.embedding.lookup import numba_kernel
+from sharders.embedding.lookup.numba_kernel import entry_of
 from sharders.embedding.lookup.numba_layout import address, int64
 
 FEWEST_IDS = 1024
@@ -63,12 +64,12 @@ def distinct_rows(
     num, num_segments = values.numel(), len(counts)
     if num < FEWEST_IDS or num >= _MAX or max(num_rows, default=0) >= _MAX:
         return None
-    f, keys = numba_kernel.functions_of("float32"), values.to(torch.int32)
+    keys = values.to(torch.int32)
     ends, rows_of = int64([*accumulate(counts, initial=0)]), int64(num_rows)
     found = torch.empty(num_segments, dtype=torch.int32, device="cpu")
     scratch = torch.empty(4 * max(counts) + 4096, dtype=torch.int64, device="cpu")
     of_segments = keys.data_ptr(), ends.data_ptr(), rows_of.data_ptr()
-    if not f.choose(f.words, *of_segments, num_segments, FEW_IDS, found.data_ptr(), scratch.data_ptr()):
+    if not entry_of("choose")(*of_segments, num_segments, FEW_IDS, found.data_ptr(), scratch.data_ptr()):
         return None
     sources = torch.arange(num, dtype=torch.int32, device="cpu") if places is None else places
     rows, starts, ordered, new_values, times = torch.empty(5, num + num_segments, dtype=torch.int32, device="cpu")
@@ -76,13 +77,13 @@ def distinct_rows(
     for as_they_are, run in groupby(found.tolist()):
         stop = at + len(list(run))
         if not as_they_are:
-            f.sort_tables(
-                *(f.words, keys.data_ptr(), sources.data_ptr(), 0, *of_segments[1:], at, stop, rows.data_ptr()),
+            entry_of("sort_tables")(
+                *(keys.data_ptr(), sources.data_ptr(), 0, *of_segments[1:], at, stop, rows.data_ptr()),
                 *(starts.data_ptr(), ordered.data_ptr(), 0, found.data_ptr(), scratch.data_ptr()),
             )
         at = stop
-    of_ids = f.words, keys.data_ptr(), sources.data_ptr(), ends.data_ptr(), num_segments
-    count = f.compact(*of_ids, *map(address, (found, rows, starts, ordered, new_values, times)))
+    of_ids = keys.data_ptr(), sources.data_ptr(), ends.data_ptr(), num_segments
+    count = entry_of("compact")(*of_ids, *map(address, (found, rows, starts, ordered, new_values, times)))
     return DistinctRows(new_values[:count].to(values.dtype), found.tolist(), ordered[:num], times[:count])
 
 
@@ -97,5 +98,4 @@ def spread(places: Tensor, times: Tensor | None, first: int, to: Tensor) -> None
         numbers = torch.arange(first, first + places.numel(), dtype=to.dtype, device=to.device)
         to.scatter_(0, places.to(torch.int64), numbers)
         return
-    f = numba_kernel.functions_of("float32")
-    f.spread(f.words, *map(address, (places, times)), times.numel(), first, to.data_ptr())
+    entry_of("spread")(*map(address, (places, times)), times.numel(), first, to.data_ptr())

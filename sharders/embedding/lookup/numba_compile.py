@@ -1,46 +1,65 @@
-"""How functions are compiled: once per machine where a folder can be written, else once per process."""
+"""How functions are compiled: to machine code of their own, which needs neither numba nor Python when it runs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from numba import njit
+import llvmlite.binding
+import numba
+from numba import njit, types
 
-from sharders.embedding.lookup.numba_vectors import zeros
+from sharders.embedding.lookup.numba_kept import Compiled
+from sharders.embedding.lookup.numba_vectors import Elements, zeros
+
+BLOCKS = (64, 16, 4, 1)  # columns
+_SMALL_BLOCKS = (16, 1)
 
 
-def compiled(function: Callable[..., Any]) -> Any:
-    """To be called from Python; it runs without the interpreter's lock, and what was compiled is kept on disk."""
-    try:
-        return njit(nogil=True, cache=True)(function)
-    except RuntimeError:  # no folder can be written: neither beside the sources nor the user's own
-        return njit(nogil=True)(function)
+def compiled(function: Callable[..., Any], element: str | None) -> Compiled:
+    """Of a function of integers, which may return one; the first argument is `Elements` where `element` names them."""
+    num_arguments = function.__code__.co_argcount - (element is not None)
+    first = [] if element is None else [numba.typeof(Elements(element))]
+    signature = (*first, *[types.int64] * num_arguments)
+    dispatcher = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
+    dispatcher.compile(signature)
+    module = llvmlite.binding.parse_assembly(dispatcher.inspect_llvm(signature))
+    symbol = dispatcher.overloads[signature].fndesc.llvm_func_name
+    return Compiled(symbol, element is not None, num_arguments, _machine().emit_object(module))
+
+
+def _machine() -> Any:
+    """LLVM's view of this CPU."""
+    binding = llvmlite.binding
+    of_host = {"cpu": binding.get_host_cpu_name(), "features": binding.get_host_cpu_features().flatten()}
+    target = binding.Target.from_default_triple()
+    return target.create_target_machine(**of_host, opt=3, reloc="default", codemodel="jitdefault")
 
 
 def helper(function: Callable[..., Any]) -> Any:
     """To be called by compiled functions, of which it becomes a part."""
-    return njit(nogil=True, forceinline=True)(function)
+    return njit(error_model="numpy", forceinline=True)(function)
 
 
 def by_blocks(function: Callable[..., Any]) -> Any:
     """A helper `(elements, width, arguments)` out of what it does for a block of columns of a row.
 
-    It is given `(elements, like, column, arguments)`, where `like` is zeros of the block's size: 64, 16, 4 or 1.
+    It is given `(elements, like, column, arguments)`, where `like` is zeros of the block's size, one of `BLOCKS`.
     """
     of_block = helper(function)
+    first, second, third, _ = BLOCKS
 
     def of_row(elements: Any, width: int, arguments: Any) -> None:
         column = 0
-        while width - column >= 64:
-            of_block(elements, zeros(elements, 64), column, arguments)
-            column += 64
-        while width - column >= 16:
-            of_block(elements, zeros(elements, 16), column, arguments)
-            column += 16
-        while width - column >= 4:
-            of_block(elements, zeros(elements, 4), column, arguments)
-            column += 4
+        while width - column >= first:
+            of_block(elements, zeros(elements, first), column, arguments)
+            column += first
+        while width - column >= second:
+            of_block(elements, zeros(elements, second), column, arguments)
+            column += second
+        while width - column >= third:
+            of_block(elements, zeros(elements, third), column, arguments)
+            column += third
         while column < width:
             of_block(elements, zeros(elements, 1), column, arguments)
             column += 1

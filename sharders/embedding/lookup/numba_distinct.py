@@ -5,7 +5,7 @@ Terms as in `numba_sort`, whose tables are the segments here.
 
 from __future__ import annotations
 
-from sharders.embedding.lookup.numba_compile import compiled
+from sharders.embedding.lookup.numba_compile import helper
 from sharders.embedding.lookup.numba_vectors import read32, read64, write32
 
 AS_THEY_ARE = -1
@@ -16,8 +16,7 @@ _WORTH = 4  # one of so many ids must name a row again
 SCRATCH = 4 * _MOST
 
 
-@compiled
-def choose(elements, keys, ends, num_rows, num_tables, few, counts, scratch):
+def choose(keys, ends, num_rows, num_tables, few, counts, scratch):
     """Which segments have ids that come again often enough; returns how many do.
 
     Args:
@@ -42,7 +41,7 @@ def choose(elements, keys, ends, num_rows, num_tables, few, counts, scratch):
     return chosen
 
 
-@compiled
+@helper
 def _again(keys, num, slots):
     """How many of the first ids were there before."""
     size = 2
@@ -63,8 +62,7 @@ def _again(keys, num, slots):
     return found
 
 
-@compiled
-def compact(elements, keys, sources, ends, num_tables, counts, rows, starts, ordered, values, times):
+def compact(keys, sources, ends, num_tables, counts, rows, starts, ordered, values, times):
     """Rows of the segments, one after the other; returns how many.
 
     Args:
@@ -86,14 +84,13 @@ def compact(elements, keys, sources, ends, num_tables, counts, rows, starts, ord
                 at += 1
         else:
             for i in range(count):
-                write32(values, at, read32(rows, begin + i))
+                write32(values, at, read32(rows, begin + table + i))
                 write32(times, at, read32(starts, begin + table + i + 1) - read32(starts, begin + table + i))
                 at += 1
     return at
 
 
-@compiled
-def spread(elements, sources, times, num_rows, first, to):
+def spread(sources, times, num_rows, first, to):
     """Write the numbers first, first + 1, ... of rows to the places of their ids in `to`."""
     p = 0
     for row in range(num_rows):

@@ -1,111 +1,114 @@
-"""The compiled functions for one dtype, ready to be called; they are compiled at the first use on a machine, and kept.
+"""Entry points of what numba compiles, by name: made at their first use on a machine, and kept as machine code.
 
-Calls take addresses and numbers, nothing of numba's. What is compiled depends on the sources and the CPU alone.
+A process that finds them kept loads them without numba, whose import costs most of a second. Calls take integers, most
+of them addresses, and drop the interpreter's lock.
 """
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import logging
 import platform
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import cache
+from importlib import import_module
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import llvmlite.binding
-import numba
-from numba import types
 
-from sharders.embedding.lookup import numba_distinct, numba_loops, numba_sort
-from sharders.embedding.lookup.numba_vectors import SOURCES, Elements
+from sharders.embedding.lookup.numba_kept import Compiled, kept
 
 _log = logging.getLogger("dmp")
+_OF_IDS = {
+    **dict.fromkeys(("expand_bags", "expand_runs", "sort_tables"), "numba_sort"),
+    **dict.fromkeys(("choose", "compact", "spread"), "numba_distinct"),
+}
+"""Functions that know nothing of elements, and their files; all others are in `numba_loops`."""
 
-
-@dataclass(frozen=True)
-class Functions:
-    """Entry points: first `elements` or `words`, then ints but for those that are said."""
-
-    elements: Elements
-    words: Elements
-    """First argument of those below that know ids alone."""
-
-    sum_bags: Callable[..., None]
-    update: Callable[..., None]
-    """Both betas are floats."""
-
-    weight_gradients: Callable[..., None]
-    copy_rows: Callable[..., None]
-    expand_bags: Callable[..., int]
-    expand_runs: Callable[..., None]
-    sort_tables: Callable[..., None]
-    choose: Callable[..., int]
-    compact: Callable[..., int]
-    spread: Callable[..., None]
+_engines: list[Any] = []  # they hold the code
+_UPDATE = "update_"
 
 
 @cache
-def functions(name: str) -> Functions:
-    """For elements of this name; see `Elements`."""
-    elements, words = Elements(name), Elements("float32")
+def entry(name: str, element: str) -> Callable[..., int]:
+    """A function of `numba_loops`, `numba_sort` or `numba_distinct`, or `update_` and a kind of `numba_updates`.
+
+    Args:
+        element: name of an `Elements`; functions that know ids alone are the same for all.
+
+    Raises:
+        ModuleNotFoundError: numba is not installed.
+        NotImplementedError: this CPU does not know such elements.
+    """
+    if find_spec("numba") is None:
+        raise ModuleNotFoundError("No module named 'numba'")
+    of = None if name in _OF_IDS else element
+    return _entry(name, of)
+
+
+@cache
+def _entry(name: str, element: str | None) -> Callable[..., int]:
+    binding = llvmlite.binding
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    features = binding.get_host_cpu_features()
+    if element == "float16" and platform.machine() in ("x86_64", "AMD64") and not features.get("f16c"):
+        raise NotImplementedError("this CPU has no instructions for float16")
+    about = (_sources(), binding.get_host_cpu_name(), features.flatten(), version("numba"), version("llvmlite"))
+    key = hashlib.sha256("\n".join(about).encode()).hexdigest()[:16]
+    return _loaded(kept("-".join(filter(None, ("lookup", name, element, key))), lambda: _made(name, element)))
+
+
+def _made(name: str, element: str | None) -> Compiled:
+    """Compile it, which imports numba."""
+    _say_once()
     started = perf_counter()
-    with _turn(name) as first:
-        result = Functions(
-            elements,
-            words,
-            _entry(numba_loops.sum_bags, elements),
-            _entry(numba_loops.update, elements, beta1=types.float64, beta2=types.float64),
-            _entry(numba_loops.weight_gradients, elements),
-            _entry(numba_loops.copy_rows, elements),
-            _entry(numba_sort.expand_bags, words),
-            _entry(numba_sort.expand_runs, words),
-            _entry(numba_sort.sort_tables, words),
-            _entry(numba_distinct.choose, words),
-            _entry(numba_distinct.compact, words),
-            _entry(numba_distinct.spread, words),
-        )
-    if first:
-        _log.info("lookup kernels for %s are compiled, in %.1f s", name, perf_counter() - started)
+    from sharders.embedding.lookup import numba_loops, numba_updates
+    from sharders.embedding.lookup.numba_compile import compiled
+
+    if name.startswith(_UPDATE):
+        function = numba_loops.update_of(numba_updates.KINDS[name.removeprefix(_UPDATE)])
+    else:
+        function = getattr(import_module(f"{__package__}.{_OF_IDS.get(name, 'numba_loops')}"), name)
+    result = compiled(function, element)
+    _log.info("lookup kernel %s for %s is compiled, in %.1f s", name, element or "ids", perf_counter() - started)
     return result
 
 
-def _entry(dispatcher: Any, elements: Elements, **others: Any) -> Callable[..., Any]:
-    names = dispatcher.py_func.__code__.co_varnames[1 : dispatcher.py_func.__code__.co_argcount]
-    signature = (numba.typeof(elements), *(others.get(name, types.int64) for name in names))
-    entry: Callable[..., Any] = dispatcher.compile(signature)
-    return entry
+@cache
+def _say_once() -> None:
+    _log.warning("lookup kernels are compiled, once on this machine; this takes some seconds")
 
 
-@contextmanager
-def _turn(name: str) -> Iterator[bool]:
-    """One process of a machine compiles, the others wait for what it keeps; gives whether this is the one."""
-    folder = numba_loops.sum_bags.stats.cache_path
-    if folder is None:
-        _log.warning("lookup kernels for %s are compiled in every process: numba finds no folder to keep them in", name)
-        yield False
-        return
-    about = (llvmlite.binding.get_host_cpu_name(), platform.python_version(), numba.__version__, SOURCES)
-    done = Path(folder) / "-".join(["lookup", name, *about])
-    with _locked(done.with_name(done.name + ".lock")):
-        first = not done.exists()
-        if first:
-            _log.warning("lookup kernels for %s are compiled, once on this machine; this takes some seconds", name)
-        yield first
-        if first:
-            done.touch()
+def _loaded(found: Compiled) -> Callable[..., int]:
+    binding = llvmlite.binding
+    target = binding.Target.from_default_triple()
+    engine = binding.create_mcjit_compiler(binding.parse_assembly(""), target.create_target_machine())
+    engine.add_object_file(binding.ObjectFileRef.from_data(found.code))
+    engine.finalize_object()
+    _engines.append(engine)
+    # By numba's convention: where the result goes, where an exception would (there are none), `Elements` if it takes
+    # them, of which nothing is passed, and the arguments.
+    words = [ctypes.c_int64] * found.num_arguments
+    leading = [ctypes.c_void_p] * (2 + found.takes_elements)
+    call = ctypes.CFUNCTYPE(ctypes.c_int32, *leading, *words)(engine.get_function_address(found.symbol))
+    nothing = [None] * found.takes_elements
+
+    def function(*arguments: int) -> int:
+        result, exception = ctypes.c_int64(), ctypes.c_int64()
+        call(ctypes.addressof(result), ctypes.addressof(exception), *nothing, *arguments)
+        return result.value
+
+    return function
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    if sys.platform == "win32":
-        yield
-        return
-    import fcntl
-
-    with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # given back when the file is closed, or the process ends
-        yield
+@cache
+def _sources() -> str:
+    """Of what is compiled."""
+    sources = sorted(Path(__file__).parent.glob("numba_*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()

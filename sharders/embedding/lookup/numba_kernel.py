@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import accumulate
 from math import inf, sqrt
-from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,12 +34,9 @@ from sharders.embedding.lookup.numba_layout import (
     shift,
     words,
 )
-from sharders.embedding.lookup.optimizers import OPTIMIZERS, OptimizerSpec
+from sharders.embedding.lookup.optimizers import OptimizerSpec
 from sharders.embedding.lookup.row_optimizer import Rows
 from sharders.embedding.lookup.torch_kernel import Segments, TorchLookup, update
-
-if TYPE_CHECKING:
-    from sharders.embedding.lookup.numba_functions import Functions
 
 _DTYPES = {
     torch.float32: "float32",
@@ -53,19 +49,19 @@ _STREAMED_BYTES = 4 << 20  # results of this size do not stay in the caches anyw
 _ENOUGH_IDS = 4096  # for a thread
 _ALL_BITS = 31  # a source of unpooled ids has no feature
 
-_COPY = 0
-_KINDS: dict[Callable[[Rows], None], int] = {
-    row_updates.sgd: 1,
-    row_updates.adagrad: 2,
-    row_updates.rowwise_adagrad: 3,
-    row_updates.adam: 4,
+_COPY = "copy"
+_KINDS: dict[Callable[[Rows], None], str] = {
+    row_updates.sgd: "sgd",
+    row_updates.adagrad: "adagrad",
+    row_updates.rowwise_adagrad: "rowwise_adagrad",
+    row_updates.adam: "adam",
 }
 """Updates that are compiled, by what they are called there; see `numba_updates`."""
 _STATES = {
-    1: [],
-    2: [("sum", False)],
-    3: [("sum", True)],
-    4: [("exp_avg", False), ("exp_avg_sq", False)],
+    "sgd": [],
+    "adagrad": [("sum", False)],
+    "rowwise_adagrad": [("sum", True)],
+    "adam": [("exp_avg", False), ("exp_avg_sq", False)],
 }
 """The state that they are given: names, and whether it is row-wise; of the weights' dtype."""
 
@@ -78,7 +74,6 @@ class NumbaLookup(TorchLookup):
         self._tables = Tables(bank, self.ranges)
         self._name = _DTYPES[bank.weights.dtype]
         self._pooled_runs: tuple[int, Runs] | None = None
-        functions_of(self._name)
 
     def pooled(self, ids: Tensor, offsets: Tensor, weights: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         num_bags = self._num_bags(offsets)
@@ -114,7 +109,7 @@ class NumbaLookup(TorchLookup):
         weights: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        region, f, table = self.region_of(segments), self._functions(), self.bank.weights
+        region, table = self.region_of(segments), self.bank.weights
         if region is None:
             return table.new_zeros(0, 0)
         output_ND = self._memory(ids.numel() if bags is None else bags.numel() - 1, region.width, out)
@@ -124,16 +119,14 @@ class NumbaLookup(TorchLookup):
         runs = int64([[n, place_of(self.ranges[i])] for i, n in segments])
         fixed = (table.data_ptr(), *words(ids), runs.data_ptr(), len(segments), region.width)
         to, num_ids = (output_ND.data_ptr(), output_ND.stride(0)), ids.numel()
-        parts = threads.num_parts(num_ids, _ENOUGH_IDS)
-        threads.run(
-            lambda i: f.copy_rows(f.elements, *fixed, num_ids * i // parts, num_ids * (i + 1) // parts, *to), parts
-        )
+        parts, copy = threads.num_parts(num_ids, _ENOUGH_IDS), self._entry("copy_rows")
+        threads.run(lambda i: copy(*fixed, num_ids * i // parts, num_ids * (i + 1) // parts, *to), parts)
         return output_ND
 
     def order_rows(
         self, ids: Tensor, segments: Segments, bags: Tensor | None = None, weights: Tensor | None = None
     ) -> Order:
-        tables, f = self._tables, self._functions()
+        tables = self._tables
         order = Order(ids.numel(), len(tables), weights is not None, _ALL_BITS, tables.no_columns)
         if bags is not None:
             return self._sort_bags(order, ids, bags, self._runs_of(segments, bags, 0), True)
@@ -144,7 +137,7 @@ class NumbaLookup(TorchLookup):
         order.ends.copy_(int64([*accumulate(sizes, initial=0)]))
         flat = int64([run for of_table in runs for run in of_table])
         keys = torch.empty(2, ids.numel(), dtype=torch.int32, device="cpu")
-        f.expand_runs(f.words, *words(ids), flat.data_ptr(), len(segments), *addresses(keys))
+        self._entry("expand_runs")(*words(ids), flat.data_ptr(), len(segments), *addresses(keys))
         return self._sort(order, (*addresses(keys), 0), max(sizes, default=0))
 
     def update_rows(
@@ -209,36 +202,37 @@ class NumbaLookup(TorchLookup):
         return Runs(int64(to_sum), int64([run for of_table in by_table for run in of_table]), first_runs)
 
     def _sum_bags(self, ids: Tensor, bounds: Tensor, runs: Runs, weights: Tensor | None, out: Tensor) -> None:
-        f, table, weights = self._functions(), self.bank.weights, self._like_table(weights)
+        table, weights = self.bank.weights, self._like_table(weights)
         apart = out.stride(0) * table.element_size()
         streams = out.shape[0] * apart >= _STREAMED_BYTES and self._tables.fills_lines
         streams = streams and out.data_ptr() % 64 == apart % 64 == 0
         fixed = (table.data_ptr(), *words(ids), *words(bounds), runs.to_sum.data_ptr(), len(runs.to_sum))
         to = (address(weights), out.data_ptr(), out.stride(0), int(streams))
-        parts = threads.num_parts(ids.numel(), _ENOUGH_IDS)
-        threads.run(lambda i: f.sum_bags(f.elements, *fixed, i, parts, *to), parts)
+        parts, sum_bags = threads.num_parts(ids.numel(), _ENOUGH_IDS), self._entry("sum_bags")
+        threads.run(lambda i: sum_bags(*fixed, i, parts, *to), parts)
 
     def _weight_gradients(self, grad: Tensor, ids: Tensor, bounds: Tensor, runs: Runs) -> Tensor:
-        f, table, grad = self._functions(), self.bank.weights, self._rows_of(grad)
+        table, grad = self.bank.weights, self._rows_of(grad)
         result_N = table.new_empty(ids.numel())
         fixed = (table.data_ptr(), *words(ids), *words(bounds), runs.to_sum.data_ptr(), len(runs.to_sum))
         to = (grad.data_ptr(), grad.stride(0), result_N.data_ptr())
-        parts = threads.num_parts(ids.numel(), _ENOUGH_IDS)
-        threads.run(lambda i: f.weight_gradients(f.elements, *fixed, i, parts, *to), parts)
+        parts, learn = threads.num_parts(ids.numel(), _ENOUGH_IDS), self._entry("weight_gradients")
+        threads.run(lambda i: learn(*fixed, i, parts, *to), parts)
         return result_N
 
     def _sort_bags(self, order: Order, ids: Tensor, bounds: Tensor, runs: Runs, moves: bool) -> Order:
         """The order of bags' ids; `moves` where the tables' ids are not one after the other already."""
-        f, num_tables = self._functions(), len(self._tables)
+        num_tables = len(self._tables)
         keys = torch.empty(3, ids.numel(), dtype=torch.int32, device="cpu")
         *memory, origins = addresses(keys)
         origins = origins if moves and order.addresses[-1] else 0
         of_runs = (runs.to_sort.data_ptr(), runs.first.data_ptr(), num_tables)
-        most = f.expand_bags(f.words, *words(ids), *words(bounds), *of_runs, *memory, origins, order.addresses[0])
+        given = (*words(ids), *words(bounds), *of_runs, *memory, origins, order.addresses[0])
+        most = self._entry("expand_bags")(*given)
         return self._sort(order, (*memory, origins), most)
 
-    def _functions(self) -> Functions:
-        return functions_of(self._name)
+    def _entry(self, name: str) -> Callable[..., int]:
+        return entry_of(name, self._name)
 
     def _like_table(self, weights: Tensor | None) -> Tensor | None:
         return None if weights is None else weights.to(self.bank.weights.dtype).contiguous()
@@ -249,7 +243,7 @@ class NumbaLookup(TorchLookup):
         return grad if grad.stride(1) == 1 or not grad.numel() else grad.contiguous()
 
     def _sort(self, order: Order, keys: tuple[int, ...], most: int) -> Order:
-        f, tables = self._functions(), self._tables
+        sort_tables, tables = self._entry("sort_tables"), self._tables
         ends, counts, rows, starts, ordered, places = order.addresses
         num_tables, to = len(tables), (rows, starts, ordered, places, counts)
         parts = min(threads.num_parts(order.num_ids, _ENOUGH_IDS), num_tables)
@@ -257,7 +251,7 @@ class NumbaLookup(TorchLookup):
         def sort(i: int) -> None:
             scratch = torch.empty(4 * most + 4096, dtype=torch.int64, device="cpu")
             span = num_tables * i // parts, num_tables * (i + 1) // parts
-            f.sort_tables(f.words, *keys, ends, tables.num_rows.data_ptr(), *span, *to, scratch.data_ptr())
+            sort_tables(*keys, ends, tables.num_rows.data_ptr(), *span, *to, scratch.data_ptr())
 
         threads.run(sort, parts)
         return order
@@ -307,66 +301,55 @@ class NumbaLookup(TorchLookup):
         grad: Tensor,
         order: Order,
         weights: Tensor | None,
-        kind: int,
+        kind: str,
         arrays: Sequence[Tensor],
-        rates: _Rates | None = None,
+        rates: Tensor | None = None,
         packed: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         """Sum the gradients of each row, and do with it what `kind` says."""
-        f, tables, grad, weights = self._functions(), self._tables, self._rows_of(grad), self._like_table(weights)
-        rates = rates or _Rates(torch.zeros(len(tables), 3, dtype=torch.float64, device="cpu"))
+        update_rows, tables = self._entry(f"update_{kind}"), self._tables
+        grad, weights = self._rows_of(grad), self._like_table(weights)
+        if rates is None:
+            rates = torch.zeros(len(tables), 5, dtype=torch.float64, device="cpu")
         fixed = (
-            *(f.elements, kind, grad.data_ptr(), grad.stride(0), order.shift, order.columns.data_ptr()),
+            *(grad.data_ptr(), grad.stride(0), order.shift, order.columns.data_ptr()),
             *(tables.tables.data_ptr(), len(tables), *order.addresses, address(weights)),
         )
         to = (
             *([*map(address, arrays), 0, 0][:3]),
-            *(rates.of_tables.data_ptr(), *rates.betas, *(map(address, packed) if packed else (0, 0))),
+            *(rates.data_ptr(), *(map(address, packed) if packed else (0, 0))),
         )
         num_ids, parts = order.num_ids, threads.num_parts(order.num_ids, _ENOUGH_IDS)
 
         def part(i: int) -> None:
             sums = torch.empty(tables.widest, dtype=torch.float64, device="cpu")
-            f.update(*fixed, num_ids * i // parts, num_ids * (i + 1) // parts, sums.data_ptr(), *to)
+            update_rows(*fixed, num_ids * i // parts, num_ids * (i + 1) // parts, sums.data_ptr(), *to)
 
         threads.run(part, parts)
 
 
-class _Rates(NamedTuple):
-    """What an update multiplies by.
-
-    Args:
-        of_tables: (tables, 3) float64: learning rate, eps, decay.
-        betas: of Adam.
-    """
-
-    of_tables: Tensor
-    betas: tuple[float, float] = (0.0, 0.0)
-
-
-def _rates(bank: Bank, in_bank: Sequence[int]) -> _Rates:
-    """Of the bank's options as they are now, and of its tables' steps."""
+def _rates(bank: Bank, in_bank: Sequence[int]) -> Tensor:
+    """(tables, 5) float64: what a `Kind` calls rates; of the bank's options as they are now, and its tables' steps."""
     options = bank.options
     lr, eps = float(options["lr"]), float(options.get("eps", 0.0))
     if "betas" not in options:
-        return _Rates(torch.tensor([lr, eps, 0.0], dtype=torch.float64, device="cpu").repeat(len(in_bank), 1))
+        return torch.tensor([lr, eps, 0.0, 0.0, 0.0], dtype=torch.float64, device="cpu").repeat(len(in_bank), 1)
     beta1, beta2 = (float(b) for b in options["betas"])
     steps, by_step = bank.steps.tolist(), {}
     for step in set(steps):
         root_correction = sqrt(1 - beta2**step)
         own_eps = eps * (root_correction if options.get("bias_corrected_eps", True) else 1.0)
         rate = lr * root_correction / (1 - beta1**step) if step else inf
-        by_step[step] = [rate, own_eps, lr * float(options.get("weight_decay", 0.0))]
-    of_tables = torch.tensor([by_step[steps[t]] for t in in_bank], dtype=torch.float64, device="cpu")
-    return _Rates(of_tables, (beta1, beta2))
+        by_step[step] = [rate, own_eps, beta1, beta2, lr * float(options.get("weight_decay", 0.0))]
+    return torch.tensor([by_step[steps[t]] for t in in_bank], dtype=torch.float64, device="cpu")
 
 
-def _compiled_kind(bank: Bank) -> int | None:
+def _compiled_kind(bank: Bank) -> str | None:
     """The compiled update of the bank's optimizer; None where there is none for its state and the options now set."""
     assert bank.spec is not None
     optimizer = bank.spec.optimizer
     kind = _KINDS.get(optimizer.update)
-    if kind == _KINDS[row_updates.rowwise_adagrad] and any(map(bank.options.get, ("weight_decay", "max_norm"))):
+    if kind == "rowwise_adagrad" and any(map(bank.options.get, ("weight_decay", "max_norm"))):
         return None
     found = [(name, tensor.is_row_wise) for name, tensor in optimizer.state.items()]
     one_dtype = all(tensor.dtype == bank.weights.dtype for tensor in bank.state.values())
@@ -374,10 +357,11 @@ def _compiled_kind(bank: Bank) -> int | None:
 
 
 @cache
-def functions_of(name: str) -> Functions:
-    from sharders.embedding.lookup.numba_functions import functions
+def entry_of(name: str, element: str = "") -> Callable[..., int]:
+    """A compiled function; see `numba_functions`."""
+    from sharders.embedding.lookup.numba_functions import entry
 
-    return functions(name)
+    return entry(name, element)
 
 
 def supports(
@@ -388,34 +372,40 @@ def supports(
         return f"it takes {', '.join(_DTYPES.values())} tables on the CPU; got {dtype} on {device.type}"
     if (most := max((r.rows for r in ranges), default=0)) >= _MAX:
         return f"it takes tables of fewer than 2**31 rows on a rank; got {most}"
-    reason = problem(dtype)
+    kind = optimizer.kind if optimizer is not None and optimizer.optimizer.update in _KINDS else None
+    reason = problem(dtype, kind)
     return f"{reason} (pip install numba where it is missing)" if reason else None
 
 
 @cache
-def problem(dtype: torch.dtype = torch.float32) -> str:
-    """Why numba cannot be used here, in one line; empty where it can: it loads, and small updates are right."""
+def problem(dtype: torch.dtype = torch.float32, kind: str | None = None) -> str:
+    """Why numba cannot be used here, in one line; empty where it can: it loads, and a small update is right.
+
+    Args:
+        dtype: of the tables.
+        kind: an optimizer whose update is compiled; None for others, which are given gradients.
+    """
     try:
         with torch.device("cpu"):
-            return _compare(dtype)
+            return _compare(dtype, kind)
     except Exception as error:  # a library that does not fit fails in many ways, all of them meant here
         return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
-def _compare(dtype: torch.dtype) -> str:
+def _compare(dtype: torch.dtype, kind: str | None) -> str:
     ids, offsets = torch.tensor([2, 0, 2, 1], dtype=torch.int32), torch.tensor([0, 1, 3, 3, 4], dtype=torch.int32)
     grad = torch.arange(16.0, dtype=dtype).view(2, 8)
-    for kind in (name for name, optimizer in OPTIMIZERS.items() if optimizer.update in _KINDS):
-        results = []
-        for lookup_class in (NumbaLookup, TorchLookup):
-            bank = Bank([[(3, 4)], [(2, 4)]], dtype, "cpu", OptimizerSpec.make(kind, lr=0.5))
-            bank.weights.copy_(torch.arange(20.0))
-            bank.step()
-            lookup = lookup_class(bank, [RowRange(bank.chunks[0][0], 0, 3), RowRange(bank.chunks[1][0], 0, 2)])
-            before = lookup.pooled(ids, offsets)
-            gradients = lookup.gradient_pooled(grad, ids, offsets), lookup.gradient_weights(grad, ids, offsets)
+    results = []
+    for lookup_class in (NumbaLookup, TorchLookup):
+        spec = OptimizerSpec.make(kind, lr=0.5) if kind else None
+        bank = Bank([[(3, 4)], [(2, 4)]], dtype, "cpu", spec)
+        bank.weights.copy_(torch.arange(20.0))
+        bank.step()
+        lookup = lookup_class(bank, [RowRange(bank.chunks[0][0], 0, 3), RowRange(bank.chunks[1][0], 0, 2)])
+        before = lookup.pooled(ids, offsets).flatten()
+        if kind:
             lookup.update_pooled(grad, ids, offsets)
-            results.append(torch.cat([before.flatten(), *gradients, bank.weights]).double())
-        if not torch.allclose(results[0], results[1], rtol=1e-5 if dtype.itemsize > 2 else 0.02, atol=1e-5):
-            return f"what numba compiles gives wrong numbers for {kind} of {dtype}"
-    return ""
+        results.append(torch.cat([before, bank.weights if kind else lookup.gradient_pooled(grad, ids, offsets)]))
+    ours, torchs = (result.double() for result in results)
+    right = torch.allclose(ours, torchs, rtol=1e-5 if dtype.itemsize > 2 else 0.02, atol=1e-5)
+    return "" if right else f"what numba compiles gives wrong numbers for {kind or 'gradients'} of {dtype}"

@@ -70,7 +70,7 @@ class Order:
     """
 
     def __init__(self, num_ids: int, num_tables: int, with_places: bool, shift: int, columns: Tensor) -> None:
-        sizes = [2 * (num_tables + 1), num_tables, num_ids, num_ids + num_tables + 1, num_ids, num_ids * with_places]
+        sizes = [2 * (num_tables + 1), num_tables, *2 * [num_ids + num_tables + 1], num_ids, num_ids * with_places]
         starts = [*accumulate(sizes, initial=0)]
         self.memory = torch.empty(starts[-1], dtype=torch.int32, device="cpu")
         self.num_ids, self.shift, self.columns = num_ids, shift, columns

@@ -8,11 +8,13 @@ Addresses are integers, elements are counted in those of the table.
 
 from __future__ import annotations
 
-from sharders.embedding.lookup.numba_compile import by_blocks, compiled, helper
-from sharders.embedding.lookup.numba_updates import ADAGRAD, ADAM, COPY, ROWWISE_ADAGRAD, finish_row, inner_product
+from collections.abc import Callable
+
+from sharders.embedding.lookup.numba_compile import by_blocks, helper
+from sharders.embedding.lookup.numba_updates import Kind, inner_product
 from sharders.embedding.lookup.numba_vectors import (
     add,
-    computed,
+    counted,
     fence,
     fetch,
     fetch_to_write,
@@ -30,11 +32,10 @@ from sharders.embedding.lookup.numba_vectors import (
     zeros,
 )
 
-_AHEAD = 16  # ids
+_AHEAD = 32  # ids
 _ROWS_AHEAD = 8  # distinct rows
 
 
-@compiled
 def sum_bags(
     elements, table, ids, id_bytes, bounds, bound_bytes, runs, num_runs, part, parts, weights, out, out_stride, streams
 ):  # fmt: skip
@@ -68,89 +69,108 @@ def _sum_bag(elements, like, column, arguments):
     table, start, width, ids, id_bytes, begin, end, last, weights, out, to, streams = arguments
     start += column
     summed = like
+    place = begin
     if weights == 0:
-        for place in range(begin, end):
+        while place < end:
             later = read32_at(ids + min(place + _AHEAD, last) * id_bytes)
             fetch(elements, like, table, start + later * width)
             summed = add(summed, load(elements, like, table, start + read32_at(ids + place * id_bytes) * width))
+            place = counted(place + 1)
     else:
-        for place in range(begin, end):
+        while place < end:
             later = read32_at(ids + min(place + _AHEAD, last) * id_bytes)
             fetch(elements, like, table, start + later * width)
             row = load(elements, like, table, start + read32_at(ids + place * id_bytes) * width)
             weight = total(load(elements, zeros(elements, 1), weights, place))
             summed = fma(splat(like, weight), row, summed)
+            place = counted(place + 1)
     if streams:
         stream(elements, out, to + column, summed)
     else:
         store(elements, out, to + column, summed)
 
 
-@compiled
-def update(
-    elements, kind, grad, grad_stride, shift, columns, tables, num_tables, ends, counts, rows, starts, ordered, places,
-    weights, first, stop, sums, bank, state, more_state, rates, beta1, beta2, packed, packed_rows,
-):  # fmt: skip
-    """Sum the gradients of each distinct row, and update it.
+def update_of(kind: Kind) -> Callable[..., None]:
+    """What sums the gradients of each distinct row, and does with it what `kind` says."""
+    finish_block, finish_row, num_pointwise, is_row_wise = kind
 
-    Args:
-        kind: see `finish_row`.
-        grad: rows `grad_stride` apart, one for each bag or id: see *source* in `numba_sort`.
-        columns: int64: of each range, in `grad`.
-        tables: (num_tables, 4) int64: place of the first row in the bank, width, first range, first row of state.
-        ends, counts, rows, starts, ordered, places: see `sort_tables`.
-        weights: of the ids; 0 without.
-        first, stop: only rows whose sources begin there are worked on: the parts of several threads.
-        sums: memory for a row of what is computed.
-        bank, state, more_state: what `finish_row` calls arrays.
-        rates: (num_tables, 3) float64: learning rate, eps, decay.
-        packed: (num_tables, 2) int64: rows are not written where they lie in the bank but one after the other: place
-            of a table's first in `packed_rows`, and of its first element; 0 if not.
-        packed_rows: int64, written: which these are, as rows of the region.
-    """
-    for table in range(num_tables):
-        begin, end = read64(ends, table), read64(ends, table + 1)
-        if end <= first or begin >= stop or begin == end:
-            continue
-        place, width = read64(tables, 4 * table), read64(tables, 4 * table + 1)
-        of_range, state_row = read64(tables, 4 * table + 2), read64(tables, 4 * table + 3)
-        of_rates = (
-            read_float64(rates, 3 * table), read_float64(rates, 3 * table + 1), beta1, beta2,
-            read_float64(rates, 3 * table + 2),
-        )  # fmt: skip
+    @by_blocks
+    def of_block(elements, like, column, arguments):
+        sources, span, row = arguments
+        finish_block(elements, _sum_sources(elements, like, column, sources, span), column, row)
+
+    @helper
+    def fetch_row(elements, arrays, at, state_at, width):
+        """Ask for all that an update of a row changes."""
+        for column in range(at, at + width, 64):
+            if num_pointwise > 0:
+                fetch_to_write(elements, zeros(elements, 64), arrays[0], column)
+            if num_pointwise > 1:
+                fetch_to_write(elements, zeros(elements, 64), arrays[1], column)
+            if num_pointwise > 2:
+                fetch_to_write(elements, zeros(elements, 64), arrays[2], column)
+        if is_row_wise:
+            fetch_to_write(elements, zeros(elements, 1), arrays[1], state_at)
+
+    def update(
+        elements, grad, grad_stride, shift, columns, tables, num_tables, ends, counts, rows, starts, ordered, places,
+        weights, first, stop, sums, bank, state, more_state, rates, packed, packed_rows,
+    ):  # fmt: skip
+        """Update, or keep, each distinct row.
+
+        Args:
+            grad: rows `grad_stride` apart, one for each bag or id: see *source* in `numba_sort`.
+            columns: int64: of each range, in `grad`.
+            tables: (num_tables, 4) int64: place of the first row in the bank, width, first range, first row of state.
+            ends, counts, rows, starts, ordered, places: see `sort_tables`.
+            weights: of the ids; 0 without.
+            first, stop: only rows whose sources begin there are worked on: the parts of several threads.
+            sums: memory for a row of what is computed.
+            bank, state, more_state: the arrays of a `Kind`.
+            rates: (num_tables, 5) float64: those of a `Kind`.
+            packed: (num_tables, 2) int64: rows are not written where they lie in the bank but one after the other:
+                place of a table's first in `packed_rows`, and of its first element; 0 if not.
+            packed_rows: int64, written: which these are, as rows of the region.
+        """
         arrays = (bank, state, more_state)
-        found = read32(counts, table)
-        its_rows, its_starts = rows + 4 * begin, starts + 4 * (begin + table)
-        rank = _reach(its_starts, found, first)
-        sources = (grad, grad_stride, shift, columns + 8 * of_range, ordered, places, end - 1, weights)
-        its_last = found - 1
-        while rank < found and read32(its_starts, rank) < stop:
-            row = read32(its_rows, rank)
-            later = read32(its_rows, min(rank + _ROWS_AHEAD, its_last))
-            if kind != COPY:
-                _fetch_row(elements, kind, arrays, place + later * width, state_row + later, width)
-            span = (read32(its_starts, rank), read32(its_starts, rank + 1))
-            _sum_sources(elements, width, (sources, span, sums))
-            at = place + row * width
-            if packed != 0:
-                write64(packed_rows, read64(packed, 2 * table) + rank, at // width)
-                at = read64(packed, 2 * table + 1) + rank * width
-            finish_row(elements, kind, sums, at, state_row + row, width, arrays, of_rates)
-            rank += 1
+        for table in range(num_tables):
+            begin, end = read64(ends, table), read64(ends, table + 1)
+            if end <= first or begin >= stop or begin == end:
+                continue
+            place, width = read64(tables, 4 * table), read64(tables, 4 * table + 1)
+            of_range, state_row = read64(tables, 4 * table + 2), read64(tables, 4 * table + 3)
+            of_rates = _rates_of(rates, table)
+            found = read32(counts, table)
+            its_rows, its_starts = rows + 4 * (begin + table), starts + 4 * (begin + table)
+            rank = _reach(its_starts, found, first)
+            sources = (grad, grad_stride, shift, columns + 8 * of_range, ordered, places, end - 1, weights)
+            its_last = found - 1
+            source = read32(its_starts, rank)
+            while rank < found and source < stop:
+                row = read32(its_rows, rank)
+                later = read32(its_rows, min(rank + _ROWS_AHEAD, its_last))
+                fetch_row(elements, arrays, place + later * width, state_row + later, width)
+                span = (source, read32(its_starts, rank + 1))
+                at = place + row * width
+                if packed != 0:
+                    write64(packed_rows, read64(packed, 2 * table) + rank, at // width)
+                    at = read64(packed, 2 * table + 1) + rank * width
+                of_row = (at, state_row + row, width, sums, arrays, of_rates)
+                of_block(elements, width, (sources, span, of_row))
+                finish_row(elements, of_row)
+                source = span[1]
+                rank += 1
+
+    return update
 
 
 @helper
-def _fetch_row(elements, kind, arrays, at, state_at, width):
-    """Ask for all that an update of a row changes."""
-    bank, state, more_state = arrays
-    for column in range(at, at + width, 64):
-        fetch_to_write(elements, zeros(elements, 64), bank, column)
-        if kind in (ADAGRAD, ADAM):
-            fetch_to_write(elements, zeros(elements, 64), state, column)
-        if kind == ADAM:
-            fetch_to_write(elements, zeros(elements, 64), more_state, column)
-    if kind == ROWWISE_ADAGRAD:
-        fetch_to_write(elements, zeros(elements, 1), state, state_at)
+def _rates_of(rates, table):
+    at = 5 * table
+    return (
+        *(read_float64(rates, at), read_float64(rates, at + 1), read_float64(rates, at + 2)),
+        *(read_float64(rates, at + 3), read_float64(rates, at + 4)),
+    )
 
 
 @helper
@@ -166,13 +186,14 @@ def _reach(starts, found, place):
     return low
 
 
-@by_blocks
-def _sum_sources(elements, like, column, arguments):
-    sources, span, sums = arguments
+@helper
+def _sum_sources(elements, like, column, sources, span):
+    """A block of the sum of a row's gradients."""
     grad, stride, shift, columns, ordered, places, last, weights = sources
     mask = (1 << shift) - 1
     summed = like
-    for p in range(span[0], span[1]):
+    p, end = span
+    while p < end:
         later = read32(ordered, min(p + _AHEAD, last))
         fetch(elements, like, grad, (later & mask) * stride + read64(columns, later >> shift) + column)
         source = read32(ordered, p)
@@ -182,10 +203,10 @@ def _sum_sources(elements, like, column, arguments):
         else:
             weight = total(load(elements, zeros(elements, 1), weights, read32(places, p)))
             summed = fma(splat(like, weight), part, summed)
-    store(computed(elements), sums, column, summed)
+        p = counted(p + 1)
+    return summed
 
 
-@compiled
 def weight_gradients(
     elements, table, ids, id_bytes, bounds, bound_bytes, runs, num_runs, part, parts, grad, grad_stride, out
 ):  # fmt: skip
@@ -209,7 +230,6 @@ def weight_gradients(
             begin = end
 
 
-@compiled
 def copy_rows(elements, table, ids, id_bytes, runs, num_runs, width, first, stop, out, out_stride):
     """The rows of the ids at the places `first` to `stop`.
 

@@ -13,19 +13,18 @@ Addresses are integers. Arrays are int32 where nothing else is said.
 
 from __future__ import annotations
 
-from sharders.embedding.lookup.numba_compile import compiled, helper
+from sharders.embedding.lookup.numba_compile import helper
 from sharders.embedding.lookup.numba_vectors import lowest, ones, read32, read32_at, read64, write32, write64
 
 _FEW_IDS = 24
-_COUNTED_ROWS = 2  # per id: so few are counted one by one
+_COUNTED_ROWS = 4  # per id: so few are counted one by one
 _MARKED_ROWS = 64  # per id: so few are marked in a bitmap
 _MANY_IDS = 4096  # which a digit of 11 bits pays for
 SCRATCH_PER_ID, SCRATCH = 8, 3 * 2048
 
 
-@compiled
 def expand_bags(
-    elements, ids, id_bytes, bounds, bound_bytes, runs, first_runs, num_tables, keys, sources, origins, ends
+    ids, id_bytes, bounds, bound_bytes, runs, first_runs, num_tables, keys, sources, origins, ends
 ):  # fmt: skip
     """Keys and sources of bags' ids; returns the most ids of a table.
 
@@ -58,8 +57,7 @@ def expand_bags(
     return most
 
 
-@compiled
-def expand_runs(elements, ids, id_bytes, runs, num_runs, keys, sources):
+def expand_runs(ids, id_bytes, runs, num_runs, keys, sources):
     """Keys and sources of ids that are looked up one by one.
 
     Args:
@@ -74,16 +72,15 @@ def expand_runs(elements, ids, id_bytes, runs, num_runs, keys, sources):
             to += 1
 
 
-@compiled
 def sort_tables(
-    elements, keys, sources, origins, ends, num_rows, first, stop, rows, starts, ordered, places, counts, scratch
+    keys, sources, origins, ends, num_rows, first, stop, rows, starts, ordered, places, counts, scratch
 ):  # fmt: skip
     """The order of the tables `first` to `stop`.
 
     Args:
         keys, sources, origins: of all ids; those of table t are `ends[t]` to `ends[t + 1]`, `ends` int64.
         num_rows: of each table, int64.
-        rows: written at `ends[t]`: its distinct rows.
+        rows: written at `ends[t] + t`: its distinct rows, and one word more.
         starts: written at `ends[t] + t`: where each begins in `ordered`, and the end.
         ordered: written: the sources.
         places: written: where the ids were, by `origins`, or among all keys if that is 0; 0 where nobody asks.
@@ -96,7 +93,7 @@ def sort_tables(
         total = read64(num_rows, table)
         its_origins = origins + 4 * begin if origins != 0 else 0
         of = (keys + 4 * begin, sources + 4 * begin, its_origins, num, begin)
-        to = (rows + 4 * begin, starts + 4 * (begin + table), ordered, places)
+        to = (rows + 4 * (begin + table), starts + 4 * (begin + table), ordered, places)
         if num <= _FEW_IDS:
             found = _insert(of, to, scratch)
         elif total <= _COUNTED_ROWS * num:
@@ -129,14 +126,13 @@ def _count(of, total, to, counts):
         row = read32(keys, p)
         write32(counts, row, read32(counts, row) + 1)
     found, at = 0, begin
-    for row in range(total):
+    for row in range(total):  # without a branch, which half of the rows would take
         count = read32(counts, row)
-        if count > 0:
-            write32(rows, found, row)
-            write32(starts, found, at)
-            write32(counts, row, at)
-            at += count
-            found += 1
+        write32(rows, found, row)
+        write32(starts, found, at)
+        write32(counts, row, at)
+        at += count
+        found += count > 0
     write32(starts, found, at)
     for p in range(num):
         row = read32(keys, p)

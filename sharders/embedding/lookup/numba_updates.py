@@ -1,19 +1,21 @@
 """What is done with the summed gradient of a row, compiled by numba: the formulas of `row_updates` that are used most.
 
-Addresses are integers, elements are counted in those of the table. What is computed of bfloat16 and float16 is rounded
-once, when it is written.
+A row is given block by block, as it is summed, and is changed in registers. Addresses are integers, elements are
+counted in those of the table. What is computed of bfloat16 and float16 is rounded once, when it is written.
 """
 
 from __future__ import annotations
 
 from math import sqrt
+from typing import Any, NamedTuple
 
-from sharders.embedding.lookup.numba_compile import by_small_blocks, helper
+from sharders.embedding.lookup.numba_compile import BLOCKS, by_small_blocks, helper
 from sharders.embedding.lookup.numba_vectors import (
     add,
     computed,
     divide,
     fma,
+    lanes,
     load,
     multiply,
     root,
@@ -24,37 +26,25 @@ from sharders.embedding.lookup.numba_vectors import (
     zeros,
 )
 
-COPY, SGD, ADAGRAD, ROWWISE_ADAGRAD, ADAM = range(5)
 
-
-@helper
-def finish_row(elements, kind, sums, at, state_at, width, arrays, rates):
-    """Update a row, or keep its gradient.
+class Kind(NamedTuple):
+    """What is done with rows, as helpers that are given `row`: `(at, state_at, width, sums, arrays, rates)`.
 
     Args:
-        kind: `COPY` into the first array, or which optimizer.
-        sums: address of the gradient, in what is computed.
-        at: place of the row's first element in the arrays; in state too if that is pointwise.
-        state_at: place in row-wise state.
-        arrays: addresses of the weights and two tensors of state.
-        rates: learning rate, eps, both betas, and what of the weights is taken away as decay.
+        of_block: `(elements, summed, column, row)`: with a block of the summed gradient.
+        of_row: `(elements, row)`: after the last block.
+        num_pointwise: how many of the arrays are read and changed element by element.
+        is_row_wise: whether the second array is state by row.
+
+    `at` is the place of the row's first element in the arrays, `state_at` its place in row-wise state, `sums` memory
+    for a row of what is computed, `arrays` are addresses of the weights and two tensors of state, `rates` the learning
+    rate, eps, both betas, and what of the weights is taken away as decay.
     """
-    row = (sums, at, width)
-    if kind == COPY:
-        _copy(elements, width, (row, arrays, rates))
-    elif kind == SGD:
-        _descend(elements, width, (row, arrays, rates))
-    elif kind == ADAGRAD:
-        _adagrad(elements, width, (row, arrays, rates))
-    elif kind == ADAM:
-        _adam(elements, width, (row, arrays, rates))
-    else:
-        rate, eps, _, _, _ = rates
-        one = zeros(elements, 1)
-        squares = inner_product(computed(elements), sums, 0, sums, 0, width)
-        summed = total(load(elements, one, arrays[1], state_at)) + squares / width
-        store(elements, arrays[1], state_at, splat(one, summed))
-        _descend(elements, width, (row, arrays, (rate / (sqrt(summed) + eps), eps, 0.0, 0.0, 0.0)))
+
+    of_block: Any
+    of_row: Any
+    num_pointwise: int
+    is_row_wise: bool = False
 
 
 @helper
@@ -73,49 +63,93 @@ def inner_product(elements, one, at, other, other_at, width):
     return total(wide) + total(narrow)
 
 
-@by_small_blocks
-def _copy(elements, like, column, arguments):
-    row, arrays, _ = arguments
-    sums, at, _ = row
-    store(elements, arrays[0], at + column, load(computed(elements), like, sums, column))
+@helper
+def _nothing(elements, row):
+    pass
+
+
+@helper
+def _copy(elements, summed, column, row):
+    store(elements, row[4][0], row[0] + column, summed)
+
+
+@helper
+def _move(elements, table, at, direction, rate):
+    weights = load(elements, direction, table, at)
+    store(elements, table, at, fma(splat(direction, -rate), direction, weights))
+
+
+@helper
+def _sgd(elements, summed, column, row):
+    at, _, _, _, arrays, rates = row
+    _move(elements, arrays[0], at + column, summed, rates[0])
+
+
+@helper
+def _adagrad(elements, summed, column, row):
+    at, _, _, _, arrays, rates = row
+    at += column
+    squares = fma(summed, summed, load(elements, summed, arrays[1], at))
+    store(elements, arrays[1], at, squares)
+    direction = divide(summed, add(root(squares), splat(summed, rates[1])))
+    _move(elements, arrays[0], at, direction, rates[0])
+
+
+@helper
+def _adam(elements, summed, column, row):
+    at, _, _, _, arrays, rates = row
+    at += column
+    rate, eps, beta1, beta2, decay = rates
+    mean = load(elements, summed, arrays[1], at)
+    mean = fma(splat(summed, 1 - beta1), subtract(summed, mean), mean)
+    store(elements, arrays[1], at, mean)
+    kept = multiply(splat(summed, beta2), load(elements, summed, arrays[2], at))
+    square = fma(multiply(splat(summed, 1 - beta2), summed), summed, kept)
+    store(elements, arrays[2], at, square)
+    weights = load(elements, summed, arrays[0], at)
+    direction = divide(mean, add(root(square), splat(summed, eps)))
+    moved = fma(splat(summed, -decay), weights, fma(splat(summed, -rate), direction, weights))
+    store(elements, arrays[0], at, moved)
+
+
+@helper
+def _rowwise_rate(elements, squares, row):
+    """Add a row's squares to its state; the rate of its step."""
+    _, state_at, width, _, arrays, rates = row
+    one = zeros(elements, 1)
+    summed = total(load(elements, one, arrays[1], state_at)) + squares / width
+    store(elements, arrays[1], state_at, splat(one, summed))
+    return rates[0] / (sqrt(summed) + rates[1])
+
+
+@helper
+def _rowwise_adagrad(elements, summed, column, row):
+    at, _, width, sums, arrays, _ = row
+    if lanes(summed) == width:  # the whole row, which need not go through memory
+        _move(elements, arrays[0], at, summed, _rowwise_rate(elements, total(multiply(summed, summed)), row))
+    else:
+        store(computed(elements), sums, column, summed)
+
+
+@helper
+def _rest_of_rowwise_adagrad(elements, row):
+    at, _, width, sums, arrays, _ = row
+    if width not in BLOCKS:
+        rate = _rowwise_rate(elements, inner_product(computed(elements), sums, 0, sums, 0, width), row)
+        _descend(elements, width, (at, sums, arrays[0], rate))
 
 
 @by_small_blocks
 def _descend(elements, like, column, arguments):
-    row, arrays, rates = arguments
-    sums, at, _ = row
-    weights = load(elements, like, arrays[0], at + column)
-    gradient = load(computed(elements), like, sums, column)
-    store(elements, arrays[0], at + column, fma(splat(like, -rates[0]), gradient, weights))
+    at, sums, table, rate = arguments
+    _move(elements, table, at + column, load(computed(elements), like, sums, column), rate)
 
 
-@by_small_blocks
-def _adagrad(elements, like, column, arguments):
-    row, arrays, rates = arguments
-    sums, at, _ = row
-    at += column
-    gradient = load(computed(elements), like, sums, column)
-    squares = fma(gradient, gradient, load(elements, like, arrays[1], at))
-    store(elements, arrays[1], at, squares)
-    direction = divide(gradient, add(root(squares), splat(like, rates[1])))
-    weights = load(elements, like, arrays[0], at)
-    store(elements, arrays[0], at, fma(splat(like, -rates[0]), direction, weights))
-
-
-@by_small_blocks
-def _adam(elements, like, column, arguments):
-    row, arrays, rates = arguments
-    sums, at, _ = row
-    at += column
-    rate, eps, beta1, beta2, decay = rates
-    gradient = load(computed(elements), like, sums, column)
-    mean = load(elements, like, arrays[1], at)
-    mean = fma(splat(like, 1 - beta1), subtract(gradient, mean), mean)
-    store(elements, arrays[1], at, mean)
-    kept = multiply(splat(like, beta2), load(elements, like, arrays[2], at))
-    square = fma(multiply(splat(like, 1 - beta2), gradient), gradient, kept)
-    store(elements, arrays[2], at, square)
-    weights = load(elements, like, arrays[0], at)
-    direction = divide(mean, add(root(square), splat(like, eps)))
-    moved = fma(splat(like, -decay), weights, fma(splat(like, -rate), direction, weights))
-    store(elements, arrays[0], at, moved)
+KINDS = {
+    "copy": Kind(_copy, _nothing, 0),
+    "sgd": Kind(_sgd, _nothing, 1),
+    "adagrad": Kind(_adagrad, _nothing, 2),
+    "rowwise_adagrad": Kind(_rowwise_adagrad, _rest_of_rowwise_adagrad, 1, is_row_wise=True),
+    "adam": Kind(_adam, _nothing, 3),
+}
+"""By name; `copy` keeps the gradients in the first array."""

@@ -10,8 +10,6 @@ This file is imported where numba is.
 
 from __future__ import annotations
 
-import hashlib
-from pathlib import Path
 from typing import Any
 
 from llvmlite import ir
@@ -24,15 +22,6 @@ _LINE_BYTES = 64
 _BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 
 
-def _sources() -> str:
-    """What compiled code was made of: numba looks at the one file of a function to see whether it has changed."""
-    sources = sorted(Path(__file__).parent.glob("numba_*.py"))
-    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
-
-
-SOURCES = _sources()
-
-
 class Elements:
     """What lies at addresses: "float32", "float64", "bfloat16" or "float16". Passed to compiled code."""
 
@@ -41,11 +30,11 @@ class Elements:
 
 
 class _ElementsType(types.Opaque):  # type: ignore[misc]  # numba has no types
-    """Of an `Elements`; part of the key by which compiled code is kept, hence the sources."""
+    """Of an `Elements`."""
 
     def __init__(self, element: str) -> None:
         self.element = element
-        super().__init__(name=f"elements({element}, {SOURCES})")
+        super().__init__(name=f"elements({element})")
 
     @property
     def computed(self) -> Any:
@@ -109,6 +98,16 @@ def zeros(_context: Any, elements: Any, lanes: Any) -> Any:
         return ir.Constant(context.get_value_type(vector), None)
 
     return vector(elements, lanes), code
+
+
+@intrinsic
+def lanes(_context: Any, vector: Any) -> Any:
+    """How many elements a vector has, known when it is compiled."""
+
+    def code(_: Any, _builder: Any, _signature: Any, _arguments: Any) -> Any:
+        return ir.IntType(64)(vector.lanes)
+
+    return types.int64(vector), code
 
 
 @intrinsic
@@ -309,6 +308,20 @@ def read32_at(_context: Any, address: Any) -> Any:
         return builder.sext(read, ir.IntType(64))
 
     return types.int64(address), code
+
+
+@intrinsic
+def counted(_context: Any, value: Any) -> Any:
+    """The integer itself, of which the compiler knows nothing: a loop that it counts is not unrolled.
+
+    Loops over few ids, whose number is another each time, are slower unrolled: one more branch that cannot be foreseen.
+    """
+
+    def code(_: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        word = ir.IntType(64)
+        return builder.asm(ir.FunctionType(word, [word]), "", "=r,0", arguments, False)
+
+    return types.int64(value), code
 
 
 def _bits(name: str) -> Any:
