@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
@@ -12,6 +12,7 @@ import torch
 from sharders.channel import Transfer
 from sharders.embedding.batch import Batch
 from sharders.embedding.phases import Spent
+from sharders.embedding.touched_rows import Touched
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -91,6 +92,7 @@ class Call:
         is_training: the tables get gradients.
         wants_weight_gradient: the per-id weights do.
         by_partials: bags over several row blocks travel as partials: see [Note: partials].
+        touched: at most by each rank, where gradients of data-parallel tables travel by rows; see touched_rows.py.
         number: the same on all ranks, and higher than of calls begun before; 0 where there is one rank.
         spent: seconds and bytes, by phase.
         kept: see `once_per_call`.
@@ -106,6 +108,7 @@ class Call:
     is_training: bool
     wants_weight_gradient: bool
     by_partials: bool = False
+    touched: Sequence[Touched] | None = None
     number: int = 0
     spent: Spent = field(default_factory=Spent)
     kept: dict[Any, Any] = field(default_factory=dict)

@@ -34,6 +34,7 @@ from sharders.embedding.placement import Placement, Table
 from sharders.embedding.pooled import PooledPath
 from sharders.embedding.replicas import Replicas
 from sharders.embedding.tensor_slice import checksum, cut_batch, even_cut, gather_rows, tensor_ranks
+from sharders.embedding.touched_rows import are_fewer, touched_at_most
 from sharders.embedding.unpooled import UnpooledPath
 
 
@@ -177,7 +178,7 @@ class Engine:
                 problem = error
             headers = self._meet(ready, is_training, problem, here)
             assert ready is not None, "what was wrong has been raised"
-            words = [header.words for header in headers]
+            words, touched = [header.words for header in headers], [header.touched for header in headers]
             call = Call(
                 self.path,
                 ready.whole,
@@ -189,6 +190,7 @@ class Engine:
                 is_training,
                 ready.wants_weight_gradient,
                 all(header.is_sparse for header in headers),
+                touched if are_fewer(self.placement, touched) else None,
                 here.number,
                 spent,
             )
@@ -299,10 +301,8 @@ class Engine:
             shared = checksum(ready.whole) if self.validate and self.tensor.size > 1 else 0
             sizes, is_weighted = ready.batch.batch_sizes, ready.batch.weights is not None
             wants_gradient = ready.wants_weight_gradient
-            mine = [
-                Header(sizes, n, is_training, is_weighted, wants_gradient, shared, None, ready.sent.is_sparse)
-                for n in ready.words
-            ]
+            sent = None, ready.sent.is_sparse, touched_at_most(self.placement, ready.batch)
+            mine = [Header(sizes, n, is_training, is_weighted, wants_gradient, shared, *sent) for n in ready.words]
         try:
             return self.handshake.exchange(mine, self.device, here)
         except InputError as error:

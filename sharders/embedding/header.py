@@ -17,9 +17,11 @@ import torch
 from dmp import InputError, ranks
 from sharders.channel import Channel
 from sharders.embedding.input_faults import Fault, Kind, packed, unpacked
+from sharders.embedding.touched_rows import NOTHING, Touched
 
-_WORDS = 11
-"""Fingerprint, number of the entry, digest of backward passes; batch size, words, flags, checksum; fault (4)."""
+_WORDS = 13
+"""Fingerprint, number of the entry, digest of backward passes; batch size, words, flags, checksum, touched (2); fault
+(4)."""
 
 _OUT_OF_TURN = 1 << 56
 """Set in the fingerprint of `take_turn`, which has 56 bits."""
@@ -41,6 +43,7 @@ class Header:
         checksum: of the batch that its tensor group should share; 0 where there is nothing to compare.
         fault: what is wrong with its batch, or None.
         is_sparse: see `Sent`.
+        touched: of data-parallel tables; see touched_rows.py.
     """
 
     batch_sizes: tuple[int, ...]
@@ -51,11 +54,13 @@ class Header:
     checksum: int
     fault: Fault | None
     is_sparse: bool = False
+    touched: Touched = NOTHING
 
     def packed(self, *before: int) -> list[int]:
         """As integers, behind these three of the call."""
         batch_size = self.batch_sizes[0] if len(self.batch_sizes) == 1 else _PER_FEATURE
-        return [*before, batch_size, self.words, self.flags + 8 * self.is_sparse, self.checksum, *packed(self.fault)]
+        flags = self.flags + 8 * self.is_sparse
+        return [*before, batch_size, self.words, flags, self.checksum, *self.touched, *packed(self.fault)]
 
     @property
     def flags(self) -> int:
@@ -65,9 +70,10 @@ class Header:
     @staticmethod
     def unpacked(words: Sequence[int]) -> Header:
         """Inverse of `packed`."""
-        batch_size, num_words, flags, checksum, *fault = words[3:]
+        batch_size, num_words, flags, checksum, rows, elements, *fault = words[3:]
         told = bool(flags & 1), bool(flags & 2), bool(flags & 4)
-        return Header((batch_size,), num_words, *told, checksum, unpacked(fault), bool(flags & 8))
+        sent = bool(flags & 8), Touched(rows, elements)
+        return Header((batch_size,), num_words, *told, checksum, unpacked(fault), *sent)
 
     def manner(self) -> str:
         """How the module is called, in words."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -32,7 +33,7 @@ class ResultExchange:
         receive_sizes: Sizes,
         tail: int = 0,
     ) -> None:
-        self._codec, self._sizes = codec, _of_others(receive_sizes, channel.rank)
+        self._codec, self._sizes = codec, of_others(receive_sizes, channel.rank)
         count = sum(self._sizes)
         self._flat = send.new_empty(count + tail) if tail else None
         self.tail = None if self._flat is None else self._flat[count:]
@@ -40,7 +41,7 @@ class ResultExchange:
         self._dtype, self._came = send.dtype, None if self._flat is None else self._flat[:count]
         wire = encoded(codec, send, channel)
         out = self._came if codec is None else None
-        self._transfer = channel.all_to_all(wire, _of_others(send_sizes, channel.rank), self._sizes, out)
+        self._transfer = channel.all_to_all(wire, of_others(send_sizes, channel.rank), self._sizes, out)
         self._has_come = False
 
     def wait(self) -> torch.Tensor:
@@ -59,22 +60,66 @@ class ResultExchange:
         return list(self.wait()[: sum(self._sizes)].split(self._sizes))
 
 
+class Beside(Protocol):
+    """What travels from every rank to every other beside the gradients, in their exchange, or by itself."""
+
+    device: torch.device
+
+    @property
+    def nbytes(self) -> int:
+        """Of what comes from all ranks, this one too."""
+
+    def buffers(self, me: int) -> list[Buffers]:
+        """What is exchanged, for the rank `me`."""
+
+    def fill(self, wire: Sequence[torch.Tensor]) -> None:
+        """Write what goes to one rank, by buffer; it is the same for all."""
+
+    def take(self, came: Sequence[Sequence[torch.Tensor]], me: int) -> None:
+        """What has come, by buffer and rank; at `me` stands nothing."""
+
+
+def exchange_alone(channel: Channel, beside: Beside) -> None:
+    """Where there is nothing that it could be beside."""
+    exchange = TypedExchange(channel, beside.device, beside.buffers(channel.rank))
+    for i, wire in enumerate(zip(*exchange.send, strict=True)):
+        if i != channel.rank:
+            beside.fill(wire)
+    exchange.start()
+    beside.take(exchange.wait(), channel.rank)
+
+
 class Sum:
-    """The sum of a tensor over the ranks of a channel: beside the gradients in their exchange, or by itself.
+    """The sum of a tensor over the ranks of a channel: see `Beside`, or by an all-reduce.
 
     Args:
         addend: this rank's, flat.
+        size: number of ranks.
     """
 
-    def __init__(self, addend: torch.Tensor) -> None:
-        self.addend = addend
+    def __init__(self, addend: torch.Tensor, size: int) -> None:
+        self.addend, self._size, self.device = addend, size, addend.device
         self.total: torch.Tensor | None = None
         """The same to the bit on every rank; None until it is there."""
 
-    def add_up(self, addends: Sequence[torch.Tensor], me: int) -> None:
-        """Set the total from the other ranks' addends; at `me` stands nothing."""
+    @property
+    def nbytes(self) -> int:
+        """See `Beside`."""
+        return self.addend.nbytes * self._size
+
+    def buffers(self, me: int) -> list[Buffers]:
+        """See `Beside`."""
+        sizes = of_others([self.addend.numel()] * self._size, me)
+        return [Buffers(self.addend.dtype, sizes, sizes)]
+
+    def fill(self, wire: Sequence[torch.Tensor]) -> None:
+        """See `Beside`."""
+        wire[0].copy_(self.addend)
+
+    def take(self, came: Sequence[Sequence[torch.Tensor]], me: int) -> None:
+        """See `Beside`."""
         self.total = torch.zeros_like(self.addend)
-        for i, addend in enumerate(addends):
+        for i, addend in enumerate(came[0]):
             self.total += self.addend if i == me else addend
 
 
@@ -85,15 +130,15 @@ def send_gradients(
     receive_sizes: Sizes,
     like: torch.Tensor,
     pack: Callable[[int, torch.Tensor], None],
-    beside: Sum | None = None,
+    beside: Beside | None = None,
 ) -> torch.Tensor:
-    """Gradients to the owners, and in the same exchange a sum over the ranks.
+    """Gradients to the owners, and in the same exchange what goes to all ranks.
 
     Args:
         send_sizes, receive_sizes: elements of gradients for and from each rank, this one too.
         like: tells dtype and device of the gradients.
         pack: called with each rank and the flat memory to be filled with the gradients for it.
-        beside: gets its total.
+        beside: takes what comes.
 
     Returns:
         Flat gradients: of the others in rank order, then this rank's own.
@@ -102,12 +147,11 @@ def send_gradients(
     gradients = like.new_empty(sum(receive_sizes))
     others = gradients[: gradients.numel() - receive_sizes[me]]
     wire_dtype = codec.wire_dtype(like.dtype) if codec else like.dtype
-    buffers = [Buffers(wire_dtype, _of_others(send_sizes, me), _of_others(receive_sizes, me))]
+    buffers = [Buffers(wire_dtype, of_others(send_sizes, me), of_others(receive_sizes, me))]
     if beside is not None:
-        sizes = _of_others([beside.addend.numel()] * channel.size, me)
-        buffers.append(Buffers(beside.addend.dtype, sizes, sizes))
+        buffers += beside.buffers(me)
     exchange = TypedExchange(channel, like.device, buffers)
-    for i, (wire, *of_sum) in enumerate(zip(*exchange.send, strict=True)):
+    for i, (wire, *of_beside) in enumerate(zip(*exchange.send, strict=True)):
         if i == me:
             continue
         values = wire if codec is None else like.new_empty(wire.numel())
@@ -115,13 +159,13 @@ def send_gradients(
         if codec is not None:
             codec.encode(values, wire)
         if beside is not None:
-            of_sum[0].copy_(beside.addend)
+            beside.fill(of_beside)
     is_in_place = codec is None and beside is None
     exchange.start(others if is_in_place else None)
     pack(me, gradients[others.numel() :])
     came = exchange.wait()
     if beside is not None:
-        beside.add_up(came[1], me)
+        beside.take(came[1:], me)
     if not is_in_place:
         torch.cat([decoded(codec, part, like.dtype) for part in came[0]], out=others)
     return gradients
@@ -181,5 +225,6 @@ class TypedExchange:
         return -(-count * dtype.itemsize // self._word) * self._word
 
 
-def _of_others(sizes: Sizes, me: int) -> list[int]:
+def of_others(sizes: Sizes, me: int) -> list[int]:
+    """What goes to others: nothing from `me` to itself."""
     return [0 if i == me else n for i, n in enumerate(sizes)]

@@ -10,9 +10,11 @@ import torch
 from sharders.embedding.call import Call
 from sharders.embedding.input_dist import InputDist
 from sharders.embedding.local_tables import TBE
-from sharders.embedding.output_dist import Sum
+from sharders.embedding.lookup.torch_kernel import RowGradients
+from sharders.embedding.output_dist import Beside
 from sharders.embedding.phases import BACKWARD, GRADIENT, SYNC, phase
-from sharders.embedding.replicas import Replicas, sum_of
+from sharders.embedding.replicas import OfLocal, Replicas, sum_of
+from sharders.embedding.touched_rows import TouchedRows
 
 Given = TypeVar("Given")  # gradients of the results, as a path takes them
 Returned = tuple[torch.Tensor, torch.Tensor | None]
@@ -33,7 +35,10 @@ class Path(Generic[Given]):
     _local_gradients: Callable[[Call, Given], list[tuple[torch.Tensor, torch.Tensor]]]
     """(flat gradient, touched rows) of each trainable local TBE, from this rank's own ids."""
 
-    _send_back: Callable[[Call, Given, Sum | None], Returned]
+    _local_row_gradients: Callable[[Call, Given], list[RowGradients]]
+    """The same by rows."""
+
+    _send_back: Callable[[Call, Given, Beside | None], Returned]
     """Flat gradients, times `factor`, of what was looked up here for the own sources; that of the weights if wanted."""
 
     _sizes: Callable[[Call, tuple[int, ...]], list[int]]
@@ -55,6 +60,15 @@ class Path(Generic[Given]):
         if call.is_training:
             self._orders(call, tuple(self.replicas.sources))
 
+    def _of_local(self, call: Call, given: Given) -> OfLocal | None:
+        """What data-parallel tables get from this rank's own ids."""
+        tbes = [tbe for tbe in self.store.local if tbe.is_trainable]
+        if not tbes:
+            return None
+        if call.touched is None:
+            return sum_of(self._local_gradients(call, given), self.dtype, self.peers.exchange.size)
+        return TouchedRows(self._local_row_gradients(call, given), tbes, call.touched, self.dtype)
+
     def backward(self, call: Call, grads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """Gradients back to the owners, and updates.
 
@@ -64,7 +78,7 @@ class Path(Generic[Given]):
         spent = call.spent
         with phase(spent, BACKWARD):
             given = self._given(call, grads)
-            local = sum_of(self._local_gradients(call, given), self.dtype) if call.is_training else None
+            local = self._of_local(call, given) if call.is_training else None
         with phase(spent, GRADIENT):
             grad, of_weights = self._send_back(call, given, self.replicas.beside(local))
         if not call.is_training:  # all tables are frozen: the gradient is for the weights

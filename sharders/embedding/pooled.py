@@ -15,7 +15,8 @@ from sharders.embedding.call import Call, once_per_call
 from sharders.embedding.codec import decoded, encoded
 from sharders.embedding.input_dist import take
 from sharders.embedding.local_tables import TBE, SlotRun
-from sharders.embedding.output_dist import Sum
+from sharders.embedding.lookup.torch_kernel import RowGradients
+from sharders.embedding.output_dist import Beside
 from sharders.embedding.partials import Awaited, OwnedBags, Partials, PartialsPlan, elements_of_sources, owned_bags
 from sharders.embedding.path import Path, Returned, Trained
 from sharders.embedding.peers import own_last
@@ -145,7 +146,7 @@ class PooledPath(Path[torch.Tensor]):
             self._scale_means(call, grad)
         return grad
 
-    def _send_back(self, call: Call, given: torch.Tensor, beside: Sum | None) -> Returned:
+    def _send_back(self, call: Call, given: torch.Tensor, beside: Beside | None) -> Returned:
         dists = self._way(call).output_dists
         last = len(dists) - 1
         rows, blocks = self._rows(call, last), self._blocks(call, last)
@@ -362,6 +363,15 @@ class PooledPath(Path[torch.Tensor]):
                 touched = tbe.lookup.touched_pooled(bags.ids, bags.offsets)
                 result.append((tbe.lookup.gradient_pooled(columns, *bags), touched))
         return result
+
+    def _local_row_gradients(self, call: Call, given: torch.Tensor) -> list[RowGradients]:
+        return [
+            tbe.lookup.pooled_row_gradients(
+                self._columns_of(tbe, given).mul_(self.factor).to(tbe.bank.weights.dtype), *bags
+            )
+            for tbe, bags in zip(self.store.local, self._local_bags(call), strict=True)
+            if tbe.is_trainable
+        ]
 
     def _columns_of(self, tbe: TBE, grad: torch.Tensor) -> torch.Tensor:
         """Columns of a local TBE's features, copied."""

@@ -16,7 +16,7 @@ import torch
 
 from sharders.channel import Channel, GroupChannel
 from sharders.embedding.codec import Codecs
-from sharders.embedding.output_dist import ResultExchange, Sum, send_gradients
+from sharders.embedding.output_dist import Beside, ResultExchange, send_gradients
 from sharders.embedding.partials import Partials
 from sharders.embedding.ragged import Block, Columns, padded_rows, ragged, ragged_size
 
@@ -272,7 +272,7 @@ class PooledOutputDist:
         grad: torch.Tensor,
         rows: Sequence[int],
         scale: float,
-        beside: Sum | None = None,
+        beside: Beside | None = None,
         blocks: Blocks = None,
         partials: Partials | None = None,
     ) -> torch.Tensor:

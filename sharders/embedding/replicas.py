@@ -1,8 +1,9 @@
 """Tables of which there are several replicas: gradients shared between them, and sums for data-parallel tables.
 
 [Note: replicas] Replicas of shards (a replicate axis) stay equal because each gets the ids and gradients of all, in one
-order. Whole tables on every rank (data-parallel) get the sum of dense gradients. On one shard axis that sum travels
-beside the gradients, so that a step needs no more collectives; else, or where it is large, it is an all-reduce.
+order. Whole tables on every rank (data-parallel) get the sum of dense gradients, or where that is fewer bytes the rows
+that batches touch (`touched_rows`). On one shard axis these travel beside the gradients, so that a step needs no more
+collectives; else, or where they are large, in an exchange of their own.
 """
 
 from __future__ import annotations
@@ -12,11 +13,15 @@ from collections.abc import Sequence
 import torch
 
 from sharders.embedding.codec import decoded, encoded
-from sharders.embedding.local_tables import TableStore
-from sharders.embedding.lookup.torch_kernel import update_dense
-from sharders.embedding.output_dist import Sum
+from sharders.embedding.local_tables import TBE, TableStore
+from sharders.embedding.lookup.torch_kernel import update, update_dense
+from sharders.embedding.output_dist import Sum, exchange_alone
 from sharders.embedding.peers import Peers
 from sharders.embedding.phases import SYNC, Spent, phase
+from sharders.embedding.touched_rows import TouchedRows
+
+OfLocal = Sum | TouchedRows
+"""Gradients of data-parallel tables: whole, or by rows."""
 
 BESIDE_BYTES = 64 << 20  # a larger sum goes by all-reduce
 
@@ -58,17 +63,19 @@ class Replicas:
         came = channel.all_to_all(wire.repeat(count), [flat.numel()] * count, totals).wait()
         return decoded(codec, came, flat.dtype)
 
-    def beside(self, local: Sum | None) -> Sum | None:
-        """The sum of data-parallel gradients, where it travels beside the others."""
+    def beside(self, local: OfLocal | None) -> OfLocal | None:
+        """The gradients of data-parallel tables, where they travel beside the others."""
         if local is None or self.peers.outer.size > 1 or self.peers.num_replicas > 1:
             return None
-        return local if local.addend.nbytes * len(self.peers.own) <= BESIDE_BYTES else None
+        return local if local.nbytes <= BESIDE_BYTES else None
 
-    def finish(self, local: Sum | None, gradients: dict[int, torch.Tensor], spent: Spent) -> list[torch.Tensor | None]:
+    def finish(
+        self, local: OfLocal | None, gradients: dict[int, torch.Tensor], spent: Spent
+    ) -> list[torch.Tensor | None]:
         """Update data-parallel tables, average replicas when it is time, and cut gradients by table.
 
         Args:
-            local: what `sum_of` gave.
+            local: of data-parallel tables.
             gradients: id(tbe) -> flat gradient, of TBEs without in-backward optimizer.
             spent: by the call.
 
@@ -77,10 +84,9 @@ class Replicas:
         """
         if local is not None:
             if local.total is None:
-                local.total = local.addend
                 with phase(spent, SYNC):
-                    self.peers.exchange.sum(local.total)
-            self._update_local(local.total, gradients)
+                    self._exchange(local)
+            self._update_local(local, gradients)
         if self.sync_interval > 1 and self.peers.replicas.size > 1:
             with phase(spent, SYNC):
                 self._average()
@@ -91,8 +97,32 @@ class Replicas:
                 result[index] = tbe.bank.table_view(i, self.store.placement.tables[index].dim, flat)
         return result
 
-    def _update_local(self, total: torch.Tensor, gradients: dict[int, torch.Tensor]) -> None:
+    def _exchange(self, local: OfLocal) -> None:
+        if isinstance(local, Sum):
+            local.total = local.addend
+            self.peers.exchange.sum(local.total)
+        else:
+            exchange_alone(self.peers.exchange, local)
+
+    def _update_local(self, local: OfLocal, gradients: dict[int, torch.Tensor]) -> None:
         tbes = [tbe for tbe in self.store.local if tbe.is_trainable]
+        assert local.total is not None
+        if isinstance(local, Sum):
+            self._update_wholly(tbes, local.total, gradients)
+            return
+        for tbe, of_rows in zip(tbes, local.total, strict=True):
+            flat = torch.zeros_like(tbe.bank.weights) if tbe.bank.spec is None else None
+            if flat is None:
+                tbe.bank.step()
+            else:
+                gradients[id(tbe)] = flat
+            for region, rows, sums in of_rows:
+                if flat is None:
+                    update(tbe.bank, region, rows, sums.to(tbe.bank.weights.dtype))
+                else:
+                    region.view(flat).index_copy_(0, rows, sums.to(flat.dtype))
+
+    def _update_wholly(self, tbes: Sequence[TBE], total: torch.Tensor, gradients: dict[int, torch.Tensor]) -> None:
         parts = total.split([n for tbe in tbes for n in (tbe.bank.weights.numel(), tbe.bank.total_rows)])
         for i, tbe in enumerate(tbes):
             flat, touched = parts[2 * i].to(tbe.bank.weights.dtype), parts[2 * i + 1] > 0
@@ -111,6 +141,6 @@ class Replicas:
                     tensor.div_(self.peers.replicas.size)
 
 
-def sum_of(gradients: Sequence[tuple[torch.Tensor, torch.Tensor]], dtype: torch.dtype) -> Sum | None:
-    """The sum of (flat gradient, touched rows) of each trainable local TBE over the ranks; None without any."""
-    return Sum(torch.cat([t.to(dtype) for pair in gradients for t in pair])) if gradients else None
+def sum_of(gradients: Sequence[tuple[torch.Tensor, torch.Tensor]], dtype: torch.dtype, size: int) -> Sum:
+    """The sum of (flat gradient, touched rows) of each trainable local TBE over so many ranks."""
+    return Sum(torch.cat([t.to(dtype) for pair in gradients for t in pair]), size)

@@ -11,8 +11,8 @@ import torch
 from dmp import ShardError
 from sharders.embedding.batch import Batch
 from sharders.embedding.call import Call, once_per_call
-from sharders.embedding.lookup.torch_kernel import Segments
-from sharders.embedding.output_dist import Sum
+from sharders.embedding.lookup.torch_kernel import RowGradients, Segments
+from sharders.embedding.output_dist import Beside
 from sharders.embedding.path import Path, Returned, Trained
 from sharders.embedding.phases import FORWARD, INPUT, OUTPUT, phase
 from sharders.embedding.row_places import RowPlaces, RowsBack
@@ -90,7 +90,7 @@ class UnpooledPath(Path[list[torch.Tensor]]):
     def _given(self, call: Call, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [grad.to(self.dtype) for grad in grads]
 
-    def _send_back(self, call: Call, given: list[torch.Tensor], beside: Sum | None) -> Returned:
+    def _send_back(self, call: Call, given: list[torch.Tensor], beside: Beside | None) -> Returned:
         back = self._back(call)
         if back.are_joined and not self.store.sums_first():
             raise ShardError(
@@ -171,6 +171,19 @@ class UnpooledPath(Path[list[torch.Tensor]]):
                 touched |= tbe.lookup.touched_rows(ids, [(slot, to.count)])
             result.append((flat, touched))
         return result
+
+    def _local_row_gradients(self, call: Call, given: list[torch.Tensor]) -> list[RowGradients]:
+        result = []
+        for tbe, places in zip(self.store.local, self._local_places(call), strict=True):
+            by_width: dict[int, list[tuple[torch.Tensor, torch.Tensor, tuple[int, int]]]] = {}
+            for slot, (f, (ids, to)) in enumerate(zip(tbe.features, places, strict=True)):
+                by_width.setdefault(to.width, []).append((given[f] * self.factor, ids, (slot, to.count)))
+            of_tbe: RowGradients = []
+            for parts in by_width.values():
+                grads, ids_of, segments = zip(*parts, strict=True)
+                of_tbe += tbe.lookup.row_gradients(torch.cat(grads), torch.cat(ids_of), segments, None, None)
+            result.append(of_tbe)
+        return [of_tbe for of_tbe, tbe in zip(result, self.store.local, strict=True) if tbe.is_trainable]
 
     @once_per_call
     def _local_places(self, call: Call) -> list[list[tuple[torch.Tensor, RowPlaces]]]:

@@ -12,7 +12,7 @@ import torch
 
 from sharders.channel import Channel, GroupChannel
 from sharders.embedding.codec import Codecs
-from sharders.embedding.output_dist import ResultExchange, Sum, send_gradients
+from sharders.embedding.output_dist import Beside, ResultExchange, send_gradients
 from sharders.embedding.placement import Placement
 from sharders.embedding.row_places import RowPlaces, RowsBack
 
@@ -77,7 +77,7 @@ class UnpooledOutputDist:
         send_sizes: Sequence[int],
         back: RowsBack,
         scale: float,
-        beside: Sum | None,
+        beside: Beside | None,
     ) -> torch.Tensor:
         """Exchange gradients the other way.
 

@@ -23,7 +23,7 @@ from sharders.embedding.lookup.bank import Bank, RowRange
 from sharders.embedding.lookup.fbgemm_kernel import FbgemmLookup
 from sharders.embedding.lookup.numba_kernel import NumbaLookup
 from sharders.embedding.lookup.optimizers import OptimizerSpec
-from sharders.embedding.lookup.torch_kernel import Segments, TorchLookup
+from sharders.embedding.lookup.torch_kernel import RowGradients, Segments, TorchLookup
 
 _log = logging.getLogger("dmp")
 
@@ -112,6 +112,14 @@ class Lookup(Protocol):
 
     def gradient_row_weights(self, grad: Tensor, ids: Tensor, segments: Segments, bags: Tensor) -> Tensor:
         """(N,): the gradient of `weights`; see `gradient_weights`."""
+
+    def pooled_row_gradients(self, grad: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> RowGradients:
+        """What `update_pooled` would apply the optimizer to."""
+
+    def row_gradients(
+        self, grad: Tensor, ids: Tensor, segments: Segments, bags: Tensor | None, weights: Tensor | None
+    ) -> RowGradients:
+        """What `update_rows` would."""
 
     def touched_rows(self, ids: Tensor, segments: Segments) -> Tensor:
         """(total_rows,) bool: the bank rows that the ids name."""

@@ -24,8 +24,8 @@ from sharders.embedding.lookup.row_optimizer import Rows
 Segments = Sequence[tuple[int, int]]
 """(index of a row range, number of ids), in the order of the ids."""
 
-_RowGradients = list[tuple[Region, Tensor, Tensor]]
-"""Per width: the region, its distinct rows (n,) that have a gradient, and the gradients (n, D)."""
+RowGradients = list[tuple[Region, Tensor, Tensor]]
+"""Per width: the region, its distinct rows (n,) int64 that have a gradient, and the gradients (n, D)."""
 
 
 @dataclass(frozen=True)
@@ -101,12 +101,12 @@ class TorchLookup:
     def update_pooled(
         self, grad: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None = None, *, order: Any = None
     ) -> None:
-        self._update(self._pooled_gradients(grad, ids, offsets, weights))
+        self._update(self.pooled_row_gradients(grad, ids, offsets, weights))
 
     def gradient_pooled(
         self, grad: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None = None, *, order: Any = None
     ) -> Tensor:
-        return self._flat(self._pooled_gradients(grad, ids, offsets, weights))
+        return self._flat(self.pooled_row_gradients(grad, ids, offsets, weights))
 
     def gradient_weights(self, grad: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
         result_N = self.bank.weights.new_zeros(ids.numel())
@@ -157,7 +157,7 @@ class TorchLookup:
         *,
         order: Any = None,
     ) -> None:
-        self._update(self._row_gradients(grad, ids, segments, bags, weights))
+        self._update(self.row_gradients(grad, ids, segments, bags, weights))
 
     def gradient_rows(
         self,
@@ -169,7 +169,7 @@ class TorchLookup:
         *,
         order: Any = None,
     ) -> Tensor:
-        return self._flat(self._row_gradients(grad, ids, segments, bags, weights))
+        return self._flat(self.row_gradients(grad, ids, segments, bags, weights))
 
     def gradient_row_weights(self, grad: Tensor, ids: Tensor, segments: Segments, bags: Tensor) -> Tensor:
         region = self.region_of(segments)
@@ -231,32 +231,32 @@ class TorchLookup:
         grad_BSD = grad_BC.to(self.bank.weights.dtype).reshape(-1, len(group.ranges), group.region.width)
         return grad_BSD.transpose(0, 1).reshape(-1, group.region.width)
 
-    def _pooled_gradients(self, grad: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> _RowGradients:
+    def pooled_row_gradients(self, grad: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> RowGradients:
         result = []
         grad = self.bank.clipped(grad)
         for group in self._groups if ids.numel() else ():
             bags = self._bags(group, ids, offsets, weights)
             if bags.rows.numel():
-                sums = _combine(bags.rows, self._bag_gradients(group, grad), bags.bag_of_id(), bags.weights)
+                sums = combined(bags.rows, self._bag_gradients(group, grad), bags.bag_of_id(), bags.weights)
                 result.append((group.region, *sums))
         return result
 
-    def _row_gradients(
+    def row_gradients(
         self, grad: Tensor, ids: Tensor, segments: Segments, bags: Tensor | None, weights: Tensor | None
-    ) -> _RowGradients:
+    ) -> RowGradients:
         region = self.region_of(segments)
         if region is None or not ids.numel():
             return []
         grad = self.bank.clipped(grad).to(self.bank.weights.dtype)
         weights = None if weights is None else weights.to(grad.dtype)
         bag_of_id = None if bags is None else _bag_of_id(bags, ids.numel())
-        return [(region, *_combine(self.region_rows(ids, segments), grad, bag_of_id, weights))]
+        return [(region, *combined(self.region_rows(ids, segments), grad, bag_of_id, weights))]
 
-    def _update(self, gradients: _RowGradients) -> None:
+    def _update(self, gradients: RowGradients) -> None:
         for region, rows_n, grads_nD in gradients:
             update(self.bank, region, rows_n, grads_nD)
 
-    def _flat(self, gradients: _RowGradients) -> Tensor:
+    def _flat(self, gradients: RowGradients) -> Tensor:
         """(numel,), laid out as the bank's weights."""
         flat = torch.zeros_like(self.bank.weights)
         for region, rows_n, grads_nD in gradients:
@@ -312,7 +312,7 @@ def _bag_of_id(bags: Tensor, count: int) -> Tensor:
     return torch.repeat_interleave(numbers, bags.diff(), output_size=count)
 
 
-def _combine(
+def combined(
     rows_N: Tensor, grads: Tensor, sources_N: Tensor | None, weights_N: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Distinct rows, ascending, and for each the sum of `grads[sources] * weights` over its ids; in the ids' order."""

@@ -1,0 +1,122 @@
+"""The gradients of data-parallel tables by the rows that batches touch: fewer bytes than the sum of whole tables.
+
+Each rank sends the rows that its batch names and the sums of their gradients to all others, who add them in the order
+of the ranks: the same bits on all. How many rows there can be at most is told by the headers, and so all ranks alike
+see whether these are fewer bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from sharders.embedding.batch import Batch
+from sharders.embedding.local_tables import TBE
+from sharders.embedding.lookup.bank import Region
+from sharders.embedding.lookup.torch_kernel import RowGradients, combined
+from sharders.embedding.output_dist import Buffers, of_others
+from sharders.embedding.placement import Placement
+
+
+class Touched(NamedTuple):
+    """Rows that a batch may name at most in the trainable data-parallel tables, and their elements."""
+
+    rows: int = 0
+    elements: int = 0
+
+
+NOTHING = Touched()
+
+
+def touched_at_most(placement: Placement, batch: Batch) -> Touched:
+    """By a rank's batch."""
+    ids = [0] * len(placement.tables)
+    for feature in placement.features:
+        ids[feature.table] += batch.counts[batch.key_of[feature.index]]
+    local = [
+        (min(n, table.rows), table.dim)
+        for n, table, is_local in zip(ids, placement.tables, placement.is_local, strict=True)
+        if is_local and table.trainable
+    ]
+    return Touched(sum(rows for rows, _ in local), sum(rows * dim for rows, dim in local))
+
+
+def are_fewer(placement: Placement, at_most: Sequence[Touched]) -> bool:
+    """Whether what all ranks touch is well below the tables themselves, from each."""
+    whole = sum(
+        table.rows * (table.dim + 1)
+        for table, is_local in zip(placement.tables, placement.is_local, strict=True)
+        if is_local and table.trainable
+    )
+    return 2 * sum(of_rank.elements + 2 * of_rank.rows for of_rank in at_most) <= len(at_most) * whole
+
+
+class TouchedRows:
+    """What travels of one call's gradients: see `Beside`. Words are int64: rows of each group, then which they are.
+
+    Args:
+        gradients: of each TBE, from this rank's own batch.
+        tbes: the trainable local ones; a TBE's rows of one width are a group.
+        at_most: of each rank.
+        dtype: of what travels.
+    """
+
+    def __init__(
+        self, gradients: Sequence[RowGradients], tbes: Sequence[TBE], at_most: Sequence[Touched], dtype: torch.dtype
+    ) -> None:
+        self._at_most, self._dtype = at_most, dtype
+        self._groups: list[tuple[int, Region]] = []
+        counts, rows, sums = [], [], []
+        for i, (tbe, of_tbe) in enumerate(zip(tbes, gradients, strict=True)):
+            by_width = {region.width: (rows_n, sums_nD) for region, rows_n, sums_nD in of_tbe}
+            for width, region in tbe.bank.regions.items():
+                self._groups.append((i, region))
+                found = by_width.get(width)
+                counts.append(0 if found is None else len(found[0]))
+                if found is not None:
+                    rows.append(found[0])
+                    sums.append(found[1].to(dtype).reshape(-1))
+        device = tbes[0].bank.weights.device
+        self._words = torch.cat([torch.tensor(counts, dtype=torch.int64, device=device), *rows])
+        self._sums = torch.cat(sums) if sums else torch.zeros(0, dtype=dtype, device=device)
+        self._num_tbes, self.device = len(tbes), device
+        self.total: list[RowGradients] | None = None
+        """Of all ranks, for each TBE; None until it is there."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of what comes from all ranks."""
+        return sum(8 * (len(self._groups) + n.rows) + self._dtype.itemsize * n.elements for n in self._at_most)
+
+    def buffers(self, me: int) -> list[Buffers]:
+        """See `Beside`."""
+        size, mine = len(self._at_most), self._at_most[me]
+        words, sums = (len(self._groups) + mine.rows, mine.elements)
+        come = [len(self._groups) + n.rows for n in self._at_most], [n.elements for n in self._at_most]
+        return [
+            Buffers(torch.int64, of_others([words] * size, me), of_others(come[0], me)),
+            Buffers(self._dtype, of_others([sums] * size, me), of_others(come[1], me)),
+        ]
+
+    def fill(self, wire: Sequence[torch.Tensor]) -> None:
+        """See `Beside`; what is behind is not read."""
+        wire[0][: self._words.numel()].copy_(self._words)
+        wire[1][: self._sums.numel()].copy_(self._sums)
+
+    def take(self, came: Sequence[Sequence[torch.Tensor]], me: int) -> None:
+        """See `Beside`."""
+        by_rank = [(self._words, self._sums) if i == me else of for i, of in enumerate(zip(*came, strict=True))]
+        parts: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in self._groups]
+        for words, sums in by_rank:
+            at, element = len(self._groups), 0
+            for count, (_, region), part in zip(words[:at].tolist(), self._groups, parts, strict=True):
+                stop = element + count * region.width
+                part.append((words[at : at + count], sums[element:stop].view(count, region.width)))
+                at, element = at + count, stop
+        self.total = [[] for _ in range(self._num_tbes)]
+        for (i, region), part in zip(self._groups, parts, strict=True):
+            rows, gradients = (torch.cat(of) for of in zip(*part, strict=True))
+            if rows.numel():
+                self.total[i].append((region, *combined(rows, gradients, None, None)))

@@ -1,0 +1,91 @@
+"""Gradients of data-parallel tables by the rows that batches touch: the numbers of one process, and fewer bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import dmp
+from dmp import data_parallel, rectangles, row_wise
+from sharders.embedding import engine
+from tests.equality import MESHES, OPTIMIZERS, attach, check_case, env_of, random_rectangles
+from tests.ranks import run_ranks
+
+
+@contextmanager
+def _always() -> Iterator[None]:
+    with mock.patch.object(engine, "are_fewer", return_value=True):
+        yield
+
+
+def _equals(mesh: str, kind: str) -> list[str]:
+    env, failed = env_of(mesh), []
+    plans = {
+        "data_parallel": lambda i, s, e: data_parallel(),
+        "mixed": lambda i, s, e: data_parallel() if i % 2 else rectangles(random_rectangles(s, e.table_size, 31 + i)),
+    }
+    with _always():
+        for name, layouts in plans.items():
+            for optimizer in OPTIMIZERS[: 2 if name == "mixed" else None]:
+                try:
+                    check_case(kind, layouts, optimizer, env)
+                except AssertionError as error:
+                    failed.append(f"{name} {optimizer}: {str(error)[:300]}")
+    return failed
+
+
+SLOW = [(mesh, kind) for mesh in ("dp4", "host2xlocal2", "replicate2xshard2") for kind in ("ebc", "ec_vbe")]
+SLOW += [("shard2xtp2", "ebc"), ("single", "ebc"), ("dp2", "ebc_weighted_vbe"), ("dp2", "bag_mean"), ("dp2", "ec")]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "kind"), [("dp2", "ebc_weighted"), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+)
+def test_equals_unsharded(mesh: str, kind: str) -> None:
+    failed = run_ranks(math.prod(MESHES[mesh][0]), _equals, mesh, kind, timeout=300)
+    assert not any(failed), "\n".join(sorted({line for of_rank in failed for line in of_rank}))
+
+
+def _of_a_step(rows: int, ids: int) -> tuple[int, torch.Tensor]:
+    """Bytes of the gradients of one step, and weights after three."""
+    env, module = env_of("dp2"), nn.EmbeddingBag(rows, 8, mode="sum")
+    with torch.no_grad():
+        module.weight.copy_(torch.randn(rows, 8, generator=torch.Generator().manual_seed(1)))
+    attach(module, "adagrad")
+    model = dmp.DistributedModelParallel(module, env=env, plan={"weight": data_parallel()})
+    for step in range(3):
+        draw = torch.Generator().manual_seed(10 * step + env.rank)
+        model(torch.randint(0, rows, (ids, 1), generator=draw)).square().sum().backward()
+    return dmp.step_phases(model)["grad a2a"].sent_bytes, dmp.full_state_dict(model)["weight"]
+
+
+def test_bytes_follow_the_ids_of_large_tables_and_the_rows_of_small_ones() -> None:
+    large, again = run_ranks(2, _of_a_step, 4000, 64), run_ranks(2, _of_a_step, 4000, 64)
+    assert all(sent <= 64 * (8 * 4 + 8) + 64 for sent, _ in large)
+    assert large[0][1].equal(large[1][1])  # the same to the bit on all ranks
+    assert all(a[1].equal(b[1]) for a, b in zip(large, again, strict=True))
+    assert all(sent == 40 * 9 * 4 for sent, _ in run_ranks(2, _of_a_step, 40, 64))
+
+
+def _beside_rows() -> tuple[float, ...]:
+    """One rank without samples, another without ids in the table."""
+    env = env_of("dp2")
+    tables = nn.ModuleList([nn.EmbeddingBag(500, 4, mode="sum"), nn.EmbeddingBag(9, 4, mode="sum")])
+    for table in tables:
+        attach(table, "sgd")
+    model = dmp.DistributedModelParallel(tables, env=env, plan={"0.weight": data_parallel(), "1.weight": row_wise()})
+    before = dmp.full_state_dict(model)["0.weight"].clone()
+    ids = torch.full((0 if env.rank else 3, 1), 7)
+    model.module[0](ids).sum().backward()
+    return tuple((before - dmp.full_state_dict(model)["0.weight"]).sum(1)[[6, 7]].tolist())
+
+
+def test_a_rank_without_ids() -> None:
+    first, second = run_ranks(2, _beside_rows)
+    assert first == second and first[0] == 0 and first[1] > 0
