@@ -9,8 +9,12 @@ import pytest
 from numpy.typing import NDArray
 
 from planner.search.bound import lower_bound
+from planner.search.bound_blocks import Blocks, tried
+from planner.search.bound_columns import columns
 from planner.search.cost_table import CostTable
+from planner.search.placement import Part, Placement
 from planner.search.problem import Problem
+from tests.test_planner_families import drawn
 
 RANKS, PHASES = 4, 3
 Array = NDArray[np.float64]
@@ -130,3 +134,41 @@ def test_below_every_plan_and_not_far_below(above: float, lacks: bool, near: flo
             parts.append(bound.seconds / best)
     assert len(parts) > 20
     assert np.mean(parts) > near
+
+
+def scattered(p: Problem, r: np.random.Generator) -> Placement:
+    """Every item cut anyhow, and put anywhere, but not on all ranks."""
+    table, ranks, found = p.table, len(p.capacity), Placement(p)
+    for item, owner in enumerate(p.item_class.tolist()):
+        row = int(r.choice(np.flatnonzero((table.owner == owner) & (table.size < ranks))))
+        units, blocks = int(table.units[row]), ranks // int(table.size[row])
+        number = int(r.integers(1, min(units, blocks) + 1))
+        edges = np.sort(r.choice(np.arange(1, units), number - 1, replace=False))
+        widths = np.diff([0, *edges.tolist(), units]).tolist()
+        found.add(item, Part(row, tuple(r.choice(blocks, number, replace=False).tolist()), tuple(widths)))
+    return found
+
+
+@pytest.mark.parametrize("span", [1, 4])
+def test_what_blocks_ranks_leaves_room_for_every_plan(span: int) -> None:
+    blocking = 0
+    for seed in range(60):
+        r = np.random.default_rng(seed)
+        p = drawn(seed, int(r.integers(3, 9)), 16, (1, 2, 4, 8), 6, 1e9, span)
+        plan = scattered(p, r)
+        most, seconds = plan.local.max(0), plan.local[:, :-1].max(0)
+        found = columns(p, plan.seconds())
+        rows = []
+        for item, part in enumerate(plan.parts):
+            assert part is not None
+            of = (found.owner == p.item_class[item]) & (found.row == part.row) & (found.pieces <= len(part.blocks))
+            rows.append(np.flatnonzero(of)[-1])
+        at, share = np.array(rows), np.ones(len(rows))
+        for q in np.flatnonzero(np.append(p.span, 1) == 1).tolist():
+            least, blocked, others = tried(p.table, found, at, share, q, most[q : q + 1])
+            for size, of_block, of_others in zip(least.tolist(), blocked[0], others[0], strict=True):
+                taken = [Blocks(q, most[q], size).taken(p.table, found, at, o, seconds[o]).sum() for o in range(PHASES)]
+                assert np.allclose(taken, of_block + of_others / seconds)
+                assert max(taken) <= 1 + 1e-9, (seed, q, size)
+                blocking += int(of_block.any())
+    assert blocking > 40

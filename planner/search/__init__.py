@@ -17,6 +17,7 @@
 - `guided`: a start like the relaxed optimum that the bound is of
 - `bound_columns`: what an item may be given, in numbers of which every plan has at least as much
 - `bound_counts`: how many pieces fit beside each other where a phase takes no longer than so long
+- `bound_blocks`: pieces that leave no room on a rank for others, though a phase's mean has some
 - `bound_programme`: a linear programme over columns, by interior points
 - `bound_node`: a part of all plans, what it costs at least, and how it splits in two
 """

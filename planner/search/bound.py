@@ -23,7 +23,7 @@ from planner.search.problem import Problem
 
 _WORK = 65.0
 """Programmes solved at most, a large one counting as several."""
-_ROWS = 5000
+_ROWS = 12000
 """Columns for which a programme counts once more."""
 _CLOSE = 5e-4
 """Nobody cares how much of this part of a plan's cost is missing."""

@@ -25,34 +25,35 @@ _EDGE = 1e-9
 
 
 def levels(table: CostTable, columns: Columns, rows: Integers, weights: Array, phase: int, number: int) -> Array:
-    """(rows,) part of all levels of a phase that each column takes at least.
+    """(..., rows) part of all levels of a phase that each column takes at least.
 
     Args:
         rows: of the columns.
-        weights: (phases + 1,) of seconds and bytes, so that no rank has more than 1.
+        weights: (..., phases + 1) of seconds and bytes, so that no rank has more than 1.
         phase: one whose ranks, or groups of ranks, are meant.
         number: of levels.
     """
     row, hits = columns.row[rows], columns.hits[rows, phase]
-    fixed, slope = table.fixed[row] @ weights, table.slope[row] @ weights
+    fixed, slope = weights @ table.fixed[row].T, weights @ table.slope[row].T
     of_full = _levels(table, columns, rows, fixed, slope, number)
     lacks = np.flatnonzero(table.lacking[row])
     if not len(lacks):
         taken: Array = of_full * hits
         return taken
     last, one = row[lacks], columns.one[phase]
-    fixed, slope = fixed[lacks] - table.lack[last] @ weights, slope[lacks] - table.lack_slope[last] @ weights
+    fixed = fixed[..., lacks] - weights @ table.lack[last].T
+    slope = slope[..., lacks] - weights @ table.lack_slope[last].T
     of_last = of_full.copy()
-    of_last[lacks] = _levels(table, columns, rows[lacks], fixed, slope, number)
+    of_last[..., lacks] = _levels(table, columns, rows[lacks], fixed, slope, number)
     taken = of_full * (hits - one) + of_last * one
     return taken
 
 
 def _levels(table: CostTable, columns: Columns, rows: Integers, fixed: Array, slope: Array, number: int) -> Array:
-    """(rows,) part of a rank's levels that pieces take, all together.
+    """(..., rows) part of a rank's levels that pieces take, all together.
 
     Args:
-        fixed, slope: (rows,) of what a rank has, of a piece of no units, and for each unit.
+        fixed, slope: (..., rows) of what a rank has, of a piece of no units, and for each unit.
     """
     row, pieces = columns.row[rows], columns.pieces[rows]
     units, step = table.units[row], 1 / (number + 1)
@@ -63,7 +64,7 @@ def _levels(table: CostTable, columns: Columns, rows: Integers, fixed: Array, sl
     with np.errstate(over="ignore", invalid="ignore"):  # where width is all but free
         # the widest piece of each level; how much wider another level makes a piece at most
         width = np.floor(((lowest + 1) * step - fixed) / safe * (1 + _EDGE) + _EDGE)
-        wider = np.zeros(len(row))
+        wider = np.zeros(fixed.shape)
         for more in range(1, number + 1):
             limit = np.floor(((lowest + 1 + more) * step - fixed) / safe * (1 + _EDGE) + _EDGE)
             wider = np.maximum(wider, (limit - width) / more)
@@ -76,17 +77,17 @@ def _levels(table: CostTable, columns: Columns, rows: Integers, fixed: Array, sl
 def crowded(
     table: CostTable, columns: Columns, rows: Integers, weights: tuple[Array, Array], phase: int, span: int, number: int
 ) -> Array:
-    """(rows,) part of all levels of a shared phase that each column takes at least, where each rank is tight too.
+    """(..., rows) part of all levels of a shared phase that each column takes at least, where each rank is tight too.
 
     Args:
-        weights: of what is shared, and of what each rank has for itself, as in `levels`.
+        weights: of what is shared, (phases + 1,), and of what each rank has for itself, as in `levels`.
         phase: the shared one.
         span: ranks that share it.
     """
     shared, own = weights
     row = columns.row[rows]
     narrow = np.where(table.units[row] > 0, table.least[row], 0)
-    is_large = table.fixed[row] @ own + narrow * (table.slope[row] @ own) > 0.5 * (1 + _EDGE)
+    is_large = own @ (table.fixed[row] + narrow[:, None] * table.slope[row]).T > 0.5 * (1 + _EDGE)
     alone = levels(table, columns, rows, own, phase, 1)
     beside = np.where(is_large, levels(table, columns, rows, shared, phase, number), 0)
     taken: Array = np.where(table.size[row] % span == 0, alone, beside)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.search.bound_blocks import Blocks, tried
 from planner.search.bound_columns import Columns
 from planner.search.bound_counts import LEVELS, crowded, levels
 from planner.search.bound_programme import Programme, Relaxed, solve
@@ -20,9 +21,10 @@ from planner.search.cost_table import Array, CostTable, Integers
 
 _ROUNDS = 3
 _EDGE = 1e-6
+_JUST = 1e-6
 _EXACT = 1e-3
 """Of the step: by how much a piece may take longer than its phase."""
-_UNUSED = 1e-4
+_UNUSED = 1e-2
 _WHOLE = 0.02
 _KNOWN = 1.5
 """Times its time in the relaxed optimum, about: a phase that is known to take no longer is counted."""
@@ -162,31 +164,58 @@ def _counted(frame: Frame, node: Node) -> list[Array]:
     if node.relaxed is None:
         return []
     rows, share = _in_use(node)
-    counts = _counts(frame, np.append(np.where(node.high < _KNOWN * node.relaxed.seconds, node.high, 0.0), frame.room))
-    used = [float(share @ count(rows)) for count in counts]
-    best = sorted(range(len(counts)), key=lambda i: (-used[i], i))[:_COUNTS]
-    return [counts[i](node.rows) for i in best if used[i] > _SHORT]
+    high = np.append(np.where(node.high < _KNOWN * node.relaxed.seconds, node.high, 0.0), frame.room)
+    ways = _counts(frame, high)
+    used = [(-u, i, j) for i, (count, w) in enumerate(ways) for j, u in enumerate((count(rows, w) @ share).tolist())]
+    best = [(ways[i], j) for u, i, j in sorted(used)[:_COUNTS] if u < -_SHORT]
+    found = [count(node.rows, weights[j]) for (count, weights), j in best]
+    known = np.flatnonzero(high[:-1] > 0).tolist()
+    blocks = sorted((-b[p] - o[p] / high[p], p, of) for of, b, o in _blocks(frame, node, high) for p in known)
+    kept = [(p, of) for u, p, of in blocks if u < -_SHORT][:_COUNTS]
+    return found + [of.taken(frame.table, frame.columns, node.rows, p, float(high[p])) for p, of in kept]
 
 
-def _counts(frame: Frame, high: Array) -> list[Callable[[Integers], Array]]:
-    """Ways to count, each from rows to what they take of what there is 1 of.
+def _blocks(frame: Frame, node: Node, high: Array) -> list[tuple[Blocks, Array, Array]]:
+    """What may block ranks, see [Note: blocking]; of the relaxed optimum, (phases,) parts that are blocked, and seconds
+    of means on others.
 
     Args:
         high: (phases + 1,) seconds at most by phase, then bytes; 0 where that is not known.
     """
-    table, columns = frame.table, frame.columns
+    rows, share = _in_use(node)
+    span, found = np.append(frame.span, 1), list[tuple[Blocks, Array, Array]]()
+    for q in np.flatnonzero((high > 0) & (span == 1)).tolist():
+        least, blocked, others = tried(frame.table, frame.columns, rows, share, q, high[q : q + 1])
+        for size, of_block, of_others in zip(least.tolist(), blocked[0], others[0], strict=True):
+            if of_block.any():
+                found.append((Blocks(q, float(high[q]), size), of_block, of_others))
+    return found
+
+
+def _counts(frame: Frame, high: Array) -> list[tuple[Callable[[Integers, Array], Array], Array]]:
+    """Ways to count, each from rows and weights to what they take of what there is 1 of, and some such weights.
+
+    Args:
+        high: (phases + 1,) seconds at most by phase, then bytes; 0 where that is not known.
+    """
     span = np.append(frame.span, 1)
     single = np.diag(np.where(high > 0, 1 / np.maximum(high, 1e-300), 0.0))
-    own = np.flatnonzero((high > 0) & (span == 1)).tolist()
-    found: list[Callable[[Integers], Array]] = []
+    own = np.flatnonzero((high > 0) & (span == 1))
+    found: list[tuple[Callable[[Integers, Array], Array], Array]] = []
     for number in LEVELS:
-        found += [partial(levels, table, columns, weights=single[q], phase=q, number=number) for q in own]
+        found.append((partial(_levels, frame, int(own[0]), number), single[own]))  # memory is always known
         for p in np.flatnonzero((high > 0) & (span > 1)).tolist():
-            found.append(partial(levels, table, columns, weights=single[p], phase=p, number=number))
-            for q in own:
-                both = (single[p], single[q])
-                found.append(partial(crowded, table, columns, weights=both, phase=p, span=int(span[p]), number=number))
+            found.append((partial(_levels, frame, p, number), single[p : p + 1]))
+            found.append((partial(_crowded, frame, p, single[p], number), single[own]))
     return found
+
+
+def _levels(frame: Frame, phase: int, number: int, rows: Integers, weights: Array) -> Array:
+    return levels(frame.table, frame.columns, rows, weights, phase, number)
+
+
+def _crowded(frame: Frame, phase: int, shared: Array, number: int, rows: Integers, own: Array) -> Array:
+    return crowded(frame.table, frame.columns, rows, (shared, own), phase, int(frame.span[phase]), number)
 
 
 def _in_use(node: Node) -> tuple[Integers, Array]:
@@ -233,7 +262,9 @@ def split(frame: Frame, node: Node) -> tuple[Node, ...]:
         bit = 1 << kind
         if not node.paid & bit and node.allowed & bit and (used[(kinds & bit) > 0] > 1e-3).any():
             return node._replace(allowed=node.allowed & ~bit), node._replace(paid=node.paid | bit)
-    by_size, by_time = _threshold(frame, node, used), _interval(frame, node)
+    by_size, by_time = _threshold(frame, node, used), _interval(frame, node, blocks=False)
+    if by_size is None and by_time is None:
+        by_time = _interval(frame, node, blocks=True)
     if by_size is None and by_time is None:
         return _split_group(frame, node)
     low, high = node.low.copy(), node.high.copy()
@@ -248,37 +279,56 @@ def split(frame: Frame, node: Node) -> tuple[Node, ...]:
     return (above,) if below is None else (below, above)
 
 
-def _interval(frame: Frame, node: Node) -> tuple[float, int, float, float] | None:
+def _interval(frame: Frame, node: Node, *, blocks: bool) -> tuple[float, int, float, float] | None:
     """A guess of what it gains, a phase, and two times: it takes at most the first, or at least the second.
 
     The first is one that the relaxed optimum, in whole units, does not keep to; or at which it takes more levels than
     there are, see [Note: counting].
+
+    Args:
+        blocks: what blocks ranks counts too, see [Note: blocking].
     """
     assert node.relaxed is not None
     times, (rows, share) = node.relaxed.seconds, _in_use(node)
     spare = frame.upper - node.value
+    known = np.append(np.where(node.high < _KNOWN * times, node.high, 0.0), frame.room)
+    of_known = _blocks(frame, node, known) if blocks else []
     found: list[tuple[float, int, float, float]] = []
     for phase in np.flatnonzero(times > 10 * _EXACT * frame.upper).tolist():
         seconds, unit = float(times[phase]), float(frame.unit[phase])
         if unit > _EXACT * frame.upper:
-            most = [(np.floor(seconds / unit + _WHOLE) + more) * unit for more in range(4)]
+            high = (np.floor(seconds / unit + _WHOLE) + np.arange(4)) * unit
         else:
-            unit, most = 0.0, (seconds * _LONGER).tolist()
-        for high in most:
-            low = high + unit
-            if high > node.high[phase] - 0.5 * unit - _EXACT * seconds or low < node.low[phase]:
-                continue
-            above, below = 0.5 * (low - seconds), 0.5 * (seconds - high)
-            if found and min(above, spare) <= max(found)[0]:
-                continue
-            weights = np.zeros(len(times) + 1)
-            weights[phase] = 1 / max(high, 1e-300)
-            for number in LEVELS:
-                taken = levels(frame.table, frame.columns, rows, weights, phase, number)
-                below = max(below, 0.5 * seconds * (float(share @ taken) - 1))
-            if below > _EXACT * frame.upper:
-                found.append((min(above, below, spare), phase, high, low))
+            unit, high = 0.0, seconds * _LONGER
+        low = high + unit
+        crossed = _crossings(frame, node, phase, seconds)
+        high, low = np.append(high, crossed - (unit or crossed * _JUST)), np.append(low, crossed)
+        kept = (high <= node.high[phase] - 0.5 * unit - _EXACT * seconds) & (low >= node.low[phase])
+        high, low = high[kept], low[kept]
+        weights = np.zeros((len(high), len(times) + 1))
+        weights[:, phase] = 1 / np.maximum(high, 1e-300)
+        taken = [levels(frame.table, frame.columns, rows, weights, phase, number) @ share for number in LEVELS]
+        taken += [of_block[phase] + of_others[phase] / high for _, of_block, of_others in of_known]
+        above = max(1 - float(node.relaxed.price[phase]), 0.5) * (low - seconds)
+        below = np.maximum(seconds - high, seconds * (np.max(taken, axis=0) - 1))
+        if blocks and frame.span[phase] == 1 and len(high):
+            _, blocked, others = tried(frame.table, frame.columns, rows, share, phase, high)
+            longer = np.where(times > 0, others + (blocked - 1) * times, 0.0)
+            below = np.maximum(below, longer.max((1, 2), initial=0.0))
+        gain = np.minimum(np.minimum(above, 0.5 * below), spare)
+        found += [
+            (float(gain[i]), phase, float(high[i]), float(low[i]))
+            for i in np.flatnonzero(0.5 * below > _EXACT * frame.upper).tolist()
+        ]
     return max(found) if found else None
+
+
+def _crossings(frame: Frame, node: Node, phase: int, seconds: float) -> Array:
+    """Times from which on one piece more lies beside each other than below."""
+    piece = frame.columns.piece[node.rows, phase]
+    piece = piece[piece > _EXACT * frame.upper]
+    times: Array = np.arange(2, max(LEVELS) + 2) * piece.min() if len(piece) else np.zeros(0)
+    return times[times > seconds * (1 + _EXACT)]
 
 
 def _threshold(frame: Frame, node: Node, used: Array) -> tuple[float, int, float] | None:

@@ -11,12 +11,14 @@ import numpy as np
 from planner.search.cost_table import Array, Integers
 from planner.search.cuts import Cuts, groups
 from planner.search.placement import Part, Placement, even
-from planner.search.potential import powered, ranks_together
+from planner.search.potential import powered
 from planner.search.problem import Problem
 from planner.search.starts import Start
 
-_HOSTS = 128
-"""Below so many there is nothing to gain."""
+MANY_HOSTS = 128
+"""From so many on, it is better than to look at all ranks;"""
+SEVERAL_HOSTS = 64
+"""from so many on, it is as good, and quicker."""
 _POWER = 8
 _MENU = 3
 """Cuts of an item to choose from."""
@@ -29,22 +31,21 @@ _MEMORY = 0.1
 """Weight of memory, against the sum of the target."""
 
 
-def can_pack(problem: Problem, group: int = 0) -> bool:
+def can_pack(problem: Problem, group: int, hosts: int = MANY_HOSTS) -> bool:
     """Whether a problem has many alike hosts, and nothing that minds which one it gets.
 
     Args:
-        group: ranks in a host; 0 for those that share a phase, where these are several.
+        group: ranks in a host.
+        hosts: so many at least.
     """
-    ranks = group or ranks_together(problem)
-    plain = not (problem.allowed or problem.spread or problem.table.ragged)
-    return plain and (ranks > 1 or bool(group)) and len(problem.capacity) // ranks >= _HOSTS
+    return len(problem.capacity) // group >= hosts and not (problem.allowed or problem.spread or problem.table.ragged)
 
 
-def pack_hosts(problem: Problem, cuts: Cuts, start: Start, group: int = 0) -> tuple[Placement | None, float]:
+def pack_hosts(problem: Problem, cuts: Cuts, start: Start, group: int) -> tuple[Placement | None, float]:
     """A placement of all items, None where one does not fit; and the work, in about microseconds.
 
     Args:
-        group: as of `can_pack`.
+        group: ranks in a host.
     """
     packer = _HostPacker(problem, cuts, start, group)
     if not packer.place():
@@ -59,7 +60,7 @@ class _HostPacker:
 
     def __init__(self, problem: Problem, cuts: Cuts, start: Start, group: int) -> None:
         self.problem, self.cuts, self.start = problem, cuts, start
-        self.group = group or ranks_together(problem)
+        self.group = group
         self.work = 0.0
         self.ranks: Array = problem.base.reshape(-1, self.group, problem.base.shape[1]).copy()
         self.hosts: Array = self.ranks.mean(1)

@@ -18,12 +18,12 @@ import numpy as np
 from planner.search.bound import Optimum, lower_bound
 from planner.search.cells import Cells, cells
 from planner.search.cuts import Cuts
-from planner.search.guided import guided
-from planner.search.hosts import can_pack, pack_hosts
+from planner.search.guided import LIKE, guided
+from planner.search.hosts import SEVERAL_HOSTS, can_pack, pack_hosts
 from planner.search.improve import Improver
 from planner.search.packing import Packer, menus
 from planner.search.placement import Part, Placement
-from planner.search.potential import Potential
+from planner.search.potential import Potential, ranks_together
 from planner.search.problem import Array, Choice, Problem
 from planner.search.starts import Start, everywhere_bytes, floor, starts, with_rest
 from planner.search.tight import pour
@@ -37,7 +37,9 @@ _BUILDING = 120e3
 _FEW = 650
 """Items up to which more than one start is packed."""
 _GUIDED = 450e3
-"""Work up to which a start like the optimum is packed."""
+"""Work up to which starts like the optimum are packed,"""
+_GUIDING = 250e3
+"""in about so much of it."""
 _ON_HOSTS = 250e3
 _PACKED = 6
 """Starts that are packed in two levels."""
@@ -155,10 +157,12 @@ def search(problem: Problem, out_of_time: Callable[[], bool] = lambda: False, to
                 best.seconds = best.placement().seconds()
             bound = lower_bound(problem, best.seconds, out_of_time, lambda value: told(best.seconds, value))
             best.least, best.floor = bound.seconds, max(best.floor, bound.seconds)
+            like = LIKE[0]
             if bound.relaxed is not None and work < _GUIDED and not best.is_enough:
-                work += _guide(problem, cuts, best, bound.relaxed, out_of_time)
+                spent, like = _guide(problem, cuts, best, bound.relaxed, out_of_time)
+                work += spent
             most = _WORK + _MORE * (len(problem.item_class) <= _FEW)
-            work += _on_cells(problem, best, bound.relaxed, most - work, out_of_time)
+            work += _on_cells(problem, best, bound.relaxed, like, most - work, out_of_time)
             is_cut = _improve(problem, cuts, best, most - work, out_of_time) or is_cut
     placement = best.placement()
     phases = placement.phase_seconds()
@@ -196,11 +200,17 @@ def _build(problem: Problem, cuts: Cuts, best: _Best, out_of_time: Callable[[], 
 
 
 def _on_cells(
-    problem: Problem, best: _Best, optimum: Optimum | None, work: float, out_of_time: Callable[[], bool]
+    problem: Problem,
+    best: _Best,
+    optimum: Optimum | None,
+    like: tuple[float, float],
+    work: float,
+    out_of_time: Callable[[], bool],
 ) -> float:
     """Search the problem with cells for ranks, where these are many beside the items; returns the work.
 
     Args:
+        like: see `guided`.
         work: that is left in all.
     """
     num_items, num_ranks, spent = len(problem.item_class), len(problem.capacity), 0.0
@@ -214,8 +224,8 @@ def _on_cells(
         cuts, inner = Cuts.of(made.problem), _Best(made.problem, lambda *_: None)
         inner.floor = best.floor
         begun = starts(made.problem, cuts)[:_PACKED]
-        like = None if optimum is None else guided(made.problem, cuts, optimum)
-        begun = begun if like is None else [like, *begun]
+        first = None if optimum is None else guided(made.problem, cuts, optimum, like)
+        begun = begun if first is None else [first, *begun]
         spent += _begin(made.problem, cuts, inner, begun, out_of_time)
         if inner.parts is not None and (found is None or inner.seconds < found[0]):
             found = inner.seconds, made, cuts, inner
@@ -252,9 +262,9 @@ def _begin(problem: Problem, cuts: Cuts, best: _Best, begun: list[Start], out_of
 
 def _on_hosts(problem: Problem, cuts: Cuts, begun: list[Start], best: _Best) -> float:
     """Pack starts in two levels where that can be done; returns the work."""
-    work = 0.0
-    for start in begun if can_pack(problem) else []:
-        placement, last = pack_hosts(problem, cuts, start)
+    work, group = 0.0, ranks_together(problem)
+    for start in begun if can_pack(problem, group) else []:
+        placement, last = pack_hosts(problem, cuts, start, group)
         work += last
         if placement is not None:
             best.offer(placement, 0.0)
@@ -263,18 +273,28 @@ def _on_hosts(problem: Problem, cuts: Cuts, begun: list[Start], best: _Best) -> 
     return work
 
 
-def _guide(problem: Problem, cuts: Cuts, best: _Best, optimum: Optimum, out_of_time: Callable[[], bool]) -> float:
-    """Pack a start like the relaxed optimum; returns the work."""
+def _guide(
+    problem: Problem, cuts: Cuts, best: _Best, optimum: Optimum, out_of_time: Callable[[], bool]
+) -> tuple[float, tuple[float, float]]:
+    """Pack starts like the relaxed optimum; returns the work, and in what way the best of them is like it."""
+    group, work, last, found = ranks_together(problem), 0.0, 0.0, (np.inf, LIKE[0])
     start = guided(problem, cuts, optimum)
-    if start is None:
-        return 0.0
-    work = _on_hosts(problem, cuts, [start], best)
-    weights = _WEIGHTS[0] * (start.fill > _ROOMY), _POWERS[0]
-    for most in start.most if not can_pack(problem) else ():
-        work += _pack(problem, cuts, start, most, weights, best, out_of_time)
-        if work > _BUILDING:
+    if start is not None and not can_pack(problem, group):
+        weights = _WEIGHTS[0] * (start.fill > _ROOMY), _POWERS[0]
+        for most in start.most:
+            work += _pack(problem, cuts, start, most, weights, best, out_of_time)
+            if work > _BUILDING:
+                break
+    for like in LIKE if can_pack(problem, group, SEVERAL_HOSTS) else ():
+        start = guided(problem, cuts, optimum, like)
+        if start is None or work + last > _GUIDING or best.is_enough or out_of_time():
             break
-    return work
+        placement, last = pack_hosts(problem, cuts, start, group)
+        work += last
+        if placement is not None:
+            found = min(found, (placement.seconds(), like))
+            best.offer(placement, 0.0)
+    return work, found[1]
 
 
 def _pack(
