@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.bench import step
 from tests.bench.report import Result
+from tests.bench.rounds import both, quartiles
 from tests.bench.step_cells import Cell
 from tests.bench.workload import Workload, criteo_rows
 
@@ -15,8 +16,8 @@ def run(quick: bool) -> tuple[list[Result], str]:
     """Each layout."""
     results = []
     for kind in KINDS:
-        row = step.row_of(Cell(kind, 2, WORK), step.QUICK_SECONDS if quick else step.SECONDS)
+        theirs, ours, _ = step.rounds_of(Cell(kind, 2, WORK), step.QUICK_SECONDS if quick else step.SECONDS)
         name = f"fixed cost: {kind}, batch 8"
-        results.append(Result(name, "ms", row.theirs, row.ours, row.ratio, GOAL, row.spread))
+        results.append(Result(name, "ms", *both(theirs, ours, 1e3), GOAL, quartiles(theirs, ours)))
         print(results[-1], flush=True)
     return results, ""

@@ -116,16 +116,24 @@ def run(quick: bool) -> tuple[list[Result], str]:
 
 
 def row_of(cell: Cell, seconds: float) -> Row:
-    """One cell measured, in processes of its own: buffers that stay between steps and models are the cell's."""
-    close_pools()
-    of_ranks = run_ranks(cell.ranks, compare, cell, seconds, timeout=300)
-    steps = of_ranks[0].steps
-    theirs, ours = (quickest_of_rounds(slowest([r[i] for r in of_ranks]), steps) for i in (0, 1))
-    peaks = [max(r.peaks[i] for r in of_ranks) for i in (0, 1)]
+    """One cell measured, beside its bounds."""
+    theirs, ours, peaks = rounds_of(cell, seconds)
     least = floor.least_bytes(cell)
     bounds = floor.stream_seconds(least), floor.rows_seconds(least, cell.work.optimizer == "rowwise_adagrad")
     ratios = [t / o for t, o in zip(theirs, ours, strict=True)]
     return Row(cell, 1e3 * median(theirs), 1e3 * median(ours), ratios, *least.means, *bounds, *peaks)
+
+
+def rounds_of(cell: Cell, seconds: float) -> tuple[list[float], list[float], tuple[int, int]]:
+    """Theirs and ours, seconds of each round's quickest step, and their peaks of memory.
+
+    In processes of its own: buffers that stay between steps and models are the cell's.
+    """
+    close_pools()
+    of_ranks = run_ranks(cell.ranks, compare, cell, seconds, timeout=300)
+    steps = of_ranks[0].steps
+    theirs, ours = (quickest_of_rounds(slowest([r[i] for r in of_ranks]), steps) for i in (0, 1))
+    return theirs, ours, (max(r.peaks[0] for r in of_ranks), max(r.peaks[1] for r in of_ranks))
 
 
 def compare(cell: Cell, seconds: float) -> Measured:
