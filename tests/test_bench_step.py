@@ -57,3 +57,4 @@ def test_means_come_with_those_of_thirds() -> None:
     assert found["step: ours by the bound of the stream, mean"].ours == 1.0
     assert found["step: ours by the bound of the rows, mean"].ours == 2.0
     assert found["step: cells of 2 with more memory than TorchRec"].verdict == "OK"
+    assert found["step: cells under 1.15 in some third of the rounds"].ours == 2
