@@ -29,12 +29,13 @@ def test_kernels_agree(bounds: list[list[int]], dtype: torch.dtype) -> None:
     )
     bucketize = Bucketizer(bounds, torch.device("cpu"))
     ours, theirs = bucketize._by_torch(values, lengths, True), bucketize._by_fbgemm(values, lengths, True)
-    for a, b in ((ours.values, theirs.values), (ours.lengths, theirs.lengths), (ours.order, theirs.order)):
-        assert a is not None
-        assert b is not None
+    before = torch.arange(values.numel())
+    orders = ours.moved(before), theirs.moved(before)
+    for a, b in ((ours.values, theirs.values), (ours.lengths, theirs.lengths), orders):
         assert a.dtype == b.dtype
         torch.testing.assert_close(a, b, rtol=0, atol=0)
-    assert bucketize(values, lengths, False).order is None
+    with pytest.raises(AssertionError, match="nobody has asked"):
+        bucketize(values, lengths, False).moved(before)
 
 
 def test_every_id_is_in_its_block() -> None:
@@ -43,5 +44,4 @@ def test_every_id_is_in_its_block() -> None:
     result = bucketize(values, lengths, True)
     assert result.lengths.tolist() == [[1, 0], [0, 1], [1, 1], [0, 1], [0, 0], [0, 1]]
     assert result.values.tolist() == [1, 0, 4, 0, 2, 1]
-    assert result.order is not None
-    assert result.order.tolist() == [1, 3, 0, 2, 5, 4]
+    assert result.moved(torch.arange(6)).tolist() == [1, 3, 0, 2, 5, 4]

@@ -48,7 +48,7 @@ class Places(NamedTuple):
     """Which ids the rows that were sent for stand for; see [Note: distinct rows].
 
     Args:
-        of_ids: (N,) row by row: of split features among the results' rows, else among the batch's ids.
+        of_ids: (N,) int32, row by row: of split features among the results' rows, else among the batch's ids.
         times: (R,) int32, how many ids each row has; None where one each.
     """
 

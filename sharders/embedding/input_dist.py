@@ -58,7 +58,7 @@ class _Ordered:
         lengths: (segments, B).
         bags: with ids, in each segment; of split features that travel as partials.
         places: where each was in the batch; only for gradients of weights.
-        rows: where the row of each belongs among the results'; only of split features, and unpooled.
+        rows: int32, where the row of each belongs among the results'; only of split features, and unpooled.
     """
 
     values: torch.Tensor
@@ -253,17 +253,17 @@ class InputDist:
             with_order=self.unpooled or by_key.weights is not None,
         )
         counts, *bags = self._counted(moved.lengths).tolist()
-        weights = None if by_key.weights is None else take(by_key.weights, keys, batch.starts)[moved.order]
+        weights = None if by_key.weights is None else moved.moved(take(by_key.weights, keys, batch.starts))
         rows = None
         if self.unpooled:
-            assert moved.order is not None
             # An id's place among its feature's ids is kept, while the feature's first row differs from its first id.
             sizes = [batch.counts[k] for k in keys]
             first_ids = accumulate(sizes, initial=0)
             shifts = [row_starts[f] - first for f, first in zip(self.split_features, first_ids, strict=False)]
-            shift, size = torch.tensor([shifts, sizes], device=self._device)
-            rows = moved.order + shift.repeat_interleave(size, output_size=sum(sizes))[moved.order]
-        places = None if by_key.places is None else take(by_key.places, keys, batch.starts)[moved.order]
+            shift, size = torch.tensor([shifts, sizes], dtype=torch.int32, device=self._device)
+            rows = torch.arange(sum(sizes), dtype=torch.int32, device=self._device)
+            rows = moved.moved(rows.add_(shift.repeat_interleave(size, output_size=sum(sizes))))
+        places = None if by_key.places is None else moved.moved(take(by_key.places, keys, batch.starts))
         starts = [0, *accumulate(counts)]
         return _Ordered(moved.values, weights, moved.lengths, counts, starts, bags[0] if bags else [], places, rows)
 
@@ -331,8 +331,7 @@ def _sent_ids(ids: _Ordered, num_rows: Sequence[int]) -> _SentIds:
     Args:
         num_rows: of each segment; none at all where they stay as they are.
     """
-    places = None if ids.rows is None else ids.rows.to(torch.int32)
-    found = distinct_rows(ids.values, ids.counts, num_rows, places) if any(num_rows) else None
+    found = distinct_rows(ids.values, ids.counts, num_rows, ids.rows) if any(num_rows) else None
     if found is None:
         return _SentIds(ids.values, ids.counts, ids.starts, None if ids.rows is None else Places(ids.rows, None))
     starts = [0, *accumulate(found.counts)]

@@ -23,12 +23,21 @@ class Bucketized:
     Args:
         values: (N,) relative to their block's first row.
         lengths: (blocks * features, B).
-        order: (N,) where each was before; None unless asked for.
+        order: (N,) int64, where each was before; None unless asked for, or where there is `place`.
+        place: (N,) int64, where each that was before is now; likewise.
     """
 
     values: torch.Tensor
     lengths: torch.Tensor
-    order: torch.Tensor | None
+    order: torch.Tensor | None = None
+    place: torch.Tensor | None = None
+
+    def moved(self, values: torch.Tensor) -> torch.Tensor:
+        """What goes with the ids, in their new order."""
+        if self.place is not None:
+            return torch.empty_like(values).scatter_(0, self.place, values)
+        assert self.order is not None, "nobody has asked where ids go"
+        return values.index_select(0, self.order)
 
 
 class Bucketizer:
@@ -79,11 +88,8 @@ class Bucketizer:
         new_lengths, new_values, _, _, place = torch.ops.fbgemm.block_bucketize_sparse_features(
             lengths.reshape(-1), values, False, with_order, sizes, self.num_blocks, None, None, -1, positions
         )
-        order = None
-        if with_order:
-            order = torch.empty(values.numel(), dtype=torch.int64)
-            order[place.long()] = torch.arange(values.numel())
-        return Bucketized(new_values, new_lengths.view(-1, lengths.shape[1]), order)
+        lengths = new_lengths.view(-1, lengths.shape[1])
+        return Bucketized(new_values, lengths, place=place.long() if with_order else None)
 
     def _by_torch(self, values: torch.Tensor, lengths: torch.Tensor, with_order: bool) -> Bucketized:
         features, batch_size = lengths.shape
