@@ -28,6 +28,7 @@ Optimizers, gradients and scaling
   `torch.distributed.optim._apply_optimizer_in_backward`: optimizers that the user had applied in the backward pass
 - `_unscale_grads_`, `_amp_foreach_non_finite_check_and_unscale_`: the one place where a scaler looks at gradients
 - `_get_total_norm`, `_clip_grads_with_norm_`, `_group_tensors_by_device_and_dtype`: for torch's own clipping
+- `torch.utils.checkpoint._StopRecomputationError`: a forward that is computed again has come as far as is needed
 - `_current_graph_task_id`, `_will_engine_execute_node`, `_execution_engine`: whether a backward pass runs
 - `_autograd`, `_get_current_graph_task_keep_graph`: whether a backward pass retains the graph
 - `_engine_run_backward`: the frame at which a stack of a hanging rank is in the backward pass

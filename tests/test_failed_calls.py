@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from dmp import CheckpointError, DistributedModelParallel, InputError, ShardingEnv, full_state_dict, row_wise
 from tests.ranks import mesh, run_ranks
@@ -91,3 +92,22 @@ def fail(kind: type[Exception]) -> bool:
 @pytest.mark.parametrize("kind", [InputError, ArithmeticError])
 def test_an_optimizer_made_after_a_failed_forward_trains(kind: type[Exception]) -> None:
     assert run_ranks(2, fail, kind) == [True, True]
+
+
+def checkpointed(axis: str) -> None:
+    model, whole = wrapped(axis), Net()
+    ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, whole))
+    for step in range(2):
+        batches = [torch.randint(0, 8, (3, 2), generator=torch.Generator().manual_seed(2 * step + r)) for r in (0, 1)]
+        checkpoint(model, batches[model.env.data_rank], use_reentrant=False).square().sum().backward()
+        sum((whole(ids).square().sum() / 2 for ids in batches), torch.zeros(())).backward()
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, value in full_state_dict(model).items():
+        torch.testing.assert_close(value, whole.state_dict()[name])
+
+
+@pytest.mark.parametrize("axis", ["dp", "shard"])
+def test_a_forward_that_is_computed_again_stops_by_an_error_that_is_none(axis: str) -> None:
+    run_ranks(2, checkpointed, axis)

@@ -6,6 +6,7 @@ import inspect
 from typing import Any
 
 from torch.fx import Proxy
+from torch.utils.checkpoint import _StopRecomputationError
 
 from dmp.errors import ShardError
 from dmp.ranks import raise_cause
@@ -20,7 +21,7 @@ def _forward(model: Any, *args: Any, **kwargs: Any) -> Any:
         with model._calls.forward:
             return model.running(*args, **kwargs)
     except BaseException as error:
-        if model.skeleton is not None:
+        if model.skeleton is not None and not isinstance(error, _StopRecomputationError):  # else it goes on backward
             put_back(model.module)
         if isinstance(error, RuntimeError):  # of a collective of torch's, which no entry of ours is around
             raise_cause(error)
