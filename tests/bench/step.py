@@ -185,10 +185,11 @@ def warm_up(ranks: int, optimizer: str) -> None:
 
 
 def _smallest(ranks: int, optimizer: str) -> list[Cell]:
-    """Of bags and of sequences."""
+    """Of bags and of sequences, with ids that are few and with ids that come again and again."""
     return [
-        Cell(kind, ranks, Workload((64, 64), 16, 8, pooled=KINDS[kind][1], optimizer=optimizer))
+        Cell(kind, ranks, Workload((64, 64), 16, batch, pooled=KINDS[kind][1], optimizer=optimizer))
         for kind in ("row-wise", "sequence, row-wise")
+        for batch in (8, 512)
     ]
 
 
