@@ -321,10 +321,14 @@ class Partials:
         """
         if len(self._runs) == 1:
             return self._rows(0, self._of_others[0], out)
+        in_order = [part for of_source in self.by_source() for part in of_source]
+        return torch.cat(in_order, out=out) if in_order else torch.zeros(0, dtype=self._dtype)
+
+    def by_source(self) -> list[tuple[torch.Tensor, ...]]:
+        """The same for each of the others, run by run; none without runs."""
         parts = [self._rows(i, bags, None) for i, bags in enumerate(self._of_others)]
         cuts = [part.split(of) for part, of in zip(parts, self._sizes_of_others(), strict=True)]
-        in_order = [part for of_source in zip(*cuts, strict=True) for part in of_source]
-        return torch.cat(in_order) if in_order else torch.zeros(0, dtype=self._dtype)
+        return list(zip(*cuts, strict=True))
 
     def look_up_own(self, out: torch.Tensor) -> None:
         """Flat, for this rank."""

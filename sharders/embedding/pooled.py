@@ -78,7 +78,11 @@ class PooledPath(Path[torch.Tensor]):
         others = tuple(own[: -self.peers.outer.size])
         with phase(call.spent, FORWARD):
             rows = sum(call.samples[s] for s in others)
-            looked_up = self._look_up(call, others, way.output_dists[0].memory(rows, self.dtype, self.device))
+            partials = self._partials(call)
+            memory = way.output_dists[0].memory(rows, self.dtype, self.device, partials)
+            looked_up = self._look_up(
+                call, others, None if memory is None else memory[: rows * way.width].view(rows, -1)
+            )
             local = self._look_up_local(call)
 
         def rest() -> torch.Tensor:
@@ -90,9 +94,9 @@ class PooledPath(Path[torch.Tensor]):
         with phase(call.spent, OUTPUT):
             for i, output_dist in enumerate(way.output_dists):
                 is_last = i == len(way.output_dists) - 1
-                last = (local, self._partials(call)) if is_last else (None, None)
+                last = (local, partials) if is_last else (None, None)
                 found = output_dist.forward(
-                    looked_up, rest, self._rows(call, i), last[0], self._blocks(call, i), last[1]
+                    looked_up, rest, self._rows(call, i), last[0], self._blocks(call, i), last[1], memory
                 )
                 if not is_last:
                     looked_up, mine = found.tensor_split([len(found) - call.batch.batch_size])

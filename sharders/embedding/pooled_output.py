@@ -167,12 +167,18 @@ class PooledOutputDist:
         self.moves = [move._replace(source=order[move.source]) for move in moves]
         self.runs = runs_of(self.moves)
 
-    def memory(self, rows: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
-        """(rows, own width) to look up for the other ranks in, where that is what travels."""
-        if self.codecs.results is not None or self.group_widths or not rows:
+    def memory(
+        self, rows: int, dtype: torch.dtype, device: torch.device, partials: Partials | None
+    ) -> torch.Tensor | None:
+        """Flat memory that travels as it is: `rows` of this rank's lookup for the others, then partials for them.
+
+        None where what travels is put together first: for several ranks of both, and in another dtype.
+        """
+        count = rows * self.widths[self.me]
+        if self.codecs.results is not None or not count or (partials is not None and len(self._others) > 1):
             return None
-        width = self.widths[self.me]
-        return self.channel.empty(rows * width, dtype, device).view(rows, width)
+        of_others = 0 if partials is None else sum(partials.sent[i] for i in self._others)
+        return self.channel.empty(count + of_others, dtype, device)
 
     def forward(
         self,
@@ -182,6 +188,7 @@ class PooledOutputDist:
         local: torch.Tensor | None,
         blocks: Blocks = None,
         partials: Partials | None = None,
+        memory: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Exchange lookups.
 
@@ -192,6 +199,7 @@ class PooledOutputDist:
             local: (rows[me], local width), or None.
             blocks: of each destination, where features have batch sizes of their own.
             partials: the call's.
+            memory: in which `others` may lie.
 
         Returns:
             (rows[me], width).
@@ -202,7 +210,7 @@ class PooledOutputDist:
         if blocks is not None:
             parts = zip(self._others, others.split([rows[i] for i in self._others]), strict=True)
             wire = torch.cat([wire[:0], *(ragged(part, self.columns[self.me], blocks[i]) for i, part in parts)])
-        exchange = self._begin(wire, to, came_from, partials)
+        exchange = self._begin(wire, to, came_from, partials, memory)
         out: torch.Tensor | None = None
         came: dict[int, torch.Tensor] = {self.me: look_up_own()}
         if local is not None:
@@ -223,18 +231,18 @@ class PooledOutputDist:
         return others.new_zeros(mine, self.width) if out is None else out
 
     def _begin(
-        self, wire: torch.Tensor, to: Sequence[int], came_from: Sequence[int], partials: Partials | None
+        self,
+        wire: torch.Tensor,
+        to: Sequence[int],
+        came_from: Sequence[int],
+        partials: Partials | None,
+        memory: torch.Tensor | None,
     ) -> ResultExchange:
         """Send flat lookups for the others, and partials."""
         codec = self.codecs.results
         if partials is None:
             return ResultExchange(self._results, codec, wire, to, came_from)
-        sent = [partials.sent[i] for i in self._others]
-        if wire.numel():
-            cuts = zip(wire.split([to[i] for i in self._others]), partials.looked_up().split(sent), strict=True)
-            wire = torch.cat([part for pair in cuts for part in pair])
-        else:
-            wire = partials.looked_up(self.channel.empty(sum(sent), wire.dtype, wire.device) if codec is None else None)
+        wire = self._with_partials(wire, [to[i] for i in self._others], partials, memory)
         send_sizes = [n + m for n, m in zip(to, partials.sent, strict=True)]
         receive_sizes = [n + m for n, m in zip(came_from, partials.awaited, strict=True)]
         exchange = ResultExchange(self.channel, codec, wire, send_sizes, receive_sizes, partials.awaited[self.me])
@@ -242,6 +250,24 @@ class PooledOutputDist:
             partials.look_up_own(exchange.tail)
         partials.prepare()
         return exchange
+
+    def _with_partials(
+        self, wire: torch.Tensor, sizes: Sequence[int], partials: Partials, memory: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Flat lookups, `sizes` for each of the others, and behind them its partials."""
+        num = wire.numel()
+        if memory is None or wire.data_ptr() != memory.data_ptr():
+            count = num + sum(partials.sent[i] for i in self._others)
+            memory = None if self.codecs.results else self.channel.empty(count, wire.dtype, wire.device)
+            if num:
+                cuts = zip(wire.split(sizes), partials.by_source() or [()] * len(sizes), strict=True)
+                return torch.cat([part for whole, runs in cuts for part in (whole, *runs)], out=memory)
+            return partials.looked_up(memory)
+        behind = memory[num:]
+        found = partials.looked_up(behind)
+        if found.data_ptr() != behind.data_ptr():
+            behind.copy_(found)
+        return memory
 
     def _come(
         self,
