@@ -19,7 +19,7 @@ from planner.search.bound import Optimum, lower_bound
 from planner.search.cells import Cells, cells
 from planner.search.cuts import Cuts
 from planner.search.guided import LIKE, guided
-from planner.search.hosts import SEVERAL_HOSTS, can_pack, pack_hosts
+from planner.search.hosts import MANY_HOSTS, SEVERAL_HOSTS, can_pack, pack_hosts
 from planner.search.improve import Improver
 from planner.search.packing import Packer, menus
 from planner.search.placement import Part, Placement
@@ -285,7 +285,8 @@ def _guide(
             work += _pack(problem, cuts, start, most, weights, best, out_of_time)
             if work > _BUILDING:
                 break
-    for like in LIKE if can_pack(problem, group, SEVERAL_HOSTS) else ():
+    hosts = SEVERAL_HOSTS if len(problem.item_class) <= _FEW else MANY_HOSTS
+    for like in LIKE if can_pack(problem, group, hosts) else ():
         start = guided(problem, cuts, optimum, like)
         if start is None or work + last > _GUIDING or best.is_enough or out_of_time():
             break
