@@ -11,7 +11,7 @@ from time import sleep
 
 import pytest
 
-from sharders.embedding.lookup import numba_kept
+from sharders.embedding.lookup import numba_functions, numba_kept
 from sharders.embedding.lookup.numba_kept import Compiled, kept
 
 CODE = Compiled("f", True, 3, b"\x7fELF\n\n\0of many\nlines")
@@ -64,6 +64,15 @@ def test_where_nothing_can_be_kept_it_is_made(
     make = Maker()
     assert [kept("a", make), kept("a", make)] == [CODE] * 2
     assert make.calls == 2 and len(caplog.messages) == 1 and "no folder" in caplog.messages[0]
+
+
+def test_code_is_kept_for_all_sources_that_it_is_made_of() -> None:
+    """A file that vectors or helpers are imported into is one of them."""
+    folder = Path(numba_kept.__file__).parent
+    of = {path.stem: path.read_text() for path in folder.glob("numba_*.py")}
+    made_of = {name for name, text in of.items() if "numba_vectors import" in text or "numba_compile import" in text}
+    made_of.remove("numba_functions")  # where `compiled` is called
+    assert {*made_of, "numba_vectors"} == {f"numba_{name}" for name in numba_functions.COMPILED}
 
 
 _LOOK_UP = """

@@ -170,6 +170,8 @@ def choose_kernel(
         reason = kernel.supports(device, dtype, optimizer, ranges)
         if reason is None:
             _say_once(kernel.name, "; ".join(reasons))
+            if dtype == torch.float16 and optimizer is not None and "betas" in optimizer.optimizer.defaults:
+                _say_what_float16_forgets(optimizer.kind)
             return kernel
         if named is not None:
             raise ShardError(f"the {named} kernel cannot be used: {reason}. Use kernel='torch', which takes any table")
@@ -203,6 +205,15 @@ def _say_once(kernel: str, reasons: str) -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
         told = f"tables are looked up by the {kernel} kernel" + (f": {reasons}" if reasons else "")
         _log.log(logging.WARNING if reasons else logging.INFO, "%s", told)
+
+
+@cache
+def _say_what_float16_forgets(optimizer: str) -> None:
+    _log.warning(
+        "%s keeps second moments of float16 tables in float16, where those of gradients below 0.005 are 0: such "
+        "weights move too far; use bfloat16 or float32 tables",
+        optimizer,
+    )
 
 
 register_kernel(Kernel("numba", numba_kernel.supports, NumbaLookup))

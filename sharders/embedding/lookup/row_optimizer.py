@@ -52,6 +52,8 @@ class StateTensor:
 class Rows(NamedTuple):  # and no dataclass: it is made for every update
     """What an update is given: n distinct rows, out of V rows of width D.
 
+    It computes in the gradients' dtype: float32 where tables have 16 bits, for an eps of 1e-8 is 0 in float16.
+
     Args:
         weights_VD: changed in place.
         rows_n: which are updated.
@@ -72,15 +74,15 @@ class Rows(NamedTuple):  # and no dataclass: it is made for every update
 
     def read(self, name: str) -> Tensor:
         """A copy of the rows' state: (n, D), or (n,) if it is row-wise."""
-        return self.state[name].index_select(0, self._places(name))
+        return self._wide(self.state[name].index_select(0, self._places(name)), self.state[name].dtype)
 
     def write(self, name: str, values: Tensor) -> None:
         """Set the rows' state, shaped as `read` gives it."""
-        self.state[name].index_copy_(0, self._places(name), values)
+        self.state[name].index_copy_(0, self._places(name), values.to(self.state[name].dtype))
 
     def weights(self) -> Tensor:
         """A copy of the rows' weights: (n, D)."""
-        return self.weights_VD.index_select(0, self.rows_n)
+        return self._wide(self.weights_VD.index_select(0, self.rows_n), self.weights_VD.dtype)
 
     def descend(self, direction_nD: Tensor) -> None:
         """Move the weights against a direction, by the learning rate."""
@@ -88,11 +90,18 @@ class Rows(NamedTuple):  # and no dataclass: it is made for every update
 
     def move(self, direction_nD: Tensor, scale: float) -> None:
         """Add a direction, scaled, to the weights."""
-        self.weights_VD.index_add_(0, self.rows_n, direction_nD, alpha=scale)
+        if self.grads_nD.dtype == self.weights_VD.dtype:
+            self.weights_VD.index_add_(0, self.rows_n, direction_nD, alpha=scale)
+        else:  # rounded once
+            self.replace(self.weights().add_(direction_nD, alpha=scale))
 
     def replace(self, weights_nD: Tensor) -> None:
         """Set the weights."""
-        self.weights_VD.index_copy_(0, self.rows_n, weights_nD)
+        self.weights_VD.index_copy_(0, self.rows_n, weights_nD.to(self.weights_VD.dtype))
+
+    def _wide(self, values: Tensor, of: torch.dtype) -> Tensor:
+        """State of a dtype of its own stays as it is."""
+        return values.to(self.grads_nD.dtype) if of == self.weights_VD.dtype else values
 
     def _places(self, name: str) -> Tensor:
         return self.state_rows_n if self.state[name].dim() == 1 else self.rows_n

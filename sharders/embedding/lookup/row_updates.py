@@ -139,7 +139,7 @@ def _corrected(rows: Rows, mean_nD: Tensor, square: Tensor, beta1: float, beta2:
     """Adam's direction out of both moments, which it overwrites; `square` is (n, D) or (n, 1)."""
     # Both corrections of the bias are one scale of the step: (n, 1), or 0-D, so that no (n, D) pass is spent on them.
     root_correction = (1 - torch.pow(beta2, rows.step)).sqrt()
-    scale = (root_correction / (1 - torch.pow(beta1, rows.step))).to(rows.weights_VD.dtype)
+    scale = (root_correction / (1 - torch.pow(beta1, rows.step))).to(rows.grads_nD.dtype)
     eps = rows.options["eps"] * (root_correction if rows.options.get("bias_corrected_eps", True) else 1.0)
     return mean_nD.div_(square.sqrt_().add_(eps)).mul_(scale)
 

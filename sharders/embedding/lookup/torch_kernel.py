@@ -279,6 +279,7 @@ def update(bank: Bank, region: Region, rows_n: Tensor, grads_nD: Tensor) -> None
     state = {name: t if name in by_row else region.view(t) for name, t in bank.state.items()}
     bank_rows_n = region.bank_rows(rows_n) if by_row else rows_n
     step = region.steps(rows_n, bank.steps)
+    grads_nD = grads_nD.float() if grads_nD.dtype.itemsize < 4 else grads_nD
     optimizer.update(Rows(region.view(bank.weights), rows_n, grads_nD, state, bank_rows_n, bank.options, step))
 
 
