@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sharders.embedding.lookup import kernels
 from sharders.embedding.lookup.bank import Bank, Chunk, RowRange
 from sharders.embedding.lookup.kernels import Lookup, compile_lookup
 from sharders.embedding.lookup.optimizers import OptimizerSpec
+from sharders.embedding.lookup.reads import Bags, Segmented
 from sharders.embedding.lookup.torch_kernel import update_dense
 
 with warnings.catch_warnings():
@@ -72,8 +72,8 @@ class Batch:
     weights: Tensor | None
     lengths: Tensor
 
-    def arguments(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        return self.ids, self.offsets, self.weights
+    def read(self) -> Bags:
+        return Bags(self.ids, self.offsets, self.weights)
 
 
 def make_batch(
@@ -170,7 +170,7 @@ def test_pooled_training(kernel: str, dtype: torch.dtype, layout: str, spec: Opt
                 group["lr"] = 0.03
         index = torch.int64 if seed else torch.int32
         batch = make_batch(lookup, 6, weighted=weighted, seed=seed, index=index)
-        output, expected = lookup.pooled(*batch.arguments()), oracle.pooled(batch)
+        output, expected = lookup.pooled(batch.read()), oracle.pooled(batch)
         assert output.is_contiguous() and output.shape == (6, lookup.num_columns)
         assert_close(output, expected.detach())
         grad = torch.randn(output.shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
@@ -178,7 +178,7 @@ def test_pooled_training(kernel: str, dtype: torch.dtype, layout: str, spec: Opt
             torch.autograd.backward(expected, grad)
         oracle.step()
         bank.step()
-        lookup.update_pooled(grad, *batch.arguments())
+        lookup.update_pooled(grad, batch.read())
         oracle.check(bank)
     assert bank.steps.tolist() == [3.0] * len(bank.chunks)
 
@@ -196,8 +196,8 @@ def test_pooled_gradients(kernel: str, dtype: torch.dtype, layout: str) -> None:
     if expected.requires_grad:
         torch.autograd.backward(expected, grad)
     batch.weights.requires_grad_(False)
-    flat = lookup.gradient_pooled(grad, *batch.arguments())
-    touched = lookup.touched_pooled(batch.ids, batch.offsets)
+    flat = lookup.gradient_pooled(grad, batch.read())
+    touched = lookup.touched_pooled(batch.read())
     assert flat.shape == bank.weights.shape and touched.shape == (bank.total_rows,)
     for t, chunks in enumerate(bank.chunks):
         for chunk in chunks:
@@ -208,7 +208,7 @@ def test_pooled_gradients(kernel: str, dtype: torch.dtype, layout: str) -> None:
             rows = touched[chunk.row_offset :][: chunk.rows]
             assert torch.equal(rows, wanted.abs().sum(1) > 0), t
     if batch.ids.numel():
-        by_weights = lookup.gradient_weights(grad, batch.ids, batch.offsets)
+        by_weights = lookup.gradient_weights(grad, batch.read())
         assert batch.weights.grad is not None
         assert_close(by_weights, batch.weights.grad)
 
@@ -233,20 +233,20 @@ def test_unpooled_training(kernel: str, dtype: torch.dtype, layout: str, spec: O
                 )
                 for (i, _), part in zip(segments, parts, strict=True)
             ])  # fmt: skip
-            output = lookup.rows(ids.int(), segments)
+            output = lookup.rows(Segmented(ids.int(), segments))
             assert_close(output, expected.detach())
             grad = torch.randn(output.shape, dtype=dtype, generator=g)
             torch.autograd.backward(expected, grad)
-            flat = lookup.gradient_rows(grad, ids.int(), segments)
+            flat = lookup.gradient_rows(grad, Segmented(ids.int(), segments))
             wanted = torch.zeros(bank.total_rows, dtype=torch.bool)
             for (i, _), part in zip(segments, parts, strict=True):
                 wanted[part + lookup.ranges[i].chunk.row_offset + lookup.ranges[i].first_row] = True
-            assert torch.equal(lookup.touched_rows(ids.int(), segments), wanted)
+            assert torch.equal(lookup.touched_rows(Segmented(ids.int(), segments)), wanted)
             for chunk, parameter in oracle.parameters.items():
                 if chunk.width == width and parameter.grad is not None:
                     found = flat[chunk.element_offset :][: chunk.rows * chunk.width].view(chunk.rows, chunk.width)
                     assert_close(found, parameter.grad.to_dense())
-            lookup.update_rows(grad, ids.int(), segments)
+            lookup.update_rows(grad, Segmented(ids.int(), segments))
         oracle.step()
         oracle.check(bank)
 
@@ -261,9 +261,9 @@ def test_dense_update_is_the_same(layout: str, spec: OptimizerSpec) -> None:
         grad = torch.randn(5, lookup.num_columns, dtype=torch.float64)
         for bank in (one, other):
             bank.step()
-        flat = lookup.gradient_pooled(grad, *batch.arguments())
-        update_dense(other, flat, lookup.touched_pooled(batch.ids, batch.offsets))
-        lookup.update_pooled(grad, *batch.arguments())
+        flat = lookup.gradient_pooled(grad, batch.read())
+        update_dense(other, flat, lookup.touched_pooled(batch.read()))
+        lookup.update_pooled(grad, batch.read())
         torch.testing.assert_close(one.weights, other.weights)
 
 
@@ -277,8 +277,8 @@ def test_fbgemm_equals_torch(layout: str, spec: OptimizerSpec) -> None:
             batch = make_batch(lookup, num_bags, weighted=seed == 1, longest=2, seed=seed)
             grad = torch.randn(num_bags, lookup.num_columns, generator=torch.Generator().manual_seed(seed)) / num_bags
             bank.step()
-            lookup.update_pooled(grad, *batch.arguments())
-        results.append((bank, lookup.pooled(*batch.arguments())))
+            lookup.update_pooled(grad, batch.read())
+        results.append((bank, lookup.pooled(batch.read())))
     (bank, output), (other, other_output) = results
     torch.testing.assert_close(output, other_output, rtol=1e-5, atol=2e-6)
     torch.testing.assert_close(bank.weights, other.weights, rtol=1e-6, atol=1e-6)
@@ -293,17 +293,17 @@ def test_no_ids(kernel: str, spec: OptimizerSpec, num_bags: int) -> None:
     bank, lookup = make(MIXED, torch.float32, spec, kernel)
     before = bank.weights.clone()
     ids, offsets = torch.zeros(0, dtype=torch.int32), torch.zeros(len(lookup.ranges) * num_bags + 1, dtype=torch.int32)
-    output = lookup.pooled(ids, offsets)
+    output = lookup.pooled(Bags(ids, offsets))
     assert torch.equal(output, torch.zeros(num_bags, lookup.num_columns))
     for weights in (None, torch.zeros(0)):
         bank.step()
-        lookup.update_pooled(output, ids, offsets, weights)
-        assert torch.equal(lookup.gradient_pooled(output, ids, offsets, weights), torch.zeros_like(before))
-    assert lookup.gradient_weights(output, ids, offsets).shape == (0,)
-    assert not lookup.touched_pooled(ids, offsets).any()
-    assert lookup.rows(ids, [(0, 0)]).shape == (0, 3)
-    lookup.update_rows(torch.zeros(0, 3), ids, [(0, 0)])
-    assert not lookup.gradient_rows(torch.zeros(0, 3), ids, [(0, 0)]).any()
+        lookup.update_pooled(output, Bags(ids, offsets, weights))
+        assert torch.equal(lookup.gradient_pooled(output, Bags(ids, offsets, weights)), torch.zeros_like(before))
+    assert lookup.gradient_weights(output, Bags(ids, offsets)).shape == (0,)
+    assert not lookup.touched_pooled(Bags(ids, offsets)).any()
+    assert lookup.rows(Segmented(ids, [(0, 0)])).shape == (0, 3)
+    lookup.update_rows(torch.zeros(0, 3), Segmented(ids, [(0, 0)]))
+    assert not lookup.gradient_rows(torch.zeros(0, 3), Segmented(ids, [(0, 0)])).any()
     assert torch.equal(bank.weights, before) and bank.steps.tolist() == [2.0] * 5
 
 
@@ -312,10 +312,10 @@ def test_no_slots(kernel: str) -> None:
     bank = Bank([[], []], torch.float32, "cpu", SPECS[2])
     lookup = compile_lookup(bank, [], kernel=kernel)
     ids, offsets = torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-    assert lookup.pooled(ids, offsets).shape == (0, 0)
-    lookup.update_pooled(torch.zeros(0, 0), ids, offsets)
-    assert lookup.rows(ids, []).shape == (0, 0)
-    lookup.update_rows(torch.zeros(0, 0), ids, [])
+    assert lookup.pooled(Bags(ids, offsets)).shape == (0, 0)
+    lookup.update_pooled(torch.zeros(0, 0), Bags(ids, offsets))
+    assert lookup.rows(Segmented(ids, [])).shape == (0, 0)
+    lookup.update_rows(torch.zeros(0, 0), Segmented(ids, []))
     update_dense(bank, torch.zeros(0), torch.zeros(0, dtype=torch.bool))
     assert bank.table_view(1, 6).shape == (0, 6)
 
@@ -326,7 +326,7 @@ def test_tables_may_have_different_steps(dtype: torch.dtype) -> None:
     bank, lookup = make(ONE_WIDTH, dtype, SPECS[3], "torch")
     bank.steps.copy_(torch.tensor([1.0, 500.0, 7.0]))
     before = bank.weights.clone()
-    lookup.update_pooled(torch.ones(1, 12, dtype=dtype), torch.tensor([0, 0]), torch.tensor([0, 1, 2, 2]))
+    lookup.update_pooled(torch.ones(1, 12, dtype=dtype), Bags(torch.tensor([0, 0]), torch.tensor([0, 1, 2, 2])))
     moved = (before - bank.weights).abs()
     for table, step in ((0, 1.0), (1, 500.0)):
         scale = (1 - 0.999**step) ** 0.5 / (1 - 0.9**step)
@@ -363,7 +363,7 @@ def test_deepcopy_is_independent(kernel: str) -> None:
     other: Lookup = copy.deepcopy(lookup)
     batch = make_batch(other, 4)
     other.bank.step()
-    other.update_pooled(torch.ones(4, other.num_columns), *batch.arguments())
+    other.update_pooled(torch.ones(4, other.num_columns), batch.read())
     other.bank.options["lr"] = 9.0
     assert torch.equal(bank.weights, before) and bank.options["lr"] == 0.1 and not bank.steps.any()
     assert not torch.equal(other.bank.weights, before)
@@ -374,54 +374,14 @@ def test_deepcopy_is_independent(kernel: str) -> None:
 def test_apply_moves_weights_and_state() -> None:
     bank, lookup = make(SHARED, torch.float32, SPECS[2], "fbgemm")
     batch = make_batch(lookup, 4)
-    expected = lookup.pooled(*batch.arguments())
+    expected = lookup.pooled(batch.read())
     bank.apply(Tensor.double)
     assert bank.weights.dtype == bank.state["sum"].dtype == torch.float64
     lookup = compile_lookup(bank, lookup.ranges)  # FBGEMM does not take it any more
-    output = lookup.pooled(*batch.arguments())
+    output = lookup.pooled(batch.read())
     torch.testing.assert_close(output, expected.double())
     bank.step()
-    lookup.update_pooled(output, *batch.arguments())
-
-
-HALVES = [(of, s) for of in (torch.bfloat16, torch.float16) for s in SPECS]
-
-
-@pytest.mark.parametrize(("dtype", "spec"), HALVES, ids=lambda p: getattr(p, "kind", None))
-def test_half_precision(dtype: torch.dtype, spec: OptimizerSpec) -> None:
-    """What torch gives, up to its roundings between; FBGEMM has none. And as good as float32 allows."""
-    results = []
-    for kernel, of in (("torch", dtype), ("numba", dtype), ("torch", torch.float32)):
-        bank, lookup = make(MIXED, of, spec, kernel)
-        bank.weights.copy_(bank.weights.to(dtype))
-        batch = make_batch(lookup, 4, weighted=True)
-        output = lookup.pooled(*batch.arguments())
-        by_weights = lookup.gradient_weights(output.to(dtype), batch.ids, batch.offsets)
-        rows = lookup.rows(batch.ids[:3], [(0, 3)])
-        assert output.dtype == by_weights.dtype == rows.dtype == of
-        bank.step()
-        lookup.update_pooled(output.float(), *batch.arguments())
-        lookup.update_rows(rows, batch.ids[:3], [(0, 3)])
-        results.append([t.float() for t in (output, by_weights, rows, bank.weights)])
-    rough, fine = (0.06, 0.06) if dtype == torch.bfloat16 else (0.01, 0.01), torch.finfo(dtype).eps
-    for by_torch, by_numba, exact in zip(*results, strict=True):
-        torch.testing.assert_close(by_numba, by_torch, rtol=rough[0], atol=rough[1])
-        assert (by_numba - exact).abs().max() <= (by_torch - exact).abs().max() + 4 * fine
-
-
-@pytest.mark.parametrize("spec", [s for s in SPECS if s.kind != "sgd"], ids=lambda s: s.kind)
-@pytest.mark.parametrize("kernel", ["torch", "numba"])
-def test_an_eps_that_float16_has_not(kernel: str, spec: OptimizerSpec, caplog: pytest.LogCaptureFixture) -> None:
-    """A gradient that is 0, or whose square is, divides nothing by 0: it is computed in float32."""
-    kernels._say_what_float16_forgets.cache_clear()
-    bank, lookup = make(SHARED, torch.float16, OptimizerSpec.make(spec.kind, lr=0.01), kernel)
-    batch = make_batch(lookup, 4)
-    grad = torch.tensor([0.0, 1e-5, 1e-3, 1.0]).half().repeat(4, lookup.num_columns // 4)
-    for _ in range(2):
-        bank.step()
-        lookup.update_pooled(grad, *batch.arguments())
-    assert bank.weights.isfinite().all()
-    assert [spec.kind in text for text in caplog.messages if "second moments" in text] == [True] * (spec.kind == "adam")
+    lookup.update_pooled(output, batch.read())
 
 
 def test_other_tables_rest() -> None:
@@ -430,7 +390,7 @@ def test_other_tables_rest() -> None:
     before = bank.weights.clone()
     lengths = torch.tensor([0, 0, 2, 1, 0, 0])  # two features of one row range
     ids, offsets = torch.tensor([1, 1, 1]), F.pad(lengths.cumsum(0), (1, 0))
-    lookup.update_pooled(torch.ones(1, lookup.num_columns), ids, offsets)
+    lookup.update_pooled(torch.ones(1, lookup.num_columns), Bags(ids, offsets))
     rows = (bank.weights != before).nonzero().flatten().tolist()
     first = bank.chunks[2][0].element_offset + 2 * 8
     assert rows == list(range(first, first + 8))
@@ -446,8 +406,9 @@ def test_default_device_does_not_matter(kernel: str) -> None:
     batch = make_batch(lookup, 3)
     with torch.device("meta"):
         bank.step()
-        output = lookup.pooled(*batch.arguments())
-        lookup.update_pooled(output, *batch.arguments())
-        lookup.update_rows(lookup.rows(batch.ids, [(0, batch.ids.numel())]), batch.ids, [(0, batch.ids.numel())])
+        output = lookup.pooled(batch.read())
+        lookup.update_pooled(output, batch.read())
+        read = Segmented(batch.ids, [(0, batch.ids.numel())])
+        lookup.update_rows(lookup.rows(read), read)
     assert output.device.type == bank.weights.device.type == "cpu"
     assert bank.weights.isfinite().all()

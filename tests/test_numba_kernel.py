@@ -14,6 +14,7 @@ from sharders.embedding.lookup import numba_kernel
 from sharders.embedding.lookup.bank import Bank, RowRange
 from sharders.embedding.lookup.kernels import Lookup, compile_lookup
 from sharders.embedding.lookup.optimizers import OPTIMIZERS, OptimizerSpec
+from sharders.embedding.lookup.reads import Bags, Segmented
 from sharders.embedding.lookup.row_optimizer import StateTensor
 from tests.test_kernels import MIXED, SHARED, SPECS, make, make_batch
 
@@ -36,16 +37,16 @@ def trained(spec: OptimizerSpec, ahead: bool) -> list[Tensor]:
         bank, lookup = make(layout, torch.float32, spec, "numba")
         for seed in range(3):
             batch = make_batch(lookup, 40, weighted=seed == 1, seed=seed)
-            order = lookup.order_pooled(*batch.arguments()) if ahead else None
-            output = lookup.pooled(*batch.arguments())
+            order = lookup.order_pooled(batch.read()) if ahead else None
+            output = lookup.pooled(batch.read())
             bank.step()
-            lookup.update_pooled(output, *batch.arguments(), order=order)
-            results += [output, lookup.gradient_weights(output, batch.ids, batch.offsets)]
+            lookup.update_pooled(output, batch.read(), order=order)
+            results += [output, lookup.gradient_weights(output, batch.read())]
         ids, segments = torch.tensor([1, 0, 2, 2, 1, 2]), [(0, 4), (0, 2)]
-        order = lookup.order_rows(ids, segments) if ahead else None
-        rows = lookup.rows(ids, segments)
-        results += [rows, lookup.gradient_rows(rows, ids, segments, order=order)]
-        lookup.update_rows(rows, ids, segments, order=order)
+        order = lookup.order_rows(Segmented(ids, segments)) if ahead else None
+        rows = lookup.rows(Segmented(ids, segments))
+        results += [rows, lookup.gradient_rows(rows, Segmented(ids, segments), order=order)]
+        lookup.update_rows(rows, Segmented(ids, segments), order=order)
         results.append(bank.weights)
     return results
 
@@ -66,8 +67,8 @@ def test_sums_are_torchs_to_the_bit(weighted: bool) -> None:
     for kernel in ("torch", "numba"):
         _, lookup = make(MIXED, torch.float64, SPECS[0], kernel)
         batch = make_batch(lookup, 300, weighted=weighted)
-        output = lookup.pooled(*batch.arguments())
-        results.append((output, lookup.gradient_pooled(output, *batch.arguments())))
+        output = lookup.pooled(batch.read())
+        results.append((output, lookup.gradient_pooled(output, batch.read())))
     for one, other in zip(*results, strict=True):
         if weighted:
             torch.testing.assert_close(one, other, rtol=1e-14, atol=1e-14)
@@ -87,9 +88,9 @@ def test_tables_of_any_size(rows: int, num_ids: int) -> None:
     ids = torch.randint(0, rows, (num_ids,), generator=torch.Generator().manual_seed(0))
     offsets, grad = torch.arange(num_ids + 1), torch.randn(num_ids, 1)
     lookup = lookup_of(rows, "numba")
-    order = lookup.order_pooled(ids, offsets)
+    order = lookup.order_pooled(Bags(ids, offsets))
     assert order.memory.numel() <= 4 * num_ids + 16
-    lookup.update_pooled(grad, ids, offsets, order=order)
+    lookup.update_pooled(grad, Bags(ids, offsets), order=order)
     distinct, places = ids.unique(return_inverse=True)
     expected = torch.zeros(len(distinct)).index_add_(0, places, grad.view(-1)).mul_(-0.1)
     torch.testing.assert_close(lookup.bank.weights[distinct], expected)
@@ -101,11 +102,11 @@ def test_rows_may_lie_apart() -> None:
     batch = make_batch(lookup, 9)
     wide = torch.full((9, lookup.num_columns + 5), 7.0)
     out = wide[:, 3 : 3 + lookup.num_columns]
-    assert lookup.pooled(*batch.arguments(), out).data_ptr() == out.data_ptr()
-    assert torch.equal(out, lookup.pooled(*batch.arguments()))
+    assert lookup.pooled(batch.read(), out).data_ptr() == out.data_ptr()
+    assert torch.equal(out, lookup.pooled(batch.read()))
     assert (wide[:, :3] == 7).all() and (wide[:, -2:] == 7).all()
-    flat = lookup.gradient_pooled(out, *batch.arguments())
-    assert torch.equal(flat, lookup.gradient_pooled(out.contiguous(), *batch.arguments()))
+    flat = lookup.gradient_pooled(out, batch.read())
+    assert torch.equal(flat, lookup.gradient_pooled(out.contiguous(), batch.read()))
 
 
 def test_another_optimizer_with_an_update_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +119,7 @@ def test_another_optimizer_with_an_update_of_ours(monkeypatch: pytest.MonkeyPatc
         for kernel in ("torch", "numba"):
             bank, lookup = make(SHARED, torch.float64, OptimizerSpec.make(own.name, lr=0.1, **options), kernel)
             batch = make_batch(lookup, 4)
-            lookup.update_pooled(torch.ones(4, lookup.num_columns, dtype=torch.float64), *batch.arguments())
+            lookup.update_pooled(torch.ones(4, lookup.num_columns, dtype=torch.float64), batch.read())
             trained_by.append(bank.weights)
         torch.testing.assert_close(*trained_by)
 

@@ -11,6 +11,7 @@ import torchrec
 import dmp
 from sharders.channel import Purpose
 from sharders.embedding.lookup.optimizers import OptimizerSpec
+from sharders.embedding.lookup.reads import Segmented
 from tests.equality import attach, env_of
 from tests.ranks import run_ranks
 from tests.test_channel import Counting, sharder
@@ -44,20 +45,20 @@ def test_bags_of_segments(kernel: str, dtype: torch.dtype, layout: str, spec: Op
             for (i, _), ids, n, w in zip(segments, parts, lengths, of_parts, strict=True)
         ])  # fmt: skip
         ids, bags = torch.cat(parts).int(), F.pad(torch.cat(lengths).cumsum(0), (1, 0)).int()
-        given = (ids, segments, bags, weights.detach() if weighted else None)
-        found = lookup.rows(*given)
+        given = Segmented(ids, segments, bags, weights.detach() if weighted else None)
+        found = lookup.rows(given)
         assert_close(found, expected.detach())
         grad = torch.randn(found.shape, dtype=dtype, generator=g)
         torch.autograd.backward(expected, grad)
-        flat = lookup.gradient_rows(grad, *given)
+        flat = lookup.gradient_rows(grad, given)
         for chunk, parameter in oracle.parameters.items():
             if chunk.width == width and parameter.grad is not None:
                 of_chunk = flat[chunk.element_offset :][: chunk.rows * chunk.width].view(chunk.rows, chunk.width)
                 assert_close(of_chunk, parameter.grad.to_dense())
         if weighted:
             assert weights.grad is not None
-            assert_close(lookup.gradient_row_weights(grad, *given[:3]), weights.grad)
-        lookup.update_rows(grad, *given)
+            assert_close(lookup.gradient_row_weights(grad, given), weights.grad)
+        lookup.update_rows(grad, given)
     oracle.step()
     oracle.check(bank)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from sharders.embedding.lookup.bank import Bank, RowRange
 from sharders.embedding.lookup.given_optimizers import spec_of_fused_params
 from sharders.embedding.lookup.kernels import Lookup
+from sharders.embedding.lookup.reads import Segmented
 from sharders.embedding.lookup.torch_kernel import update_dense
 from tests.row_oracles import CASES, Case
 from tests.test_kernels import MIXED, Batch, assert_close, make, make_batch
@@ -84,12 +85,12 @@ def test_kernels_update_by_the_formula(kernel: str, dtype: torch.dtype, name: st
         batch = make_batch(lookup, 6, weighted=step == 1, seed=step)
         grad = torch.randn(6, lookup.num_columns, dtype=dtype, generator=g)
         bank.step()
-        lookup.update_pooled(grad, *batch.arguments())
+        lookup.update_pooled(grad, batch.read())
         oracle.update(ids_of(lookup, batch, grad, case.bound))
         oracle.check(bank)
         dense.bank.step()
-        flat = dense.gradient_pooled(grad, *batch.arguments())
-        update_dense(dense.bank, flat, dense.touched_pooled(batch.ids, batch.offsets))
+        flat = dense.gradient_pooled(grad, batch.read())
+        update_dense(dense.bank, flat, dense.touched_pooled(batch.read()))
         assert_close(dense.bank.weights, bank.weights)
     bank.step()
     named = []
@@ -98,7 +99,7 @@ def test_kernels_update_by_the_formula(kernel: str, dtype: torch.dtype, name: st
         segments = [(i, n) for n in (4, 0, 9) for i in slots]
         ids = torch.cat([torch.randint(0, lookup.ranges[i].rows, (n,), generator=g) for i, n in segments])
         grad = torch.randn(len(ids), width, dtype=dtype, generator=g)
-        lookup.update_rows(grad, ids, segments)
+        lookup.update_rows(grad, Segmented(ids, segments))
         owners = [lookup.ranges[i] for i, n in segments for _ in range(n)]
         clamped = grad.clamp(-case.bound, case.bound)
         named += list(zip(owners, ids.tolist(), clamped, strict=True))
@@ -142,11 +143,11 @@ def test_as_fbgemm_where_its_cpu_runs_it(options: dict[str, Any], kernel: str) -
     module = fbgemm_module([bank.chunk_view(t, 0) for t in (0, 1)], [0, 0, 1, 1], {**options, "learning_rate": 0.1})
     for step in range(3):
         batch = make_batch(lookup, 6, seed=step, index=torch.int64)
-        output = module(batch.ids, batch.offsets)
+        output = module(*batch.read())
         grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(step))
         output.backward(grad)
         bank.step()
-        lookup.update_pooled(grad, *batch.arguments())
+        lookup.update_pooled(grad, batch.read())
         for table, own in enumerate(module.split_embedding_weights()):
             assert_close(bank.chunk_view(table, 0), own)
 
@@ -160,8 +161,8 @@ def test_a_row_that_is_divided_by_zero_rests(name: str, dtype: torch.dtype) -> N
         batch = make_batch(lookup, 6)
         before = bank.weights.mul_(start).clone()
         bank.step()
-        lookup.update_pooled(torch.zeros(6, lookup.num_columns, dtype=dtype), *batch.arguments())
+        lookup.update_pooled(torch.zeros(6, lookup.num_columns, dtype=dtype), batch.read())
         if "decay" not in name:
             assert torch.equal(bank.weights, before)
-        lookup.update_pooled(torch.ones(6, lookup.num_columns, dtype=dtype), *batch.arguments())
+        lookup.update_pooled(torch.ones(6, lookup.num_columns, dtype=dtype), batch.read())
         assert bank.weights.isfinite().all() and all(tensor.isfinite().all() for tensor in bank.state.values())

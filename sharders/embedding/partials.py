@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from sharders.embedding.input_dist import Received
 from sharders.embedding.local_tables import SlotRun
-from sharders.embedding.lookup.torch_kernel import Segments
+from sharders.embedding.lookup.reads import Segmented, Segments
 from sharders.embedding.phases import FORWARD, Spent, phase
 from sharders.embedding.placement import Placement, Slot
 from sharders.embedding.ragged import Columns
@@ -50,9 +50,9 @@ class OwnedBags(NamedTuple):
         """Of the bags."""
         return torch.arange(self.num_bags + 1, device=self.ids.device) if self.bags is None else self.bags
 
-    def read(self) -> tuple[torch.Tensor, Segments, torch.Tensor | None, torch.Tensor | None]:
-        """Arguments of `Lookup.rows`."""
-        return self.ids, self.segments, self.bags, self.weights
+    def read(self) -> Segmented:
+        """What `Lookup.rows` is given."""
+        return Segmented(self.ids, self.segments, self.bags, self.weights)
 
     def cut(self) -> tuple[OwnedBags, OwnedBags]:
         """Those of all sources but the last, and those of the last."""
@@ -355,7 +355,7 @@ class Partials:
         if out is not None:
             out = out.view(-1, width) if tbe.bank.weights.dtype == self._dtype else None
         with phase(self._spent, FORWARD):
-            return tbe.lookup.rows(*bags.read(), out).to(self._dtype).view(-1)
+            return tbe.lookup.rows(bags.read(), out).to(self._dtype).view(-1)
 
     def _sizes_of_others(self) -> list[list[int]]:
         """For each run, elements for each of the others."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -15,6 +15,7 @@ from sharders.embedding.call import Call, once_per_call
 from sharders.embedding.codec import decoded, encoded
 from sharders.embedding.input_dist import take
 from sharders.embedding.local_tables import TBE, SlotRun
+from sharders.embedding.lookup.reads import Bags, Segmented
 from sharders.embedding.lookup.torch_kernel import RowGradients
 from sharders.embedding.output_dist import Beside
 from sharders.embedding.partials import Awaited, OwnedBags, Partials, PartialsPlan, elements_of_sources, owned_bags
@@ -23,14 +24,6 @@ from sharders.embedding.peers import own_last
 from sharders.embedding.phases import FORWARD, INPUT, OUTPUT, phase
 from sharders.embedding.pooled_output import Blocks, PooledOutputDist, cut_columns
 from sharders.embedding.ragged import Columns
-
-
-class Bags(NamedTuple):
-    """What a lookup reads: ids (N,), bounds of the bags (S * B + 1,), weights (N,)."""
-
-    ids: torch.Tensor
-    offsets: torch.Tensor
-    weights: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -116,10 +109,10 @@ class PooledPath(Path[torch.Tensor]):
         read = [(tbe, bags) for tbe, bags in zip(way.whole, self._bags(call, sources), strict=True) if bags is not None]
         if len(read) == 1:
             tbe, bags = read[0]
-            return tbe.lookup.pooled(*bags, self._fitting(tbe, out)).to(self.dtype)
+            return tbe.lookup.pooled(bags, self._fitting(tbe, out)).to(self.dtype)
         out = torch.empty(rows, way.width, dtype=self.dtype, device=self.device) if out is None else out
         for (tbe, bags), columns in zip(read, out.split([t.lookup.num_columns for t, _ in read], 1), strict=True):
-            found = tbe.lookup.pooled(*bags, self._fitting(tbe, columns))
+            found = tbe.lookup.pooled(bags, self._fitting(tbe, columns))
             if found.data_ptr() != columns.data_ptr():
                 columns.copy_(found)
         return out
@@ -131,7 +124,7 @@ class PooledPath(Path[torch.Tensor]):
     def _look_up_local(self, call: Call) -> torch.Tensor | None:
         """(B, columns) of the local tables."""
         local_bags = zip(self.store.local, self._local_bags(call), strict=True)
-        local = [tbe.lookup.pooled(*of_tbe).to(self.dtype) for tbe, of_tbe in local_bags]
+        local = [tbe.lookup.pooled(of_tbe).to(self.dtype) for tbe, of_tbe in local_bags]
         return None if not local else local[0] if len(local) == 1 else torch.cat(local, 1)
 
     def row_counts(self, batch: Batch) -> list[list[int]]:
@@ -172,19 +165,19 @@ class PooledPath(Path[torch.Tensor]):
         for tbe, columns, bags in self._by_tbe(call, lookup, sources):
             if tbe.is_trainable:
                 train = tbe.lookup.gradient_pooled if tbe.bank.spec is None else tbe.lookup.update_pooled
-                yield tbe, train(columns.to(tbe.bank.weights.dtype).contiguous(), *bags, order=next(orders))
+                yield tbe, train(columns.to(tbe.bank.weights.dtype).contiguous(), bags, order=next(orders))
         for (tbe, _, _), rows, owned in zip(self._way(call).runs, of_runs, self._owned(call, sources), strict=True):
             if tbe.is_trainable:
                 learn = tbe.lookup.gradient_rows if tbe.bank.spec is None else tbe.lookup.update_rows
-                yield tbe, learn(rows.to(tbe.bank.weights.dtype), *owned.read(), order=next(orders))
+                yield tbe, learn(rows.to(tbe.bank.weights.dtype), owned.read(), order=next(orders))
 
     @once_per_call
     def _orders(self, call: Call, sources: tuple[int, ...]) -> list[Any]:
         way = self._way(call)
         whole = zip(way.whole, self._bags(call, sources), strict=True)
-        found = [tbe.lookup.order_pooled(*bags) for tbe, bags in whole if bags is not None and tbe.is_trainable]
+        found = [tbe.lookup.order_pooled(bags) for tbe, bags in whole if bags is not None and tbe.is_trainable]
         of_runs = zip(way.runs, self._owned(call, sources), strict=True)
-        return found + [run.tbe.lookup.order_rows(*bags.read()) for run, bags in of_runs if run.tbe.is_trainable]
+        return found + [run.tbe.lookup.order_rows(bags.read()) for run, bags in of_runs if run.tbe.is_trainable]
 
     def _cut(self, call: Call, grad: torch.Tensor, sources: tuple[int, ...]) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Gradients of this rank's lookup (samples, width), and of each run of partials (bags, width)."""
@@ -253,7 +246,7 @@ class PooledPath(Path[torch.Tensor]):
             result.index_add_(0, call.sent.weight_places[s], part, alpha=1.0 / self.factor)
         for tbe, bags in zip(self.store.local, self._local_bags(call), strict=True):
             columns = self._columns_of(tbe, given).to(tbe.bank.weights.dtype)
-            part = tbe.lookup.gradient_weights(columns, bags.ids, bags.offsets).to(self.dtype)
+            part = tbe.lookup.gradient_weights(columns, bags).to(self.dtype)
             keys = [call.batch.key_of[f] for f in tbe.features]
             result.index_add_(0, take(call.batch.places, keys, call.batch.starts), part)
         return result.to(weights.dtype)
@@ -264,15 +257,15 @@ class PooledPath(Path[torch.Tensor]):
         lookup, of_runs = self._cut(call, looked_up, sources)
         for tbe, columns, bags in self._by_tbe(call, lookup, sources):
             columns = columns.to(tbe.bank.weights.dtype).contiguous()
-            parts.append(tbe.lookup.gradient_weights(columns, bags.ids, bags.offsets).to(self.dtype))
+            parts.append(tbe.lookup.gradient_weights(columns, bags).to(self.dtype))
         # They come slot by slot, and there source by source: cut, and joined source by source.
         counts = self.input_dist.receive(call).counts
         sizes = [counts[s][slot] for slot in range(self._way(call).num_slots) for s in sources]
         cut = torch.cat(parts).split(sizes) if parts else ()
         of_sources = [[self._zeros(0), *cut[i :: len(sources)]] for i in range(len(sources))]
         for (tbe, _, _), rows, owned in zip(self._way(call).runs, of_runs, self._owned(call, sources), strict=True):
-            read = owned.ids, owned.segments, owned.bounds()
-            flat = tbe.lookup.gradient_row_weights(rows.to(tbe.bank.weights.dtype), *read)
+            read = Segmented(owned.ids, owned.segments, owned.bounds())
+            flat = tbe.lookup.gradient_row_weights(rows.to(tbe.bank.weights.dtype), read)
             for found, part in zip(of_sources, flat.split([n for _, n, _ in owned.of_sources]), strict=True):
                 found.append(part.to(self.dtype))
         by_source = {s: torch.cat(found) for s, found in zip(sources, of_sources, strict=True)}
@@ -364,14 +357,14 @@ class PooledPath(Path[torch.Tensor]):
         for tbe, bags in zip(self.store.local, self._local_bags(call), strict=True):
             if tbe.is_trainable:
                 columns = self._columns_of(tbe, given).mul_(self.factor).to(tbe.bank.weights.dtype)
-                touched = tbe.lookup.touched_pooled(bags.ids, bags.offsets)
-                result.append((tbe.lookup.gradient_pooled(columns, *bags), touched))
+                touched = tbe.lookup.touched_pooled(bags)
+                result.append((tbe.lookup.gradient_pooled(columns, bags), touched))
         return result
 
     def _local_row_gradients(self, call: Call, given: torch.Tensor) -> list[RowGradients]:
         return [
             tbe.lookup.pooled_row_gradients(
-                self._columns_of(tbe, given).mul_(self.factor).to(tbe.bank.weights.dtype), *bags
+                self._columns_of(tbe, given).mul_(self.factor).to(tbe.bank.weights.dtype), bags
             )
             for tbe, bags in zip(self.store.local, self._local_bags(call), strict=True)
             if tbe.is_trainable

@@ -19,6 +19,7 @@ from sharders.embedding.engine import Engine
 from sharders.embedding.lookup.bank import Bank, RowRange
 from sharders.embedding.lookup.kernels import compile_lookup, kernel_of
 from sharders.embedding.lookup.optimizers import OptimizerSpec
+from sharders.embedding.lookup.reads import Bags
 from sharders.embedding.placement import Table
 from sharders.shared_memory.memory_channel import MemoryChannel
 
@@ -170,11 +171,11 @@ class _Kernel:
         self.grad = torch.randn(probe.batch_size, self.lookup.num_columns, device=device)
 
     def forward(self, number: int) -> None:
-        self.lookup.pooled(self.ids[number % _BATCHES], self.offsets)
+        self.lookup.pooled(Bags(self.ids[number % _BATCHES], self.offsets))
 
     def backward(self, number: int) -> None:
         self.bank.step()
-        self.lookup.update_pooled(self.grad, self.ids[number % _BATCHES], self.offsets)
+        self.lookup.update_pooled(self.grad, Bags(self.ids[number % _BATCHES], self.offsets))
 
 
 def _ids(probe: Probe, generator: torch.Generator) -> torch.Tensor:

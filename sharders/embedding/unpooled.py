@@ -11,7 +11,8 @@ import torch
 from dmp import ShardError
 from sharders.embedding.batch import Batch
 from sharders.embedding.call import Call, once_per_call
-from sharders.embedding.lookup.torch_kernel import RowGradients, Segments
+from sharders.embedding.lookup.reads import Segmented
+from sharders.embedding.lookup.torch_kernel import RowGradients
 from sharders.embedding.output_dist import Beside
 from sharders.embedding.path import Path, Returned, Trained
 from sharders.embedding.phases import FORWARD, INPUT, OUTPUT, phase
@@ -59,13 +60,13 @@ class UnpooledPath(Path[list[torch.Tensor]]):
         if not sources or not self.runs:
             return torch.zeros(0, dtype=self.dtype, device=self.device)
         if len(self.runs) == 1:  # source by source already
-            ((run, (ids, segments)),) = zip(self.runs, self._ids(call, sources), strict=True)
+            ((run, read),) = zip(self.runs, self._ids(call, sources), strict=True)
             is_fitting = out is not None and run.tbe.bank.weights.dtype == self.dtype
             to = out.view(-1, run.width) if out is not None and is_fitting else None
-            return run.tbe.lookup.rows(ids, segments, out=to).to(self.dtype).reshape(-1)
+            return run.tbe.lookup.rows(read, to).to(self.dtype).reshape(-1)
         blocks = [
-            run.tbe.lookup.rows(ids, segments).to(self.dtype).reshape(-1)
-            for run, (ids, segments) in zip(self.runs, self._ids(call, sources), strict=True)
+            run.tbe.lookup.rows(read).to(self.dtype).reshape(-1)
+            for run, read in zip(self.runs, self._ids(call, sources), strict=True)
         ]
         of_runs = zip(*self._run_sizes(call, sources), strict=True)
         cut = [block.split(of_sources) for block, of_sources in zip(blocks, of_runs, strict=True)]
@@ -110,18 +111,18 @@ class UnpooledPath(Path[list[torch.Tensor]]):
             if tbe.is_trainable:
                 flat = grad if len(self.runs) == 1 else torch.cat(cut[i :: len(self.runs)])
                 train = tbe.lookup.gradient_rows if tbe.bank.spec is None else tbe.lookup.update_rows
-                yield tbe, train(flat.view(-1, width).to(tbe.bank.weights.dtype), *read, order=next(orders))
+                yield tbe, train(flat.view(-1, width).to(tbe.bank.weights.dtype), read, order=next(orders))
 
     @once_per_call
     def _orders(self, call: Call, sources: tuple[int, ...]) -> list[Any]:
         of_runs = zip(self.runs, self._ids(call, sources), strict=True)
-        return [run.tbe.lookup.order_rows(*read) for run, read in of_runs if run.tbe.is_trainable]
+        return [run.tbe.lookup.order_rows(read) for run, read in of_runs if run.tbe.is_trainable]
 
     @once_per_call
-    def _ids(self, call: Call, sources: tuple[int, ...]) -> list[tuple[torch.Tensor, Segments]]:
+    def _ids(self, call: Call, sources: tuple[int, ...]) -> list[Segmented]:
         """Ids of each run, source by source, and their (slot of the TBE, count) segments."""
         received = self.input_dist.receive(call)
-        result: list[tuple[torch.Tensor, Segments]] = []
+        result: list[Segmented] = []
         for tbe, slots, _ in self.runs:
             parts, segments = [], []
             for source in sources:
@@ -129,7 +130,7 @@ class UnpooledPath(Path[list[torch.Tensor]]):
                 start = sum(counts[: slots.start])
                 parts.append(received.ids[source][start : start + sum(counts[slots.start : slots.stop])])
                 segments += [(i - tbe.slots.start, counts[i]) for i in slots]
-            result.append((torch.cat(parts) if len(parts) != 1 else parts[0], segments))
+            result.append(Segmented(torch.cat(parts) if len(parts) != 1 else parts[0], segments))
         return result
 
     @once_per_call
@@ -153,7 +154,7 @@ class UnpooledPath(Path[list[torch.Tensor]]):
     def _local_rows(self, call: Call) -> list[tuple[RowPlaces, torch.Tensor]]:
         """Rows that this rank's own data-parallel tables give, and where they go."""
         return [
-            (to, tbe.lookup.rows(ids, [(slot, to.count)]).view(to.count, to.width).to(self.dtype))
+            (to, tbe.lookup.rows(Segmented(ids, [(slot, to.count)])).view(to.count, to.width).to(self.dtype))
             for tbe, places in zip(self.store.local, self._local_places(call), strict=True)
             for slot, (ids, to) in enumerate(places)
         ]
@@ -167,8 +168,8 @@ class UnpooledPath(Path[list[torch.Tensor]]):
             touched = torch.zeros(tbe.bank.total_rows, dtype=torch.bool, device=flat.device)
             for slot, (f, (ids, to)) in enumerate(zip(tbe.features, places, strict=True)):
                 rows = (given[f] * self.factor).to(flat.dtype)
-                flat += tbe.lookup.gradient_rows(rows, ids, [(slot, to.count)])
-                touched |= tbe.lookup.touched_rows(ids, [(slot, to.count)])
+                flat += tbe.lookup.gradient_rows(rows, Segmented(ids, [(slot, to.count)]))
+                touched |= tbe.lookup.touched_rows(Segmented(ids, [(slot, to.count)]))
             result.append((flat, touched))
         return result
 
@@ -181,7 +182,7 @@ class UnpooledPath(Path[list[torch.Tensor]]):
             of_tbe: RowGradients = []
             for parts in by_width.values():
                 grads, ids_of, segments = zip(*parts, strict=True)
-                of_tbe += tbe.lookup.row_gradients(torch.cat(grads), torch.cat(ids_of), segments, None, None)
+                of_tbe += tbe.lookup.row_gradients(torch.cat(grads), Segmented(torch.cat(ids_of), segments))
             result.append(of_tbe)
         return [of_tbe for of_tbe, tbe in zip(result, self.store.local, strict=True) if tbe.is_trainable]
 

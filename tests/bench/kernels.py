@@ -18,6 +18,7 @@ from torch import Tensor
 from sharders.embedding.lookup.bank import Bank, RowRange
 from sharders.embedding.lookup.kernels import KERNELS, Lookup, compile_lookup
 from sharders.embedding.lookup.optimizers import OptimizerSpec
+from sharders.embedding.lookup.reads import Bags, Segmented
 from tests.bench.report import Result
 from tests.bench.workload import criteo_rows
 
@@ -87,10 +88,10 @@ def timed(what: Callable[[], object]) -> float:
 
 def step(lookup: Lookup, batch: Batch, grad: Tensor, pooled: bool) -> tuple[float, float]:
     """Seconds of forward and update."""
-    given = (batch.ids, batch.offsets) if pooled else (batch.ids, batch.segments)
+    read = Bags(batch.ids, batch.offsets) if pooled else Segmented(batch.ids, batch.segments)
     look_up, update = (lookup.pooled, lookup.update_pooled) if pooled else (lookup.rows, lookup.update_rows)
     lookup.bank.step()
-    return timed(lambda: look_up(*given)), timed(lambda: update(grad, *given))  # type: ignore[operator]
+    return timed(lambda: look_up(read)), timed(lambda: update(grad, read))  # type: ignore[operator]
 
 
 def run(quick: bool) -> tuple[list[Result], str]:

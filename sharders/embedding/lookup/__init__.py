@@ -5,6 +5,7 @@
 - `optimizers`: which in-backward optimizers there are
 - `given_optimizers`: what users give for one
 - `pages`: large pages of memory under tables
+- `reads`: what a lookup reads
 - `bank`: storage of a rank's rectangles and optimizer state
 - `kernels`: what a lookup kernel is, which there are, and which is used
 - `fbgemm_kernel`: lookups and updates by FBGEMM on the CPU

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from sharders.embedding.lookup.bank import Bank, RowRange
 from sharders.embedding.lookup.optimizers import OPTIMIZERS, OptimizerSpec
-from sharders.embedding.lookup.torch_kernel import Segments, TorchLookup
+from sharders.embedding.lookup.reads import Bags, Segmented
+from sharders.embedding.lookup.torch_kernel import TorchLookup
 from sharders.quiet import quiet
 
 _SUM = 0  # FBGEMM's PoolingMode.SUM
@@ -107,80 +108,65 @@ class FbgemmLookup(TorchLookup):
         self._one_table = self._features_share_tables()
         self._beyond = bank.spec.optimizer.beyond_fbgemm if bank.spec else ()
 
-    def pooled(self, ids: Tensor, offsets: Tensor, weights: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    def pooled(self, read: Bags, out: Tensor | None = None) -> Tensor:
         features = self._features
         if features is None:
-            return super().pooled(ids, offsets, weights, out)
+            return super().pooled(read, out)
         output: Tensor = torch.ops.fbgemm.split_embedding_codegen_forward_cpu(
-            self.bank.weights, *_where(features, self.num_columns), ids, offsets, _SUM, _float32(weights), _FLOAT32
+            *(self.bank.weights, *_where(features, self.num_columns), read.ids, read.offsets),
+            *(_SUM, _float32(read.weights), _FLOAT32),
         )
         return output
 
-    def update_pooled(
-        self, grad: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None = None, *, order: Any = None
-    ) -> None:
+    def update_pooled(self, grad: Tensor, read: Bags, *, order: Any = None) -> None:
         features = self._features
         if features is None or not self._updates or self._is_beyond():
-            super().update_pooled(grad, ids, offsets, weights)
-        elif ids.numel():
+            super().update_pooled(grad, read)
+        elif read.ids.numel():
             if self._one_table is not None:
                 features, first_row = self._one_table
-                ids, grad = self.as_one_range(grad, ids, offsets)
-                ids.sub_(first_row)
-            _update(self.bank, features, self.bank.clipped(grad), ids, offsets, weights)
+                rows, grad = self.as_one_range(grad, read)
+                read = read._replace(ids=rows.sub_(first_row))
+            _update(self.bank, features, self.bank.clipped(grad), read)
 
-    def gradient_pooled(
-        self, grad: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None = None, *, order: Any = None
-    ) -> Tensor:
+    def gradient_pooled(self, grad: Tensor, read: Bags, *, order: Any = None) -> Tensor:
         """FBGEMM's dense gradient; it neither sorts nor reads the weights."""
         features = self._features
-        if features is None or not ids.numel():
-            return super().gradient_pooled(grad, ids, offsets, weights)
+        if features is None or not read.ids.numel():
+            return super().gradient_pooled(grad, read)
         flat: Tensor = torch.ops.fbgemm.split_embedding_backward_codegen_dense_cpu(
             self.bank.clipped(grad).float(),
             self.bank.weights,
             *_back(features),
-            ids,
-            offsets.to(ids.dtype),
-            _SUM,
-            _float32(weights),
+            *_bags(read),
         )
         return flat
 
-    def gradient_weights(self, grad: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
+    def gradient_weights(self, grad: Tensor, read: Bags) -> Tensor:
         features = self._features
         if features is None:
-            return super().gradient_weights(grad, ids, offsets)
+            return super().gradient_weights(grad, read)
         result: Tensor = torch.ops.fbgemm.split_embedding_codegen_grad_indice_weights_cpu(
             _float32(grad),
             self.bank.weights,
             features.weights_offsets,
             features.column_offsets,
-            ids,
-            offsets.to(ids.dtype),
+            read.ids,
+            read.offsets.to(read.ids.dtype),
             features.ones,
         )
         return result
 
-    def update_rows(
-        self,
-        grad: Tensor,
-        ids: Tensor,
-        segments: Segments,
-        bags: Tensor | None = None,
-        weights: Tensor | None = None,
-        *,
-        order: Any = None,
-    ) -> None:
-        region = self.region_of(segments)
+    def update_rows(self, grad: Tensor, read: Segmented, *, order: Any = None) -> None:
+        region = self.region_of(read.segments)
         table = self._regions[region.width] if region else None
         if table is None or self._is_beyond():
-            super().update_rows(grad, ids, segments, bags, weights)
-        elif ids.numel():
+            super().update_rows(grad, read)
+        elif read.ids.numel():
             features, first_row = table
-            rows = self.region_rows(ids, segments).sub_(first_row)
-            bounds = torch.arange(ids.numel() + 1, device="cpu") if bags is None else bags
-            _update(self.bank, features, self.bank.clipped(grad), rows, bounds, weights)
+            rows = self.region_rows(read).sub_(first_row)
+            bounds = torch.arange(rows.numel() + 1, device="cpu") if read.bags is None else read.bags
+            _update(self.bank, features, self.bank.clipped(grad), Bags(rows, bounds, read.weights))
 
     def _is_beyond(self) -> bool:
         """Whether an option is set, maybe since the last update, that FBGEMM's update leaves out."""
@@ -223,9 +209,12 @@ def _back(features: _Features) -> tuple[Any, ...]:
     return *_where(features, features.max_width), 0  # total_hash_size_bits, read on GPUs only
 
 
-def _update(
-    bank: Bank, features: _Features, grad: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None
-) -> None:
+def _bags(read: Bags) -> tuple[Any, ...]:
+    """The arguments by which they find the bags."""
+    return read.ids, read.offsets.to(read.ids.dtype), _SUM, _float32(read.weights)
+
+
+def _update(bank: Bank, features: _Features, grad: Tensor, read: Bags) -> None:
     assert bank.spec is not None and bank.spec.optimizer.fbgemm is not None
     name, options = bank.spec.optimizer.fbgemm
     state: list[Tensor] = []
@@ -237,10 +226,7 @@ def _update(
         bank.weights,
         features.placements,
         *_back(features),
-        ids,
-        offsets.to(ids.dtype),
-        _SUM,
-        _float32(weights),
+        *_bags(read),
         False,  # stochastic_rounding
         *state,
         torch.tensor(float(bank.options["lr"]), dtype=torch.float32, device="cpu"),
@@ -262,16 +248,16 @@ def problem() -> str:
 
 def _compare(version: str) -> str:
     ids, offsets = torch.tensor([2, 0, 2, 1], dtype=torch.int32), torch.tensor([0, 1, 3, 3, 4], dtype=torch.int32)
-    grad = torch.arange(16.0).view(2, 8)
+    grad, read = torch.arange(16.0).view(2, 8), Bags(ids, offsets)
     for kind in (name for name, optimizer in OPTIMIZERS.items() if optimizer.fbgemm):
         results = []
         for lookup_class in (FbgemmLookup, TorchLookup):
             bank = Bank([[(3, 4)], [(2, 4)]], torch.float32, "cpu", OptimizerSpec.make(kind, lr=0.5))
             bank.weights.copy_(torch.arange(20.0))
             lookup = lookup_class(bank, [RowRange(bank.chunks[0][0], 0, 3), RowRange(bank.chunks[1][0], 0, 2)])
-            before = lookup.pooled(ids, offsets)
-            gradients = lookup.gradient_pooled(grad, ids, offsets), lookup.gradient_weights(grad, ids, offsets)
-            lookup.update_pooled(grad, ids, offsets)
+            before = lookup.pooled(read)
+            gradients = lookup.gradient_pooled(grad, read), lookup.gradient_weights(grad, read)
+            lookup.update_pooled(grad, read)
             results.append(torch.cat([before.flatten(), *gradients, bank.weights]))
         if not torch.allclose(results[0], results[1], rtol=1e-5, atol=1e-5):
             return f"fbgemm_gpu {version} gives wrong numbers for {kind}"

@@ -23,7 +23,8 @@ from sharders.embedding.lookup.bank import Bank, RowRange
 from sharders.embedding.lookup.fbgemm_kernel import FbgemmLookup
 from sharders.embedding.lookup.numba_kernel import NumbaLookup
 from sharders.embedding.lookup.optimizers import OptimizerSpec
-from sharders.embedding.lookup.torch_kernel import RowGradients, Segments, TorchLookup
+from sharders.embedding.lookup.reads import Bags, Segmented
+from sharders.embedding.lookup.torch_kernel import RowGradients, TorchLookup
 
 _log = logging.getLogger("dmp")
 
@@ -31,11 +32,8 @@ _log = logging.getLogger("dmp")
 class Lookup(Protocol):
     """Lookups in S row ranges of a bank, one for each slot of the input dist, compiled once.
 
-    Pooled: `ids` (N,) int32 or int64, range by range and counted from the range's first row; `offsets` (S * B + 1,) of
-    the bags, `weights` (N,) or None. Columns are the ranges' widths in their order, C in all; without ranges B is 0.
-    Unpooled: `ids` (N,) in any order of segments, each (index of a range, number of ids); all ranges of a call have one
-    width D. With `bags` (n + 1,), bounds of runs of ids that lie in one segment each, sums over them take the place of
-    rows; none is empty, and `weights` (N,) go with bags alone.
+    Pooled: columns are the ranges' widths in their order, C in all; without ranges B is 0.
+    Unpooled: all ranges of a call have one width D.
     Results have the bank's dtype. `out` is memory that they may be written to, of their shape and dtype: what is
     returned lies there, or elsewhere where the kernel cannot. Ids are not checked here: `input_checks` has. An update
     combines, for each row, the gradients of all its ids in the call before it applies the optimizer; `Bank.step` counts
@@ -49,79 +47,46 @@ class Lookup(Protocol):
     num_columns: int
     """C"""
 
-    def pooled(self, ids: Tensor, offsets: Tensor, weights: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    def pooled(self, read: Bags, out: Tensor | None = None) -> Tensor:
         """(B, C) contiguous: sums over bags; zeros for empty bags."""
 
-    def order_pooled(self, ids: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Any:
+    def order_pooled(self, read: Bags) -> Any:
         """The ids' order, for the two below."""
 
-    def update_pooled(
-        self, grad: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None = None, *, order: Any = None
-    ) -> None:
+    def update_pooled(self, grad: Tensor, read: Bags, *, order: Any = None) -> None:
         """Update the bank in place, given the gradient (B, C) of `pooled`; its rows may be apart."""
 
-    def gradient_pooled(
-        self, grad: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None = None, *, order: Any = None
-    ) -> Tensor:
+    def gradient_pooled(self, grad: Tensor, read: Bags, *, order: Any = None) -> Tensor:
         """(numel,): the gradient of the bank's weights."""
 
-    def gradient_weights(self, grad: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
+    def gradient_weights(self, grad: Tensor, read: Bags) -> Tensor:
         """(N,): the gradient of `weights`, with the weights of the bank as they are: call it before the update."""
 
-    def touched_pooled(self, ids: Tensor, offsets: Tensor) -> Tensor:
+    def touched_pooled(self, read: Bags) -> Tensor:
         """(total_rows,) bool: the bank rows that the ids name."""
 
-    def rows(
-        self,
-        ids: Tensor,
-        segments: Segments,
-        bags: Tensor | None = None,
-        weights: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
+    def rows(self, read: Segmented, out: Tensor | None = None) -> Tensor:
         """(N, D): one row per id, or (n, D): one sum per bag; (0, 0) without segments."""
 
-    def order_rows(
-        self, ids: Tensor, segments: Segments, bags: Tensor | None = None, weights: Tensor | None = None
-    ) -> Any:
+    def order_rows(self, read: Segmented) -> Any:
         """The ids' order, for the two below."""
 
-    def update_rows(
-        self,
-        grad: Tensor,
-        ids: Tensor,
-        segments: Segments,
-        bags: Tensor | None = None,
-        weights: Tensor | None = None,
-        *,
-        order: Any = None,
-    ) -> None:
+    def update_rows(self, grad: Tensor, read: Segmented, *, order: Any = None) -> None:
         """Update the bank in place, given the gradient of `rows`."""
 
-    def gradient_rows(
-        self,
-        grad: Tensor,
-        ids: Tensor,
-        segments: Segments,
-        bags: Tensor | None = None,
-        weights: Tensor | None = None,
-        *,
-        order: Any = None,
-    ) -> Tensor:
+    def gradient_rows(self, grad: Tensor, read: Segmented, *, order: Any = None) -> Tensor:
         """(numel,): the gradient of the bank's weights."""
 
-    def gradient_row_weights(self, grad: Tensor, ids: Tensor, segments: Segments, bags: Tensor) -> Tensor:
+    def gradient_row_weights(self, grad: Tensor, read: Segmented) -> Tensor:
         """(N,): the gradient of `weights`; see `gradient_weights`."""
 
-    def pooled_row_gradients(self, grad: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> RowGradients:
+    def pooled_row_gradients(self, grad: Tensor, read: Bags) -> RowGradients:
         """What `update_pooled` would apply the optimizer to."""
 
-    def row_gradients(
-        self, grad: Tensor, ids: Tensor, segments: Segments, bags: Tensor | None, weights: Tensor | None
-    ) -> RowGradients:
+    def row_gradients(self, grad: Tensor, read: Segmented) -> RowGradients:
         """What `update_rows` would."""
 
-    def touched_rows(self, ids: Tensor, segments: Segments) -> Tensor:
+    def touched_rows(self, read: Segmented) -> Tensor:
         """(total_rows,) bool: the bank rows that the ids name."""
 
 

@@ -35,8 +35,9 @@ from sharders.embedding.lookup.numba_layout import (
     words,
 )
 from sharders.embedding.lookup.optimizers import OptimizerSpec
+from sharders.embedding.lookup.reads import Bags, Segmented, Segments
 from sharders.embedding.lookup.row_optimizer import Rows
-from sharders.embedding.lookup.torch_kernel import Segments, TorchLookup, update
+from sharders.embedding.lookup.torch_kernel import TorchLookup, update
 
 _DTYPES = {
     torch.float32: "float32",
@@ -75,61 +76,49 @@ class NumbaLookup(TorchLookup):
         self._name = _DTYPES[bank.weights.dtype]
         self._pooled_runs: tuple[int, Runs] | None = None
 
-    def pooled(self, ids: Tensor, offsets: Tensor, weights: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        num_bags = self._num_bags(offsets)
+    def pooled(self, read: Bags, out: Tensor | None = None) -> Tensor:
+        num_bags = self._num_bags(read.offsets)
         output_BC = self._memory(num_bags, self.num_columns, out)
-        self._sum_bags(ids, offsets, self._runs(num_bags), weights, output_BC)
+        self._sum_bags(read, self._runs(num_bags), output_BC)
         return output_BC
 
-    def order_pooled(self, ids: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Order:
-        num_bags, tables = self._num_bags(offsets), self._tables
-        order = Order(ids.numel(), len(tables), weights is not None, shift(num_bags), tables.columns)
-        return self._sort_bags(order, ids, offsets, self._runs(num_bags), False)
+    def order_pooled(self, read: Bags) -> Order:
+        num_bags, tables = self._num_bags(read.offsets), self._tables
+        order = Order(read.ids.numel(), len(tables), read.weights is not None, shift(num_bags), tables.columns)
+        return self._sort_bags(order, read, self._runs(num_bags), False)
 
-    def update_pooled(
-        self, grad: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None = None, *, order: Order | None = None
-    ) -> None:
-        if ids.numel():
-            self._train(grad, order or self.order_pooled(ids, offsets, weights), weights)
+    def update_pooled(self, grad: Tensor, read: Bags, *, order: Order | None = None) -> None:
+        if read.ids.numel():
+            self._train(grad, order or self.order_pooled(read), read.weights)
 
-    def gradient_pooled(
-        self, grad: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None = None, *, order: Order | None = None
-    ) -> Tensor:
-        order = (order or self.order_pooled(ids, offsets, weights)) if ids.numel() else None
-        return self._gradient(grad, order, weights)
+    def gradient_pooled(self, grad: Tensor, read: Bags, *, order: Order | None = None) -> Tensor:
+        order = (order or self.order_pooled(read)) if read.ids.numel() else None
+        return self._gradient(grad, order, read.weights)
 
-    def gradient_weights(self, grad: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
-        return self._weight_gradients(grad, ids, offsets, self._runs(self._num_bags(offsets)))
+    def gradient_weights(self, grad: Tensor, read: Bags) -> Tensor:
+        return self._weight_gradients(grad, read, self._runs(self._num_bags(read.offsets)))
 
-    def rows(
-        self,
-        ids: Tensor,
-        segments: Segments,
-        bags: Tensor | None = None,
-        weights: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        region, table = self.region_of(segments), self.bank.weights
+    def rows(self, read: Segmented, out: Tensor | None = None) -> Tensor:
+        (ids, segments, bags, weights), table = read, self.bank.weights
+        region = self.region_of(segments)
         if region is None:
             return table.new_zeros(0, 0)
         output_ND = self._memory(ids.numel() if bags is None else bags.numel() - 1, region.width, out)
         if bags is not None:
-            self._sum_bags(ids, bags, self._runs_of(segments, bags, output_ND.stride(0)), weights, output_ND)
+            self._sum_bags(Bags(ids, bags, weights), self._runs_of(segments, bags, output_ND.stride(0)), output_ND)
             return output_ND
         runs = int64([[n, place_of(self.ranges[i])] for i, n in segments])
         fixed = (table.data_ptr(), *words(ids), runs.data_ptr(), len(segments), region.width)
-        to, num_ids = (output_ND.data_ptr(), output_ND.stride(0)), ids.numel()
+        to, num_ids = self._target(output_ND), ids.numel()
         parts, copy = threads.num_parts(num_ids, _ENOUGH_IDS), self._entry("copy_rows")
         threads.run(lambda i: copy(*fixed, num_ids * i // parts, num_ids * (i + 1) // parts, *to), parts)
         return output_ND
 
-    def order_rows(
-        self, ids: Tensor, segments: Segments, bags: Tensor | None = None, weights: Tensor | None = None
-    ) -> Order:
-        tables = self._tables
+    def order_rows(self, read: Segmented) -> Order:
+        (ids, segments, bags, weights), tables = read, self._tables
         order = Order(ids.numel(), len(tables), weights is not None, _ALL_BITS, tables.no_columns)
         if bags is not None:
-            return self._sort_bags(order, ids, bags, self._runs_of(segments, bags, 0), True)
+            return self._sort_bags(order, Bags(ids, bags), self._runs_of(segments, bags, 0), True)
         runs: list[list[tuple[int, int]]] = [[] for _ in range(len(tables))]
         for (i, n), start in zip(segments, accumulate((n for _, n in segments), initial=0), strict=False):
             runs[tables.of_range[i]].append((start, n))
@@ -140,40 +129,30 @@ class NumbaLookup(TorchLookup):
         self._entry("expand_runs")(*words(ids), flat.data_ptr(), len(segments), *addresses(keys))
         return self._sort(order, (*addresses(keys), 0), max(sizes, default=0))
 
-    def update_rows(
-        self,
-        grad: Tensor,
-        ids: Tensor,
-        segments: Segments,
-        bags: Tensor | None = None,
-        weights: Tensor | None = None,
-        *,
-        order: Order | None = None,
-    ) -> None:
-        if ids.numel():
-            self._train(grad, order or self.order_rows(ids, segments, bags, weights), weights)
+    def update_rows(self, grad: Tensor, read: Segmented, *, order: Order | None = None) -> None:
+        if read.ids.numel():
+            self._train(grad, order or self.order_rows(read), read.weights)
 
-    def gradient_rows(
-        self,
-        grad: Tensor,
-        ids: Tensor,
-        segments: Segments,
-        bags: Tensor | None = None,
-        weights: Tensor | None = None,
-        *,
-        order: Order | None = None,
-    ) -> Tensor:
-        order = (order or self.order_rows(ids, segments, bags, weights)) if ids.numel() else None
-        return self._gradient(grad, order, weights)
+    def gradient_rows(self, grad: Tensor, read: Segmented, *, order: Order | None = None) -> Tensor:
+        order = (order or self.order_rows(read)) if read.ids.numel() else None
+        return self._gradient(grad, order, read.weights)
 
-    def gradient_row_weights(self, grad: Tensor, ids: Tensor, segments: Segments, bags: Tensor) -> Tensor:
-        return self._weight_gradients(grad, ids, bags, self._runs_of(segments, bags, self._rows_of(grad).stride(0)))
+    def gradient_row_weights(self, grad: Tensor, read: Segmented) -> Tensor:
+        assert read.bags is not None, "weights go with bags"
+        runs = self._runs_of(read.segments, read.bags, self._rows_of(grad).stride(0))
+        return self._weight_gradients(grad, Bags(read.ids, read.bags), runs)
 
     def _memory(self, rows: int, columns: int, out: Tensor | None) -> Tensor:
         """What results are written to: `out`, or new."""
         table = self.bank.weights
         fits = out is not None and out.dtype == table.dtype and (out.stride(1) == 1 or columns == 1)
         return out if out is not None and fits else table.new_empty(rows, columns)
+
+    def _target(self, out: Tensor) -> tuple[int, int, int]:
+        """Where results go, how far their rows are apart, and whether they are written past the caches."""
+        apart = out.stride(0) * out.element_size()
+        streams = out.shape[0] * apart >= _STREAMED_BYTES and self._tables.fills_lines
+        return out.data_ptr(), out.stride(0), int(streams and out.data_ptr() % 64 == apart % 64 == 0)
 
     def _runs(self, num_bags: int) -> Runs:
         """Bags of pooled lookups; kept, as a batch mostly has as many as the last."""
@@ -201,18 +180,15 @@ class NumbaLookup(TorchLookup):
         first_runs = int64([*accumulate(map(len, by_table), initial=0)])
         return Runs(int64(to_sum), int64([run for of_table in by_table for run in of_table]), first_runs)
 
-    def _sum_bags(self, ids: Tensor, bounds: Tensor, runs: Runs, weights: Tensor | None, out: Tensor) -> None:
-        table, weights = self.bank.weights, self._like_table(weights)
-        apart = out.stride(0) * table.element_size()
-        streams = out.shape[0] * apart >= _STREAMED_BYTES and self._tables.fills_lines
-        streams = streams and out.data_ptr() % 64 == apart % 64 == 0
+    def _sum_bags(self, read: Bags, runs: Runs, out: Tensor) -> None:
+        (ids, bounds, _), table, weights = read, self.bank.weights, self._like_table(read.weights)
         fixed = (table.data_ptr(), *words(ids), *words(bounds), runs.to_sum.data_ptr(), len(runs.to_sum))
-        to = (address(weights), out.data_ptr(), out.stride(0), int(streams))
+        to = (address(weights), *self._target(out))
         parts, sum_bags = threads.num_parts(ids.numel(), _ENOUGH_IDS), self._entry("sum_bags")
         threads.run(lambda i: sum_bags(*fixed, i, parts, *to), parts)
 
-    def _weight_gradients(self, grad: Tensor, ids: Tensor, bounds: Tensor, runs: Runs) -> Tensor:
-        table, grad = self.bank.weights, self._rows_of(grad)
+    def _weight_gradients(self, grad: Tensor, read: Bags, runs: Runs) -> Tensor:
+        (ids, bounds, _), table, grad = read, self.bank.weights, self._rows_of(grad)
         result_N = table.new_empty(ids.numel())
         fixed = (table.data_ptr(), *words(ids), *words(bounds), runs.to_sum.data_ptr(), len(runs.to_sum))
         to = (grad.data_ptr(), grad.stride(0), result_N.data_ptr())
@@ -220,9 +196,9 @@ class NumbaLookup(TorchLookup):
         threads.run(lambda i: learn(*fixed, i, parts, *to), parts)
         return result_N
 
-    def _sort_bags(self, order: Order, ids: Tensor, bounds: Tensor, runs: Runs, moves: bool) -> Order:
+    def _sort_bags(self, order: Order, read: Bags, runs: Runs, moves: bool) -> Order:
         """The order of bags' ids; `moves` where the tables' ids are not one after the other already."""
-        num_tables = len(self._tables)
+        (ids, bounds, _), num_tables = read, len(self._tables)
         keys = torch.empty(3, ids.numel(), dtype=torch.int32, device="cpu")
         *memory, origins = addresses(keys)
         origins = origins if moves and order.addresses[-1] else 0
@@ -394,7 +370,7 @@ def problem(dtype: torch.dtype = torch.float32, kind: str | None = None) -> str:
 
 def _compare(dtype: torch.dtype, kind: str | None) -> str:
     ids, offsets = torch.tensor([2, 0, 2, 1], dtype=torch.int32), torch.tensor([0, 1, 3, 3, 4], dtype=torch.int32)
-    grad = torch.arange(16.0, dtype=dtype).view(2, 8)
+    grad, read = torch.arange(16.0, dtype=dtype).view(2, 8), Bags(ids, offsets)
     results = []
     for lookup_class in (NumbaLookup, TorchLookup):
         spec = OptimizerSpec.make(kind, lr=0.5) if kind else None
@@ -402,10 +378,10 @@ def _compare(dtype: torch.dtype, kind: str | None) -> str:
         bank.weights.copy_(torch.arange(20.0))
         bank.step()
         lookup = lookup_class(bank, [RowRange(bank.chunks[0][0], 0, 3), RowRange(bank.chunks[1][0], 0, 2)])
-        before = lookup.pooled(ids, offsets).flatten()
+        before = lookup.pooled(read).flatten()
         if kind:
-            lookup.update_pooled(grad, ids, offsets)
-        results.append(torch.cat([before, bank.weights if kind else lookup.gradient_pooled(grad, ids, offsets)]))
+            lookup.update_pooled(grad, read)
+        results.append(torch.cat([before, bank.weights if kind else lookup.gradient_pooled(grad, read)]))
     ours, torchs = (result.double() for result in results)
     right = torch.allclose(ours, torchs, rtol=1e-5 if dtype.itemsize > 2 else 0.02, atol=1e-5)
     return "" if right else f"what numba compiles gives wrong numbers for {kind or 'gradients'} of {dtype}"

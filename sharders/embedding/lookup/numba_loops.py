@@ -230,12 +230,13 @@ def weight_gradients(
             begin = end
 
 
-def copy_rows(elements, table, ids, id_bytes, runs, num_runs, width, first, stop, out, out_stride):
+def copy_rows(elements, table, ids, id_bytes, runs, num_runs, width, first, stop, out, out_stride, streams):
     """The rows of the ids at the places `first` to `stop`.
 
     Args:
         runs: (num_runs, 2) int64: number of ids, place of their range's first row in the bank.
         out: rows `out_stride` apart.
+        streams: see `sum_bags`.
     """
     begin = 0
     for run in range(num_runs):
@@ -244,12 +245,18 @@ def copy_rows(elements, table, ids, id_bytes, runs, num_runs, width, first, stop
         for place in range(max(begin, first), min(end, stop)):
             later = read32_at(ids + min(place + _AHEAD, last) * id_bytes)
             from_ = start + read32_at(ids + place * id_bytes) * width
-            _copy_row(elements, width, (table, from_, start + later * width, out, place * out_stride))
+            _copy_row(elements, width, (table, from_, start + later * width, out, place * out_stride, streams))
         begin = end
+    if streams:
+        fence()
 
 
 @by_blocks
 def _copy_row(elements, like, column, arguments):
-    table, from_, later, out, to = arguments
+    table, from_, later, out, to, streams = arguments
     fetch(elements, like, table, later + column)
-    store(elements, out, to + column, load(elements, like, table, from_ + column))
+    row = load(elements, like, table, from_ + column)
+    if streams:
+        stream(elements, out, to + column, row)
+    else:
+        store(elements, out, to + column, row)

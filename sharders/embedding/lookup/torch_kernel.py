@@ -19,10 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sharders.embedding.lookup.bank import Bank, Region, RowRange
+from sharders.embedding.lookup.reads import Bags, Segmented, Segments
 from sharders.embedding.lookup.row_optimizer import Rows
-
-Segments = Sequence[tuple[int, int]]
-"""(index of a row range, number of ids), in the order of the ids."""
 
 RowGradients = list[tuple[Region, Tensor, Tensor]]
 """Per width: the region, its distinct rows (n,) int64 that have a gradient, and the gradients (n, D)."""
@@ -79,13 +77,13 @@ class TorchLookup:
             group_columns = (first_columns.unsqueeze(1) + torch.arange(width, device=device)).flatten()
             self._groups.append(_Group(bank.regions[width], indices, first_rows, group_columns))
 
-    def pooled(self, ids: Tensor, offsets: Tensor, weights: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        num_bags = self._num_bags(offsets)
+    def pooled(self, read: Bags, out: Tensor | None = None) -> Tensor:
+        num_bags = self._num_bags(read.offsets)
         output_BC = self.bank.weights.new_zeros(num_bags, self.num_columns)
-        if not ids.numel():
+        if not read.ids.numel():
             return output_BC
         for group in self._groups:
-            bags = self._bags(group, ids, offsets, weights)
+            bags = self._bags(group, read)
             table_VD = group.region.view(self.bank.weights)
             offsets_SB = bags.lengths.cumsum(0) - bags.lengths
             sums = F.embedding_bag(bags.rows, table_VD, offsets_SB, mode="sum", per_sample_weights=bags.weights)
@@ -95,25 +93,21 @@ class TorchLookup:
             output_BC.index_copy_(1, group.columns, sums_BSD.reshape(num_bags, -1))
         return output_BC
 
-    def order_pooled(self, ids: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Any:
+    def order_pooled(self, read: Bags) -> Any:
         return None
 
-    def update_pooled(
-        self, grad: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None = None, *, order: Any = None
-    ) -> None:
-        self._update(self.pooled_row_gradients(grad, ids, offsets, weights))
+    def update_pooled(self, grad: Tensor, read: Bags, *, order: Any = None) -> None:
+        self._update(self.pooled_row_gradients(grad, read))
 
-    def gradient_pooled(
-        self, grad: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None = None, *, order: Any = None
-    ) -> Tensor:
-        return self._flat(self.pooled_row_gradients(grad, ids, offsets, weights))
+    def gradient_pooled(self, grad: Tensor, read: Bags, *, order: Any = None) -> Tensor:
+        return self._flat(self.pooled_row_gradients(grad, read))
 
-    def gradient_weights(self, grad: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
-        result_N = self.bank.weights.new_zeros(ids.numel())
-        if not ids.numel():
+    def gradient_weights(self, grad: Tensor, read: Bags) -> Tensor:
+        result_N = self.bank.weights.new_zeros(read.ids.numel())
+        if not read.ids.numel():
             return result_N
         for group in self._groups:
-            bags = self._bags(group, ids, offsets, None)
+            bags = self._bags(group, read)
             grads_ND = self._bag_gradients(group, grad).index_select(0, bags.bag_of_id())
             values = grads_ND.mul_(group.region.view(self.bank.weights).index_select(0, bags.rows)).sum(1)
             if bags.positions is None:
@@ -121,67 +115,42 @@ class TorchLookup:
             result_N[bags.positions] = values
         return result_N
 
-    def touched_pooled(self, ids: Tensor, offsets: Tensor) -> Tensor:
-        groups = self._groups if ids.numel() else ()
-        return self._touched([(group.region, self._bags(group, ids, offsets, None).rows) for group in groups])
+    def touched_pooled(self, read: Bags) -> Tensor:
+        groups = self._groups if read.ids.numel() else ()
+        return self._touched([(group.region, self._bags(group, read).rows) for group in groups])
 
-    def rows(
-        self,
-        ids: Tensor,
-        segments: Segments,
-        bags: Tensor | None = None,
-        weights: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        region = self.region_of(segments)
+    def rows(self, read: Segmented, out: Tensor | None = None) -> Tensor:
+        region = self.region_of(read.segments)
         if region is None:
             return self.bank.weights.new_zeros(0, 0)
-        table_VD, rows_N = region.view(self.bank.weights), self.region_rows(ids, segments)
-        if bags is None:
+        table_VD, rows_N = region.view(self.bank.weights), self.region_rows(read)
+        if read.bags is None:
             return torch.index_select(table_VD, 0, rows_N, out=out)
-        weights = None if weights is None else weights.to(table_VD.dtype)
-        return F.embedding_bag(rows_N, table_VD, bags, mode="sum", per_sample_weights=weights, include_last_offset=True)
+        weights = None if read.weights is None else read.weights.to(table_VD.dtype)
+        return F.embedding_bag(
+            rows_N, table_VD, read.bags, mode="sum", per_sample_weights=weights, include_last_offset=True
+        )
 
-    def order_rows(
-        self, ids: Tensor, segments: Segments, bags: Tensor | None = None, weights: Tensor | None = None
-    ) -> Any:
+    def order_rows(self, read: Segmented) -> Any:
         return None
 
-    def update_rows(
-        self,
-        grad: Tensor,
-        ids: Tensor,
-        segments: Segments,
-        bags: Tensor | None = None,
-        weights: Tensor | None = None,
-        *,
-        order: Any = None,
-    ) -> None:
-        self._update(self.row_gradients(grad, ids, segments, bags, weights))
+    def update_rows(self, grad: Tensor, read: Segmented, *, order: Any = None) -> None:
+        self._update(self.row_gradients(grad, read))
 
-    def gradient_rows(
-        self,
-        grad: Tensor,
-        ids: Tensor,
-        segments: Segments,
-        bags: Tensor | None = None,
-        weights: Tensor | None = None,
-        *,
-        order: Any = None,
-    ) -> Tensor:
-        return self._flat(self.row_gradients(grad, ids, segments, bags, weights))
+    def gradient_rows(self, grad: Tensor, read: Segmented, *, order: Any = None) -> Tensor:
+        return self._flat(self.row_gradients(grad, read))
 
-    def gradient_row_weights(self, grad: Tensor, ids: Tensor, segments: Segments, bags: Tensor) -> Tensor:
-        region = self.region_of(segments)
-        if region is None or not ids.numel():
-            return self.bank.weights.new_zeros(ids.numel())
-        grads_ND = grad.to(self.bank.weights.dtype).index_select(0, _bag_of_id(bags, ids.numel()))
-        rows_ND = region.view(self.bank.weights).index_select(0, self.region_rows(ids, segments))
+    def gradient_row_weights(self, grad: Tensor, read: Segmented) -> Tensor:
+        region = self.region_of(read.segments)
+        if region is None or read.bags is None or not read.ids.numel():
+            return self.bank.weights.new_zeros(read.ids.numel())
+        grads_ND = grad.to(self.bank.weights.dtype).index_select(0, _bag_of_id(read.bags, read.ids.numel()))
+        rows_ND = region.view(self.bank.weights).index_select(0, self.region_rows(read))
         return grads_ND.mul_(rows_ND).sum(1)
 
-    def touched_rows(self, ids: Tensor, segments: Segments) -> Tensor:
-        region = self.region_of(segments)
-        return self._touched([(region, self.region_rows(ids, segments))] if region and ids.numel() else [])
+    def touched_rows(self, read: Segmented) -> Tensor:
+        region = self.region_of(read.segments)
+        return self._touched([(region, self.region_rows(read))] if region and read.ids.numel() else [])
 
     def region_of(self, segments: Segments) -> Region | None:
         """The region in which the segments' ranges lie; None without segments."""
@@ -189,25 +158,26 @@ class TorchLookup:
         assert len(widths) <= 1, f"segments of one call have one width, not {sorted(widths)}"
         return self.bank.regions[widths.pop()] if widths else None
 
-    def region_rows(self, ids: Tensor, segments: Segments) -> Tensor:
+    def region_rows(self, read: Segmented) -> Tensor:
         """(N,) int64 rows of the segments' region."""
-        first_rows = torch.tensor([self._first_rows[i] for i, _ in segments], device=ids.device)
-        counts = torch.tensor([count for _, count in segments], device=ids.device)
-        return torch.repeat_interleave(first_rows, counts, output_size=ids.numel()).add_(ids)
+        device, num_ids = read.ids.device, read.ids.numel()
+        first_rows = torch.tensor([self._first_rows[i] for i, _ in read.segments], device=device)
+        counts = torch.tensor([count for _, count in read.segments], device=device)
+        return torch.repeat_interleave(first_rows, counts, output_size=num_ids).add_(read.ids)
 
-    def as_one_range(self, grad: Tensor, ids: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    def as_one_range(self, grad: Tensor, read: Bags) -> tuple[Tensor, Tensor]:
         """Ranges of one width as one range of S * B bags: (N,) rows of their region, and the gradient as (S * B, D)."""
         (group,) = self._groups
-        return self._bags(group, ids, offsets, None).rows, self._bag_gradients(group, grad)
+        return self._bags(group, read).rows, self._bag_gradients(group, grad)
 
     def _num_bags(self, offsets: Tensor) -> int:
         return (offsets.numel() - 1) // len(self.ranges) if self.ranges else 0
 
-    def _bags(self, group: _Group, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> _Bags:
+    def _bags(self, group: _Group, read: Bags) -> _Bags:
         """The ids of a group's ranges; there is at least one bag per range."""
-        num_bags = self._num_bags(offsets)
-        weights = None if weights is None else weights.to(self.bank.weights.dtype)
-        offsets = offsets.long()
+        num_bags, ids = self._num_bags(read.offsets), read.ids
+        weights = None if read.weights is None else read.weights.to(self.bank.weights.dtype)
+        offsets = read.offsets.long()
         lengths = offsets.diff()
         bounds = offsets[::num_bags]  # (S + 1,): where each range's ids begin
         if len(self._groups) == 1:
@@ -231,26 +201,24 @@ class TorchLookup:
         grad_BSD = grad_BC.to(self.bank.weights.dtype).reshape(-1, len(group.ranges), group.region.width)
         return grad_BSD.transpose(0, 1).reshape(-1, group.region.width)
 
-    def pooled_row_gradients(self, grad: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> RowGradients:
+    def pooled_row_gradients(self, grad: Tensor, read: Bags) -> RowGradients:
         result = []
         grad = self.bank.clipped(grad)
-        for group in self._groups if ids.numel() else ():
-            bags = self._bags(group, ids, offsets, weights)
+        for group in self._groups if read.ids.numel() else ():
+            bags = self._bags(group, read)
             if bags.rows.numel():
                 sums = combined(bags.rows, self._bag_gradients(group, grad), bags.bag_of_id(), bags.weights)
                 result.append((group.region, *sums))
         return result
 
-    def row_gradients(
-        self, grad: Tensor, ids: Tensor, segments: Segments, bags: Tensor | None, weights: Tensor | None
-    ) -> RowGradients:
-        region = self.region_of(segments)
-        if region is None or not ids.numel():
+    def row_gradients(self, grad: Tensor, read: Segmented) -> RowGradients:
+        region = self.region_of(read.segments)
+        if region is None or not read.ids.numel():
             return []
         grad = self.bank.clipped(grad).to(self.bank.weights.dtype)
-        weights = None if weights is None else weights.to(grad.dtype)
-        bag_of_id = None if bags is None else _bag_of_id(bags, ids.numel())
-        return [(region, *combined(self.region_rows(ids, segments), grad, bag_of_id, weights))]
+        weights = None if read.weights is None else read.weights.to(grad.dtype)
+        bag_of_id = None if read.bags is None else _bag_of_id(read.bags, read.ids.numel())
+        return [(region, *combined(self.region_rows(read), grad, bag_of_id, weights))]
 
     def _update(self, gradients: RowGradients) -> None:
         for region, rows_n, grads_nD in gradients:

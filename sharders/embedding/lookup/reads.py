@@ -1,0 +1,42 @@
+"""What a lookup reads, as it came: ids, and which belong together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+Segments = Sequence[tuple[int, int]]
+"""(index of a row range, number of ids), in the order of the ids."""
+
+
+class Bags(NamedTuple):
+    """Of pooled lookups in S row ranges: B bags of each.
+
+    Args:
+        ids: (N,) int32 or int64, range by range and counted from the range's first row.
+        offsets: (S * B + 1,) of the bags.
+        weights: (N,) of the ids; None where each counts once.
+    """
+
+    ids: Tensor
+    offsets: Tensor
+    weights: Tensor | None = None
+
+
+class Segmented(NamedTuple):
+    """Of unpooled lookups.
+
+    Args:
+        ids: (N,) int32 or int64, counted from the first row of their segment's range.
+        segments: in any order of ranges, all of one width.
+        bags: (n + 1,) bounds of runs of ids that lie in one segment each: sums over them take the place of rows; none
+            is empty.
+        weights: (N,) of the ids, with bags alone.
+    """
+
+    ids: Tensor
+    segments: Segments
+    bags: Tensor | None = None
+    weights: Tensor | None = None
