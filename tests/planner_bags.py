@@ -48,6 +48,13 @@ MEASURED = Topology(
         send_id=3e-9,
         split_id=2e-9,
         receive_bag=1e-9,
+        lookup_first=Rate(3e-8, 1e-11),
+        update_bag=Rate(2e-9, 2e-11),
+        step_results=5e-4,
+        step_gradients=4e-4,
+        group=1e-4,
+        group_results=3e-4,
+        group_gradients=2e-4,
     ),
 )
 """A machine whose every part takes time, as `calibrate` would find it."""

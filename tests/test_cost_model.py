@@ -55,21 +55,24 @@ def test_costs_are_affine_in_columns(env: ShardingEnv, topology: Topology) -> No
     assert all((of >= 0).all() for of in at)
 
 
-def test_a_plans_phases_are_the_sum_of_its_shards() -> None:
-    env = hosts(2, 4)
-    layouts: dict[str, Layout] = {
-        "t0": table_wise(5),
-        "t1": row_wise(),
-        "t2": column_wise([0, 5]),
-        "t3": table_row_wise(1),
-        "t4": grid([[0, 4], [1, 5], [2, 6], [3, 7]]),
-        "t5": data_parallel(),
+@pytest.mark.parametrize("env", [hosts(2, 4), one_axis(8)], ids=str)
+@pytest.mark.parametrize("kinds", ["t", "r", "d", "tr", "td", "trchgd"])
+def test_a_plans_phases_are_the_sum_of_its_shards(env: ShardingEnv, kinds: str) -> None:
+    known_layouts: dict[str, Layout] = {
+        "t": table_wise(5),
+        "r": row_wise(),
+        "c": column_wise([0, 5]),
+        "h": table_row_wise(1),
+        "g": grid([[0, 4], [1, 5], [2, 6], [3, 7]]),
+        "d": data_parallel(),
     }
-    module = bags(*((1000 + i, 64) for i in range(6)))
+    kinds = kinds if len(env.table_shape) > 1 else kinds.replace("g", "c").replace("h", "r")  # what the sharder runs
+    layouts = {f"t{i}": known_layouts[kind] for i, kind in enumerate(kinds)}
+    module = bags(*((1000 + i, 64) for i in range(len(kinds))))
     planner = ShardingPlanner(MEASURED, batch_size=256)
     planner.plan(module, [BagSharder()], env, {f"{name}.weight": layout for name, layout in layouts.items()})
     found = BagSharder().parameters(module["t0"])["weight"]  # type: ignore[arg-type]
-    infos = [ParameterInfo((1000 + i, 64), torch.float32, "table", found.optimizer) for i in range(6)]
+    infos = [ParameterInfo((1000 + i, 64), torch.float32, "table", found.optimizer) for i in range(len(kinds))]
     placed = [Placed(i, layout, 1.0) for i, layout in zip(infos, layouts.values(), strict=True)]
     assert planner.report is not None
     known = by_name(phase_seconds(CostModel(), placed, env, MEASURED, 256))
@@ -79,6 +82,17 @@ def test_a_plans_phases_are_the_sum_of_its_shards() -> None:
             said[name] += seconds
     del said["lookup bwd"], known["lookup bwd"]  # the planner knows the optimizer's state, which nobody told here
     assert said == pytest.approx(known, rel=1e-4)  # the last row block is shorter
+
+
+def test_groups_of_tables_are_paid_once_each() -> None:
+    """Tables of whole rows, of row blocks and copies are looked up apart, but for hosts, whose ranks add bags up."""
+    nothing = replace(Speeds(), group=1e-4, group_results=3e-4, group_gradients=2e-4)
+    topology = replace(MEASURED, speeds=nothing, link_latency=0.0, link_bandwidth=1e30)
+    each = [table_wise(1), column_wise([2, 3]), row_wise(), row_wise(), data_parallel()]
+    for env, groups in ((one_axis(8), 3), (hosts(2, 4), 1)):
+        placed = [Placed(info(1000, 64), layout, 1.0) for layout in each]
+        assert phase_seconds(CostModel(), placed, env, topology, 16).sum() == pytest.approx(groups * 6e-4)
+        assert phase_seconds(CostModel(), placed[:2], env, topology, 16).sum() == pytest.approx(6e-4)
 
 
 def by_name(seconds: np.ndarray) -> dict[str, float]:  # type: ignore[type-arg]

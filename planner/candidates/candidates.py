@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import or_
 from typing import NamedTuple
 
 import numpy as np
@@ -206,7 +208,7 @@ class Candidates:
                 ragged.pop(i, None)
                 if loads is not None:
                     ragged[i] = loads
-        kinds = np.array([of.kinds(row.rows[0]) for row in rows], dtype=np.int64)
+        kinds = np.array([reduce(or_, map(of.kinds, row.rows)) for row in rows], dtype=np.int64)
         size, pieces, units, least = family.T
         fixed, slope, everywhere, lack, lack_slope = costs
         return CostTable(owner, size, pieces, units, least, fixed, slope, everywhere, kinds, ragged, lack, lack_slope)

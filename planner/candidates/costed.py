@@ -19,7 +19,7 @@ from dmp import ParameterInfo, ShardingEnv
 from planner.candidates.family import UNIT, Family, even_widths
 from planner.candidates.movable import MovableLayout
 from planner.candidates.offered import Offer
-from planner.costs.protocol import ALL_REDUCE, EXCHANGE, Array, CostProtocol, Integers, ShardInfo, ShardTable
+from planner.costs.protocol import Array, CostProtocol, Integers, ShardInfo, ShardTable, kinds_of
 from planner.costs.step import whole
 from planner.costs.topology import Topology
 from planner.observed.observation import Observation
@@ -68,6 +68,7 @@ class Costed:
 
     Args:
         lack, lack_slope: what a block's last rank has less, see [Note: last ranks] in `CostTable`.
+        kind_bits: (rows,) set-ups that each needs.
         is_affine: costs are, in columns.
         spans: (phases + 1,) ranks that share a phase.
     """
@@ -80,6 +81,7 @@ class Costed:
     lack: Array
     lack_slope: Array
     ragged: dict[int, Array]
+    kind_bits: Integers
     is_affine: bool
     spans: Integers
 
@@ -120,9 +122,7 @@ class Costed:
 
     def kinds(self, row: int) -> int:
         """Set-ups that an offer needs, a bit each."""
-        offer = self.offers[row]
-        is_copied = offer.own.is_copied if offer.own is not None else offer.family.is_copied
-        return 1 << EXCHANGE | is_copied << ALL_REDUCE
+        return int(self.kind_bits[row])
 
 
 def costed(classes: Sequence[Class], offered: Sequence[Sequence[Offer]], setting: CostSetting) -> Costed:
@@ -143,7 +143,10 @@ def costed(classes: Sequence[Class], offered: Sequence[Sequence[Offer]], setting
         local, _ = _evaluated(regular, single, setting)
     spans = np.append(setting.model.spans(setting.env), 1)
     fixed, slope, common, lack, lack_slope = np.zeros((5, len(offers), local.shape[1]))
-    found = Costed(offers, owner, fixed, slope, common, lack, lack_slope, {}, regular.is_affine(local), spans)
+    counted = (1 << len(setting.model.setups(setting.env, setting.topology))) - 1
+    kinds = [_kinds(offer, classes[of].info) & counted for offer, of in zip(offers, owner.tolist(), strict=True)]
+    bits, is_affine = np.array(kinds, dtype=np.int64), regular.is_affine(local)
+    found = Costed(offers, owner, fixed, slope, common, lack, lack_slope, {}, bits, is_affine, spans)
     _add_regular(found, regular, local, everywhere)
     start = regular.number
     for row, of_row in zip(others, single, strict=True):
@@ -224,6 +227,14 @@ class _Regular(NamedTuple):
         part = (self.widths[1] - self.widths[0]) / np.maximum(self.widths[2] - self.widths[0], 1)
         expected = low + (high - low) * part[:, None]
         return bool((np.abs(middle - expected) <= 1e-6 * np.maximum(high, 1e-15)).all())
+
+
+def _kinds(offer: Offer, info: ParameterInfo) -> int:
+    """Set-ups that an offer needs, a bit each."""
+    if offer.own is None:
+        return kinds_of(offer.family.is_copied, info.pooled, offer.family.size > 1)
+    rows = info.shape[0] if info.shape else 1
+    return kinds_of(offer.own.is_copied, info.pooled, any(cut.rows != rows for cut in offer.own.shards))
 
 
 def _is_regular(offer: Offer, known: Array) -> bool:

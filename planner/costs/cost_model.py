@@ -26,7 +26,7 @@ import numpy as np
 
 from dmp import ShardingEnv
 from planner.costs.links import Axis, all_to_all, axes_of, latency
-from planner.costs.protocol import ALL_REDUCE, BYTES, EXCHANGE, Array, Flags, Integers, ShardTable
+from planner.costs.protocol import ALL_REDUCE, BYTES, EXCHANGE, SPLIT, WHOLE, Array, Flags, Integers, ShardTable
 from planner.costs.rings import Ring
 from planner.costs.topology import Topology
 
@@ -95,16 +95,22 @@ class CostModel:
 
     def setups(self, env: ShardingEnv, topology: Topology) -> Array:
         """See `CostProtocol`: sizes and ids, results, gradients; and what a sum of its own takes."""
-        seconds = np.zeros((2, len(PHASES)))
+        seconds, speeds = np.zeros((4, len(PHASES))), topology.speeds_of_parts
         inner, outer = _stages(env, topology)
         replicas = axes_of(env, topology, "replicate")
         exchange = latency(axes_of(env, topology))
         seconds[EXCHANGE, [INPUT, OUTPUT, OUTPUT_OUTER]] = 2 * exchange, latency(inner), latency(outer)
         seconds[EXCHANGE, [GRADIENT, GRADIENT_OUTER, SYNC]] = latency(inner), latency(outer), latency(replicas)
-        speeds = topology.speeds_of_parts
-        seconds[EXCHANGE, [INPUT, FORWARD, BACKWARD]] += speeds.step, speeds.step_results, speeds.step_gradients
+        parts = [INPUT, FORWARD, BACKWARD]
+        group = speeds.group, speeds.group_results, speeds.group_gradients
+        seconds[EXCHANGE, parts] += speeds.step, speeds.step_results, speeds.step_gradients
         if outer or replicas:
             seconds[ALL_REDUCE, SYNC] = 2 * exchange
+        if outer or not any(group):  # a host's ranks add up bags, so that row blocks are one group with others
+            seconds[EXCHANGE, parts] += group
+            return seconds[:WHOLE]
+        seconds[ALL_REDUCE, parts] += group
+        seconds[WHOLE, parts] = seconds[SPLIT, parts] = group
         return seconds
 
 

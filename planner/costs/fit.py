@@ -6,7 +6,8 @@ import numpy as np
 
 from planner.costs.protocol import Array
 
-_ROUNDS, _REWEIGHED, _LEAST = 2_000, 8, 0.02
+_REWEIGHED, _LEAST = 8, 0.02
+_NO_SLOPE, _ZERO = 1e-10, 1e-15
 
 
 def fit(terms: Array, wanted: Array, measured: Array) -> Array:
@@ -26,18 +27,25 @@ def fit(terms: Array, wanted: Array, measured: Array) -> Array:
 
 
 def _least_squares(terms: Array, wanted: Array, measured: Array) -> Array:
+    """Lawson and Hanson's active set: exact, however alike terms are."""
     weighed = terms / measured[:, None]
     scale = np.linalg.norm(weighed, axis=0)
-    used = scale > 0
-    matrix = weighed[:, used] / scale[used]
-    products, target = matrix.T @ matrix, matrix.T @ (wanted / measured)
-    found = np.zeros(int(used.sum()))
-    for _ in range(_ROUNDS):  # one coefficient after the other: few, and as near as one likes
-        before = found.copy()
-        for i in range(len(found)):
-            found[i] = max(0.0, found[i] + target[i] - float(products[i] @ found))
-        if np.abs(found - before).max(initial=0.0) <= 1e-12 * found.max(initial=1e-300):
+    matrix, target = weighed / np.where(scale > 0, scale, 1), wanted / measured
+    found, is_free = np.zeros(terms.shape[1]), np.zeros(terms.shape[1], dtype=bool)
+    for _ in range(3 * len(found)):
+        slope = np.where(is_free, -np.inf, matrix.T @ (target - matrix @ found))
+        if slope.max(initial=-np.inf) <= _NO_SLOPE:
             break
-    coefficients = np.zeros(terms.shape[1])
-    coefficients[used] = found / scale[used]
-    return coefficients
+        is_free[slope.argmax()] = True
+        while is_free.any():
+            best = np.zeros_like(found)
+            best[is_free] = np.linalg.lstsq(matrix[:, is_free], target, rcond=None)[0]
+            below = is_free & (best <= 0)
+            if not below.any():
+                found = best
+                break
+            step = (found[below] / np.maximum(found[below] - best[below], 1e-300)).min()  # until the first is zero
+            found = found + step * (best - found)
+            is_free &= found > _ZERO
+            found[~is_free] = 0
+    return np.where(scale > 0, found / np.where(scale > 0, scale, 1), 0.0)

@@ -105,6 +105,8 @@ def step_probes(ranks: int) -> list[ProbeShape]:
         ((copies,), (12, small, 32, 384, 4), (4, large // 6, 16, 256, 1), (12, 3 * small, 32, 512, 1)),
         ((one, rows, columns), (12, large, 32, 768, 1), (12, large, 64, 256, 8)),
         ((rows, one, copies, columns), (16, 2 * small, 32, 512, 2)),
+        ((one, rows), (8, large, 16, 16, 1), (12, large, 64, 512, 2)),
+        ((copies, rows), (8, small, 16, 16, 1)),
     )
     return [
         ProbeShape(

@@ -17,8 +17,9 @@ Array = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 Integers = NDArray[np.int64]
 
-EXCHANGE, ALL_REDUCE = 0, 1
-"""Kinds of set-up, that a plan pays once each: where there is any table, and where one is replicated."""
+EXCHANGE, ALL_REDUCE, WHOLE, SPLIT = range(4)
+"""Kinds of set-up, that a plan pays once each: where there is any parameter, where one is replicated, where one is
+sharded by whole rows or is not pooled, and where bags are over several row blocks."""
 BYTES = -1
 """Column of the memory, after the phases'."""
 _UNKNOWN_STATE = 2
@@ -159,8 +160,14 @@ class CostProtocol(Protocol):
         ...
 
     def setups(self, env: ShardingEnv, topology: Topology) -> Array:
-        """Seconds by phase, (2, phases), that a plan pays once: with any parameter, with a replicated one besides."""
+        """Seconds by phase, (kinds, phases), that a plan pays once, see `EXCHANGE`: the first 2 kinds, or all 4."""
         ...
+
+
+def kinds_of(is_copied: bool, is_pooled: bool, has_row_blocks: bool) -> int:
+    """Set-ups that a parameter needs, a bit each."""
+    own = ALL_REDUCE if is_copied else SPLIT if is_pooled and has_row_blocks else WHOLE
+    return 1 << EXCHANGE | 1 << own
 
 
 def checked(model: Any) -> CostProtocol:

@@ -37,6 +37,8 @@ class Speeds:
         place: a byte of results put where they belong, forward.
         pack: a byte of gradients made ready to be sent, backward.
         step, step_results, step_gradients: of a step, however small: with its ids, results, and gradients.
+        group, group_results, group_gradients: of each group of tables besides, of whole rows, of row blocks, of copies:
+            they are looked up and travel apart.
         send_slot, receive_slot, update_slot: of one feature in one row block: where samples are; where rows are,
             forward and backward.
         send_id, send_bag: an id and a length checked and put in a buffer, where samples are.
@@ -71,6 +73,9 @@ class Speeds:
     update_bag: Rate = NOTHING
     step_results: float = 0.0
     step_gradients: float = 0.0
+    group: float = 0.0
+    group_results: float = 0.0
+    group_gradients: float = 0.0
 
     def __post_init__(self) -> None:
         for f in fields(self):

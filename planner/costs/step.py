@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dmp import Layout, ParameterInfo, Shard, ShardingEnv, is_replicated
-from planner.costs.protocol import ALL_REDUCE, BYTES, EXCHANGE, Array, CostProtocol, ShardInfo, ShardTable
+from planner.costs.protocol import BYTES, Array, CostProtocol, ShardInfo, ShardTable, kinds_of
 from planner.costs.topology import Topology
 
 Below = Callable[[NDArray[np.int64]], Array]
@@ -98,9 +98,12 @@ def phase_seconds(
 ) -> Array:
     """(phases,): the slowest rank of each, with what is paid once."""
     slowest: Array = loads(model, placed, env, topology, batch_size)[:, :BYTES].max(0)
-    setups = model.setups(env, topology)
-    if placed:
-        slowest = slowest + setups[EXCHANGE]
-    if any(is_replicated(p.layout.shards(p.info.shape, env), p.info.shape) for p in placed):
-        slowest = slowest + setups[ALL_REDUCE]
+    needs = 0
+    for info, layout, _ in placed:
+        shards = layout.shards(info.shape, env)
+        rows = [shard.sizes[:1] for shard in shards]
+        has_row_blocks = any(of != tuple(info.shape[:1]) for of in rows)
+        needs |= kinds_of(is_replicated(shards, info.shape), info.pooled, has_row_blocks)
+    for kind, seconds in enumerate(model.setups(env, topology)):
+        slowest = slowest + seconds * (needs >> kind & 1)
     return slowest
