@@ -39,6 +39,7 @@ MEASURED = Topology(
         *(Rate(1e-8, 1e-11), Rate(2e-9, 2e-12), Rate(1e-9, 4e-11), Rate(1e-8, 1e-10), Rate(5e-9, 0)),
         *(Rate(1e-8, 5e-11), Rate(6e-9, 0), Rate(1e-7, 4e-10), Rate(3e-9, 0)),
         gradient=Rate(0, 2e-10),
+        touched_row=Rate(2e-8, 3e-11),
         whole_row=Rate(3e-8, 0),
         place=2e-10,
         pack=3e-10,

@@ -165,11 +165,11 @@ def test_modelled_seconds_stand_beside() -> None:
 _SAMPLES = 1200
 
 
-def _compared(layouts: dict[str, tuple[str, int]]) -> None:
+def _compared(layouts: dict[str, tuple[str, int, int]]) -> None:
     """Every kind of layout with short bags and long ones; gradients of dense weights are not among what is compared."""
     env = env_of("dp2")
-    for layout, ids in layouts.values():
-        tables = nn.ModuleDict({f"t{i}": nn.EmbeddingBag(600, 16, mode="sum") for i in range(6)})
+    for layout, ids, rows in layouts.values():
+        tables = nn.ModuleDict({f"t{i}": nn.EmbeddingBag(rows, 16, mode="sum") for i in range(6)})
         attach(tables, "sgd")
 
         class Summed(nn.Module):
@@ -195,4 +195,5 @@ def _compared(layouts: dict[str, tuple[str, int]]) -> None:
 def test_modelled_bytes_are_those_that_are_sent() -> None:
     assert (BESIDE_BYTES, MOST_FILLED) == (replicas.BESIDE_BYTES, input_dist.MOST_FILLED)
     kinds = ("table_wise", "row_wise", "column_wise", "data_parallel")
-    run_ranks(2, _compared, {f"{kind} {ids}": (kind, ids) for kind in kinds for ids in (1, 5)})
+    cases = {f"{kind} {ids}": (kind, ids, 600) for kind in kinds for ids in (1, 5)}
+    run_ranks(2, _compared, {**cases, "copies by rows": ("data_parallel", 1, 20_000)})

@@ -38,7 +38,7 @@ _PARTS = (
 _STATE_BYTES = {"sgd": (0.0, 0.0), "rowwise_adagrad": (0.0, 4.0), "adagrad": (4.0, 0.0)}
 _IN_STEPS = (
     *("send_slot", "send_id", "send_bag", "split_id", "receive_slot", "receive_id", "receive_bag", "place", "pack"),
-    *("update_slot", "gradient", "whole_row", "whole_id", "step", "step_results", "step_gradients"),
+    *("update_slot", "gradient", "touched_row", "whole_row", "whole_id", "step", "step_results", "step_gradients"),
     *("group", "group_results", "group_gradients"),
 )
 

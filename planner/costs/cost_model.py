@@ -52,8 +52,9 @@ class CostModel:
     blocks send one sum for every bag, along one table axis only for those that they hold an id of where these are few
     (see [Note: filled bags] beside it); one of no rows costs nothing. Copies
     along replicate axes get the ids of all in the input exchange, and each other's gradients after the backward one
-    (`replica sync`). The gradient of a data-parallel table travels beside the others in the gradient exchange, as a sum
-    of its own in `replica sync` where it is large, or there are hosts or copies.
+    (`replica sync`). The gradient of a data-parallel table travels beside the others in the gradient exchange, in
+    `replica sync` where it is large, or there are hosts or copies: by the rows that batches name where these are half
+    of the table's at most, which the data path settles by bytes for all such tables of a call together.
 
     Memory: weights, optimizer state as the parameter's info says, gradients of parameters without an in-backward
     optimizer (with Adam's state, as theirs is not known) and of data-parallel ones with the buffers of their sum; ids,
@@ -132,6 +133,8 @@ class _Work:
     bags: Array
     """Results: bags, or rows where they are not pooled. Of row blocks those that travel."""
     bag_bytes: Array
+    touched: Array
+    """Rows that a rank's batch names of a replicated table, where its gradient travels by rows; else 0."""
 
     @classmethod
     def of(cls, p: ShardTable, env: ShardingEnv, batch_size: float, id_bytes: float) -> _Work:
@@ -142,9 +145,10 @@ class _Work:
         lengths = samples * p.features
         bags = np.where(p.pooled, lengths * filled(p, env), ids)
         row_bytes = p.columns * p.item_bytes
+        own_ids = own * p.ids_per_sample * p.row_share
         return cls(
             replicas=env.size // env.table_size,
-            own_ids=own * p.ids_per_sample * p.row_share,
+            own_ids=own_ids,
             own_bags=own * p.features,
             ids=ids,
             lengths=lengths,
@@ -154,6 +158,7 @@ class _Work:
             state_bytes=p.columns * p.state_per_element + p.state_per_row,
             bags=bags,
             bag_bytes=bags * row_bytes,
+            touched=np.where(p.replicated & p.is_table & (2 * own_ids <= p.rows), own_ids, 0),
         )
 
 
@@ -198,10 +203,13 @@ def _add_lookups(cost: _Cost, p: ShardTable, work: _Work) -> None:
     local[:, FORWARD] += np.where(p.is_table, looked_up, work.weight_bytes * speeds.lookup_id.byte)
 
     by_state = np.where(p.state_per_element > 0, 2, np.where(p.state_per_row > 0, 1, 0))
-    by_state = np.where(p.replicated, 3, by_state)
+    by_rows = (work.touched > 0) & ~p.dense_gradient
+    by_state = np.where(p.replicated & ~by_rows, 3, by_state)
     rows = np.array([speeds.plain_row, speeds.rowwise_row, speeds.pointwise_row, speeds.whole_row])[by_state]
     ids = np.array([speeds.plain_id, speeds.rowwise_id, speeds.pointwise_id, speeds.whole_id])[by_state]
-    is_whole = p.dense_gradient | p.replicated | ~p.is_table
+    is_whole = p.dense_gradient | (p.replicated & ~by_rows) | ~p.is_table
+    come = work.touched * env.size  # rows with their sums, of all ranks
+    local[:, BACKWARD] += come * (speeds.touched_row.each + work.row_bytes * speeds.touched_row.byte)
     # Every rank has the gradients of all when it updates a replicated table; only its own ids are added up by it.
     named = np.where(p.replicated, work.ids * env.size, work.ids * work.replicas)
     added = np.where(p.replicated, work.ids, named)
@@ -245,16 +253,19 @@ def _add_sums(cost: _Cost, p: ShardTable, work: _Work) -> None:
     replicate = axes_of(env, topology, "replicate")
     sent = work.bag_bytes * ~p.replicated * work.replicas * all_to_all(replicate)
     cost.exchange(SYNC, sent, env.table_size)
-    gradient, beside = _whole_gradients(cost, p, work)
-    to_all = env.table_size * (all_to_all(axes_of(env, topology, "shard", "tensor")) + topology.speeds_of_parts.pack)
+    gradient, beside = _gradients_of_copies(cost, p, work)
+    pack = topology.speeds_of_parts.pack
+    to_all = env.table_size * (all_to_all(axes_of(env, topology, "shard", "tensor")) + pack)
     local[:, GRADIENT] += np.where(beside, gradient * to_all, 0)
-    of_all = 2 * Ring.along(env.names, env, topology).seconds_per_byte  # the set-up has the latency
-    local[:, SYNC] += np.where(beside, 0, gradient * of_all)
+    summed = 2 * Ring.along(env.names, env, topology).seconds_per_byte  # the set-up has the latency
+    by_rows = env.size * (all_to_all(axes_of(env, topology)) + pack)
+    local[:, SYNC] += np.where(beside, 0, gradient * np.where(work.touched > 0, by_rows, summed))
 
 
-def _whole_gradients(cost: _Cost, p: ShardTable, work: _Work) -> tuple[Array, Flags]:
-    """Bytes that a replicated table adds to the sum over all ranks, and whether that travels beside other gradients."""
-    gradient = p.rows * (p.columns + p.is_table) * p.item_bytes * p.replicated  # and which rows were touched
+def _gradients_of_copies(cost: _Cost, p: ShardTable, work: _Work) -> tuple[Array, Flags]:
+    """Bytes that a rank has of a replicated table for each other one; whether they travel beside other gradients."""
+    whole = p.rows * (p.columns + p.is_table) * p.item_bytes  # and which rows were touched
+    gradient = np.where(work.touched > 0, work.touched * (work.row_bytes + 8), whole) * p.replicated
     goes_beside = work.replicas == 1 and not _stages(cost.env, cost.topology)[1]
     return gradient, goes_beside & p.replicated & (gradient * cost.env.table_size <= BESIDE_BYTES)
 
@@ -262,9 +273,11 @@ def _whole_gradients(cost: _Cost, p: ShardTable, work: _Work) -> tuple[Array, Fl
 def _add_bytes(cost: _Cost, p: ShardTable, work: _Work) -> None:
     """Memory: what stays, and the most that there is of a step at once, in the backward pass."""
     ranks, staged = cost.env.table_size, bool(_stages(cost.env, cost.topology)[1])
-    summed, beside = _whole_gradients(cost, p, work)
+    summed, beside = _gradients_of_copies(cost, p, work)
     # A whole gradient is made, joined to the others', sent to each rank, received from each, and added up.
-    whole = np.where(p.dense_gradient | p.replicated, work.weight_bytes, 0) + summed * np.where(beside, 2 * ranks, 1)
+    is_whole = p.dense_gradient | (p.replicated & (work.touched == 0))
+    to_each = np.where(beside | (work.touched > 0), 2 * ranks, 1)
+    whole = np.where(is_whole, work.weight_bytes, 0) + summed * to_each
     # Gradients lie where they came, with those of other copies; where there are hosts, their sums too.
     came = work.bag_bytes * (1 + staged + 2 * (work.replicas - 1)) + 3 * work.id_bytes * work.replicas
     cost.local[:, BYTES] = work.weight_bytes + p.rows * work.state_bytes + whole + came

@@ -33,6 +33,7 @@ class Speeds:
         plain_row, plain_id, rowwise_row, rowwise_id, pointwise_row, pointwise_id: of the update in the backward
             pass.
         gradient: a row and a byte of a table whose gradient is made whole: data-parallel, or without such an optimizer.
+        touched_row: of a row's gradient from one rank, of a table whose copies are updated by rows: data-parallel.
         whole_row, whole_id: of a table that is updated from its whole gradient: data-parallel.
         place: a byte of results put where they belong, forward.
         pack: a byte of gradients made ready to be sent, backward.
@@ -71,6 +72,7 @@ class Speeds:
     receive_bag: float = 0.0
     lookup_first: Rate = NOTHING
     update_bag: Rate = NOTHING
+    touched_row: Rate = NOTHING
     step_results: float = 0.0
     step_gradients: float = 0.0
     group: float = 0.0
@@ -98,6 +100,7 @@ class Speeds:
             *(NOTHING, read, written),
             *(updated, added, updated, added, updated, added),
             gradient=Rate(0, 2 * byte),
+            touched_row=Rate(0, 3 * byte),
             whole_row=updated,
             whole_id=added,
             place=2 * byte,
