@@ -21,7 +21,7 @@ from dmp import (
     table_row_wise,
     table_wise,
 )
-from planner import CostModel, ShardingPlanner, Topology
+from planner import Constraint, CostModel, ShardingPlanner, Topology
 from planner.costs.cost_model import GRADIENT_OUTER, OUTPUT_OUTER, PHASES
 from planner.costs.protocol import BYTES, ShardTable
 from planner.costs.speeds import Speeds
@@ -93,6 +93,19 @@ def test_groups_of_tables_are_paid_once_each() -> None:
         placed = [Placed(info(1000, 64), layout, 1.0) for layout in each]
         assert phase_seconds(CostModel(), placed, env, topology, 16).sum() == pytest.approx(groups * 6e-4)
         assert phase_seconds(CostModel(), placed[:2], env, topology, 16).sum() == pytest.approx(6e-4)
+
+
+@pytest.mark.parametrize("env", [one_axis(4), hosts(2, 2)], ids=str)
+def test_pieces_of_columns_cost_as_much_planned_as_pinned(env: ShardingEnv) -> None:
+    """Ids go to every piece of a cut: what that takes where samples are is counted for each."""
+    module, sharders = bags((5003, 256), (5003, 260), (77, 128)), dmp.default_sharders()
+    constraints = {"*": Constraint(forbid=["row_wise", "data_parallel"], min_columns=16, pooling_factor=20)}
+    planner = ShardingPlanner(MEASURED, constraints, batch_size=2048)
+    plan = planner.plan(module, sharders, env)
+    assert "column_wise" in {entry.layout.name for entry in plan.values()}
+    planned = planner.report.phase_seconds  # type: ignore[union-attr]
+    pinned = ShardingPlanner(MEASURED, constraints, batch_size=2048).plan(module, sharders, env, plan).report
+    assert planned == pytest.approx(pinned.phase_seconds, rel=1e-9)  # type: ignore[union-attr]
 
 
 def by_name(seconds: np.ndarray) -> dict[str, float]:  # type: ignore[type-arg]

@@ -20,7 +20,7 @@ from planner.candidates.in_place import InPlace, add_load, held_by_groups, in_pl
 from planner.candidates.movable import Placed
 from planner.candidates.offered import Asked, Offer, offers
 from planner.observed.row_curve import RowCurve
-from planner.search.cost_table import CostTable
+from planner.search.cost_table import Array, CostTable
 from planner.search.problem import Choice, Problem
 
 
@@ -163,6 +163,17 @@ class Candidates:
             row = self.table_rows[self.item_class[item]][choice.option]
             for name, member in zip(group.members, row.rows, strict=True):
                 yield name, member, choice
+
+    def each_cut(self, choices: Sequence[Choice]) -> Array:
+        """(phases + 1,) on every rank, which the search does not count: what further pieces of columns cost.
+
+        Args:
+            choices: of the problem's items.
+        """
+        found = np.zeros(self.costed.each_cut.shape[1])
+        for _, row, choice in self.chosen(choices):
+            found += (len(choice.blocks) - 1) * self.costed.each_cut[row]
+        return found
 
     def layout(
         self, name: str, family: Family, row: int, blocks: Sequence[int], widths: Sequence[int] | None = None

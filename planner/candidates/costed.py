@@ -68,6 +68,8 @@ class Costed:
 
     Args:
         lack, lack_slope: what a block's last rank has less, see [Note: last ranks] in `CostTable`.
+        each_cut: (rows, phases + 1) on every rank for each piece of one that is divisible beyond the first. The search
+            does not know it: where it is above zero (ids that are sent once for each piece), bounds are a little low.
         kind_bits: (rows,) set-ups that each needs.
         is_affine: costs are, in columns.
         spans: (phases + 1,) ranks that share a phase.
@@ -81,6 +83,7 @@ class Costed:
     lack: Array
     lack_slope: Array
     ragged: dict[int, Array]
+    each_cut: Array
     kind_bits: Integers
     is_affine: bool
     spans: Integers
@@ -99,7 +102,8 @@ class Costed:
 
     def of_cut(self, row: int, widths: Sequence[int], num_ranks: int) -> tuple[Array, Array]:
         """The same of one that is divisible, cut into pieces of so many units."""
-        fixed, slope, common = self.fixed[row], self.slope[row], self.everywhere[row]
+        fixed, slope = self.fixed[row], self.slope[row]
+        common = self.everywhere[row] + (len(widths) - 1) * self.each_cut[row]
         total = (len(widths) * fixed + sum(widths) * slope) * self.sharing(self.offers[row].family.size)
         total -= (len(widths) * self.lack[row] + sum(widths) * self.lack_slope[row]) * self.spans
         return fixed + max(widths) * slope + common, total / num_ranks + common
@@ -142,11 +146,11 @@ def costed(classes: Sequence[Class], offered: Sequence[Sequence[Offer]], setting
             regular.heat(i, classes[owner[row]], offers[row].family)
         local, _ = _evaluated(regular, single, setting)
     spans = np.append(setting.model.spans(setting.env), 1)
-    fixed, slope, common, lack, lack_slope = np.zeros((5, len(offers), local.shape[1]))
+    fixed, slope, common, lack, lack_slope, each_cut = np.zeros((6, len(offers), local.shape[1]))
     counted = (1 << len(setting.model.setups(setting.env, setting.topology))) - 1
     kinds = [_kinds(offer, classes[of].info) & counted for offer, of in zip(offers, owner.tolist(), strict=True)]
     bits, is_affine = np.array(kinds, dtype=np.int64), regular.is_affine(local)
-    found = Costed(offers, owner, fixed, slope, common, lack, lack_slope, {}, bits, is_affine, spans)
+    found = Costed(offers, owner, fixed, slope, common, lack, lack_slope, {}, each_cut, bits, is_affine, spans)
     _add_regular(found, regular, local, everywhere)
     start = regular.number
     for row, of_row in zip(others, single, strict=True):
@@ -285,6 +289,12 @@ def _add_regular(found: Costed, regular: _Regular, local: Array, everywhere: Arr
     found.lack[uneven], found.lack_slope[uneven] = np.where(is_one, 0, lack), np.where(is_one, 0, lack_slope)
     rest = common[at] - everywhere[last].reshape(2, len(at), width)[1]
     found.everywhere[uneven] -= rest * pieces[at, None]
+    of_all = everywhere[:cut].reshape(3, count, width)
+    each, _ = _line(of_all[0] * size[:, None], of_all[2] * size[:, None], units, least)
+    of_last = everywhere[last].reshape(2, len(at), width)
+    less_each, _ = _line(of_all[0, at] - of_last[0], of_all[2, at] - of_last[1], units[at], least[at])
+    each[at] -= less_each
+    found.each_cut[rows] = np.where((units > least)[:, None], np.maximum(each, 0), 0)
 
 
 def _line(low: Array, high: Array, units: Integers, least: Integers) -> tuple[Array, Array]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 import numpy as np
@@ -117,7 +117,7 @@ def answer(request: Request, out_of_time: Callable[[], bool], told: Told = lambd
         candidates = request.candidates(leeway)
         problem = candidates.problem(request.dense_bytes)
         try:
-            solution = searched(problem, out_of_time, told)
+            solution = _counted(searched(problem, out_of_time, told), candidates)
         except Infeasible as error:
             failed = NoPlan(request, candidates, problem, _nearest(problem, error))
             if isinstance(error, Shortage) and leeway == leeways[0]:
@@ -132,6 +132,12 @@ def answer(request: Request, out_of_time: Callable[[], bool], told: Told = lambd
         return Answer(candidates, problem, solution, notes)
     assert failed is not None
     raise failed
+
+
+def _counted(solution: Solution, candidates: Candidates) -> Solution:
+    """With what the search leaves out."""
+    more = candidates.each_cut(solution.choices)
+    return replace(solution, load=solution.load + more, phase_seconds=solution.phase_seconds + more[:-1])
 
 
 def searched(problem: Problem, out_of_time: Callable[[], bool], told: Told = lambda *_: None) -> Solution:
