@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,25 @@ class Transfer(Protocol):
     def wait(self) -> torch.Tensor:
         """What came from each rank, flat, in rank order."""
 
+    def part(self, rank: int) -> torch.Tensor:
+        """What came from one rank, flat, where it lies: to be read, not changed, and not kept beyond `end`."""
+
+    def end(self) -> None:
+        """Nothing of it is read any more; returns when all has come. To be called after `part`."""
+
+
+class Landing(Protocol):
+    """Memory for the answer to an exchange, known to the others, who write it there.
+
+    Attributes:
+        flat: what comes from the others, in rank order, and the tail; used again when no tensor lies in it.
+    """
+
+    flat: torch.Tensor
+
+    def send(self) -> Transfer:
+        """Begin the exchange: what `Channel.answer` gave is filled. When it has ended, `flat` is."""
+
 
 class Channel(Protocol):
     """Exchanges between the ranks of one group, which all call them in one order.
@@ -53,7 +72,12 @@ class Channel(Protocol):
         elsewhere (a kernel's result) may be sent too: a transport that needs memory of its own copies that."""
 
     def all_to_all(
-        self, send: torch.Tensor, send_sizes: Sizes, receive_sizes: Sizes, out: torch.Tensor | None = None
+        self,
+        send: torch.Tensor,
+        send_sizes: Sizes,
+        receive_sizes: Sizes,
+        out: torch.Tensor | None = None,
+        landing: Any = None,
     ) -> Transfer:
         """Begin to send `send_sizes[i]` elements of the flat `send` to rank i.
 
@@ -61,6 +85,23 @@ class Channel(Protocol):
             send: not to be changed before the transfer has ended.
             receive_sizes: elements from each rank.
             out: flat, takes what comes; made when absent.
+            landing: where the answer is wanted; only one that this channel gave.
+        """
+
+    def landing(self, sizes: Sizes, tail: int, dtype: torch.dtype, device: torch.device) -> Landing | None:
+        """Where the answer to the next exchange will come, in which each rank gets as much from every other as it has
+        sent there; None where a transport has nothing like it: an answer is another exchange there.
+
+        Args:
+            sizes: elements from each rank; 0 from this one.
+            tail: elements that are wanted right behind.
+        """
+
+    def answer(self, landing: Landing, sizes: Sizes) -> list[torch.Tensor]:
+        """Flat memory for each rank to be filled with the answer for it; once for each landing.
+
+        Args:
+            sizes: elements for each rank; 0 for this one.
         """
 
     def all_gather(self, send: torch.Tensor) -> torch.Tensor:
@@ -109,15 +150,28 @@ class GroupChannel:
         return torch.empty(count, dtype=dtype, device=device)
 
     def all_to_all(
-        self, send: torch.Tensor, send_sizes: Sizes, receive_sizes: Sizes, out: torch.Tensor | None = None
+        self,
+        send: torch.Tensor,
+        send_sizes: Sizes,
+        receive_sizes: Sizes,
+        out: torch.Tensor | None = None,
+        landing: Any = None,
     ) -> Transfer:
         """See `Channel`."""
         if self.size == 1:
-            return _InFlight(send if out is None else out.copy_(send), None)
+            return InFlight(send if out is None else out.copy_(send), receive_sizes)
         if out is None:
             out = send.new_empty(sum(receive_sizes))
         sizes = list(receive_sizes), list(send_sizes)
-        return _InFlight(out, dist.all_to_all_single(out, send, *sizes, group=self.group, async_op=True))
+        work = dist.all_to_all_single(out, send, *sizes, group=self.group, async_op=True)
+        return InFlight(out, receive_sizes, work)
+
+    def landing(self, sizes: Sizes, tail: int, dtype: torch.dtype, device: torch.device) -> None:
+        """See `Channel`."""
+
+    def answer(self, landing: Landing, sizes: Sizes) -> list[torch.Tensor]:
+        """See `Channel`."""
+        raise AssertionError("this channel gives no landings")
 
     def all_gather(self, send: torch.Tensor) -> torch.Tensor:
         """See `Channel`."""
@@ -134,12 +188,23 @@ class GroupChannel:
             dist.all_reduce(tensor, group=self.group)
 
 
-class _InFlight:
-    def __init__(self, out: torch.Tensor, work: dist.Work | None) -> None:
-        self._out, self._work = out, work
+class InFlight:
+    """What comes to `out`, when `work` has ended; `sizes` from each rank."""
+
+    def __init__(self, out: torch.Tensor, sizes: Sizes, work: dist.Work | None = None) -> None:
+        self._out, self._sizes, self._work = out, sizes, work
 
     def wait(self) -> torch.Tensor:
         """See `Transfer`."""
         if self._work is not None:
             self._work.wait()
         return self._out
+
+    def part(self, rank: int) -> torch.Tensor:
+        """See `Transfer`."""
+        start = sum(self._sizes[:rank])
+        return self.wait()[start : start + self._sizes[rank]]
+
+    def end(self) -> None:
+        """See `Transfer`."""
+        self.wait()

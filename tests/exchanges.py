@@ -11,7 +11,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from sharders.shared_memory.memory_channel import MemoryChannel
 
-_METHODS = ("all_to_all", "all_gather", "sum")
+_METHODS = ("all_to_all", "answer", "all_gather", "sum")
 
 
 class Exchanges(ExitStack):
@@ -35,8 +35,8 @@ class Exchanges(ExitStack):
 
     def _counting(self, method: Any) -> Any:
         @wraps(method)
-        def counted(*args: Any) -> Any:
+        def counted(*args: Any, **options: Any) -> Any:
             self.through_memory += 1
-            return method(*args)
+            return method(*args, **options)
 
         return counted

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import dmp
 from sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
-from sharders.channel import Channel, GroupChannel, Purpose, Transfer, over_connections, over_memory
+from sharders.channel import Channel, GroupChannel, InFlight, Landing, Purpose, Transfer, over_connections, over_memory
 from sharders.embedding.codec import AS_COMPUTED, Cast, Codecs
 from tests.equality import attach, check_case, env_of, layouts_for, loss_of, make_batch, make_module
 from tests.ranks import run_ranks
@@ -40,6 +40,7 @@ class FolderChannel(GroupChannel):
         send_sizes: Sequence[int],
         receive_sizes: Sequence[int],
         out: torch.Tensor | None = None,
+        landing: Landing | None = None,
     ) -> Transfer:
         """See `Channel`."""
         self._count += 1
@@ -48,7 +49,7 @@ class FolderChannel(GroupChannel):
         came = b"".join(self._store.get(f"{self._count} {i} {self.rank}") for i in range(self.size))
         whole = torch.tensor(list(came), dtype=torch.uint8).view(send.dtype)
         assert whole.numel() == sum(receive_sizes)
-        return Arrived(whole if out is None else out.copy_(whole))
+        return InFlight(whole if out is None else out.copy_(whole), receive_sizes)
 
     def all_gather(self, send: torch.Tensor) -> torch.Tensor:
         """See `Channel`."""
@@ -58,17 +59,6 @@ class FolderChannel(GroupChannel):
     def sum(self, tensor: torch.Tensor) -> None:
         """See `Channel`."""
         tensor.copy_(self.all_gather(tensor.reshape(-1)).sum(0).view_as(tensor))
-
-
-class Arrived:
-    """An exchange that has ended."""
-
-    def __init__(self, came: torch.Tensor) -> None:
-        self._came = came
-
-    def wait(self) -> torch.Tensor:
-        """See `Transfer`."""
-        return self._came
 
 
 def _through_a_folder(kind: str, folder: Path) -> None:
@@ -93,6 +83,7 @@ class Counting(GroupChannel):
         send_sizes: Sequence[int],
         receive_sizes: Sequence[int],
         out: torch.Tensor | None = None,
+        landing: Landing | None = None,
     ) -> Transfer:
         """See `Channel`."""
         self.sent.append(send.nbytes)
@@ -142,6 +133,38 @@ def test_memory_gives_what_connections_give(size: int) -> None:
     run_ranks(size, _same_through_memory)
 
 
+def _answered() -> None:
+    """Answers are what connections bring, whether both have said where they want them, one, or neither; what is read
+    where it lies too."""
+    memory, connections = _both()
+    me, size, cpu = memory.rank, memory.size, torch.device("cpu")
+    same, own = torch.Generator(), torch.Generator().manual_seed(me)
+    for step in range(24):
+        counts = torch.randint(0, (3, 50, 3000)[step % 3], (size, size), generator=same).fill_diagonal_(0)
+        to, came_from = counts[me].tolist(), counts[:, me].tolist()
+        wants = step % 4 == 0 or step % size == me
+        landing = memory.landing(to, 5, torch.float32, cpu) if wants else None
+        there, back = torch.randn(sum(to), generator=own), torch.randn(sum(came_from), generator=own)
+        first = memory.all_to_all(there, to, came_from, landing=landing)
+        expected = connections.all_to_all(there, to, came_from).wait()
+        assert torch.equal(torch.cat([first.part(i) for i in range(size)]), expected)
+        first.end()
+        answer = connections.all_to_all(back, came_from, to).wait()
+        if landing is None:
+            assert torch.equal(memory.all_to_all(back, came_from, to).wait(), answer)
+            continue
+        for part, values in zip(memory.answer(landing, came_from), back.split(came_from), strict=True):
+            part.copy_(values)
+        tail = landing.flat[sum(to) :].fill_(step)
+        assert torch.equal(landing.send().wait(), answer)
+        assert torch.equal(landing.flat[: sum(to)], answer) and tail.tolist() == [step] * 5
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_answers_land_where_they_are_wanted(size: int) -> None:
+    run_ranks(size, _answered)
+
+
 def _kept_and_dropped() -> None:
     """What came stays as it is; what nobody waits for, and what is kept of memory to send from, holds nobody up."""
     memory, _ = _both()
@@ -163,7 +186,8 @@ def test_memory_that_is_kept_stays_as_it_is() -> None:
 
 
 def _step_over(kind: str, layout: str) -> None:
-    """Two steps over memory and over connections: the same to the bit."""
+    """Steps over memory and over connections: the same to the bit, and what is kept of them stays as it is, among it a
+    graph that is gone back through twice, and one that never is."""
     ends = []
     for transport in (over_memory, over_connections):
         env = env_of("dp2")
@@ -176,13 +200,16 @@ def _step_over(kind: str, layout: str) -> None:
         outs = []
         for step in range(2):
             out = model(*make_batch(kind, env.rank, step))
-            loss_of(out).backward()
+            loss_of(out).backward(retain_graph=step == 1)
+            if step:
+                loss_of(model(*make_batch(kind, env.rank, 2)))
+                loss_of(out).backward()
             outs += [t.values().detach() for t in out.values()] if isinstance(out, dict) else [out.values().detach()]
         ends.append([*outs, *dmp.full_state_dict(model).values()])
     assert all(map(torch.equal, *ends))
 
 
-@pytest.mark.parametrize(("kind", "layout"), [("ebc_weighted", "mixed"), ("ec", "row_wise")])
+@pytest.mark.parametrize(("kind", "layout"), [("ebc_weighted", "mixed"), ("ebc", "table_wise"), ("ec", "row_wise")])
 def test_a_step_is_the_same_through_memory(kind: str, layout: str) -> None:
     run_ranks(2, _step_over, kind, layout)
 

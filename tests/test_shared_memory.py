@@ -133,7 +133,7 @@ def _sent_elsewhere() -> None:
         channel.let_go(1)
     assert channel._mine.done[1] == 0
     assert transfer.wait().tolist() == [2 * me, 2 * me + 1] * 2
-    transfer = channel.all_to_all(torch.arange(4.0), [2, 2] if me else [1, 3], [2, 2])
+    transfer = channel.all_to_all(torch.arange(4.0 + (not me)), [2, 2] if me else [2, 3], [2, 2])
     if me:
         with pytest.raises(
             RanksError, match="the ranks are not in the same exchange: rank 0 sends 12 bytes in an all-"

@@ -11,8 +11,8 @@ from typing import Protocol
 
 import torch
 
-from sharders.channel import Channel, Sizes
-from sharders.embedding.codec import Codec, decoded, encoded
+from sharders.channel import Channel, Landing, Sizes
+from sharders.embedding.codec import Codec, Codecs, decoded, encoded
 
 
 class ResultExchange:
@@ -22,6 +22,7 @@ class ResultExchange:
         send: flat lookups for the others, in rank order.
         send_sizes, receive_sizes: elements for and from each rank; this one's do not travel.
         tail: elements of memory wanted right behind what comes.
+        landing: see `Channel.all_to_all`.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class ResultExchange:
         send_sizes: Sizes,
         receive_sizes: Sizes,
         tail: int = 0,
+        landing: Landing | None = None,
     ) -> None:
         self._codec, self._sizes = codec, of_others(receive_sizes, channel.rank)
         count = sum(self._sizes)
@@ -41,7 +43,8 @@ class ResultExchange:
         self._dtype, self._came = send.dtype, None if self._flat is None else self._flat[:count]
         wire = encoded(codec, send, channel)
         out = self._came if codec is None else None
-        self._transfer = channel.all_to_all(wire, of_others(send_sizes, channel.rank), self._sizes, out)
+        wanted = {} if landing is None else {"landing": landing}
+        self._transfer = channel.all_to_all(wire, of_others(send_sizes, channel.rank), self._sizes, out, **wanted)
         self._has_come = False
 
     def wait(self) -> torch.Tensor:
@@ -55,9 +58,27 @@ class ResultExchange:
         assert self._flat is not None
         return self._flat
 
-    def by_rank(self) -> list[torch.Tensor]:
-        """What has come from each rank; nothing at this one's place."""
-        return list(self.wait()[: sum(self._sizes)].split(self._sizes))
+    def part(self, rank: int) -> torch.Tensor:
+        """What has come from a rank, where it lies; see `Transfer.part`. Not beside `wait`."""
+        came = self._transfer.part(rank)
+        return came if self._codec is None else decoded(self._codec, came, self._dtype)
+
+    def end(self) -> None:
+        """See `Transfer.end`."""
+        self._transfer.end()
+
+
+def landing_for(
+    channel: Channel, codecs: Codecs, sizes: Sizes, dtype: torch.dtype, device: torch.device
+) -> Landing | None:
+    """Where gradients are to come of results that are sent on a channel, as many as these; None where they are sent.
+
+    Args:
+        sizes: elements of the results for each rank, this one too.
+    """
+    if codecs.gradients is not None:
+        return None
+    return channel.landing(of_others(sizes, channel.rank), sizes[channel.rank], dtype, device)
 
 
 class Beside(Protocol):
@@ -131,6 +152,7 @@ def send_gradients(
     like: torch.Tensor,
     pack: Callable[[int, torch.Tensor], None],
     beside: Beside | None = None,
+    landing: Landing | None = None,
 ) -> torch.Tensor:
     """Gradients to the owners, and in the same exchange what goes to all ranks.
 
@@ -139,11 +161,20 @@ def send_gradients(
         like: tells dtype and device of the gradients.
         pack: called with each rank and the flat memory to be filled with the gradients for it.
         beside: takes what comes.
+        landing: for them, where they are the answer to an exchange.
 
     Returns:
         Flat gradients: of the others in rank order, then this rank's own.
     """
     me = channel.rank
+    if landing is not None:
+        for i, there in enumerate(channel.answer(landing, of_others(send_sizes, me))):
+            if i != me:
+                pack(i, there)
+        transfer = landing.send()
+        pack(me, landing.flat[sum(receive_sizes) - receive_sizes[me] :])
+        transfer.wait()
+        return landing.flat
     gradients = like.new_empty(sum(receive_sizes))
     others = gradients[: gradients.numel() - receive_sizes[me]]
     wire_dtype = codec.wire_dtype(like.dtype) if codec else like.dtype

@@ -55,6 +55,10 @@ class Path(Generic[Given]):
         self.peers, self.store, self.factor = replicas.peers, replicas.store, replicas.mean_factor
         self.dims = [self.store.placement.tables[f.table].dim for f in self.store.placement.features]
 
+    def wants_landing(self, call: Call) -> bool:
+        """Whether gradients come back, and no sums beside them."""
+        return (call.is_training or call.wants_weight_gradient) and not self.store.local
+
     def order_ids(self, call: Call) -> None:
         """What of the update is known with the ids: worked out while results travel."""
         if call.is_training:

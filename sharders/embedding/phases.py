@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sharders.channel import Channel, Purpose, Sizes, Transfer, Transport
+from sharders.channel import Channel, Landing, Purpose, Sizes, Transfer, Transport
 
 INPUT, FORWARD, OUTPUT, GRADIENT = "input a2a", "lookup fwd", "output a2a", "grad a2a"
 BACKWARD, SYNC = "lookup bwd", "replica sync"
@@ -98,14 +98,25 @@ class Counted:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self.rank, self.size, self.group = channel.rank, channel.size, channel.group
-        self.empty = channel.empty
+        self.empty, self.landing = channel.empty, channel.landing
 
     def all_to_all(
-        self, send: torch.Tensor, send_sizes: Sizes, receive_sizes: Sizes, out: torch.Tensor | None = None
+        self,
+        send: torch.Tensor,
+        send_sizes: Sizes,
+        receive_sizes: Sizes,
+        out: torch.Tensor | None = None,
+        landing: Any = None,
     ) -> Transfer:
         """See `Channel`."""
         _count((sum(send_sizes) - send_sizes[self.rank]) * send.itemsize)
-        return self._channel.all_to_all(send, send_sizes, receive_sizes, out)
+        wanted = {} if landing is None else {"landing": landing}
+        return self._channel.all_to_all(send, send_sizes, receive_sizes, out, **wanted)
+
+    def answer(self, landing: Landing, sizes: Sizes) -> list[torch.Tensor]:
+        """See `Channel`."""
+        _count((sum(sizes) - sizes[self.rank]) * landing.flat.itemsize)
+        return self._channel.answer(landing, sizes)
 
     def all_gather(self, send: torch.Tensor) -> torch.Tensor:
         """See `Channel`: what the others get of this rank's."""

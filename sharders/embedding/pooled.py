@@ -70,12 +70,10 @@ class PooledPath(Path[torch.Tensor]):
         way, own = self._way(call), self.peers.own
         others = tuple(own[: -self.peers.outer.size])
         with phase(call.spent, FORWARD):
-            rows = sum(call.samples[s] for s in others)
+            num = sum(call.samples[s] for s in others)
             partials = self._partials(call)
-            memory = way.output_dists[0].memory(rows, self.dtype, self.device, partials)
-            looked_up = self._look_up(
-                call, others, None if memory is None else memory[: rows * way.width].view(rows, -1)
-            )
+            memory = way.output_dists[0].memory(num, self.dtype, self.device, partials)
+            looked_up = self._look_up(call, others, None if memory is None else memory[: num * way.width].view(num, -1))
             local = self._look_up_local(call)
 
         def rest() -> torch.Tensor:
@@ -88,9 +86,12 @@ class PooledPath(Path[torch.Tensor]):
             for i, output_dist in enumerate(way.output_dists):
                 is_last = i == len(way.output_dists) - 1
                 last = (local, partials) if is_last else (None, None)
-                found = output_dist.forward(
-                    looked_up, rest, self._rows(call, i), last[0], self._blocks(call, i), last[1], memory
-                )
+                rows, blocks = self._rows(call, i), self._blocks(call, i)
+                landing = None
+                if self.wants_landing(call):
+                    landing = output_dist.landing(rows, blocks, last[1], self.dtype, self.device)
+                    call.kept["landing", i] = landing
+                found = output_dist.forward(looked_up, rest, rows, last[0], blocks, last[1], memory, landing)
                 if not is_last:
                     looked_up, mine = found.tensor_split([len(found) - call.batch.batch_size])
                     rest = lambda mine=mine: mine  # type: ignore[misc]  # noqa: E731
@@ -147,11 +148,12 @@ class PooledPath(Path[torch.Tensor]):
         dists = self._way(call).output_dists
         last = len(dists) - 1
         rows, blocks = self._rows(call, last), self._blocks(call, last)
-        grad = dists[last].backward(given, rows, self.factor, beside, blocks, self._partials(call))
+        landings = [call.kept.pop(("landing", i), None) for i in range(len(dists))]
+        grad = dists[last].backward(given, rows, self.factor, beside, blocks, self._partials(call), landings[last])
         for i in reversed(range(last)):
             of_joined = grad.view(sum(rows), dists[i].width)
             rows = self._rows(call, i)
-            grad = dists[i].backward(of_joined, rows, 1.0, None, self._blocks(call, i))
+            grad = dists[i].backward(of_joined, rows, 1.0, None, self._blocks(call, i), landing=landings[i])
         return grad, self._weight_gradient(call, given, grad) if call.wants_weight_gradient else None
 
     def _sizes(self, call: Call, sources: tuple[int, ...]) -> list[int]:

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import torch
 
-from sharders.channel import Channel, GroupChannel
+from sharders.channel import Channel, GroupChannel, Landing
 from sharders.embedding.codec import Codecs
-from sharders.embedding.output_dist import Beside, ResultExchange, send_gradients
+from sharders.embedding.output_dist import Beside, ResultExchange, landing_for, send_gradients
 from sharders.embedding.partials import Partials
 from sharders.embedding.ragged import Block, Columns, padded_rows, ragged, ragged_size
 
@@ -180,6 +180,15 @@ class PooledOutputDist:
         of_others = 0 if partials is None else sum(partials.sent[i] for i in self._others)
         return self.channel.empty(count + of_others, dtype, device)
 
+    def landing(
+        self, rows: Sequence[int], blocks: Blocks, partials: Partials | None, dtype: torch.dtype, device: torch.device
+    ) -> Landing | None:
+        """Where the gradients are to come of what `forward` sends; the same arguments."""
+        sizes, _ = self._sizes(rows, blocks)
+        if partials is not None:
+            sizes = [n + m for n, m in zip(sizes, partials.sent, strict=True)]
+        return landing_for(self._results, self.codecs, sizes, dtype, device)
+
     def forward(
         self,
         others: torch.Tensor,
@@ -189,6 +198,7 @@ class PooledOutputDist:
         blocks: Blocks = None,
         partials: Partials | None = None,
         memory: torch.Tensor | None = None,
+        landing: Landing | None = None,
     ) -> torch.Tensor:
         """Exchange lookups.
 
@@ -200,6 +210,7 @@ class PooledOutputDist:
             blocks: of each destination, where features have batch sizes of their own.
             partials: the call's.
             memory: in which `others` may lie.
+            landing: for their gradients.
 
         Returns:
             (rows[me], width).
@@ -210,7 +221,7 @@ class PooledOutputDist:
         if blocks is not None:
             parts = zip(self._others, others.split([rows[i] for i in self._others]), strict=True)
             wire = torch.cat([wire[:0], *(ragged(part, self.columns[self.me], blocks[i]) for i, part in parts)])
-        exchange = self._begin(wire, to, came_from, partials, memory)
+        exchange = self._begin(wire, to, came_from, partials, memory, landing)
         out: torch.Tensor | None = None
         came: dict[int, torch.Tensor] = {self.me: look_up_own()}
         if local is not None:
@@ -218,16 +229,17 @@ class PooledOutputDist:
         for run in self.runs:
             move = run.first
             if move.source not in came:
-                came.update(self._come(exchange, came_from, mine, blocks, partials))
+                came.update(self._come(exchange, move.source, came_from, mine, blocks, partials))
             lookup = came[move.source]
             if out is None and run.num == 1 and move.width == self.width == lookup.shape[1]:
-                out = lookup  # one source covers every column: the others are added to it
+                # One source covers every column: the others are added to it.
+                out = lookup.clone() if move.source in self._others and partials is None else lookup
                 continue
             if out is None:
                 out = others.new_empty(mine, self.width)
             source, target = run.of_source(lookup), run.of_target(out)
             target.add_(source) if move.add else target.copy_(source)
-        exchange.wait()
+        exchange.end()
         return others.new_zeros(mine, self.width) if out is None else out
 
     def _begin(
@@ -237,15 +249,17 @@ class PooledOutputDist:
         came_from: Sequence[int],
         partials: Partials | None,
         memory: torch.Tensor | None,
+        landing: Landing | None,
     ) -> ResultExchange:
         """Send flat lookups for the others, and partials."""
         codec = self.codecs.results
         if partials is None:
-            return ResultExchange(self._results, codec, wire, to, came_from)
+            return ResultExchange(self._results, codec, wire, to, came_from, landing=landing)
         wire = self._with_partials(wire, [to[i] for i in self._others], partials, memory)
         send_sizes = [n + m for n, m in zip(to, partials.sent, strict=True)]
         receive_sizes = [n + m for n, m in zip(came_from, partials.awaited, strict=True)]
-        exchange = ResultExchange(self.channel, codec, wire, send_sizes, receive_sizes, partials.awaited[self.me])
+        tail = partials.awaited[self.me]
+        exchange = ResultExchange(self.channel, codec, wire, send_sizes, receive_sizes, tail, landing)
         if exchange.tail is not None:
             partials.look_up_own(exchange.tail)
         partials.prepare()
@@ -272,12 +286,18 @@ class PooledOutputDist:
     def _come(
         self,
         exchange: ResultExchange,
+        source: int,
         sizes: Sequence[int],
         mine: int,
         blocks: Blocks,
         partials: Partials | None,
     ) -> dict[int, torch.Tensor]:
-        """What has come, by source."""
+        """What has come, by source: from this one where it can be read by itself, else from all."""
+        if partials is None:
+            came = exchange.part(source)
+            if blocks is None:
+                return {source: came.view(mine, self.widths[source])}
+            return {source: padded_rows(came, self.columns[source], blocks[self.me])}
         found: dict[int, torch.Tensor] = {}
         starts, at = [], 0
         flat = exchange.wait()
@@ -288,9 +308,8 @@ class PooledOutputDist:
             else:
                 found[i] = padded_rows(lookup, self.columns[i], blocks[self.me])
             starts.append(at + sizes[i])
-            at = starts[-1] + (partials.awaited[i] if partials is not None else 0)
-        if partials is not None:
-            found.update(enumerate(partials.summed(flat, [*starts, at]), self.channel.size + 1))
+            at = starts[-1] + partials.awaited[i]
+        found.update(enumerate(partials.summed(flat, [*starts, at]), self.channel.size + 1))
         return found
 
     def backward(
@@ -301,6 +320,7 @@ class PooledOutputDist:
         beside: Beside | None = None,
         blocks: Blocks = None,
         partials: Partials | None = None,
+        landing: Landing | None = None,
     ) -> torch.Tensor:
         """Exchange gradients the other way.
 
@@ -311,6 +331,7 @@ class PooledOutputDist:
             beside: a sum over the ranks, in the same exchange.
             blocks: of each rank, where features have batch sizes of their own.
             partials: the call's.
+            landing: for the gradients that come.
 
         Returns:
             Flat gradients of what was sent to each rank, others first: (rows, own width) of the lookup, and partials.
@@ -336,7 +357,8 @@ class PooledOutputDist:
         if partials is not None:
             send_sizes = [n + m for n, m in zip(to, partials.awaited, strict=True)]
             receive_sizes = [n + m for n, m in zip(came_from, partials.sent, strict=True)]
-        flat = send_gradients(self.channel, self.codecs.gradients, send_sizes, receive_sizes, grad, pack, beside)
+        codec = self.codecs.gradients
+        flat = send_gradients(self.channel, codec, send_sizes, receive_sizes, grad, pack, beside, landing)
         return flat if blocks is None else self._padded(flat, rows, came_from, receive_sizes, blocks)
 
     def _of_group(self, grad: torch.Tensor, number: int) -> torch.Tensor:

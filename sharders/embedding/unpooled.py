@@ -45,9 +45,13 @@ class UnpooledPath(Path[list[torch.Tensor]]):
                 if found.data_ptr() != out.data_ptr():
                     out.copy_(found)
 
+        landing = None
+        if self.wants_landing(call):
+            landing = self.output_dist.landing(by_rank, self.dtype, self.device)
+            call.kept["landing"] = landing
         with phase(call.spent, OUTPUT):
             out = self.output_dist.forward(
-                others, look_up_own, by_rank, self._back(call), local, partial(self.order_ids, call)
+                others, look_up_own, by_rank, self._back(call), local, partial(self.order_ids, call), landing
             )
             return self._by_feature(call.batch, out)
 
@@ -98,7 +102,8 @@ class UnpooledPath(Path[list[torch.Tensor]]):
                 "gradient_clipping was set between a forward and its backward, whose gradients of a row are summed "
                 "before they are sent, and so before they could be clamped; set it before the forward"
             )
-        return self.output_dist.backward(given, self._by_rank(call), back, self.factor, beside), None
+        landing = call.kept.pop("landing", None)
+        return self.output_dist.backward(given, self._by_rank(call), back, self.factor, beside, landing), None
 
     def _sizes(self, call: Call, sources: tuple[int, ...]) -> list[int]:
         return [sum(of_source) for of_source in self._run_sizes(call, sources)]

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from sharders.channel import Channel, GroupChannel
+from sharders.channel import Channel, GroupChannel, Landing
 from sharders.embedding.codec import Codecs
-from sharders.embedding.output_dist import Beside, ResultExchange, send_gradients
+from sharders.embedding.output_dist import Beside, ResultExchange, landing_for, send_gradients
 from sharders.embedding.placement import Placement
 from sharders.embedding.row_places import RowPlaces, RowsBack
 
@@ -41,6 +41,7 @@ class UnpooledOutputDist:
         back: RowsBack,
         local: Sequence[tuple[RowPlaces, torch.Tensor]],
         meanwhile: Callable[[], None],
+        landing: Landing | None = None,
     ) -> dict[int, torch.Tensor]:
         """Exchange lookups.
 
@@ -51,12 +52,13 @@ class UnpooledOutputDist:
             back: where what comes belongs.
             local: rows of data-parallel tables, and where they go.
             meanwhile: called when lookups are under way.
+            landing: for their gradients.
 
         Returns:
             dim -> (rows, dim).
         """
         own = back.sizes[self.me]
-        exchange = ResultExchange(self._results, self.codecs.results, others, send_sizes, back.sizes, own)
+        exchange = ResultExchange(self._results, self.codecs.results, others, send_sizes, back.sizes, own, landing)
         if exchange.tail is not None:
             look_up_own(exchange.tail)
         meanwhile()
@@ -78,12 +80,14 @@ class UnpooledOutputDist:
         back: RowsBack,
         scale: float,
         beside: Beside | None,
+        landing: Landing | None = None,
     ) -> torch.Tensor:
         """Exchange gradients the other way.
 
         Args:
             grads: of each feature's rows, (ids, dim).
             beside: a sum over the ranks, in the same exchange.
+            landing: for the gradients that come.
 
         Returns:
             Flat gradients of the rows that this rank sent, in that order.
@@ -98,7 +102,12 @@ class UnpooledOutputDist:
                 of.take(grad, scale, out[at:stop].view(of.count, of.width))
                 at = stop
 
-        return send_gradients(self.channel, self.codecs.gradients, back.sizes, send_sizes, grads[0], pack, beside)
+        codec = self.codecs.gradients
+        return send_gradients(self.channel, codec, back.sizes, send_sizes, grads[0], pack, beside, landing)
+
+    def landing(self, send_sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> Landing | None:
+        """Where the gradients are to come of what `forward` sends."""
+        return landing_for(self._results, self.codecs, send_sizes, dtype, device)
 
 
 def _place(out: dict[int, torch.Tensor], to: RowPlaces, rows: torch.Tensor, num_rows: int) -> None:

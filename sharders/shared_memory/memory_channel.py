@@ -7,13 +7,14 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from dmp import RanksError
+from sharders.shared_memory.landing import LANDED, MemoryLanding
 from sharders.shared_memory.segment import SLOTS, Block, Pool, Segment, tensor_in
 from sharders.shared_memory.waiting import Process, poll_memory, wake
 
@@ -34,8 +35,9 @@ class Peer(NamedTuple):
 class MemoryChannel:
     """A channel between processes of one host.
 
-    What is sent from memory of `empty` is not copied, what comes is copied out once. Sums are made in the order of the
-    ranks: with two of them as gloo's to the bit, with more the same on all, where gloo's order depends on sizes.
+    What is sent from memory of `empty` is not copied; what comes is copied out once, unless it is read where it lies,
+    or is an answer: see [Note: landings] of landing.py. Sums are made in the order of the ranks: with two of them as
+    gloo's to the bit, with more the same on all, where gloo's order depends on sizes.
 
     Args:
         group: of the ranks.
@@ -59,6 +61,7 @@ class MemoryChannel:
         self._others = [(self.rank + i) % self.size for i in range(1, self.size)]
         self._segments = [mine if peer is None else peer.segment for peer in peers]
         self._pool = Pool(mine, self._is_done)
+        self._nowhere = [0] * self.size
         self._lock, self._number, self._pid = threading.Lock(), 0, os.getpid()
         self._open: list[weakref.ref[MemoryTransfer] | None] = [None] * SLOTS
 
@@ -80,6 +83,7 @@ class MemoryChannel:
         send_sizes: Sequence[int],
         receive_sizes: Sequence[int],
         out: torch.Tensor | None = None,
+        landing: MemoryLanding | None = None,
     ) -> Any:
         """See `Channel`."""
         if send.device.type != "cpu":
@@ -87,14 +91,48 @@ class MemoryChannel:
         item, me = send.element_size(), self.rank
         sizes, expected = [n * item for n in send_sizes], [n * item for n in receive_sizes]
         send = send.contiguous()
-        if out is None:
-            out = send.new_empty(sum(receive_sizes))
-        assert send.numel() * item == sum(sizes) and out.numel() * item == sum(expected) and out.is_contiguous()
+        assert send.numel() * item == sum(sizes) and send_sizes[me] == receive_sizes[me]
+        assert out is None or (out.numel() * item == sum(expected) and out.is_contiguous())
         block, starts, _lease = self._placed(send, sizes)
-        _copy(out.data_ptr() + sum(expected[:me]), send.data_ptr() + sum(sizes[:me]), expected[me])
+        own = send[sum(send_sizes[:me]) : sum(send_sizes[: me + 1])]
+        number = self._publish(_ALL_TO_ALL, starts, sizes, block, landing.starts if landing else None)
+        return self._begun(MemoryTransfer(self, number, receive_sizes, own, out, landing=landing))
+
+    def landing(
+        self, sizes: Sequence[int], tail: int, dtype: torch.dtype, device: torch.device
+    ) -> MemoryLanding | None:
+        """See `Channel`; none either where the segment is full."""
+        count = sum(sizes)
+        if torch.device(device).type != "cpu" or not count:
+            return None
+        try:
+            flat = self.empty(count + tail, dtype, device)
+        except MemoryError:
+            return None
+        start = flat.data_ptr() - self._mine.address
+        return MemoryLanding(flat, start, [n * dtype.itemsize for n in sizes], self._begin_answer)
+
+    def answer(self, landing: Any, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """See `Channel`."""
+        of_flat = landing.flat.dtype, landing.flat.device
+        views = [each.view for each in self._segments]
+        placed: list[torch.Tensor] = landing.place(views, sizes, lambda count: self.empty(count, *of_flat))
+        return placed
+
+    def _begin_answer(
+        self, landing: MemoryLanding, own: torch.Tensor, starts: Sequence[int], sizes: Sequence[int]
+    ) -> MemoryTransfer:
+        with self._lock:
+            block = self._pool.block_at(own.data_ptr()) if own.numel() else None
+        first = own.data_ptr() - self._mine.address if block else 0
+        starts = [at if at & LANDED else first + at for at in starts]
         number = self._publish(_ALL_TO_ALL, starts, sizes, block)
-        transfer = MemoryTransfer(self, number, out, expected)
-        self._open[number % SLOTS] = weakref.ref(transfer)
+        expected = [n // own.element_size() for n in landing.sizes]
+        out = landing.flat[: sum(expected)]
+        return self._begun(MemoryTransfer(self, number, expected, own[:0], out, lands_at=landing.starts))
+
+    def _begun(self, transfer: MemoryTransfer) -> MemoryTransfer:
+        self._open[transfer.number % SLOTS] = weakref.ref(transfer)
         return transfer
 
     def all_gather(self, send: torch.Tensor) -> torch.Tensor:
@@ -109,7 +147,7 @@ class MemoryChannel:
         number = self._share(_ALL_GATHER, send.contiguous(), nbytes)
         _copy(out.data_ptr() + self.rank * nbytes, send.contiguous().data_ptr(), nbytes)
         for peer in self._others:
-            start = self._arrival(peer, number, _ALL_GATHER, nbytes)
+            start, _ = self.arrival(peer, number, _ALL_GATHER, nbytes)
             _copy(out.data_ptr() + peer * nbytes, self._segments[peer].address + start, nbytes)
         self.let_go(number)
         return out
@@ -135,20 +173,24 @@ class MemoryChannel:
             number = self._share(_SUM, part, sizes[self.rank])
             flat[first:stop].copy_(part)
             for peer in self._others:
-                start = self._arrival(peer, number, _SUM, sizes[peer])
+                start, _ = self.arrival(peer, number, _SUM, sizes[peer])
                 at = flat.data_ptr() + cuts[peer] * flat.element_size()
                 _copy(at, self._segments[peer].address + start, sizes[peer])
             self.let_go(number)
         if flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat.view_as(tensor))
 
-    def receive(self, number: int, out: torch.Tensor, sizes: Sequence[int]) -> None:
-        """Copy out what has come in an all-to-all, once it has; bytes from each rank."""
-        address = out.data_ptr()
-        for peer in self._others:
-            start = self._arrival(peer, number, _ALL_TO_ALL, sizes[peer])
-            _copy(address + sum(sizes[:peer]), self._segments[peer].address + start, sizes[peer])
-        self.let_go(number)
+    def others(self) -> list[int]:
+        """Ranks in the order in which this one reads what they have."""
+        return self._others
+
+    def address(self, rank: int) -> int:
+        """Of a rank's segment."""
+        return self._segments[rank].address
+
+    def view(self, rank: int, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """What lies in a rank's segment."""
+        return self._segments[rank].view(start, count, dtype)
 
     def let_go(self, number: int) -> None:
         """Tell the others that this rank reads no more of an exchange; nothing in a process that was forked since."""
@@ -162,7 +204,7 @@ class MemoryChannel:
         for rank in range(self.size):
             addend = flat
             if rank != self.rank:
-                start = self._arrival(rank, number, _SUM, nbytes)
+                start, _ = self.arrival(rank, number, _SUM, nbytes)
                 addend = self._segments[rank].view(start, flat.numel(), flat.dtype)
             total = addend[first:stop].clone() if total is None else total.add_(addend[first:stop])
         assert total is not None
@@ -202,14 +244,21 @@ class MemoryChannel:
             at += 0 if rank == self.rank else n
         return block, starts, lease
 
-    def _publish(self, kind: int, starts: Sequence[int], sizes: Sequence[int], block: Block | None) -> int:
+    def _publish(
+        self,
+        kind: int,
+        starts: Sequence[int],
+        sizes: Sequence[int],
+        block: Block | None,
+        landings: Sequence[int] | None = None,
+    ) -> int:
         """Tell the others of the next exchange; returns its number."""
         self._make_room(self._number + 1)
         with self._lock:
             self._number = number = self._number + 1
             if block is not None:
                 block.last = number
-            self._mine.describe(number, kind, starts, sizes)
+            self._mine.describe(number, kind, starts, sizes, landings or self._nowhere)
             self._mine.published.value = number & 0xFFFFFFFF
         wake(self._mine.published_address)
         return number
@@ -219,7 +268,7 @@ class MemoryChannel:
         oldest = self._open[number % SLOTS]
         transfer = None if oldest is None else oldest()
         if transfer is not None:
-            transfer.wait()
+            transfer.keep()
         before = number - SLOTS
         if before <= 0:
             return
@@ -238,8 +287,8 @@ class MemoryChannel:
         segment = peer.segment
         poll_memory(is_there, segment.published, segment.published_address, peer.process, peer.rank, self._group)
 
-    def _arrival(self, rank: int, number: int, kind: int, nbytes: int) -> int:
-        """Where in a rank's segment that is which it has for this one, once it is there.
+    def arrival(self, rank: int, number: int, kind: int, nbytes: int) -> tuple[int, int]:
+        """Where in a rank's segment that is which it has for this one, once it is there, and where it wants the answer.
 
         Raises:
             RanksError: it sends something else.
@@ -257,29 +306,99 @@ class MemoryChannel:
                 f"where {_NAMES[kind]} with {nbytes} bytes from there is under way here; all ranks of a group must "
                 "make the same calls in the same order"
             )
-        return row[2 + self.rank]
+        return row[2 + self.rank], row[2 + 2 * self.size + self.rank]
 
 
 class MemoryTransfer:
-    """An all-to-all in flight: what the others send is read when it is waited for."""
+    """An all-to-all in flight: what the others send is read when it is waited for.
 
-    __slots__ = ("__weakref__", "_channel", "_is_open", "_number", "_out", "_sizes")
+    Args:
+        sizes: elements from each rank.
+        own: this rank's part.
+        out: takes what comes; made when it is waited for where there is none.
+        landing: takes where the others want the answer.
+        lands_at: where they write, of an answer; `out` begins there.
+    """
 
-    def __init__(self, channel: MemoryChannel, number: int, out: torch.Tensor, sizes: Sequence[int]) -> None:
-        self._channel, self._number, self._out, self._sizes = channel, number, out, sizes
-        self._is_open = True
+    __slots__ = (
+        *("__weakref__", "_channel", "_has_all", "_is_open", "_landing", "_lands_at", "_out", "_own", "_sizes"),
+        *("_starts", "number"),
+    )
+
+    def __init__(
+        self,
+        channel: MemoryChannel,
+        number: int,
+        sizes: Sequence[int],
+        own: torch.Tensor,
+        out: torch.Tensor | None,
+        landing: MemoryLanding | None = None,
+        lands_at: Sequence[int] = (),
+    ) -> None:
+        self._channel, self.number, self._sizes, self._own, self._out = channel, number, list(sizes), own, out
+        self._landing, self._lands_at = landing, lands_at
+        self._starts: dict[int, int] = {}
+        self._is_open, self._has_all = True, False
 
     def wait(self) -> torch.Tensor:
         """See `Transfer`."""
-        if self._is_open:
-            self._channel.receive(self._number, self._out, self._sizes)
-            self._is_open = False
+        if not self._has_all:
+            assert self._is_open, "what came was given up"
+            out = self._out = self._own.new_empty(sum(self._sizes)) if self._out is None else self._out
+            item, address = out.element_size(), out.data_ptr()
+            first = [0, *accumulate(n * item for n in self._sizes)]
+            me = self._channel.rank
+            _copy(address + first[me], self._own.data_ptr(), self._own.nbytes)
+            for rank in self._channel.others():
+                start = self._start(rank)
+                if not start & LANDED:
+                    _copy(address + first[rank], self._channel.address(rank) + start, first[rank + 1] - first[rank])
+                elif start ^ LANDED != (self._lands_at or first)[rank]:
+                    raise RanksError(
+                        f"rank {rank} of the group has written the answer to another exchange than that which is under "
+                        "way here; all ranks of a group must make the same calls in the same order"
+                    )
+            self._has_all = True
+            self.end()
+        assert self._out is not None
         return self._out
+
+    def part(self, rank: int) -> torch.Tensor:
+        """See `Transfer`."""
+        count = self._sizes[rank]
+        if self._has_all or self._lands_at:
+            start = sum(self._sizes[:rank])
+            return self.wait()[start : start + count]
+        if rank == self._channel.rank:
+            return self._own
+        return self._channel.view(rank, self._start(rank), count, self._own.dtype)
+
+    def end(self) -> None:
+        """See `Transfer`."""
+        if self._is_open:
+            for rank in self._channel.others():
+                self._start(rank)
+            self._is_open = False
+            self._channel.let_go(self.number)
+
+    def _start(self, rank: int) -> int:
+        """Where a rank's part is, once it is there."""
+        if rank not in self._starts:
+            nbytes = self._sizes[rank] * self._own.element_size()
+            self._starts[rank], landing = self._channel.arrival(rank, self.number, _ALL_TO_ALL, nbytes)
+            if self._landing is not None:
+                self._landing.wanted[rank] = landing, nbytes
+        return self._starts[rank]
+
+    def keep(self) -> None:
+        """Copy out what has come, unless that was read where it lies."""
+        if self._is_open:
+            self.wait()
 
     def __del__(self) -> None:
         """One that nobody waits for holds up nobody."""
         if self._is_open:
-            self._channel.let_go(self._number)
+            self._channel.let_go(self.number)
 
 
 def _copy(to: int, source: int, nbytes: int) -> None:

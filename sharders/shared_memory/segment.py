@@ -1,10 +1,11 @@
 """A *segment*: the memory that one rank writes and the others read.
 
 [Note: exchanges] Every rank numbers its exchanges from 1. For exchange k the writer puts what goes to the others into a
-*block*, describes it in row k % SLOTS of its table (for each rank where it starts and how many bytes it has), and only
-then sets `published` to k. A reader that has taken what it wants of exchange k writes k into entry k % SLOTS of `done`
-of its own segment. A block is used again when every rank is done with its last exchange and no tensor refers to it. So
-a rank writes its own segment alone, each word has one writer, and no lock is shared between processes.
+*block*, describes it in row k % SLOTS of its table (for each rank where it starts, how many bytes it has, and where the
+answer is wanted), and only then sets `published` to k. A reader that has taken what it wants of exchange k writes k
+into entry k % SLOTS of `done` of its own segment. A block is used again when every rank is done with its last exchange
+and no tensor refers to it. So each word has one writer, and no lock is shared between processes. A rank writes its own
+segment alone, but for answers: see [Note: landings] of landing.py.
 
 [Note: order] What is read must have been written before the word that tells of it. x86-64 keeps the order of stores and
 of loads; other processors need barriers that Python has not, so shared memory is not chosen there.
@@ -51,7 +52,7 @@ class Segment:
         self.published = ctypes.c_uint32.from_address(self.address + _PUBLISHED_AT)
         self.published_address = self.address + _PUBLISHED_AT
         self.done = (ctypes.c_uint64 * SLOTS).from_address(self.address + _DONE_AT)
-        self._row = struct.Struct(f"={2 + 2 * num_ranks}Q")
+        self._row = struct.Struct(f"={2 + 3 * num_ranks}Q")
         self.data_at = -(-(_TABLE_AT + self._row.size * SLOTS) // _PAGE) * _PAGE
         self._words = (ctypes.c_char * self.data_at).from_address(self.address)
         everything = _buffer_type(self.size).from_address(self.address)
@@ -67,12 +68,16 @@ class Segment:
         """Set `token`."""
         ctypes.memmove(self.address, token, TOKEN_BYTES)
 
-    def describe(self, number: int, kind: int, starts: Sequence[int], sizes: Sequence[int]) -> None:
-        """Write the row of an exchange: for each rank where its bytes start, and how many there are."""
-        self._row.pack_into(self._words, _TABLE_AT + number % SLOTS * self._row.size, number, kind, *starts, *sizes)
+    def describe(
+        self, number: int, kind: int, starts: Sequence[int], sizes: Sequence[int], landings: Sequence[int]
+    ) -> None:
+        """Write the row of an exchange: for each rank where its bytes start, how many there are, and where this rank
+        wants the answer."""
+        at = _TABLE_AT + number % SLOTS * self._row.size
+        self._row.pack_into(self._words, at, number, kind, *starts, *sizes, *landings)
 
     def row(self, number: int) -> tuple[int, ...]:
-        """(number, kind, a start for each rank, a size for each rank)."""
+        """(number, kind, a start for each rank, a size for each rank, a landing for each rank)."""
         return self._row.unpack_from(self._words, _TABLE_AT + number % SLOTS * self._row.size)
 
     def has_published(self, number: int) -> bool:
