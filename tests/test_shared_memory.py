@@ -24,6 +24,7 @@ from dmp.ranks import PeerLost
 from sharders.channel import GroupChannel, over_connections
 from sharders.shared_memory import mapping, opening, waiting
 from sharders.shared_memory.memory_channel import MemoryChannel
+from sharders.shared_memory.segment import SLOTS
 from tests.ranks import mesh, run_ranks
 from tests.test_survival import mortal_ranks
 
@@ -167,6 +168,25 @@ def _growing() -> None:
 
 def test_sizes_may_grow() -> None:
     run_ranks(2, _growing)
+
+
+def _crowded() -> None:
+    """One that is as far ahead as it may be is told when it may go on: it does not look up meanwhile."""
+    channel = _open()
+    assert channel is not None
+    waiting._look.seconds = 3600
+    try:
+        for step in range(3 * SLOTS):
+            transfer = channel.all_to_all(torch.tensor([step, step]), [1, 1], [1, 1])
+            if channel.rank or step % 97 == 0:
+                assert transfer.wait().tolist() == [step, step]
+    finally:
+        waiting._look.seconds = 0
+    dist.barrier()
+
+
+def test_a_rank_that_is_far_ahead_is_woken() -> None:
+    run_ranks(2, _crowded)
 
 
 def _awaited() -> str:

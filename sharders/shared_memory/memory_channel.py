@@ -194,8 +194,12 @@ class MemoryChannel:
 
     def let_go(self, number: int) -> None:
         """Tell the others that this rank reads no more of an exchange; nothing in a process that was forked since."""
-        if os.getpid() == self._pid:
-            self._mine.done[number % SLOTS] = number
+        if os.getpid() != self._pid:
+            return
+        self._mine.done[number % SLOTS] = number
+        if any(segment.is_crowded.value for segment in self._segments):
+            self._mine.let_go.value += 1
+            wake(self._mine.let_go_address)
 
     def _sum_of(self, number: int, flat: torch.Tensor, first: int, stop: int) -> torch.Tensor:
         """Elements first..stop of the sum, added in the order of the ranks."""
@@ -277,15 +281,23 @@ class MemoryChannel:
             assert peer is not None
             done = peer.segment.done
             if done[before % SLOTS] < before:
-                self._await(peer, lambda done=done: done[before % SLOTS] >= before)  # type: ignore[misc]
+                self._mine.is_crowded.value = 1
+                try:
+                    self._await(
+                        peer,
+                        lambda done=done: done[before % SLOTS] >= before,  # type: ignore[misc]
+                        peer.segment.let_go,
+                        peer.segment.let_go_address,
+                    )
+                finally:
+                    self._mine.is_crowded.value = 0
 
     def _is_done(self, number: int) -> bool:
         at = number % SLOTS
         return all(self._segments[i].done[at] >= number for i in self._others)
 
-    def _await(self, peer: Peer, is_there: Callable[[], bool]) -> None:
-        segment = peer.segment
-        poll_memory(is_there, segment.published, segment.published_address, peer.process, peer.rank, self._group)
+    def _await(self, peer: Peer, is_there: Callable[[], bool], word: ctypes.c_uint32, address: int) -> None:
+        poll_memory(is_there, word, address, peer.process, peer.rank, self._group)
 
     def arrival(self, rank: int, number: int, kind: int, nbytes: int) -> tuple[int, int]:
         """Where in a rank's segment that is which it has for this one, once it is there, and where it wants the answer.
@@ -297,7 +309,8 @@ class MemoryChannel:
         assert peer is not None
         segment = peer.segment
         if not segment.has_published(number):
-            self._await(peer, lambda: segment.has_published(number))
+            there = segment.published, segment.published_address
+            self._await(peer, lambda: segment.has_published(number), *there)
         row = segment.row(number)
         sent = row[2 + self.size + self.rank]
         if row[1] != kind or sent != nbytes:

@@ -25,10 +25,10 @@ import torch
 from sharders.shared_memory.mapping import Mapping
 
 SLOTS = 256
-"""Exchanges that may be under way at once; one more waits for the oldest."""
+"""Exchanges that may be under way at once; one more waits for the oldest: that rank is *crowded*."""
 
 TOKEN_BYTES = 16
-_PUBLISHED_AT, _DONE_AT, _PAGE = 64, 128, 4096
+_PUBLISHED_AT, _LET_GO_AT, _CROWDED_AT, _DONE_AT, _PAGE = 64, 72, 80, 128, 4096
 _TABLE_AT = _DONE_AT + 8 * SLOTS
 _SMALLEST_BLOCK = 4096
 _TOO_LARGE = 8
@@ -51,6 +51,11 @@ class Segment:
         self.address, self.size = mapping.address, mapping.size
         self.published = ctypes.c_uint32.from_address(self.address + _PUBLISHED_AT)
         self.published_address = self.address + _PUBLISHED_AT
+        self.let_go = ctypes.c_uint32.from_address(self.address + _LET_GO_AT)
+        """Changes when an exchange was let go that a crowded rank may wait for."""
+        self.let_go_address = self.address + _LET_GO_AT
+        self.is_crowded = ctypes.c_uint32.from_address(self.address + _CROWDED_AT)
+        """Not 0 while this rank waits for others to let go."""
         self.done = (ctypes.c_uint64 * SLOTS).from_address(self.address + _DONE_AT)
         self._row = struct.Struct(f"={2 + 3 * num_ranks}Q")
         self.data_at = -(-(_TABLE_AT + self._row.size * SLOTS) // _PAGE) * _PAGE
