@@ -12,7 +12,7 @@ tells them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -121,13 +121,31 @@ def over_group(group: dist.ProcessGroup | None, purpose: Purpose) -> Channel:
     return over_memory(group, purpose)
 
 
-@lru_cache(maxsize=64)
 def over_memory(group: dist.ProcessGroup | None, purpose: Purpose) -> Channel:
-    """The `Transport` through memory that the ranks of a host share; where they do not, or cannot, over connections."""
-    found = None
-    if group is not None and dist.get_world_size(group) > 1:
+    """The `Transport` through memory that the ranks of a host share; where they do not, or cannot, over connections.
+
+    One channel for each group and purpose; it goes with its group and the modules that use it.
+    """
+    if group is None or dist.get_world_size(group) == 1:
+        return over_connections(group, purpose)
+    for opened in [key for key in _opened if not _is_alive(key[0])]:
+        del _opened[opened]
+    if (group, purpose) not in _opened:
         found = memory_channel(group, purpose, partial(over_connections, group, purpose))
-    return found or over_connections(group, purpose)
+        _opened[group, purpose] = found or over_connections(group, purpose)
+    return _opened[group, purpose]
+
+
+_opened: dict[tuple[dist.ProcessGroup, Purpose], Channel] = {}
+
+
+def _is_alive(group: dist.ProcessGroup) -> bool:
+    """Whether the program has not destroyed a group."""
+    try:
+        dist.get_backend(group)
+    except ValueError:
+        return False
+    return True
 
 
 def over_connections(group: dist.ProcessGroup | None, purpose: Purpose) -> Channel:

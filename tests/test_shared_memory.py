@@ -170,6 +170,48 @@ def test_sizes_may_grow() -> None:
     run_ranks(2, _growing)
 
 
+def _used_after_fork() -> int:
+    """A forked process that exchanges in its parent's place would be taken for it; 0 where it is told so."""
+    channel = _open()
+    assert channel is not None
+    pid = os.fork()
+    if not pid:
+        try:
+            channel.all_to_all(torch.zeros(2), [1, 1], [1, 1])
+        except RanksError as error:
+            os._exit(not ("was forked from rank" in str(error) and channel._mine.published.value == 0))
+        os._exit(2)
+    _, status = os.waitpid(pid, 0)
+    channel.sum(torch.ones(1))
+    return status
+
+
+def test_a_forked_process_does_not_exchange() -> None:
+    assert run_ranks(2, _used_after_fork) == [0, 0]
+
+
+def _groups_in_turns(folder: Path) -> list[int]:
+    """Mapped segments after groups that were made, used and destroyed one after the other."""
+    found, rank = [], dist.get_rank()
+    for i in range(4):
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", init_method=f"file://{folder}/{i}", rank=rank, world_size=2)
+        env = ShardingEnv.from_process_group(dist.group.WORLD)
+        model = DistributedModelParallel(nn.EmbeddingBag(16, 4, mode="sum"), env, plan={"weight": row_wise()})
+        model(torch.tensor([[1, 2]])).sum().backward()
+        found.append(Path("/proc/self/maps").read_text().count("memfd:dmp"))
+        del model, env
+        dist.barrier()
+        gc.collect()
+    return found
+
+
+@pytest.mark.slow
+def test_memory_goes_with_the_group(tmp_path: Path) -> None:
+    for found in mortal_ranks(2, _groups_in_turns, tmp_path):
+        assert found[0] and found[-1] == found[-2] <= 2 * found[0], found  # the last group's may still be referred to
+
+
 def _crowded() -> None:
     """One that is as far ahead as it may be is told when it may go on: it does not look up meanwhile."""
     channel = _open()

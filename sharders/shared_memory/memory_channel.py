@@ -73,6 +73,7 @@ class MemoryChannel:
         """See `Channel`."""
         if torch.device(device).type != "cpu":
             return torch.empty(count, dtype=dtype, device=device)
+        self._check_process()
         with self._lock:
             _, lease = self._pool.take(count * dtype.itemsize)
         return tensor_in(lease, count, dtype)
@@ -256,7 +257,12 @@ class MemoryChannel:
         block: Block | None,
         landings: Sequence[int] | None = None,
     ) -> int:
-        """Tell the others of the next exchange; returns its number."""
+        """Tell the others of the next exchange; returns its number.
+
+        Raises:
+            RanksError: in another process than the one that the others wait for.
+        """
+        self._check_process()
         self._make_room(self._number + 1)
         with self._lock:
             self._number = number = self._number + 1
@@ -266,6 +272,14 @@ class MemoryChannel:
             self._mine.published.value = number & 0xFFFFFFFF
         wake(self._mine.published_address)
         return number
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise RanksError(
+                f"process {os.getpid()} was forked from rank {self.rank} of the group, process {self._pid}, which "
+                "alone exchanges for that rank; run sharded models in the process that has joined the group, and give "
+                "others their results or a copy without shards (dmp.to_unsharded)"
+            )
 
     def _make_room(self, number: int) -> None:
         """End what began `SLOTS` exchanges ago: here what nobody has waited for, and on the other ranks."""

@@ -148,7 +148,7 @@ def _host() -> str:
 
 @lru_cache(maxsize=1)
 def _process_token(pid: int) -> bytes:
-    """Of this process."""
+    """Of this process: one that was forked has another number, and so another token."""
     return os.urandom(TOKEN_BYTES)
 
 
