@@ -34,8 +34,9 @@ Optimizers, gradients and scaling
 - `_engine_run_backward`: the frame at which a stack of a hanging rank is in the backward pass
 
 FSDP2 and DDP
-- `_get_fsdp_state`, `_fsdp_param_groups`, `_register_pre_backward_hook`, `_get_grad_inner_tensor`, `_training_state`,
-  `torch.distributed.fsdp._common_utils.collect_grad_tensors`: who had no gradient, and what a unit waits for
+- `_get_fsdp_state`, `_fsdp_param_groups`, `_lazy_init`, `_register_pre_backward_hook`, `_get_grad_inner_tensor`,
+  `_training_state`, `torch.distributed.fsdp._common_utils.collect_grad_tensors`: who had no gradient, what a unit
+  waits for, and what it gathers
 - `_sharded_state`, `_setattr_on_modules`, `_unsharded_param`, `_sharded_post_forward_param`: a state dict without
   freeing what a unit has gathered
 - `_module_parameters`, `_rebuild_buckets`, `_distributed_broadcast_coalesced`: DDP's reducer and its buffers

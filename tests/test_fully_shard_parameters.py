@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_modul
 from dmp import ShardError
 from sharders.data_parallel.fsdp import FSDPWrapper
 from tests.ranks import mesh, run_ranks
-from tests.test_fully_shard import env_of, ids_of, make, same, train, whole
+from tests.test_fully_shard import env_of, ids_of, make, same, train, whole, wrapped
 
 
 class Mixture(nn.Module):
@@ -211,3 +211,29 @@ def concatenated() -> None:
 
 def test_meshes_concatenate_in_any_order() -> None:
     run_ranks(4, concatenated)
+
+
+def trains_after_inference_mode(shape: tuple[int, ...], names: tuple[str, ...]) -> None:
+    env, plain = env_of(shape, names), make("llama")
+    model, module = wrapped(env)
+    for step in range(2):
+        with torch.inference_mode():
+            got, expected = model(ids_of(9, env)), plain(ids_of(9, env))
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+        train(model, lambda _, step=step: ids_of(step, env), steps=1)  # type: ignore[misc]
+        train(plain, lambda _, step=step: ids_of(step, env, everyone=True), steps=1)  # type: ignore[misc]
+        same(module, plain)
+
+
+@pytest.mark.parametrize(
+    ("shape", "names"),
+    [
+        ((2,), ("shard",)),
+        pytest.param((2, 2), ("replicate", "tp"), marks=pytest.mark.slow),
+        pytest.param((2, 2), ("replicate", "shard"), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_an_evaluation_in_inference_mode_comes_first(shape: tuple[int, ...], names: tuple[str, ...]) -> None:
+    """As trainers do it: what is gathered then is written again in training."""
+    run_ranks(torch.Size(shape).numel(), trains_after_inference_mode, shape, names)

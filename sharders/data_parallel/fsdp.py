@@ -336,6 +336,8 @@ def _free_outdated(modules: Sequence[Any], stays: bool) -> Callable[[Any, Any], 
     written: list[int] = []
 
     def before(_: Any, args: Any) -> None:
+        if torch.is_inference_mode_enabled():
+            _gather_first(modules)
         now = [held.sharded_param._version for unit in units for held in unit.fsdp_params]
         for unit in units:
             if unit.is_sharded or unit._training_state.name != "IDLE":  # the latter: a backward pass computes it again
@@ -348,6 +350,22 @@ def _free_outdated(modules: Sequence[Any], stays: bool) -> Callable[[Any, Any], 
         written[:] = now
 
     return before
+
+
+def _gather_first(modules: Sequence[Any]) -> None:
+    """Gather what never was, as outside of inference mode: torch keeps that memory, and what inference mode has made
+    cannot be written, nor trained, when it has ended.
+
+    Args:
+        modules: those that are gathered at once each, the root last.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        modules[-1]._get_fsdp_state()._lazy_init()
+        for m in modules:
+            held = [each for unit in m._get_fsdp_state()._fsdp_param_groups for each in unit.fsdp_params]
+            if not all(each.all_gather_outputs for each in held):
+                m.unshard()
+                m.reshard()
 
 
 class _Own(torch.autograd.Function):
