@@ -13,7 +13,6 @@ from sharders.embedding.lookup.numba_kept import Compiled
 from sharders.embedding.lookup.numba_vectors import Elements, zeros
 
 BLOCKS = (64, 16, 4, 1)  # columns
-_SMALL_BLOCKS = (16, 1)
 
 
 def compiled(function: Callable[..., Any], element: str | None) -> Compiled:
@@ -60,22 +59,6 @@ def by_blocks(function: Callable[..., Any]) -> Any:
         while width - column >= third:
             of_block(elements, zeros(elements, third), column, arguments)
             column += third
-        while column < width:
-            of_block(elements, zeros(elements, 1), column, arguments)
-            column += 1
-
-    return helper(of_row)
-
-
-def by_small_blocks(function: Callable[..., Any]) -> Any:
-    """The same in blocks of 16 and 1, for what lies in the first cache: less to compile."""
-    of_block = helper(function)
-
-    def of_row(elements: Any, width: int, arguments: Any) -> None:
-        column = 0
-        while width - column >= 16:
-            of_block(elements, zeros(elements, 16), column, arguments)
-            column += 16
         while column < width:
             of_block(elements, zeros(elements, 1), column, arguments)
             column += 1

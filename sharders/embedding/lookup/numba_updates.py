@@ -9,7 +9,7 @@ from __future__ import annotations
 from math import sqrt
 from typing import Any, NamedTuple
 
-from sharders.embedding.lookup.numba_compile import BLOCKS, by_small_blocks, helper
+from sharders.embedding.lookup.numba_compile import BLOCKS, by_blocks, helper
 from sharders.embedding.lookup.numba_vectors import (
     add,
     computed,
@@ -139,7 +139,7 @@ def _rest_of_rowwise_adagrad(elements, row):
         _descend(elements, width, (at, sums, arrays[0], rate))
 
 
-@by_small_blocks
+@by_blocks
 def _descend(elements, like, column, arguments):
     at, sums, table, rate = arguments
     _move(elements, table, at + column, load(computed(elements), like, sums, column), rate)
