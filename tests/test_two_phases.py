@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from functools import partialmethod
+from functools import cache, partialmethod
 from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
@@ -165,8 +165,12 @@ def _ordered(kind: str, layout: str) -> list[str]:
         def all_to_all(self, *args: Any, **options: Any) -> Any:
             transfer = super().all_to_all(*args, **options)
             told.append("sent")
-            wait = transfer.wait
-            return SimpleNamespace(wait=lambda: (told.append("awaited"), wait())[1])
+            first = cache(lambda: told.append("awaited"))
+            return SimpleNamespace(
+                wait=lambda: (first(), transfer.wait())[1],
+                part=lambda rank: (first(), transfer.part(rank))[1],
+                end=transfer.end,
+            )
 
     def order(*args: Any) -> str:
         told.append("in order")
