@@ -71,9 +71,10 @@ def check(kind: str, mesh: str, optimizer: str | None = None) -> None:
     check_sharder(sharder_of(kind), make, lambda rank, step: make_batch(kind, rank, step), equality.env_of(mesh))
 
 
-SLOW_ON_FOUR = ("ebc", "ebc_weighted", "bag", "bag_mean", "ec")  # "bag_weighted" and "embedding" every time
+QUICK = {1: KINDS, 2: ("ebc_weighted", "ec", "bag_mean", "embedding", "experts"), 4: ("experts",)}
+"""By ranks; `tests/test_equality.py` has all kinds on each."""
 CASES = [
-    pytest.param(world, mesh, kind, marks=[pytest.mark.slow] if world == 4 and kind in SLOW_ON_FOUR else [])
+    pytest.param(world, mesh, kind, marks=[] if kind in QUICK[world] else [pytest.mark.slow])
     for world, mesh in ((1, "single"), (2, "dp2"), (4, "dp4"))
     for kind in KINDS
 ]
@@ -90,7 +91,7 @@ def test_ours_pass_on_two_axes(mesh: str, kind: str) -> None:
     run_ranks(4, check, kind, mesh, timeout=200)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
+@pytest.mark.parametrize("optimizer", [pytest.param("sgd", marks=pytest.mark.slow), "adagrad"])
 def test_ours_pass_with_an_optimizer_in_the_backward_pass(optimizer: str) -> None:
     run_ranks(2, check, "ebc", "dp2", optimizer, timeout=200)
 

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -59,22 +58,32 @@ def test_help_explains_itself(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         assert word in said
 
 
-def test_trained_on_two_processes_goes_on_anywhere(log: str, tmp_path: Path) -> None:
-    """One checkpoint: evaluated in a plain module, and trained further on replicate x shard as in the plain module."""
-    checkpoint = str(tmp_path / "checkpoint")
-    trained = run(2, "--data", log, *SMALL, "--save", checkpoint)
-    assert "t_cat_25.weight" in trained.stdout  # the plan
-    assert "samples/s" in trained.stderr
-    assert "best reachable: AUC" in trained.stdout
-    load = ["--data", log, *SMALL, "--load", checkpoint]
-    with ThreadPoolExecutor(2) as both:
-        evaluated = both.submit(run, 1, *load, "--eval-only", "--unsharded")
-        unsharded = both.submit(run, 1, *load, "--unsharded")
-    assert auc(evaluated.result()) == pytest.approx(auc(trained), abs=1e-6)
+@pytest.fixture(scope="module")
+def trained(log: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, subprocess.CompletedProcess[str]]:
+    """The checkpoint of two processes, and how they ended."""
+    checkpoint = str(tmp_path_factory.mktemp("trained") / "checkpoint")
+    return checkpoint, run(2, "--data", log, *SMALL, "--save", checkpoint)
+
+
+def test_trained_on_two_processes(log: str, trained: tuple[str, subprocess.CompletedProcess[str]]) -> None:
+    """Its checkpoint is as good in a plain module."""
+    checkpoint, ended = trained
+    assert "t_cat_25.weight" in ended.stdout  # the plan
+    assert "samples/s" in ended.stderr
+    assert "best reachable: AUC" in ended.stdout
+    evaluated = run(1, "--data", log, *SMALL, "--load", checkpoint, "--eval-only", "--unsharded")
+    assert auc(evaluated) == pytest.approx(auc(ended), abs=1e-6)
+
+
+@pytest.mark.slow
+def test_goes_on_anywhere(log: str, trained: tuple[str, subprocess.CompletedProcess[str]]) -> None:
+    """Trained further on replicate x shard as in the plain module."""
+    load = ["--data", log, *SMALL, "--load", trained[0]]
+    unsharded = run(1, *load, "--unsharded")
     further = run(4, *load, "--mesh", "2x2", "--layout", "row_wise")
     assert "replicate=2" in further.stdout
     # Eight more steps, sums in another order: the order of 200 lines hardly moves.
-    assert auc(further) == pytest.approx(auc(unsharded.result()), abs=1e-3)
+    assert auc(further) == pytest.approx(auc(unsharded), abs=1e-3)
 
 
 @pytest.mark.slow

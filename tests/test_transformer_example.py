@@ -103,7 +103,9 @@ def on_ranks(shape: tuple[int, ...], names: tuple[str, ...], *arguments: str) ->
 @pytest.mark.parametrize(
     ("shape", "names", "options"),
     [
-        ((2, 2), ("shard", "tp"), ["--sequence-parallel", "--loss-parallel"]),
+        pytest.param(
+            (2, 2), ("shard", "tp"), ["--sequence-parallel", "--loss-parallel"], marks=pytest.mark.slow, id="simpler"
+        ),
         ((2, 2), ("shard", "tp"), ["--sequence-parallel", "--loss-parallel", "--activation-checkpointing"]),
         ((2, 2), ("replicate", "tp"), []),
         ((2, 2), ("replicate", "shard"), ["--activation-checkpointing"]),

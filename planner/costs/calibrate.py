@@ -122,6 +122,7 @@ def _links(measured: Measured, ranks: int) -> tuple[dict[str, Any], list[Fit]]:
         what = "all send" if kind == "even" else "one sends"
         fits += [Fit(f"exchange, {what}: {size:.0f} bytes", s, latency + size * byte) for size, s in of_kind]
     (latency, byte), (_, alone) = seconds["even"], seconds["one"]
+    byte = max(byte, measured.copy / 1000)  # what is read where it lies may cost nothing before it is read
     shared = float(np.clip((1 - alone / byte) / (1 - 1 / ranks), 0, 1))
     return {
         "link_bandwidth": float(1 / byte),

@@ -208,7 +208,7 @@ def _add_lookups(cost: _Cost, p: ShardTable, work: _Work) -> None:
     rows = np.array([speeds.plain_row, speeds.rowwise_row, speeds.pointwise_row, speeds.whole_row])[by_state]
     ids = np.array([speeds.plain_id, speeds.rowwise_id, speeds.pointwise_id, speeds.whole_id])[by_state]
     is_whole = p.dense_gradient | (p.replicated & ~by_rows) | ~p.is_table
-    come = work.touched * env.size  # rows with their sums, of all ranks
+    come = distinct(p.rows, work.touched) * env.size  # rows with their sums, of all ranks
     local[:, BACKWARD] += come * (speeds.touched_row.each + work.row_bytes * speeds.touched_row.byte)
     # Every rank has the gradients of all when it updates a replicated table; only its own ids are added up by it.
     named = np.where(p.replicated, work.ids * env.size, work.ids * work.replicas)

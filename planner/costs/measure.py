@@ -66,7 +66,7 @@ class Measured:
 
 def lookup_probes(optimizer: str) -> list[ProbeShape]:
     """Few and many ids for a bag, narrow and wide rows, rows that come once and again and again."""
-    reads = ((2048, 1), (512, 16))
+    reads = ((2048, 1), (1024, 16))
     shapes = [
         (4, rows, dim, *read)
         for read, dim in product(reads, (16, 64, 128))
@@ -102,7 +102,8 @@ def step_probes(ranks: int) -> list[ProbeShape]:
         ((rows,), (8, large, 32, 384, 12), (4, large, 128, 768, 3), (12, small, 32, 256, 24)),
         ((columns,), (24, large, 16, 16, 1), (8, large, 64, 1536, 1), (8, large, 64, 384, 12)),
         ((copies,), (4, small, 16, 16, 1), (24, small // 10, 16, 16, 1), (8, small, 64, 1536, 1)),
-        ((copies,), (12, small, 32, 384, 4), (4, large // 6, 16, 256, 1), (12, 3 * small, 32, 512, 1)),
+        ((copies,), (12, small, 32, 384, 4), (4, large // 6, 16, 256, 1)),
+        ((copies,), (12, 3 * small, 32, 512, 1), (8, 4 * small, 64, 2048, 1)),
         ((one, rows, columns), (12, large, 32, 768, 1), (12, large, 64, 256, 8)),
         ((rows, one, copies, columns), (16, 2 * small, 32, 512, 2)),
         ((one, rows), (8, large, 16, 16, 1), (12, large, 64, 512, 2)),
