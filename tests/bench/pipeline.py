@@ -71,6 +71,9 @@ class Far:
         """See `Channel`."""
         return Late(self._channel.all_to_all(*args, **options), monotonic() + self._seconds)
 
+    def landing(self, *of: Any) -> None:
+        """See `Channel`: an answer is an exchange like others, as late."""
+
 
 class Late(NamedTuple):
     """A transfer whose end is not before a time of the clock."""
@@ -82,6 +85,15 @@ class Late(NamedTuple):
         """See `Transfer`."""
         self.until_then()
         return self.transfer.wait()  # type: ignore[no-any-return]
+
+    def part(self, rank: int) -> torch.Tensor:
+        """See `Transfer`."""
+        self.until_then()
+        return self.transfer.part(rank)  # type: ignore[no-any-return]
+
+    def end(self) -> None:
+        """See `Transfer`."""
+        self.transfer.end()
 
     def until_then(self) -> None:
         """Sleep what is left."""
