@@ -23,7 +23,7 @@ from tests.survival_jobs import GLOBAL_BATCH, dense_optimizer, make, train
 
 SCRIPT = Path(__file__).with_name("elastic_run.py")
 PATIENCE_S = 180.0
-LAST_CALL_S, KEEP_ALIVE_S, MISSED = 1, 1, 3  # in whole seconds: what torchrun's rendezvous takes
+LAST_CALL_S, KEEP_ALIVE_S, MISSED = 1, 1, 6  # in whole seconds: what torchrun's rendezvous takes; cores may be busy
 
 
 def agent(name: str, folder: str, store: str, script: list[str], environment: dict[str, str]) -> None:
