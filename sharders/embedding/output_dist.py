@@ -43,8 +43,7 @@ class ResultExchange:
         self._dtype, self._came = send.dtype, None if self._flat is None else self._flat[:count]
         wire = encoded(codec, send, channel)
         out = self._came if codec is None else None
-        wanted = {} if landing is None else {"landing": landing}
-        self._transfer = channel.all_to_all(wire, of_others(send_sizes, channel.rank), self._sizes, out, **wanted)
+        self._transfer = channel.all_to_all(wire, of_others(send_sizes, channel.rank), self._sizes, out, landing)
         self._has_come = False
 
     def wait(self) -> torch.Tensor:

@@ -100,18 +100,10 @@ class Counted:
         self.rank, self.size, self.group = channel.rank, channel.size, channel.group
         self.empty, self.landing = channel.empty, channel.landing
 
-    def all_to_all(
-        self,
-        send: torch.Tensor,
-        send_sizes: Sizes,
-        receive_sizes: Sizes,
-        out: torch.Tensor | None = None,
-        landing: Any = None,
-    ) -> Transfer:
+    def all_to_all(self, send: torch.Tensor, send_sizes: Sizes, *rest: Any, **options: Any) -> Transfer:
         """See `Channel`."""
         _count((sum(send_sizes) - send_sizes[self.rank]) * send.itemsize)
-        wanted = {} if landing is None else {"landing": landing}
-        return self._channel.all_to_all(send, send_sizes, receive_sizes, out, **wanted)
+        return self._channel.all_to_all(send, send_sizes, *rest, **options)
 
     def answer(self, landing: Landing, sizes: Sizes) -> list[torch.Tensor]:
         """See `Channel`."""
