@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from planner.search.bound import lower_bound
 from planner.search.bound_blocks import Blocks, tried
 from planner.search.bound_columns import columns
+from planner.search.bound_phases import joined
 from planner.search.cost_table import CostTable
 from planner.search.placement import Part, Placement
 from planner.search.problem import Problem
@@ -172,3 +174,36 @@ def test_what_blocks_ranks_leaves_room_for_every_plan(span: int) -> None:
                 assert max(taken) <= 1 + 1e-9, (seed, q, size)
                 blocking += int(of_block.any())
     assert blocking > 40
+
+
+def doubled(p: Problem, factor: float) -> Problem:
+    """With the second phase once more, longer by a factor."""
+
+    def more(loads: Array) -> Array:
+        return np.insert(loads, 2, factor * loads[..., 1], axis=-1)
+
+    t = p.table
+    named = {name: more(getattr(t, name)) for name in ("fixed", "slope", "everywhere", "lack", "lack_slope")}
+    table = replace(t, ragged={row: more(part) for row, part in t.ragged.items()}, **named)
+    return replace(p, table=table, base=more(p.base), setups=more(p.setups), span=np.insert(p.span, 2, p.span[1]))
+
+
+def test_phases_in_proportion_are_one() -> None:
+    for seed in range(20):
+        r = np.random.default_rng(seed)
+        p = doubled(drawn(seed, int(r.integers(3, 9)), 16, (1, 2, 4, 8), 6, 1e9, 4), 0.5)
+        fewer, phases = joined(p)
+        assert phases.of.tolist() == [0, 1, 1, 2]
+        assert np.allclose(phases.part, [1, 2 / 3, 1 / 3, 1])
+        plan = scattered(p, r)
+        same = Placement(fewer)
+        for item, part in enumerate(plan.parts):
+            assert part is not None
+            same.add(item, part)
+        assert np.isclose(plan.seconds(), same.seconds(), rtol=1e-12)
+        assert np.allclose(phases.apart(same.local[:, :-1].max(0)), plan.local[:, :-1].max(0))
+        found, alike = lower_bound(p, plan.seconds()), lower_bound(fewer, plan.seconds())
+        assert np.isclose(found.seconds, alike.seconds, rtol=1e-6)
+        assert (found.relaxed is None) == (alike.relaxed is None)
+        if found.relaxed is not None:
+            assert found.relaxed.own.shape == found.relaxed.every.shape == found.relaxed.price.shape == (4,)

@@ -15,6 +15,7 @@
 - `tight`: packing by memory alone, and what is short where nothing fits
 - `bound`: a lower bound on every placement
 - `guided`: a start like the relaxed optimum that the bound is of
+- `bound_phases`: phases in which every rank's loads are in proportion, as one
 - `bound_columns`: what an item may be given, in numbers of which every plan has at least as much
 - `bound_counts`: how many pieces fit beside each other where a phase takes no longer than so long
 - `bound_blocks`: pieces that leave no room on a rank for others, though a phase's mean has some

@@ -18,6 +18,7 @@ import numpy as np
 
 from planner.search.bound_columns import Columns, columns
 from planner.search.bound_node import Frame, Node, settle, split
+from planner.search.bound_phases import Phases, joined
 from planner.search.cost_table import Array
 from planner.search.problem import Problem
 
@@ -81,6 +82,8 @@ def lower_bound(
         told: called with the bound so far.
         most: programmes solved, a large one counting as several.
     """
+    whole = problem
+    problem, phases = joined(whole)
     constant = float(problem.setups[sorted(problem.base_kinds)].sum()) + float(problem.base[:, :-1].min(0).sum())
     root, frame = _root(problem, upper - constant)
     if root is None:
@@ -91,7 +94,7 @@ def lower_bound(
     node = _search(frame, root, lambda work: work >= most or out_of_time(), lambda value: told(constant + value))
     value = frame.upper if node is None else node.value
     seconds = min(upper, (constant + value) * (1 - _ROUNDING))
-    return Bound(seconds, item, alone, node and _optimum(problem, frame, node))
+    return Bound(seconds, item, alone, node and _optimum(whole, phases, frame, node))
 
 
 def _search(
@@ -120,7 +123,7 @@ def _search(
     return None
 
 
-def _optimum(problem: Problem, frame: Frame, node: Node) -> Optimum:
+def _optimum(problem: Problem, joint: Phases, frame: Frame, node: Node) -> Optimum:
     assert node.relaxed is not None
     table, row, phases = problem.table, frame.columns.row[node.rows], len(problem.span)
     every = table.everywhere[row, :phases].copy()
@@ -128,10 +131,10 @@ def _optimum(problem: Problem, frame: Frame, node: Node) -> Optimum:
     count = np.where(table.units[row] > 0, 1, table.pieces[row])[:, None]
     loads = count * table.fixed[row, :phases] + table.units[row][:, None] * table.slope[row, :phases]
     every[is_whole] += loads[is_whole]
-    price = node.relaxed.price
+    price, number = node.relaxed.price, len(node.low)
     paid = sum(1 << k for k in problem.base_kinds)
-    own = node.relaxed.seconds + problem.base[:, :-1].min(0)
-    return Optimum(own, node.relaxed.share @ every, price[:phases], float(price[phases]), node.allowed | paid)
+    own = joint.apart(node.relaxed.seconds) + problem.base[:, :-1].min(0)
+    return Optimum(own, node.relaxed.share @ every, price[:number][joint.of], float(price[number]), node.allowed | paid)
 
 
 def _root(problem: Problem, upper: float) -> tuple[Node | None, Frame]:
