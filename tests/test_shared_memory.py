@@ -281,3 +281,13 @@ def test_ranks_killed_at_any_moment(size: int, victims: list[int], after_s: floa
 
 def test_one_process_has_a_channel_of_its_own() -> None:
     assert isinstance(over_connections(None, "tables"), GroupChannel)
+
+
+@pytest.mark.parametrize(("cores", "told", "looks"), [(2, "2", True), (2, "4", False), (1, "2", False), (4, "", True)])
+def test_a_wait_looks_only_where_every_rank_has_a_core(cores: int, told: str, looks: bool) -> None:
+    with (
+        mock.patch.object(os, "sched_getaffinity", return_value=set(range(cores))),
+        mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=told),
+        mock.patch.object(dist, "get_world_size", return_value=2),
+    ):
+        assert bool(waiting.looks_s(2)) == looks

@@ -1,5 +1,9 @@
 """A wait for another process: by futex, so that it takes no processor time, and with an end when that process has one.
 
+[Note: looking] To sleep and be woken takes a tenth of a millisecond, on virtual machines more, and he who wakes pays as
+much. So where every rank of the host has a core a wait looks for about that long before it sleeps; where ranks share
+cores, another one needs this one's now.
+
 [Note: deaths] Nothing in memory tells that who should write there is dead. So a wait looks up every so often: whether
 the other process lives (a descriptor that becomes readable at its end), and whether the watchdog has found that the
 ranks have parted ways. What a process has published before its end is still there, and is read.
@@ -25,6 +29,9 @@ from dmp import ranks
 _FUTEX, _WAIT, _WAKE, _ALL = 202, 0, 1, 0x7FFFFFFF  # x86-64's numbers
 _SPINS = 50
 """Looks before it asks the system: a few microseconds."""
+
+_LOOKS_S = 200e-6
+"""For so long it looks where each rank has a core."""
 
 _LOOK_S = 0.05
 _TIMEOUT_S = default_pg_timeout.total_seconds()
@@ -75,6 +82,13 @@ def process_of(pid: int, token: bytes) -> Process:
     return Process(pid)
 
 
+def looks_s(num_ranks: int) -> float:
+    """For how long a wait looks, see [Note: looking], beside so many ranks, or as many as the launcher says."""
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    here = max(num_ranks, int(told) if told.isdecimal() else dist.get_world_size())
+    return _LOOKS_S if here <= len(os.sched_getaffinity(0)) else 0.0
+
+
 def poll_memory(
     is_there: Callable[[], bool],
     word: ctypes.c_uint32,
@@ -82,6 +96,7 @@ def poll_memory(
     process: Process,
     rank: int,
     group: dist.ProcessGroup,
+    looks_s: float = 0.0,
 ) -> None:
     """Return when what another rank is to write is there.
 
@@ -90,15 +105,20 @@ def poll_memory(
         address: of the word.
         process: of that rank.
         rank: its number, for messages.
+        looks_s: see [Note: looking].
 
     Raises:
         RanksError: it will not come.
         RuntimeError: likewise, for a reason that the watchdog does not know.
     """
-    for _ in range(_SPINS):
-        if is_there():
-            return
-    since = looked = time.monotonic()
+    until = time.monotonic() + looks_s
+    while True:
+        for _ in range(_SPINS):
+            if is_there():
+                return
+        since = looked = time.monotonic()
+        if since >= until:
+            break
     while True:
         seen = word.value
         if is_there():
