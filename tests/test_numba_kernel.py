@@ -5,12 +5,13 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from sharders.embedding.lookup import numba_kernel
+from sharders.embedding.lookup import numba_kernel, threads
 from sharders.embedding.lookup.bank import Bank, RowRange
 from sharders.embedding.lookup.kernels import Lookup, compile_lookup
 from sharders.embedding.lookup.optimizers import OPTIMIZERS, OptimizerSpec
@@ -23,7 +24,7 @@ LAMB = OptimizerSpec.make("lamb", lr=0.1)
 
 @pytest.fixture
 def three_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(numba_kernel, "_ENOUGH_IDS", 1)
+    monkeypatch.setattr(threads, "ENOUGH_IDS", 1)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     yield
@@ -122,6 +123,47 @@ def test_another_optimizer_with_an_update_of_ours(monkeypatch: pytest.MonkeyPatc
             lookup.update_pooled(torch.ones(4, lookup.num_columns, dtype=torch.float64), batch.read())
             trained_by.append(bank.weights)
         torch.testing.assert_close(*trained_by)
+
+
+def by_touched_rows(kernel: str, layout: Any, dtype: torch.dtype, spec: OptimizerSpec) -> list[Tensor]:
+    """Sums by row of three batches, the middle one empty, and the bank after two updates by them."""
+    bank, lookup = make(layout, dtype, spec, kernel)
+    results: list[Tensor] = []
+    for step in range(2):
+        sums = []
+        for seed, bags in ((step, 30), (0, 0), (step + 7, 4)):
+            batch = make_batch(lookup, bags, weighted=bool(step) and seed > 5, seed=seed)
+            draw = torch.Generator().manual_seed(seed)
+            grad = torch.randn(bags, lookup.num_columns, generator=draw, dtype=torch.float64)
+            sums.append(lookup.pooled_row_gradients(grad.to(dtype), batch.read()))
+        wide = [[(region, rows, of_rows.double()) for region, rows, of_rows in part] for part in sums]
+        bank.step()
+        flat = lookup.gradient_touched(wide)
+        lookup.update_touched(wide if step else sums)
+        results += [
+            t for part in sums for _, rows, of_rows in sorted(part, key=lambda of: of[0].width) for t in (rows, of_rows)
+        ]
+        results += [flat, bank.weights.clone(), *(state.clone() for state in bank.state.values())]
+    return results
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("spec", [*SPECS, LAMB], ids=lambda s: s.kind)
+def test_sums_of_several_batches_are_added_as_torch_does(spec: OptimizerSpec, dtype: torch.dtype) -> None:
+    """In the batches' order, whatever dtype they came in: the same rows, and the same bits again."""
+    near = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 2**-5}[dtype]
+    for layout in (MIXED, SHARED):
+        found, again, expected = (by_touched_rows(k, layout, dtype, spec) for k in ("numba", "numba", "torch"))
+        assert all(map(torch.equal, found, again))
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=near, atol=near)
+
+
+@pytest.mark.parametrize("layout", [MIXED, SHARED], ids=["mixed", "shared"])
+def test_touched_rows_of_more_parts_than_sources_can_tell(layout: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = by_touched_rows("numba", layout, torch.float32, SPECS[1])
+    monkeypatch.setattr(numba_kernel, "_MAX", 16)
+    assert all(map(torch.equal, by_touched_rows("numba", layout, torch.float32, SPECS[1]), expected))
 
 
 def _in_child(queue: multiprocessing.Queue[bool]) -> None:

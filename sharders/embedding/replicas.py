@@ -14,7 +14,7 @@ import torch
 
 from sharders.embedding.codec import decoded, encoded
 from sharders.embedding.local_tables import TBE, TableStore
-from sharders.embedding.lookup.torch_kernel import update, update_dense
+from sharders.embedding.lookup.torch_kernel import update_dense
 from sharders.embedding.output_dist import Sum, exchange_alone
 from sharders.embedding.peers import Peers
 from sharders.embedding.phases import SYNC, Spent, phase
@@ -110,17 +110,12 @@ class Replicas:
         if isinstance(local, Sum):
             self._update_wholly(tbes, local.total, gradients)
             return
-        for tbe, of_rows in zip(tbes, local.total, strict=True):
-            flat = torch.zeros_like(tbe.bank.weights) if tbe.bank.spec is None else None
-            if flat is None:
-                tbe.bank.step()
+        for tbe, of_ranks in zip(tbes, local.total, strict=True):
+            if tbe.bank.spec is None:
+                gradients[id(tbe)] = tbe.lookup.gradient_touched(of_ranks)
             else:
-                gradients[id(tbe)] = flat
-            for region, rows, sums in of_rows:
-                if flat is None:
-                    update(tbe.bank, region, rows, sums.to(tbe.bank.weights.dtype))
-                else:
-                    region.view(flat).index_copy_(0, rows, sums.to(flat.dtype))
+                tbe.bank.step()
+                tbe.lookup.update_touched(of_ranks)
 
     def _update_wholly(self, tbes: Sequence[TBE], total: torch.Tensor, gradients: dict[int, torch.Tensor]) -> None:
         parts = total.split([n for tbe in tbes for n in (tbe.bank.weights.numel(), tbe.bank.total_rows)])

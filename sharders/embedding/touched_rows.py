@@ -1,8 +1,8 @@
 """The gradients of data-parallel tables by the rows that batches touch: fewer bytes than the sum of whole tables.
 
 Each rank sends the rows that its batch names and the sums of their gradients to all others, who add them in the order
-of the ranks: the same bits on all. How many rows there can be at most is told by the headers, and so all ranks alike
-see whether these are fewer bytes.
+of the ranks (`Lookup.update_touched`): the same bits on all. How many rows there can be at most is told by the headers,
+and so all ranks alike see whether these are fewer bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from sharders.embedding.batch import Batch
 from sharders.embedding.local_tables import TBE
 from sharders.embedding.lookup.bank import Region
-from sharders.embedding.lookup.torch_kernel import RowGradients, combined
+from sharders.embedding.lookup.torch_kernel import RowGradients
 from sharders.embedding.output_dist import Buffers, of_others
 from sharders.embedding.placement import Placement
 
@@ -82,8 +82,8 @@ class TouchedRows:
         self._words = torch.cat([torch.tensor(counts, dtype=torch.int64, device=device), *rows])
         self._sums = torch.cat(sums) if sums else torch.zeros(0, dtype=dtype, device=device)
         self._num_tbes, self.device = len(tbes), device
-        self.total: list[RowGradients] | None = None
-        """Of all ranks, for each TBE; None until it is there."""
+        self.total: list[list[RowGradients]] | None = None
+        """For each TBE what each rank has, in their order; None until it is there."""
 
     @property
     def nbytes(self) -> int:
@@ -108,15 +108,12 @@ class TouchedRows:
     def take(self, came: Sequence[Sequence[torch.Tensor]], me: int) -> None:
         """See `Beside`."""
         by_rank = [(self._words, self._sums) if i == me else of for i, of in enumerate(zip(*came, strict=True))]
-        parts: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in self._groups]
-        for words, sums in by_rank:
+        self.total = [[[] for _ in by_rank] for _ in range(self._num_tbes)]
+        for rank, (words, sums) in enumerate(by_rank):
             at, element = len(self._groups), 0
-            for count, (_, region), part in zip(words[:at].tolist(), self._groups, parts, strict=True):
+            for count, (i, region) in zip(words[:at].tolist(), self._groups, strict=True):
                 stop = element + count * region.width
-                part.append((words[at : at + count], sums[element:stop].view(count, region.width)))
+                if count:
+                    of_rows = words[at : at + count], sums[element:stop].view(count, region.width)
+                    self.total[i][rank].append((region, *of_rows))
                 at, element = at + count, stop
-        self.total = [[] for _ in range(self._num_tbes)]
-        for (i, region), part in zip(self._groups, parts, strict=True):
-            rows, gradients = (torch.cat(of) for of in zip(*part, strict=True))
-            if rows.numel():
-                self.total[i].append((region, *combined(rows, gradients, None, None)))

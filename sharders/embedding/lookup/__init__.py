@@ -13,6 +13,7 @@
 - `threads`: parts of one piece of work on the threads of this process
 - `numba_kernel`: lookups and updates by functions that numba compiles
 - `numba_layout`: what compiled code is told of tables, bags and a call's ids
+- `numba_training`: what is made of gradients by row: updates, sums, the gradient of all weights
 - `numba_functions`: these functions by name, compiled once and kept
 - `numba_kept`: machine code that is kept on disk
 - `numba_loops`: sums over bags, and over the gradients of each distinct row

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from sharders.embedding.lookup import numba_kernel
-from sharders.embedding.lookup.numba_kernel import entry_of
 from sharders.embedding.lookup.numba_layout import address, int64
+from sharders.embedding.lookup.numba_training import entry_of
 
 FEWEST_IDS = 1024
 """Of a call: fewer are sent as they are, for nothing can be saved on them."""

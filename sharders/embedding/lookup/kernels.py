@@ -86,6 +86,12 @@ class Lookup(Protocol):
     def row_gradients(self, grad: Tensor, read: Segmented) -> RowGradients:
         """What `update_rows` would."""
 
+    def update_touched(self, sums: Sequence[RowGradients]) -> None:
+        """Update the bank in place by the sums of several batches: what `row_gradients` gave each, of any dtype."""
+
+    def gradient_touched(self, sums: Sequence[RowGradients]) -> Tensor:
+        """(numel,): the gradient of the bank's weights, likewise."""
+
     def touched_rows(self, read: Segmented) -> Tensor:
         """(total_rows,) bool: the bank rows that the ids name."""
 

@@ -25,7 +25,7 @@ from sharders.embedding.lookup.numba_kept import Compiled, kept
 
 _log = logging.getLogger("dmp")
 _OF_IDS = {
-    **dict.fromkeys(("expand_bags", "expand_runs", "sort_tables"), "numba_sort"),
+    **dict.fromkeys(("expand_bags", "expand_parts", "expand_runs", "sort_tables"), "numba_sort"),
     **dict.fromkeys(("choose", "compact", "spread"), "numba_distinct"),
 }
 """Functions that know nothing of elements, and their files; all others are in `numba_loops`."""

@@ -1,8 +1,7 @@
 """Lookups and updates by functions that numba compiles: float32, float64, bfloat16 and float16 on the CPU.
 
 An update sorts the ids by row (`numba_sort`), then sums the gradient of every distinct row in registers and writes the
-row once (`numba_loops`). The sort needs the ids alone, so whoever has them early may ask for it early. SGD, Adagrad,
-row-wise Adagrad and Adam are compiled with the sums; for others the sums are given to `row_updates`.
+row once (`numba_training`, `numba_loops`). The sort needs the ids alone, so whoever has them may ask for it early.
 
 Bits: the same in every run, on any number of threads, and with any alignment. Sums, and SGD, are torch's to the bit on
 CPUs with FMA; what divides or takes roots is within some units of the last place. Tables of 16 bits are summed and
@@ -13,58 +12,38 @@ This file is imported without numba too; what it compiles is loaded by the first
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import accumulate
-from math import inf, sqrt
 
 import torch
 from torch import Tensor
 
-from sharders.embedding.lookup import row_updates, threads
+from sharders.embedding.lookup import numba_training as training
+from sharders.embedding.lookup import threads
 from sharders.embedding.lookup.bank import Bank, RowRange
 from sharders.embedding.lookup.numba_layout import (
+    OfWidth,
     Order,
     Runs,
+    Summed,
     Tables,
     address,
     addresses,
     int64,
     place_of,
+    places_in,
     shift,
     words,
 )
+from sharders.embedding.lookup.numba_training import ELEMENTS, Gradients, entry_of
 from sharders.embedding.lookup.optimizers import OptimizerSpec
 from sharders.embedding.lookup.reads import Bags, Segmented, Segments
-from sharders.embedding.lookup.row_optimizer import Rows
-from sharders.embedding.lookup.torch_kernel import TorchLookup, update
+from sharders.embedding.lookup.torch_kernel import RowGradients, TorchLookup
 
-_DTYPES = {
-    torch.float32: "float32",
-    torch.float64: "float64",
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-}
 _MAX = 2**31  # rows of a table, and ids of a call: they are int32 inside
 _STREAMED_BYTES = 4 << 20  # results of this size do not stay in the caches anyway
-_ENOUGH_IDS = 4096  # for a thread
 _ALL_BITS = 31  # a source of unpooled ids has no feature
-
-_COPY = "copy"
-_KINDS: dict[Callable[[Rows], None], str] = {
-    row_updates.sgd: "sgd",
-    row_updates.adagrad: "adagrad",
-    row_updates.rowwise_adagrad: "rowwise_adagrad",
-    row_updates.adam: "adam",
-}
-"""Updates that are compiled, by what they are called there; see `numba_updates`."""
-_STATES = {
-    "sgd": [],
-    "adagrad": [("sum", False)],
-    "rowwise_adagrad": [("sum", True)],
-    "adam": [("exp_avg", False), ("exp_avg_sq", False)],
-}
-"""The state that they are given: names, and whether it is row-wise; of the weights' dtype."""
 
 
 class NumbaLookup(TorchLookup):
@@ -73,7 +52,8 @@ class NumbaLookup(TorchLookup):
     def __init__(self, bank: Bank, ranges: Sequence[RowRange]) -> None:
         super().__init__(bank, ranges)
         self._tables = Tables(bank, self.ranges)
-        self._name = _DTYPES[bank.weights.dtype]
+        self._of_width = {width: OfWidth(self._tables, width) for width in set(self._tables.widths)}
+        self._name = ELEMENTS[bank.weights.dtype]
         self._pooled_runs: tuple[int, Runs] | None = None
 
     def pooled(self, read: Bags, out: Tensor | None = None) -> Tensor:
@@ -87,13 +67,20 @@ class NumbaLookup(TorchLookup):
         order = Order(read.ids.numel(), len(tables), read.weights is not None, shift(num_bags), tables.columns)
         return self._sort_bags(order, read, self._runs(num_bags), False)
 
-    def update_pooled(self, grad: Tensor, read: Bags, *, order: Order | None = None) -> None:
+    def update_pooled(self, grad: Tensor, read: Bags | Segmented, *, order: Order | None = None) -> None:
         if read.ids.numel():
-            self._train(grad, order or self.order_pooled(read), read.weights)
+            training.train(self.bank, self._tables, self._gradients(grad, read, order))
 
-    def gradient_pooled(self, grad: Tensor, read: Bags, *, order: Order | None = None) -> Tensor:
-        order = (order or self.order_pooled(read)) if read.ids.numel() else None
-        return self._gradient(grad, order, read.weights)
+    def gradient_pooled(self, grad: Tensor, read: Bags | Segmented, *, order: Order | None = None) -> Tensor:
+        flat = torch.zeros_like(self.bank.weights)
+        if read.ids.numel():
+            training.write_gradient(self.bank, self._tables, self._gradients(grad, read, order), flat)
+        return flat
+
+    def pooled_row_gradients(self, grad: Tensor, read: Bags | Segmented) -> RowGradients:
+        if not read.ids.numel():
+            return []
+        return training.row_gradients(self.bank, self._tables, self._gradients(grad, read, None))
 
     def gradient_weights(self, grad: Tensor, read: Bags) -> Tensor:
         return self._weight_gradients(grad, read, self._runs(self._num_bags(read.offsets)))
@@ -110,7 +97,7 @@ class NumbaLookup(TorchLookup):
         runs = int64([[n, place_of(self.ranges[i])] for i, n in segments])
         fixed = (table.data_ptr(), *words(ids), runs.data_ptr(), len(segments), region.width)
         to, num_ids = self._target(output_ND), ids.numel()
-        parts, copy = threads.num_parts(num_ids, _ENOUGH_IDS), self._entry("copy_rows")
+        parts, copy = threads.num_parts(num_ids), self._entry("copy_rows")
         threads.run(lambda i: copy(*fixed, num_ids * i // parts, num_ids * (i + 1) // parts, *to), parts)
         return output_ND
 
@@ -127,15 +114,10 @@ class NumbaLookup(TorchLookup):
         flat = int64([run for of_table in runs for run in of_table])
         keys = torch.empty(2, ids.numel(), dtype=torch.int32, device="cpu")
         self._entry("expand_runs")(*words(ids), flat.data_ptr(), len(segments), *addresses(keys))
-        return self._sort(order, (*addresses(keys), 0), max(sizes, default=0))
+        return self._sort(order, (*addresses(keys), 0), max(sizes, default=0), tables)
 
-    def update_rows(self, grad: Tensor, read: Segmented, *, order: Order | None = None) -> None:
-        if read.ids.numel():
-            self._train(grad, order or self.order_rows(read), read.weights)
-
-    def gradient_rows(self, grad: Tensor, read: Segmented, *, order: Order | None = None) -> Tensor:
-        order = (order or self.order_rows(read)) if read.ids.numel() else None
-        return self._gradient(grad, order, read.weights)
+    # Only the order knows how ids are read.
+    update_rows, gradient_rows, row_gradients = update_pooled, gradient_pooled, pooled_row_gradients
 
     def gradient_row_weights(self, grad: Tensor, read: Segmented) -> Tensor:
         assert read.bags is not None, "weights go with bags"
@@ -184,7 +166,7 @@ class NumbaLookup(TorchLookup):
         (ids, bounds, _), table, weights = read, self.bank.weights, self._like_table(read.weights)
         fixed = (table.data_ptr(), *words(ids), *words(bounds), runs.to_sum.data_ptr(), len(runs.to_sum))
         to = (address(weights), *self._target(out))
-        parts, sum_bags = threads.num_parts(ids.numel(), _ENOUGH_IDS), self._entry("sum_bags")
+        parts, sum_bags = threads.num_parts(ids.numel()), self._entry("sum_bags")
         threads.run(lambda i: sum_bags(*fixed, i, parts, *to), parts)
 
     def _weight_gradients(self, grad: Tensor, read: Bags, runs: Runs) -> Tensor:
@@ -192,7 +174,7 @@ class NumbaLookup(TorchLookup):
         result_N = table.new_empty(ids.numel())
         fixed = (table.data_ptr(), *words(ids), *words(bounds), runs.to_sum.data_ptr(), len(runs.to_sum))
         to = (grad.data_ptr(), grad.stride(0), result_N.data_ptr())
-        parts, learn = threads.num_parts(ids.numel(), _ENOUGH_IDS), self._entry("weight_gradients")
+        parts, learn = threads.num_parts(ids.numel()), self._entry("weight_gradients")
         threads.run(lambda i: learn(*fixed, i, parts, *to), parts)
         return result_N
 
@@ -205,7 +187,13 @@ class NumbaLookup(TorchLookup):
         of_runs = (runs.to_sort.data_ptr(), runs.first.data_ptr(), num_tables)
         given = (*words(ids), *words(bounds), *of_runs, *memory, origins, order.addresses[0])
         most = self._entry("expand_bags")(*given)
-        return self._sort(order, (*memory, origins), most)
+        return self._sort(order, (*memory, origins), most, self._tables)
+
+    def _gradients(self, grad: Tensor, read: Bags | Segmented, order: Order | None) -> Gradients:
+        if order is None:
+            order = self.order_pooled(read) if isinstance(read, Bags) else self.order_rows(read)
+        grad = self._rows_of(self.bank.clipped(grad))
+        return Gradients([grad], grad.stride(0), order, self._like_table(read.weights))
 
     def _entry(self, name: str) -> Callable[..., int]:
         return entry_of(name, self._name)
@@ -218,11 +206,11 @@ class NumbaLookup(TorchLookup):
         grad = grad.to(self.bank.weights.dtype)
         return grad if grad.stride(1) == 1 or not grad.numel() else grad.contiguous()
 
-    def _sort(self, order: Order, keys: tuple[int, ...], most: int) -> Order:
-        sort_tables, tables = self._entry("sort_tables"), self._tables
+    def _sort(self, order: Order, keys: tuple[int, ...], most: int, tables: Summed) -> Order:
+        sort_tables = self._entry("sort_tables")
         ends, counts, rows, starts, ordered, places = order.addresses
-        num_tables, to = len(tables), (rows, starts, ordered, places, counts)
-        parts = min(threads.num_parts(order.num_ids, _ENOUGH_IDS), num_tables)
+        num_tables, to = len(tables.tables), (rows, starts, ordered, places, counts)
+        parts = min(threads.num_parts(order.num_ids), num_tables)
 
         def sort(i: int) -> None:
             scratch = torch.empty(4 * most + 4096, dtype=torch.int64, device="cpu")
@@ -232,123 +220,52 @@ class NumbaLookup(TorchLookup):
         threads.run(sort, parts)
         return order
 
-    def _gradient(self, grad: Tensor, order: Order | None, weights: Tensor | None) -> Tensor:
-        """(numel,) of the bank's weights; zeros without ids."""
+    def update_touched(self, sums: Sequence[RowGradients]) -> None:
+        for tables, gradients in self._touched_gradients(sums):
+            training.train(self.bank, tables, gradients)
+
+    def gradient_touched(self, sums: Sequence[RowGradients]) -> Tensor:
         flat = torch.zeros_like(self.bank.weights)
-        if order is not None:
-            self._sum(self.bank.clipped(grad), order, weights, _COPY, (flat,))
+        for tables, gradients in self._touched_gradients(sums):
+            training.write_gradient(self.bank, tables, gradients, flat)
         return flat
 
-    def _train(self, grad: Tensor, order: Order, weights: Tensor | None) -> None:
-        """Sum the gradients of each row, and update it by the bank's optimizer."""
-        bank, spec = self.bank, self.bank.spec
-        assert spec is not None, "a bank without optimizer is not updated in the backward pass"
-        grad = bank.clipped(grad)
-        kind = _compiled_kind(bank)
-        if kind is None:
-            self._train_generally(grad, order, weights)
-            return
-        arrays = (bank.weights, *(bank.state[name] for name in spec.optimizer.state))
-        self._sum(grad, order, weights, kind, arrays, _rates(bank, self._tables.in_bank))
+    def _touched_gradients(self, sums: Sequence[RowGradients]) -> Iterator[tuple[OfWidth, Gradients]]:
+        by_width: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        for of_part in sums:
+            for region, rows_n, sums_nD in of_part:
+                if rows_n.numel():
+                    by_width.setdefault(region.width, []).append((rows_n, self._rows_of(sums_nD)))
+        for width, of_width in by_width.items():
+            rows, parts = zip(*of_width, strict=True)
+            counts, tables = [len(rows_n) for rows_n in rows], self._of_width[width]
+            bits = shift(max(counts))
+            starts = [i << bits for i in range(len(rows))]
+            if len(rows) << bits > _MAX:
+                bits, starts, parts = _ALL_BITS, [*accumulate(counts[:-1], initial=0)], (torch.cat(parts),)
+            yield tables, Gradients(parts, width, self._order_touched(rows, starts, tables, bits, places_in(parts)))
 
-    def _train_generally(self, grad: Tensor, order: Order, weights: Tensor | None) -> None:
-        """The same by the optimizer's own function, which is given the sums."""
-        counts, tables = order.counts.tolist(), self._tables
-        by_width: dict[int, list[int]] = {}
-        for t, r in enumerate(tables.distinct):
-            by_width.setdefault(r.chunk.width, []).append(t)
-        packed, num_rows, num_elements, spans = [(0, 0)] * len(tables), 0, 0, []
-        for width, members in by_width.items():
-            start = num_rows, num_elements
-            for t in members:
-                packed[t] = num_rows, num_elements
-                num_rows, num_elements = num_rows + counts[t], num_elements + counts[t] * width
-            spans.append((width, *start, num_rows, num_elements))
-        rows = torch.empty(num_rows, dtype=torch.int64, device="cpu")
-        sums = self.bank.weights.new_empty(num_elements)
-        self._sum(grad, order, weights, _COPY, (sums,), packed=(int64(packed), rows))
-        for width, row, element, last_row, last_element in spans:
-            if last_row > row:
-                grads_nD = sums[element:last_element].view(-1, width)
-                update(self.bank, self.bank.regions[width], rows[row:last_row], grads_nD)
-
-    def _sum(
-        self,
-        grad: Tensor,
-        order: Order,
-        weights: Tensor | None,
-        kind: str,
-        arrays: Sequence[Tensor],
-        rates: Tensor | None = None,
-        packed: tuple[Tensor, Tensor] | None = None,
-    ) -> None:
-        """Sum the gradients of each row, and do with it what `kind` says."""
-        update_rows, tables = self._entry(f"update_{kind}"), self._tables
-        grad, weights = self._rows_of(grad), self._like_table(weights)
-        if rates is None:
-            rates = torch.zeros(len(tables), 5, dtype=torch.float64, device="cpu")
-        fixed = (
-            *(grad.data_ptr(), grad.stride(0), order.shift, order.columns.data_ptr()),
-            *(tables.tables.data_ptr(), len(tables), *order.addresses, address(weights)),
-        )
-        to = (
-            *([*map(address, arrays), 0, 0][:3]),
-            *(rates.data_ptr(), *(map(address, packed) if packed else (0, 0))),
-        )
-        num_ids, parts = order.num_ids, threads.num_parts(order.num_ids, _ENOUGH_IDS)
-
-        def part(i: int) -> None:
-            sums = torch.empty(tables.widest, dtype=torch.float64, device="cpu")
-            update_rows(*fixed, num_ids * i // parts, num_ids * (i + 1) // parts, sums.data_ptr(), *to)
-
-        threads.run(part, parts)
-
-
-def _rates(bank: Bank, in_bank: Sequence[int]) -> Tensor:
-    """(tables, 5) float64: what a `Kind` calls rates; of the bank's options as they are now, and its tables' steps."""
-    options = bank.options
-    lr, eps = float(options["lr"]), float(options.get("eps", 0.0))
-    if "betas" not in options:
-        return torch.tensor([lr, eps, 0.0, 0.0, 0.0], dtype=torch.float64, device="cpu").repeat(len(in_bank), 1)
-    beta1, beta2 = (float(b) for b in options["betas"])
-    steps, by_step = bank.steps.tolist(), {}
-    for step in set(steps):
-        root_correction = sqrt(1 - beta2**step)
-        own_eps = eps * (root_correction if options.get("bias_corrected_eps", True) else 1.0)
-        rate = lr * root_correction / (1 - beta1**step) if step else inf
-        by_step[step] = [rate, own_eps, beta1, beta2, lr * float(options.get("weight_decay", 0.0))]
-    return torch.tensor([by_step[steps[t]] for t in in_bank], dtype=torch.float64, device="cpu")
-
-
-def _compiled_kind(bank: Bank) -> str | None:
-    """The compiled update of the bank's optimizer; None where there is none for its state and the options now set."""
-    assert bank.spec is not None
-    optimizer = bank.spec.optimizer
-    kind = _KINDS.get(optimizer.update)
-    if kind == "rowwise_adagrad" and any(map(bank.options.get, ("weight_decay", "max_norm"))):
-        return None
-    found = [(name, tensor.is_row_wise) for name, tensor in optimizer.state.items()]
-    one_dtype = all(tensor.dtype == bank.weights.dtype for tensor in bank.state.values())
-    return kind if kind is not None and one_dtype and found == _STATES[kind] else None
-
-
-@cache
-def entry_of(name: str, element: str = "") -> Callable[..., int]:
-    """A compiled function; see `numba_functions`."""
-    from sharders.embedding.lookup.numba_functions import entry
-
-    return entry(name, element)
+    def _order_touched(
+        self, rows: Sequence[Tensor], starts: Sequence[int], tables: OfWidth, bits: int, columns: Tensor
+    ) -> Order:
+        """The order of ascending rows, part after part, by the source of the first of each part."""
+        order = Order(sum(map(len, rows)), len(tables.tables), False, bits, columns)
+        keys = torch.empty(2, order.num_ids, dtype=torch.int32, device="cpu")
+        of_parts = int64([[r.data_ptr(), len(r), start] for r, start in zip(rows, starts, strict=True)])
+        of_tables = tables.first_rows.data_ptr(), tables.num_rows.data_ptr(), len(tables.tables)
+        given = of_parts.data_ptr(), len(rows), *of_tables, *addresses(keys), order.addresses[0]
+        return self._sort(order, (*addresses(keys), 0), self._entry("expand_parts")(*given), tables)
 
 
 def supports(
     device: torch.device, dtype: torch.dtype, optimizer: OptimizerSpec | None, ranges: Sequence[RowRange]
 ) -> str | None:
     """Why it cannot be used for such tables; None where it can."""
-    if dtype not in _DTYPES or device.type != "cpu":
-        return f"it takes {', '.join(_DTYPES.values())} tables on the CPU; got {dtype} on {device.type}"
+    if dtype not in ELEMENTS or device.type != "cpu":
+        return f"it takes {', '.join(ELEMENTS.values())} tables on the CPU; got {dtype} on {device.type}"
     if (most := max((r.rows for r in ranges), default=0)) >= _MAX:
         return f"it takes tables of fewer than 2**31 rows on a rank; got {most}"
-    kind = optimizer.kind if optimizer is not None and optimizer.optimizer.update in _KINDS else None
+    kind = optimizer.kind if optimizer is not None and optimizer.optimizer.update in training.KINDS else None
     reason = problem(dtype, kind)
     return f"{reason} (pip install numba where it is missing)" if reason else None
 

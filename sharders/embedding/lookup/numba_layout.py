@@ -4,12 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from sharders.embedding.lookup.bank import Bank, RowRange
+
+
+class Summed(Protocol):
+    """Tables of whose rows gradients are summed.
+
+    Attributes:
+        tables: see `update` in `numba_loops`.
+        num_rows: of each.
+        widths: likewise.
+        as_stored: their numbers in the order in which they lie in the bank.
+        in_bank: of each its number in the bank.
+        widest: width.
+    """
+
+    tables: Tensor
+    num_rows: Tensor
+    widths: list[int]
+    as_stored: list[int]
+    in_bank: list[int]
+    widest: int
 
 
 class Tables:
@@ -34,6 +54,8 @@ class Tables:
         )
         self.first_ranges = int64(first_ranges)
         self.num_rows = int64([r.rows for r in self.distinct])
+        self.widths = [r.chunk.width for r in self.distinct]
+        self.as_stored = sorted(range(len(self.distinct)), key=lambda t: place_of(self.distinct[t]))
         in_bank = {chunk: t for t, chunks in enumerate(bank.chunks) for chunk in chunks}
         self.in_bank = [in_bank[r.chunk] for r in self.distinct]
         self.widest = max((r.chunk.width for r in ranges), default=0)
@@ -42,6 +64,22 @@ class Tables:
 
     def __len__(self) -> int:
         return len(self.distinct)
+
+
+class OfWidth:
+    """The tables of one width as they are stored, for rows of the region of that width.
+
+    Args:
+        width: of some.
+    """
+
+    def __init__(self, tables: Tables, width: int) -> None:
+        members = [t for t in tables.as_stored if tables.widths[t] == width]
+        self.widths, self.widest, self.as_stored = [width] * len(members), width, [*range(len(members))]
+        self.tables, self.num_rows = tables.tables[members], tables.num_rows[members]
+        self.first_rows = self.tables[:, 0] // width
+        self.tables[:, 2] = 0  # what a source says of columns is the same for all
+        self.in_bank = [tables.in_bank[t] for t in members]
 
 
 class Runs(NamedTuple):
@@ -77,6 +115,12 @@ class Order:
         self.ends, self.counts = self.memory[: sizes[0]].view(torch.int64), self.memory[starts[1] : starts[2]]
         address = self.memory.data_ptr()
         self.addresses = (*(address + 4 * start for start in starts[:5]), address + 4 * starts[5] if with_places else 0)
+
+
+def places_in(parts: Sequence[Tensor]) -> Tensor:
+    """Of the first element of each, counted from that of the first part."""
+    first = parts[0]
+    return int64([(part.data_ptr() - first.data_ptr()) // first.element_size() for part in parts])
 
 
 def place_of(of: RowRange) -> int:

@@ -72,6 +72,45 @@ def expand_runs(ids, id_bytes, runs, num_runs, keys, sources):
             to += 1
 
 
+def expand_parts(parts, num_parts, first_rows, num_rows, num_tables, keys, sources, ends):
+    """Keys and sources of rows that are known, each with one gradient; returns the most of a table.
+
+    Args:
+        parts: (num_parts, 3) int64: address of a part's rows, int64 and ascending, their number, the first's source.
+        first_rows, num_rows: of each table, int64: ascending, disjoint.
+        ends: (num_tables + 1,) int64, written: where each table's keys begin.
+    """
+    to = most = 0
+    for table in range(num_tables):
+        write64(ends, table, to)
+        before, first = to, read64(first_rows, table)
+        stop = first + read64(num_rows, table)
+        for part in range(num_parts):
+            its_rows, num, source = read64(parts, 3 * part), read64(parts, 3 * part + 1), read64(parts, 3 * part + 2)
+            place = _reach(its_rows, num, first)
+            while place < num and read64(its_rows, place) < stop:
+                write32(keys, to, read64(its_rows, place) - first)
+                write32(sources, to, source + place)
+                place += 1
+                to += 1
+        most = max(most, to - before)
+    write64(ends, num_tables, to)
+    return most
+
+
+@helper
+def _reach(rows, num, first):
+    """The place of the first row that is `first` or later."""
+    low, high = 0, num
+    while low < high:
+        middle = (low + high) // 2
+        if read64(rows, middle) < first:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
 def sort_tables(
     keys, sources, origins, ends, num_rows, first, stop, rows, starts, ordered, places, counts, scratch
 ):  # fmt: skip

@@ -13,11 +13,13 @@ from functools import cache
 
 import torch
 
+ENOUGH_IDS = 4096  # for a thread
 
-def num_parts(work: int, enough: int) -> int:
-    """Into how many parts work is cut, of which each should have `enough`."""
+
+def num_parts(num_ids: int) -> int:
+    """Into how many parts the work on so many ids is cut."""
     threads = torch.get_num_threads()
-    return max(1, min(threads, work // enough)) if threads > 1 else 1
+    return max(1, min(threads, num_ids // ENOUGH_IDS)) if threads > 1 else 1
 
 
 def run(part: Callable[[int], object], parts: int) -> None:

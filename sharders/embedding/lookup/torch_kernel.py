@@ -23,7 +23,7 @@ from sharders.embedding.lookup.reads import Bags, Segmented, Segments
 from sharders.embedding.lookup.row_optimizer import Rows
 
 RowGradients = list[tuple[Region, Tensor, Tensor]]
-"""Per width: the region, its distinct rows (n,) int64 that have a gradient, and the gradients (n, D)."""
+"""Per width: the region, its rows (n,) int64 that have a gradient, distinct and ascending, and the gradients (n, D)."""
 
 
 @dataclass(frozen=True)
@@ -220,15 +220,21 @@ class TorchLookup:
         bag_of_id = None if read.bags is None else _bag_of_id(read.bags, read.ids.numel())
         return [(region, *combined(self.region_rows(read), grad, bag_of_id, weights))]
 
+    def update_touched(self, sums: Sequence[RowGradients]) -> None:
+        self._update(_added(sums))
+
+    def gradient_touched(self, sums: Sequence[RowGradients]) -> Tensor:
+        return self._flat(_added(sums))
+
     def _update(self, gradients: RowGradients) -> None:
         for region, rows_n, grads_nD in gradients:
-            update(self.bank, region, rows_n, grads_nD)
+            update(self.bank, region, rows_n, grads_nD.to(self.bank.weights.dtype))
 
     def _flat(self, gradients: RowGradients) -> Tensor:
         """(numel,), laid out as the bank's weights."""
         flat = torch.zeros_like(self.bank.weights)
         for region, rows_n, grads_nD in gradients:
-            region.view(flat).index_copy_(0, rows_n, grads_nD)
+            region.view(flat).index_copy_(0, rows_n, grads_nD.to(flat.dtype))
         return flat
 
     def _touched(self, rows: Sequence[tuple[Region, Tensor]]) -> Tensor:
@@ -279,6 +285,18 @@ def _bag_of_id(bags: Tensor, count: int) -> Tensor:
     """(N,) the bag of each id, from the bags' bounds (n + 1,)."""
     numbers = torch.arange(bags.numel() - 1, device=bags.device)
     return torch.repeat_interleave(numbers, bags.diff(), output_size=count)
+
+
+def _added(sums: Sequence[RowGradients]) -> RowGradients:
+    """The sum of several, in their order."""
+    by_width: dict[int, RowGradients] = {}
+    for of_width in (of_width for part in sums for of_width in part if of_width[1].numel()):
+        by_width.setdefault(of_width[0].width, []).append(of_width)
+    result = []
+    for parts in by_width.values():
+        regions, rows, gradients = zip(*parts, strict=True)
+        result.append((regions[0], *combined(torch.cat(rows), torch.cat(gradients), None, None)))
+    return result
 
 
 def combined(

@@ -1,0 +1,167 @@
+"""What is made of the gradients of rows, once their order is known: updates, sums by row, the gradient of all weights.
+
+SGD, Adagrad, row-wise Adagrad and Adam are compiled with the sums; for others the sums are given to `row_updates`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from math import inf, sqrt
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sharders.embedding.lookup import row_updates, threads
+from sharders.embedding.lookup.bank import Bank
+from sharders.embedding.lookup.numba_layout import Order, Summed, address, int64
+from sharders.embedding.lookup.row_optimizer import Rows
+from sharders.embedding.lookup.torch_kernel import RowGradients, update
+
+ELEMENTS = {
+    torch.float32: "float32",
+    torch.float64: "float64",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+}
+"""Of tables, and what compiled code calls them."""
+
+_COPY = "copy"
+KINDS: dict[Callable[[Rows], None], str] = {
+    row_updates.sgd: "sgd",
+    row_updates.adagrad: "adagrad",
+    row_updates.rowwise_adagrad: "rowwise_adagrad",
+    row_updates.adam: "adam",
+}
+"""Updates that are compiled, by what they are called there; see `numba_updates`."""
+_STATES = {
+    "sgd": [],
+    "adagrad": [("sum", False)],
+    "rowwise_adagrad": [("sum", True)],
+    "adam": [("exp_avg", False), ("exp_avg_sq", False)],
+}
+"""The state that they are given: names, and whether it is row-wise; of the weights' dtype."""
+
+
+class Gradients(NamedTuple):
+    """Of a call's ids, in the weights' dtype.
+
+    Args:
+        parts: the columns of `order` count from the first element of the first.
+        stride: elements from one gradient to the next.
+        order: of the ids.
+        weights: of the ids; None where each counts once.
+    """
+
+    parts: Sequence[Tensor]
+    stride: int
+    order: Order
+    weights: Tensor | None = None
+
+
+def train(bank: Bank, tables: Summed, gradients: Gradients) -> None:
+    """Sum the gradients of each row, and update it by the bank's optimizer."""
+    spec, kind = bank.spec, _compiled_kind(bank)
+    assert spec is not None, "a bank without optimizer is not updated in the backward pass"
+    if kind is None:  # the optimizer's own function is given the sums
+        for region, rows_n, grads_nD in row_gradients(bank, tables, gradients):
+            update(bank, region, rows_n, grads_nD)
+        return
+    arrays = (bank.weights, *(bank.state[name] for name in spec.optimizer.state))
+    _sum(bank, tables, gradients, kind, arrays, _rates(bank, tables.in_bank))
+
+
+def row_gradients(bank: Bank, tables: Summed, gradients: Gradients) -> RowGradients:
+    """The sums by row."""
+    counts = gradients.order.counts.tolist()
+    by_width: dict[int, list[int]] = {}
+    for t in tables.as_stored:
+        if counts[t]:
+            by_width.setdefault(tables.widths[t], []).append(t)
+    packed, num_rows, num_elements, spans = [(0, 0)] * len(counts), 0, 0, []
+    for width, members in by_width.items():
+        start = num_rows, num_elements
+        for t in members:
+            packed[t] = num_rows, num_elements
+            num_rows, num_elements = num_rows + counts[t], num_elements + counts[t] * width
+        spans.append((width, *start, num_rows, num_elements))
+    rows = torch.empty(num_rows, dtype=torch.int64, device="cpu")
+    sums = bank.weights.new_empty(num_elements)
+    _sum(bank, tables, gradients, _COPY, (sums,), packed=(int64(packed), rows))
+    return [
+        (bank.regions[width], rows[row:last_row], sums[element:last_element].view(-1, width))
+        for width, row, element, last_row, last_element in spans
+    ]
+
+
+def write_gradient(bank: Bank, tables: Summed, gradients: Gradients, flat: Tensor) -> None:
+    """The sums where their rows are, in zeros like the bank's weights."""
+    _sum(bank, tables, gradients, _COPY, (flat,))
+
+
+def _sum(
+    bank: Bank,
+    tables: Summed,
+    gradients: Gradients,
+    kind: str,
+    arrays: Sequence[Tensor],
+    rates: Tensor | None = None,
+    packed: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """Sum the gradients of each row, and do with it what `kind` says."""
+    update_rows = entry_of(f"update_{kind}", ELEMENTS[bank.weights.dtype])
+    order, num_tables = gradients.order, len(tables.tables)
+    if rates is None:
+        rates = torch.zeros(num_tables, 5, dtype=torch.float64, device="cpu")
+    fixed = (
+        *(gradients.parts[0].data_ptr(), gradients.stride, order.shift, order.columns.data_ptr()),
+        *(tables.tables.data_ptr(), num_tables, *order.addresses, address(gradients.weights)),
+    )
+    to = (
+        *([*map(address, arrays), 0, 0][:3]),
+        *(rates.data_ptr(), *(map(address, packed) if packed else (0, 0))),
+    )
+    num_ids, parts = order.num_ids, threads.num_parts(order.num_ids)
+
+    def part(i: int) -> None:
+        sums = torch.empty(tables.widest, dtype=torch.float64, device="cpu")
+        update_rows(*fixed, num_ids * i // parts, num_ids * (i + 1) // parts, sums.data_ptr(), *to)
+
+    threads.run(part, parts)
+
+
+def _rates(bank: Bank, in_bank: Sequence[int]) -> Tensor:
+    """(tables, 5) float64: what a `Kind` calls rates; of the bank's options as they are now, and its tables' steps."""
+    options = bank.options
+    lr, eps = float(options["lr"]), float(options.get("eps", 0.0))
+    if "betas" not in options:
+        return torch.tensor([lr, eps, 0.0, 0.0, 0.0], dtype=torch.float64, device="cpu").repeat(len(in_bank), 1)
+    beta1, beta2 = (float(b) for b in options["betas"])
+    steps, by_step = bank.steps.tolist(), {}
+    for step in set(steps):
+        root_correction = sqrt(1 - beta2**step)
+        own_eps = eps * (root_correction if options.get("bias_corrected_eps", True) else 1.0)
+        rate = lr * root_correction / (1 - beta1**step) if step else inf
+        by_step[step] = [rate, own_eps, beta1, beta2, lr * float(options.get("weight_decay", 0.0))]
+    return torch.tensor([by_step[steps[t]] for t in in_bank], dtype=torch.float64, device="cpu")
+
+
+def _compiled_kind(bank: Bank) -> str | None:
+    """The compiled update of the bank's optimizer; None where there is none for its state and the options now set."""
+    assert bank.spec is not None
+    optimizer = bank.spec.optimizer
+    kind = KINDS.get(optimizer.update)
+    if kind == "rowwise_adagrad" and any(map(bank.options.get, ("weight_decay", "max_norm"))):
+        return None
+    found = [(name, tensor.is_row_wise) for name, tensor in optimizer.state.items()]
+    one_dtype = all(tensor.dtype == bank.weights.dtype for tensor in bank.state.values())
+    return kind if kind is not None and one_dtype and found == _STATES[kind] else None
+
+
+@cache
+def entry_of(name: str, element: str = "") -> Callable[..., int]:
+    """A compiled function; see `numba_functions`."""
+    from sharders.embedding.lookup.numba_functions import entry
+
+    return entry(name, element)
