@@ -56,7 +56,15 @@ def _failing(mesh: str, seeds: range) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mesh", "seeds"), [("dp2", range(36)), ("dp4", range(100, 118)), ("replicate2xshard2", range(200, 209))], ids=str
+    ("mesh", "seeds"),
+    [
+        ("dp2", range(36)),
+        ("dp4", range(100, 118)),
+        ("replicate2xshard2", range(200, 209)),
+        ("host2xlocal2", range(300, 327)),
+        ("replicate2xhost2xlocal2", range(400, 409)),
+    ],
+    ids=str,
 )
 def test_any_layouts_side_by_side(mesh: str, seeds: range) -> None:
     failed = run_ranks(math.prod(MESHES[mesh][0]), _failing, mesh, seeds, timeout=500)

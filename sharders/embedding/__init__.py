@@ -18,6 +18,7 @@
 - `input_checks`: checks of a batch before any exchange
 - `input_faults`: faults of a batch as integers that travel
 - `header`: the first exchange: sizes, faults, mismatches
+- `stages`: results of row blocks on two shard axes, in two stages or straight
 - `input_dist`: input dist: ids to the ranks that own their rows
 - `local_tables`: what one rank holds of a module's tables
 - `path`: what pooled and unpooled lookups share: the way back

@@ -85,8 +85,7 @@ class Engine:
         transport = counted(transport)
         self.tensor = tensor_ranks(env, transport)
         self.peers = find_peers(env, sync_interval == 1, by_stages=not unpooled, transport=transport, codecs=codecs)
-        by_partials = not unpooled and self.peers.outer.size == 1  # two stages add them up on the way
-        self.placement = Placement(tables, layouts, env, unpooled, by_partials)
+        self.placement = Placement(tables, layouts, env, unpooled)
         self.payloads = self.peers.exchange if any(self.placement.slots) else GroupChannel(None)
         """Where ids travel: nowhere where all tables are data-parallel."""
         self.store = TableStore(self.placement, env.table_rank, device, kernel, options)

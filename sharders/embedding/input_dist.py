@@ -28,11 +28,12 @@ from sharders.embedding.call import Call, Places, Sent, Span, once_per_call
 from sharders.embedding.lookup.bucketize import Bucketizer
 from sharders.embedding.lookup.distinct import can_be_found, distinct_rows
 from sharders.embedding.peers import Peers
-from sharders.embedding.placement import Placement
+from sharders.embedding.placement import Placement, Slot
+from sharders.embedding.stages import TwoStages
 
 MOST_FILLED = 0.7
 """Of the bags of a row block those that have ids in it, for partials to travel; where most have, all columns cost less
-to look up and to place."""
+to look up and to place. On two shard axes, of the elements that travel in two stages; see stages.py."""
 _MAX_ORDERS = 16  # of keys, that are kept compiled
 
 
@@ -124,6 +125,7 @@ class InputDist:
         self._device = device
         can_join = unpooled and peers.exchange.size > 1 and can_be_found(device, kernel)
         self._joins = sums_first if can_join else lambda: False
+        self._two_stages = None if peers.outer.size == 1 or unpooled else self._staged(peers)
 
     def send(self, batch: Batch, with_places: bool) -> tuple[torch.Tensor, list[int], Sent]:
         """The payloads for every rank of the exchange, one after the other, their words, and what is to be known later.
@@ -228,10 +230,9 @@ class InputDist:
             runs: list[tuple[bool, int, int]] = []
             sources: list[tuple[bool, int]] = []
             for slot in self.placement.slots[table_rank]:
-                is_split = slot.feature in self._in_split
-                index = key_of[slot.feature]
-                if is_split:
-                    index = slot.row_block * len(self.split_features) + self._in_split[slot.feature]
+                segment = self._segment(slot)
+                is_split = segment is not None
+                index = key_of[slot.feature] if segment is None else segment
                 rows.append(num_keys + index if is_split else index)
                 sources.append((is_split, index))
                 num_rows[is_split][index] = min(num_rows[is_split][index] or slot.rows, slot.rows)
@@ -272,8 +273,22 @@ class InputDist:
         ids = lengths.sum(1)
         return torch.stack([ids, (lengths > 0).sum(1)] if self._by_partials else [ids])
 
+    def _staged(self, peers: Peers) -> TwoStages:
+        segments = [[self._segment(slot) for slot in of_rank] for of_rank in self.placement.slots]
+        num = self._num_blocks * len(self.split_features)
+        return TwoStages(self.placement, peers.table.rank, peers.inner.size, segments, num)
+
+    def _segment(self, slot: Slot) -> int | None:
+        """Of a split feature's slot its (row block, feature)."""
+        feature = self._in_split.get(slot.feature)
+        return None if feature is None else slot.row_block * len(self.split_features) + feature
+
     def _is_sparse(self, split: _Ordered) -> bool:
-        return self._by_partials and sum(split.bags) <= MOST_FILLED * split.lengths.numel()
+        if not self._by_partials:
+            return False
+        if self._two_stages is not None:
+            return self._two_stages.is_more(split.bags, split.lengths.shape[1], MOST_FILLED)
+        return sum(split.bags) <= MOST_FILLED * split.lengths.numel()
 
     def _row_starts(self, batch: Batch) -> list[int]:
         """First row of each feature among the results' rows of its table's dim."""

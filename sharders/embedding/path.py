@@ -12,6 +12,7 @@ from sharders.embedding.input_dist import InputDist
 from sharders.embedding.local_tables import TBE
 from sharders.embedding.lookup.torch_kernel import RowGradients
 from sharders.embedding.output_dist import Beside
+from sharders.embedding.peers import Peers
 from sharders.embedding.phases import BACKWARD, GRADIENT, SYNC, phase
 from sharders.embedding.replicas import OfLocal, Replicas, sum_of
 from sharders.embedding.touched_rows import TouchedRows
@@ -55,6 +56,10 @@ class Path(Generic[Given]):
         self.peers, self.store, self.factor = replicas.peers, replicas.store, replicas.mean_factor
         self.dims = [self.store.placement.tables[f.table].dim for f in self.store.placement.features]
 
+    def peers_of(self, call: Call) -> Peers:
+        """Those that a call's results and gradients travel between, and in which order."""
+        return self.peers
+
     def wants_landing(self, call: Call) -> bool:
         """Whether gradients come back, and no sums beside them."""
         return (call.is_training or call.wants_weight_gradient) and not self.store.local
@@ -62,7 +67,7 @@ class Path(Generic[Given]):
     def order_ids(self, call: Call) -> None:
         """What of the update is known with the ids: worked out while results travel."""
         if call.is_training:
-            self._orders(call, tuple(self.replicas.sources))
+            self._orders(call, tuple(self.peers_of(call).sources))
 
     def _of_local(self, call: Call, given: Given) -> OfLocal | None:
         """What data-parallel tables get from this rank's own ids."""
@@ -84,10 +89,11 @@ class Path(Generic[Given]):
             given = self._given(call, grads)
             local = self._of_local(call, given) if call.is_training else None
         with phase(spent, GRADIENT):
-            grad, of_weights = self._send_back(call, given, self.replicas.beside(local))
+            beside = self.replicas.beside(local, self.peers_of(call))
+            grad, of_weights = self._send_back(call, given, beside)
         if not call.is_training:  # all tables are frozen: the gradient is for the weights
             return [of_weights, *[None] * len(self.store.parameters)]
-        sources = tuple(self.replicas.sources)
+        sources = tuple(self.peers_of(call).sources)
         if self.peers.num_replicas > 1:
             with phase(spent, SYNC):
                 grad = self.replicas.share(grad, self._sizes(call, sources))

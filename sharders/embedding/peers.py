@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import prod
 
 from dmp import ShardingEnv
-from sharders.channel import Channel, Transport
+from sharders.channel import Channel, GroupChannel, Transport
 from sharders.embedding.codec import AS_COMPUTED, Codecs
 
 
@@ -50,6 +51,26 @@ class Peers:
     replicas: Channel
     num_replicas: int
     codecs: Codecs
+
+    @property
+    def sources(self) -> list[int]:
+        """Indices in `exchange` of the ranks whose gradients this rank's shards get, in the order of sources."""
+        return self.everyone if self.num_replicas > 1 else self.own
+
+    def in_one_stage(self) -> Peers:
+        """The same ranks where results go straight to those of the samples."""
+        if self.outer.size == 1:
+            return self
+        order, each = own_last(self.table), len(self.own)
+
+        def ordered(of_replica: Sequence[int]) -> list[int]:
+            by_table_rank = {self.table_ranks[i]: i for i in of_replica}
+            return [by_table_rank[rank] for rank in order]
+
+        replicas = [self.everyone[first : first + each] for first in range(0, len(self.everyone), each)]
+        everyone = [i for of_replica in replicas for i in ordered(of_replica)]
+        alone = GroupChannel(None)
+        return replace(self, own=ordered(self.own), everyone=everyone, inner=self.table, outer=alone)
 
 
 def find_peers(

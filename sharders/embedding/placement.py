@@ -96,8 +96,8 @@ class Placement:
         tables: the module's tables.
         layouts: one for each table.
         env: the mesh.
-        unpooled: results are rows; slots of one width are then adjacent, so that their rows are one matrix.
-        by_partials: tables in several row blocks travel as partials, whose slots are ordered in the same way.
+        unpooled: results are rows; slots of one width are then adjacent, so that their rows are one matrix. Else tables
+            in several row blocks may travel as partials, whose slots are ordered in the same way.
     """
 
     def __init__(
@@ -106,7 +106,6 @@ class Placement:
         layouts: Sequence[Layout],
         env: ShardingEnv,
         unpooled: bool = False,
-        by_partials: bool = False,
     ) -> None:
         self.tables = list(tables)
         self.shards = [lay.shards((t.rows, t.dim), env) for t, lay in zip(tables, layouts, strict=True)]
@@ -117,7 +116,7 @@ class Placement:
         self.row_blocks = [
             [] if local else _row_blocks(of) for of, local in zip(self.shards, self.is_local, strict=True)
         ]
-        self.by_partials = [by_partials and len(blocks) > 1 for blocks in self.row_blocks]
+        self.by_partials = [not unpooled and len(blocks) > 1 for blocks in self.row_blocks]
         self.slots: list[list[Slot]] = [[] for _ in range(env.table_size)]
         self.chunks: list[list[list[Shard]]] = [[[] for _ in self.tables] for _ in range(env.table_size)]
         # Tables that are stored together are adjacent, so that a bank's slots are one run.

@@ -20,7 +20,7 @@ from sharders.embedding.lookup.torch_kernel import RowGradients
 from sharders.embedding.output_dist import Beside
 from sharders.embedding.partials import Awaited, OwnedBags, Partials, PartialsPlan, elements_of_sources, owned_bags
 from sharders.embedding.path import Path, Returned, Trained
-from sharders.embedding.peers import own_last
+from sharders.embedding.peers import Peers, own_last
 from sharders.embedding.phases import FORWARD, INPUT, OUTPUT, phase
 from sharders.embedding.pooled_output import Blocks, PooledOutputDist, cut_columns
 from sharders.embedding.ragged import Columns
@@ -31,11 +31,13 @@ class _Way:
     """How lookups travel in a call.
 
     Args:
+        peers: between whom. Partials go straight to the ranks of the samples.
         whole: TBEs whose lookups do with all their columns.
         runs: of the slots whose lookups travel as partials.
         partials: None where none do, on any rank.
     """
 
+    peers: Peers
     whole: list[TBE]
     runs: list[SlotRun]
     partials: PartialsPlan | None
@@ -67,8 +69,9 @@ class PooledPath(Path[torch.Tensor]):
         """[(B, sum of dims)]."""
         with phase(call.spent, INPUT):
             self.input_dist.receive(call)
-        way, own = self._way(call), self.peers.own
-        others = tuple(own[: -self.peers.outer.size])
+        way = self._way(call)
+        own = way.peers.own
+        others = tuple(own[: -way.peers.outer.size])
         with phase(call.spent, FORWARD):
             num = sum(call.samples[s] for s in others)
             partials = self._partials(call)
@@ -222,11 +225,11 @@ class PooledPath(Path[torch.Tensor]):
         plan = way.partials
         if plan is None:
             return None
-        of_ranks, sent = list(zip(self.peers.own, plan.ranges, strict=True)), call.sent
+        of_ranks, sent = list(zip(way.peers.own, plan.ranges, strict=True)), call.sent
         lengths = [sent.lengths[i][slots.start : slots.stop] for i, slots in of_ranks]
         bags = [n for i, slots in of_ranks for n in sent.bags[i][slots.start : slots.stop]]
         awaited = Awaited(plan, lengths, bags, call.batch.shortest > 0)
-        return Partials(way.runs, self._owned(call, tuple(self.peers.own)), awaited, self.dtype, call.spent)
+        return Partials(way.runs, self._owned(call, tuple(way.peers.own)), awaited, self.dtype, call.spent)
 
     def _weight_gradient(self, call: Call, given: torch.Tensor, looked_up: torch.Tensor) -> torch.Tensor:
         """(N,) gradient of the batch's weights: from the owners of the rows, and from the local tables.
@@ -255,7 +258,7 @@ class PooledPath(Path[torch.Tensor]):
 
     def _weight_gradients_of_sources(self, call: Call, looked_up: torch.Tensor) -> list[torch.Tensor]:
         """For each table rank the gradients of the weights that it has sent here, in the order it sent them."""
-        sources, parts = tuple(self.peers.own), []
+        sources, parts = tuple(self.peers_of(call).own), []
         lookup, of_runs = self._cut(call, looked_up, sources)
         for tbe, columns, bags in self._by_tbe(call, lookup, sources):
             columns = columns.to(tbe.bank.weights.dtype).contiguous()
@@ -276,15 +279,20 @@ class PooledPath(Path[torch.Tensor]):
     def _way(self, call: Call) -> _Way:
         return self.ways[call.by_partials]
 
+    def peers_of(self, call: Call) -> Peers:
+        """See `Path`."""
+        return self._way(call).peers
+
     def _make_way(self, by_partials: bool) -> _Way:
-        store, order = self.store, [self.peers.table_ranks[source] for source in self.peers.own]
+        store, peers = self.store, self.peers.in_one_stage() if by_partials else self.peers
+        order = [peers.table_ranks[source] for source in peers.own]
         plan = PartialsPlan(store.placement, order, self.device) if by_partials else None
         whole = [tbe for tbe in store.sharded if not (by_partials and tbe.by_partials)]
         runs = store.runs_of([tbe for tbe in store.sharded if by_partials and tbe.by_partials])
-        return _Way(whole, runs, plan, self._make_output_dists(plan))
+        return _Way(peers, whole, runs, plan, self._make_output_dists(peers, plan))
 
-    def _make_output_dists(self, plan: PartialsPlan | None) -> list[PooledOutputDist]:
-        peers, codecs, placement = self.peers, self.peers.codecs, self.store.placement
+    def _make_output_dists(self, peers: Peers, plan: PartialsPlan | None) -> list[PooledOutputDist]:
+        codecs, placement = peers.codecs, self.store.placement
         columns: list[list[Columns]] = [
             [(s.feature, s.column, s.width) for s in of_rank] for of_rank in placement.slots
         ]
@@ -305,7 +313,7 @@ class PooledPath(Path[torch.Tensor]):
 
     def _rows(self, call: Call, index: int) -> list[int]:
         """Samples of each rank of an output dist: what is sent to it, and what it has sent."""
-        peers = self.peers
+        peers = self.peers_of(call)
         size = [call.samples[i] for i in peers.by_table_rank]
         inner, outer = peers.inner, peers.outer
         if outer.size == 1:
@@ -318,8 +326,9 @@ class PooledPath(Path[torch.Tensor]):
         """Of each rank of an output dist; None where every batch has one size for all features."""
         if not call.has_sizes:
             return None
-        size = [call.batch_sizes[i] for i in self.peers.by_table_rank]
-        inner, outer = self.peers.inner, self.peers.outer
+        peers = self.peers_of(call)
+        size = [call.batch_sizes[i] for i in peers.by_table_rank]
+        inner, outer = peers.inner, peers.outer
         if outer.size == 1:
             return [[of_rank] for of_rank in size]
         if index == 0:

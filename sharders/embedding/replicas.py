@@ -41,17 +41,12 @@ class Replicas:
         """Makes a mean over batches of the sum of gradients over the ranks that share them."""
         return 1.0 / len(set(self.peers.data_ranks))
 
-    @property
-    def sources(self) -> list[int]:
-        """Ranks of the exchange whose gradients this rank's shards get, in the order of sources."""
-        return self.peers.everyone if self.peers.num_replicas > 1 else self.peers.own
-
     def share(self, flat: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         """All replicas' gradients of this rank's shards, one replica after the other.
 
         Args:
             flat: gradients of this replica's samples.
-            sizes: elements from each source of `sources`.
+            sizes: elements from each of `Peers.sources`.
         """
         count = self.peers.num_replicas
         if count == 1:
@@ -63,9 +58,9 @@ class Replicas:
         came = channel.all_to_all(wire.repeat(count), [flat.numel()] * count, totals).wait()
         return decoded(codec, came, flat.dtype)
 
-    def beside(self, local: OfLocal | None) -> OfLocal | None:
-        """The gradients of data-parallel tables, where they travel beside the others."""
-        if local is None or self.peers.outer.size > 1 or self.peers.num_replicas > 1:
+    def beside(self, local: OfLocal | None, peers: Peers) -> OfLocal | None:
+        """The gradients of data-parallel tables, where they travel beside the others, between these peers."""
+        if local is None or peers.outer.size > 1 or peers.num_replicas > 1:
             return None
         return local if local.nbytes <= BESIDE_BYTES else None
 
