@@ -111,7 +111,7 @@ class Channel(Protocol):
         """Sum over the ranks, in place; the same to the bit on all."""
 
 
-Purpose = Literal["tables", "headers"]
+Purpose = Literal["tables", "headers", "buffers"]
 Transport = Callable[[dist.ProcessGroup | None, Purpose], Channel]
 """Opens a channel between the ranks of a group (None: this process alone) for one purpose. Collective."""
 
@@ -152,7 +152,7 @@ def over_connections(group: dist.ProcessGroup | None, purpose: Purpose) -> Chann
     """The `Transport` over torch's process groups, with connections of its own: see [Note: parted ranks]."""
     if group is None or dist.get_world_size(group) == 1:
         return GroupChannel(None)
-    own = ranks.own_group(group, "tables")
+    own = ranks.own_group(group, "buffers" if purpose == "buffers" else "tables")
     return GroupChannel(ranks.control_group(group) if purpose == "headers" and own is not group else own)
 
 

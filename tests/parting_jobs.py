@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -116,6 +118,20 @@ class Job:
         """A collective of the program's that gloo would end the process for, were it to meet one of ours."""
         dist.all_gather_object([None] * self.env.size, "x" * 5000)
 
+    def drop(self) -> None:
+        """A loss without its backward pass, as where a program passes over one that is not finite; no call after it."""
+        self.model(self.batch)
+        until = time.monotonic() + 20.0
+        while time.monotonic() < until and dmp.ranks.call_log.Verdict.error is None:
+            time.sleep(0.1)
+        self.step()
+
+    def keep(self) -> None:
+        """Likewise, and the loss is there: it may come yet."""
+        loss = self.model(self.batch)
+        time.sleep(14.0)
+        loss.backward()
+
     def sleep(self) -> None:
         time.sleep(4.0)
         self.step()
@@ -152,6 +168,18 @@ def part(kind: str, folder: str, by_rank: list[str]) -> tuple[str, float]:
                 os.kill(pids[rank], signal.SIGKILL)
         return told
     return "", time.monotonic() - started
+
+
+def part_and_listen(*args: Any) -> tuple[str, list[str]]:
+    """As `part`: the error, and what was logged."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dmp").addHandler(handler)
+    try:
+        return part(*args)[0], said
+    finally:
+        logging.getLogger("dmp").removeHandler(handler)
 
 
 def meet_elsewhere(folder: str, by_rank: list[str]) -> str:

@@ -15,6 +15,7 @@ from tests.parting_jobs import (
     losses_of_different_tables,
     meet_elsewhere,
     part,
+    part_and_listen,
     together_where_one_raises,
     wrap_with,
     wrap_with_a_planner_that_raises,
@@ -50,6 +51,22 @@ def test_parted_in_a_model_with_tables(case: str, tmp_path: Path) -> None:
             assert message.startswith("RanksError: the ranks have parted ways: "), message
             assert f"rank 0 is in {first} (" in message and f"rank 1 is in {second} (" in message, message
         assert message and seconds < TOLD_S, (message, seconds)
+
+
+def test_a_loss_that_is_dropped_on_one_rank(tmp_path: Path) -> None:
+    for message, seconds in mortal_ranks(2, part, "sparse", str(tmp_path), ["step", "drop"]):
+        assert message.startswith("RanksError: the ranks have parted ways: "), message
+        assert "rank 0 is in the backward of 'sparse' (" in message, message
+        assert "rank 1 is in code of its own (parting_jobs.py:" in message, message
+        assert "has let go of the result of call" in message and seconds < TOLD_S, (message, seconds)
+
+
+@slow
+def test_who_is_waited_for_is_said(tmp_path: Path) -> None:
+    (message, said), (other, nothing) = run_ranks(2, part_and_listen, "sparse", str(tmp_path), ["step", "keep"])
+    assert (message, other, nothing) == ("", "", []) and len(said) == 1, said
+    assert "s in the backward of 'sparse': rank 1 is in code of its own (parting_jobs.py:" in said[0]
+    assert "), last in the lookup of 'sparse', call " in said[0]
 
 
 @slow

@@ -40,9 +40,13 @@ def _full(*_: object) -> int:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+def _forbidden(path: str, **_: object) -> int:
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+
 def _troubles(rank: int) -> dict[str, Callable[[], object]]:
     """What goes wrong, on rank 1 alone where nothing else is said."""
-    own_host = mock.patch.object(opening, "_host", return_value=f"host {rank}")
+    own_host = mock.patch.object(opening, "_host", return_value=(f"host {rank}", ""))
     other = mock.patch.object(opening, "attach", lambda pid, fd, size: mapping.make(size)[0])
     return {
         "DMP_SHARED_MEMORY=0": lambda: mock.patch.dict(os.environ, DMP_SHARED_MEMORY="0"),
@@ -51,6 +55,7 @@ def _troubles(rank: int) -> dict[str, Callable[[], object]]:
         "rank 1: [Errno 28] No space left": lambda: mock.patch.object(opening, "attach", _full),
         "as seen from here, is not rank 0": lambda: other,
         "this is aarch64": lambda: mock.patch.object(platform, "machine", return_value="aarch64"),
+        "Permission denied: '/proc/self/ns/pid'": lambda: mock.patch.object(os, "stat", _forbidden),
         "on different hosts": lambda: own_host,
     }
 

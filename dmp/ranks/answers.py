@@ -21,7 +21,8 @@ class Answer(NamedTuple):
 
     Attributes:
         asked: the question that it answers.
-        numbers: key of a sequence -> how far it has come.
+        come: key of a sequence -> number of its last entry, name of the last that has ended, and numbers of calls that
+            will have no backward pass here.
         running: [key, number, name, seconds] of its entries.
         waits_in: see `Place`.
         line: likewise.
@@ -29,7 +30,7 @@ class Answer(NamedTuple):
     """
 
     asked: int
-    numbers: dict[str, int]
+    come: dict[str, tuple[int, str, list[int]]]
     running: list[Any]
     waits_in: str
     line: str
@@ -59,6 +60,11 @@ def find_parted(mine: Sequence[call_log.Entry], answers: Mapping[int, Answer], r
         if now - entry.since < SUSPECT_S:
             continue
         key = entry.sequence.key
+        droppers = [r for r, each in answers.items() if key in each.come and entry.backward_of in each.come[key][2]]
+        if droppers and answers[rank].still_s >= _WAITS_S:
+            places = {r: each.shown(key, entry.number) for r, each in answers.items()}
+            dropped = f", and has let go of the result of call {entry.backward_of}, which takes its backward pass away"
+            return parted_text({r: place + dropped * (r in droppers) for r, place in places.items()})
         for answer in answers.values():
             for _, number, name, seconds in answer.of_sequence(key):
                 still_s = min(answers[rank].still_s, answer.still_s)
@@ -83,6 +89,16 @@ def find_all_still(ranks: Collection[int], answers: Mapping[int, Answer], asked:
     if len({answer.shown().partition(" (")[0] for answer in answers.values()}) == 1:
         return None
     return parted_text({rank: answer.shown() for rank, answer in answers.items()})
+
+
+def who_is_awaited(entry: call_log.Entry, answers: Mapping[int, Answer]) -> str:
+    """Where those are that have not come to an entry of this rank's, and what they did last; "" where all have."""
+    key, texts = entry.sequence.key, []
+    for rank, answer in sorted(answers.items()):
+        number, last, _ = answer.come.get(key, (0, "", []))
+        if number < entry.number:
+            texts.append(f"rank {rank} is {answer.shown(key)}" + (f", last in {last}" if last else ""))
+    return "; ".join(texts[:_SHOWN])
 
 
 def parted_text(places: Mapping[int, str]) -> str:

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
+from collections import deque
 from functools import lru_cache
+from typing import Any
 
 import torch.distributed as dist
 
 from dmp.errors import RanksError
 
+_DROPPED = 256  # that are remembered
 
 class Sequence:
     """The entries of one set of ranks, as far as this process has come.
@@ -23,22 +27,36 @@ class Sequence:
         key: the same text for the same ranks, on all of them.
         ranks: of the default group.
         number: of the last entry that was begun.
+        last: name of the last entry that has ended; "" before the first.
         backwards: names of the backward passes since the ranks last compared them, and the number of the call of each.
+        awaited: number of a call -> its result, whose backward pass is yet to come.
+        dropped: numbers of calls whose results were let go before that.
     """
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
-        self.key, self.ranks, self.number = shown(ranks), ranks, 0
+        self.key, self.ranks, self.number, self.last = shown(ranks), ranks, 0, ""
         self.backwards: list[tuple[str, int]] = []
+        self.awaited: dict[int, weakref.ref[Any]] = {}
+        self.dropped: deque[int] = deque(maxlen=_DROPPED)
+
+    def await_backward(self, number: int, result: Any) -> None:
+        """Note when a call's result is let go, and with it the backward pass that others may wait in."""
+
+        def drop(_: Any) -> None:
+            if self.awaited.pop(number, None) is not None:
+                self.dropped.append(number)
+
+        self.awaited[number] = weakref.ref(result, drop)
 
 
 class Entry:
-    """One call under way."""
+    """One call under way; the backward pass of the call of number `backward_of`, or None."""
 
-    __slots__ = ("name", "number", "sequence", "since", "thread")
+    __slots__ = ("backward_of", "name", "number", "sequence", "since", "thread")
 
-    def __init__(self, name: str, sequence: Sequence) -> None:
+    def __init__(self, name: str, sequence: Sequence, backward_of: int | None) -> None:
         sequence.number += 1
-        self.name, self.sequence, self.number = name, sequence, sequence.number
+        self.name, self.sequence, self.number, self.backward_of = name, sequence, sequence.number, backward_of
         self.since = time.monotonic()
         self.thread = threading.get_ident()
 
@@ -54,15 +72,23 @@ class Verdict:
     ranks: frozenset[int] = frozenset()
 
 
-def begin(name: str, sequence: Sequence) -> Entry:
+sequences: dict[str, Sequence] = {}
+"""Key -> each that there is."""
+
+
+def begin(name: str, sequence: Sequence, backward_of: int | None = None) -> Entry:
     if Verdict.error is not None and not Verdict.ranks.isdisjoint(sequence.ranks):
         raise type(Verdict.error)(str(Verdict.error))
-    entry = Entry(name, sequence)
+    entry = Entry(name, sequence, backward_of)
+    if backward_of is not None:
+        sequence.awaited.pop(backward_of, None)
+        sequence.backwards.append((name, backward_of))
     running[id(entry)] = entry
     return entry
 
 
 def end(entry: Entry) -> None:
+    entry.sequence.last = entry.name
     running.pop(id(entry), None)
 
 
@@ -71,6 +97,7 @@ def forget() -> None:
     running.clear()
     Verdict.error, Verdict.ranks = None, frozenset()
     parts.clear()
+    sequences.clear()
     sequence_of.cache_clear()
     _sequence.cache_clear()
 
@@ -89,6 +116,7 @@ def sequence_of(group: dist.ProcessGroup) -> Sequence:
 def _sequence(ranks: tuple[int, ...], part: str) -> Sequence:
     made = Sequence(ranks)
     made.key += part
+    sequences[made.key] = made
     return made
 
 

@@ -35,9 +35,9 @@ class entry:
         self._sequence = None if group is None else call_log.sequence_of(group)
 
     def __enter__(self) -> entry:
-        self._entry = None if self._sequence is None else call_log.begin(self.name, self._sequence)
-        if self._entry is not None and self._backward_of is not None:
-            self._entry.sequence.backwards.append((self.name, self._backward_of))
+        self._entry = (
+            None if self._sequence is None else call_log.begin(self.name, self._sequence, self._backward_of)
+        )
         return self
 
     def __exit__(
@@ -55,6 +55,11 @@ class entry:
     def number(self) -> int:
         """Of this entry among its ranks'; 0 without a group."""
         return 0 if self._entry is None else self._entry.number
+
+    def await_backward(self, result: object) -> None:
+        """This call's backward pass is to come, unless this rank lets go of `result`."""
+        if self._entry is not None:
+            self._entry.sequence.await_backward(self._entry.number, result)
 
     def take_backwards(self) -> list[tuple[str, int]]:
         """Names of the backward passes that this rank has run since the last time, and of which call each was."""

@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from dmp.errors import RanksError
 from dmp.ranks import call_log
-from dmp.ranks.answers import STILL_S, SUSPECT_S, Answer, find_all_still, find_parted, ranks_are
+from dmp.ranks.answers import STILL_S, SUSPECT_S, Answer, find_all_still, find_parted, ranks_are, who_is_awaited
 from dmp.ranks.connections import shut_all, traffic
 from dmp.ranks.stacks import place_of
 
@@ -66,7 +66,8 @@ class Watchdog:
         self._waits: dict[str, int] = {}
         self._still_since = time.monotonic()
         self._suspicious_since: float | None = None
-        self._has_lost, self._has_warned = False, False
+        self._has_lost = False
+        self._warned_of: Any = None
         # gloo connects every rank of the default group to every other, unless it is asked to wait until they speak.
         self._most_open = traffic().num_open
         self._is_meshed = dist.get_backend(group) == "gloo" and self._most_open >= self.size - 1
@@ -207,7 +208,7 @@ class Watchdog:
         running = list(call_log.running.values())
         told = {
             "asked": self._asked,
-            "numbers": {e.sequence.key: e.sequence.number for e in running},
+            "come": {key: [s.number, s.last, list(s.dropped)] for key, s in list(call_log.sequences.items())},
             "running": [[e.sequence.key, e.number, e.name, round(now - e.since, 2)] for e in running],
             "waits_in": place.waits_in,
             "line": place.line,
@@ -269,15 +270,12 @@ class Watchdog:
         if ended and (self._suspicious_since is not None or still_s > SUSPECT_S):
             return "lost", f"{ranks_are(ended)} gone: the program has ended there"
         absent = [rank for rank in ranks if rank not in answers and rank != self.rank]
-        if absent and (self._has_lost or (still_s > _ABSENT_S and not self._has_warned)):
-            if self._has_lost:
-                gone = ranks_are(absent, many="is")
-                gone = gone if len(absent) == 1 else f"one of {gone}"
-                return "lost", f"{gone} gone: a connection has been closed, and no call of dmp was ever made there"
-            text = f"{ranks_are(absent, 'has', 'have')} come to no call of dmp so far"
-            self._has_warned = True
-            names = [e.name for e in list(call_log.running.values())]
-            _log.warning("rank %d has waited for %d s in %s: %s", self.rank, still_s, names[0] if names else "", text)
+        if absent and self._has_lost:
+            gone = ranks_are(absent, many="is")
+            gone = gone if len(absent) == 1 else f"one of {gone}"
+            return "lost", f"{gone} gone: a connection has been closed, and no call of dmp was ever made there"
+        if still_s > _ABSENT_S:
+            self._warn(absent, answers, still_s)
         suspicious = self._suspicious_since
         silent: list[int] = []
         for rank, answer in answers.items():
@@ -294,6 +292,19 @@ class Watchdog:
             f"{ranks_are(silent, 'has', 'have')} not answered for {self._patience_s:g} s "
             f"(killed, stopped or cut off; {LOST_AFTER} sets the time)"
         )
+
+    def _warn(self, absent: list[int], answers: dict[int, Answer], still_s: float) -> None:
+        """Once for each wait, for whom it is: they may be slow, or never come."""
+        waiting = next(iter(list(call_log.running.values())), None)
+        if self._warned_of is not None and self._warned_of is waiting:
+            return
+        self._warned_of = waiting
+        texts = [f"{ranks_are(absent, 'has', 'have')} come to no call of dmp so far"] if absent else []
+        if waiting is not None:
+            texts.append(who_is_awaited(waiting, answers))
+        if any(texts):
+            name, text = "" if waiting is None else waiting.name, "; ".join(filter(None, texts))
+            _log.warning("rank %d has waited for %d s in %s: %s", self.rank, still_s, name, text)
 
     def _host_is_gone(self, error: Exception) -> None:
         if self._done or not (call_log.running or self._suspicious_since is not None):

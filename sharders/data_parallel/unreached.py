@@ -26,7 +26,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from dmp import local_of, ranks, tensors_of
+from dmp import local_of, tensors_of
+from sharders.data_parallel.buffers import Buffers
 
 
 class AnyReachDDP(DistributedDataParallel):
@@ -38,7 +39,7 @@ class AnyReachDDP(DistributedDataParallel):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._buffers_group = ranks.own_group(self.process_group, "buffers") if self.modules_buffers else None
+        self._buffer_sync = Buffers(self.process_group) if self.modules_buffers else None
         self._trained = [p for p in self._module_parameters if p.requires_grad]
         self._nodes = [get_gradient_edge(p).node for p in self._trained]
         self._reached: list[torch.Tensor] = []
@@ -60,12 +61,16 @@ class AnyReachDDP(DistributedDataParallel):
         return output
 
     def _distributed_broadcast_coalesced(self, tensors: Any, buffer_size: int, authoritative_rank: int = 0) -> None:
-        """Buffers, apart from gradients: gloo ends the process where one rank's forward meets another's backward."""
-        gradients, self.process_group = self.process_group, self._buffers_group or self.process_group
+        """Buffers, see buffers.py."""
+        assert self._buffer_sync is not None
+        if not self._buffer_sync.have_changed(tensors):
+            return
+        gradients, self.process_group = self.process_group, self._buffer_sync.group
         try:  # by torch's own frame, in which the watchdog knows a wait
             super()._distributed_broadcast_coalesced(tensors, buffer_size, authoritative_rank)  # type: ignore[no-untyped-call]
         finally:
             self.process_group = gradients
+        self._buffer_sync.were_sent(tensors)
 
     def _begin(self, _: torch.Tensor) -> None:
         """A backward pass comes by the output: have `_complete` run at its end."""

@@ -194,6 +194,8 @@ class Engine:
                 spent,
             )
             self._open[call.number] = weakref.ref(call)
+            if is_training:
+                here.await_backward(call)
             return call
 
     def can_finish(self, call: Call) -> bool:

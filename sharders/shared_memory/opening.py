@@ -57,7 +57,9 @@ def memory_channel(group: dist.ProcessGroup, purpose: str, otherwise: Callable[[
     try:
         token = b"" if mine is None else mine.token
         size = 0 if mine is None else mine.size
-        offer = _Offer(_host(), os.getpid(), _process_token(os.getpid()), fd, size, token, refusal, switch == "1")
+        host, unknown = _host()
+        refusal = refusal or unknown
+        offer = _Offer(host, os.getpid(), _process_token(os.getpid()), fd, size, token, refusal, switch == "1")
         offers = [_Offer(*told) for told in ranks.gather_objects(what, tuple(offer), group)]
         why = _refusal(offers)
         peers: list[Peer | None] = []
@@ -137,13 +139,13 @@ def _attach(offers: list[_Offer], group: dist.ProcessGroup) -> list[Peer | None]
     return peers
 
 
-def _host() -> str:
-    """Equal where processes run under one kernel and see each other's numbers."""
+def _host() -> tuple[str, str]:
+    """A name, equal where processes run under one kernel and see each other's numbers; "" and why it is not known."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
-            return f"{file.read().strip()} {os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:
-        return f"unknown, {os.urandom(8).hex()}"
+            return f"{file.read().strip()} {os.stat('/proc/self/ns/pid').st_ino}", ""
+    except OSError as error:
+        return "", f"whether ranks share a host is not known: {error}"
 
 
 @lru_cache(maxsize=1)

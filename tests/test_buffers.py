@@ -1,0 +1,84 @@
+"""Buffers of replicated models are rank 0's in every forward, as under DDP; they travel when a rank has written some."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dmp import DistributedModelParallel, ShardingEnv
+from tests.ranks import mesh, run_ranks
+
+
+class Net(nn.Module):
+    """A mask that nobody writes, statistics that every step writes, a number that some ranks write at some steps."""
+
+    def __init__(self, with_norm: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.over = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4) if with_norm else nn.Identity()
+        self.register_buffer("mask", torch.tensor([float("nan"), 1.0, 2.0, 3.0]))
+        self.register_buffer("scale", torch.ones(()))
+        self.register_buffer("none", torch.empty(0, dtype=torch.bool))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask, scale = self.get_buffer("mask"), self.get_buffer("scale")
+        out: torch.Tensor = self.norm(self.over(x)) * torch.nan_to_num(mask) * scale
+        return out
+
+
+def _train(model: nn.Module, module: Net) -> list[dict[str, Any]]:
+    """Buffers after every forward."""
+    rank, seen = dist.get_rank(), []
+    for step in range(6):
+        if step == 2 and rank == 1:
+            module.get_buffer("scale").data.fill_(9.0)  # counts no version
+        if step == 3 and rank == 0:
+            module.get_buffer("scale").fill_(2.0)
+        if step == 4:
+            module.scale = torch.tensor(3.0 + rank)
+        model.train(step != 5)
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        model(torch.randn(3, 4, generator=generator)).sum().backward()
+        seen.append({name: b.clone() for name, b in module.named_buffers()})
+    return seen
+
+
+def _as_under_ddp(with_norm: bool) -> list[int]:
+    """Steps at which buffers have travelled."""
+    env = ShardingEnv.from_mesh(mesh((2,), ("dp",)))
+    expected = _train(DistributedDataParallel(module := Net(with_norm)), module)
+    travelled: list[int] = []
+    original = DistributedDataParallel._distributed_broadcast_coalesced
+    model = DistributedModelParallel(Net(with_norm), env)
+    calls = 0
+
+    def counted(*args: Any) -> None:
+        travelled.append(calls)
+        original(*args)
+
+    def count(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    model.module.register_forward_hook(count)
+    with mock.patch.object(DistributedDataParallel, "_distributed_broadcast_coalesced", counted):
+        got = _train(model, model.module)  # type: ignore[arg-type]
+    for ours, theirs in zip(got, expected, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name in ours:
+            torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=0, equal_nan=True)
+    return travelled
+
+
+def test_unwritten_buffers_do_not_travel() -> None:
+    assert run_ranks(2, _as_under_ddp, False) == [[0, 2, 3, 4]] * 2
+
+
+def test_written_buffers_travel() -> None:
+    assert run_ranks(2, _as_under_ddp, True) == [[0, 1, 2, 3, 4, 5]] * 2
