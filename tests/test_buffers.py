@@ -1,4 +1,4 @@
-"""Buffers of replicated models are rank 0's in every forward, as under DDP; they travel when a rank has written some."""
+"""Buffers of replicated models are rank 0's in every forward, as under DDP; sent where a rank has written some."""
 
 from __future__ import annotations
 
