@@ -95,6 +95,43 @@ def test_groups_of_tables_are_paid_once_each() -> None:
         assert phase_seconds(CostModel(), placed[:2], env, topology, 16).sum() == pytest.approx(6e-4)
 
 
+LATENCY = 1e-3
+
+
+@pytest.mark.parametrize(
+    ("env", "copies", "whole"),
+    [
+        (one_axis(8), 2 * 3, 4 * 3),  # a header and the gradients; ids and results too
+        (hosts(2, 4), 1 * 3 + 2 * 3, 2 * 3 + 2 * (2 + 1)),  # sums go by themselves; results and gradients by stages
+        (ShardingEnv.abstract((2, 4), ("replicate", "shard")), 1 * 3 + 2 * 3, 2 * 3 + 2 * 2 + 1),
+        (one_axis(1), 0, 0),
+    ],
+    ids=str,
+)
+def test_latencies_are_of_the_exchanges_that_are_made(env: ShardingEnv, copies: int, whole: int) -> None:
+    """Copies alone send no ids and get no results; `test_collectives` counts what there is."""
+    topology = Topology(1e10, 1e30, 1e30, link_bandwidth=1e30, link_latency=LATENCY)
+
+    def latencies(*layouts: Layout) -> float:
+        placed = [Placed(info(1000, 64), layout, 1.0) for layout in layouts]
+        return float(phase_seconds(CostModel(), placed, env, topology, 16).sum()) / LATENCY
+
+    assert latencies(data_parallel(), data_parallel()) == pytest.approx(copies)
+    assert latencies(table_wise(0)) == pytest.approx(whole)
+    beside = 0 if env.size == 1 or env.shape == (8,) else 2 * 3  # sums of their own
+    assert latencies(table_wise(0), data_parallel()) == pytest.approx(whole + beside)
+
+
+def test_few_small_tables_are_copied_where_that_saves_exchanges() -> None:
+    """All of them, and no plan that copies only some is taken for as good; larger ones are sharded as before."""
+    topology = Topology(1e10, 1e11, 1e12, link_bandwidth=1e10, link_latency=1e-3)
+    for rows, names in ((500, {"data_parallel"}), (5_000_000, {"column_wise", "row_wise", "table_wise"})):
+        planner = ShardingPlanner(topology, batch_size=64)
+        plan = planner.plan(bags(*[(rows, 64)] * 3), dmp.default_sharders(), one_axis(4))
+        assert {entry.layout.name for entry in plan.values()} <= names
+        assert planner.report is not None and planner.report.gap < 0.05
+
+
 @pytest.mark.parametrize("env", [one_axis(4), hosts(2, 2)], ids=str)
 def test_pieces_of_columns_cost_as_much_planned_as_pinned(env: ShardingEnv) -> None:
     """Ids go to every piece of a cut: what that takes where samples are is counted for each."""

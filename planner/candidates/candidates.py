@@ -19,6 +19,7 @@ from planner.candidates.groups import Group, Row, costs_together, groups_of, row
 from planner.candidates.in_place import InPlace, add_load, held_by_groups, in_place, ranks_held
 from planner.candidates.movable import Placed
 from planner.candidates.offered import Asked, Offer, offers
+from planner.costs.protocol import AWAY
 from planner.observed.row_curve import RowCurve
 from planner.search.cost_table import Array, CostTable
 from planner.search.problem import Choice, Problem
@@ -127,10 +128,12 @@ class Candidates:
             add_load(base, of, self.costed, row, np.append(spans, 1))
             held[name] = ranks_held(of, self.costed, row, num_ranks)
             kinds |= self.costed.kinds(row)
+        table, room = self._table(), topology.usable_bytes - dense_bytes
+        kinds |= _surely_needed(table, self.item_class, room)
         return Problem.of_table(
-            self._table(),
+            table,
             self.item_class,
-            np.full(num_ranks, topology.usable_bytes - dense_bytes),
+            np.full(num_ranks, room),
             base,
             model.setups(env, topology),
             spans,
@@ -223,6 +226,25 @@ class Candidates:
         size, pieces, units, least = family.T
         fixed, slope, everywhere, lack, lack_slope = costs
         return CostTable(owner, size, pieces, units, least, fixed, slope, everywhere, kinds, ragged, lack, lack_slope)
+
+
+def _surely_needed(table: CostTable, item_class: NDArray[np.int64], room: float) -> int:
+    """Set-ups of every plan, a bit each, so that the search need not ask whether it does without.
+
+    They are those of all layouts of some item; and that of what is not copied, where there is no room to copy all.
+    """
+    counts = np.bincount(item_class)
+    start = np.flatnonzero(np.diff(table.owner, prepend=-1))
+    start = start[counts[table.owner[start]] > 0] if len(counts) else start[:0]
+    if not len(start):
+        return 0
+    is_asked = np.isin(table.owner, table.owner[start])
+    begin = np.flatnonzero(np.diff(table.owner[is_asked], prepend=-1))
+    kinds = table.kinds[is_asked]
+    of_copies = np.where(kinds & 1 << AWAY, np.inf, (table.fixed + table.everywhere)[is_asked, -1])
+    copied = float(np.minimum.reduceat(of_copies, begin) @ counts[table.owner[start]])
+    found = int(np.bitwise_or.reduce(np.bitwise_and.reduceat(kinds, begin)))
+    return found | (1 << AWAY if copied > 1.001 * room and (kinds & 1 << AWAY).any() else 0)
 
 
 def _classes_of_groups(

@@ -147,7 +147,8 @@ def costed(classes: Sequence[Class], offered: Sequence[Sequence[Offer]], setting
         local, _ = _evaluated(regular, single, setting)
     spans = np.append(setting.model.spans(setting.env), 1)
     fixed, slope, common, lack, lack_slope, each_cut = np.zeros((6, len(offers), local.shape[1]))
-    counted = (1 << len(setting.model.setups(setting.env, setting.topology))) - 1
+    setups = setting.model.setups(setting.env, setting.topology)
+    counted = sum(1 << kind for kind, seconds in enumerate(setups) if np.any(seconds))
     kinds = [_kinds(offer, classes[of].info) & counted for offer, of in zip(offers, owner.tolist(), strict=True)]
     bits, is_affine = np.array(kinds, dtype=np.int64), regular.is_affine(local)
     found = Costed(offers, owner, fixed, slope, common, lack, lack_slope, {}, each_cut, bits, is_affine, spans)

@@ -26,7 +26,7 @@ import numpy as np
 
 from dmp import ShardingEnv
 from planner.costs.links import Axis, all_to_all, axes_of, latency
-from planner.costs.protocol import ALL_REDUCE, BYTES, EXCHANGE, SPLIT, WHOLE, Array, Flags, Integers, ShardTable
+from planner.costs.protocol import ALL_REDUCE, AWAY, BYTES, EXCHANGE, SPLIT, WHOLE, Array, Flags, Integers, ShardTable
 from planner.costs.rings import Ring
 from planner.costs.topology import Topology
 
@@ -95,23 +95,26 @@ class CostModel:
         return cost.local, cost.everywhere
 
     def setups(self, env: ShardingEnv, topology: Topology) -> Array:
-        """See `CostProtocol`: sizes and ids, results, gradients; and what a sum of its own takes."""
-        seconds, speeds = np.zeros((4, len(PHASES))), topology.speeds_of_parts
+        """See `CostProtocol`: headers; ids, results, gradients of what is sharded; and what a sum of its own takes."""
+        seconds, speeds = np.zeros((5, len(PHASES))), topology.speeds_of_parts
         inner, outer = _stages(env, topology)
         replicas = axes_of(env, topology, "replicate")
         exchange = latency(axes_of(env, topology))
-        seconds[EXCHANGE, [INPUT, OUTPUT, OUTPUT_OUTER]] = 2 * exchange, latency(inner), latency(outer)
-        seconds[EXCHANGE, [GRADIENT, GRADIENT_OUTER, SYNC]] = latency(inner), latency(outer), latency(replicas)
+        seconds[EXCHANGE, INPUT] = exchange
+        seconds[AWAY, [INPUT, OUTPUT, OUTPUT_OUTER]] = exchange, latency(inner), latency(outer)
+        if outer or replicas:
+            seconds[AWAY, [GRADIENT, GRADIENT_OUTER, SYNC]] = latency(inner), latency(outer), latency(replicas)
+            seconds[ALL_REDUCE, SYNC] = 2 * exchange
+        else:  # one exchange has both the gradients of rows and those of copies
+            seconds[EXCHANGE, GRADIENT] = latency(inner)
         parts = [INPUT, FORWARD, BACKWARD]
         group = speeds.group, speeds.group_results, speeds.group_gradients
         seconds[EXCHANGE, parts] += speeds.step, speeds.step_results, speeds.step_gradients
-        if outer or replicas:
-            seconds[ALL_REDUCE, SYNC] = 2 * exchange
-        if outer or not any(group):  # a host's ranks add up bags, so that row blocks are one group with others
+        if outer:  # a host's ranks add up bags, so that row blocks are one group with others
             seconds[EXCHANGE, parts] += group
-            return seconds[:WHOLE]
-        seconds[ALL_REDUCE, parts] += group
-        seconds[WHOLE, parts] = seconds[SPLIT, parts] = group
+        else:
+            for kind in (ALL_REDUCE, WHOLE, SPLIT):
+                seconds[kind, parts] += group
         return seconds
 
 

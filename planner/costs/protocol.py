@@ -17,9 +17,10 @@ Array = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 Integers = NDArray[np.int64]
 
-EXCHANGE, ALL_REDUCE, WHOLE, SPLIT = range(4)
+EXCHANGE, ALL_REDUCE, WHOLE, SPLIT, AWAY = range(5)
 """Kinds of set-up, that a plan pays once each: where there is any parameter, where one is replicated, where one is
-sharded by whole rows or is not pooled, and where bags are over several row blocks."""
+sharded by whole rows or is not pooled, where bags are over several row blocks, and where one is sharded at all: copies
+alone send no ids and get no results."""
 BYTES = -1
 """Column of the memory, after the phases'."""
 _UNKNOWN_STATE = 2
@@ -160,14 +161,15 @@ class CostProtocol(Protocol):
         ...
 
     def setups(self, env: ShardingEnv, topology: Topology) -> Array:
-        """Seconds by phase, (kinds, phases), that a plan pays once, see `EXCHANGE`: the first 2 kinds, or all 4."""
+        """Seconds by phase, (kinds, phases), that a plan pays once, see `EXCHANGE`: the first 2 kinds, 4, or all 5."""
         ...
 
 
 def kinds_of(is_copied: bool, is_pooled: bool, has_row_blocks: bool) -> int:
     """Set-ups that a parameter needs, a bit each."""
-    own = ALL_REDUCE if is_copied else SPLIT if is_pooled and has_row_blocks else WHOLE
-    return 1 << EXCHANGE | 1 << own
+    if is_copied:
+        return 1 << EXCHANGE | 1 << ALL_REDUCE
+    return 1 << EXCHANGE | 1 << AWAY | 1 << (SPLIT if is_pooled and has_row_blocks else WHOLE)
 
 
 def checked(model: Any) -> CostProtocol:

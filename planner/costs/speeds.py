@@ -25,59 +25,58 @@ class Speeds:
     A *row* is a distinct row of a table that a batch names, an *id* each time that it does; a *bag* is a sum that comes
     out. Bytes of a row count its optimizer state where it is updated. Optimizers are told apart by their state: none
     (`plain`), a value for each row (`rowwise`), or for each element (`pointwise`).
-
-    Args:
-        lookup_row, lookup_id, lookup_bag: of the forward lookup.
-        lookup_first: of a bag whose first row is read for the first time in a batch: nothing else is done meanwhile.
-        update_bag: a bag's gradient read, in the backward pass.
-        plain_row, plain_id, rowwise_row, rowwise_id, pointwise_row, pointwise_id: of the update in the backward
-            pass.
-        gradient: a row and a byte of a table whose gradient is made whole: data-parallel, or without such an optimizer.
-        touched_row: of a row's gradient from one rank, of a table whose copies are updated by rows: data-parallel.
-        whole_row, whole_id: of a table that is updated from its whole gradient: data-parallel.
-        place: a byte of results put where they belong, forward.
-        pack: a byte of gradients made ready to be sent, backward.
-        step, step_results, step_gradients: of a step, however small: with its ids, results, and gradients.
-        group, group_results, group_gradients: of each group of tables besides, of whole rows, of row blocks, of copies:
-            they are looked up and travel apart.
-        send_slot, receive_slot, update_slot: of one feature in one row block: where samples are; where rows are,
-            forward and backward.
-        send_id, send_bag: an id and a length checked and put in a buffer, where samples are.
-        split_id: an id sorted by row block, likewise.
-        receive_id, receive_bag: an id and a length put in order, where rows are.
     """
 
     lookup_row: Rate = NOTHING
     lookup_id: Rate = NOTHING
     lookup_bag: Rate = NOTHING
+    """Of the forward lookup."""
+
     plain_row: Rate = NOTHING
     plain_id: Rate = NOTHING
+    """Of the update in the backward pass, by the kind of optimizer, as the four below."""
     rowwise_row: Rate = NOTHING
     rowwise_id: Rate = NOTHING
     pointwise_row: Rate = NOTHING
     pointwise_id: Rate = NOTHING
+    lookup_first: Rate = NOTHING
+    """Of a bag whose first row is read for the first time in a batch: nothing else is done meanwhile."""
+    update_bag: Rate = NOTHING
+    """Of a bag's gradient read, in the backward pass."""
+
     gradient: Rate = NOTHING
+    """Of a row of a table whose gradient is made whole: data-parallel, or without such an optimizer."""
     whole_row: Rate = NOTHING
     whole_id: Rate = NOTHING
-    place: float = 0.0
-    pack: float = 0.0
-    step: float = 0.0
-    send_slot: float = 0.0
-    receive_slot: float = 0.0
-    update_slot: float = 0.0
-    send_id: float = 0.0
-    send_bag: float = 0.0
-    split_id: float = 0.0
-    receive_id: float = 0.0
-    receive_bag: float = 0.0
-    lookup_first: Rate = NOTHING
-    update_bag: Rate = NOTHING
+    """Of a data-parallel table that is updated from its whole gradient."""
     touched_row: Rate = NOTHING
+    """Of a row's gradient from one rank, of a data-parallel table whose copies are updated by rows."""
+
+    place: float = 0.0
+    """Of a byte of results put where they belong, forward."""
+    pack: float = 0.0
+    """Of a byte of gradients made ready to be sent, backward."""
+
+    step: float = 0.0
     step_results: float = 0.0
     step_gradients: float = 0.0
+    """Of a step, however small: with its ids, results, and gradients."""
     group: float = 0.0
     group_results: float = 0.0
     group_gradients: float = 0.0
+    """Of each group of tables besides, of whole rows, of row blocks, of copies: they are looked up and travel apart."""
+
+    send_slot: float = 0.0
+    receive_slot: float = 0.0
+    update_slot: float = 0.0
+    """Of one feature in one row block: where samples are; where rows are, forward and backward."""
+    send_id: float = 0.0
+    send_bag: float = 0.0
+    split_id: float = 0.0
+    """Of an id and a length checked and put in a buffer, where samples are; of an id sorted by row block there."""
+    receive_id: float = 0.0
+    receive_bag: float = 0.0
+    """Of an id and a length put in order, where rows are."""
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -95,17 +94,11 @@ class Speeds:
         """Everything moves at the memory's bandwidth (or is added up, if that is slower); nothing else counts."""
         byte = 1 / bandwidth
         read = Rate(8 * byte, max(byte, 0.25 / flops))
-        updated, added, written = Rate(0, 2 * byte), Rate(0, byte), Rate(0, byte)
-        return cls(
-            *(NOTHING, read, written),
-            *(updated, added, updated, added, updated, added),
-            gradient=Rate(0, 2 * byte),
-            touched_row=Rate(0, 3 * byte),
-            whole_row=updated,
-            whole_id=added,
-            place=2 * byte,
-            pack=2 * byte,
-        )
+        updated, added = Rate(0, 2 * byte), Rate(0, byte)
+        by_kind: dict[str, Any] = {f"{kind}_row": updated for kind in ("plain", "rowwise", "pointwise", "whole")}
+        by_kind |= {f"{kind}_id": added for kind in ("plain", "rowwise", "pointwise", "whole")}
+        of_copies: dict[str, Any] = {"gradient": updated, "touched_row": Rate(0, 3 * byte)}
+        return cls(lookup_id=read, lookup_bag=added, **by_kind, **of_copies, place=2 * byte, pack=2 * byte)
 
 
 def _is_time(value: Any) -> bool:

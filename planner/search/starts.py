@@ -120,7 +120,8 @@ def _sets(problem: Problem, cuts: Cuts) -> list[int]:
         for chosen in combinations(others, number):
             used = paid | sum(1 << kind for kind in chosen)
             is_open = problem.table.kinds[cuts.row] & ~used == 0
-            if np.isfinite(_least(cuts, np.where(is_open, 0.0, np.inf))).all():
+            needed = int(np.bitwise_or.reduce(problem.table.kinds[cuts.row[is_open]], initial=paid))
+            if needed == used and np.isfinite(_least(cuts, np.where(is_open, 0.0, np.inf))).all():
                 found.append(used)
     return found[-8:]
 

@@ -6,7 +6,8 @@ A step is the sum over phases of the slowest rank. It counts bytes:
 - lookup: each id reads a row's part, and each bag writes its part; backward each bag's gradient is read and added for
   each of its ids, and each distinct row is read and written once
 - results: inside the host from every rank that has something, where row blocks are summed; then between hosts each
-  column block once, shared by the host's ranks
+  column block once, shared by the host's ranks. On one host a row block has only bags that have ids there, where those
+  are few among the bags of all row blocks
 - copies: an all-reduce of the table, in the host and between hosts, and an update of all of it
 
 An exchange costs a latency for each doubling of its ranks, and the bytes of the rank with the most; what stays on a
@@ -29,6 +30,7 @@ MEMORY, INSIDE, OUTSIDE = 2.5e12, 450e9, 50e9  # bytes/s of H100 boxes
 LATENCY_INSIDE, LATENCY_OUTSIDE = 1e-5, 2.5e-5
 WORD = 4  # bytes of an id, a length, an element
 ID_PASSES = 6  # over the ids: bucketize before, sort and segment in the backward pass
+FEW = 0.7  # of the bags of row blocks have ids there
 
 
 def step_phases(tables: Sequence[Table], pieces: Pieces, ranks: int) -> dict[str, float]:
@@ -38,6 +40,8 @@ def step_phases(tables: Sequence[Table], pieces: Pieces, ranks: int) -> dict[str
     share = pieces.rows / np.array([t.rows for t in tables], dtype=float)[pieces.table]
     ids = np.array([sum(t.pooling) for t in tables])[pieces.table] * share
     results = samples * bags * pieces.columns * WORD
+    if hosts == 1:
+        results *= _with_ids(bags, ids / np.maximum(share, 1e-30), share)
     row_bytes = np.maximum(pieces.columns * WORD, 64)
     read, changed = samples * ids * row_bytes, _distinct(pieces.rows, samples * ids) * row_bytes
 
@@ -64,6 +68,15 @@ def step_phases(tables: Sequence[Table], pieces: Pieces, ranks: int) -> dict[str
         "update": (by_rank(read + results + 2 * changed) / MEMORY + passes + copied["update"]).max(),
         "copies": copied["sync"],
     }
+
+
+def _with_ids(bags: Array, ids_of_table: Array, share: Array) -> Array:
+    """(pieces,) part of the bags that is sent: of those with ids in a piece, were a table's bags of one length."""
+    length = ids_of_table / bags
+    filled = np.where(length < 1, length * share, 1 - (1 - share) ** np.maximum(length, 1))
+    is_cut = share < 1
+    few = (filled * bags)[is_cut].sum() <= FEW * bags[is_cut].sum()
+    return np.where(is_cut & few, filled, 1.0)
 
 
 def _exchange(inner: Array, hosts: int, outer: Array) -> float:
