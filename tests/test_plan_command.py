@@ -204,6 +204,18 @@ def test_mistakes(arguments: str, code: int, message: str, folder: Path, capsys:
     assert code == 3 or said.count("\n") == 1
 
 
+def test_a_package_that_the_factory_imports_may_read_values(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Packages make tensors of their own when they are imported; only the model goes on meta."""
+    (folder / "reads_at_import.py").write_text("import torch\nvalue = torch.ones(1).item()\n")
+    (folder / "imports_it.py").write_text("import reads_at_import\n")
+    late = "def make():\n    import imports_it\n    import strangers_models\n    return strangers_models.make()\n"
+    (folder / "imports_late.py").write_text(f"{late}\ndef fails():\n    import dies\n")
+    assert main(["plan", "imports_late:make", "--mesh", "4", "--out", "plan.json"]) == 0
+    assert capsys.readouterr() and (folder / "plan.json").is_file()
+    assert main(["plan", "imports_late:fails", "--mesh", "4"]) == 1
+    assert "imports 'dies', which raises SystemExit: no licence" in capsys.readouterr().err
+
+
 def test_a_constraint_of_another_name(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "c.json").write_text(json.dumps({"users": {"layout": "row_wise"}}))
     assert main(["plan", "strangers_models:make", "--mesh", "2", "--constraints", "c.json"]) == 2

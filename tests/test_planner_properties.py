@@ -184,6 +184,12 @@ def _is_exact(plan: ShardingPlan, drawn: Drawn) -> None:
 test_plans_cover_and_fit, test_many_plans_cover_and_fit = of_drawn(_covers_and_fits)
 
 
+def test_what_rounding_leaves_of_an_empty_phase_is_no_load() -> None:
+    """A rank that gave away all that it had in a phase may be left with less than nothing."""
+    shapes = ((1073, 16), (26, 3), (72565, 3), (33, 32), (7, 128), (1502349, 512), (22953, 32), (312, 4))
+    _covers_and_fits(Drawn(shapes, (1.0, 0.5, 0.0, 0.5, 3.0, 3.0, 3.0, 20.0), (2, 4), 1.0, 1, 0.0))
+
+
 def _is_kept(drawn: Drawn) -> None:
     """A plan survives JSON, and planned again with every entry pinned it is the same, at the same cost."""
     plan = drawn.plan()
@@ -293,7 +299,7 @@ def test_no_plan_is_below_the_bound(shape: tuple[int, ...], seed: int) -> None:
 
 
 def test_a_spent_budget_gives_the_first_plan() -> None:
-    module = bags(*[(1000 + 137 * i, 32) for i in range(11)])
+    module = bags(*[(100_000 + 137 * i, 32) for i in range(11)])
     planner = ShardingPlanner(time_budget_s=1e-9)
     plan = planner.plan(module, default_sharders(), ShardingEnv.abstract((2, 2), NAMES[2]))
     assert len(plan) == 11 and report(plan).is_cut_short

@@ -96,8 +96,7 @@ def made_module(path: str, build_on: str) -> nn.Module:
     if not callable(found):
         raise Refusal(f"the model: {path} is {_kind(found)}; expected a function, a class or an nn.Module")
     try:
-        with torch.device(build_on):
-            module = _called(found, path, "the model")
+        module = _called_on(build_on, found, path)
     except Refusal as refusal:
         if build_on != "meta" or refusal.code != FAILED:
             raise
@@ -107,6 +106,30 @@ def made_module(path: str, build_on: str) -> nn.Module:
     if not isinstance(module, nn.Module):
         raise Refusal(f"the model: {path}() gives {_kind(module)}; expected an nn.Module")
     return module
+
+
+def _called_on(device: str, factory: Any, path: str) -> Any:
+    """What a factory makes under a device. A package that it imports, and that reads values then, comes first."""
+    imported_here: set[str] = set()
+    while True:
+        try:
+            with torch.device(device):
+                return _called(factory, path, "the model")
+        except Refusal as refusal:
+            name = _being_imported(refusal.__cause__)
+            if name is None or name in imported_here:
+                raise
+            imported_here.add(name)
+        try:
+            importlib.import_module(name)
+        except (Exception, SystemExit) as error:
+            raise Refusal(f"the model: {path}() imports {name!r}, which raises {_told(error)}", FAILED) from error
+
+
+def _being_imported(error: BaseException | None) -> str | None:
+    """The module whose import an error came from, the first of those that import each other."""
+    frames = () if error is None else (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return next((frame.f_globals.get("__name__") for frame in frames if frame.f_code.co_name == "<module>"), None)
 
 
 def _called(function: Any, path: str, what: str) -> Any:

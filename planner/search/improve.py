@@ -58,7 +58,7 @@ class Improver:
         load = self.placement.local[:, phase]
         rank = int(load.argmax())
         if random.random() < _OTHER:  # one of those that are nearly as slow
-            near = np.flatnonzero(load >= (1 - _NEARLY) * load[rank])
+            near = np.flatnonzero(load >= load[rank] - _NEARLY * abs(load[rank]))  # maybe less than nothing
             rank = int(near[int(random.integers(len(near)))])
         if self.transfer(rank, phase, random) or self.exchange(rank, phase, random) or random.random() > _ANEW:
             return
