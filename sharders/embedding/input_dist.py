@@ -18,7 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -50,6 +51,13 @@ class _Compiled:
     sources: list[list[tuple[bool, int]]]
     num_rows: tuple[list[int], list[int]]
 
+    @cached_property
+    def in_order(self) -> tuple[list[list[tuple[bool, int]]], list[list[tuple[bool, int, int]]]]:
+        """`sources` and `runs` of ids that are in the order of all slots."""
+        ends = [*accumulate(map(len, self.sources), initial=0)]
+        sources = [[(False, i) for i in range(a, b)] for a, b in pairwise(ends)]
+        return sources, [[(False, a, b - 1)] if a < b else [] for a, b in pairwise(ends)]
+
 
 @dataclass(frozen=True)
 class _Ordered:
@@ -70,6 +78,18 @@ class _Ordered:
     bags: Sequence[int] = ()
     places: torch.Tensor | None = None
     rows: torch.Tensor | None = None
+
+    def chosen(self, segments: torch.Tensor) -> _Ordered:
+        """These segments, of ids of which all segments have as many: one operation, where cuts are one for each."""
+        num, count = len(self.counts), self.counts[0]
+        values, weights, places = (
+            None if ids is None else ids.view(num, count).index_select(0, segments).view(-1)
+            for ids in (self.values, self.weights, self.places)
+        )
+        assert values is not None
+        counts = [count] * len(segments)
+        starts = [*range(0, values.numel() + 1, count)]
+        return _Ordered(values, weights, self.lengths, counts, starts, places=places)
 
 
 class _SentIds(NamedTuple):
@@ -154,10 +174,13 @@ class InputDist:
         lengths = torch.cat([ids.lengths for ids in orders]) if len(orders) > 1 else by_key.lengths
         lengths = lengths.index_select(0, compiled.rows)
         sent = Sent([], [], [], [], [], self._is_sparse(orders[-1]), [], [])
+        of_slots = compiled.sources, compiled.runs
+        if len(orders) == 1 and is_even(batch.counts):
+            orders, of_slots = [by_key.chosen(compiled.rows)], compiled.in_order
         parts: list[torch.Tensor] = []
         words: list[int] = []
         at = 0
-        for sources, runs in zip(compiled.sources, compiled.runs, strict=True):
+        for sources, runs in zip(*of_slots, strict=True):
             counts = [orders[is_split].counts[index] for is_split, index in sources]
             cuts = [(orders[s], orders[s].starts[first], orders[s].starts[last + 1]) for s, first, last in runs]
             sent.lengths.append(lengths[at : at + len(sources)])
@@ -250,7 +273,7 @@ class InputDist:
         keys = [batch.key_of[f] for f in self.split_features]
         moved = bucketize(
             take(by_key.values, keys, batch.starts),
-            by_key.lengths[keys],
+            by_key.lengths if keys == list(range(len(batch.counts))) else by_key.lengths[keys],
             with_order=self.unpooled or by_key.weights is not None,
         )
         counts, *bags = self._counted(moved.lengths).tolist()
@@ -335,6 +358,9 @@ class Received:
 
     def _by_slot(self, of_sources: Sequence[torch.Tensor], sources: Sequence[int], stop: int) -> torch.Tensor:
         """Source by source and slot by slot to slot by slot and source by source."""
+        if stop and all(is_even(self.counts[s][:stop]) for s in sources):
+            of_slots = [of_sources[s][: stop * self.counts[s][0]].view(stop, -1) for s in sources]
+            return torch.cat(of_slots, 1).view(-1)
         cut = [of_sources[s].split(self.counts[s]) for s in sources]
         segments = [of_source[slot] for slot in range(stop) for of_source in cut]
         return torch.cat(segments) if segments else of_sources[0][:0]
@@ -351,6 +377,11 @@ def _sent_ids(ids: _Ordered, num_rows: Sequence[int]) -> _SentIds:
         return _SentIds(ids.values, ids.counts, ids.starts, None if ids.rows is None else Places(ids.rows, None))
     starts = [0, *accumulate(found.counts)]
     return _SentIds(found.values, found.counts, starts, Places(found.places, found.times))
+
+
+def is_even(counts: Sequence[int]) -> bool:
+    """Whether all are the same, and not 0."""
+    return bool(counts) and counts[0] > 0 and len(set(counts)) == 1
 
 
 def take(values: torch.Tensor, keys: Sequence[int], key_starts: Sequence[int]) -> torch.Tensor:

@@ -110,6 +110,7 @@ class Placement:
         self.tables = list(tables)
         self.shards = [lay.shards((t.rows, t.dim), env) for t, lay in zip(tables, layouts, strict=True)]
         self.is_local = [is_replicated(s, (t.rows, t.dim)) for t, s in zip(tables, self.shards, strict=True)]
+        self.trains_local = any(t.trainable for t, local in zip(tables, self.is_local, strict=True) if local)
         read = ((name, table) for table, of in enumerate(self.tables) for name in of.features)
         self.features = [Feature(index, name, table) for index, (name, table) in enumerate(read)]
         by_table = {table: list(of_table) for table, of_table in groupby(self.features, lambda f: f.table)}

@@ -340,8 +340,8 @@ class PooledPath(Path[torch.Tensor]):
         """Bags of the slots of each TBE whose lookup travels whole; None where it has none here."""
         received = self.input_dist.receive(call)
         ids, lengths, weights = received.slot_major(sources, self._way(call).num_slots)
-        counts = [sum(received.counts[s][slot] for s in sources) for slot in range(lengths.shape[0])]
-        starts = [0, *accumulate(counts)]
+        cuts = {at for tbe in self._way(call).whole for at in (tbe.slots.start, tbe.slots.stop)}
+        starts = {at: sum(sum(received.counts[s][:at]) for s in sources) for at in cuts}
         result: list[Bags | None] = []
         for tbe in self._way(call).whole:
             first, stop = tbe.slots.start, tbe.slots.stop

@@ -32,6 +32,8 @@ NOTHING = Touched()
 
 def touched_at_most(placement: Placement, batch: Batch) -> Touched:
     """By a rank's batch."""
+    if not placement.trains_local:
+        return NOTHING
     ids = [0] * len(placement.tables)
     for feature in placement.features:
         ids[feature.table] += batch.counts[batch.key_of[feature.index]]
@@ -45,6 +47,8 @@ def touched_at_most(placement: Placement, batch: Batch) -> Touched:
 
 def are_fewer(placement: Placement, at_most: Sequence[Touched]) -> bool:
     """Whether what all ranks touch is well below the tables themselves, from each."""
+    if not placement.trains_local:
+        return False
     whole = sum(
         table.rows * (table.dim + 1)
         for table, is_local in zip(placement.tables, placement.is_local, strict=True)

@@ -43,6 +43,7 @@ from sharders.embedding.lookup.torch_kernel import RowGradients, TorchLookup
 
 _MAX = 2**31  # rows of a table, and ids of a call: they are int32 inside
 _STREAMED_BYTES = 4 << 20  # results of this size do not stay in the caches anyway
+_MOST_KEPT = 8  # numbers of bags
 _ALL_BITS = 31  # a source of unpooled ids has no feature
 
 
@@ -54,7 +55,7 @@ class NumbaLookup(TorchLookup):
         self._tables = Tables(bank, self.ranges)
         self._of_width = {width: OfWidth(self._tables, width) for width in set(self._tables.widths)}
         self._name = ELEMENTS[bank.weights.dtype]
-        self._pooled_runs: tuple[int, Runs] | None = None
+        self._pooled_runs: dict[int, Runs] = {}
 
     def pooled(self, read: Bags, out: Tensor | None = None) -> Tensor:
         num_bags = self._num_bags(read.offsets)
@@ -94,7 +95,8 @@ class NumbaLookup(TorchLookup):
         if bags is not None:
             self._sum_bags(Bags(ids, bags, weights), self._runs_of(segments, bags, output_ND.stride(0)), output_ND)
             return output_ND
-        runs = int64([[n, place_of(self.ranges[i])] for i, n in segments])
+        places = self._tables.places
+        runs = int64([[n, places[i]] for i, n in segments])
         fixed = (table.data_ptr(), *words(ids), runs.data_ptr(), len(segments), region.width)
         to, num_ids = self._target(output_ND), ids.numel()
         parts, copy = threads.num_parts(num_ids), self._entry("copy_rows")
@@ -137,16 +139,18 @@ class NumbaLookup(TorchLookup):
         return out.data_ptr(), out.stride(0), int(streams and out.data_ptr() % 64 == apart % 64 == 0)
 
     def _runs(self, num_bags: int) -> Runs:
-        """Bags of pooled lookups; kept, as a batch mostly has as many as the last."""
-        if self._pooled_runs is None or self._pooled_runs[0] != num_bags:
+        """Bags of pooled lookups; kept, as batches mostly have as many: of others, of this rank, and of all."""
+        kept = self._pooled_runs
+        if num_bags not in kept:
+            if len(kept) >= _MOST_KEPT:
+                del kept[next(iter(kept))]
             tables = self._tables
             of = torch.arange(len(self.ranges), device="cpu").unsqueeze(1)
             bags = torch.full_like(of, num_bags)
             base = int64(tables.in_table).view(-1, 1) << shift(num_bags)
             to_sum = torch.cat([of * num_bags, bags, tables.ranges], 1)
-            runs = Runs(to_sum, torch.cat([of * num_bags, bags, base], 1), tables.first_ranges)
-            self._pooled_runs = num_bags, runs
-        return self._pooled_runs[1]
+            kept[num_bags] = Runs(to_sum, torch.cat([of * num_bags, bags, base], 1), tables.first_ranges)
+        return kept[num_bags]
 
     def _runs_of(self, segments: Segments, bags: Tensor, stride: int) -> Runs:
         """Bags of unpooled lookups, whose sums are `stride` elements apart."""

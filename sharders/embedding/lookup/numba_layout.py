@@ -44,7 +44,8 @@ class Tables:
         columns = [*accumulate((r.chunk.width for r in ranges), initial=0)]
         self.columns = int64(columns[:-1])
         self.no_columns = torch.zeros_like(self.columns)
-        of_ranges = [[place_of(r), r.chunk.width, c] for r, c in zip(ranges, columns, strict=False)]
+        self.places = [place_of(r) for r in ranges]
+        of_ranges = [[at, r.chunk.width, c] for at, r, c in zip(self.places, ranges, columns, strict=False)]
         self.ranges = int64(of_ranges).view(-1, 3)
         self.tables = int64(
             [

@@ -6,7 +6,7 @@ SGD, Adagrad, row-wise Adagrad and Adam are compiled with the sums; for others t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from math import inf, sqrt
 from typing import NamedTuple
 
@@ -136,7 +136,7 @@ def _rates(bank: Bank, in_bank: Sequence[int]) -> Tensor:
     options = bank.options
     lr, eps = float(options["lr"]), float(options.get("eps", 0.0))
     if "betas" not in options:
-        return torch.tensor([lr, eps, 0.0, 0.0, 0.0], dtype=torch.float64, device="cpu").repeat(len(in_bank), 1)
+        return _same_rates(lr, eps, len(in_bank))
     beta1, beta2 = (float(b) for b in options["betas"])
     steps, by_step = bank.steps.tolist(), {}
     for step in set(steps):
@@ -145,6 +145,11 @@ def _rates(bank: Bank, in_bank: Sequence[int]) -> Tensor:
         rate = lr * root_correction / (1 - beta1**step) if step else inf
         by_step[step] = [rate, own_eps, beta1, beta2, lr * float(options.get("weight_decay", 0.0))]
     return torch.tensor([by_step[steps[t]] for t in in_bank], dtype=torch.float64, device="cpu")
+
+
+@lru_cache(maxsize=16)
+def _same_rates(lr: float, eps: float, num_tables: int) -> Tensor:
+    return torch.tensor([lr, eps, 0.0, 0.0, 0.0], dtype=torch.float64, device="cpu").repeat(num_tables, 1)
 
 
 def _compiled_kind(bank: Bank) -> str | None:
