@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from torch import nn
 
-from dmp import PlanError, ShardingPlan, row_wise, table_wise
+from dmp import PlanError, ShardingPlan, default_sharders, row_wise, table_wise
 from planner import Constraint, PlanReport, ShardingPlanner
+from planner.report.words import apart
 from tests.planner_bags import BagSharder, bags, hosts, mlperf_on_four_hosts, one_axis, small_memory, workload
 
 
@@ -156,3 +157,14 @@ def test_nothing_to_plan() -> None:
     assert str(planner.report).startswith("step 0.")
     with pytest.raises(ValueError, match="batch_size"):
         ShardingPlanner(batch_size=0)
+
+
+def test_long_names_are_told_by_what_they_differ_in() -> None:
+    module = nn.ModuleDict({"sparse_features": nn.ModuleDict({"embedding_bags": bags((1000, 64), (2000, 64))})})
+    planner = ShardingPlanner()
+    plan = planner.plan(module, default_sharders(), hosts(1, 4))
+    for text in (str(plan), str(planner.report)):
+        assert "\nt1 " in text and "names: sparse_features.embedding_bags.*.weight" in text
+    assert apart(["a.weight", "b.weight"], 8) == (["a.weight", "b.weight"], "")
+    assert apart(["a.weight", "a.b.weight"], 4) == (["a", "a.b"], "*.weight")
+    assert apart(["tables.one", "tables.two", "top"], 4) == (["tables.one", "tables.two", "top"], "")

@@ -125,7 +125,7 @@ def decide(
     taken, note = counted_activations(blocks, topology, batch_size)
     notes = list(dict.fromkeys(note for p in placements for note in hook(p, "notes") or ()))
     if blocks:
-        notes += [f"a sample is {model.tokens} tokens for dense weights ({model.tokens_said})"] * (model.tokens > 1)
+        notes += [f"a sample is {model.tokens:,} tokens for dense weights ({model.tokens_said})"] * (model.tokens > 1)
         notes += [note] * bool(note)
     return Dense(layouts, blocks, taken, tuple(notes))
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from dmp import shown_bytes
 from planner.report.figures import Figures
 from planner.report.svg import Matrix, cells, drawing, levels, scale, text
-from planner.report.words import milliseconds, plural, shortened
+from planner.report.words import apart, milliseconds, plural, shortened
 
 _COLUMNS = 128
 _NAMED = 64
@@ -133,7 +133,8 @@ def _row_labels(
 ) -> str:
     p = f.planned
     if len(order) <= _NAMED:
-        named = ((ys[i] + high - 4, shortened(p.names[index], 28)) for i, index in enumerate(order))
+        names, _ = apart(p.names, 28)
+        named = ((ys[i] + high - 4, shortened(names[index], 28)) for i, index in enumerate(order))
         return "".join(text(_LEFT - 8, y, name, "label", "end") for y, name in named)
     found, kinds = [], [row.rpartition(", ")[2] for row in rows]
     counts = np.bincount(row_of, minlength=len(rows))

@@ -77,7 +77,8 @@ def render(f: Figures) -> str:
 def _cards(f: Figures) -> list[dict[str, Any]]:
     """Headline figures: what it is, its value, and what stands below it; `part` is the length of a bar."""
     p, s = f.planned, f.setting
-    step = f"tables {milliseconds(f.table_seconds)}" if f.dense_seconds else plural(s.samples, "sample")
+    is_both = p.names and f.dense_seconds
+    step = f"tables {milliseconds(f.table_seconds)}" if is_both else plural(s.samples, "sample")
     cards: list[dict[str, Any]] = [{"name": "Step", "value": milliseconds(f.step_seconds), "note": step}]
     if p.names:
         below = f"of the tables' bound, {milliseconds(f.lower_bound)}"
@@ -93,11 +94,12 @@ def _cards(f: Figures) -> list[dict[str, Any]]:
     if part > 1 and recomputed:
         note += f"; {shown_bytes(fullest - f.dense_bytes.get(ACTIVATIONS, 0) + recomputed)} with recomputation"
     cards.append({"name": "Fullest rank", "value": shown_bytes(fullest), "note": note, "part": min(1.0, part)})
+    cards[-1]["is_over"] = part > 1
     if p.names:
         size = shown_bytes(float(f.rank_bytes.sum()))
         cards.append({"name": "Tables", "value": f"{len(p.names):,}", "note": f"{size} on all ranks"})
     parameters = p.elements + s.dense_parameters
-    note = f"{count(p.elements)} in tables, {count(s.dense_parameters)} dense"
+    note = f"{count(p.elements)} in tables, {count(s.dense_parameters)} dense" if p.names else "dense; no tables"
     cards.append({"name": "Parameters", "value": count(parameters), "note": note})
     cut = "cut short by the time budget" if f.is_cut_short else "the whole search"
     cards.append({"name": "Planned in", "value": f"{f.planning_seconds:.2f} s", "note": cut})

@@ -9,9 +9,10 @@ from textwrap import wrap
 from dmp import shown_bytes
 from planner.report.figures import Figures
 from planner.report.rank_groups import rank_groups
-from planner.report.words import count, layout, milliseconds, plural, ranks, shape, shortened, span
+from planner.report.words import apart, count, layout, milliseconds, plural, ranks, shape, shortened, span
 
 _WIDTH = 100
+_NAME = 30
 _GROUPS_SHOWN = 5
 _LAYOUTS_SHOWN = 6
 _PARAMETERS_SHOWN = 10
@@ -111,22 +112,23 @@ def parameter_lines(f: Figures, indices: Sequence[int], title: str = "parameter"
     """A table of parameters: shape, memory on all ranks, milliseconds on the rank that each loads most, layout."""
     p = f.planned
     shapes = {i: shape(p.shapes[i]) for i in indices}
-    width = min(30, max(len(title), *(len(p.names[i]) for i in indices)))
+    names, pattern = apart(p.names, _NAME)
+    width = min(_NAME, max(len(title), *(len(names[i]) for i in indices)))
     sizes = max(5, *(len(text) for text in shapes.values()))
     lines = [f"{title:<{width}}  {'shape':>{sizes}}  {'memory':>9}  {'busiest':>9}  layout"]
     room = _WIDTH - width - sizes - 26
     for i in indices:
         busiest = milliseconds(float(p.busiest[i, :-1].sum()))
         chosen = layout(p.layouts[i], room - 9 * bool(p.is_pinned[i])) + " (pinned)" * bool(p.is_pinned[i])
-        name, memory = shortened(p.names[i], width), shown_bytes(f.total_bytes(i))
+        name, memory = shortened(names[i], width), shown_bytes(f.total_bytes(i))
         lines.append(f"{name:<{width}}  {shapes[i]:>{sizes}}  {memory:>9}  {busiest:>9}  {chosen}")
-    return lines
+    return [*lines, *([f"names: {pattern}"] if pattern else [])]
 
 
 def _dense(f: Figures) -> list[str]:
     if not f.dense:
         return []
-    kinds = ", ".join(f"{kind} {shown_bytes(size)}" for kind, size in f.bytes_by_kind.items())
+    kinds = ", ".join(f"{kind} {shown_bytes(size)}" for kind, size in f.bytes_by_kind.items() if size)
     lines = [""]
     if f.dense_seconds:
         taken = ", ".join(f"{what} {milliseconds(s)}" for what, s in f.dense_seconds.items() if s > 0)
@@ -134,7 +136,7 @@ def _dense(f: Figures) -> list[str]:
     if f.dense_bytes:
         parts = ", ".join(f"{part} {shown_bytes(size)}" for part, size in f.dense_bytes.items() if size)
         lines += _wrapped(f"its memory on a rank: {parts}")
-    lines += _wrapped(f"weights on a rank: {kinds}")
+    lines += _wrapped(f"weights on a rank: {kinds or 'nothing'}")
     for block in f.dense[:_BLOCKS_SHOWN]:
         kept = ", ".join(f"{kind} {shown_bytes(size)}" for kind, size in block.rank_bytes.items())
         name = f"{block.count} x {block.name}" if block.name else "the rest"

@@ -87,6 +87,21 @@ def layout(of: Layout, width: int = 40) -> str:
     return text if len(text) <= width else text[: width - 4] + " ..."
 
 
+def apart(names: Sequence[str], width: int) -> tuple[list[str], str]:
+    """Names that may be longer than `width` without the words at both ends that all have, and what is left of these.
+
+    `a.bags.t1.weight` and `a.bags.t2.weight` are `t1` and `t2` of `a.bags.*.weight`; short names stay as they are.
+    """
+    words = [name.split(".") for name in names]
+    most = min(map(len, words), default=1) - 1
+    if len(names) < 2 or not most or max(map(len, names)) <= width:
+        return list(names), ""
+    last = next((i for i in range(most) if len({of[-1 - i] for of in words}) > 1), most)
+    first = next((i for i in range(most - last) if len({of[i] for of in words}) > 1), most - last)
+    pattern = ".".join([*words[0][:first], "*", *words[0][len(words[0]) - last :]])
+    return [".".join(of[first : len(of) - last]) for of in words], pattern if first or last else ""
+
+
 def shortened(text: str, width: int) -> str:
     """The text, with its middle left out where it is longer."""
     if len(text) <= width:
