@@ -19,13 +19,14 @@ demo-torchrec: .venv/.installed
 		--lr_warmup_steps 30 --lr_decay_start 200 --lr_decay_steps 100 --print_sharding_plan
 
 # Tests marked `gpu` run where there is a CUDA device (tests/conftest.py). A file stays in one process, and each process
-# has ranks of its own: JOBS=0 runs all in one.
+# has ranks of its own: JOBS=0 runs all in one. Files begin in the order of tests/conftest.py, the longest first.
 JOBS ?= 2
+IN_FILES := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 test: .venv/.installed
-	$(PY) -m pytest tests -m "not slow" -n $(JOBS) --dist loadfile
+	$(PY) -m pytest tests -m "not slow" $(IN_FILES)
 
 test-all: .venv/.installed
-	$(PY) -m pytest tests -n $(JOBS) --dist loadfile
+	$(PY) -m pytest tests $(IN_FILES)
 
 # Seeded probes of what strangers do, as a table of outcomes; another SEED draws others. ONLY=inputs runs one category.
 SEED ?= 1
