@@ -38,21 +38,33 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 def test_one_makes_it_and_others_wait(folder: Path) -> None:
     make = Maker()
     with ThreadPoolExecutor(4) as pool:
-        assert [*pool.map(lambda _: kept("a", make), range(4))] == [CODE] * 4
+        assert [*pool.map(lambda _: kept("a", "1", make), range(4))] == [CODE] * 4
     assert make.calls == 1
-    assert kept("b", make) == CODE and make.calls == 2
-    assert sorted(path.name for path in folder.iterdir()) == ["a", "a.lock", "b", "b.lock"]
+    assert kept("b", "1", make) == CODE and make.calls == 2
+    assert sorted(path.name for path in folder.iterdir()) == ["a-1", "a-1.lock", "b-1", "b-1.lock"]
+
+
+def test_what_older_sources_left_goes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the sources, of which there is one version; a folder of several installations is left alone."""
+    make = Maker()
+    kept("a", "1", make), kept("a", "2", make)
+    assert len([*folder.iterdir()]) == 4
+    monkeypatch.setattr(numba_kept, "_beside_sources", lambda: folder)
+    with ThreadPoolExecutor(4) as pool:
+        assert [*pool.map(lambda of: kept("a", of, make), ["3", "3", "3", "3"])] == [CODE] * 4
+    assert {path.name for path in folder.iterdir()} >= {"a-3", "a-3.lock"}
+    assert not [*folder.glob("a-[12]*")] and make.calls == 3
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "empty", "lines"])
 def test_what_is_damaged_is_made_again(folder: Path, damage: str) -> None:
     make = Maker()
-    kept("a", make)
-    whole = (folder / "a").read_bytes()
+    kept("a", "1", make)
+    whole = (folder / "a-1").read_bytes()
     others = {"cut": whole[:-1], "changed": whole.replace(b"many", b"most"), "empty": b"", "lines": b"\xff\n\n\n"}
-    (folder / "a").write_bytes(others[damage])
-    assert kept("a", make) == CODE and make.calls == 2
-    assert (folder / "a").read_bytes() == whole
+    (folder / "a-1").write_bytes(others[damage])
+    assert kept("a", "1", make) == CODE and make.calls == 2
+    assert (folder / "a-1").read_bytes() == whole
 
 
 def test_where_nothing_can_be_kept_it_is_made(
@@ -62,7 +74,7 @@ def test_where_nothing_can_be_kept_it_is_made(
     folder.parent.joinpath("file").write_text("")
     monkeypatch.setattr(numba_kept, "_folders", lambda: iter([folder.parent / "file" / "below"]))
     make = Maker()
-    assert [kept("a", make), kept("a", make)] == [CODE] * 2
+    assert [kept("a", "1", make), kept("a", "1", make)] == [CODE] * 2
     assert make.calls == 2 and len(caplog.messages) == 1 and "no folder" in caplog.messages[0]
 
 

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from sharders.embedding.lookup import pages
-from sharders.embedding.lookup.bank import Bank
+from sharders.embedding.lookup.bank import Bank, RowRange
+from sharders.embedding.lookup.kernels import compile_lookup
 from sharders.embedding.lookup.optimizers import OptimizerSpec
 from sharders.embedding.lookup.pages import on_large_pages
+from sharders.embedding.lookup.reads import Bags, Segmented
 
 ROWS, WIDTH = 50_000, 64  # 12.8 MB
 ADAM = OptimizerSpec.make("adam")
@@ -53,6 +55,15 @@ def test_tables_and_state_lie_on_large_pages() -> None:
     bank.apply(torch.Tensor.double)
     assert all("hg" in flags(tensor) for tensor in tensors(bank))
     assert torch.equal(other.weights, bank.weights.float())
+
+
+@pytest.mark.usefixtures("asked")
+def test_large_results_lie_on_large_pages() -> None:
+    bank = Bank([[(9, WIDTH)]], torch.float32, "cpu", ADAM)
+    lookup = compile_lookup(bank, [RowRange(bank.chunks[0][0], 0, 9)], kernel="numba")
+    ids = torch.zeros(ROWS, dtype=torch.int64)
+    for result in (lookup.pooled(Bags(ids, torch.arange(ROWS + 1))), lookup.rows(Segmented(ids, [(0, ROWS)]))):
+        assert "hg" in flags(result) and not result.any()
 
 
 @pytest.mark.usefixtures("asked")

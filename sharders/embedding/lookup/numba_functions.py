@@ -61,9 +61,10 @@ def _entry(name: str, element: str | None) -> Callable[..., int]:
     features = binding.get_host_cpu_features()
     if element == "float16" and platform.machine() in ("x86_64", "AMD64") and not features.get("f16c"):
         raise NotImplementedError("this CPU has no instructions for float16")
-    about = (_sources(), binding.get_host_cpu_name(), features.flatten(), version("numba"), version("llvmlite"))
-    key = hashlib.sha256("\n".join(about).encode()).hexdigest()[:16]
-    return _loaded(kept("-".join(filter(None, ("lookup", name, element, key))), lambda: _made(name, element)))
+    about = (binding.get_host_cpu_name(), features.flatten(), version("numba"), version("llvmlite"))
+    here = hashlib.sha256("\n".join(about).encode()).hexdigest()[:16]
+    of_machine = "-".join(filter(None, ("lookup", name, element, here)))
+    return _loaded(kept(of_machine, _sources()[:16], lambda: _made(name, element)))
 
 
 def _made(name: str, element: str | None) -> Compiled:

@@ -9,7 +9,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -33,12 +33,17 @@ class Compiled(NamedTuple):
     code: bytes
 
 
-def kept(name: str, make: Callable[[], Compiled]) -> Compiled:
-    """What is kept under a name, which says all that it depends on; else it is made, and kept where a folder allows."""
+def kept(name: str, of_sources: str, make: Callable[[], Compiled]) -> Compiled:
+    """What is kept under a name; else it is made, and kept where a folder allows.
+
+    Args:
+        name: with `of_sources` it says all that the code depends on.
+        of_sources: of which sources it is made.
+    """
     folder = _folder()
     if folder is None:
         return make()
-    path = folder / name
+    path = folder / f"{name}-{of_sources}"
     found = _read(path)
     if found is not None:
         return found
@@ -47,7 +52,20 @@ def kept(name: str, make: Callable[[], Compiled]) -> Compiled:
         if found is None:
             found = make()
             _write(path, found)
+            if folder == _beside_sources():
+                _clear(folder, name, path.name)
     return found
+
+
+def _clear(folder: Path, name: str, newest: str) -> None:
+    """Remove what older sources left under a name, where there is one version of them.
+
+    A process that still runs with those makes its own again; nobody reads a file in part, as names go, not files.
+    """
+    for path in folder.glob(f"{name}-*"):
+        if not path.name.startswith(newest):
+            with suppress(OSError):
+                path.unlink()
 
 
 def _read(path: Path) -> Compiled | None:
@@ -91,12 +109,16 @@ def _folder() -> Path | None:
 def _folders() -> Iterator[Path]:
     if named := os.environ.get("NUMBA_CACHE_DIR"):
         yield Path(named)
-    yield Path(__file__).parent / "__pycache__"
+    yield _beside_sources()
     user = os.environ.get("XDG_CACHE_HOME")
     try:
         yield (Path(user) if user else Path.home() / ".cache") / "dmp"
     except RuntimeError:  # a user without a home
         return
+
+
+def _beside_sources() -> Path:
+    return Path(__file__).parent / "__pycache__"
 
 
 @contextmanager

@@ -38,6 +38,7 @@ from sharders.embedding.lookup.numba_layout import (
 )
 from sharders.embedding.lookup.numba_training import ELEMENTS, Gradients, entry_of
 from sharders.embedding.lookup.optimizers import OptimizerSpec
+from sharders.embedding.lookup.pages import to_write
 from sharders.embedding.lookup.reads import Bags, Segmented, Segments
 from sharders.embedding.lookup.torch_kernel import RowGradients, TorchLookup
 
@@ -130,7 +131,7 @@ class NumbaLookup(TorchLookup):
         """What results are written to: `out`, or new."""
         table = self.bank.weights
         fits = out is not None and out.dtype == table.dtype and (out.stride(1) == 1 or columns == 1)
-        return out if out is not None and fits else table.new_empty(rows, columns)
+        return out if out is not None and fits else to_write(table.new_empty(rows, columns))
 
     def _target(self, out: Tensor) -> tuple[int, int, int]:
         """Where results go, how far their rows are apart, and whether they are written past the caches."""
