@@ -1,8 +1,8 @@
 """A wait for another process: by futex, so that it takes no processor time, and with an end when that process has one.
 
 [Note: looking] To sleep and be woken takes a tenth of a millisecond, on virtual machines more, and he who wakes pays as
-much. So where every rank of the host has a core a wait looks for about that long before it sleeps; where ranks share
-cores, another one needs this one's now.
+much. So where every rank of the host has a core a wait looks for about that long before it sleeps, and lets whoever
+else wants the core go first; where ranks share cores, another one needs this one's now.
 
 [Note: deaths] Nothing in memory tells that who should write there is dead. So a wait looks up every so often: whether
 the other process lives (a descriptor that becomes readable at its end), and whether the watchdog has found that the
@@ -27,7 +27,7 @@ from torch.distributed.constants import default_pg_timeout
 from dmp import ranks
 
 _FUTEX, _WAIT, _WAKE, _ALL = 202, 0, 1, 0x7FFFFFFF  # x86-64's numbers
-_SPINS = 50
+_SPINS = 20
 """Looks before it asks the system: a few microseconds."""
 
 _LOOKS_S = 200e-6
@@ -119,6 +119,7 @@ def poll_memory(
         since = looked = time.monotonic()
         if since >= until:
             break
+        os.sched_yield()
     while True:
         seen = word.value
         if is_there():
