@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import product
@@ -30,7 +31,7 @@ SHARDERS = {
 NEAR = {torch.float32: 1e-5, torch.float64: 1e-5, torch.bfloat16: 2**-5, torch.float16: 2**-8}
 NEAR_PLAIN = {**NEAR, torch.float64: 1e-12}
 LEFT_OUT = (torch.float16, "adam")  # the unsharded module divides by 0: its eps, 1e-8, is 0 in float16. Ours does not
-RANKS = {"dp1": 1, "dp2": 2, "dp4": 4, "host2xlocal2": 4}
+RANKS = {"dp1": 1, "dp2": 2, "dp4": 4, "host2xlocal2": 4, "replicate2xshard2": 4}
 
 TRANSPORTS: dict[str, Transport] = {"connections": over_connections, "memory": over_memory}
 WIRES = {
@@ -40,6 +41,8 @@ WIRES = {
     "results bfloat16": (Codecs(Cast(torch.bfloat16), None), 2**-5),
     "gradients float16": (Codecs(None, Cast(torch.float16)), 2**-8),
 }
+ROUNDED = (None, "sgd", "rowwise_adagrad")  # others divide what a wire has rounded by little more than itself
+LAYOUTS = ("mixed", "row_wise", "random", "table_row_wise")
 
 
 def kernels_here() -> list[str]:
@@ -53,14 +56,18 @@ def _every(kind: str, env: ShardingEnv, nth: int) -> Iterator[tuple[torch.dtype,
     return (case for i, case in enumerate(cases) if i % nth == len(kind) % nth)
 
 
+def _has_few_digits(dtype: torch.dtype, optimizer: str | None) -> bool:
+    """Of squares of small gradients; a kernel may keep more."""
+    return dtype == torch.float16 and optimizer in ("adagrad", "rowwise_adagrad")
+
+
 def _kernels(mesh: str, kind: str, nth: int) -> tuple[list[str], set[tuple[str, torch.dtype]]]:
     """What differs, and what a kernel refuses."""
     env, refused, wrong = env_of(mesh), set(), []
     near = NEAR_PLAIN if kind.startswith("bag") else NEAR
     for dtype, optimizer, kernel in _every(kind, env, nth):
         made = SHARDERS[kind](kernel=kernel)
-        few_digits = dtype == torch.float16 and optimizer in ("adagrad", "rowwise_adagrad")
-        allowed = 2**-5 if few_digits else near[dtype]  # of squares of small gradients; a kernel may keep more
+        allowed = 2**-5 if _has_few_digits(dtype, optimizer) else near[dtype]
         try:
             check_case(kind, layouts_for(env)["mixed"], optimizer, env, dtype=dtype, near=allowed, sharders=[made])
         except AssertionError as error:
@@ -106,10 +113,10 @@ def _channels(mesh: str, kind: str, layout: str, optimizer: str) -> list[str]:
     return wrong
 
 
-def _sharder(kind: str, codecs: Codecs, transport: Transport) -> dmp.ModuleSharder:
+def _sharder(kind: str, codecs: Codecs, transport: Transport, kernel: str | None = None) -> dmp.ModuleSharder:
     base = SHARDERS[kind]
     sharded = {"sharded_type": partial(base.sharded_type, transport=transport)}
-    return type("Sharder", (base,), sharded)(codecs=codecs)  # type: ignore[no-any-return]
+    return type("Sharder", (base,), sharded)(codecs=codecs, kernel=kernel)  # type: ignore[no-any-return]
 
 
 def _trained(
@@ -129,11 +136,50 @@ def _trained(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["mixed", "row_wise", "random", "table_row_wise"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", ["ebc", "ebc_weighted", "ec"])
 @pytest.mark.parametrize("mesh", ["dp1", "dp2", "dp4", "host2xlocal2", "replicate2xshard2"])
 def test_every_channel(mesh: str, kind: str, layout: str) -> None:
     if layout == "table_row_wise" and mesh != "host2xlocal2":
         pytest.skip("needs hosts")
     for wrong in run_ranks(math.prod(MESHES[mesh][0]), _channels, mesh, kind, layout, "rowwise_adagrad", timeout=500):
+        assert not wrong, "\n".join(wrong)
+
+
+def _drawn(seed: int, env: ShardingEnv) -> str | None:
+    """One of each: kernel, optimizer, way of looking up, dtype, layout, channel and wire. What differs."""
+    draw = random.Random(seed)
+    kernel, kind, channel = draw.choice(kernels_here()), draw.choice([*SHARDERS]), draw.choice([*TRANSPORTS])
+    wire, layout = draw.choice([*WIRES]), draw.choice(LAYOUTS if len(env.table_shape) > 1 else LAYOUTS[:-1])
+    dtype = draw.choice([*NEAR]) if kernel != "fbgemm" else torch.float32
+    optimizer = draw.choice(OPTIMIZERS if wire == "as computed" and dtype != LEFT_OUT[0] else ROUNDED)
+    codecs, of_wire = WIRES[wire]
+    near = of_wire + (2**-5 if _has_few_digits(dtype, optimizer) else NEAR[dtype])
+    made = _sharder(kind, codecs, TRANSPORTS[channel], kernel)
+    try:
+        check_case(kind, layouts_for(env)[layout], optimizer, env, dtype=dtype, near=near, sharders=[made])
+    except AssertionError as error:
+        return f"{seed=} {kernel} {optimizer} {kind} {dtype} {layout} {channel} {wire}: {str(error)[:400]}"
+    return None
+
+
+def _drawn_cases(mesh: str, seeds: range) -> list[str]:
+    return [wrong for seed in seeds if (wrong := _drawn(seed, env_of(mesh)))]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "seeds"),
+    [
+        ("dp2", range(4)),
+        ("host2xlocal2", range(200, 203)),
+        *(
+            pytest.param(mesh, range(1000 + 100 * i, 1000 + 100 * i + 30), marks=pytest.mark.slow)
+            for i, mesh in enumerate(RANKS)
+        ),
+    ],
+    ids=str,
+)
+def test_everything_with_everything(mesh: str, seeds: range) -> None:
+    """What the tests above hold one by one, and one with all, drawn together."""
+    for wrong in run_ranks(RANKS[mesh], _drawn_cases, mesh, seeds, timeout=500):
         assert not wrong, "\n".join(wrong)

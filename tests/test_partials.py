@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -111,3 +113,26 @@ def test_long_bags_send_their_sums() -> None:
         assert gradients == of_others < results
     for (_, gradients), results, of_others in run_ranks(2, _bytes_of_a_step, both, [12, 12]):
         assert of_others <= gradients == results  # of all bags, one block's sums
+
+
+@pytest.mark.parametrize("longest", [1, 2])
+def test_means(longest: int) -> None:
+    """Of bags of at most one id they are their rows, which nothing divides; an empty bag is 0. Sums lie between."""
+    config, mean = torchrec.EmbeddingBagConfig, torchrec.PoolingType.MEAN
+    tables = [config(9, 4, f"t{i}", feature_names=[f"f{i}"], pooling=mean) for i in (0, 2, 3)]
+    module = torchrec.EmbeddingBagCollection(tables=[tables[0], config(9, 4, "t1", feature_names=["f1"]), *tables[1:]])
+    plain = copy.deepcopy(module)
+    model = dmp.DistributedModelParallel(module, plan={n: dmp.row_wise() for n, _ in module.named_parameters()})
+    lengths = torch.tensor([1, 0, longest, 1] * 4)
+    ids = torch.randint(9, (int(lengths.sum()),), generator=torch.Generator().manual_seed(0))
+    batch = torchrec.KeyedJaggedTensor([f"f{i}" for i in range(4)], ids, lengths=lengths)
+    found, expected = model(batch).values(), plain(batch).values()
+    assert_close(found, expected)
+    grad = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
+    kept = grad.clone()
+    found.backward(grad)
+    expected.backward(grad)
+    assert torch.equal(grad, kept)
+    for parameter, like in zip(model.parameters(), plain.parameters(), strict=True):
+        assert parameter.grad is not None and like.grad is not None
+        assert_close(parameter.grad, like.grad)

@@ -310,7 +310,7 @@ class InputDist:
         if not self._by_partials:
             return False
         if self._two_stages is not None:
-            return self._two_stages.is_more(split.bags, split.lengths.shape[1], MOST_FILLED)
+            return self._two_stages.partials_are_fewer(split.bags, split.lengths.shape[1], MOST_FILLED)
         return sum(split.bags) <= MOST_FILLED * split.lengths.numel()
 
     def _row_starts(self, batch: Batch) -> list[int]:

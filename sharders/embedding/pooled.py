@@ -98,7 +98,9 @@ class PooledPath(Path[torch.Tensor]):
                 if not is_last:
                     looked_up, mine = found.tensor_split([len(found) - call.batch.batch_size])
                     rest = lambda mine=mine: mine  # type: ignore[misc]  # noqa: E731
-            self._scale_means(call, found)
+            inverse = self._inverse_lengths(call) if self.mean_columns else None
+            if inverse is not None:
+                self._scaled_means(inverse, found, found)
         return [found]
 
     def _look_up(self, call: Call, sources: tuple[int, ...], out: torch.Tensor | None) -> torch.Tensor:
@@ -141,11 +143,11 @@ class PooledPath(Path[torch.Tensor]):
 
     def _given(self, call: Call, grads: Sequence[torch.Tensor]) -> torch.Tensor:
         grad = grads[0].to(self.dtype)
-        if self.mean_columns:
+        inverse = self._inverse_lengths(call) if self.mean_columns else None
+        if self.mean_columns and not self.store.sums_first():
             grad = grad.clone() if grad is grads[0] else grad
             self._clip_means(grad)
-            self._scale_means(call, grad)
-        return grad
+        return grad if inverse is None else self._scaled_means(inverse, grad, torch.empty_like(grad))
 
     def _send_back(self, call: Call, given: torch.Tensor, beside: Beside | None) -> Returned:
         dists = self._way(call).output_dists
@@ -400,17 +402,26 @@ class PooledPath(Path[torch.Tensor]):
                         columns = grad[:, starts[f] : starts[f + 1]]
                         columns.copy_(tbe.bank.clipped(columns, self.factor))
 
-    def _scale_means(self, call: Call, values: torch.Tensor) -> None:
-        """Divide columns of mean features by the lengths of their bags, in place."""
+    def _scaled_means(self, inverse: torch.Tensor, values: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """`out` with the values, whose columns of mean features are divided by the lengths of their bags."""
+        at = 0
         for columns, features, dim in self.mean_columns:
-            each = values[:, columns].unflatten(1, (-1, dim))
-            each.mul_(self._inverse_lengths(call)[:, features].unsqueeze(2))
+            if out is not values and at < columns.start:
+                out[:, at : columns.start].copy_(values[:, at : columns.start])
+            each, to = (of[:, columns].unflatten(1, (-1, dim)) for of in (values, out))
+            torch.mul(each, inverse[:, features].unsqueeze(2), out=to)
+            at = columns.stop
+        if out is not values and at < out.shape[1]:
+            out[:, at:].copy_(values[:, at:])
+        return out
 
     @once_per_call
-    def _inverse_lengths(self, call: Call) -> torch.Tensor:
-        """(B, F) 1 / ids of each bag."""
-        lengths = call.batch.lengths[[*call.batch.key_of]].t()
-        return lengths.clamp(min=1).to(self.dtype).reciprocal_()
+    def _inverse_lengths(self, call: Call) -> torch.Tensor | None:
+        """(B, F) 1 / ids of each bag; None where means are sums: no bag has more than one. Devices are not asked."""
+        lengths = call.batch.lengths
+        if lengths.device.type == "cpu" and not (lengths > 1).any():
+            return None
+        return lengths[[*call.batch.key_of]].t().clamp(min=1).to(self.dtype).reciprocal_()
 
     def _zeros(self, *shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)

@@ -4,6 +4,7 @@
 Each sender's lookup is columns of features; the receiver writes them into its own columns, where several senders' of
 the same columns (row partials) are summed. With two shard axes a first output dist inside the inner (fast) axis sums
 what one host holds, for all hosts' samples; a second along the outer axis finishes. Backward runs them in reverse.
+Where partials are fewer bytes than that they go straight to the ranks of the samples, in one, see stages.py.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ class TwoStages:
         placement: all slots of all ranks.
         me: the rank's table rank.
         inner_size: ranks along the inner axis: of a host.
-        segment_of: of a slot that is split by rows its (row block, feature), numbered; None of others.
-        num_segments: of these.
+        segments: of each rank's slots its (row block, feature), numbered, where its table is in several row blocks.
+        num: of these.
     """
 
     def __init__(
@@ -44,11 +44,12 @@ class TwoStages:
                         self._staged_near += slot.width
             self._staged_far += 0 if is_mine else _joined_width(split)
 
-    def is_more(self, bags: Sequence[int], samples: int, most: float) -> bool:
-        """Whether two stages are more elements than `most` times those of partials leave, and none fewer between hosts.
+    def partials_are_fewer(self, bags: Sequence[int], samples: int, most: float) -> bool:
+        """Whether partials are at most `most` of the elements of two stages, and no more than these between hosts.
 
         Args:
             bags: with ids, of each segment.
+            samples: of this rank.
         """
         near, far = (sum(n * width for n, width in zip(bags, of, strict=True)) for of in (self._near, self._far))
         staged = (self._staged_near + self._staged_far) * samples
