@@ -194,6 +194,23 @@ def test_a_block_of_hot_rows_is_costed_by_what_it_gets() -> None:
         assert skewed[2 if first else 3] < 0.7 * alike[2], "the coldest block"
 
 
+@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=str)
+@pytest.mark.parametrize("only", ["row_wise", "grid"])
+def test_hot_rows_cost_as_much_planned_as_pinned(shape: tuple[int, ...], only: str) -> None:
+    """A rank of cold rows has room for others: not all row blocks are taken for the hottest one."""
+    generator = torch.Generator().manual_seed(0)
+    hot = seen_rows((torch.rand(2048 * 8, generator=generator) ** 4 * 1000).long())
+    env = ShardingEnv.abstract(shape, ("host", "local")[-len(shape) :], "cpu", shard=("host", "local")[-len(shape) :])
+    planner = ShardingPlanner(None, {"t1": Constraint(layouts=[only], min_columns=4)}, observed=hot)
+    module = collection()
+    plan = planner.plan(module, default_sharders(), env)
+    planned, loads = planner.report.step_seconds, planner.report.rank_seconds.sum(1)  # type: ignore[union-attr]
+    assert loads.max() > 1.2 * loads.min() or only == "grid"
+    pinned = planner.plan(module, default_sharders(), env, plan).report
+    assert planned == pytest.approx(pinned.step_seconds, rel=1e-9)
+    assert pinned.rank_seconds.sum(1) == pytest.approx(loads, rel=1e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("form", observed_bench.FORMS)
 def test_a_measured_plan_is_better_on_the_demos_clicks(form: str, tmp_path: Path) -> None:

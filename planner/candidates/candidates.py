@@ -24,6 +24,9 @@ from planner.observed.row_curve import RowCurve
 from planner.search.cost_table import Array, CostTable
 from planner.search.problem import Choice, Problem
 
+_MOST_UNEVEN = 500
+"""Of more parameters row blocks are not costed one by one: that takes time, and one among many matters less."""
+
 
 class Leeway(NamedTuple):
     """What is given up, in this order, where no plan fits else.
@@ -84,6 +87,7 @@ class Candidates:
         env = setting.env
         infos = {name: _as_constrained(info, constraints[name], leeway) for name, (_, info) in parameters.items()}
         seen = {} if setting.observed is None else {n: setting.observed.curve_of(n, info) for n, info in infos.items()}
+        evens = {name: seen.get(name) is None or len(infos) > _MOST_UNEVEN for name in infos}
         kept = {name: in_place(name, layout, infos[name], env, seen.get(name)) for name, layout in pinned.items()}
         classes: dict[object, Asked] = {}
         class_of: dict[str, int] = {}
@@ -96,10 +100,10 @@ class Candidates:
             key = (id(sharder), replace(info, init_fn=None), constraint.without_groups(), seen.get(name))
             class_of[name] = number.setdefault(key, len(number))
             if key not in classes:
-                asked = Asked(name, sharder, info, constraint, env, places)
+                asked = Asked(name, sharder, info, constraint, env, places, is_even=evens[name])
                 classes[key] = replace(asked, min_columns=UNIT) if leeway.narrow_columns else asked
         firsts = [*(asked.name for asked in classes.values()), *kept]
-        every = [Class(infos[n], _ids_per_sample(n, infos[n], constraints[n]), seen.get(n)) for n in firsts]
+        every = [Class(infos[n], _ids_per_sample(n, infos[n], constraints[n]), seen.get(n), evens[n]) for n in firsts]
         offered: list[list[Offer]] = [offers(asked) for asked in classes.values()]
         last = [[of.offer] for of in kept.values()]
         found = costed(every, offered + last, setting)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from dmp import ParameterInfo, ShardingEnv
 from planner.candidates.family import UNIT, Family, even_widths
 from planner.candidates.movable import MovableLayout
-from planner.candidates.offered import Offer
+from planner.candidates.offered import Offer, has_own_blocks
 from planner.costs.protocol import Array, CostProtocol, Integers, ShardInfo, ShardTable, kinds_of
 from planner.costs.step import whole
 from planner.costs.topology import Topology
@@ -55,11 +55,14 @@ class Class:
         info: of each.
         ids_per_sample: mean number of ids of a sample in all features.
         curve: which rows its ids name; None: all alike.
+        is_even: row blocks are costed alike, as the one with most ids; else one by one where a block of ranks is not
+            large.
     """
 
     info: ParameterInfo
     ids_per_sample: float
     curve: RowCurve | None = None
+    is_even: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,7 +139,8 @@ def costed(classes: Sequence[Class], offered: Sequence[Sequence[Offer]], setting
     known = np.array([whole(of.info, of.ids_per_sample) for of in classes], dtype=np.float64).reshape(
         -1, len(ShardInfo._fields)
     )
-    rows = np.array([row for row, offer in enumerate(offers) if _is_regular(offer, known[owner[row]])], dtype=int)
+    is_regular = [_is_regular(offer, classes[of], known[of]) for offer, of in zip(offers, owner.tolist(), strict=True)]
+    rows = np.flatnonzero(is_regular)
     others = sorted(set(range(len(offers))) - set(rows.tolist()))
     regular = _Regular.of(rows, known[owner[rows]], [offers[row] for row in rows.tolist()], setting.env)
     single = [_shards_of(offers[row], known[owner[row]], classes[owner[row]], setting.env) for row in others]
@@ -242,10 +246,17 @@ def _kinds(offer: Offer, info: ParameterInfo) -> int:
     return kinds_of(offer.own.is_copied, info.pooled, any(cut.rows != rows for cut in offer.own.shards))
 
 
-def _is_regular(offer: Offer, known: Array) -> bool:
-    """Whether all pieces of a family are alike."""
-    pieces = offer.family.pieces
-    return offer.own is None and (pieces == 1 or known[_COLUMNS] % (UNIT * pieces) == 0)
+def _is_regular(offer: Offer, of: Class, known: Array) -> bool:
+    """Whether all pieces of a family are alike, and their row blocks costed alike."""
+    family = offer.family
+    if offer.own is not None or _is_hot(family, of):
+        return False
+    return family.pieces == 1 or bool(known[_COLUMNS] % (UNIT * family.pieces) == 0)
+
+
+def _is_hot(family: Family, of: Class) -> bool:
+    """Whether each row block of a family is costed by the ids that it gets."""
+    return not of.is_even and not family.is_copied and has_own_blocks(family.size)
 
 
 def _blocks_of_rows(known: Array, sizes: Integers, is_copied: NDArray[np.bool_], env: ShardingEnv) -> None:
@@ -322,6 +333,8 @@ def _shards_of(offer: Offer, known: Array, of: Class, env: ShardingEnv) -> Array
         shards = np.stack([known] * len(cut))
         shards[:, _COLUMNS] = cut
         sizes = np.full(len(cut), offer.family.size)
+        if _is_hot(offer.family, of):
+            return _hot_blocks(shards, of, offer.family, env)
         _blocks_of_rows(shards, sizes, np.zeros(len(cut), dtype=bool), env)
         last = shards.copy()
         _of_last_ranks(last, np.full(len(cut), known[_ROWS]), sizes)
@@ -337,10 +350,25 @@ def _shards_of(offer: Offer, known: Array, of: Class, env: ShardingEnv) -> Array
     return shards
 
 
+def _hot_blocks(pieces: Array, of: Class, family: Family, env: ShardingEnv) -> Array:
+    """Each rank's row block of each piece: (ranks * pieces, fields)."""
+    assert of.curve is not None
+    total = of.info.shape[0]
+    edges = np.minimum(np.arange(family.size + 1) * -(-total // family.size), total)
+    _blocks_of_rows(pieces, np.full(len(pieces), family.size), np.zeros(len(pieces), dtype=bool), env)
+    found = np.stack([pieces] * family.size)
+    found[:, :, _ROWS] = np.diff(edges)[:, None]
+    found[:, :, _SHARE] = np.diff(of.curve.below(edges))[:, None]
+    return found.reshape(-1, found.shape[-1])
+
+
 def _loads(offer: Offer, local: Array, everywhere: Array, spans: Integers) -> tuple[Array, Array]:
     """(pieces, ranks in a block, phases + 1) of an offer from its shards' costs, and (phases + 1,) on all ranks."""
     own: MovableLayout | None = offer.own
     size, pieces = offer.family.size, offer.family.pieces
+    if own is None and len(local) == pieces * size:  # each rank's
+        of_pieces = local.reshape(size, pieces, -1).swapaxes(0, 1).copy()
+        return _together(of_pieces, spans), everywhere.sum(0)
     if own is None:  # a full rank's of each piece, then a last rank's
         of_pieces = np.repeat(local[:pieces, None], size, axis=1)
         of_pieces[:, -1] = local[pieces:]

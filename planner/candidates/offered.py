@@ -31,6 +31,8 @@ from planner.candidates.movable import MovableLayout, Placed, movable, placed
 
 _MIN_COLUMNS = 32
 """Narrower column blocks are not made unless a constraint allows them, or nothing else is left."""
+_MOST_OWN = 64
+"""Row blocks of more ranks are all costed as the one with most ids."""
 
 
 class Offer(NamedTuple):
@@ -55,6 +57,7 @@ class Asked:
         name: of the parameter, for errors.
         places: families of layouts that were looked up before, by the layouts' ids.
         is_affine: costs are, so that columns may be cut anywhere.
+        is_even: ids name all rows alike; else the columns of row blocks are cut evenly, see `has_own_blocks`.
         min_columns: of a column block.
         takes_unfilled: blocks of ranks of which some get no rows are taken too.
     """
@@ -66,6 +69,7 @@ class Asked:
     env: ShardingEnv
     places: dict[int, tuple[Layout, Placed | None]] = field(default_factory=dict)
     is_affine: bool = True
+    is_even: bool = True
     min_columns: int = _MIN_COLUMNS
     takes_unfilled: bool = False
 
@@ -208,7 +212,8 @@ def _widened(asked: Asked, kinds: Collection[str]) -> Iterator[Offer]:
         cut = Family(name, size, 2)
         objection = _objection(asked, name, cut, asked.min_columns)
         is_open = whole is not None and not whole.objection and not objection
-        if is_open and asked.is_affine and all(asked.runs(cut, len(w), w) for w in _odd_cuts(units, asked.least, most)):
+        is_divisible = asked.is_affine and (asked.is_even or not has_own_blocks(size))
+        if is_open and is_divisible and all(asked.runs(cut, len(w), w) for w in _odd_cuts(units, asked.least, most)):
             assert whole is not None
             yield Offer(whole.family._replace(units=units, least=asked.least))
             continue
@@ -219,6 +224,11 @@ def _widened(asked: Asked, kinds: Collection[str]) -> Iterator[Offer]:
     copied = copies(num_ranks)
     if copied.name in kinds and asked.runs(copied):
         yield Offer(copied, _objection(asked, copied.name, copied))
+
+
+def has_own_blocks(size: int) -> bool:
+    """Whether the row blocks of a block of so many ranks are costed one by one, where ids name some rows more often."""
+    return 1 < size <= _MOST_OWN
 
 
 def _odd_cuts(units: int, least: int, most: int) -> list[tuple[int, ...]]:
