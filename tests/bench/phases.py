@@ -1,8 +1,8 @@
 """Where the time of our step and our wrapper goes: `run.py --profile`.
 
 Functions of the data path are timed from outside, each less the timed functions that it calls. Before each collective
-the ranks meet, so that waiting for the slower rank is told apart from the transfer. What other work hides of a transfer
-shows nowhere.
+of torch's the ranks meet, so that waiting for the slower rank is told apart from the transfer; in shared memory the
+other rank is all that is waited for. What other work hides of a transfer shows nowhere.
 """
 
 from __future__ import annotations
@@ -38,6 +38,13 @@ PHASES = {
     "sharders.embedding.input_dist:InputDist.receive": "receive",
     "sharders.embedding.input_dist:Received.slot_major": "receive: slot-major order",
     "sharders.embedding.header:Handshake.exchange": "header",
+    "sharders.embedding.lookup.numba_kernel:NumbaLookup.pooled": "lookup kernel",
+    "sharders.embedding.lookup.numba_kernel:NumbaLookup.rows": "lookup kernel",
+    "sharders.embedding.lookup.numba_kernel:NumbaLookup.order_pooled": "ids sorted for the update",
+    "sharders.embedding.lookup.numba_kernel:NumbaLookup.order_rows": "ids sorted for the update",
+    "sharders.embedding.lookup.numba_kernel:NumbaLookup.update_pooled": "update kernel",
+    "sharders.shared_memory.memory_channel:poll_memory": WAIT,
+    "sharders.shared_memory.memory_channel:wake": "the other rank is woken",
     "sharders.embedding.lookup.fbgemm_kernel:FbgemmLookup.pooled": "lookup kernel",
     "sharders.embedding.lookup.fbgemm_kernel:FbgemmLookup.rows": "lookup kernel",
     "sharders.embedding.lookup.fbgemm_kernel:FbgemmLookup.update_pooled": "update kernel",

@@ -66,7 +66,7 @@ def markdown(results: Sequence[Result]) -> str:
     return "\n".join(lines + ["| " + " | ".join(r.cells()) + " |" for r in results])
 
 
-def rewrite(path: Path, text: str, what: str = "results") -> None:
+def rewrite(path: Path, text: str, what: str) -> None:
     """Put `text` between the two marks of the file, `<!-- what: begin -->` and `<!-- what: end -->`.
 
     Raises:

@@ -52,7 +52,7 @@ BENCHMARKS = {
     "transformer": transformer.run,
     "state": state.run,
 }
-"""What they find goes into one table of BENCHMARKS.md, or, where a text comes with it, into a section of their name."""
+"""What each finds goes into the section of its name in BENCHMARKS.md, with the text that may come with it."""
 # glibc keeps what was freed, for both sides alike: else it maps each large buffer anew, which costs TorchRec more.
 ALLOCATOR = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 32),
@@ -81,31 +81,27 @@ def main() -> int:
     if unknown:
         parser.error(f"expected some of {list(BENCHMARKS)}; got {unknown}")
     warnings.simplefilter("ignore")  # of the libraries compared with; tests make ours errors
+    if args.write and args.quick:
+        parser.error("few rounds are for a first look: --write goes without --quick")
     if not set(ALLOCATOR) <= set(os.environ):  # read when a process starts
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **ALLOCATOR})
     if args.profile:
         phases.run()
         return 0
     print(HEADER)
-    results, shared = [], []
-    head = f"{date.today()}, {machine()}, torch {torch.__version__}:"
+    results = []
     for name in args.names or BENCHMARKS:
+        print(f"{name}: {machine()}", flush=True)
         found = BENCHMARKS[name](args.quick)
-        if isinstance(found, tuple):
-            results += found[0]
-            if args.write:
-                rewrite(ROOT / "BENCHMARKS.md", f"{head}\n\n{markdown(found[0])}\n\n{found[1]}".strip(), name)
-        else:
-            results += found
-            shared += found
+        found, text = found if isinstance(found, tuple) else (found, "")
+        results += found
+        if args.write:
+            head = f"{date.today()}, {machine()}, torch {torch.__version__}:"
+            rewrite(ROOT / "BENCHMARKS.md", f"{head}\n\n{markdown(found)}\n\n{text}".strip(), name)
     close_pools()
     missed = [r for r in results if r.verdict == "MISSED"]
     print(f"\n{len(missed)} of {sum(bool(r.verdict) for r in results)} goals missed")
     print("\n".join(str(r) for r in missed))
-    if args.write and not args.names:
-        rewrite(ROOT / "BENCHMARKS.md", f"{head}\n\n{markdown(shared)}")
-    elif args.write and shared:
-        print("the table of the others is written by a run of all of them")
     return 1 if args.strict and missed else 0
 
 
