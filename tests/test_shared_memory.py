@@ -295,4 +295,20 @@ def test_a_wait_looks_only_where_every_rank_has_a_core(cores: int, told: str, lo
         mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=told),
         mock.patch.object(dist, "get_world_size", return_value=2),
     ):
-        assert bool(waiting.looks_s(2)) == looks
+        looking = waiting.Looking(2)
+        assert bool(looking.seconds()) == looks
+
+
+def test_after_looks_in_vain_waits_sleep_at_once() -> None:
+    with (
+        mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="1"),
+        mock.patch.object(os, "sched_getaffinity", return_value={0}),
+    ):
+        looking = waiting.Looking(1)
+    at_once = []
+    for _ in range(8):
+        looking.was_in_vain(True)
+        at_once.append(next(n for n in range(100) if looking.seconds()))
+    assert at_once == [1, 2, 4, 8, 16, 32, 64, 64]
+    looking.was_in_vain(False)
+    assert all(looking.seconds() for _ in range(3))

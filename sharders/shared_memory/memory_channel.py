@@ -16,7 +16,7 @@ import torch.distributed as dist
 from dmp import RanksError
 from sharders.shared_memory.landing import LANDED, MemoryLanding
 from sharders.shared_memory.segment import SLOTS, Block, Pool, Segment, tensor_in
-from sharders.shared_memory.waiting import Process, looks_s, poll_memory, wake
+from sharders.shared_memory.waiting import Looking, Process, poll_memory, wake
 
 _ALL_TO_ALL, _ALL_GATHER, _SUM = 1, 2, 3
 _NAMES = {_ALL_TO_ALL: "an all-to-all", _ALL_GATHER: "an all-gather", _SUM: "a sum"}
@@ -60,7 +60,7 @@ class MemoryChannel:
         # In an order of its own on each rank, so that not all read the same memory at once.
         self._others = [(self.rank + i) % self.size for i in range(1, self.size)]
         self._segments = [mine if peer is None else peer.segment for peer in peers]
-        self._looks_s = looks_s(self.size)
+        self._looking = Looking(self.size)
         self._pool = Pool(mine, self._is_done)
         self._nowhere = [0] * self.size
         self._lock, self._number, self._pid = threading.Lock(), 0, os.getpid()
@@ -312,7 +312,7 @@ class MemoryChannel:
         return all(self._segments[i].done[at] >= number for i in self._others)
 
     def _await(self, peer: Peer, is_there: Callable[[], bool], word: ctypes.c_uint32, address: int) -> None:
-        poll_memory(is_there, word, address, peer.process, peer.rank, self._group, self._looks_s)
+        poll_memory(is_there, word, address, peer.process, peer.rank, self._group, self._looking)
 
     def arrival(self, rank: int, number: int, kind: int, nbytes: int) -> tuple[int, int]:
         """Where in a rank's segment that is which it has for this one, once it is there, and where it wants the answer.

@@ -1,8 +1,9 @@
 """A wait for another process: by futex, so that it takes no processor time, and with an end when that process has one.
 
 [Note: looking] To sleep and be woken takes a tenth of a millisecond, on virtual machines more, and he who wakes pays as
-much. So where every rank of the host has a core a wait looks for about that long before it sleeps, and lets whoever
-else wants the core go first; where ranks share cores, another one needs this one's now.
+much. So where every rank of the host has a core a wait looks for about that long before it sleeps. Where that was in
+vain, the next ones sleep at once, twice as many each time: the others take longer, or have no core while other programs
+run. Where ranks share cores, another one needs this one's now, and no wait looks.
 
 [Note: deaths] Nothing in memory tells that who should write there is dead. So a wait looks up every so often: whether
 the other process lives (a descriptor that becomes readable at its end), and whether the watchdog has found that the
@@ -32,6 +33,8 @@ _SPINS = 20
 
 _LOOKS_S = 200e-6
 """For so long it looks where each rank has a core."""
+_MOST_AT_ONCE = 64
+"""Waits that sleep at once between two that look, in vain."""
 
 _LOOK_S = 0.05
 _TIMEOUT_S = default_pg_timeout.total_seconds()
@@ -82,11 +85,28 @@ def process_of(pid: int, token: bytes) -> Process:
     return Process(pid)
 
 
-def looks_s(num_ranks: int) -> float:
-    """For how long a wait looks, see [Note: looking], beside so many ranks, or as many as the launcher says."""
-    told = os.environ.get("LOCAL_WORLD_SIZE", "")
-    here = max(num_ranks, int(told) if told.isdecimal() else dist.get_world_size())
-    return _LOOKS_S if here <= len(os.sched_getaffinity(0)) else 0.0
+class Looking:
+    """For how long each of a channel's waits looks; see [Note: looking].
+
+    Args:
+        num_ranks: of the channel; the launcher may tell of more on this host.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        told = os.environ.get("LOCAL_WORLD_SIZE", "")
+        here = max(num_ranks, int(told) if told.isdecimal() else dist.get_world_size())
+        self._most_s = _LOOKS_S if here <= len(os.sched_getaffinity(0)) else 0.0
+        self._at_once, self._left = 0, 0
+
+    def seconds(self) -> float:
+        """Of the next wait."""
+        self._left -= 1
+        return self._most_s if self._left < 0 else 0.0
+
+    def was_in_vain(self, is_so: bool) -> None:
+        """How looking has ended."""
+        self._at_once = min(max(2 * self._at_once, 1), _MOST_AT_ONCE) if is_so else 0
+        self._left = self._at_once
 
 
 def poll_memory(
@@ -96,7 +116,7 @@ def poll_memory(
     process: Process,
     rank: int,
     group: dist.ProcessGroup,
-    looks_s: float = 0.0,
+    looking: Looking | None = None,
 ) -> None:
     """Return when what another rank is to write is there.
 
@@ -105,21 +125,25 @@ def poll_memory(
         address: of the word.
         process: of that rank.
         rank: its number, for messages.
-        looks_s: see [Note: looking].
+        looking: of the channel.
 
     Raises:
         RanksError: it will not come.
         RuntimeError: likewise, for a reason that the watchdog does not know.
     """
+    looks_s = looking.seconds() if looking is not None else 0.0
     until = time.monotonic() + looks_s
     while True:
         for _ in range(_SPINS):
             if is_there():
+                if looks_s and looking is not None:
+                    looking.was_in_vain(False)
                 return
         since = looked = time.monotonic()
         if since >= until:
             break
-        os.sched_yield()
+    if looks_s and looking is not None:
+        looking.was_in_vain(True)
     while True:
         seen = word.value
         if is_there():
