@@ -151,6 +151,44 @@ def test_methods_beside_forward() -> None:
     run_ranks(2, methods_beside_forward)
 
 
+class Scaled(nn.Module):
+    """Reads attributes of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(1))
+        self.shift: torch.Tensor
+        self.register_buffer("shift", torch.zeros(1))
+        self.times, self._power = 1.0, 1.0
+
+    @property
+    def power(self) -> float:
+        return self._power
+
+    @power.setter
+    def power(self, value: float) -> None:
+        self._power = value
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x**self._power * self.gain * self.times + self.shift
+
+
+def test_what_is_set_on_the_wrapper_is_set_on_the_module() -> None:
+    """Else what is read there would not be what the forward reads."""
+    model, x = DistributedModelParallel(Scaled()), torch.full((2,), 3.0)
+    model.times, model.power = 2.0, 2.0
+    assert model(x).tolist() == [18.0] * 2
+    model.gain, model.shift = nn.Parameter(torch.full((1,), 10.0)), torch.ones(1)
+    assert model(x).tolist() == [181.0] * 2 and [p.item() for p in model.parameters()] == [10.0]
+    model.note = "mine"  # the module has no such name
+    assert not hasattr(model.module, "note") and model.note == "mine"
+    model.eval()
+    assert not model.module.training
+    with pytest.raises(TypeError, match="cannot assign 'torch.FloatTensor' as parameter 'gain'"):
+        torch.func.functional_call(model, {"gain": torch.zeros(1)}, (x,))
+    assert model(x).tolist() == [181.0] * 2
+
+
 def tables(mesh_name: str) -> None:
     env = env_of(mesh_name)
     for kind in ("ebc", "ec", "bag"):

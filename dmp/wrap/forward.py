@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from types import CodeType
 from typing import Any
 
 from torch.fx import Proxy
@@ -54,6 +55,13 @@ class _BoundForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return _forward(self.__self__, *args, **kwargs)
+
+    @property
+    def __code__(self) -> CodeType:
+        """Of the module's forward, which `torch.export` and others read the names of arguments from."""
+        forward: Any = self.__self__.module.forward
+        code: CodeType = forward.__code__
+        return code
 
     @property
     def __signature__(self) -> inspect.Signature:

@@ -404,7 +404,11 @@ class DistributedModelParallel(nn.Module):
                 f"model.{name} of a wrapped model is not replaced: change modules in place, or before wrapping; "
                 "torch.compile(model) and DistributedModelParallel(..., data_parallel_wrapper=) take the whole"
             )
-        super().__setattr__(name, value)
+        made = self.__dict__.get("_made")
+        if made is None or name in self.__dict__ or hasattr(type(self), name) or not hasattr(made.module, name):
+            super().__setattr__(name, value)
+        else:  # what is read here is the module's, whose code reads it too
+            setattr(made.module, name, value)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,6 +11,8 @@ from torch import nn
 
 from dmp import ParameterSharding, ShardError, ShardingPlan, data_parallel, join_name, rectangles
 from sharders.embedding.engine import Engine
+
+_log = logging.getLogger("dmp")
 
 
 class TorchRecForm(nn.Module):
@@ -59,6 +62,22 @@ class TorchRecForm(nn.Module):
         )
 
     preprocess_input = input_dist = create_context
+
+    @property
+    def qconfig(self) -> None:
+        """Set by torch's quantization, TorchRec's `quantize_inference_model` too, of whatever it looks at."""
+
+    @qconfig.setter
+    def qconfig(self, _: Any) -> None:
+        _log.warning(
+            "quantization leaves %s as it is, whose tables are sharded: dmp.to_unsharded(model) is a plain module, "
+            "of which it finds the tables",
+            self._engine.name,
+        )
+
+    @qconfig.deleter
+    def qconfig(self) -> None:
+        """There is none."""
 
 
 def make_known(kind: type[Any]) -> None:

@@ -1,0 +1,59 @@
+"""Graphs and quantization of a wrapped model: tables are refused, or passed over, in words; its plain form is not."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from dmp import DistributedModelParallel, ShardError, to_unsharded
+
+
+class Net(nn.Module):
+    """A table into a dense layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.over = nn.EmbeddingBag(10, 4, mode="sum"), nn.Linear(4, 1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.over(self.table(ids))
+        return out
+
+
+IDS = torch.tensor([[1, 2], [3, 4]])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tables_are_neither_exported_nor_traced() -> None:
+    model = DistributedModelParallel(Net())
+    with pytest.raises(ShardError, match=r"table is sharded, and is neither exported nor traced.*to_unsharded"):
+        torch.jit.trace(model, (IDS,))
+
+
+@pytest.mark.slow
+def test_the_plain_form_is_exported() -> None:
+    model = DistributedModelParallel(Net())
+    with pytest.raises(ShardError, match=r"table is sharded, and is neither exported nor traced.*to_unsharded"):
+        torch.export.export(model, (IDS,))
+    exported = torch.export.export(to_unsharded(model), (IDS,))
+    torch.testing.assert_close(exported.module()(IDS), model(IDS))
+
+
+@pytest.mark.slow
+def test_dense_weights_are_exported() -> None:
+    model = DistributedModelParallel(nn.Linear(4, 1))
+    x = torch.ones(2, 4)
+    torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), model(x))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_what_quantization_passes_over_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    model = DistributedModelParallel(Net())
+    with caplog.at_level(logging.WARNING, "dmp"):
+        quantized = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+    assert [r.getMessage().partition(",")[0] for r in caplog.records] == ["quantization leaves table as it is"]
+    torch.testing.assert_close(quantized(IDS), model(IDS), rtol=0.05, atol=0.05)
