@@ -162,7 +162,7 @@ class Engine:
             InputError: on every rank: what is wrong with one rank's batch. Calls begun before go on.
             ShardError: a parameter of a table was replaced, or `torch.export` or `torch.jit.trace` runs the model.
         """
-        if torch.compiler.is_exporting() or torch.jit.is_tracing():
+        if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             raise ShardError(
                 f"{self.name} is sharded, and is neither exported nor traced: what ranks exchange is no part of such a "
                 "graph. dmp.to_unsharded(model) is a plain module with the same weights, which can be"
