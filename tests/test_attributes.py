@@ -184,7 +184,7 @@ def test_what_is_set_on_the_wrapper_is_set_on_the_module() -> None:
     assert not hasattr(model.module, "note") and model.note == "mine"
     model.eval()
     assert not model.module.training
-    with pytest.raises(TypeError, match="cannot assign 'torch.FloatTensor' as parameter 'gain'"):
+    with pytest.raises(TypeError, match=r"cannot assign .* as parameter 'gain'"):
         torch.func.functional_call(model, {"gain": torch.zeros(1)}, (x,))
     assert model(x).tolist() == [181.0] * 2
 
