@@ -22,9 +22,14 @@ R = TypeVar("R")
 
 
 class Calls:
-    """The calls of one model that are under way: all of one thread, one inside the other."""
+    """The calls of one model that are under way: all of one thread, one inside the other.
 
-    def __init__(self) -> None:
+    Attributes:
+        model: the same text for the same model on all ranks, and another for every other: for a copy too.
+    """
+
+    def __init__(self, model: str = "") -> None:
+        self.model, self._num_copies = model, 0
         self._lock = Lock()
         self._owner = 0
         self._thread = ""
@@ -41,7 +46,8 @@ class Calls:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Calls:
         """A copy of the model runs by itself."""
-        return Calls()
+        self._num_copies += 1
+        return Calls(f"copy {self._num_copies} of {self.model}")
 
     def enter(self, what: str, forwards: int) -> None:
         """Begin a call.

@@ -29,12 +29,12 @@ In reading order:
 
 from dmp.errors import RanksError
 from dmp.ranks.answers import parted_text
-from dmp.ranks.entry import entry, raise_cause, raise_verdict
+from dmp.ranks.entry import calls_so_far, entry, raise_cause, raise_verdict
 from dmp.ranks.exchange import compare_facts, gather_objects, gather_words
 from dmp.ranks.failing import fail_together, from_first, numbers_of_all, results_of_all
 from dmp.ranks.groups import control_group, own_group
 from dmp.ranks.watchdog import PeerLost
 
-__all__ = ["PeerLost", "RanksError", "compare_facts", "control_group", "entry", "fail_together", "from_first"]
+__all__ = ["PeerLost", "RanksError", "calls_so_far", "compare_facts", "control_group", "entry", "fail_together"]
 __all__ += ["gather_objects", "gather_words", "numbers_of_all", "own_group", "raise_cause", "raise_verdict"]
-__all__ += ["parted_text", "results_of_all"]
+__all__ += ["from_first", "parted_text", "results_of_all"]

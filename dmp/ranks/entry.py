@@ -75,6 +75,11 @@ class entry:
             self._entry.sequence.number = self._entry.number = max(number, self._entry.number)
 
 
+def calls_so_far(group: dist.ProcessGroup | None) -> int:
+    """How many entries a group's ranks have begun: the same on all of them, in a call in which they have met."""
+    return 0 if group is None else call_log.sequence_of(group).number
+
+
 def raise_cause(error: RuntimeError) -> None:
     """Raise what is behind a broken collective; return where the error is this rank's own.
 

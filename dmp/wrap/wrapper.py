@@ -15,13 +15,13 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from dmp.calls import Calls, alone
-from dmp.contracts import AnySharder, DataParallelWrapper, Planner
+from dmp.contracts import AnySharder, DataParallelWrapper, Planner, set_hook
 from dmp.env import ShardingEnv
 from dmp.errors import CheckpointError, ShardError
 from dmp.layouts.layout import Layout, ParameterSharding
 from dmp.places import is_dtensor
 from dmp.plans.plan import ShardingPlan
-from dmp.ranks import entry
+from dmp.ranks import calls_so_far, entry
 from dmp.wrap import live_models as live
 from dmp.wrap.agreement import check_agreement, on_all_ranks
 from dmp.wrap.arguments import Arguments, environment, take
@@ -91,7 +91,7 @@ class DistributedModelParallel(nn.Module):
         with entry(f"wrapping {type(module).__name__}", env.everyone):
             given = on_all_ranks(asked.checked, env)
             check_agreement(given.facts(), env)
-            self._calls = Calls()
+            self._calls = Calls(f"the model that was wrapped at call {calls_so_far(env.everyone)}")
             with _without_collection(), marking_replaced(self, module):
                 self._take(build(given, self._calls))
 
@@ -372,6 +372,8 @@ class DistributedModelParallel(nn.Module):
         made = copied(self._made, memo, device)
         own = {name: value for name, value in self.__dict__.items() if name not in ("_modules", "_made")}
         new.__dict__.update(copy.deepcopy(own, memo))
+        for module in made.sharded:
+            set_hook(module, "calls", new._calls)
         live.copies_of[new] = live.copies_of.setdefault(self, object())
         new._take(made)
         return new

@@ -111,13 +111,13 @@ class Handshake:
         self._content = content
         self.rename("the module")
 
-    def rename(self, name: str) -> None:
-        """Set the module's name, which is part of what is compared."""
-        self.name = name
+    def rename(self, name: str, model: str = "") -> None:
+        """Set the module's name and the text for its model, which are part of what is compared."""
+        self.name, self._model = name, model
         self.forward, self.lookup = f"the forward of {name!r}", f"the lookup of {name!r}"
         self.backward = f"the backward of {name!r}"
         """Names of the calls, for messages."""
-        digest = hashlib.sha256((name + self._content).encode()).digest()
+        digest = hashlib.sha256((name + self._content + model).encode()).digest()
         self._fingerprint = int.from_bytes(digest[:7], "big")
 
     def exchange(self, mine: Sequence[Header], device: torch.device, here: ranks.entry) -> list[Header]:
@@ -243,15 +243,20 @@ class Handshake:
             place: the call that this rank is in.
             doing: what it begins there.
         """
-        mine = self.name, self._content, f"in {place} ({doing})"
+        mine = self.name, self._content, self._model, f"in {place} ({doing})"
         told = ranks.gather_objects("the forward of different modules", mine, self.channel.group)
-        for rank, (name, content, _) in enumerate(told):
+        for rank, (name, content, model, _) in enumerate(told):
+            if (name, content) == told[0][:2] and model != told[0][2]:
+                raise InputError(
+                    f"ranks are not at the same model: rank 0 calls {name!r} of {told[0][2]}, rank {rank} that of "
+                    f"{model}; every rank must run the same models in the same order, and copy them alike"
+                )
             if (name, content) != told[0][:2]:
                 what = f"calls {name!r}" if name != told[0][0] else f"has other tables or layouts in {name!r}"
                 raise InputError(
                     f"ranks are not at the same module: rank 0 calls {told[0][0]!r}, rank {rank} {what}; every rank "
                     "must run the same modules in the same order, with the same plan"
                 )
-        places = {rank: does for rank, (_, _, does) in zip(self.rank_names, told, strict=True)}
+        places = {rank: does for rank, (*_, does) in zip(self.rank_names, told, strict=True)}
         assert len(set(places.values())) > 1, "fingerprints differ, contents do not"
         raise ranks.RanksError(ranks.parted_text(places))

@@ -215,7 +215,7 @@ class TableModule(Watched, TorchRecForm):
 
     @calls.setter
     def calls(self, calls: Calls) -> None:
-        self._engine.calls = calls
+        self._engine.belong_to(calls)
 
     def phases(self) -> Mapping[str, tuple[float, int]]:
         """Of its last step: phase -> seconds by this rank's clock, and bytes sent to other ranks."""
@@ -249,7 +249,8 @@ class TableModule(Watched, TorchRecForm):
 
     def run_by(self, engine: Engine) -> None:
         """Have another engine's tables in place of those that there are, in the same modules."""
-        old, engine.calls = self._engine, self._engine.calls
+        old = self._engine
+        engine.belong_to(old.calls)
         engine.rename(old.name)
         engine.store.count_as(old.store)
         for module in self.modules():
