@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +220,24 @@ def wrap_with(change: str) -> None:
     elif change.startswith("options"):
         arguments["sharders"] = [EmbeddingBagSharder()]
     DistributedModelParallel(Sparse(), **arguments)  # type: ignore[arg-type]
+
+
+def compile_for_long(is_said: bool) -> str:
+    """In its backward pass rank 1 waits for what some other process compiles; rank 0 is at the next forward."""
+    env = ShardingEnv.from_mesh(mesh((dist.get_world_size(),)))
+    model = DistributedModelParallel(Sparse(), env, plan={"sparse.weight": row_wise()})
+    ids = torch.arange(12).view(4, 3)
+    model(ids).backward()
+    dist.barrier()
+    try:
+        with dmp.ranks.entry("the backward of 'sparse'", env.everyone):
+            if env.rank == 1:
+                with dmp.ranks.at_work("compiling lookup kernels") if is_said else nullcontext():
+                    time.sleep(9.0)
+        model(ids).backward()
+    except dmp.RanksError as error:
+        return str(error)
+    return ""
 
 
 class Planner:

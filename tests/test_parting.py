@@ -12,6 +12,7 @@ import pytest
 
 from dmp import PlanError, RanksError
 from tests.parting_jobs import (
+    compile_for_long,
     losses_of_different_tables,
     meet_elsewhere,
     part,
@@ -59,6 +60,14 @@ def test_a_loss_that_is_dropped_on_one_rank(tmp_path: Path) -> None:
         assert "rank 0 is in the backward of 'sparse' (" in message, message
         assert "rank 1 is in code of its own (parting_jobs.py:" in message, message
         assert "has let go of the result of call" in message and seconds < TOLD_S, (message, seconds)
+
+
+@slow
+def test_a_rank_that_compiles_is_waited_for() -> None:
+    """However still it stands; without a word of it, it would have parted from the others."""
+    assert run_ranks(2, compile_for_long, True) == ["", ""]
+    for text in mortal_ranks(2, compile_for_long, False):
+        assert "have parted ways: rank 0 is in the forward " in text and "rank 1 is in the backward of " in text, text
 
 
 @slow

@@ -9,6 +9,7 @@ Which to use, in a call that all ranks of a group make together:
     `compare_facts`     what must be the same everywhere, as texts by name
     `gather_objects`    what may differ; `gather_words` for two integers, in a single exchange
     `own_group`         a group beside the program's, for one purpose; `control_group` for exchanges such as these
+    `at_work`           around what takes long on one rank, such as compiling: it is not taken for one that waits
     `raise_cause`       in place of what torch says of a collective that broke
     `parted_text`       what an error says where ranks are found in different calls
     `raise_verdict`     every so often in a wait that is no collective
@@ -29,12 +30,12 @@ In reading order:
 
 from dmp.errors import RanksError
 from dmp.ranks.answers import parted_text
-from dmp.ranks.entry import calls_so_far, entry, raise_cause, raise_verdict
+from dmp.ranks.entry import at_work, calls_so_far, entry, raise_cause, raise_verdict
 from dmp.ranks.exchange import compare_facts, gather_objects, gather_words
 from dmp.ranks.failing import fail_together, from_first, numbers_of_all, results_of_all
 from dmp.ranks.groups import control_group, own_group
 from dmp.ranks.watchdog import PeerLost
 
-__all__ = ["PeerLost", "RanksError", "calls_so_far", "compare_facts", "control_group", "entry", "fail_together"]
+__all__ = ["PeerLost", "RanksError", "at_work", "calls_so_far", "compare_facts", "control_group", "entry"]
 __all__ += ["gather_objects", "gather_words", "numbers_of_all", "own_group", "raise_cause", "raise_verdict"]
-__all__ += ["from_first", "parted_text", "results_of_all"]
+__all__ += ["fail_together", "from_first", "parted_text", "results_of_all"]

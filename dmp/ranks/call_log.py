@@ -65,6 +65,10 @@ running: dict[int, Entry] = {}
 """id -> what this process is in, outermost first."""
 
 
+work: list[str] = []
+"""What this process does that takes long, and in which it may stand still without waiting for another rank."""
+
+
 class Verdict:
     """Why the ranks cannot go on together, once that is known; for all later entries of these ranks too."""
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 import torch.distributed as dist
@@ -73,6 +75,20 @@ class entry:
         """Have the next entry counted from here: where all ranks have just met, the largest of their numbers."""
         if self._entry is not None and self._entry.sequence.number == self._entry.number:
             self._entry.sequence.number = self._entry.number = max(number, self._entry.number)
+
+
+@contextmanager
+def at_work(what: str) -> Iterator[None]:
+    """This rank does something that takes long: it waits for no other, however still it stands.
+
+    Args:
+        what: for messages: `compiling lookup kernels`.
+    """
+    call_log.work.append(what)
+    try:
+        yield
+    finally:
+        call_log.work.remove(what)
 
 
 def calls_so_far(group: dist.ProcessGroup | None) -> int:

@@ -12,7 +12,7 @@ gloo connections, so that what waits raises at once, and entries turn that into 
 
 [Note: still] A rank is still when it is in an entry or in a call of torch's that may wait (backward, a collective),
 its main thread uses no time, its stack does not change and no byte moves on its connections. A rank that loads data,
-evaluates or computes is not still, however long that takes.
+evaluates, computes or compiles is not still, however long that takes.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class Watchdog:
         oldest = max((now - e.since for e in list(call_log.running.values())), default=0.0)
         inner = max(list(call_log.running.values()), key=lambda e: e.since, default=None)
         place = place_of(self._main)
-        if not place.waits_in and now - (inner.since if inner else now) < SUSPECT_S:
+        if call_log.work or (not place.waits_in and now - (inner.since if inner else now) < SUSPECT_S):
             self._mark, self._still_since, self._has_lost = None, now, False
             return oldest, 0.0
         threads = {e.thread: place_of(e.thread).mark for e in list(call_log.running.values())}
@@ -211,7 +211,7 @@ class Watchdog:
             "come": {key: [s.number, s.last, list(s.dropped)] for key, s in list(call_log.sequences.items())},
             "running": [[e.sequence.key, e.number, e.name, round(now - e.since, 2)] for e in running],
             "waits_in": place.waits_in,
-            "line": place.line,
+            "line": ", ".join(filter(None, (place.line, *call_log.work))),
             "still_s": round(still_s, 2),
         }
         self._store.set(f"at/{self.rank}", json.dumps(told))

@@ -21,6 +21,7 @@ from typing import Any
 
 import llvmlite.binding
 
+from dmp import ranks
 from sharders.embedding.lookup.numba_kept import Compiled, kept
 
 _log = logging.getLogger("dmp")
@@ -64,7 +65,8 @@ def _entry(name: str, element: str | None) -> Callable[..., int]:
     about = (binding.get_host_cpu_name(), features.flatten(), version("numba"), version("llvmlite"))
     here = hashlib.sha256("\n".join(about).encode()).hexdigest()[:16]
     of_machine = "-".join(filter(None, ("lookup", name, element, here)))
-    return _loaded(kept(of_machine, _sources()[:16], lambda: _made(name, element)))
+    with ranks.at_work("compiling lookup kernels"):  # or waiting for another process that does
+        return _loaded(kept(of_machine, _sources()[:16], lambda: _made(name, element)))
 
 
 def _made(name: str, element: str | None) -> Compiled:
