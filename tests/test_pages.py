@@ -13,7 +13,7 @@ from sharders.embedding.lookup import pages
 from sharders.embedding.lookup.bank import Bank, RowRange
 from sharders.embedding.lookup.kernels import compile_lookup
 from sharders.embedding.lookup.optimizers import OptimizerSpec
-from sharders.embedding.lookup.pages import on_large_pages
+from sharders.embedding.lookup.pages import on_large_pages, to_write
 from sharders.embedding.lookup.reads import Bags, Segmented
 
 ROWS, WIDTH = 50_000, 64  # 12.8 MB
@@ -64,6 +64,19 @@ def test_large_results_lie_on_large_pages() -> None:
     ids = torch.zeros(ROWS, dtype=torch.int64)
     for result in (lookup.pooled(Bags(ids, torch.arange(ROWS + 1))), lookup.rows(Segmented(ids, [(0, ROWS)]))):
         assert "hg" in flags(result) and not result.any()
+
+
+@pytest.mark.usefixtures("asked")
+def test_memory_that_is_used_again_is_moved_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Moving it makes all CPUs wait for each other."""
+    wishes: list[int] = []
+    monkeypatch.setattr(pages, "_advise", lambda start, stop, wish: wishes.append(wish))
+    monkeypatch.setattr(pages, "_asked_for", set())
+    memory = torch.zeros(3 * ROWS, WIDTH)
+    for rows in (ROWS, ROWS, ROWS // 2, 3 * ROWS, 2 * ROWS):
+        assert to_write(memory[:rows]).data_ptr() == memory.data_ptr()
+    new, now = pages._ON_WRITING, pages._NOW
+    assert wishes == [new, now, new, new, new, now, new]
 
 
 @pytest.mark.usefixtures("asked")
