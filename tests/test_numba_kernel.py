@@ -125,6 +125,24 @@ def test_another_optimizer_with_an_update_of_ours(monkeypatch: pytest.MonkeyPatc
         torch.testing.assert_close(*trained_by)
 
 
+@pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.kind)
+def test_any_dim(spec: OptimizerSpec) -> None:
+    """In one call: some that fill blocks of 64, 16 and 4 columns, and some that leave columns over."""
+    dims = (1, 4, 7, 16, 21, 64, 85, 128, 150)
+    layout = [[(11, dim)] for dim in dims], [(t, 0, 0, 11) for t in range(len(dims))]
+    trained_by = []
+    for kernel in ("torch", "numba"):
+        bank, lookup = make(layout, torch.float64, spec, kernel)
+        batch = make_batch(lookup, 12, weighted=True)
+        output = lookup.pooled(batch.read())
+        of_weights = lookup.gradient_weights(output, batch.read())
+        bank.step()
+        lookup.update_pooled(output, batch.read())
+        trained_by.append((output, of_weights, bank.weights, *bank.state.values()))
+    for found, expected in zip(*trained_by, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+
+
 def by_touched_rows(kernel: str, layout: Any, dtype: torch.dtype, spec: OptimizerSpec) -> list[Tensor]:
     """Sums by row of three batches, the middle one empty, and the bank after two updates by them."""
     bank, lookup = make(layout, dtype, spec, kernel)
