@@ -22,10 +22,10 @@ from planner.search.bound_phases import Phases, joined
 from planner.search.cost_table import Array
 from planner.search.problem import Problem
 
-_WORK = 65.0
-"""Programmes solved at most, a large one counting as several."""
-_ROWS = 12000
-"""Columns for which a programme counts once more."""
+_WORK = 80.0
+"""Programmes solved at most, small ones counting less than one, a large one as several."""
+_ROWS = 2500
+"""Columns of one that counts once; others by the root of how many they have, for most columns are left out at first."""
 _CLOSE = 5e-4
 """Nobody cares how much of this part of a plan's cost is missing."""
 _ROUNDING = 1e-9
@@ -115,7 +115,7 @@ def _search(
             return node
         heapq.heappop(heap)
         for part in parts:
-            work += 1 + len(part.rows) / _ROWS
+            work += float(np.sqrt(len(part.rows) / _ROWS))
             settled = settle(frame, part)
             if settled is not None:
                 number += 1

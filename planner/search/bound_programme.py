@@ -19,8 +19,12 @@ _MORE = 1000
 """Columns that are solved for at once, besides the cheapest of each group."""
 _TRIES = 4
 _ITERATIONS = 40
-_NEAR = 1e-4
-"""Part of the value to which it is found."""
+_NEAR, _NEARLY = 1e-4, 2e-3
+"""Part of the value to which it is found: the first, or where this is more, up to the second"""
+_FAR = 0.01
+"""this part of what is missing to enough."""
+_ASIDE = 0.1
+"""How far from the limits it begins."""
 _INSIDE = 0.995
 """Part of the way to the nearest limit that a step takes."""
 
@@ -100,7 +104,7 @@ def solve(p: Programme, enough: float, price: Array | None = None) -> Relaxed:
         value, price = p.value(found.price)[0], found.price
         if value > best:
             best, result = value, found
-        if value >= min(enough, among * (1 - _NEAR)):
+        if value >= min(enough, among - _missed(among, enough - among)):
             break
     return result
 
@@ -111,6 +115,11 @@ def _resized(price: Array | None, p: Programme) -> Array:
     known = np.ones(len(p.low)) if price is None else price[: len(p.low) + 1]
     found[: len(known)] = known
     return found
+
+
+def _missed(value: float, spare: float) -> float:
+    """By how much a value may be missed that so much is missing to."""
+    return min(max(_NEAR * abs(value), _FAR * spare), _NEARLY * abs(value))
 
 
 def _solve_some(p: Programme, chosen: Integers, enough: float) -> tuple[float, Relaxed]:
@@ -162,7 +171,8 @@ def _solve(p: Programme, enough: float) -> Relaxed:
 
 
 class _State:
-    """A point inside, and Mehrotra's steps from it.
+    """A point inside, and Mehrotra's steps from it. It begins where items are shared out by what columns cost at prices
+    of a half, and phases last as long as that takes.
 
     Attributes:
         x: (columns,) shares; z: their reduced costs.
@@ -175,24 +185,28 @@ class _State:
     def __init__(self, p: Programme) -> None:
         self.p, self.group = p, p.group
         phases = len(p.low)
-        lengths = np.bincount(self.group)
-        self.x = p.items[self.group] / lengths[self.group]
-        self.width = np.maximum(p.high - p.low, 1e-9)
-        self.sigma = np.minimum(0.5 * self.width, 1.0 / phases)
-        self.tau = self.width - self.sigma
-        self.slack = np.full(len(p.base), 1.0 / phases)
+        aside = _ASIDE / phases
         self.price = np.full(len(p.base), 0.5)
-        self.w = np.full(phases, 0.1)
         cost = p.every + p.work @ self.price
-        self.y = np.minimum.reduceat(cost, p.start) - 0.1 / len(lengths)
+        self.y = np.minimum.reduceat(cost, p.start) - _ASIDE / len(p.start)
         self.z = cost - self.y[self.group]
+        self.x = 1 / self.z
+        self.x *= (p.items / np.add.reduceat(self.x, p.start))[self.group]
+        row = self.x @ p.work + p.base
+        self.width = np.maximum(p.high - p.low, 1e-9)
+        least = np.minimum(0.1 * self.width, aside)
+        self.sigma = np.clip(row[:phases] - p.low + aside, least, 0.9 * self.width)
+        self.tau = self.width - self.sigma
+        row[:phases] -= p.low + self.sigma
+        self.slack = np.maximum(-row, aside)
+        self.w = np.full(phases, 0.1)
         self.z_sigma = 1 - self.price[:phases] + self.w
 
     def is_done(self, best: float) -> bool:
         """Whether the prices are as good as they get."""
         primal = float(self.p.every @ self.x + (self.p.low + self.sigma).sum())
         missing = np.abs(self._missing()[0]).max()
-        return missing < _NEAR and primal - best < _NEAR * abs(primal)
+        return missing < _NEAR and primal - best < _missed(primal, 1 - best)
 
     def _missing(self) -> tuple[Array, Array, Array]:
         p = self.p
