@@ -188,6 +188,14 @@ def test_a_planned_module_without_sharder_is_an_error() -> None:
         ShardingPlan({"users.weight": row_wise()}).validate(Net(), ENV, [EmbeddingBagSharder()])
     with pytest.raises(PlanError, match=r"no sharder takes"):
         DistributedModelParallel(Net(), plan=PLAN, sharders=[])
+    for odd in ({"sparse": True}, {"max_norm": 1.0}, {"mode": "max"}):
+        reason = "mode='max'" if "mode" in odd else "{}={}".format(*next(iter(odd.items())))
+        with pytest.raises(PlanError, match=rf"'0\.weight', which no sharder takes \({reason}\)"):
+            DistributedModelParallel(nn.Sequential(nn.EmbeddingBag(4, 4, **odd)), plan={"0.weight": row_wise()})
+    tied = nn.ModuleList([nn.Embedding(4, 4), nn.Linear(4, 4)])
+    tied[1].weight = tied[0].weight
+    with pytest.raises(PlanError, match=r"'0\.weight', which no sharder takes \(tied to '1\.weight'\)"):
+        DistributedModelParallel(tied, plan={"0.weight": row_wise()})
 
 
 def test_a_tied_table_belongs_to_the_data_parallel_part() -> None:

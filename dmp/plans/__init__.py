@@ -4,6 +4,7 @@ order:
 - `plan`: `ShardingPlan`, layouts by parameter name
 - `torchrec_plan`: plans to and from TorchRec's, by their rectangles
 - `find`: which modules and weights the sharders take, found once
+- `oddities`: what a module has with which no sharder takes it for tables
 - `check`: whether a plan fits
 - `weight_readers`: who reads a weight besides its own module: such a one is no table
 - `reachable`: the code that a model's forward may come to

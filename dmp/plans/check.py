@@ -13,6 +13,7 @@ from dmp.env import ShardingEnv
 from dmp.errors import PlanError, ShardError
 from dmp.layouts.layout import Layout, ParameterSharding
 from dmp.plans.find import Found, Site
+from dmp.plans.oddities import oddity
 from dmp.plans.private_state import refuse_private_state
 
 
@@ -154,11 +155,16 @@ def _unknown_name(
         )
     if name in placed:
         return f"plan gives {name!r} the layout of a table, but tensor parallelism splits it as {placed[name]}"
-    if name in dict(module.named_parameters(remove_duplicate=False)):
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    if name in parameters:
+        owner = module.get_submodule(name.rpartition(".")[0])
+        tied = next((n for n, p in parameters.items() if n != name and p is parameters[name]), None)
+        odd = oddity(owner) if isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) else None
+        why = f"tied to {tied!r}" if tied else odd or "no sharder for its module"
         return (
-            f"plan names {name!r}, which no sharder takes (no sharder for its module, or it is tied to a parameter of "
-            f"another module): it belongs to the data-parallel part and needs no entry, or that of a dense weight "
-            f"(replicate(), fully_sharded()). Parameters to plan: {_some(shardable)}"
+            f"plan names {name!r}, which no sharder takes ({why}): it belongs to the data-parallel "
+            "part and needs no entry, or that of a dense weight (replicate(), fully_sharded()). "
+            f"Parameters to plan: {_some(shardable)}"
         )
     close = get_close_matches(name, shardable, n=3, cutoff=0.5)
     hint = f"did you mean {_some(close)}?" if close else f"parameters to plan: {_some(shardable)}"

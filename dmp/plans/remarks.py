@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from dmp.contracts import hook
 from dmp.plans.check import Resolved
+from dmp.plans.oddities import why_no_table
 from dmp.registry import by_module_type, sharder_for
 
 LARGE_BYTES = 64 << 20  # what a warning is worth: copies on every rank
@@ -106,7 +106,7 @@ def _say_what_is_left(resolved: Resolved) -> None:
             others = [n for n in names[id(p)] if n.rpartition(".")[0] != path]
             is_large = p.nbytes >= LARGE_BYTES and not env.fully_sharded_axes
             how = "split with them" if env.fully_sharded_axes else "whole on every rank"
-            why = f"tied to {others[0]!r}" if others else _reason(each)
+            why = f"tied to {others[0]!r}" if others else why_no_table(each)
             _say_no_table(names[id(p)][0], p, is_large, f", {how}: {why}")
     if not env.fully_sharded_axes:
         of_tables = {id(p) for site in resolved.sites for p in site.module.parameters()}
@@ -136,39 +136,9 @@ def _say_collection(path: str, module: nn.Module, names: Mapping[int, list[str]]
         path,
         f"{size:,}",
         len(inside),
-        f"tied to {others[0]!r}" if others else _reason(module),
+        f"tied to {others[0]!r}" if others else why_no_table(module),
         advice if is_own else "",
     )
-
-
-def _reason(module: Any) -> str:
-    """What of the module no sharder runs."""
-    found = _oddity(module)
-    if found is not None:
-        return found
-    inside = ((path, _oddity(m) or _hooks_or_padding(m)) for path, m in module.named_modules() if path)
-    odd = next((f"{path}: {what}" for path, what in inside if what is not None), None)
-    return odd or f"its sharder takes nothing of this {type(module).__name__}"
-
-
-def _oddity(module: Any) -> str | None:
-    for name in ("max_norm", "scale_grad_by_freq", "sparse"):
-        if getattr(module, name, None):
-            return f"{name}={getattr(module, name)}"
-    if getattr(module, "mode", None) == "max":
-        return "mode='max'"
-    if hasattr(module, "parametrizations"):
-        return "its weight is parametrized"
-    if not type(module).forward.__module__.startswith(("torch.", "torchrec.")):
-        return f"{type(module).__name__} has a forward of its own"
-    return "its forward was replaced" if "forward" in vars(module) else None
-
-
-def _hooks_or_padding(module: Any) -> str | None:
-    """What a table may have by itself, but not inside a collection."""
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
-        return "it has hooks"
-    return f"padding_idx={module.padding_idx}" if getattr(module, "padding_idx", None) is not None else None
 
 
 def _reasons(resolved: Resolved) -> list[str]:
