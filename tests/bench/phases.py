@@ -46,13 +46,11 @@ PHASES = {
     "sharders.shared_memory.memory_channel:poll_memory": WAIT,
     "sharders.shared_memory.memory_channel:wake": "the other rank is woken",
     "sharders.embedding.lookup.fbgemm_kernel:FbgemmLookup.pooled": "lookup kernel",
-    "sharders.embedding.lookup.fbgemm_kernel:FbgemmLookup.rows": "lookup kernel",
     "sharders.embedding.lookup.fbgemm_kernel:FbgemmLookup.update_pooled": "update kernel",
     "sharders.embedding.lookup.fbgemm_kernel:FbgemmLookup.update_rows": "update kernel",
     "sharders.embedding.pooled_output:PooledOutputDist.forward": "output: placing",
     "sharders.embedding.pooled_output:PooledOutputDist.backward": "gradients: pack",
     "sharders.embedding.output_dist:ResultExchange.wait": "wait for a transfer begun before",
-    "sharders.embedding.unpooled_output:UnpooledOutputDist.places": "output: places",
     "sharders.embedding.unpooled_output:UnpooledOutputDist.forward": "output: placing",
     "sharders.embedding.unpooled_output:UnpooledOutputDist.backward": "gradients: pack",
 }
