@@ -7,7 +7,9 @@ import pytest
 
 from planner.search.cells import cells
 from planner.search.cuts import Cuts
-from planner.search.placement import Part, Placement
+from planner.search.improve import Improver
+from planner.search.packing import Packer, menus
+from planner.search.placement import Part, Placement, even
 from planner.search.potential import Potential, powered
 from planner.search.problem import Problem
 from planner.search.starts import starts
@@ -77,3 +79,29 @@ def test_what_is_changed_in_part_is_as_if_it_were_made_anew(ranks: int) -> None:
         anew = placement.copy()
         np.testing.assert_allclose(placement.local, anew.local, rtol=1e-9, atol=1e-12)
         assert {k: set(v) for k, v in placement.held.items() if v} == {k: set(v) for k, v in anew.held.items() if v}
+
+
+def test_many_exchanges_at_once_never_raise_the_potential() -> None:
+    p = drawn(5, 300, 256, (1, 2, 8), 24, 1e9, 8)
+    cuts = Cuts.of(p)
+    start = starts(p, cuts)[0]
+    placement, random = Placement(p), np.random.default_rng(0)
+    for item, owner in enumerate(p.item_class.tolist()):  # anywhere
+        cut = int(start.first[owner])
+        row, number = int(cuts.row[cut]), int(cuts.number[cut])
+        blocks = random.permutation(256 // int(p.table.size[row]))[:number].tolist()
+        placement.add(item, Part(row, tuple(blocks), even(int(p.table.units[row]), number)))
+    potential = Potential(placement, start.target, 0.1)
+    potential.aim(16)
+    improver = Improver(Packer(potential, menus(p, cuts, start.cost, 12)))
+    before, begin, done = [part and sorted(part.widths) for part in placement.parts], placement.seconds(), 0
+    for turn in range(48):
+        value = improver.value
+        exchanged = improver.exchange_many(turn % len(p.span), random)
+        assert (improver.value < value) == (exchanged > 0)
+        assert improver.value == pytest.approx(potential.weigh(), rel=1e-9)
+        done += exchanged
+    assert done > 100
+    assert placement.seconds() < 0.9 * begin
+    assert [part and sorted(part.widths) for part in placement.parts] == before
+    np.testing.assert_allclose(placement.local, placement.copy().local, rtol=1e-9, atol=1e-12)

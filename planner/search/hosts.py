@@ -16,9 +16,9 @@ from planner.search.problem import Problem
 from planner.search.starts import Start
 
 MANY_HOSTS = 128
-"""From so many on, it is better than to look at all ranks;"""
+"""From so many on, it is better than to look at all ranks where items are few;"""
 SEVERAL_HOSTS = 64
-"""from so many on, it is as good, and quicker."""
+"""from so many on where they are many, and as good and quicker for starts like the optimum."""
 _POWER = 8
 _MENU = 3
 """Cuts of an item to choose from."""

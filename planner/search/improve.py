@@ -1,4 +1,8 @@
-"""Improvement of a placement: units that pass to another rank, exchanges, and items that are put down anew. Pure."""
+"""Improvement of a placement: units that pass to another rank, exchanges, and items that are put down anew. Pure.
+
+Where hosts are many, many of them exchange pieces at the same time: what an exchange gains is a sum over the ranks that
+it touches, so that those which touch no host in common gain what they gain alone.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +31,20 @@ _MOVED = 3
 """Pieces of which units may pass elsewhere, in a step."""
 _DRAWN = 64
 """Items whose pieces are looked at for an exchange."""
+_HOT = 48
+"""Groups of ranks with a slow one, of which each may exchange a piece at the same time,"""
+_OF_HOT = 6
+"""one of so many;"""
+_DRAWN_FOR_MANY = 128
+"""items whose pieces are looked at then,"""
+_LOOKED_THROUGH = 1000
+"""and exchanges that gain, the best first."""
+_MANY_GROUPS = 16
+"""Groups from which on many exchange at the same time,"""
+_WORTH_IT = 3
+"""as long as so many gain,"""
+_PAUSE = 8
+"""else after so many steps of that phase again."""
 _PIECES = 8
 """Of a rank that are looked at."""
 
@@ -49,12 +67,19 @@ class Improver:
         self.table = packer.problem.table
         self._size: list[int] = self.table.size.tolist()
         self.value = self.potential.weigh()
+        groups = len(self.placement.local) // self.potential.group
+        self._pause = [0 if groups >= _MANY_GROUPS else 1 << 60] * len(packer.problem.span)
 
     def step(self, number: int, random: np.random.Generator) -> None:
         """Something on the slowest rank of a phase: units pass elsewhere, or a few items are put down anew."""
         self.potential.work += 150
         phases = len(self.packer.problem.span)
         phase = number % phases
+        self._pause[phase] -= 1
+        if self._pause[phase] < 0:
+            if self.exchange_many(phase, random) >= _WORTH_IT:
+                return
+            self._pause[phase] = _PAUSE
         load = self.placement.local[:, phase]
         rank = int(load.argmax())
         if random.random() < _OTHER:  # one of those that are nearly as slow
@@ -192,15 +217,7 @@ class Improver:
 
     def exchange(self, rank: int, phase: int, random: np.random.Generator) -> bool:
         """Let a piece on the rank change places with one elsewhere, of some drawn at random; False when no gain."""
-        number = len(self.placement.parts)
-        drawn = range(number) if number <= _DRAWN else np.unique(random.integers(number, size=_DRAWN)).tolist()
-        draws = random.random(len(drawn)).tolist()
-        others: dict[int, list[_Piece]] = {}
-        for item, draw in zip(drawn, draws, strict=True):
-            part = self.placement.parts[item]
-            if part is not None and self._may_move(item) and part.row not in self.table.ragged:
-                index = int(draw * len(part.blocks))
-                others.setdefault(self._size[part.row], []).append(self._piece(item, part, index))
+        others = self._drawn(random, _DRAWN)
         mine: dict[int, list[_Piece]] = {}
         for piece in self.pieces_on(rank, phase):
             if self._may_move(piece.item):
@@ -215,6 +232,68 @@ class Improver:
         _, one, other = best
         return self.accept([(one.item, self._at(one, other)), (other.item, self._at(other, one))])
 
+    def _drawn(self, random: np.random.Generator, most: int) -> dict[int, list[_Piece]]:
+        """A piece of each of some items drawn at random, by size."""
+        number = len(self.placement.parts)
+        drawn = range(number) if number <= most else np.unique(random.integers(number, size=most)).tolist()
+        draws = random.random(len(drawn)).tolist()
+        self.potential.work += 1.5 * len(drawn)
+        found: dict[int, list[_Piece]] = {}
+        for item, draw in zip(drawn, draws, strict=True):
+            part = self.placement.parts[item]
+            if part is not None and self._may_move(item) and part.row not in self.table.ragged:
+                index = int(draw * len(part.blocks))
+                found.setdefault(self._size[part.row], []).append(self._piece(item, part, index))
+        return found
+
+    def exchange_many(self, phase: int, random: np.random.Generator) -> int:
+        """Let pieces on many of the slowest ranks change places with some drawn at random; how many did.
+
+        Ranks of one group take part in one exchange only, so that what each gains is known.
+        """
+        load, group = self.placement.local[:, phase], self.potential.group
+        number = min(_HOT, len(load) // (2 * group))
+        hot = load.reshape(-1, group).argmax(1) + np.arange(0, len(load), group)
+        hot = hot[np.argsort(-load[hot], kind="stable")[:number]]
+        self.potential.work += 100 + 30 * number
+        mine: dict[int, list[_Piece]] = {}
+        for rank in hot.tolist():
+            for piece in self.pieces_on(rank, phase)[:_OF_HOT]:
+                if self._may_move(piece.item) and self._size[piece.row] <= group:
+                    mine.setdefault(self._size[piece.row], []).append(piece)
+        others = self._drawn(random, _DRAWN_FOR_MANY)
+        found: list[tuple[float, _Piece, _Piece]] = []
+        for size in mine.keys() & others.keys():
+            gains = self._gains(mine[size], others[size], size)
+            flat = np.flatnonzero(gains.ravel() < -_ENOUGH * self.value)
+            values = gains.ravel()[flat].tolist()
+            found += [
+                (value, mine[size][i // gains.shape[1]], others[size][i % gains.shape[1]])
+                for value, i in zip(values, flat.tolist(), strict=True)
+            ]
+        return self._accept_many(sorted(found)[:_LOOKED_THROUGH])
+
+    def _accept_many(self, found: list[tuple[float, _Piece, _Piece]]) -> int:
+        """Make those exchanges that do not touch what one before has changed; all are taken back if that is no gain."""
+        group, touched, items = self.potential.group, set[int](), set[int]()
+        old: list[tuple[int, Part]] = []
+        for _, one, other in found:
+            where = {piece.block * self._size[piece.row] // group for piece in (one, other)}
+            if where & touched or items & {one.item, other.item} or not self._can_exchange(one, other):
+                continue
+            for item, part in ((one.item, self._at(one, other)), (other.item, self._at(other, one))):
+                old.append((item, self.placement.swap(item, part)))
+            touched |= where
+            items |= {one.item, other.item}
+        self.potential.work += 40 * len(old)
+        value = self.potential.weigh() if old and self.placement.fits() else np.inf
+        if value < self.value:
+            self.value = value
+            return len(old) // 2
+        for item, part in reversed(old):
+            self.placement.swap(item, part)
+        return 0
+
     def _at(self, piece: _Piece, other: _Piece) -> Part:
         """The part of a piece's item with the piece in the place of another's."""
         part = self.placement.parts[piece.item]
@@ -226,9 +305,20 @@ class Improver:
     def _best_exchange(
         self, mine: list[_Piece], others: list[_Piece], size: int
     ) -> tuple[float, _Piece, _Piece] | None:
-        potential, placement = self.potential, self.placement
-        if size == potential.num_ranks:
+        if size == self.potential.num_ranks:
             return None
+        gains = self._gains(mine, others, size)
+        while True:
+            i, j = divmod(int(gains.argmin()), gains.shape[1])
+            if not gains[i, j] < 0:
+                return None
+            if self._can_exchange(mine[i], others[j]):
+                return float(gains[i, j]), mine[i], others[j]
+            gains[i, j] = np.inf
+
+    def _gains(self, mine: list[_Piece], others: list[_Piece], size: int) -> Array:
+        """(mine, others) by how much the potential grows when two pieces change places."""
+        potential, placement = self.potential, self.placement
         here, there = np.array([p.block for p in mine]), np.array([p.block for p in others])
         change = (self._loads(others)[None] - self._loads(mine)[:, None]) / potential.scale  # what comes here
         gains = np.zeros(change.shape[:2])
@@ -246,14 +336,8 @@ class Improver:
             gains += (powered(after, potential.power) @ weight).sum(2) - np.expand_dims(before, axis)
             room = (potential.limit[at] - placement.local[at, -1] - placement.every[-1]).reshape(-1, size).min(1)
             gains[sign * change[..., -1] * potential.scale[-1] > np.expand_dims(room, axis)] = np.inf
-        potential.work += 60 + 0.02 * gains.size * size * len(weight)
-        while True:
-            i, j = divmod(int(gains.argmin()), gains.shape[1])
-            if not gains[i, j] < 0:
-                return None
-            if self._can_exchange(mine[i], others[j]):
-                return float(gains[i, j]), mine[i], others[j]
-            gains[i, j] = np.inf
+        potential.work += 60 + 0.008 * gains.size * size * len(weight)
+        return gains
 
     def _can_exchange(self, piece: _Piece, other: _Piece) -> bool:
         """Whether neither of their items has something already where its piece would come."""

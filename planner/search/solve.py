@@ -263,7 +263,7 @@ def _begin(problem: Problem, cuts: Cuts, best: _Best, begun: list[Start], out_of
 def _on_hosts(problem: Problem, cuts: Cuts, begun: list[Start], best: _Best) -> float:
     """Pack starts in two levels where that can be done; returns the work."""
     work, group = 0.0, ranks_together(problem)
-    for start in begun if can_pack(problem, group) else []:
+    for start in begun if can_pack(problem, group, _hosts(problem)) else []:
         placement, last = pack_hosts(problem, cuts, start, group)
         work += last
         if placement is not None:
@@ -273,20 +273,24 @@ def _on_hosts(problem: Problem, cuts: Cuts, begun: list[Start], best: _Best) -> 
     return work
 
 
+def _hosts(problem: Problem) -> int:
+    """Hosts from which on ranks are not looked at one by one while starts are packed."""
+    return MANY_HOSTS if len(problem.item_class) <= _FEW else SEVERAL_HOSTS
+
+
 def _guide(
     problem: Problem, cuts: Cuts, best: _Best, optimum: Optimum, out_of_time: Callable[[], bool]
 ) -> tuple[float, tuple[float, float]]:
     """Pack starts like the relaxed optimum; returns the work, and in what way the best of them is like it."""
     group, work, last, found = ranks_together(problem), 0.0, 0.0, (np.inf, LIKE[0])
     start = guided(problem, cuts, optimum)
-    if start is not None and not can_pack(problem, group):
+    if start is not None and not can_pack(problem, group, _hosts(problem)):
         weights = _WEIGHTS[0] * (start.fill > _ROOMY), _POWERS[0]
         for most in start.most:
             work += _pack(problem, cuts, start, most, weights, best, out_of_time)
             if work > _BUILDING:
                 break
-    hosts = SEVERAL_HOSTS if len(problem.item_class) <= _FEW else MANY_HOSTS
-    for like in LIKE if can_pack(problem, group, hosts) else ():
+    for like in LIKE if can_pack(problem, group, SEVERAL_HOSTS) else ():
         start = guided(problem, cuts, optimum, like)
         if start is None or work + last > _GUIDING or best.is_enough or out_of_time():
             break
