@@ -110,7 +110,7 @@ def made(axis: str, checkpoints: bool | None = None, **options: Any) -> tuple[Di
 
 
 def steps_of(axis: str, name: str, **options: Any) -> list[str]:
-    loss, checkpoints = LOSSES[name]
+    loss, checkpoints = {**LOSSES, **LOSSES_OF_COPIES}[name]
     model, plain = made(axis, checkpoints, **options)
     rank, found = model.env.data_rank, []
     for step in range(6):
@@ -127,6 +127,22 @@ def steps_of(axis: str, name: str, **options: Any) -> list[str]:
 @pytest.mark.parametrize("axis", ["dp", "shard"])
 def test_gradients_are_those_of_one_process(axis: str, name: str) -> None:
     assert run_ranks(2, steps_of, axis, name) == [[], []]
+
+
+def penalized(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """A loss and the norm of its gradient by a weight, which a first pass gives."""
+    loss = branches(model, rank, step)
+    module = model.module if isinstance(model, DistributedModelParallel) else model
+    (gradient,) = torch.autograd.grad(loss, [module.head.weight], create_graph=True)  # type: ignore[union-attr, list-item]
+    return loss + gradient.square().sum()
+
+
+LOSSES_OF_COPIES: dict[str, tuple[Loss, bool | None]] = {"penalty": (penalized, None)}
+"""FSDP2's weights are no leaves of the forward's graph."""
+
+
+def test_a_penalty_on_the_gradient_of_a_weight() -> None:
+    assert run_ranks(2, steps_of, "dp", "penalty") == [[], []]
 
 
 @pytest.mark.slow

@@ -88,10 +88,13 @@ class AnyReachDDP(DistributedDataParallel):
         """Whether this backward pass gives any parameter a gradient; `torch.autograd.grad` does not."""
         # Private: nothing public tells the two apart.
         executes = torch._C._will_engine_execute_node
-        if any(map(executes, self._nodes)):
-            return True
-        others = [p for p in self.module.parameters() if p.requires_grad]  # tables alone, on this rank
-        return any(executes(get_gradient_edge(p).node) for p in others)
+        try:
+            if any(map(executes, self._nodes)):
+                return True
+            others = [p for p in self.module.parameters() if p.requires_grad]  # tables alone, on this rank
+            return any(executes(get_gradient_edge(p).node) for p in others)
+        except RuntimeError:  # which torch raises of a parameter that `torch.autograd.grad` is asked for
+            return False
 
     def _complete(self) -> None:
         """At the end of the backward pass: gradients for what it did not reach, with which DDP finishes."""
