@@ -95,6 +95,7 @@ def test_wrong_constraints_are_named() -> None:
         ({"t9": Constraint()}, r"'t9'.*did you mean 't0'"),
         ({"zzz*": Constraint()}, r"'zzz\*'.*t0\.weight"),
         ({"t0": Constraint(layouts=["rowwise"])}, r"'rowwise'.*row_wise"),
+        ({"t0": Constraint(forbid=["row-wise"])}, r"forbids 'row-wise', which is no layout.*row_wise"),
         ({"t0": Constraint(ranks=[5])}, r"rank 5.*0\.\.1"),
         ({"t0": "row_wise"}, "must be a Constraint"),
     ]:
@@ -103,6 +104,9 @@ def test_wrong_constraints_are_named() -> None:
     every = Constraint(forbid=["table_wise", "row_wise", "column_wise", "data_parallel"])
     with pytest.raises(PlanError, match=r"no layout is left.*forbid"):
         ShardingPlanner(constraints={"t0": every}).plan(module, [sharder], env)
+    apart = {"t0": Constraint(colocate="a", ranks=[0]), "t1": Constraint(colocate="a", ranks=[1])}
+    with pytest.raises(PlanError, match=r"group 'a' has no rank .*'t0\.weight': \(0,\), 't1\.weight': \(1,\)"):
+        ShardingPlanner(constraints=apart).plan(bags((100, 8), (100, 8)), [sharder], env)
     for bad in ({"ranks": []}, {"ranks": [-1]}, {"layouts": []}):
         with pytest.raises(ValueError, match=r"Constraint\."):
             Constraint(**bad)  # type: ignore[arg-type]

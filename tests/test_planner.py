@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import dmp
 from dmp import (
     Layout,
     ParameterInfo,
@@ -23,7 +25,8 @@ from dmp import (
     table_wise,
 )
 from dmp.layouts.tables import TableLayout
-from planner import Constraint, ShardingPlanner, Topology
+from planner import Constraint, CostModel, ShardingPlanner, Topology
+from planner.costs.protocol import ShardTable
 from tests.planner_bags import BagSharder, PicksRanks, bags, hosts, one_axis, ranks_of, small_memory, workload
 from tests.ranks import mesh, run_ranks
 
@@ -334,3 +337,19 @@ def test_an_error_on_rank_0_is_raised_on_all(sharder_breaks: bool) -> None:
 def test_one_process_needs_no_group() -> None:
     plan = ShardingPlanner().collective_plan(bags((10, 8)), [BagSharder()], ShardingEnv.single())
     assert len(plan) == 1
+
+
+def test_what_costs_no_time_is_planned() -> None:
+    """A table of no rows, or a model of one's own that knows bytes alone."""
+
+    class BytesAlone(CostModel):
+        def costs(self, shards: ShardTable, *rest: Any) -> Any:
+            local, everywhere = super().costs(shards, *rest)
+            local[:, :-1], everywhere[:, :-1] = 0, 0
+            return local, everywhere
+
+    empty = nn.EmbeddingBag(0, 8, mode="sum", device="meta")
+    for env in (one_axis(7), hosts(3, 5)):
+        assert len(ShardingPlanner().plan(empty, dmp.default_sharders(), env)) == 1
+        plan = ShardingPlanner(cost_model=BytesAlone()).plan(bags((1000, 64), (5, 4)), dmp.default_sharders(), env)
+        assert len(plan) == 2

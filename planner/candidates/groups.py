@@ -64,6 +64,14 @@ def groups_of(
         asked = [ranks for member in members if (ranks := constraints[member].ranks) is not None]
         masks += [np.isin(np.arange(num_ranks), ranks) for ranks in asked]
         allowed = np.logical_and.reduce(masks) if masks else None
+        if colocate is not None and allowed is not None and not allowed.any():
+            told = {member: ranks for member in members if (ranks := constraints[member].ranks) is not None}
+            of_pins = f", and pinned members on {np.flatnonzero(held[colocate]).tolist()}" if colocate in held else ""
+            raise PlanError(
+                f"colocate group {colocate!r} has no rank that all its members may be on: their constraints allow "
+                f"{told}{of_pins}",
+                table=members[0],
+            )
         groups.append(Group(tuple(members), allowed, _spread(colocate, members, constraints)))
     return tuple(groups)
 

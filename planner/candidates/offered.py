@@ -31,6 +31,8 @@ from planner.candidates.movable import MovableLayout, Placed, movable, placed
 
 _MIN_COLUMNS = 32
 """Narrower column blocks are not made unless a constraint allows them, or nothing else is left."""
+_OF_TABLES = ("table_wise", "row_wise", "column_wise", "table_row_wise", "grid", "rectangles", "data_parallel")
+_OF_DENSE = ("colwise", "rowwise", "sequence", "replicate", "fully_sharded")  # as a table may be one, too
 _MOST_OWN = 64
 """Row blocks of more ranks are all costed as the one with most ids."""
 
@@ -252,6 +254,13 @@ def _check_constraint(asked: Asked, layouts: list[Layout]) -> None:
                 f"the constraint on {name!r} asks for layout {wanted!r}; {type(asked.sharder).__name__} offers {known}",
                 table=name,
             )
+    unknown = [banned for banned in constraint.forbid or () if banned not in (*known, *_OF_TABLES, *_OF_DENSE)]
+    if unknown:  # of known ones some meshes or sharders offer fewer
+        raise PlanError(
+            f"the constraint on {name!r} forbids {unknown[0]!r}, which is no layout; "
+            f"{type(asked.sharder).__name__} offers {known}",
+            table=name,
+        )
     outside = [rank for rank in constraint.ranks or () if rank > last]
     if outside:
         raise PlanError(

@@ -317,7 +317,7 @@ def _pack(
         weights: of memory, and the power to begin with.
     """
     memory, power = weights
-    size = cuts.piece[start.first, :-1].sum(1) / start.target.sum()
+    size = cuts.piece[start.first, :-1].sum(1) / max(float(start.target.sum()), 1e-30)  # which may cost nothing
     if memory:
         size = np.maximum(size, cuts.mean[start.first, -1] / problem.capacity.max())
     order = np.argsort(-size[problem.item_class], kind="stable").tolist()

@@ -77,7 +77,7 @@ def starts(problem: Problem, cuts: Cuts) -> list[Start]:
             peak = own[first].max(0)
             estimate = float(np.maximum(mean, peak).sum() + _LOSS * peak.sum()) + paid
             choice = (3, 1) if float(peak.sum()) > _LARGE * float(mean.sum()) else (1, 3)
-            cost = np.where(cost < 1e3 * float(cost[first].max() + threshold), cost, np.inf)
+            cost = np.where(cost <= 1e3 * float(cost[first].max() + threshold), cost, np.inf)
             target = np.maximum(_UNEVEN * mean, peak)
             fill = max(
                 float((cuts.mean[first, -1] * counts).sum()) / room, float(cuts.piece[first, -1].max()) / largest
