@@ -25,7 +25,9 @@ from planner.search.problem import Problem
 _WORK = 80.0
 """Programmes solved at most, small ones counting less than one, a large one as several."""
 _ROWS = 2500
-"""Columns of one that counts once; others by the root of how many they have, for most columns are left out at first."""
+"""Columns of one that counts once; others by the root of how many they have, for most columns are left out at first,"""
+_LEAST = 0.75
+"""but not less than this."""
 _CLOSE = 5e-4
 """Nobody cares how much of this part of a plan's cost is missing."""
 _ROUNDING = 1e-9
@@ -115,7 +117,7 @@ def _search(
             return node
         heapq.heappop(heap)
         for part in parts:
-            work += float(np.sqrt(len(part.rows) / _ROWS))
+            work += max(_LEAST, float(np.sqrt(len(part.rows) / _ROWS)))
             settled = settle(frame, part)
             if settled is not None:
                 number += 1
