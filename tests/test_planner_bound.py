@@ -176,16 +176,17 @@ def test_what_blocks_ranks_leaves_room_for_every_plan(span: int) -> None:
     assert blocking > 40
 
 
-def doubled(p: Problem, factor: float) -> Problem:
-    """With the second phase once more, longer by a factor."""
+def doubled(p: Problem, factor: float, at: int = 2) -> Problem:
+    """With the phase before `at` once more there, longer by a factor."""
+    before = max(at - 1, 0)
 
     def more(loads: Array) -> Array:
-        return np.insert(loads, 2, factor * loads[..., 1], axis=-1)
+        return np.insert(loads, at, factor * loads[..., before], axis=-1)
 
     t = p.table
     named = {name: more(getattr(t, name)) for name in ("fixed", "slope", "everywhere", "lack", "lack_slope")}
     table = replace(t, ragged={row: more(part) for row, part in t.ragged.items()}, **named)
-    return replace(p, table=table, base=more(p.base), setups=more(p.setups), span=np.insert(p.span, 2, p.span[1]))
+    return replace(p, table=table, base=more(p.base), setups=more(p.setups), span=np.insert(p.span, at, p.span[before]))
 
 
 def test_phases_in_proportion_are_one() -> None:
@@ -207,3 +208,9 @@ def test_phases_in_proportion_are_one() -> None:
         assert (found.relaxed is None) == (alike.relaxed is None)
         if found.relaxed is not None:
             assert found.relaxed.own.shape == found.relaxed.every.shape == found.relaxed.price.shape == (4,)
+
+
+def test_phases_that_take_no_time_are_in_proportion_to_none() -> None:
+    p = drawn(0, 6, 16, (1, 2, 4, 8), 6, 1e9, 3)
+    for at in range(3):
+        assert joined(doubled(p, 0.0, at))[1].of.tolist() == [0, 1, 2, 3]

@@ -46,7 +46,8 @@ def joined(problem: Problem) -> tuple[Problem, Phases]:
     for phase, total in enumerate(whole.tolist()):
         for number, other in enumerate(first):
             apart = np.abs(every[:, phase] * whole[other] - every[:, other] * total)
-            if total > 0 and problem.span[phase] == problem.span[other] and _is_same(apart, every[:, other] * total):
+            is_some = min(total, whole[other]) > 0  # what takes no time is in proportion to everything
+            if is_some and problem.span[phase] == problem.span[other] and _is_same(apart, every[:, other] * total):
                 of[phase] = number
                 break
         else:

@@ -7,7 +7,8 @@ A step is the sum over phases of the slowest rank. It counts bytes:
   each of its ids, and each distinct row is read and written once
 - results: inside the host from every rank that has something, where row blocks are summed; then between hosts each
   column block once, shared by the host's ranks. On one host a row block has only bags that have ids there, where those
-  are few among the bags of all row blocks
+  are few among the bags of all row blocks; so it has on several, straight to the ranks of the samples, where that is
+  fewer bytes, and none more between hosts
 - copies: an all-reduce of the table, in the host and between hosts, and an update of all of it
 
 An exchange costs a latency for each doubling of its ranks, and the bytes of the rank with the most; what stays on a
@@ -40,8 +41,10 @@ def step_phases(tables: Sequence[Table], pieces: Pieces, ranks: int) -> dict[str
     share = pieces.rows / np.array([t.rows for t in tables], dtype=float)[pieces.table]
     ids = np.array([sum(t.pooling) for t in tables])[pieces.table] * share
     results = samples * bags * pieces.columns * WORD
-    if hosts == 1:
-        results *= _with_ids(bags, ids / np.maximum(share, 1e-30), share)
+    block = _first_of(pieces.rank // PER_HOST, pieces.table, pieces.column)
+    part = _with_ids(ids / np.maximum(share, 1e-30) / bags, share)
+    is_straight = _are_few(part, np.where(share < 1, bags if hosts == 1 else results, 0), block, hosts)
+    results = results * part if is_straight else results
     row_bytes = np.maximum(pieces.columns * WORD, 64)
     read, changed = samples * ids * row_bytes, _distinct(pieces.rows, samples * ids) * row_bytes
 
@@ -50,18 +53,20 @@ def step_phases(tables: Sequence[Table], pieces: Pieces, ranks: int) -> dict[str
 
     once = _first_of(pieces.rank, pieces.table, pieces.row)
     words = _summed(pieces.rank[once], (samples * (bags + ids) * WORD)[once], ranks)
-    block = _first_of(pieces.rank // PER_HOST, pieces.table, pieces.column)
     leaving = _summed((pieces.rank // PER_HOST)[block], results[block], hosts) / PER_HOST
     inner = by_rank(results) * (PER_HOST - 1) / PER_HOST / INSIDE
     summing = 2 * _summed(pieces.rank // PER_HOST, results, hosts) / PER_HOST / MEMORY
     outer = leaving * (hosts - 1) / hosts / OUTSIDE
     outside = (ranks - PER_HOST) / ranks
-    link = words * np.maximum(outside / OUTSIDE, (PER_HOST - 1) / ranks / INSIDE)
+    of_link = np.maximum(outside / OUTSIDE, (PER_HOST - 1) / ranks / INSIDE)
     passes = by_rank(samples * ids * WORD) * ID_PASSES / MEMORY
-    out = _exchange(inner, hosts, outer) + float(summing.max(initial=0.0)) if len(pieces.rank) else 0.0
+    if is_straight and hosts > 1:
+        out = _latency(ranks, hosts) + float((by_rank(results) * of_link).max())
+    else:
+        out = _exchange(inner, hosts, outer) + float(summing.max(initial=0.0)) if len(pieces.rank) else 0.0
     copied = _copies(tables, pieces, ranks)
     return {
-        "ids": _latency(ranks, hosts) + float(link.max()) if len(pieces.rank) else 0.0,
+        "ids": _latency(ranks, hosts) + float((words * of_link).max()) if len(pieces.rank) else 0.0,
         "lookup": ((by_rank(read + results) / MEMORY) + copied["lookup"]).max(),
         "results": out,
         "gradients": out,
@@ -70,13 +75,27 @@ def step_phases(tables: Sequence[Table], pieces: Pieces, ranks: int) -> dict[str
     }
 
 
-def _with_ids(bags: Array, ids_of_table: Array, share: Array) -> Array:
-    """(pieces,) part of the bags that is sent: of those with ids in a piece, were a table's bags of one length."""
-    length = ids_of_table / bags
+def _with_ids(length: Array, share: Array) -> Array:
+    """(pieces,) part of the bags that have ids in a piece, were a table's bags of one length."""
     filled = np.where(length < 1, length * share, 1 - (1 - share) ** np.maximum(length, 1))
-    is_cut = share < 1
-    few = (filled * bags)[is_cut].sum() <= FEW * bags[is_cut].sum()
-    return np.where(is_cut & few, filled, 1.0)
+    return np.where(share < 1, filled, 1.0)
+
+
+def _are_few(part: Array, of_cut: Array, block: Integers, hosts: int) -> bool:
+    """Whether bags with ids alone travel, straight to the ranks of their samples.
+
+    Args:
+        part: (pieces,) of the bags.
+        of_cut: (pieces,) bags of row blocks, in bytes where there are hosts; 0 for whole tables.
+        block: of the pieces one for each that hosts have of a table's columns.
+    """
+    if not of_cut.any():
+        return False
+    if hosts == 1:
+        return bool((part * of_cut).sum() <= FEW * of_cut.sum())
+    ranks, straight = hosts * PER_HOST, float((part * of_cut).sum())
+    near, far = float(of_cut.sum()) * (PER_HOST - 1) / PER_HOST, float(of_cut[block].sum()) * (hosts - 1) / hosts
+    return straight * (hosts - 1) / hosts <= far and straight * (ranks - 1) / ranks <= FEW * (near + far)
 
 
 def _exchange(inner: Array, hosts: int, outer: Array) -> float:
