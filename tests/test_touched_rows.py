@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,6 +16,7 @@ from torch import nn
 import dmp
 from dmp import data_parallel, rectangles, row_wise
 from sharders.embedding import engine
+from sharders.embedding.touched_rows import Touched, are_fewer
 from tests.equality import MESHES, OPTIMIZERS, attach, check_case, env_of, random_rectangles
 from tests.ranks import run_ranks
 
@@ -89,3 +92,14 @@ def _beside_rows() -> tuple[float, ...]:
 def test_a_rank_without_ids() -> None:
     first, second = run_ranks(2, _beside_rows)
     assert first == second and first[0] == 0 and first[1] > 0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rows", "beside", "alone"), [(2, 40, 1, 1), (4, 40, 1, 0), (4, 20, 1, 1), (8, 20, 1, 0)]
+)
+def test_an_all_reduce_sends_no_more_for_more_ranks(ranks: int, rows: int, beside: bool, alone: bool) -> None:
+    table = SimpleNamespace(rows=100, dim=8, trainable=True)
+    placement: Any = SimpleNamespace(trains_local=True, tables=[table], is_local=[True])
+    touched = [Touched(rows, rows * 8)] * ranks
+    assert are_fewer(placement, touched, is_beside=True) == beside
+    assert are_fewer(placement, touched, is_beside=False) == alone

@@ -54,7 +54,8 @@ class CostModel:
     along replicate axes get the ids of all in the input exchange, and each other's gradients after the backward one
     (`replica sync`). The gradient of a data-parallel table travels beside the others in the gradient exchange, in
     `replica sync` where it is large, or there are hosts or copies: by the rows that batches name where these are half
-    of the table's at most, which the data path settles by bytes for all such tables of a call together.
+    of the table's at most (beside an all-reduce: where those of all ranks are no more than the table's), which the
+    data path settles by bytes for all such tables of a call together.
 
     Memory: weights, optimizer state as the parameter's info says, gradients of parameters without an in-backward
     optimizer (with Adam's state, as theirs is not known) and of data-parallel ones with the buffers of their sum; ids,
@@ -149,6 +150,8 @@ class _Work:
         bags = np.where(p.pooled, lengths * filled(p, env), ids)
         row_bytes = p.columns * p.item_bytes
         own_ids = own * p.ids_per_sample * p.row_share
+        is_beside = env.size == env.table_size and _inner_size(env) == 1
+        named = own_ids * (2 if is_beside else max(env.size, 2))  # where an all-reduce sends each table twice
         return cls(
             replicas=env.size // env.table_size,
             own_ids=own_ids,
@@ -161,7 +164,7 @@ class _Work:
             state_bytes=p.columns * p.state_per_element + p.state_per_row,
             bags=bags,
             bag_bytes=bags * row_bytes,
-            touched=np.where(p.replicated & p.is_table & (2 * own_ids <= p.rows), own_ids, 0),
+            touched=np.where(p.replicated & p.is_table & (named <= p.rows), own_ids, 0),
         )
 
 

@@ -53,6 +53,11 @@ class Peers:
     codecs: Codecs
 
     @property
+    def is_flat(self) -> bool:
+        """Whether gradients of data-parallel tables can travel beside those of rows: one axis, one replica."""
+        return self.outer.size == 1 and self.num_replicas == 1
+
+    @property
     def sources(self) -> list[int]:
         """Indices in `exchange` of the ranks whose gradients this rank's shards get, in the order of sources."""
         return self.everyone if self.num_replicas > 1 else self.own

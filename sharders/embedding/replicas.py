@@ -60,9 +60,7 @@ class Replicas:
 
     def beside(self, local: OfLocal | None, peers: Peers) -> OfLocal | None:
         """The gradients of data-parallel tables, where they travel beside the others, between these peers."""
-        if local is None or peers.outer.size > 1 or peers.num_replicas > 1:
-            return None
-        return local if local.nbytes <= BESIDE_BYTES else None
+        return local if local is not None and peers.is_flat and local.nbytes <= BESIDE_BYTES else None
 
     def finish(
         self, local: OfLocal | None, gradients: dict[int, torch.Tensor], spent: Spent

@@ -45,8 +45,13 @@ def touched_at_most(placement: Placement, batch: Batch) -> Touched:
     return Touched(sum(rows for rows, _ in local), sum(rows * dim for rows, dim in local))
 
 
-def are_fewer(placement: Placement, at_most: Sequence[Touched]) -> bool:
-    """Whether what all ranks touch is well below the tables themselves, from each."""
+def are_fewer(placement: Placement, at_most: Sequence[Touched], is_beside: bool) -> bool:
+    """Whether what all ranks touch is well below the tables themselves: from each, or twice where they are summed.
+
+    Args:
+        is_beside: gradients of whole tables travel beside others too, from each rank to each; else by an all-reduce,
+            which sends two tables from each rank however many there are.
+    """
     if not placement.trains_local:
         return False
     whole = sum(
@@ -54,7 +59,8 @@ def are_fewer(placement: Placement, at_most: Sequence[Touched]) -> bool:
         for table, is_local in zip(placement.tables, placement.is_local, strict=True)
         if is_local and table.trainable
     )
-    return 2 * sum(of_rank.elements + 2 * of_rank.rows for of_rank in at_most) <= len(at_most) * whole
+    most = (len(at_most) if is_beside else min(2, len(at_most))) * whole
+    return 2 * sum(of_rank.elements + 2 * of_rank.rows for of_rank in at_most) <= most
 
 
 class TouchedRows:
