@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from dmp import DistributedModelParallel, ShardingEnv, full_state_dict, latest, load_checkpoint, save_checkpoint
+from planner import Constraint, ShardingPlanner
 from tests.survival_jobs import GLOBAL_BATCH, dense_optimizer, make, my_samples, train_step
 
 STEPS, SAVE_EVERY, KEPT = 12, 3, 2
@@ -30,7 +31,9 @@ def main(folder: Path, holds: list[str]) -> None:
     dist.init_process_group("gloo")
     env = ShardingEnv.from_mesh(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",)))
 
-    model = DistributedModelParallel(make(), env)
+    # Copies of such small tables would cost least, however many ranks there are.
+    planner = ShardingPlanner(constraints={"**": Constraint(forbid=("data_parallel",))})
+    model = DistributedModelParallel(make(), env, planner=planner)
     optimizer = dense_optimizer(model)
     extra = {"step": 0, "position": 0}
     path = latest(folder / "checkpoints")

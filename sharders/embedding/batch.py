@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from sys import maxsize
 from typing import Any
 
 import torch
@@ -39,11 +40,13 @@ class Batch(Ids):
 
     Args:
         counts: ids of each key.
-        shortest: no bag has fewer ids.
+        shortest: no bag has fewer ids,
+        longest: none more.
     """
 
     counts: tuple[int, ...] = ()
     shortest: int = 0
+    longest: int = maxsize
 
     @property
     def batch_size(self) -> int:

@@ -44,7 +44,8 @@ def check_batch(ids: Ids, rows: Sequence[int], is_strict: bool) -> Batch:
             raise Fault(Kind.WEIGHTS_LENGTH, value=ids.weights.numel(), expected=count)
         if not ids.weights.is_floating_point():
             raise Fault(Kind.WEIGHTS_DTYPE, value=dtype_index(ids.weights.dtype))
-    batch = Batch(**vars(ids), counts=counts, shortest=min(words[num_keys:], default=0))
+    shortest, longest = words[num_keys:] or (0, 0)
+    batch = Batch(**vars(ids), counts=counts, shortest=shortest, longest=longest)
     # Not strict, elsewhere than on the CPU, ids are moved without a look, for which the device would be waited for.
     outside = _outside(batch, rows) if is_strict or batch.values.device.type == "cpu" else 0
     if outside is None:

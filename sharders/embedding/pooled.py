@@ -417,11 +417,10 @@ class PooledPath(Path[torch.Tensor]):
 
     @once_per_call
     def _inverse_lengths(self, call: Call) -> torch.Tensor | None:
-        """(B, F) 1 / ids of each bag; None where means are sums: no bag has more than one. Devices are not asked."""
-        lengths = call.batch.lengths
-        if lengths.device.type == "cpu" and not (lengths > 1).any():
+        """(B, F) 1 / ids of each bag; None where means are sums: no bag has more than one."""
+        if call.batch.longest <= 1:
             return None
-        return lengths[[*call.batch.key_of]].t().clamp(min=1).to(self.dtype).reciprocal_()
+        return call.batch.lengths[[*call.batch.key_of]].t().clamp(min=1).to(self.dtype).reciprocal_()
 
     def _zeros(self, *shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)

@@ -97,6 +97,7 @@ def cut_batch(batch: Batch, ranks: Channel, unpooled: bool, spent: Spent) -> Bat
         samples=sizes,
         counts=counts,
         shortest=batch.shortest,
+        longest=batch.longest,
     )
 
 
