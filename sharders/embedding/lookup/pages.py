@@ -33,17 +33,11 @@ def on_large_pages(tensor: Tensor) -> Tensor:
 
 
 def to_write(tensor: Tensor) -> Tensor:
-    """The tensor, which is about to be written; large pages for memory that is used again are asked for once."""
-    place = _large_pages_of(tensor)
-    if place and not _advise(*place, _ON_WRITING):
-        pages = range(*place, _page_bytes())
-        if not _asked_for.issuperset(pages):
-            _advise(*place, _NOW)
-            _asked_for.update(pages)
+    """The tensor, which is about to be written; memory that was written before stays where it is: to move it costs more
+    than it brings where an allocator hands out another part of it each time."""
+    if place := _large_pages_of(tensor):
+        _advise(*place, _ON_WRITING)
     return tensor
-
-
-_asked_for: set[int] = set()  # addresses
 
 
 def _large_pages_of(tensor: Tensor) -> tuple[int, int] | None:
