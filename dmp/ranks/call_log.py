@@ -20,6 +20,7 @@ from dmp.errors import RanksError
 
 _DROPPED = 256  # that are remembered
 
+
 class Sequence:
     """The entries of one set of ranks, as far as this process has come.
 
