@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sharders.embedding.lookup.numba_compile import by_blocks, helper
+from sharders.embedding.lookup.numba_sort import first_from32
 from sharders.embedding.lookup.numba_updates import Kind, inner_product
 from sharders.embedding.lookup.numba_vectors import (
     add,
@@ -142,7 +143,7 @@ def update_of(kind: Kind) -> Callable[..., None]:
             of_rates = _rates_of(rates, table)
             found = read32(counts, table)
             its_rows, its_starts = rows + 4 * (begin + table), starts + 4 * (begin + table)
-            rank = _reach(its_starts, found, first)
+            rank = first_from32(its_starts, found, first)
             sources = (grad, grad_stride, shift, columns + 8 * of_range, ordered, places, end - 1, weights)
             its_last = found - 1
             source = read32(its_starts, rank)
@@ -171,19 +172,6 @@ def _rates_of(rates, table):
         *(read_float64(rates, at), read_float64(rates, at + 1), read_float64(rates, at + 2)),
         *(read_float64(rates, at + 3), read_float64(rates, at + 4)),
     )
-
-
-@helper
-def _reach(starts, found, place):
-    """The first row whose sources begin at `place` or later."""
-    low, high = 0, found
-    while low < high:
-        middle = (low + high) // 2
-        if read32(starts, middle) < place:
-            low = middle + 1
-        else:
-            high = middle
-    return low
 
 
 @helper

@@ -87,7 +87,7 @@ def expand_parts(parts, num_parts, first_rows, num_rows, num_tables, keys, sourc
         stop = first + read64(num_rows, table)
         for part in range(num_parts):
             its_rows, num, source = read64(parts, 3 * part), read64(parts, 3 * part + 1), read64(parts, 3 * part + 2)
-            place = _reach(its_rows, num, first)
+            place = first_from64(its_rows, num, first)
             while place < num and read64(its_rows, place) < stop:
                 write32(keys, to, read64(its_rows, place) - first)
                 write32(sources, to, source + place)
@@ -98,17 +98,23 @@ def expand_parts(parts, num_parts, first_rows, num_rows, num_tables, keys, sourc
     return most
 
 
-@helper
-def _reach(rows, num, first):
-    """The place of the first row that is `first` or later."""
-    low, high = 0, num
-    while low < high:
-        middle = (low + high) // 2
-        if read64(rows, middle) < first:
-            low = middle + 1
-        else:
-            high = middle
-    return low
+def _first_from(read):
+    @helper
+    def first_from(values, num, least):
+        """The place of the first of ascending values that is no less."""
+        low, high = 0, num
+        while low < high:
+            middle = (low + high) // 2
+            if read(values, middle) < least:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    return first_from
+
+
+first_from32, first_from64 = _first_from(read32), _first_from(read64)
 
 
 def sort_tables(
