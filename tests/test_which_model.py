@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
-from dmp import DistributedModelParallel, InputError, ShardError, ShardingEnv, row_wise
+from dmp import DistributedModelParallel, InputError, ShardError, ShardingEnv, data_parallel, row_wise
+from sharders.embedding.lookup import kernels
+from tests.oracle import attach
 from tests.ranks import mesh, run_ranks
 
 IDS = torch.tensor([[1, 2], [3, 9]])
@@ -64,3 +68,20 @@ def _copies_read() -> None:
 
 def test_a_copys_tables_are_not_read_either() -> None:
     run_ranks(2, _copies_read)
+
+
+def _by_a_kernel_of_its_own() -> None:
+    """Rank 1 lacks the others' kernels."""
+    env, table = ShardingEnv.from_mesh(mesh((2,))), Net(1).table
+    for layout, why in ((data_parallel(), "rank 1 has other .* kernels .* same kernel"), (row_wise(), "")):
+        names, net = ("torch",) if env.rank else kernels._FASTEST_FIRST, nn.Sequential(copy.deepcopy(table))
+        attach(net, "sgd")
+        with mock.patch.object(kernels, "_FASTEST_FIRST", names):
+            model = DistributedModelParallel(net, env, plan={"0.weight": layout})
+        with pytest.raises(InputError, match=why) if why else nullcontext():
+            torch.testing.assert_close(model(IDS), table(IDS))
+
+
+def test_copies_of_tables_are_updated_by_one_kernel() -> None:
+    """Else they would part by their rounding; shards are each one rank's own."""
+    run_ranks(2, _by_a_kernel_of_its_own)

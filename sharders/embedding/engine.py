@@ -28,6 +28,7 @@ from sharders.embedding.input_checks import check_batch
 from sharders.embedding.input_dist import InputDist
 from sharders.embedding.input_faults import Fault, Kind
 from sharders.embedding.local_tables import TableStore
+from sharders.embedding.lookup.kernels import kernel_of
 from sharders.embedding.peers import find_peers
 from sharders.embedding.phases import GRADIENT, INPUT, TENSOR, LastStep, Spent, counted, phase
 from sharders.embedding.placement import Placement, Table
@@ -89,8 +90,10 @@ class Engine:
         self.payloads = self.peers.exchange if any(self.placement.slots) else GroupChannel(None)
         """Where ids travel: nowhere where all tables are data-parallel."""
         self.store = TableStore(self.placement, env.table_rank, device, kernel, options)
+        # Copies that different kernels update would part by their rounding.
+        kernels = sorted({kernel_of(tbe.lookup) for tbe in self.store.local if tbe.is_trainable})
         self.handshake = Handshake(
-            repr([(t, str(lay)) for t, lay in zip(tables, layouts, strict=True)]),
+            repr(([(t, str(lay)) for t, lay in zip(tables, layouts, strict=True)], kernels)),
             [f.name for f in self.placement.features],
             self.peers.headers,
             self.peers.data_ranks,

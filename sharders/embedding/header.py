@@ -252,10 +252,11 @@ class Handshake:
                     f"{model}; every rank must run the same models in the same order, and copy them alike"
                 )
             if (name, content) != told[0][:2]:
-                what = f"calls {name!r}" if name != told[0][0] else f"has other tables or layouts in {name!r}"
+                what = f"calls {name!r}" if name != told[0][0] else f"has other tables, layouts or kernels in {name!r}"
                 raise InputError(
                     f"ranks are not at the same module: rank 0 calls {told[0][0]!r}, rank {rank} {what}; every rank "
-                    "must run the same modules in the same order, with the same plan"
+                    "must run the same modules in the same order, with the same plan, and update copies of tables by "
+                    "the same kernel (kernel= of their sharder)"
                 )
         places = {rank: does for rank, (*_, does) in zip(self.rank_names, told, strict=True)}
         assert len(set(places.values())) > 1, "fingerprints differ, contents do not"
