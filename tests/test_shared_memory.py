@@ -288,10 +288,12 @@ def test_one_process_has_a_channel_of_its_own() -> None:
     assert isinstance(over_connections(None, "tables"), GroupChannel)
 
 
-@pytest.mark.parametrize(("cores", "told", "looks"), [(2, "2", True), (2, "4", False), (1, "2", False), (4, "", True)])
-def test_a_wait_looks_only_where_every_rank_has_a_core(cores: int, told: str, looks: bool) -> None:
+@pytest.mark.parametrize(
+    ("cores", "told", "looks"), [(2, "2", True), (2, "4", False), (1, "2", False), (4, "", True), (1.5, "", False)]
+)
+def test_a_wait_looks_only_where_every_rank_has_a_core(cores: float, told: str, looks: bool) -> None:
     with (
-        mock.patch.object(os, "sched_getaffinity", return_value=set(range(cores))),
+        mock.patch.object(waiting, "cores", return_value=cores),
         mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=told),
         mock.patch.object(dist, "get_world_size", return_value=2),
     ):
@@ -302,7 +304,7 @@ def test_a_wait_looks_only_where_every_rank_has_a_core(cores: int, told: str, lo
 def test_after_looks_in_vain_waits_sleep_at_once() -> None:
     with (
         mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="1"),
-        mock.patch.object(os, "sched_getaffinity", return_value={0}),
+        mock.patch.object(waiting, "cores", return_value=1),
     ):
         looking = waiting.Looking(1)
     at_once = []

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from dmp import ranks
+from sharders.shared_memory.cores import cores
 
 _FUTEX, _WAIT, _WAKE, _ALL = 202, 0, 1, 0x7FFFFFFF  # x86-64's numbers
 _SPINS = 20
@@ -95,7 +96,7 @@ class Looking:
     def __init__(self, num_ranks: int) -> None:
         told = os.environ.get("LOCAL_WORLD_SIZE", "")
         here = max(num_ranks, int(told) if told.isdecimal() else dist.get_world_size())
-        self._most_s = _LOOKS_S if here <= len(os.sched_getaffinity(0)) else 0.0
+        self._most_s = _LOOKS_S if here <= cores() else 0.0
         self._at_once, self._left = 0, 0
 
     def seconds(self) -> float:
