@@ -42,6 +42,9 @@ The generators of random numbers
 - `dmp/wrap/initial_rules.py: torch.random.fork_rng`, `dmp/wrap/initial_rules.py: torch.default_generator.manual_seed`,
   `dmp/wrap/initial_values.py: torch.random.fork_rng`: a module's own rules draw its first values from torch's generator
 - `sharders/torchrec/making.py: torch.random.fork_rng`: TorchRec's modules draw values that are overwritten
+- `dmp/wrap/optimizer_trial.py: torch.random.fork_rng`,
+  `dmp/wrap/optimizer_trial.py: torch.default_generator.manual_seed`: an optimizer is tried twice with random numbers of
+  no program's
 - `dmp/state/verify.py: torch.random.fork_rng`, `dmp/state/verify.py: torch.manual_seed`: both models draw the same
 - `sharders/tensor_parallel/structure/dry_run.py: torch.random.fork_rng`,
   `sharders/tensor_parallel/structure/dry_run.py: random.setstate`,

@@ -37,9 +37,7 @@ class entry:
         self._sequence = None if group is None else call_log.sequence_of(group)
 
     def __enter__(self) -> entry:
-        self._entry = (
-            None if self._sequence is None else call_log.begin(self.name, self._sequence, self._backward_of)
-        )
+        self._entry = None if self._sequence is None else call_log.begin(self.name, self._sequence, self._backward_of)
         return self
 
     def __exit__(

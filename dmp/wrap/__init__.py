@@ -28,6 +28,7 @@
 - `keyed`: the same optimizer in TorchRec's class
 - `column_blocks`: row-wise optimizer state of a table whose columns are cut, in each of its forms
 - `earlier_optimizers`: optimizers that were made before wrapping
+- `optimizer_trial`: whether an optimizer that nobody knows is right on pieces, tried on small ones
 - `optimizer_guard`: optimizers that are wrong on pieces, refused
 - `torchrec_members`: what scripts ask of TorchRec's wrapper beside our contract
 - `live_models`: the wrapped models of this process

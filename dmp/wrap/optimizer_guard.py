@@ -2,7 +2,9 @@
 
 An optimizer that works on every element by itself is right on any chunk. One that needs a whole matrix, or sums over
 all parameters, is not, and torch says nothing. Only an optimizer that holds a wrapped model's parameters is looked at,
-each by itself; `optimizer.works_on_chunks = True`, on it or on its class, is its author's word that it is right.
+each by itself; `optimizer.works_on_chunks = True`, on it or on its class, is its author's word that it is right. One of
+a class that is neither known to be right nor to be wrong is tried where it holds chunks of tables
+(optimizer_trial.py); DTensors know themselves that they are split.
 
 [Note: global effects] One hook of torch's (`register_optimizer_step_pre_hook`), from the first wrapped model to the
 end of the process, is called before a step of every optimizer. Nobody tells a parameter which optimizers hold it, so
@@ -12,24 +14,32 @@ holds nothing of a wrapped model's is not changed.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from dmp.chunked import CHUNKS_ONLY
+from dmp.contracts import ShardedModule
 from dmp.errors import ShardError
+from dmp.names import join_name
 from dmp.places import is_dtensor
 from dmp.wrap import live_models as live
 from dmp.wrap.earlier_optimizers import follow
 from dmp.wrap.keyed import is_wrapper
+from dmp.wrap.optimizer_trial import Untried, cut_of, is_known, wrong_cut
 
+_log = logging.getLogger("dmp")
 NEEDS_WHOLE = {
     "Muon": "orthogonalises whole matrices, and of a chunk it gets another result",
     "Adafactor": "keeps means over whole rows and columns, which a chunk does not have",
     "LBFGS": "takes inner products over all parameters, and the ranks would each take their own",
     "Shampoo": "multiplies by roots of whole matrices' statistics, which a chunk does not have",
     "SOAP": "rotates by eigenvectors of whole matrices' statistics, which a chunk does not have",
+    "ZeroRedundancyOptimizer": "has one rank step for all and sends its values, over the others' chunks of other rows",
+    "PostLocalSGDOptimizer": "averages parameters over ranks, whose chunks are of different rows",
 }
 """Class name (of the optimizer or a base of it, torch's or another's) -> why it needs whole parameters."""
 
@@ -46,18 +56,70 @@ def guard_optimizers() -> None:
 def _check(optimizer: Optimizer, *_: Any) -> None:
     if is_wrapper(optimizer):
         return  # each of those that it hands the step on to comes by itself
-    if follow(optimizer) and chunks_in(optimizer):
+    is_new = follow(optimizer)
+    if is_new and chunks_in(optimizer):
         _mark_state(optimizer)
-    refused = next((c.__name__ for c in type(optimizer).__mro__ if c.__name__ in NEEDS_WHOLE), None)
-    if refused is None or getattr(optimizer, "works_on_chunks", False):
+    if getattr(optimizer, "works_on_chunks", False):
         return
-    for group, i, shape in chunks_in(optimizer):
-        raise ShardError(
-            f"{type(optimizer).__name__} cannot train parameter {i} of group {group}, of shape {shape}, of which this "
-            f"rank holds a chunk: {refused} {NEEDS_WHOLE[refused]}. Use an optimizer that works on each element, such "
-            "as AdamW, or leave the parameter whole (replicated). If this one is right on chunks, say so: "
-            "optimizer.works_on_chunks = True"
-        )
+    refused = next((c.__name__ for c in type(optimizer).__mro__ if c.__name__ in NEEDS_WHOLE), None)
+    if refused is not None:
+        for group, i, shape in chunks_in(optimizer):
+            raise _refusal(optimizer, group, i, shape, f"{refused} {NEEDS_WHOLE[refused]}")
+    elif not is_known(optimizer):
+        if is_new:
+            optimizer.__dict__["_dmp_wrong"] = _tried(optimizer)
+        if optimizer.__dict__.get("_dmp_wrong") is not None:
+            raise _refusal(optimizer, *optimizer.__dict__["_dmp_wrong"])
+
+
+def _refusal(optimizer: Optimizer, group: int, i: int, shape: tuple[int, ...], reason: str) -> ShardError:
+    return ShardError(
+        f"{type(optimizer).__name__} cannot train parameter {i} of group {group}, of shape {shape}, of which this "
+        f"rank holds a chunk: {reason}. Use an optimizer that works on each element, such "
+        "as AdamW, or leave the parameter whole (replicated; data_parallel() of a table). If this one is right on "
+        "chunks, say so: optimizer.works_on_chunks = True"
+    )
+
+
+def _tried(optimizer: Optimizer) -> tuple[int, int, tuple[int, ...], str] | None:
+    """What it would do wrong, the same on every rank: group, index and shape of a parameter, and the reason."""
+    cuts = _cuts_of_tables()
+    for at, group in enumerate(optimizer.param_groups):
+        held = [(i, p) for i, p in enumerate(group["params"]) if cuts.get(id(p))]
+        try:
+            wanted = {cut for _, p in held for cut in cuts[id(p)]}
+            wrong = wrong_cut(optimizer, group, wanted, held[0][1].device) if held else None
+        except Untried as reason:
+            _say_once(type(optimizer).__name__, str(reason))
+            return None
+        if wrong is not None:
+            i, p = next((i, p) for i, p in held if wrong in cuts[id(p)])
+            return at, i, tuple(p.shape), f"tried on a small parameter, {wrong}, it made other steps than on the whole"
+    return None
+
+
+def _cuts_of_tables() -> Mapping[int, set[str]]:
+    """Of each wrapped model's table that an ordinary optimizer may train in chunks, by the parameter's id."""
+    found = {}
+    for model in live.models:
+        for path, module in model.sharded_modules.items():
+            chunks = module.chunked_state() if isinstance(module, ShardedModule) else {}
+            for name, p in module.named_parameters():
+                if name in chunks and hasattr(p, "_dmp_sharded") and not hasattr(p, "_in_backward_optimizers"):
+                    size, layout = tuple(chunks[name].size()), model.plan[join_name(path, name)].layout
+                    found[id(p)] = cut_of(layout.shards(size, model.env), size, model.env.table_size)
+    return found
+
+
+@cache
+def _say_once(name: str, reason: str) -> None:
+    _log.warning(
+        "%s steps on this rank's chunks of tables, and whether it does the same there as on whole ones could not be "
+        "tried (%s): an optimizer that takes norms or means over a parameter, or over all, does not. "
+        "optimizer.works_on_chunks = True says that it does",
+        name,
+        reason,
+    )
 
 
 def chunks_in(optimizer: Optimizer) -> list[tuple[int, int, tuple[int, ...]]]:

@@ -1,0 +1,154 @@
+"""Optimizers that nobody here knows: those that take more than each element by itself are found by a trial."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from dmp import DistributedModelParallel, ShardError, ShardingEnv, column_wise, data_parallel, row_wise, table_wise
+from dmp.wrap.optimizer_guard import _say_once
+from dmp.wrap.optimizer_trial import Untried, cut_of, wrong_cut
+from tests.equality import attach
+from tests.ranks import mesh, run_ranks
+
+ROWS, COLUMNS, BOTH, NOTHING = "by rows", "by columns", "by rows and columns", "of which a rank has nothing"
+
+
+class Stranger(Optimizer):
+    """p -= lr * step_of(p, all gradients)."""
+
+    def __init__(self, params: Any, lr: float = 0.1, scale: float = 1.0) -> None:
+        super().__init__(params, {"lr": lr, "scale": scale})
+
+    def direction(self, p: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        steps = [(p, g, self.direction(p)) for g in self.param_groups for p in g["params"] if p.grad is not None]
+        for p, group, direction in steps:
+            p.sub_(direction, alpha=group["lr"] * group["scale"])
+
+
+class Lion(Stranger):
+    def direction(self, p: torch.Tensor) -> torch.Tensor:
+        mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+        sign = (0.9 * mean + 0.1 * p.grad).sign()  # type: ignore[operator]
+        mean.lerp_(p.grad, 0.01)
+        return sign
+
+
+class Lamb(Stranger):
+    def direction(self, p: torch.Tensor) -> torch.Tensor:
+        return p.grad * (p.norm() / p.grad.norm())  # type: ignore[union-attr]
+
+
+class ByRow(Stranger):
+    def direction(self, p: torch.Tensor) -> torch.Tensor:
+        return p.grad - p.grad.mean(-1, keepdim=True)  # type: ignore[union-attr]
+
+
+class Clipped(Stranger):
+    def direction(self, p: torch.Tensor) -> torch.Tensor:
+        grads = [q.grad for g in self.param_groups for q in g["params"] if q.grad is not None]
+        return p.grad / torch.nn.utils.get_total_norm(grads).clamp(min=100)  # type: ignore[operator]
+
+
+class Noisy(Stranger):
+    def direction(self, p: torch.Tensor) -> torch.Tensor:
+        return p.grad + torch.randn_like(p)  # type: ignore[operator]
+
+
+class Picky(Lion):
+    def __init__(self, params: Any, model: Any) -> None:
+        super().__init__(params)
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong"),
+    [(Lion, set()), (Lamb, {ROWS, COLUMNS, BOTH}), (ByRow, {COLUMNS, BOTH}), (Clipped, {ROWS, COLUMNS, BOTH, NOTHING})],
+)
+@pytest.mark.parametrize("options", [{}, {"lr": 0.0}, {"lr": 1e-9, "scale": 2.0}], ids=str)
+def test_which_cuts_an_optimizer_is_wrong_on(kind: Callable[..., Optimizer], wrong: set[str], options: Any) -> None:
+    optimizer = kind([nn.Parameter(torch.ones(2, 2))], **options)
+    before = torch.get_rng_state()
+    found = {
+        cut
+        for cut in (ROWS, COLUMNS, BOTH, NOTHING)
+        if wrong_cut(optimizer, optimizer.param_groups[0], [cut], torch.device("cpu")) is not None
+    }
+    assert found == wrong
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(("kind", "more", "why"), [(Noisy, (), "random"), (Picky, (None,), "TypeError.*model")])
+def test_what_cannot_be_tried(kind: Callable[..., Optimizer], more: tuple[Any, ...], why: str) -> None:
+    optimizer = kind([nn.Parameter(torch.ones(2, 2))], *more)
+    with pytest.raises(Untried, match=why):
+        wrong_cut(optimizer, optimizer.param_groups[0], [ROWS], torch.device("cpu"))
+
+
+def test_cuts_of_layouts() -> None:
+    env = ShardingEnv.abstract((2,), ("dp",), "cpu")
+    layouts = {row_wise(): {ROWS}, column_wise([0, 1]): {COLUMNS}, table_wise(1): {NOTHING}, data_parallel(): set()}
+    for layout, cuts in layouts.items():
+        assert cut_of(layout.shards((8, 8), env), (8, 8), env.table_size) == cuts
+
+
+def trains(kind: Callable[..., Optimizer], layout: Any, in_backward: bool = False) -> list[str]:
+    """The texts that are logged; each error is raised again by the next step, and nothing has changed."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dmp").addHandler(handler)
+    _say_once.cache_clear()
+    try:
+        module = nn.Sequential(nn.EmbeddingBag(8, 8, mode="sum"), nn.Linear(8, 2))
+        attach(module[0], "sgd" if in_backward else None)
+        env = ShardingEnv.from_mesh(mesh((2,), ("dp",)))
+        model = DistributedModelParallel(module, env, plan={"0.weight": layout})
+        optimizer = kind(model.parameters())
+        model(torch.arange(8).view(4, 2)).sum().backward()
+        before = [p.detach().clone() for p in model.parameters()]
+        try:
+            optimizer.step()
+        except ShardError:
+            assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+            optimizer.step()
+        return said
+    finally:
+        logging.getLogger("dmp").removeHandler(handler)
+
+
+def zero(parameters: Any) -> Optimizer:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    return ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=0.1)  # type: ignore[no-any-return]
+
+
+def of_model(parameters: Any) -> Optimizer:
+    return Picky(parameters, None)
+
+
+def test_tables_in_chunks_are_guarded() -> None:
+    """An error where it is wrong, on every rank; a word where nobody knows; neither where it is right."""
+    for kind, layout, text in (
+        (Lamb, row_wise(), "Lamb cannot train parameter 0 .*by rows, it made other steps.*works_on_chunks"),
+        (ByRow, column_wise([0, 1]), "ByRow cannot train parameter 0"),
+        (Clipped, table_wise(0), "of which a rank has nothing"),
+        (zero, row_wise(), "ZeroRedundancyOptimizer cannot train .*sends its values"),
+    ):
+        for error in run_ranks(2, trains, kind, layout, expect=ShardError):
+            assert re.search(text, str(error)), error
+    for kind, layout in ((Lion, row_wise()), (ByRow, row_wise()), (Lamb, data_parallel()), (Lamb, table_wise(1))):
+        assert run_ranks(2, trains, kind, layout) == [[], []]
+    assert run_ranks(2, trains, Lamb, row_wise(), True) == [[], []]  # the table is updated in the backward pass
+    for (text,) in run_ranks(2, trains, of_model, row_wise()):
+        assert "Picky steps on this rank's chunks" in text and "works_on_chunks" in text
