@@ -19,6 +19,7 @@ from dmp import (
     Shard,
     ShardingEnv,
     ShardingPlan,
+    data_parallel,
     rectangles,
     row_wise,
     table_row_wise,
@@ -185,6 +186,17 @@ def test_pinned_by_any_name_of_a_shared_module() -> None:
     module = nn.ModuleDict({"a": shared, "b": shared})
     plan = ShardingPlanner().plan(module, [BagSharder()], one_axis(4), pinned={"b.weight": table_wise(3)})
     assert dict(plan) == dict(ShardingPlan({"a.weight": table_wise(3)}))
+
+
+def test_a_pin_on_a_rank_that_its_constraint_leaves_out_is_an_error() -> None:
+    module, sharder, env = bags((100, 8), (100, 8)), BagSharder(), one_axis(4)
+    planner = ShardingPlanner(constraints={"t*": Constraint(ranks=[0, 1])})
+    kept = planner.plan(module, [sharder], env, pinned={"t0.weight": table_wise(1)})
+    assert kept["t0.weight"].layout == table_wise(1)
+    for layout, rank in ((table_wise(2), 2), (row_wise(), 2), (data_parallel(), 2)):
+        with pytest.raises(PlanError, match=rf"'t0.weight' is pinned as .* on rank {rank}; .*ranks=\[0, 1\]") as error:
+            planner.plan(module, [sharder], env, pinned={"t0.weight": layout})
+        assert (error.value.table, error.value.rank) == ("t0.weight", rank)
 
 
 def test_pinned_mistakes_are_named() -> None:

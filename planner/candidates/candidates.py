@@ -16,9 +16,9 @@ from planner.candidates.constraints import Constraint
 from planner.candidates.costed import Class, Costed, CostSetting, costed
 from planner.candidates.family import UNIT, Family, layout_of
 from planner.candidates.groups import Group, Row, costs_together, groups_of, rows_together
-from planner.candidates.in_place import InPlace, add_load, held_by_groups, in_place, ranks_held
+from planner.candidates.in_place import InPlace, add_load, check_ranks, held_by_groups, in_place, ranks_held
 from planner.candidates.movable import Placed
-from planner.candidates.offered import Asked, Offer, offers
+from planner.candidates.offered import Answered, Asked, Offer, offers
 from planner.costs.protocol import AWAY
 from planner.observed.row_curve import RowCurve
 from planner.search.cost_table import Array, CostTable
@@ -93,6 +93,7 @@ class Candidates:
         class_of: dict[str, int] = {}
         number: dict[object, int] = {}
         places: dict[int, tuple[Layout, Placed | None]] = {}
+        answered: dict[object, Answered] = {}
         for name, (sharder, _) in parameters.items():
             if name in kept:
                 continue
@@ -100,7 +101,7 @@ class Candidates:
             key = (id(sharder), replace(info, init_fn=None), constraint.without_groups(), seen.get(name))
             class_of[name] = number.setdefault(key, len(number))
             if key not in classes:
-                asked = Asked(name, sharder, info, constraint, env, places, is_even=evens[name])
+                asked = Asked(name, sharder, info, constraint, env, places, is_even=evens[name], answered=answered)
                 classes[key] = replace(asked, min_columns=UNIT) if leeway.narrow_columns else asked
         firsts = [*(asked.name for asked in classes.values()), *kept]
         every = [Class(infos[n], _ids_per_sample(n, infos[n], constraints[n]), seen.get(n), evens[n]) for n in firsts]
@@ -112,6 +113,7 @@ class Candidates:
             found = costed(every, offered + last, setting)
         rows = {name: len(found.offers) - len(kept) + i for i, name in enumerate(kept)}
         held = {name: ranks_held(of, found, rows[name], env.table_size) for name, of in kept.items()}
+        check_ranks(kept, held, constraints)
         groups = groups_of(class_of, held_by_groups(held, constraints, "colocate"), constraints, env.table_size)
         item_class, table_rows = _classes_of_groups(groups, class_of, constraints, found, len(classes))
         curves = {name: curve for name, curve in seen.items() if curve is not None}

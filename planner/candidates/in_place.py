@@ -78,6 +78,22 @@ def ranks_held(of: InPlace, costed: Costed, row: int, num_ranks: int) -> Ranks:
     return held
 
 
+def check_ranks(
+    pinned: Mapping[str, InPlace], held: Mapping[str, Ranks], constraints: Mapping[str, Constraint]
+) -> None:
+    """Raises PlanError where a pinned layout holds something on a rank that the parameter's constraint leaves out."""
+    for name, ranks in held.items():
+        allowed = constraints[name].ranks
+        outside = [] if allowed is None else [r for r in np.flatnonzero(ranks).tolist() if r not in allowed]
+        if allowed is not None and outside:
+            raise PlanError(
+                f"{name!r} is pinned as {pinned[name].layout}, which is on rank {outside[0]}; its constraint allows "
+                f"ranks={list(allowed)}: pin it there, or change the constraint",
+                table=name,
+                rank=outside[0],
+            )
+
+
 def held_by_groups(held: Mapping[str, Ranks], constraints: Mapping[str, Constraint], what: str) -> dict[str, Ranks]:
     """Ranks of the pinned members of each `colocate` or `spread` group.
 

@@ -7,7 +7,7 @@ ranks, columns cut anywhere, as far as `accepts` says yes. Where it has not, it 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -51,6 +51,13 @@ class Offer(NamedTuple):
         return layout_of(self.family, range(self.family.pieces), None, 0, env)
 
 
+class Answered(NamedTuple):
+    """What was offered for a parameter: of another for which the sharder answers the same, that is offered too."""
+
+    said: list[tuple[Layout, bool]]
+    offers: list[Offer]
+
+
 @dataclass(frozen=True, eq=False)
 class Asked:
     """One parameter, and what is asked of it.
@@ -62,6 +69,8 @@ class Asked:
         is_even: ids name all rows alike; else the columns of row blocks are cut evenly, see `has_own_blocks`.
         min_columns: of a column block.
         takes_unfilled: blocks of ranks of which some get no rows are taken too.
+        answered: what was offered for parameters before, by all that it depends on but the sharder's answers.
+        said: layouts that the sharder was asked about, and its answers.
     """
 
     name: str
@@ -74,6 +83,8 @@ class Asked:
     is_even: bool = True
     min_columns: int = _MIN_COLUMNS
     takes_unfilled: bool = False
+    answered: dict[object, Answered] = field(default_factory=dict)
+    said: list[tuple[Layout, bool]] = field(default_factory=list)
 
     @property
     def columns(self) -> int:
@@ -93,9 +104,25 @@ class Asked:
         """
         accepts = hook(self.sharder, "accepts")
         last = self.env.table_size // family.size - pieces
-        return not accepts or all(
-            accepts(self.info, _example(family, first, pieces, widths, self.columns, self.env), self.env)
-            for first in ((0, last) if last else (0,))
+        for first in ((0, last) if last else (0,)) if accepts else ():
+            example = _example(family, first, pieces, widths, self.columns, self.env)
+            self.said.append((example, bool(accepts(self.info, example, self.env))))
+            if not self.said[-1][1]:
+                return False
+        return True
+
+    def likeness(self, layouts: Sequence[Layout]) -> object:
+        """What offers depend on beside the sharder's answers; `layouts` are those that it offers."""
+        info, of = self.info, self.constraint
+        sizes = {*block_sizes(self.env.table_shape)}
+        sizes |= {place.family.size for layout in layouts if (place := self.placed(layout)) is not None}
+        rows = info.shape[0] if info.shape else 1
+        return (
+            id(self.sharder),
+            tuple(map(id, layouts)),
+            (len(info.shape), *info.shape[1:], *(size for size in sorted(sizes) if is_filled(rows, size))),
+            (of.layouts, of.forbid, of.ranks, self.min_columns, of.min_columns),
+            (self.is_affine, self.is_even, info.mixes_columns, info.optimizer),
         )
 
     def placed(self, layout: Layout) -> Placed | None:
@@ -130,6 +157,24 @@ def offers(asked: Asked) -> list[Offer]:
     if not layouts:
         raise PlanError(f"{type(asked.sharder).__name__} offers no layout for {name!r}, shape {info.shape}", table=name)
     _check_constraint(asked, layouts)
+    key, accepts = asked.likeness(layouts), hook(asked.sharder, "accepts")
+    known = asked.answered.get(key)
+    if known is not None and all(bool(accepts(info, layout, env)) is yes for layout, yes in known.said):
+        return known.offers
+    said: list[tuple[Layout, bool]] = []
+    found = _offered(replace(asked, said=said), layouts)
+    if all(offer.own is None for offer in found):  # of a sharder's own layout the parameter's shape is known
+        asked.answered[key] = Answered(said, found)
+    return found
+
+
+def _offered(asked: Asked, layouts: list[Layout]) -> list[Offer]:
+    """What is offered for a parameter of which nothing is known.
+
+    Raises:
+        PlanError: no layout is left.
+    """
+    name, info, env, constraint = asked.name, asked.info, asked.env, asked.constraint
     found = _found(asked, layouts)
     if all(offer.objection for offer in found):  # last resorts
         asked = replace(asked, takes_unfilled=True)

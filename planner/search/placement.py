@@ -66,7 +66,7 @@ class Placement:
         self._shared = [(int(problem.span[p]), p) for p in np.flatnonzero(problem.span > 1).tolist()]
         self._size: list[int] = problem.table.size.tolist()
         self._lacking: list[bool] = problem.table.lacking.tolist()
-        self._loads: dict[tuple[int, int], _Loads] = {}
+        self._loads: dict[tuple[int, int], _Loads] = problem.piece_loads
 
     @property
     def load(self) -> Array:

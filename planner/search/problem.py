@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -126,6 +127,11 @@ class Problem:
             dict(spread or {}),
             ones if span is None else np.asarray(span, dtype=np.int64),
         )
+
+    @cached_property
+    def piece_loads(self) -> dict[tuple[int, int], Any]:
+        """(row, width) -> what a piece puts on ranks, of pieces that some placement has had."""
+        return {}
 
     @cached_property
     def starts(self) -> Integers:
