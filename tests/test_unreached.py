@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dmp import DistributedModelParallel, ShardingEnv, colwise, data_parallel, rowwise
+from dmp import DistributedModelParallel, ShardingEnv, colwise, data_parallel, full_state_dict, rowwise
 from sharders import DDPWrapper
 from tests.ranks import mesh, run_ranks
 
@@ -220,6 +220,34 @@ def misused(axis: str) -> list[str]:
 
 def test_uses_of_the_model_that_ddp_does_not_foresee() -> None:
     assert run_ranks(2, misused, "dp") == [[], []]
+
+
+def stepped_by_hooks(axis: str) -> list[str]:
+    """An optimizer of each parameter's own steps when its gradient is there, and lets go of it."""
+    models, found = made(axis), []
+    steps = {p: torch.optim.SGD([p], lr=0.1) for m in models for p in m.parameters()}
+
+    def hook(p: Any) -> None:
+        steps[p].step()
+        p.grad = None
+
+    handles = [p.register_post_accumulate_grad_hook(hook) for p in steps]
+    for step in range(5):
+        if step == 4:
+            handles = [handle.remove() for handle in handles]  # type: ignore[func-returns-value]
+        branches(models[0], models[0].env.rank, step).backward()
+        ((branches(models[1], 0, step) + branches(models[1], 1, step)) / 2).backward()
+        whole = full_state_dict(models[0])
+        found += [f"{step}: {k}" for k, v in models[1].state_dict().items() if not torch.allclose(v, whole[k])]
+        found += [
+            f"{step}: {k} has one" for m in models for k, p in m.named_parameters() if step < 4 and p.grad is not None
+        ]
+    return found
+
+
+@pytest.mark.parametrize("axis", ["dp", "shard"])
+def test_steps_that_hooks_make_are_those_of_the_average(axis: str) -> None:
+    assert run_ranks(2, stepped_by_hooks, axis) == [[], []]
 
 
 def asked() -> tuple[str, str, bool]:

@@ -4,5 +4,6 @@
 - `fsdp`: `FSDPWrapper`: FSDP2, HSDP, or DDP by the mesh
 - `blocks`: repeated blocks: units of FSDP2, checkpointing, compilation
 - `unreached`: gradients of dense parameters that the loss does not reach
+- `later_hooks`: users' hooks on gradients, which run when these are averaged
 - `buffers`: buffers of copies, which are rank 0's
 """

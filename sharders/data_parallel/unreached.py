@@ -28,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dmp import local_of, tensors_of
 from sharders.data_parallel.buffers import Buffers
+from sharders.data_parallel.later_hooks import LaterHooks
 
 
 class AnyReachDDP(DistributedDataParallel):
@@ -44,7 +45,8 @@ class AnyReachDDP(DistributedDataParallel):
         self._nodes = [get_gradient_edge(p).node for p in self._trained]
         self._reached: list[torch.Tensor] = []
         self._is_queued = self._is_awaited = False
-        reached = self._reached.append  # no frame of Python's for each parameter
+        self._later = LaterHooks()
+        self._reach = reached = self._reached.append  # no frame of Python's for each parameter
         handles = [p.register_post_accumulate_grad_hook(reached) for p in self._trained]
         weakref.finalize(self, _remove, handles)
 
@@ -54,6 +56,7 @@ class AnyReachDDP(DistributedDataParallel):
         if torch.is_grad_enabled():
             self._is_queued = False  # a backward that raised has left it so
             self._reached.clear()
+            self._later.take(self._trained, self._reach)
             if self.require_backward_grad_sync:
                 self._is_awaited = True
                 for tensor in with_graph(output):
@@ -77,6 +80,7 @@ class AnyReachDDP(DistributedDataParallel):
         if self._is_queued or not self._accumulates():
             return
         self._is_queued = True
+        self._later.open()
         if not self._is_awaited:  # averaged since the forward: two forwards, then two backwards
             self._reached.clear()
             self.reducer._rebuild_buckets()  # as each forward does; it wants to once, after the first
@@ -103,6 +107,10 @@ class AnyReachDDP(DistributedDataParallel):
             ids = {id(p) for p in self._reached}
             _accumulate_nothing([p for p in self._trained if id(p) not in ids])
         self._reached.clear()
+        if self._later.waiting:  # behind DDP's own last callback, which is queued by now
+            Variable._execution_engine.queue_callback(self._later.run)
+        else:
+            self._later.run()
 
 
 def reduce_unreached_chunks(module: Any) -> None:
@@ -165,21 +173,24 @@ def average_whole(module: nn.Module, names: Sequence[str], group: dist.ProcessGr
         module: the root; parameters are looked up when it has run, for those on meta are replaced.
         names: of parameters that nothing else averages.
     """
-    is_queued = False
+    is_queued, later = False, LaterHooks()
 
     def begin(_: torch.Tensor) -> None:
         nonlocal is_queued
         if not is_queued:
             is_queued = True
+            later.open()
             Variable._execution_engine.queue_callback(complete)
+
+    def held() -> list[torch.Tensor]:
+        # Not by attribute: beside split weights a backward pass reads these as plain tensors.
+        places = [(module.get_submodule(path), name) for path, _, name in (n.rpartition(".") for n in names)]
+        return [p for owner, name in places if (p := owner._parameters[name]) is not None]
 
     def complete() -> None:
         nonlocal is_queued
         is_queued = False
-        # Not by attribute: beside split weights a backward pass reads these as plain tensors.
-        places = [(module.get_submodule(path), name) for path, _, name in (n.rpartition(".") for n in names)]
-        held = [owner._parameters[name] for owner, name in places]
-        trained = [p for p in held if p is not None and p.requires_grad]
+        trained = [p for p in held() if p.requires_grad]
         if not trained:
             return
         gradients = [_nothing(p.detach()) if p.grad is None else p.grad for p in trained]
@@ -188,16 +199,19 @@ def average_whole(module: nn.Module, names: Sequence[str], group: dist.ProcessGr
         mean = torch.cat([g.reshape(-1).to(wide) for g in local])
         dist.all_reduce(mean, group=group)
         mean.div_(group.size())
-        means = mean.split([g.numel() for g in local])
+        means, given = mean.split([g.numel() for g in local]), []
         for p, gradient, part, value in zip(trained, gradients, local, means, strict=True):
             part.copy_(value.view_as(part))
             if p.grad is None and not _is_nothing(value):
                 p.grad = gradient
+                given.append(p)
+        later.run(given)
 
     def hook(_: nn.Module, args: Any, output: Any) -> None:
         nonlocal is_queued
         if torch.is_grad_enabled():
             is_queued = False  # a backward that raised has left it so
+            later.take(held())
             for tensor in with_graph(output):
                 tensor.register_hook(begin)
 
