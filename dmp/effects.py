@@ -17,6 +17,8 @@ For the whole process, while it lasts
 For the whole process, once
 - `dmp/wrap/outer_wrappers.py: DistributedDataParallel.__init__ =`: DDP over a wrapped model would average pieces of
   different tables; nothing but its construction tells
+- `dmp/state/scaler.py: torch.amp.GradScaler._unscale_grads_ =`, `dmp/state/scaler.py: torch.amp.GradScaler.scale =`:
+  one decision on all ranks where torch's scaler scales a wrapped model's gradients; other models' are left alone
 - `dmp/wrap/optimizer_guard.py: register_optimizer_step_pre_hook`: an optimizer may be made before the model is wrapped
 - `dmp/ranks/launch.py: dist.init_process_group`, `dmp/ranks/launch.py: torch.accelerator.set_device_index`: a program
   that a launcher started and that has no group yet gets one, on the device of its rank
