@@ -79,6 +79,8 @@ Compiling
 - `torch._compile._disable_dynamo`: what reads memory by its address is not traced; the public one would import the
   compiler at once
 
+- `_C`, `_get_dispatch_mode`, `_TorchDispatchModeKey`: whether tensors are fake, whose memory nobody may read
+
 Others
 - `_embedding_names`, `_feature_names`, `_feature_processors`: of TorchRec's collections
 - `_emb_modules`, `_emb_module`, `_embedding_tables`, `_key_to_tables`: FBGEMM's modules in its fused collections, and

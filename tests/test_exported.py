@@ -7,8 +7,10 @@ import logging
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dmp import DistributedModelParallel, ShardError, to_unsharded
+from dmp import DistributedModelParallel, ShardError, row_wise, to_unsharded
+from tests.ranks import run_ranks
 
 
 class Net(nn.Module):
@@ -31,6 +33,18 @@ def test_tables_are_neither_exported_nor_traced() -> None:
     model = DistributedModelParallel(Net())
     with pytest.raises(ShardError, match=r"table is sharded, and is neither exported nor traced.*to_unsharded"):
         torch.jit.trace(model, (IDS,))
+
+
+def faked() -> None:
+    model = DistributedModelParallel(Net(), plan={"table.weight": row_wise()})
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        model(mode.from_tensor(IDS))
+
+
+def test_tables_are_not_run_on_fake_tensors() -> None:
+    """What has no memory was read by its address, which ended the process."""
+    for error in run_ranks(2, faked, expect=ShardError):
+        assert "nor run on fake tensors" in str(error)
 
 
 @pytest.mark.slow

@@ -168,12 +168,14 @@ class Engine:
 
         Raises:
             InputError: on every rank: what is wrong with one rank's batch. Calls begun before go on.
-            ShardError: a parameter of a table was replaced, or `torch.export` or `torch.jit.trace` runs the model.
+            ShardError: a parameter of a table was replaced, or `torch.export`, `torch.jit.trace` or a mode of fake
+                tensors runs the model.
         """
-        if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        if _is_for_show():
             raise ShardError(
-                f"{self.name} is sharded, and is neither exported nor traced: what ranks exchange is no part of such a "
-                "graph. dmp.to_unsharded(model) is a plain module with the same weights, which can be"
+                f"{self.name} is sharded, and is neither exported nor traced, nor run on fake tensors: what ranks "
+                "exchange is real, and no part of a graph. dmp.to_unsharded(model) is a plain module with the same "
+                "weights, which can be"
             )
         spent = Spent()
         with ranks.entry(self.handshake.forward, self.peers.exchange.group) as here, phase(spent, INPUT):
@@ -382,6 +384,13 @@ class _Lookup(torch.autograd.Function):
             if not torch._C._autograd._get_current_graph_task_keep_graph():
                 ctx.call = None
             return None, None, of_weights, *(gradients[i] for i in ctx.learning)
+
+
+def _is_for_show() -> bool:
+    """Whether tensors have no values, or what is done with them becomes a graph."""
+    if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        return True
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def _described(value: Any) -> str:
