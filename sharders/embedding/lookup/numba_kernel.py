@@ -45,6 +45,7 @@ from sharders.embedding.lookup.torch_kernel import RowGradients, TorchLookup
 _MAX = 2**31  # rows of a table, and ids of a call: they are int32 inside
 _STREAMED_BYTES = 4 << 20  # results of this size do not stay in the caches anyway
 _MOST_KEPT = 8  # numbers of bags
+_FILLED = 16  # words that compiled code may write behind sources, see `expand_bags`
 _ALL_BITS = 31  # a source of unpooled ids has no feature
 
 
@@ -114,10 +115,13 @@ class NumbaLookup(TorchLookup):
             runs[tables.of_range[i]].append((start, n))
         sizes = [sum(n for _, n in of_table) for of_table in runs]
         order.ends.copy_(int64([*accumulate(sizes, initial=0)]))
+        most, used = max(sizes, default=0), [tables.of_range[i] for i, _ in segments]
+        if ids.dtype == torch.int32 and used == sorted(used):
+            return self._sort(order, (ids.data_ptr(), 0, 0), most, tables)
         flat = int64([run for of_table in runs for run in of_table])
         keys = torch.empty(2, ids.numel(), dtype=torch.int32, device="cpu")
         self._entry("expand_runs")(*words(ids), flat.data_ptr(), len(segments), *addresses(keys))
-        return self._sort(order, (*addresses(keys), 0), max(sizes, default=0), tables)
+        return self._sort(order, (*addresses(keys), 0), most, tables)
 
     # Only the order knows how ids are read.
     update_rows, gradient_rows, row_gradients = update_pooled, gradient_pooled, pooled_row_gradients
@@ -184,15 +188,16 @@ class NumbaLookup(TorchLookup):
         return result_N
 
     def _sort_bags(self, order: Order, read: Bags, runs: Runs, moves: bool) -> Order:
-        """The order of bags' ids; `moves` where the tables' ids are not one after the other already."""
+        """The order of bags' ids; `moves` where the tables' ids may not be one after the other."""
         (ids, bounds, _), num_tables = read, len(self._tables)
-        keys = torch.empty(3, ids.numel(), dtype=torch.int32, device="cpu")
-        *memory, origins = addresses(keys)
+        as_they_lie = ids.dtype == torch.int32 and not moves
+        memory = torch.empty(1 if as_they_lie else 3, ids.numel() + _FILLED, dtype=torch.int32, device="cpu")
+        sources, keys, origins = (*addresses(memory), 0, 0)[:3]
         origins = origins if moves and order.addresses[-1] else 0
         of_runs = (runs.to_sort.data_ptr(), runs.first.data_ptr(), num_tables)
-        given = (*words(ids), *words(bounds), *of_runs, *memory, origins, order.addresses[0])
+        given = (*words(ids), *words(bounds), *of_runs, keys, sources, origins, order.addresses[0])
         most = self._entry("expand_bags")(*given)
-        return self._sort(order, (*memory, origins), most, self._tables)
+        return self._sort(order, (keys or ids.data_ptr(), sources, origins), most, self._tables)
 
     def _gradients(self, grad: Tensor, read: Bags | Segmented, order: Order | None) -> Gradients:
         if order is None:

@@ -14,7 +14,18 @@ Addresses are integers. Arrays are int32 where nothing else is said.
 from __future__ import annotations
 
 from sharders.embedding.lookup.numba_compile import helper
-from sharders.embedding.lookup.numba_vectors import lowest, ones, read32, read32_at, read64, write32, write64
+from sharders.embedding.lookup.numba_vectors import (
+    FILLED,
+    counted,
+    fill32,
+    lowest,
+    ones,
+    read32,
+    read32_at,
+    read64,
+    write32,
+    write64,
+)
 
 _FEW_IDS = 24
 _COUNTED_ROWS = 4  # per id: so few are counted one by one
@@ -33,6 +44,8 @@ def expand_bags(
         runs: (number of runs, 3) int64, table by table: the first bag's place in `bounds`, the number of bags, what is
             added to a bag's number in the run to give its source.
         first_runs: (num_tables + 1,) int64: of each table.
+        keys: written if it is not 0: int32 ids of one table after the other are keys as they lie.
+        sources: written, and up to `FILLED` words more than there are ids.
         origins: where the ids were, written if it is not 0.
         ends: (num_tables + 1,) int64, written: where each table's keys begin.
     """
@@ -45,13 +58,16 @@ def expand_bags(
             first = read32_at(of_run)
             for bag in range(read64(runs, 3 * run + 1)):
                 stop = read32_at(of_run + (bag + 1) * bound_bytes)
-                for place in range(first, stop):
-                    write32(keys, to, read32_at(ids + place * id_bytes))
-                    write32(sources, to, base + bag)
-                    if origins != 0:
-                        write32(origins, to, place)
-                    to += 1
-                first = stop
+                for at in range(to, to + stop - first, FILLED):
+                    fill32(sources, at, base + bag)
+                shift, place = to - first, first
+                while keys != 0 and place < stop:
+                    write32(keys, shift + place, read32_at(ids + place * id_bytes))
+                    place = counted(place + 1)
+                while origins != 0 and first < stop:
+                    write32(origins, shift + first, first)
+                    first = counted(first + 1)
+                first, to = stop, shift + stop
         most = max(most, to - before)
     write64(ends, num_tables, to)
     return most
@@ -123,7 +139,8 @@ def sort_tables(
     """The order of the tables `first` to `stop`.
 
     Args:
-        keys, sources, origins: of all ids; those of table t are `ends[t]` to `ends[t + 1]`, `ends` int64.
+        keys, sources, origins: of all ids; those of table t are `ends[t]` to `ends[t + 1]`, `ends` int64. Sources are
+            places among all keys if `sources` is 0.
         num_rows: of each table, int64.
         rows: written at `ends[t] + t`: its distinct rows, and one word more.
         starts: written at `ends[t] + t`: where each begins in `ordered`, and the end.
@@ -136,8 +153,9 @@ def sort_tables(
         begin = read64(ends, table)
         num = read64(ends, table + 1) - begin
         total = read64(num_rows, table)
+        its_sources = sources + 4 * begin if sources != 0 else 0
         its_origins = origins + 4 * begin if origins != 0 else 0
-        of = (keys + 4 * begin, sources + 4 * begin, its_origins, num, begin)
+        of = (keys + 4 * begin, its_sources, its_origins, num, begin)
         to = (rows + 4 * (begin + table), starts + 4 * (begin + table), ordered, places)
         if num <= _FEW_IDS:
             found = _insert(of, to, scratch)
@@ -155,7 +173,7 @@ def _put(of, to, p, at):
     """The id at place `p` of a table goes to place `at` of all."""
     _, sources, origins, _, begin = of
     _, _, ordered, places = to
-    write32(ordered, at, read32(sources, p))
+    write32(ordered, at, begin + p if sources == 0 else read32(sources, p))
     if places != 0:
         write32(places, at, begin + p if origins == 0 else read32(origins, p))
 

@@ -18,6 +18,7 @@ from numba.core import cgutils
 from numba.core.errors import NumbaTypeError
 from numba.extending import NativeValue, intrinsic, models, register_model, typeof_impl, unbox
 
+FILLED = 16
 _LINE_BYTES = 64
 _BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 
@@ -286,6 +287,21 @@ read32 = intrinsic(_word(32, False))
 read64 = intrinsic(_word(64, False))
 write32 = intrinsic(_word(32, True))
 write64 = intrinsic(_word(64, True))
+
+
+@intrinsic
+def fill32(_context: Any, address: Any, index: Any, value: Any) -> Any:
+    """Write one integer to `FILLED` places, from a place on: of few, without a loop of another length each time."""
+
+    def code(_: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        word = ir.IntType(32)
+        words = ir.VectorType(word, FILLED)
+        nothing = ir.Constant(words, ir.Undefined)
+        one = builder.insert_element(nothing, builder.trunc(arguments[2], word), word(0))
+        many = builder.shuffle_vector(one, nothing, ir.Constant(words, None))
+        builder.store(many, _pointer(builder, arguments[0], arguments[1], 4, words), align=4)
+
+    return types.void(address, index, value), code
 
 
 @intrinsic

@@ -1,0 +1,218 @@
+"""Compiled code reads and writes what it is given and nothing else: every tensor lies beside a page of no use.
+
+Each case runs in a process of its own, which ends where a byte too far is touched.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sharders.embedding.lookup import numba_kernel, threads
+from sharders.embedding.lookup.bank import Bank, RowRange
+from sharders.embedding.lookup.distinct import distinct_rows, spread
+from sharders.embedding.lookup.kernels import Lookup, compile_lookup
+from sharders.embedding.lookup.optimizers import OptimizerSpec
+from sharders.embedding.lookup.reads import Bags, Segmented
+from tests.guard_pages import GuardedMemory
+
+DIMS = (1, 2, 3, 4, 5, 7, 8, 12, 16, 17, 20, 31, 48, 63, 64, 65, 68, 80, 84, 100, 127, 128, 130)
+KINDS = (None, "sgd", "adagrad", "rowwise_adagrad", "adam", "lamb")
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class Draw:
+    """What is drawn for a case."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = torch.Generator().manual_seed(seed)
+
+    def below(self, stop: int) -> int:
+        return int(torch.randint(0, stop, (), generator=self.rng))
+
+    def one(self, of: Any) -> Any:
+        return of[self.below(len(of))]
+
+    def ids(self, num: int, rows: int, dtype: torch.dtype) -> Tensor:
+        """Any, all equal, the last row's alone, or each row once and again."""
+        how = self.below(5)
+        if how == 0:
+            drawn = torch.full((num,), self.below(rows))
+        elif how == 1:
+            drawn = torch.full((num,), rows - 1)
+        elif how == 2:
+            drawn = torch.arange(num) % rows
+        else:
+            drawn = torch.randint(0, rows, (num,), generator=self.rng)
+        return drawn.to(dtype)
+
+    def lengths(self, num: int) -> Tensor:
+        longest = self.one((0, 1, 1, 2, 9, 60))
+        return torch.randint(self.below(2) if longest == 1 else 0, longest + 1, (num,), generator=self.rng)
+
+
+def tables_of(draw: Draw, dtype: torch.dtype, kind: str | None) -> tuple[Lookup, Lookup]:
+    """The same lookups by numba's kernel and by torch's; tables of some widths, features that share one, row blocks."""
+    width = draw.one(DIMS)
+    shapes = [[(1 + draw.one((0, 1, 6, 40, 300, 4000)), draw.one((width, draw.one(DIMS))))] for _ in range(4)]
+    spec = OptimizerSpec.make(kind, lr=0.1) if kind else None
+    banks = [Bank(shapes, dtype, "cpu", spec) for _ in range(2)]
+    banks[0].weights.copy_(torch.randn(banks[0].weights.shape, generator=draw.rng))
+    banks[1].weights.copy_(banks[0].weights)
+    ranges = []
+    for (chunk,) in banks[0].chunks:
+        cut = draw.below(chunk.rows) if draw.below(3) == 0 else 0
+        ranges += [RowRange(chunk, cut, chunk.rows - cut)] * (1 + draw.below(3))
+    one, other = (compile_lookup(bank, ranges, kernel=k) for bank, k in zip(banks, ("numba", "torch"), strict=True))
+    return one, other
+
+
+def both(lookups: tuple[Lookup, Lookup], call: Any, near: float) -> Any:
+    """The results of numba's kernel and of torch's are near each other; the former."""
+    results = [call(lookup) for lookup in lookups]
+    for found, expected in zip(*([r] if isinstance(r, Tensor) else r or [] for r in results), strict=True):
+        torch.testing.assert_close(found.double(), expected.double(), rtol=near, atol=near)
+    return results[0]
+
+
+def of_bank(lookup: Lookup) -> list[Tensor]:
+    return [lookup.bank.weights, *lookup.bank.state.values()]
+
+
+def pooled(draw: Draw, lookups: tuple[Lookup, Lookup], near: float) -> None:
+    bags, of_ids = draw.one((0, 1, 2, 13, 100)), draw.one((torch.int32, torch.int64))
+    lengths = [draw.lengths(bags) for _ in lookups[0].ranges]
+    ids = [draw.ids(int(n.sum()), r.rows, of_ids) for n, r in zip(lengths, lookups[0].ranges, strict=True)]
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cat(lengths).cumsum(0)]).to(of_ids)
+    dtype = lookups[0].bank.weights.dtype
+    weights = torch.rand(int(offsets[-1]), generator=draw.rng).to(dtype) if draw.below(2) else None
+    read = Bags(torch.cat(ids), offsets, weights)
+    grad = torch.randn(bags, lookups[0].num_columns, generator=draw.rng).to(dtype)
+    both(lookups, lambda lookup: lookup.pooled(read), near)
+    wide = torch.zeros(bags, lookups[0].num_columns + 3, dtype=dtype)
+    both(lookups, lambda lookup: lookup.pooled(read, wide[:, 2:-1]), near)
+    if weights is not None:
+        both(lookups, lambda lookup: lookup.gradient_weights(grad, read), 10 * near)
+    both(lookups, lambda lookup: lookup.gradient_pooled(grad, read), 10 * near)
+    sums = [lookup.pooled_row_gradients(grad, read) for lookup in lookups]
+    both(lookups, lambda lookup: lookup.gradient_touched([sums[lookup is lookups[1]]] * 2), 20 * near)
+    if lookups[0].bank.spec is not None:
+        order = lookups[0].order_pooled(read) if draw.below(2) else None
+        for lookup in lookups:
+            lookup.bank.step()
+            lookup.update_pooled(grad, read, order=order if lookup is lookups[0] else None)
+            lookup.update_touched([sums[lookup is lookups[1]]] * 2)
+        assert dtype == torch.float16 or all(tensor.isfinite().all() for tensor in of_bank(lookups[0]))
+
+
+def unpooled(draw: Draw, lookups: tuple[Lookup, Lookup], near: float) -> None:
+    ranges, of_ids = lookups[0].ranges, draw.one((torch.int32, torch.int64))
+    width = draw.one(ranges).chunk.width
+    of_width = [i for i, r in enumerate(ranges) if r.chunk.width == width]
+    segments = [(draw.one(of_width), draw.one((0, 1, 5, 30, 200))) for _ in range(draw.below(6))]
+    ids = [draw.ids(n, ranges[i].rows, of_ids) for i, n in segments]
+    num, dtype = sum(n for _, n in segments), lookups[0].bank.weights.dtype
+    bags = weights = None
+    if num and draw.below(2):
+        cuts = {sum(n for _, n in segments[:i]) for i in range(len(segments) + 1)}
+        cuts |= {draw.below(num) for _ in range(num // 2)}
+        bags = torch.tensor(sorted(cuts)).to(of_ids)
+        weights = torch.rand(num, generator=draw.rng).to(dtype) if draw.below(2) else None
+    read = Segmented(torch.cat([torch.zeros(0, dtype=of_ids), *ids]), segments, bags, weights)
+    rows = both(lookups, lambda lookup: lookup.rows(read), near)
+    grad = torch.randn(rows.shape, generator=draw.rng).to(dtype)
+    if segments:
+        both(lookups, lambda lookup: lookup.gradient_rows(grad, read), 10 * near)
+        if weights is not None:
+            both(lookups, lambda lookup: lookup.gradient_row_weights(grad, read), 10 * near)
+        lookups[0].row_gradients(grad, read)
+        if lookups[0].bank.spec is not None:
+            lookups[0].update_rows(grad, read, order=lookups[0].order_rows(read) if draw.below(2) else None)
+
+
+def deduplicated(draw: Draw) -> None:
+    rows = [draw.one((1, 7, 90, 5000, 1 << 20)) for _ in range(4)]
+    counts = [draw.one((0, 1, 17, 400, 1500)) for _ in rows]
+    values = torch.cat([draw.ids(n, r, torch.int64) for n, r in zip(counts, rows, strict=True)])
+    found = distinct_rows(values, counts, rows)
+    if found is not None:
+        to = torch.full((len(values),), -1, dtype=torch.int32)
+        spread(found.places, found.times, 0, to)
+        assert torch.equal(found.values[to.long()], values)
+
+
+def run_cases(seed: int, at_begin: bool, seconds: float) -> None:
+    """As many as there is time for."""
+    faulthandler.enable()
+    until, number = time.monotonic() + seconds, 0
+    with GuardedMemory(at_begin) as memory:
+        numba_kernel._STREAMED_BYTES = 1 << 12
+        threads.ENOUGH_IDS = 1
+        pool = ThreadPoolExecutor(3, initializer=GuardedMemory.__enter__, initargs=(memory,))
+        threads._pool = lambda _: pool  # type: ignore[assignment]
+        while time.monotonic() < until or number < 2:
+            draw = Draw(1000 * seed + number)
+            torch.set_num_threads(draw.one((1, 1, 3)))
+            dtype, kind = draw.one(DTYPES[:1] if seconds < 5 else DTYPES), draw.one(KINDS)
+            near = {torch.float32: 1e-4, torch.float64: 1e-9}.get(dtype, 0.2)
+            lookups = tables_of(draw, dtype, kind)
+            for _ in range(3):
+                pooled(draw, lookups, near)
+                unpooled(draw, lookups, near)
+                for tensor, of_torch in zip(of_bank(lookups[0]), of_bank(lookups[1]), strict=True):
+                    of_torch.copy_(tensor)
+            deduplicated(draw)
+            number += 1
+    print(f"cases: {number}", flush=True)
+    os._exit(0)  # threads that end with the interpreter cannot give their tensors' memory back
+
+
+def in_process(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tests.test_guard_pages", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+needs_numba = pytest.mark.skipif(bool(numba_kernel.problem()), reason="it is numba's code that is looked at")
+
+
+@needs_numba
+@pytest.mark.parametrize("at_begin", [0, 1])
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.slow) for seed in range(12)])
+def test_no_byte_too_far(seed: int, at_begin: int) -> None:
+    ran = in_process("cases", seed, at_begin, 20)
+    assert ran.returncode == 0 and "cases: " in ran.stdout, ran.stderr
+
+
+def too_far(at_begin: bool) -> None:
+    with GuardedMemory(at_begin):
+        tensor = torch.arange(5).to(torch.int16)
+        assert tensor.tolist() == [0, 1, 2, 3, 4]
+        ctypes.memset(tensor.data_ptr() + (-1 if at_begin else tensor.nbytes), 0, 1)
+
+
+@needs_numba
+def test_a_few_cases() -> None:
+    ran = in_process("cases", 99, 0, 1)
+    assert ran.returncode == 0 and "cases: " in ran.stdout, ran.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at_begin", [0, 1])
+def test_one_byte_too_far_ends_the_process(at_begin: int) -> None:
+    assert in_process("too_far", 0, at_begin, 0).returncode == -signal.SIGSEGV
+
+
+if __name__ == "__main__":
+    what, seed, at_begin, seconds = sys.argv[1:]
+    too_far(at_begin == "1") if what == "too_far" else run_cases(int(seed), at_begin == "1", float(seconds))
