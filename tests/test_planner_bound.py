@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from planner.search import bound, bound_node
 from planner.search.bound import lower_bound
 from planner.search.bound_blocks import Blocks, tried
 from planner.search.bound_columns import columns
+from planner.search.bound_node import Frame, Node
 from planner.search.bound_phases import joined
 from planner.search.cost_table import CostTable
 from planner.search.placement import Part, Placement
@@ -136,6 +138,22 @@ def test_below_every_plan_and_not_far_below(above: float, lacks: bool, near: flo
             parts.append(bound.seconds / best)
     assert len(parts) > 20
     assert np.mean(parts) > near
+
+
+def test_below_every_plan_where_nodes_are_split_by_sums_of_phases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bound_node, "_OF_SUM", 100.0)  # a sum seems to gain most wherever a piece takes longer than it
+    held: list[bool] = []
+
+    def settled(frame: Frame, node: Node) -> Node | None:
+        held.append(bool((node.together > frame.sums @ node.low + 1e-9).any()))
+        return bound_node.settle(frame, node)
+
+    monkeypatch.setattr(bound, "settle", settled)
+    for seed in range(20):
+        p = random_problem(seed)
+        best = least_cost(p)
+        assert lower_bound(p, min(1.1 * best, 1e4)).seconds <= best * (1 + 1e-9), seed
+    assert sum(held) > 20
 
 
 def scattered(p: Problem, r: np.random.Generator) -> Placement:

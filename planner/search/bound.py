@@ -154,11 +154,13 @@ def _root(problem: Problem, upper: float) -> tuple[Node | None, Frame]:
         _units(problem, found),
         problem.setups.sum(1),
     )
-    frame = Frame(found, work, np.append(mean, -1.0), upper, table, problem.span, room, units, setups)
+    sums = _sums(problem, units)
+    frame = Frame(found, work, np.append(mean, -1.0), upper, table, problem.span, room, units, setups, sums)
     start = np.flatnonzero(np.diff(found.owner, prepend=-1))
     low, kinds = base.max(0) - base.min(0), sum(1 << k for k in range(len(problem.setups)))
     high = np.full(len(low), max(upper, 0.0))
-    node = Node(0.0, np.arange(len(found.owner)), start, counts[found.owner[start]], low, high, 0, kinds)
+    items, together = counts[found.owner[start]], np.zeros(len(sums))
+    node = Node(0.0, np.arange(len(found.owner)), start, items, low, high, together, 0, kinds)
     return node if len(start) == int((counts > 0).sum()) else None, frame
 
 
@@ -179,6 +181,12 @@ def _units(problem: Problem, found: Columns) -> Array:
                 units[phase] = seconds[0] / part
                 break
     return units
+
+
+def _sums(problem: Problem, units: Array) -> Array:
+    """(sums, phases) those that ranks have for themselves and that have no units, see [Note: sums]."""
+    chosen = (problem.span == 1) & (units == 0)
+    return chosen[None].astype(np.float64) if chosen.sum() > 1 else np.zeros((0, len(chosen)))
 
 
 def _longest(problem: Problem, frame: Frame, root: Node) -> tuple[int, float]:

@@ -1,7 +1,11 @@
 """`Node`: a part of all plans, what it costs at least, and how it splits in two. Pure, as `planner.search`.
 
 A node is the plans in which items of each group take one of the columns left to it, each phase takes a time between
-`low` and `high` (of what is not the same on every rank), and no set-up but `allowed` ones is used; those of `paid` are.
+`low` and `high` (of what is not the same on every rank), some sums of phases `together` at least, and no set-up but
+`allowed` ones is used; those of `paid` are.
+
+[Note: sums] Where a piece takes long in several phases, all of them take as long: together at least what it takes of
+them together. A node split by that has no such pieces, or their sum to pay, where splits by each phase would make many.
 """
 
 from __future__ import annotations
@@ -34,6 +38,8 @@ _COUNTS = 4
 """Rows of a programme that count."""
 _LONGER = np.array([1.001, 1.01, 1.03, 1.07, 1.15, 1.3])
 """Times its time in the relaxed optimum, that a phase takes at most in one of two nodes."""
+_GUESS, _OF_SUM = 0.5, 0.25
+"""Part of what a phase takes longer by which a node may get dearer, and of what some take longer together."""
 _AIMS = np.array([0.1, 0.3, 0.5, 0.75, 1.0])
 """Where between a phase's time and the largest piece in use a node is split."""
 
@@ -51,6 +57,7 @@ class Frame(NamedTuple):
         room: bytes that the emptiest rank has.
         unit: (phases,) seconds of which a phase takes a whole number above what is on every rank; 0 where of none.
         setups: (kinds,) seconds.
+        sums: (sums, phases) 1 for the phases of each, see [Note: sums].
     """
 
     columns: Columns
@@ -62,6 +69,7 @@ class Frame(NamedTuple):
     room: float
     unit: Array
     setups: Array
+    sums: Array
 
 
 class Node(NamedTuple):
@@ -74,6 +82,7 @@ class Node(NamedTuple):
         items: (groups,) how many there are of each.
         low: (phases,) seconds.
         high: (phases,) seconds.
+        together: (sums,) seconds.
         paid: set-ups used, a bit each.
         allowed: set-ups that may be used.
         relaxed: its optimum when items are shared out; of `rows`.
@@ -86,6 +95,7 @@ class Node(NamedTuple):
     items: Array
     low: Array
     high: Array
+    together: Array
     paid: int
     allowed: int
     relaxed: Relaxed | None = None
@@ -125,7 +135,7 @@ def settle(frame: Frame, node: Node) -> Node | None:
         if value >= limit:
             return None
         # what an item costs at least with each column: the phases that its piece prolongs are paid for that
-        rest = 1 - relaxed.price[: len(found.low)]
+        rest = programme.rest(relaxed.price)
         piece = frame.columns.piece[found.rows]
         single = value + reduced + np.maximum(piece - found.low, 0) @ np.maximum(rest, 0)
         least = float(np.minimum.reduceat(single, found.start).max())
@@ -154,9 +164,12 @@ def _paid(frame: Frame, node: Node) -> float:
 def _programme(frame: Frame, node: Node) -> Programme:
     rows = node.rows
     counted = _counted(frame, node)
-    work = np.column_stack([frame.work[rows], *counted])
-    base = np.append(frame.base, np.full(len(counted), -1.0))
-    return Programme(frame.columns.every[rows], work, node.start, node.items, base, node.low, node.high)
+    phases = len(node.low)
+    held = np.flatnonzero(node.together > frame.sums @ node.low)
+    work = np.column_stack([frame.work[rows], *counted, np.zeros((len(rows), len(held)))])
+    base = np.concatenate([frame.base, np.full(len(counted), -1.0), node.together[held]])
+    times = np.vstack([np.eye(phases), np.zeros((1 + len(counted), phases)), frame.sums[held]])
+    return Programme(frame.columns.every[rows], work, node.start, node.items, base, node.low, node.high, times)
 
 
 def _counted(frame: Frame, node: Node) -> list[Array]:
@@ -238,8 +251,9 @@ def _narrow(frame: Frame, node: Node) -> Node | None:
         high = whole(np.minimum(found.high, spare - (low.sum() - low)), frame.unit, np.floor, _EDGE)
         if (low > high).any():
             return None
-        own = every - least[found.group]
-        kept = (own + np.maximum(piece, low).sum(1) <= spare) & (piece <= high).all(1)
+        own, times = every - least[found.group], np.maximum(piece, low)
+        longer = np.maximum(found.together - times @ frame.sums.T, 0).max(1, initial=0.0)
+        kept = (own + times.sum(1) + longer <= spare) & (piece <= high).all(1)
         is_same = kept.all() and (low <= found.low).all()
         found = keep(found._replace(low=low, high=high), kept)
         if found is None or is_same:
@@ -273,9 +287,10 @@ def split(frame: Frame, node: Node) -> tuple[Node, ...]:
         _, phase, high[phase], low[phase] = by_time
         return node._replace(high=high), node._replace(low=low)
     _, phase, least = by_size
-    below = keep(node, frame.columns.piece[node.rows, phase] < least)
-    low[phase] = max(low[phase], least)
-    above = node._replace(low=low)
+    below = keep(node, _pieces(frame, node)[:, phase] < least)
+    times = np.append(low, node.together)
+    times[phase] = max(times[phase], least)
+    above = node._replace(low=times[: len(low)], together=times[len(low) :])
     return (above,) if below is None else (below, above)
 
 
@@ -332,29 +347,37 @@ def _crossings(frame: Frame, node: Node, phase: int, seconds: float) -> Array:
 
 
 def _threshold(frame: Frame, node: Node, used: Array) -> tuple[float, int, float] | None:
-    """A guess of what it gains, a phase and a size of piece: one node has smaller ones, in the other it takes so long.
+    """A guess of what it gains, a phase (or sum of some, after all phases) and a size of piece: one node has smaller
+    ones, in the other it takes so long.
 
     Of the pieces in use that take longer than their phase, that is the one that makes both nodes dear. What the first
     costs more is known at the present prices; of the second, half of what the phase takes longer is a guess.
     """
     assert node.relaxed is not None and node.reduced is not None
-    relaxed, spare, reduced = node.relaxed, frame.upper - node.value, node.reduced
-    piece = frame.columns.piece[node.rows]
-    beyond = (piece - relaxed.seconds) * used[:, None]
+    spare, reduced = frame.upper - node.value, node.reduced
+    piece, seconds = _pieces(frame, node), node.relaxed.seconds
+    seconds = np.append(seconds, frame.sums @ seconds)
+    beyond = (piece - seconds) * used[:, None]
     if beyond.max() <= _EXACT * frame.upper:
         return None
     found: list[tuple[float, float, int, float]] = []
     for phase in np.flatnonzero(beyond.max(0) > _EXACT * frame.upper).tolist():
         sizes = np.unique(piece[beyond[:, phase] > _EXACT * frame.upper, phase])
-        start, stop = relaxed.seconds[phase], sizes[-1]
+        start, stop = seconds[phase], sizes[-1]
         aims = np.searchsorted(sizes[:-1], start + (stop - start) * _AIMS)
         for least in np.unique(sizes[aims]).tolist():
             cost = np.where(piece[:, phase] < least, reduced, np.inf)
             below = float(node.items @ np.minimum.reduceat(cost, node.start))
-            above = 0.5 * (least - start)
+            above = (_GUESS if phase < len(node.low) else _OF_SUM) * (least - start)
             found.append((min(below, above, spare), float(beyond[:, phase].max()), phase, least))
     gain, _, phase, least = max(found)
     return gain, phase, least
+
+
+def _pieces(frame: Frame, node: Node) -> Array:
+    """(rows, phases + sums) of each column."""
+    piece = frame.columns.piece[node.rows]
+    return np.column_stack([piece, piece @ frame.sums.T])
 
 
 def _split_group(frame: Frame, node: Node) -> tuple[Node, ...]:

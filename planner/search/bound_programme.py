@@ -1,8 +1,9 @@
 """A small linear programme over columns, solved by an interior-point method. Pure, as `planner.search`.
 
-Items of a group share out among its columns; a phase takes a time between `low` and `high`, at least its mean; memory
-suffices in total. What makes the step shortest is found to a small tolerance. The bound is not the solver's word:
-any prices, one for each phase's mean and one for memory, give a bound exactly, and the solver only finds good ones.
+Items of a group share out among its columns; a phase takes a time between `low` and `high`, at least its mean; some
+phases take so long together; memory suffices in total. What makes the step shortest is found to a small tolerance. The
+bound is not the solver's word: any prices, one for each row (a phase's mean, memory, a sum of phases), give a bound
+exactly, and the solver only finds good ones.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ class Programme(NamedTuple):
         work: (columns, rows) a column's part of each phase's mean, then of what there is 1 of (free memory, say).
         start: (groups,) first column of each group.
         items: (groups,) how many there are of each.
-        base: (rows,) work that is there already, then -1 for what there is 1 of.
+        base: (rows,) work that is there already; -1 for what there is 1 of; seconds that phases take together at least.
         low: (phases,) seconds that a phase takes at least.
         high: (phases,) at most.
+        times: (rows, phases) 1 where a phase's time makes room in a row: its mean's own, and those of sums of phases.
     """
 
     every: Array
@@ -49,6 +51,7 @@ class Programme(NamedTuple):
     base: Array
     low: Array
     high: Array
+    times: Array
 
     @property
     def group(self) -> Integers:
@@ -59,13 +62,18 @@ class Programme(NamedTuple):
         """The bound that prices give, exact for any that are not negative, and (columns,) reduced costs.
 
         Args:
-            price: (rows,) weight of each phase's mean, then seconds for all that there is of the others.
+            price: (rows,) weight of each phase's mean, seconds for all that there is of the others, weights of sums.
         """
         cost = self.every + self.work @ price
         best = np.minimum.reduceat(cost, self.start)
-        rest = 1 - price[: len(self.low)]
+        rest = self.rest(price)
         times = np.where(rest > 0, rest * self.low, rest * self.high)
         return float(self.items @ best + times.sum() + price @ self.base), cost - best[self.group]
+
+    def rest(self, price: Array) -> Array:
+        """(phases,) what a second costs that a phase takes longer than it has to."""
+        found: Array = 1 - price @ self.times
+        return found
 
 
 class Relaxed(NamedTuple):
@@ -147,7 +155,8 @@ def _solve_some(p: Programme, chosen: Integers, enough: float) -> tuple[float, R
 def _solve(p: Programme, enough: float) -> Relaxed:
     """`solve` with all columns."""
     unit = max(enough, 1e-30)
-    to_units = np.where(np.arange(len(p.base)) < len(p.low), unit, 1.0)
+    is_time = p.times.any(1)
+    to_units = np.where(is_time, unit, 1.0)
     scaled = p._replace(
         every=p.every / unit, work=p.work / to_units, base=p.base / to_units, low=p.low / unit, high=p.high / unit
     )
@@ -166,7 +175,7 @@ def _solve(p: Programme, enough: float) -> Relaxed:
             break
         if not (np.isfinite(state.price).all() and np.isfinite(state.x).all()):
             break  # the numbers are too far apart; earlier prices hold
-    price[len(p.low) :] *= unit
+    price[~is_time] *= unit
     return Relaxed(price, state.x, (scaled.low + state.sigma) * unit)
 
 
@@ -187,6 +196,7 @@ class _State:
         phases = len(p.low)
         aside = _ASIDE / phases
         self.price = np.full(len(p.base), 0.5)
+        self.price[phases:][p.times[phases:].any(1)] = _ASIDE
         cost = p.every + p.work @ self.price
         self.y = np.minimum.reduceat(cost, p.start) - _ASIDE / len(p.start)
         self.z = cost - self.y[self.group]
@@ -197,10 +207,10 @@ class _State:
         least = np.minimum(0.1 * self.width, aside)
         self.sigma = np.clip(row[:phases] - p.low + aside, least, 0.9 * self.width)
         self.tau = self.width - self.sigma
-        row[:phases] -= p.low + self.sigma
+        row -= p.times @ (p.low + self.sigma)
         self.slack = np.maximum(-row, aside)
         self.w = np.full(phases, 0.1)
-        self.z_sigma = 1 - self.price[:phases] + self.w
+        self.z_sigma = p.rest(self.price) + self.w
 
     def is_done(self, best: float) -> bool:
         """Whether the prices are as good as they get."""
@@ -210,8 +220,7 @@ class _State:
 
     def _missing(self) -> tuple[Array, Array, Array]:
         p = self.p
-        row = self.x @ p.work + p.base + self.slack
-        row[: len(p.low)] -= p.low + self.sigma
+        row = self.x @ p.work + p.base + self.slack - p.times @ (p.low + self.sigma)
         return -row, p.items - np.add.reduceat(self.x, p.start), self.width - self.sigma - self.tau
 
     def advance(self) -> None:
@@ -251,7 +260,7 @@ class _State:
         apart = p.work - (np.add.reduceat(d[:, None] * p.work, p.start, axis=0) / d_group[:, None])[self.group]
         d_sigma = 1 / (self.z_sigma / self.sigma + self.w / self.tau)
         matrix = apart.T @ (d[:, None] * apart) + np.diag(self.slack / self.price)
-        matrix[np.diag_indices(len(p.low))] += d_sigma
+        matrix += (p.times * d_sigma) @ p.times.T
         return d, d_group, apart, d_sigma, matrix
 
     def _step(
@@ -265,18 +274,18 @@ class _State:
         moved = (r_group - np.add.reduceat(held, p.start)) / d_group
         held = held + d * moved[self.group]
         k_sigma = c_sigma / self.sigma - (c_tau - self.w * r_width) / self.tau
-        right = held @ p.work + c_slack / self.price - r_row
-        right[: len(p.low)] -= d_sigma * k_sigma
+        right = held @ p.work + c_slack / self.price - r_row - p.times @ (d_sigma * k_sigma)
         dprice = np.linalg.solve(matrix, right)
         towards = apart @ dprice
         dx = held - d * towards
         dz = towards - moved[self.group]
         dslack = c_slack / self.price - self.slack / self.price * dprice
-        dsigma = d_sigma * (k_sigma + dprice[: len(p.low)])
+        paid = dprice @ p.times
+        dsigma = d_sigma * (k_sigma + paid)
         dtau = r_width - dsigma
         dw = (c_tau - self.w * dtau) / self.tau
         dy = moved + (p.work - apart)[p.start] @ dprice
-        return dx, dz, dslack, dprice, dsigma, dw - dprice[: len(p.low)], dtau, dw, dy
+        return dx, dz, dslack, dprice, dsigma, dw - paid, dtau, dw, dy
 
 
 def _room(values: Array, change: Array) -> float:
