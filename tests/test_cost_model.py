@@ -22,10 +22,10 @@ from dmp import (
     table_wise,
 )
 from planner import Constraint, CostModel, ShardingPlanner, Topology
-from planner.costs.cost_model import GRADIENT_OUTER, OUTPUT_OUTER, PHASES
+from planner.costs.cost_model import BACKWARD, FORWARD, GRADIENT_OUTER, OUTPUT_OUTER, PHASES
 from planner.costs.protocol import BYTES, ShardTable
 from planner.costs.speeds import Speeds
-from planner.costs.step import Placed, loads, phase_seconds
+from planner.costs.step import Placed, loads, phase_seconds, whole
 from tests.planner_bags import MEASURED, BagSharder, bags, hosts, one_axis
 from tests.ranks import mesh, run_ranks
 
@@ -46,13 +46,30 @@ def test_costs_are_affine_in_columns(env: ShardingEnv, topology: Topology) -> No
     shares = rng.choice([1.0, 0.5, 0.0], n)
     shards = ShardTable.from_columns(
         *(rows, 64.0, rows * 2, 4.0, rng.uniform(1, 20, n), 2.0, flags[0], True, flags[1], rng.choice([0.0, 4.0], n)),
-        *(4.0, flags[2], shares, rng.choice([1.0, 0.25], n)),
+        *(4.0, flags[2], shares, rng.choice([1.0, 0.25], n), rng.choice([0.0, 100.0], n)),
     )
     widths = [replace(shards, columns=np.full(n, width)) for width in (4.0, 32.0, 100.0)]
     at = [np.stack(CostModel().costs(wide, env, topology, 64)) for wide in widths]
     assert np.allclose(at[1], at[0] + (at[2] - at[0]) * 28 / 96, rtol=1e-12, atol=0)
     assert at[0].shape == (2, n, len(PHASES) + 1)
     assert all((of >= 0).all() for of in at)
+
+
+@pytest.mark.parametrize("env", ENVS, ids=str)
+def test_where_few_rows_have_the_ids_fewer_are_read_and_updated(env: ShardingEnv) -> None:
+    of_table = whole(info(100_000, 64), 8.0)
+    halved = of_table._replace(rows=50_000, row_share=0.5)
+    kinds = [of_table, halved, of_table._replace(replicated=True)]
+    guessed, all_rows, few = (
+        CostModel().costs(ShardTable.of([kind._replace(named_rows=n) for kind in kinds]), env, MEASURED, 512)[0]
+        for n in (0.0, 1e6, 500.0)
+    )
+    assert np.array_equal(guessed, all_rows)
+    changed = few < 0.98 * guessed
+    assert changed[:, [FORWARD, BACKWARD]].all()
+    rest = [i for i in range(guessed.shape[1]) if i not in (FORWARD, BACKWARD)]
+    assert np.array_equal(few[:, rest], guessed[:, rest])
+    assert few[1, FORWARD] < 0.75 * few[0, FORWARD], "a block has its part of them"
 
 
 @pytest.mark.parametrize("env", [hosts(2, 4), one_axis(8)], ids=str)

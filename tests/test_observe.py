@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import namedtuple
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,9 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from dmp import Layout, ShardingEnv, data_parallel, default_sharders, row_wise
+from dmp import Layout, ParameterInfo, ShardingEnv, data_parallel, default_sharders, row_wise
 from planner import Constraint, Observation, ShardingPlanner, observe
+from planner.observed.distinct_rows import equally_likely, growth_of
 from planner.observed.row_curve import RowCurve
 from tests.bench import observed as observed_bench
 
@@ -127,6 +128,36 @@ def test_which_rows_ids_name() -> None:
     assert mixed.share(0, 100) == pytest.approx(0.75 + 0.25 * curve.share(0, 100), abs=1e-3)
 
 
+@pytest.mark.parametrize("batches", [2, 16])
+@pytest.mark.parametrize("skew", [0.0, 1.05, 1.4])
+def test_distinct_rows_of_several_ranks(skew: float, batches: int) -> None:
+    """From one rank's batches, how many rows those of all together name."""
+    generator, rows, size = np.random.default_rng(0), 20_000, 512
+    shares = np.arange(1, rows + 1) ** -skew
+    ids = generator.choice(rows, 40 * size, p=shares / shares.sum())
+    found = observe(
+        [
+            KeyedJaggedTensor(["a"], b, lengths=torch.ones(size, dtype=torch.int64))
+            for b in torch.from_numpy(ids).split(size)
+        ]
+    )
+    info = ParameterInfo((rows, 8), torch.float32, "table", features=("a",))
+    named = found.named_rows("t", info, batches * size)
+    count = batches * size
+    true = rows * -np.expm1(-count / rows) if skew == 0 else len(np.unique(ids[:count]))
+    assert -named * np.expm1(-count / named) == pytest.approx(true, rel=0.15)
+    assert found.named_rows("u", replace(info, features=("b",)), count) == 0, "not seen"
+
+
+def test_how_distinct_ids_grow() -> None:
+    every = np.arange(1000)
+    assert growth_of([every] * 5) == 0 and growth_of(np.split(every, 5)) == 1
+    assert growth_of([every % 500]) == 0 and growth_of([every]) == growth_of([]) == growth_of([every[:1]]) == 1
+    assert equally_likely(100, 100) == equally_likely(0, 10) == 0, "nobody knows"
+    for rows in (1.0, 50.0, 7000.0):
+        assert equally_likely(float(-rows * np.expm1(-1000 / rows)), 1000) == pytest.approx(rows)
+
+
 def test_saved_and_read(tmp_path: Path) -> None:
     found = observe([KeyedJaggedTensor(["a"], torch.arange(2000) % 90, lengths=torch.full((500,), 4))])
     found.save(tmp_path / "o.json")
@@ -142,6 +173,11 @@ def test_saved_and_read(tmp_path: Path) -> None:
         (tmp_path / "o.json").write_text(text)
         with pytest.raises(ValueError, match=message):
             Observation.load(tmp_path / "o.json")
+    (tmp_path / "o.json").write_text(
+        '{"format": "dmp observation", "version": 1, "batches": 1, "batch_size": 1, '
+        '"features": {"a": {"pooling_factor": 2, "distinct": 0.5, "curve": null}}}'
+    )
+    assert Observation.load(tmp_path / "o.json").features["a"].growth == 1, "written before it was measured"
 
 
 def collection() -> EmbeddingBagCollection:

@@ -86,7 +86,9 @@ class Candidates:
         """
         env = setting.env
         infos = {name: _as_constrained(info, constraints[name], leeway) for name, (_, info) in parameters.items()}
-        seen = {} if setting.observed is None else {n: setting.observed.curve_of(n, info) for n, info in infos.items()}
+        told, samples = setting.observed, setting.batch_size * env.table_size / env.tensor_size
+        seen = {} if told is None else {n: told.curve_of(n, info) for n, info in infos.items()}
+        named = {} if told is None else {n: told.named_rows(n, info, samples) for n, info in infos.items()}
         evens = {name: seen.get(name) is None or len(infos) > _MOST_UNEVEN for name in infos}
         kept = {name: in_place(name, layout, infos[name], env, seen.get(name)) for name, layout in pinned.items()}
         classes: dict[object, Asked] = {}
@@ -98,13 +100,17 @@ class Candidates:
             if name in kept:
                 continue
             constraint, info = constraints[name], infos[name]
-            key = (id(sharder), replace(info, init_fn=None), constraint.without_groups(), seen.get(name))
+            of_ids = seen.get(name), named.get(name)
+            key = (id(sharder), replace(info, init_fn=None), constraint.without_groups(), *of_ids)
             class_of[name] = number.setdefault(key, len(number))
             if key not in classes:
                 asked = Asked(name, sharder, info, constraint, env, places, is_even=evens[name], answered=answered)
                 classes[key] = replace(asked, min_columns=UNIT) if leeway.narrow_columns else asked
         firsts = [*(asked.name for asked in classes.values()), *kept]
-        every = [Class(infos[n], _ids_per_sample(n, infos[n], constraints[n]), seen.get(n), evens[n]) for n in firsts]
+        every = [
+            Class(infos[n], _ids_per_sample(n, infos[n], constraints[n]), seen.get(n), named.get(n, 0.0), evens[n])
+            for n in firsts
+        ]
         offered: list[list[Offer]] = [offers(asked) for asked in classes.values()]
         last = [[of.offer] for of in kept.values()]
         found = costed(every, offered + last, setting)

@@ -55,6 +55,7 @@ class Class:
         info: of each.
         ids_per_sample: mean number of ids of a sample in all features.
         curve: which rows its ids name; None: all alike.
+        named_rows: see `ShardTable`.
         is_even: row blocks are costed alike, as the one with most ids; else one by one where a block of ranks is not
             large.
     """
@@ -62,6 +63,7 @@ class Class:
     info: ParameterInfo
     ids_per_sample: float
     curve: RowCurve | None = None
+    named_rows: float = 0.0
     is_even: bool = True
 
 
@@ -136,7 +138,7 @@ def costed(classes: Sequence[Class], offered: Sequence[Sequence[Offer]], setting
     """The costs of what each class is offered."""
     offers = tuple(offer for of_class in offered for offer in of_class)
     owner = np.repeat(np.arange(len(classes)), [len(of_class) for of_class in offered])
-    known = np.array([whole(of.info, of.ids_per_sample) for of in classes], dtype=np.float64).reshape(
+    known = np.array([whole(of.info, of.ids_per_sample, of.named_rows) for of in classes], dtype=np.float64).reshape(
         -1, len(ShardInfo._fields)
     )
     is_regular = [_is_regular(offer, classes[of], known[of]) for offer, of in zip(offers, owner.tolist(), strict=True)]

@@ -62,10 +62,11 @@ class CostModel:
     results and gradients as they lie there in the backward pass, when they are most.
 
     Not modelled: dense layers, the optimizer step outside the backward pass, overlap of communication and compute,
-    skewed ids (rows are taken as equally likely) and the caches that help with them, cache tiers (tables in host memory
-    behind a device's cache: there are none here), imbalance of batch sizes, weights of weighted features, allocator
-    waste, the gather along tensor axes (the same for every plan), averages of copies every so many steps, and
-    contention between links. A parameter that is not a table is taken as read once forward and twice backward.
+    the caches that help where a few rows have most ids (that fewer are read and updated then is, where batches were
+    observed; else rows are taken as equally likely), cache tiers (tables in host memory behind a device's cache: there
+    are none here), imbalance of batch sizes, weights of weighted features, allocator waste, the gather along tensor
+    axes (the same for every plan), averages of copies every so many steps, and contention between links. A parameter
+    that is not a table is taken as read once forward and twice backward.
 
     Args:
         id_bytes: of an id, and of a length, on the wire: 8 for tables of 2^31 rows or of float64.
@@ -137,6 +138,8 @@ class _Work:
     bags: Array
     """Results: bags, or rows where they are not pooled. Of row blocks those that travel."""
     bag_bytes: Array
+    rows: Array
+    """Of each shard that ids name, as if they were equally likely."""
     touched: Array
     """Rows that a rank's batch names of a replicated table, where its gradient travels by rows; else 0."""
 
@@ -164,6 +167,7 @@ class _Work:
             state_bytes=p.columns * p.state_per_element + p.state_per_row,
             bags=bags,
             bag_bytes=bags * row_bytes,
+            rows=np.where(p.named_rows > 0, np.minimum(p.named_rows * p.row_share, p.rows), p.rows),
             touched=np.where(p.replicated & p.is_table & (named <= p.rows), own_ids, 0),
         )
 
@@ -201,7 +205,7 @@ def _add_lookups(cost: _Cost, p: ShardTable, work: _Work) -> None:
     row = speeds.lookup_row.each + work.row_bytes * speeds.lookup_row.byte
     each_id = speeds.lookup_id.each + work.row_bytes * speeds.lookup_id.byte
     bag = speeds.lookup_bag.each + work.row_bytes * speeds.lookup_bag.byte
-    new = distinct(p.rows, work.ids)
+    new = distinct(work.rows, work.ids)
     first = speeds.lookup_first.each + work.row_bytes * speeds.lookup_first.byte
     looked_up = new * row + work.ids * each_id + work.bags * bag
     # Of the first ids of bags as many are new as of all.
@@ -214,13 +218,13 @@ def _add_lookups(cost: _Cost, p: ShardTable, work: _Work) -> None:
     rows = np.array([speeds.plain_row, speeds.rowwise_row, speeds.pointwise_row, speeds.whole_row])[by_state]
     ids = np.array([speeds.plain_id, speeds.rowwise_id, speeds.pointwise_id, speeds.whole_id])[by_state]
     is_whole = p.dense_gradient | (p.replicated & ~by_rows) | ~p.is_table
-    come = distinct(p.rows, work.touched) * env.size  # rows with their sums, of all ranks
+    come = distinct(work.rows, work.touched) * env.size  # rows with their sums, of all ranks
     local[:, BACKWARD] += come * (speeds.touched_row.each + work.row_bytes * speeds.touched_row.byte)
     # Every rank has the gradients of all when it updates a replicated table; only its own ids are added up by it.
     named = np.where(p.replicated, work.ids * env.size, work.ids * work.replicas)
     added = np.where(p.replicated, work.ids, named)
     updated = rows[:, 0] + (work.row_bytes + work.state_bytes) * rows[:, 1]
-    local[:, BACKWARD] += np.where(p.dense_gradient, 0, distinct(p.rows, named) * updated)
+    local[:, BACKWARD] += np.where(p.dense_gradient, 0, distinct(work.rows, named) * updated)
     local[:, BACKWARD] += added * (ids[:, 0] + work.row_bytes * ids[:, 1])
     bags = work.bags * np.where(p.replicated, 1, work.replicas) * p.is_table
     local[:, BACKWARD] += bags * (speeds.update_bag.each + work.row_bytes * speeds.update_bag.byte)

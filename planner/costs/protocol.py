@@ -44,6 +44,7 @@ class ShardInfo(NamedTuple):
     dense_gradient: bool
     row_share: float
     host_share: float = 1.0
+    named_rows: float = 0.0
 
     @classmethod
     def of(
@@ -89,6 +90,8 @@ class ShardTable:
         dense_gradient: no optimizer runs in the backward pass: it leaves an ordinary gradient.
         row_share: part of the table's ids that this shard gets: rows / table_rows unless it was measured.
         host_share: 1 / number of row blocks of the same columns on the shard's host, which are summed there.
+        named_rows: so many equally likely rows of the table would be named anew as often as its ids name rows in a step
+            of all ranks; 0 where nobody has measured it: all rows.
     """
 
     rows: Array
@@ -105,6 +108,7 @@ class ShardTable:
     dense_gradient: Flags
     row_share: Array
     host_share: Array
+    named_rows: Array
 
     def __len__(self) -> int:
         return len(self.rows)

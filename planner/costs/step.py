@@ -48,9 +48,10 @@ class Cut(NamedTuple):
     below: Below | None = None
 
 
-def whole(info: ParameterInfo, ids_per_sample: float) -> ShardInfo:
+def whole(info: ParameterInfo, ids_per_sample: float, named_rows: float = 0.0) -> ShardInfo:
     """A parameter as one shard."""
-    return ShardInfo.of(info, Shard((0,) * len(info.shape), info.shape, 0), ids_per_sample, False)
+    shard = Shard((0,) * len(info.shape), info.shape, 0)
+    return ShardInfo.of(info, shard, ids_per_sample, False)._replace(named_rows=named_rows)
 
 
 def loads_of_cuts(

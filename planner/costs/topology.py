@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from functools import cached_property
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cache, cached_property
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -135,8 +135,9 @@ class Topology:
         """Usual figures for the env's device type.
 
         `cuda`: H100 boxes of 8, one 50 GB/s network card per GPU; an axis that stays inside 8 consecutive ranks, or
-        lies inside an axis called `host`, is NVLink. `cpu`: gloo on one machine, whose memory the ranks on it share
-        (`LOCAL_WORLD_SIZE` of them where a launcher set it, else all but the axis called `host`).
+        lies inside an axis called `host`, is NVLink. `cpu`: the machine that comes as `cpu`, where ranks of one host
+        exchange through its memory and share it (`LOCAL_WORLD_SIZE` of them where a launcher set it, else all but the
+        axis called `host`). Cores differ by far less than devices; `calibrate` measures them.
 
         Raises:
             ValueError: another device type.
@@ -154,12 +155,15 @@ class Topology:
         if env.device_type == "cpu":
             hosts = dict(zip(env.names, env.shape, strict=True)).get("host", 1)
             local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or max(1, env.size // hosts)
-            return cls(
+            box, inside = _cpu_box(), [_is_inside_host(env, i, local_ranks) for i in range(len(env.shape))]
+            return replace(
+                box,
                 memory_bytes=host_memory_bytes() / local_ranks,
-                memory_bandwidth=1.2e10,
-                flops=2e10,
-                link_bandwidth=2.2e9,
-                link_latency=3e-4,
+                link_bandwidth=tuple(box.link_bandwidth[is_in] for is_in in inside),  # type: ignore[index]
+                link_latency=tuple(box.link_latency[is_in] for is_in in inside),  # type: ignore[index]
+                ranks_per_host=None,
+                name="",
+                sources={},
             )
         raise ValueError(
             f"no default topology for device type {env.device_type!r} (known: cpu, cuda); "
@@ -209,6 +213,11 @@ class Topology:
                 f"Topology.{name} has {len(values)} figures; the mesh has {len(env.names)} axes {env.names}"
             )
         return [float(v) for v in values]
+
+
+@cache
+def _cpu_box() -> Topology:
+    return Topology.load(topology_file.machine("cpu"))
 
 
 def _check_figure(name: str, value: Any, *, or_zero: bool = False) -> None:

@@ -20,6 +20,11 @@ def topology_names() -> list[str]:
     return sorted(Path(entry.name).stem for entry in _MACHINES.iterdir() if entry.name.endswith(".json"))
 
 
+def machine(name: str) -> Path:
+    """The file of a machine that comes with the planner, for `read`."""
+    return Path(str(_MACHINES / f"{name}.json"))
+
+
 def read(path_or_name: str | Path) -> tuple[str, dict[str, Any]]:
     """What a file says, and how it is called in messages.
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dmp import ParameterInfo, shown
+from planner.observed.distinct_rows import equally_likely
 from planner.observed.row_curve import RowCurve
 
 FORMAT, VERSION = "dmp observation", 1
@@ -26,11 +27,13 @@ class ObservedFeature:
         pooling_factor: mean ids of a sample.
         distinct: distinct ids of a batch as a share of its ids.
         curve: which rows its ids name; None where too few were seen.
+        growth: n batches together have n ** growth as many distinct ids as one.
     """
 
     pooling_factor: float
     distinct: float
     curve: RowCurve | None = None
+    growth: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,16 @@ class Observation:
         curves = [each.curve for each in seen if each.curve is not None]
         weights = [each.pooling_factor for each in seen if each.curve is not None]
         return RowCurve.mixed(curves, weights) if curves and len(curves) == len(seen) else None
+
+    def named_rows(self, name: str, info: ParameterInfo, samples: float) -> float:
+        """Equally likely rows that as many ids would name, of so many samples, as were seen; 0 where nothing was.
+
+        Features that read one table are taken to name different rows of it.
+        """
+        seen, batches = self.of_table(name, info), samples / max(self.batch_size, 1e-9)
+        ids = [each.pooling_factor * samples for each in seen]
+        of_each = [each.distinct * n * batches ** (each.growth - 1) for each, n in zip(seen, ids, strict=True)]
+        return equally_likely(sum(map(min, of_each, ids)), sum(ids)) if batches > 0 else 0.0
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON, for `load`."""
@@ -135,7 +148,8 @@ def _feature(fields: Any) -> ObservedFeature:
         if len(rows) != len(shares) or len(rows) < 2 or any(b <= a for a, b in pairwise(rows)):
             raise ValueError(f"a curve needs as many rows, ascending, as shares; got {shown(curve)}")
         curve = RowCurve(rows, shares)
-    return ObservedFeature(_number(fields["pooling_factor"]), _number(fields["distinct"]), curve)
+    growth = min(1.0, _number(fields.get("growth", 1.0)))
+    return ObservedFeature(_number(fields["pooling_factor"]), _number(fields["distinct"]), curve, growth)
 
 
 def _number(value: Any) -> Any:

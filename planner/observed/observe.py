@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dmp import default_sharders, is_torchrecs, plan_parameters, shown, type_name
+from planner.observed.distinct_rows import growth_of, num_distinct
 from planner.observed.named_ids import NamedIds, named_ids
 from planner.observed.observation import Observation, ObservedFeature
 from planner.observed.row_curve import RowCurve
@@ -36,14 +37,17 @@ class _Seen:
         self.ids += len(ids)
         self.samples += samples
         if len(ids):
-            self.distinct += len(torch.unique(ids))
-            self.kept.append(ids[:: -(-len(ids) // keep)].to("cpu", torch.int64))
+            known = ids.detach().to("cpu", torch.int64)
+            self.distinct += num_distinct(known.numpy())
+            self.kept.append(known[:: -(-len(ids) // keep)].clone())
 
     def summed_up(self) -> ObservedFeature:
         """As plain data."""
-        kept = torch.cat(self.kept).numpy() if self.kept else np.zeros(0, dtype=np.int64)
+        by_batch = [ids.numpy() for ids in self.kept]
+        kept = np.concatenate([np.zeros(0, dtype=np.int64), *by_batch])
         factor = self.ids / self.samples if self.samples else 0.0
-        return ObservedFeature(round(factor, 6), round(self.distinct / max(1, self.ids), 6), RowCurve.of(kept))
+        growth = round(growth_of(by_batch), 6)
+        return ObservedFeature(round(factor, 6), round(self.distinct / max(1, self.ids), 9), RowCurve.of(kept), growth)
 
 
 def observe(loader: Iterable[Any], *, batches: int = 100, module: nn.Module | None = None) -> Observation:

@@ -36,9 +36,10 @@ class RowCurve:
         stretches = min(_STRETCHES, len(ids) // _IDS_OF_A_STRETCH)
         if stretches < 2:
             return None
-        found, counts = np.unique(ids, return_counts=True)
-        hot = found[counts * _HOT * stretches >= len(ids)]
         ordered = np.sort(ids)
+        first = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
+        found, counts = ordered[first], np.diff(first, append=len(ids))
+        hot = found[counts * _HOT * stretches >= len(ids)]
         cuts = ordered[np.arange(1, stretches) * len(ids) // stretches]
         rows = np.unique(np.concatenate([hot, hot + 1, cuts, [found[0], found[-1] + 1]]))
         shares = np.searchsorted(ordered, rows) / len(ids)
