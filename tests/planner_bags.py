@@ -56,6 +56,9 @@ MEASURED = Topology(
         group=1e-4,
         group_results=3e-4,
         group_gradients=2e-4,
+        width=3e-5,
+        width_results=1e-4,
+        width_gradients=2e-4,
     ),
 )
 """A machine whose every part takes time, as `calibrate` would find it."""

@@ -23,7 +23,7 @@ from dmp import (
 )
 from planner import Constraint, CostModel, ShardingPlanner, Topology
 from planner.costs.cost_model import BACKWARD, FORWARD, GRADIENT_OUTER, OUTPUT_OUTER, PHASES
-from planner.costs.protocol import BYTES, ShardTable
+from planner.costs.protocol import BYTES, SPLIT, ShardTable, setups_of
 from planner.costs.speeds import Speeds
 from planner.costs.step import Placed, loads, phase_seconds, whole
 from tests.planner_bags import MEASURED, BagSharder, bags, hosts, one_axis
@@ -70,6 +70,17 @@ def test_where_few_rows_have_the_ids_fewer_are_read_and_updated(env: ShardingEnv
     rest = [i for i in range(guessed.shape[1]) if i not in (FORWARD, BACKWARD)]
     assert np.array_equal(few[:, rest], guessed[:, rest])
     assert few[1, FORWARD] < 0.75 * few[0, FORWARD], "a block has its part of them"
+
+
+def test_row_blocks_of_each_width_are_a_run() -> None:
+    def split(env: ShardingEnv, *dims: int) -> float:
+        setups = setups_of(CostModel(), env, MEASURED, [info(1000, dim) for dim in dims])
+        assert len(setups) == 5
+        return float(setups[SPLIT].sum())
+
+    alone, on_hosts = ENVS[0], ENVS[1]
+    assert split(alone, 16, 64, 32, 64) == pytest.approx(split(alone, 64, 64) + 2 * 3.3e-4)
+    assert split(on_hosts, 16, 64, 32, 64) == split(on_hosts, 64), "ranks of a host add up bags of all widths together"
 
 
 @pytest.mark.parametrize("env", [hosts(2, 4), one_axis(8)], ids=str)

@@ -19,7 +19,7 @@ from planner.candidates.groups import Group, Row, costs_together, groups_of, row
 from planner.candidates.in_place import InPlace, add_load, check_ranks, held_by_groups, in_place, ranks_held
 from planner.candidates.movable import Placed
 from planner.candidates.offered import Answered, Asked, Offer, offers
-from planner.costs.protocol import AWAY
+from planner.costs.protocol import AWAY, setups_of
 from planner.observed.row_curve import RowCurve
 from planner.search.cost_table import Array, CostTable
 from planner.search.problem import Choice, Problem
@@ -147,7 +147,7 @@ class Candidates:
             self.item_class,
             np.full(num_ranks, room),
             base,
-            model.setups(env, topology),
+            setups_of(model, env, topology, self.infos.values()),
             spans,
             base_kinds=frozenset(k for k in range(kinds.bit_length()) if kinds >> k & 1),
             taken=held_by_groups(held, self.constraints, "spread"),

@@ -19,7 +19,7 @@ from dmp import ParameterInfo, ShardingEnv
 from planner.candidates.family import UNIT, Family, even_widths
 from planner.candidates.movable import MovableLayout
 from planner.candidates.offered import Offer, has_own_blocks
-from planner.costs.protocol import Array, CostProtocol, Integers, ShardInfo, ShardTable, kinds_of
+from planner.costs.protocol import Array, CostProtocol, Integers, ShardInfo, ShardTable, kinds_of, setups_of
 from planner.costs.step import whole
 from planner.costs.topology import Topology
 from planner.observed.observation import Observation
@@ -153,7 +153,7 @@ def costed(classes: Sequence[Class], offered: Sequence[Sequence[Offer]], setting
         local, _ = _evaluated(regular, single, setting)
     spans = np.append(setting.model.spans(setting.env), 1)
     fixed, slope, common, lack, lack_slope, each_cut = np.zeros((6, len(offers), local.shape[1]))
-    setups = setting.model.setups(setting.env, setting.topology)
+    setups = setups_of(setting.model, setting.env, setting.topology, (of.info for of in classes))
     counted = sum(1 << kind for kind, seconds in enumerate(setups) if np.any(seconds))
     kinds = [_kinds(offer, classes[of].info) & counted for offer, of in zip(offers, owner.tolist(), strict=True)]
     bits, is_affine = np.array(kinds, dtype=np.int64), regular.is_affine(local)

@@ -39,7 +39,7 @@ _STATE_BYTES = {"sgd": (0.0, 0.0), "rowwise_adagrad": (0.0, 4.0), "adagrad": (4.
 _IN_STEPS = (
     *("send_slot", "send_id", "send_bag", "split_id", "receive_slot", "receive_id", "receive_bag", "place", "pack"),
     *("update_slot", "gradient", "touched_row", "whole_row", "whole_id", "step", "step_results", "step_gradients"),
-    *("group", "group_results", "group_gradients"),
+    *("group", "group_results", "group_gradients", "width", "width_results", "width_gradients"),
 )
 
 
@@ -211,8 +211,9 @@ def _parts(
 
 
 def _text(probe: ProbeShape) -> str:
-    kinds, (rows, dim) = dict.fromkeys(layout.name for layout in probe.layouts), probe.tables[0]
-    return f"{' and '.join(kinds)}, {len(probe.tables)} x {rows} x {dim}, B {probe.batch_size}, {probe.bag} ids"
+    kinds, (rows, _) = dict.fromkeys(layout.name for layout in probe.layouts), probe.tables[0]
+    dims = "~".join(map(str, sorted({dim for _, dim in probe.tables})))
+    return f"{' and '.join(kinds)}, {len(probe.tables)} x {rows} x {dims}, B {probe.batch_size}, {probe.bag} ids"
 
 
 def _device(device_type: str, ranks: int) -> tuple[float, str]:

@@ -26,7 +26,19 @@ import numpy as np
 
 from dmp import ShardingEnv
 from planner.costs.links import Axis, all_to_all, axes_of, latency
-from planner.costs.protocol import ALL_REDUCE, AWAY, BYTES, EXCHANGE, SPLIT, WHOLE, Array, Flags, Integers, ShardTable
+from planner.costs.protocol import (
+    ALL_REDUCE,
+    AWAY,
+    BYTES,
+    EXCHANGE,
+    SPLIT,
+    WHOLE,
+    WIDTH,
+    Array,
+    Flags,
+    Integers,
+    ShardTable,
+)
 from planner.costs.rings import Ring
 from planner.costs.topology import Topology
 
@@ -98,7 +110,7 @@ class CostModel:
 
     def setups(self, env: ShardingEnv, topology: Topology) -> Array:
         """See `CostProtocol`: headers; ids, results, gradients of what is sharded; and what a sum of its own takes."""
-        seconds, speeds = np.zeros((5, len(PHASES))), topology.speeds_of_parts
+        seconds, speeds = np.zeros((6, len(PHASES))), topology.speeds_of_parts
         inner, outer = _stages(env, topology)
         replicas = axes_of(env, topology, "replicate")
         exchange = latency(axes_of(env, topology))
@@ -117,6 +129,7 @@ class CostModel:
         else:
             for kind in (ALL_REDUCE, WHOLE, SPLIT):
                 seconds[kind, parts] += group
+            seconds[WIDTH, parts] = speeds.width, speeds.width_results, speeds.width_gradients
         return seconds
 
 

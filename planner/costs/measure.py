@@ -95,7 +95,7 @@ def step_probes(ranks: int) -> list[ProbeShape]:
     def copies(i: int) -> Layout:
         return data_parallel()
 
-    sizes = (  # layouts; tables, rows, dim, samples, ids of a bag
+    sizes = (  # layouts; tables, rows, dim or dims in turn, samples, ids of a bag
         ((one,), (8, large, 16, 16, 1), (48, large, 16, 16, 1), (12, large, 64, 1536, 1), (24, large, 32, 512, 1)),
         ((one,), (12, large, 32, 384, 12), (4, large, 128, 768, 3), (12, small, 32, 256, 24)),
         ((rows,), (4, large, 16, 16, 1), (24, large, 16, 16, 1), (8, large, 64, 1536, 1), (20, large, 32, 512, 1)),
@@ -108,10 +108,13 @@ def step_probes(ranks: int) -> list[ProbeShape]:
         ((rows, one, copies, columns), (16, 2 * small, 32, 512, 2)),
         ((one, rows), (8, large, 16, 16, 1), (12, large, 64, 512, 2)),
         ((copies, rows), (8, small, 16, 16, 1)),
+        ((rows,), (16, large, (16, 32, 64, 128), 16, 1), (16, large, (16, 32, 64, 128), 512, 1)),
+        ((one,), (16, large, (16, 32, 64, 128), 512, 1)),
+        ((rows, one, columns, copies, one), (20, large // 2, (16, 32, 64, 128), 512, 1)),
     )
     return [
         ProbeShape(
-            ((num_rows, dim),) * tables,
+            tuple((num_rows, dims[i % len(dims)]) for i in range(tables)),
             tuple(layouts[i % len(layouts)](i) for i in range(tables)),
             batch,
             bag,
@@ -119,6 +122,7 @@ def step_probes(ranks: int) -> list[ProbeShape]:
         )
         for layouts, *of_layouts in sizes
         for tables, num_rows, dim, batch, bag in of_layouts
+        for dims in [dim if isinstance(dim, tuple) else (dim,)]
     ]
 
 

@@ -17,10 +17,10 @@ Array = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 Integers = NDArray[np.int64]
 
-EXCHANGE, ALL_REDUCE, WHOLE, SPLIT, AWAY = range(5)
+EXCHANGE, ALL_REDUCE, WHOLE, SPLIT, AWAY, WIDTH = range(6)
 """Kinds of set-up, that a plan pays once each: where there is any parameter, where one is replicated, where one is
 sharded by whole rows or is not pooled, where bags are over several row blocks, and where one is sharded at all: copies
-alone send no ids and get no results."""
+alone send no ids and get no results. The last is paid with `SPLIT` for each further width of pooled tables."""
 BYTES = -1
 """Column of the memory, after the phases'."""
 _UNKNOWN_STATE = 2
@@ -165,8 +165,23 @@ class CostProtocol(Protocol):
         ...
 
     def setups(self, env: ShardingEnv, topology: Topology) -> Array:
-        """Seconds by phase, (kinds, phases), that a plan pays once, see `EXCHANGE`: the first 2 kinds, 4, or all 5."""
+        """Seconds by phase, (kinds, phases), that a plan pays once, see `EXCHANGE`: the first 2 kinds, 4, 5, or all."""
         ...
+
+
+def setups_of(model: CostProtocol, env: ShardingEnv, topology: Topology, infos: Iterable[ParameterInfo]) -> Array:
+    """Set-ups as plans of these parameters pay them, up to `AWAY`; see `CostProtocol.setups`.
+
+    Row blocks of one width are looked up and travel together. Which widths a plan splits is taken to be all that there
+    are: one more or less is far less than whether it splits any.
+    """
+    found = model.setups(env, topology)
+    if len(found) <= WIDTH:
+        return found
+    widths = {info.shape[1] for info in infos if info.kind == "table" and info.pooled and len(info.shape) == 2}
+    setups: Array = found[:WIDTH].copy()
+    setups[SPLIT] += max(0, len(widths) - 1) * found[WIDTH]
+    return setups
 
 
 def kinds_of(is_copied: bool, is_pooled: bool, has_row_blocks: bool) -> int:

@@ -66,6 +66,11 @@ class Speeds:
     group_gradients: float = 0.0
     """Of each group of tables besides, of whole rows, of row blocks, of copies: they are looked up and travel apart."""
 
+    width: float = 0.0
+    width_results: float = 0.0
+    width_gradients: float = 0.0
+    """Of each further width of row blocks: those of one are looked up and travel together."""
+
     send_slot: float = 0.0
     receive_slot: float = 0.0
     update_slot: float = 0.0

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dmp import Layout, ParameterInfo, Shard, ShardingEnv, is_replicated
-from planner.costs.protocol import BYTES, Array, CostProtocol, ShardInfo, ShardTable, kinds_of
+from planner.costs.protocol import BYTES, Array, CostProtocol, ShardInfo, ShardTable, kinds_of, setups_of
 from planner.costs.topology import Topology
 
 Below = Callable[[NDArray[np.int64]], Array]
@@ -105,6 +105,6 @@ def phase_seconds(
         rows = [shard.sizes[:1] for shard in shards]
         has_row_blocks = any(of != tuple(info.shape[:1]) for of in rows)
         needs |= kinds_of(is_replicated(shards, info.shape), info.pooled, has_row_blocks)
-    for kind, seconds in enumerate(model.setups(env, topology)):
+    for kind, seconds in enumerate(setups_of(model, env, topology, (of.info for of in placed))):
         slowest = slowest + seconds * (needs >> kind & 1)
     return slowest
