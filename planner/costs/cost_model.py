@@ -12,6 +12,11 @@ All ranks have as many samples, so every rank sends as many ids, and receives as
 owner's side of each exchange (ids received, results sent, gradients received) is as long on average, and longer on the
 rank that has most. So the owner's side is the one that is counted.
 
+[Note: rows of copies] Of the gradients of copied tables those rows travel that batches name where these are few enough,
+which the data path settles for all such tables of a call together. Beside other gradients so does the model, for all
+that it is asked about at once: a plan's, or all that might be copied. Where they are added up by an all-reduce it
+settles that table by table.
+
 [Note: filled bags] Of pooled row blocks only those bags travel that have ids there, where these are few; else all do,
 which costs less for each. The data path settles that for all tables of a call together, the model table by table. How
 many have ids it takes from the mean: as if all bags were of one length, which is never too few.
@@ -66,8 +71,8 @@ class CostModel:
     along replicate axes get the ids of all in the input exchange, and each other's gradients after the backward one
     (`replica sync`). The gradient of a data-parallel table travels beside the others in the gradient exchange, in
     `replica sync` where it is large, or there are hosts or copies: by the rows that batches name where these are half
-    of the table's at most (beside an all-reduce: where those of all ranks are no more than the table's), which the
-    data path settles by bytes for all such tables of a call together.
+    of the tables' at most (beside an all-reduce: where those of all ranks are no more than the table's), see
+    [Note: rows of copies] beside it.
 
     Memory: weights, optimizer state as the parameter's info says, gradients of parameters without an in-backward
     optimizer (with Adam's state, as theirs is not known) and of data-parallel ones with the buffers of their sum; ids,
@@ -166,8 +171,6 @@ class _Work:
         bags = np.where(p.pooled, lengths * filled(p, env), ids)
         row_bytes = p.columns * p.item_bytes
         own_ids = own * p.ids_per_sample * p.row_share
-        is_beside = env.size == env.table_size and _inner_size(env) == 1
-        named = own_ids * (2 if is_beside else max(env.size, 2))  # where an all-reduce sends each table twice
         return cls(
             replicas=env.size // env.table_size,
             own_ids=own_ids,
@@ -181,7 +184,7 @@ class _Work:
             bags=bags,
             bag_bytes=bags * row_bytes,
             rows=np.where(p.named_rows > 0, np.minimum(p.named_rows * p.row_share, p.rows), p.rows),
-            touched=np.where(p.replicated & p.is_table & (named <= p.rows), own_ids, 0),
+            touched=np.where(_goes_by_rows(p, own_ids, env), own_ids, 0),
         )
 
 
@@ -277,18 +280,21 @@ def _add_sums(cost: _Cost, p: ShardTable, work: _Work) -> None:
     sent = work.bag_bytes * ~p.replicated * work.replicas * all_to_all(replicate)
     cost.exchange(SYNC, sent, env.table_size)
     gradient, beside = _gradients_of_copies(cost, p, work)
-    pack = topology.speeds_of_parts.pack
-    to_all = env.table_size * (all_to_all(axes_of(env, topology, "shard", "tensor")) + pack)
-    local[:, GRADIENT] += np.where(beside, gradient * to_all, 0)
+    # There is room for a row for each id; those are written that are there.
+    written = np.where(work.touched > 0, distinct(work.rows, work.touched) * (work.row_bytes + 8), gradient)
+    pack = written * topology.speeds_of_parts.pack
+    to_all = gradient * all_to_all(axes_of(env, topology, "shard", "tensor")) + pack
+    local[:, GRADIENT] += np.where(beside, env.table_size * to_all, 0)
     summed = 2 * Ring.along(env.names, env, topology).seconds_per_byte  # the set-up has the latency
-    by_rows = env.size * (all_to_all(axes_of(env, topology)) + pack)
-    local[:, SYNC] += np.where(beside, 0, gradient * np.where(work.touched > 0, by_rows, summed))
+    by_rows = env.size * (gradient * all_to_all(axes_of(env, topology)) + pack)
+    local[:, SYNC] += np.where(beside, 0, np.where(work.touched > 0, by_rows, gradient * summed))
 
 
 def _gradients_of_copies(cost: _Cost, p: ShardTable, work: _Work) -> tuple[Array, Flags]:
     """Bytes that a rank has of a replicated table for each other one; whether they travel beside other gradients."""
     whole = p.rows * (p.columns + p.is_table) * p.item_bytes  # and which rows were touched
-    gradient = np.where(work.touched > 0, work.touched * (work.row_bytes + 8), whole) * p.replicated
+    touched = np.minimum(work.touched, p.rows)
+    gradient = np.where(work.touched > 0, touched * (work.row_bytes + 8), whole) * p.replicated
     goes_beside = work.replicas == 1 and not _stages(cost.env, cost.topology)[1]
     return gradient, goes_beside & p.replicated & (gradient * cost.env.table_size <= BESIDE_BYTES)
 
@@ -318,6 +324,15 @@ def filled(p: ShardTable, env: ShardingEnv) -> Array:
     with_ids = np.where(ids > 1, 1 - (1 - p.row_share) ** np.maximum(ids, 1), ids * p.row_share)
     is_cut = p.pooled & (p.rows < p.table_rows) & ~p.replicated
     return np.where(is_cut & (with_ids <= MOST_FILLED), with_ids, 1.0)
+
+
+def _goes_by_rows(p: ShardTable, own_ids: Array, env: ShardingEnv) -> Flags:
+    """Whether of a copied table those rows travel that batches name, not all: see [Note: rows of copies]."""
+    copied = p.replicated & p.is_table
+    if env.size > env.table_size or _inner_size(env) > 1:  # an all-reduce sends each table twice
+        return copied & (own_ids * max(env.size, 2) <= p.rows)
+    named, whole = np.minimum(own_ids, p.rows) * (p.columns + 2), p.rows * (p.columns + 1)
+    return copied & bool(2 * named[copied].sum() <= whole[copied].sum())
 
 
 def distinct(rows: Array, ids: Array) -> Array:

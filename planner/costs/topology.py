@@ -135,9 +135,9 @@ class Topology:
         """Usual figures for the env's device type.
 
         `cuda`: H100 boxes of 8, one 50 GB/s network card per GPU; an axis that stays inside 8 consecutive ranks, or
-        lies inside an axis called `host`, is NVLink. `cpu`: the machine that comes as `cpu`, where ranks of one host
-        exchange through its memory and share it (`LOCAL_WORLD_SIZE` of them where a launcher set it, else all but the
-        axis called `host`). Cores differ by far less than devices; `calibrate` measures them.
+        lies inside an axis called `host`, is NVLink. `cpu`: the machine that comes as `cpu`, all ranks on one of its
+        hosts, through whose memory they exchange, and share it (`LOCAL_WORLD_SIZE` of them where a launcher set it,
+        else all but the axis called `host`). `calibrate` measures another.
 
         Raises:
             ValueError: another device type.
@@ -155,12 +155,13 @@ class Topology:
         if env.device_type == "cpu":
             hosts = dict(zip(env.names, env.shape, strict=True)).get("host", 1)
             local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or max(1, env.size // hosts)
-            box, inside = _cpu_box(), [_is_inside_host(env, i, local_ranks) for i in range(len(env.shape))]
+            box = _cpu_box()
+            assert isinstance(box.link_bandwidth, Sequence) and isinstance(box.link_latency, Sequence)
             return replace(
                 box,
                 memory_bytes=host_memory_bytes() / local_ranks,
-                link_bandwidth=tuple(box.link_bandwidth[is_in] for is_in in inside),  # type: ignore[index]
-                link_latency=tuple(box.link_latency[is_in] for is_in in inside),  # type: ignore[index]
+                link_bandwidth=box.link_bandwidth[-1],
+                link_latency=box.link_latency[-1],
                 ranks_per_host=None,
                 name="",
                 sources={},
