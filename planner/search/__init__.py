@@ -14,7 +14,8 @@
 - `exact`: a placement of a small problem that fits, by an integer programme
 - `tight`: packing by memory alone, and what is short where nothing fits
 - `bound`: a lower bound on every placement
-- `guided`: a start like the relaxed optimum that the bound is of
+- `rounded`: the relaxed optimum that the bound is of, in whole items
+- `guided`: starts like that optimum
 - `bound_phases`: phases in which every rank's loads are in proportion, as one
 - `bound_columns`: what an item may be given, in numbers of which every plan has at least as much
 - `bound_counts`: how many pieces fit beside each other where a phase takes no longer than so long

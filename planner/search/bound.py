@@ -19,7 +19,7 @@ import numpy as np
 from planner.search.bound_columns import Columns, columns
 from planner.search.bound_node import Frame, Node, settle, split
 from planner.search.bound_phases import Phases, joined
-from planner.search.cost_table import Array
+from planner.search.cost_table import Array, Integers
 from planner.search.problem import Problem
 
 _WORK = 80.0
@@ -44,6 +44,9 @@ class Optimum(NamedTuple):
         price: (phases,) weight of each phase's mean.
         memory: seconds for all free memory.
         allowed: set-ups that may be used, a bit each.
+        rows: of the table, of each column.
+        pieces: of each column; 0 where nobody counts them.
+        share: items that take each column.
     """
 
     own: Array
@@ -51,6 +54,9 @@ class Optimum(NamedTuple):
     price: Array
     memory: float
     allowed: int
+    rows: Integers
+    pieces: Integers
+    share: Array
 
 
 class Bound(NamedTuple):
@@ -136,7 +142,9 @@ def _optimum(problem: Problem, joint: Phases, frame: Frame, node: Node) -> Optim
     price, number = node.relaxed.price, len(node.low)
     paid = sum(1 << k for k in problem.base_kinds)
     own = joint.apart(node.relaxed.seconds) + problem.base[:, :-1].min(0)
-    return Optimum(own, node.relaxed.share @ every, price[:number][joint.of], float(price[number]), node.allowed | paid)
+    prices, allowed = (price[:number][joint.of], float(price[number])), node.allowed | paid
+    pieces = frame.columns.pieces[node.rows]
+    return Optimum(own, node.relaxed.share @ every, *prices, allowed, row, pieces, node.relaxed.share)
 
 
 def _root(problem: Problem, upper: float) -> tuple[Node | None, Frame]:

@@ -23,6 +23,7 @@ class Cuts(NamedTuple):
         piece: what the largest piece puts on a rank.
         mean: averaged over ranks, what is everywhere included.
         start: (classes + 1,) first cut of each class.
+        item: (items,) class of each.
     """
 
     owner: Integers
@@ -31,6 +32,7 @@ class Cuts(NamedTuple):
     piece: Array
     mean: Array
     start: Integers
+    item: Integers
 
     @classmethod
     def of(cls, problem: Problem) -> Cuts:
@@ -40,13 +42,20 @@ class Cuts(NamedTuple):
         is_cut = np.where(table.units[:, None] > 0, (most[:, None] >= _COUNTS) | (_COUNTS == 1), _COUNTS == 1)
         row, which = np.nonzero(is_cut)
         count = np.where(table.units[row] > 0, _COUNTS[which], table.pieces[row])
-        widest = -(-table.units[row] // count)
-        piece = table.fixed[row] + widest[:, None] * table.slope[row]
-        whole = totals(problem)[row] + (count - 1)[:, None] * _fixed(problem)[row] * (table.units[row] > 0)[:, None]
-        mean = whole / num_ranks + table.everywhere[row]
+        piece, mean = cut_loads(problem, row, count)
         owner = table.owner[row]
         start = np.searchsorted(owner, np.arange(len(problem.starts)))
-        return cls(owner, row, count, piece, mean, start)
+        return cls(owner, row, count, piece, mean, start, problem.item_class)
+
+
+def cut_loads(problem: Problem, row: Integers, number: Integers) -> tuple[Array, Array]:
+    """(cuts, phases + 1) twice: what the largest piece puts on a rank; averaged over ranks, `everywhere` included."""
+    table = problem.table
+    widest = -(-table.units[row] // number)
+    piece = table.fixed[row] + widest[:, None] * table.slope[row]
+    whole = totals(problem)[row] + (number - 1)[:, None] * _fixed(problem)[row] * (table.units[row] > 0)[:, None]
+    mean: Array = whole / len(problem.capacity) + table.everywhere[row]
+    return piece, mean
 
 
 def groups(problem: Problem) -> Array:

@@ -19,6 +19,8 @@ MANY_HOSTS = 128
 """From so many on, it is better than to look at all ranks where items are few;"""
 SEVERAL_HOSTS = 64
 """from so many on where they are many, and as good and quicker for starts like the optimum."""
+SOME_HOSTS = 8
+"""from so many on it is quick for such starts of few items, besides."""
 _POWER = 8
 _MENU = 3
 """Cuts of an item to choose from."""
@@ -88,8 +90,8 @@ class _HostPacker:
         edges = np.searchsorted(cuts.owner[taken], np.arange(len(cuts.start))).tolist()
         size = self.problem.table.size[cuts.row[start.first]]
         share = (self.mean[start.first] / self.scale).max(1) * np.maximum(1, size // self.group) ** 2
-        for item in np.argsort(-share[self.problem.item_class], kind="stable").tolist():
-            owner = int(self.problem.item_class[item])
+        for item in np.argsort(-share[cuts.item], kind="stable").tolist():
+            owner = int(cuts.item[item])
             if not self._put(item, taken[edges[owner] : edges[owner + 1]].tolist()):
                 return False
         return True

@@ -45,6 +45,12 @@ _WORTH_IT = 3
 """as long as so many gain,"""
 _PAUSE = 8
 """else after so many steps of that phase again."""
+_SHAKEN = 5
+"""Items that are shaken at most,"""
+_DRAWN_CUTS = 2
+"""so many of them in other cuts;"""
+_SMOOTH = 8
+"""the power then."""
 _PIECES = 8
 """Of a rank that are looked at."""
 
@@ -98,6 +104,29 @@ class Improver:
         items += [pool[i] for i in random.integers(len(pool), size=int(random.integers(_TOGETHER))).tolist()]
         items = list(dict.fromkeys(items))
         self.replace([items[i] for i in random.permutation(len(items)).tolist()])
+
+    def shake(self, parts: list[Part | None], random: np.random.Generator) -> None:
+        """Go back to a placement, and put a few items down anew, of which some in cuts drawn at random, gain or not.
+
+        Steps that must gain end where none does; from beside it they may end lower.
+        """
+        self.placement.become(parts)
+        number = len(self.placement.parts)
+        items = np.unique(random.integers(number, size=int(random.integers(2, _SHAKEN + 1)))).tolist()
+        old = [(item, self.placement.remove(item)) for item in items]
+        self.potential.work += 100 + 30 * len(items) + number
+        self.potential.aim(_SMOOTH)
+        done = []
+        for place, i in enumerate(random.permutation(len(items)).tolist()):
+            if not (place < _DRAWN_CUTS and self.packer.draw(items[i], random)) and not self.packer.insert(items[i]):
+                break
+            done.append(items[i])
+        if len(done) == len(items) and self.placement.fits():
+            return
+        for item in done:
+            self.placement.remove(item)
+        for item, part in old:
+            self.placement.add(item, part)
 
     def pieces_on(self, rank: int, phase: int) -> list[_Piece]:
         """Pieces that a rank has, or that it shares a phase with, by their load in that phase, largest first."""
@@ -328,14 +357,14 @@ class Improver:
             change[..., phase][(here * size // width)[:, None] == (there * size // width)[None]] = 0.0
         weight = potential.weight * potential.multiple(size)
         ranks = np.arange(size)
-        for blocks, sign, axis in ((here, 1.0, 1), (there, -1.0, 0)):
+        for blocks, sign, of in ((here, 1.0, (slice(None), None)), (there, -1.0, (None,))):
             at = (blocks[:, None] * size + ranks).ravel()
             x = ((placement.local[at] + placement.every) / potential.scale).reshape(len(blocks), size, -1)
             before = (powered(x, potential.power) @ weight).sum(1)
-            after = np.expand_dims(x, axis) + sign * change[:, :, None]
-            gains += (powered(after, potential.power) @ weight).sum(2) - np.expand_dims(before, axis)
+            after = x[of] + sign * change[:, :, None]
+            gains += (powered(after, potential.power) @ weight).sum(2) - before[of]
             room = (potential.limit[at] - placement.local[at, -1] - placement.every[-1]).reshape(-1, size).min(1)
-            gains[sign * change[..., -1] * potential.scale[-1] > np.expand_dims(room, axis)] = np.inf
+            gains[sign * change[..., -1] * potential.scale[-1] > room[of]] = np.inf
         potential.work += 60 + 0.008 * gains.size * size * len(weight)
         return gains
 

@@ -61,15 +61,23 @@ class Packer:
 
     Args:
         menus: of every class.
+        item: (items,) menu of each; its class's by default.
         wide: makes menus for items that do not fit with those.
     """
 
-    def __init__(self, potential: Potential, menus: list[Menu], wide: Callable[[], list[Menu]] | None = None) -> None:
+    def __init__(
+        self,
+        potential: Potential,
+        menus: list[Menu],
+        wide: Callable[[], list[Menu]] | None = None,
+        item: Integers | None = None,
+    ) -> None:
         self.potential = potential
         self.placement: Placement = potential.placement
         self.problem: Problem = self.placement.problem
         self.menus = menus
         self._wide = wide
+        self._item = self.problem.item_class if item is None else item
         self._wider: list[Menu] | None = None
 
     def build(self, order: list[int], kept: Array, power: int, out_of_time: Callable[[], bool]) -> int | None:
@@ -93,14 +101,25 @@ class Packer:
 
     def insert(self, item: int) -> bool:
         """Put an item down; False where no cut of its menu fits, nor one of the wide menu, if there is one."""
-        owner = int(self.problem.item_class[item])
-        if self._insert(item, self.menus[owner]):
+        if self._insert(item, self.menus[int(self._item[item])]):
             return True
         if self._wide is None:
             return False
         if self._wider is None:
             self._wider = self._wide()
-        return self._insert(item, self._wider[owner])
+        return self._insert(item, self._wider[int(self._item[item])])
+
+    def draw(self, item: int, random: np.random.Generator) -> bool:
+        """Put an item down in a cut of its menu that is drawn at random; False where it does not fit."""
+        menu = self.menus[int(self._item[item])]
+        cut = int(random.integers(len(menu.rows)))
+        open_ranks = self.placement.open_ranks(item)
+        self.potential.work += 40
+        self.potential.look(int(menu.numbers[cut]), open_ranks)
+        part = self._part(menu, cut, open_ranks)
+        if part is not None:
+            self.placement.add(item, part)
+        return part is not None
 
     def _insert(self, item: int, menu: Menu) -> bool:
         self.potential.work += 30 + 6 * len(menu.rows)

@@ -125,6 +125,14 @@ class Placement:
         self.parts[item] = None
         return part
 
+    def become(self, parts: list[Part | None]) -> None:
+        """Put all items where they are in another placement."""
+        others = [(item, part) for item, part in enumerate(parts) if part is not None and part != self.parts[item]]
+        for item, _ in others:
+            self.remove(item)
+        for item, part in others:
+            self.add(item, part)
+
     def swap(self, item: int, part: Part) -> Part:
         """Put an item down otherwise; only what differs is touched. Returns what it was."""
         old = self.parts[item]

@@ -12,14 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 
 import numpy as np
 
 from planner.search.bound import Optimum, lower_bound
 from planner.search.cells import Cells, cells
 from planner.search.cuts import Cuts
-from planner.search.guided import LIKE, guided
-from planner.search.hosts import MANY_HOSTS, SEVERAL_HOSTS, can_pack, pack_hosts
+from planner.search.guided import LIKE, Like, guided, ways
+from planner.search.hosts import MANY_HOSTS, SEVERAL_HOSTS, SOME_HOSTS, can_pack, pack_hosts
 from planner.search.improve import Improver
 from planner.search.packing import Packer, menus
 from planner.search.placement import Part, Placement
@@ -30,8 +32,8 @@ from planner.search.tight import pour
 
 _WORK = 900e3
 """In all but the bound, in about microseconds,"""
-_MORE = 200e3
-"""and so much more for few items, whose options are soon made."""
+_MORE, _MOST = 200e3, 350e3
+"""and so much more for few items, whose options are soon made, and for very few."""
 _BUILDING = 120e3
 """Of it for starts; the first is packed in any case."""
 _FEW = 650
@@ -61,6 +63,15 @@ _SHARE = 0.8
 """with this share of the work that is left."""
 _CARRIED = 20.0
 """Work of carrying an item over to ranks."""
+_PATIENCE = 60
+"""Steps in vain after which the best placement is shaken,"""
+_SHAKEN = 150
+"""for so many items at most: of more, steps gain as long as there is time."""
+_SHAKES = 4
+"""In vain, or one for each item, after which the potential's power rises."""
+_WAYS = 12
+"""Starts like the optimum that are packed twice."""
+_NO_TIME = 1e-12
 _TRIES = 3
 """Starts after which memory gets a higher price where none fits."""
 _AGAIN = 8
@@ -161,7 +172,7 @@ def search(problem: Problem, out_of_time: Callable[[], bool] = lambda: False, to
             if bound.relaxed is not None and work < _GUIDED and not best.is_enough:
                 spent, like = _guide(problem, cuts, best, bound.relaxed, out_of_time)
                 work += spent
-            most = _WORK + _MORE * (len(problem.item_class) <= _FEW)
+            most = _WORK + _more(problem)
             work += _on_cells(problem, best, bound.relaxed, like, most - work, out_of_time)
             is_cut = _improve(problem, cuts, best, most - work, out_of_time) or is_cut
     placement = best.placement()
@@ -203,7 +214,7 @@ def _on_cells(
     problem: Problem,
     best: _Best,
     optimum: Optimum | None,
-    like: tuple[float, float],
+    like: Like,
     work: float,
     out_of_time: Callable[[], bool],
 ) -> float:
@@ -273,6 +284,12 @@ def _on_hosts(problem: Problem, cuts: Cuts, begun: list[Start], best: _Best) -> 
     return work
 
 
+def _more(problem: Problem) -> float:
+    """Work that there is time for besides, as options are soon made."""
+    number = len(problem.item_class)
+    return _MOST if number <= _SHAKEN else _MORE if number <= _FEW else 0.0
+
+
 def _hosts(problem: Problem) -> int:
     """Hosts from which on ranks are not looked at one by one while starts are packed."""
     return MANY_HOSTS if len(problem.item_class) <= _FEW else SEVERAL_HOSTS
@@ -280,9 +297,10 @@ def _hosts(problem: Problem) -> int:
 
 def _guide(
     problem: Problem, cuts: Cuts, best: _Best, optimum: Optimum, out_of_time: Callable[[], bool]
-) -> tuple[float, tuple[float, float]]:
+) -> tuple[float, Like]:
     """Pack starts like the relaxed optimum; returns the work, and in what way the best of them is like it."""
-    group, work, last, found = ranks_together(problem), 0.0, 0.0, (np.inf, LIKE[0])
+    group, few = ranks_together(problem), len(problem.item_class) <= _SHAKEN
+    work, last, found = 0.0, 0.0, (np.inf, LIKE[0])
     start = guided(problem, cuts, optimum)
     if start is not None and not can_pack(problem, group, _hosts(problem)):
         weights = _WEIGHTS[0] * (start.fill > _ROOMY), _POWERS[0]
@@ -290,15 +308,19 @@ def _guide(
             work += _pack(problem, cuts, start, most, weights, best, out_of_time)
             if work > _BUILDING:
                 break
-    for like in LIKE if can_pack(problem, group, SEVERAL_HOSTS) else ():
-        start = guided(problem, cuts, optimum, like)
-        if start is None or work + last > _GUIDING or best.is_enough or out_of_time():
+    if not can_pack(problem, group, SOME_HOSTS if few else SEVERAL_HOSTS):
+        return work, found[1]
+    again: list[tuple[Like, Cuts, Start]] = []  # at the times that came of the first
+    for number, (like, own, start) in enumerate(chain(ways(problem, cuts, optimum, many=few), again)):
+        if work + last > _GUIDING or best.is_enough or out_of_time():
             break
-        placement, last = pack_hosts(problem, cuts, start, group)
+        placement, last = pack_hosts(problem, own, start, group)
         work += last
         if placement is not None:
             found = min(found, (placement.seconds(), like))
             best.offer(placement, 0.0)
+            if few and number < _WAYS:
+                again.append((like, own, start._replace(target=np.maximum(placement.phase_seconds(), _NO_TIME))))
     return work, found[1]
 
 
@@ -320,13 +342,14 @@ def _pack(
     size = cuts.piece[start.first, :-1].sum(1) / max(float(start.target.sum()), 1e-30)  # which may cost nothing
     if memory:
         size = np.maximum(size, cuts.mean[start.first, -1] / problem.capacity.max())
-    order = np.argsort(-size[problem.item_class], kind="stable").tolist()
-    kept = everywhere_bytes(problem, cuts, start.first)[problem.item_class]
+    order = np.argsort(-size[cuts.item], kind="stable").tolist()
+    kept = everywhere_bytes(problem, cuts, start.first)[cuts.item]
     narrow, spent = menus(problem, cuts, start.cost, most), 0.0
     for _ in range(_AGAIN):
         placement = Placement(problem)
         potential = Potential(placement, start.target, memory)
-        packer = Packer(potential, narrow, lambda: menus(problem, cuts, with_rest(cuts, start.cost), _WIDE_MENU))
+        wide = partial(menus, problem, cuts, with_rest(cuts, start.cost), _WIDE_MENU)
+        packer = Packer(potential, narrow, wide, cuts.item)
         failed = packer.build(order, kept, power, lambda: best.parts is not None and out_of_time())
         if failed is None:
             break
@@ -367,20 +390,27 @@ def _improve(problem: Problem, cuts: Cuts, best: _Best, work: float, out_of_time
     used = int(np.bitwise_or.reduce(problem.table.kinds[[part.row for part in placement.parts if part]]))
     cost[problem.table.kinds[cuts.row] & ~used != 0] = np.inf
     potential = Potential(placement, target, best.memory)
+    number = len(problem.item_class)
+    patience, enough = _PATIENCE if number <= _SHAKEN else np.inf, max(_SHAKES, number)
     packer = Packer(potential, menus(problem, cuts, cost, _MENU))
     for power, share in ((16, 0.5), (64, 0.8), (256, 1.0)):
         potential.aim(power)
         improver = Improver(packer)
-        step = 0
-        while potential.work < share * work and not best.is_enough:
+        step = vain = shaken = 0
+        while potential.work < share * work and not best.is_enough and shaken <= enough:
             if out_of_time():
                 return True
-            before = improver.value
+            before, seconds = improver.value, best.seconds
             improver.step(step, random)
             if improver.value < before:
                 best.offer(placement, best.memory)
-            step += 1
-            if step % 64 == 0:
+            step, vain = step + 1, vain + 1
+            if best.seconds < seconds:
+                vain = shaken = 0
+            if is_stuck := vain > patience:
+                improver.shake(best.parts or [], random)
+                vain, shaken = 0, shaken + 1
+            if is_stuck or step % 64 == 0:
                 potential.aim(power)
                 improver.value = potential.weigh()
     return False

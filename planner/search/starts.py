@@ -70,7 +70,7 @@ def starts(problem: Problem, cuts: Cuts) -> list[Start]:
         for threshold in np.unique(np.geomspace(begin, end, _THRESHOLDS) if 0 < begin < end else [begin]):
             cost = np.where(most <= threshold * (1 + 1e-9), spent, 1e3 * most) + price * cuts.mean[:, -1]
             cost = np.where(is_open, cost, np.inf)
-            first = _first(cuts, cost)
+            first = first_of(cuts, cost)
             if first.tobytes() in found:
                 continue
             mean = (cuts.mean[first, :-1] * counts[:, None]).sum(0) + base
@@ -131,7 +131,7 @@ def _least(cuts: Cuts, cost: Array) -> Array:
     return least
 
 
-def _first(cuts: Cuts, cost: Array) -> Integers:
+def first_of(cuts: Cuts, cost: Array) -> Integers:
     """(classes,) the first of the cheapest cuts."""
     at = np.flatnonzero(cost == _least(cuts, cost)[cuts.owner])
     _, first = np.unique(cuts.owner[at], return_index=True)
@@ -143,14 +143,14 @@ def _price(problem: Problem, cuts: Cuts, cost: Array, counts: Array) -> float:
     room = _FREE * float((problem.capacity - problem.base[:, -1]).mean())
     size = cuts.mean[:, -1]
     low, high = 0.0, float(_least(cuts, cost).sum() + 1e-30) / max(room, 1.0)
-    if float((size[_first(cuts, cost)] * counts).sum()) <= room:
+    if float((size[first_of(cuts, cost)] * counts).sum()) <= room:
         return 0.0
     for _ in range(40):
-        if float((size[_first(cuts, cost + high * size)] * counts).sum()) <= room:
+        if float((size[first_of(cuts, cost + high * size)] * counts).sum()) <= room:
             break
         low, high = high, 2 * high
     for _ in range(12):
         middle = (low + high) / 2
-        fits = float((size[_first(cuts, cost + middle * size)] * counts).sum()) <= room
+        fits = float((size[first_of(cuts, cost + middle * size)] * counts).sum()) <= room
         low, high = (low, middle) if fits else (middle, high)
     return high
