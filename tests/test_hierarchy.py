@@ -1,5 +1,5 @@
 """Two shard axes: what a host has looked up of long bags is summed inside it first, so the outer axis carries the sums
-alone; of short ones it carries the rows alone, which go straight to the ranks of the samples."""
+alone; of short ones it carries the rows alone, which go straight to the ranks of the samples. Table by table."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torchrec
 from torch import nn
 
 import dmp
+from sharders import EmbeddingBagCollectionSharder
 from sharders.channel import Channel, GroupChannel, Purpose, Sizes, Transfer, over_connections
+from sharders.embedding import stages
 from sharders.embedding.engine import Engine
-from tests.equality import env_of
+from tests.equality import attach, env_of
 from tests.ranks import run_ranks
 
 ROWS, BATCH, DIM, IDS = 4096, 16, 8, 32
@@ -86,3 +89,58 @@ def test_short_bags_send_rows(layout: str, num_ids: int) -> None:
         assert told == [sent * DIM * 4, received * DIM * 4], (rank, told)
         assert received <= BATCH
     assert sum(told[0] for told, _ in found) <= 4 * BATCH * DIM * 4 // (2 if num_ids == 1 else 1)
+
+
+def _side_by_side(exchange: int | None, wire: torch.dtype | None) -> tuple[list[int], list[int]]:
+    """Tables of bags of one id and of many, on all ranks, and one on the first rank: bytes of values across the outer
+    axis, forward and backward; bags of one id of each rank's samples that have their row on each rank."""
+    env = env_of("host2xlocal2")
+    lengths = {"short": 1, "long": IDS, "whole": 2}
+    torch.manual_seed(0)
+    config = torchrec.EmbeddingBagConfig
+    tables = [config(ROWS, DIM, name, feature_names=[name]) for name in lengths]
+    module, plain = (torchrec.EmbeddingBagCollection(tables) for _ in range(2))
+    plain.load_state_dict(module.state_dict())
+    attach(module, "sgd")
+    place = {"short": dmp.row_wise(), "long": dmp.row_wise(), "whole": dmp.table_wise(0)}
+    plan = {f"embedding_bags.{name}.weight": layout for name, layout in place.items()}
+    sharder = EmbeddingBagCollectionSharder(wire=wire)
+    with pytest.MonkeyPatch.context() as patch:
+        if exchange is not None:
+            patch.setattr(stages, "EXCHANGE_ELEMENTS", exchange)
+        patch.setitem(Engine.__init__.__kwdefaults__, "transport", _crossing)  # type: ignore[index]
+        model = dmp.DistributedModelParallel(module, env, plan=plan, sharders=[sharder])
+        generator = torch.Generator().manual_seed(env.rank)
+        ids = [torch.randint(ROWS, (BATCH * num,), generator=generator) for num in lengths.values()]
+        each = torch.tensor([*lengths.values()]).repeat_interleave(BATCH)
+        batch = torchrec.KeyedJaggedTensor(list(lengths), torch.cat(ids), lengths=each)
+        first, second = (model.module.begin(batch) for _ in range(2))
+        Crossing.ids = Crossing.values = 0
+        out = model.module.finish(first).values()
+    forward = Crossing.values
+    near = 1e-5 if wire is None else 0.05
+    torch.testing.assert_close(out, plain(batch).values(), atol=near, rtol=near)
+    out.sum().backward()
+    backward = Crossing.values - forward
+    plain.load_state_dict(dmp.full_state_dict(model))
+    torch.testing.assert_close(model.module.finish(second).values(), plain(batch).values(), atol=near, rtol=near)
+    owner = ids[0] * env.size // ROWS
+    return [forward, backward], torch.bincount(owner, minlength=env.size).tolist()
+
+
+@pytest.mark.parametrize("wire", [None, torch.bfloat16], ids=str)
+def test_short_bags_go_straight_beside_long_ones(wire: torch.dtype | None) -> None:
+    """Rows of the one, a host's sums of the other, and of the whole table what lies on its host."""
+    found = run_ranks(4, _side_by_side, 0, wire)
+    item = 4 if wire is None else 2
+    for rank, (told, _) in enumerate(found):
+        strangers = [reader for reader in range(4) if reader // LOCAL != rank // LOCAL]
+        sent = sum(found[reader][1][rank] for reader in strangers) + BATCH * (1 + (rank < LOCAL))
+        received = sum(found[rank][1][owner] for owner in strangers) + BATCH * (1 + (rank >= LOCAL))
+        assert told == [sent * DIM * item, received * DIM * item], (rank, told)
+
+
+def test_few_bytes_are_not_worth_an_exchange_more() -> None:
+    for rank, (told, _) in enumerate(run_ranks(4, _side_by_side, None, None)):
+        sums = BATCH * DIM * 4
+        assert told == [sums * (2 + (rank < LOCAL)), sums * (2 + (rank >= LOCAL))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -13,6 +14,7 @@ import sharders
 from dmp import Layout, ShardingEnv, rectangles
 from sharders.embedding import engine, input_dist, row_places
 from sharders.embedding.lookup import distinct
+from sharders.embedding.stages import TwoStages
 from tests.equality import MESHES, OPTIMIZERS, check_case, env_of, layouts_for, random_rectangles
 from tests.ranks import run_ranks
 
@@ -20,6 +22,15 @@ KINDS = ("ebc", "ebc_weighted", "ebc_vbe", "ebc_weighted_vbe", "bag", "bag_mean"
 WIRES = (None, None, torch.bfloat16, torch.float16, (None, torch.bfloat16))
 NAMES = ("row_wise", "data_parallel", "table_wise", "column_wise", "uneven", "row_subset", "row_reversed")
 SHARDERS = ("EmbeddingBagCollection", "EmbeddingCollection", "EmbeddingBag", "Embedding")
+
+
+def _settles(draw: random.Random) -> Callable[..., tuple[bool, list[int]]]:
+    """Each rank would have other tables' results go straight in each batch."""
+
+    def settle(self: TwoStages, *_: object) -> tuple[bool, list[int]]:
+        return draw.random() < 0.1, [i for i in range(len(self.tables)) if draw.random() < 0.9]
+
+    return settle
 
 
 def _case(seed: int, env: ShardingEnv) -> None:
@@ -34,7 +45,9 @@ def _case(seed: int, env: ShardingEnv) -> None:
         return named[chosen[i]](i, shape, env)
 
     of_wire = [getattr(sharders, f"{name}Sharder")(wire=wire) for name in SHARDERS]
+    settle = _settles(random.Random(100 * seed + env.rank)) if draw.random() < 0.7 else TwoStages.settle
     with (
+        mock.patch.object(TwoStages, "settle", settle),
         mock.patch.object(input_dist, "MOST_FILLED", draw.choice((input_dist.MOST_FILLED, 1.0))),
         mock.patch.multiple(distinct, FEWEST_IDS=0, FEW_IDS=1),
         mock.patch.object(row_places, "READ_APART", draw.choice((0, row_places.READ_APART))),

@@ -18,12 +18,14 @@
 - `input_checks`: checks of a batch before any exchange
 - `input_faults`: faults of a batch as integers that travel
 - `header`: the first exchange: sizes, faults, mismatches
-- `stages`: results of row blocks on two shard axes, in two stages or straight
+- `stages`: results of row blocks on two shard axes, in two stages or straight, table by table
 - `input_dist`: input dist: ids to the ranks that own their rows
+- `received`: what has come of all ranks' batches
 - `local_tables`: what one rank holds of a module's tables
 - `path`: what pooled and unpooled lookups share: the way back
 - `partials`: what travels of bags whose rows lie on several ranks
 - `pooled`: pooled lookups and their backward
+- `way`: tables whose results travel alike, lookups to updates
 - `codec`: how results and gradients travel
 - `output_dist`: what both output dists share: results to their ranks, gradients back
 - `pooled_output`: output dist of pooled lookups

@@ -29,7 +29,7 @@ class Sent:
         row_starts: first row of each feature among the results' rows of its table's dim; likewise.
         places: of the ids by key, and of those of split features; see [Note: distinct rows]. Likewise.
         weight_places: for each destination the places of its weights among the batch's; only where they get gradients.
-        is_sparse: partials are far fewer bytes than all columns.
+        is_sparse: partials are far fewer bytes than all columns: this rank has all of them travel, see stages.py.
         lengths: for each destination those of its slots, (S, B).
         bags: for each destination and slot, how many have ids; of partials only, 0 elsewhere.
     """
@@ -91,7 +91,7 @@ class Call:
         batch_sizes: of each rank: one for all features, or one for each.
         is_training: the tables get gradients.
         wants_weight_gradient: the per-id weights do.
-        by_partials: bags over several row blocks travel as partials: see [Note: partials].
+        by_partials: all bags over several row blocks travel as partials: see [Note: partials].
         touched: at most by each rank, where gradients of data-parallel tables travel by rows; see touched_rows.py.
         number: the same on all ranks, and higher than of calls begun before; 0 where there is one rank.
         spent: seconds and bytes, by phase.
@@ -129,7 +129,7 @@ def once_per_call(method: Callable[Concatenate[Owner, Call, P], R]) -> Callable[
 
     @wraps(method)
     def run(self: Owner, call: Call, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        key = (method.__qualname__, *args)
+        key = (method.__qualname__, self, *args)
         if key not in call.kept:
             call.kept[key] = method(self, call, *args, **kwargs)
         found: R = call.kept[key]

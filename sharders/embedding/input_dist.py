@@ -3,8 +3,8 @@
 [Note: the wire]
 A payload is one flat integer tensor: for each slot of the receiver the lengths of the sender's bags `(S, B)`, or the
 number of its ids `(S, 1)` where results are rows; then the ids slot by slot (relative to their row block), then the
-weights' bits when there are any. Words are 32-bit unless a table has more rows or is float64. Sizes travel before, in a
-header of fixed size.
+weights' bits when there are any; on two shard axes last the tables whose bags may go straight, see stages.py. Words are
+32-bit unless a table has more rows or is float64. Sizes travel before, in a header of fixed size.
 The order of keys is taken from every batch; what depends on it is compiled once for each order met.
 
 [Note: distinct rows]
@@ -30,6 +30,7 @@ from sharders.embedding.lookup.bucketize import Bucketizer
 from sharders.embedding.lookup.distinct import can_be_found, distinct_rows
 from sharders.embedding.peers import Peers
 from sharders.embedding.placement import Placement, Slot
+from sharders.embedding.received import Received, is_even
 from sharders.embedding.stages import TwoStages
 
 MOST_FILLED = 0.7
@@ -145,7 +146,7 @@ class InputDist:
         self._device = device
         can_join = unpooled and peers.exchange.size > 1 and can_be_found(device, kernel)
         self._joins = sums_first if can_join else lambda: False
-        self._two_stages = None if peers.outer.size == 1 or unpooled else self._staged(peers)
+        self._two_stages = None if peers.outer.size == 1 or not self._by_partials else self._staged(peers)
 
     def send(self, batch: Batch, with_places: bool) -> tuple[torch.Tensor, list[int], Sent]:
         """The payloads for every rank of the exchange, one after the other, their words, and what is to be known later.
@@ -173,7 +174,8 @@ class InputDist:
             return self._send_for_rows(compiled, orders, row_starts)
         lengths = torch.cat([ids.lengths for ids in orders]) if len(orders) > 1 else by_key.lengths
         lengths = lengths.index_select(0, compiled.rows)
-        sent = Sent([], [], [], [], [], self._is_sparse(orders[-1]), [], [])
+        is_sparse, marks = self._settled(orders[-1])
+        sent = Sent([], [], [], [], [], is_sparse, [], [])
         of_slots = compiled.sources, compiled.runs
         if len(orders) == 1 and is_even(batch.counts):
             orders, of_slots = [by_key.chosen(compiled.rows)], compiled.in_order
@@ -187,8 +189,10 @@ class InputDist:
             parts.append(sent.lengths[-1].reshape(-1))
             parts += [ids.values[a:b] for ids, a, b in cuts]
             parts += [ids.weights[a:b] for ids, a, b in cuts if ids.weights is not None]
+            parts += marks
             at += len(sources)
-            words.append(len(sources) * batch.batch_size + sum(counts) * (1 if bits is None else 2))
+            num_marks = 0 if self._two_stages is None else self._two_stages.num_words
+            words.append(len(sources) * batch.batch_size + sum(counts) * (1 if bits is None else 2) + num_marks)
             sent.counts.append(counts)
             if self._by_partials:
                 sent.bags.append([orders[1].bags[index] if is_split else 0 for is_split, index in sources])
@@ -236,14 +240,17 @@ class InputDist:
         """What all ranks have sent here, once it has come."""
         weighted = call.batch.weights is not None and not self.unpooled
         lengths, ids, weights = [], [], []
-        for part, samples in zip(call.payload.wait().split(call.words), call.samples, strict=True):
+        parts, straight = call.payload.wait().split(call.words), frozenset[int]()
+        if self._two_stages is not None:
+            parts, straight = self._two_stages.agreed(parts)
+        for part, samples in zip(parts, call.samples, strict=True):
             head = self.num_slots * (1 if self.unpooled else samples)
             count = (part.numel() - head) // (2 if weighted else 1)
             lengths.append(part[:head].view(self.num_slots, -1 if head else samples))
             ids.append(part[head : head + count])
             weights.append(part[head + count :].view(self.real))
         counts, *bags = torch.stack([self._counted(of_source) for of_source in lengths], 1).tolist()
-        return Received(lengths, ids, weights if weighted else None, counts, bags[0] if bags else [])
+        return Received(lengths, ids, weights if weighted else None, counts, bags[0] if bags else [], straight)
 
     def _compile(self, num_keys: int, key_of: tuple[int, ...]) -> _Compiled:
         rows: list[int] = []
@@ -298,20 +305,19 @@ class InputDist:
 
     def _staged(self, peers: Peers) -> TwoStages:
         segments = [[self._segment(slot) for slot in of_rank] for of_rank in self.placement.slots]
-        num = self._num_blocks * len(self.split_features)
-        return TwoStages(self.placement, peers.table.rank, peers.inner.size, segments, num)
+        return TwoStages(self.placement, peers.table.rank, peers.inner.size, segments)
 
     def _segment(self, slot: Slot) -> int | None:
         """Of a split feature's slot its (row block, feature)."""
         feature = self._in_split.get(slot.feature)
         return None if feature is None else slot.row_block * len(self.split_features) + feature
 
-    def _is_sparse(self, split: _Ordered) -> bool:
-        if not self._by_partials:
-            return False
+    def _settled(self, split: _Ordered) -> tuple[bool, list[torch.Tensor]]:
+        """Whether this rank has all bags over row blocks travel as partials, and the words for some of them."""
         if self._two_stages is not None:
-            return self._two_stages.partials_are_fewer(split.bags, split.lengths.shape[1], MOST_FILLED)
-        return sum(split.bags) <= MOST_FILLED * split.lengths.numel()
+            is_all, tables = self._two_stages.settle(split.bags, split.lengths.shape[1], MOST_FILLED)
+            return is_all, [self._two_stages.words(tables, self.word, self._device)]
+        return self._by_partials and sum(split.bags) <= MOST_FILLED * split.lengths.numel(), []
 
     def _row_starts(self, batch: Batch) -> list[int]:
         """First row of each feature among the results' rows of its table's dim."""
@@ -322,48 +328,6 @@ class InputDist:
             starts.append(at.get(dim, 0))
             at[dim] = starts[-1] + batch.counts[batch.key_of[feature.index]]
         return starts
-
-
-@dataclass(frozen=True)
-class Received:
-    """Payloads of all sources, cut; `lengths[s]` is (S, B_s), and `counts[s]` has the ids of each slot.
-
-    Where results are rows it is (S, 1).
-
-    `bags[s]`: how many of each slot's have ids; only where some travel as partials.
-    """
-
-    lengths: list[torch.Tensor]
-    ids: list[torch.Tensor]
-    weights: list[torch.Tensor] | None
-    counts: list[list[int]]
-    bags: list[list[int]]
-
-    def slot_major(self, sources: Sequence[int], stop: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Ids (N,), lengths (S, sum of B) and weights of `sources`, slot by slot and in the order of `sources`.
-
-        Args:
-            stop: of the first so many slots.
-        """
-        if len(sources) == 1:
-            only, count = sources[0], sum(self.counts[sources[0]][:stop])
-            return (
-                self.ids[only][:count],
-                self.lengths[only][:stop],
-                self.weights[only][:count] if self.weights else None,
-            )
-        lengths = torch.cat([self.lengths[s][:stop] for s in sources], dim=1)
-        weights = self._by_slot(self.weights, sources, stop) if self.weights else None
-        return self._by_slot(self.ids, sources, stop), lengths, weights
-
-    def _by_slot(self, of_sources: Sequence[torch.Tensor], sources: Sequence[int], stop: int) -> torch.Tensor:
-        """Source by source and slot by slot to slot by slot and source by source."""
-        if stop and all(is_even(self.counts[s][:stop]) for s in sources):
-            of_slots = [of_sources[s][: stop * self.counts[s][0]].view(stop, -1) for s in sources]
-            return torch.cat(of_slots, 1).view(-1)
-        cut = [of_sources[s].split(self.counts[s]) for s in sources]
-        segments = [of_source[slot] for slot in range(stop) for of_source in cut]
-        return torch.cat(segments) if segments else of_sources[0][:0]
 
 
 def _sent_ids(ids: _Ordered, num_rows: Sequence[int]) -> _SentIds:
@@ -377,11 +341,6 @@ def _sent_ids(ids: _Ordered, num_rows: Sequence[int]) -> _SentIds:
         return _SentIds(ids.values, ids.counts, ids.starts, None if ids.rows is None else Places(ids.rows, None))
     starts = [0, *accumulate(found.counts)]
     return _SentIds(found.values, found.counts, starts, Places(found.places, found.times))
-
-
-def is_even(counts: Sequence[int]) -> bool:
-    """Whether all are the same, and not 0."""
-    return bool(counts) and counts[0] > 0 and len(set(counts)) == 1
 
 
 def take(values: torch.Tensor, keys: Sequence[int], key_starts: Sequence[int]) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from torch import nn
 from dmp import ChunkedTensor, FusedParameter, Shard, ShardError
 from sharders.embedding.lookup import kernels
 from sharders.embedding.lookup.bank import Bank, RowRange
-from sharders.embedding.placement import Placement
+from sharders.embedding.placement import Placement, neighbours
 
 
 @dataclass
@@ -29,7 +29,6 @@ class TBE:
         features: of a local bank, the features that its lookup's slots stand for.
         is_local: whole on every rank.
         is_trainable: gets gradients.
-        by_partials: what is looked up travels as partials; see partials.py.
     """
 
     bank: Bank
@@ -39,15 +38,19 @@ class TBE:
     features: list[int]
     is_local: bool
     is_trainable: bool
-    by_partials: bool
 
 
 class SlotRun(NamedTuple):
-    """Adjacent slots of this rank that share a TBE and a width: looked up together, source by source."""
+    """Slots of this rank that share a TBE and a width, looked up together, source by source: neighbours, in pieces."""
 
     tbe: TBE
-    slots: range
+    pieces: list[range]
     width: int
+
+    @property
+    def slots(self) -> list[int]:
+        """In their order."""
+        return [i for piece in self.pieces for i in piece]
 
 
 class TableStore:
@@ -128,14 +131,14 @@ class TableStore:
         """Whether the gradients of a row may be summed before its owner has them: none is clamped before."""
         return not any(tbe.bank.options.get("gradient_clipping") for tbe in self.tbes)
 
-    def runs_of(self, tbes: Sequence[TBE]) -> list[SlotRun]:
-        """Runs of their slots, in the order of slots; those of one width are adjacent in each."""
+    def runs_of(self, tables: Collection[int]) -> list[SlotRun]:
+        """Runs of the slots of sharded tables, in the order of slots; those of one width are adjacent in each TBE."""
         slots = self.placement.slots[self.rank]
         runs = []
-        for tbe in tbes:
-            for width, run in groupby(tbe.slots, key=lambda i: slots[i].width):
-                first, *rest = run
-                runs.append(SlotRun(tbe, range(first, first + 1 + len(rest)), width))
+        for tbe in self.sharded:
+            mine = [i for i in tbe.slots if slots[i].table in tables]
+            for width, run in groupby(mine, key=lambda i: slots[i].width):
+                runs.append(SlotRun(tbe, neighbours(run), width))
         return runs
 
     def _places(self) -> Iterator[tuple[int, Bank, int]]:
@@ -246,8 +249,7 @@ class TableStore:
         slots = range(mine[0][0], mine[-1][0] + 1) if mine else range(0)
         assert len(slots) == len(mine), "slots of one bank must be one run"
         lookup = kernels.compile_lookup(bank, ranges, self.kernel)
-        by_partials = placement.by_partials[tables[0]]
-        return TBE(bank, lookup, tables, slots, [f.index for f in features], is_local, first.trainable, by_partials)
+        return TBE(bank, lookup, tables, slots, [f.index for f in features], is_local, first.trainable)
 
     def _offsets(self, index: int) -> list[tuple[int, int]]:
         if self.placement.is_local[index]:

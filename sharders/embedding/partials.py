@@ -10,7 +10,7 @@ in the order of sources. Back goes the gradient of a bag to each rank that gave 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, groupby
@@ -19,12 +19,12 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from sharders.embedding.input_dist import Received
 from sharders.embedding.local_tables import SlotRun
 from sharders.embedding.lookup.reads import Segmented, Segments
 from sharders.embedding.phases import FORWARD, Spent, phase
 from sharders.embedding.placement import Placement, Slot
 from sharders.embedding.ragged import Columns
+from sharders.embedding.received import Received, joined
 
 
 class OwnedBags(NamedTuple):
@@ -66,20 +66,20 @@ class OwnedBags(NamedTuple):
 
 def owned_bags(received: Received, run: SlotRun, sources: Sequence[int]) -> OwnedBags:
     """The bags of `sources` that have ids in a run's slots."""
-    first, stop = run.slots.start, run.slots.stop
     ids, weights, lengths = [], [], []
     segments: list[tuple[int, int]] = []
     of_sources = []
+    slots = run.slots
     for source in sources:
-        counts = received.counts[source]
-        start = sum(counts[:first])
-        end = start + sum(counts[first:stop])
-        ids.append(received.ids[source][start:end])
-        if received.weights is not None:
-            weights.append(received.weights[source][start:end].to(run.tbe.bank.weights.dtype))
-        lengths.append(received.lengths[source][first:stop].reshape(-1))
-        segments += [(i - run.tbe.slots.start, counts[i]) for i in run.slots]
-        of_sources.append((sum(received.bags[source][first:stop]), end - start, len(run.slots)))
+        counts, bags_of = received.counts[source], received.bags[source]
+        for piece in run.pieces:
+            span = received.span(source, piece)
+            ids.append(received.ids[source][span])
+            if received.weights is not None:
+                weights.append(received.weights[source][span].to(run.tbe.bank.weights.dtype))
+            lengths.append(received.lengths[source][piece.start : piece.stop].reshape(-1))
+        segments += [(i - run.tbe.slots.start, counts[i]) for i in slots]
+        of_sources.append((sum(bags_of[i] for i in slots), sum(counts[i] for i in slots), len(slots)))
     all_ids, num_bags, bags = joined(ids), sum(n for n, _, _ in of_sources), None
     if weights or num_bags != all_ids.numel():
         of_all = joined(lengths)
@@ -128,14 +128,17 @@ class PartialsPlan:
     Args:
         placement: all slots of all ranks.
         order: table ranks in the order of sources, this one last.
+        tables: whose lookups travel as partials.
         device: of the lengths.
     """
 
-    def __init__(self, placement: Placement, order: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self, placement: Placement, order: Sequence[int], tables: Collection[int], device: torch.device
+    ) -> None:
         self.order = list(order)
-        self.ranges = [placement.partial_slots(rank) for rank in order]
+        self.slots = [placement.pieces(rank, tables) for rank in order]
         """For each of them which of its slots they are."""
-        slots = [[placement.slots[rank][i] for i in of_rank] for rank, of_rank in zip(order, self.ranges, strict=True)]
+        slots = [[slot for slot in placement.slots[rank] if slot.table in tables] for rank in order]
         self.pieces: list[Piece] = []
         at = 0
         for sender, of_rank in enumerate(slots):
@@ -374,8 +377,3 @@ def chosen(mask: torch.Tensor, values: torch.Tensor, count: int) -> torch.Tensor
     mask = mask.reshape(-1)
     places = mask.cumsum(0).sub_(1 + count).mul_(mask).add_(count)  # those left out all go behind the others
     return values.new_empty(count + 1).scatter_(0, places, values.reshape(-1))[:count]
-
-
-def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One after the other; a single one as it is."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
@@ -18,7 +18,7 @@ from sharders.embedding.replicas import OfLocal, Replicas, sum_of
 from sharders.embedding.touched_rows import TouchedRows
 
 Given = TypeVar("Given")  # gradients of the results, as a path takes them
-Returned = tuple[torch.Tensor, torch.Tensor | None]
+Returned = tuple[list[torch.Tensor], torch.Tensor | None]
 Trained = Iterator[tuple[TBE, torch.Tensor | None]]
 
 
@@ -40,15 +40,16 @@ class Path(Generic[Given]):
     """The same by rows."""
 
     _send_back: Callable[[Call, Given, Beside | None], Returned]
-    """Flat gradients, times `factor`, of what was looked up here for the own sources; that of the weights if wanted."""
+    """Flat gradients, times `factor`, of what was looked up here for the own sources, one tensor for each way that
+    they came; that of the weights if wanted."""
 
-    _sizes: Callable[[Call, tuple[int, ...]], list[int]]
-    """Elements of the gradients from each source."""
+    _sizes: Callable[[Call], list[list[int]]]
+    """Of each of them the elements from each of `Peers.sources`."""
 
-    _orders: Callable[[Call, tuple[int, ...]], list[Any]]
-    """Of each lookup that `_train` updates by the ids of these sources; see `Lookup`."""
+    _order: Callable[[Call], object]
+    """Order the ids for what `_train` updates; see `Lookup`."""
 
-    _train: Callable[[Call, torch.Tensor, tuple[int, ...]], Trained]
+    _train: Callable[[Call, Sequence[torch.Tensor]], Trained]
     """Update the sharded TBEs lookup by lookup; flat gradients of those without in-backward optimizer."""
 
     def __init__(self, input_dist: InputDist, replicas: Replicas, dtype: torch.dtype, device: torch.device) -> None:
@@ -57,7 +58,7 @@ class Path(Generic[Given]):
         self.dims = [self.store.placement.tables[f.table].dim for f in self.store.placement.features]
 
     def peers_of(self, call: Call) -> Peers:
-        """Those that a call's results and gradients travel between, and in which order."""
+        """Those that gradients of data-parallel tables may travel between beside others."""
         return self.peers
 
     def wants_landing(self, call: Call) -> bool:
@@ -67,7 +68,7 @@ class Path(Generic[Given]):
     def order_ids(self, call: Call) -> None:
         """What of the update is known with the ids: worked out while results travel."""
         if call.is_training:
-            self._orders(call, tuple(self.peers_of(call).sources))
+            self._order(call)
 
     def _of_local(self, call: Call, given: Given) -> OfLocal | None:
         """What data-parallel tables get from this rank's own ids."""
@@ -90,13 +91,12 @@ class Path(Generic[Given]):
             local = self._of_local(call, given) if call.is_training else None
         with phase(spent, GRADIENT):
             beside = self.replicas.beside(local, self.peers_of(call))
-            grad, of_weights = self._send_back(call, given, beside)
+            grads, of_weights = self._send_back(call, given, beside)
         if not call.is_training:  # all tables are frozen: the gradient is for the weights
             return [of_weights, *[None] * len(self.store.parameters)]
-        sources = tuple(self.peers_of(call).sources)
         if self.peers.num_replicas > 1:
             with phase(spent, SYNC):
-                grad = self.replicas.share(grad, self._sizes(call, sources))
+                grads = [self.replicas.share(*of) for of in zip(grads, self._sizes(call), strict=True)]
         with phase(spent, BACKWARD):
             gradients: dict[int, torch.Tensor] = {}
             for tbe in self.store.sharded:
@@ -104,7 +104,7 @@ class Path(Generic[Given]):
                     tbe.bank.step()
                 elif tbe.is_trainable and not tbe.slots:
                     gradients[id(tbe)] = torch.zeros_like(tbe.bank.weights)
-            for tbe, flat in self._train(call, grad, sources):
+            for tbe, flat in self._train(call, grads):
                 if flat is not None:
                     gradients[id(tbe)] = gradients[id(tbe)].add_(flat) if id(tbe) in gradients else flat
             return [of_weights, *self.replicas.finish(local, gradients, spent)]

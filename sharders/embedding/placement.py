@@ -6,12 +6,12 @@ the smallest unit that travels: the ids of one feature that fall into one row bl
 rank has an ordered list of slots; its lookup's columns and the wire have that order. Slots of one shard and row block
 are adjacent, whatever their features, because the kernels combine their gradients.
 A *local* table is whole on every rank (data-parallel) and is looked up where its ids are.
-Of a table in several row blocks what travels may be *partials*, see partials.py; its slots then come last.
+Of a table in several row blocks what travels may be *partials*, see partials.py; such slots come last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
@@ -117,7 +117,10 @@ class Placement:
         self.row_blocks = [
             [] if local else _row_blocks(of) for of, local in zip(self.shards, self.is_local, strict=True)
         ]
-        self.by_partials = [not unpooled and len(blocks) > 1 for blocks in self.row_blocks]
+        self.by_partials = [
+            not unpooled and len(blocks) > 1 and bool(table.features)
+            for table, blocks in zip(self.tables, self.row_blocks, strict=True)
+        ]
         self.slots: list[list[Slot]] = [[] for _ in range(env.table_size)]
         self.chunks: list[list[list[Shard]]] = [[[] for _ in self.tables] for _ in range(env.table_size)]
         # Tables that are stored together are adjacent, so that a bank's slots are one run.
@@ -133,10 +136,9 @@ class Placement:
         """Equal for tables that are stored and looked up together, unless one of them is local."""
         return self.by_partials[table], self.tables[table].bank_key
 
-    def partial_slots(self, rank: int) -> range:
-        """Which of a rank's slots travel as partials: the last ones."""
-        slots = self.slots[rank]
-        return range(sum(not self.by_partials[slot.table] for slot in slots), len(slots))
+    def pieces(self, rank: int, tables: Collection[int]) -> list[range]:
+        """The slots of a rank that are of these tables, neighbours taken together."""
+        return neighbours(i for i, slot in enumerate(self.slots[rank]) if slot.table in tables)
 
     def _place(self, index: int, features: list[Feature]) -> None:
         shards, blocks = sorted(self.shards[index], key=lambda s: s.offsets), self.row_blocks[index]
@@ -156,6 +158,17 @@ class Placement:
     def column_blocks(self, table: int) -> list[int]:
         """Distinct first columns of the table's shards; one when no row is cut."""
         return sorted({s.offsets[1] for s in self.shards[table]})
+
+
+def neighbours(numbers: Iterable[int]) -> list[range]:
+    """Ascending numbers, those that follow each other as one range."""
+    found: list[range] = []
+    for number in numbers:
+        if found and found[-1].stop == number:
+            found[-1] = range(found[-1].start, number + 1)
+        else:
+            found.append(range(number, number + 1))
+    return found
 
 
 def _row_blocks(shards: Sequence[Shard]) -> list[tuple[int, int]]:

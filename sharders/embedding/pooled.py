@@ -1,10 +1,9 @@
-"""Pooled lookups: each feature's bags become (B, dim) columns of one result."""
+"""Pooled lookups: each feature's bags become (B, dim) columns of one result, whichever way its table's results go."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate, groupby
 from typing import Any
 
@@ -14,44 +13,16 @@ from sharders.embedding.batch import Batch
 from sharders.embedding.call import Call, once_per_call
 from sharders.embedding.codec import decoded, encoded
 from sharders.embedding.input_dist import take
-from sharders.embedding.local_tables import TBE, SlotRun
-from sharders.embedding.lookup.reads import Bags, Segmented
+from sharders.embedding.local_tables import TBE
+from sharders.embedding.lookup.reads import Bags
 from sharders.embedding.lookup.torch_kernel import RowGradients
 from sharders.embedding.output_dist import Beside
-from sharders.embedding.partials import Awaited, OwnedBags, Partials, PartialsPlan, elements_of_sources, owned_bags
 from sharders.embedding.path import Path, Returned, Trained
-from sharders.embedding.peers import Peers, own_last
+from sharders.embedding.peers import Peers
 from sharders.embedding.phases import FORWARD, INPUT, OUTPUT, phase
-from sharders.embedding.pooled_output import Blocks, PooledOutputDist, cut_columns
-from sharders.embedding.ragged import Columns
+from sharders.embedding.way import Kind, Way, offsets
 
-
-@dataclass(frozen=True)
-class _Way:
-    """How lookups travel in a call.
-
-    Args:
-        peers: between whom. Partials go straight to the ranks of the samples.
-        whole: TBEs whose lookups do with all their columns.
-        runs: of the slots whose lookups travel as partials.
-        partials: None where none do, on any rank.
-    """
-
-    peers: Peers
-    whole: list[TBE]
-    runs: list[SlotRun]
-    partials: PartialsPlan | None
-    output_dists: list[PooledOutputDist]
-
-    @cached_property
-    def width(self) -> int:
-        """Columns of this rank's lookup."""
-        return sum(tbe.lookup.num_columns for tbe in self.whole)
-
-    @cached_property
-    def num_slots(self) -> int:
-        """Of that lookup: the first."""
-        return sum(len(tbe.slots) for tbe in self.whole)
+_MAX_WAYS = 16  # of a call's tables, that are kept compiled
 
 
 class PooledPath(Path[torch.Tensor]):
@@ -61,71 +32,55 @@ class PooledPath(Path[torch.Tensor]):
         super().__init__(*parts)
         placement = self.store.placement
         self.mean_columns = _runs_of_mean(self.dims, [placement.tables[f.table].mean for f in placement.features])
-        self.ways = [self._make_way(by_partials=False)]
-        if any(placement.by_partials):
-            self.ways.append(self._make_way(by_partials=True))
+        self._partial = frozenset(t for t, is_partial in enumerate(placement.by_partials) if is_partial)
+        self._made: dict[tuple[frozenset[int], bool], list[Way]] = {}
+        self._make_ways(frozenset(), False)
+        if self._partial:
+            self._make_ways(self._partial, True)
 
     def forward(self, call: Call) -> list[torch.Tensor]:
         """[(B, sum of dims)]."""
         with phase(call.spent, INPUT):
             self.input_dist.receive(call)
-        way = self._way(call)
-        own = way.peers.own
-        others = tuple(own[: -way.peers.outer.size])
         with phase(call.spent, FORWARD):
-            num = sum(call.samples[s] for s in others)
-            partials = self._partials(call)
-            memory = way.output_dists[0].memory(num, self.dtype, self.device, partials)
-            looked_up = self._look_up(call, others, None if memory is None else memory[: num * way.width].view(num, -1))
             local = self._look_up_local(call)
+        out: torch.Tensor | None = None
+        ways, wants_landing = self._ways(call), self.wants_landing(call)
+        for way in ways:
+            of_way = local if way is ways[-1] else None
+            out = way.forward(call, of_way, out, wants_landing, partial(self.order_ids, call))
+        assert out is not None
+        inverse = self._inverse_lengths(call) if self.mean_columns else None
+        if inverse is not None:
+            with phase(call.spent, OUTPUT):
+                self._scaled_means(inverse, out, out)
+        return [out]
 
-        def rest() -> torch.Tensor:
-            with phase(call.spent, FORWARD):
-                found = self._look_up(call, tuple(own[len(others) :]), None)
-            self.order_ids(call)
-            return found
+    @once_per_call
+    def _ways(self, call: Call) -> list[Way]:
+        """How results travel, the straight ones first; all ranks have the same."""
+        straight = self._partial if call.by_partials else self.input_dist.receive(call).straight
+        return self._made.get((straight, call.by_partials)) or self._make_ways(straight, call.by_partials)
 
-        with phase(call.spent, OUTPUT):
-            for i, output_dist in enumerate(way.output_dists):
-                is_last = i == len(way.output_dists) - 1
-                last = (local, partials) if is_last else (None, None)
-                rows, blocks = self._rows(call, i), self._blocks(call, i)
-                landing = None
-                if self.wants_landing(call):
-                    landing = output_dist.landing(rows, blocks, last[1], self.dtype, self.device)
-                    call.kept["landing", i] = landing
-                found = output_dist.forward(looked_up, rest, rows, last[0], blocks, last[1], memory, landing)
-                if not is_last:
-                    looked_up, mine = found.tensor_split([len(found) - call.batch.batch_size])
-                    rest = lambda mine=mine: mine  # type: ignore[misc]  # noqa: E731
-            inverse = self._inverse_lengths(call) if self.mean_columns else None
-            if inverse is not None:
-                self._scaled_means(inverse, found, found)
-        return [found]
-
-    def _look_up(self, call: Call, sources: tuple[int, ...], out: torch.Tensor | None) -> torch.Tensor:
-        """(samples of these sources, columns of this rank's slots).
+    def _make_ways(self, straight: frozenset[int], goes_along: bool) -> list[Way]:
+        """The oldest go where there are too many.
 
         Args:
-            out: memory of that shape which may be used.
+            straight: tables whose partials go straight to the ranks of the samples.
+            goes_along: all others' results do so too.
         """
-        way, rows = self._way(call), sum(call.samples[s] for s in sources)
-        if not rows or not way.width:
-            return self._zeros(rows, way.width)
-        read = [(tbe, bags) for tbe, bags in zip(way.whole, self._bags(call, sources), strict=True) if bags is not None]
-        if len(read) == 1:
-            tbe, bags = read[0]
-            return tbe.lookup.pooled(bags, self._fitting(tbe, out)).to(self.dtype)
-        out = torch.empty(rows, way.width, dtype=self.dtype, device=self.device) if out is None else out
-        for (tbe, bags), columns in zip(read, out.split([t.lookup.num_columns for t, _ in read], 1), strict=True):
-            found = tbe.lookup.pooled(bags, self._fitting(tbe, columns))
-            if found.data_ptr() != columns.data_ptr():
-                columns.copy_(found)
-        return out
-
-    def _fitting(self, tbe: TBE, out: torch.Tensor | None) -> torch.Tensor | None:
-        """Memory for a TBE's results, where these have its dtype."""
-        return out if tbe.bank.weights.dtype == self.dtype else None
+        if len(self._made) >= _MAX_WAYS:
+            del self._made[next(iter(self._made))]
+        sharded = frozenset(t for t, is_local in enumerate(self.store.placement.is_local) if not is_local)
+        others, local = sharded - straight, [f for tbe in self.store.local for f in tbe.features]
+        kinds = [Kind(self.peers, others, straight, local)]
+        if straight:
+            kinds = [Kind(self.peers.in_one_stage(), others, straight, local)]
+        if straight and others and not goes_along:
+            kinds = [Kind(kinds[0].peers, (), straight, ()), Kind(self.peers, others, (), local)]
+        ways = [Way(kind, self.store, self.input_dist, self.dtype, self.device) for kind in kinds]
+        self._made[straight, goes_along] = ways
+        return ways
 
     def _look_up_local(self, call: Call) -> torch.Tensor | None:
         """(B, columns) of the local tables."""
@@ -150,100 +105,42 @@ class PooledPath(Path[torch.Tensor]):
         return grad if inverse is None else self._scaled_means(inverse, grad, torch.empty_like(grad))
 
     def _send_back(self, call: Call, given: torch.Tensor, beside: Beside | None) -> Returned:
-        dists = self._way(call).output_dists
-        last = len(dists) - 1
-        rows, blocks = self._rows(call, last), self._blocks(call, last)
-        landings = [call.kept.pop(("landing", i), None) for i in range(len(dists))]
-        grad = dists[last].backward(given, rows, self.factor, beside, blocks, self._partials(call), landings[last])
-        for i in reversed(range(last)):
-            of_joined = grad.view(sum(rows), dists[i].width)
-            rows = self._rows(call, i)
-            grad = dists[i].backward(of_joined, rows, 1.0, None, self._blocks(call, i), landing=landings[i])
-        return grad, self._weight_gradient(call, given, grad) if call.wants_weight_gradient else None
+        ways = self._ways(call)
+        grads = [way.send_back(call, given, self.factor, beside if way is ways[0] else None) for way in ways]
+        return grads, self._weight_gradient(call, given, grads) if call.wants_weight_gradient else None
 
-    def _sizes(self, call: Call, sources: tuple[int, ...]) -> list[int]:
-        way = self._way(call)
-        of_partials = elements_of_sources(way.runs, self._owned(call, sources)) or [0] * len(sources)
-        return [call.samples[i] * way.width + n for i, n in zip(sources, of_partials, strict=True)]
+    def _sizes(self, call: Call) -> list[list[int]]:
+        return [way.sizes(call) for way in self._ways(call)]
 
-    def _train(self, call: Call, grad: torch.Tensor, sources: tuple[int, ...]) -> Trained:
-        lookup, of_runs = self._cut(call, grad, sources)
-        orders = iter(self._orders(call, sources))
-        for tbe, columns, bags in self._by_tbe(call, lookup, sources):
-            if tbe.is_trainable:
-                train = tbe.lookup.gradient_pooled if tbe.bank.spec is None else tbe.lookup.update_pooled
-                yield tbe, train(columns.to(tbe.bank.weights.dtype).contiguous(), bags, order=next(orders))
-        for (tbe, _, _), rows, owned in zip(self._way(call).runs, of_runs, self._owned(call, sources), strict=True):
-            if tbe.is_trainable:
-                learn = tbe.lookup.gradient_rows if tbe.bank.spec is None else tbe.lookup.update_rows
-                yield tbe, learn(rows.to(tbe.bank.weights.dtype), owned.read(), order=next(orders))
+    def _train(self, call: Call, grads: Sequence[torch.Tensor]) -> Trained:
+        for way, grad in zip(self._ways(call), grads, strict=True):
+            yield from way.train(call, grad)
 
-    @once_per_call
-    def _orders(self, call: Call, sources: tuple[int, ...]) -> list[Any]:
-        way = self._way(call)
-        whole = zip(way.whole, self._bags(call, sources), strict=True)
-        found = [tbe.lookup.order_pooled(bags) for tbe, bags in whole if bags is not None and tbe.is_trainable]
-        of_runs = zip(way.runs, self._owned(call, sources), strict=True)
-        return found + [run.tbe.lookup.order_rows(bags.read()) for run, bags in of_runs if run.tbe.is_trainable]
+    def _order(self, call: Call) -> None:
+        for way in self._ways(call):
+            way.order(call)
 
-    def _cut(self, call: Call, grad: torch.Tensor, sources: tuple[int, ...]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Gradients of this rank's lookup (samples, width), and of each run of partials (bags, width)."""
-        way = self._way(call)
-        samples = [call.samples[i] for i in sources]
-        if not way.runs:
-            return grad.view(sum(samples), way.width), []
-        if not way.width and len(way.runs) == 1:
-            return grad.new_empty(sum(samples), 0), [grad.view(-1, way.runs[0].width)]
-        of_runs = [
-            [n * run.width for n, _, _ in bags.of_sources]
-            for run, bags in zip(way.runs, self._owned(call, sources), strict=True)
-        ]
-        of_lookup = [n * way.width for n in samples]
-        cut = grad.split([n for of_source in zip(of_lookup, *of_runs, strict=True) for n in of_source])
-        lookup, *runs = (torch.cat(cut[i :: 1 + len(of_runs)]) for i in range(1 + len(of_runs)))
-        by_run = [flat.view(-1, run.width) for run, flat in zip(way.runs, runs, strict=True)]
-        return lookup.view(sum(samples), way.width), by_run
+    def peers_of(self, call: Call) -> Peers:
+        """See `Path`."""
+        return self._ways(call)[0].peers
 
-    def _by_tbe(
-        self, call: Call, grad: torch.Tensor, sources: tuple[int, ...]
-    ) -> Iterator[tuple[TBE, torch.Tensor, Bags]]:
-        """Each TBE whose lookup travels whole, with slots here, its columns of the gradient, and its bags."""
-        column = 0
-        for tbe, bags in zip(self._way(call).whole, self._bags(call, sources), strict=True):
-            if bags is not None:
-                yield tbe, grad[:, column : column + tbe.lookup.num_columns], bags
-                column += tbe.lookup.num_columns
-
-    @once_per_call
-    def _owned(self, call: Call, sources: tuple[int, ...]) -> list[OwnedBags]:
-        """Bags of each run of partials."""
-        received = self.input_dist.receive(call)
-        return [owned_bags(received, run, sources) for run in self._way(call).runs]
-
-    @once_per_call
-    def _partials(self, call: Call) -> Partials | None:
-        """Those of the own sources."""
-        way = self._way(call)
-        plan = way.partials
-        if plan is None:
-            return None
-        of_ranks, sent = list(zip(way.peers.own, plan.ranges, strict=True)), call.sent
-        lengths = [sent.lengths[i][slots.start : slots.stop] for i, slots in of_ranks]
-        bags = [n for i, slots in of_ranks for n in sent.bags[i][slots.start : slots.stop]]
-        awaited = Awaited(plan, lengths, bags, call.batch.shortest > 0)
-        return Partials(way.runs, self._owned(call, tuple(way.peers.own)), awaited, self.dtype, call.spent)
-
-    def _weight_gradient(self, call: Call, given: torch.Tensor, looked_up: torch.Tensor) -> torch.Tensor:
+    def _weight_gradient(self, call: Call, given: torch.Tensor, looked_up: Sequence[torch.Tensor]) -> torch.Tensor:
         """(N,) gradient of the batch's weights: from the owners of the rows, and from the local tables.
 
         Args:
             given: (B, sum of dims) gradient of the results.
-            looked_up: gradient of this rank's lookup for the own sources, times `factor`.
+            looked_up: gradients of what each way looked up here for the own sources, times `factor`.
         """
         weights = call.batch.weights
         assert weights is not None
         result = torch.zeros(weights.numel(), dtype=self.dtype, device=self.device)
-        send = self._weight_gradients_of_sources(call, looked_up)
+        of_slots: dict[int, list[tuple[int, torch.Tensor]]] = {source: [] for source in self.peers.by_table_rank}
+        for way, grad in zip(self._ways(call), looked_up, strict=True):
+            for source, slot, part in way.weight_gradients(call, grad):
+                of_slots[source].append((slot, part))
+        # For each source slot by slot, as its ids came.
+        in_order = [[part for _, part in sorted(of, key=lambda at: at[0])] for of in of_slots.values()]
+        send = [torch.cat([result[:0], *parts]) for parts in in_order]
         receive_sizes = [sum(call.sent.counts[s]) for s in self.peers.by_table_rank]
         codec, channel = self.peers.codecs.gradients, self.peers.table
         wire = encoded(codec, torch.cat(send), channel)
@@ -258,100 +155,6 @@ class PooledPath(Path[torch.Tensor]):
             result.index_add_(0, take(call.batch.places, keys, call.batch.starts), part)
         return result.to(weights.dtype)
 
-    def _weight_gradients_of_sources(self, call: Call, looked_up: torch.Tensor) -> list[torch.Tensor]:
-        """For each table rank the gradients of the weights that it has sent here, in the order it sent them."""
-        sources, parts = tuple(self.peers_of(call).own), []
-        lookup, of_runs = self._cut(call, looked_up, sources)
-        for tbe, columns, bags in self._by_tbe(call, lookup, sources):
-            columns = columns.to(tbe.bank.weights.dtype).contiguous()
-            parts.append(tbe.lookup.gradient_weights(columns, bags).to(self.dtype))
-        # They come slot by slot, and there source by source: cut, and joined source by source.
-        counts = self.input_dist.receive(call).counts
-        sizes = [counts[s][slot] for slot in range(self._way(call).num_slots) for s in sources]
-        cut = torch.cat(parts).split(sizes) if parts else ()
-        of_sources = [[self._zeros(0), *cut[i :: len(sources)]] for i in range(len(sources))]
-        for (tbe, _, _), rows, owned in zip(self._way(call).runs, of_runs, self._owned(call, sources), strict=True):
-            read = Segmented(owned.ids, owned.segments, owned.bounds())
-            flat = tbe.lookup.gradient_row_weights(rows.to(tbe.bank.weights.dtype), read)
-            for found, part in zip(of_sources, flat.split([n for _, n, _ in owned.of_sources]), strict=True):
-                found.append(part.to(self.dtype))
-        by_source = {s: torch.cat(found) for s, found in zip(sources, of_sources, strict=True)}
-        return [by_source[s] for s in self.peers.by_table_rank]
-
-    def _way(self, call: Call) -> _Way:
-        return self.ways[call.by_partials]
-
-    def peers_of(self, call: Call) -> Peers:
-        """See `Path`."""
-        return self._way(call).peers
-
-    def _make_way(self, by_partials: bool) -> _Way:
-        store, peers = self.store, self.peers.in_one_stage() if by_partials else self.peers
-        order = [peers.table_ranks[source] for source in peers.own]
-        plan = PartialsPlan(store.placement, order, self.device) if by_partials else None
-        whole = [tbe for tbe in store.sharded if not (by_partials and tbe.by_partials)]
-        runs = store.runs_of([tbe for tbe in store.sharded if by_partials and tbe.by_partials])
-        return _Way(peers, whole, runs, plan, self._make_output_dists(peers, plan))
-
-    def _make_output_dists(self, peers: Peers, plan: PartialsPlan | None) -> list[PooledOutputDist]:
-        codecs, placement = peers.codecs, self.store.placement
-        columns: list[list[Columns]] = [
-            [(s.feature, s.column, s.width) for s in of_rank] for of_rank in placement.slots
-        ]
-        target: list[Columns] = [(f, 0, dim) for f, dim in enumerate(self.dims)]
-        local: list[Columns] = [(f, 0, self.dims[f]) for tbe in self.store.local for f in tbe.features]
-        if plan is not None:
-            columns = [of_rank[: placement.partial_slots(rank).start] for rank, of_rank in enumerate(columns)]
-        if peers.outer.size == 1:
-            groups = plan.groups if plan is not None else []
-            return [PooledOutputDist(peers.table, codecs, [*columns, local, *(g.columns for g in groups)], target)]
-        hosts = [columns[h * peers.inner.size : (h + 1) * peers.inner.size] for h in range(peers.outer.size)]
-        host = peers.outer.rank
-        joined = [cut_columns(of_host) for of_host in hosts]
-        return [
-            PooledOutputDist(peers.inner, codecs, [*hosts[host], []], joined[host]),
-            PooledOutputDist(peers.outer, codecs, [*joined, local], target),
-        ]
-
-    def _rows(self, call: Call, index: int) -> list[int]:
-        """Samples of each rank of an output dist: what is sent to it, and what it has sent."""
-        peers = self.peers_of(call)
-        size = [call.samples[i] for i in peers.by_table_rank]
-        inner, outer = peers.inner, peers.outer
-        if outer.size == 1:
-            return size
-        if index == 0:
-            return [sum(size[h * inner.size + i] for h in range(outer.size)) for i in range(inner.size)]
-        return [size[h * inner.size + inner.rank] for h in range(outer.size)]
-
-    def _blocks(self, call: Call, index: int) -> Blocks:
-        """Of each rank of an output dist; None where every batch has one size for all features."""
-        if not call.has_sizes:
-            return None
-        peers = self.peers_of(call)
-        size = [call.batch_sizes[i] for i in peers.by_table_rank]
-        inner, outer = peers.inner, peers.outer
-        if outer.size == 1:
-            return [[of_rank] for of_rank in size]
-        if index == 0:
-            return [[size[h * inner.size + i] for h in own_last(outer)] for i in range(inner.size)]
-        return [[size[h * inner.size + inner.rank]] for h in range(outer.size)]
-
-    @once_per_call
-    def _bags(self, call: Call, sources: tuple[int, ...]) -> list[Bags | None]:
-        """Bags of the slots of each TBE whose lookup travels whole; None where it has none here."""
-        received = self.input_dist.receive(call)
-        ids, lengths, weights = received.slot_major(sources, self._way(call).num_slots)
-        cuts = {at for tbe in self._way(call).whole for at in (tbe.slots.start, tbe.slots.stop)}
-        starts = {at: sum(sum(received.counts[s][:at]) for s in sources) for at in cuts}
-        result: list[Bags | None] = []
-        for tbe in self._way(call).whole:
-            first, stop = tbe.slots.start, tbe.slots.stop
-            of_tbe = slice(starts[first], starts[stop])
-            reals = None if weights is None else weights[of_tbe].to(tbe.bank.weights.dtype)
-            result.append(Bags(ids[of_tbe], _offsets(lengths[first:stop]), reals) if len(tbe.slots) else None)
-        return result
-
     @once_per_call
     def _local_bags(self, call: Call) -> list[Bags]:
         """This rank's own bags for the features of each local TBE."""
@@ -362,7 +165,7 @@ class PooledPath(Path[torch.Tensor]):
             weights = batch.weights
             if weights is not None:
                 weights = take(weights, keys, batch.starts).to(tbe.bank.weights.dtype)
-            result.append(Bags(ids, _offsets(batch.lengths[keys].to(ids.dtype)), weights))
+            result.append(Bags(ids, offsets(batch.lengths[keys].to(ids.dtype)), weights))
         return result
 
     def _local_gradients(self, call: Call, given: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -435,11 +238,3 @@ def _runs_of_mean(dims: Sequence[int], means: Sequence[bool]) -> list[tuple[slic
             runs.append((slice(column, column + num * dim), slice(feature, feature + num), dim))
         column, feature = column + num * dim, feature + num
     return runs
-
-
-def _offsets(lengths: torch.Tensor) -> torch.Tensor:
-    """(S * B + 1,) bounds of the bags whose lengths are (S, B)."""
-    flat = lengths.reshape(-1)
-    offsets = flat.new_zeros(flat.numel() + 1)
-    torch.cumsum(flat, 0, out=offsets[1:])
-    return offsets

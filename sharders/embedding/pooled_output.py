@@ -200,6 +200,7 @@ class PooledOutputDist:
         partials: Partials | None = None,
         memory: torch.Tensor | None = None,
         landing: Landing | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Exchange lookups.
 
@@ -212,6 +213,7 @@ class PooledOutputDist:
             partials: the call's.
             memory: in which `others` may lie.
             landing: for their gradients.
+            out: to write to, where its other columns have been written.
 
         Returns:
             (rows[me], width).
@@ -223,7 +225,6 @@ class PooledOutputDist:
             parts = zip(self._others, others.split([rows[i] for i in self._others]), strict=True)
             wire = torch.cat([wire[:0], *(ragged(part, self.columns[self.me], blocks[i]) for i, part in parts)])
         exchange = self._begin(wire, to, came_from, partials, memory, landing)
-        out: torch.Tensor | None = None
         came: dict[int, torch.Tensor] = {self.me: look_up_own()}
         if local is not None:
             came[self.channel.size] = local

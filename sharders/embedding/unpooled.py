@@ -16,6 +16,7 @@ from sharders.embedding.lookup.torch_kernel import RowGradients
 from sharders.embedding.output_dist import Beside
 from sharders.embedding.path import Path, Returned, Trained
 from sharders.embedding.phases import FORWARD, INPUT, OUTPUT, phase
+from sharders.embedding.received import joined
 from sharders.embedding.row_places import RowPlaces, RowsBack
 from sharders.embedding.unpooled_output import UnpooledOutputDist
 
@@ -27,7 +28,7 @@ class UnpooledPath(Path[list[torch.Tensor]]):
         super().__init__(*parts)
         peers = self.peers
         self.output_dist = UnpooledOutputDist(self.store.placement, peers.table, peers.codecs)
-        self.runs = self.store.runs_of(self.store.sharded)
+        self.runs = self.store.runs_of(range(len(self.store.placement.tables)))
 
     def forward(self, call: Call) -> list[torch.Tensor]:
         """For each feature its ids' rows (N_f, dim)."""
@@ -103,15 +104,16 @@ class UnpooledPath(Path[list[torch.Tensor]]):
                 "before they are sent, and so before they could be clamped; set it before the forward"
             )
         landing = call.kept.pop("landing", None)
-        return self.output_dist.backward(given, self._by_rank(call), back, self.factor, beside, landing), None
+        return [self.output_dist.backward(given, self._by_rank(call), back, self.factor, beside, landing)], None
 
-    def _sizes(self, call: Call, sources: tuple[int, ...]) -> list[int]:
-        return [sum(of_source) for of_source in self._run_sizes(call, sources)]
+    def _sizes(self, call: Call) -> list[list[int]]:
+        return [[sum(of_source) for of_source in self._run_sizes(call, tuple(self.peers.sources))]]
 
-    def _train(self, call: Call, grad: torch.Tensor, sources: tuple[int, ...]) -> Trained:
+    def _train(self, call: Call, grads: Sequence[torch.Tensor]) -> Trained:
+        (grad,), sources = grads, tuple(self.peers.sources)
         # Source by source, run by run: a run's gradients are every so many of the cuts.
         cut = grad.split([n for of_source in self._run_sizes(call, sources) for n in of_source]) if self.runs else ()
-        orders = iter(self._orders(call, sources))
+        orders = iter(self._order(call))
         for i, ((tbe, _, width), read) in enumerate(zip(self.runs, self._ids(call, sources), strict=True)):
             if tbe.is_trainable:
                 flat = grad if len(self.runs) == 1 else torch.cat(cut[i :: len(self.runs)])
@@ -119,8 +121,8 @@ class UnpooledPath(Path[list[torch.Tensor]]):
                 yield tbe, train(flat.view(-1, width).to(tbe.bank.weights.dtype), read, order=next(orders))
 
     @once_per_call
-    def _orders(self, call: Call, sources: tuple[int, ...]) -> list[Any]:
-        of_runs = zip(self.runs, self._ids(call, sources), strict=True)
+    def _order(self, call: Call) -> list[Any]:
+        of_runs = zip(self.runs, self._ids(call, tuple(self.peers.sources)), strict=True)
         return [run.tbe.lookup.order_rows(read) for run, read in of_runs if run.tbe.is_trainable]
 
     @once_per_call
@@ -128,21 +130,17 @@ class UnpooledPath(Path[list[torch.Tensor]]):
         """Ids of each run, source by source, and their (slot of the TBE, count) segments."""
         received = self.input_dist.receive(call)
         result: list[Segmented] = []
-        for tbe, slots, _ in self.runs:
-            parts, segments = [], []
-            for source in sources:
-                counts = received.counts[source]
-                start = sum(counts[: slots.start])
-                parts.append(received.ids[source][start : start + sum(counts[slots.start : slots.stop])])
-                segments += [(i - tbe.slots.start, counts[i]) for i in slots]
-            result.append(Segmented(torch.cat(parts) if len(parts) != 1 else parts[0], segments))
+        for tbe, (slots,), _ in self.runs:
+            parts = [received.ids[source][received.span(source, slots)] for source in sources]
+            segments = [(i - tbe.slots.start, received.counts[source][i]) for source in sources for i in slots]
+            result.append(Segmented(joined(parts), segments))
         return result
 
     @once_per_call
     def _run_sizes(self, call: Call, sources: tuple[int, ...]) -> list[list[int]]:
         """Elements of each source's rows, by run."""
         counts = self.input_dist.receive(call).counts
-        return [[sum(counts[s][slots.start : slots.stop]) * width for _, slots, width in self.runs] for s in sources]
+        return [[sum(counts[s][slots.start : slots.stop]) * width for _, (slots,), width in self.runs] for s in sources]
 
     def _by_rank(self, call: Call) -> list[int]:
         """Elements of each table rank's rows."""

@@ -1,0 +1,340 @@
+"""A way: tables of pooled lookups whose results travel alike in a call, and their gradients back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+
+from sharders.embedding.call import Call, once_per_call
+from sharders.embedding.input_dist import InputDist
+from sharders.embedding.local_tables import TBE, TableStore
+from sharders.embedding.lookup.kernels import Lookup, compile_lookup
+from sharders.embedding.lookup.reads import Bags, Segmented
+from sharders.embedding.output_dist import Beside
+from sharders.embedding.partials import Awaited, OwnedBags, Partials, PartialsPlan, elements_of_sources, owned_bags
+from sharders.embedding.path import Trained
+from sharders.embedding.peers import Peers, own_last
+from sharders.embedding.phases import FORWARD, OUTPUT, phase
+from sharders.embedding.placement import Placement
+from sharders.embedding.pooled_output import Blocks, PooledOutputDist, cut_columns
+from sharders.embedding.ragged import Columns
+
+
+class Whole(NamedTuple):
+    """Slots of a TBE that are looked up with all their columns."""
+
+    tbe: TBE
+    lookup: Lookup
+    num_slots: int
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Which tables of a module go one way, and how.
+
+    Args:
+        peers: between whom. Partials go straight to the ranks of the samples.
+        whole: tables whose lookups travel with all their columns.
+        partial: tables whose lookups travel as partials.
+        local: features of data-parallel tables, whose results are placed with them.
+    """
+
+    peers: Peers
+    whole: Collection[int]
+    partial: Collection[int]
+    local: Sequence[int]
+
+
+class Way:
+    """Lookup, exchanges and update of some sharded tables.
+
+    Args:
+        kind: which.
+        dtype, device: see `Path`.
+    """
+
+    def __init__(
+        self, kind: Kind, store: TableStore, input_dist: InputDist, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.peers, self.store, self.input_dist, self.dtype, self.device = kind.peers, store, input_dist, dtype, device
+        placement, peers = store.placement, kind.peers
+        self.pieces = placement.pieces(store.rank, kind.whole)
+        """Slots here whose lookups travel whole."""
+        self.whole = [w for tbe in store.sharded if (w := _whole_of(store, tbe, kind.whole)).num_slots]
+        self.runs = store.runs_of(kind.partial)
+        self.width = sum(whole.lookup.num_columns for whole in self.whole)
+        """Columns of this rank's lookup."""
+        order = [peers.table_ranks[source] for source in peers.own]
+        self.partials = PartialsPlan(placement, order, kind.partial, device) if kind.partial else None
+        self.output_dists = _output_dists(placement, kind, self.partials)
+
+    def forward(
+        self,
+        call: Call,
+        local: torch.Tensor | None,
+        out: torch.Tensor | None,
+        wants_landing: bool,
+        meanwhile: Callable[[], None],
+    ) -> torch.Tensor:
+        """Look up, and give to the ranks of the samples.
+
+        Args:
+            local: (B, columns) of data-parallel tables.
+            out: (B, sum of dims) to write to, where other tables' results are there.
+            wants_landing: gradients come back, and no sums beside them.
+            meanwhile: called when results are under way.
+
+        Returns:
+            (B, sum of dims).
+        """
+        dists, own = self.output_dists, self.peers.own
+        others = tuple(own[: -self.peers.outer.size])
+        with phase(call.spent, FORWARD):
+            num = sum(call.samples[s] for s in others)
+            partials = self._partials(call)
+            memory = dists[0].memory(num, self.dtype, self.device, partials)
+            to = None if memory is None else memory[: num * self.width].view(num, -1)
+            looked_up = self._look_up(call, others, to)
+
+        def rest() -> torch.Tensor:
+            with phase(call.spent, FORWARD):
+                found = self._look_up(call, tuple(own[len(others) :]), None)
+            meanwhile()
+            return found
+
+        with phase(call.spent, OUTPUT):
+            for i, output_dist in enumerate(dists):
+                is_last = i == len(dists) - 1
+                last = (local, partials, out) if is_last else (None, None, None)
+                rows, blocks = self._rows(call, i), self._blocks(call, i)
+                landing = None
+                if wants_landing:
+                    landing = output_dist.landing(rows, blocks, last[1], self.dtype, self.device)
+                    call.kept["landing", self, i] = landing
+                found = output_dist.forward(looked_up, rest, rows, last[0], blocks, last[1], memory, landing, last[2])
+                if not is_last:
+                    looked_up, mine = found.tensor_split([len(found) - call.batch.batch_size])
+                    rest = lambda mine=mine: mine  # type: ignore[misc]  # noqa: E731
+        return found
+
+    def send_back(self, call: Call, given: torch.Tensor, factor: float, beside: Beside | None) -> torch.Tensor:
+        """Flat gradients, times `factor`, of what was looked up here for the own sources, given those of the results.
+
+        Args:
+            given: (B, sum of dims).
+            beside: travels with them.
+        """
+        dists = self.output_dists
+        last = len(dists) - 1
+        rows, blocks = self._rows(call, last), self._blocks(call, last)
+        landings = [call.kept.pop(("landing", self, i), None) for i in range(len(dists))]
+        grad = dists[last].backward(given, rows, factor, beside, blocks, self._partials(call), landings[last])
+        for i in reversed(range(last)):
+            of_joined = grad.view(sum(rows), dists[i].width)
+            rows = self._rows(call, i)
+            grad = dists[i].backward(of_joined, rows, 1.0, None, self._blocks(call, i), landing=landings[i])
+        return grad
+
+    def sizes(self, call: Call) -> list[int]:
+        """Elements of the gradients from each of `sources`."""
+        sources = self.sources
+        of_partials = elements_of_sources(self.runs, self._owned(call, sources)) or [0] * len(sources)
+        return [call.samples[i] * self.width + n for i, n in zip(sources, of_partials, strict=True)]
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """See `Peers`."""
+        return tuple(self.peers.sources)
+
+    def train(self, call: Call, grad: torch.Tensor) -> Trained:
+        """See `Path`; flat gradients of all `sources`."""
+        sources = self.sources
+        lookup, of_runs = self._cut(call, grad, sources)
+        orders = iter(self.order(call))
+        for (tbe, of_whole, _), columns, bags in self._by_whole(call, lookup, sources):
+            if tbe.is_trainable:
+                train = of_whole.gradient_pooled if tbe.bank.spec is None else of_whole.update_pooled
+                yield tbe, train(columns.to(tbe.bank.weights.dtype).contiguous(), bags, order=next(orders))
+        for (tbe, _, _), rows, owned in zip(self.runs, of_runs, self._owned(call, sources), strict=True):
+            if tbe.is_trainable:
+                learn = tbe.lookup.gradient_rows if tbe.bank.spec is None else tbe.lookup.update_rows
+                yield tbe, learn(rows.to(tbe.bank.weights.dtype), owned.read(), order=next(orders))
+
+    @once_per_call
+    def order(self, call: Call) -> list[Any]:
+        """Of each lookup that `train` updates; see `Lookup`."""
+        sources = self.sources
+        whole = zip(self.whole, self._bags(call, sources), strict=True)
+        found = [of.lookup.order_pooled(bags) for of, bags in whole if of.tbe.is_trainable]
+        of_runs = zip(self.runs, self._owned(call, sources), strict=True)
+        return found + [run.tbe.lookup.order_rows(bags.read()) for run, bags in of_runs if run.tbe.is_trainable]
+
+    def weight_gradients(self, call: Call, grad: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """(source, slot, gradients of its weights) of each of the own sources and each slot here.
+
+        Args:
+            grad: flat, of what was looked up here for them.
+        """
+        sources, counts = tuple(self.peers.own), self.input_dist.receive(call).counts
+        lookup, of_runs = self._cut(call, grad, sources)
+        slots = [slot for piece in self.pieces for slot in piece]
+        for (tbe, of_whole, num_slots), columns, bags in self._by_whole(call, lookup, sources):
+            found = of_whole.gradient_weights(columns.to(tbe.bank.weights.dtype).contiguous(), bags).to(self.dtype)
+            places = [(source, slot) for slot in slots[:num_slots] for source in sources]
+            parts = found.split([counts[source][slot] for source, slot in places])
+            yield from ((*place, part) for place, part in zip(places, parts, strict=True))
+            slots = slots[num_slots:]
+        for run, rows, owned in zip(self.runs, of_runs, self._owned(call, sources), strict=True):
+            read = Segmented(owned.ids, owned.segments, owned.bounds())
+            found = run.tbe.lookup.gradient_row_weights(rows.to(run.tbe.bank.weights.dtype), read).to(self.dtype)
+            places = [(source, slot) for source in sources for slot in run.slots]
+            parts = found.split([counts[source][slot] for source, slot in places])
+            yield from ((*place, part) for place, part in zip(places, parts, strict=True))
+
+    def _look_up(self, call: Call, sources: tuple[int, ...], out: torch.Tensor | None) -> torch.Tensor:
+        """(samples of these sources, columns of this rank's slots).
+
+        Args:
+            out: memory of that shape which may be used.
+        """
+        rows = sum(call.samples[s] for s in sources)
+        if not rows or not self.width:
+            return torch.zeros(rows, self.width, dtype=self.dtype, device=self.device)
+        read = list(zip(self.whole, self._bags(call, sources), strict=True))
+        if len(read) == 1:
+            whole, bags = read[0]
+            return whole.lookup.pooled(bags, self._fitting(whole, out)).to(self.dtype)
+        out = torch.empty(rows, self.width, dtype=self.dtype, device=self.device) if out is None else out
+        for (whole, bags), columns in zip(read, out.split([w.lookup.num_columns for w, _ in read], 1), strict=True):
+            found = whole.lookup.pooled(bags, self._fitting(whole, columns))
+            if found.data_ptr() != columns.data_ptr():
+                columns.copy_(found)
+        return out
+
+    def _fitting(self, whole: Whole, out: torch.Tensor | None) -> torch.Tensor | None:
+        """Memory for results, where these have its dtype."""
+        return out if whole.tbe.bank.weights.dtype == self.dtype else None
+
+    def _cut(self, call: Call, grad: torch.Tensor, sources: tuple[int, ...]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Gradients of this rank's lookup (samples, width), and of each run of partials (bags, width)."""
+        samples = [call.samples[i] for i in sources]
+        if not self.runs:
+            return grad.view(sum(samples), self.width), []
+        if not self.width and len(self.runs) == 1:
+            return grad.new_empty(sum(samples), 0), [grad.view(-1, self.runs[0].width)]
+        of_runs = [
+            [n * run.width for n, _, _ in bags.of_sources]
+            for run, bags in zip(self.runs, self._owned(call, sources), strict=True)
+        ]
+        of_lookup = [n * self.width for n in samples]
+        cut = grad.split([n for of_source in zip(of_lookup, *of_runs, strict=True) for n in of_source])
+        lookup, *runs = (torch.cat(cut[i :: 1 + len(of_runs)]) for i in range(1 + len(of_runs)))
+        by_run = [flat.view(-1, run.width) for run, flat in zip(self.runs, runs, strict=True)]
+        return lookup.view(sum(samples), self.width), by_run
+
+    def _by_whole(
+        self, call: Call, grad: torch.Tensor, sources: tuple[int, ...]
+    ) -> Iterator[tuple[Whole, torch.Tensor, Bags]]:
+        """Each lookup that travels whole, its columns of the gradient, and its bags."""
+        columns = grad.split([whole.lookup.num_columns for whole in self.whole], 1)
+        yield from zip(self.whole, columns, self._bags(call, sources), strict=True)
+
+    @once_per_call
+    def _bags(self, call: Call, sources: tuple[int, ...]) -> list[Bags]:
+        """Bags of each lookup that travels whole."""
+        if not self.whole:
+            return []
+        received = self.input_dist.receive(call)
+        ids, lengths, weights = received.slot_major(sources, self.pieces)
+        counts = [sum(received.counts[s][slot] for s in sources) for piece in self.pieces for slot in piece]
+        starts = [0, *accumulate(counts)]
+        result, first = [], 0
+        for tbe, _, num_slots in self.whole:
+            stop = first + num_slots
+            of_lookup = slice(starts[first], starts[stop])
+            reals = None if weights is None else weights[of_lookup].to(tbe.bank.weights.dtype)
+            result.append(Bags(ids[of_lookup], offsets(lengths[first:stop]), reals))
+            first = stop
+        return result
+
+    @once_per_call
+    def _owned(self, call: Call, sources: tuple[int, ...]) -> list[OwnedBags]:
+        """Bags of each run of partials."""
+        received = self.input_dist.receive(call)
+        return [owned_bags(received, run, sources) for run in self.runs]
+
+    @once_per_call
+    def _partials(self, call: Call) -> Partials | None:
+        """Those of the own sources."""
+        plan = self.partials
+        if plan is None:
+            return None
+        sent, own = call.sent, self.peers.own
+        of_ranks = [(i, piece) for i, pieces in zip(own, plan.slots, strict=True) for piece in pieces]
+        lengths = [sent.lengths[i][piece.start : piece.stop] for i, piece in of_ranks]
+        bags = [n for i, piece in of_ranks for n in sent.bags[i][piece.start : piece.stop]]
+        awaited = Awaited(plan, lengths, bags, call.batch.shortest > 0)
+        return Partials(self.runs, self._owned(call, tuple(own)), awaited, self.dtype, call.spent)
+
+    def _rows(self, call: Call, index: int) -> list[int]:
+        """Samples of each rank of an output dist: what is sent to it, and what it has sent."""
+        size = [call.samples[i] for i in self.peers.by_table_rank]
+        inner, outer = self.peers.inner, self.peers.outer
+        if outer.size == 1:
+            return size
+        if index == 0:
+            return [sum(size[h * inner.size + i] for h in range(outer.size)) for i in range(inner.size)]
+        return [size[h * inner.size + inner.rank] for h in range(outer.size)]
+
+    def _blocks(self, call: Call, index: int) -> Blocks:
+        """Of each rank of an output dist; None where every batch has one size for all features."""
+        if not call.has_sizes:
+            return None
+        size = [call.batch_sizes[i] for i in self.peers.by_table_rank]
+        inner, outer = self.peers.inner, self.peers.outer
+        if outer.size == 1:
+            return [[of_rank] for of_rank in size]
+        if index == 0:
+            return [[size[h * inner.size + i] for h in own_last(outer)] for i in range(inner.size)]
+        return [[size[h * inner.size + inner.rank]] for h in range(outer.size)]
+
+
+def offsets(lengths: torch.Tensor) -> torch.Tensor:
+    """(S * B + 1,) bounds of the bags whose lengths are (S, B)."""
+    flat = lengths.reshape(-1)
+    bounds = flat.new_zeros(flat.numel() + 1)
+    torch.cumsum(flat, 0, out=bounds[1:])
+    return bounds
+
+
+def _whole_of(store: TableStore, tbe: TBE, tables: Collection[int]) -> Whole:
+    """A TBE's lookup, or another in the same bank where some of its tables go another way."""
+    slots = store.placement.slots[store.rank]
+    mine = [i - tbe.slots.start for i in tbe.slots if slots[i].table in tables]
+    if len(mine) in (0, len(tbe.slots)):
+        return Whole(tbe, tbe.lookup, len(mine))
+    return Whole(tbe, compile_lookup(tbe.bank, [tbe.lookup.ranges[i] for i in mine], store.kernel), len(mine))
+
+
+def _output_dists(placement: Placement, kind: Kind, plan: PartialsPlan | None) -> list[PooledOutputDist]:
+    peers, codecs = kind.peers, kind.peers.codecs
+    dims = [placement.tables[feature.table].dim for feature in placement.features]
+    columns: list[list[Columns]] = [
+        [(s.feature, s.column, s.width) for s in of_rank if s.table in kind.whole] for of_rank in placement.slots
+    ]
+    target: list[Columns] = [(f, 0, dim) for f, dim in enumerate(dims)]
+    local: list[Columns] = [(f, 0, dims[f]) for f in kind.local]
+    if peers.outer.size == 1:
+        groups = [] if plan is None else plan.groups
+        return [PooledOutputDist(peers.table, codecs, [*columns, local, *(g.columns for g in groups)], target)]
+    hosts = [columns[h * peers.inner.size : (h + 1) * peers.inner.size] for h in range(peers.outer.size)]
+    host = peers.outer.rank
+    joined = [cut_columns(of_host) for of_host in hosts]
+    return [
+        PooledOutputDist(peers.inner, codecs, [*hosts[host], []], joined[host]),
+        PooledOutputDist(peers.outer, codecs, [*joined, local], target),
+    ]
