@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from dmp import ranks
+from sharders.shared_memory.memory_channel import MemoryChannel
 from sharders.shared_memory.opening import memory_channel
 
 # Its name until torch 2.13, which warns of it.
@@ -124,12 +125,14 @@ def over_group(group: dist.ProcessGroup | None, purpose: Purpose) -> Channel:
 def over_memory(group: dist.ProcessGroup | None, purpose: Purpose) -> Channel:
     """The `Transport` through memory that the ranks of a host share; where they do not, or cannot, over connections.
 
-    One channel for each group and purpose; it goes with its group and the modules that use it.
+    One channel for each group and purpose. Those of groups that were destroyed give their memory back.
     """
     if group is None or dist.get_world_size(group) == 1:
         return over_connections(group, purpose)
-    for opened in [key for key in _opened if not _is_alive(key[0])]:
-        del _opened[opened]
+    for key in [key for key in _opened if not _is_alive(key[0])]:
+        gone = _opened.pop(key)
+        if isinstance(gone, MemoryChannel):
+            gone.close()
     if (group, purpose) not in _opened:
         found = memory_channel(group, purpose, partial(over_connections, group, purpose))
         _opened[group, purpose] = found or over_connections(group, purpose)

@@ -113,8 +113,19 @@ parts: dict[dist.ProcessGroup, str] = {}
 
 @lru_cache(maxsize=256)
 def sequence_of(group: dist.ProcessGroup) -> Sequence:
-    """That of the group's ranks; groups of the same ranks share one, but for `parts`."""
-    return _sequence(tuple(dist.get_process_group_ranks(group)), parts.get(group, ""))
+    """That of the group's ranks; groups of the same ranks share one, but for `parts`.
+
+    Raises:
+        RanksError: the group was destroyed.
+    """
+    try:
+        ranks = tuple(dist.get_process_group_ranks(group))
+    except KeyError:
+        raise RanksError(
+            "the process group that this model was wrapped in was destroyed: wrap the module again in the one that "
+            "there is now, and load its checkpoint"
+        ) from None
+    return _sequence(ranks, parts.get(group, ""))
 
 
 @lru_cache(maxsize=256)

@@ -65,6 +65,15 @@ class MemoryChannel:
         self._nowhere = [0] * self.size
         self._lock, self._number, self._pid = threading.Lock(), 0, os.getpid()
         self._open: list[weakref.ref[MemoryTransfer] | None] = [None] * SLOTS
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Give the memory back, but for what tensors lie in: the group is gone. Whoever still refers to the channel, as
+        a model that nobody has collected yet, holds nothing by it."""
+        self._is_closed = True
+        self._open = [None] * SLOTS
+        self._segments, self._peers = [], []
+        del self._mine, self._pool
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MemoryChannel:
         """A copy of a model exchanges on the channels of the original."""
@@ -196,7 +205,7 @@ class MemoryChannel:
 
     def let_go(self, number: int) -> None:
         """Tell the others that this rank reads no more of an exchange; nothing in a process that was forked since."""
-        if os.getpid() != self._pid:
+        if self._is_closed or os.getpid() != self._pid:
             return
         self._mine.done[number % SLOTS] = number
         if any(segment.is_crowded.value for segment in self._segments):
@@ -261,7 +270,7 @@ class MemoryChannel:
         """Tell the others of the next exchange; returns its number.
 
         Raises:
-            RanksError: in another process than the one that the others wait for.
+            RanksError: in another process than the one that the others wait for, or without a group.
         """
         self._check_process()
         self._make_room(self._number + 1)
@@ -275,6 +284,11 @@ class MemoryChannel:
         return number
 
     def _check_process(self) -> None:
+        if self._is_closed:
+            raise RanksError(
+                "the process group that these tables exchange in was destroyed: wrap the module again in the one that "
+                "there is now, and load its checkpoint"
+            )
         if os.getpid() != self._pid:
             raise RanksError(
                 f"process {os.getpid()} was forked from rank {self.rank} of the group, process {self._pid}, which "
