@@ -101,5 +101,13 @@ def test_an_all_reduce_sends_no_more_for_more_ranks(ranks: int, rows: int, besid
     table = SimpleNamespace(rows=100, dim=8, trainable=True)
     placement: Any = SimpleNamespace(trains_local=True, tables=[table], is_local=[True])
     touched = [Touched(rows, rows * 8)] * ranks
-    assert are_fewer(placement, touched, is_beside=True) == beside
-    assert are_fewer(placement, touched, is_beside=False) == alone
+    assert are_fewer(placement, touched, True, 4) == beside
+    assert are_fewer(placement, touched, False, 4) == alone
+
+
+def test_large_tables_are_compared_with_an_all_reduce() -> None:
+    """On one axis too: only what does not go beside other gradients is summed there."""
+    table = SimpleNamespace(rows=1 << 20, dim=15, trainable=True)
+    placement: Any = SimpleNamespace(trains_local=True, tables=[table], is_local=[True])
+    assert are_fewer(placement, [Touched(1 << 17, 15 << 17)] * 4, True, 4)
+    assert not are_fewer(placement, [Touched(1 << 18, 15 << 18)] * 4, True, 4)

@@ -204,7 +204,7 @@ class Engine:
                 is_training,
                 ready.wants_weight_gradient,
                 all(header.is_sparse for header in headers),
-                touched if are_fewer(self.placement, touched, self.peers.is_flat) else None,
+                touched if are_fewer(self.placement, touched, self.peers.is_flat, self.path.dtype.itemsize) else None,
                 here.number,
                 spent,
             )

@@ -152,8 +152,8 @@ def send_gradients(
     pack: Callable[[int, torch.Tensor], None],
     beside: Beside | None = None,
     landing: Landing | None = None,
-) -> torch.Tensor:
-    """Gradients to the owners, and in the same exchange what goes to all ranks.
+) -> Callable[[], torch.Tensor]:
+    """Gradients on their way to the owners, and in the same exchange what goes to all ranks.
 
     Args:
         send_sizes, receive_sizes: elements of gradients for and from each rank, this one too.
@@ -163,17 +163,21 @@ def send_gradients(
         landing: for them, where they are the answer to an exchange.
 
     Returns:
-        Flat gradients: of the others in rank order, then this rank's own.
+        What waits for them and gives them, flat: of the others in rank order, then this rank's own.
     """
     me = channel.rank
     if landing is not None:
         for i, there in enumerate(channel.answer(landing, of_others(send_sizes, me))):
             if i != me:
                 pack(i, there)
-        transfer = landing.send()
-        pack(me, landing.flat[sum(receive_sizes) - receive_sizes[me] :])
-        transfer.wait()
-        return landing.flat
+        transfer, landed = landing.send(), landing.flat
+        pack(me, landed[sum(receive_sizes) - receive_sizes[me] :])
+
+        def answered() -> torch.Tensor:
+            transfer.wait()
+            return landed
+
+        return answered
     gradients = like.new_empty(sum(receive_sizes))
     others = gradients[: gradients.numel() - receive_sizes[me]]
     wire_dtype = codec.wire_dtype(like.dtype) if codec else like.dtype
@@ -193,12 +197,16 @@ def send_gradients(
     is_in_place = codec is None and beside is None
     exchange.start(others if is_in_place else None)
     pack(me, gradients[others.numel() :])
-    came = exchange.wait()
-    if beside is not None:
-        beside.take(came[1:], me)
-    if not is_in_place:
-        torch.cat([decoded(codec, part, like.dtype) for part in came[0]], out=others)
-    return gradients
+
+    def come() -> torch.Tensor:
+        came = exchange.wait()
+        if beside is not None:
+            beside.take(came[1:], me)
+        if not is_in_place:
+            torch.cat([decoded(codec, part, like.dtype) for part in came[0]], out=others)
+        return gradients
+
+    return come
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from sharders.embedding.input_dist import InputDist
 from sharders.embedding.local_tables import TBE
 from sharders.embedding.lookup.torch_kernel import RowGradients
 from sharders.embedding.output_dist import Beside
-from sharders.embedding.peers import Peers
 from sharders.embedding.phases import BACKWARD, GRADIENT, SYNC, phase
 from sharders.embedding.replicas import OfLocal, Replicas, sum_of
 from sharders.embedding.touched_rows import TouchedRows
@@ -57,10 +56,6 @@ class Path(Generic[Given]):
         self.peers, self.store, self.factor = replicas.peers, replicas.store, replicas.mean_factor
         self.dims = [self.store.placement.tables[f.table].dim for f in self.store.placement.features]
 
-    def peers_of(self, call: Call) -> Peers:
-        """Those that gradients of data-parallel tables may travel between beside others."""
-        return self.peers
-
     def wants_landing(self, call: Call) -> bool:
         """Whether gradients come back, and no sums beside them."""
         return (call.is_training or call.wants_weight_gradient) and not self.store.local
@@ -90,7 +85,7 @@ class Path(Generic[Given]):
             given = self._given(call, grads)
             local = self._of_local(call, given) if call.is_training else None
         with phase(spent, GRADIENT):
-            beside = self.replicas.beside(local, self.peers_of(call))
+            beside = self.replicas.beside(local)
             grads, of_weights = self._send_back(call, given, beside)
         if not call.is_training:  # all tables are frozen: the gradient is for the weights
             return [of_weights, *[None] * len(self.store.parameters)]

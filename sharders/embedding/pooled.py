@@ -18,7 +18,6 @@ from sharders.embedding.lookup.reads import Bags
 from sharders.embedding.lookup.torch_kernel import RowGradients
 from sharders.embedding.output_dist import Beside
 from sharders.embedding.path import Path, Returned, Trained
-from sharders.embedding.peers import Peers
 from sharders.embedding.phases import FORWARD, INPUT, OUTPUT, phase
 from sharders.embedding.way import Kind, Way, offsets
 
@@ -44,15 +43,15 @@ class PooledPath(Path[torch.Tensor]):
             self.input_dist.receive(call)
         with phase(call.spent, FORWARD):
             local = self._look_up_local(call)
+        ways, wants_landing, order = self._ways(call), self.wants_landing(call), partial(self.order_ids, call)
+        under_way = [way.forward(call, local if way is ways[-1] else None, wants_landing, order) for way in ways]
         out: torch.Tensor | None = None
-        ways, wants_landing = self._ways(call), self.wants_landing(call)
-        for way in ways:
-            of_way = local if way is ways[-1] else None
-            out = way.forward(call, of_way, out, wants_landing, partial(self.order_ids, call))
-        assert out is not None
-        inverse = self._inverse_lengths(call) if self.mean_columns else None
-        if inverse is not None:
-            with phase(call.spent, OUTPUT):
+        with phase(call.spent, OUTPUT):
+            while under_way:
+                out = under_way.pop()(out)
+            assert out is not None
+            inverse = self._inverse_lengths(call) if self.mean_columns else None
+            if inverse is not None:
                 self._scaled_means(inverse, out, out)
         return [out]
 
@@ -106,7 +105,8 @@ class PooledPath(Path[torch.Tensor]):
 
     def _send_back(self, call: Call, given: torch.Tensor, beside: Beside | None) -> Returned:
         ways = self._ways(call)
-        grads = [way.send_back(call, given, self.factor, beside if way is ways[0] else None) for way in ways]
+        under_way = [way.send_back(call, given, self.factor, beside if way is ways[0] else None) for way in ways]
+        grads = [come() for come in reversed(under_way)][::-1]
         return grads, self._weight_gradient(call, given, grads) if call.wants_weight_gradient else None
 
     def _sizes(self, call: Call) -> list[list[int]]:
@@ -119,10 +119,6 @@ class PooledPath(Path[torch.Tensor]):
     def _order(self, call: Call) -> None:
         for way in self._ways(call):
             way.order(call)
-
-    def peers_of(self, call: Call) -> Peers:
-        """See `Path`."""
-        return self._ways(call)[0].peers
 
     def _weight_gradient(self, call: Call, given: torch.Tensor, looked_up: Sequence[torch.Tensor]) -> torch.Tensor:
         """(N,) gradient of the batch's weights: from the owners of the rows, and from the local tables.

@@ -200,9 +200,8 @@ class PooledOutputDist:
         partials: Partials | None = None,
         memory: torch.Tensor | None = None,
         landing: Landing | None = None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Exchange lookups.
+    ) -> Callable[[torch.Tensor | None], torch.Tensor]:
+        """Begin to exchange lookups.
 
         Args:
             others: (rows of the others, own width).
@@ -213,10 +212,10 @@ class PooledOutputDist:
             partials: the call's.
             memory: in which `others` may lie.
             landing: for their gradients.
-            out: to write to, where its other columns have been written.
 
         Returns:
-            (rows[me], width).
+            What ends it and gives (rows[me], width): the tensor that it is given, in whose other columns there are
+            results of other tables; else a new one.
         """
         mine = rows[self.me]
         to, came_from = self._sizes(rows, blocks)
@@ -228,21 +227,25 @@ class PooledOutputDist:
         came: dict[int, torch.Tensor] = {self.me: look_up_own()}
         if local is not None:
             came[self.channel.size] = local
-        for run in self.runs:
-            move = run.first
-            if move.source not in came:
-                came.update(self._come(exchange, move.source, came_from, mine, blocks, partials))
-            lookup = came[move.source]
-            if out is None and run.num == 1 and move.width == self.width == lookup.shape[1]:
-                # One source covers every column: the others are added to it.
-                out = lookup.clone() if move.source in self._others and partials is None else lookup
-                continue
-            if out is None:
-                out = others.new_empty(mine, self.width)
-            source, target = run.of_source(lookup), run.of_target(out)
-            target.add_(source) if move.add else target.copy_(source)
-        exchange.end()
-        return others.new_zeros(mine, self.width) if out is None else out
+
+        def placed(out: torch.Tensor | None) -> torch.Tensor:
+            for run in self.runs:
+                move = run.first
+                if move.source not in came:
+                    came.update(self._come(exchange, move.source, came_from, mine, blocks, partials))
+                lookup = came[move.source]
+                if out is None and run.num == 1 and move.width == self.width == lookup.shape[1]:
+                    # One source covers every column: the others are added to it.
+                    out = lookup.clone() if move.source in self._others and partials is None else lookup
+                    continue
+                if out is None:
+                    out = others.new_empty(mine, self.width)
+                source, target = run.of_source(lookup), run.of_target(out)
+                target.add_(source) if move.add else target.copy_(source)
+            exchange.end()
+            return others.new_zeros(mine, self.width) if out is None else out
+
+        return placed
 
     def _begin(
         self,
@@ -323,8 +326,8 @@ class PooledOutputDist:
         blocks: Blocks = None,
         partials: Partials | None = None,
         landing: Landing | None = None,
-    ) -> torch.Tensor:
-        """Exchange gradients the other way.
+    ) -> Callable[[], torch.Tensor]:
+        """Begin to exchange gradients the other way.
 
         Args:
             grad: (rows[me], width).
@@ -336,7 +339,8 @@ class PooledOutputDist:
             landing: for the gradients that come.
 
         Returns:
-            Flat gradients of what was sent to each rank, others first: (rows, own width) of the lookup, and partials.
+            What ends it and gives flat gradients of what was sent to each rank, others first: (rows, own width) of the
+            lookup, and partials.
         """
         mine, widths = rows[self.me], self.widths[: self.channel.size]
         came_from, to = self._sizes(rows, blocks)
@@ -360,8 +364,8 @@ class PooledOutputDist:
             send_sizes = [n + m for n, m in zip(to, partials.awaited, strict=True)]
             receive_sizes = [n + m for n, m in zip(came_from, partials.sent, strict=True)]
         codec = self.codecs.gradients
-        flat = send_gradients(self.channel, codec, send_sizes, receive_sizes, grad, pack, beside, landing)
-        return flat if blocks is None else self._padded(flat, rows, came_from, receive_sizes, blocks)
+        come = send_gradients(self.channel, codec, send_sizes, receive_sizes, grad, pack, beside, landing)
+        return come if blocks is None else lambda: self._padded(come(), rows, came_from, receive_sizes, blocks)
 
     def _of_group(self, grad: torch.Tensor, number: int) -> torch.Tensor:
         """(B * U, width) gradients of the columns of a group of partials."""

@@ -18,12 +18,10 @@ from sharders.embedding.lookup.torch_kernel import update_dense
 from sharders.embedding.output_dist import Sum, exchange_alone
 from sharders.embedding.peers import Peers
 from sharders.embedding.phases import SYNC, Spent, phase
-from sharders.embedding.touched_rows import TouchedRows
+from sharders.embedding.touched_rows import TouchedRows, go_beside
 
 OfLocal = Sum | TouchedRows
 """Gradients of data-parallel tables: whole, or by rows."""
-
-BESIDE_BYTES = 64 << 20  # a larger sum goes by all-reduce
 
 
 class Replicas:
@@ -58,9 +56,9 @@ class Replicas:
         came = channel.all_to_all(wire.repeat(count), [flat.numel()] * count, totals).wait()
         return decoded(codec, came, flat.dtype)
 
-    def beside(self, local: OfLocal | None, peers: Peers) -> OfLocal | None:
-        """The gradients of data-parallel tables, where they travel beside the others, between these peers."""
-        return local if local is not None and peers.is_flat and local.nbytes <= BESIDE_BYTES else None
+    def beside(self, local: OfLocal | None) -> OfLocal | None:
+        """The gradients of data-parallel tables, where they travel beside the others."""
+        return local if local is not None and go_beside(local.nbytes, self.peers.is_flat) else None
 
     def finish(
         self, local: OfLocal | None, gradients: dict[int, torch.Tensor], spent: Spent

@@ -5,9 +5,10 @@ outer axis. Straight go partials alone, see [Note: partials] of partials.py: wit
 where bags have one id; with long ones a host would send as many of a bag as it has row blocks.
 
 [Note: settled table by table] Each rank counts, of its own samples, what either way of each table sends it, and says
-with its ids which tables may go straight: those that it gets fewer bytes of, and none more from other hosts. Those go
-that all ranks have named, the others beside them in two stages. Where all bags together are fewer, the header says so:
-then all results go straight, those of tables in one row block too, in one exchange.
+with its ids which tables may go straight: those that it gets fewer bytes of, none more from other hosts, and hardly
+more from any rank there than that one would send of its host's sums. Those go that all ranks have named, the others
+beside them in two stages, at the same time. Where all bags together are fewer, the header says so: then all results go
+straight, those of tables in one row block too, in one exchange.
 """
 
 from __future__ import annotations
@@ -15,21 +16,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
+import numpy as np
 import torch
 
 from sharders.embedding.placement import Placement, Slot
 
 EXCHANGE_ELEMENTS = 1 << 18
 """What a rank sends in about the time that one exchange more takes, however little travels in it: a megabyte."""
+EVEN = 1.25
+"""So much more than its share one rank may send: ids are not spread evenly to the last."""
 _BITS = 31  # of a word, the narrowest of which have a sign
 
 
 class TwoStages:
-    """What one rank gets of each table in either way.
-
-    Elements: of tables in several row blocks near, from its own host, and far; straight for each bag of a segment that
-    has ids, in two stages for each sample. Of whole tables what the busiest rank sends, which straight is one rank, and
-    between hosts in two stages all of its host.
+    """What one rank gets of each table in either way, in elements; tables in one row block count as one, the last.
 
     Args:
         placement: all slots of all ranks.
@@ -41,38 +41,30 @@ class TwoStages:
     def __init__(
         self, placement: Placement, me: int, inner_size: int, segments: Sequence[Sequence[int | None]]
     ) -> None:
-        self.tables = [
-            t for t, is_split in enumerate(placement.by_partials) if is_split and placement.tables[t].features
-        ]
+        self.tables = [t for t, is_split in enumerate(placement.by_partials) if is_split]
         """Those in several row blocks."""
         self.num_words = -(-len(self.tables) // _BITS)
         """Of what each rank tells the others."""
+        self._inner, self._num_ranks, self._num = inner_size, len(placement.slots), len(self.tables) + 1
         place = {table: i for i, table in enumerate(self.tables)}
-        num = len(place)
-        self._straight: dict[int, list[int]] = {}  # segment -> table's place, near, far
-        self._staged = [[0, 0] for _ in range(num)]
-        hosts = len(placement.slots) // inner_size
-        busiest, busiest_host = 0, 0
-        for host in range(hosts):
-            is_far, split, of_host = host != me // inner_size, list[Slot](), 0
-            for rank in range(host * inner_size, (host + 1) * inner_size):
-                of_rank = 0
-                for slot, segment in zip(placement.slots[rank], segments[rank], strict=True):
-                    if segment is None:
-                        of_rank += slot.width
-                        continue
-                    split.append(slot)
-                    straight = self._straight.setdefault(segment, [place[slot.table], 0, 0])
-                    straight[1 + is_far] += slot.width * (rank != me)
-                    self._staged[place[slot.table]][0] += slot.width * (rank % inner_size != me % inner_size)
-                busiest, of_host = max(busiest, of_rank), of_host + of_rank
-            busiest_host = max(busiest_host, of_host)
-            for table, width in _joined_widths(split).items():
-                self._staged[place[table]][1] += width * is_far
-        ranks = hosts * inner_size
-        self._has_whole = busiest > 0
-        self._whole = busiest * (ranks - 1), busiest * hosts * (inner_size - 1) + busiest_host * (hosts - 1)
-        self._whole_more = busiest * (ranks - inner_size) - busiest_host * (hosts - 1)
+        # Of each slot; bags of whole tables are all samples, which stand behind those of segments.
+        found = [
+            (-1 if segment is None else segment, place.get(slot.table, -1) % self._num, rank, slot.width)
+            for rank, (slots, of_rank) in enumerate(zip(placement.slots, segments, strict=True))
+            for slot, segment in zip(slots, of_rank, strict=True)
+        ]
+        self._segment, self._table, self._rank, width = np.array(found, dtype=np.int64).reshape(-1, 4).T
+        is_far = self._rank // inner_size != me // inner_size
+        self._near, self._far = np.where(is_far | (self._rank == me), 0, width), np.where(is_far, width, 0)
+        self._staged_near = np.bincount(
+            self._table, np.where(self._rank % inner_size != me % inner_size, width, 0), self._num
+        )
+        self._of_hosts = np.zeros((len(placement.slots) // inner_size, self._num))
+        for host, of_host in enumerate(self._of_hosts):
+            slots = placement.slots[host * inner_size : (host + 1) * inner_size]
+            for table, joined in _joined_widths([slot for of_rank in slots for slot in of_rank]).items():
+                of_host[place.get(table, -1)] += joined
+        self._of_hosts[me // inner_size] = 0
 
     def settle(self, bags: Sequence[int], samples: int, most: float) -> tuple[bool, list[int]]:
         """Whether all results may go straight; and the places of the tables that may if not all do.
@@ -82,23 +74,25 @@ class TwoStages:
             samples: of this rank.
             most: partials are worth it where they are at most so much of two stages' elements.
         """
-        found = [[0, 0] for _ in self.tables]
-        for segment, (table, near, far) in self._straight.items():
-            found[table][0] += bags[segment] * near
-            found[table][1] += bags[segment] * far
-        straight = [near + far for near, far in found]
-        staged = [(near + far) * samples * most for near, far in self._staged]
-        fits = [far <= of[1] * samples for (_, far), of in zip(found, self._staged, strict=True)]
-        chosen = [i for i, is_no_more in enumerate(fits) if is_no_more and straight[i] < staged[i]]
+        of_slots = np.array([*bags, samples])[self._segment]
+        near, far = (np.bincount(self._table, of_slots * of, self._num) for of in (self._near, self._far))
+        places = self._table * self._num_ranks + self._rank
+        loads = np.bincount(places, of_slots * self._far, self._num * self._num_ranks).reshape(self._num, -1)
+        of_hosts = self._of_hosts * samples
+        straight, staged = near + far, (self._staged_near * samples + of_hosts.sum(0)) * most
+        straight[-1] *= most  # these are not partials in either way
+        is_even = self._inner * loads.max(1) <= EVEN * of_hosts.max(0)
+        fewer = is_even & (far <= of_hosts.sum(0)) & (straight < staged)
+        chosen = np.flatnonzero(fewer[:-1])
         exchange = EXCHANGE_ELEMENTS * most
-        whole_straight, whole_staged = (n * samples * most for n in self._whole)
-        of_none = sum(staged) + whole_staged + 2 * exchange
-        num_more = 1 if self._has_whole or len(chosen) < len(staged) else -1
-        of_some = of_none - sum(staged[i] - straight[i] for i in chosen) + num_more * exchange
-        of_all = sum(straight) + whole_straight + exchange
-        is_no_more = sum(far for _, far in found) <= sum(far for _, far in self._staged) * samples
-        can_all = is_no_more and self._whole_more * samples <= EXCHANGE_ELEMENTS
-        return can_all and of_all <= min(of_some, of_none), chosen if of_some < of_none else []
+        of_none = staged.sum() + 2 * exchange
+        num_more = 1 if staged[-1] or len(chosen) < self._num - 1 else -1
+        of_some = of_none - (staged - straight)[chosen].sum() + num_more * exchange
+        of_all = straight.sum() + exchange
+        busiest, of_host = self._inner * loads.sum(0).max(), of_hosts.sum(1).max()
+        more = (len(of_hosts) - 1) * (busiest - of_host)
+        can_all = far.sum() <= of_hosts.sum() and (busiest <= EVEN * of_host or more <= EXCHANGE_ELEMENTS)
+        return bool(can_all and of_all <= min(of_some, of_none)), chosen.tolist() if of_some < of_none else []
 
     def words(self, tables: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """What is told of these, by their places."""

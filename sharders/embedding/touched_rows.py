@@ -29,6 +29,18 @@ class Touched(NamedTuple):
 
 NOTHING = Touched()
 
+BESIDE_BYTES = 64 << 20  # of all ranks; more go in an exchange of their own
+
+
+def go_beside(nbytes: int, is_flat: bool) -> bool:
+    """Whether gradients of data-parallel tables travel beside the others.
+
+    Args:
+        nbytes: of what comes from all ranks.
+        is_flat: see `Peers`.
+    """
+    return is_flat and nbytes <= BESIDE_BYTES
+
 
 def touched_at_most(placement: Placement, batch: Batch) -> Touched:
     """By a rank's batch."""
@@ -45,12 +57,15 @@ def touched_at_most(placement: Placement, batch: Batch) -> Touched:
     return Touched(sum(rows for rows, _ in local), sum(rows * dim for rows, dim in local))
 
 
-def are_fewer(placement: Placement, at_most: Sequence[Touched], is_beside: bool) -> bool:
+def are_fewer(placement: Placement, at_most: Sequence[Touched], is_flat: bool, item_bytes: int) -> bool:
     """Whether what all ranks touch is well below the tables themselves: from each, or twice where they are summed.
 
+    Gradients of whole tables travel from each rank to each where they go beside others; else by an all-reduce, which
+    sends two tables from each rank however many there are.
+
     Args:
-        is_beside: gradients of whole tables travel beside others too, from each rank to each; else by an all-reduce,
-            which sends two tables from each rank however many there are.
+        is_flat: see `Peers`.
+        item_bytes: of an element that travels.
     """
     if not placement.trains_local:
         return False
@@ -59,7 +74,8 @@ def are_fewer(placement: Placement, at_most: Sequence[Touched], is_beside: bool)
         for table, is_local in zip(placement.tables, placement.is_local, strict=True)
         if is_local and table.trainable
     )
-    most = (len(at_most) if is_beside else min(2, len(at_most))) * whole
+    num = len(at_most)
+    most = (num if go_beside(num * whole * item_bytes, is_flat) else min(2, num)) * whole
     return 2 * sum(of_rank.elements + 2 * of_rank.rows for of_rank in at_most) <= most
 
 

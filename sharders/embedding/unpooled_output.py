@@ -103,7 +103,7 @@ class UnpooledOutputDist:
                 at = stop
 
         codec = self.codecs.gradients
-        return send_gradients(self.channel, codec, back.sizes, send_sizes, grads[0], pack, beside, landing)
+        return send_gradients(self.channel, codec, back.sizes, send_sizes, grads[0], pack, beside, landing)()
 
     def landing(self, send_sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> Landing | None:
         """Where the gradients are to come of what `forward` sends."""

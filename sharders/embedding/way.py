@@ -76,20 +76,18 @@ class Way:
         self,
         call: Call,
         local: torch.Tensor | None,
-        out: torch.Tensor | None,
         wants_landing: bool,
         meanwhile: Callable[[], None],
-    ) -> torch.Tensor:
-        """Look up, and give to the ranks of the samples.
+    ) -> Callable[[torch.Tensor | None], torch.Tensor]:
+        """Look up, and begin to give to the ranks of the samples, in the last exchange of this way.
 
         Args:
             local: (B, columns) of data-parallel tables.
-            out: (B, sum of dims) to write to, where other tables' results are there.
             wants_landing: gradients come back, and no sums beside them.
             meanwhile: called when results are under way.
 
         Returns:
-            (B, sum of dims).
+            What ends it, given the (B, sum of dims) that other tables' results are in, if there are any; and gives it.
         """
         dists, own = self.output_dists, self.peers.own
         others = tuple(own[: -self.peers.outer.size])
@@ -108,36 +106,45 @@ class Way:
 
         with phase(call.spent, OUTPUT):
             for i, output_dist in enumerate(dists):
-                is_last = i == len(dists) - 1
-                last = (local, partials, out) if is_last else (None, None, None)
+                last = (local, partials) if i == len(dists) - 1 else (None, None)
                 rows, blocks = self._rows(call, i), self._blocks(call, i)
                 landing = None
                 if wants_landing:
                     landing = output_dist.landing(rows, blocks, last[1], self.dtype, self.device)
                     call.kept["landing", self, i] = landing
-                found = output_dist.forward(looked_up, rest, rows, last[0], blocks, last[1], memory, landing, last[2])
-                if not is_last:
+                placed = output_dist.forward(looked_up, rest, rows, last[0], blocks, last[1], memory, landing)
+                if i < len(dists) - 1:
+                    found = placed(None)
                     looked_up, mine = found.tensor_split([len(found) - call.batch.batch_size])
                     rest = lambda mine=mine: mine  # type: ignore[misc]  # noqa: E731
-        return found
+        return placed
 
-    def send_back(self, call: Call, given: torch.Tensor, factor: float, beside: Beside | None) -> torch.Tensor:
-        """Flat gradients, times `factor`, of what was looked up here for the own sources, given those of the results.
+    def send_back(
+        self, call: Call, given: torch.Tensor, factor: float, beside: Beside | None
+    ) -> Callable[[], torch.Tensor]:
+        """Begin to send the gradients of the results back.
 
         Args:
             given: (B, sum of dims).
+            factor: multiplies them.
             beside: travels with them.
+
+        Returns:
+            What ends it, and gives flat ones of what was looked up here for the own sources.
         """
         dists = self.output_dists
         last = len(dists) - 1
         rows, blocks = self._rows(call, last), self._blocks(call, last)
         landings = [call.kept.pop(("landing", self, i), None) for i in range(len(dists))]
-        grad = dists[last].backward(given, rows, factor, beside, blocks, self._partials(call), landings[last])
-        for i in reversed(range(last)):
-            of_joined = grad.view(sum(rows), dists[i].width)
-            rows = self._rows(call, i)
-            grad = dists[i].backward(of_joined, rows, 1.0, None, self._blocks(call, i), landing=landings[i])
-        return grad
+        come = dists[last].backward(given, rows, factor, beside, blocks, self._partials(call), landings[last])
+        if not last:
+            return come
+
+        def of_both() -> torch.Tensor:
+            of_joined, blocks = come().view(sum(rows), dists[0].width), self._blocks(call, 0)
+            return dists[0].backward(of_joined, self._rows(call, 0), 1.0, None, blocks, landing=landings[0])()
+
+        return of_both
 
     def sizes(self, call: Call) -> list[int]:
         """Elements of the gradients from each of `sources`."""
