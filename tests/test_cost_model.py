@@ -47,6 +47,7 @@ def test_costs_are_affine_in_columns(env: ShardingEnv, topology: Topology) -> No
     shards = ShardTable.from_columns(
         *(rows, 64.0, rows * 2, 4.0, rng.uniform(1, 20, n), 2.0, flags[0], True, flags[1], rng.choice([0.0, 4.0], n)),
         *(4.0, flags[2], shares, rng.choice([1.0, 0.25], n), rng.choice([0.0, 100.0], n)),
+        rng.choice([0.0, 8.0], n),
     )
     widths = [replace(shards, columns=np.full(n, width)) for width in (4.0, 32.0, 100.0)]
     at = [np.stack(CostModel().costs(wide, env, topology, 64)) for wide in widths]
@@ -192,13 +193,13 @@ def by_name(seconds: np.ndarray) -> dict[str, float]:  # type: ignore[type-arg]
 
 
 def test_a_host_sends_what_lies_on_it_once() -> None:
-    """Whole on a rank, or in row blocks over the host's ranks: the sums that leave the host are the same."""
+    """Whole on a rank, or long bags in row blocks over the host's ranks: the sums that leave the host are the same."""
     env = hosts(2, 4)
     assert CostModel().spans(env).tolist() == [4 if i in (OUTPUT_OUTER, GRADIENT_OUTER) else 1 for i in range(8)]
     assert CostModel().spans(one_axis(8)).max() == 1
     plain = Topology(1e10, 1e30, 1e30, 1e9, 0.0)  # nothing but the links
     whole, cut = (
-        loads(CostModel(), [Placed(info(1000, 64), layout, 1.0)], env, plain, 128)
+        loads(CostModel(), [Placed(info(1000, 64), layout, 20.0)], env, plain, 128)
         for layout in (table_wise(6), table_row_wise(1))
     )
     for phase in (OUTPUT_OUTER, GRADIENT_OUTER):

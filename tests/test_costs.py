@@ -10,7 +10,7 @@ import torch
 
 from dmp import ParameterInfo, ShardingEnv, row_wise, table_wise
 from planner import Constraint, CostModel, PlanReport, ShardingPlanner, Topology
-from planner.costs.cost_model import OUTPUT, distinct
+from planner.costs.cost_model import OUTPUT, OUTPUT_OUTER, distinct
 from planner.costs.speeds import Speeds
 from planner.costs.step import Placed, loads
 from tests.planner_bags import BagSharder, bags, hosts, one_axis, small_memory
@@ -117,15 +117,23 @@ def test_summing_inside_a_host_saves_the_slow_link() -> None:
 
 @pytest.mark.parametrize(("ids", "part"), [(1, 1 / 8), (0.5, 1 / 16), (2, 1 - (7 / 8) ** 2), (20, 1.0)])
 def test_row_blocks_send_the_bags_that_have_ids_there(ids: float, part: float) -> None:
-    """Single rows of short bags; all bags where most have some; two stages of hosts add all up."""
+    """Single rows of short bags; all bags where most have some; where there are hosts two stages add all up, and short
+    bags go straight to the ranks of their samples."""
     of = {}
     for name, env in (("one", one_axis(8)), ("hosts", hosts(2, 4))):
         for layout in (row_wise(), table_wise(0)):
             info = ParameterInfo((800, 64), torch.float32, "table", "sgd", state_bytes=(0.0, 0.0))
             links = Topology(1e9, 1.0, 1.0, 1.0, 0.0, ranks_per_host=8, speeds=Speeds())
-            of[name, layout.name] = loads(CostModel(), [Placed(info, layout, ids)], env, links, 64)[:, OUTPUT].sum()
-    assert of["one", "row_wise"] == pytest.approx(of["one", "table_wise"] * 8 * part)
-    assert of["hosts", "row_wise"] == pytest.approx(of["hosts", "table_wise"] * 8)
+            found = loads(CostModel(), [Placed(info, layout, ids)], env, links, 64)
+            of[name, layout.name] = found[:, [OUTPUT, OUTPUT_OUTER]].sum(0)
+    assert of["one", "row_wise"][0] == pytest.approx(of["one", "table_wise"][0] * 8 * part)
+    is_straight, (near, far) = ids <= 1, of["hosts", "table_wise"]
+    assert of["hosts", "row_wise"] == pytest.approx(
+        [
+            near * 8 * (part / 2 if is_straight else 1),
+            far * (8 * part if is_straight else 2),
+        ]
+    )
 
 
 def test_cost_model_is_replaceable() -> None:

@@ -28,6 +28,7 @@ from planner.observed.row_curve import RowCurve
 _ROWS, _COLUMNS = ShardInfo._fields.index("rows"), ShardInfo._fields.index("columns")
 _COPIED, _SHARE = ShardInfo._fields.index("replicated"), ShardInfo._fields.index("row_share")
 _ON_HOST = ShardInfo._fields.index("host_share")
+_BLOCKS = ShardInfo._fields.index("row_blocks")
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,6 +269,7 @@ def _blocks_of_rows(known: Array, sizes: Integers, is_copied: NDArray[np.bool_],
     known[:, _ROWS], known[:, _COPIED] = rows, is_copied
     inner = env.table_shape[-1] if len(env.table_shape) > 1 else 1
     known[:, _ON_HOST] = np.where(is_copied, 1, 1 / np.minimum(sizes, inner))
+    known[:, _BLOCKS] = sizes
 
 
 def _of_last_ranks(known: Array, whole: Array, size: Integers) -> None:

@@ -18,8 +18,12 @@ that it is asked about at once: a plan's, or all that might be copied. Where the
 settles that table by table.
 
 [Note: filled bags] Of pooled row blocks only those bags travel that have ids there, where these are few; else all do,
-which costs less for each. The data path settles that for all tables of a call together, the model table by table. How
-many have ids it takes from the mean: as if all bags were of one length, which is never too few.
+which costs less for each. On one axis the data path settles that for all tables of a call together, the model table by
+table. Where there are hosts both settle it table by table: such bags go straight to the ranks of their samples, where
+that is fewer bytes than two stages, no more between hosts, and hardly more on any link there; they travel at the same
+time as the others, and share links with them. Plans count on it where it gains clearly, else on two stages, which are
+no fewer bytes. The exchange more of a call whose tables go both ways is not counted. How many have ids it takes from
+the mean: as if all bags were of one length, which is never too few.
 """
 
 from __future__ import annotations
@@ -55,7 +59,12 @@ INPUT, FORWARD, OUTPUT, OUTPUT_OUTER, GRADIENT_OUTER, GRADIENT, BACKWARD, SYNC =
 BESIDE_BYTES = 64 << 20
 """A larger sum of data-parallel gradients does not travel beside the others."""
 MOST_FILLED = 0.7
-"""Where more of the bags of row blocks have ids there, all of them travel. Both figures are the data path's."""
+"""Where more of the bags of row blocks have ids there, all of them travel."""
+EVEN = 1.25
+"""Of what each rank of a host would send of its sums as much straight, at most. These figures are the data path's."""
+CLEARLY = 4
+"""So many times fewer bytes must go between hosts for plans to count on it, but of single ids: of many choices that
+gain less the search makes worse plans than without them."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +75,8 @@ class CostModel:
     slower); bags to the samples' ranks, and placed there; their gradients back; rows and optimizer state updated. A
     collective costs a latency (once a plan: all tables travel together), which grows with the logarithm of the ranks,
     plus bytes over bandwidth on the slowest link it crosses; what a rank has for itself does not travel. Pooled row
-    blocks send one sum for every bag, along one table axis only for those that they hold an id of where these are few
-    (see [Note: filled bags] beside it); one of no rows costs nothing. Copies
+    blocks send one sum for every bag, or only those that they hold an id of where these are few (see
+    [Note: filled bags] beside it); one of no rows costs nothing. Copies
     along replicate axes get the ids of all in the input exchange, and each other's gradients after the backward one
     (`replica sync`). The gradient of a data-parallel table travels beside the others in the gradient exchange, in
     `replica sync` where it is large, or there are hosts or copies: by the rows that batches name where these are half
@@ -264,13 +273,16 @@ def _add_results(cost: _Cost, p: ShardTable, work: _Work) -> None:
             cost.exchange(first, direct, ranks)
             everywhere[:, first] += bag_bytes * copied / ranks
             continue
-        in_stages = bag_bytes * p.pooled
-        cost.exchange(first, np.where(p.pooled, in_stages * all_to_all(inner), direct), ranks)
-        # What lies on a host is summed by each of its ranks for its part of the samples, which then sends the sum on.
-        summed = in_stages / inner_size
-        cost.exchange(second, summed * p.host_share * all_to_all(outer), ranks // inner_size)
-        local[:, second] += summed * copied
-        everywhere[:, second] += bag_bytes * np.where(p.pooled, p.host_share, 1) * copied / ranks
+        is_straight = goes_straight(p, env)
+        is_staged, host_share = p.pooled & ~is_straight, np.where(is_straight, 1, p.host_share)
+        near = np.where(is_straight, inner_size / ranks, 1) * all_to_all(inner)
+        cost.exchange(first, np.where(p.pooled, bag_bytes * near, direct), ranks)
+        # What lies on a host is summed by each of its ranks for its part of the samples, which then sends the sum on;
+        # what goes straight loads no rank's link more.
+        each = bag_bytes * p.pooled / inner_size
+        cost.exchange(second, each * host_share * all_to_all(outer), ranks // inner_size)
+        local[:, second] += each * is_staged * copied
+        everywhere[:, second] += bag_bytes * np.where(is_staged, p.host_share, 1) * copied / ranks
 
 
 def _add_sums(cost: _Cost, p: ShardTable, work: _Work) -> None:
@@ -301,7 +313,7 @@ def _gradients_of_copies(cost: _Cost, p: ShardTable, work: _Work) -> tuple[Array
 
 def _add_bytes(cost: _Cost, p: ShardTable, work: _Work) -> None:
     """Memory: what stays, and the most that there is of a step at once, in the backward pass."""
-    ranks, staged = cost.env.table_size, bool(_stages(cost.env, cost.topology)[1])
+    ranks, staged = cost.env.table_size, (_inner_size(cost.env) > 1) & ~goes_straight(p, cost.env)
     summed, beside = _gradients_of_copies(cost, p, work)
     # A whole gradient is made, joined to the others', sent to each rank, received from each, and added up.
     is_whole = p.dense_gradient | (p.replicated & (work.touched == 0))
@@ -318,12 +330,36 @@ def _add_bytes(cost: _Cost, p: ShardTable, work: _Work) -> None:
 
 def filled(p: ShardTable, env: ShardingEnv) -> Array:
     """Part of each shard's bags that are looked up and travel, see [Note: filled bags]."""
-    if _inner_size(env) > 1:  # a host's ranks add all bags up on the way
-        return np.ones(len(p))
+    found = with_ids(p, p.row_share)
+    are_few = goes_straight(p, env) if _inner_size(env) > 1 else is_cut(p) & (found <= MOST_FILLED)
+    return np.where(are_few, found, 1.0)
+
+
+def goes_straight(p: ShardTable, env: ShardingEnv) -> Flags:
+    """Whether a table's bags go to the ranks of their samples where others' have two stages, as far as plans count on
+    it: for all its shards alike.
+
+    What travels is counted as of even row blocks: all bytes, those between hosts, and those of a rank's link there.
+    """
+    inner = _inner_size(env)
+    ranks, hosts = env.table_size, env.table_size // inner
+    part = with_ids(p, 1 / np.where(p.row_blocks > 0, p.row_blocks, p.table_rows / np.maximum(p.rows, 1)))
+    staged = (inner - 1) / inner + p.host_share * (hosts - 1) / hosts
+    is_fewer = (part <= p.host_share) & (part * (ranks - 1) / ranks <= MOST_FILLED * staged)
+    is_counted = (p.ids_per_sample <= p.features) | (CLEARLY * part <= p.host_share)
+    return is_cut(p) & is_fewer & is_counted & (inner * part <= EVEN) & (inner > 1)
+
+
+def is_cut(p: ShardTable) -> Flags:
+    """Whether bags may have ids in several shards."""
+    return p.pooled & (p.rows < p.table_rows) & ~p.replicated
+
+
+def with_ids(p: ShardTable, share: Array) -> Array:
+    """Part of the bags that have one in such a share of their table's rows."""
     ids = p.ids_per_sample / np.maximum(p.features, 1)
-    with_ids = np.where(ids > 1, 1 - (1 - p.row_share) ** np.maximum(ids, 1), ids * p.row_share)
-    is_cut = p.pooled & (p.rows < p.table_rows) & ~p.replicated
-    return np.where(is_cut & (with_ids <= MOST_FILLED), with_ids, 1.0)
+    found: Array = np.where(ids > 1, 1 - (1 - share) ** np.maximum(ids, 1), ids * share)
+    return found
 
 
 def _goes_by_rows(p: ShardTable, own_ids: Array, env: ShardingEnv) -> Flags:

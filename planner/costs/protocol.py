@@ -45,6 +45,7 @@ class ShardInfo(NamedTuple):
     row_share: float
     host_share: float = 1.0
     named_rows: float = 0.0
+    row_blocks: float = 0.0
 
     @classmethod
     def of(
@@ -92,6 +93,7 @@ class ShardTable:
         host_share: 1 / number of row blocks of the same columns on the shard's host, which are summed there.
         named_rows: so many equally likely rows of the table would be named anew as often as its ids name rows in a step
             of all ranks; 0 where nobody has measured it: all rows.
+        row_blocks: of the same columns on all hosts; 0 where nobody counted them: as many as rows say.
     """
 
     rows: Array
@@ -109,6 +111,7 @@ class ShardTable:
     row_share: Array
     host_share: Array
     named_rows: Array
+    row_blocks: Array
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -60,17 +60,18 @@ def loads_of_cuts(
     """See `loads`."""
     infos: list[ShardInfo] = []
     ranks: list[int] = []
-    inner = env.table_shape[-1] if len(env.table_shape) > 1 else 0
+    inner = env.table_shape[-1] if len(env.table_shape) > 1 else env.table_size
     for known, shards, shape, below in cuts:
         if is_replicated(shards, tuple(shape)):
             infos.append(known._replace(replicated=True))
             ranks.append(-1)
             continue
-        columns = [(shard.rank // inner, shard.offsets[1:], shard.sizes[1:]) for shard in shards] if inner else []
-        on_host = Counter(columns)
-        for i, shard in enumerate(shards):
-            host_share = 1 / on_host[columns[i]] if columns else 1.0
-            infos.append(_shard_of(known, shard, host_share, below))
+        columns = [(shard.offsets[1:], shard.sizes[1:]) for shard in shards]
+        on_host = Counter((shard.rank // inner, of) for shard, of in zip(shards, columns, strict=True))
+        blocks = Counter(columns)
+        for shard, of in zip(shards, columns, strict=True):
+            share = 1 / on_host[shard.rank // inner, of] if len(env.table_shape) > 1 else 1.0
+            infos.append(_shard_of(known, shard, below)._replace(host_share=share, row_blocks=blocks[of]))
             ranks.append(shard.rank)
     local, everywhere = model.costs(ShardTable.of(infos), env, topology, batch_size)
     at = np.array(ranks, dtype=np.int64)
@@ -85,13 +86,13 @@ def loads_of_cuts(
     return found
 
 
-def _shard_of(known: ShardInfo, shard: Shard, host_share: float, below: Below | None) -> ShardInfo:
+def _shard_of(known: ShardInfo, shard: Shard, below: Below | None) -> ShardInfo:
     rows = shard.sizes[0] if shard.sizes else 1
     share = rows / known.table_rows
     if below is not None:
         first, stop = below(np.array([shard.offsets[0], shard.offsets[0] + rows]))
         share = float(stop - first)
-    return known._replace(rows=rows, columns=prod(shard.sizes[1:]), row_share=share, host_share=host_share)
+    return known._replace(rows=rows, columns=prod(shard.sizes[1:]), row_share=share)
 
 
 def phase_seconds(
