@@ -91,8 +91,9 @@ class CostModel:
     the caches that help where a few rows have most ids (that fewer are read and updated then is, where batches were
     observed; else rows are taken as equally likely), cache tiers (tables in host memory behind a device's cache: there
     are none here), imbalance of batch sizes, weights of weighted features, allocator waste, the gather along tensor
-    axes (the same for every plan), averages of copies every so many steps, and contention between links. A parameter
-    that is not a table is taken as read once forward and twice backward.
+    axes (the same for every plan), averages of copies every so many steps, contention between links, and that results
+    of neighbouring tables of unlike layouts or widths are placed one by one. A parameter that is not a table is taken
+    as read once forward and twice backward.
 
     Args:
         id_bytes: of an id, and of a length, on the wire: 8 for tables of 2^31 rows or of float64.
