@@ -190,6 +190,15 @@ def _in_child(queue: multiprocessing.Queue[bool]) -> None:
 
 @pytest.mark.filterwarnings(r"ignore:.*fork\(\):DeprecationWarning")  # Python 3.12's, of any process with threads
 @pytest.mark.usefixtures("three_threads")
+def test_more_bags_than_sources_can_tell_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a table with so many features; else gradients would be read from elsewhere."""
+    _, lookup = make(SHARED, torch.float32, SPECS[0], "numba")
+    monkeypatch.setattr(numba_kernel, "_ALL_BITS", 6)
+    lookup.pooled(make_batch(lookup, 16).read())
+    with pytest.raises(ValueError, match="features with 33 bags each: use smaller batches"):
+        lookup.pooled(make_batch(lookup, 33).read())
+
+
 def test_a_forked_process_has_threads_of_its_own() -> None:
     trained(SPECS[2], False)
     context = multiprocessing.get_context("fork")

@@ -81,7 +81,9 @@ class Potential:
             self.scale[:-1] = self.target
         else:
             now = self.placement.local[:, :-1].max(0) + self.placement.every[:-1]
-            self.scale[:-1] = np.maximum(now, 1e-3 * float(now.sum()) + 1e-30)
+            # Where all is taken away rounding is left, of either sign: no scale.
+            total = max(float(now.sum()), 1e-6 * float(self.target.sum()))
+            self.scale[:-1] = np.maximum(now, 1e-3 * total + 1e-30)
         self.weigh(is_building)
 
     def weigh(self, is_building: bool = False) -> float:

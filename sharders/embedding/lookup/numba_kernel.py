@@ -150,6 +150,12 @@ class NumbaLookup(TorchLookup):
             if len(kept) >= _MOST_KEPT:
                 del kept[next(iter(kept))]
             tables = self._tables
+            most = max(tables.in_table, default=0) + 1
+            if most << shift(num_bags) > 1 << _ALL_BITS:
+                raise ValueError(
+                    "expected at most 2**31 bags of one table, those of each feature counted to the next power of two; "
+                    f"got {most} features with {num_bags} bags each: use smaller batches, or kernel='torch'"
+                )
             of = torch.arange(len(self.ranges), device="cpu").unsqueeze(1)
             bags = torch.full_like(of, num_bags)
             base = int64(tables.in_table).view(-1, 1) << shift(num_bags)
