@@ -51,11 +51,9 @@ def sum_bags(
         streams: write past the caches, where blocks lie so that this can be.
     """
     for run in range(num_runs):
-        bags, num_bags = bounds + read64(runs, 5 * run) * bound_bytes, read64(runs, 5 * run + 1)
-        start, width, to = read64(runs, 5 * run + 2), read64(runs, 5 * run + 3), read64(runs, 5 * run + 4)
-        first, stop = num_bags * part // parts, num_bags * (part + 1) // parts
-        begin = read32_at(bags + first * bound_bytes)
-        last = read32_at(bags + stop * bound_bytes) - 1
+        bags, first, stop, begin, last, start, width, to = _part_of_run(
+            bounds, bound_bytes, runs + 40 * run, part, parts
+        )
         for bag in range(first, stop):
             end = read32_at(bags + (bag + 1) * bound_bytes)
             at = to + bag * out_stride
@@ -63,6 +61,16 @@ def sum_bags(
             begin = end
     if streams:
         fence()
+
+
+@helper
+def _part_of_run(bounds, bound_bytes, run, part, parts):
+    """Its bounds, the first bag and the end, the first and the last place of their ids, and what else is told of it."""
+    bags, num_bags = bounds + read64(run, 0) * bound_bytes, read64(run, 1)
+    first, stop = num_bags * part // parts, num_bags * (part + 1) // parts
+    begin = read32_at(bags + first * bound_bytes)
+    last = read32_at(bags + stop * bound_bytes) - 1
+    return bags, first, stop, begin, last, read64(run, 2), read64(run, 3), read64(run, 4)
 
 
 @by_blocks
@@ -200,11 +208,9 @@ def weight_gradients(
 ):  # fmt: skip
     """Of each id the inner product of its row and its bag's gradient, which lies as the sum would; see `sum_bags`."""
     for run in range(num_runs):
-        bags, num_bags = bounds + read64(runs, 5 * run) * bound_bytes, read64(runs, 5 * run + 1)
-        start, width, to = read64(runs, 5 * run + 2), read64(runs, 5 * run + 3), read64(runs, 5 * run + 4)
-        first, stop = num_bags * part // parts, num_bags * (part + 1) // parts
-        begin = read32_at(bags + first * bound_bytes)
-        last = read32_at(bags + stop * bound_bytes) - 1
+        bags, first, stop, begin, last, start, width, to = _part_of_run(
+            bounds, bound_bytes, runs + 40 * run, part, parts
+        )
         for bag in range(first, stop):
             end = read32_at(bags + (bag + 1) * bound_bytes)
             at = to + bag * grad_stride

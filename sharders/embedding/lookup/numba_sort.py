@@ -179,6 +179,16 @@ def _put(of, to, p, at):
 
 
 @helper
+def _put_all(of, to, numbers, places):
+    """Each id goes to the place that is kept under its number, the next of that number behind it."""
+    for p in range(of[3]):
+        number = read32(numbers, p)
+        at = read32(places, number)
+        write32(places, number, at + 1)
+        _put(of, to, p, at)
+
+
+@helper
 def _count(of, total, to, counts):
     """By counting every row of the table."""
     keys, _, _, num, begin = of
@@ -197,11 +207,7 @@ def _count(of, total, to, counts):
         at += count
         found += count > 0
     write32(starts, found, at)
-    for p in range(num):
-        row = read32(keys, p)
-        at = read32(counts, row)
-        write32(counts, row, at + 1)
-        _put(of, to, p, at)
+    _put_all(of, to, keys, counts)
     return found
 
 
@@ -240,11 +246,7 @@ def _mark(of, total, to, scratch):
         write32(counts, rank, at)
         at += count
     write32(starts, found, at)
-    for p in range(num):
-        rank = read32(ranks, p)
-        at = read32(counts, rank)
-        write32(counts, rank, at + 1)
-        _put(of, to, p, at)
+    _put_all(of, to, ranks, counts)
     return found
 
 
