@@ -16,6 +16,7 @@ from sharders import EmbeddingBagCollectionSharder
 from sharders.channel import Channel, GroupChannel, Purpose, Sizes, Transfer, over_connections
 from sharders.embedding import stages
 from sharders.embedding.engine import Engine
+from sharders.embedding.placement import Placement, Table
 from tests.equality import attach, env_of
 from tests.ranks import run_ranks
 
@@ -144,3 +145,14 @@ def test_few_bytes_are_not_worth_an_exchange_more() -> None:
     for rank, (told, _) in enumerate(run_ranks(4, _side_by_side, None, None)):
         sums = BATCH * DIM * 4
         assert told == [sums * (2 + (rank < LOCAL)), sums * (2 + (rank >= LOCAL))]
+
+
+def test_one_link_does_not_carry_what_a_host_would() -> None:
+    """All results in one exchange are fewer bytes, but a whole table's then come by its rank's link alone."""
+    env, samples = dmp.ShardingEnv.abstract((2, LOCAL), ("host", "local"), "cpu"), 1 << 20
+    tables = [Table(name, ROWS, DIM, torch.float32, (name,)) for name in ("short", "whole")]
+    for whole, all_go in ((dmp.table_wise(0), False), (dmp.column_wise([0, 1]), True)):
+        placement = Placement(tables, [dmp.row_wise(), whole], env)
+        segments = [[None if slot.table else slot.row_block for slot in slots] for slots in placement.slots]
+        staged = stages.TwoStages(placement, 2, LOCAL, segments)
+        assert staged.settle([samples // 4] * 4, samples, 0.7) == (all_go, [0])

@@ -89,10 +89,13 @@ class TwoStages:
         num_more = 1 if staged[-1] or len(chosen) < self._num - 1 else -1
         of_some = of_none - (staged - straight)[chosen].sum() + num_more * exchange
         of_all = straight.sum() + exchange
-        busiest, of_host = self._inner * loads.sum(0).max(), of_hosts.sum(1).max()
-        more = (len(of_hosts) - 1) * (busiest - of_host)
-        can_all = far.sum() <= of_hosts.sum() and (busiest <= EVEN * of_host or more <= EXCHANGE_ELEMENTS)
-        return bool(can_all and of_all <= min(of_some, of_none)), chosen.tolist() if of_some < of_none else []
+        chosen = chosen if of_some < of_none else chosen[:0]
+        # The busiest link in either way: a host's sums are sent by all its ranks.
+        sums = np.delete(of_hosts, chosen, 1).sum(1).repeat(self._inner)
+        busiest, otherwise = self._inner * loads.sum(0).max(), (sums + self._inner * loads[chosen].sum(0)).max()
+        more = (len(of_hosts) - 1) * (busiest - otherwise)
+        can_all = far.sum() <= of_hosts.sum() and (busiest <= EVEN * otherwise or more <= EXCHANGE_ELEMENTS)
+        return bool(can_all and of_all <= min(of_some, of_none)), chosen.tolist()
 
     def words(self, tables: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """What is told of these, by their places."""

@@ -127,14 +127,14 @@ def _go_straight(
     fewer[-1] = False
     none, each = float(staged.sum()), EXCHANGE * ranks
     some = none - float((staged - straight)[fewer].sum()) + (each if staged[~fewer].any() else -each)
-    busiest, of_host = (
-        _summed(pieces.rank, few, ranks).max(),
-        _summed(host[block], results[block], hosts).max() / PER_HOST,
-    )
-    is_even_at_all = busiest <= EVEN * of_host or (busiest - of_host) * leave <= EXCHANGE
+    found = fewer[table] if some < none else np.zeros(len(table), dtype=bool)
+    sums = _summed(host[block], np.where(found, 0, results)[block], hosts) / PER_HOST
+    otherwise = (np.repeat(sums, PER_HOST) + _summed(pieces.rank, np.where(found, few, 0), ranks)).max()
+    busiest = _summed(pieces.rank, few, ranks).max()
+    is_even_at_all = busiest <= EVEN * otherwise or (busiest - otherwise) * leave <= EXCHANGE
     if is_even_at_all and far.sum() <= of_hosts.sum() * (1 + 1e-9) and straight.sum() - each <= min(some, none):
         return np.ones(len(table), dtype=bool)
-    return fewer[table] if some < none else np.zeros(len(table), dtype=bool)
+    return found
 
 
 def _most(table: Integers, place: Integers, values: Array, count: int) -> Array:
