@@ -9,6 +9,7 @@ Rooms, lower ones first; each says in its `__init__` what lives there: `ranks`, 
 - `sharded_form`: the same read as torch's `ShardedTensor`
 - `contracts`: protocols between wrapper, sharders and planner
 - `registry`: sharders and planners by name and entry point
+- `collection`: work without looking for garbage meanwhile
 - `calls`: one call of a model at a time, in one thread
 - `effects`: what this code changes beyond itself, and why
 - `private_names`: names of other packages that are private there, and why they are used
@@ -31,6 +32,7 @@ from dmp.checkpoint.api import load_checkpoint, save_checkpoint
 from dmp.checkpoint.export import export_safetensors
 from dmp.checkpoint.retention import keep_last, latest
 from dmp.chunked import ChunkedTensor
+from dmp.collection import without_collection
 from dmp.contracts import (
     DataParallelWrapper,
     FusedModule,
@@ -118,4 +120,4 @@ __all__ += [
 ]
 __all__ += ["Calls", "ChunkedTensor", "NameIndex", "Place", "is_dtensor", "is_inside", "join_name", "local_of"]
 __all__ += ["map_nested", "places_of", "ranks", "replace_tensors", "room_for", "shown", "shown_bytes"]
-__all__ += ["is_torchrecs", "sharding_types", "tensors_of", "tied_places", "type_name"]
+__all__ += ["is_torchrecs", "sharding_types", "tensors_of", "tied_places", "type_name", "without_collection"]

@@ -7,8 +7,8 @@ For the whole process, while it lasts
 - `sharders/quiet.py: warnings.catch_warnings`, `sharders/quiet.py: warnings.simplefilter`,
   `sharders/quiet.py: logging.disable`: a model's code is run for a look, and FBGEMM imported, without what they would
   tell the user; one thread at a time
-- `dmp/wrap/wrapper.py: gc.disable`, `dmp/wrap/wrapper.py: gc.enable`, `planner/planner.py: gc.disable`,
-  `planner/planner.py: gc.enable`: while a model is wrapped or planned; who finds it disabled leaves it so
+- `dmp/collection.py: gc.disable`, `dmp/collection.py: gc.enable`: while a model is wrapped or planned; who finds it
+  disabled leaves it so
 - `dmp/checkpoint/targets/native.py: torch.serialization.set_crc32_options`: while a checkpoint is written, where the
   program has them off, for a checkpoint without checksums cannot be checked; one save runs at a time
 - `dmp/ranks/watchdog.py: atexit.register`: the watchdog says goodbye, so that no rank waits for this one,

@@ -112,6 +112,8 @@ PUBLIC = {
         "is_torchrecs",
         "sharding_types",
         "type_name",
+        # many objects made that stay
+        "without_collection",
         # calls that all ranks make together
         "ranks",
         # errors

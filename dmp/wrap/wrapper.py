@@ -5,7 +5,6 @@ that are under way; how that is built, copied and filled is in the files beside 
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -15,6 +14,7 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from dmp.calls import Calls, alone
+from dmp.collection import without_collection
 from dmp.contracts import AnySharder, DataParallelWrapper, Planner, set_hook
 from dmp.env import ShardingEnv
 from dmp.errors import CheckpointError, ShardError
@@ -92,7 +92,7 @@ class DistributedModelParallel(nn.Module):
             given = on_all_ranks(asked.checked, env)
             check_agreement(given.facts(), env)
             self._calls = Calls(f"the model that was wrapped at call {calls_so_far(env.everyone)}")
-            with _without_collection(), marking_replaced(self, module):
+            with without_collection(), marking_replaced(self, module):
                 self._take(build(given, self._calls))
 
     def _hold(self, made: Assembly) -> None:
@@ -411,15 +411,3 @@ class DistributedModelParallel(nn.Module):
             super().__setattr__(name, value)
         else:  # what is read here is the module's, whose code reads it too
             setattr(made.module, name, value)
-
-
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Wrapping a thousand tables makes a million objects that stay: each full collection on the way costs 0.3 s."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
