@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import dmp
 from dmp import (
@@ -26,6 +27,7 @@ from planner.costs.cost_model import BACKWARD, FORWARD, GRADIENT, GRADIENT_OUTER
 from planner.costs.protocol import BYTES, SPLIT, ShardTable, setups_of
 from planner.costs.speeds import Speeds
 from planner.costs.step import Placed, loads, phase_seconds, whole
+from sharders import default_sharders
 from tests.planner_bags import MEASURED, BagSharder, bags, hosts, one_axis
 from tests.ranks import mesh, run_ranks
 
@@ -85,14 +87,29 @@ def test_row_blocks_of_each_width_are_a_run() -> None:
     assert split(on_hosts, 16, 64, 32, 64) == split(on_hosts, 64), "ranks of a host add up bags of all widths together"
 
 
-def test_rows_of_copies_travel_or_all_for_all_tables_together() -> None:
-    """Beside other gradients; of a small table by itself all rows do, beside a large one those that are named."""
+@pytest.mark.parametrize("env", [hosts(2, 4), one_axis(2)], ids=str)
+def test_a_shard_costs_the_same_whatever_else_is_asked(env: ShardingEnv) -> None:
+    """Else plans, and bounds, would be of what was asked about and not of what was chosen."""
+    copies = [whole(info(rows, 64), 1.0)._replace(replicated=True) for rows in (300, 400, 5_000, 100_000)]
+    shards = [*copies, *(of._replace(replicated=False) for of in copies)]
+    alone = [CostModel().costs(ShardTable.of([of]), env, MEASURED, 512) for of in shards]
+    together = CostModel().costs(ShardTable.of(shards), env, MEASURED, 512)
+    for by_shard, of_all in zip(zip(*alone, strict=True), together, strict=True):
+        assert np.array_equal(np.concatenate(by_shard), of_all)
 
-    def of_small(*others: int) -> float:
-        shards = [whole(info(rows, 64), 1.0)._replace(replicated=True) for rows in (300, *others)]
-        return float(CostModel().costs(ShardTable.of(shards), one_axis(2), MEASURED, 512)[0][0, BACKWARD])
 
-    assert of_small(400) == of_small() > 1.01 * of_small(100_000) and of_small(100_000) == of_small(100_000, 400)
+def test_planned_is_pinned_where_some_tables_are_copied() -> None:
+    """Small ones, whose gradients travel whole, beside large ones, that might be copied and of which rows would."""
+    env, sizes = one_axis(8), (5_000_000, *10 * (500,))
+    only = [{}, *10 * ({"layouts": "data_parallel"},)]
+    given = {f"t{i}.weight": Constraint(pooling_factor=20, **of) for i, of in enumerate(only)}
+    module = nn.ModuleDict({f"t{i}": nn.EmbeddingBag(n, 64, mode="sum", device="meta") for i, n in enumerate(sizes)})
+    planner = ShardingPlanner(batch_size=1024, constraints=given)
+    plan = planner.plan(module, default_sharders(), env)
+    assert {str(entry.layout) for entry in plan.values()} > {"data_parallel()"}
+    pinned = planner.plan(module, default_sharders(), env, pinned=plan)
+    assert pinned.report.step_seconds == pytest.approx(plan.report.step_seconds, rel=1e-9)
+    assert plan.report.lower_bound <= pinned.report.step_seconds * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("env", [hosts(2, 4), one_axis(8)], ids=str)

@@ -12,10 +12,9 @@ All ranks have as many samples, so every rank sends as many ids, and receives as
 owner's side of each exchange (ids received, results sent, gradients received) is as long on average, and longer on the
 rank that has most. So the owner's side is the one that is counted.
 
-[Note: rows of copies] Of the gradients of copied tables those rows travel that batches name where these are few enough,
-which the data path settles for all such tables of a call together. Beside other gradients so does the model, for all
-that it is asked about at once: a plan's, or all that might be copied. Where they are added up by an all-reduce it
-settles that table by table.
+[Note: rows of copies] Of the gradients of a copied table those rows travel that batches name where these are few. The
+data path settles that by bytes for all such tables of a call together, the model table by table: which tables a
+plan copies is not known when each is costed, and what one costs must not depend on which others it is asked about with.
 
 [Note: filled bags] Of pooled row blocks only those bags travel that have ids there, where these are few; else all do,
 which costs less for each. On one axis the data path settles that for all tables of a call together, the model table by
@@ -80,7 +79,7 @@ class CostModel:
     along replicate axes get the ids of all in the input exchange, and each other's gradients after the backward one
     (`replica sync`). The gradient of a data-parallel table travels beside the others in the gradient exchange, in
     `replica sync` where it is large, or there are hosts or copies: by the rows that batches name where these are half
-    of the tables' at most (beside an all-reduce: where those of all ranks are no more than the table's), see
+    of the table's at most (beside an all-reduce: where those of all ranks are no more than the table's), see
     [Note: rows of copies] beside it.
 
     Memory: weights, optimizer state as the parameter's info says, gradients of parameters without an in-backward
@@ -369,7 +368,7 @@ def _goes_by_rows(p: ShardTable, own_ids: Array, env: ShardingEnv) -> Flags:
     if env.size > env.table_size or _inner_size(env) > 1:  # an all-reduce sends each table twice
         return copied & (own_ids * max(env.size, 2) <= p.rows)
     named, whole = np.minimum(own_ids, p.rows) * (p.columns + 2), p.rows * (p.columns + 1)
-    return copied & bool(2 * named[copied].sum() <= whole[copied].sum())
+    return copied & (2 * named <= whole)
 
 
 def distinct(rows: Array, ids: Array) -> Array:
