@@ -18,7 +18,6 @@ from sharders.embedding.lookup.numba_vectors import (
     counted,
     fence,
     fetch,
-    fetch_to_write,
     fma,
     load,
     read32,
@@ -34,7 +33,7 @@ from sharders.embedding.lookup.numba_vectors import (
 )
 
 _AHEAD = 32  # ids
-_ROWS_AHEAD = 8  # distinct rows
+_ROWS_AHEAD = 16  # distinct rows
 
 
 def sum_bags(
@@ -113,13 +112,13 @@ def update_of(kind: Kind) -> Callable[..., None]:
         """Ask for all that an update of a row changes."""
         for column in range(at, at + width, 64):
             if num_pointwise > 0:
-                fetch_to_write(elements, zeros(elements, 64), arrays[0], column)
+                fetch(elements, zeros(elements, 64), arrays[0], column)
             if num_pointwise > 1:
-                fetch_to_write(elements, zeros(elements, 64), arrays[1], column)
+                fetch(elements, zeros(elements, 64), arrays[1], column)
             if num_pointwise > 2:
-                fetch_to_write(elements, zeros(elements, 64), arrays[2], column)
+                fetch(elements, zeros(elements, 64), arrays[2], column)
         if is_row_wise:
-            fetch_to_write(elements, zeros(elements, 1), arrays[1], state_at)
+            fetch(elements, zeros(elements, 1), arrays[1], state_at)
 
     def update(
         elements, grad, grad_stride, shift, columns, tables, num_tables, ends, counts, rows, starts, ordered, places,

@@ -20,6 +20,7 @@ from numba.extending import NativeValue, intrinsic, models, register_model, type
 
 FILLED = 16
 _LINE_BYTES = 64
+_READ, _SECOND_CACHE, _DATA = 0, 2, 1  # what LLVM calls a prefetch
 _BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 
 
@@ -359,29 +360,27 @@ ones = intrinsic(_bits("ctpop"))
 lowest = intrinsic(_bits("cttz"))
 
 
-def _fetch(writes: bool) -> Any:
-    def fetch(_context: Any, elements: Any, like: Any, address: Any, index: Any) -> Any:
-        """Ask for the elements that `load` would read."""
+@intrinsic
+def fetch(_context: Any, elements: Any, like: Any, address: Any, index: Any) -> Any:
+    """Ask for the elements that `load` would read, into the second cache.
 
-        def code(_: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-            byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
-            size = _BYTES[elements.element]
-            function = cgutils.get_or_insert_function(
-                builder.module, ir.FunctionType(ir.VoidType(), [byte, word, word, word]), "llvm.prefetch.p0i8"
-            )
-            place = _pointer(builder, arguments[2], arguments[3], size, ir.IntType(8))
-            for line in range(-(-like.lanes * size // _LINE_BYTES)):
-                at = builder.gep(place, [word(line * _LINE_BYTES)])
-                builder.call(function, [at, word(int(writes)), word(3), word(1)])
-            return None
+    The first has room for few requests under way: with rows asked for there the update took 1.2 to 1.6 times as long.
+    What is written later is asked for alike: asking to write it made the CPU wait.
+    """
 
-        return types.void(elements, like, address, index), code
+    def code(_: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+        size = _BYTES[elements.element]
+        function = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(ir.VoidType(), [byte, word, word, word]), "llvm.prefetch.p0i8"
+        )
+        place = _pointer(builder, arguments[2], arguments[3], size, ir.IntType(8))
+        for line in range(-(-like.lanes * size // _LINE_BYTES)):
+            at = builder.gep(place, [word(line * _LINE_BYTES)])
+            builder.call(function, [at, word(_READ), word(_SECOND_CACHE), word(_DATA)])
+        return None
 
-    return fetch
-
-
-fetch = intrinsic(_fetch(False))
-fetch_to_write = intrinsic(_fetch(True))
+    return types.void(elements, like, address, index), code
 
 
 @intrinsic
