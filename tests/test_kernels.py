@@ -16,7 +16,7 @@ from sharders.embedding.lookup.bank import Bank, Chunk, RowRange
 from sharders.embedding.lookup.kernels import Lookup, compile_lookup
 from sharders.embedding.lookup.optimizers import OptimizerSpec
 from sharders.embedding.lookup.reads import Bags, Segmented
-from sharders.embedding.lookup.torch_kernel import update_dense
+from sharders.embedding.lookup.torch_kernel import touched_of
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # FBGEMM's CPU build warns of what only its GPU build has
@@ -255,14 +255,14 @@ def test_unpooled_training(kernel: str, dtype: torch.dtype, layout: str, spec: O
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_dense_update_is_the_same(layout: str, spec: OptimizerSpec) -> None:
     one, lookup = make(LAYOUTS[layout], torch.float64, spec, "torch")
-    other, _ = make(LAYOUTS[layout], torch.float64, spec, "torch")
+    other, its_lookup = make(LAYOUTS[layout], torch.float64, spec, "torch")
     for seed in range(2):
         batch = make_batch(lookup, 5, seed=seed)
         grad = torch.randn(5, lookup.num_columns, dtype=torch.float64)
         for bank in (one, other):
             bank.step()
         flat = lookup.gradient_pooled(grad, batch.read())
-        update_dense(other, flat, lookup.touched_pooled(batch.read()))
+        its_lookup.update_touched([touched_of(other, flat, lookup.touched_pooled(batch.read()))])
         lookup.update_pooled(grad, batch.read())
         torch.testing.assert_close(one.weights, other.weights)
 
@@ -316,7 +316,7 @@ def test_no_slots(kernel: str) -> None:
     lookup.update_pooled(torch.zeros(0, 0), Bags(ids, offsets))
     assert lookup.rows(Segmented(ids, [])).shape == (0, 0)
     lookup.update_rows(torch.zeros(0, 0), Segmented(ids, []))
-    update_dense(bank, torch.zeros(0), torch.zeros(0, dtype=torch.bool))
+    lookup.update_touched([touched_of(bank, torch.zeros(0), torch.zeros(0, dtype=torch.bool))])
     assert bank.table_view(1, 6).shape == (0, 6)
 
 

@@ -14,7 +14,7 @@ from sharders.embedding.lookup.bank import Bank, RowRange
 from sharders.embedding.lookup.given_optimizers import spec_of_fused_params
 from sharders.embedding.lookup.kernels import Lookup
 from sharders.embedding.lookup.reads import Segmented
-from sharders.embedding.lookup.torch_kernel import update_dense
+from sharders.embedding.lookup.torch_kernel import touched_of
 from tests.row_oracles import CASES, Case
 from tests.test_kernels import MIXED, Batch, assert_close, make, make_batch
 
@@ -90,7 +90,7 @@ def test_kernels_update_by_the_formula(kernel: str, dtype: torch.dtype, name: st
         oracle.check(bank)
         dense.bank.step()
         flat = dense.gradient_pooled(grad, batch.read())
-        update_dense(dense.bank, flat, dense.touched_pooled(batch.read()))
+        dense.update_touched([touched_of(dense.bank, flat, dense.touched_pooled(batch.read()))])
         assert_close(dense.bank.weights, bank.weights)
     bank.step()
     named = []

@@ -14,7 +14,7 @@ import torch
 
 from sharders.embedding.codec import decoded, encoded
 from sharders.embedding.local_tables import TBE, TableStore
-from sharders.embedding.lookup.torch_kernel import update_dense
+from sharders.embedding.lookup.torch_kernel import touched_of
 from sharders.embedding.output_dist import Sum, exchange_alone
 from sharders.embedding.peers import Peers
 from sharders.embedding.phases import SYNC, Spent, phase
@@ -116,7 +116,7 @@ class Replicas:
                 gradients[id(tbe)] = flat
             else:
                 tbe.bank.step()
-                update_dense(tbe.bank, flat, touched)
+                tbe.lookup.update_touched([touched_of(tbe.bank, flat, touched)])
 
     def _average(self) -> None:
         for tbe in self.store.tbes:

@@ -257,11 +257,11 @@ def update(bank: Bank, region: Region, rows_n: Tensor, grads_nD: Tensor) -> None
     optimizer.update(Rows(region.view(bank.weights), rows_n, grads_nD, state, bank_rows_n, bank.options, step))
 
 
-def update_dense(bank: Bank, flat_grad: Tensor, touched_rows: Tensor) -> None:
-    """Apply the bank's optimizer, given the gradient of all weights, to the rows that some batch touched.
+def touched_of(bank: Bank, flat_grad: Tensor, touched_rows: Tensor) -> RowGradients:
+    """The rows that some batch touched, with their gradients, as `Lookup.update_touched` takes them.
 
     Args:
-        bank: updated in place; its steps are not counted here.
+        bank: whose rows these are.
         flat_grad: (numel,), laid out as `bank.weights`.
         touched_rows: (total_rows,) bool, by bank row.
     """
@@ -269,16 +269,14 @@ def update_dense(bank: Bank, flat_grad: Tensor, touched_rows: Tensor) -> None:
     chunks = sorted((c for table in bank.chunks for c in table if c.rows), key=lambda c: c.row_offset)
     touched = touched_rows.nonzero().squeeze(1)
     if not touched.numel():
-        return
+        return []
     ends = torch.tensor([c.row_offset + c.rows for c in chunks], device=touched.device)
     shifts = torch.tensor([c.element_offset // c.width - c.row_offset for c in chunks], device=touched.device)
     widths = torch.tensor([c.width for c in chunks], device=touched.device)
     chunk_of_row = torch.bucketize(touched, ends, right=True)
-    rows = touched + shifts[chunk_of_row]
-    for width, region in bank.regions.items():
-        rows_n = rows[widths[chunk_of_row] == width]
-        if rows_n.numel():
-            update(bank, region, rows_n, region.view(flat_grad).index_select(0, rows_n).to(bank.weights.dtype))
+    rows, widths_n = touched + shifts[chunk_of_row], widths[chunk_of_row]
+    found = [(region, rows[widths_n == width]) for width, region in bank.regions.items()]
+    return [(region, rows_n, region.view(flat_grad).index_select(0, rows_n)) for region, rows_n in found if len(rows_n)]
 
 
 def _bag_of_id(bags: Tensor, count: int) -> Tensor:
@@ -295,7 +293,8 @@ def _added(sums: Sequence[RowGradients]) -> RowGradients:
     result = []
     for parts in by_width.values():
         regions, rows, gradients = zip(*parts, strict=True)
-        result.append((regions[0], *combined(torch.cat(rows), torch.cat(gradients), None, None)))
+        added = parts[0][1:] if len(parts) == 1 else combined(torch.cat(rows), torch.cat(gradients), None, None)
+        result.append((regions[0], *added))
     return result
 
 
