@@ -86,7 +86,6 @@ class Call:
         whole: the batch, which the ranks along a tensor axis share.
         batch: this rank's part of it; the whole without a tensor axis.
         sent: what that became.
-        payload: what the ranks send here, under way.
         words: of each rank's payload.
         batch_sizes: of each rank: one for all features, or one for each.
         is_training: the tables get gradients.
@@ -102,7 +101,6 @@ class Call:
     whole: Batch
     batch: Batch
     sent: Sent
-    payload: Transfer
     words: list[int]
     batch_sizes: list[tuple[int, ...]]
     is_training: bool
@@ -112,6 +110,12 @@ class Call:
     number: int = 0
     spent: Spent = field(default_factory=Spent)
     kept: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def payload(self) -> Transfer:
+        """What the ranks send here, under way, until it is received."""
+        transfer: Transfer = self.kept["payload"]
+        return transfer
 
     @property
     def samples(self) -> list[int]:

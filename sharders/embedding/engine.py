@@ -198,7 +198,6 @@ class Engine:
                 ready.whole,
                 ready.batch,
                 ready.sent,
-                self.payloads.all_to_all(ready.payload, ready.words, words),
                 words,
                 [header.batch_sizes for header in headers],
                 is_training,
@@ -207,6 +206,7 @@ class Engine:
                 touched if are_fewer(self.placement, touched, self.peers.is_flat, self.path.dtype.itemsize) else None,
                 here.number,
                 spent,
+                {"payload": self.payloads.all_to_all(ready.payload, ready.words, words)},
             )
             self._open[call.number] = weakref.ref(call)
             if is_training:

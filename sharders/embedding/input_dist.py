@@ -143,7 +143,7 @@ class InputDist:
         self._num_blocks = max(map(len, bounds), default=1) - 1
         self._by_partials = any(placement.by_partials)
         self._in_split = {f: i for i, f in enumerate(self.split_features)}
-        self._device = device
+        self._channel, self._device = peers.exchange, device
         can_join = unpooled and peers.exchange.size > 1 and can_be_found(device, kernel)
         self._joins = sums_first if can_join else lambda: False
         self._two_stages = None if peers.outer.size == 1 or not self._by_partials else self._staged(peers)
@@ -199,7 +199,12 @@ class InputDist:
             if with_places:
                 places = [ids.places[a:b] for ids, a, b in cuts if ids.places is not None]
                 sent.weight_places.append(torch.cat(places) if places else batch.places[:0])
-        return torch.cat(parts) if parts else by_key.values[:0], words, sent
+        return self._payload(parts, sum(words)), words, sent
+
+    def _payload(self, parts: Sequence[torch.Tensor], count: int) -> torch.Tensor:
+        """The parts, of so many words, in memory that they are sent from."""
+        memory = self._channel.empty(count, self.word, self._device)
+        return torch.cat(list(parts), out=memory) if count else memory
 
     def _send_for_rows(
         self, compiled: _Compiled, orders: list[_Ordered], row_starts: list[int]
@@ -224,7 +229,7 @@ class InputDist:
             cuts = [(sent_ids[s], sent_ids[s].starts[first], sent_ids[s].starts[last + 1]) for s, first, last in runs]
             parts += [head, *(ids.values[a:b] for ids, a, b in cuts)]
         words = [len(counts) + sum(counts) for counts in sent.counts]
-        return torch.cat(parts) if parts else heads, words, sent
+        return self._payload(parts, sum(words)), words, sent
 
     def _compiled_for(self, batch: Batch) -> _Compiled:
         """The oldest goes where there are too many: an order of keys that changes with every batch never comes back."""
@@ -241,6 +246,7 @@ class InputDist:
         weighted = call.batch.weights is not None and not self.unpooled
         lengths, ids, weights = [], [], []
         parts, straight = call.payload.wait().split(call.words), frozenset[int]()
+        del call.kept["payload"]
         if self._two_stages is not None:
             parts, straight = self._two_stages.agreed(parts)
         for part, samples in zip(parts, call.samples, strict=True):

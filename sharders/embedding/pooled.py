@@ -45,6 +45,8 @@ class PooledPath(Path[torch.Tensor]):
             local = self._look_up_local(call)
         ways, wants_landing, order = self._ways(call), self.wants_landing(call), partial(self.order_ids, call)
         under_way = [way.forward(call, local if way is ways[-1] else None, wants_landing, order) for way in ways]
+        if call.is_training and self.peers.num_replicas == 1:  # else gradients of weights read it again
+            self.input_dist.receive(call).let_go()
         out: torch.Tensor | None = None
         with phase(call.spent, OUTPUT):
             while under_way:

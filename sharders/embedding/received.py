@@ -25,6 +25,11 @@ class Received:
     bags: list[list[int]]
     straight: frozenset[int] = frozenset()
 
+    def let_go(self) -> None:
+        """Keep numbers alone: all has been read that this rank reads of it."""
+        for of_sources in (self.lengths, self.ids, self.weights or []):
+            of_sources.clear()
+
     def span(self, source: int, slots: range) -> slice:
         """Where the ids of neighbouring slots are among a source's."""
         counts = self.counts[source]

@@ -165,7 +165,7 @@ class Way:
         for (tbe, of_whole, _), columns, bags in self._by_whole(call, lookup, sources):
             if tbe.is_trainable:
                 train = of_whole.gradient_pooled if tbe.bank.spec is None else of_whole.update_pooled
-                yield tbe, train(columns.to(tbe.bank.weights.dtype).contiguous(), bags, order=next(orders))
+                yield tbe, train(columns.to(tbe.bank.weights.dtype), bags, order=next(orders))
         for (tbe, _, _), rows, owned in zip(self.runs, of_runs, self._owned(call, sources), strict=True):
             if tbe.is_trainable:
                 learn = tbe.lookup.gradient_rows if tbe.bank.spec is None else tbe.lookup.update_rows
@@ -190,7 +190,7 @@ class Way:
         lookup, of_runs = self._cut(call, grad, sources)
         slots = [slot for piece in self.pieces for slot in piece]
         for (tbe, of_whole, num_slots), columns, bags in self._by_whole(call, lookup, sources):
-            found = of_whole.gradient_weights(columns.to(tbe.bank.weights.dtype).contiguous(), bags).to(self.dtype)
+            found = of_whole.gradient_weights(columns.to(tbe.bank.weights.dtype), bags).to(self.dtype)
             places = [(source, slot) for slot in slots[:num_slots] for source in sources]
             parts = found.split([counts[source][slot] for source, slot in places])
             yield from ((*place, part) for place, part in zip(places, parts, strict=True))
@@ -250,11 +250,17 @@ class Way:
         columns = grad.split([whole.lookup.num_columns for whole in self.whole], 1)
         yield from zip(self.whole, columns, self._bags(call, sources), strict=True)
 
-    @once_per_call
     def _bags(self, call: Call, sources: tuple[int, ...]) -> list[Bags]:
-        """Bags of each lookup that travels whole."""
+        """Bags of each lookup that travels whole; those that `train` needs are kept."""
         if not self.whole:
             return []
+        return self._trained_bags(call) if sources == self.sources else self._bags_of(call, sources)
+
+    @once_per_call
+    def _trained_bags(self, call: Call) -> list[Bags]:
+        return self._bags_of(call, self.sources)
+
+    def _bags_of(self, call: Call, sources: tuple[int, ...]) -> list[Bags]:
         received = self.input_dist.receive(call)
         ids, lengths, weights = received.slot_major(sources, self.pieces)
         counts = [sum(received.counts[s][slot] for s in sources) for piece in self.pieces for slot in piece]

@@ -400,7 +400,7 @@ class MemoryTransfer:
                         f"rank {rank} of the group has written the answer to another exchange than that which is under "
                         "way here; all ranks of a group must make the same calls in the same order"
                     )
-            self._has_all = True
+            self._has_all, self._own = True, out[:0]  # what was sent is no longer held
             self.end()
         assert self._out is not None
         return self._out

@@ -37,7 +37,7 @@ class Lookup(Protocol):
     Results have the bank's dtype. `out` is memory that they may be written to, of their shape and dtype: what is
     returned lies there, or elsewhere where the kernel cannot. Ids are not checked here: `input_checks` has. An update
     combines, for each row, the gradients of all its ids in the call before it applies the optimizer; `Bank.step` counts
-    it and is called before.
+    it and is called before. Rows of a pooled gradient may be apart.
     The ids' `order` can be worked out as soon as they are known, while something else is waited for, and given to the
     calls that take one, of the same ids; else they work it out themselves. A kernel without use for it gives None.
     """
@@ -54,7 +54,7 @@ class Lookup(Protocol):
         """The ids' order, for the two below."""
 
     def update_pooled(self, grad: Tensor, read: Bags, *, order: Any = None) -> None:
-        """Update the bank in place, given the gradient (B, C) of `pooled`; its rows may be apart."""
+        """Update the bank in place, given the gradient (B, C) of `pooled`."""
 
     def gradient_pooled(self, grad: Tensor, read: Bags, *, order: Any = None) -> Tensor:
         """(numel,): the gradient of the bank's weights."""
