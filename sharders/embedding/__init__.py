@@ -28,6 +28,7 @@
 - `way`: tables whose results travel alike, lookups to updates
 - `codec`: how results and gradients travel
 - `output_dist`: what both output dists share: results to their ranks, gradients back
+- `columns`: columns of several matrices placed in one
 - `pooled_output`: output dist of pooled lookups
 - `ragged`: what travels where features have batch sizes of their own
 - `unpooled`: unpooled lookups and their backward

@@ -9,131 +9,18 @@ Where partials are fewer bytes than that they go straight to the ranks of the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import torch
 
 from sharders.channel import Channel, GroupChannel, Landing
 from sharders.embedding.codec import Codecs
+from sharders.embedding.columns import Placing, runs_of
 from sharders.embedding.output_dist import Beside, ResultExchange, landing_for, send_gradients
 from sharders.embedding.partials import Partials
 from sharders.embedding.ragged import Block, Columns, padded_rows, ragged, ragged_size
 
 Blocks = Sequence[Sequence[Block]] | None  # of each rank: of all batches whose rows go there
-
-
-class Move(NamedTuple):
-    """Columns `source_column`.. of a source go to `column`..; `add` when others have written there."""
-
-    source: int
-    source_column: int
-    column: int
-    width: int
-    add: bool
-
-    @property
-    def kind(self) -> tuple[int, int, bool]:
-        """What those of one run have in common."""
-        return self.source, self.width, self.add
-
-
-class MoveRun(NamedTuple):
-    """`num` moves of one source and width, at even distances: one operation for all.
-
-    Args:
-        first: of the moves.
-        source_step, step: columns from each move to the next, in the source and in the target.
-    """
-
-    first: Move
-    num: int
-    source_step: int
-    step: int
-
-    def of_source(self, rows: torch.Tensor) -> torch.Tensor:
-        """The source's columns of these rows."""
-        return self._columns(rows, self.first.source_column, self.source_step)
-
-    def of_target(self, rows: torch.Tensor) -> torch.Tensor:
-        """The target's columns of these rows."""
-        return self._columns(rows, self.first.column, self.step)
-
-    def _columns(self, rows: torch.Tensor, start: int, step: int) -> torch.Tensor:
-        if self.num == 1:
-            return rows[:, start : start + self.first.width]
-        row, each = rows.stride()
-        shape, strides = (len(rows), self.num, self.first.width), (row, step * each, each)
-        return rows.as_strided(shape, strides, rows.storage_offset() + start * each)
-
-
-def runs_of(moves: Sequence[Move]) -> list[MoveRun]:
-    """The moves in their order, neighbours at even distances taken together."""
-    runs: list[MoveRun] = []
-    for move in moves:
-        last = runs[-1] if runs else None
-        if last is not None and last.first.kind == move.kind:
-            before = last.first.source_column + (last.num - 1) * last.source_step
-            steps = move.source_column - before, move.column - last.first.column - (last.num - 1) * last.step
-            if min(steps) >= move.width and (last.num == 1 or steps == (last.source_step, last.step)):
-                runs[-1] = MoveRun(last.first, last.num + 1, *steps)
-                continue
-        runs.append(MoveRun(move, 1, 0, 0))
-    return runs
-
-
-def cut_columns(sources: Sequence[Sequence[Columns]]) -> list[Columns]:
-    """Disjoint columns, by feature, that all the given ones are unions of."""
-    cuts: dict[int, set[int]] = {}
-    spans: dict[int, set[tuple[int, int]]] = {}
-    for of_source in sources:
-        for feature, column, width in of_source:
-            cuts.setdefault(feature, set()).update((column, column + width))
-            spans.setdefault(feature, set()).add((column, column + width))
-    return [
-        (feature, a, b - a)
-        for feature in sorted(cuts)
-        for a, b in pairwise(sorted(cuts[feature]))
-        if any(start <= a and b <= stop for start, stop in spans[feature])
-    ]
-
-
-def compile_moves(sources: Sequence[Sequence[Columns]], target: Sequence[Columns]) -> list[Move]:
-    """Moves that write every source's columns into the target's; adjacent ones are joined."""
-    by_feature: dict[int, list[Columns]] = {}
-    for smallest in cut_columns([*sources, target]):
-        by_feature.setdefault(smallest[0], []).append(smallest)
-    place = {(feature, column): at for feature, column, _, at in _placed(target, by_feature)}
-    written: set[tuple[int, int]] = set()
-    moves: list[Move] = []
-    for source, of_source in enumerate(sources):
-        for feature, column, width, at in _placed(of_source, by_feature):
-            add = (feature, column) in written
-            written.add((feature, column))
-            _append(moves, Move(source, at, place[feature, column], width, add))
-    return moves
-
-
-def _placed(
-    columns: Sequence[Columns], by_feature: Mapping[int, Sequence[Columns]]
-) -> Iterator[tuple[int, int, int, int]]:
-    """The smallest columns (feature, first column, width) that these ones are cut into, and their place in the row."""
-    at = 0
-    for feature, column, width in columns:
-        for _, first, of_cut in by_feature[feature]:
-            if column <= first < column + width:
-                yield feature, first, of_cut, at + first - column
-        at += width
-
-
-def _append(moves: list[Move], move: Move) -> None:
-    """Join a move to the last one where it goes on right behind it."""
-    last = moves[-1] if moves else Move(-1, 0, 0, 0, False)
-    if last == Move(move.source, move.source_column - last.width, move.column - last.width, last.width, move.add):
-        moves[-1] = last._replace(width=last.width + move.width)
-    else:
-        moves.append(move)
 
 
 class PooledOutputDist:
@@ -147,10 +34,16 @@ class PooledOutputDist:
         sources: columns of each of its ranks, then of a local lookup that does not travel (may be empty), then of
             groups of partials.
         target: this rank's columns.
+        kernel: see `Placing`.
     """
 
     def __init__(
-        self, channel: Channel, codecs: Codecs, sources: Sequence[Sequence[Columns]], target: Sequence[Columns]
+        self,
+        channel: Channel,
+        codecs: Codecs,
+        sources: Sequence[Sequence[Columns]],
+        target: Sequence[Columns],
+        kernel: str | None,
     ) -> None:
         self.channel, self.codecs, self.me = channel, codecs, channel.rank
         self.columns = [list(columns) for columns in sources[: channel.size]]
@@ -161,12 +54,17 @@ class PooledOutputDist:
         self._results = GroupChannel(None) if nobody_sends else channel
         self._others = [i for i in range(channel.size) if i != self.me]
         self._order = [*self._others, self.me]
-        # What is here is placed first, while the others' rows travel.
+        # What is here is placed first, while the others' rows travel; and it is what others' sums are added to.
         local = channel.size
         order = [self.me, local, *self._others, *range(local + 1, len(sources))]
-        moves = compile_moves([sources[i] for i in order], target)
-        self.moves = [move._replace(source=order[move.source]) for move in moves]
-        self.runs = runs_of(self.moves)
+        runs = runs_of({i: sources[i] for i in order}, target)
+        is_here = [{self.me, local}.issuperset(run.numbers) for run in runs]
+        here, there = ([run for run, of in zip(runs, is_here, strict=True) if of is wanted] for wanted in (True, False))
+        self._here, self._there = Placing(here, kernel), Placing(there, kernel)
+        back = {i: [run.back(of) for run in runs for of in run.sources if of.number == i] for i in order}
+        self._back = {i: Placing(of, kernel) for i, of in back.items()}
+        self._all_in_one = runs[0] if len(runs) == 1 and runs[0].num == 1 and runs[0].width == self.width else None
+        """What gives all columns, in one piece."""
 
     def memory(
         self, rows: int, dtype: torch.dtype, device: torch.device, partials: Partials | None
@@ -229,23 +127,25 @@ class PooledOutputDist:
             came[self.channel.size] = local
 
         def placed(out: torch.Tensor | None) -> torch.Tensor:
-            for run in self.runs:
-                move = run.first
-                if move.source not in came:
-                    came.update(self._come(exchange, move.source, came_from, mine, blocks, partials))
-                lookup = came[move.source]
-                if out is None and run.num == 1 and move.width == self.width == lookup.shape[1]:
-                    # One source covers every column: the others are added to it.
-                    out = lookup.clone() if move.source in self._others and partials is None else lookup
-                    continue
-                if out is None:
-                    out = others.new_empty(mine, self.width)
-                source, target = run.of_source(lookup), run.of_target(out)
-                target.add_(source) if move.add else target.copy_(source)
+            out = self._memory_for(came, mine, others) if out is None else out
+            self._here(came, out)
+            for source in self._there.numbers:
+                if source not in came:
+                    came.update(self._come(exchange, source, came_from, mine, blocks, partials))
+            self._there(came, out)
             exchange.end()
-            return others.new_zeros(mine, self.width) if out is None else out
+            return out
 
         return placed
+
+    def _memory_for(self, came: dict[int, torch.Tensor], mine: int, like: torch.Tensor) -> torch.Tensor:
+        """What results are placed in: a lookup of this rank's that has all columns, else new memory."""
+        run = self._all_in_one
+        first = None if run is None else came.get(run.sources[0].number)
+        if run is None or first is None or first.shape[1] != self.width:
+            shape = mine, self.width
+            return like.new_empty(shape) if self._here.runs or self._there.runs else like.new_zeros(shape)
+        return first
 
     def _begin(
         self,
@@ -351,9 +251,7 @@ class PooledOutputDist:
             is_ragged = blocks is not None and rank != self.me
             flat = out[: to[rank]]
             lookup = grad.new_empty(mine, widths[rank]) if is_ragged else flat.view(mine, widths[rank])
-            for run in self.runs:
-                if run.first.source == rank:
-                    torch.mul(run.of_target(grad), scale, out=run.of_source(lookup))
+            self._back[rank]({0: grad}, lookup, scale)
             if blocks is not None and is_ragged:
                 flat.copy_(ragged(lookup, self.columns[rank], blocks[self.me]))
             if partials is not None:
@@ -371,12 +269,11 @@ class PooledOutputDist:
         """(B * U, width) gradients of the columns of a group of partials."""
         source = self.channel.size + 1 + number
         width = self.group_widths[number]
-        runs = [run for run in self.runs if run.first.source == source]
-        if len(runs) == 1 and runs[0].num == 1 and runs[0].first.width == self.width:
+        run = self._all_in_one
+        if run is not None and run.numbers == (source,):
             return grad.reshape(-1, width)
         columns = grad.new_empty(grad.shape[0], self.widths[source])
-        for run in runs:
-            run.of_source(columns).copy_(run.of_target(grad))
+        self._back[source]({0: grad}, columns)
         return columns.view(-1, width)
 
     def _sizes(self, rows: Sequence[int], blocks: Blocks) -> tuple[list[int], list[int]]:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sharders.embedding.call import Call, once_per_call
+from sharders.embedding.columns import cut_columns
 from sharders.embedding.input_dist import InputDist
 from sharders.embedding.local_tables import TBE, TableStore
 from sharders.embedding.lookup.kernels import Lookup, compile_lookup
@@ -20,7 +21,7 @@ from sharders.embedding.path import Trained
 from sharders.embedding.peers import Peers, own_last
 from sharders.embedding.phases import FORWARD, OUTPUT, phase
 from sharders.embedding.placement import Placement
-from sharders.embedding.pooled_output import Blocks, PooledOutputDist, cut_columns
+from sharders.embedding.pooled_output import Blocks, PooledOutputDist
 from sharders.embedding.ragged import Columns
 
 
@@ -70,7 +71,7 @@ class Way:
         """Columns of this rank's lookup."""
         order = [peers.table_ranks[source] for source in peers.own]
         self.partials = PartialsPlan(placement, order, kind.partial, device) if kind.partial else None
-        self.output_dists = _output_dists(placement, kind, self.partials)
+        self.output_dists = _output_dists(placement, kind, self.partials, store.kernel)
 
     def forward(
         self,
@@ -333,7 +334,9 @@ def _whole_of(store: TableStore, tbe: TBE, tables: Collection[int]) -> Whole:
     return Whole(tbe, compile_lookup(tbe.bank, [tbe.lookup.ranges[i] for i in mine], store.kernel), len(mine))
 
 
-def _output_dists(placement: Placement, kind: Kind, plan: PartialsPlan | None) -> list[PooledOutputDist]:
+def _output_dists(
+    placement: Placement, kind: Kind, plan: PartialsPlan | None, kernel: str | None
+) -> list[PooledOutputDist]:
     peers, codecs = kind.peers, kind.peers.codecs
     dims = [placement.tables[feature.table].dim for feature in placement.features]
     columns: list[list[Columns]] = [
@@ -343,11 +346,11 @@ def _output_dists(placement: Placement, kind: Kind, plan: PartialsPlan | None) -
     local: list[Columns] = [(f, 0, dims[f]) for f in kind.local]
     if peers.outer.size == 1:
         groups = [] if plan is None else plan.groups
-        return [PooledOutputDist(peers.table, codecs, [*columns, local, *(g.columns for g in groups)], target)]
+        return [PooledOutputDist(peers.table, codecs, [*columns, local, *(g.columns for g in groups)], target, kernel)]
     hosts = [columns[h * peers.inner.size : (h + 1) * peers.inner.size] for h in range(peers.outer.size)]
     host = peers.outer.rank
     joined = [cut_columns(of_host) for of_host in hosts]
     return [
-        PooledOutputDist(peers.inner, codecs, [*hosts[host], []], joined[host]),
-        PooledOutputDist(peers.outer, codecs, [*joined, local], target),
+        PooledOutputDist(peers.inner, codecs, [*hosts[host], []], joined[host], kernel),
+        PooledOutputDist(peers.outer, codecs, [*joined, local], target, kernel),
     ]

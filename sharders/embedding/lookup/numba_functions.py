@@ -29,17 +29,19 @@ _OF_IDS = {
     **dict.fromkeys(("expand_bags", "expand_parts", "expand_runs", "sort_tables"), "numba_sort"),
     **dict.fromkeys(("choose", "compact", "spread"), "numba_distinct"),
 }
-"""Functions that know nothing of elements, and their files; all others are in `numba_loops`."""
+"""Functions that know nothing of elements, and their files."""
+_FILES = {**_OF_IDS, "place_columns": "numba_columns"}
+"""All others are in `numba_loops`."""
 
 _engines: list[Any] = []  # they hold the code
 _UPDATE = "update_"
-COMPILED = ("compile", "distinct", "loops", "sort", "updates", "vectors")
+COMPILED = ("columns", "compile", "distinct", "loops", "sort", "updates", "vectors")
 """Files of what is compiled."""
 
 
 @cache
 def entry(name: str, element: str) -> Callable[..., int]:
-    """A function of `numba_loops`, `numba_sort` or `numba_distinct`, or `update_` and a kind of `numba_updates`.
+    """A function of `numba_loops`, `_columns`, `_sort` or `_distinct`, or `update_` and a kind of `numba_updates`.
 
     Args:
         element: name of an `Elements`; functions that know ids alone are the same for all.
@@ -79,7 +81,7 @@ def _made(name: str, element: str | None) -> Compiled:
     if name.startswith(_UPDATE):
         function = numba_loops.update_of(numba_updates.KINDS[name.removeprefix(_UPDATE)])
     else:
-        function = getattr(import_module(f"{__package__}.{_OF_IDS.get(name, 'numba_loops')}"), name)
+        function = getattr(import_module(f"{__package__}.{_FILES.get(name, 'numba_loops')}"), name)
     result = compiled(function, element)
     _log.info("lookup kernel %s for %s is compiled, in %.1f s", name, element or "ids", perf_counter() - started)
     return result
