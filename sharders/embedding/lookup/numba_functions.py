@@ -28,6 +28,7 @@ _log = logging.getLogger("dmp")
 _OF_IDS = {
     **dict.fromkeys(("expand_bags", "expand_parts", "expand_runs", "sort_tables"), "numba_sort"),
     **dict.fromkeys(("choose", "compact", "spread"), "numba_distinct"),
+    "split_by_blocks": "numba_blocks",
 }
 """Functions that know nothing of elements, and their files."""
 _FILES = {**_OF_IDS, "place_columns": "numba_columns"}
@@ -35,13 +36,13 @@ _FILES = {**_OF_IDS, "place_columns": "numba_columns"}
 
 _engines: list[Any] = []  # they hold the code
 _UPDATE = "update_"
-COMPILED = ("columns", "compile", "distinct", "loops", "sort", "updates", "vectors")
+COMPILED = ("blocks", "columns", "compile", "distinct", "loops", "sort", "updates", "vectors")
 """Files of what is compiled."""
 
 
 @cache
 def entry(name: str, element: str) -> Callable[..., int]:
-    """A function of `numba_loops`, `_columns`, `_sort` or `_distinct`, or `update_` and a kind of `numba_updates`.
+    """A function of one of the `COMPILED`, or `update_` and a kind of `numba_updates`.
 
     Args:
         element: name of an `Elements`; functions that know ids alone are the same for all.
