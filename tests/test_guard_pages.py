@@ -19,12 +19,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from sharders.embedding import columns
+from sharders.embedding.columns import Placing, runs_of
 from sharders.embedding.lookup import numba_kernel, threads
 from sharders.embedding.lookup.bank import Bank, RowRange
+from sharders.embedding.lookup.bucketize import Bucketizer
 from sharders.embedding.lookup.distinct import distinct_rows, spread
 from sharders.embedding.lookup.kernels import Lookup, compile_lookup
 from sharders.embedding.lookup.optimizers import OptimizerSpec
 from sharders.embedding.lookup.reads import Bags, Segmented
+from sharders.embedding.ragged import Columns
 from tests.guard_pages import GuardedMemory
 
 DIMS = (1, 2, 3, 4, 5, 7, 8, 12, 16, 17, 20, 31, 48, 63, 64, 65, 68, 80, 84, 100, 127, 128, 130)
@@ -152,12 +156,50 @@ def deduplicated(draw: Draw) -> None:
         assert torch.equal(found.values[to.long()], values)
 
 
+def placed(draw: Draw) -> None:
+    """Rows and columns of features, cut among ranks, to a result and back."""
+    dims, ranks, rows = [draw.one((4, 8, 16, 64, 80, 128)) for _ in range(6)], draw.one((1, 2, 4)), draw.one((0, 1, 65))
+    features = [(f, 0, dim) for f, dim in enumerate(dims)]
+    sources: dict[int, list[Columns]] = {rank: [] for rank in range(ranks)}
+    for f, dim in enumerate(dims):
+        how, each = draw.below(3), dim // ranks
+        for rank, of_rank in sources.items():
+            cut = (f, rank * each, each) if how == 0 else (f, 0, dim)
+            of_rank += [cut] * (how < 2 or rank == f % ranks)
+    runs, dtype = runs_of(sources, features), draw.one((torch.float32, torch.float64))
+    given = {r: torch.rand(rows, sum(c[2] for c in of)).to(dtype) for r, of in sources.items()}
+    outs = [torch.empty(rows, sum(dims), dtype=dtype) for _ in range(2)]
+    for kernel, out in zip((None, "torch"), outs, strict=True):
+        Placing(runs, kernel)(given, out, 0.25)
+    assert torch.equal(*outs)
+    for rank, matrix in given.items():
+        back = [run.back(of) for run in runs for of in run.sources if of.number == rank]
+        pair = [torch.empty(len(matrix) * matrix.shape[1], dtype=dtype).view(matrix.shape) for _ in range(2)]
+        for kernel, out in zip((None, "torch"), pair, strict=True):
+            Placing(back, kernel)({0: outs[0]}, out, 0.5)
+        assert torch.equal(*pair)
+
+
+def sorted_by_block(draw: Draw) -> None:
+    rows = [draw.one((1, 7, 90, 5000)) for _ in range(3)]
+    num = draw.one((2, 4, 8))
+    bounds = [[min(i * -(-n // num), n) for i in range(num + 1)] for n in rows]
+    lengths = torch.stack([draw.lengths(9) for _ in rows])
+    counts = lengths.sum(1).tolist()
+    ids = torch.cat([draw.ids(n, r, torch.int32) for n, r in zip(counts, rows, strict=True)])
+    bucketize = Bucketizer(bounds, ids.device)
+    found = [sort(ids, lengths.to(torch.int32), True) for sort in (bucketize, bucketize._by_torch)]
+    for name in ("values", "lengths"):
+        assert torch.equal(*(getattr(of, name) for of in found))
+    assert torch.equal(*(of.moved(ids) for of in found))
+
+
 def run_cases(seed: int, at_begin: bool, seconds: float) -> None:
     """As many as there is time for."""
     faulthandler.enable()
     until, number = time.monotonic() + seconds, 0
     with GuardedMemory(at_begin) as memory:
-        numba_kernel._STREAMED_BYTES = 1 << 12
+        numba_kernel._STREAMED_BYTES = columns._STREAMED_BYTES = 1 << 12
         threads.ENOUGH_IDS = 1
         pool = ThreadPoolExecutor(3, initializer=GuardedMemory.__enter__, initargs=(memory,))
         threads._pool = lambda _: pool  # type: ignore[assignment]
@@ -173,6 +215,8 @@ def run_cases(seed: int, at_begin: bool, seconds: float) -> None:
                 for tensor, of_torch in zip(of_bank(lookups[0]), of_bank(lookups[1]), strict=True):
                     of_torch.copy_(tensor)
             deduplicated(draw)
+            placed(draw)
+            sorted_by_block(draw)
             number += 1
     print(f"cases: {number}", flush=True)
     os._exit(0)  # threads that end with the interpreter cannot give their tensors' memory back
