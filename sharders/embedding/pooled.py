@@ -43,10 +43,9 @@ class PooledPath(Path[torch.Tensor]):
             self.input_dist.receive(call)
         with phase(call.spent, FORWARD):
             local = self._look_up_local(call)
-        ways, wants_landing, order = self._ways(call), self.wants_landing(call), partial(self.order_ids, call)
-        under_way = [way.forward(call, local if way is ways[-1] else None, wants_landing, order) for way in ways]
-        if call.is_training and self.peers.num_replicas == 1:  # else gradients of weights read it again
-            self.input_dist.receive(call).let_go()
+        ways, wants_landing = self._ways(call), self.wants_landing(call)
+        under_way = [way.forward(call, None, wants_landing, lambda: None) for way in ways[:-1]]
+        under_way.append(ways[-1].forward(call, local, wants_landing, partial(self.order_ids, call)))
         out: torch.Tensor | None = None
         with phase(call.spent, OUTPUT):
             while under_way:
@@ -119,6 +118,11 @@ class PooledPath(Path[torch.Tensor]):
             yield from way.train(call, grad)
 
     def _order(self, call: Call) -> None:
+        """Called when this rank has looked up all that is asked for."""
+        for way in self._ways(call):
+            way.read_to_train(call)
+        if self.peers.num_replicas == 1:  # else gradients of weights are worked out of other sources' ids
+            self.input_dist.receive(call).let_go()
         for way in self._ways(call):
             way.order(call)
 

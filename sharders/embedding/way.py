@@ -172,6 +172,11 @@ class Way:
                 learn = tbe.lookup.gradient_rows if tbe.bank.spec is None else tbe.lookup.update_rows
                 yield tbe, learn(rows.to(tbe.bank.weights.dtype), owned.read(), order=next(orders))
 
+    def read_to_train(self, call: Call) -> None:
+        """Read all that `train` wants of what has come."""
+        self._bags(call, self.sources)
+        self._owned(call, self.sources)
+
     @once_per_call
     def order(self, call: Call) -> list[Any]:
         """Of each lookup that `train` updates; see `Lookup`."""
