@@ -61,6 +61,45 @@ class Clipped(Stranger):
         return p.grad / torch.nn.utils.get_total_norm(grads).clamp(min=100)  # type: ignore[operator]
 
 
+class Calmed(Stranger):
+    """By the root of what all elements' squares are beside what they have been in the mean, as StableAdamW."""
+
+    def direction(self, p: torch.Tensor) -> torch.Tensor:
+        assert p.grad is not None
+        mean = self.state[p].setdefault("mean", p.grad**2).lerp_(p.grad**2, 0.5)
+        return p.grad / mean.sqrt() / (p.grad**2 / mean).mean().sqrt().clamp(min=1.0)
+
+
+class Growing(Stranger):
+    """By how far all have come along their gradients, once that is more than a millionth, as Prodigy."""
+
+    def direction(self, p: torch.Tensor) -> torch.Tensor:
+        held = [q for g in self.param_groups for q in g["params"] if q.grad is not None]
+        come, summed = 0.0, 0.0
+        for q in held:
+            state = self.state[q]
+            come += float(((state.setdefault("first", q.clone()) - q) * q.grad).sum())
+            state["sum"] = state.get("sum", 0) + q.grad
+            summed += float(state["sum"].abs().sum())
+        self.so_far = max(getattr(self, "so_far", 1e-6), come / max(summed, 1e-9))
+        return self.so_far * p.grad.sign() / self.param_groups[0]["lr"]  # type: ignore[union-attr]
+
+
+class Late(Lamb):
+    """Makes no step before the sixth, as RAdam."""
+
+    def direction(self, p: torch.Tensor) -> torch.Tensor:
+        self.state[p]["step"] = step = self.state[p].get("step", 0) + 1
+        return super().direction(p) * float(step >= 6)
+
+
+class InFloat32(Lamb):
+    """As those do that mix in tensors of torch's default dtype."""
+
+    def direction(self, p: torch.Tensor) -> torch.Tensor:
+        return super().direction(p).lerp(torch.zeros(p.shape), 0.5)
+
+
 class Noisy(Stranger):
     def direction(self, p: torch.Tensor) -> torch.Tensor:
         return p.grad + torch.randn_like(p)  # type: ignore[operator]
@@ -73,7 +112,8 @@ class Picky(Lion):
 
 @pytest.mark.parametrize(
     ("kind", "wrong"),
-    [(Lion, set()), (Lamb, {ROWS, COLUMNS, BOTH}), (ByRow, {COLUMNS, BOTH}), (Clipped, {ROWS, COLUMNS, BOTH, NOTHING})],
+    [(Lion, set()), (Lamb, {ROWS, COLUMNS, BOTH}), (ByRow, {COLUMNS, BOTH}), (Clipped, {ROWS, COLUMNS, BOTH, NOTHING})]
+    + [(Calmed, {ROWS, COLUMNS, BOTH}), (Growing, {ROWS, COLUMNS, BOTH, NOTHING}), (Late, {ROWS, COLUMNS, BOTH})],
 )
 @pytest.mark.parametrize("options", [{}, {"lr": 0.0}, {"lr": 1e-9, "scale": 2.0}], ids=str)
 def test_which_cuts_an_optimizer_is_wrong_on(kind: Callable[..., Optimizer], wrong: set[str], options: Any) -> None:
@@ -86,6 +126,12 @@ def test_which_cuts_an_optimizer_is_wrong_on(kind: Callable[..., Optimizer], wro
     }
     assert found == wrong
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_steps_in_float32_alone_is_tried_in_it() -> None:
+    optimizer = InFloat32([nn.Parameter(torch.ones(2, 2))])
+    assert wrong_cut(optimizer, optimizer.param_groups[0], [ROWS], torch.device("cpu")) == ROWS
+    assert wrong_cut(optimizer, optimizer.param_groups[0], [NOTHING], torch.device("cpu")) is None
 
 
 @pytest.mark.parametrize(("kind", "more", "why"), [(Noisy, (), "random"), (Picky, (None,), "TypeError.*model")])

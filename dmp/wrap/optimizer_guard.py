@@ -140,6 +140,7 @@ def _is_cut(parameter: Any) -> bool:
 
 def _mark_state(optimizer: Optimizer) -> None:
     """Have its state dict say, where it is pickled, that it is of this rank's chunks."""
-    if not optimizer.__dict__.get("_dmp_is_marked"):
+    is_whole = hasattr(optimizer, "_optimizer_state_dict_post_hooks")  # not one around another that skips `__init__`
+    if is_whole and not optimizer.__dict__.get("_dmp_is_marked"):
         optimizer.__dict__["_dmp_is_marked"] = True
         optimizer.register_state_dict_post_hook(lambda _, state_dict: state_dict.__setitem__("pieces", CHUNKS_ONLY))

@@ -35,7 +35,11 @@ _CUTS: Mapping[str, tuple[slice, slice]] = {
     "of which a rank has nothing": (slice(0, 0), slice(None)),
 }
 _SHAPE, _OTHER = (6, 4), (5, 3)  # of what is cut, and of a parameter beside it
-_STEPS, _SCALES = 3, (1.0, 1e3, 1e-3)  # of gradients: one that clips them is seen
+_SCALES = (1.0, 2.0, 0.5, 2.0, 1.0, 2.0, 1e3, 1e-3)
+"""Of gradients: those of one size tell apart what is clipped by their spread, the last two what is by their norm; some
+optimizers (RAdam) make no step before the sixth."""
+_LEAST = 3  # steps that change something
+_DTYPES = (torch.float64, torch.float32)  # the second for those that mix in tensors of torch's default
 _TOLERANCE = 1e-3  # of a step: state may be kept in fewer bits
 Params = list[torch.nn.Parameter]
 
@@ -70,15 +74,14 @@ def wrong_cut(optimizer: Optimizer, group: Mapping[str, Any], cuts: Iterable[str
     """
     with torch.random.fork_rng([]), torch.inference_mode(False), torch.enable_grad():
         try:
-            make = _maker(optimizer, group)
-            everything = slice(None), slice(None)
-            whole, again = (_steps(make, everything, device, seed) for seed in (1, 2))
-            if not all(bool(step.any()) for steps in whole for step in steps):
+            make, everything = _maker(optimizer, group), (slice(None), slice(None))
+            dtype, whole = _first_whole(make, everything, device)
+            if min(sum(bool(step.any()) for step in steps) for steps in whole) < _LEAST:
                 raise Untried("its first steps change nothing")
-            if not _same(whole, again):
+            if not _same(whole, _steps(make, everything, device, 2, dtype)):
                 raise Untried("it draws random numbers")
             for cut in sorted(cuts):
-                table, other = _steps(make, _CUTS[cut], device, 1)
+                table, other = _steps(make, _CUTS[cut], device, 1, dtype)
                 if not _same(([step[_CUTS[cut]] for step in whole[0]], whole[1]), (table, other), whole):
                     return cut
         except Untried:
@@ -86,6 +89,17 @@ def wrong_cut(optimizer: Optimizer, group: Mapping[str, Any], cuts: Iterable[str
         except Exception as error:  # of a class that nobody knows
             raise Untried(f"{type(error).__name__}: {error}") from error
     return None
+
+
+def _first_whole(make: Callable[[Params], Optimizer], everything: tuple[slice, slice], device: torch.device) -> Any:
+    """A dtype that it steps in, and its steps on whole parameters."""
+    for dtype in _DTYPES:
+        try:
+            return dtype, _steps(make, everything, device, 1, dtype)
+        except RuntimeError:
+            if dtype is _DTYPES[-1]:
+                raise
+    raise AssertionError
 
 
 def _maker(optimizer: Optimizer, group: Mapping[str, Any]) -> Callable[[Params], Optimizer]:
@@ -110,22 +124,22 @@ def _own(value: Any) -> Any:
 
 
 def _steps(
-    make: Callable[[Params], Optimizer], cut: tuple[slice, slice], device: torch.device, seed: int
+    make: Callable[[Params], Optimizer], cut: tuple[slice, slice], device: torch.device, seed: int, dtype: torch.dtype
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """What each step adds to the part of a parameter, and to another beside it."""
     drawn = torch.Generator().manual_seed(0)
 
     def values(scale: float) -> Params:
         table, other = (torch.randn(s, generator=drawn, dtype=torch.float64) * scale for s in (_SHAPE, _OTHER))
-        return [torch.nn.Parameter(t.clone().to(device)) for t in (table[cut], other)]
+        return [torch.nn.Parameter(t.to(device, dtype, copy=True)) for t in (table[cut], other)]
 
     parameters, added = values(1.0), ([], [])  # type: tuple[Params, tuple[list[torch.Tensor], list[torch.Tensor]]]
-    optimizer = make(parameters)
+    optimizer, steady = make(parameters), [p.detach().clone() for p in parameters]
     torch.default_generator.manual_seed(seed)
     for scale in _SCALES:
         before = [p.detach().clone() for p in parameters]
-        for p, grad in zip(parameters, values(scale), strict=True):
-            p.grad = grad.detach()
+        for p, grad, common in zip(parameters, values(scale), steady, strict=True):
+            p.grad = grad.detach() + scale * common  # one direction stays, or what estimates how far to go stays small
         optimizer.step()
         for steps, p, old in zip(added, parameters, before, strict=True):
             steps.append(p.detach() - old)
