@@ -163,6 +163,13 @@ def test_cover_is_exact(shards: list[Shard], words: list[str]) -> None:
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
+@pytest.mark.parametrize("shape", [(0, 8), (5, 0)])
+def test_nothing_is_not_placed(shape: tuple[int, int]) -> None:
+    for layout in (table_wise(0), data_parallel()):
+        with pytest.raises(ShardError, match="no elements"):
+            layout.check(shape, ShardingEnv.abstract((2,), ("dp",), "cpu"))
+
+
 def _is_cover(shards: list[Shard], shape: tuple[int, int]) -> bool:
     """By counting, element by element."""
     seen = [0] * prod(shape)

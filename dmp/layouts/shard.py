@@ -50,6 +50,8 @@ def check_cover(shards: Sequence[Shard], shape: Sequence[int], size: int) -> Non
         inside = len(s.offsets) == len(s.sizes) == len(shape) and all(
             o >= 0 and n >= 1 and o + n <= d for o, n, d in zip(s.offsets, s.sizes, shape, strict=True)
         )
+        if 0 in shape:
+            raise ShardError(f"shape {shape} has no elements, so there is nothing to place: leave it out of the model")
         if not inside:
             raise ShardError(f"{s} does not lie inside shape {shape} (each size must be at least 1)")
     if is_replicated(shards, shape) and all(s.sizes == shape for s in shards):
