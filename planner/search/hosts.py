@@ -71,6 +71,11 @@ class _HostPacker:
         self.weight = np.append(np.maximum(start.target, self.least), _MEMORY * float(start.target.sum()))
         self.room = problem.capacity.reshape(-1, self.group).min(1)
         self.shared = np.append(problem.span > 1, False)
+        self.weight_own, self.weight_shared = (
+            np.where(self.shared, 0, self.weight),
+            np.where(self.shared, self.weight, 0),
+        )
+        self.every_seconds: list[float] = problem.table.everywhere[cuts.row, :-1].sum(1).tolist()
         self.size = problem.table.size[cuts.row].tolist()
         # of a piece, averaged over the ranks of each host that it lies on
         small = problem.table.size[cuts.row] < self.group
@@ -104,8 +109,7 @@ class _HostPacker:
             if number > len(grown):
                 continue
             order = np.argsort(grown, kind="stable")[:number]
-            every = float(self.problem.table.everywhere[self.cuts.row[cut], :-1].sum())
-            cost = float(grown[order].sum()) + every
+            cost = float(grown[order].sum()) + self.every_seconds[cut]
             if np.isfinite(cost) and (best is None or cost < best[0]):
                 best = cost, cut, blocks[order].tolist()
         if best is None:
@@ -133,7 +137,8 @@ class _HostPacker:
         size, load = self.size[cut], self.mean[cut]
         self.work += 16 + 0.008 * self.hosts.size
         x = self.hosts / self.scale
-        grown: Array = (powered(x + load / self.scale, _POWER) - powered(x, _POWER)) @ self.weight
+        more = powered(x + load / self.scale, _POWER) - powered(x, _POWER)
+        grown: Array = more @ self.weight
         grown[self.hosts[:, -1] + load[-1] + self.every > self.room] = np.inf
         if size > self.group:
             grown = grown.reshape(-1, size // self.group).sum(1)
@@ -145,12 +150,11 @@ class _HostPacker:
         self.work += 16 + 0.008 * loads.size
         x = loads / self.scale
         after = x + self.own[cut] / self.scale
-        inside = ((powered(after, _POWER) - powered(x, _POWER)) @ np.where(self.shared, 0, self.weight)).sum(2)
+        inside = ((powered(after, _POWER) - powered(x, _POWER)) @ self.weight_own).sum(2)
         full = after[..., -1].max(2) * self.scale[-1] + self.every > self.room[near][:, None]
         inside[full] = np.inf
         best = inside.argmin(1)
-        y = self.hosts[near] / self.scale
-        together = (powered(y + load / self.scale, _POWER) - powered(y, _POWER)) @ np.where(self.shared, self.weight, 0)
+        together = more[near] @ self.weight_shared
         value = inside[np.arange(len(near)), best] / self.group + together
         return np.where(np.isfinite(grown[near]), value, np.inf), near * (self.group // size) + best
 
@@ -187,7 +191,7 @@ class _HostPacker:
             self._change(cut, block, -1.0)
             back = self._growth_at(cut, block)
             grown, blocks = self._places(cut, _LOOKED_AT)
-            grown[np.isin(blocks, self.blocks[item])] = np.inf
+            grown[(blocks[:, None] == np.array(self.blocks[item])).any(1)] = np.inf
             to = int(grown.argmin())
             self._change(cut, block, 1.0)
             if back - float(grown[to]) > gain:

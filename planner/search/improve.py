@@ -6,6 +6,7 @@ it touches, so that those which touch no host in common gain what they gain alon
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -61,6 +62,10 @@ class _Piece(NamedTuple):
     row: int
     block: int
     width: int
+
+
+_Move = tuple[Part, int, int, int | None, int | None]
+"""Arguments of `_moved`."""
 
 
 class Improver:
@@ -164,7 +169,7 @@ class Improver:
 
     def transfer(self, rank: int, phase: int, random: np.random.Generator) -> bool:
         """Let units of a piece on the rank pass to where they add least; False when that is no gain."""
-        best: tuple[float, int, Part] | None = None
+        best: tuple[float, int, _Move] | None = None
         pieces = [piece for piece in self.pieces_on(rank, phase) if self._may_move(piece.item)]
         if not pieces:
             return False
@@ -172,17 +177,17 @@ class Improver:
             pieces = [pieces[i] for i in random.permutation(len(pieces))[:_MOVED].tolist()]
         self.potential.look(also=np.array([rank]))
         for piece in pieces:
-            for gain, part in self._transfers(piece):
+            for gain, move in self._transfers(piece):
                 if best is None or gain < best[0]:
-                    best = gain, piece.item, part
-        return best is not None and best[0] < 0 and self.accept([(best[1], best[2])])
+                    best = gain, piece.item, move
+        return best is not None and best[0] < 0 and self.accept([(best[1], _moved(*best[2]))])
 
     def _may_move(self, item: int) -> bool:
         problem = self.packer.problem
         return item not in problem.allowed and item not in problem.spread
 
-    def _transfers(self, piece: _Piece) -> list[tuple[float, Part]]:
-        """The best way to move each number of units of a piece: what the potential grows by, and the part then."""
+    def _transfers(self, piece: _Piece) -> list[tuple[float, _Move]]:
+        """The best way to move each number of units of a piece, and what the potential grows by."""
         potential, table = self.potential, self.table
         part = self.placement.parts[piece.item]
         assert part is not None
@@ -201,8 +206,9 @@ class Improver:
         taken[-1] = fixed + width * slope
         weight = potential.weight * potential.multiple(size)
         x = np.repeat(potential.x[None], len(moved), 0)
-        self._lower(x, taken / potential.scale, here, size)
-        xq = powered(x, potential.power)
+        low, stop = self._lower(x, taken / potential.scale, here, size)
+        xq = np.repeat(potential.xq[None], len(moved), 0)
+        xq[:, low:stop] = powered(x[:, low:stop], potential.power)
         down = ((xq - potential.xq) @ potential.weight).sum(1)
         new = x + ((fixed + np.array(moved)[:, None] * slope) / potential.scale)[:, None]
         blocks = x.shape[1] // size
@@ -212,16 +218,23 @@ class Improver:
         potential.work += 120 + 0.02 * x.size
         grown[room < needed[:, None]] = np.inf
         grown[:, here] = np.inf
-        first = potential.ranks[::size] // size if potential.num_ranks > ALL_IN_SCOPE else np.arange(blocks)
-        where = {int(b): i for i, b in enumerate(first.tolist())}
-        others = [(k, where[b]) for k, b in enumerate(part.blocks) if k != piece.number and b in where]
+        first: Sequence[int] = range(blocks)
+        where: Mapping[int, int] | None = None
+        if potential.num_ranks > ALL_IN_SCOPE:
+            first = (potential.ranks[::size] // size).tolist()
+            where = {b: i for i, b in enumerate(first)}
+        others = [
+            (k, b if where is None else where[b])
+            for k, b in enumerate(part.blocks)
+            if k != piece.number and (where is None or b in where)
+        ]
         grown[:, [at for _, at in others]] = np.inf
-        found = []
+        found: list[tuple[float, _Move]] = []
         for i, d in enumerate(moved):
             if (d >= least or not units) and len(part.blocks) < len(potential.placement.local) // size:
                 to = int(grown[i].argmin())
                 if np.isfinite(grown[i, to]):
-                    found.append((float(down[i] + grown[i, to]), _moved(part, piece.number, d, int(first[to]), None)))
+                    found.append((float(down[i] + grown[i, to]), (part, piece.number, d, first[to], None)))
             if units and others:
                 at = np.array([at for _, at in others])
                 ranks = (at[:, None] * size + np.arange(size)).ravel()
@@ -230,19 +243,23 @@ class Improver:
                 cost[room[at] < d * slope[-1]] = np.inf
                 to = int(cost.argmin())
                 if np.isfinite(cost[to]):
-                    found.append((float(down[i] + cost[to]), _moved(part, piece.number, d, None, others[to][0])))
+                    found.append((float(down[i] + cost[to]), (part, piece.number, d, None, others[to][0])))
         return found
 
-    def _lower(self, x: Array, taken: Array, here: int, size: int) -> None:
-        """Take loads away from a block, and from the ranks that share phases with it."""
+    def _lower(self, x: Array, taken: Array, here: int, size: int) -> tuple[int, int]:
+        """Take loads away from a block, and from the ranks that share phases with it: the first of all these, and the
+        one after the last."""
         span = self.packer.problem.span
         low = here * size
+        first, stop = low, low + size
         x[:, low : low + size] -= taken[:, None]
         for phase in np.flatnonzero(span > size).tolist():
             width = int(span[phase])
             start = low // width * width
             x[:, start : start + width, phase] -= taken[:, None, phase]
             x[:, low : low + size, phase] += taken[:, None, phase]
+            first, stop = min(first, start), max(stop, start + width)
+        return first, stop
 
     def exchange(self, rank: int, phase: int, random: np.random.Generator) -> bool:
         """Let a piece on the rank change places with one elsewhere, of some drawn at random; False when no gain."""

@@ -25,8 +25,10 @@ _GROUPS = 12
 
 def powered(x: Array, power: int) -> Array:
     """x ** power for a power of two."""
-    while power > 1:
+    if power > 1:
         x = x * x
+    while power > 2:
+        np.multiply(x, x, out=x)
         power //= 2
     return x
 
