@@ -149,8 +149,7 @@ def costed(classes: Sequence[Class], offered: Sequence[Sequence[Offer]], setting
     single = [_shards_of(offers[row], known[owner[row]], classes[owner[row]], setting.env) for row in others]
     local, everywhere = _evaluated(regular, single, setting)
     if any(of.curve is not None for of in classes):
-        for i, row in enumerate(rows.tolist()):
-            regular.heat(i, classes[owner[row]], offers[row].family)
+        regular.heat(classes, owner[rows])
         local, _ = _evaluated(regular, single, setting)
     spans = np.append(setting.model.spans(setting.env), 1)
     fixed, slope, common, lack, lack_slope, each_cut = np.zeros((6, len(offers), local.shape[1]))
@@ -224,14 +223,26 @@ class _Regular(NamedTuple):
         """Of shards of all."""
         return 3 * len(self.rows) + 2 * len(self.uneven)
 
-    def heat(self, index: int, of: Class, family: Family) -> None:
-        """Have a family's ranks get the ids that the one with most gets, but for the last where it has fewer rows."""
-        self.shards[:, index, _SHARE] = _hottest(of, family, self.shards[0, index, _SHARE])
-        for at in np.flatnonzero(self.uneven == index).tolist():
-            if of.curve is not None:
-                rows = of.info.shape[0]
+    def heat(self, classes: Sequence[Class], owner: Integers) -> None:
+        """Have a family's ranks get the ids that the one with most gets, but for the last where it has fewer rows.
+
+        Args:
+            owner: (families,) class of each.
+        """
+        last = dict(zip(self.uneven.tolist(), range(len(self.uneven)), strict=True))
+        sizes, known = self.family[:, 0].tolist(), dict[tuple[int, int], float]()
+        for index, (of, size, is_copied) in enumerate(zip(owner.tolist(), sizes, self.is_copied.tolist(), strict=True)):
+            curve, rows = classes[of].curve, _rows_of(classes[of])
+            if curve is None:
+                continue
+            if not is_copied and rows:
+                if (of, size) not in known:
+                    known[of, size] = _most_of_a_block(curve, rows, size)
+                self.shards[:, index, _SHARE] = known[of, size]
+            if index in last:
+                at = last[index]
                 edges = np.array([rows - self.last[0, at, _ROWS], rows])
-                self.last[:, at, _SHARE] = float(np.diff(of.curve.below(edges))[0])
+                self.last[:, at, _SHARE] = float(np.diff(curve.below(edges))[0])
 
     def is_affine(self, local: Array) -> bool:
         """Whether costs at the middle width lie between those at the two others as the width does."""
@@ -323,11 +334,21 @@ def _line(low: Array, high: Array, units: Integers, least: Integers) -> tuple[Ar
 
 def _hottest(of: Class, family: Family, even: float) -> float:
     """The share of ids that the row block with most gets: ranks of a family are costed alike, as the slowest."""
-    rows = of.info.shape[0] if of.info.shape else 1
+    rows = _rows_of(of)
     if of.curve is None or family.is_copied or rows == 0:
         return even
-    edges = np.minimum(np.arange(family.size + 1) * -(-rows // family.size), rows)
-    return float(np.diff(of.curve.below(edges)).max())
+    return _most_of_a_block(of.curve, rows, family.size)
+
+
+def _most_of_a_block(curve: RowCurve, rows: int, size: int) -> float:
+    """The share of ids that the one with most gets of so many blocks of rows."""
+    edges = np.minimum(np.arange(size + 1) * -(-rows // size), rows)
+    below = curve.below(edges)
+    return float((below[1:] - below[:-1]).max())
+
+
+def _rows_of(of: Class) -> int:
+    return of.info.shape[0] if of.info.shape else 1
 
 
 def _shards_of(offer: Offer, known: Array, of: Class, env: ShardingEnv) -> Array:

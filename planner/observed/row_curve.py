@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,8 +58,12 @@ class RowCurve:
 
     def below(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         """(n,) share of the ids that name a row below each of these (n,)."""
-        found: NDArray[np.float64] = np.interp(rows, self.rows, self.shares)
+        found: NDArray[np.float64] = np.interp(rows, *self._points)
         return found
+
+    @cached_property
+    def _points(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        return np.array(self.rows, dtype=np.float64), np.array(self.shares)
 
     def share(self, start: int, stop: int) -> float:
         """Of the ids that name rows start .. stop - 1."""
