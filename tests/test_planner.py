@@ -199,6 +199,20 @@ def test_a_pin_on_a_rank_that_its_constraint_leaves_out_is_an_error() -> None:
         assert (error.value.table, error.value.rank) == ("t0.weight", rank)
 
 
+def test_a_pin_as_a_layout_that_its_constraint_rules_out_is_an_error() -> None:
+    module, sharder, env = bags((100, 8)), BagSharder(), one_axis(4)
+    for constraint, said in (
+        (Constraint(layouts=["row_wise", "grid"]), r"allows layouts=\['row_wise', 'grid'\]"),
+        (Constraint(forbid=["table_wise"]), r"says forbid=\['table_wise'\]"),
+    ):
+        planner = ShardingPlanner(constraints={"t0": constraint})
+        assert planner.plan(module, [sharder], env, pinned={"t0.weight": row_wise()})["t0.weight"].layout == row_wise()
+        with pytest.raises(PlanError, match=rf"'t0.weight' is pinned as table_wise\(2\), .* {said}") as error:
+            planner.plan(module, [sharder], env, pinned={"t0.weight": table_wise(2)})
+        assert error.value.table == "t0.weight"
+        planner.plan(module, [sharder], one_axis(1), pinned={"t0.weight": table_wise(0)})  # where all are the same
+
+
 def test_pinned_mistakes_are_named() -> None:
     module, sharder, env = bags((100, 8)), BagSharder(), one_axis(4)
     with pytest.raises(PlanError, match=r"t9\.weight.*t0\.weight"):

@@ -16,7 +16,15 @@ from planner.candidates.constraints import Constraint
 from planner.candidates.costed import Class, Costed, CostSetting, costed
 from planner.candidates.family import UNIT, Family, layout_of
 from planner.candidates.groups import Group, Row, costs_together, groups_of, rows_together
-from planner.candidates.in_place import InPlace, add_load, check_ranks, held_by_groups, in_place, ranks_held
+from planner.candidates.in_place import (
+    InPlace,
+    add_load,
+    check_layouts,
+    check_ranks,
+    held_by_groups,
+    in_place,
+    ranks_held,
+)
 from planner.candidates.movable import Placed
 from planner.candidates.offered import Answered, Asked, Offer, offers
 from planner.costs.protocol import AWAY, setups_of
@@ -90,6 +98,8 @@ class Candidates:
         seen = {} if told is None else {n: told.curve_of(n, info) for n, info in infos.items()}
         named = {} if told is None else {n: told.named_rows(n, info, samples) for n, info in infos.items()}
         evens = {name: seen.get(name) is None or len(infos) > _MOST_UNEVEN for name in infos}
+        if env.table_size > 1:  # on one rank all layouts are the same
+            check_layouts(pinned, constraints)
         kept = {name: in_place(name, layout, infos[name], env, seen.get(name)) for name, layout in pinned.items()}
         classes: dict[object, Asked] = {}
         class_of: dict[str, int] = {}

@@ -94,6 +94,20 @@ def check_ranks(
             )
 
 
+def check_layouts(pinned: Mapping[str, Layout], constraints: Mapping[str, Constraint]) -> None:
+    """Raises PlanError where a parameter is pinned as a layout that its constraint does not allow, or forbids."""
+    for name, layout in pinned.items():
+        only, banned = constraints[name].layouts, constraints[name].forbid
+        said = f"allows layouts={list(only)}" if only is not None and layout.name not in only else ""
+        said = said or (f"says forbid={list(banned)}" if banned is not None and layout.name in banned else "")
+        if said:
+            raise PlanError(
+                f"{name!r} is pinned as {layout}, a {layout.name!r} layout; its constraint {said}: pin another, or "
+                "change the constraint",
+                table=name,
+            )
+
+
 def held_by_groups(held: Mapping[str, Ranks], constraints: Mapping[str, Constraint], what: str) -> dict[str, Ranks]:
     """Ranks of the pinned members of each `colocate` or `spread` group.
 
