@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from math import prod
 from typing import Any
 
 import torch
@@ -23,12 +22,6 @@ from dmp import (
     ParameterInfo,
     ParameterSharding,
     ShardingEnv,
-    column_wise,
-    data_parallel,
-    grid,
-    row_wise,
-    table_row_wise,
-    table_wise,
 )
 from sharders.channel import over_group
 from sharders.embedding.batch import Ids
@@ -40,6 +33,7 @@ from sharders.embedding.lookup.kernels import kernel_of
 from sharders.embedding.lookup.optimizers import OptimizerSpec
 from sharders.embedding.peers import find_peers
 from sharders.embedding.placement import Table
+from sharders.embedding.representatives import representatives
 from sharders.embedding.tensor_slice import tensor_ranks
 from sharders.embedding.torchrec_form import TorchRecForm, make_known
 from sharders.embedding.unread_weight import Unread
@@ -387,7 +381,7 @@ class TableSharder:
 
     def layouts(self, info: ParameterInfo, env: ShardingEnv) -> Iterable[Layout]:
         """Representatives of every way to cut a table; the planner chooses the ranks."""
-        return _representatives(info.shape[1], env.table_shape)
+        return representatives(info.shape[1], env.table_shape)
 
     def accepts(self, info: ParameterInfo, layout: Layout, env: ShardingEnv) -> bool:
         """Any rectangles that cover the table."""
@@ -404,31 +398,6 @@ class TableSharder:
         """The module on the mesh; inputs and results as of the unsharded one."""
         tables = [self._updated(table, plan[table.parameter].kernel) for table, _ in self.tables(module)]
         return self.sharded_type(module, tables, plan, env, device, unpooled=not self.is_pooled, **self._options)
-
-
-@cache
-def _representatives(dim: int, table_shape: tuple[int, ...]) -> tuple[Layout, ...]:
-    """Of every way to cut a table of so many columns: made once, for there may be thousands of ranks and tables."""
-    size = prod(table_shape)
-    found = [table_wise(0)]
-    if size > 1:
-        most = min(size, dim // 4)
-        blocks = [2**i for i in range(1, most.bit_length()) if 2**i <= most]
-        found += [row_wise(), data_parallel(), *(column_wise(range(count)) for count in blocks)]
-        if dim >= 8 and size >= 4:
-            rows = _grid_rows(table_shape)
-            found.append(grid([[i, rows + i] for i in range(rows)]))
-    return (*found, table_row_wise(0)) if len(table_shape) > 1 else tuple(found)
-
-
-def _grid_rows(table_shape: tuple[int, ...]) -> int:
-    """Row blocks of a grid of two column blocks: half of the ranks, or the most below that are a whole part of a host
-    or hosts in a number that divides theirs. Such a grid stands for all of its kind, any other for itself alone."""
-    half, ranks, found = prod(table_shape) // 2, 1, [1]
-    for axis in reversed(table_shape):
-        found += [k * ranks for k in range(2, axis + 1) if axis % k == 0 and k * ranks <= half]
-        ranks *= axis
-    return max(found) if max(found) > 1 else half
 
 
 def make_table(parameter: nn.Parameter, name: str, features: Sequence[str], *, mean: bool = False) -> Table:
