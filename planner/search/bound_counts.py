@@ -24,29 +24,45 @@ LEVELS = (1, 2, 3, 4)
 _EDGE = 1e-9
 
 
-def levels(table: CostTable, columns: Columns, rows: Integers, weights: Array, phase: int, number: int) -> Array:
+def levels(
+    table: CostTable, columns: Columns, rows: Integers, weights: Array, phase: int | Integers, number: int
+) -> Array:
     """(..., rows) part of all levels of a phase that each column takes at least.
 
     Args:
         rows: of the columns.
         weights: (..., phases + 1) of seconds and bytes, so that no rank has more than 1.
-        phase: one whose ranks, or groups of ranks, are meant.
+        phase: one whose ranks, or groups of ranks, are meant; or one for each of the weights.
         number: of levels.
     """
-    row, hits = columns.row[rows], columns.hits[rows, phase]
+    taken = np.zeros((*weights.shape[:-1], len(rows)))
+    counted = _counted(table, columns, rows, weights, number)
+    rows, row = rows[counted], columns.row[rows[counted]]
+    hits, one = columns.hits[rows].T[phase], columns.one[phase][..., None]
     fixed, slope = weights @ table.fixed[row].T, weights @ table.slope[row].T
-    of_full = _levels(table, columns, rows, fixed, slope, number)
     lacks = np.flatnonzero(table.lacking[row])
-    if not len(lacks):
-        taken: Array = of_full * hits
-        return taken
-    last, one = row[lacks], columns.one[phase]
-    fixed = fixed[..., lacks] - weights @ table.lack[last].T
-    slope = slope[..., lacks] - weights @ table.lack_slope[last].T
+    last = row[lacks]
+    fixed = np.concatenate([fixed, fixed[..., lacks] - weights @ table.lack[last].T], -1)
+    slope = np.concatenate([slope, slope[..., lacks] - weights @ table.lack_slope[last].T], -1)
+    found = _levels(table, columns, np.append(rows, rows[lacks]), fixed, slope, number)
+    of_full = found[..., : len(rows)]
     of_last = of_full.copy()
-    of_last[..., lacks] = _levels(table, columns, rows[lacks], fixed, slope, number)
-    taken = of_full * (hits - one) + of_last * one
+    of_last[..., lacks] = found[..., len(rows) :]
+    taken[..., counted] = of_full * (hits - one) + of_last * one
     return taken
+
+
+def _counted(table: CostTable, columns: Columns, rows: Integers, weights: Array, number: int) -> Integers:
+    """Those of the rows that may take a level: all others take none, even in one piece."""
+    row, top = columns.row[rows], np.maximum(weights, 0).reshape(-1, weights.shape[-1]).max(0, initial=0.0)
+    used = np.flatnonzero(top)
+    at = np.ix_(row, used)
+    most = np.maximum(table.fixed[at], 0) + table.units[row][:, None] * np.maximum(table.slope[at], 0)
+    if len(lacks := np.flatnonzero(table.lacking[row])):
+        last, units = np.ix_(row[lacks], used), table.units[row[lacks]][:, None]
+        # there may be more on a last rank
+        most[lacks] -= np.minimum(table.lack[last], 0) + units * np.minimum(table.lack_slope[last], 0)
+    return np.flatnonzero((most @ top[used] * (number + 1) > 1 - _EDGE) & (columns.pieces[rows] > 0))
 
 
 def _levels(table: CostTable, columns: Columns, rows: Integers, fixed: Array, slope: Array, number: int) -> Array:

@@ -40,6 +40,8 @@ _LONGER = np.array([1.001, 1.01, 1.03, 1.07, 1.15, 1.3])
 """Times its time in the relaxed optimum, that a phase takes at most in one of two nodes."""
 _GUESS, _OF_SUM = 0.5, 0.25
 """Part of what a phase takes longer by which a node may get dearer, and of what some take longer together."""
+_CROSSED = np.arange(2, max(LEVELS) + 2)
+"""Times the shortest piece: from there on one more lies beside each other than below."""
 _AIMS = np.array([0.1, 0.3, 0.5, 0.75, 1.0])
 """Where between a phase's time and the largest piece in use a node is split."""
 
@@ -241,9 +243,9 @@ def _in_use(node: Node) -> tuple[Integers, Array]:
 def _narrow(frame: Frame, node: Node) -> Node | None:
     """Times raised to what some item needs whatever it takes, limits lowered, columns struck out, until all agree."""
     found: Node | None = node
+    piece, every = frame.columns.piece[node.rows], frame.columns.every[node.rows]
     for _ in range(4):
         assert found is not None
-        piece, every = frame.columns.piece[found.rows], frame.columns.every[found.rows]
         low = np.maximum(found.low, np.minimum.reduceat(piece, found.start, axis=0).max(0))
         least = np.minimum.reduceat(every, found.start)
         spare = frame.upper - _paid(frame, found) - float(found.items @ least)
@@ -258,6 +260,7 @@ def _narrow(frame: Frame, node: Node) -> Node | None:
         found = keep(found._replace(low=low, high=high), kept)
         if found is None or is_same:
             return found
+        piece, every = piece[kept], every[kept]
     return found
 
 
@@ -308,7 +311,26 @@ def _interval(frame: Frame, node: Node, *, blocks: bool) -> tuple[float, int, fl
     spare = frame.upper - node.value
     known = np.append(np.where(node.high < _KNOWN * times, node.high, 0.0), frame.room)
     of_known = _blocks(frame, node, known) if blocks else []
-    found: list[tuple[float, int, float, float]] = []
+    of, high, low = _limits(frame, node)
+    weights = np.zeros((len(of), len(times) + 1))
+    weights[np.arange(len(of)), of] = 1 / np.maximum(high, 1e-300)
+    taken = [levels(frame.table, frame.columns, rows, weights, of, number) @ share for number in LEVELS]
+    taken += [of_block[of] + of_others[of] / high for _, of_block, of_others in of_known]
+    above = np.maximum(1 - node.relaxed.price[of], 0.5) * (low - times[of])
+    below = np.maximum(times[of] - high, times[of] * (np.max(taken, axis=0) - 1))
+    for phase in np.unique(of[frame.span[of] == 1]).tolist() if blocks else ():
+        _, blocked, others = tried(frame.table, frame.columns, rows, share, phase, high[of == phase])
+        longer = np.where(times > 0, others + (blocked - 1) * times, 0.0)
+        below[of == phase] = np.maximum(below[of == phase], longer.max((1, 2), initial=0.0))
+    gain = np.minimum(np.minimum(above, 0.5 * below), spare)
+    gains = np.flatnonzero(0.5 * below > _EXACT * frame.upper).tolist()
+    return max(((float(gain[i]), int(of[i]), float(high[i]), float(low[i])) for i in gains), default=None)
+
+
+def _limits(frame: Frame, node: Node) -> tuple[Integers, Array, Array]:
+    """Phases, and for each two times: the phase takes at most the first in one node, at least the second in another."""
+    assert node.relaxed is not None
+    times, shortest, found = node.relaxed.seconds, _shortest(frame, node), []
     for phase in np.flatnonzero(times > 10 * _EXACT * frame.upper).tolist():
         seconds, unit = float(times[phase]), float(frame.unit[phase])
         if unit > _EXACT * frame.upper:
@@ -316,34 +338,22 @@ def _interval(frame: Frame, node: Node, *, blocks: bool) -> tuple[float, int, fl
         else:
             unit, high = 0.0, seconds * _LONGER
         low = high + unit
-        crossed = _crossings(frame, node, phase, seconds)
+        crossed = _CROSSED * shortest[phase]
+        crossed = crossed[(crossed > seconds * (1 + _EXACT)) & np.isfinite(crossed)]
         high, low = np.append(high, crossed - (unit or crossed * _JUST)), np.append(low, crossed)
         kept = (high <= node.high[phase] - 0.5 * unit - _EXACT * seconds) & (low >= node.low[phase])
-        high, low = high[kept], low[kept]
-        weights = np.zeros((len(high), len(times) + 1))
-        weights[:, phase] = 1 / np.maximum(high, 1e-300)
-        taken = [levels(frame.table, frame.columns, rows, weights, phase, number) @ share for number in LEVELS]
-        taken += [of_block[phase] + of_others[phase] / high for _, of_block, of_others in of_known]
-        above = max(1 - float(node.relaxed.price[phase]), 0.5) * (low - seconds)
-        below = np.maximum(seconds - high, seconds * (np.max(taken, axis=0) - 1))
-        if blocks and frame.span[phase] == 1 and len(high):
-            _, blocked, others = tried(frame.table, frame.columns, rows, share, phase, high)
-            longer = np.where(times > 0, others + (blocked - 1) * times, 0.0)
-            below = np.maximum(below, longer.max((1, 2), initial=0.0))
-        gain = np.minimum(np.minimum(above, 0.5 * below), spare)
-        found += [
-            (float(gain[i]), phase, float(high[i]), float(low[i]))
-            for i in np.flatnonzero(0.5 * below > _EXACT * frame.upper).tolist()
-        ]
-    return max(found) if found else None
+        found.append((np.full(kept.sum(), phase), high[kept], low[kept]))
+    if not found:
+        return np.zeros(0, dtype=np.int64), np.zeros(0), np.zeros(0)
+    of, high, low = (np.concatenate(part) for part in zip(*found, strict=True))
+    return of, high, low
 
 
-def _crossings(frame: Frame, node: Node, phase: int, seconds: float) -> Array:
-    """Times from which on one piece more lies beside each other than below."""
-    piece = frame.columns.piece[node.rows, phase]
-    piece = piece[piece > _EXACT * frame.upper]
-    times: Array = np.arange(2, max(LEVELS) + 2) * piece.min() if len(piece) else np.zeros(0)
-    return times[times > seconds * (1 + _EXACT)]
+def _shortest(frame: Frame, node: Node) -> Array:
+    """(phases,) of the shortest piece in each that takes long enough to matter; infinite where there is none."""
+    piece = frame.columns.piece[node.rows]
+    found: Array = np.where(piece > _EXACT * frame.upper, piece, np.inf).min(0)
+    return found
 
 
 def _threshold(frame: Frame, node: Node, used: Array) -> tuple[float, int, float] | None:

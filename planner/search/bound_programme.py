@@ -193,6 +193,7 @@ class _State:
 
     def __init__(self, p: Programme) -> None:
         self.p, self.group = p, p.group
+        self.length = np.diff(np.append(p.start, len(p.every)))
         phases = len(p.low)
         aside = _ASIDE / phases
         self.price = np.full(len(p.base), 0.5)
@@ -257,18 +258,19 @@ class _State:
         p = self.p
         d = self.x / self.z
         d_group = np.add.reduceat(d, p.start)
-        apart = p.work - (np.add.reduceat(d[:, None] * p.work, p.start, axis=0) / d_group[:, None])[self.group]
+        mean = np.add.reduceat(d[:, None] * p.work, p.start, axis=0) / d_group[:, None]
+        apart = p.work - np.repeat(mean, self.length, axis=0)
         d_sigma = 1 / (self.z_sigma / self.sigma + self.w / self.tau)
         matrix = apart.T @ (d[:, None] * apart) + np.diag(self.slack / self.price)
         matrix += (p.times * d_sigma) @ p.times.T
-        return d, d_group, apart, d_sigma, matrix
+        return d, d_group, apart, mean, d_sigma, matrix
 
     def _step(
         self, factors: tuple[Array, ...], c_x: Array, c_slack: Array, c_sigma: Array, c_tau: Array
     ) -> tuple[Array, ...]:
         """Changes of all variables that make the products so much larger, and rows, groups and widths come right."""
         p = self.p
-        d, d_group, apart, d_sigma, matrix = factors
+        d, d_group, apart, mean, d_sigma, matrix = factors
         r_row, r_group, r_width = self._missing()
         held = c_x / self.z
         moved = (r_group - np.add.reduceat(held, p.start)) / d_group
@@ -284,7 +286,7 @@ class _State:
         dsigma = d_sigma * (k_sigma + paid)
         dtau = r_width - dsigma
         dw = (c_tau - self.w * dtau) / self.tau
-        dy = moved + (p.work - apart)[p.start] @ dprice
+        dy = moved + mean @ dprice
         return dx, dz, dslack, dprice, dsigma, dw - paid, dtau, dw, dy
 
 
