@@ -63,7 +63,7 @@ class PooledOutputDist:
         self._here, self._there = Placing(here, kernel), Placing(there, kernel)
         back = {i: [run.back(of) for run in runs for of in run.sources if of.number == i] for i in order}
         self._back = {i: Placing(of, kernel) for i, of in back.items()}
-        self._all_in_one = runs[0] if len(runs) == 1 and runs[0].num == 1 and runs[0].width == self.width else None
+        self.all_in_one = runs[0] if len(runs) == 1 and runs[0].num == 1 and runs[0].width == self.width else None
         """What gives all columns, in one piece."""
 
     def memory(
@@ -140,7 +140,7 @@ class PooledOutputDist:
 
     def _memory_for(self, came: dict[int, torch.Tensor], mine: int, like: torch.Tensor) -> torch.Tensor:
         """What results are placed in: a lookup of this rank's that has all columns, else new memory."""
-        run = self._all_in_one
+        run = self.all_in_one
         first = None if run is None else came.get(run.sources[0].number)
         if run is None or first is None or first.shape[1] != self.width:
             shape = mine, self.width
@@ -269,7 +269,7 @@ class PooledOutputDist:
         """(B * U, width) gradients of the columns of a group of partials."""
         source = self.channel.size + 1 + number
         width = self.group_widths[number]
-        run = self._all_in_one
+        run = self.all_in_one
         if run is not None and run.numbers == (source,):
             return grad.reshape(-1, width)
         columns = grad.new_empty(grad.shape[0], self.widths[source])

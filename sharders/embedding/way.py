@@ -95,13 +95,19 @@ class Way:
         with phase(call.spent, FORWARD):
             num = sum(call.samples[s] for s in others)
             partials = self._partials(call)
-            memory = dists[0].memory(num, self.dtype, self.device, partials)
-            to = None if memory is None else memory[: num * self.width].view(num, -1)
-            looked_up = self._look_up(call, others, to)
+            # All at once, unless what is this rank's own becomes a result where it lies, or partials stand between.
+            at_once = partials is None and dists[0].all_in_one is None
+            sources = tuple(own) if at_once else others
+            num_rows = sum(call.samples[s] for s in sources)
+            memory = dists[0].memory(num_rows, self.dtype, self.device, partials)
+            to = None if memory is None else memory[: num_rows * self.width].view(num_rows, -1)
+            looked_up, of_own = self._look_up(call, sources, to).tensor_split([num])
 
         def rest() -> torch.Tensor:
-            with phase(call.spent, FORWARD):
-                found = self._look_up(call, tuple(own[len(others) :]), None)
+            found = of_own
+            if not at_once:
+                with phase(call.spent, FORWARD):
+                    found = self._look_up(call, tuple(own[len(others) :]), None)
             meanwhile()
             return found
 
