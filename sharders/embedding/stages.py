@@ -23,6 +23,9 @@ from sharders.embedding.placement import Placement, Slot
 
 EXCHANGE_ELEMENTS = 1 << 18
 """What a rank sends in about the time that one exchange more takes, however little travels in it: a megabyte."""
+ANOTHER_WAY = 4
+"""Exchanges whose time another way beside takes, with lookups and updates of its own: 1.9 ms of CPU time on each of
+four ranks with 26 tables of 512 samples, half of them of one id, where two stages for all were a tenth quicker."""
 EVEN = 1.25
 """So much more than its share one rank may send: ids are not spread evenly to the last."""
 _BITS = 31  # of a word, the narrowest of which have a sign
@@ -86,7 +89,7 @@ class TwoStages:
         chosen = np.flatnonzero(fewer[:-1])
         exchange = EXCHANGE_ELEMENTS * most
         of_none = staged.sum() + 2 * exchange
-        num_more = 1 if staged[-1] or len(chosen) < self._num - 1 else -1
+        num_more = ANOTHER_WAY if staged[-1] or len(chosen) < self._num - 1 else -1
         of_some = of_none - (staged - straight)[chosen].sum() + num_more * exchange
         of_all = straight.sum() + exchange
         chosen = chosen if of_some < of_none else chosen[:0]
