@@ -110,14 +110,16 @@ class NumbaLookup(TorchLookup):
         order = Order(ids.numel(), len(tables), weights is not None, _ALL_BITS, tables.no_columns)
         if bags is not None:
             return self._sort_bags(order, Bags(ids, bags), self._runs_of(segments, bags, 0), True)
-        runs: list[list[tuple[int, int]]] = [[] for _ in range(len(tables))]
-        for (i, n), start in zip(segments, accumulate((n for _, n in segments), initial=0), strict=False):
-            runs[tables.of_range[i]].append((start, n))
-        sizes = [sum(n for _, n in of_table) for of_table in runs]
+        sizes, used = [0] * len(tables), [tables.of_range[i] for i, _ in segments]
+        for table, (_, n) in zip(used, segments, strict=True):
+            sizes[table] += n
         order.ends.copy_(int64([*accumulate(sizes, initial=0)]))
-        most, used = max(sizes, default=0), [tables.of_range[i] for i, _ in segments]
+        most = max(sizes, default=0)
         if ids.dtype == torch.int32 and used == sorted(used):
             return self._sort(order, (ids.data_ptr(), 0, 0), most, tables)
+        runs: list[list[tuple[int, int]]] = [[] for _ in sizes]
+        for table, (_, n), start in zip(used, segments, accumulate((n for _, n in segments), initial=0), strict=False):
+            runs[table].append((start, n))
         flat = int64([run for of_table in runs for run in of_table])
         keys = torch.empty(2, ids.numel(), dtype=torch.int32, device="cpu")
         self._entry("expand_runs")(*words(ids), flat.data_ptr(), len(segments), *addresses(keys))
