@@ -19,7 +19,8 @@ _LARGE = 2000
 _MORE = 1000
 """Columns that are solved for at once, besides the cheapest of each group."""
 _TRIES = 4
-_ITERATIONS = 40
+_ITERATIONS, _VAIN = 40, 8
+"""Steps at most, and such as better the value by no part that counts."""
 _NEAR, _NEARLY = 1e-4, 2e-3
 """Part of the value to which it is found: the first, or where this is more, up to the second"""
 _FAR = 0.01
@@ -161,12 +162,13 @@ def _solve(p: Programme, enough: float) -> Relaxed:
         every=p.every / unit, work=p.work / to_units, base=p.base / to_units, low=p.low / unit, high=p.high / unit
     )
     state = _State(scaled)
-    best, price = -np.inf, state.price
+    best, price, vain = -np.inf, state.price, 0
     for _ in range(_ITERATIONS):
         value = scaled.value(state.price)[0]
+        vain = 0 if not np.isfinite(best) or value > best + _NEAR * abs(best) else vain + 1
         if value > best:
             best, price = value, state.price.copy()
-        if best >= 1 or state.is_done(best):
+        if best >= 1 or vain > _VAIN or state.is_done(best):
             break
         try:
             with np.errstate(all="ignore"):
