@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
+from typing import Any
 
 from dmp import PlanError, ShardingEnv, shown_bytes
-from planner.costs.topology import Topology
+from planner.costs.topology import PerAxis, Topology
 from planner.report.report import PlanReport
 
 _SAVES = 0.2
@@ -94,16 +95,21 @@ def _copied(env: ShardingEnv, axis: str, copies: int) -> ShardingEnv:
 def _figures(topology: Topology, env: ShardingEnv, axis: str, other: ShardingEnv) -> Topology:
     """The machine for the mesh of copies, whose axis is as fast as the one that it is a part of."""
 
-    def named(values: float | Sequence[float] | Mapping[str, float], of: Mapping[str, float]) -> object:
+    def named(values: PerAxis | None, of: Mapping[str, float]) -> object:
+        if values is None:
+            return None
         pair = topology.ranks_per_host is not None and not isinstance(values, Mapping)
         if pair or isinstance(values, (int, float)):
             return values
         return {name: of.get(name, of[axis]) for name in other.names}
 
-    links = topology.links(env)
-    bandwidth = named(topology.link_bandwidth, {name: link.bandwidth for name, link in links.items()})
-    latency = named(topology.link_latency, {name: link.latency for name, link in links.items()})
-    return replace(topology, link_bandwidth=bandwidth, link_latency=latency)  # type: ignore[arg-type]
+    found: dict[str, Any] = {}
+    for kind, machine in (("link", topology), ("collective", topology.of_collectives)):
+        links = machine.links(env)
+        of = getattr(topology, f"{kind}_bandwidth"), getattr(topology, f"{kind}_latency")
+        found[f"{kind}_bandwidth"] = named(of[0], {name: link.bandwidth for name, link in links.items()})
+        found[f"{kind}_latency"] = named(of[1], {name: link.latency for name, link in links.items()})
+    return replace(topology, **found)
 
 
 def _tables(report: PlanReport) -> str:

@@ -17,7 +17,7 @@ from planner.costs import calibrate
 from planner.costs.cost_model import BACKWARD, FORWARD
 from planner.costs.fit import fit
 from planner.costs.local_ranks import on_ranks
-from planner.costs.measure import EXCHANGED_BYTES, OPTIMIZERS, Measured, lookup_probes, step_probes
+from planner.costs.measure import EXCHANGED_BYTES, OPTIMIZERS, SUMMED_BYTES, Measured, lookup_probes, step_probes
 from tests.planner_bags import MEASURED as TRUE
 
 
@@ -36,7 +36,9 @@ def made_up(noise: float) -> Measured:
         for size in EXCHANGED_BYTES
     ]
     assert TRUE.speeds is not None
-    no_step = {f"{part}{of}": 0.0 for part in ("step", "group") for of in ("", "_results", "_gradients")}
+    no_step = {
+        f"{part}{of}": 0.0 for part in ("step", "group", "split", "copies") for of in ("", "_results", "_gradients")
+    }
     kernels = replace(TRUE, speeds=replace(TRUE.speeds, **no_step))  # type: ignore[arg-type]
     lookups = {
         optimizer: [
@@ -46,7 +48,8 @@ def made_up(noise: float) -> Measured:
         for optimizer in OPTIMIZERS.values()
     }
     steps = [tuple(spoilt(s) for s in calibrate._parts(probe, env, TRUE)) for probe in step_probes(2)]
-    return Measured("the made-up kernel", exchanged, lookups, steps, 1e-10, 1e-11)  # type: ignore[arg-type]
+    summed = [(size, spoilt(2e-4 + size / 5e8)) for size in SUMMED_BYTES]
+    return Measured("the made-up kernel", exchanged, summed, lookups, steps, 1e-10, 1e-11)  # type: ignore[arg-type]
 
 
 def test_figures_come_back() -> None:
@@ -54,6 +57,8 @@ def test_figures_come_back() -> None:
     for found, off in ((clean, 0.01), (noisy, 0.1)):
         link = found.topology.links(ShardingEnv.abstract((2,), ("dp",)))["dp"]
         assert (link.bandwidth, link.latency) == pytest.approx((3e9, 1e-4), rel=off)
+        of_dense = found.topology.of_collectives.links(ShardingEnv.abstract((2,), ("dp",)))["dp"]
+        assert (of_dense.bandwidth, of_dense.latency) == pytest.approx((5e8, 2e-4), rel=off)
         assert found.topology.shared_links == pytest.approx(0.5, abs=2 * off)
         errors = [abs(of.fitted / true.measured - 1) for of, true in zip(found.fits, clean.fits, strict=True)]
         assert np.median(errors) < off

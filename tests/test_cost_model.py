@@ -23,8 +23,17 @@ from dmp import (
     table_wise,
 )
 from planner import Constraint, CostModel, ShardingPlanner, Topology
-from planner.costs.cost_model import BACKWARD, FORWARD, GRADIENT, GRADIENT_OUTER, OUTPUT_OUTER, PHASES, SYNC
-from planner.costs.protocol import BYTES, SPLIT, ShardTable, setups_of
+from planner.costs.cost_model import (
+    BACKWARD,
+    FORWARD,
+    GRADIENT,
+    GRADIENT_OUTER,
+    OUTPUT_OUTER,
+    PHASES,
+    SYNC,
+    goes_by_rows,
+)
+from planner.costs.protocol import ALL_REDUCE, BYTES, SPLIT, ShardTable, setups_of
 from planner.costs.speeds import Speeds
 from planner.costs.step import Placed, loads, phase_seconds, whole
 from sharders import default_sharders
@@ -52,9 +61,13 @@ def test_costs_are_affine_in_columns(env: ShardingEnv, topology: Topology) -> No
         rng.choice([0.0, 8.0], n),
     )
     widths = [replace(shards, columns=np.full(n, width)) for width in (4.0, 32.0, 100.0)]
-    at = [np.stack(CostModel().costs(wide, env, topology, 64)) for wide in widths]
+    own_ids = 64 / env.tensor_size * shards.ids_per_sample * shards.row_share
+    by_rows = np.stack([goes_by_rows(wide, own_ids, env) for wide in widths])
+    alike = (by_rows == by_rows[0]).all(0)  # copies are never cut: one that is as wide sends something else
+    assert alike.mean() > 0.8
+    at = [np.stack(CostModel().costs(wide, env, topology, 64))[:, alike] for wide in widths]
     assert np.allclose(at[1], at[0] + (at[2] - at[0]) * 28 / 96, rtol=1e-12, atol=0)
-    assert at[0].shape == (2, n, len(PHASES) + 1)
+    assert at[0].shape == (2, alike.sum(), len(PHASES) + 1)
     assert all((of >= 0).all() for of in at)
 
 
@@ -76,15 +89,32 @@ def test_where_few_rows_have_the_ids_fewer_are_read_and_updated(env: ShardingEnv
     assert few[1, FORWARD] < 0.75 * few[0, FORWARD], "a block has its part of them"
 
 
-def test_row_blocks_of_each_width_are_a_run() -> None:
-    def split(env: ShardingEnv, *dims: int) -> float:
+def test_row_blocks_and_copies_of_each_width_are_a_run() -> None:
+    def seconds(kind: int, env: ShardingEnv, *dims: int) -> float:
         setups = setups_of(CostModel(), env, MEASURED, [info(1000, dim) for dim in dims])
         assert len(setups) == 5
-        return float(setups[SPLIT].sum())
+        return float(setups[kind].sum())
 
     alone, on_hosts = ENVS[0], ENVS[1]
-    assert split(alone, 16, 64, 32, 64) == pytest.approx(split(alone, 64, 64) + 2 * 3.3e-4)
-    assert split(on_hosts, 16, 64, 32, 64) == split(on_hosts, 64), "ranks of a host add up bags of all widths together"
+    for kind, width in ((SPLIT, 3.3e-4), (ALL_REDUCE, 2e-4)):
+        assert seconds(kind, alone, 16, 64, 32, 64) == pytest.approx(seconds(kind, alone, 64, 64) + 2 * width)
+    of_split = [seconds(SPLIT, on_hosts, *dims) for dims in ((16, 64, 32, 64), (64,))]
+    assert of_split[0] == of_split[1], "ranks of a host add up bags of all widths together"
+
+
+def test_what_partial_bags_and_copies_take_besides() -> None:
+    """Partial bags are added up, by byte; what there is of copies is paid instead of what is of tables."""
+    nothing = replace(MEASURED, speeds=Speeds(), link_latency=0.0, link_bandwidth=1e30)
+    some = replace(nothing, speeds=Speeds(place_part=1e-9, pack_part=2e-9, group=1e-3, split=2e-3, copies=5e-3))
+
+    def seconds(layout: Layout, ids: float) -> float:
+        return float(phase_seconds(CostModel(), [Placed(info(1000, 64), layout, ids)], ENVS[0], some, 16).sum())
+
+    bag_bytes = 16 * 64 * 4
+    assert seconds(table_wise(0), 1.0) == pytest.approx(1e-3)
+    assert seconds(row_wise(), 100.0) == pytest.approx(3e-3), "all bags travel, and are added where they are placed"
+    assert seconds(row_wise(), 1.0) == pytest.approx(3e-3 + 3e-9 * bag_bytes)
+    assert seconds(data_parallel(), 1.0) == pytest.approx(5e-3)
 
 
 @pytest.mark.parametrize("env", [hosts(2, 4), one_axis(2)], ids=str)
@@ -143,7 +173,8 @@ def test_a_plans_phases_are_the_sum_of_its_shards(env: ShardingEnv, kinds: str) 
 
 def test_groups_of_tables_are_paid_once_each() -> None:
     """Tables of whole rows, of row blocks and copies are looked up apart, but for hosts, whose ranks add bags up."""
-    nothing = replace(Speeds(), group=1e-4, group_results=3e-4, group_gradients=2e-4)
+    of_copies = {"copies": 1e-4, "copies_results": 3e-4, "copies_gradients": 2e-4}
+    nothing = replace(Speeds(), group=1e-4, group_results=3e-4, group_gradients=2e-4, **of_copies)
     topology = replace(MEASURED, speeds=nothing, link_latency=0.0, link_bandwidth=1e30)
     each = [table_wise(1), column_wise([2, 3]), row_wise(), row_wise(), data_parallel()]
     for env, groups in ((one_axis(8), 3), (hosts(2, 4), 1)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,22 @@ def test_a_vocabulary_is_dense_where_weights_are_split_and_a_table_where_asked()
     assert asked.plan(make("llama_gqa"), default_sharders(), env)[name].layout == row_wise()
     pinned = ShardingPlanner().plan(make("llama_gqa"), default_sharders(), env, pinned={name: row_wise()})
     assert pinned[name].layout == row_wise()
+
+
+@pytest.mark.parametrize("axis", ["dp", "shard"])
+def test_collectives_of_dense_weights_have_figures_of_their_own(axis: str) -> None:
+    """As gloo's connections, beside the shared memory that tables exchange through."""
+    fast = Topology(1e10, 1e10, 1e12, link_bandwidth=1e10, link_latency=1e-5)
+    slow = replace(fast, collective_bandwidth=1e9, collective_latency=1e-4)
+    as_slow = replace(fast, link_bandwidth=1e9, link_latency=1e-4)
+
+    def seconds(topology: Topology, module: nn.Module) -> float:
+        planner = ShardingPlanner(topology, batch_size=4)
+        return float(planner.plan(module, default_sharders(), ShardingEnv.abstract((4,), (axis,))).report.step_seconds)
+
+    layers, table = nn.Sequential(*(nn.Linear(256, 256) for _ in range(3))), nn.EmbeddingBag(100, 16, mode="sum")
+    assert seconds(slow, layers) == seconds(as_slow, layers) > 2 * seconds(fast, layers)
+    assert seconds(slow, table) == seconds(fast, table) < seconds(as_slow, table)
 
 
 def test_blocks_inside_a_module_that_is_itself_numbered_are_counted() -> None:

@@ -37,9 +37,11 @@ _PARTS = (
 """Phases of each part of a step that is timed by itself."""
 _STATE_BYTES = {"sgd": (0.0, 0.0), "rowwise_adagrad": (0.0, 4.0), "adagrad": (4.0, 0.0)}
 _IN_STEPS = (
-    *("send_slot", "send_id", "send_bag", "split_id", "receive_slot", "receive_id", "receive_bag", "place", "pack"),
+    *("send_slot", "send_id", "send_bag", "split_id", "receive_slot", "receive_id", "receive_bag"),
+    *("place", "place_bag", "place_part", "pack", "pack_bag", "pack_part"),
     *("update_slot", "gradient", "touched_row", "whole_row", "whole_id", "step", "step_results", "step_gradients"),
-    *("group", "group_results", "group_gradients", "width", "width_results", "width_gradients"),
+    *(f"{kind}{part}" for kind in ("group", "split", "copies", "width") for part in ("", "_results", "_gradients")),
+    "copies_width",
 )
 
 
@@ -102,7 +104,7 @@ def fitted(measured: Measured, ranks: int, device_type: str) -> Calibration:
     topology = replace(base, speeds=speeds)
     topology, of_steps = _steps(measured, ranks, topology)
     told = f"measured by calibrate on {date.today()}, {ranks} ranks, torch {torch.__version__}, {measured.means}"
-    figures = ("memory_bandwidth", "flops", "link_bandwidth", "link_latency", "shared_links", "speeds")
+    figures = ("memory_bandwidth", "flops", *links, "speeds")
     fits = [*fits, *of_kernels, *of_steps]
     return Calibration(replace(topology, sources=dict.fromkeys(figures, told)), tuple(fits), measured.means)
 
@@ -123,12 +125,23 @@ def _links(measured: Measured, ranks: int) -> tuple[dict[str, Any], list[Fit]]:
         fits += [Fit(f"exchange, {what}: {size:.0f} bytes", s, latency + size * byte) for size, s in of_kind]
     (latency, byte), (_, alone) = seconds["even"], seconds["one"]
     byte = max(byte, measured.copy / 1000)  # what is read where it lies may cost nothing before it is read
+    each, whole = _collectives(measured.summed, ranks)
+    fits += [Fit(f"sum of {size} bytes", s, each * log2(ranks) + size * whole) for size, s in measured.summed]
     shared = float(np.clip((1 - alone / byte) / (1 - 1 / ranks), 0, 1))
     return {
         "link_bandwidth": float(1 / byte),
         "link_latency": float(latency / log2(ranks)),
+        "collective_bandwidth": 2 * (1 - 1 / ranks) / whole,
+        "collective_latency": each,
         "shared_links": shared,
     }, fits
+
+
+def _collectives(summed: Sequence[tuple[int, float]], ranks: int) -> tuple[float, float]:
+    """Seconds of an all-reduce, for each doubling of the ranks and for each byte."""
+    sizes, times = np.array(summed).T
+    latency, byte = fit(np.stack([np.full_like(sizes, log2(ranks)), sizes], 1), times, times)
+    return float(latency), float(max(byte, 1e-15))
 
 
 def _kernels(measured: Measured, base: Topology) -> tuple[Speeds, list[Fit]]:
@@ -138,9 +151,10 @@ def _kernels(measured: Measured, base: Topology) -> tuple[Speeds, list[Fit]]:
     times = np.array([seconds for of_kind in measured.lookups.values() for seconds in of_kind])
     speeds, fits = Speeds(), []
     updates = [f"{kind}_{what}" for kind in OPTIMIZERS for what in ("row", "id")]
+    lookups = ["lookup_row", "lookup_id", "lookup_bag", "lookup_first"]
     of_kernel = (
-        ("lookup", ["lookup_row", "lookup_id", "lookup_bag", "lookup_first"], phases.FORWARD),
-        ("update", [*updates, "update_bag", "update_slot"], phases.BACKWARD),
+        ("lookup", [*lookups, "receive_slot", "step_results"], phases.FORWARD),
+        ("update", [*updates, "update_bag", "update_slot", "step_gradients"], phases.BACKWARD),
     )
     for (what, names, phase), seconds in zip(of_kernel, times.T, strict=True):
         terms = _terms(names, probes, env, base, ((phase,),))

@@ -13,8 +13,9 @@ owner's side of each exchange (ids received, results sent, gradients received) i
 rank that has most. So the owner's side is the one that is counted.
 
 [Note: rows of copies] Of the gradients of a copied table those rows travel that batches name where these are few. The
-data path settles that by bytes for all such tables of a call together, the model table by table: which tables a
-plan copies is not known when each is costed, and what one costs must not depend on which others it is asked about with.
+data path settles that by bytes for all such tables of a call together, the model by the same rule table by table: which
+tables a plan copies is not known when each is costed, and what one costs must not depend on which others it is asked
+about with.
 
 [Note: filled bags] Of pooled row blocks only those bags travel that have ids there, where these are few; else all do,
 which costs less for each. On one axis the data path settles that for all tables of a call together, the model table by
@@ -38,6 +39,7 @@ from planner.costs.protocol import (
     ALL_REDUCE,
     AWAY,
     BYTES,
+    COPIES_WIDTH,
     EXCHANGE,
     SPLIT,
     WHOLE,
@@ -57,6 +59,7 @@ PHASES = (
 INPUT, FORWARD, OUTPUT, OUTPUT_OUTER, GRADIENT_OUTER, GRADIENT, BACKWARD, SYNC = range(8)
 BESIDE_BYTES = 64 << 20
 """A larger sum of data-parallel gradients does not travel beside the others."""
+_LEAST_WIRE_BYTES = 4
 MOST_FILLED = 0.7
 """Where more of the bags of row blocks have ids there, all of them travel."""
 EVEN = 1.25
@@ -79,8 +82,7 @@ class CostModel:
     along replicate axes get the ids of all in the input exchange, and each other's gradients after the backward one
     (`replica sync`). The gradient of a data-parallel table travels beside the others in the gradient exchange, in
     `replica sync` where it is large, or there are hosts or copies: by the rows that batches name where these are half
-    of the table's at most (beside an all-reduce: where those of all ranks are no more than the table's), see
-    [Note: rows of copies] beside it.
+    of the bytes that all of it would be at most, see [Note: rows of copies] beside it.
 
     Memory: weights, optimizer state as the parameter's info says, gradients of parameters without an in-backward
     optimizer (with Adam's state, as theirs is not known) and of data-parallel ones with the buffers of their sum; ids,
@@ -90,9 +92,9 @@ class CostModel:
     the caches that help where a few rows have most ids (that fewer are read and updated then is, where batches were
     observed; else rows are taken as equally likely), cache tiers (tables in host memory behind a device's cache: there
     are none here), imbalance of batch sizes, weights of weighted features, allocator waste, the gather along tensor
-    axes (the same for every plan), averages of copies every so many steps, contention between links, and that results
-    of neighbouring tables of unlike layouts or widths are placed one by one. A parameter that is not a table is taken
-    as read once forward and twice backward.
+    axes (the same for every plan), averages of copies every so many steps, contention between links, and what mixing
+    takes: where some tables are cut by rows and others not, or some are copied, all gradients are copied once more. A
+    parameter that is not a table is taken as read once forward and twice backward.
 
     Args:
         id_bytes: of an id, and of a length, on the wire: 8 for tables of 2^31 rows or of float64.
@@ -124,7 +126,7 @@ class CostModel:
 
     def setups(self, env: ShardingEnv, topology: Topology) -> Array:
         """See `CostProtocol`: headers; ids, results, gradients of what is sharded; and what a sum of its own takes."""
-        seconds, speeds = np.zeros((6, len(PHASES))), topology.speeds_of_parts
+        seconds, speeds = np.zeros((7, len(PHASES))), topology.speeds_of_parts
         inner, outer = _stages(env, topology)
         replicas = axes_of(env, topology, "replicate")
         exchange = latency(axes_of(env, topology))
@@ -135,14 +137,16 @@ class CostModel:
             seconds[ALL_REDUCE, SYNC] = 2 * exchange
         else:  # one exchange has both the gradients of rows and those of copies
             seconds[EXCHANGE, GRADIENT] = latency(inner)
-        parts = [INPUT, FORWARD, BACKWARD]
+        parts = np.array([INPUT, FORWARD, BACKWARD])
         group = speeds.group, speeds.group_results, speeds.group_gradients
         seconds[EXCHANGE, parts] += speeds.step, speeds.step_results, speeds.step_gradients
         if outer:  # a host's ranks add up bags, so that row blocks are one group with others
             seconds[EXCHANGE, parts] += group
         else:
-            for kind in (ALL_REDUCE, WHOLE, SPLIT):
-                seconds[kind, parts] += group
+            seconds[ALL_REDUCE, parts] += speeds.copies, speeds.copies_results, speeds.copies_gradients
+            seconds[[WHOLE, SPLIT], parts[:, None]] += np.array(group)[:, None]
+            seconds[SPLIT, parts] += speeds.split, speeds.split_results, speeds.split_gradients
+            seconds[COPIES_WIDTH, BACKWARD] = speeds.copies_width
             seconds[WIDTH, parts] = speeds.width, speeds.width_results, speeds.width_gradients
         return seconds
 
@@ -159,6 +163,8 @@ class _Work:
     lengths: Array
     id_bytes: Array
     row_bytes: Array
+    wire_bytes: Array
+    """Of a row as it travels: 16-bit tables give results of 32."""
     weight_bytes: Array
     state_bytes: Array
     """Of a row."""
@@ -178,7 +184,7 @@ class _Work:
         ids = samples * p.ids_per_sample * p.row_share
         lengths = samples * p.features
         bags = np.where(p.pooled, lengths * filled(p, env), ids)
-        row_bytes = p.columns * p.item_bytes
+        row_bytes, wire_bytes = p.columns * p.item_bytes, p.columns * _wire_item(p)
         own_ids = own * p.ids_per_sample * p.row_share
         return cls(
             replicas=env.size // env.table_size,
@@ -188,12 +194,13 @@ class _Work:
             lengths=lengths,
             id_bytes=(ids + lengths) * id_bytes,
             row_bytes=row_bytes,
+            wire_bytes=wire_bytes,
             weight_bytes=p.rows * row_bytes,
             state_bytes=p.columns * p.state_per_element + p.state_per_row,
             bags=bags,
-            bag_bytes=bags * row_bytes,
+            bag_bytes=bags * wire_bytes,
             rows=np.where(p.named_rows > 0, np.minimum(p.named_rows * p.row_share, p.rows), p.rows),
-            touched=np.where(_goes_by_rows(p, own_ids, env), own_ids, 0),
+            touched=np.where(goes_by_rows(p, own_ids, env), own_ids, 0),
         )
 
 
@@ -264,16 +271,17 @@ def _add_results(cost: _Cost, p: ShardTable, work: _Work) -> None:
     ranks, inner_size = env.table_size, _inner_size(env)
     bag_bytes = work.bag_bytes * ~p.replicated
     direct = bag_bytes * all_to_all(axes_of(env, topology, "shard", "tensor"))
-    speeds = topology.speeds_of_parts
-    for first, second, copied in (
-        (OUTPUT, OUTPUT_OUTER, speeds.place),
-        (GRADIENT, GRADIENT_OUTER, speeds.pack),
+    speeds, is_straight = topology.speeds_of_parts, goes_straight(p, env)
+    bags, of_parts = work.bags * ~p.replicated, bag_bytes * (is_straight if outer else _in_parts(p))
+    for first, second, copied, each_bag, of_part in (
+        (OUTPUT, OUTPUT_OUTER, speeds.place, speeds.place_bag, speeds.place_part),
+        (GRADIENT, GRADIENT_OUTER, speeds.pack, speeds.pack_bag, speeds.pack_part),
     ):
+        placed, added = bag_bytes * copied + bags * each_bag, of_parts * of_part
         if not outer:
             cost.exchange(first, direct, ranks)
-            everywhere[:, first] += bag_bytes * copied / ranks
+            everywhere[:, first] += (placed + added) / ranks
             continue
-        is_straight = goes_straight(p, env)
         is_staged, host_share = p.pooled & ~is_straight, np.where(is_straight, 1, p.host_share)
         near = np.where(is_straight, inner_size / ranks, 1) * all_to_all(inner)
         cost.exchange(first, np.where(p.pooled, bag_bytes * near, direct), ranks)
@@ -281,8 +289,8 @@ def _add_results(cost: _Cost, p: ShardTable, work: _Work) -> None:
         # what goes straight loads no rank's link more.
         each = bag_bytes * p.pooled / inner_size
         cost.exchange(second, each * host_share * all_to_all(outer), ranks // inner_size)
-        local[:, second] += each * is_staged * copied
-        everywhere[:, second] += bag_bytes * np.where(is_staged, p.host_share, 1) * copied / ranks
+        local[:, second] += placed / inner_size * is_staged
+        everywhere[:, second] += (placed * np.where(is_staged, p.host_share, 1) + added) / ranks
 
 
 def _add_sums(cost: _Cost, p: ShardTable, work: _Work) -> None:
@@ -293,7 +301,7 @@ def _add_sums(cost: _Cost, p: ShardTable, work: _Work) -> None:
     cost.exchange(SYNC, sent, env.table_size)
     gradient, beside = _gradients_of_copies(cost, p, work)
     # There is room for a row for each id; those are written that are there.
-    written = np.where(work.touched > 0, distinct(work.rows, work.touched) * (work.row_bytes + 8), gradient)
+    written = np.where(work.touched > 0, distinct(work.rows, work.touched) * (work.wire_bytes + 8), gradient)
     pack = written * topology.speeds_of_parts.pack
     to_all = gradient * all_to_all(axes_of(env, topology, "shard", "tensor")) + pack
     local[:, GRADIENT] += np.where(beside, env.table_size * to_all, 0)
@@ -304,11 +312,10 @@ def _add_sums(cost: _Cost, p: ShardTable, work: _Work) -> None:
 
 def _gradients_of_copies(cost: _Cost, p: ShardTable, work: _Work) -> tuple[Array, Flags]:
     """Bytes that a rank has of a replicated table for each other one; whether they travel beside other gradients."""
-    whole = p.rows * (p.columns + p.is_table) * p.item_bytes  # and which rows were touched
+    whole = p.rows * (p.columns + p.is_table) * _wire_item(p)  # and which rows were touched
     touched = np.minimum(work.touched, p.rows)
-    gradient = np.where(work.touched > 0, touched * (work.row_bytes + 8), whole) * p.replicated
-    goes_beside = work.replicas == 1 and not _stages(cost.env, cost.topology)[1]
-    return gradient, goes_beside & p.replicated & (gradient * cost.env.table_size <= BESIDE_BYTES)
+    gradient = np.where(work.touched > 0, touched * (work.wire_bytes + 8), whole) * p.replicated
+    return gradient, p.replicated & _goes_beside(gradient, cost.env)
 
 
 def _add_bytes(cost: _Cost, p: ShardTable, work: _Work) -> None:
@@ -323,16 +330,20 @@ def _add_bytes(cost: _Cost, p: ShardTable, work: _Work) -> None:
     came = work.bag_bytes * (1 + staged + 2 * (work.replicas - 1)) + 3 * work.id_bytes * work.replicas
     cost.local[:, BYTES] = work.weight_bytes + p.rows * work.state_bytes + whole + came
     # Where samples are: the results of a table once and their gradient, and of each shard what is sent back.
-    results = 2 * np.where(p.pooled, p.row_share * work.lengths * work.row_bytes, work.bag_bytes)
+    results = 2 * np.where(p.pooled, p.row_share * work.lengths * work.wire_bytes, work.bag_bytes)
     cost.local[:, BYTES] += results * p.replicated
     cost.everywhere[:, BYTES] = (results + work.bag_bytes) / ranks * ~p.replicated
 
 
 def filled(p: ShardTable, env: ShardingEnv) -> Array:
     """Part of each shard's bags that are looked up and travel, see [Note: filled bags]."""
-    found = with_ids(p, p.row_share)
-    are_few = goes_straight(p, env) if _inner_size(env) > 1 else is_cut(p) & (found <= MOST_FILLED)
-    return np.where(are_few, found, 1.0)
+    are_few = goes_straight(p, env) if _inner_size(env) > 1 else _in_parts(p)
+    return np.where(are_few, with_ids(p, p.row_share), 1.0)
+
+
+def _in_parts(p: ShardTable) -> Flags:
+    """Whether those bags alone of a table travel that have ids in a row block, on one axis: of all its blocks alike."""
+    return is_cut(p) & (_of_even_blocks(p) <= MOST_FILLED)
 
 
 def goes_straight(p: ShardTable, env: ShardingEnv) -> Flags:
@@ -343,7 +354,7 @@ def goes_straight(p: ShardTable, env: ShardingEnv) -> Flags:
     """
     inner = _inner_size(env)
     ranks, hosts = env.table_size, env.table_size // inner
-    part = with_ids(p, 1 / np.where(p.row_blocks > 0, p.row_blocks, p.table_rows / np.maximum(p.rows, 1)))
+    part = _of_even_blocks(p)
     staged = (inner - 1) / inner + p.host_share * (hosts - 1) / hosts
     is_fewer = (part <= p.host_share) & (part * (ranks - 1) / ranks <= MOST_FILLED * staged)
     is_counted = (p.ids_per_sample <= p.features) | (CLEARLY * part <= p.host_share)
@@ -362,13 +373,30 @@ def with_ids(p: ShardTable, share: Array) -> Array:
     return found
 
 
-def _goes_by_rows(p: ShardTable, own_ids: Array, env: ShardingEnv) -> Flags:
-    """Whether of a copied table those rows travel that batches name, not all: see [Note: rows of copies]."""
-    copied = p.replicated & p.is_table
-    if env.size > env.table_size or _inner_size(env) > 1:  # an all-reduce sends each table twice
-        return copied & (own_ids * max(env.size, 2) <= p.rows)
+def _of_even_blocks(p: ShardTable) -> Array:
+    """Part of a table's bags that have ids in a row block, as if its blocks had as many ids each."""
+    return with_ids(p, 1 / np.where(p.row_blocks > 0, p.row_blocks, p.table_rows / np.maximum(p.rows, 1)))
+
+
+def goes_by_rows(p: ShardTable, own_ids: Array, env: ShardingEnv) -> Flags:
+    """Whether of a copied table those rows travel that batches name, not all: see [Note: rows of copies].
+
+    All of a table goes from each rank to each beside other gradients, and else twice, by an all-reduce.
+    """
     named, whole = np.minimum(own_ids, p.rows) * (p.columns + 2), p.rows * (p.columns + 1)
-    return copied & (2 * named <= whole)
+    times = np.where(_goes_beside(whole * _wire_item(p), env), env.size, min(2, env.size))
+    return p.replicated & p.is_table & (2 * env.size * named <= times * whole)
+
+
+def _goes_beside(gradient: Array, env: ShardingEnv) -> Flags:
+    """Whether so many bytes of a copied table's gradient, from each rank, travel beside other gradients."""
+    is_flat = env.size == env.table_size and _inner_size(env) == 1
+    return is_flat & (gradient * env.table_size <= BESIDE_BYTES)
+
+
+def _wire_item(p: ShardTable) -> Array:
+    """Bytes of an element of results, and of gradients."""
+    return np.where(p.is_table, np.maximum(p.item_bytes, _LEAST_WIRE_BYTES), p.item_bytes)
 
 
 def distinct(rows: Array, ids: Array) -> Array:

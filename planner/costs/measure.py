@@ -18,6 +18,8 @@ _COPIED_BYTES, _MATRIX = 1 << 26, 512
 _LARGE_BYTES = 24 << 20  # of a table that is in no cache, with three others
 EXCHANGED_BYTES = (0, 1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 23)
 """What a rank has for each other one."""
+SUMMED_BYTES = (1 << 10, 1 << 18, 1 << 21, 1 << 24)
+"""Of what a collective of dense weights sums."""
 OPTIMIZERS = {"plain": "sgd", "rowwise": "rowwise_adagrad", "pointwise": "adagrad"}
 """Of each kind of state, the one that is measured."""
 
@@ -50,6 +52,7 @@ class Measured:
     Args:
         means: what the data path used, in words.
         exchanged: (kind, bytes for each other rank, seconds): `even` where all send, `one` where the first rank alone.
+        summed: (bytes, seconds) of all-reduces, as of dense weights' gradients.
         lookups: by optimizer, of each of `lookup_probes(...)`: forward, update.
         steps: of each of `step_probes(...)`: ids, results, gradients.
         copy: of a byte, from memory to memory.
@@ -58,6 +61,7 @@ class Measured:
 
     means: str
     exchanged: list[tuple[str, int, float]]
+    summed: list[tuple[int, float]]
     lookups: dict[str, list[tuple[float, float]]]
     steps: list[tuple[float, float, float]]
     copy: float
@@ -72,7 +76,7 @@ def lookup_probes(optimizer: str) -> list[ProbeShape]:
         for read, dim in product(reads, (16, 64, 128))
         for rows in (1_000, _LARGE_BYTES // (4 * dim))
     ]
-    shapes += [(24, 50_000, 32, 128, 1), (2, 100_000, 64, 2048, 3)]
+    shapes += [(24, 50_000, 32, 128, 1), (24, 50_000, 32, 16, 1), (2, 50_000, 32, 16, 1), (2, 100_000, 64, 2048, 3)]
     return [
         ProbeShape(((rows, dim),) * tables, (table_wise(0),) * tables, batch, bag, optimizer)
         for tables, rows, dim, batch, bag in shapes
@@ -85,6 +89,9 @@ def step_probes(ranks: int) -> list[ProbeShape]:
 
     def one(i: int) -> Layout:
         return table_wise(i % ranks)
+
+    def scattered(i: int) -> Layout:
+        return table_wise((i * i // 3 + i // 4) % ranks)
 
     def rows(i: int) -> Layout:
         return row_wise()
@@ -104,6 +111,9 @@ def step_probes(ranks: int) -> list[ProbeShape]:
         ((copies,), (4, small, 16, 16, 1), (24, small // 10, 16, 16, 1), (8, small, 64, 1536, 1)),
         ((copies,), (12, small, 32, 384, 4), (4, large // 6, 16, 256, 1)),
         ((copies,), (12, 3 * small, 32, 512, 1), (8, 4 * small, 64, 2048, 1)),
+        ((copies,), (8, small, (16, 32, 64, 128), 16, 1), (12, 3 * small, (16, 32, 64, 128), 512, 1)),
+        ((scattered,), (16, large, 64, 768, 1), (20, large, 32, 256, 6)),
+        ((scattered, columns, scattered), (16, large, (32, 128), 1024, 1)),
         ((one, rows, columns), (12, large, 32, 768, 1), (12, large, 64, 256, 8)),
         ((rows, one, copies, columns), (16, 2 * small, 32, 512, 2)),
         ((one, rows), (8, large, 16, 16, 1), (12, large, 64, 512, 2)),
@@ -148,13 +158,31 @@ def measure(device_type: str, rounds: int, probes: Probes) -> Measured:
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
         kernels[optimizer] = [(a, b) for a, b in seconds.tolist()]
     of_steps = probes.steps(made(step_probes(ranks)), env, rounds)
-    return Measured(probes.means(env), exchanged, kernels, of_steps, *_device_speeds(env.device, rounds))
+    summed = [] if ranks == 1 else _sums(env.device, rounds)
+    return Measured(probes.means(env), exchanged, summed, kernels, of_steps, *_device_speeds(env.device, rounds))
 
 
 def _sends(kind: str, count: int, ranks: int) -> list[list[int]]:
     """What each rank has for each: as much for each other, or only the first has some."""
     everyone = range(ranks)
     return [[count if to != rank and (kind == "even" or rank == 0) else 0 for to in everyone] for rank in everyone]
+
+
+def _sums(device: torch.device, rounds: int) -> list[tuple[int, float]]:
+    """Bytes and seconds of all-reduces: the slowest rank's, the quickest of several."""
+    quickest = torch.full((len(SUMMED_BYTES),), float("inf"), dtype=torch.float64)
+    tensors = [torch.zeros(size // 4, device=device) for size in SUMMED_BYTES]
+    for _ in range(max(5, rounds // 4)):
+        times = []
+        for tensor in tensors:
+            dist.barrier()
+            start = _clock(device)
+            dist.all_reduce(tensor)
+            times.append(_clock(device) - start)
+        now = torch.tensor(times, dtype=torch.float64, device=device)
+        dist.all_reduce(now, dist.ReduceOp.MAX)
+        quickest = quickest.minimum(now.cpu())
+    return list(zip(SUMMED_BYTES, quickest.tolist(), strict=True))
 
 
 def _device_speeds(device: torch.device, rounds: int) -> tuple[float, float]:

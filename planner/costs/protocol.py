@@ -17,10 +17,11 @@ Array = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 Integers = NDArray[np.int64]
 
-EXCHANGE, ALL_REDUCE, WHOLE, SPLIT, AWAY, WIDTH = range(6)
+EXCHANGE, ALL_REDUCE, WHOLE, SPLIT, AWAY, WIDTH, COPIES_WIDTH = range(7)
 """Kinds of set-up, that a plan pays once each: where there is any parameter, where one is replicated, where one is
 sharded by whole rows or is not pooled, where bags are over several row blocks, and where one is sharded at all: copies
-alone send no ids and get no results. The last is paid with `SPLIT` for each further width of pooled tables."""
+alone send no ids and get no results. The last two are paid with `SPLIT`, and `ALL_REDUCE`, for each further width of
+pooled tables."""
 BYTES = -1
 """Column of the memory, after the phases'."""
 _UNKNOWN_STATE = 2
@@ -168,22 +169,23 @@ class CostProtocol(Protocol):
         ...
 
     def setups(self, env: ShardingEnv, topology: Topology) -> Array:
-        """Seconds by phase, (kinds, phases), that a plan pays once, see `EXCHANGE`: the first 2 kinds, 4, 5, or all."""
+        """Seconds by phase, (kinds, phases), that a plan pays once, see `EXCHANGE`: the first 2 kinds, 4 or more."""
         ...
 
 
 def setups_of(model: CostProtocol, env: ShardingEnv, topology: Topology, infos: Iterable[ParameterInfo]) -> Array:
     """Set-ups as plans of these parameters pay them, up to `AWAY`; see `CostProtocol.setups`.
 
-    Row blocks of one width are looked up and travel together. Which widths a plan splits is taken to be all that there
-    are: one more or less is far less than whether it splits any.
+    Row blocks of one width are looked up and travel together, and so do gradients of copies. Which widths a plan
+    splits, or copies, is taken to be all that there are: one more or less is far less than whether there are any.
     """
     found = model.setups(env, topology)
     if len(found) <= WIDTH:
         return found
     widths = {info.shape[1] for info in infos if info.kind == "table" and info.pooled and len(info.shape) == 2}
     setups: Array = found[:WIDTH].copy()
-    setups[SPLIT] += max(0, len(widths) - 1) * found[WIDTH]
+    for kind, width in zip((SPLIT, ALL_REDUCE), found[WIDTH:], strict=False):
+        setups[kind] += max(0, len(widths) - 1) * width
     return setups
 
 

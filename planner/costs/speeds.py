@@ -53,9 +53,14 @@ class Speeds:
     """Of a row's gradient from one rank, of a data-parallel table whose copies are updated by rows."""
 
     place: float = 0.0
-    """Of a byte of results put where they belong, forward."""
+    place_bag: float = 0.0
+    """Of a byte, and of a bag however wide, of results put where they belong, forward."""
     pack: float = 0.0
-    """Of a byte of gradients made ready to be sent, backward."""
+    pack_bag: float = 0.0
+    """Of the same of gradients made ready to be sent, backward."""
+    place_part: float = 0.0
+    pack_part: float = 0.0
+    """Of a byte of partial bags besides: they are added up, and gradients picked for them."""
 
     step: float = 0.0
     step_results: float = 0.0
@@ -64,12 +69,22 @@ class Speeds:
     group: float = 0.0
     group_results: float = 0.0
     group_gradients: float = 0.0
-    """Of each group of tables besides, of whole rows, of row blocks, of copies: they are looked up and travel apart."""
+    """Of each group of tables besides, of whole rows and of row blocks: they are looked up and travel apart."""
+    split: float = 0.0
+    split_results: float = 0.0
+    split_gradients: float = 0.0
+    """Of that of row blocks besides."""
+    copies: float = 0.0
+    copies_results: float = 0.0
+    copies_gradients: float = 0.0
+    """Of the group of copies."""
 
     width: float = 0.0
     width_results: float = 0.0
     width_gradients: float = 0.0
     """Of each further width of row blocks: those of one are looked up and travel together."""
+    copies_width: float = 0.0
+    """Of each further width of copies, with the gradients."""
 
     send_slot: float = 0.0
     receive_slot: float = 0.0

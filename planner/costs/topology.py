@@ -19,6 +19,7 @@ _PER_AXIS = "expected a number, one per mesh axis (outer first), or a dict axis 
 _PAIR = "with ranks_per_host, expected a number, a pair (between hosts, inside one), or a dict axis name -> number"
 _CUDA_RANKS_PER_HOST = 8
 _NEEDED = ("memory_bytes", "memory_bandwidth", "flops", "link_bandwidth", "link_latency")
+_PER_AXIS_FIGURES = ("link_bandwidth", "link_latency", "collective_bandwidth", "collective_latency")
 _LEAST, _MOST = 1e-15, 1e30
 PerAxis = float | Sequence[float] | Mapping[str, float]
 
@@ -50,6 +51,8 @@ class Topology:
             axis that stays inside so many consecutive ranks, or lies inside an axis called `host`, is inside.
         product_flops_16: of the device, per second, in matrix products of 16-bit numbers as they are reached; None: as
             `flops`.
+        collective_bandwidth, collective_latency: of the collectives of dense weights, in the same forms, where they go
+            another way than what tables exchange, as gloo's connections do beside shared memory; None: as the links.
         shared_links: part of an exchange's time that goes by what all ranks send together, as where they share cores
             that do it; the rest by what the busiest rank has.
         speeds: of the parts of the data path; by default all go at the memory's bandwidth.
@@ -71,6 +74,8 @@ class Topology:
     reserved_fraction: float = 0.15
     ranks_per_host: int | None = None
     product_flops_16: float | None = None
+    collective_bandwidth: PerAxis | None = None
+    collective_latency: PerAxis | None = None
     shared_links: float = 0.0
     speeds: Speeds | None = None
     name: str = ""
@@ -91,8 +96,9 @@ class Topology:
             raise ValueError(f"Topology.speeds must be Speeds, or a dict of its figures; got {shown(self.speeds)}")
         if self.ranks_per_host is not None:
             positive("Topology.ranks_per_host", self.ranks_per_host)
-        for name in ("link_bandwidth", "link_latency"):
-            self._check_per_axis(name, getattr(self, name))
+        for name in _PER_AXIS_FIGURES:
+            if name in _NEEDED or getattr(self, name) is not None:
+                self._check_per_axis(name, getattr(self, name))
         known = [f.name for f in fields(self)]
         if not isinstance(self.sources, Mapping) or not set(self.sources) <= set(known):
             raise ValueError(
@@ -103,7 +109,7 @@ class Topology:
         if isinstance(values, str) or not isinstance(values, (int, float, Sequence, Mapping)):
             raise ValueError(f"Topology.{name}: {_PER_AXIS}; got {shown(values)}")
         for value in several(values.values() if isinstance(values, Mapping) else values, (int, float)):
-            _check_figure(name, value, or_zero=name == "link_latency")
+            _check_figure(name, value, or_zero=name.endswith("latency"))
         if self.ranks_per_host is not None and isinstance(values, Sequence) and len(values) != 2:
             raise ValueError(f"Topology.{name}: {_PAIR}; got {shown(values)}")
 
@@ -156,19 +162,22 @@ class Topology:
             hosts = dict(zip(env.names, env.shape, strict=True)).get("host", 1)
             local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or max(1, env.size // hosts)
             box = _cpu_box()
-            assert isinstance(box.link_bandwidth, Sequence) and isinstance(box.link_latency, Sequence)
-            return replace(
-                box,
-                memory_bytes=host_memory_bytes() / local_ranks,
-                link_bandwidth=box.link_bandwidth[-1],
-                link_latency=box.link_latency[-1],
-                ranks_per_host=None,
-                name="",
-                sources={},
-            )
+            inside: dict[str, Any] = {name: getattr(box, name)[-1] for name in _PER_AXIS_FIGURES}
+            memory_bytes = host_memory_bytes() / local_ranks
+            return replace(box, memory_bytes=memory_bytes, **inside, ranks_per_host=None, name="", sources={})
         raise ValueError(
             f"no default topology for device type {env.device_type!r} (known: cpu, cuda); "
             "pass ShardingPlanner(topology=Topology(...)) with its figures"
+        )
+
+    @cached_property
+    def of_collectives(self) -> Topology:
+        """The machine whose links are as fast as collectives of dense weights find them."""
+        bandwidth, latency = self.collective_bandwidth, self.collective_latency
+        return replace(
+            self,
+            link_bandwidth=self.link_bandwidth if bandwidth is None else bandwidth,
+            link_latency=self.link_latency if latency is None else latency,
         )
 
     @property

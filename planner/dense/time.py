@@ -107,7 +107,7 @@ class Clock:
         return _Work((3 + again) * flops, forward, backward, optimizer, self._tensor_seconds(block, tokens, again))
 
     def _tensor_seconds(self, block: Placed, tokens: float, again: int) -> float:
-        ring = Ring.along(self.env.axes("tensor"), self.env, self.topology)
+        ring = Ring.along(self.env.axes("tensor"), self.env, self.topology.of_collectives)
         if ring.size == 1:
             return 0.0
         on_chunks = any(w.is_sequence for w in block.weights)  # gathers and reduce-scatters in place of all-reduces
@@ -131,7 +131,7 @@ class Clock:
         copies = [axis for axis in data if axis not in env.fully_sharded_axes]
 
         def ring(axes: Sequence[str]) -> Ring:
-            return Ring.along(axes, env, self.topology)
+            return Ring.along(axes, env, self.topology.of_collectives)
 
         shards, replicas, everyone = ring(env.fully_sharded_axes), ring(copies), ring(data)
         found = []

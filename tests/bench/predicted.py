@@ -27,6 +27,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 import dmp
 from dmp import Layout, column_wise, data_parallel, row_wise, table_wise
 from planner import Constraint, ShardingPlanner, Topology
+from sharders.embedding.probe import OTHERS_BYTES
 from tests.bench.report import Result
 from tests.bench.workload import Model
 from tests.ranks import mesh, run_ranks
@@ -88,6 +89,29 @@ CASES = (
     Case("table-wise, SGD, dim 64", ((_LARGE, 64),) * 10, _round, 1024, 1, "sgd"),
     Case("row-wise, SGD, dim 32, bags of 8", ((_LARGE, 32),) * 10, lambda i: row_wise(), 512, 8, "sgd"),
     Case("one rank, wide and narrow, B 2048", ((_LARGE, 128), (_LARGE, 16)) * 3, lambda i: table_wise(i % 2), 2048),
+    Case(
+        "most on one rank, dims 16 to 128, B 256",
+        tuple((_LARGE if i % 3 else _SMALL, 16 << i * 3 % 4) for i in range(18)),
+        lambda i: table_wise(int(i % 7 == 3)),
+        256,
+    ),
+    Case(
+        "tables anywhere, SGD, bags of 8",
+        ((_LARGE, 64),) * 11,
+        lambda i: table_wise(i * (i + 1) // 4 % 2),
+        256,
+        8,
+        "sgd",
+    ),
+    Case(
+        "copies and row blocks", ((_SMALL, 32), (_LARGE, 32)) * 4, lambda i: (data_parallel(), row_wise())[i % 2], 1024
+    ),
+    Case(
+        "columns and tables, wide and narrow",
+        tuple((_LARGE, 32 if i % 3 else 128) for i in range(12)),
+        lambda i: column_wise([1, 0]) if i % 4 == 1 else table_wise(i * (i + 1) // 4 % 2),
+        1024,
+    ),
 )
 
 
@@ -156,8 +180,13 @@ def measured(rounds: int) -> list[float]:
     """On each rank: seconds of each case's step, the quickest of each part."""
     sides = [_Side(case) for case in CASES]
     quickest = torch.full((len(sides), 3), float("inf"), dtype=torch.float64)
+    others = torch.zeros(OTHERS_BYTES // 4)
     for number in range(rounds):
-        now = torch.tensor([side.step(number) for side in sides], dtype=torch.float64)
+        times = []
+        for side in sides:
+            others.add_(1)
+            times.append(side.step(number))
+        now = torch.tensor(times, dtype=torch.float64)
         dist.all_reduce(now, dist.ReduceOp.MAX)
         if number:
             quickest = quickest.minimum(now)
