@@ -30,7 +30,7 @@ with warnings.catch_warnings():
     from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "dlrm"
-RANKS, BATCH, DIM, LINES, ROUNDS, QUICK_ROUNDS = 2, 512, 64, 20_000, 40, 5
+RANKS, BATCH, DIM, LINES, ROUNDS, QUICK_ROUNDS = 2, 2048, 64, 80_000, 40, 5
 FORMS = ("ids hashed", "ids by frequency")
 
 
