@@ -5,13 +5,16 @@ from __future__ import annotations
 import numpy as np
 
 from planner.search.bound import lower_bound
+from planner.search.cost_table import CostTable
 from planner.search.cuts import Cuts
 from planner.search.guided import LIKE, ways
 from planner.search.improve import Improver
 from planner.search.packing import Packer, menus
 from planner.search.placement import Placement
 from planner.search.potential import Potential
+from planner.search.problem import Problem
 from planner.search.rounded import rounded
+from planner.search.solve import search
 from planner.search.starts import starts
 from tests.test_planner_families import drawn
 
@@ -45,7 +48,34 @@ def test_ways_to_be_like_the_optimum_have_cuts_for_every_class() -> None:
         assert (cuts.owner[start.first] == np.arange(len(cuts.start) - 1)).all() and np.isfinite(start.cost).any()
         firsts.add(start.first.tobytes())
     assert len(firsts) > 3
-    assert len(list(ways(p, Cuts.of(p), optimum, many=False))) == len(LIKE)
+    assert 1 < len(list(ways(p, Cuts.of(p), optimum, many=False))) < len(found)
+
+
+def test_of_a_richer_choice_there_are_starts_as_without_it_too() -> None:
+    poor, rich = _with_and_without_large_blocks()
+    cuts = Cuts.of(poor), Cuts.of(rich)
+    found = [starts(p, of, in_turn=True) for p, of in zip((poor, rich), cuts, strict=True)]
+    assert (rich.table.size[cuts[1].row[found[1][0].first]] == 32).all(), "least work"
+    rows = [[of.row[start.first].tolist() for start in begun] for of, begun in zip(cuts, found, strict=True)]
+    poor_rows = np.flatnonzero(rich.table.size != 32)  # in the rich table
+    assert [poor_rows[row].tolist() for row in rows[0]] == rows[1][1 : 2 * len(rows[0]) : 2]
+    assert search(rich).seconds <= search(poor).seconds * (1 + 1e-9)
+
+
+def _with_and_without_large_blocks() -> tuple[Problem, Problem]:
+    """Items on 64 ranks, hosts of eight: the second has blocks of 32 ranks too, of less work but for two at a time."""
+    found = []
+    for sizes in ((1, 8), (1, 8, 32)):
+        size, rows = np.tile(sizes, 3), 3 * len(sizes)
+        work = np.array([{1: 1.0, 8: 1.1, 32: 0.8}[s] for s in size.tolist()]) * np.repeat([1.0, 1.2, 1.5], len(sizes))
+        zeros = np.zeros((rows, 3))
+        fixed = np.column_stack([8 * work / size, work / np.minimum(size, 8), np.ones(rows)])
+        none, one = np.zeros(rows, dtype=np.int64), np.ones(rows, dtype=np.int64)
+        owner = np.repeat(np.arange(3), len(sizes))
+        table = CostTable(owner, size, one, none, none, fixed, zeros, zeros, none)
+        capacity, base, span = np.full(64, 1e9), np.zeros((64, 3)), np.array([1, 8])
+        found.append(Problem.of_table(table, np.arange(30) % 3, capacity, base, np.zeros((1, 2)), span))
+    return found[0], found[1]
 
 
 def test_a_shaken_placement_is_whole_and_differs_in_a_few_items() -> None:

@@ -67,7 +67,7 @@ class Cells:
         size, own = int(table.size[row]), np.append(self.whole.span == 1, True)
         blocks = []
         for cell, width in zip(part.blocks, part.widths, strict=True):
-            x = found.local[cell * self.size : (cell + 1) * self.size] / self.scale
+            x = (found.local[cell * self.size : (cell + 1) * self.size] + found.every) / self.scale
             load = own * (table.fixed[row] + width * table.slope[row]) / self.scale
             grown = (powered(x + load, _POWER) - powered(x, _POWER)).sum(1).reshape(-1, size).sum(1)
             blocks.append(cell * (self.size // size) + int(grown.argmin()))

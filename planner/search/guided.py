@@ -18,6 +18,7 @@ _BEYOND = 3.0
 _EDGE = 1e-3
 LIKE = ((1.0, 0.0), (1.5, 0.6), (2.0, 0.3), (1.2, 1.0), (1.0, 0.3))
 """By how much pieces may be larger than the optimum's phases, and the least price of a phase: ways to be like it."""
+_OF_MANY = LIKE[1:4]
 _SMALL, _MIDDLE, _LARGE = (0.0, 0.5), (0.125, 0.5), (0.5, 1.0)
 """Parts of a host that blocks in it take: more than the first, at most the second."""
 _OF_SIZES = ((1, _MIDDLE), (3, _SMALL), (2, _MIDDLE), (0, _SMALL), (4, _MIDDLE), (0, _LARGE))
@@ -59,8 +60,15 @@ def ways(problem: Problem, cuts: Cuts, optimum: Optimum, *, many: bool) -> Itera
     """Starts like the optimum in several ways, each with its cuts and the one of `LIKE`.
 
     Args:
-        many: also with blocks of some sizes only, and with the optimum's own shares.
+        many: also with blocks of some sizes only, and with the optimum's own shares; else in ways that make good plans
+            of many items, where time is for few.
     """
+    if not many:
+        for like in _OF_MANY:
+            start = guided(problem, cuts, optimum, like)
+            if start is not None:
+                yield like, cuts, start
+        return
     found = [start for like in LIKE if (start := guided(problem, cuts, optimum, like)) is not None]
     if len(found) < len(LIKE):
         return

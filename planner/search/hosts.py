@@ -29,6 +29,8 @@ _WORSE = 1.25
 _LOOKED_AT = 12
 """Hosts whose ranks are looked at."""
 _MOVES = 300
+_FAR = 1.1
+"""So much worse than another, a placement is not evened out."""
 _MEMORY = 0.1
 """Weight of memory, against the sum of the target."""
 
@@ -43,14 +45,19 @@ def can_pack(problem: Problem, group: int, hosts: int = MANY_HOSTS) -> bool:
     return len(problem.capacity) // group >= hosts and not (problem.allowed or problem.spread or problem.table.ragged)
 
 
-def pack_hosts(problem: Problem, cuts: Cuts, start: Start, group: int) -> tuple[Placement | None, float]:
-    """A placement of all items, None where one does not fit; and the work, in about microseconds.
+def pack_hosts(
+    problem: Problem, cuts: Cuts, start: Start, group: int, known: float = np.inf
+) -> tuple[Placement | None, float]:
+    """A placement of all items, and the work, in about microseconds.
+
+    None where an item does not fit, or where the placement is far worse than one that is known.
 
     Args:
         group: ranks in a host.
+        known: seconds of that.
     """
     packer = _HostPacker(problem, cuts, start, group)
-    if not packer.place():
+    if not packer.place() or packer.seconds() > _FAR * known:
         return None, packer.work
     packer.even_out()
     placement = packer.placement()
@@ -84,6 +91,8 @@ class _HostPacker:
         self.chosen = [-1] * len(problem.item_class)
         self.blocks: list[list[int]] = [[] for _ in problem.item_class]
         self.every = 0.0
+        self.common = np.zeros(len(self.scale))  # of pieces that are as large as the machine
+        self._known: Array | None = None  # (hosts,) their potential
 
     def place(self) -> bool:
         """All items, largest first."""
@@ -103,6 +112,9 @@ class _HostPacker:
 
     def _put(self, item: int, menu: list[int]) -> bool:
         best: tuple[float, int, list[int]] | None = None
+        if len(menu) == 1 and self.size[menu[0]] == len(self.problem.capacity) and self.cuts.number[menu[0]] == 1:
+            best = 0.0, menu[0], [0]  # there is one way, and whether all fits is found out at the end
+            menu = []
         for cut in menu:
             number = int(self.cuts.number[cut])
             grown, blocks = self._places(cut, max(_LOOKED_AT, 2 * number))
@@ -123,23 +135,30 @@ class _HostPacker:
 
     def _change(self, cut: int, block: int, sign: float) -> None:
         size = self.size[cut]
-        if size >= self.group:
-            span = size // self.group
-            self.hosts[block * span : (block + 1) * span] += sign * self.mean[cut]
-            self.ranks[block * span : (block + 1) * span] += sign * self.own[cut]
+        if size == len(self.problem.capacity):
+            self.common += sign * self.mean[cut]
+            self._known = None
             return
         host, first = divmod(block * size, self.group)
-        self.hosts[host] += sign * self.mean[cut]
-        self.ranks[host, first : first + size] += sign * self.own[cut]
+        hosts = slice(host, host + max(1, size // self.group))
+        self.hosts[hosts] += sign * self.mean[cut]
+        self.ranks[hosts, first : first + size] += sign * self.own[cut]
+        if self._known is not None:
+            self._known[hosts] = self._potential(self.hosts[hosts])
+
+    def _potential(self, hosts: Array) -> Array:
+        """(hosts,) of these, by their mean over ranks."""
+        found: Array = powered((hosts + self.common) / self.scale, _POWER) @ self.weight
+        return found
 
     def _places(self, cut: int, most: int) -> tuple[Array, Integers]:
         """By how much the potential grows with a piece on the best block of each of some hosts; and those blocks."""
         size, load = self.size[cut], self.mean[cut]
-        self.work += 16 + 0.008 * self.hosts.size
-        x = self.hosts / self.scale
-        more = powered(x + load / self.scale, _POWER) - powered(x, _POWER)
-        grown: Array = more @ self.weight
-        grown[self.hosts[:, -1] + load[-1] + self.every > self.room] = np.inf
+        self.work += 16 + 0.005 * self.hosts.size
+        if self._known is None:
+            self._known = self._potential(self.hosts)
+        grown = self._potential(self.hosts + load) - self._known
+        grown[self.hosts[:, -1] + self.common[-1] + load[-1] + self.every > self.room] = np.inf
         if size > self.group:
             grown = grown.reshape(-1, size // self.group).sum(1)
         near = np.argpartition(grown, most)[:most] if most < len(grown) else np.arange(len(grown))
@@ -148,15 +167,26 @@ class _HostPacker:
             return grown[near], near
         loads = self.ranks[near].reshape(len(near), -1, size, len(self.scale))
         self.work += 16 + 0.008 * loads.size
-        x = loads / self.scale
+        x = (loads + self.common) / self.scale
         after = x + self.own[cut] / self.scale
         inside = ((powered(after, _POWER) - powered(x, _POWER)) @ self.weight_own).sum(2)
         full = after[..., -1].max(2) * self.scale[-1] + self.every > self.room[near][:, None]
         inside[full] = np.inf
         best = inside.argmin(1)
-        together = more[near] @ self.weight_shared
+        y = (self.hosts[near] + self.common) / self.scale
+        together = (powered(y + load / self.scale, _POWER) - powered(y, _POWER)) @ self.weight_shared
         value = inside[np.arange(len(near)), best] / self.group + together
         return np.where(np.isfinite(grown[near]), value, np.inf), near * (self.group // size) + best
+
+    def seconds(self) -> float:
+        """Of what is placed, but for set-ups."""
+        rows = self.cuts.row[[cut for cut in self.chosen if cut >= 0]]
+        return float((self._most() + self.problem.table.everywhere[rows].sum(0))[:-1].sum())
+
+    def _most(self) -> Array:
+        """(phases + 1,) of the slowest rank or host."""
+        found: Array = np.where(self.shared, self.hosts.max(0), self.ranks.max((0, 1))) + self.common
+        return found
 
     def even_out(self) -> None:
         """Pieces from the ranks that decide a phase to where they add less."""
@@ -168,8 +198,8 @@ class _HostPacker:
                     on[block * size // self.group][item, index] = None
         rest, phases = 0, len(self.scale) - 1
         for turn in range(_MOVES):
-            most = np.where(self.shared, self.hosts.max(0), self.ranks.max((0, 1)))[:-1]
-            self.scale[:-1] = np.maximum(most, self.least)
+            self.scale[:-1] = np.maximum(self._most()[:-1], self.least)
+            self._known = None
             phase = turn % phases
             at = self.hosts[:, phase].argmax() if self.shared[phase] else self.ranks[..., phase].max(1).argmax()
             rank = int(self.ranks[at, :, phase].argmax())
@@ -210,9 +240,9 @@ class _HostPacker:
     def _growth_at(self, cut: int, block: int) -> float:
         size = self.size[cut]
         host, first = divmod(block * size, self.group)
-        x = self.ranks[host, first : first + size] / self.scale
+        x = (self.ranks[host, first : first + size] + self.common) / self.scale
         grown = (powered(x + self.own[cut] / self.scale, _POWER) - powered(x, _POWER)).sum(0) / self.group
-        y = self.hosts[host] / self.scale
+        y = (self.hosts[host] + self.common) / self.scale
         shared = powered(y + self.mean[cut] / self.scale, _POWER) - powered(y, _POWER)
         return float(np.where(self.shared, shared, grown) @ self.weight)
 

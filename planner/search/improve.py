@@ -1,18 +1,18 @@
 """Improvement of a placement: units that pass to another rank, exchanges, and items that are put down anew. Pure.
 
-Where hosts are many, many of them exchange pieces at the same time: what an exchange gains is a sum over the ranks that
-it touches, so that those which touch no host in common gain what they gain alone.
+Where hosts are many, many of them exchange pieces, or pass some to idle ones, at the same time: what that gains is a
+sum over the ranks that it touches, so that moves which touch no host in common gain what they gain alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from planner.search.cost_table import Array
 from planner.search.packing import Packer
+from planner.search.pieces import Piece, Pieces
 from planner.search.placement import Part
 from planner.search.potential import ALL_IN_SCOPE, powered
 
@@ -32,12 +32,10 @@ _MOVED = 3
 """Pieces of which units may pass elsewhere, in a step."""
 _DRAWN = 64
 """Items whose pieces are looked at for an exchange."""
-_HOT = 48
-"""Groups of ranks with a slow one, of which each may exchange a piece at the same time,"""
-_OF_HOT = 6
-"""one of so many;"""
+_COLD = 48
+"""Groups that are idlest, to which many pieces may pass at the same time;"""
 _DRAWN_FOR_MANY = 128
-"""items whose pieces are looked at then,"""
+"""items whose pieces are looked at where many exchange,"""
 _LOOKED_THROUGH = 1000
 """and exchanges that gain, the best first."""
 _MANY_GROUPS = 16
@@ -52,16 +50,6 @@ _DRAWN_CUTS = 2
 """so many of them in other cuts;"""
 _SMOOTH = 8
 """the power then."""
-_PIECES = 8
-"""Of a rank that are looked at."""
-
-
-class _Piece(NamedTuple):
-    item: int
-    number: int
-    row: int
-    block: int
-    width: int
 
 
 _Move = tuple[Part, int, int, int | None, int | None]
@@ -77,6 +65,7 @@ class Improver:
         self.placement = packer.placement
         self.table = packer.problem.table
         self._size: list[int] = self.table.size.tolist()
+        self.pieces = Pieces(self.potential)
         self.value = self.potential.weigh()
         groups = len(self.placement.local) // self.potential.group
         self._pause = [0 if groups >= _MANY_GROUPS else 1 << 60] * len(packer.problem.span)
@@ -88,13 +77,18 @@ class Improver:
         phase = number % phases
         self._pause[phase] -= 1
         if self._pause[phase] < 0:
+            is_first = number // phases % 2 == 0
+            if is_first and self.transfer_many(phase) >= _WORTH_IT:
+                return
             if self.exchange_many(phase, random) >= _WORTH_IT:
+                return
+            if not is_first and self.transfer_many(phase) >= _WORTH_IT:
                 return
             self._pause[phase] = _PAUSE
         load = self.placement.local[:, phase]
         rank = int(load.argmax())
         if random.random() < _OTHER:  # one of those that are nearly as slow
-            near = np.flatnonzero(load >= load[rank] - _NEARLY * abs(load[rank]))  # maybe less than nothing
+            near = np.flatnonzero(load >= load[rank] - _NEARLY * abs(load[rank] + self.placement.every[phase]))
             rank = int(near[int(random.integers(len(near)))])
         if self.transfer(rank, phase, random) or self.exchange(rank, phase, random) or random.random() > _ANEW:
             return
@@ -133,28 +127,6 @@ class Improver:
         for item, part in old:
             self.placement.add(item, part)
 
-    def pieces_on(self, rank: int, phase: int) -> list[_Piece]:
-        """Pieces that a rank has, or that it shares a phase with, by their load in that phase, largest first."""
-        span = int(self.packer.problem.span[phase])
-        found = []
-        for item, block in self.placement.on(rank, span):
-            part = self.placement.parts[item]
-            assert part is not None
-            if part.row not in self.table.ragged:
-                found.append(self._piece(item, part, part.blocks.index(block)))
-        loads = self._loads(found)[:, phase].tolist() if found else []
-        order = sorted((-load, piece) for load, piece in zip(loads, found, strict=True) if load > 0)
-        return [piece for _, piece in order[:_PIECES]]
-
-    def _piece(self, item: int, part: Part, index: int) -> _Piece:
-        return _Piece(item, index, part.row, part.blocks[index], part.widths[index])
-
-    def _loads(self, pieces: list[_Piece]) -> Array:
-        """(pieces, phases + 1)"""
-        row = np.array([p.row for p in pieces])
-        loads: Array = self.table.fixed[row] + np.array([p.width for p in pieces])[:, None] * self.table.slope[row]
-        return loads
-
     def accept(self, changes: list[tuple[int, Part]]) -> bool:
         """Make changes; take them back where the potential does not fall."""
         old = [(item, self.placement.swap(item, part)) for item, part in changes]
@@ -170,7 +142,7 @@ class Improver:
     def transfer(self, rank: int, phase: int, random: np.random.Generator) -> bool:
         """Let units of a piece on the rank pass to where they add least; False when that is no gain."""
         best: tuple[float, int, _Move] | None = None
-        pieces = [piece for piece in self.pieces_on(rank, phase) if self._may_move(piece.item)]
+        pieces = [piece for piece in self.pieces.on(rank, phase) if self.pieces.may_move(piece.item)]
         if not pieces:
             return False
         if len(pieces) > _MOVED:
@@ -182,11 +154,7 @@ class Improver:
                     best = gain, piece.item, move
         return best is not None and best[0] < 0 and self.accept([(best[1], _moved(*best[2]))])
 
-    def _may_move(self, item: int) -> bool:
-        problem = self.packer.problem
-        return item not in problem.allowed and item not in problem.spread
-
-    def _transfers(self, piece: _Piece) -> list[tuple[float, _Move]]:
+    def _transfers(self, piece: Piece) -> list[tuple[float, _Move]]:
         """The best way to move each number of units of a piece, and what the potential grows by."""
         potential, table = self.potential, self.table
         part = self.placement.parts[piece.item]
@@ -263,12 +231,12 @@ class Improver:
 
     def exchange(self, rank: int, phase: int, random: np.random.Generator) -> bool:
         """Let a piece on the rank change places with one elsewhere, of some drawn at random; False when no gain."""
-        others = self._drawn(random, _DRAWN)
-        mine: dict[int, list[_Piece]] = {}
-        for piece in self.pieces_on(rank, phase):
-            if self._may_move(piece.item):
+        others = self.pieces.drawn(random, _DRAWN)
+        mine: dict[int, list[Piece]] = {}
+        for piece in self.pieces.on(rank, phase):
+            if self.pieces.may_move(piece.item):
                 mine.setdefault(self._size[piece.row], []).append(piece)
-        best: tuple[float, _Piece, _Piece] | None = None
+        best: tuple[float, Piece, Piece] | None = None
         for size in mine.keys() & others.keys() if self.potential.num_ranks > 1 else ():
             found = self._best_exchange(mine[size], others[size], size)
             if found is not None and (best is None or found[0] < best[0]):
@@ -276,41 +244,20 @@ class Improver:
         if best is None or best[0] >= 0:
             return False
         _, one, other = best
-        return self.accept([(one.item, self._at(one, other)), (other.item, self._at(other, one))])
-
-    def _drawn(self, random: np.random.Generator, most: int) -> dict[int, list[_Piece]]:
-        """A piece of each of some items drawn at random, by size."""
-        number = len(self.placement.parts)
-        drawn = range(number) if number <= most else np.unique(random.integers(number, size=most)).tolist()
-        draws = random.random(len(drawn)).tolist()
-        self.potential.work += 1.5 * len(drawn)
-        found: dict[int, list[_Piece]] = {}
-        for item, draw in zip(drawn, draws, strict=True):
-            part = self.placement.parts[item]
-            if part is not None and self._may_move(item) and part.row not in self.table.ragged:
-                index = int(draw * len(part.blocks))
-                found.setdefault(self._size[part.row], []).append(self._piece(item, part, index))
-        return found
+        return self.accept(
+            [(one.item, self.pieces.exchanged(one, other)), (other.item, self.pieces.exchanged(other, one))]
+        )
 
     def exchange_many(self, phase: int, random: np.random.Generator) -> int:
         """Let pieces on many of the slowest ranks change places with some drawn at random; how many did.
 
         Ranks of one group take part in one exchange only, so that what each gains is known.
         """
-        load, group = self.placement.local[:, phase], self.potential.group
-        number = min(_HOT, len(load) // (2 * group))
-        hot = load.reshape(-1, group).argmax(1) + np.arange(0, len(load), group)
-        hot = hot[np.argsort(-load[hot], kind="stable")[:number]]
-        self.potential.work += 100 + 30 * number
-        mine: dict[int, list[_Piece]] = {}
-        for rank in hot.tolist():
-            for piece in self.pieces_on(rank, phase)[:_OF_HOT]:
-                if self._may_move(piece.item) and self._size[piece.row] <= group:
-                    mine.setdefault(self._size[piece.row], []).append(piece)
-        others = self._drawn(random, _DRAWN_FOR_MANY)
-        found: list[tuple[float, _Piece, _Piece]] = []
+        mine = self.pieces.on_hot(phase)
+        others = self.pieces.drawn(random, _DRAWN_FOR_MANY)
+        found: list[tuple[float, Piece, Piece]] = []
         for size in mine.keys() & others.keys():
-            gains = self._gains(mine[size], others[size], size)
+            gains = self.pieces.gains(mine[size], others[size], size)
             flat = np.flatnonzero(gains.ravel() < -_ENOUGH * self.value)
             values = gains.ravel()[flat].tolist()
             found += [
@@ -319,15 +266,59 @@ class Improver:
             ]
         return self._accept_many(sorted(found)[:_LOOKED_THROUGH])
 
-    def _accept_many(self, found: list[tuple[float, _Piece, _Piece]]) -> int:
+    def transfer_many(self, phase: int) -> int:
+        """Let pieces on many of the slowest ranks pass to the groups that are idlest; how many did.
+
+        A group takes part once only, so that what each gains is known.
+        """
+        cold = self.potential.coolest(_COLD)
+        found: list[tuple[float, Piece, int]] = []
+        for size, pieces in self.pieces.on_hot(phase).items():
+            blocks, gains = self.pieces.moves(pieces, cold, size)
+            flat = np.flatnonzero(gains.ravel() < -_ENOUGH * self.value)
+            values = gains.ravel()[flat].tolist()
+            found += [
+                (value, pieces[i // len(blocks)], int(blocks[i % len(blocks)]))
+                for value, i in zip(values, flat.tolist(), strict=True)
+            ]
+        return self._pass_many(sorted(found)[:_LOOKED_THROUGH])
+
+    def _pass_many(self, found: list[tuple[float, Piece, int]]) -> int:
+        """Make those moves that do not touch what one before has changed; all are taken back if that is no gain."""
+        group, touched, items = self.potential.group, set[int](), set[int]()
+        old: list[tuple[int, Part]] = []
+        for _, piece, block in found:
+            size, part = self._size[piece.row], self.placement.parts[piece.item]
+            assert part is not None
+            where = {piece.block * size // group, block * size // group}
+            if where & touched or len(where) == 1 or piece.item in items or block in part.blocks:
+                continue
+            blocks = list(part.blocks)
+            blocks[piece.number] = block
+            old.append((piece.item, self.placement.swap(piece.item, Part(part.row, tuple(blocks), part.widths))))
+            touched |= where
+            items.add(piece.item)
+        self.potential.work += 20 * len(old)
+        value = self.potential.weigh() if old and self.placement.fits() else np.inf
+        if value < self.value:
+            self.value = value
+            return len(old)
+        for item, part in reversed(old):
+            self.placement.swap(item, part)
+        return 0
+
+    def _accept_many(self, found: list[tuple[float, Piece, Piece]]) -> int:
         """Make those exchanges that do not touch what one before has changed; all are taken back if that is no gain."""
         group, touched, items = self.potential.group, set[int](), set[int]()
         old: list[tuple[int, Part]] = []
         for _, one, other in found:
             where = {piece.block * self._size[piece.row] // group for piece in (one, other)}
-            if where & touched or items & {one.item, other.item} or not self._can_exchange(one, other):
+            if where & touched or items & {one.item, other.item} or not self.pieces.can_exchange(one, other):
                 continue
-            for item, part in ((one.item, self._at(one, other)), (other.item, self._at(other, one))):
+            for item, part in (
+                (one.item, self.pieces.exchanged(one, other)),
+                (other.item, self.pieces.exchanged(other, one)),
+            ):
                 old.append((item, self.placement.swap(item, part)))
             touched |= where
             items |= {one.item, other.item}
@@ -340,57 +331,17 @@ class Improver:
             self.placement.swap(item, part)
         return 0
 
-    def _at(self, piece: _Piece, other: _Piece) -> Part:
-        """The part of a piece's item with the piece in the place of another's."""
-        part = self.placement.parts[piece.item]
-        assert part is not None
-        blocks = list(part.blocks)
-        blocks[piece.number] = other.block
-        return Part(part.row, tuple(blocks), part.widths)
-
-    def _best_exchange(
-        self, mine: list[_Piece], others: list[_Piece], size: int
-    ) -> tuple[float, _Piece, _Piece] | None:
+    def _best_exchange(self, mine: list[Piece], others: list[Piece], size: int) -> tuple[float, Piece, Piece] | None:
         if size == self.potential.num_ranks:
             return None
-        gains = self._gains(mine, others, size)
+        gains = self.pieces.gains(mine, others, size)
         while True:
             i, j = divmod(int(gains.argmin()), gains.shape[1])
             if not gains[i, j] < 0:
                 return None
-            if self._can_exchange(mine[i], others[j]):
+            if self.pieces.can_exchange(mine[i], others[j]):
                 return float(gains[i, j]), mine[i], others[j]
             gains[i, j] = np.inf
-
-    def _gains(self, mine: list[_Piece], others: list[_Piece], size: int) -> Array:
-        """(mine, others) by how much the potential grows when two pieces change places."""
-        potential, placement = self.potential, self.placement
-        here, there = np.array([p.block for p in mine]), np.array([p.block for p in others])
-        change = (self._loads(others)[None] - self._loads(mine)[:, None]) / potential.scale  # what comes here
-        gains = np.zeros(change.shape[:2])
-        span = self.packer.problem.span
-        for phase in np.flatnonzero(span > size).tolist():
-            width = int(span[phase])
-            change[..., phase][(here * size // width)[:, None] == (there * size // width)[None]] = 0.0
-        weight = potential.weight * potential.multiple(size)
-        ranks = np.arange(size)
-        for blocks, sign, of in ((here, 1.0, (slice(None), None)), (there, -1.0, (None,))):
-            at = (blocks[:, None] * size + ranks).ravel()
-            x = ((placement.local[at] + placement.every) / potential.scale).reshape(len(blocks), size, -1)
-            before = (powered(x, potential.power) @ weight).sum(1)
-            after = x[of] + sign * change[:, :, None]
-            gains += (powered(after, potential.power) @ weight).sum(2) - before[of]
-            room = (potential.limit[at] - placement.local[at, -1] - placement.every[-1]).reshape(-1, size).min(1)
-            gains[sign * change[..., -1] * potential.scale[-1] > room[of]] = np.inf
-        potential.work += 60 + 0.008 * gains.size * size * len(weight)
-        return gains
-
-    def _can_exchange(self, piece: _Piece, other: _Piece) -> bool:
-        """Whether neither of their items has something already where its piece would come."""
-        held, theirs = self.placement.parts[piece.item], self.placement.parts[other.item]
-        assert held is not None
-        assert theirs is not None
-        return piece.item != other.item and other.block not in held.blocks and piece.block not in theirs.blocks
 
     def replace(self, items: list[int]) -> bool:
         """Take items up and put them down anew, the last first; False when that is no gain."""

@@ -38,7 +38,7 @@ class Placement:
 
     Attributes:
         local: (ranks, phases + 1) of everything placed, but for `every`; of a shared phase the sum, on each rank.
-        every: (phases + 1,) what items put on all ranks.
+        every: (phases + 1,) what items put on all ranks, pieces that are as large as the machine among it.
         parts: of each item, None where it is not placed.
         users: (kinds,) how many need each set-up.
         taken: for each spread group, (ranks,) how many members each rank holds.
@@ -168,6 +168,13 @@ class Placement:
         """Add what a piece puts on ranks, or take it away."""
         table, size = self.problem.table, self._size[row]
         first, stop = block * size, (block + 1) * size
+        if size == len(self.local) > 1 and row not in table.ragged:  # of hundreds of copies that is far less to add up
+            own, _, lack = self._loads_of(row, width)
+            self.every += sign * own
+            if lack is not None:
+                self.touched.append((first, stop))
+                self._put_lack(-sign * lack, stop)
+            return
         self.touched.append((first, stop))
         if row in table.ragged:
             self._put_ragged(table.ragged[row][index], first, stop, sign)

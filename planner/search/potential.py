@@ -137,7 +137,7 @@ class Potential:
             also: ranks whose groups belong to it in any case.
         """
         if self.num_ranks > ALL_IN_SCOPE:
-            groups = self._coolest(max(_GROUPS, pieces), open_ranks)
+            groups = self.coolest(max(_GROUPS, pieces), open_ranks)
             if also is not None:
                 groups = np.union1d(groups, also // self.group)
             self.ranks = (groups[:, None] * self.group + np.arange(self.group)).ravel()
@@ -179,7 +179,8 @@ class Potential:
             self._mean[at] = loads.sum(1) / group
             self.work += 12 + 0.012 * loads.size
 
-    def _coolest(self, number: int, open_ranks: Ranks | None) -> Integers:
+    def coolest(self, number: int, open_ranks: Ranks | None = None) -> Integers:
+        """The groups that are idlest on average, ascending."""
         self._update()
         heat = powered((self._mean + self.placement.every) / self.scale, 4) @ self.weight
         self.work += 25 + 0.005 * self._mean.size

@@ -10,10 +10,11 @@ has the same solution on every machine; a deadline only cuts it short.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import count
 
 import numpy as np
 
@@ -40,7 +41,7 @@ _FEW = 650
 """Items up to which more than one start is packed."""
 _GUIDED = 450e3
 """Work up to which starts like the optimum are packed,"""
-_GUIDING = 250e3
+_GUIDING = 270e3
 """in about so much of it."""
 _ON_HOSTS = 250e3
 _PACKED = 6
@@ -188,7 +189,7 @@ def _build(problem: Problem, cuts: Cuts, best: _Best, out_of_time: Callable[[], 
     Returns:
         The work, and whether the time was up before.
     """
-    begun = starts(problem, cuts)
+    begun = starts(problem, cuts, in_turn=can_pack(problem, ranks_together(problem), _hosts(problem)))
     is_long = len(problem.item_class) > _FEW
     work = on_hosts = _on_hosts(problem, cuts, begun[:_PACKED], best)
     turns = [(i + 1.5 * k, s, m) for i, s in enumerate(begun) for k, m in enumerate(s.most)]
@@ -275,7 +276,7 @@ def _on_hosts(problem: Problem, cuts: Cuts, begun: list[Start], best: _Best) -> 
     """Pack starts in two levels where that can be done; returns the work."""
     work, group = 0.0, ranks_together(problem)
     for start in begun if can_pack(problem, group, _hosts(problem)) else []:
-        placement, last = pack_hosts(problem, cuts, start, group)
+        placement, last = pack_hosts(problem, cuts, start, group, best.seconds)
         work += last
         if placement is not None:
             best.offer(placement, 0.0)
@@ -310,16 +311,20 @@ def _guide(
                 break
     if not can_pack(problem, group, SOME_HOSTS if few else SEVERAL_HOSTS):
         return work, found[1]
-    again: list[tuple[Like, Cuts, Start]] = []  # at the times that came of the first
-    for number, (like, own, start) in enumerate(chain(ways(problem, cuts, optimum, many=few), again)):
-        if work + last > _GUIDING or best.is_enough or out_of_time():
+    waiting = ways(problem, cuts, optimum, many=few)
+    again: deque[tuple[Like, Cuts, Start]] = deque()  # at the times that came of the first
+    for number in count():
+        is_again = bool(again) and not few
+        of = again.popleft() if is_again else next(waiting, None) or (again.popleft() if again else None)
+        if of is None or work + last > _GUIDING or best.is_enough or out_of_time():
             break
-        placement, last = pack_hosts(problem, own, start, group)
+        like, own, start = of
+        placement, last = pack_hosts(problem, own, start, group, best.seconds)
         work += last
         if placement is not None:
             found = min(found, (placement.seconds(), like))
             best.offer(placement, 0.0)
-            if few and number < _WAYS:
+            if number < _WAYS if few else not is_again:
                 again.append((like, own, start._replace(target=np.maximum(placement.phase_seconds(), _NO_TIME))))
     return work, found[1]
 

@@ -3,7 +3,8 @@
 Were all ranks equally loaded, the best cut of an item would be the one of least work, and a phase would take the mean
 over ranks. But it takes no less than the largest piece in it, and the larger the pieces the less evenly they lie. So a
 start allows only cuts whose pieces stay below a threshold; there is one for each of some thresholds, and for each set
-of set-ups that may be used.
+of set-ups that may be used. Blocks of many hosts lie less evenly, too: what has least work there may make a worse plan
+than what has more on blocks inside a host, so that there are starts with and without them where hosts are many.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import numpy as np
 from planner.search.cost_table import Array, Integers
 from planner.search.cuts import Cuts
 from planner.search.placement import SLACK
+from planner.search.potential import ranks_together
 from planner.search.problem import Problem
+from planner.search.problem import Ranks as Flags
 
 _THRESHOLDS = 14
 _UNEVEN = 1.15
@@ -49,8 +52,35 @@ class Start(NamedTuple):
     fill: float
 
 
-def starts(problem: Problem, cuts: Cuts) -> list[Start]:
-    """Starts, the most promising first, without repeats; memory has such a price that their cuts fit together."""
+def starts(problem: Problem, cuts: Cuts, *, in_turn: bool = False) -> list[Start]:
+    """Starts without repeats, the most promising first; memory has such a price that their cuts fit together.
+
+    Args:
+        in_turn: the most promising of all cuts comes first, then the most promising of those inside hosts, and so on.
+    """
+    found = _starts(problem, cuts, np.ones(len(cuts.row), dtype=np.bool_))
+    inside = inside_hosts(problem, cuts)
+    if inside.all() or not in_turn:
+        return found
+    known = {start.first.tobytes() for start in found}
+    others = _starts(problem, cuts, inside)
+    others = [start for start in others if start.first.tobytes() not in known]
+    pairs = [start for pair in zip(found, others, strict=False) for start in pair]
+    return pairs + found[len(others) :] + others[len(found) :]
+
+
+def inside_hosts(problem: Problem, cuts: Cuts) -> Flags:
+    """(cuts,) whether blocks are inside a host, or all ranks."""
+    size = problem.table.size[cuts.row]
+    return np.asarray((size <= ranks_together(problem)) | (size >= len(problem.capacity)), dtype=np.bool_)
+
+
+def _starts(problem: Problem, cuts: Cuts, may: Flags) -> list[Start]:
+    """The most promising first.
+
+    Args:
+        may: (cuts,) those to choose from.
+    """
     own = cuts.piece[:, :-1] + problem.table.everywhere[cuts.row, :-1]
     most, spent = own.sum(1), cuts.mean[:, :-1].sum(1)
     largest = max(float((problem.capacity - problem.base[:, -1]).max()), 1e-30) * (1 + SLACK)
@@ -61,7 +91,7 @@ def starts(problem: Problem, cuts: Cuts) -> list[Start]:
     found: dict[bytes, Start] = {}
     for used in _sets(problem, cuts):
         paid = float(problem.setups[[k for k in range(len(problem.setups)) if used >> k & 1]].sum())
-        is_open = fits & (problem.table.kinds[cuts.row] & ~used == 0)
+        is_open = fits & may & (problem.table.kinds[cuts.row] & ~used == 0)
         if not np.isfinite(_least(cuts, np.where(is_open, 0.0, np.inf))).all():
             continue
         begin = float(_least(cuts, np.where(is_open, most, np.inf)).max())
