@@ -26,6 +26,7 @@ Tensors
 Optimizers, gradients and scaling
 - `_in_backward_optimizers`, `_optimizer_classes`, `_optimizer_kwargs`,
   `torch.distributed.optim._apply_optimizer_in_backward`: optimizers that the user had applied in the backward pass
+- `_optimizer_state_dict_post_hooks`: whether an optimizer has been through its base's `__init__`
 - `_unscale_grads_`, `_amp_foreach_non_finite_check_and_unscale_`: the one place where a scaler looks at gradients
 - `_get_total_norm`, `_clip_grads_with_norm_`, `_group_tensors_by_device_and_dtype`: for torch's own clipping
 - `torch.utils.checkpoint._StopRecomputationError`: a forward that is computed again has come as far as is needed

@@ -255,9 +255,9 @@ class _Regular(NamedTuple):
 def _kinds(offer: Offer, info: ParameterInfo) -> int:
     """Set-ups that an offer needs, a bit each."""
     if offer.own is None:
-        return kinds_of(offer.family.is_copied, info.pooled, offer.family.size > 1)
+        return kinds_of(info, offer.family.is_copied, offer.family.size > 1)
     rows = info.shape[0] if info.shape else 1
-    return kinds_of(offer.own.is_copied, info.pooled, any(cut.rows != rows for cut in offer.own.shards))
+    return kinds_of(info, offer.own.is_copied, any(cut.rows != rows for cut in offer.own.shards))
 
 
 def _is_regular(offer: Offer, of: Class, known: Array) -> bool:

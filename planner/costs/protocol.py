@@ -189,11 +189,12 @@ def setups_of(model: CostProtocol, env: ShardingEnv, topology: Topology, infos: 
     return setups
 
 
-def kinds_of(is_copied: bool, is_pooled: bool, has_row_blocks: bool) -> int:
-    """Set-ups that a parameter needs, a bit each."""
+def kinds_of(info: ParameterInfo, is_copied: bool, has_row_blocks: bool) -> int:
+    """Set-ups that a parameter needs, a bit each: sums over row blocks are of tables alone."""
     if is_copied:
         return 1 << EXCHANGE | 1 << ALL_REDUCE
-    return 1 << EXCHANGE | 1 << AWAY | 1 << (SPLIT if is_pooled and has_row_blocks else WHOLE)
+    is_summed = info.kind == "table" and info.pooled and has_row_blocks
+    return 1 << EXCHANGE | 1 << AWAY | 1 << (SPLIT if is_summed else WHOLE)
 
 
 def checked(model: Any) -> CostProtocol:

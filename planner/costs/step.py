@@ -105,7 +105,7 @@ def phase_seconds(
         shards = layout.shards(info.shape, env)
         rows = [shard.sizes[:1] for shard in shards]
         has_row_blocks = any(of != tuple(info.shape[:1]) for of in rows)
-        needs |= kinds_of(is_replicated(shards, info.shape), info.pooled, has_row_blocks)
+        needs |= kinds_of(info, is_replicated(shards, info.shape), has_row_blocks)
     for kind, seconds in enumerate(setups_of(model, env, topology, (of.info for of in placed))):
         slowest = slowest + seconds * (needs >> kind & 1)
     return slowest
