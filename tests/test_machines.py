@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -33,3 +35,15 @@ def test_each_figure_has_its_source(name: str) -> None:
     usual = Topology.of(ShardingEnv.abstract((512, 8), ("host", "local"), device))
     for figure in ("memory_bandwidth", "flops"):  # a slip of a power of ten
         assert 0.2 < getattr(machine, figure) / getattr(usual, figure) < 5
+
+
+def test_what_was_not_measured_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "dmp")
+    Topology.load("cpu").save(tmp_path / "machine.json")
+    Topology.load(tmp_path / "machine.json")
+    assert not caplog.records
+    figures = json.loads((tmp_path / "machine.json").read_text())
+    del figures["speeds"]["copies"]
+    (tmp_path / "older.json").write_text(json.dumps(figures))
+    assert Topology.load(tmp_path / "older.json").speeds_of_parts.copies == 0
+    assert "older.json has no speeds of copies, which" in caplog.text

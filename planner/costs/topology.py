@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -14,6 +15,8 @@ from dmp import ShardingEnv, shown
 from planner.arguments import is_number, positive, several
 from planner.costs import topology_file
 from planner.costs.speeds import Speeds
+
+_log = logging.getLogger("dmp")
 
 _PER_AXIS = "expected a number, one per mesh axis (outer first), or a dict axis name -> number"
 _PAIR = "with ranks_per_host, expected a number, a pair (between hosts, inside one), or a dict axis name -> number"
@@ -117,6 +120,8 @@ class Topology:
     def load(cls, path_or_name: str | Path) -> Topology:
         """A machine that was saved, or one of those that come with the planner, by name (`topology_names()`).
 
+        What was not measured yet when it was saved is logged, for it costs nothing in plans.
+
         Raises:
             ValueError: no such file or machine, another kind of file, or a version, field or figure that is not known.
         """
@@ -127,9 +132,16 @@ class Topology:
                 raise ValueError(f"{where} {words} {sorted(names)}; expected {_NEEDED}, and maybe others of {known}")
         given: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in figures.items()}
         try:
-            return cls(**given)
+            found = cls(**given)
         except (ValueError, TypeError) as error:
             raise ValueError(f"{where}: {error}") from error
+        speeds = figures.get("speeds") or {}
+        if speeds and (lacking := [f.name for f in fields(Speeds) if f.name not in speeds]):
+            _log.warning(
+                "%s has no speeds of %s, which cost nothing in its plans: `python -m dmp calibrate` measures them",
+                *(where, ", ".join(lacking)),
+            )
+        return found
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON, for `load`."""
