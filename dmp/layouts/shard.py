@@ -44,14 +44,14 @@ def is_replicated(shards: Sequence[Shard], shape: Sequence[int]) -> bool:
 def check_cover(shards: Sequence[Shard], shape: Sequence[int], size: int) -> None:
     """Raise `ShardError` unless `shards` cover `shape` exactly once, or are the whole of it on each of `size` ranks."""
     shape = tuple(shape)
+    if shards and 0 in shape:
+        raise ShardError(f"shape {shape} has no elements, so there is nothing to place: leave it out of the model")
     for s in shards:
         if not 0 <= s.rank < size:
             raise ShardError(f"{s} is on rank {s.rank}, but the mesh has table ranks 0..{size - 1}")
         inside = len(s.offsets) == len(s.sizes) == len(shape) and all(
             o >= 0 and n >= 1 and o + n <= d for o, n, d in zip(s.offsets, s.sizes, shape, strict=True)
         )
-        if 0 in shape:
-            raise ShardError(f"shape {shape} has no elements, so there is nothing to place: leave it out of the model")
         if not inside:
             raise ShardError(f"{s} does not lie inside shape {shape} (each size must be at least 1)")
     if is_replicated(shards, shape) and all(s.sizes == shape for s in shards):
