@@ -25,7 +25,7 @@ from sharders.embedding.lookup import numba_kernel, threads
 from sharders.embedding.lookup.bank import Bank, RowRange
 from sharders.embedding.lookup.bucketize import Bucketizer
 from sharders.embedding.lookup.distinct import distinct_rows, spread
-from sharders.embedding.lookup.kernels import Lookup, compile_lookup
+from sharders.embedding.lookup.kernels import Lookup, can_place, compile_lookup
 from sharders.embedding.lookup.optimizers import OptimizerSpec
 from sharders.embedding.lookup.reads import Bags, Segmented
 from sharders.embedding.ragged import Columns
@@ -94,6 +94,17 @@ def of_bank(lookup: Lookup) -> list[Tensor]:
     return [lookup.bank.weights, *lookup.bank.state.values()]
 
 
+def in_reverse(lookup: Lookup, read: Bags, samples: range) -> Tensor:
+    """Sums of some samples, each range's behind those of the next."""
+    widths, dtype = [r.chunk.width for r in lookup.ranges], lookup.bank.weights.dtype
+    columns = tuple(sum(widths[i + 1 :]) for i in range(len(widths)))
+    wide = torch.zeros(len(samples), sum(widths), dtype=dtype)
+    if can_place(lookup, dtype):
+        lookup.pooled_to(read, samples, wide, columns)
+        return wide
+    return torch.cat([wide[:, :0], *lookup.pooled(read)[samples.start : samples.stop].split(widths, 1)[::-1]], 1)
+
+
 def pooled(draw: Draw, lookups: tuple[Lookup, Lookup], near: float) -> None:
     bags, of_ids = draw.one((0, 1, 2, 13, 100)), draw.one((torch.int32, torch.int64))
     lengths = [draw.lengths(bags) for _ in lookups[0].ranges]
@@ -104,8 +115,9 @@ def pooled(draw: Draw, lookups: tuple[Lookup, Lookup], near: float) -> None:
     read = Bags(torch.cat(ids), offsets, weights)
     grad = torch.randn(bags, lookups[0].num_columns, generator=draw.rng).to(dtype)
     both(lookups, lambda lookup: lookup.pooled(read), near)
-    wide = torch.zeros(bags, lookups[0].num_columns + 3, dtype=dtype)
-    both(lookups, lambda lookup: lookup.pooled(read, wide[:, 2:-1]), near)
+    first = draw.below(bags + 1)
+    samples = range(first, first + draw.below(bags - first + 1))
+    both(lookups, lambda lookup: in_reverse(lookup, read, samples), near)
     if weights is not None:
         both(lookups, lambda lookup: lookup.gradient_weights(grad, read), 10 * near)
     both(lookups, lambda lookup: lookup.gradient_pooled(grad, read), 10 * near)

@@ -71,17 +71,3 @@ def test_tables_dealt_out_evenly_are_one_run_of_each_rank() -> None:
     assert [run.num for run in by_column] == [8, 8]
     by_row = runs_of(dict.fromkeys(range(3), features), features)
     assert [(run.num, run.width, run.numbers) for run in by_row] == [(1, 8 * DIM, (0, 1, 2))]
-
-
-def test_what_lies_where_it_goes_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    features, rows = [(f, 0, DIM) for f in range(8)], 1024
-    placing = Placing(runs_of({0: features}, features))
-    out = torch.rand(rows, 8 * DIM)
-    expected = 0.5 * out
-    placing({0: out}, out, 0.5)
-    assert torch.equal(out, expected)
-    monkeypatch.setattr(Placing, "_place", None)
-    monkeypatch.setattr(Placing, "_place_compiled", None)
-    placing({0: out}, out)
-    with pytest.raises(TypeError):
-        placing({0: out.clone()}, out)

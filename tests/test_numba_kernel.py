@@ -14,10 +14,11 @@ from torch import Tensor
 from sharders.embedding.lookup import numba_kernel, threads
 from sharders.embedding.lookup.bank import Bank, RowRange
 from sharders.embedding.lookup.kernels import Lookup, compile_lookup
+from sharders.embedding.lookup.numba_kernel import NumbaLookup
 from sharders.embedding.lookup.optimizers import OPTIMIZERS, OptimizerSpec
 from sharders.embedding.lookup.reads import Bags, Segmented
 from sharders.embedding.lookup.row_optimizer import StateTensor
-from tests.test_kernels import MIXED, SHARED, SPECS, make, make_batch
+from tests.test_kernels import LAYOUTS, MIXED, SHARED, SPECS, make, make_batch
 
 LAMB = OptimizerSpec.make("lamb", lr=0.1)
 
@@ -98,16 +99,34 @@ def test_tables_of_any_size(rows: int, num_ids: int) -> None:
 
 
 def test_rows_may_lie_apart() -> None:
-    """Memory that is offered, and gradients, as columns of something wider."""
+    """Gradients as columns of something wider."""
     _, lookup = make(SHARED, torch.float32, SPECS[0], "numba")
-    batch = make_batch(lookup, 9)
-    wide = torch.full((9, lookup.num_columns + 5), 7.0)
-    out = wide[:, 3 : 3 + lookup.num_columns]
-    assert lookup.pooled(batch.read(), out).data_ptr() == out.data_ptr()
-    assert torch.equal(out, lookup.pooled(batch.read()))
-    assert (wide[:, :3] == 7).all() and (wide[:, -2:] == 7).all()
-    flat = lookup.gradient_pooled(out, batch.read())
-    assert torch.equal(flat, lookup.gradient_pooled(out.contiguous(), batch.read()))
+    read = make_batch(lookup, 9).read()
+    grad = torch.randn(9, lookup.num_columns + 5)[:, 3:-2]
+    assert torch.equal(lookup.gradient_pooled(grad, read), lookup.gradient_pooled(grad.contiguous(), read))
+
+
+@pytest.mark.parametrize("layout", ["shared", "mixed"])
+@pytest.mark.parametrize("num", [9, 40_000])  # the larger ones are written past the caches
+def test_sums_are_written_where_they_belong(layout: str, num: int) -> None:
+    """Of some samples, in columns of any order and distance; nothing else is touched."""
+    _, lookup = make(LAYOUTS[layout], torch.float32, SPECS[0], "numba")
+    assert isinstance(lookup, NumbaLookup)
+    widths = [r.chunk.width for r in lookup.ranges]
+    read = make_batch(lookup, num).read()
+    expected = lookup.pooled(read)
+    for gap in (0, 3, 16):
+        order = torch.randperm(len(widths), generator=torch.Generator().manual_seed(gap)).tolist()
+        columns, at = [0] * len(widths), gap
+        for i in order:
+            columns[i], at = at, at + widths[i] + gap
+        for samples in (range(num), range(num // 3, num // 2), range(2, 2)):
+            wide = torch.full((len(samples), at), 7.0)
+            lookup.pooled_to(read, samples, wide, tuple(columns))
+            for column, part in zip(columns, expected[samples.start : samples.stop].split(widths, 1), strict=True):
+                assert torch.equal(wide[:, column : column + part.shape[1]], part)
+                wide[:, column : column + part.shape[1]] = 7
+            assert (wide == 7).all()
 
 
 def test_another_optimizer_with_an_update_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:

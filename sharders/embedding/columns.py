@@ -56,6 +56,11 @@ class Run:
         shape, strides = (len(matrix), self.num, self.width), (row, step * each, each)
         return matrix.as_strided(shape, strides, matrix.storage_offset() + column * each)
 
+    def onto(self, number: int) -> Run:
+        """The same, where what the matrix of that number has lies in the target already."""
+        placed = Source(number, self.column, self.step)
+        return replace(self, sources=tuple(placed if of.number == number else of for of in self.sources))
+
     def back(self, source: Source) -> Run:
         """What goes the other way, to one source, from this run's matrix, number 0."""
         return replace(self, column=source.column, step=source.step, sources=(Source(0, self.column, self.step),))
@@ -172,8 +177,6 @@ class Placing:
         if not out.numel() or not self.runs:
             return
         read = [matrices[number] for number in self.numbers]
-        if len(read) == 1 and read[0] is out and scale == 1.0:  # each column is where it goes
-            return
         assert all(len(matrix) == len(out) and matrix.dtype == out.dtype for matrix in read)
         can = self._may_compile and out.device.type == "cpu" and all(of.stride(1) == 1 for of in (out, *read))
         pays = out.numel() >= _FEW_ELEMENTS or self._num_sources > _FEW_SOURCES
@@ -186,6 +189,8 @@ class Placing:
         for run in self.runs:
             target = run.view(out, run.column, run.step)
             for i, (number, column, step) in enumerate(run.sources):
+                if i == 0 and len(run.sources) > 1 and matrices[number] is out:
+                    continue
                 source = run.view(matrices[number], column, step)
                 if len(run.sources) == 1:
                     torch.mul(source, scale, out=target) if scale != 1.0 else target.copy_(source)

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate, groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from sharders.embedding.batch import Batch
 from sharders.embedding.call import Call, once_per_call
 from sharders.embedding.codec import decoded, encoded
+from sharders.embedding.columns import Placing, runs_of
 from sharders.embedding.input_dist import take
 from sharders.embedding.local_tables import TBE
+from sharders.embedding.lookup.kernels import can_place
+from sharders.embedding.lookup.pages import to_write
 from sharders.embedding.lookup.reads import Bags
 from sharders.embedding.lookup.torch_kernel import RowGradients
 from sharders.embedding.output_dist import Beside
@@ -24,6 +27,25 @@ from sharders.embedding.way import Kind, Way, offsets
 _MAX_WAYS = 16  # of a call's tables, that are kept compiled
 
 
+class _Local(NamedTuple):
+    """Tables that are whole on every rank.
+
+    Args:
+        columns: first one of each feature in the result.
+        taking: places their columns of a gradient of all features.
+    """
+
+    tbe: TBE
+    columns: tuple[int, ...]
+    taking: Placing
+
+    def columns_of(self, grad: torch.Tensor, factor: float) -> torch.Tensor:
+        """(B, their columns) of (B, sum of dims), multiplied."""
+        taken = grad.new_empty(len(grad), self.tbe.lookup.num_columns)
+        self.taking({0: grad}, taken, factor)
+        return taken.to(self.tbe.bank.weights.dtype)
+
+
 class PooledPath(Path[torch.Tensor]):
     """Every feature's bags; see `Path`."""
 
@@ -32,6 +54,12 @@ class PooledPath(Path[torch.Tensor]):
         placement = self.store.placement
         self.mean_columns = _runs_of_mean(self.dims, [placement.tables[f.table].mean for f in placement.features])
         self._partial = frozenset(t for t, is_partial in enumerate(placement.by_partials) if is_partial)
+        starts, target = [0, *accumulate(self.dims)], [(f, 0, dim) for f, dim in enumerate(self.dims)]
+        self._local = []
+        for tbe in self.store.local:
+            runs = runs_of({0: target}, [target[f] for f in tbe.features])
+            columns = tuple(starts[f] for f in tbe.features)
+            self._local.append(_Local(tbe, columns, Placing(runs, self.store.kernel)))
         self._made: dict[tuple[frozenset[int], bool], list[Way]] = {}
         self._make_ways(frozenset(), False)
         if self._partial:
@@ -41,16 +69,13 @@ class PooledPath(Path[torch.Tensor]):
         """[(B, sum of dims)]."""
         with phase(call.spent, INPUT):
             self.input_dist.receive(call)
-        with phase(call.spent, FORWARD):
-            local = self._look_up_local(call)
+        out = to_write(torch.empty(call.batch.batch_size, sum(self.dims), dtype=self.dtype, device=self.device))
         ways, wants_landing = self._ways(call), self.wants_landing(call)
-        under_way = [way.forward(call, None, wants_landing, lambda: None) for way in ways[:-1]]
-        under_way.append(ways[-1].forward(call, local, wants_landing, partial(self.order_ids, call)))
-        out: torch.Tensor | None = None
+        under_way = [way.forward(call, out, wants_landing, lambda: None) for way in ways[:-1]]
+        under_way.append(ways[-1].forward(call, out, wants_landing, partial(self._while_results_travel, call, out)))
         with phase(call.spent, OUTPUT):
             while under_way:
-                out = under_way.pop()(out)
-            assert out is not None
+                under_way.pop()()
             inverse = self._inverse_lengths(call) if self.mean_columns else None
             if inverse is not None:
                 self._scaled_means(inverse, out, out)
@@ -72,21 +97,27 @@ class PooledPath(Path[torch.Tensor]):
         if len(self._made) >= _MAX_WAYS:
             del self._made[next(iter(self._made))]
         sharded = frozenset(t for t, is_local in enumerate(self.store.placement.is_local) if not is_local)
-        others, local = sharded - straight, [f for tbe in self.store.local for f in tbe.features]
-        kinds = [Kind(self.peers, others, straight, local)]
+        others = sharded - straight
+        kinds = [Kind(self.peers, others, straight)]
         if straight:
-            kinds = [Kind(self.peers.in_one_stage(), others, straight, local)]
+            kinds = [Kind(self.peers.in_one_stage(), others, straight)]
         if straight and others and not goes_along:
-            kinds = [Kind(kinds[0].peers, (), straight, ()), Kind(self.peers, others, (), local)]
+            kinds = [Kind(kinds[0].peers, (), straight), Kind(self.peers, others, ())]
         ways = [Way(kind, self.store, self.input_dist, self.dtype, self.device) for kind in kinds]
         self._made[straight, goes_along] = ways
         return ways
 
-    def _look_up_local(self, call: Call) -> torch.Tensor | None:
-        """(B, columns) of the local tables."""
-        local_bags = zip(self.store.local, self._local_bags(call), strict=True)
-        local = [tbe.lookup.pooled(of_tbe).to(self.dtype) for tbe, of_tbe in local_bags]
-        return None if not local else local[0] if len(local) == 1 else torch.cat(local, 1)
+    def _while_results_travel(self, call: Call, out: torch.Tensor) -> None:
+        """Look up the local tables, into their columns of (B, sum of dims), and order ids."""
+        with phase(call.spent, FORWARD):
+            for (tbe, columns, _), bags in zip(self._local, self._local_bags(call), strict=True):
+                if can_place(tbe.lookup, self.dtype):
+                    tbe.lookup.pooled_to(bags, range(len(out)), out, columns)
+                    continue
+                widths = [self.dims[feature] for feature in tbe.features]
+                for column, part in zip(columns, tbe.lookup.pooled(bags).split(widths, 1), strict=True):
+                    out[:, column : column + part.shape[1]].copy_(part)
+        self.order_ids(call)
 
     def row_counts(self, batch: Batch) -> list[list[int]]:
         """Rows of each segment of each result."""
@@ -150,10 +181,9 @@ class PooledPath(Path[torch.Tensor]):
         by_rank = decoded(codec, came, self.dtype).split(receive_sizes)
         for s, part in zip(self.peers.by_table_rank, by_rank, strict=True):
             result.index_add_(0, call.sent.weight_places[s], part, alpha=1.0 / self.factor)
-        for tbe, bags in zip(self.store.local, self._local_bags(call), strict=True):
-            columns = self._columns_of(tbe, given).to(tbe.bank.weights.dtype)
-            part = tbe.lookup.gradient_weights(columns, bags).to(self.dtype)
-            keys = [call.batch.key_of[f] for f in tbe.features]
+        for local, bags in zip(self._local, self._local_bags(call), strict=True):
+            part = local.tbe.lookup.gradient_weights(local.columns_of(given, 1.0), bags).to(self.dtype)
+            keys = [call.batch.key_of[f] for f in local.tbe.features]
             result.index_add_(0, take(call.batch.places, keys, call.batch.starts), part)
         return result.to(weights.dtype)
 
@@ -172,26 +202,18 @@ class PooledPath(Path[torch.Tensor]):
 
     def _local_gradients(self, call: Call, given: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         result = []
-        for tbe, bags in zip(self.store.local, self._local_bags(call), strict=True):
-            if tbe.is_trainable:
-                columns = self._columns_of(tbe, given).mul_(self.factor).to(tbe.bank.weights.dtype)
-                touched = tbe.lookup.touched_pooled(bags)
-                result.append((tbe.lookup.gradient_pooled(columns, bags), touched))
+        for local, bags in zip(self._local, self._local_bags(call), strict=True):
+            if local.tbe.is_trainable:
+                lookup, columns = local.tbe.lookup, local.columns_of(given, self.factor)
+                result.append((lookup.gradient_pooled(columns, bags), lookup.touched_pooled(bags)))
         return result
 
     def _local_row_gradients(self, call: Call, given: torch.Tensor) -> list[RowGradients]:
         return [
-            tbe.lookup.pooled_row_gradients(
-                self._columns_of(tbe, given).mul_(self.factor).to(tbe.bank.weights.dtype), bags
-            )
-            for tbe, bags in zip(self.store.local, self._local_bags(call), strict=True)
-            if tbe.is_trainable
+            local.tbe.lookup.pooled_row_gradients(local.columns_of(given, self.factor), bags)
+            for local, bags in zip(self._local, self._local_bags(call), strict=True)
+            if local.tbe.is_trainable
         ]
-
-    def _columns_of(self, tbe: TBE, grad: torch.Tensor) -> torch.Tensor:
-        """Columns of a local TBE's features, copied."""
-        starts = [0, *accumulate(self.dims)]
-        return torch.cat([grad[:, starts[f] : starts[f + 1]] for f in tbe.features], 1)
 
     def _clip_means(self, grad: torch.Tensor) -> None:
         """Clamp the gradient of means where an optimizer's options ask for it: as FBGEMM, before it is divided.

@@ -13,7 +13,8 @@ from sharders.embedding.call import Call, once_per_call
 from sharders.embedding.columns import cut_columns
 from sharders.embedding.input_dist import InputDist
 from sharders.embedding.local_tables import TBE, TableStore
-from sharders.embedding.lookup.kernels import Lookup, compile_lookup
+from sharders.embedding.lookup.kernels import Lookup, can_place, compile_lookup
+from sharders.embedding.lookup.pages import to_write
 from sharders.embedding.lookup.reads import Bags, Segmented
 from sharders.embedding.output_dist import Beside
 from sharders.embedding.partials import Awaited, OwnedBags, Partials, PartialsPlan, elements_of_sources, owned_bags
@@ -41,13 +42,11 @@ class Kind:
         peers: between whom. Partials go straight to the ranks of the samples.
         whole: tables whose lookups travel with all their columns.
         partial: tables whose lookups travel as partials.
-        local: features of data-parallel tables, whose results are placed with them.
     """
 
     peers: Peers
     whole: Collection[int]
     partial: Collection[int]
-    local: Sequence[int]
 
 
 class Way:
@@ -67,8 +66,12 @@ class Way:
         """Slots here whose lookups travel whole."""
         self.whole = [w for tbe in store.sharded if (w := _whole_of(store, tbe, kind.whole)).num_slots]
         self.runs = store.runs_of(kind.partial)
-        self.width = sum(whole.lookup.num_columns for whole in self.whole)
+        widths = [of.chunk.width for whole in self.whole for of in whole.lookup.ranges]
+        self.width = sum(widths)
         """Columns of this rank's lookup."""
+        self._placing = [of.lookup for of in self.whole if can_place(of.lookup, dtype)]
+        self._places = len(self._placing) == len(self.whole)
+        self._in_a_row = tuple(accumulate(widths, initial=0))[:-1]
         order = [peers.table_ranks[source] for source in peers.own]
         self.partials = PartialsPlan(placement, order, kind.partial, device) if kind.partial else None
         self.output_dists = _output_dists(placement, kind, self.partials, store.kernel)
@@ -76,55 +79,52 @@ class Way:
     def forward(
         self,
         call: Call,
-        local: torch.Tensor | None,
+        out: torch.Tensor,
         wants_landing: bool,
         meanwhile: Callable[[], None],
-    ) -> Callable[[torch.Tensor | None], torch.Tensor]:
+    ) -> Callable[[], None]:
         """Look up, and begin to give to the ranks of the samples, in the last exchange of this way.
 
         Args:
-            local: (B, columns) of data-parallel tables.
+            out: (B, sum of dims), in whose other columns there are other tables' results.
             wants_landing: gradients come back, and no sums beside them.
             meanwhile: called when results are under way.
 
         Returns:
-            What ends it, given the (B, sum of dims) that other tables' results are in, if there are any; and gives it.
+            What ends it.
         """
         dists, own = self.output_dists, self.peers.own
-        others = tuple(own[: -self.peers.outer.size])
+        others, mine = own[: -self.peers.outer.size], own[-self.peers.outer.size :]
         with phase(call.spent, FORWARD):
-            num = sum(call.samples[s] for s in others)
+            num_rows = sum(call.samples[s] for s in others)
             partials = self._partials(call)
-            # All at once, unless what is this rank's own becomes a result where it lies, or partials stand between.
-            at_once = partials is None and dists[0].all_in_one is None
-            sources = tuple(own) if at_once else others
-            num_rows = sum(call.samples[s] for s in sources)
             memory = dists[0].memory(num_rows, self.dtype, self.device, partials)
             to = None if memory is None else memory[: num_rows * self.width].view(num_rows, -1)
-            looked_up, of_own = self._look_up(call, sources, to).tensor_split([num])
+            looked_up = self._look_up(call, others, to)
+        targets = [out]
+        if len(dists) > 1:
+            targets.insert(0, out.new_empty(sum(call.samples[s] for s in mine), dists[0].width))
 
-        def rest() -> torch.Tensor:
-            found = of_own
-            if not at_once:
-                with phase(call.spent, FORWARD):
-                    found = self._look_up(call, tuple(own[len(others) :]), None)
+        def look_up_own() -> torch.Tensor | None:
+            with phase(call.spent, FORWARD):
+                found = self._look_up_own(call, mine, targets[0])
             meanwhile()
             return found
 
         with phase(call.spent, OUTPUT):
-            for i, output_dist in enumerate(dists):
-                last = (local, partials) if i == len(dists) - 1 else (None, None)
+            for i, (output_dist, target) in enumerate(zip(dists, targets, strict=True)):
+                of_last = partials if target is out else None
                 rows, blocks = self._rows(call, i), self._blocks(call, i)
                 landing = None
                 if wants_landing:
-                    landing = output_dist.landing(rows, blocks, last[1], self.dtype, self.device)
+                    landing = output_dist.landing(rows, blocks, of_last, self.dtype, self.device)
                     call.kept["landing", self, i] = landing
-                placed = output_dist.forward(looked_up, rest, rows, last[0], blocks, last[1], memory, landing)
-                if i < len(dists) - 1:
-                    found = placed(None)
-                    looked_up, mine = found.tensor_split([len(found) - call.batch.batch_size])
-                    rest = lambda mine=mine: mine  # type: ignore[misc]  # noqa: E731
-        return placed
+                place = output_dist.forward(looked_up, look_up_own, target, rows, blocks, of_last, memory, landing)
+                if target is not out:
+                    place()
+                    looked_up, of_host = target.tensor_split([len(target) - call.batch.batch_size])
+                    look_up_own = lambda of_host=of_host: of_host  # type: ignore[misc]  # noqa: E731
+        return place
 
     def send_back(
         self, call: Call, given: torch.Tensor, factor: float, beside: Beside | None
@@ -214,29 +214,44 @@ class Way:
             parts = found.split([counts[source][slot] for source, slot in places])
             yield from ((*place, part) for place, part in zip(places, parts, strict=True))
 
-    def _look_up(self, call: Call, sources: tuple[int, ...], out: torch.Tensor | None) -> torch.Tensor:
+    def _look_up(self, call: Call, sources: Sequence[int], out: torch.Tensor | None) -> torch.Tensor:
         """(samples of these sources, columns of this rank's slots).
 
         Args:
+            sources: neighbours.
             out: memory of that shape which may be used.
         """
         rows = sum(call.samples[s] for s in sources)
         if not rows or not self.width:
             return torch.zeros(rows, self.width, dtype=self.dtype, device=self.device)
-        read = list(zip(self.whole, self._bags(call, sources), strict=True))
+        if self._places:
+            out = to_write(torch.empty(rows, self.width, dtype=self.dtype, device=self.device)) if out is None else out
+            self._write(call, sources, out, self._in_a_row)
+            return out
+        read = list(zip(self.whole, self._bags(call, tuple(sources)), strict=True))
         if len(read) == 1:
             whole, bags = read[0]
-            return whole.lookup.pooled(bags, self._fitting(whole, out)).to(self.dtype)
-        out = torch.empty(rows, self.width, dtype=self.dtype, device=self.device) if out is None else out
-        for (whole, bags), columns in zip(read, out.split([w.lookup.num_columns for w, _ in read], 1), strict=True):
-            found = whole.lookup.pooled(bags, self._fitting(whole, columns))
-            if found.data_ptr() != columns.data_ptr():
-                columns.copy_(found)
-        return out
+            return whole.lookup.pooled(bags).to(self.dtype)
+        return torch.cat([whole.lookup.pooled(bags).to(self.dtype) for whole, bags in read], 1)
 
-    def _fitting(self, whole: Whole, out: torch.Tensor | None) -> torch.Tensor | None:
-        """Memory for results, where these have its dtype."""
-        return out if whole.tbe.bank.weights.dtype == self.dtype else None
+    def _look_up_own(self, call: Call, sources: Sequence[int], target: torch.Tensor) -> torch.Tensor | None:
+        """What was looked up here for this rank's own samples, where it does not lie in the target already."""
+        columns = self.output_dists[0].own_columns
+        if not self._places or columns is None:
+            return self._look_up(call, sources, None)
+        if len(target):
+            self._write(call, sources, target, columns)
+        return None
+
+    def _write(self, call: Call, sources: Sequence[int], out: torch.Tensor, columns: tuple[int, ...]) -> None:
+        """Look up for these sources, into columns of `out`."""
+        starts = [*accumulate((call.samples[s] for s in self.sources), initial=0)]
+        first = self.sources.index(sources[0])
+        samples, at = range(starts[first], starts[first + len(sources)]), 0
+        for lookup, bags in zip(self._placing, self._bags(call, self.sources), strict=True):
+            num_slots = len(lookup.ranges)
+            lookup.pooled_to(bags, samples, out, columns[at : at + num_slots])
+            at += num_slots
 
     def _cut(self, call: Call, grad: torch.Tensor, sources: tuple[int, ...]) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Gradients of this rank's lookup (samples, width), and of each run of partials (bags, width)."""
@@ -354,14 +369,13 @@ def _output_dists(
         [(s.feature, s.column, s.width) for s in of_rank if s.table in kind.whole] for of_rank in placement.slots
     ]
     target: list[Columns] = [(f, 0, dim) for f, dim in enumerate(dims)]
-    local: list[Columns] = [(f, 0, dims[f]) for f in kind.local]
     if peers.outer.size == 1:
         groups = [] if plan is None else plan.groups
-        return [PooledOutputDist(peers.table, codecs, [*columns, local, *(g.columns for g in groups)], target, kernel)]
+        return [PooledOutputDist(peers.table, codecs, [*columns, *(g.columns for g in groups)], target, kernel)]
     hosts = [columns[h * peers.inner.size : (h + 1) * peers.inner.size] for h in range(peers.outer.size)]
     host = peers.outer.rank
     joined = [cut_columns(of_host) for of_host in hosts]
     return [
-        PooledOutputDist(peers.inner, codecs, [*hosts[host], []], joined[host], kernel),
-        PooledOutputDist(peers.outer, codecs, [*joined, local], target, kernel),
+        PooledOutputDist(peers.inner, codecs, hosts[host], joined[host], kernel),
+        PooledOutputDist(peers.outer, codecs, joined, target, kernel),
     ]

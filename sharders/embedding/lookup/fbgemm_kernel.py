@@ -108,10 +108,10 @@ class FbgemmLookup(TorchLookup):
         self._one_table = self._features_share_tables()
         self._beyond = bank.spec.optimizer.beyond_fbgemm if bank.spec else ()
 
-    def pooled(self, read: Bags, out: Tensor | None = None) -> Tensor:
+    def pooled(self, read: Bags) -> Tensor:
         features = self._features
         if features is None:
-            return super().pooled(read, out)
+            return super().pooled(read)
         output: Tensor = torch.ops.fbgemm.split_embedding_codegen_forward_cpu(
             *(self.bank.weights, *_where(features, self.num_columns), read.ids, read.offsets),
             *(_SUM, _float32(read.weights), _FLOAT32),

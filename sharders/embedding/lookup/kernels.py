@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,7 @@ class Lookup(Protocol):
 
     Pooled: columns are the ranges' widths in their order, C in all; without ranges B is 0.
     Unpooled: all ranges of a call have one width D.
-    Results have the bank's dtype. `out` is memory that they may be written to, of their shape and dtype: what is
+    Results have the bank's dtype. `out` is memory that rows may be written to, of their shape and dtype: what is
     returned lies there, or elsewhere where the kernel cannot. Ids are not checked here: `input_checks` has. An update
     combines, for each row, the gradients of all its ids in the call before it applies the optimizer; `Bank.step` counts
     it and is called before. Rows of a pooled gradient may be apart.
@@ -47,7 +47,7 @@ class Lookup(Protocol):
     num_columns: int
     """C"""
 
-    def pooled(self, read: Bags, out: Tensor | None = None) -> Tensor:
+    def pooled(self, read: Bags) -> Tensor:
         """(B, C) contiguous: sums over bags; zeros for empty bags."""
 
     def order_pooled(self, read: Bags) -> Any:
@@ -94,6 +94,23 @@ class Lookup(Protocol):
 
     def touched_rows(self, read: Segmented) -> Tensor:
         """(total_rows,) bool: the bank rows that the ids name."""
+
+
+class PlacingLookup(Lookup, Protocol):
+    """One that can write sums where they belong; others give them in a piece, from where they are copied."""
+
+    def pooled_to(self, read: Bags, samples: range, out: Tensor, columns: tuple[int, ...]) -> None:
+        """Sums over the bags of some of the B samples.
+
+        Args:
+            out: (len(samples), any) of the bank's dtype, each row in one piece.
+            columns: first one of each range in it.
+        """
+
+
+def can_place(lookup: Lookup, dtype: torch.dtype) -> TypeGuard[PlacingLookup]:
+    """Whether it is one that writes sums where they belong, as this dtype."""
+    return hasattr(lookup, "pooled_to") and lookup.bank.weights.dtype == dtype
 
 
 @dataclass(frozen=True)

@@ -58,12 +58,18 @@ class NumbaLookup(TorchLookup):
         self._of_width = {width: OfWidth(self._tables, width) for width in set(self._tables.widths)}
         self._name = ELEMENTS[bank.weights.dtype]
         self._pooled_runs: dict[int, Runs] = {}
+        self._placed: dict[tuple[int, range, tuple[int, ...]], tuple[Tensor, bool]] = {}
 
-    def pooled(self, read: Bags, out: Tensor | None = None) -> Tensor:
+    def pooled(self, read: Bags) -> Tensor:
         num_bags = self._num_bags(read.offsets)
-        output_BC = self._memory(num_bags, self.num_columns, out)
-        self._sum_bags(read, self._runs(num_bags), output_BC)
+        output_BC = to_write(self.bank.weights.new_empty(num_bags, self.num_columns))
+        self._sum_bags(read, self._runs(num_bags).to_sum, output_BC, self._tables.fills_lines)
         return output_BC
+
+    def pooled_to(self, read: Bags, samples: range, out: Tensor, columns: tuple[int, ...]) -> None:
+        """See `PlacingLookup`."""
+        to_sum, fills_lines = self._placed_runs(self._num_bags(read.offsets), samples, columns)
+        self._sum_bags(read, to_sum, out, fills_lines)
 
     def order_pooled(self, read: Bags) -> Order:
         num_bags, tables = self._num_bags(read.offsets), self._tables
@@ -95,12 +101,13 @@ class NumbaLookup(TorchLookup):
             return table.new_zeros(0, 0)
         output_ND = self._memory(ids.numel() if bags is None else bags.numel() - 1, region.width, out)
         if bags is not None:
-            self._sum_bags(Bags(ids, bags, weights), self._runs_of(segments, bags, output_ND.stride(0)), output_ND)
+            to_sum = self._runs_of(segments, bags, output_ND.stride(0)).to_sum
+            self._sum_bags(Bags(ids, bags, weights), to_sum, output_ND, self._tables.fills_lines)
             return output_ND
         places = self._tables.places
         runs = int64([[n, places[i]] for i, n in segments])
         fixed = (table.data_ptr(), *words(ids), runs.data_ptr(), len(segments), region.width)
-        to, num_ids = self._target(output_ND), ids.numel()
+        to, num_ids = self._target(output_ND, self._tables.fills_lines), ids.numel()
         parts, copy = threads.num_parts(num_ids), self._entry("copy_rows")
         threads.run(lambda i: copy(*fixed, num_ids * i // parts, num_ids * (i + 1) // parts, *to), parts)
         return output_ND
@@ -139,10 +146,10 @@ class NumbaLookup(TorchLookup):
         fits = out is not None and out.dtype == table.dtype and (out.stride(1) == 1 or columns == 1)
         return out if out is not None and fits else to_write(table.new_empty(rows, columns))
 
-    def _target(self, out: Tensor) -> tuple[int, int, int]:
+    def _target(self, out: Tensor, fills_lines: bool) -> tuple[int, int, int]:
         """Where results go, how far their rows are apart, and whether they are written past the caches."""
         apart = out.stride(0) * out.element_size()
-        streams = out.shape[0] * apart >= _STREAMED_BYTES and self._tables.fills_lines
+        streams = out.shape[0] * apart >= _STREAMED_BYTES and fills_lines
         return out.data_ptr(), out.stride(0), int(streams and out.data_ptr() % 64 == apart % 64 == 0)
 
     def _runs(self, num_bags: int) -> Runs:
@@ -165,6 +172,20 @@ class NumbaLookup(TorchLookup):
             kept[num_bags] = Runs(to_sum, torch.cat([of * num_bags, bags, base], 1), tables.first_ranges)
         return kept[num_bags]
 
+    def _placed_runs(self, num_bags: int, samples: range, columns: tuple[int, ...]) -> tuple[Tensor, bool]:
+        """Bags of some samples, whose sums begin at these columns; and whether these fill lines of the cache; kept."""
+        key = num_bags, samples, columns
+        if key not in self._placed:
+            if len(self._placed) >= _MOST_KEPT:
+                del self._placed[next(iter(self._placed))]
+            to_sum = self._runs(num_bags).to_sum.clone()
+            to_sum[:, 0] += samples.start
+            to_sum[:, 1] = len(samples)
+            to_sum[:, 4] = int64(columns)
+            line = self._tables.line
+            self._placed[key] = to_sum, self._tables.fills_lines and all(column % line == 0 for column in columns)
+        return self._placed[key]
+
     def _runs_of(self, segments: Segments, bags: Tensor, stride: int) -> Runs:
         """Bags of unpooled lookups, whose sums are `stride` elements apart."""
         tables = self._tables
@@ -179,10 +200,10 @@ class NumbaLookup(TorchLookup):
         first_runs = int64([*accumulate(map(len, by_table), initial=0)])
         return Runs(int64(to_sum), int64([run for of_table in by_table for run in of_table]), first_runs)
 
-    def _sum_bags(self, read: Bags, runs: Runs, out: Tensor) -> None:
+    def _sum_bags(self, read: Bags, to_sum: Tensor, out: Tensor, fills_lines: bool) -> None:
         (ids, bounds, _), table, weights = read, self.bank.weights, self._like_table(read.weights)
-        fixed = (table.data_ptr(), *words(ids), *words(bounds), runs.to_sum.data_ptr(), len(runs.to_sum))
-        to = (address(weights), *self._target(out))
+        fixed = (table.data_ptr(), *words(ids), *words(bounds), to_sum.data_ptr(), len(to_sum))
+        to = (address(weights), *self._target(out, fills_lines))
         parts, sum_bags = threads.num_parts(ids.numel()), self._entry("sum_bags")
         threads.run(lambda i: sum_bags(*fixed, i, parts, *to), parts)
 

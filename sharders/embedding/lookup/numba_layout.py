@@ -60,8 +60,8 @@ class Tables:
         in_bank = {chunk: t for t, chunks in enumerate(bank.chunks) for chunk in chunks}
         self.in_bank = [in_bank[r.chunk] for r in self.distinct]
         self.widest = max((r.chunk.width for r in ranges), default=0)
-        line = 64 // bank.weights.element_size()
-        self.fills_lines = all(r.chunk.width % line == 0 for r in ranges)
+        self.line = 64 // bank.weights.element_size()
+        self.fills_lines = all(r.chunk.width % self.line == 0 for r in ranges)
 
     def __len__(self) -> int:
         return len(self.distinct)

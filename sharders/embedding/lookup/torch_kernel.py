@@ -77,7 +77,7 @@ class TorchLookup:
             group_columns = (first_columns.unsqueeze(1) + torch.arange(width, device=device)).flatten()
             self._groups.append(_Group(bank.regions[width], indices, first_rows, group_columns))
 
-    def pooled(self, read: Bags, out: Tensor | None = None) -> Tensor:
+    def pooled(self, read: Bags) -> Tensor:
         num_bags = self._num_bags(read.offsets)
         output_BC = self.bank.weights.new_zeros(num_bags, self.num_columns)
         if not read.ids.numel():
