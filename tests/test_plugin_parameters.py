@@ -9,7 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from dmp import DistributedModelParallel, ParameterInfo, ShardingEnv, data_parallel, row_wise
+from dmp import (
+    DistributedModelParallel,
+    ParameterInfo,
+    PlanError,
+    ShardError,
+    ShardingEnv,
+    data_parallel,
+    row_wise,
+)
 from examples.custom_sharder import Experts, ExpertsSharder, ShardedExperts
 from sharders.testing import SharderCheckError, check_sharder
 from tests.ranks import mesh, run_ranks
@@ -169,3 +177,46 @@ def test_from_meta_whatever_the_form() -> None:
         for got in run_ranks(2, filled, layout, "meta"):
             for name, value in wanted.state_dict().items():
                 assert torch.equal(got[name], value), (layout, name)
+
+
+def wrapped_by(member: str, gives: Any, ranks: tuple[int, ...], is_planned: bool) -> None:
+    """A sharder of which a member gives something else than it must, on some ranks."""
+    env = ShardingEnv.from_mesh(mesh((2,), ("dp",)))
+    sharder, module, plain = BiasedSharder(), Model(), Model()
+    if env.rank in ranks:
+        if member == "chunked_state":
+            sharder.made = type("Made", (ShardedBiased,), {member: lambda self: gives})
+        else:
+            setattr(sharder, member, lambda *args: args[0] if gives == "the module" else gives)
+    try:
+        DistributedModelParallel(
+            module, env, plan={"experts.weight": row_wise()} if is_planned else None, sharders=[sharder]
+        )
+    finally:
+        assert type(module.experts) is Biased
+        assert all(torch.equal(value, plain.state_dict()[name]) for name, value in module.state_dict().items())
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)])
+@pytest.mark.parametrize(
+    ("member", "gives", "text"),
+    [
+        ("shard", None, "BiasedSharder.shard gave None for Biased at 'experts'; expected a module"),
+        (
+            "shard",
+            "the module",
+            "BiasedSharder.shard gave Biased at 'experts' back as it was; expected a module in its",
+        ),
+        ("parameters", None, "BiasedSharder.parameters gave None for Biased at 'experts'; expected a dict"),
+        ("parameters", {"weight": (6, 4, 3)}, "gave {'weight': (6, 4, 3)} for Biased at 'experts'; expected a dict"),
+        ("layouts", None, "BiasedSharder.layouts gave None for a parameter of shape (6, 4, 3); expected layouts"),
+        ("layouts", ["row_wise"], "BiasedSharder.layouts gave ['row_wise'] for a parameter of shape (6, 4, 3)"),
+        ("chunked_state", None, "BiasedSharder.shard made of Biased at 'experts' gives None; expected a dict"),
+    ],
+)
+def test_what_a_wrong_sharder_gives_is_named_on_every_rank(
+    member: str, gives: Any, text: str, ranks: tuple[int, ...]
+) -> None:
+    for is_planned in (False, True):
+        for error in run_ranks(2, wrapped_by, member, gives, ranks, is_planned, expect=(ShardError, PlanError)):
+            assert text in str(error), error

@@ -141,7 +141,9 @@ class Found:
             check_sharder_protocol(sharder)
         placements = place_dense(module, sharders, env, given)
         split = {name for p in placements for name in p.layouts}
-        return cls(module, sharders, env, asked, placements, _find_sites(module, sharders, split))
+        sites = _find_sites(module, sharders, split)
+        _check_offers(sites.candidates, env)
+        return cls(module, sharders, env, asked, placements, sites)
 
     @property
     def split(self) -> dict[str, Layout]:
@@ -242,13 +244,29 @@ def _find_sites(module: nn.Module, sharders: Iterable[AnySharder], without: Set[
             site = found[id(candidate)]
             found[id(candidate)] = Site(site.path, (*site.aliases, path), candidate, site.sharder, site.infos)
             continue
-        infos = {name: with_optimizer_facts(info) for name, info in sharder.parameters(candidate).items()}
+        infos = {name: with_optimizer_facts(info) for name, info in _named(candidate, path, sharder).items()}
         if not infos or any(id(p) in tied or id(p) in excluded for p in candidate.parameters()):
             continue
         _check_names(candidate, path, sharder, infos)
         found[id(candidate)] = Site(path, (path,), candidate, sharder, infos)
     readers = find_readers(module, {key: (site.module, site.infos) for key, site in found.items()})
     return Sites(tuple(found.values()), {found[key].path: reader for key, reader in readers.items()})
+
+
+def _check_offers(sites: Iterable[Site], env: ShardingEnv) -> None:
+    """Whether what each sharder offers for a parameter is layouts.
+
+    Raises:
+        ShardError: it is not.
+    """
+    for sharder, info in {id(site.sharder): (site.sharder, next(iter(site.infos.values()))) for site in sites}.values():
+        offered: object = sharder.layouts(info, env)
+        offered = [*offered] if isinstance(offered, Iterable) else offered
+        if not (isinstance(offered, list) and all(isinstance(layout, Layout) for layout in offered)):
+            raise ShardError(
+                f"{type(sharder).__name__}.layouts gave {offered!r} for a parameter of shape {info.shape}; expected "
+                "layouts, as [row_wise(), table_wise(0)]"
+            )
 
 
 def _takers(
@@ -269,6 +287,21 @@ def _ids(module: nn.Module, names: Set[str]) -> set[int]:
     if not names:
         return set()
     return {id(p) for name, p in module.named_parameters(remove_duplicate=False) if name in names}
+
+
+def _named(module: nn.Module, path: str, sharder: ModuleSharder) -> Mapping[str, ParameterInfo]:
+    """What a sharder says of a module's parameters.
+
+    Raises:
+        ShardError: that is something else than it must be.
+    """
+    infos = sharder.parameters(module)
+    if not (isinstance(infos, Mapping) and all(isinstance(info, ParameterInfo) for info in infos.values())):
+        raise ShardError(
+            f"{type(sharder).__name__}.parameters gave {infos!r} for {type(module).__name__} at {path!r}; expected a "
+            "dict of ParameterInfo by the parameters' names"
+        )
+    return infos
 
 
 def _check_names(module: nn.Module, path: str, sharder: ModuleSharder, infos: Mapping[str, ParameterInfo]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -25,17 +25,27 @@ def _fills_itself(site: Site) -> bool:
     return own == set(site.infos) and all(info.init_fn is not None for info in site.infos.values())
 
 
-def check_made(site: Site, new: nn.Module, is_filled: bool) -> None:
-    """What `shard` owes: all names, room for what was on meta, and wholes of what `parameters` does not name.
+def check_made(site: Site, new: nn.Module, is_filled: bool, data_size: int) -> None:
+    """What `shard` owes: a module, all names, room for what was on meta, wholes of what `parameters` does not name.
 
     Args:
         is_filled: what is on meta is to get values.
+        data_size: over so many ranks gradients are averaged.
 
     Raises:
         ShardError: naming sharder and parameter.
     """
+    sharder = type(site.sharder).__name__
+    if not isinstance(new, nn.Module):
+        raise ShardError(f"{sharder}.shard gave {new!r} for {_where(site)}; expected a module that takes its place")
+    if new is site.module and data_size > 1:
+        raise ShardError(
+            f"{sharder}.shard gave {_where(site)} back as it was; expected a module in its place, which averages the "
+            f"gradients of what parameters() names over {data_size} ranks. What is to stay as it is, parameters() "
+            "leaves out, and it is data-parallel"
+        )
     _check_same_names(site, new)
-    sharder, local, state = type(site.sharder).__name__, dict(all_tensors(new)), _state(new)
+    local, state = dict(all_tensors(new)), _state(site, new)
     for name, old in all_tensors(site.module, remove_duplicate=True):
         if is_lazy(old):
             continue
@@ -84,7 +94,7 @@ def rules_of(module: nn.Module, sites: Sequence[Site], rank: int) -> Rules | Non
 def fill_from_meta(site: Site, new: nn.Module, seed: int, rules: Rules) -> None:
     """Fill what a sharder has allocated for the site's tensors on meta: chunks, DTensors, wholes."""
     on_meta = [name for name, t in all_tensors(site.module, remove_duplicate=True) if t.is_meta and not is_lazy(t)]
-    state, filled = _state(new), hook(new, "filled")
+    state, filled = _state(site, new), hook(new, "filled")
     for name in [name for name in on_meta if filled is None or name not in filled()]:
         relative, _, own_name = name.rpartition(".")
         path, target = join_name(site.path, relative), as_chunks(state[name])
@@ -97,6 +107,16 @@ def fill_from_meta(site: Site, new: nn.Module, seed: int, rules: Rules) -> None:
             fill_chunks(target, init_fn, join_name(site.path, name), seed)
 
 
-def _state(module: nn.Module) -> dict[str, torch.Tensor]:
+def _state(site: Site, new: nn.Module) -> dict[str, torch.Tensor]:
     """Every tensor of a sharded module, by its chunks where it has them."""
-    return {**dict(all_tensors(module)), **(module.chunked_state() if isinstance(module, ShardedModule) else {})}
+    chunks = new.chunked_state() if isinstance(new, ShardedModule) else {}
+    if not (isinstance(chunks, Mapping) and all(isinstance(value, torch.Tensor) for value in chunks.values())):
+        raise ShardError(
+            f"chunked_state() of what {type(site.sharder).__name__}.shard made of {_where(site)} gives {chunks!r}; "
+            "expected a dict of ChunkedTensors by the parameters' names"
+        )
+    return {**dict(all_tensors(new)), **chunks}
+
+
+def _where(site: Site) -> str:
+    return f"{type(site.module).__name__} at {site.path!r}"

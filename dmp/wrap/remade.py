@@ -35,7 +35,8 @@ class Remade:
         self._old = made.module.get_submodule(owned.path)
         plain = self._empty(self._old, owned)
         self._new = owned.sharder.shard(plain, plan, made.env, made.device)
-        check_made(Site(owned.path, owned.aliases, plain, owned.sharder, owned.infos), self._new, True)
+        site = Site(owned.path, owned.aliases, plain, owned.sharder, owned.infos)
+        check_made(site, self._new, True, made.env.data_size)
 
     @staticmethod
     def _empty(old: nn.Module, owned: Owned) -> nn.Module:
