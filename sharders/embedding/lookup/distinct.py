@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sharders.embedding.lookup import numba_kernel
-from sharders.embedding.lookup.numba_layout import address, int64
+from sharders.embedding.lookup.numba_layout import address, int64, scratch_for
 from sharders.embedding.lookup.numba_training import entry_of
 
 FEWEST_IDS = 1024
@@ -67,22 +67,25 @@ def distinct_rows(
     keys = values.to(torch.int32)
     ends, rows_of = int64([*accumulate(counts, initial=0)]), int64(num_rows)
     found = torch.empty(num_segments, dtype=torch.int32, device="cpu")
-    scratch = torch.empty(4 * max(counts) + 4096, dtype=torch.int64, device="cpu")
+    scratch = scratch_for(max(counts))
     of_segments = keys.data_ptr(), ends.data_ptr(), rows_of.data_ptr()
     if not entry_of("choose")(*of_segments, num_segments, FEW_IDS, found.data_ptr(), scratch.data_ptr()):
         return None
     sources = torch.arange(num, dtype=torch.int32, device="cpu") if places is None else places
-    rows, starts, ordered, new_values, times = torch.empty(5, num + num_segments, dtype=torch.int32, device="cpu")
+    begins = torch.empty(num_segments, dtype=torch.int64, device="cpu")
+    room = entry_of("lay_out")(*of_segments[1:], num_segments, begins.data_ptr())
+    rows, starts = torch.empty(2, room, dtype=torch.int32, device="cpu")
+    ordered, new_values, times = torch.empty(3, num, dtype=torch.int32, device="cpu")
     at = 0
     for as_they_are, run in groupby(found.tolist()):
         stop = at + len(list(run))
         if not as_they_are:
             entry_of("sort_tables")(
-                *(keys.data_ptr(), sources.data_ptr(), 0, *of_segments[1:], at, stop, rows.data_ptr()),
-                *(starts.data_ptr(), ordered.data_ptr(), 0, found.data_ptr(), scratch.data_ptr()),
+                *(keys.data_ptr(), sources.data_ptr(), 0, rows_of.data_ptr(), at, stop),
+                *(*map(address, (ends, begins, found, rows, starts, ordered)), 0, scratch.data_ptr()),
             )
         at = stop
-    of_ids = keys.data_ptr(), sources.data_ptr(), ends.data_ptr(), num_segments
+    of_ids = *map(address, (keys, sources, ends, begins)), num_segments
     count = entry_of("compact")(*of_ids, *map(address, (found, rows, starts, ordered, new_values, times)))
     return DistinctRows(new_values[:count].to(values.dtype), found.tolist(), ordered[:num], times[:count])
 

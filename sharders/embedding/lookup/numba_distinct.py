@@ -62,19 +62,20 @@ def _again(keys, num, slots):
     return found
 
 
-def compact(keys, sources, ends, num_tables, counts, rows, starts, ordered, values, times):
+def compact(keys, sources, ends, begins, num_tables, counts, rows, starts, ordered, values, times):
     """Rows of the segments, one after the other; returns how many.
 
     Args:
         keys, sources: of all ids.
         counts: of each segment its rows; those that are `AS_THEY_ARE` are written.
-        rows, starts: of the segments that are sorted, see `sort_tables`.
+        begins, rows, starts: of the segments that are sorted, see `sort_tables`.
         ordered: likewise; written for the others.
         values, times: written: the rows, and how many ids each has.
     """
     at = 0
     for table in range(num_tables):
         begin, end, count = read64(ends, table), read64(ends, table + 1), read32(counts, table)
+        of_rows = read64(begins, table)
         if count == AS_THEY_ARE:
             write32(counts, table, end - begin)
             for p in range(begin, end):
@@ -84,8 +85,8 @@ def compact(keys, sources, ends, num_tables, counts, rows, starts, ordered, valu
                 at += 1
         else:
             for i in range(count):
-                write32(values, at, read32(rows, begin + table + i))
-                write32(times, at, read32(starts, begin + table + i + 1) - read32(starts, begin + table + i))
+                write32(values, at, read32(rows, of_rows + i))
+                write32(times, at, read32(starts, of_rows + i + 1) - read32(starts, of_rows + i))
                 at += 1
     return at
 

@@ -26,7 +26,7 @@ from sharders.embedding.lookup.numba_kept import Compiled, kept
 
 _log = logging.getLogger("dmp")
 _OF_IDS = {
-    **dict.fromkeys(("expand_bags", "expand_parts", "expand_runs", "sort_tables"), "numba_sort"),
+    **dict.fromkeys(("expand_bags", "expand_parts", "expand_runs", "lay_out", "sort_tables"), "numba_sort"),
     **dict.fromkeys(("choose", "compact", "spread"), "numba_distinct"),
     "split_by_blocks": "numba_blocks",
 }

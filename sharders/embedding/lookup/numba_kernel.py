@@ -33,6 +33,7 @@ from sharders.embedding.lookup.numba_layout import (
     int64,
     place_of,
     places_in,
+    scratch_for,
     shift,
     words,
 )
@@ -73,7 +74,7 @@ class NumbaLookup(TorchLookup):
 
     def order_pooled(self, read: Bags) -> Order:
         num_bags, tables = self._num_bags(read.offsets), self._tables
-        order = Order(read.ids.numel(), len(tables), read.weights is not None, shift(num_bags), tables.columns)
+        order = Order(read.ids.numel(), len(tables), shift(num_bags), tables.columns)
         return self._sort_bags(order, read, self._runs(num_bags), False)
 
     def update_pooled(self, grad: Tensor, read: Bags | Segmented, *, order: Order | None = None) -> None:
@@ -114,9 +115,9 @@ class NumbaLookup(TorchLookup):
 
     def order_rows(self, read: Segmented) -> Order:
         (ids, segments, bags, weights), tables = read, self._tables
-        order = Order(ids.numel(), len(tables), weights is not None, _ALL_BITS, tables.no_columns)
+        order = Order(ids.numel(), len(tables), _ALL_BITS, tables.no_columns)
         if bags is not None:
-            return self._sort_bags(order, Bags(ids, bags), self._runs_of(segments, bags, 0), True)
+            return self._sort_bags(order, Bags(ids, bags, weights), self._runs_of(segments, bags, 0), True)
         sizes, used = [0] * len(tables), [tables.of_range[i] for i, _ in segments]
         for table, (_, n) in zip(used, segments, strict=True):
             sizes[table] += n
@@ -218,15 +219,15 @@ class NumbaLookup(TorchLookup):
 
     def _sort_bags(self, order: Order, read: Bags, runs: Runs, moves: bool) -> Order:
         """The order of bags' ids; `moves` where the tables' ids may not be one after the other."""
-        (ids, bounds, _), num_tables = read, len(self._tables)
-        as_they_lie = ids.dtype == torch.int32 and not moves
-        memory = torch.empty(1 if as_they_lie else 3, ids.numel() + _FILLED, dtype=torch.int32, device="cpu")
+        (ids, bounds, weights), tables = read, self._tables
+        with_origins = moves and weights is not None
+        rows = 1 if ids.dtype == torch.int32 and not moves else 2 + with_origins
+        memory = torch.empty(rows, ids.numel() + _FILLED, dtype=torch.int32, device="cpu")
         sources, keys, origins = (*addresses(memory), 0, 0)[:3]
-        origins = origins if moves and order.addresses[-1] else 0
-        of_runs = (runs.to_sort.data_ptr(), runs.first.data_ptr(), num_tables)
-        given = (*words(ids), *words(bounds), *of_runs, keys, sources, origins, order.addresses[0])
+        of_runs = (runs.to_sort.data_ptr(), runs.first.data_ptr(), len(tables))
+        given = (*words(ids), *words(bounds), *of_runs, keys, sources, origins, order.ends.data_ptr())
         most = self._entry("expand_bags")(*given)
-        return self._sort(order, (keys or ids.data_ptr(), sources, origins), most, self._tables)
+        return self._sort(order, (keys or ids.data_ptr(), sources, origins), most, tables, weights is not None)
 
     def _gradients(self, grad: Tensor, read: Bags | Segmented, order: Order | None) -> Gradients:
         if order is None:
@@ -245,16 +246,15 @@ class NumbaLookup(TorchLookup):
         grad = grad.to(self.bank.weights.dtype)
         return grad if grad.stride(1) == 1 or not grad.numel() else grad.contiguous()
 
-    def _sort(self, order: Order, keys: tuple[int, ...], most: int, tables: Summed) -> Order:
-        sort_tables = self._entry("sort_tables")
-        ends, counts, rows, starts, ordered, places = order.addresses
-        num_tables, to = len(tables.tables), (rows, starts, ordered, places, counts)
+    def _sort(self, order: Order, keys: tuple[int, ...], most: int, tables: Summed, with_places: bool = False) -> Order:
+        sort_tables, num_rows, num_tables = self._entry("sort_tables"), tables.num_rows.data_ptr(), len(tables.tables)
+        room = self._entry("lay_out")(order.ends.data_ptr(), num_rows, num_tables, order.begins.data_ptr())
+        order.make_room(room, with_places)
         parts = min(threads.num_parts(order.num_ids), num_tables)
 
         def sort(i: int) -> None:
-            scratch = torch.empty(4 * most + 4096, dtype=torch.int64, device="cpu")
-            span = num_tables * i // parts, num_tables * (i + 1) // parts
-            sort_tables(*keys, ends, tables.num_rows.data_ptr(), *span, *to, scratch.data_ptr())
+            span, scratch = (num_tables * i // parts, num_tables * (i + 1) // parts), scratch_for(most)
+            sort_tables(*keys, num_rows, *span, *order.addresses, scratch.data_ptr())
 
         threads.run(sort, parts)
         return order
@@ -288,11 +288,11 @@ class NumbaLookup(TorchLookup):
         self, rows: Sequence[Tensor], starts: Sequence[int], tables: OfWidth, bits: int, columns: Tensor
     ) -> Order:
         """The order of ascending rows, part after part, by the source of the first of each part."""
-        order = Order(sum(map(len, rows)), len(tables.tables), False, bits, columns)
+        order = Order(sum(map(len, rows)), len(tables.tables), bits, columns)
         keys = torch.empty(2, order.num_ids, dtype=torch.int32, device="cpu")
         of_parts = int64([[r.data_ptr(), len(r), start] for r, start in zip(rows, starts, strict=True)])
         of_tables = tables.first_rows.data_ptr(), tables.num_rows.data_ptr(), len(tables.tables)
-        given = of_parts.data_ptr(), len(rows), *of_tables, *addresses(keys), order.addresses[0]
+        given = of_parts.data_ptr(), len(rows), *of_tables, *addresses(keys), order.ends.data_ptr()
         return self._sort(order, (*addresses(keys), 0), self._entry("expand_parts")(*given), tables)
 
 

@@ -103,19 +103,28 @@ class Order:
     Args:
         num_ids: of the call.
         num_tables: of the lookup.
-        with_places: keep where each id was.
         shift: see *source* there.
         columns: of each range in the gradient.
     """
 
-    def __init__(self, num_ids: int, num_tables: int, with_places: bool, shift: int, columns: Tensor) -> None:
-        sizes = [2 * (num_tables + 1), num_tables, *2 * [num_ids + num_tables + 1], num_ids, num_ids * with_places]
-        starts = [*accumulate(sizes, initial=0)]
-        self.memory = torch.empty(starts[-1], dtype=torch.int32, device="cpu")
+    def __init__(self, num_ids: int, num_tables: int, shift: int, columns: Tensor) -> None:
         self.num_ids, self.shift, self.columns = num_ids, shift, columns
-        self.ends, self.counts = self.memory[: sizes[0]].view(torch.int64), self.memory[starts[1] : starts[2]]
-        address = self.memory.data_ptr()
-        self.addresses = (*(address + 4 * start for start in starts[:5]), address + 4 * starts[5] if with_places else 0)
+        self.ends = torch.empty(num_tables + 1, dtype=torch.int64, device="cpu")
+        self.begins = torch.empty(num_tables, dtype=torch.int64, device="cpu")
+        self.counts = torch.empty(num_tables, dtype=torch.int32, device="cpu")
+
+    def make_room(self, num_rows: int, with_places: bool) -> None:
+        """For all that is sorted: so many rows, which `lay_out` finds, and where each id was, if it is asked."""
+        sizes = [num_rows, num_rows, self.num_ids, self.num_ids * with_places]
+        self.memory = torch.empty(sum(sizes), dtype=torch.int32, device="cpu")
+        rows, starts, ordered, places = accumulate([4 * n for n in sizes[:3]], initial=self.memory.data_ptr())
+        of_tables = map(address, (self.ends, self.begins, self.counts))
+        self.addresses = (*of_tables, rows, starts, ordered, places if with_places else 0)
+
+
+def scratch_for(num_ids: int) -> Tensor:
+    """Memory to sort a table of so many ids in."""
+    return torch.empty(5 * num_ids + 4096, dtype=torch.int32, device="cpu")
 
 
 def places_in(parts: Sequence[Tensor]) -> Tensor:

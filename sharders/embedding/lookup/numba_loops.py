@@ -121,8 +121,8 @@ def update_of(kind: Kind) -> Callable[..., None]:
             fetch(elements, zeros(elements, 1), arrays[1], state_at)
 
     def update(
-        elements, grad, grad_stride, shift, columns, tables, num_tables, ends, counts, rows, starts, ordered, places,
-        weights, first, stop, sums, bank, state, more_state, rates, packed, packed_rows,
+        elements, grad, grad_stride, shift, columns, tables, num_tables, ends, begins, counts, rows, starts, ordered,
+        places, weights, first, stop, sums, bank, state, more_state, rates, packed, packed_rows,
     ):  # fmt: skip
         """Update, or keep, each distinct row.
 
@@ -130,7 +130,7 @@ def update_of(kind: Kind) -> Callable[..., None]:
             grad: rows `grad_stride` apart, one for each bag or id: see *source* in `numba_sort`.
             columns: int64: of each range, in `grad`.
             tables: (num_tables, 4) int64: place of the first row in the bank, width, first range, first row of state.
-            ends, counts, rows, starts, ordered, places: see `sort_tables`.
+            ends, begins, counts, rows, starts, ordered, places: see `sort_tables`.
             weights: of the ids; 0 without.
             first, stop: only rows whose sources begin there are worked on: the parts of several threads.
             sums: memory for a row of what is computed.
@@ -149,7 +149,7 @@ def update_of(kind: Kind) -> Callable[..., None]:
             of_range, state_row = read64(tables, 4 * table + 2), read64(tables, 4 * table + 3)
             of_rates = _rates_of(rates, table)
             found = read32(counts, table)
-            its_rows, its_starts = rows + 4 * (begin + table), starts + 4 * (begin + table)
+            its_rows, its_starts = rows + 4 * read64(begins, table), starts + 4 * read64(begins, table)
             rank = first_from32(its_starts, found, first)
             sources = (grad, grad_stride, shift, columns + 8 * of_range, ordered, places, end - 1, weights)
             its_last = found - 1

@@ -31,7 +31,6 @@ _FEW_IDS = 24
 _COUNTED_ROWS = 4  # per id: so few are counted one by one
 _MARKED_ROWS = 64  # per id: so few are marked in a bitmap
 _MANY_IDS = 4096  # which a digit of 11 bits pays for
-SCRATCH_PER_ID, SCRATCH = 8, 3 * 2048
 
 
 def expand_bags(
@@ -133,8 +132,22 @@ def _first_from(read):
 first_from32, first_from64 = _first_from(read32), _first_from(read64)
 
 
+def lay_out(ends, num_rows, num_tables, begins):
+    """Where the distinct rows of each table may lie: as many as it can have, and one word more; returns the end.
+
+    Args:
+        ends, num_rows: see `sort_tables`.
+        begins: (num_tables,) int64, written.
+    """
+    at = 0
+    for table in range(num_tables):
+        write64(begins, table, at)
+        at += min(read64(ends, table + 1) - read64(ends, table), read64(num_rows, table)) + 1
+    return at
+
+
 def sort_tables(
-    keys, sources, origins, ends, num_rows, first, stop, rows, starts, ordered, places, counts, scratch
+    keys, sources, origins, num_rows, first, stop, ends, begins, counts, rows, starts, ordered, places, scratch
 ):  # fmt: skip
     """The order of the tables `first` to `stop`.
 
@@ -142,12 +155,13 @@ def sort_tables(
         keys, sources, origins: of all ids; those of table t are `ends[t]` to `ends[t + 1]`, `ends` int64. Sources are
             places among all keys if `sources` is 0.
         num_rows: of each table, int64.
-        rows: written at `ends[t] + t`: its distinct rows, and one word more.
-        starts: written at `ends[t] + t`: where each begins in `ordered`, and the end.
+        begins: see `lay_out`.
+        counts: of each table, written: distinct rows.
+        rows: written at `begins[t]`: its distinct rows, and one word more.
+        starts: written at `begins[t]`: where each begins in `ordered`, and the end.
         ordered: written: the sources.
         places: written: where the ids were, by `origins`, or among all keys if that is 0; 0 where nobody asks.
-        counts: of each table, written: distinct rows.
-        scratch: `SCRATCH_PER_ID` words for each id of the largest of these tables, and `SCRATCH`; 8-byte aligned.
+        scratch: `scratch_for` the ids of the largest of these tables.
     """
     for table in range(first, stop):
         begin = read64(ends, table)
@@ -156,7 +170,8 @@ def sort_tables(
         its_sources = sources + 4 * begin if sources != 0 else 0
         its_origins = origins + 4 * begin if origins != 0 else 0
         of = (keys + 4 * begin, its_sources, its_origins, num, begin)
-        to = (rows + 4 * (begin + table), starts + 4 * (begin + table), ordered, places)
+        of_rows = 4 * read64(begins, table)
+        to = (rows + of_rows, starts + of_rows, ordered, places)
         if num <= _FEW_IDS:
             found = _insert(of, to, scratch)
         elif total <= _COUNTED_ROWS * num:
