@@ -37,7 +37,7 @@ def _machine() -> Any:
 
 def helper(function: Callable[..., Any]) -> Any:
     """To be called by compiled functions, of which it becomes a part."""
-    return njit(error_model="numpy", forceinline=True)(function)
+    return njit(error_model="numpy", forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
 
 
 def by_blocks(function: Callable[..., Any]) -> Any:
