@@ -12,7 +12,7 @@ from torch import nn
 
 from dmp import DistributedModelParallel, ShardError, ShardingEnv, table_wise
 from sharders import EmbeddingBagSharder
-from sharders.embedding.lookup import fbgemm_kernel, kernels, numba_kernel
+from sharders.embedding.lookup import fbgemm_kernel, kernels, numba_kernel, numba_training
 from sharders.embedding.lookup.bank import Bank, RowRange
 from sharders.embedding.lookup.kernels import KERNELS, Kernel, compile_lookup, register_kernel
 from sharders.embedding.lookup.numba_kernel import NumbaLookup
@@ -135,3 +135,15 @@ def test_a_named_kernel_that_does_not_fit_says_why() -> None:
         model.double()
     assert model.state_dict()["weight"].dtype == torch.float32
     assert model(torch.tensor([[1, 2]])).dtype == torch.float32
+
+
+def test_where_nothing_is_updated_no_update_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever places columns or sorts ids asks whether numba works, and waits for what that compiles."""
+    asked: set[str] = set()
+    for module in (numba_kernel, numba_training):
+        made = module.entry_of
+        monkeypatch.setattr(module, "entry_of", lambda name, *of, made=made: (asked.add(name), made(name, *of))[1])
+    assert numba_kernel.problem.__wrapped__() == "" and asked == {"sum_bags"}
+    assert numba_kernel.supports(torch.device("cpu"), torch.float32, None, []) is None
+    numba_kernel.problem.__wrapped__(torch.float32, "gradients")
+    assert {"sort_tables", "update_copy"} < asked

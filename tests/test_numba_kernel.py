@@ -129,6 +129,31 @@ def test_sums_are_written_where_they_belong(layout: str, num: int) -> None:
             assert (wide == 7).all()
 
 
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+def test_gradients_may_lie_anyhow(kind: str) -> None:
+    """Their elements may be one in memory, apart, or in another order."""
+    spec, draw = OptimizerSpec.make(kind, lr=0.1), torch.Generator().manual_seed(0)
+    for how in ("one row", "one column", "one number", "transposed", "every other"):
+        trained_by = []
+        for kernel in ("torch", "numba"):
+            bank, lookup = make(MIXED, torch.float64, spec, kernel)
+            batch, columns = make_batch(lookup, 20), lookup.num_columns
+            wide = torch.randn(40, 2 * columns, generator=draw.manual_seed(1), dtype=torch.float64)
+            rows = wide[:20, :columns]
+            grad = {
+                "one row": rows[:1].expand(20, columns),
+                "one column": rows[:, :1].expand(20, columns),
+                "one number": rows[0, 0].expand(20, columns),
+                "transposed": rows.t().contiguous().t(),
+                "every other": wide[::2, ::2],
+            }[how]
+            bank.step()
+            lookup.update_pooled(grad if kernel == "numba" else grad.contiguous(), batch.read())
+            trained_by.append((bank.weights, lookup.gradient_pooled(grad, batch.read())))
+        for found, expected in zip(*trained_by, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12, msg=how)
+
+
 def test_another_optimizer_with_an_update_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its state may be of another dtype, and its options another's defaults: it trains as by torch's operations."""
     fine = replace(OPTIMIZERS["adagrad"], name="fine", state={"sum": StateTensor(dtype=torch.float32)})

@@ -48,6 +48,7 @@ _STREAMED_BYTES = 4 << 20  # results of this size do not stay in the caches anyw
 _MOST_KEPT = 8  # numbers of bags
 _FILLED = 16  # words that compiled code may write behind sources, see `expand_bags`
 _ALL_BITS = 31  # a source of unpooled ids has no feature
+_GRADIENTS = "gradients"
 
 
 class NumbaLookup(TorchLookup):
@@ -304,18 +305,19 @@ def supports(
         return f"it takes {', '.join(ELEMENTS.values())} tables on the CPU; got {dtype} on {device.type}"
     if (most := max((r.rows for r in ranges), default=0)) >= _MAX:
         return f"it takes tables of fewer than 2**31 rows on a rank; got {most}"
-    kind = optimizer.kind if optimizer is not None and optimizer.optimizer.update in training.KINDS else None
-    reason = problem(dtype, kind)
+    is_compiled = optimizer is not None and optimizer.optimizer.update in training.KINDS
+    reason = problem(dtype, optimizer.kind if optimizer is not None and is_compiled else _GRADIENTS)
     return f"{reason} (pip install numba where it is missing)" if reason else None
 
 
 @cache
 def problem(dtype: torch.dtype = torch.float32, kind: str | None = None) -> str:
-    """Why numba cannot be used here, in one line; empty where it can: it loads, and a small update is right.
+    """Why numba cannot be used here, in one line; empty where it can: it loads, and a small call is right.
 
     Args:
         dtype: of the tables.
-        kind: an optimizer whose update is compiled; None for others, which are given gradients.
+        kind: an optimizer whose update is compiled; `_GRADIENTS` for others, which are given gradients; None where
+            nothing is updated, for which no update need be compiled.
     """
     try:
         with torch.device("cpu"):
@@ -329,15 +331,16 @@ def _compare(dtype: torch.dtype, kind: str | None) -> str:
     grad, read = torch.arange(16.0, dtype=dtype).view(2, 8), Bags(ids, offsets)
     results = []
     for lookup_class in (NumbaLookup, TorchLookup):
-        spec = OptimizerSpec.make(kind, lr=0.5) if kind else None
+        spec = OptimizerSpec.make(kind, lr=0.5) if kind and kind != _GRADIENTS else None
         bank = Bank([[(3, 4)], [(2, 4)]], dtype, "cpu", spec)
         bank.weights.copy_(torch.arange(20.0))
         bank.step()
         lookup = lookup_class(bank, [RowRange(bank.chunks[0][0], 0, 3), RowRange(bank.chunks[1][0], 0, 2)])
         before = lookup.pooled(read).flatten()
-        if kind:
+        if spec:
             lookup.update_pooled(grad, read)
-        results.append(torch.cat([before, bank.weights if kind else lookup.gradient_pooled(grad, read)]))
+        changed = lookup.gradient_pooled(grad, read) if kind == _GRADIENTS else bank.weights
+        results.append(torch.cat([before, changed]))
     ours, torchs = (result.double() for result in results)
     right = torch.allclose(ours, torchs, rtol=1e-5 if dtype.itemsize > 2 else 0.02, atol=1e-5)
-    return "" if right else f"what numba compiles gives wrong numbers for {kind or 'gradients'} of {dtype}"
+    return "" if right else f"what numba compiles gives wrong numbers for {kind or 'lookups'} of {dtype}"
