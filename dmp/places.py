@@ -6,7 +6,8 @@ A *tie* is a parameter in several places, which must stay one whatever is done t
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
@@ -87,13 +88,21 @@ def restore_ties(ties: Iterable[list[Place]]) -> None:
             place.store[place.name] = held[kept]
 
 
-def replace_tensors(places: Iterable[Place], make: Callable[[Place], torch.Tensor]) -> None:
-    """Put `make(place)` in each place; made once for a tensor with several, which stays one."""
+def replace_tensors(places: Iterable[Place], make: Callable[[Place], torch.Tensor], kept: Container[int] = ()) -> None:
+    """Put `make(place)` in each place; made once for a tensor with several, which stays one.
+
+    Args:
+        kept: ids of tensors that are held elsewhere too: such a one stays, and becomes what is made, if it can.
+    """
     made: dict[int, torch.Tensor] = {}
     for place in list(places):  # the old ones stay alive meanwhile: no new one takes the id of one
-        if id(place.tensor) not in made:
-            made[id(place.tensor)] = make(place)
-        place.store[place.name] = made[id(place.tensor)]
+        old = place.tensor
+        if id(old) not in made:
+            made[id(old)] = new = make(place)
+            if id(old) in kept and not weakref.getweakrefs(old):  # with which torch swaps none
+                torch.utils.swap_tensors(old, new)
+                made[id(old)] = old
+        place.store[place.name] = made[id(old)]
 
 
 def room_for(old: torch.Tensor, device: torch.device | str) -> torch.Tensor:

@@ -10,6 +10,7 @@ Modules
   hooks of one whose place it takes; which hooks a block has
 - `_apply`, `_load_from_state_dict`, `torch.nn.modules.module._IncompatibleKeys`: what `.to` and `load_state_dict` do
 - `_reset_parameters`, `_init_weights`, `_initialize_weights`: initial rules of torch's and Transformers' modules
+- `_flat_weights`: of recurrent modules, which keep their weights in it too, and keep it current
 - `_NormBase`, `_DropoutNd`: bases by which kinds of modules are told
 - `_tp_plan`: of Transformers, which weights its models split
 

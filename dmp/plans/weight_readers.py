@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import dis
 import functools
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, SimpleNamespace
 from typing import Any
 
 from torch import nn
@@ -95,6 +96,24 @@ def find_readers(model: nn.Module, sites: Mapping[int, tuple[nn.Module, Iterable
     return readers
 
 
+def kept_beside(model: nn.Module) -> dict[int, str]:
+    """id of each parameter that a module keeps beside its place, in a list or dict of its own -> where.
+
+    What is put into the parameter's place is not seen there.
+    """
+    return {id(each): where for where, each in _attributes(model.modules()) if isinstance(each, nn.Parameter)}
+
+
+def _attributes(modules: Iterable[nn.Module]) -> Iterator[tuple[str, Any]]:
+    """(where, what) modules keep, other than as submodules, parameters and buffers."""
+    for m in modules:
+        for name, value in vars(m).items():
+            if name in _OF_MODULE or (isinstance(m, nn.RNNBase) and name == "_flat_weights"):  # which it keeps current
+                continue
+            for each in _contents(value):
+                yield f"{type(m).__name__}.{name}", each
+
+
 class _Watched:
     """The modules that hold a parameter of a site, and its names there."""
 
@@ -121,13 +140,7 @@ class _Watched:
 
     def kept(self, modules: Iterable[nn.Module], codes: Iterable[Code]) -> dict[int, Reader]:
         """Sites of which something keeps the module or a parameter, other than as a submodule."""
-        places = [
-            (f"{type(m).__name__}.{name}", each)
-            for m in modules
-            for name, value in vars(m).items()
-            if name not in _OF_MODULE
-            for each in _contents(value)
-        ]
+        places = list(_attributes(modules))
         for code in codes:
             held = [*code.closed.values(), *(code.names.get(name) for name in code.code.co_names)]
             places += [(code.title, each) for each in held]
@@ -322,15 +335,17 @@ def _contents(value: Any, depth: int = 0) -> Iterator[Any]:
     if depth > 2:
         return
     inner: Iterable[Any] = ()
-    if type(value) in (list, tuple, set):
+    if isinstance(value, list | tuple | set | frozenset | deque):
         inner = value
-    elif type(value) is dict:
+    elif isinstance(value, dict):
         inner = value.values()
     elif isinstance(value, functools.partial):
         inner = (*value.args, *value.keywords.values(), value.func)
     elif isinstance(value, FunctionType):
         inner = (*closed_over(value).values(), *(value.__defaults__ or ()))
-    elif not isinstance(value, nn.Module | type) and not is_foreign(type(value).__module__):
+    elif isinstance(value, SimpleNamespace) or not (
+        isinstance(value, nn.Module | type) or is_foreign(type(value).__module__)
+    ):
         inner = getattr(value, "__dict__", {}).values()
     for each in inner:
         yield from _contents(each, depth + 1)

@@ -12,6 +12,7 @@ from dmp.calls import alone
 from dmp.contracts import ShardedModule, hook
 from dmp.errors import ShardError
 from dmp.places import is_dtensor, places_of, replace_tensors, room_for
+from dmp.plans.weight_readers import kept_beside
 from dmp.state.find_wrapped import env_of, wrapped_in
 from dmp.state.gather import gather
 from dmp.wrap.wrapper import DistributedModelParallel
@@ -86,5 +87,5 @@ def _allocate(module: nn.Module) -> None:
                 f"unsharded() left buffer {place.full_name!r} on meta, and a state dict does not hold it; "
                 "give it its values there"
             )
-    replace_tensors(on_meta, lambda place: room_for(place.tensor, "cpu"))
+    replace_tensors(on_meta, lambda place: room_for(place.tensor, "cpu"), kept_beside(module))
     module.cpu()

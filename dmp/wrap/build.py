@@ -32,7 +32,7 @@ from dmp.registry import default_planner
 from dmp.wrap.agreement import check_agreement, on_all_ranks, sync_from_first_rank
 from dmp.wrap.arguments import Arguments
 from dmp.wrap.assembly import Assembly, Owned, fused_of
-from dmp.wrap.data_parallel import check_beforehand, start
+from dmp.wrap.data_parallel import check_beforehand, left_whole, start
 from dmp.wrap.filling import check_made, fill_from_meta, rules_of
 from dmp.wrap.initial_rules import Rules
 from dmp.wrap.initial_values import materialise, shared_seed
@@ -202,6 +202,8 @@ def _with_dense(made: Assembly, checked: _Checked, seed: int) -> Assembly:
     made.split_dense()
     takes_meta = starts and made.shards_in_place
     if takes_meta:
+        if rules is not None and (whole := left_whole(made)):
+            on_all_ranks(lambda: materialise(made.module, made.device, seed, rules, sharded, whole), made.env)
         made = start(made)
     if rules is not None:
         on_all_ranks(lambda: materialise(made.module, made.device, seed, rules, sharded), made.env)

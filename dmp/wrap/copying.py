@@ -11,7 +11,7 @@ import torch
 from dmp.errors import ShardError
 from dmp.places import is_dtensor
 from dmp.wrap.assembly import Assembly, fused_of
-from dmp.wrap.data_parallel import start, stopped
+from dmp.wrap.data_parallel import left_whole, start, stopped
 from dmp.wrap.skeleton import copy_values, skeleton_of
 
 
@@ -44,6 +44,7 @@ def copied(made: Assembly, memo: dict[int, Any], device: torch.device) -> Assemb
         new.split_dense()
     takes_meta = made.is_data_parallel and new.shards_in_place
     if takes_meta:
+        copy_values(made.module, module, device, left_whole(new))
         new = start(new)
     if made.skeleton is not None:
         copy_values(made.module, module, device)

@@ -10,7 +10,9 @@ from torch.nn.parameter import is_lazy
 from dmp.contracts import DataParallelWrapper, hook
 from dmp.errors import ShardError
 from dmp.names import join_name
+from dmp.places import is_dtensor
 from dmp.plans.check import Resolved
+from dmp.plans.weight_readers import kept_beside
 from dmp.registry import replicating_wrapper
 from dmp.wrap.assembly import Assembly
 from dmp.wrap.ddp_watch import SplitWatch, Watch
@@ -35,15 +37,15 @@ def start(made: Assembly) -> Assembly:
     Raises:
         ShardError: a parameter is still lazy, or on meta.
     """
-    in_place = made.shards_in_place
+    in_place, whole = made.shards_in_place, left_whole(made)
     for name, parameter in made.module.named_parameters():
         _check_not_lazy(name, parameter)
-        if parameter.is_meta and not in_place:
+        if parameter.is_meta and (name in whole or not in_place):
             raise ShardError(f"parameter {name!r} is on meta: pass init_parameters=True, or load values first")
     skeleton = made.skeleton
     if in_place and skeleton is None:
         skeleton = skeleton_of(made.module, made.sharded)
-    running = _averaged(made, in_place)
+    running = _averaged(made, in_place, whole)
     is_watched = running is not made.module or (made.env.data_size > 1 and not in_place)
     watch = Watch(made.module, made.sharded_names()) if is_watched else None
     return replace(made, running=running, skeleton=skeleton, watch=watch, is_data_parallel=True)
@@ -69,12 +71,19 @@ def watched(made: Assembly) -> Assembly:
     return made
 
 
-def _averaged(made: Assembly, in_place: bool) -> nn.Module:
-    """The module with gradients averaged; weights that the plan replicates on a fully sharded mesh apart."""
-    kept, owned = _kept_whole(made), made.sharded_names()
-    if in_place:  # what lies inside a sharder's module cannot be split with the rest
-        kept |= made.unnamed()
-    else:
+def left_whole(made: Assembly) -> frozenset[str]:
+    """Names, under every alias, of weights that are not split with the rest where the mesh splits: replicated by the
+    plan, inside a sharder's module, or kept by the model beside their places. They are not taken on meta."""
+    kept = _kept_whole(made)
+    if made.shards_in_place:
+        kept |= made.unnamed() | (_kept_beside(made) - made.sharded_names())
+    return kept
+
+
+def _averaged(made: Assembly, in_place: bool, kept: frozenset[str]) -> nn.Module:
+    """The module with gradients averaged; what is left whole apart."""
+    owned = made.sharded_names()
+    if not in_place:
         owned -= made.unnamed()
     wrapped = made.wrapper.wrap(made.module, made.env, made.device, owned | kept)
     if kept:
@@ -90,6 +99,13 @@ def _kept_whole(made: Assembly) -> frozenset[str]:
         return frozenset()
     ids = {id(p) for name, p in made.module.named_parameters() if name in chosen}
     return frozenset(n for n, p in made.module.named_parameters(remove_duplicate=False) if id(p) in ids)
+
+
+def _kept_beside(made: Assembly) -> frozenset[str]:
+    """Names, under every alias, of weights that the model's own code would go on reading as they are now."""
+    kept = kept_beside(made.module)
+    named = made.module.named_parameters(remove_duplicate=False)
+    return frozenset(name for name, p in named if id(p) in kept and not is_dtensor(p))
 
 
 def _check_not_lazy(name: str, parameter: nn.Parameter) -> None:

@@ -15,7 +15,7 @@ touched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from functools import partial
 from itertools import product
 from math import prod
@@ -30,6 +30,7 @@ from dmp.env import ShardingEnv
 from dmp.errors import ShardError
 from dmp.names import join_name
 from dmp.places import Place, places_of, replace_tensors, room_for
+from dmp.plans.weight_readers import kept_beside
 from dmp.ranks import gather_words
 from dmp.wrap.initial_rules import TOGETHER_ELEMENTS, Rules, set_seed
 
@@ -87,7 +88,12 @@ def _fill_blocks(
 
 
 def materialise(
-    module: nn.Module, device: torch.device, seed: int, rules: Rules, skip: Iterable[nn.Module] = ()
+    module: nn.Module,
+    device: torch.device,
+    seed: int,
+    rules: Rules,
+    skip: Iterable[nn.Module] = (),
+    only: Container[str] | None = None,
 ) -> None:
     """Allocate and fill every parameter and buffer that is on meta, tied ones once; modules in `skip` are left alone.
 
@@ -96,6 +102,7 @@ def materialise(
 
     Args:
         rules: of the model before it was sharded.
+        only: names of those that are filled; None: all.
 
     Raises:
         ShardError: nothing gives such a tensor values.
@@ -106,7 +113,8 @@ def materialise(
         fill_own(place.owner, place.path, place.name, as_chunks(new), seed, rules)
         return new
 
-    replace_tensors(_on_meta(module, skip), filled)
+    wanted = [place for place in _on_meta(module, skip) if only is None or place.full_name in only]
+    replace_tensors(wanted, filled, kept_beside(module) if wanted else ())
 
 
 def check_can_materialise(module: nn.Module, rules: Rules, skip: Iterable[nn.Module] = ()) -> None:

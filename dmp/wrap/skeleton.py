@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from types import FunctionType
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from dmp.chunked import as_chunks
 from dmp.places import Place, places_of, replace_tensors, room_for
+from dmp.plans.weight_readers import kept_beside
 
 
 def skeleton_of(module: nn.Module, sharded: list[nn.Module]) -> nn.Module:
@@ -48,8 +49,12 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
     return copy.deepcopy(value, memo)
 
 
-def copy_values(old: nn.Module, new: nn.Module, device: torch.device) -> None:
-    """Values, flags and modes of `old` into a copy of its structure that is still on meta."""
+def copy_values(old: nn.Module, new: nn.Module, device: torch.device, only: Container[str] | None = None) -> None:
+    """Values, flags and modes of `old` into a copy of its structure that is still on meta.
+
+    Args:
+        only: names of the tensors that are copied; None: all.
+    """
     modules = dict(old.named_modules(remove_duplicate=False))
     for path, module in new.named_modules():
         module.training = modules[path].training
@@ -62,7 +67,9 @@ def copy_values(old: nn.Module, new: nn.Module, device: torch.device) -> None:
         as_chunks(value).fill_from(as_chunks(live))
         return value.requires_grad_(live.requires_grad) if isinstance(value, nn.Parameter) else value
 
-    replace_tensors((place for place in places_of(new.named_modules()) if place.tensor.is_meta), copied)
+    on_meta = [place for place in places_of(new.named_modules()) if place.tensor.is_meta]
+    wanted = [place for place in on_meta if only is None or place.full_name in only]
+    replace_tensors(wanted, copied, kept_beside(new))
 
 
 def put_back(module: nn.Module) -> None:

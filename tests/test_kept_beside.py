@@ -1,0 +1,129 @@
+"""Weights that stay whole on a mesh that splits the others: kept by the model beside their places, or by the plan."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dmp import DistributedModelParallel, ShardingEnv, full_state_dict, replicate, to_unsharded
+from tests.ranks import mesh, run_ranks
+
+WAYS: dict[str, tuple[Callable[[nn.Parameter], Any], Callable[[Any], torch.Tensor]]] = {
+    "a list": (lambda w: [w], lambda kept: kept[0]),
+    "a dict": (lambda w: {"w": w}, lambda kept: kept["w"]),
+    "an ordered dict": (lambda w: OrderedDict(w=w), lambda kept: kept["w"]),
+    "an object": (lambda w: SimpleNamespace(w=w), lambda kept: kept.w),
+    "an argument": (lambda w: functools.partial(F.linear, weight=w), lambda kept: kept.keywords["weight"]),
+}
+
+
+class Net(nn.Module):
+    """Reads a weight by another way than its place."""
+
+    def __init__(self, way: str | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 1)
+        self.way = way
+        if way:
+            self.kept = WAYS[way][0](self.second.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = WAYS[self.way][1](self.kept) if self.way else self.second.weight
+        out: torch.Tensor = self.last(F.linear(self.first(x).relu(), weight).relu())
+        return out
+
+
+def _trains(model: nn.Module, whole: nn.Module, env: ShardingEnv) -> None:
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.1) for m in (model, whole)]
+    for step in range(2):
+        xs = torch.randn(env.data_size, 3, 6, generator=torch.Generator().manual_seed(step))
+        got, wanted = model(xs[env.data_rank]), [whole(x) for x in xs]
+        torch.testing.assert_close(got, wanted[env.data_rank])
+        got.square().mean().backward()
+        torch.stack(wanted).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    values: Mapping[str, torch.Tensor] = full_state_dict(model)
+    for name, value in whole.state_dict().items():
+        torch.testing.assert_close(values[name], value, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def _kept(shape: tuple[int, ...], names: tuple[str, ...], way: str) -> None:
+    env = ShardingEnv.from_mesh(mesh(shape, names))
+    model, whole = DistributedModelParallel(Net(way), env), Net(way)
+    _trains(model, whole, env)
+    x = torch.ones(2, 6)
+    for twin in (copy.deepcopy(model), to_unsharded(model)):
+        torch.testing.assert_close(twin(x), whole(x))
+    _trains(copy.deepcopy(model), whole, env)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_weight_that_the_model_keeps_beside_its_place(way: str) -> None:
+    run_ranks(2, _kept, (2,), ("shard",), way)
+
+
+@pytest.mark.slow
+def test_on_copies_of_what_is_split() -> None:
+    run_ranks(4, _kept, (2, 2), ("replicate", "shard"), "a dict")
+
+
+def _position_weights() -> None:
+    """TorchRec's, which reads its parameters by a plain dict."""
+    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+    from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
+    from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        tables = [EmbeddingBagConfig(name="t", num_embeddings=20, embedding_dim=4, feature_names=["a", "b"])]
+        bags = EmbeddingBagCollection(tables=tables, is_weighted=True)
+        return FeatureProcessedEmbeddingBagCollection(bags, PositionWeightedModuleCollection({"a": 4, "b": 4}))
+
+    env = ShardingEnv.from_mesh(mesh((2,), ("shard",)))
+    model, whole = DistributedModelParallel(make(), env), make()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, whole)]
+    for _ in range(2):
+        for r in range(2):
+            ids = torch.arange(12).add(r) % 20
+            batch = KeyedJaggedTensor(["a", "b"], ids, lengths=torch.tensor([3, 2, 3, 4]))
+            if r == env.rank:
+                model(batch).values().square().sum().backward()
+            (whole(batch).values().square().sum() / 2).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, value in full_state_dict(model).items():
+        torch.testing.assert_close(value, whole.state_dict()[name], msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_torchrecs_position_weights() -> None:
+    run_ranks(2, _position_weights)
+
+
+def _replicated(is_on_meta: bool) -> None:
+    env, module = ShardingEnv.from_mesh(mesh((2,), ("shard",))), Net()
+    model = DistributedModelParallel(
+        module.to("meta") if is_on_meta else module, env, plan={"second.weight": replicate()}
+    )
+    whole = Net()
+    whole.load_state_dict(full_state_dict(model))
+    _trains(model, whole, env)
+    _trains(copy.deepcopy(model), whole, env)
+
+
+@pytest.mark.parametrize("is_on_meta", [False, True])
+def test_a_weight_that_the_plan_replicates(is_on_meta: bool) -> None:
+    """From values and from meta, and in a copy of the model."""
+    run_ranks(2, _replicated, is_on_meta)
