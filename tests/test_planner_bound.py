@@ -12,10 +12,12 @@ from numpy.typing import NDArray
 from planner.search import bound, bound_node
 from planner.search.bound import lower_bound
 from planner.search.bound_blocks import Blocks, tried
-from planner.search.bound_columns import columns
+from planner.search.bound_columns import Columns, columns
+from planner.search.bound_counts import crowded
 from planner.search.bound_node import Frame, Node
 from planner.search.bound_phases import joined
-from planner.search.cost_table import CostTable
+from planner.search.bound_programme import Programme, solve
+from planner.search.cost_table import CostTable, Integers
 from planner.search.placement import Part, Placement
 from planner.search.problem import Problem
 from tests.test_planner_families import drawn
@@ -169,6 +171,16 @@ def scattered(p: Problem, r: np.random.Generator) -> Placement:
     return found
 
 
+def taken_by(plan: Placement, found: Columns) -> Integers:
+    """The column of each item."""
+    rows = []
+    for item, part in enumerate(plan.parts):
+        assert part is not None
+        of = (found.owner == plan.problem.item_class[item]) & (found.row == part.row)
+        rows.append(np.flatnonzero(of & (found.pieces <= len(part.blocks)))[-1])
+    return np.array(rows)
+
+
 @pytest.mark.parametrize("span", [1, 4])
 def test_what_blocks_ranks_leaves_room_for_every_plan(span: int) -> None:
     blocking = 0
@@ -178,12 +190,8 @@ def test_what_blocks_ranks_leaves_room_for_every_plan(span: int) -> None:
         plan = scattered(p, r)
         most, seconds = plan.local.max(0), plan.local[:, :-1].max(0)
         found = columns(p, plan.seconds())
-        rows = []
-        for item, part in enumerate(plan.parts):
-            assert part is not None
-            of = (found.owner == p.item_class[item]) & (found.row == part.row) & (found.pieces <= len(part.blocks))
-            rows.append(np.flatnonzero(of)[-1])
-        at, share = np.array(rows), np.ones(len(rows))
+        at = taken_by(plan, found)
+        share = np.ones(len(at))
         for q in np.flatnonzero(np.append(p.span, 1) == 1).tolist():
             least, blocked, others = tried(p.table, found, at, share, q, most[q : q + 1])
             for size, of_block, of_others in zip(least.tolist(), blocked[0], others[0], strict=True):
@@ -192,6 +200,48 @@ def test_what_blocks_ranks_leaves_room_for_every_plan(span: int) -> None:
                 assert max(taken) <= 1 + 1e-9, (seed, q, size)
                 blocking += int(of_block.any())
     assert blocking > 40
+
+
+@pytest.mark.parametrize("span", [1, 4])
+def test_levels_leave_room_for_every_plan(span: int) -> None:
+    most_full, beside = 0.0, 0
+    for seed in range(60):
+        r = np.random.default_rng(seed)
+        p = drawn(seed, int(r.integers(3, 9)), 16, (1, 2, 4, 8), 6, 1e9, span)
+        plan = scattered(p, r)
+        high, found, spans = plan.local.max(0), columns(p, plan.seconds()), np.append(p.span, 1)
+        at = taken_by(plan, found)
+        for part, way in crowded(p.table, found, at, np.ones(len(at)), high, spans):
+            assert part <= 1 + 1e-9, (seed, way)
+            assert np.isclose(way.taken(p.table, found, at, high, spans).sum(), part), (seed, way)
+            most_full = max(most_full, part)
+            beside += way.own >= 0 and part > 0
+    assert most_full > 0.7
+    assert beside > 20 * (span > 1) - 1
+
+
+def test_prices_are_nearly_the_best() -> None:
+    from scipy.optimize import linprog
+
+    for seed in range(20):
+        r = np.random.default_rng(seed)
+        groups, number, rows = 60, 12, 9
+        work = r.random((groups * number, rows)) ** 3 * r.random((groups, 1, 1)).repeat(number, 1).reshape(-1, 1) / 20
+        items, times = np.ones(groups), np.eye(rows)[:, :6]
+        base = np.where(np.arange(rows) < 6, 0.0, -0.6 * work.sum(0) / number)
+        every, low, high = r.random(len(work)) * 0.01, np.zeros(6), np.ones(6)
+        p = Programme(every, work, np.arange(groups) * number, items, base, low, high, times)
+        one_each = np.kron(np.eye(groups), np.ones(number))
+        exact = linprog(
+            np.append(p.every, np.ones(6)),
+            np.hstack([work.T, -times]),
+            -base,
+            np.hstack([one_each, np.zeros((groups, 6))]),
+            items,
+            bounds=[(0, None)] * len(work) + [(0, 1)] * 6,
+        )
+        value = p.value(solve(p, 2 * exact.fun).price)[0]
+        assert 1 - 1e-3 < value / exact.fun < 1 + 1e-9, seed
 
 
 def doubled(p: Problem, factor: float, at: int = 2) -> Problem:

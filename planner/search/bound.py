@@ -26,10 +26,12 @@ _WORK = 80.0
 """Programmes solved at most, small ones counting less than one, a large one as several."""
 _ROWS = 2500
 """Columns of one that counts once; others by the root of how many they have, for most columns are left out at first,"""
-_LEAST = 0.75
-"""but not less than this."""
+_LEAST, _MANY = 0.75, 12_000
+"""but not less than this, nor than one for each so many: all are looked at."""
 _CLOSE = 5e-4
 """Nobody cares how much of this part of a plan's cost is missing."""
+_PROGRESS, _VAIN = 2e-4, 16.0
+"""Part of the value by which it has to rise while so many programmes are solved: else the rest would be in vain."""
 _ROUNDING = 1e-9
 _PARTS = 7
 """Of the shortest piece, that all others are tried to be a whole number of."""
@@ -111,19 +113,22 @@ def _search(
     """The node of least value when the work is done, best first; None where none is left."""
     heap: list[tuple[float, int, Node]] = []
     number, work, settled = 0, 0.0, settle(frame, root)
+    risen, since = -np.inf, 0.0
     if settled is not None:
         heap.append((settled.value, 0, settled))
     while heap:
         value, _, node = heap[0]
         told(value)
-        if value >= frame.upper * (1 - _CLOSE) or is_enough(work):
+        if value > risen + _PROGRESS * abs(value):
+            risen, since = value, work
+        if value >= frame.upper * (1 - _CLOSE) or work - since > _VAIN or is_enough(work):
             return node
         parts = split(frame, node)
         if not parts:
             return node
         heapq.heappop(heap)
         for part in parts:
-            work += max(_LEAST, float(np.sqrt(len(part.rows) / _ROWS)))
+            work += max(_LEAST, float(np.sqrt(len(part.rows) / _ROWS)), len(part.rows) / _MANY)
             settled = settle(frame, part)
             if settled is not None:
                 number += 1

@@ -40,10 +40,12 @@ class Blocks(NamedTuple):
 
     def taken(self, table: CostTable, columns: Columns, rows: Integers, other: int, seconds: float) -> Array:
         """(rows,) part of what there is of another phase, which takes so long at most, that each column takes."""
-        load = narrowest(table, columns, rows, self.phase)
-        is_counted, blocked = load >= self.least, _covered(table, columns, rows)[:, other]
-        is_blocking = is_counted & (load > max(self.most - self.least, 0.0) * (1 + _EDGE)) & (blocked > 0)
-        return np.where(is_blocking, blocked, np.where(is_counted, columns.mean[rows, other] / seconds, 0.0))
+        load, taken = narrowest(table, columns, rows, self.phase), np.zeros(len(rows))
+        counted = np.flatnonzero(load >= self.least)
+        blocked = _covered(table, columns, rows[counted])[:, other]
+        is_blocking = (load[counted] > max(self.most - self.least, 0.0) * (1 + _EDGE)) & (blocked > 0)
+        taken[counted] = np.where(is_blocking, blocked, columns.mean[rows[counted], other] / seconds)
+        return taken
 
 
 def tried(

@@ -15,7 +15,10 @@ Memory is counted as a phase is; its h is what a rank has.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
+from numpy.typing import NDArray
 
 from planner.search.bound_columns import Columns
 from planner.search.cost_table import Array, CostTable, Integers
@@ -24,87 +27,124 @@ LEVELS = (1, 2, 3, 4)
 _EDGE = 1e-9
 
 
-def levels(
-    table: CostTable, columns: Columns, rows: Integers, weights: Array, phase: int | Integers, number: int
-) -> Array:
-    """(..., rows) part of all levels of a phase that each column takes at least.
+class Way(NamedTuple):
+    """A way to count, see [Note: counting].
 
     Args:
-        rows: of the columns.
-        weights: (..., phases + 1) of seconds and bytes, so that no rank has more than 1.
-        phase: one whose ranks, or groups of ranks, are meant; or one for each of the weights.
+        phase: whose levels; the last is memory.
         number: of levels.
+        own: a phase that each rank has for itself, of which a piece on all ranks that share `phase` takes its level; -1
+            where none does.
     """
-    taken = np.zeros((*weights.shape[:-1], len(rows)))
-    counted = _counted(table, columns, rows, weights, number)
-    rows, row = rows[counted], columns.row[rows[counted]]
-    hits, one = columns.hits[rows].T[phase], columns.one[phase][..., None]
-    fixed, slope = weights @ table.fixed[row].T, weights @ table.slope[row].T
-    lacks = np.flatnonzero(table.lacking[row])
-    last = row[lacks]
-    fixed = np.concatenate([fixed, fixed[..., lacks] - weights @ table.lack[last].T], -1)
-    slope = np.concatenate([slope, slope[..., lacks] - weights @ table.lack_slope[last].T], -1)
-    found = _levels(table, columns, np.append(rows, rows[lacks]), fixed, slope, number)
-    of_full = found[..., : len(rows)]
-    of_last = of_full.copy()
-    of_last[..., lacks] = found[..., len(rows) :]
-    taken[..., counted] = of_full * (hits - one) + of_last * one
-    return taken
 
+    phase: int
+    number: int
+    own: int = -1
 
-def _counted(table: CostTable, columns: Columns, rows: Integers, weights: Array, number: int) -> Integers:
-    """Those of the rows that may take a level: all others take none, even in one piece."""
-    row, top = columns.row[rows], np.maximum(weights, 0).reshape(-1, weights.shape[-1]).max(0, initial=0.0)
-    used = np.flatnonzero(top)
-    at = np.ix_(row, used)
-    most = np.maximum(table.fixed[at], 0) + table.units[row][:, None] * np.maximum(table.slope[at], 0)
-    if len(lacks := np.flatnonzero(table.lacking[row])):
-        last, units = np.ix_(row[lacks], used), table.units[row[lacks]][:, None]
-        # there may be more on a last rank
-        most[lacks] -= np.minimum(table.lack[last], 0) + units * np.minimum(table.lack_slope[last], 0)
-    return np.flatnonzero((most @ top[used] * (number + 1) > 1 - _EDGE) & (columns.pieces[rows] > 0))
-
-
-def _levels(table: CostTable, columns: Columns, rows: Integers, fixed: Array, slope: Array, number: int) -> Array:
-    """(..., rows) part of a rank's levels that pieces take, all together.
-
-    Args:
-        fixed, slope: (..., rows) of what a rank has, of a piece of no units, and for each unit.
-    """
-    row, pieces = columns.row[rows], columns.pieces[rows]
-    units, step = table.units[row], 1 / (number + 1)
-    narrow = np.where(units > 0, table.least[row], 0)
-    lowest = np.clip(np.ceil((fixed + narrow * slope) / step * (1 - _EDGE)) - 1, 0, number)
-    is_cut = (units > 0) & (slope > 0)
-    safe = np.where(is_cut, slope, 1.0)
-    with np.errstate(over="ignore", invalid="ignore"):  # where width is all but free
-        # the widest piece of each level; how much wider another level makes a piece at most
-        width = np.floor(((lowest + 1) * step - fixed) / safe * (1 + _EDGE) + _EDGE)
-        wider = np.zeros(fixed.shape)
-        for more in range(1, number + 1):
-            limit = np.floor(((lowest + 1 + more) * step - fixed) / safe * (1 + _EDGE) + _EDGE)
-            wider = np.maximum(wider, (limit - width) / more)
-        left = units - pieces * width
-        extra = np.where(is_cut & (left > 0) & (pieces > 0), np.ceil(left / np.maximum(wider, 1e-9) - 1e-6), 0)
-    taken: Array = (pieces * lowest + extra) / number
-    return taken
+    def taken(self, table: CostTable, columns: Columns, rows: Integers, high: Array, span: Integers) -> Array:
+        """(rows,) part of all levels that each column takes at least; arguments as in `crowded`."""
+        phase, number = np.array([self.phase, self.own]), np.array([self.number, 1])
+        if self.own < 0:
+            alone: Array = levels(table, columns, rows, phase[:1], high[phase[:1]], number[:1])[0]
+            return alone
+        of = levels(table, columns, rows, phase, high[phase], number)
+        is_large = _is_large(table, columns, rows, phase[1:], high)[0]
+        found: Array = np.where(_is_whole(table, columns, rows, span[self.phase]), of[1], of[0] * is_large)
+        return found
 
 
 def crowded(
-    table: CostTable, columns: Columns, rows: Integers, weights: tuple[Array, Array], phase: int, span: int, number: int
-) -> Array:
-    """(..., rows) part of all levels of a shared phase that each column takes at least, where each rank is tight too.
+    table: CostTable, columns: Columns, rows: Integers, share: Array, high: Array, span: Integers
+) -> list[tuple[float, Way]]:
+    """Ways to count, and what columns take together of all levels that there are, 1 being all of them.
 
     Args:
-        weights: of what is shared, (phases + 1,), and of what each rank has for itself, as in `levels`.
-        phase: the shared one.
-        span: ranks that share it.
+        share: (rows,) items that take each column.
+        high: (phases + 1,) seconds at most, or bytes; 0 where that is not known.
+        span: (phases + 1,) ranks that share each.
     """
-    shared, own = weights
+    known = np.flatnonzero(high > 0)
+    phase, number = np.repeat(known, len(LEVELS)), np.tile(LEVELS, len(known))
+    of = levels(table, columns, rows, phase, high[phase], number)
+    ways = [Way(*way) for way in zip(phase.tolist(), number.tolist(), strict=True)]
+    found = list(zip((of @ share).tolist(), ways, strict=True))
+    own = known[span[known] == 1]
+    alone = of[np.flatnonzero((span[phase] == 1) & (number == 1))]
+    for p in known[span[known] > 1].tolist():
+        is_whole, is_large = _is_whole(table, columns, rows, span[p]), _is_large(table, columns, rows, own, high)
+        beside = (of[phase == p] * (share * ~is_whole)) @ is_large.T.astype(np.float64) + alone @ (share * is_whole)
+        found += [(float(beside[i, j]), Way(p, n, q)) for i, n in enumerate(LEVELS) for j, q in enumerate(own.tolist())]
+    return found
+
+
+def levels(table: CostTable, columns: Columns, rows: Integers, phase: Integers, most: Array, number: Integers) -> Array:
+    """(ways, rows) part of all levels that each column takes at least.
+
+    Args:
+        rows: of the columns.
+        phase: (ways,) whose levels; the last is memory.
+        most: (ways,) seconds that it takes at most, or bytes.
+        number: (ways,) of levels.
+    """
+    row, taken = columns.row[rows], np.zeros((len(phase), len(rows)))
+    is_counted = (table.whole.T[phase][:, row] > (most / (number + 1) * (1 - _EDGE))[:, None]) & (
+        columns.pieces[rows] > 0
+    )
+    way, at = np.nonzero(is_counted)
+    row, of, most, pieces = row[at], phase[way], most[way], columns.pieces[rows[at]]
+    fixed, slope = table.fixed[row, of] / most, table.slope[row, of] / most
+    full = _levels(table, row, pieces, fixed, slope, number[way])
+    hits, one = columns.hits[rows[at], of], columns.one[of]
+    if len(lacks := np.flatnonzero(table.lacking[row])):
+        row, of, most = row[lacks], of[lacks], most[lacks]
+        fixed, slope = (
+            fixed[lacks] - table.lack[row, of] / most,
+            slope[lacks] - table.lack_slope[row, of] / most,
+        )
+        last = full.copy()
+        last[lacks] = _levels(table, row, pieces[lacks], fixed, slope, number[way[lacks]])
+        taken[way, at] = full * (hits - one) + last * one
+    else:
+        taken[way, at] = full * hits
+    return taken
+
+
+def _levels(table: CostTable, row: Integers, pieces: Integers, fixed: Array, slope: Array, number: Integers) -> Array:
+    """(columns,) part of a rank's levels that pieces take, all together.
+
+    Args:
+        fixed, slope: of what a rank has, of a piece of no units, and for each unit.
+    """
+    units = table.units[row]
+    narrow = np.where(units > 0, table.least[row], 0)
+    lowest = np.clip(np.ceil((fixed + narrow * slope) * (number + 1) * (1 - _EDGE)) - 1, 0, number)
+    taken = pieces * lowest
+    cut = np.flatnonzero((units > 0) & (slope > 0))
+    step, lowest, fixed, slope = 1 / (number[cut] + 1), lowest[cut], fixed[cut], slope[cut]
+    # the widest piece of each level; how much wider another level makes a piece at most
+    width = np.floor(((lowest + 1) * step - fixed) / slope * (1 + _EDGE) + _EDGE)
+    left = units[cut] - pieces[cut] * width
+    some = np.flatnonzero(left > 0)
+    cut, step, lowest, fixed, slope, width = cut[some], step[some], lowest[some], fixed[some], slope[some], width[some]
+    wider = np.zeros(len(cut))
+    for more in range(1, max(LEVELS) + 1):
+        limit = np.floor(((lowest + 1 + more) * step - fixed) / slope * (1 + _EDGE) + _EDGE)
+        wider = np.maximum(wider, np.where(more <= number[cut], (limit - width) / more, 0))
+    taken[cut] += np.ceil(left[some] / np.maximum(wider, 1e-9) - 1e-6)
+    found: Array = taken / number
+    return found
+
+
+def _is_whole(table: CostTable, columns: Columns, rows: Integers, span: int) -> NDArray[np.bool_]:
+    """(rows,) whether a piece is on all of the ranks that share a phase, or on none."""
+    found: NDArray[np.bool_] = table.size[columns.row[rows]] % span == 0
+    return found
+
+
+def _is_large(table: CostTable, columns: Columns, rows: Integers, phase: Integers, high: Array) -> NDArray[np.bool_]:
+    """(phases, rows) whether a piece takes more than half of a rank, however narrow it is."""
     row = columns.row[rows]
     narrow = np.where(table.units[row] > 0, table.least[row], 0)
-    is_large = own @ (table.fixed[row] + narrow[:, None] * table.slope[row]).T > 0.5 * (1 + _EDGE)
-    alone = levels(table, columns, rows, own, phase, 1)
-    beside = np.where(is_large, levels(table, columns, rows, shared, phase, number), 0)
-    taken: Array = np.where(table.size[row] % span == 0, alone, beside)
-    return taken
+    load = table.fixed[row] + narrow[:, None] * table.slope[row]
+    found: NDArray[np.bool_] = load.T[phase] > 0.5 * high[phase, None] * (1 + _EDGE)
+    return found

@@ -11,7 +11,6 @@ them together. A node split by that has no such pieces, or their sum to pay, whe
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -180,10 +179,9 @@ def _counted(frame: Frame, node: Node) -> list[Array]:
         return []
     rows, share = _in_use(node)
     high = np.append(np.where(node.high < _KNOWN * node.relaxed.seconds, node.high, 0.0), frame.room)
-    ways = _counts(frame, high)
-    used = [(-u, i, j) for i, (count, w) in enumerate(ways) for j, u in enumerate((count(rows, w) @ share).tolist())]
-    best = [(ways[i], j) for u, i, j in sorted(used)[:_COUNTS] if u < -_SHORT]
-    found = [count(node.rows, weights[j]) for (count, weights), j in best]
+    span = np.append(frame.span, 1)
+    ways = sorted((-u, way) for u, way in crowded(frame.table, frame.columns, rows, share, high, span) if u > _SHORT)
+    found = [way.taken(frame.table, frame.columns, node.rows, high, span) for _, way in ways[:_COUNTS]]
     known = np.flatnonzero(high[:-1] > 0).tolist()
     blocks = sorted((-b[p] - o[p] / high[p], p, of) for of, b, o in _blocks(frame, node, high) for p in known)
     kept = [(p, of) for u, p, of in blocks if u < -_SHORT][:_COUNTS]
@@ -205,32 +203,6 @@ def _blocks(frame: Frame, node: Node, high: Array) -> list[tuple[Blocks, Array, 
             if of_block.any():
                 found.append((Blocks(q, float(high[q]), size), of_block, of_others))
     return found
-
-
-def _counts(frame: Frame, high: Array) -> list[tuple[Callable[[Integers, Array], Array], Array]]:
-    """Ways to count, each from rows and weights to what they take of what there is 1 of, and some such weights.
-
-    Args:
-        high: (phases + 1,) seconds at most by phase, then bytes; 0 where that is not known.
-    """
-    span = np.append(frame.span, 1)
-    single = np.diag(np.where(high > 0, 1 / np.maximum(high, 1e-300), 0.0))
-    own = np.flatnonzero((high > 0) & (span == 1))
-    found: list[tuple[Callable[[Integers, Array], Array], Array]] = []
-    for number in LEVELS:
-        found.append((partial(_levels, frame, int(own[0]), number), single[own]))  # memory is always known
-        for p in np.flatnonzero((high > 0) & (span > 1)).tolist():
-            found.append((partial(_levels, frame, p, number), single[p : p + 1]))
-            found.append((partial(_crowded, frame, p, single[p], number), single[own]))
-    return found
-
-
-def _levels(frame: Frame, phase: int, number: int, rows: Integers, weights: Array) -> Array:
-    return levels(frame.table, frame.columns, rows, weights, phase, number)
-
-
-def _crowded(frame: Frame, phase: int, shared: Array, number: int, rows: Integers, own: Array) -> Array:
-    return crowded(frame.table, frame.columns, rows, (shared, own), phase, int(frame.span[phase]), number)
 
 
 def _in_use(node: Node) -> tuple[Integers, Array]:
@@ -290,7 +262,7 @@ def split(frame: Frame, node: Node) -> tuple[Node, ...]:
         _, phase, high[phase], low[phase] = by_time
         return node._replace(high=high), node._replace(low=low)
     _, phase, least = by_size
-    below = keep(node, _pieces(frame, node)[:, phase] < least)
+    below = keep(node, _piece(frame, node.rows, phase) < least)
     times = np.append(low, node.together)
     times[phase] = max(times[phase], least)
     above = node._replace(low=times[: len(low)], together=times[len(low) :])
@@ -311,26 +283,35 @@ def _interval(frame: Frame, node: Node, *, blocks: bool) -> tuple[float, int, fl
     spare = frame.upper - node.value
     known = np.append(np.where(node.high < _KNOWN * times, node.high, 0.0), frame.room)
     of_known = _blocks(frame, node, known) if blocks else []
-    of, high, low = _limits(frame, node)
-    weights = np.zeros((len(of), len(times) + 1))
-    weights[np.arange(len(of)), of] = 1 / np.maximum(high, 1e-300)
-    taken = [levels(frame.table, frame.columns, rows, weights, of, number) @ share for number in LEVELS]
-    taken += [of_block[of] + of_others[of] / high for _, of_block, of_others in of_known]
-    above = np.maximum(1 - node.relaxed.price[of], 0.5) * (low - times[of])
-    below = np.maximum(times[of] - high, times[of] * (np.max(taken, axis=0) - 1))
-    for phase in np.unique(of[frame.span[of] == 1]).tolist() if blocks else ():
-        _, blocked, others = tried(frame.table, frame.columns, rows, share, phase, high[of == phase])
-        longer = np.where(times > 0, others + (blocked - 1) * times, 0.0)
-        below[of == phase] = np.maximum(below[of == phase], longer.max((1, 2), initial=0.0))
-    gain = np.minimum(np.minimum(above, 0.5 * below), spare)
-    gains = np.flatnonzero(0.5 * below > _EXACT * frame.upper).tolist()
-    return max(((float(gain[i]), int(of[i]), float(high[i]), float(low[i])) for i in gains), default=None)
+    limits = []
+    for phase, high, low in _limits(frame, node):
+        above = np.maximum(1 - node.relaxed.price[phase], 0.5) * (low - times[phase])
+        limits.append((float(above.max()), phase, high, low, above))
+    best: tuple[float, int, float, float] | None = None
+    for most, phase, high, low, above in sorted(limits, key=lambda limit: -limit[0]):
+        if best is not None and min(most, spare) <= best[0]:
+            break
+        number, of = np.repeat(LEVELS, len(high)), np.full(len(LEVELS) * len(high), phase)
+        counts = levels(frame.table, frame.columns, rows, of, np.tile(high, len(LEVELS)), number) @ share
+        taken = list(counts.reshape(len(LEVELS), -1))
+        taken += [of_block[phase] + of_others[phase] / high for _, of_block, of_others in of_known]
+        below = np.maximum(times[phase] - high, times[phase] * (np.max(taken, axis=0) - 1))
+        if blocks and frame.span[phase] == 1:
+            _, blocked, others = tried(frame.table, frame.columns, rows, share, phase, high)
+            longer = np.where(times > 0, others + (blocked - 1) * times, 0.0)
+            below = np.maximum(below, longer.max((1, 2), initial=0.0))
+        gain = np.minimum(np.minimum(above, 0.5 * below), spare)
+        gains = np.flatnonzero(0.5 * below > _EXACT * frame.upper).tolist()
+        found = [(float(gain[i]), phase, float(high[i]), float(low[i])) for i in gains]
+        best = max(found if best is None else [best, *found], default=None)
+    return best
 
 
-def _limits(frame: Frame, node: Node) -> tuple[Integers, Array, Array]:
-    """Phases, and for each two times: the phase takes at most the first in one node, at least the second in another."""
+def _limits(frame: Frame, node: Node) -> list[tuple[int, Array, Array]]:
+    """Phases, and times of each: the phase takes at most the first in one node, at least the second in another."""
     assert node.relaxed is not None
-    times, shortest, found = node.relaxed.seconds, _shortest(frame, node), []
+    times, shortest = node.relaxed.seconds, _shortest(frame, node)
+    found: list[tuple[int, Array, Array]] = []
     for phase in np.flatnonzero(times > 10 * _EXACT * frame.upper).tolist():
         seconds, unit = float(times[phase]), float(frame.unit[phase])
         if unit > _EXACT * frame.upper:
@@ -342,18 +323,18 @@ def _limits(frame: Frame, node: Node) -> tuple[Integers, Array, Array]:
         crossed = crossed[(crossed > seconds * (1 + _EXACT)) & np.isfinite(crossed)]
         high, low = np.append(high, crossed - (unit or crossed * _JUST)), np.append(low, crossed)
         kept = (high <= node.high[phase] - 0.5 * unit - _EXACT * seconds) & (low >= node.low[phase])
-        found.append((np.full(kept.sum(), phase), high[kept], low[kept]))
-    if not found:
-        return np.zeros(0, dtype=np.int64), np.zeros(0), np.zeros(0)
-    of, high, low = (np.concatenate(part) for part in zip(*found, strict=True))
-    return of, high, low
+        if kept.any():
+            found.append((phase, high[kept], low[kept]))
+    return found
 
 
 def _shortest(frame: Frame, node: Node) -> Array:
     """(phases,) of the shortest piece in each that takes long enough to matter; infinite where there is none."""
-    piece = frame.columns.piece[node.rows]
-    found: Array = np.where(piece > _EXACT * frame.upper, piece, np.inf).min(0)
-    return found
+    found: list[float] = []
+    for phase in range(len(frame.span)):
+        piece = frame.columns.piece[node.rows, phase]
+        found.append(float(piece.min(where=piece > _EXACT * frame.upper, initial=np.inf)))
+    return np.array(found)
 
 
 def _threshold(frame: Frame, node: Node, used: Array) -> tuple[float, int, float] | None:
@@ -365,9 +346,10 @@ def _threshold(frame: Frame, node: Node, used: Array) -> tuple[float, int, float
     """
     assert node.relaxed is not None and node.reduced is not None
     spare, reduced = frame.upper - node.value, node.reduced
-    piece, seconds = _pieces(frame, node), node.relaxed.seconds
+    seconds, some = node.relaxed.seconds, np.flatnonzero(used > _EXACT * _EXACT)
     seconds = np.append(seconds, frame.sums @ seconds)
-    beyond = (piece - seconds) * used[:, None]
+    piece = np.column_stack([_piece(frame, node.rows[some], phase) for phase in range(len(seconds))])
+    beyond = (piece - seconds) * used[some, None]
     if beyond.max() <= _EXACT * frame.upper:
         return None
     found: list[tuple[float, float, int, float]] = []
@@ -375,8 +357,9 @@ def _threshold(frame: Frame, node: Node, used: Array) -> tuple[float, int, float
         sizes = np.unique(piece[beyond[:, phase] > _EXACT * frame.upper, phase])
         start, stop = seconds[phase], sizes[-1]
         aims = np.searchsorted(sizes[:-1], start + (stop - start) * _AIMS)
+        of_all = _piece(frame, node.rows, phase)
         for least in np.unique(sizes[aims]).tolist():
-            cost = np.where(piece[:, phase] < least, reduced, np.inf)
+            cost = np.where(of_all < least, reduced, np.inf)
             below = float(node.items @ np.minimum.reduceat(cost, node.start))
             above = (_GUESS if phase < len(node.low) else _OF_SUM) * (least - start)
             found.append((min(below, above, spare), float(beyond[:, phase].max()), phase, least))
@@ -384,10 +367,12 @@ def _threshold(frame: Frame, node: Node, used: Array) -> tuple[float, int, float
     return gain, phase, least
 
 
-def _pieces(frame: Frame, node: Node) -> Array:
-    """(rows, phases + sums) of each column."""
-    piece = frame.columns.piece[node.rows]
-    return np.column_stack([piece, piece @ frame.sums.T])
+def _piece(frame: Frame, rows: Integers, phase: int) -> Array:
+    """(rows,) seconds of each column in a phase, or in one of the sums after all phases."""
+    number = len(frame.span)
+    piece = frame.columns.piece
+    found: Array = piece[rows, phase] if phase < number else piece[rows] @ frame.sums[phase - number]
+    return found
 
 
 def _split_group(frame: Frame, node: Node) -> tuple[Node, ...]:

@@ -14,9 +14,9 @@ import numpy as np
 
 from planner.search.cost_table import Array, Integers
 
-_LARGE = 2000
+_LARGE = 300
 """Columns above which most are left out at first."""
-_MORE = 1000
+_MORE = 200
 """Columns that are solved for at once, besides the cheapest of each group."""
 _TRIES = 4
 _ITERATIONS, _VAIN = 40, 8
@@ -175,10 +175,10 @@ def _solve(p: Programme, enough: float) -> Relaxed:
                 state.advance()
         except np.linalg.LinAlgError:
             break
-        if not (np.isfinite(state.price).all() and np.isfinite(state.x).all()):
+        if not (np.isfinite(state.cost).all() and np.isfinite(state.inside).all()):
             break  # the numbers are too far apart; earlier prices hold
     price[~is_time] *= unit
-    return Relaxed(price, state.x, (scaled.low + state.sigma) * unit)
+    return Relaxed(price, state.x, state.seconds * unit)
 
 
 class _State:
@@ -186,110 +186,117 @@ class _State:
     of a half, and phases last as long as that takes.
 
     Attributes:
-        x: (columns,) shares; z: their reduced costs.
-        slack: (rows,) of each row; price: its price.
-        sigma: (phases,) seconds above the lowest; z_sigma: their reduced costs.
-        tau: (phases,) seconds below the highest; w: their price.
-        y: (groups,) an item's price.
+        inside: (columns + rows + 2 phases,) what has to stay above 0: shares, room left in rows, seconds of phases
+            above the lowest, and below the highest.
+        cost: what each of these costs: shares' reduced costs, rows' prices, reduced costs of seconds, and their prices.
     """
 
     def __init__(self, p: Programme) -> None:
+        columns, rows, phases = len(p.every), len(p.base), len(p.low)
         self.p, self.group = p, p.group
-        self.length = np.diff(np.append(p.start, len(p.every)))
-        phases = len(p.low)
-        aside = _ASIDE / phases
-        self.price = np.full(len(p.base), 0.5)
-        self.price[phases:][p.times[phases:].any(1)] = _ASIDE
-        cost = p.every + p.work @ self.price
-        self.y = np.minimum.reduceat(cost, p.start) - _ASIDE / len(p.start)
-        self.z = cost - self.y[self.group]
-        self.x = 1 / self.z
-        self.x *= (p.items / np.add.reduceat(self.x, p.start))[self.group]
-        row = self.x @ p.work + p.base
+        self.ends = columns, columns + rows, columns + rows + phases
+        self.length = np.diff(np.append(p.start, columns))
         self.width = np.maximum(p.high - p.low, 1e-9)
+        aside = _ASIDE / phases
+        price = np.full(rows, 0.5)
+        price[phases:][p.times[phases:].any(1)] = _ASIDE
+        cost = p.every + p.work @ price
+        z = cost - (np.minimum.reduceat(cost, p.start) - _ASIDE / len(p.start))[self.group]
+        x = 1 / z
+        x *= (p.items / np.add.reduceat(x, p.start))[self.group]
+        row = x @ p.work + p.base
         least = np.minimum(0.1 * self.width, aside)
-        self.sigma = np.clip(row[:phases] - p.low + aside, least, 0.9 * self.width)
-        self.tau = self.width - self.sigma
-        row -= p.times @ (p.low + self.sigma)
-        self.slack = np.maximum(-row, aside)
-        self.w = np.full(phases, 0.1)
-        self.z_sigma = p.rest(self.price) + self.w
+        sigma = np.clip(row[:phases] - p.low + aside, least, 0.9 * self.width)
+        slack = np.maximum(p.times @ (p.low + sigma) - row, aside)
+        w = np.full(phases, 0.1)
+        self.inside = np.concatenate([x, slack, sigma, self.width - sigma])
+        self.cost = np.concatenate([z, price, p.rest(price) + w, w])
+        self.missing = self._missing()
+
+    @property
+    def x(self) -> Array:
+        """(columns,) shares."""
+        return self.inside[: self.ends[0]]
+
+    @property
+    def price(self) -> Array:
+        """(rows,) prices."""
+        return self.cost[self.ends[0] : self.ends[1]]
+
+    @property
+    def seconds(self) -> Array:
+        """(phases,) that phases take."""
+        found: Array = self.p.low + self.inside[self.ends[1] : self.ends[2]]
+        return found
+
+    def _parts(self, values: Array) -> tuple[Array, Array, Array, Array]:
+        """Of columns, of rows, and of phases two."""
+        first, second, third = self.ends
+        return values[:first], values[first:second], values[second:third], values[third:]
 
     def is_done(self, best: float) -> bool:
         """Whether the prices are as good as they get."""
-        primal = float(self.p.every @ self.x + (self.p.low + self.sigma).sum())
-        missing = np.abs(self._missing()[0]).max()
-        return missing < _NEAR and primal - best < _missed(primal, 1 - best)
+        primal = float(self.p.every @ self.x + self.seconds.sum())
+        missing = np.abs(self.missing[0]).max()
+        return bool(missing < _NEAR) and primal - best < _missed(primal, 1 - best)
 
     def _missing(self) -> tuple[Array, Array, Array]:
         p = self.p
-        row = self.x @ p.work + p.base + self.slack - p.times @ (p.low + self.sigma)
-        return -row, p.items - np.add.reduceat(self.x, p.start), self.width - self.sigma - self.tau
+        x, slack, sigma, tau = self._parts(self.inside)
+        row = x @ p.work + p.base + slack - p.times @ (p.low + sigma)
+        return -row, p.items - np.add.reduceat(x, p.start), self.width - sigma - tau
 
     def advance(self) -> None:
         """One step: how far a plain one would get says how much of it to aim inside."""
-        x, z, slack, price, sigma, tau, w = self.x, self.z, self.slack, self.price, self.sigma, self.tau, self.w
-        number = len(x) + len(slack) + 2 * len(sigma)
-        products = [x * z, slack * price, sigma * self.z_sigma, tau * w]
-        mu = sum(float(c.sum()) for c in products) / number
+        products = self.inside * self.cost
+        mu = float(products.mean())
         factors = self._factors()
-        plain = self._step(factors, *(-c for c in products))
-        along, across = self._lengths(plain)
-        dx, dz, dslack, dprice, dsigma, dz_sigma, dtau, dw, _ = plain
-        after = float((x + along * dx) @ (z + across * dz) + (slack + along * dslack) @ (price + across * dprice))
-        after += float((sigma + along * dsigma) @ (self.z_sigma + across * dz_sigma))
-        after += float((tau + along * dtau) @ (w + across * dw))
-        aim = mu * min(1.0, after / (number * mu)) ** 3
-        second = [dx * dz, dslack * dprice, dsigma * dz_sigma, dtau * dw]
-        step = self._step(factors, *(aim - c - s for c, s in zip(products, second, strict=True)))
-        along, across = self._lengths(step)
-        dx, dz, dslack, dprice, dsigma, dz_sigma, dtau, dw, dy = step
-        along, across = min(1.0, _INSIDE * along), min(1.0, _INSIDE * across)
-        self.x, self.slack = x + along * dx, slack + along * dslack
-        self.sigma, self.tau = sigma + along * dsigma, tau + along * dtau
-        self.z, self.price, self.w = z + across * dz, price + across * dprice, w + across * dw
-        self.z_sigma, self.y = self.z_sigma + across * dz_sigma, self.y + across * dy
-
-    def _lengths(self, step: tuple[Array, ...]) -> tuple[float, float]:
-        dx, dz, dslack, dprice, dsigma, dz_sigma, dtau, dw, _ = step
-        along = min(map(_room, (self.x, self.slack, self.sigma, self.tau), (dx, dslack, dsigma, dtau)))
-        across = min(map(_room, (self.z, self.price, self.z_sigma, self.w), (dz, dprice, dz_sigma, dw)))
-        return along, across
+        inside, cost = self._step(factors, -products)
+        along, across = _room(self.inside, inside), _room(self.cost, cost)
+        after = float((self.inside + along * inside) @ (self.cost + across * cost)) / len(products)
+        aim = mu * min(1.0, after / mu) ** 3
+        # what the plain step would change in products counts as far as that can go
+        inside, cost = self._step(factors, aim - products - along * across * inside * cost)
+        along, across = _room(self.inside, inside), _room(self.cost, cost)
+        self.inside = self.inside + min(1.0, _INSIDE * along) * inside
+        self.cost = self.cost + min(1.0, _INSIDE * across) * cost
+        self.missing = self._missing()
 
     def _factors(self) -> tuple[Array, ...]:
         p = self.p
-        d = self.x / self.z
+        ratio = self.inside / self.cost
+        d, d_row, d_sigma, d_tau = self._parts(ratio)
         d_group = np.add.reduceat(d, p.start)
         mean = np.add.reduceat(d[:, None] * p.work, p.start, axis=0) / d_group[:, None]
         apart = p.work - np.repeat(mean, self.length, axis=0)
-        d_sigma = 1 / (self.z_sigma / self.sigma + self.w / self.tau)
-        matrix = apart.T @ (d[:, None] * apart) + np.diag(self.slack / self.price)
+        d_sigma = 1 / (1 / d_sigma + 1 / d_tau)
+        matrix = apart.T @ (d[:, None] * apart)
+        matrix.flat[:: len(matrix) + 1] += d_row
         matrix += (p.times * d_sigma) @ p.times.T
-        return d, d_group, apart, mean, d_sigma, matrix
+        return d, d_group, apart, d_sigma, np.linalg.inv(matrix)
 
-    def _step(
-        self, factors: tuple[Array, ...], c_x: Array, c_slack: Array, c_sigma: Array, c_tau: Array
-    ) -> tuple[Array, ...]:
-        """Changes of all variables that make the products so much larger, and rows, groups and widths come right."""
+    def _step(self, factors: tuple[Array, ...], change: Array) -> tuple[Array, Array]:
+        """Changes that make the products so much larger, and rows, groups and widths come right."""
         p = self.p
-        d, d_group, apart, mean, d_sigma, matrix = factors
-        r_row, r_group, r_width = self._missing()
-        held = c_x / self.z
-        moved = (r_group - np.add.reduceat(held, p.start)) / d_group
-        held = held + d * moved[self.group]
-        k_sigma = c_sigma / self.sigma - (c_tau - self.w * r_width) / self.tau
-        right = held @ p.work + c_slack / self.price - r_row - p.times @ (d_sigma * k_sigma)
-        dprice = np.linalg.solve(matrix, right)
+        d, d_group, apart, d_sigma, inverse = factors
+        _, slack, sigma, tau = self._parts(self.inside)
+        z, price, _, w = self._parts(self.cost)
+        c_x, c_slack, c_sigma, c_tau = self._parts(change)
+        r_row, r_group, r_width = self.missing
+        held = c_x / z
+        moved = ((r_group - np.add.reduceat(held, p.start)) / d_group)[self.group]
+        held += d * moved
+        k_sigma = c_sigma / sigma - (c_tau - w * r_width) / tau
+        right = held @ p.work + c_slack / price - r_row - p.times @ (d_sigma * k_sigma)
+        dprice = inverse @ right
         towards = apart @ dprice
-        dx = held - d * towards
-        dz = towards - moved[self.group]
-        dslack = c_slack / self.price - self.slack / self.price * dprice
+        dslack = (c_slack - slack * dprice) / price
         paid = dprice @ p.times
         dsigma = d_sigma * (k_sigma + paid)
         dtau = r_width - dsigma
-        dw = (c_tau - self.w * dtau) / self.tau
-        dy = moved + mean @ dprice
-        return dx, dz, dslack, dprice, dsigma, dw - paid, dtau, dw, dy
+        dw = (c_tau - w * dtau) / tau
+        inside = np.concatenate([held - d * towards, dslack, dsigma, dtau])
+        return inside, np.concatenate([towards - moved, dprice, dw - paid, dw])
 
 
 def _room(values: Array, change: Array) -> float:

@@ -68,3 +68,11 @@ class CostTable:
     def lacking(self) -> NDArray[np.bool_]:
         """(rows,) whether the last rank of a block gets less."""
         return np.asarray(self.lack.any(1) | self.lack_slope.any(1), dtype=np.bool_)
+
+    @cached_property
+    def whole(self) -> Array:
+        """(rows, phases + 1) what a rank of a piece has at most, were there only one."""
+        units = self.units[:, None].astype(np.float64)
+        found: Array = np.maximum(self.fixed, 0) + units * np.maximum(self.slope, 0)
+        found -= np.minimum(self.lack, 0) + units * np.minimum(self.lack_slope, 0)  # a last rank may have more
+        return found

@@ -302,10 +302,11 @@ def _guide(
     """Pack starts like the relaxed optimum; returns the work, and in what way the best of them is like it."""
     group, few = ranks_together(problem), len(problem.item_class) <= _SHAKEN
     work, last, found = 0.0, 0.0, (np.inf, LIKE[0])
-    start = guided(problem, cuts, optimum)
-    if start is not None and not can_pack(problem, group, _hosts(problem)):
-        weights = _WEIGHTS[0] * (start.fill > _ROOMY), _POWERS[0]
-        for most in start.most:
+    if not can_pack(problem, group, _hosts(problem)):
+        begun = [s for like in LIKE[:2] if (s := guided(problem, cuts, optimum, like)) is not None]
+        # which of many optima was found must not matter: of the second start pieces may be larger, and no phase is free
+        for start, most in [*((s, s.most[0]) for s in begun), *((s, s.most[-1]) for s in begun[:1])]:
+            weights = _WEIGHTS[0] * (start.fill > _ROOMY), _POWERS[0]
             work += _pack(problem, cuts, start, most, weights, best, out_of_time)
             if work > _BUILDING:
                 break
