@@ -81,8 +81,7 @@ def test_what_is_changed_in_part_is_as_if_it_were_made_anew(ranks: int) -> None:
         assert {k: set(v) for k, v in placement.held.items() if v} == {k: set(v) for k, v in anew.held.items() if v}
 
 
-@pytest.mark.parametrize("passes", [False, True])
-def test_many_exchanges_or_moves_at_once_never_raise_the_potential(passes: bool) -> None:
+def test_many_exchanges_at_once_never_raise_the_potential() -> None:
     p = drawn(5, 300, 256, (1, 2, 8), 24, 1e9, 8)
     cuts = Cuts.of(p)
     start = starts(p, cuts)[0]
@@ -99,11 +98,11 @@ def test_many_exchanges_or_moves_at_once_never_raise_the_potential(passes: bool)
     for turn in range(48):
         value = improver.value
         phase = turn % len(p.span)
-        exchanged = improver.transfer_many(phase) if passes else improver.exchange_many(phase, random)
+        exchanged = improver.exchange_many(phase, random)
         assert (improver.value < value) == (exchanged > 0)
         assert improver.value == pytest.approx(potential.weigh(), rel=1e-9)
         done += exchanged
-    assert done > (50 if passes else 100)
+    assert done > 100
     assert placement.seconds() < 0.9 * begin
     assert [part and sorted(part.widths) for part in placement.parts] == before
     np.testing.assert_allclose(placement.local, placement.copy().local, rtol=1e-9, atol=1e-12)

@@ -1,7 +1,7 @@
 """Improvement of a placement: units that pass to another rank, exchanges, and items that are put down anew. Pure.
 
-Where hosts are many, many of them exchange pieces, or pass some to idle ones, at the same time: what that gains is a
-sum over the ranks that it touches, so that moves which touch no host in common gain what they gain alone.
+Where hosts are many, many of them exchange pieces at the same time: what that gains is a sum over the ranks that it
+touches, so that exchanges which touch no host in common gain what they gain alone.
 """
 
 from __future__ import annotations
@@ -32,10 +32,8 @@ _MOVED = 3
 """Pieces of which units may pass elsewhere, in a step."""
 _DRAWN = 64
 """Items whose pieces are looked at for an exchange."""
-_COLD = 48
-"""Groups that are idlest, to which many pieces may pass at the same time;"""
 _DRAWN_FOR_MANY = 128
-"""items whose pieces are looked at where many exchange,"""
+"""Items whose pieces are looked at where many exchange,"""
 _LOOKED_THROUGH = 1000
 """and exchanges that gain, the best first."""
 _MANY_GROUPS = 16
@@ -77,12 +75,7 @@ class Improver:
         phase = number % phases
         self._pause[phase] -= 1
         if self._pause[phase] < 0:
-            is_first = number // phases % 2 == 0
-            if is_first and self.transfer_many(phase) >= _WORTH_IT:
-                return
             if self.exchange_many(phase, random) >= _WORTH_IT:
-                return
-            if not is_first and self.transfer_many(phase) >= _WORTH_IT:
                 return
             self._pause[phase] = _PAUSE
         load = self.placement.local[:, phase]
@@ -265,47 +258,6 @@ class Improver:
                 for value, i in zip(values, flat.tolist(), strict=True)
             ]
         return self._accept_many(sorted(found)[:_LOOKED_THROUGH])
-
-    def transfer_many(self, phase: int) -> int:
-        """Let pieces on many of the slowest ranks pass to the groups that are idlest; how many did.
-
-        A group takes part once only, so that what each gains is known.
-        """
-        cold = self.potential.coolest(_COLD)
-        found: list[tuple[float, Piece, int]] = []
-        for size, pieces in self.pieces.on_hot(phase).items():
-            blocks, gains = self.pieces.moves(pieces, cold, size)
-            flat = np.flatnonzero(gains.ravel() < -_ENOUGH * self.value)
-            values = gains.ravel()[flat].tolist()
-            found += [
-                (value, pieces[i // len(blocks)], int(blocks[i % len(blocks)]))
-                for value, i in zip(values, flat.tolist(), strict=True)
-            ]
-        return self._pass_many(sorted(found)[:_LOOKED_THROUGH])
-
-    def _pass_many(self, found: list[tuple[float, Piece, int]]) -> int:
-        """Make those moves that do not touch what one before has changed; all are taken back if that is no gain."""
-        group, touched, items = self.potential.group, set[int](), set[int]()
-        old: list[tuple[int, Part]] = []
-        for _, piece, block in found:
-            size, part = self._size[piece.row], self.placement.parts[piece.item]
-            assert part is not None
-            where = {piece.block * size // group, block * size // group}
-            if where & touched or len(where) == 1 or piece.item in items or block in part.blocks:
-                continue
-            blocks = list(part.blocks)
-            blocks[piece.number] = block
-            old.append((piece.item, self.placement.swap(piece.item, Part(part.row, tuple(blocks), part.widths))))
-            touched |= where
-            items.add(piece.item)
-        self.potential.work += 20 * len(old)
-        value = self.potential.weigh() if old and self.placement.fits() else np.inf
-        if value < self.value:
-            self.value = value
-            return len(old)
-        for item, part in reversed(old):
-            self.placement.swap(item, part)
-        return 0
 
     def _accept_many(self, found: list[tuple[float, Piece, Piece]]) -> int:
         """Make those exchanges that do not touch what one before has changed; all are taken back if that is no gain."""

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planner.search.cost_table import Array, Integers
+from planner.search.cost_table import Array
 from planner.search.placement import Part
 from planner.search.potential import Potential, powered
 
@@ -91,34 +91,6 @@ class Pieces:
                 if self.may_move(piece.item) and self._size[piece.row] <= group:
                     mine.setdefault(self._size[piece.row], []).append(piece)
         return mine
-
-    def moves(self, pieces: list[Piece], cold: Integers, size: int) -> tuple[Integers, Array]:
-        """A block of each of some groups, and (pieces, blocks) by how much the potential grows when one goes there."""
-        potential, placement, ranks = self.potential, self.placement, np.arange(size)
-        weight = potential.weight * potential.multiple(size)
-
-        def now(blocks: Integers) -> Array:
-            at = (blocks[:, None] * size + ranks).ravel()
-            x: Array = (placement.local[at] + placement.every) / potential.scale
-            return x.reshape(len(blocks), size, -1)
-
-        loads = self.loads(pieces) / potential.scale
-        per_group = potential.group // size
-        x = now((cold[:, None] * per_group + np.arange(per_group)).ravel())
-        typical = loads.mean(0)
-        grown = ((powered(x + typical, potential.power) - powered(x, potential.power)) @ weight).sum(1)
-        best = grown.reshape(len(cold), per_group).argmin(1)
-        x = x.reshape(len(cold), per_group, size, -1)[np.arange(len(cold)), best]
-        blocks = cold * per_group + best
-        here = now(np.array([p.block for p in pieces]))
-        less = ((powered(here - loads[:, None], potential.power) - powered(here, potential.power)) @ weight).sum(1)
-        more = powered(x[None] + loads[:, None, None], potential.power) @ weight
-        gains: Array = less[:, None] + more.sum(2) - (powered(x, potential.power) @ weight).sum(1)
-        at = blocks[:, None] * size + ranks
-        room = (potential.limit[at] - placement.local[at, -1] - placement.every[-1]).min(1)
-        gains[(loads[:, -1] * potential.scale[-1])[:, None] > room] = np.inf
-        potential.work += 60 + 0.008 * (x.size * len(pieces) + len(cold) * per_group * size * len(weight))
-        return blocks, gains
 
     def gains(self, mine: list[Piece], others: list[Piece], size: int) -> Array:
         """(mine, others) by how much the potential grows when two pieces change places."""
