@@ -16,12 +16,26 @@ from planner.search.starts import starts
 from tests.test_planner_families import check, drawn, search
 
 
+@pytest.mark.parametrize("size", [4, 8, 32, 64])
+def test_what_lies_on_a_part_of_a_cell_counts_by_its_mean(size: int) -> None:
+    p = drawn(5, 40, 512, (1, 2, 4, 8, 16, 512), 64, 1e9, 8)
+    made = next(cells(p, np.full(len(p.span), 1e9), (size,)))
+    partly = np.flatnonzero(made.side_by_side == 0)
+    assert len(np.unique(p.table.size[made.row[partly]])) == sum(s < size for s in (1, 2, 4, 8, 16))
+    for row in partly.tolist():
+        there = Placement(p)
+        there.put(int(made.row[row]), 0, 0, 1, 1)
+        np.testing.assert_allclose(
+            made.problem.table.fixed[row] + made.problem.table.slope[row], there.local[:size].mean(0)
+        )
+
+
 @pytest.mark.parametrize(("span", "sizes"), [(8, (1, 2, 4, 8, 16, 512)), (1, (1, 2, 8))])
 def test_loads_on_cells_are_those_of_their_ranks(span: int, sizes: tuple[int, ...]) -> None:
     p = drawn(5, 40, 512, sizes, 64, 1e9, span)
     target = starts(p, Cuts.of(p))[0].target
     seen = 0
-    for made in cells(p, target, (2, 4, 8)):
+    for made in cells(p, target, (2, 4, 8, 16, 64)):
         there = Placement(made.problem)
         random = np.random.default_rng(1)
         for item, owner in enumerate(made.problem.item_class.tolist()):

@@ -83,7 +83,8 @@ def cells(problem: Problem, target: Array, sizes: Sequence[int]) -> Iterator[Cel
     """
     num_ranks, most = len(problem.capacity), ranks_together(problem)
     for size in sizes:
-        made = _with_cells(problem, size, target) if most % size == 0 and num_ranks % size == 0 else None
+        is_even = num_ranks % size == 0 and (most % size == 0 or size % most == 0)
+        made = _with_cells(problem, size, target) if is_even else None
         if made is not None:
             yield made
 
@@ -91,7 +92,9 @@ def cells(problem: Problem, target: Array, sizes: Sequence[int]) -> Iterator[Cel
 def _with_cells(problem: Problem, size: int, target: Array) -> Cells | None:
     """None where an item has nothing that lies on cells."""
     table, num_cells = problem.table, len(problem.capacity) // size
-    is_shared = np.append(problem.span >= size, False) & np.append(problem.span > 1, False)
+    span = np.append(problem.span, 1)
+    is_shared = (span >= size) & (span > 1)
+    together = np.maximum(np.minimum(span, size) // table.size[:, None], 1)  # pieces of ranks that share a phase
     number = np.maximum(size // table.size, 1)
     is_plain = ~np.isin(np.arange(len(table.owner)), list(table.ragged))
     is_large = is_plain & (table.size % size == 0)
@@ -106,8 +109,9 @@ def _with_cells(problem: Problem, size: int, target: Array) -> Cells | None:
     row, side = row[order], side[order]
     if len(np.unique(table.owner[row])) < len(np.unique(table.owner)):
         return None
-    filled, times = np.maximum(side, 1), number[row].astype(np.float64)[:, None]
-    load = np.where(side[:, None] > 0, np.where(is_shared, side[:, None], 1.0), np.where(is_shared, 1.0, 1 / times))
+    filled = np.maximum(side, 1)
+    share = np.minimum(np.maximum(span, table.size[row, None]) / size, 1.0)  # of the cell, that feels a piece
+    load = np.where(side[:, None] > 1, together[row], np.where(side[:, None] > 0, 1.0, share))
     made = CostTable(
         owner=table.owner[row],
         size=np.maximum(table.size[row] // size, 1),

@@ -50,10 +50,8 @@ _POWERS = (8, 32)
 """Of the potential while starts are packed, in turn."""
 _MANY_RANKS = 256
 """From so many on, cells are searched too, where items are no more than ranks;"""
-_CELLS = (4, 8)
-"""of so many ranks, the larger ones"""
-_CROWDED = 4
-"""where items are fewer than ranks by so much."""
+_CELLS = ((16, (4, 32, 64)), (4, (4, 8)), (1, (4,)))
+"""of so many ranks, where ranks are so many times the items."""
 _ON_CELLS = 100e3
 """Work for the starts of one size of cells."""
 _PACKED_BY_ONE = 256
@@ -230,7 +228,8 @@ def _on_cells(
         return 0.0
     found: tuple[float, Cells, Cuts, _Best] | None = None
     target = best.placement().phase_seconds()
-    for made in cells(problem, target, _CELLS if _CROWDED * num_items < num_ranks else _CELLS[:1]):
+    sizes = next(sizes for times, sizes in _CELLS if times * num_items <= num_ranks)
+    for made in cells(problem, target, sizes):
         if best.is_enough or out_of_time():
             break
         cuts, inner = Cuts.of(made.problem), _Best(made.problem, lambda *_: None)
