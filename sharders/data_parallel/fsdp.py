@@ -39,7 +39,8 @@ class FSDPWrapper:
     Parameters become DTensors under their names, in place; the module stays the same object, with torch's
     `FSDPModule` methods (`set_requires_gradient_sync(False)` while gradients accumulate). Where no axis splits dense
     parameters they are copies, by `DDPWrapper` or, beside tensor parallelism, by torch's replicating form of FSDP2.
-    Parameters without dimensions, which `fully_shard` does not take, stay whole, their gradients averaged. Buffers are
+    Parameters without dimensions, which `fully_shard` does not take, stay whole, their gradients averaged; and so do
+    those that the model keeps in a list, dict or object beside their places, where no chunks would be seen. Buffers are
     not synchronised after the start, as under `fully_shard` itself; DDP does synchronise them.
 
     Args:
