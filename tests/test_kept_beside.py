@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dmp import DistributedModelParallel, ShardingEnv, full_state_dict, replicate, to_unsharded
+from dmp import DistributedModelParallel, PlanError, ShardingEnv, full_state_dict, replicate, to_unsharded
+from sharders import TensorParallelSharder
 from tests.ranks import mesh, run_ranks
 
 WAYS: dict[str, tuple[Callable[[nn.Parameter], Any], Callable[[Any], torch.Tensor]]] = {
@@ -127,3 +128,15 @@ def _replicated(is_on_meta: bool) -> None:
 def test_a_weight_that_the_plan_replicates(is_on_meta: bool) -> None:
     """From values and from meta, and in a copy of the model."""
     run_ranks(2, _replicated, is_on_meta)
+
+
+def _split(way: str) -> None:
+    env, module = ShardingEnv.from_mesh(mesh((2,), ("tp",))), Net(way)
+    sharders = [TensorParallelSharder({"first": "colwise", "second": "rowwise"})]
+    DistributedModelParallel(module, env, sharders=sharders)
+
+
+@pytest.mark.parametrize("way", ["a list", "an argument"])
+def test_a_kept_weight_is_not_split_over_a_tensor_axis(way: str) -> None:
+    for error in run_ranks(2, _split, way, expect=PlanError):
+        assert "splits 'second.weight', which Net.kept keeps beside its place" in str(error), error

@@ -20,7 +20,7 @@ from dmp.layouts.layout import Layout, ParameterSharding
 from dmp.layouts.tables import data_parallel
 from dmp.names import join_name
 from dmp.places import tied_places
-from dmp.plans.weight_readers import Reader, find_readers
+from dmp.plans.weight_readers import Reader, find_readers, kept_beside
 from dmp.registry import adopted, by_module_type, check_sharder_protocol, sharder_for, with_optimizer_facts
 
 
@@ -141,6 +141,7 @@ class Found:
             check_sharder_protocol(sharder)
         placements = place_dense(module, sharders, env, given)
         split = {name for p in placements for name in p.layouts}
+        _check_not_kept(module, split)
         sites = _find_sites(module, sharders, split)
         _check_offers(sites.candidates, env)
         return cls(module, sharders, env, asked, placements, sites)
@@ -251,6 +252,23 @@ def _find_sites(module: nn.Module, sharders: Iterable[AnySharder], without: Set[
         found[id(candidate)] = Site(path, (path,), candidate, sharder, infos)
     readers = find_readers(module, {key: (site.module, site.infos) for key, site in found.items()})
     return Sites(tuple(found.values()), {found[key].path: reader for key, reader in readers.items()})
+
+
+def _check_not_kept(module: nn.Module, split: Set[str]) -> None:
+    """Whether what is split is read where it is alone.
+
+    Raises:
+        PlanError: a weight that the model would go on reading as it was.
+    """
+    where = kept_beside(module) if split else {}
+    for name, parameter in module.named_parameters() if where else ():
+        if name in split and id(parameter) in where:
+            raise PlanError(
+                f"tensor parallelism splits {name!r}, which {where[id(parameter)]} keeps beside its place: what is "
+                "read there would stay as it is now, whole and untrained. Read it by its place (self.layer.weight), or "
+                "name what is to be split without it: TensorParallelSharder({module path: style})",
+                table=name,
+            )
 
 
 def _check_offers(sites: Iterable[Site], env: ShardingEnv) -> None:
