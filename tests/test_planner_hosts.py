@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
+from planner.search import solve
 from planner.search.cuts import Cuts
 from planner.search.hosts import can_pack, pack_hosts
 from planner.search.starts import starts
@@ -38,3 +41,20 @@ def test_few_hosts_or_ranks_that_are_minded_are_packed_otherwise() -> None:
 def test_memory_that_no_host_has_is_no_placement() -> None:
     p = drawn(3, 60, 1024, (1, 2, 4), 12, 1e-6, 8)
     assert all(pack_hosts(p, Cuts.of(p), start, 8)[0] is None for start in starts(p, Cuts.of(p)))
+
+
+def test_one_start_is_packed_when_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = drawn(3, 60, 1024, (1, 2, 4, 8, 16), 12, 1e9, 8)
+    packed = []
+
+    def counted(*args: Any) -> Any:
+        packed.append(args)
+        return pack_hosts(*args)
+
+    monkeypatch.setattr(solve, "pack_hosts", counted)
+    solution = solve.search(p, lambda: True)
+    check(p, solution)
+    assert solution.is_cut_short
+    assert len(packed) == 1
+    solve.search(p)
+    assert len(packed) > 3

@@ -168,7 +168,7 @@ def search(problem: Problem, out_of_time: Callable[[], bool] = lambda: False, to
             bound = lower_bound(problem, best.seconds, out_of_time, lambda value: told(best.seconds, value))
             best.least, best.floor = bound.seconds, max(best.floor, bound.seconds)
             like = LIKE[0]
-            if bound.relaxed is not None and work < _GUIDED and not best.is_enough:
+            if bound.relaxed is not None and work < _GUIDED and not best.is_enough and not out_of_time():
                 spent, like = _guide(problem, cuts, best, bound.relaxed, out_of_time)
                 work += spent
             most = _WORK + _more(problem)
@@ -189,7 +189,7 @@ def _build(problem: Problem, cuts: Cuts, best: _Best, out_of_time: Callable[[], 
     """
     begun = starts(problem, cuts, in_turn=can_pack(problem, ranks_together(problem), _hosts(problem)))
     is_long = len(problem.item_class) > _FEW
-    work = on_hosts = _on_hosts(problem, cuts, begun[:_PACKED], best)
+    work = on_hosts = _on_hosts(problem, cuts, begun[:_PACKED], best, out_of_time)
     turns = [(i + 1.5 * k, s, m) for i, s in enumerate(begun) for k, m in enumerate(s.most)]
     in_turn = [(start, most) for _, start, most in sorted(turns, key=lambda turn: turn[0])]
     for memory in (0.0, *_WEIGHTS):
@@ -271,7 +271,7 @@ def _begin(problem: Problem, cuts: Cuts, best: _Best, begun: list[Start], out_of
     return work
 
 
-def _on_hosts(problem: Problem, cuts: Cuts, begun: list[Start], best: _Best) -> float:
+def _on_hosts(problem: Problem, cuts: Cuts, begun: list[Start], best: _Best, out_of_time: Callable[[], bool]) -> float:
     """Pack starts in two levels where that can be done; returns the work."""
     work, group = 0.0, ranks_together(problem)
     for start in begun if can_pack(problem, group, _hosts(problem)) else []:
@@ -279,7 +279,7 @@ def _on_hosts(problem: Problem, cuts: Cuts, begun: list[Start], best: _Best) -> 
         work += last
         if placement is not None:
             best.offer(placement, 0.0)
-        if best.is_enough or work > _ON_HOSTS:
+        if best.is_enough or work > _ON_HOSTS or (best.parts is not None and out_of_time()):
             break
     return work
 
