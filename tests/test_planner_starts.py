@@ -51,6 +51,22 @@ def test_ways_to_be_like_the_optimum_have_cuts_for_every_class() -> None:
     assert 1 < len(list(ways(p, Cuts.of(p), optimum, many=False))) < len(found)
 
 
+def test_some_ways_have_only_rows_that_the_optimum_uses() -> None:
+    p = drawn(3, 60, 64, (1, 2, 4, 8, 64), 24, 1e9, 8)
+    optimum = lower_bound(p, 1e3, most=4).relaxed
+    assert optimum is not None
+    cuts, used = Cuts.of(p), set(optimum.used().tolist())
+    own = cuts.of_rows(optimum.used())
+    assert set(own.row.tolist()) == used < set(cuts.row.tolist())
+    assert (np.diff(own.start) > 0).all()
+    assert (own.owner == np.repeat(np.arange(60), np.diff(own.start))).all()
+    of_one = cuts.of_rows(optimum.used()[:1])  # of all other classes everything is left
+    assert len(np.unique(of_one.row[of_one.owner == 0])) == 1
+    assert (np.diff(of_one.start)[1:] == np.diff(cuts.start)[1:]).all()
+    found = [of for _, of, _ in ways(p, cuts, optimum, many=True)]
+    assert sum(of is not cuts and set(of.row.tolist()) == used for of in found) >= 3
+
+
 def test_of_a_richer_choice_there_are_starts_as_without_it_too() -> None:
     poor, rich = _with_and_without_large_blocks()
     cuts = Cuts.of(poor), Cuts.of(rich)

@@ -33,6 +33,8 @@ _CLOSE = 5e-4
 _PROGRESS, _VAIN = 2e-4, 16.0
 """Part of the value by which it has to rise while so many programmes are solved: else the rest would be in vain."""
 _ROUNDING = 1e-9
+_USED = 1e-6
+"""Of an item: less is rounding."""
 _PARTS = 7
 """Of the shortest piece, that all others are tried to be a whole number of."""
 
@@ -59,6 +61,10 @@ class Optimum(NamedTuple):
     rows: Integers
     pieces: Integers
     share: Array
+
+    def used(self) -> Integers:
+        """Rows of the table that some item takes, for a part at least."""
+        return np.unique(self.rows[self.share > _USED])
 
 
 class Bound(NamedTuple):

@@ -47,6 +47,14 @@ class Cuts(NamedTuple):
         start = np.searchsorted(owner, np.arange(len(problem.starts)))
         return cls(owner, row, count, piece, mean, start, problem.item_class)
 
+    def of_rows(self, rows: Integers) -> Cuts:
+        """Those of some rows of the table; of a class that has none of them, all."""
+        chosen = np.isin(self.row, rows)
+        has_some = np.bincount(self.owner, chosen, len(self.start) - 1) > 0
+        at = np.flatnonzero(chosen | ~has_some[self.owner])
+        start = np.searchsorted(self.owner[at], np.arange(len(self.start)))
+        return Cuts(self.owner[at], self.row[at], self.number[at], self.piece[at], self.mean[at], start, self.item)
+
 
 def cut_loads(problem: Problem, row: Integers, number: Integers) -> tuple[Array, Array]:
     """(cuts, phases + 1) twice: what the largest piece puts on a rank; averaged over ranks, `everywhere` included."""

@@ -19,6 +19,8 @@ _EDGE = 1e-3
 LIKE = ((1.0, 0.0), (1.5, 0.6), (2.0, 0.3), (1.2, 1.0), (1.0, 0.3))
 """By how much pieces may be larger than the optimum's phases, and the least price of a phase: ways to be like it."""
 _OF_MANY = LIKE[1:4]
+_ITS_OWN = 3
+"""Of these ways, those that are also taken with cuts of the rows that the optimum uses."""
 _SMALL, _MIDDLE, _LARGE = (0.0, 0.5), (0.125, 0.5), (0.5, 1.0)
 """Parts of a host that blocks in it take: more than the first, at most the second."""
 _OF_SIZES = ((1, _MIDDLE), (3, _SMALL), (2, _MIDDLE), (0, _SMALL), (4, _MIDDLE), (0, _LARGE))
@@ -60,8 +62,8 @@ def ways(problem: Problem, cuts: Cuts, optimum: Optimum, *, many: bool) -> Itera
     """Starts like the optimum in several ways, each with its cuts and the one of `LIKE`.
 
     Args:
-        many: also with blocks of some sizes only, and with the optimum's own shares; else in ways that make good plans
-            of many items, where time is for few.
+        many: also with the optimum's rows only, with blocks of some sizes only, and with the optimum's own shares; else
+            in ways that make good plans of many items, where time is for few.
     """
     if not many:
         for like in _OF_MANY:
@@ -72,11 +74,14 @@ def ways(problem: Problem, cuts: Cuts, optimum: Optimum, *, many: bool) -> Itera
     found = [start for like in LIKE if (start := guided(problem, cuts, optimum, like)) is not None]
     if len(found) < len(LIKE):
         return
-    yield from ((like, cuts, start) for like, start in zip(LIKE, found, strict=True))
-    if many:
-        yield LIKE[0], *rounded(problem, optimum)
-        for number, sizes in _OF_SIZES:
-            yield LIKE[number], cuts, _of_sizes(problem, cuts, found[number], sizes)
+    its_own = cuts.of_rows(optimum.used())
+    for number, (like, start) in enumerate(zip(LIKE, found, strict=True)):
+        yield like, cuts, start
+        if number < _ITS_OWN and (start := guided(problem, its_own, optimum, like)) is not None:
+            yield like, its_own, start
+    yield LIKE[0], *rounded(problem, optimum)
+    for number, sizes in _OF_SIZES:
+        yield LIKE[number], cuts, _of_sizes(problem, cuts, found[number], sizes)
 
 
 def _of_sizes(problem: Problem, cuts: Cuts, start: Start, sizes: tuple[float, float]) -> Start:
