@@ -37,7 +37,18 @@ print(plan.report)
 
 INNER = {
     "sharders.embedding.lookup.numba_" + name
-    for name in ("blocks", "columns", "compile", "distinct", "functions", "loops", "sort", "updates", "vectors")
+    for name in (
+        "blocks",
+        "columns",
+        "compile",
+        "distinct",
+        "functions",
+        "loops",
+        "partials",
+        "sort",
+        "updates",
+        "vectors",
+    )
 }
 """Modules that need an extra, and that only functions import."""
 

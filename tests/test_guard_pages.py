@@ -28,8 +28,10 @@ from sharders.embedding.lookup.distinct import distinct_rows, spread
 from sharders.embedding.lookup.kernels import Lookup, can_place, compile_lookup
 from sharders.embedding.lookup.optimizers import OptimizerSpec
 from sharders.embedding.lookup.reads import Bags, Segmented
+from sharders.embedding.partial_columns import PartialColumns
 from sharders.embedding.ragged import Columns
 from tests.guard_pages import GuardedMemory
+from tests.test_partial_columns import draw as draw_partials
 
 DIMS = (1, 2, 3, 4, 5, 7, 8, 12, 16, 17, 20, 31, 48, 63, 64, 65, 68, 80, 84, 100, 127, 128, 130)
 KINDS = (None, "sgd", "adagrad", "rowwise_adagrad", "adam", "lamb")
@@ -192,6 +194,19 @@ def placed(draw: Draw) -> None:
         assert torch.equal(*pair)
 
 
+def added_up(draw: Draw) -> None:
+    """Partials of features; their gradients are of the result."""
+    plan, target, partials, came = draw_partials(draw.rng, draw.one((0, 1, 65)))
+    of, samples = PartialColumns(plan, target, None), partials.lengths.shape[1]
+    out = torch.empty(samples, sum(c[2] for c in target))
+    of.add_up(partials, came, out)
+    assert not samples or float(out.abs().max()) <= 99 * len(plan.columns)  # junk is larger
+    for sender, flat in enumerate(came):
+        picked = torch.empty(len(flat))
+        of.pick(partials, sender, out, 1.0, picked)
+        assert torch.isin(picked, out).all()
+
+
 def sorted_by_block(draw: Draw) -> None:
     rows = [draw.one((1, 7, 90, 5000)) for _ in range(3)]
     num = draw.one((2, 4, 8))
@@ -228,6 +243,7 @@ def run_cases(seed: int, at_begin: bool, seconds: float) -> None:
                     of_torch.copy_(tensor)
             deduplicated(draw)
             placed(draw)
+            added_up(draw)
             sorted_by_block(draw)
             number += 1
     print(f"cases: {number}", flush=True)

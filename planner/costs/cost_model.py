@@ -273,11 +273,13 @@ def _add_results(cost: _Cost, p: ShardTable, work: _Work) -> None:
     direct = bag_bytes * all_to_all(axes_of(env, topology, "shard", "tensor"))
     speeds, is_straight = topology.speeds_of_parts, goes_straight(p, env)
     bags, of_parts = work.bags * ~p.replicated, bag_bytes * (is_straight if outer else _in_parts(p))
-    for first, second, copied, each_bag, of_part in (
-        (OUTPUT, OUTPUT_OUTER, speeds.place, speeds.place_bag, speeds.place_part),
-        (GRADIENT, GRADIENT_OUTER, speeds.pack, speeds.pack_bag, speeds.pack_part),
+    # A rank's own bags are written where they belong, but for sums of a host; gradients of all are made ready.
+    to_place = np.where(p.pooled, 1 - 1 / ranks, 1)
+    for first, second, part, copied, each_bag, of_part in (
+        (OUTPUT, OUTPUT_OUTER, to_place, speeds.place, speeds.place_bag, speeds.place_part),
+        (GRADIENT, GRADIENT_OUTER, 1.0, speeds.pack, speeds.pack_bag, speeds.pack_part),
     ):
-        placed, added = bag_bytes * copied + bags * each_bag, of_parts * of_part
+        placed, added = (bag_bytes * copied + bags * each_bag) * part, of_parts * of_part
         if not outer:
             cost.exchange(first, direct, ranks)
             everywhere[:, first] += (placed + added) / ranks
@@ -291,6 +293,8 @@ def _add_results(cost: _Cost, p: ShardTable, work: _Work) -> None:
         cost.exchange(second, each * host_share * all_to_all(outer), ranks // inner_size)
         local[:, second] += placed / inner_size * is_staged
         everywhere[:, second] += (placed * np.where(is_staged, p.host_share, 1) + added) / ranks
+    of_copies = work.bag_bytes * speeds.pack + work.bags * speeds.pack_bag
+    local[:, BACKWARD] += np.where(p.replicated & p.is_table, of_copies, 0)
 
 
 def _add_sums(cost: _Cost, p: ShardTable, work: _Work) -> None:

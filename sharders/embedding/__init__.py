@@ -30,6 +30,7 @@
 - `codec`: how results and gradients travel
 - `output_dist`: what both output dists share: results to their ranks, gradients back
 - `columns`: columns of several matrices placed in one
+- `partial_columns`: columns that are sums of partials
 - `pooled_output`: output dist of pooled lookups
 - `ragged`: what travels where features have batch sizes of their own
 - `unpooled`: unpooled lookups and their backward

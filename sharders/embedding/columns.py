@@ -20,7 +20,7 @@ from sharders.embedding.lookup.numba_layout import int64
 from sharders.embedding.lookup.numba_training import ELEMENTS, entry_of
 from sharders.embedding.ragged import Columns
 
-_ELEMENTS_OF_AN_ID = 16  # take as long as an id's part in a lookup: work on fewer rows is not shared among threads
+ELEMENTS_OF_AN_ID = 16  # take as long as an id's part in a lookup: work on fewer rows is not shared among threads
 _FEW_ELEMENTS, _FEW_SOURCES = 1 << 14, 4  # torch has placed them by the time that compiled code is called
 _LINE_BYTES, _STREAMED_BYTES = 64, 4 << 20
 
@@ -97,6 +97,20 @@ def runs_of(sources: Mapping[int, Sequence[Columns]], target: Sequence[Columns])
         if run.sources:
             by_numbers.setdefault(run.numbers, []).append(run)
     return [run for of_numbers in by_numbers.values() for run in _in_steps(_joined(of_numbers))]
+
+
+def first_columns(columns: Sequence[Columns], target: Sequence[Columns]) -> list[int]:
+    """Of each the first column in the target; what lies there in several pieces has them side by side."""
+    pieces: dict[int, list[tuple[int, int]]] = {}
+    at = 0
+    for feature, column, width in target:
+        pieces.setdefault(feature, []).append((column, at))
+        at += width
+    places = []
+    for feature, column, _ in columns:
+        first, start = max(piece for piece in pieces[feature] if piece[0] <= column)
+        places.append(start + column - first)
+    return places
 
 
 def _placed(columns: Sequence[Columns], by_feature: Mapping[int, Sequence[Columns]]) -> list[tuple[int, int, int, int]]:
@@ -203,18 +217,24 @@ class Placing:
         place = entry_of("place_columns", ELEMENTS[out.dtype])
         matrices = int64([[of.data_ptr(), of.stride(0)] for of in (out, *read)])
         fixed = self._runs.data_ptr(), len(self.runs), self._sources.data_ptr(), matrices.data_ptr()
-        to = _scalar(scale).data_ptr(), int(self._streams(out))
-        rows, parts = len(out), threads.num_parts(out.numel() // _ELEMENTS_OF_AN_ID)
+        to = scalar(scale).data_ptr(), int(streams(out, out.stride(0), self._elements_together))
+        rows, parts = len(out), threads.num_parts(out.numel() // ELEMENTS_OF_AN_ID)
         threads.run(lambda i: place(*fixed, rows * i // parts, rows * (i + 1) // parts, *to), parts)
 
-    def _streams(self, out: torch.Tensor) -> bool:
-        """Whether the target is written past the caches: it does not stay there, and whole lines are written."""
-        apart = out.stride(0) * out.element_size()
-        is_large = len(out) * apart >= _STREAMED_BYTES
-        is_aligned = out.data_ptr() % _LINE_BYTES == apart % _LINE_BYTES == 0
-        return is_large and is_aligned and self._elements_together * out.element_size() % _LINE_BYTES == 0
+
+def streams(out: torch.Tensor, apart: int, together: int) -> bool:
+    """Whether a target is written past the caches: it does not stay there, and whole lines are written.
+
+    Args:
+        apart: elements from one row to the next.
+        together: elements that all columns and widths which are written are a multiple of.
+    """
+    size = out.element_size()
+    is_large = out.numel() // max(out.shape[-1], 1) * apart * size >= _STREAMED_BYTES
+    return is_large and not any(of % _LINE_BYTES for of in (out.data_ptr(), apart * size, together * size))
 
 
 @lru_cache(maxsize=16)
-def _scalar(value: float) -> torch.Tensor:
+def scalar(value: float) -> torch.Tensor:
+    """A float64 for compiled code."""
     return torch.tensor(value, dtype=torch.float64, device="cpu")

@@ -147,6 +147,8 @@ class PartialsPlan:
                 self.pieces.append(Piece(sender, range(at, stop), width))
                 at = stop
         flat = [slot for of_rank in slots for slot in of_rank]
+        self.columns: list[Columns] = [(slot.feature, slot.column, slot.width) for slot in flat]
+        """Of the slots of all ranks, as they are numbered."""
         widths = sorted({slot.width for slot in flat})
         self.groups = [_group(width, flat, placement, device) for width in widths]
 
@@ -180,8 +182,8 @@ class Awaited:
         self, plan: PartialsPlan, lengths: Sequence[torch.Tensor], bags: Sequence[int], all_filled: bool
     ) -> None:
         self.plan, self._all_filled = plan, all_filled
-        self._has_ids = joined(lengths) > 0
-        self._samples = self._has_ids.shape[1]
+        self.lengths, self.counts = joined(lengths).contiguous(), list(bags)
+        self._samples = self.lengths.shape[1]
         self._counts = [sum(bags[i] for i in piece.slots) for piece in plan.pieces]
         self.elements = [0] * len(plan.order)
         """From each rank, in the order of sources."""
@@ -198,7 +200,7 @@ class Awaited:
         return [self._places_of(group, self._num_partials(group)) for group in self.plan.groups]
 
     def _places_of(self, group: Group, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        has_ids = self._has_ids
+        has_ids = self.lengths > 0
         if len(self.plan.groups) > 1:
             has_ids = has_ids.index_select(0, group.slots)
         num_columns, most = group.slots_of.shape
@@ -348,6 +350,20 @@ class Partials:
     def prepare(self) -> None:
         """See `Awaited`."""
         self._awaited.prepare()
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """(slots, B) of this rank's bags."""
+        return self._awaited.lengths
+
+    @property
+    def counts(self) -> list[int]:
+        """Of each slot the partials that come."""
+        return self._awaited.counts
+
+    def place_of(self, rank: int) -> int:
+        """Of a table rank, in the order of sources."""
+        return self._place[rank]
 
     def pack(self, rank: int, gradients: Sequence[torch.Tensor], scale: float, out: torch.Tensor) -> None:
         """See `Awaited`; by table rank."""

@@ -19,9 +19,10 @@ import torch
 
 from sharders.channel import Channel, GroupChannel, Landing
 from sharders.embedding.codec import Codecs
-from sharders.embedding.columns import Placing, runs_of
+from sharders.embedding.columns import Placing, first_columns, runs_of
 from sharders.embedding.output_dist import Beside, ResultExchange, landing_for, send_gradients
-from sharders.embedding.partials import Partials
+from sharders.embedding.partial_columns import PartialColumns
+from sharders.embedding.partials import Partials, PartialsPlan
 from sharders.embedding.ragged import Block, Columns, padded_rows, ragged, ragged_size
 
 Blocks = Sequence[Sequence[Block]] | None  # of each rank: of all batches whose rows go there
@@ -38,6 +39,7 @@ class PooledOutputDist:
         sources: columns of each of its ranks, then of groups of partials.
         target: this rank's columns.
         kernel: see `Placing`.
+        plan: of the partials, if there are any.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class PooledOutputDist:
         sources: Sequence[Sequence[Columns]],
         target: Sequence[Columns],
         kernel: str | None,
+        plan: PartialsPlan | None = None,
     ) -> None:
         self.channel, self.codecs, self.me = channel, codecs, channel.rank
         self.columns = [list(columns) for columns in sources[: channel.size]]
@@ -60,10 +63,13 @@ class PooledOutputDist:
         # This rank's own is what others' sums are added to, and is placed first, while the others' rows travel.
         order = [self.me, *self._others, *range(channel.size, len(sources))]
         runs = runs_of({i: sources[i] for i in order}, target)
-        there = [run for run in runs if run.numbers != (self.me,)]
+        of_groups = [run for run in runs if max(run.numbers) >= channel.size]
+        there = [run for run in runs if run.numbers != (self.me,) and run not in of_groups]
         self._here = Placing([run for run in runs if run.numbers == (self.me,)], kernel)
         self._there = Placing(there, kernel)
         self._beside_own = Placing([run.onto(self.me) for run in there], kernel)
+        self._of_groups = Placing(of_groups, kernel)
+        self._partial_columns = None if plan is None else PartialColumns(plan, target, kernel)
         back = {i: [run.back(of) for run in runs for of in run.sources if of.number == i] for i in order}
         self._back = {i: Placing(of, kernel) for i, of in back.items()}
         is_one = len(runs) == 1 and runs[0].num == 1 and runs[0].width == self.width
@@ -126,7 +132,7 @@ class PooledOutputDist:
         if blocks is not None:
             parts = zip(self._others, others.split([rows[i] for i in self._others]), strict=True)
             wire = torch.cat([wire[:0], *(ragged(part, self.columns[self.me], blocks[i]) for i, part in parts)])
-        exchange = self._begin(wire, to, came_from, partials, memory, landing)
+        exchange, own_partials = self._begin(wire, to, came_from, partials, memory, landing)
         own = look_up_own()
         came, there = {self.me: out}, self._beside_own
         if own is not None:
@@ -134,13 +140,39 @@ class PooledOutputDist:
             self._here(came, out)
 
         def place() -> None:
-            for source in there.numbers:
-                if source not in came:
-                    came.update(self._come(exchange, source, came_from, mine, blocks, partials))
+            whole = [i for i in there.numbers if i != self.me]
+            if partials is None:
+                came.update((i, self._lookup(exchange.part(i), i, mine, blocks)) for i in whole)
+            else:
+                parts = self._parts(exchange, came_from, partials, own_partials is not None)
+                came.update((i, self._lookup(parts[i][0], i, mine, blocks)) for i in whole)
+                of_partials = [parts[i][1] for i in self._order if i in parts]
+                if self._partial_columns is not None and own_partials is not None:
+                    self._partial_columns.add_up(partials, [*of_partials, own_partials], out)
+                else:
+                    flat = exchange.wait()
+                    starts = [int(of.storage_offset() - flat.storage_offset()) for of in of_partials]
+                    sums = partials.summed(flat, starts)
+                    self._of_groups(dict(enumerate(sums, self.channel.size)), out)
             there(came, out)
             exchange.end()
 
         return place
+
+    def _parts(
+        self, exchange: ResultExchange, lookups: Sequence[int], partials: Partials, as_they_lie: bool
+    ) -> dict[int, tuple[torch.Tensor, ...]]:
+        """What has come from each rank, flat: lookups, and partials; else cut out of all, and of the tail this one's.
+
+        Args:
+            lookups: elements of each rank's.
+            as_they_lie: read the others' where these are.
+        """
+        if as_they_lie:
+            return {i: exchange.part(i).tensor_split([lookups[i]]) for i in self._others}
+        sizes = [n for i in self._others for n in (lookups[i], partials.awaited[i])]
+        cut = exchange.wait().split([*sizes, 0, partials.awaited[self.me]])
+        return {i: cut[2 * k : 2 * k + 2] for k, i in enumerate(self._order)}
 
     def _begin(
         self,
@@ -150,20 +182,28 @@ class PooledOutputDist:
         partials: Partials | None,
         memory: torch.Tensor | None,
         landing: Landing | None,
-    ) -> ResultExchange:
-        """Send flat lookups for the others, and partials."""
+    ) -> tuple[ResultExchange, torch.Tensor | None]:
+        """Send flat lookups for the others, and partials; and this rank's own partials where compiled code adds up."""
         codec = self.codecs.results
         if partials is None:
-            return ResultExchange(self._results, codec, wire, to, came_from, landing=landing)
+            return ResultExchange(self._results, codec, wire, to, came_from, landing=landing), None
         wire = self._with_partials(wire, [to[i] for i in self._others], partials, memory)
         send_sizes = [n + m for n, m in zip(to, partials.sent, strict=True)]
         receive_sizes = [n + m for n, m in zip(came_from, partials.awaited, strict=True)]
-        tail = partials.awaited[self.me]
+        own, tail = None, partials.awaited[self.me]
+        if self._compiles(wire):
+            own, tail = wire.new_empty(tail), 0
         exchange = ResultExchange(self.channel, codec, wire, send_sizes, receive_sizes, tail, landing)
-        if exchange.tail is not None:
-            partials.look_up_own(exchange.tail)
-        partials.prepare()
-        return exchange
+        if own is None:
+            partials.prepare()
+        to_own = exchange.tail if own is None else own
+        if to_own is not None and to_own.numel():
+            partials.look_up_own(to_own)
+        return exchange, own
+
+    def _compiles(self, matrix: torch.Tensor) -> bool:
+        """Whether compiled code moves partials and such results or gradients."""
+        return self._partial_columns is not None and self._partial_columns.takes(matrix)
 
     def _with_partials(
         self, wire: torch.Tensor, sizes: Sequence[int], partials: Partials, memory: torch.Tensor | None
@@ -183,34 +223,11 @@ class PooledOutputDist:
             behind.copy_(found)
         return memory
 
-    def _come(
-        self,
-        exchange: ResultExchange,
-        source: int,
-        sizes: Sequence[int],
-        mine: int,
-        blocks: Blocks,
-        partials: Partials | None,
-    ) -> dict[int, torch.Tensor]:
-        """What has come, by source: from this one where it can be read by itself, else from all."""
-        if partials is None:
-            came = exchange.part(source)
-            if blocks is None:
-                return {source: came.view(mine, self.widths[source])}
-            return {source: padded_rows(came, self.columns[source], blocks[self.me])}
-        found: dict[int, torch.Tensor] = {}
-        starts, at = [], 0
-        flat = exchange.wait()
-        for i in self._others:
-            lookup = flat[at : at + sizes[i]]
-            if blocks is None:
-                found[i] = lookup.view(mine, self.widths[i])
-            else:
-                found[i] = padded_rows(lookup, self.columns[i], blocks[self.me])
-            starts.append(at + sizes[i])
-            at = starts[-1] + partials.awaited[i]
-        found.update(enumerate(partials.summed(flat, [*starts, at]), self.channel.size))
-        return found
+    def _lookup(self, came: torch.Tensor, source: int, mine: int, blocks: Blocks) -> torch.Tensor:
+        """(mine, its width) of what has come from a rank, flat."""
+        if blocks is None:
+            return came.view(mine, self.widths[source])
+        return padded_rows(came, self.columns[source], blocks[self.me])
 
     def backward(
         self,
@@ -239,7 +256,9 @@ class PooledOutputDist:
         """
         mine, widths = rows[self.me], self.widths[: self.channel.size]
         came_from, to = self._sizes(rows, blocks)
-        of_groups = [] if partials is None else [self._of_group(grad, i) for i in range(len(self.group_widths))]
+        picks = self._compiles(grad)
+        num_groups = 0 if partials is None or picks else len(self.group_widths)
+        of_groups = [self._of_group(grad, i) for i in range(num_groups)]
 
         def pack(rank: int, out: torch.Tensor) -> None:
             """What the lookup of `rank` gave, column by column."""
@@ -249,7 +268,9 @@ class PooledOutputDist:
             self._back[rank]({0: grad}, lookup, scale)
             if blocks is not None and is_ragged:
                 flat.copy_(ragged(lookup, self.columns[rank], blocks[self.me]))
-            if partials is not None:
+            if partials is not None and self._partial_columns is not None and picks:
+                self._partial_columns.pick(partials, rank, grad, scale, out[to[rank] :])
+            elif partials is not None:
                 partials.pack(rank, of_groups, scale, out[to[rank] :])
 
         send_sizes, receive_sizes = list(to), list(came_from)
@@ -298,14 +319,6 @@ class PooledOutputDist:
 
 def _places_of(columns: Sequence[Columns], target: Sequence[Columns]) -> tuple[int, ...] | None:
     """First column in the target of each of these; None where two have one in common."""
-    pieces: dict[int, list[tuple[int, int]]] = {}
-    at = 0
-    for feature, column, width in target:
-        pieces.setdefault(feature, []).append((column, at))
-        at += width
-    places = []
-    for feature, column, _ in columns:  # what lies in several pieces begins with one, and they are neighbours
-        first, start = max(piece for piece in pieces[feature] if piece[0] <= column)
-        places.append(start + column - first)
+    places = first_columns(columns, target)
     spans = sorted((place, place + width) for place, (_, _, width) in zip(places, columns, strict=True))
     return None if any(a[1] > b[0] for a, b in pairwise(spans)) else tuple(places)

@@ -371,7 +371,8 @@ def _output_dists(
     target: list[Columns] = [(f, 0, dim) for f, dim in enumerate(dims)]
     if peers.outer.size == 1:
         groups = [] if plan is None else plan.groups
-        return [PooledOutputDist(peers.table, codecs, [*columns, *(g.columns for g in groups)], target, kernel)]
+        sources = [*columns, *(g.columns for g in groups)]
+        return [PooledOutputDist(peers.table, codecs, sources, target, kernel, plan)]
     hosts = [columns[h * peers.inner.size : (h + 1) * peers.inner.size] for h in range(peers.outer.size)]
     host = peers.outer.rank
     joined = [cut_columns(of_host) for of_host in hosts]

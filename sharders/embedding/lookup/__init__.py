@@ -21,6 +21,7 @@
 - `numba_sort`: ids brought into the order of their rows
 - `numba_distinct`: ids of segments brought down to distinct rows
 - `numba_columns`: columns of several matrices placed in one
+- `numba_partials`: partials added up where they belong
 - `numba_blocks`: ids sorted by row block
 - `numba_compile`: how functions are compiled
 - `numba_vectors`: vectors, raw memory and prefetching for numba

@@ -31,12 +31,16 @@ _OF_IDS = {
     "split_by_blocks": "numba_blocks",
 }
 """Functions that know nothing of elements, and their files."""
-_FILES = {**_OF_IDS, "place_columns": "numba_columns"}
+_FILES = {
+    **_OF_IDS,
+    "place_columns": "numba_columns",
+    **dict.fromkeys(("add_partials", "pick_gradients"), "numba_partials"),
+}
 """All others are in `numba_loops`."""
 
 _engines: list[Any] = []  # they hold the code
 _UPDATE = "update_"
-COMPILED = ("blocks", "columns", "compile", "distinct", "loops", "sort", "updates", "vectors")
+COMPILED = ("blocks", "columns", "compile", "distinct", "loops", "partials", "sort", "updates", "vectors")
 """Files of what is compiled."""
 
 

@@ -1,0 +1,106 @@
+"""Partials placed in results where they belong and added up there, and gradients picked for them, compiled by numba.
+
+Addresses are integers, elements are counted in those of what they point to. A *slot* is a row block of a feature: its
+partials lie one after the other, one for each sample that has an id there. A *piece* is the columns of a result that
+all slots have that have one of them.
+"""
+
+from __future__ import annotations
+
+from sharders.embedding.lookup.numba_compile import by_blocks, helper
+from sharders.embedding.lookup.numba_vectors import (
+    add,
+    fence,
+    load,
+    multiply,
+    read32_at,
+    read64,
+    read_float64,
+    splat,
+    store,
+    stream,
+    write64,
+)
+
+
+def add_partials(
+    elements, partials, lengths, length_bytes, samples, slots, num_slots, pieces, num_pieces, entries,
+    out, out_stride, first, stop, past
+):  # fmt: skip
+    """Write results: of each piece the sum of a sample's partials, in the order of its slots.
+
+    Args:
+        lengths: (num_slots, samples) of bags.
+        slots: (num_slots, 3) int64: width, place of the first partial of these samples, from 0 on, and memory for a
+            word.
+        pieces: (num_pieces, 4) int64: the first column in a result, width, the first of its entries and the end.
+        entries: (entries, 2) int64: a slot that has the piece, and the first column in its partials.
+        first, stop: samples.
+        past: write past the caches, where blocks lie so that this can be.
+    """
+    for sample in range(first, stop):
+        for slot in range(num_slots):
+            width, at = read64(slots, 3 * slot), read64(slots, 3 * slot + 1)
+            has = _has_ids(lengths, length_bytes, slot * samples + sample)
+            write64(slots, 3 * slot + 1, at + has * width)
+            write64(slots, 3 * slot + 2, at if has else -1)
+        for piece in range(num_pieces):
+            to = sample * out_stride + read64(pieces, 4 * piece)
+            of_piece = (entries, read64(pieces, 4 * piece + 2), read64(pieces, 4 * piece + 3))
+            _add_up(elements, read64(pieces, 4 * piece + 1), (partials, slots, of_piece, out, to, past))
+    if past:
+        fence()
+
+
+@by_blocks
+def _add_up(elements, like, column, arguments):
+    partials, slots, (entries, first, stop), out, to, past = arguments
+    summed = like
+    for entry in range(first, stop):
+        at = read64(slots, 3 * read64(entries, 2 * entry) + 2)
+        if at >= 0:
+            summed = add(summed, load(elements, like, partials, at + read64(entries, 2 * entry + 1) + column))
+    if past:
+        stream(elements, out, to + column, summed)
+    else:
+        store(elements, out, to + column, summed)
+
+
+def pick_gradients(
+    elements, gradient, stride, lengths, length_bytes, samples, slots, num_slots, out, first, stop, scale, past
+):  # fmt: skip
+    """Write the gradients of partials, times `scale`.
+
+    Args:
+        gradient: of results, whose rows are `stride` apart.
+        lengths: (any, samples) of bags.
+        slots: (num_slots, 4) int64: the row of its lengths, width, the first column in a result, and the place in `out`
+            of what is picked first.
+        scale: address of a float64.
+        past: write past the caches, where blocks lie so that this can be.
+    """
+    factor = read_float64(scale, 0)
+    for sample in range(first, stop):
+        for slot in range(num_slots):
+            if _has_ids(lengths, length_bytes, read64(slots, 4 * slot) * samples + sample):
+                width, to = read64(slots, 4 * slot + 1), read64(slots, 4 * slot + 3)
+                at = sample * stride + read64(slots, 4 * slot + 2)
+                _pick(elements, width, (gradient, at, out, to, factor, past))
+                write64(slots, 4 * slot + 3, to + width)
+    if past:
+        fence()
+
+
+@by_blocks
+def _pick(elements, like, column, arguments):
+    gradient, at, out, to, factor, past = arguments
+    value = multiply(load(elements, like, gradient, at + column), splat(like, factor))
+    if past:
+        stream(elements, out, to + column, value)
+    else:
+        store(elements, out, to + column, value)
+
+
+@helper
+def _has_ids(lengths, length_bytes, bag):
+    return read32_at(lengths + bag * length_bytes) > 0
