@@ -13,7 +13,7 @@ from planner.search import bound, bound_node
 from planner.search.bound import lower_bound
 from planner.search.bound_blocks import Blocks, tried
 from planner.search.bound_columns import Columns, columns
-from planner.search.bound_counts import crowded
+from planner.search.bound_counts import crowded, levels
 from planner.search.bound_node import Frame, Node
 from planner.search.bound_phases import joined
 from planner.search.bound_programme import Programme, solve
@@ -218,6 +218,18 @@ def test_levels_leave_room_for_every_plan(span: int) -> None:
             beside += way.own >= 0 and part > 0
     assert most_full > 0.7
     assert beside > 20 * (span > 1) - 1
+
+
+def test_of_no_seconds_a_piece_has_all_levels() -> None:
+    """A phase of one column alone may end where that is not: its limit is 0."""
+    p = drawn(0, 8, 16, (1, 2, 4, 8), 6, 1e9, 1)
+    found = columns(p, scattered(p, np.random.default_rng(0)).seconds())
+    takes = (p.table.whole[found.row] > 0) & (found.pieces > 0)[:, None]
+    phase = int(takes[:, :-1].sum(0).argmax())
+    rows = np.flatnonzero(takes[:, phase])
+    taken = levels(p.table, found, rows, np.array([phase]), np.zeros(1), np.array([2]))[0]
+    assert len(rows) and np.isfinite(taken).all()
+    assert (taken >= found.hits[rows, phase] - 1e-9).all()
 
 
 def test_prices_are_nearly_the_best() -> None:

@@ -91,7 +91,8 @@ def levels(table: CostTable, columns: Columns, rows: Integers, phase: Integers, 
         columns.pieces[rows] > 0
     )
     way, at = np.nonzero(is_counted)
-    row, of, most, pieces = row[at], phase[way], most[way], columns.pieces[rows[at]]
+    # of no seconds a piece that takes any has all levels
+    row, of, most, pieces = row[at], phase[way], np.maximum(most[way], 1e-300), columns.pieces[rows[at]]
     fixed, slope = table.fixed[row, of] / most, table.slope[row, of] / most
     full = _levels(table, row, pieces, fixed, slope, number[way])
     hits, one = columns.hits[rows[at], of], columns.one[of]
