@@ -19,7 +19,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from dmp import Layout, ParameterInfo, ShardingEnv, data_parallel, default_sharders, row_wise
-from planner import Constraint, Observation, ShardingPlanner, observe
+from planner import Constraint, Observation, ShardingPlanner, Topology, observe
 from planner.observed.distinct_rows import equally_likely, growth_of
 from planner.observed.row_curve import RowCurve
 from tests.bench import observed as observed_bench
@@ -186,10 +186,14 @@ def collection() -> EmbeddingBagCollection:
     return EmbeddingBagCollection(configs, device=torch.device("meta"))
 
 
+OF_MEMORY = replace(Topology.load("cpu"), speeds=None)
+"""In which rows that are read are most of a step, whatever a machine's other parts take."""
+
+
 def loads(**options: Any) -> dict[str, float]:
     """Mean ids of a table's samples, as the planner's costs tell: milliseconds of the rank that it loads most."""
     env = ShardingEnv.abstract((4,), ("dp",), "cpu")
-    report = ShardingPlanner(**options).plan(collection(), default_sharders(), env).report
+    report = ShardingPlanner(topology=OF_MEMORY, **options).plan(collection(), default_sharders(), env).report
     return {p.name.split(".")[1]: p.busiest_seconds for p in report.parameters}
 
 
@@ -214,7 +218,8 @@ def lookup_of_ranks(observed: Observation, layout: Layout) -> list[float]:
     """Modelled forward lookup of each of four ranks, table t1 pinned."""
     env = ShardingEnv.abstract((4,), ("dp",), "cpu")
     plan = {"embedding_bags.t1.weight": layout, "embedding_bags.t2.weight": data_parallel()}
-    report = ShardingPlanner(observed=observed).plan(collection(), default_sharders(), env, plan).report
+    planner = ShardingPlanner(observed=observed, topology=OF_MEMORY)
+    report = planner.plan(collection(), default_sharders(), env, plan).report
     at = report.phases.index("lookup fwd")
     return [seconds[at] for seconds in report.rank_seconds]
 
