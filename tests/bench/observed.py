@@ -21,6 +21,7 @@ from torch import nn
 
 from dmp import DistributedModelParallel, ShardingEnv, ShardingPlan, default_sharders
 from planner import Observation, ShardingPlanner, observe
+from sharders.embedding.probe import OTHERS_BYTES
 from tests.bench.report import Result
 from tests.bench.workload import DEMO_ROWS
 from tests.ranks import mesh, run_ranks
@@ -98,11 +99,15 @@ def steps_of_rank(file: str, form: str, texts: list[str], rounds: int) -> list[l
     models = [
         DistributedModelParallel(make_model(keys, "cpu"), env, plan=ShardingPlan.from_json(text)) for text in texts
     ]
+    gradient = torch.randn(2 * BATCH, DIM * len(DEMO_ROWS))
+    others = torch.zeros(OTHERS_BYTES // 4)
     seconds: list[list[float]] = [[] for _ in models]
     for index in range(rounds + 2):
         for model, times in zip(models, seconds, strict=True):
+            others.add_(1)
             began = perf_counter()
-            model(batches[index % len(batches)]).values().sum().backward()
+            found = model(batches[index % len(batches)]).values()
+            found.backward(gradient[: len(found)])
             times.append(perf_counter() - began)
     return [times[2:] for times in seconds]
 
