@@ -12,10 +12,11 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
 import dmp
 from dmp import data_parallel, rectangles, row_wise
-from sharders.embedding import engine
+from sharders.embedding import engine, pooled
 from sharders.embedding.touched_rows import Touched, are_fewer
 from tests.equality import MESHES, OPTIMIZERS, attach, check_case, env_of, random_rectangles
 from tests.ranks import run_ranks
@@ -36,11 +37,39 @@ def _equals(mesh: str, kind: str) -> list[str]:
     with _always():
         for name, layouts in plans.items():
             for optimizer in OPTIMIZERS[: 2 if name == "mixed" else None]:
-                try:
-                    check_case(kind, layouts, optimizer, env)
-                except AssertionError as error:
-                    failed.append(f"{name} {optimizer}: {str(error)[:300]}")
+                for apart in (0, 1 << 40):
+                    with mock.patch.object(pooled, "APART_BYTES", apart):
+                        try:
+                            check_case(kind, layouts, optimizer, env)
+                        except AssertionError as error:
+                            failed.append(f"{name} {optimizer} {apart}: {str(error)[:300]}")
     return failed
+
+
+def _dense_sums(apart: int) -> list[torch.Tensor]:
+    """Weights after some steps, where all of a table's gradient is summed."""
+    torch.manual_seed(0)
+    rows = (5, 900, 7, 300)
+    configs = [
+        EmbeddingBagConfig(num_embeddings=n, embedding_dim=8, name=f"t{i}", feature_names=[f"f{i}"])
+        for i, n in enumerate(rows)
+    ]
+    module, env = EmbeddingBagCollection(configs), env_of("dp2")
+    plan = {f"embedding_bags.t{i}.weight": data_parallel() if i % 2 == 0 else row_wise() for i in range(4)}
+    attach(module, "rowwise_adagrad")
+    with mock.patch.object(pooled, "APART_BYTES", apart):
+        model = dmp.DistributedModelParallel(module, env, plan=plan)
+        for step in range(3):
+            ids = torch.arange(4 * 16 * 3) * (3 + step + env.rank) % 5
+            batch = KeyedJaggedTensor([f"f{i}" for i in range(4)], ids, lengths=torch.full((64,), 3))
+            model(batch).values().square().sum().backward()
+    return [value.detach().clone() for value in dmp.to_unsharded(model).state_dict().values()]
+
+
+def test_sums_of_their_own_are_the_same() -> None:
+    """To the bit, whether they travel beside other gradients or not."""
+    for beside, apart in zip(run_ranks(2, _dense_sums, 1 << 40), run_ranks(2, _dense_sums, 0), strict=True):
+        assert len(beside) == 4 and all(map(torch.equal, beside, apart))
 
 
 SLOW = [(mesh, kind) for mesh in ("dp4", "host2xlocal2", "replicate2xshard2") for kind in ("ebc", "ec_vbe")]

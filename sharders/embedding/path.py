@@ -11,7 +11,7 @@ from sharders.embedding.call import Call
 from sharders.embedding.input_dist import InputDist
 from sharders.embedding.local_tables import TBE
 from sharders.embedding.lookup.torch_kernel import RowGradients
-from sharders.embedding.output_dist import Beside
+from sharders.embedding.output_dist import Beside, exchange_alone
 from sharders.embedding.phases import BACKWARD, GRADIENT, SYNC, phase
 from sharders.embedding.replicas import OfLocal, Replicas, sum_of
 from sharders.embedding.touched_rows import TouchedRows
@@ -58,7 +58,12 @@ class Path(Generic[Given]):
 
     def wants_landing(self, call: Call) -> bool:
         """Whether gradients come back, and no sums beside them."""
-        return (call.is_training or call.wants_weight_gradient) and not self.store.local
+        return (call.is_training or call.wants_weight_gradient) and (not self.store.local or self._sends_apart(call))
+
+    def _sends_apart(self, call: Call) -> bool:
+        """Whether sums have an exchange of their own, as what they would be beside would be copied for it: more than
+        they are. On all ranks alike."""
+        return False
 
     def order_ids(self, call: Call) -> None:
         """What of the update is known with the ids: worked out while results travel."""
@@ -86,7 +91,10 @@ class Path(Generic[Given]):
             local = self._of_local(call, given) if call.is_training else None
         with phase(spent, GRADIENT):
             beside = self.replicas.beside(local)
-            grads, of_weights = self._send_back(call, given, beside)
+            alone = beside if self._sends_apart(call) else None
+            grads, of_weights = self._send_back(call, given, beside if alone is None else None)
+            if alone is not None:
+                exchange_alone(self.peers.exchange, alone)
         if not call.is_training:  # all tables are frozen: the gradient is for the weights
             return [of_weights, *[None] * len(self.store.parameters)]
         if self.peers.num_replicas > 1:

@@ -24,6 +24,8 @@ from sharders.embedding.path import Path, Returned, Trained
 from sharders.embedding.phases import FORWARD, INPUT, OUTPUT, phase
 from sharders.embedding.way import Kind, Way, offsets
 
+APART_BYTES = 1 << 20
+"""Of a rank's gradients: where there are more, sums are not sent beside them."""
 _MAX_WAYS = 16  # of a call's tables, that are kept compiled
 
 
@@ -55,6 +57,9 @@ class PooledPath(Path[torch.Tensor]):
         self.mean_columns = _runs_of_mean(self.dims, [placement.tables[f.table].mean for f in placement.features])
         self._partial = frozenset(t for t, is_partial in enumerate(placement.by_partials) if is_partial)
         starts, target = [0, *accumulate(self.dims)], [(f, 0, dim) for f, dim in enumerate(self.dims)]
+        placement = self.store.placement
+        sharded = [dim for f, dim in zip(placement.features, self.dims, strict=True) if not placement.is_local[f.table]]
+        self._sharded_columns = sum(sharded)
         self._local = []
         for tbe in self.store.local:
             runs = runs_of({0: target}, [target[f] for f in tbe.features])
@@ -126,6 +131,10 @@ class PooledPath(Path[torch.Tensor]):
     def split(self, batch: Batch, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """As they are: features are columns."""
         return list(results)
+
+    def _sends_apart(self, call: Call) -> bool:
+        of_all = sum(call.samples[i] for i in self.peers.by_table_rank) * self._sharded_columns * self.dtype.itemsize
+        return of_all >= APART_BYTES * len(self.peers.by_table_rank)
 
     def _given(self, call: Call, grads: Sequence[torch.Tensor]) -> torch.Tensor:
         grad = grads[0].to(self.dtype)
