@@ -149,7 +149,7 @@ def test_cuts_of_layouts() -> None:
 
 
 def trains(kind: Callable[..., Optimizer], layout: Any, in_backward: bool = False) -> list[str]:
-    """The texts that are logged; each error is raised again by the next step, and nothing has changed."""
+    """What is said of the optimizer; each error is raised again by the next step, and nothing has changed."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -168,7 +168,7 @@ def trains(kind: Callable[..., Optimizer], layout: Any, in_backward: bool = Fals
         except ShardError:
             assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
             optimizer.step()
-        return said
+        return [text for text in said if "compiled" not in text]  # which kernels are, once on a machine
     finally:
         logging.getLogger("dmp").removeHandler(handler)
 
