@@ -55,6 +55,14 @@ class Tagged(nn.Module):
     def forward(self, users):
         return self.users(users)
 
+class Huge(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.users = nn.EmbeddingBag(10**12, 64, mode="sum")
+
+def make_huge():
+    return Huge()
+
 def loader():
     return [(torch.randint(100, (64, 7)),)] * 3
 
@@ -150,6 +158,10 @@ def test_observe(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ):
         assert main([*common, "--observe", name]) == code
         assert message in capsys.readouterr().err
+    huge = ["plan", "strangers_models:make_huge", "--mesh", "2", "--memory", "1000TB"]
+    for name in ("strangers_models:make_huge", "strangers_models:Huge"):  # the model itself is not made for real
+        assert main([*huge, "--observe", name]) == 2
+        assert f"the loader: expected a loader, which gives batches; {name} gives the model" in capsys.readouterr().err
     assert main([*common, "--cost-model", "planner:CostModel"]) == 0
     assert main([*common, "--cost-model", "strangers_models:no_loader"]) == 2
 

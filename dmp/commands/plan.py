@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from dmp.commands.factory import add_model, made, made_module
+from dmp.commands.factory import add_model, imported, made, made_module
 from dmp.commands.files import read, read_constraints, read_plan, write_plan
 from dmp.commands.machine import add_machine, add_mesh, env_of, topology_of
 from dmp.commands.refusal import FAILED, NO_PLAN, Refusal, in_one_line
@@ -84,6 +84,10 @@ def _observed(given: argparse.Namespace, module: nn.Module) -> Any:
     """What `--observe` names: a file, or a loader whose batches are read now."""
     if ":" not in given.observe or Path(given.observe).exists():
         return read(Path(given.observe), "an observation", lambda _: of_planner("Observation").load(given.observe))
+    found = imported(given.observe, "the loader")
+    if given.observe == given.model or (isinstance(found, type) and issubclass(found, nn.Module)):
+        # a loader is made for real, and so would the model be
+        raise Refusal(f"the loader: expected a loader, which gives batches; {given.observe} gives the model")
     loader = made(given.observe, "the loader")
     try:
         return of_planner("observe")(loader, batches=given.observe_batches, module=module)
