@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from dmp import (
+    ChunkedTensor,
     DistributedModelParallel,
     ParameterInfo,
     PlanError,
@@ -177,6 +178,52 @@ def test_from_meta_whatever_the_form() -> None:
         for got in run_ranks(2, filled, layout, "meta"):
             for name, value in wanted.state_dict().items():
                 assert torch.equal(got[name], value), (layout, name)
+
+
+class ShiftedChunks(ShardedBiased):
+    """Its second rank says that it has what the first one has; its third row has no owner."""
+
+    def chunked_state(self) -> Any:
+        (whole,) = super().chunked_state().values()
+        return {"weight": ChunkedTensor(whole.size(), whole.chunks, [(0, 0, 0)], whole.dtype)}
+
+
+class FewerChunks(ShardedBiased):
+    def chunked_state(self) -> Any:
+        (whole,) = super().chunked_state().values()
+        return {"weight": ChunkedTensor(whole.size(), [whole.chunks[0][:2]], whole.offsets, whole.dtype)}
+
+
+class NoChunks(ShardedBiased):
+    def chunked_state(self) -> Any:
+        return {"weight": ChunkedTensor(self._shape, [], [], self.weight.dtype)}
+
+
+def wrapped_elsewhere(made: Any, on_meta: bool) -> None:
+    sharder = BiasedSharder()
+    sharder.made = made
+    module = Model().to("meta") if on_meta else Model()
+    env = ShardingEnv.from_mesh(mesh((2,), ("dp",)))
+    DistributedModelParallel(module, env, plan={"experts.weight": row_wise()}, sharders=[sharder])
+
+
+@pytest.mark.parametrize(
+    ("made", "gives"),
+    [
+        (ShiftedChunks, "(3, 4, 3) at offset (0, 0, 0)"),
+        (FewerChunks, "(2, 4, 3) at offset (3, 0, 0)"),
+        (NoChunks, "nothing"),
+    ],
+)
+def test_chunks_that_overlap_or_leave_holes_are_named_on_every_rank(made: Any, gives: str) -> None:
+    """They passed: who gathered or saved them heard of it, hours later."""
+    for on_meta in (False, True):
+        for error in run_ranks(2, wrapped_elsewhere, made, on_meta, expect=(ShardError, PlanError)):
+            assert "chunked_state() of what BiasedSharder.shard made of Biased at 'experts' gives" in str(error)
+            assert (
+                f"gives 'experts.weight' on rank 1 as {gives}; its plan, row_wise(), says (3, 4, 3) at offset "
+                "(3, 0, 0) of (6, 4, 3)"
+            ) in str(error)
 
 
 def wrapped_by(member: str, gives: Any, ranks: tuple[int, ...], is_planned: bool) -> None:

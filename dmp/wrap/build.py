@@ -166,7 +166,7 @@ def _with_tables(checked: _Checked, seed: int, calls: Calls) -> tuple[nn.Module,
     def make(site: Site) -> nn.Module:
         entries = {relative: resolved.plan[name] for relative, name in site.names().items()}
         new = site.sharder.shard(site.module, entries, given.env, given.device)
-        check_made(site, new, rules is not None, given.env.data_size)
+        check_made(site, new, entries, given.env, rules is not None)
         if rules is not None:
             fill_from_meta(site, new, seed, rules)
         return new

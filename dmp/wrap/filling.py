@@ -9,14 +9,18 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from dmp.chunked import as_chunks
+from dmp.chunked import ChunkedTensor, as_chunks
 from dmp.contracts import ShardedModule, hook
+from dmp.env import ShardingEnv
 from dmp.errors import ShardError
+from dmp.layouts.layout import Layout, ParameterSharding
 from dmp.names import join_name
 from dmp.plans.find import Site
 from dmp.wrap.initial_rules import Rules, warn_of_constructors
 from dmp.wrap.initial_values import check_can_materialise, fill_chunks, fill_own
 from dmp.wrap.skeleton import all_tensors
+
+_SHOWN = 4  # rectangles in an error
 
 
 def _fills_itself(site: Site) -> bool:
@@ -25,12 +29,15 @@ def _fills_itself(site: Site) -> bool:
     return own == set(site.infos) and all(info.init_fn is not None for info in site.infos.values())
 
 
-def check_made(site: Site, new: nn.Module, is_filled: bool, data_size: int) -> None:
-    """What `shard` owes: a module, all names, room for what was on meta, wholes of what `parameters` does not name.
+def check_made(
+    site: Site, new: nn.Module, plan: Mapping[str, ParameterSharding], env: ShardingEnv, is_filled: bool
+) -> None:
+    """What `shard` owes: a module, all names, chunks where the plan has this rank's, room for what was on meta, wholes
+    of what `parameters` does not name.
 
     Args:
+        plan: what it was asked for, by names relative to the site.
         is_filled: what is on meta is to get values.
-        data_size: over so many ranks gradients are averaged.
 
     Raises:
         ShardError: naming sharder and parameter.
@@ -38,10 +45,10 @@ def check_made(site: Site, new: nn.Module, is_filled: bool, data_size: int) -> N
     sharder = type(site.sharder).__name__
     if not isinstance(new, nn.Module):
         raise ShardError(f"{sharder}.shard gave {new!r} for {_where(site)}; expected a module that takes its place")
-    if new is site.module and data_size > 1:
+    if new is site.module and env.data_size > 1:
         raise ShardError(
             f"{sharder}.shard gave {_where(site)} back as it was; expected a module in its place, which averages the "
-            f"gradients of what parameters() names over {data_size} ranks. What is to stay as it is, parameters() "
+            f"gradients of what parameters() names over {env.data_size} ranks. What is to stay as it is, parameters() "
             "leaves out, and it is data-parallel"
         )
     _check_same_names(site, new)
@@ -49,18 +56,39 @@ def check_made(site: Site, new: nn.Module, is_filled: bool, data_size: int) -> N
     for name, old in all_tensors(site.module, remove_duplicate=True):
         if is_lazy(old):
             continue
-        if tuple(state[name].shape) != tuple(old.shape):
+        held = state[name]
+        if tuple(held.shape) != tuple(old.shape):
             named = name in site.infos
             expected = "its chunks, by chunked_state()" if named else "it whole, since parameters() does not name it"
             raise ShardError(
-                f"{sharder}.shard made {join_name(site.path, name)!r} of shape {tuple(state[name].shape)} for one of "
+                f"{sharder}.shard made {join_name(site.path, name)!r} of shape {tuple(held.shape)} for one of "
                 f"{tuple(old.shape)}; expected {expected}"
             )
+        if isinstance(held, ChunkedTensor) and name in plan:
+            _check_rectangles(site, name, held, plan[name].layout, env)
         if is_filled and local[name].is_meta:
             raise ShardError(
                 f"{sharder}.shard left {join_name(site.path, name)!r} on meta: shard() allocates what is on meta (for "
                 "instance torch.empty_like(chunk, device=device)), the wrapper fills it"
             )
+
+
+def _check_rectangles(site: Site, name: str, held: ChunkedTensor, layout: Layout, env: ShardingEnv) -> None:
+    """Where every rank holds what the plan says, all of them hold the whole, once: plans have no holes, no overlaps."""
+    shards = [(s.offsets, s.sizes) for s in layout.shards(held.shape, env) if s.rank == env.table_rank]
+    chunks = [(offset, tuple(chunk.shape)) for offset, chunk in zip(held.offsets, held.chunks, strict=True)]
+    planned, got = (sorted(box for box in boxes if all(box[1])) for boxes in (shards, chunks))
+    if got != planned:
+        raise ShardError(
+            f"chunked_state() of what {type(site.sharder).__name__}.shard made of {_where(site)} gives "
+            f"{join_name(site.path, name)!r} on rank {env.table_rank} as {_shown(got)}; its plan, {layout}, says "
+            f"{_shown(planned)} of {tuple(held.shape)}"
+        )
+
+
+def _shown(boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> str:
+    some = ", ".join(f"{tuple(size)} at offset {tuple(offset)}" for offset, size in boxes[:_SHOWN])
+    return (some or "nothing") + (f" and {len(boxes) - _SHOWN} more" if len(boxes) > _SHOWN else "")
 
 
 def _check_same_names(site: Site, new: nn.Module) -> None:

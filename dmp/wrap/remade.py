@@ -36,7 +36,7 @@ class Remade:
         plain = self._empty(self._old, owned)
         self._new = owned.sharder.shard(plain, plan, made.env, made.device)
         site = Site(owned.path, owned.aliases, plain, owned.sharder, owned.infos)
-        check_made(site, self._new, True, made.env.data_size)
+        check_made(site, self._new, plan, made.env, True)
 
     @staticmethod
     def _empty(old: nn.Module, owned: Owned) -> nn.Module:
