@@ -101,6 +101,7 @@ def load_checkpoint(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     rename: Rename | None = None,
+    cast: bool = False,
 ) -> Any:
     """Fill a model, and its optimizer, from a checkpoint of any mesh and plan; returns `extra` as it was saved.
 
@@ -125,6 +126,8 @@ def load_checkpoint(
         optimizer: an ordinary optimizer over its parameters, stepped or not.
         rename: the checkpoint's names -> the model's: a function, or a dict that names parameters or modules. A prefix
             that all names have (`module.`, `model.`), or all lack, is found without it; the logger "dmp" says so.
+        cast: weights and optimizer state of another floating dtype become the model's, rounded as `Tensor.to` does; by
+            default they are an error, as what is lost in bfloat16 does not come back.
 
     Raises:
         CheckpointError: on every rank, naming file and parameter: a missing, damaged or newer file, a missing or
@@ -137,7 +140,7 @@ def load_checkpoint(
     def checked() -> CheckedLoad:
         """Nothing is changed yet: what does not fit is raised on all ranks."""
         source = fitted(renamed(open_source(source_path), rename), model.state_dict())
-        load = prepare(source, model, optimizer)
+        load = prepare(source, model, optimizer, cast=cast)
         prepare_random_state(load, env)
         return load
 

@@ -34,12 +34,14 @@ class CheckedLoad(NamedTuple):
         targets: key -> where this rank has it read to.
         then: calls when all has been read.
         faults: what does not fit, while it is being checked.
+        cast: what is stored in another floating dtype fits: it is rounded to the target's as it is copied.
     """
 
     source: Source
     targets: dict[str, ChunkedTensor]
     then: list[Callable[[], Any]]
     faults: list[str]
+    cast: bool = False
 
     def check(self, share: tuple[int, int]) -> list[CheckedRange]:
         """Read the i-th of n shares of what all ranks will read, raise where it is damaged; what is to be compared."""
@@ -54,13 +56,15 @@ class CheckedLoad(NamedTuple):
                 step()
 
 
-def prepare(source: Source, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> CheckedLoad:
-    """A checked load of weights and optimizer state.
+def prepare(
+    source: Source, model: nn.Module, optimizer: torch.optim.Optimizer | None, *, cast: bool = False
+) -> CheckedLoad:
+    """A checked load of weights and optimizer state; `cast` as `load_checkpoint` has it.
 
     Raises:
         CheckpointError: names, shapes or dtypes that do not fit.
     """
-    load = CheckedLoad(source, {}, [], [])
+    load = CheckedLoad(source, {}, [], [], cast)
     _prepare_weights(load, model)
     owned = owned_states(model, optimizer)
     if source.objects.get("param_groups") or any(key.startswith(STATE) for key in source.shapes):
@@ -123,8 +127,18 @@ def _compare(load: CheckedLoad, key: str, what: str) -> None:
     size, dtype = load.source.shapes[key]
     if size != tuple(target.size()):
         load.faults.append(f"{what} has shape {size}, expected {tuple(target.size())}")
-    elif dtype != target.dtype:
-        load.faults.append(f"{what} has dtype {dtype}, expected {target.dtype}")
+    else:
+        _compare_dtypes(load, dtype, target.dtype, what)
+
+
+def _compare_dtypes(load: CheckedLoad, dtype: torch.dtype, expected: torch.dtype, what: str) -> bool:
+    """Whether values of a dtype can be had as another; a fault where not."""
+    can_cast = dtype.is_floating_point and expected.is_floating_point
+    fits = dtype == expected or (can_cast and load.cast)
+    if not fits:
+        way = "; load_checkpoint(..., cast=True) converts it" if can_cast else ""
+        load.faults.append(f"{what} has dtype {dtype}, expected {expected}{way}")
+    return fits
 
 
 def _saved_state(source: Source) -> dict[str, dict[str, str]]:
@@ -191,8 +205,10 @@ def _prepare_tensor(
         _read_column_blocks(load, key, target, saved_widths, has_blocks, what)
         return
     if target is None:
+        own = owned.parameter.dtype
+        is_cast = load.cast and short != "step" and dtype.is_floating_point and own.is_floating_point
         try:
-            fresh[short], target = owned.new(short, size, dtype)
+            fresh[short], target = owned.new(short, size, own if is_cast else dtype)
         except CheckpointError as error:
             load.faults.append(str(error))
             return
@@ -217,13 +233,12 @@ def _read_column_blocks(
         shape = tuple(target.size()) if isinstance(target, torch.Tensor) else "no such state"
         load.faults.append(f"{what} has one value per row and column block, {size}; expected {shape}")
         return
-    if dtype != target.dtype:
-        load.faults.append(f"{what} has dtype {dtype}, expected {target.dtype}")
+    if not _compare_dtypes(load, dtype, target.dtype, what):
         return
     rows = sorted({(o[0], c.shape[0]) for c, o in zip(target.chunks, target.offsets, strict=True) if c.numel()})
     offsets = [(start, *(0 for _ in size[1:])) for start, _ in rows]
-    read = {start: torch.empty((count, *size[1:]), dtype=dtype) for start, count in rows}
-    load.targets[key] = ChunkedTensor(size, list(read.values()), offsets, dtype)
+    read = {start: torch.empty((count, *size[1:]), dtype=target.dtype) for start, count in rows}
+    load.targets[key] = ChunkedTensor(size, list(read.values()), offsets, target.dtype)
 
     def spread() -> None:
         for chunk, offset in zip(target.chunks, target.offsets, strict=True):
