@@ -9,6 +9,7 @@ For the whole process, while it lasts
   tell the user; one thread at a time
 - `dmp/collection.py: gc.disable`, `dmp/collection.py: gc.enable`: while a model is wrapped or planned; who finds it
   disabled leaves it so
+- the threads of NumPy's OpenBLAS are one while a model is planned (planner/one_thread.py); who finds one leaves it so
 - `dmp/checkpoint/targets/native.py: torch.serialization.set_crc32_options`: while a checkpoint is written, where the
   program has them off, for a checkpoint without checksums cannot be checked; one save runs at a time
 - `dmp/ranks/watchdog.py: atexit.register`: the watchdog says goodbye, so that no rank waits for this one,

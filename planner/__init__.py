@@ -8,6 +8,7 @@ Rooms: `costs`, `observed`, `candidates`, `search`, `dense`, `report`, `meshes`.
 - `torchrec`: `from_torchrec`, what TorchRec's planner is made of as ours
 - `torchrec_parts`: its constraints, topologies and reservations as ours
 - `broadcast`: rank 0's plan to all ranks
+- `one_thread`: NumPy's products on one thread meanwhile
 - `arguments`: numbers and names that a user passes, checked
 """
 

@@ -36,6 +36,7 @@ from planner.dense.decide import decide, split_as, vocabularies
 from planner.dense.model import DenseModel
 from planner.observed.observation import Observation
 from planner.observed.observe import observe
+from planner.one_thread import on_one_thread
 from planner.pinned import Pinned, by_first_name, split_pinned
 from planner.replica_groups import group_advice, worth_asking
 from planner.report.infeasible import plan_error
@@ -154,7 +155,7 @@ class ShardingPlanner:
         check_env(env)
         progress = Progress(self.progress)
         try:
-            with without_collection():
+            with without_collection(), on_one_thread():
                 return self._planned(module, sharders, env, pinned, found, progress)
         finally:
             progress.end()
