@@ -102,7 +102,7 @@ def test_bytes_follow_the_ids_of_large_tables_and_the_rows_of_small_ones() -> No
     assert all(sent <= 64 * (8 * 4 + 8) + 64 for sent, _ in large)
     assert large[0][1].equal(large[1][1])  # the same to the bit on all ranks
     assert all(a[1].equal(b[1]) for a, b in zip(large, again, strict=True))
-    assert all(sent == 40 * 9 * 4 for sent, _ in run_ranks(2, _of_a_step, 40, 64))
+    assert all(sent <= 40 * (8 * 4 + 8) + 64 for sent, _ in run_ranks(2, _of_a_step, 40, 64))
 
 
 def _beside_rows() -> tuple[float, ...]:
@@ -124,13 +124,14 @@ def test_a_rank_without_ids() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "rows", "beside", "alone"), [(2, 40, 1, 1), (4, 40, 1, 0), (4, 20, 1, 1), (8, 20, 1, 0)]
+    ("ranks", "rows", "alone"), [(2, 90, 1), (2, 95, 0), (4, 40, 1), (4, 50, 0), (8, 20, 1), (8, 25, 0)]
 )
-def test_an_all_reduce_sends_no_more_for_more_ranks(ranks: int, rows: int, beside: bool, alone: bool) -> None:
+def test_an_all_reduce_sends_no_more_for_more_ranks(ranks: int, rows: int, alone: bool) -> None:
+    """Beside other gradients rows travel however many they are."""
     table = SimpleNamespace(rows=100, dim=8, trainable=True)
     placement: Any = SimpleNamespace(trains_local=True, tables=[table], is_local=[True])
     touched = [Touched(rows, rows * 8)] * ranks
-    assert are_fewer(placement, touched, True, 4) == beside
+    assert are_fewer(placement, touched, True, 4)
     assert are_fewer(placement, touched, False, 4) == alone
 
 
@@ -138,5 +139,5 @@ def test_large_tables_are_compared_with_an_all_reduce() -> None:
     """On one axis too: only what does not go beside other gradients is summed there."""
     table = SimpleNamespace(rows=1 << 20, dim=15, trainable=True)
     placement: Any = SimpleNamespace(trains_local=True, tables=[table], is_local=[True])
-    assert are_fewer(placement, [Touched(1 << 17, 15 << 17)] * 4, True, 4)
-    assert not are_fewer(placement, [Touched(1 << 18, 15 << 18)] * 4, True, 4)
+    assert are_fewer(placement, [Touched(1 << 18, 15 << 18)] * 4, True, 4)
+    assert not are_fewer(placement, [Touched(1 << 19, 15 << 19)] * 4, True, 4)

@@ -12,10 +12,10 @@ All ranks have as many samples, so every rank sends as many ids, and receives as
 owner's side of each exchange (ids received, results sent, gradients received) is as long on average, and longer on the
 rank that has most. So the owner's side is the one that is counted.
 
-[Note: rows of copies] Of the gradients of a copied table those rows travel that batches name where these are few. The
-data path settles that by bytes for all such tables of a call together, the model by the same rule table by table: which
-tables a plan copies is not known when each is costed, and what one costs must not depend on which others it is asked
-about with.
+[Note: rows of copies] Of the gradients of a copied table those rows travel that batches name, but where an all-reduce
+of whole tables is fewer bytes. The data path settles that for all such tables of a call together, the model by the same
+rule table by table: which tables a plan copies is not known when each is costed, and what one costs must not depend on
+which others it is asked about with.
 
 [Note: filled bags] Of pooled row blocks only those bags travel that have ids there, where these are few; else all do,
 which costs less for each. On one axis the data path settles that for all tables of a call together, the model table by
@@ -81,8 +81,8 @@ class CostModel:
     [Note: filled bags] beside it); one of no rows costs nothing. Copies
     along replicate axes get the ids of all in the input exchange, and each other's gradients after the backward one
     (`replica sync`). The gradient of a data-parallel table travels beside the others in the gradient exchange, in
-    `replica sync` where it is large, or there are hosts or copies: by the rows that batches name where these are half
-    of the bytes that all of it would be at most, see [Note: rows of copies] beside it.
+    `replica sync` where it is large, or there are hosts or copies: by the rows that batches name, there only where
+    these are no more bytes than an all-reduce of all of it sends, see [Note: rows of copies] beside it.
 
     Memory: weights, optimizer state as the parameter's info says, gradients of parameters without an in-backward
     optimizer (with Adam's state, as theirs is not known) and of data-parallel ones with the buffers of their sum; ids,
@@ -385,11 +385,11 @@ def _of_even_blocks(p: ShardTable) -> Array:
 def goes_by_rows(p: ShardTable, own_ids: Array, env: ShardingEnv) -> Flags:
     """Whether of a copied table those rows travel that batches name, not all: see [Note: rows of copies].
 
-    All of a table goes from each rank to each beside other gradients, and else twice, by an all-reduce.
+    Rows alone go beside other gradients, from each rank to each; an all-reduce sends all of a table twice.
     """
     named, whole = np.minimum(own_ids, p.rows) * (p.columns + 2), p.rows * (p.columns + 1)
-    times = np.where(_goes_beside(whole * _wire_item(p), env), env.size, min(2, env.size))
-    return p.replicated & p.is_table & (2 * env.size * named <= times * whole)
+    are_few = env.size * named <= min(2, env.size) * whole
+    return p.replicated & p.is_table & (_goes_beside(whole * _wire_item(p), env) | are_few)
 
 
 def _goes_beside(gradient: Array, env: ShardingEnv) -> Flags:

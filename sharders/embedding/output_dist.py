@@ -109,40 +109,6 @@ def exchange_alone(channel: Channel, beside: Beside) -> None:
     beside.take(exchange.wait(), channel.rank)
 
 
-class Sum:
-    """The sum of a tensor over the ranks of a channel: see `Beside`, or by an all-reduce.
-
-    Args:
-        addend: this rank's, flat.
-        size: number of ranks.
-    """
-
-    def __init__(self, addend: torch.Tensor, size: int) -> None:
-        self.addend, self._size, self.device = addend, size, addend.device
-        self.total: torch.Tensor | None = None
-        """The same to the bit on every rank; None until it is there."""
-
-    @property
-    def nbytes(self) -> int:
-        """See `Beside`."""
-        return self.addend.nbytes * self._size
-
-    def buffers(self, me: int) -> list[Buffers]:
-        """See `Beside`."""
-        sizes = of_others([self.addend.numel()] * self._size, me)
-        return [Buffers(self.addend.dtype, sizes, sizes)]
-
-    def fill(self, wire: Sequence[torch.Tensor]) -> None:
-        """See `Beside`."""
-        wire[0].copy_(self.addend)
-
-    def take(self, came: Sequence[Sequence[torch.Tensor]], me: int) -> None:
-        """See `Beside`."""
-        self.total = torch.zeros_like(self.addend)
-        for i, addend in enumerate(came[0]):
-            self.total += self.addend if i == me else addend
-
-
 def send_gradients(
     channel: Channel,
     codec: Codec | None,

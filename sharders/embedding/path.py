@@ -13,7 +13,7 @@ from sharders.embedding.local_tables import TBE
 from sharders.embedding.lookup.torch_kernel import RowGradients
 from sharders.embedding.output_dist import Beside, exchange_alone
 from sharders.embedding.phases import BACKWARD, GRADIENT, SYNC, phase
-from sharders.embedding.replicas import OfLocal, Replicas, sum_of
+from sharders.embedding.replicas import OfLocal, Replicas, joined
 from sharders.embedding.touched_rows import TouchedRows
 
 Given = TypeVar("Given")  # gradients of the results, as a path takes them
@@ -76,7 +76,7 @@ class Path(Generic[Given]):
         if not tbes:
             return None
         if call.touched is None:
-            return sum_of(self._local_gradients(call, given), self.dtype, self.peers.exchange.size)
+            return joined(self._local_gradients(call, given), self.dtype)
         return TouchedRows(self._local_row_gradients(call, given), tbes, call.touched, self.dtype)
 
     def backward(self, call: Call, grads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:

@@ -1,9 +1,9 @@
 """Tables of which there are several replicas: gradients shared between them, and sums for data-parallel tables.
 
 [Note: replicas] Replicas of shards (a replicate axis) stay equal because each gets the ids and gradients of all, in one
-order. Whole tables on every rank (data-parallel) get the sum of dense gradients, or where that is fewer bytes the rows
-that batches touch (`touched_rows`). On one shard axis these travel beside the gradients, so that a step needs no more
-collectives; else, or where they are large, in an exchange of their own.
+order. Whole tables on every rank (data-parallel) get the rows that batches touch (`touched_rows`). On one shard axis
+these travel beside the gradients, so that a step needs no more collectives; else, or where they are large, in an
+exchange of their own, or as whole tables by an all-reduce where that is fewer bytes.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 from sharders.embedding.codec import decoded, encoded
 from sharders.embedding.local_tables import TBE, TableStore
 from sharders.embedding.lookup.torch_kernel import touched_of
-from sharders.embedding.output_dist import Sum, exchange_alone
+from sharders.embedding.output_dist import exchange_alone
 from sharders.embedding.peers import Peers
 from sharders.embedding.phases import SYNC, Spent, phase
 from sharders.embedding.touched_rows import TouchedRows, go_beside
 
-OfLocal = Sum | TouchedRows
-"""Gradients of data-parallel tables: whole, or by rows."""
+OfLocal = torch.Tensor | TouchedRows
+"""Gradients of data-parallel tables: whole as `joined` gives them, or by rows."""
 
 
 class Replicas:
@@ -56,9 +56,9 @@ class Replicas:
         came = channel.all_to_all(wire.repeat(count), [flat.numel()] * count, totals).wait()
         return decoded(codec, came, flat.dtype)
 
-    def beside(self, local: OfLocal | None) -> OfLocal | None:
+    def beside(self, local: OfLocal | None) -> TouchedRows | None:
         """The gradients of data-parallel tables, where they travel beside the others."""
-        return local if local is not None and go_beside(local.nbytes, self.peers.is_flat) else None
+        return local if isinstance(local, TouchedRows) and go_beside(local.nbytes, self.peers.is_flat) else None
 
     def finish(
         self, local: OfLocal | None, gradients: dict[int, torch.Tensor], spent: Spent
@@ -73,11 +73,16 @@ class Replicas:
         Returns:
             For each table its ordinary gradient; None for those updated in place.
         """
-        if local is not None:
+        tbes = [tbe for tbe in self.store.local if tbe.is_trainable]
+        if isinstance(local, TouchedRows):
             if local.total is None:
                 with phase(spent, SYNC):
-                    self._exchange(local)
-            self._update_local(local, gradients)
+                    exchange_alone(self.peers.exchange, local)
+            self._update_by_rows(tbes, local, gradients)
+        elif local is not None:
+            with phase(spent, SYNC):
+                self.peers.exchange.sum(local)
+            self._update_wholly(tbes, local, gradients)
         if self.sync_interval > 1 and self.peers.replicas.size > 1:
             with phase(spent, SYNC):
                 self._average()
@@ -88,19 +93,8 @@ class Replicas:
                 result[index] = tbe.bank.table_view(i, self.store.placement.tables[index].dim, flat)
         return result
 
-    def _exchange(self, local: OfLocal) -> None:
-        if isinstance(local, Sum):
-            local.total = local.addend
-            self.peers.exchange.sum(local.total)
-        else:
-            exchange_alone(self.peers.exchange, local)
-
-    def _update_local(self, local: OfLocal, gradients: dict[int, torch.Tensor]) -> None:
-        tbes = [tbe for tbe in self.store.local if tbe.is_trainable]
+    def _update_by_rows(self, tbes: Sequence[TBE], local: TouchedRows, gradients: dict[int, torch.Tensor]) -> None:
         assert local.total is not None
-        if isinstance(local, Sum):
-            self._update_wholly(tbes, local.total, gradients)
-            return
         for tbe, of_ranks in zip(tbes, local.total, strict=True):
             if tbe.bank.spec is None:
                 gradients[id(tbe)] = tbe.lookup.gradient_touched(of_ranks)
@@ -127,6 +121,6 @@ class Replicas:
                     tensor.div_(self.peers.replicas.size)
 
 
-def sum_of(gradients: Sequence[tuple[torch.Tensor, torch.Tensor]], dtype: torch.dtype, size: int) -> Sum:
-    """The sum of (flat gradient, touched rows) of each trainable local TBE over so many ranks."""
-    return Sum(torch.cat([t.to(dtype) for pair in gradients for t in pair]), size)
+def joined(gradients: Sequence[tuple[torch.Tensor, torch.Tensor]], dtype: torch.dtype) -> torch.Tensor:
+    """(flat gradient, touched rows) of each trainable local TBE in a row, to be summed over the ranks."""
+    return torch.cat([t.to(dtype) for pair in gradients for t in pair])

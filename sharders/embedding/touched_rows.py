@@ -1,8 +1,11 @@
-"""The gradients of data-parallel tables by the rows that batches touch: fewer bytes than the sum of whole tables.
+"""The gradients of data-parallel tables by the rows that batches touch: less work than the sum of whole tables.
 
 Each rank sends the rows that its batch names and the sums of their gradients to all others, who add them in the order
 of the ranks (`Lookup.update_touched`): the same bits on all. How many rows there can be at most is told by the headers,
-and so all ranks alike see whether these are fewer bytes.
+and so all ranks alike see whether an all-reduce of whole tables would be fewer bytes. Where gradients travel from each
+rank to each beside others, rows always do: they are no more bytes than tables, but for the numbers of the rows, and the
+backward pass of 12 tables of 100, 400, 1,000, 2,000 and 4,000 rows of 64, read by 2,048 ids each, took 0.88, 0.81,
+0.76, 0.51 and 0.38 of the time: a whole gradient is zeroed, joined, summed and searched for rows that were touched.
 """
 
 from __future__ import annotations
@@ -58,10 +61,9 @@ def touched_at_most(placement: Placement, batch: Batch) -> Touched:
 
 
 def are_fewer(placement: Placement, at_most: Sequence[Touched], is_flat: bool, item_bytes: int) -> bool:
-    """Whether what all ranks touch is well below the tables themselves: from each, or twice where they are summed.
+    """Whether gradients travel by rows: beside others always, else where they are no more than an all-reduce sends.
 
-    Gradients of whole tables travel from each rank to each where they go beside others; else by an all-reduce, which
-    sends two tables from each rank however many there are.
+    That sends two tables from each rank however many ranks there are.
 
     Args:
         is_flat: see `Peers`.
@@ -75,8 +77,8 @@ def are_fewer(placement: Placement, at_most: Sequence[Touched], is_flat: bool, i
         if is_local and table.trainable
     )
     num = len(at_most)
-    most = (num if go_beside(num * whole * item_bytes, is_flat) else min(2, num)) * whole
-    return 2 * sum(of_rank.elements + 2 * of_rank.rows for of_rank in at_most) <= most
+    named = sum(of_rank.elements + 2 * of_rank.rows for of_rank in at_most)
+    return go_beside(num * whole * item_bytes, is_flat) or named <= min(2, num) * whole
 
 
 class TouchedRows:
