@@ -22,7 +22,7 @@ from sharders.embedding.ragged import Columns
 
 ELEMENTS_OF_AN_ID = 16  # take as long as an id's part in a lookup: work on fewer rows is not shared among threads
 _FEW_ELEMENTS, _FEW_SOURCES = 1 << 14, 4  # torch has placed them by the time that compiled code is called
-_LINE_BYTES, _STREAMED_BYTES = 64, 4 << 20
+_LINE_BYTES, _STREAMED_BYTES = 64, 1 << 18  # as the lookup's, see `numba_kernel`
 
 
 class Source(NamedTuple):
