@@ -6,8 +6,7 @@ A *tie* is a parameter in several places, which must stay one whatever is done t
 from __future__ import annotations
 
 import sys
-import weakref
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
@@ -88,19 +87,30 @@ def restore_ties(ties: Iterable[list[Place]]) -> None:
             place.store[place.name] = held[kept]
 
 
-def replace_tensors(places: Iterable[Place], make: Callable[[Place], torch.Tensor], kept: Container[int] = ()) -> None:
+def replace_tensors(
+    places: Iterable[Place], make: Callable[[Place], torch.Tensor], kept: Mapping[int, str] | None = None
+) -> None:
     """Put `make(place)` in each place; made once for a tensor with several, which stays one.
 
     Args:
-        kept: ids of tensors that are held elsewhere too: such a one stays, and becomes what is made, if it can.
+        kept: id of each tensor that is held elsewhere too -> where: such a one stays, and becomes what is made.
+
+    Raises:
+        ShardError: torch swaps none that something else still holds, by a weak reference or for a backward pass.
     """
     made: dict[int, torch.Tensor] = {}
     for place in list(places):  # the old ones stay alive meanwhile: no new one takes the id of one
         old = place.tensor
         if id(old) not in made:
             made[id(old)] = new = make(place)
-            if id(old) in kept and not weakref.getweakrefs(old):  # with which torch swaps none
-                torch.utils.swap_tensors(old, new)
+            if kept and id(old) in kept:
+                try:
+                    torch.utils.swap_tensors(old, new)
+                except RuntimeError as error:
+                    raise ShardError(
+                        f"{kept[id(old)]} keeps {place.full_name!r} beside its place, and would go on reading what it "
+                        f"is now: {error}. Read it by its place, or build the model on a real device"
+                    ) from error
                 made[id(old)] = old
         place.store[place.name] = made[id(old)]
 

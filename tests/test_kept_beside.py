@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dmp import DistributedModelParallel, PlanError, ShardingEnv, full_state_dict, replicate, to_unsharded
+from dmp import DistributedModelParallel, PlanError, ShardError, ShardingEnv, full_state_dict, replicate, to_unsharded
 from sharders import TensorParallelSharder
 from tests.ranks import mesh, run_ranks
 
@@ -73,6 +74,56 @@ def _kept(shape: tuple[int, ...], names: tuple[str, ...], way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_a_weight_that_the_model_keeps_beside_its_place(way: str) -> None:
     run_ranks(2, _kept, (2,), ("shard",), way)
+
+
+def _from_meta(shape: tuple[int, ...], names: tuple[str, ...], way: str) -> None:
+    env = ShardingEnv.from_mesh(mesh(shape, names))
+    with torch.device("meta"):
+        module = Net(way)
+    model, whole = DistributedModelParallel(module, env), Net()
+    whole.load_state_dict(full_state_dict(model))
+    _trains(model, whole, env)
+    _trains(copy.deepcopy(model), whole, env)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["dp", "shard"])
+def test_from_meta(way: str, name: str) -> None:
+    """The model's own code went on reading what is on meta, of which torch makes numbers of no meaning."""
+    run_ranks(2, _from_meta, (2,), (name,), way)
+
+
+class Buffers(nn.Module):
+    """As rotary embeddings keep their first frequencies; and a tensor that is nothing."""
+
+    def __init__(self, has_more: bool = False) -> None:
+        super().__init__()
+        self.reset_parameters()
+        if has_more:
+            self.more = [torch.ones(2, 2)]
+
+    def reset_parameters(self) -> None:
+        self.register_buffer("scale", torch.full((2, 2), 3.0))
+        self.first = self.scale
+
+
+def test_what_else_is_kept_on_meta(caplog: pytest.LogCaptureFixture) -> None:
+    with torch.device("meta"):
+        modules = [nn.Sequential(nn.Linear(2, 2), Buffers()), nn.Sequential(nn.Linear(2, 2), Buffers(has_more=True))]
+    model = DistributedModelParallel(modules[0])
+    assert model.module[1].first is model.module[1].scale and not model.module[1].first.is_meta
+    assert not caplog.messages
+    DistributedModelParallel(modules[1])
+    assert "Buffers.more stays on meta, which nothing fills" in caplog.text
+
+
+def test_what_cannot_be_made_real() -> None:
+    with torch.device("meta"):
+        module = Net("a list")
+    held = weakref.ref(module.second.weight)
+    with pytest.raises(ShardError, match=r"Net.kept keeps 'second.weight' beside its place.*weakref.*real device"):
+        DistributedModelParallel(module)
+    assert held() is module.second.weight
 
 
 @pytest.mark.slow

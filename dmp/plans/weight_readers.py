@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from types import CodeType, FunctionType, SimpleNamespace
 from typing import Any
 
+import torch
 from torch import nn
 
 from dmp.plans.reachable import Code, closed_over, is_foreign, reachable
@@ -96,12 +97,20 @@ def find_readers(model: nn.Module, sites: Mapping[int, tuple[nn.Module, Iterable
     return readers
 
 
+def kept_on_meta(model: nn.Module, skip: Iterable[nn.Module]) -> list[str]:
+    """Where modules keep tensors on meta that are no parameters or buffers; without what is in those to skip."""
+    skipped = {id(m) for s in skip for m in s.modules()}
+    modules = [m for m in model.modules() if id(m) not in skipped]
+    found = (where for where, each in _attributes(modules) if isinstance(each, torch.Tensor) and each.is_meta)
+    return list(dict.fromkeys(found))
+
+
 def kept_beside(model: nn.Module) -> dict[int, str]:
-    """id of each parameter that a module keeps beside its place, in a list or dict of its own -> where.
+    """id of each tensor that a module keeps, beside its place if it has one, in a list or dict of its own -> where.
 
     What is put into the parameter's place is not seen there.
     """
-    return {id(each): where for where, each in _attributes(model.modules()) if isinstance(each, nn.Parameter)}
+    return {id(each): where for where, each in _attributes(model.modules()) if isinstance(each, torch.Tensor)}
 
 
 def _attributes(modules: Iterable[nn.Module]) -> Iterator[tuple[str, Any]]:

@@ -33,7 +33,7 @@ from dmp.wrap.agreement import check_agreement, on_all_ranks, sync_from_first_ra
 from dmp.wrap.arguments import Arguments
 from dmp.wrap.assembly import Assembly, Owned, fused_of
 from dmp.wrap.data_parallel import check_beforehand, left_whole, start
-from dmp.wrap.filling import check_made, fill_from_meta, rules_of
+from dmp.wrap.filling import check_made, fill_from_meta, rules_of, warn_of_kept
 from dmp.wrap.initial_rules import Rules
 from dmp.wrap.initial_values import materialise, shared_seed
 from dmp.wrap.skeleton import skeleton_of
@@ -207,6 +207,8 @@ def _with_dense(made: Assembly, checked: _Checked, seed: int) -> Assembly:
         made = start(made)
     if rules is not None:
         on_all_ranks(lambda: materialise(made.module, made.device, seed, rules, sharded), made.env)
+        if made.device.type != "meta" and made.env.rank == 0:
+            warn_of_kept(made.module, sharded)
     _move(made.module, made.device, sharded)
     return start(made) if starts and not takes_meta else made
 

@@ -9,7 +9,7 @@ silence. So the old one is marked with the name that it had.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -23,11 +23,18 @@ _SHOWN = 5
 _wraps = 0  # so that an optimizer is looked at once, and again after another model has been wrapped
 
 
+class _Change:
+    """A wrap or a reshard, whose model is known when it is done. Marks hold it, not their parameters: a weak reference
+    would keep torch from putting a real tensor into one that is on meta."""
+
+    model: Callable[[], nn.Module | None] = staticmethod(lambda: None)
+
+
 class _Replaced:
     """What a replaced parameter knows: the wrapped model, its name there, and when. Not kept where it is pickled."""
 
-    def __init__(self, model: nn.Module, name: str, when: _When) -> None:
-        self.model, self.name, self.when = weakref.ref(model), name, when
+    def __init__(self, change: _Change, name: str, when: _When) -> None:
+        self.change, self.name, self.when = change, name, when
 
     def __reduce__(self) -> Any:
         return type(None), ()
@@ -56,14 +63,18 @@ _RESHARDED = _When(
 def marking_replaced(model: nn.Module, module: nn.Module, *, by_reshard: bool = False) -> Iterator[None]:
     """Mark each parameter of `module` for which `model.module` has another one at the end. Keeps none alive."""
     global _wraps
-    before = [(name, weakref.ref(p)) for name, p in module.named_parameters()]
-    yield
-    _wraps += 1
-    now = dict(model.module.named_parameters(remove_duplicate=False))  # type: ignore[union-attr]
-    for name, reference in before:
-        old = reference()
-        if old is not None and name in now and old is not now[name]:
-            old._dmp_replaced = _Replaced(model, name, _RESHARDED if by_reshard else _WRAPPED)  # type: ignore[attr-defined]
+    change, when, now = _Change(), _RESHARDED if by_reshard else _WRAPPED, module
+    for name, p in module.named_parameters():
+        p._dmp_replaced = _Replaced(change, name, when)  # type: ignore[attr-defined]
+    try:
+        yield
+        _wraps += 1
+        now = model.module  # type: ignore[assignment]
+        change.model = weakref.ref(model)
+    finally:
+        for p in now.parameters():  # which are there as before
+            if getattr(getattr(p, "_dmp_replaced", None), "change", None) is change:
+                del p._dmp_replaced  # type: ignore[attr-defined]
 
 
 def follow(optimizer: Optimizer) -> bool:
@@ -93,7 +104,7 @@ def successors(parameters: Iterable[Any]) -> list[Any]:
     found = []
     for p in parameters:
         mark = getattr(p, "_dmp_replaced", None)
-        model = mark.model() if mark is not None else None
+        model = mark.change.model() if mark is not None else None
         if model is not None and id(model) not in known:
             known[id(model)] = dict(model.named_parameters(remove_duplicate=False))
         found.append(p if mark is None or model is None else known[id(model)].get(mark.name, p))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -16,11 +16,13 @@ from dmp.errors import ShardError
 from dmp.layouts.layout import Layout, ParameterSharding
 from dmp.names import join_name
 from dmp.plans.find import Site
+from dmp.plans.weight_readers import kept_on_meta
 from dmp.wrap.initial_rules import Rules, warn_of_constructors
 from dmp.wrap.initial_values import check_can_materialise, fill_chunks, fill_own
 from dmp.wrap.skeleton import all_tensors
 
-_SHOWN = 4  # rectangles in an error
+_SHOWN = 4
+_log = logging.getLogger("dmp")
 
 
 def _fills_itself(site: Site) -> bool:
@@ -115,7 +117,7 @@ def rules_of(module: nn.Module, sites: Sequence[Site], rank: int) -> Rules | Non
     rules = Rules(module, [site.path for site in filled])
     check_can_materialise(module, rules, [site.module for site in filled])
     if rank == 0:
-        warn_of_constructors(module, logging.getLogger("dmp"))
+        warn_of_constructors(module, _log)
     return rules
 
 
@@ -133,6 +135,16 @@ def fill_from_meta(site: Site, new: nn.Module, seed: int, rules: Rules) -> None:
             fill_own(site.module.get_submodule(relative), path, own_name, target, seed, rules)
         else:
             fill_chunks(target, init_fn, join_name(site.path, name), seed)
+
+
+def warn_of_kept(module: nn.Module, sharded: Iterable[nn.Module]) -> None:
+    """Say which tensors stay on meta, where torch's products of them and real ones are numbers of no meaning."""
+    where = kept_on_meta(module, sharded)
+    if where:
+        _log.warning(
+            "%s on meta, which nothing fills: neither a parameter nor a buffer. register_buffer makes it one",
+            ", ".join(where[:_SHOWN]) + (" stay" if len(where) > 1 else " stays"),
+        )
 
 
 def _state(site: Site, new: nn.Module) -> dict[str, torch.Tensor]:

@@ -114,7 +114,7 @@ def materialise(
         return new
 
     wanted = [place for place in _on_meta(module, skip) if only is None or place.full_name in only]
-    replace_tensors(wanted, filled, kept_beside(module) if wanted else ())
+    replace_tensors(wanted, filled, kept_beside(module) if wanted else None)
 
 
 def check_can_materialise(module: nn.Module, rules: Rules, skip: Iterable[nn.Module] = ()) -> None:
