@@ -181,3 +181,27 @@ def test_frozen_tables_rest_while_weights_of_their_ids_learn() -> None:
     model.requires_grad_(True)
     model(torch.tensor([1, 2, 3]), torch.tensor([0, 1]), weights).sum().backward()
     assert not torch.equal(model.weight, before)
+
+
+def test_two_calls_of_weighted_bags_are_as_fbgemms() -> None:
+    """The backward of the second call is the first to update the row, which the first call's then reads."""
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+    from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+        ComputeDevice,
+        SplitTableBatchedEmbeddingBagsCodegen,
+    )
+
+    where = (EmbeddingLocation.HOST, ComputeDevice.CPU)
+    theirs = SplitTableBatchedEmbeddingBagsCodegen([(2, 4, *where)], optimizer=EmbOptimType.EXACT_SGD)
+    theirs.set_learning_rate(0.5)
+    theirs.split_embedding_weights()[0].fill_(1.0)
+    module = nn.EmbeddingBag(2, 4, mode="sum", _weight=torch.ones(2, 4))
+    _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.5})
+    ours = DistributedModelParallel(module, plan={"weight": row_wise()})
+    gradients = []
+    for bags in (theirs, lambda ids, starts, weights: ours(ids, starts[:-1], weights)):
+        weights = [torch.ones(1, requires_grad=True) for _ in range(2)]
+        sum(bags(torch.tensor([0]), torch.tensor([0, 1]), each).sum() for each in weights).backward()
+        gradients.append([each.grad for each in weights])
+    assert gradients[0] == gradients[1] == [torch.tensor([2.0]), torch.tensor([4.0])]

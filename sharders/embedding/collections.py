@@ -54,7 +54,8 @@ class ShardedEmbeddingBagCollection(_ShardedCollection):
     """Takes a `KeyedJaggedTensor`, gives a `KeyedTensor` with values (B, sum of dims), float32.
 
     Gradients are means over the data ranks. A table with an in-backward optimizer is updated once for each backward
-    through a forward; called twice in a step, it is updated twice.
+    through a forward; called twice in a step, it is updated twice, and the gradient of weights of ids, whose backward
+    reads the rows, reads those of the second call as the first has left them. FBGEMM's kernels do the same.
     """
 
     likeness = "torchrec.distributed.embeddingbag:ShardedEmbeddingBagCollection"

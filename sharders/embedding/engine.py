@@ -4,7 +4,8 @@ A call has two phases. `begin`: header exchange -> payload exchange (input dist)
 `finish`: lookup -> output exchange (output dist); backward is one exchange of gradients and the update.
 All tables of a module travel together whatever their layouts. Gradients are means over the data ranks.
 Ranks along a tensor axis hold the same batch: each sends its part, and one more exchange gathers the results.
-A module called twice in a step is updated once for each call, in the order of their backward passes.
+A module called twice in a step is updated once for each call, in the order of their backward passes; gradients of
+weights of ids are worked out of the rows as they are then.
 """
 
 from __future__ import annotations
