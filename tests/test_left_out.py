@@ -20,7 +20,8 @@ class Shifted(nn.Embedding):
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.kept, self.normed = nn.EmbeddingBag(8, 4, mode="sum"), nn.EmbeddingBag(8, 4, max_norm=1.0)
+        self.kept = nn.EmbeddingBag(8, 4, mode="sum")
+        self.scaled = nn.EmbeddingBag(8, 4, scale_grad_by_freq=True)
         self.sparse, self.most = nn.Embedding(8, 4, sparse=True), nn.EmbeddingBag(8, 4, mode="max")
         self.shifted, self.tied, self.head = Shifted(9, 4), nn.Embedding(8, 4), nn.Linear(4, 8)
         self.head.weight = self.tied.weight
@@ -56,7 +57,7 @@ def test_what_stays_whole_is_said_once_with_the_reason() -> None:
     assert on_second == []
     texts = [text for _, text in on_first]
     for name, num_bytes, why in [
-        ("normed", 128, "max_norm=1.0"),
+        ("scaled", 128, "scale_grad_by_freq=True"),
         ("sparse", 128, "sparse=True"),
         ("most", 128, "mode='max'"),
         ("shifted", 144, "Shifted has a forward of its own"),
@@ -130,12 +131,12 @@ def _changed_collections() -> dict[str, tuple[bool, str]]:
             ebc.forward = lambda features: forward(features)
         elif what == "class":
             ebc.embedding_bags["t"] = Tripled(8, 4, mode="sum", include_last_offset=True)
-        elif what in ("mode", "max_norm", "padding_idx"):
-            setattr(bag, what, {"mode": "mean", "max_norm": 0.5, "padding_idx": 3}[what])
+        elif what in ("mode", "scale_grad_by_freq", "padding_idx"):
+            setattr(bag, what, {"mode": "mean", "scale_grad_by_freq": True, "padding_idx": 3}[what])
         return ebc  # type: ignore[no-any-return]
 
     found = {}
-    for what in ("hook", "forward", "class", "mode", "max_norm", "padding_idx"):
+    for what in ("hook", "forward", "class", "mode", "scale_grad_by_freq", "padding_idx"):
         torch.manual_seed(0)
         plain = change(EmbeddingBagCollection(tables=[config]), what)
         torch.manual_seed(0)
@@ -154,7 +155,7 @@ class Tripled(nn.EmbeddingBag):
 def test_what_was_done_to_a_collection_is_kept_and_said() -> None:
     on_first, on_second = run_ranks(2, _changed_collections)
     reasons = {"hook": "embedding_bags.t: it has hooks", "forward": "its forward was replaced", "class": "Tripled"}
-    reasons |= {"mode": "", "max_norm": "max_norm=0.5", "padding_idx": "padding_idx=3"}
+    reasons |= {"mode": "", "scale_grad_by_freq": "scale_grad_by_freq=True", "padding_idx": "padding_idx=3"}
     for what, reason in reasons.items():
         assert on_first[what][0] and on_second[what][0], what
         assert "at 'ebc'" in on_first[what][1] and reason in on_first[what][1], (what, on_first[what])

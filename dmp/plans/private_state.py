@@ -35,7 +35,8 @@ PRIVATE_STATE = {
 
 
 def refuse_private_state(module: nn.Module, env: ShardingEnv, handled: Iterable[nn.Module]) -> None:
-    """Raise `ShardError` for the outermost such module where several ranks have batches of their own.
+    """Raise `ShardError` for the outermost such module where several ranks have batches of their own; and for one that
+    writes to its weights in its forward.
 
     Args:
         handled: modules that a sharder replaces: what is in them is that sharder's.
@@ -44,9 +45,18 @@ def refuse_private_state(module: nn.Module, env: ShardingEnv, handled: Iterable[
         return
     known = {id(m) for site in handled for m in site.modules()}
     for path, each in module.named_modules():
+        if id(each) in known:
+            continue
+        if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.max_norm is not None:
+            raise ShardError(
+                f"{type(each).__name__} at {path!r} has max_norm={each.max_norm}: its forward rescales the rows of its "
+                f"ids in place, and each of the {env.data_size} data ranks has ids of its own, so that their copies "
+                "would part. Scale what is looked up, or the rows after each step (torch.renorm); one data rank runs "
+                "it as it is"
+            )
         names = [f"{c.__module__}.{c.__qualname__}" for c in type(each).__mro__]
         what = next((PRIVATE_STATE[name] for name in names if name in PRIVATE_STATE), None)
-        if what is not None and id(each) not in known:
+        if what is not None:
             raise ShardError(
                 f"{type(each).__name__} at {path!r} {what}, and each of the {env.data_size} data "
                 "ranks has ids of its own: the ranks' results would part. Take the plain embedding collection "

@@ -73,10 +73,11 @@ def watched(made: Assembly) -> Assembly:
 
 def left_whole(made: Assembly) -> frozenset[str]:
     """Names, under every alias, of weights that are not split with the rest where the mesh splits: replicated by the
-    plan, inside a sharder's module, or kept by the model beside their places. They are not taken on meta."""
+    plan, inside a sharder's module, kept by the model beside their places, or of sparse gradients, which FSDP2 has no
+    way to reduce. They are not taken on meta."""
     kept = _kept_whole(made)
     if made.shards_in_place:
-        kept |= made.unnamed() | (_kept_beside(made) - made.sharded_names())
+        kept |= made.unnamed() | ((_kept_beside(made) | _of_sparse_gradients(made)) - made.sharded_names())
     return kept
 
 
@@ -106,6 +107,14 @@ def _kept_beside(made: Assembly) -> frozenset[str]:
     kept = kept_beside(made.module)
     named = made.module.named_parameters(remove_duplicate=False)
     return frozenset(name for name, p in named if id(p) in kept and not is_dtensor(p))
+
+
+def _of_sparse_gradients(made: Assembly) -> frozenset[str]:
+    """Names, under every alias, of weights of embeddings with `sparse=True` that are whole."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    sparse = {id(m.weight) for m in made.module.modules() if isinstance(m, kinds) and m.sparse}
+    named = made.module.named_parameters(remove_duplicate=False)
+    return frozenset(name for name, p in named if id(p) in sparse and not is_dtensor(p))
 
 
 def _check_not_lazy(name: str, parameter: nn.Parameter) -> None:

@@ -46,6 +46,8 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
         return {key: None if v is None else memo[id(v)] for key, v in value.items()}
     if type(value) in (OrderedDict, set) and not value:
         return type(value)()
+    if isinstance(value, torch.Tensor) and not value.is_leaf:  # such as a weight that weight norm has computed
+        return room_for(value, "meta")
     return copy.deepcopy(value, memo)
 
 
