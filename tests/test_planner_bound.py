@@ -158,6 +158,15 @@ def test_below_every_plan_where_nodes_are_split_by_sums_of_phases(monkeypatch: p
     assert sum(held) > 20
 
 
+def test_below_every_plan_where_most_columns_seem_to_take_no_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bound_node, "_COUNTED", 0)
+    monkeypatch.setattr(bound_node, "_MANY", 2)
+    for seed in range(20):
+        p = random_problem(seed)
+        best = least_cost(p)
+        assert lower_bound(p, min(1.1 * best, 1e4)).seconds <= best * (1 + 1e-9), seed
+
+
 def scattered(p: Problem, r: np.random.Generator) -> Placement:
     """Every item cut anyhow, and put anywhere, but not on all ranks."""
     table, ranks, found = p.table, len(p.capacity), Placement(p)

@@ -174,7 +174,19 @@ def _root(problem: Problem, upper: float) -> tuple[Node | None, Frame]:
         problem.setups.sum(1),
     )
     sums = _sums(problem, units)
-    frame = Frame(found, work, np.append(mean, -1.0), upper, table, problem.span, room, units, setups, sums)
+    frame = Frame(
+        found,
+        np.ascontiguousarray(found.piece.T),
+        work,
+        np.append(mean, -1.0),
+        upper,
+        table,
+        problem.span,
+        room,
+        units,
+        setups,
+        sums,
+    )
     start = np.flatnonzero(np.diff(found.owner, prepend=-1))
     low, kinds = base.max(0) - base.min(0), sum(1 << k for k in range(len(problem.setups)))
     high = np.full(len(low), max(upper, 0.0))

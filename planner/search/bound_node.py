@@ -34,7 +34,9 @@ _KNOWN = 1.5
 _SHORT = 0.7
 """Part of what there is that is taken: what is counted then may matter."""
 _COUNTS = 4
-"""Rows of a programme that count."""
+"""Rows of a programme that count,"""
+_COUNTED, _MANY = 8, 2000
+"""so many columns for each group, and so many more."""
 _LONGER = np.array([1.001, 1.01, 1.03, 1.07, 1.15, 1.3])
 """Times its time in the relaxed optimum, that a phase takes at most in one of two nodes."""
 _GUESS, _OF_SUM = 0.5, 0.25
@@ -50,6 +52,7 @@ class Frame(NamedTuple):
 
     Args:
         columns: see [Note: columns].
+        piece: (phases, columns) of these, a phase's side by side: it is looked at by phase, again and again.
         work: (columns, phases + 1) mean and size.
         base: (phases + 1,) mean of what is there already above the idlest rank's; then -1.
         upper: seconds of a plan; nobody cares for what costs more.
@@ -62,6 +65,7 @@ class Frame(NamedTuple):
     """
 
     columns: Columns
+    piece: Array
     work: Array
     base: Array
     upper: float
@@ -87,7 +91,6 @@ class Node(NamedTuple):
         paid: set-ups used, a bit each.
         allowed: set-ups that may be used.
         relaxed: its optimum when items are shared out; of `rows`.
-        reduced: (rows,) by how much an item with this column costs more than with its group's best, at its prices.
     """
 
     value: float
@@ -100,7 +103,6 @@ class Node(NamedTuple):
     paid: int
     allowed: int
     relaxed: Relaxed | None = None
-    reduced: Array | None = None
 
     @property
     def group(self) -> Integers:
@@ -115,9 +117,8 @@ def keep(node: Node, kept: NDArray[np.bool_]) -> Node | None:
     left = np.add.reduceat(kept, node.start, dtype=np.int64)
     if not left.all():
         return None
-    relaxed = node.relaxed and node.relaxed._replace(share=node.relaxed.share[kept])
-    reduced = None if node.reduced is None else node.reduced[kept]
-    return node._replace(rows=node.rows[kept], start=np.cumsum(left) - left, relaxed=relaxed, reduced=reduced)
+    relaxed = node.relaxed and node.relaxed.take(kept)
+    return node._replace(rows=node.rows[kept], start=np.cumsum(left) - left, relaxed=relaxed)
 
 
 def settle(frame: Frame, node: Node) -> Node | None:
@@ -131,14 +132,15 @@ def settle(frame: Frame, node: Node) -> Node | None:
         paid = _paid(frame, found)
         limit = frame.upper - paid
         programme = _programme(frame, found)
-        relaxed = solve(programme, limit, found.relaxed and found.relaxed.price)
-        value, reduced = programme.value(relaxed.price)
+        relaxed = solve(programme, limit, found.relaxed)
+        value = relaxed.value
         if value >= limit:
             return None
         # what an item costs at least with each column: the phases that its piece prolongs are paid for that
         rest = programme.rest(relaxed.price)
-        piece = frame.columns.piece[found.rows]
-        single = value + reduced + np.maximum(piece - found.low, 0) @ np.maximum(rest, 0)
+        single = value + relaxed.reduced
+        for phase in np.flatnonzero(rest > 0).tolist():
+            single += rest[phase] * np.maximum(frame.piece[phase][found.rows] - found.low[phase], 0)
         least = float(np.minimum.reduceat(single, found.start).max())
         spare = limit - value
         with np.errstate(divide="ignore", over="ignore"):
@@ -150,7 +152,6 @@ def settle(frame: Frame, node: Node) -> Node | None:
             low=np.maximum(found.low, low),
             high=np.minimum(found.high, high),
             relaxed=relaxed,
-            reduced=reduced,
         )
         found = keep(found, single < limit)
         if found is None or len(found.rows) > 0.8 * before:
@@ -163,29 +164,43 @@ def _paid(frame: Frame, node: Node) -> float:
 
 
 def _programme(frame: Frame, node: Node) -> Programme:
-    rows = node.rows
-    counted = _counted(frame, node)
-    phases = len(node.low)
+    rows, counted, phases = node.rows, _counted(frame, node), len(node.low)
     held = np.flatnonzero(node.together > frame.sums @ node.low)
-    work = np.column_stack([frame.work[rows], *counted, np.zeros((len(rows), len(held)))])
-    base = np.concatenate([frame.base, np.full(len(counted), -1.0), node.together[held]])
-    times = np.vstack([np.eye(phases), np.zeros((1 + len(counted), phases)), frame.sums[held]])
+    known, number = frame.work.shape[1], counted.shape[1]
+    work = np.zeros((len(rows), known + number + len(held)))
+    work[:, :known] = frame.work.take(rows, 0)
+    work[:, known : known + number] = counted
+    base = np.concatenate([frame.base, np.full(number, -1.0), node.together[held]])
+    times = np.vstack([np.eye(phases), np.zeros((1 + number, phases)), frame.sums[held]])
     return Programme(frame.columns.every[rows], work, node.start, node.items, base, node.low, node.high, times)
 
 
-def _counted(frame: Frame, node: Node) -> list[Array]:
-    """Levels that columns take, see [Note: counting], of the phases where they may be short."""
+def _counted(frame: Frame, node: Node) -> Array:
+    """(rows, ways) levels that columns take, see [Note: counting], of the phases where they may be short."""
     if node.relaxed is None:
-        return []
+        return np.zeros((len(node.rows), 0))
     rows, share = _in_use(node)
     high = np.append(np.where(node.high < _KNOWN * node.relaxed.seconds, node.high, 0.0), frame.room)
     span = np.append(frame.span, 1)
     ways = sorted((-u, way) for u, way in crowded(frame.table, frame.columns, rows, share, high, span) if u > _SHORT)
-    found = [way.taken(frame.table, frame.columns, node.rows, high, span) for _, way in ways[:_COUNTS]]
+    cheap = _cheap(node)
+    rows = node.rows[cheap]
+    found = [way.taken(frame.table, frame.columns, rows, high, span) for _, way in ways[:_COUNTS]]
     known = np.flatnonzero(high[:-1] > 0).tolist()
     blocks = sorted((-b[p] - o[p] / high[p], p, of) for of, b, o in _blocks(frame, node, high) for p in known)
     kept = [(p, of) for u, p, of in blocks if u < -_SHORT][:_COUNTS]
-    return found + [of.taken(frame.table, frame.columns, node.rows, p, float(high[p])) for p, of in kept]
+    found += [of.taken(frame.table, frame.columns, rows, p, float(high[p])) for p, of in kept]
+    counted = np.zeros((len(node.rows), len(found)))
+    counted[cheap] = np.array(found).reshape(len(found), len(rows)).T
+    return counted
+
+
+def _cheap(node: Node) -> Integers:
+    """Columns that are counted: of one that costs far too much nothing is lost if it seems to take none."""
+    assert node.relaxed is not None
+    reduced = node.relaxed.reduced
+    last = min(_COUNTED * len(node.start) + _MANY, len(reduced) - 1)
+    return np.flatnonzero(reduced <= np.partition(reduced, last)[last])
 
 
 def _blocks(frame: Frame, node: Node, high: Array) -> list[tuple[Blocks, Array, Array]]:
@@ -215,24 +230,27 @@ def _in_use(node: Node) -> tuple[Integers, Array]:
 def _narrow(frame: Frame, node: Node) -> Node | None:
     """Times raised to what some item needs whatever it takes, limits lowered, columns struck out, until all agree."""
     found: Node | None = node
-    piece, every = frame.columns.piece[node.rows], frame.columns.every[node.rows]
+    piece, every = frame.piece.take(node.rows, 1), frame.columns.every[node.rows]
     for _ in range(4):
         assert found is not None
-        low = np.maximum(found.low, np.minimum.reduceat(piece, found.start, axis=0).max(0))
+        low = np.maximum(found.low, np.minimum.reduceat(piece, found.start, axis=1).max(1))
         least = np.minimum.reduceat(every, found.start)
         spare = frame.upper - _paid(frame, found) - float(found.items @ least)
         low = whole(low, frame.unit, np.ceil, -_EDGE)
         high = whole(np.minimum(found.high, spare - (low.sum() - low)), frame.unit, np.floor, _EDGE)
         if (low > high).any():
             return None
-        own, times = every - least[found.group], np.maximum(piece, low)
-        longer = np.maximum(found.together - times @ frame.sums.T, 0).max(1, initial=0.0)
-        kept = (own + times.sum(1) + longer <= spare) & (piece <= high).all(1)
+        times = np.maximum(piece, low[:, None])
+        longer = np.zeros(len(every))
+        for number in np.flatnonzero(found.together).tolist():
+            of_all = times[frame.sums[number] > 0].sum(0)
+            longer = np.maximum(longer, found.together[number] - of_all)
+        kept = (every - least[found.group] + times.sum(0) + longer <= spare) & (piece <= high[:, None]).all(0)
         is_same = kept.all() and (low <= found.low).all()
         found = keep(found._replace(low=low, high=high), kept)
         if found is None or is_same:
             return found
-        piece, every = piece[kept], every[kept]
+        piece, every = piece[:, kept], every[kept]
     return found
 
 
@@ -332,7 +350,7 @@ def _shortest(frame: Frame, node: Node) -> Array:
     """(phases,) of the shortest piece in each that takes long enough to matter; infinite where there is none."""
     found: list[float] = []
     for phase in range(len(frame.span)):
-        piece = frame.columns.piece[node.rows, phase]
+        piece = frame.piece[phase][node.rows]
         found.append(float(piece.min(where=piece > _EXACT * frame.upper, initial=np.inf)))
     return np.array(found)
 
@@ -344,8 +362,8 @@ def _threshold(frame: Frame, node: Node, used: Array) -> tuple[float, int, float
     Of the pieces in use that take longer than their phase, that is the one that makes both nodes dear. What the first
     costs more is known at the present prices; of the second, half of what the phase takes longer is a guess.
     """
-    assert node.relaxed is not None and node.reduced is not None
-    spare, reduced = frame.upper - node.value, node.reduced
+    assert node.relaxed is not None
+    spare, reduced = frame.upper - node.value, node.relaxed.reduced
     seconds, some = node.relaxed.seconds, np.flatnonzero(used > _EXACT * _EXACT)
     seconds = np.append(seconds, frame.sums @ seconds)
     piece = np.column_stack([_piece(frame, node.rows[some], phase) for phase in range(len(seconds))])
@@ -370,8 +388,8 @@ def _threshold(frame: Frame, node: Node, used: Array) -> tuple[float, int, float
 def _piece(frame: Frame, rows: Integers, phase: int) -> Array:
     """(rows,) seconds of each column in a phase, or in one of the sums after all phases."""
     number = len(frame.span)
-    piece = frame.columns.piece
-    found: Array = piece[rows, phase] if phase < number else piece[rows] @ frame.sums[phase - number]
+    of = frame.piece[phase] if phase < number else frame.piece[frame.sums[phase - number] > 0].sum(0)
+    found: Array = of[rows]
     return found
 
 
@@ -410,4 +428,4 @@ def _regroup(node: Node, group: int, *parts: tuple[int, int, int]) -> Node:
     rows = np.concatenate([node.rows[a:b] for a, b, _ in pieces])
     length = np.array([b - a for a, b, _ in pieces])
     items = np.array([n for _, _, n in pieces], dtype=float)
-    return node._replace(rows=rows, start=np.cumsum(length) - length, items=items, relaxed=None, reduced=None)
+    return node._replace(rows=rows, start=np.cumsum(length) - length, items=items, relaxed=None)

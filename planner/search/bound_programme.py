@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from planner.search.cost_table import Array, Integers
 
@@ -71,6 +72,10 @@ class Programme(NamedTuple):
         times = np.where(rest > 0, rest * self.low, rest * self.high)
         return float(self.items @ best + times.sum() + price @ self.base), cost - best[self.group]
 
+    def above(self, cost: Array) -> Array:
+        """(columns,) by how much each costs more than the cheapest of its group."""
+        return cost - np.minimum.reduceat(cost, self.start)[self.group]
+
     def rest(self, price: Array) -> Array:
         """(phases,) what a second costs that a phase takes longer than it has to."""
         found: Array = 1 - price @ self.times
@@ -84,45 +89,57 @@ class Relaxed(NamedTuple):
         price: (rows,) see `Programme.value`.
         share: (columns,) items that take each.
         seconds: (phases,) times.
+        value: the bound that the prices give.
+        reduced: (columns,) by how much an item with this one costs more than with its group's best, at these prices.
     """
 
     price: Array
     share: Array
     seconds: Array
+    value: float
+    reduced: Array
+
+    def take(self, kept: NDArray[np.bool_]) -> Relaxed:
+        """Of some columns."""
+        return self._replace(share=self.share[kept], reduced=self.reduced[kept])
 
 
-def solve(p: Programme, enough: float, price: Array | None = None) -> Relaxed:
+def solve(p: Programme, enough: float, near: Relaxed | None = None) -> Relaxed:
     """Good prices, and what shares they belong to; any prices that give more than `enough` seconds will do.
 
     Most columns of a large programme cost so much that they are out of the question at any price near the best: what is
     nearly the cheapest at known prices is solved for, then, where other columns turn out cheaper, once more with those.
 
     Args:
-        price: of a similar programme.
+        near: of a similar programme, with the same columns.
     """
     if len(p.every) <= _LARGE:
-        return _solve(p, enough)
-    price = _resized(price, p)
+        return _found(p, *_solve(p, enough))
+    reduced = p.value(_prices(p))[1] if near is None else p.above(near.reduced)
     chosen = np.zeros(len(p.every), dtype=bool)
-    best, result = -np.inf, Relaxed(price, np.zeros(len(p.every)), p.low)
+    best: Relaxed | None = None
     for _ in range(_TRIES):
-        cost = p.value(price)[1]
-        last = min(len(p.start) + _MORE, len(cost) - 1)
-        chosen |= cost <= np.partition(cost, last)[last]
-        among, found = _solve_some(p, np.flatnonzero(chosen), enough)
-        value, price = p.value(found.price)[0], found.price
-        if value > best:
-            best, result = value, found
-        if value >= min(enough, among - _missed(among, enough - among)):
+        last = min(len(p.start) + _MORE, len(reduced) - 1)
+        chosen |= reduced <= np.partition(reduced, last)[last]
+        among, *some = _solve_some(p, np.flatnonzero(chosen), enough)
+        found = _found(p, *some)
+        reduced = found.reduced
+        if best is None or found.value > best.value:
+            best = found
+        if found.value >= min(enough, among - _missed(among, enough - among)):
             break
-    return result
+    assert best is not None
+    return best
 
 
-def _resized(price: Array | None, p: Programme) -> Array:
-    """Prices of a programme with other rows after those of phases and memory."""
+def _found(p: Programme, price: Array, share: Array, seconds: Array) -> Relaxed:
+    return Relaxed(price, share, seconds, *p.value(price))
+
+
+def _prices(p: Programme) -> Array:
+    """Ones of phases and memory."""
     found = np.zeros(len(p.base))
-    known = np.ones(len(p.low)) if price is None else price[: len(p.low) + 1]
-    found[: len(known)] = known
+    found[: len(p.low) + 1] = 1
     return found
 
 
@@ -131,8 +148,11 @@ def _missed(value: float, spare: float) -> float:
     return min(max(_NEAR * abs(value), _FAR * spare), _NEARLY * abs(value))
 
 
-def _solve_some(p: Programme, chosen: Integers, enough: float) -> tuple[float, Relaxed]:
-    """The optimum with some of the columns, and its value; groups with one column are no variables."""
+def _solve_some(p: Programme, chosen: Integers, enough: float) -> tuple[float, Array, Array, Array]:
+    """The value of the optimum with some of the columns, its prices, shares and seconds.
+
+    Groups with one column are no variables.
+    """
     group = p.group[chosen]
     is_single = np.bincount(group)[group] == 1
     is_single[np.flatnonzero(group == group[0])] = False  # something is left to solve
@@ -147,14 +167,14 @@ def _solve_some(p: Programme, chosen: Integers, enough: float) -> tuple[float, R
         items=p.items[p.group[several[start]]],
         base=p.base + items @ p.work[single],
     )
-    found = _solve(part, enough - constant)
+    price, of_several, seconds = _solve(part, enough - constant)
     share = np.zeros(len(p.every))
-    share[single], share[several] = items, found.share
-    return part.value(found.price)[0] + constant, found._replace(share=share)
+    share[single], share[several] = items, of_several
+    return part.value(price)[0] + constant, price, share, seconds
 
 
-def _solve(p: Programme, enough: float) -> Relaxed:
-    """`solve` with all columns."""
+def _solve(p: Programme, enough: float) -> tuple[Array, Array, Array]:
+    """`solve` with all columns: prices, shares, seconds."""
     unit = max(enough, 1e-30)
     is_time = p.times.any(1)
     to_units = np.where(is_time, unit, 1.0)
@@ -178,7 +198,7 @@ def _solve(p: Programme, enough: float) -> Relaxed:
         if not (np.isfinite(state.cost).all() and np.isfinite(state.inside).all()):
             break  # the numbers are too far apart; earlier prices hold
     price[~is_time] *= unit
-    return Relaxed(price, state.x, state.seconds * unit)
+    return price, state.x, state.seconds * unit
 
 
 class _State:
