@@ -15,6 +15,7 @@ from dmp.errors import CheckpointError
 from dmp.read_values import some
 from dmp.registry import plugins
 
+_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 _SIGNS = (ABOUT, ".metadata", ONE_FILE, INDEX)
 
 
@@ -63,6 +64,14 @@ def _what_is_in(folder: Path) -> str:
     signs = [sign for name in _SIGNS for sign in folder.glob(f"[!.]*/{name}")]
     nearby = list(dict.fromkeys(sign.parent for sign in sorted(signs, key=lambda s: s.stat().st_mtime, reverse=True)))
     if not nearby:
-        return lacks
+        return lacks + _files_in(folder)
     names = some([path.name for path in nearby])
     return f"{lacks}; there are checkpoints in it, the newest first: {names}; give one of these: {nearby[0]}"
+
+
+def _files_in(folder: Path) -> str:
+    """For who gave a folder where the file in it is wanted, or has one in another way of several files."""
+    files = sorted(file.name for file in folder.iterdir() if file.suffix in _FILES and file.is_file())
+    if any(folder.glob("*.bin.index.json")):
+        return f"; {some(files)} are parts, which are read as safetensors alone: Transformers' save_pretrained writes them"
+    return f"; it holds {some(files)}: give the file, {folder / files[0]}" if files else ""
