@@ -97,6 +97,23 @@ def test_an_optimizer_that_is_said_to_be_right_is_left_alone() -> None:
     run_ranks(2, believes_its_author)
 
 
+def takes_one_kind_at_a_time() -> None:
+    for option in ("foreach", "fused"):
+        parameters = [next(model.parameters()) for model in wrapped(2)]
+        for p in parameters:
+            p.grad = torch.ones_like(p)
+        before = [local_of(p).clone() for p in parameters]
+        with pytest.raises(ShardError, match=rf"AdamW has {option}=True for group 0, which holds tables and weights"):
+            torch.optim.AdamW(parameters, **{option: True}).step()  # type: ignore[arg-type]
+        assert all(torch.equal(local_of(p), old) for p, old in zip(parameters, before, strict=True))
+        torch.optim.AdamW([{"params": [p]} for p in parameters], **{option: True}).step()  # type: ignore[arg-type]
+        assert all(local_of(p).ne(old).all() for p, old in zip(parameters, before, strict=True))
+
+
+def test_tables_beside_dtensors_in_one_group() -> None:
+    run_ranks(2, takes_one_kind_at_a_time)
+
+
 def leaves_strangers_alone(world: int) -> None:
     models = wrapped(world)
     for kind in REFUSED:

@@ -27,6 +27,7 @@ from dmp import (
     table_wise,
 )
 from sharders import EmbeddingBagSharder, EmbeddingSharder
+from tests.ranks import mesh, run_ranks
 
 ENV = ShardingEnv.abstract((4,), ("dp",), "cpu")
 SHARDERS = [EmbeddingBagSharder(), EmbeddingSharder()]
@@ -65,6 +66,19 @@ def test_equality_and_hash_are_by_content() -> None:
     assert copy.deepcopy(PLAN) == PLAN == pickle.loads(pickle.dumps(PLAN))
     a, b = ([Shard((0, 0), (2, 2), rank)] for rank in (0, 1))
     assert ShardingPlan({"t": rectangles(a)}).digest != ShardingPlan({"t": rectangles(b)}).digest
+
+
+def _of_a_wrapped_model() -> None:
+    """It holds its mesh, whose process groups nobody can copy."""
+    env = ShardingEnv.from_mesh(mesh((2,), ("dp",)))
+    plan = DistributedModelParallel(Net(), env, plan=PLAN).plan
+    for other in (copy.copy(plan), copy.deepcopy(plan), pickle.loads(pickle.dumps(plan))):
+        assert other == plan
+    assert copy.deepcopy({"plan": plan})["plan"].setting is plan.setting is not None
+
+
+def test_one_in_force_is_copied_and_pickled() -> None:
+    run_ranks(2, _of_a_wrapped_model)
 
 
 def test_is_a_mapping() -> None:

@@ -88,6 +88,16 @@ class ShardingPlan(Mapping[str, ParameterSharding]):
     def __hash__(self) -> int:
         return int(self._digest[:15], 16)
 
+    def __copy__(self) -> ShardingPlan:
+        return self  # it is immutable
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardingPlan:
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a wrapped model's plan without where it is in force, which holds process groups."""
+        return {name: value for name, value in self.__dict__.items() if name != "setting"}
+
     @property
     def digest(self) -> str:
         """SHA-256 of the content, the same in every process."""

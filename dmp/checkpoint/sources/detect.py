@@ -73,5 +73,7 @@ def _files_in(folder: Path) -> str:
     """For who gave a folder where the file in it is wanted, or has one in another way of several files."""
     files = sorted(file.name for file in folder.iterdir() if file.suffix in _FILES and file.is_file())
     if any(folder.glob("*.bin.index.json")):
-        return f"; {some(files)} are parts, which are read as safetensors alone: Transformers' save_pretrained writes them"
+        return (
+            f"; {some(files)} are parts, which are read as safetensors alone: Transformers' save_pretrained writes them"
+        )
     return f"; it holds {some(files)}: give the file, {folder / files[0]}" if files else ""
