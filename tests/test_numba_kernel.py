@@ -129,6 +129,30 @@ def test_sums_are_written_where_they_belong(layout: str, num: int) -> None:
             assert (wide == 7).all()
 
 
+@pytest.mark.parametrize("layout", ["shared", "mixed"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_gradients_are_read_where_they_are(layout: str, weighted: bool) -> None:
+    """In columns of any order and distance, and their sums multiplied: the bits of a copy of them."""
+    _, lookup = make(LAYOUTS[layout], torch.float32, SPECS[0], "numba")
+    assert isinstance(lookup, NumbaLookup)
+    widths = [r.chunk.width for r in lookup.ranges]
+    read = make_batch(lookup, 9).read()
+    if weighted:
+        read = read._replace(weights=torch.rand(read.ids.numel()))
+    for gap in (0, 3):
+        order = torch.randperm(len(widths), generator=torch.Generator().manual_seed(gap)).tolist()
+        columns, at = [0] * len(widths), gap
+        for i in order:
+            columns[i], at = at, at + widths[i] + gap
+        grad = torch.randn(9, at)
+        together = torch.cat([grad[:, c : c + w] for c, w in zip(columns, widths, strict=True)], 1)
+        found = lookup.row_gradients_in(grad, read, tuple(columns), 0.5)
+        expected = lookup.pooled_row_gradients(together * 0.5, read)
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert one[0] == other[0] and torch.equal(one[1], other[1]) and torch.equal(one[2], other[2])
+
+
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
 def test_gradients_may_lie_anyhow(kind: str) -> None:
     """Their elements may be one in memory, apart, or in another order."""

@@ -41,6 +41,13 @@ class _Local(NamedTuple):
     columns: tuple[int, ...]
     taking: Placing
 
+    def row_gradients(self, grad: torch.Tensor, bags: Bags, factor: float) -> RowGradients:
+        """Of (B, sum of dims), multiplied: read where they are, but for kernels that cannot."""
+        lookup, is_clipped = self.tbe.lookup, self.tbe.bank.options.get("gradient_clipping")
+        if can_place(lookup, grad.dtype) and not is_clipped:
+            return lookup.row_gradients_in(grad, bags, self.columns, factor)
+        return lookup.pooled_row_gradients(self.columns_of(grad, factor), bags)
+
     def columns_of(self, grad: torch.Tensor, factor: float) -> torch.Tensor:
         """(B, their columns) of (B, sum of dims), multiplied."""
         taken = grad.new_empty(len(grad), self.tbe.lookup.num_columns)
@@ -219,7 +226,7 @@ class PooledPath(Path[torch.Tensor]):
 
     def _local_row_gradients(self, call: Call, given: torch.Tensor) -> list[RowGradients]:
         return [
-            local.tbe.lookup.pooled_row_gradients(local.columns_of(given, self.factor), bags)
+            local.row_gradients(given, bags, self.factor)
             for local, bags in zip(self._local, self._local_bags(call), strict=True)
             if local.tbe.is_trainable
         ]

@@ -108,7 +108,7 @@ class TouchedRows:
                     sums.append(found[1].to(dtype).reshape(-1))
         device = tbes[0].bank.weights.device
         self._words = torch.cat([torch.tensor(counts, dtype=torch.int64, device=device), *rows])
-        self._sums = torch.cat(sums) if sums else torch.zeros(0, dtype=dtype, device=device)
+        self._sums = sums[0] if len(sums) == 1 else torch.cat([torch.zeros(0, dtype=dtype, device=device), *sums])
         self._num_tbes, self.device = len(tbes), device
         self.total: list[list[RowGradients]] | None = None
         """For each TBE what each rank has, in their order; None until it is there."""

@@ -97,7 +97,7 @@ class Lookup(Protocol):
 
 
 class PlacingLookup(Lookup, Protocol):
-    """One that can write sums where they belong; others give them in a piece, from where they are copied."""
+    """One that can write sums where they belong, and read gradients there; others know them in a piece, as a copy."""
 
     def pooled_to(self, read: Bags, samples: range, out: Tensor, columns: tuple[int, ...]) -> None:
         """Sums over the bags of some of the B samples.
@@ -105,6 +105,14 @@ class PlacingLookup(Lookup, Protocol):
         Args:
             out: (len(samples), any) of the bank's dtype, each row in one piece.
             columns: first one of each range in it.
+        """
+
+    def row_gradients_in(self, grad: Tensor, read: Bags, columns: tuple[int, ...], factor: float) -> RowGradients:
+        """`pooled_row_gradients` of columns of a gradient, multiplied; none is clipped.
+
+        Args:
+            grad: (B, any) of the bank's dtype.
+            columns: as above.
         """
 
 

@@ -77,9 +77,7 @@ class NumbaLookup(TorchLookup):
         self._sum_bags(read, to_sum, out, fills_lines)
 
     def order_pooled(self, read: Bags) -> Order:
-        num_bags, tables = self._num_bags(read.offsets), self._tables
-        order = Order(read.ids.numel(), len(tables), shift(num_bags), tables.columns)
-        return self._sort_bags(order, read, self._runs(num_bags), False)
+        return self._order_bags(read, self._tables.columns)
 
     def update_pooled(self, grad: Tensor, read: Bags | Segmented, *, order: Order | None = None) -> None:
         if read.ids.numel():
@@ -95,6 +93,16 @@ class NumbaLookup(TorchLookup):
         if not read.ids.numel():
             return []
         return training.row_gradients(self.bank, self._tables, self._gradients(grad, read, None))
+
+    def row_gradients_in(self, grad: Tensor, read: Bags, columns: tuple[int, ...], factor: float) -> RowGradients:
+        """See `PlacingLookup`: sums are multiplied, which are fewer than gradients."""
+        if not read.ids.numel():
+            return []
+        gradients = self._gradients(grad, read, self._order_bags(read, int64(columns)))
+        found = training.row_gradients(self.bank, self._tables, gradients)
+        for _, _, sums_nD in found:
+            sums_nD.mul_(factor)
+        return found
 
     def gradient_weights(self, grad: Tensor, read: Bags) -> Tensor:
         return self._weight_gradients(grad, read, self._runs(self._num_bags(read.offsets)))
@@ -220,6 +228,11 @@ class NumbaLookup(TorchLookup):
         parts, learn = threads.num_parts(ids.numel()), self._entry("weight_gradients")
         threads.run(lambda i: learn(*fixed, i, parts, *to), parts)
         return result_N
+
+    def _order_bags(self, read: Bags, columns: Tensor) -> Order:
+        num_bags = self._num_bags(read.offsets)
+        order = Order(read.ids.numel(), len(self._tables), shift(num_bags), columns)
+        return self._sort_bags(order, read, self._runs(num_bags), False)
 
     def _sort_bags(self, order: Order, read: Bags, runs: Runs, moves: bool) -> Order:
         """The order of bags' ids; `moves` where the tables' ids may not be one after the other."""
