@@ -47,6 +47,21 @@ def test_tables_are_not_run_on_fake_tensors() -> None:
         assert "nor run on fake tensors" in str(error)
 
 
+def moved_to_meta() -> None:
+    model = DistributedModelParallel(nn.Sequential(nn.Linear(1, 1), Net()), plan={"1.table.weight": row_wise()})
+    before = model.module[1](IDS)
+    for moved in (model, nn.Sequential(model), model.module[1].table):
+        with pytest.raises(ShardError, match=r"not moved to meta.*to_unsharded"):
+            moved.to("meta")
+        assert not any(p.is_meta for p in model.parameters())
+        assert torch.equal(model.module[1](IDS), before)
+
+
+def test_tables_are_not_moved_to_meta() -> None:
+    """The next forward read at no address, which ended the process."""
+    run_ranks(2, moved_to_meta)
+
+
 @pytest.mark.slow
 def test_the_plain_form_is_exported() -> None:
     model = DistributedModelParallel(Net())

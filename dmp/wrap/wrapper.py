@@ -265,7 +265,12 @@ class DistributedModelParallel(nn.Module):
         return self
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> DistributedModelParallel:
-        """Moves and casts, by the module's own."""
+        """Moves and casts, by the module's own; not to meta where there are sharded modules, which run on no values."""
+        if self._made.owned and self.device.type != "meta" and fn(torch.empty(0, device=self.device)).is_meta:
+            raise ShardError(
+                "a wrapped model with sharded modules is not moved to meta, where tensors have no values: "
+                "dmp.to_unsharded(model) is a plain module, which can be"
+            )
         self.running._apply(fn, recurse)
         return self
 

@@ -203,10 +203,16 @@ class TableStore:
         """Replace all storage by `fn` of it (a move to another device); the parameters stay the same objects.
 
         Raises:
-            ShardError: the kernel that is named cannot be used for what `fn` gives; nothing was replaced.
+            ShardError: the kernel that is named cannot be used for what `fn` gives, or it goes to meta, where kernels
+                would read at no address; nothing was replaced.
         """
         for tbe in self.tbes:
             moved = fn(tbe.bank.weights.new_empty(0))
+            if moved.is_meta and not tbe.bank.weights.is_meta:
+                raise ShardError(
+                    "tables that are sharded are not moved to meta, where they have no values: dmp.to_unsharded(model) "
+                    "is a plain module, which can be"
+                )
             kernels.choose_kernel(moved.device, moved.dtype, tbe.bank.spec, tbe.lookup.ranges, self.kernel)
         for tbe in self.tbes:
             tbe.bank.apply(fn)
