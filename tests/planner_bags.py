@@ -47,6 +47,7 @@ MEASURED = Topology(
         pack_bag=3e-8,
         place_part=1e-10,
         pack_part=2e-10,
+        take=2e-10,
         step=2e-3,
         send_slot=5e-6,
         update_slot=1e-5,

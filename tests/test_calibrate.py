@@ -18,6 +18,7 @@ from planner.costs.cost_model import BACKWARD, FORWARD
 from planner.costs.fit import fit
 from planner.costs.local_ranks import on_ranks
 from planner.costs.measure import EXCHANGED_BYTES, OPTIMIZERS, SUMMED_BYTES, Measured, lookup_probes, step_probes
+from tests.bench.predicted import CASES, RANKS
 from tests.planner_bags import MEASURED as TRUE
 
 
@@ -118,3 +119,10 @@ def test_calibrate_from_the_shell(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert topology.sources["speeds"].startswith("measured by calibrate")
     assert main(["calibrate", "--ranks", "1", "--rounds", "2", "--out", str(out)]) == 0
     assert Topology.load(out).shared_links == 0
+
+
+def test_no_probe_is_a_plan_of_the_benchmark() -> None:
+    """What `BENCH=predicted` holds the figures against is not what they come from."""
+    probes = {(p.tables, p.layouts, p.batch_size) for p in step_probes(RANKS)}
+    assert len(probes) == len(step_probes(RANKS))
+    assert all((c.tables, tuple(map(c.layout, range(len(c.tables)))), c.batch_size) not in probes for c in CASES)

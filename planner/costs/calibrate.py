@@ -38,7 +38,7 @@ _PARTS = (
 _STATE_BYTES = {"sgd": (0.0, 0.0), "rowwise_adagrad": (0.0, 4.0), "adagrad": (4.0, 0.0)}
 _IN_STEPS = (
     *("send_slot", "send_id", "send_bag", "split_id", "receive_slot", "receive_id", "receive_bag"),
-    *("place", "place_bag", "place_part", "pack", "pack_bag", "pack_part"),
+    *("place", "place_bag", "place_part", "pack", "pack_bag", "pack_part", "take"),
     *("update_slot", "gradient", "touched_row", "whole_row", "whole_id", "step", "step_results", "step_gradients"),
     *(f"{kind}{part}" for kind in ("group", "split", "copies", "width") for part in ("", "_results", "_gradients")),
     "copies_width",

@@ -93,8 +93,9 @@ class CostModel:
     observed; else rows are taken as equally likely), cache tiers (tables in host memory behind a device's cache: there
     are none here), imbalance of batch sizes, weights of weighted features, allocator waste, the gather along tensor
     axes (the same for every plan), averages of copies every so many steps, contention between links, and what mixing
-    takes: where some tables are cut by rows and others not, or some are copied, all gradients are copied once more. A
-    parameter that is not a table is taken as read once forward and twice backward.
+    takes: where some tables are cut by rows and others not, all gradients are copied once more; tables too
+    narrow for a line of the cache keep a rank's other results in it. Bags are taken as of one length each, which a CPU
+    foresees. A parameter that is not a table is taken as read once forward and twice backward.
 
     Args:
         id_bytes: of an id, and of a length, on the wire: 8 for tables of 2^31 rows or of float64.
@@ -273,7 +274,7 @@ def _add_results(cost: _Cost, p: ShardTable, work: _Work) -> None:
     direct = bag_bytes * all_to_all(axes_of(env, topology, "shard", "tensor"))
     speeds, is_straight = topology.speeds_of_parts, goes_straight(p, env)
     bags, of_parts = work.bags * ~p.replicated, bag_bytes * (is_straight if outer else _in_parts(p))
-    # A rank's own bags are written where they belong, but for sums of a host; gradients of all are made ready.
+    # A rank's own bags are written where they belong, but for sums of a host; gradients are made ready, but of copies.
     to_place = np.where(p.pooled, 1 - 1 / ranks, 1)
     for first, second, part, copied, each_bag, of_part in (
         (OUTPUT, OUTPUT_OUTER, to_place, speeds.place, speeds.place_bag, speeds.place_part),
@@ -293,8 +294,7 @@ def _add_results(cost: _Cost, p: ShardTable, work: _Work) -> None:
         cost.exchange(second, each * host_share * all_to_all(outer), ranks // inner_size)
         local[:, second] += placed / inner_size * is_staged
         everywhere[:, second] += (placed * np.where(is_staged, p.host_share, 1) + added) / ranks
-    of_copies = work.bag_bytes * speeds.pack + work.bags * speeds.pack_bag
-    local[:, BACKWARD] += np.where(p.replicated & p.is_table, of_copies, 0)
+    local[:, BACKWARD] += np.where(p.replicated & p.is_table, work.bag_bytes * speeds.take, 0)
 
 
 def _add_sums(cost: _Cost, p: ShardTable, work: _Work) -> None:

@@ -84,11 +84,17 @@ def lookup_probes(optimizer: str) -> list[ProbeShape]:
 
 
 def step_probes(ranks: int) -> list[ProbeShape]:
-    """Each layout, and all together, with small and large batches, few and many tables, few and many ids."""
+    """Each layout, and all together, with small and large batches, few and many tables, few and many ids.
+
+    Two tables are large enough that copies of them are summed whole, by an all-reduce: all others' go by rows.
+    """
     large, small = 60_000, 2_000
 
     def one(i: int) -> Layout:
         return table_wise(i % ranks)
+
+    def pairs(i: int) -> Layout:
+        return table_wise(i // 2 % ranks)
 
     def scattered(i: int) -> Layout:
         return table_wise((i * i // 3 + i // 4) % ranks)
@@ -102,7 +108,7 @@ def step_probes(ranks: int) -> list[ProbeShape]:
     def copies(i: int) -> Layout:
         return data_parallel()
 
-    sizes = (  # layouts; tables, rows, dim or dims in turn, samples, ids of a bag
+    sizes = (  # layouts; tables, rows and dim or some in turn, samples, ids of a bag
         ((one,), (8, large, 16, 16, 1), (48, large, 16, 16, 1), (12, large, 64, 1536, 1), (24, large, 32, 512, 1)),
         ((one,), (12, large, 32, 384, 12), (4, large, 128, 768, 3), (12, small, 32, 256, 24)),
         ((rows,), (4, large, 16, 16, 1), (24, large, 16, 16, 1), (8, large, 64, 1536, 1), (20, large, 32, 512, 1)),
@@ -121,10 +127,19 @@ def step_probes(ranks: int) -> list[ProbeShape]:
         ((rows,), (16, large, (16, 32, 64, 128), 16, 1), (16, large, (16, 32, 64, 128), 512, 1)),
         ((one,), (16, large, (16, 32, 64, 128), 512, 1)),
         ((rows, one, columns, copies, one), (20, large // 2, (16, 32, 64, 128), 512, 1)),
+        ((one,), (24, large, 64, 2048, 1), (24, large, 32, 2048, 1)),
+        ((rows,), (24, large, 64, 2048, 1), (12, (small // 5, large), 64, 1024, 1)),
+        ((copies,), (24, small, 64, 2048, 1), (24, (small // 20, small // 5), 64, 2048, 1)),
+        ((copies,), (12, (small // 5, 2 * small, large // 2), 64, 1024, 1)),
+        ((copies,), (1, 66_000, 128, 2048, 33), (1, 258_000, 32, 2048, 123)),
+        ((copies, rows), (24, (small, large), 64, 2048, 1), (12, (small, large), 16, 2048, 1)),
+        ((copies, pairs), (24, (small, large), 64, 2048, 1), (12, (5 * small, large), 128, 768, 1)),
+        ((rows, pairs), (24, large, 64, 2048, 1)),
+        ((copies, rows, one, scattered), (24, (small, large), 64, 1024, 1)),
     )
     return [
         ProbeShape(
-            tuple((num_rows, dims[i % len(dims)]) for i in range(tables)),
+            tuple((counts[i % len(counts)], dims[i % len(dims)]) for i in range(tables)),
             tuple(layouts[i % len(layouts)](i) for i in range(tables)),
             batch,
             bag,
@@ -132,8 +147,12 @@ def step_probes(ranks: int) -> list[ProbeShape]:
         )
         for layouts, *of_layouts in sizes
         for tables, num_rows, dim, batch, bag in of_layouts
-        for dims in [dim if isinstance(dim, tuple) else (dim,)]
+        for dims, counts in [(_in_turn(dim), _in_turn(num_rows))]
     ]
+
+
+def _in_turn(numbers: Any) -> tuple[int, ...]:
+    return numbers if isinstance(numbers, tuple) else (numbers,)
 
 
 def measure(device_type: str, rounds: int, probes: Probes) -> Measured:

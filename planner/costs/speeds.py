@@ -61,6 +61,8 @@ class Speeds:
     place_part: float = 0.0
     pack_part: float = 0.0
     """Of a byte of partial bags besides: they are added up, and gradients picked for them."""
+    take: float = 0.0
+    """Of a byte of gradients of copied tables, which are read where the model left them."""
 
     step: float = 0.0
     step_results: float = 0.0
@@ -118,7 +120,7 @@ class Speeds:
         by_kind: dict[str, Any] = {f"{kind}_row": updated for kind in ("plain", "rowwise", "pointwise", "whole")}
         by_kind |= {f"{kind}_id": added for kind in ("plain", "rowwise", "pointwise", "whole")}
         of_copies: dict[str, Any] = {"gradient": updated, "touched_row": Rate(0, 3 * byte)}
-        return cls(lookup_id=read, lookup_bag=added, **by_kind, **of_copies, place=2 * byte, pack=2 * byte)
+        return cls(lookup_id=read, lookup_bag=added, **by_kind, **of_copies, place=2 * byte, pack=2 * byte, take=byte)
 
 
 def _is_time(value: Any) -> bool:
