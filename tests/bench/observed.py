@@ -2,6 +2,7 @@
 
 Both plans are costed with what the batches tell, and both are trained, step by step in turn. Ids are hashed as the demo
 hashes them, or numbered by how often they come, as many data pipelines do: then the first rows of a table are hot.
+The larger the batch, the fewer of its ids name rows of their own, and the more there is to know of it.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Sequence
+from itertools import product
+from math import exp, log
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from time import perf_counter
 from typing import Any
 
@@ -32,17 +35,19 @@ with warnings.catch_warnings():
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "dlrm"
 RANKS, BATCH, DIM, LINES, ROUNDS, QUICK_ROUNDS = 2, 2048, 64, 80_000, 40, 5
+SIZES = ((BATCH, DIM), (4 * BATCH, DIM), (BATCH, 2 * DIM))
+"""Samples on a rank, and columns of a table."""
 FORMS = ("ids hashed", "ids by frequency")
 
 
-def batches_of(file: str, form: str, rank: int = 0, num_ranks: int = 1) -> list[Any]:
+def batches_of(file: str, form: str, rank: int = 0, num_ranks: int = 1, batch_size: int = BATCH) -> list[Any]:
     """`KeyedJaggedTensor`s of the file's lines."""
     if str(EXAMPLE) not in sys.path:
         sys.path.append(str(EXAMPLE))
     from logs import ClickLogs
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-    logs = ClickLogs([file], DEMO_ROWS, BATCH * num_ranks, rank=rank, num_ranks=num_ranks)
+    logs = ClickLogs([file], DEMO_ROWS, batch_size * num_ranks, rank=rank, num_ranks=num_ranks)
     found = [batch.sparse for batch in logs]
     if form == FORMS[0]:
         return found
@@ -64,25 +69,27 @@ def _by_frequency(batches: Sequence[Any]) -> dict[str, torch.Tensor]:
     return found
 
 
-def make_model(keys: Sequence[str], device: str) -> nn.Module:
+def make_model(keys: Sequence[str], device: str, dim: int = DIM) -> nn.Module:
     """The demo's tables, which SGD updates in the backward pass."""
     from torchrec.modules.embedding_configs import EmbeddingBagConfig
     from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
     torch.manual_seed(0)
     configs = [
-        EmbeddingBagConfig(n, DIM, name=f"t_{key}", feature_names=[key]) for key, n in zip(keys, DEMO_ROWS, strict=True)
+        EmbeddingBagConfig(n, dim, name=f"t_{key}", feature_names=[key]) for key, n in zip(keys, DEMO_ROWS, strict=True)
     ]
     model = EmbeddingBagCollection(configs, device=torch.device(device))
     apply_optimizer_in_backward(torch.optim.Adagrad, list(model.parameters()), {"lr": 0.01})
     return model
 
 
-def plans_of(seen: Observation) -> tuple[ShardingPlan, ShardingPlan, float, float]:
+def plans_of(
+    seen: Observation, batch_size: int = BATCH, dim: int = DIM
+) -> tuple[ShardingPlan, ShardingPlan, float, float]:
     """The guessed plan and the observed one, and the modelled step of each, both with what was observed."""
     env = ShardingEnv.abstract((RANKS,), ("dp",), "cpu")
-    model, sharders = make_model(list(seen.features), "meta"), default_sharders()
-    plans = [ShardingPlanner(batch_size=BATCH).plan(model, sharders, env)]
+    model, sharders = make_model(list(seen.features), "meta", dim), default_sharders()
+    plans = [ShardingPlanner(batch_size=batch_size).plan(model, sharders, env)]
     plans.append(ShardingPlanner(observed=seen).plan(model, sharders, env))
     steps = []
     for plan in plans:
@@ -91,15 +98,16 @@ def plans_of(seen: Observation) -> tuple[ShardingPlan, ShardingPlan, float, floa
     return plans[0], plans[1], steps[0], steps[1]
 
 
-def steps_of_rank(file: str, form: str, texts: list[str], rounds: int) -> list[list[float]]:
+def steps_of_rank(file: str, form: str, size: tuple[int, int], texts: list[str], rounds: int) -> list[list[float]]:
     """On a rank: seconds of every step under each plan, in turn."""
     env = ShardingEnv.from_mesh(mesh((RANKS,)))
-    batches = batches_of(file, form, env.rank, env.size)
+    batch_size, dim = size
+    batches = batches_of(file, form, env.rank, env.size, batch_size)
     keys = batches[0].keys()
     models = [
-        DistributedModelParallel(make_model(keys, "cpu"), env, plan=ShardingPlan.from_json(text)) for text in texts
+        DistributedModelParallel(make_model(keys, "cpu", dim), env, plan=ShardingPlan.from_json(text)) for text in texts
     ]
-    gradient = torch.randn(2 * BATCH, DIM * len(DEMO_ROWS))
+    gradient = torch.randn(2 * batch_size, dim * len(DEMO_ROWS))
     others = torch.zeros(OTHERS_BYTES // 4)
     seconds: list[list[float]] = [[] for _ in models]
     for index in range(rounds + 2):
@@ -122,20 +130,28 @@ def run(quick: bool) -> list[Result]:
     with tempfile.TemporaryDirectory() as folder:
         file = str(Path(folder) / "clicks.tsv")
         generate(file, LINES)
-        for form in FORMS:
-            seen = observe(batches_of(file, form), batches=30)
-            guessed, measured, guessed_s, measured_s = plans_of(seen)
-            changed = len(guessed.diff(measured))
-            name = f"{form}, {changed} of {len(measured)} tables elsewhere"
-            ratio = guessed_s / measured_s
-            results.append(
-                Result(f"observed plan, modelled: {name}", "ms", guessed_s * 1e3, measured_s * 1e3, ratio, 1.0)
-            )
-            texts = [guessed.to_json(), measured.to_json()]
-            of_ranks = run_ranks(
-                RANKS, steps_of_rank, file, form, texts, QUICK_ROUNDS if quick else ROUNDS, timeout=300
-            )
-            a, b = (median(map(max, zip(*(rank[i] for rank in of_ranks), strict=True))) for i in range(2))
-            results.append(Result(f"observed plan, measured: {name}", "ms", a * 1e3, b * 1e3, a / b, None))
+        for size, form in product(SIZES, FORMS):
+            results += _beside(file, form, size, QUICK_ROUNDS if quick else ROUNDS)
             print("\n".join(map(str, results[-2:])), flush=True)
+    ratios = [result.ratio for result in results[1::2] if result.ratio]
+    mean = exp(fmean(map(log, ratios)))
+    results.append(Result("observed plans, measured: geometric mean", "", None, mean, mean, 1.0))
+    print(results[-1], flush=True)
     return results
+
+
+def _beside(file: str, form: str, size: tuple[int, int], rounds: int) -> list[Result]:
+    """What the model says of both plans, and what they take."""
+    batch_size, dim = size
+    seen = observe(batches_of(file, form, batch_size=batch_size), batches=30)
+    guessed, observed, guessed_s, observed_s = plans_of(seen, batch_size, dim)
+    changed = len(guessed.diff(observed))
+    name = f"B {batch_size}, dim {dim}, {form}, {changed} of {len(observed)} tables elsewhere"
+    texts = [guessed.to_json(), observed.to_json()]
+    of_ranks = run_ranks(RANKS, steps_of_rank, file, form, size, texts, rounds, timeout=300)
+    a, b = (median(map(max, zip(*(rank[i] for rank in of_ranks), strict=True))) for i in range(2))
+    ratio = guessed_s / observed_s
+    return [
+        Result(f"observed plan, modelled: {name}", "ms", guessed_s * 1e3, observed_s * 1e3, ratio, 1.0),
+        Result(f"observed plan, measured: {name}", "ms", a * 1e3, b * 1e3, a / b, None),
+    ]
