@@ -303,8 +303,12 @@ def _cut(chunk: torch.Tensor, num_bytes: int) -> Iterator[tuple[tuple[int, ...],
 
 
 def _alone(piece: torch.Tensor) -> torch.Tensor:
-    """The same memory as a storage that ends where the piece does: torch copies what is a part of a larger one."""
-    if piece.device.type != "cpu" or not piece.is_contiguous() or not piece.numel():
+    """The same memory as a storage that ends where the piece does: torch copies what is a part of a larger one. One in
+    another order of dims (channels last, a transposed weight) is copied: where rows lie apart, all of it would have to
+    be read for each."""
+    if not piece.is_contiguous():
+        return piece.contiguous()
+    if piece.device.type != "cpu" or not piece.numel():
         return piece
     first = piece.storage_offset() * piece.element_size()
     own = piece.untyped_storage()[first : first + piece.nbytes]

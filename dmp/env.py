@@ -93,7 +93,9 @@ class ShardingEnv:
     def from_process_group(cls, group: dist.ProcessGroup) -> ShardingEnv:
         """Env of one shard axis over the ranks of `group`, whichever they are."""
         if not isinstance(group, dist.ProcessGroup):
-            raise ValueError(f"expected a torch.distributed ProcessGroup; got {type_name(group)}: {group!r}")
+            is_left_out = isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER
+            why = ": this process is not in the group" if is_left_out else ""
+            raise ValueError(f"expected a torch.distributed ProcessGroup; got {type_name(group)}: {group!r}{why}")
         device_type = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
         return cls.from_mesh(DeviceMesh.from_group(group, device_type, mesh_dim_names=("dp",)))
 

@@ -95,6 +95,7 @@ def test_is_frozen_and_prints() -> None:
         (lambda: ShardingEnv.from_mesh("dp"), ["DeviceMesh", "str", "'dp'"]),
         (lambda: ShardingEnv.from_mesh(None), ["DeviceMesh", "NoneType"]),
         (lambda: ShardingEnv.from_process_group(3), ["ProcessGroup", "int", "3"]),
+        (lambda: ShardingEnv.from_process_group(dist.GroupMember.NON_GROUP_MEMBER), ["not in the group"]),
         (lambda: ShardingEnv.abstract((2,), ("x",)), ["'x'", "no role", "'shard'", "shard='x'"]),
         (lambda: ShardingEnv.abstract((2, 2), ("dp", "dp")), ["differ", "('dp', 'dp')"]),
         (lambda: ShardingEnv.abstract((2,), ("dp",), shard="x"), ["shard='x'", "('dp',)"]),

@@ -39,7 +39,7 @@ class FolderPieces:
         path: the folder.
         entries: its tensors.
         by: which file says so.
-        only_plain: all of them lie there as plain bytes, or the folder is damaged.
+        only_archives: all of them are torch's archives, or the folder is damaged.
 
     Attributes:
         shapes: key -> size and dtype of every tensor.
@@ -48,11 +48,11 @@ class FolderPieces:
         CheckpointError: as `check_entries`.
     """
 
-    def __init__(self, path: Path, entries: Entries, by: str, *, only_plain: bool = False) -> None:
+    def __init__(self, path: Path, entries: Entries, by: str, *, only_archives: bool = False) -> None:
         check_entries(path, entries, by)
         self.shapes = {key: (entry.size, entry.dtype) for key, entry in entries.items()}
         self._path = path
-        self._only_plain = only_plain
+        self._only_archives = only_archives
         self._entries = entries
         self._known: dict[tuple[str, tuple[int, ...]], StoredPiece | PackedPiece] = {}
         self._forms: dict[tuple[int, torch.dtype, tuple[int, ...]], _ArchiveForm] = {}
@@ -95,12 +95,10 @@ class FolderPieces:
             crc = None if form is None else form.crc(whole, piece.at)
             if form is None or crc is None:
                 whole.seek(piece.at)
-                if whole.read(9)[8:] == b"{" and not self._only_plain:  # safetensors, torch's other way
+                if whole.read(9)[8:] == b"{" and not self._only_archives:  # safetensors, torch's other way
                     return _in_safetensors(whole, file, piece, dtype)
                 form = _read_form(cast(IO[bytes], _Window(whole, piece.at, piece.num_bytes)), dtype, size)
                 if form is None:
-                    if self._only_plain:
-                        raise ValueError("it is not stored as plain bytes")
                     return packed
                 self._forms[piece.num_bytes, dtype, size] = form
                 crc = form.crc(whole, piece.at)

@@ -45,7 +45,7 @@ class Folder:
         check_about(path / ABOUT, self.about)
         by = TENSORS if version > 2 else ".metadata"
         entries = from_json(read_json(path / by), path / by) if version > 2 else read_metadata(path / by)
-        self._pieces = FolderPieces(path, entries, by, only_plain=True)
+        self._pieces = FolderPieces(path, entries, by, only_archives=True)
         self.shapes = self._pieces.shapes
 
     def _check_small_files(self) -> None:
