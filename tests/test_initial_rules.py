@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 from dmp import DistributedModelParallel, ShardError, ShardingEnv
 from tests.ranks import mesh, run_ranks
@@ -196,3 +199,38 @@ def test_what_a_constructor_does_is_said_not_to_be_done_again(caplog: pytest.Log
         DistributedModelParallel(nn.Sequential(Sets()), ShardingEnv.single())
     (record,) = caplog.records
     assert "Sets.__init__ calls xavier_normal_ (module '0')" in record.getMessage()
+
+
+class Adapted(nn.Linear):
+    """A layer as low-rank adapters extend it: the second factor is zeros, made where it is built."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.lora_a, self.lora_b = nn.Parameter(torch.randn(2, 4)), nn.Parameter(torch.zeros(4, 2))
+
+
+class ScaledRows(nn.Embedding):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) * self.scale
+
+
+def pruned() -> nn.Module:
+    return prune.l1_unstructured(nn.Linear(4, 4), "weight", 0.5)  # type: ignore[no-any-return,no-untyped-call]
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [(Adapted, "['lora_a', 'lora_b']"), (ScaledRows, "['scale']"), (pruned, "['weight_orig', 'weight_mask']")],
+)
+def test_what_was_added_to_a_layer_of_torchs_is_not_drawn_as_its_weight(
+    make: Callable[[], nn.Module], names: str
+) -> None:
+    """Zeros, ones and masks became uniform numbers, in silence."""
+    with torch.device("meta"):
+        module = nn.Sequential(make())
+    with pytest.raises(ShardError, match=re.escape(f"is on meta, and nothing gave {names} values")):
+        DistributedModelParallel(module, ShardingEnv.single())

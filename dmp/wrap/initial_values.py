@@ -132,7 +132,8 @@ def check_can_materialise(module: nn.Module, rules: Rules, skip: Iterable[nn.Mod
 def fill_own(owner: nn.Module, path: str, name: str, target: ChunkedTensor, seed: int, rules: Rules) -> None:
     """Fill chunks of a tensor that a module itself owns."""
     of, from_above = rules.of(path), rules.from_above(path)
-    kind = next((k for k in _BY_BLOCKS if isinstance(owner, k) and _is_torchs_own(owner, k)), None)
+    is_torchs = name in ("weight", "bias")  # and not what a subclass, or a pruning, has added
+    kind = next((k for k in _BY_BLOCKS if is_torchs and isinstance(owner, k) and _is_torchs_own(owner, k)), None)
     full_name = join_name(path, name)
     is_large = isinstance(owner, _TABLES) and target.numel() > TOGETHER_ELEMENTS
     if kind is not None and target.dim() and not from_above and all(rule.is_own for rule in of):
