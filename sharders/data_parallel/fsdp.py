@@ -12,6 +12,7 @@ Copies along some and split along others is torch's HSDP: a 2-D mesh (copies, sh
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -25,9 +26,18 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dmp import Layout, ShardError, ShardingEnv, is_dtensor
-from sharders.data_parallel.blocks import Units, cast_inputs, checkpoint_blocks, find_units, repeated_blocks
+from sharders.data_parallel.blocks import (
+    Units,
+    calling_forward,
+    cast_inputs,
+    checkpoint_blocks,
+    find_units,
+    repeated_blocks,
+)
 from sharders.data_parallel.ddp import DDPWrapper
 from sharders.data_parallel.unreached import average_whole, hook_hidden, reduce_unreached_chunks
+
+_log = logging.getLogger("dmp")
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
@@ -172,6 +182,12 @@ class FSDPWrapper:
         whole = [name for name, p in dense.items() if p.dim() == 0]
         managed = {name: p for name, p in dense.items() if p.dim() > 0}
         units = find_units(module, self.units, ignored)
+        if self.units is None and env.rank == 0 and (kinds := calling_forward(module)):
+            _log.warning(
+                "%s runs other modules by their forward(), past the hooks by which FSDP2 gathers them: all weights are "
+                "gathered at once. Call the module itself, layer(x)",
+                ", ".join(kinds),
+            )
         if len({p.dtype for p in managed.values() if p.requires_grad}) > 1:
             units = split_by_dtype(units, module, managed)
         apply, options = self._apply(env)
