@@ -11,6 +11,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torchrec
-from torch.distributed.optim import _apply_optimizer_in_backward
 from torchrec import KeyedJaggedTensor
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
@@ -31,6 +31,10 @@ from sharders.embedding.probe import OTHERS_BYTES
 from tests.bench.report import Result
 from tests.bench.workload import Model
 from tests.ranks import mesh, run_ranks
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch's of its own TorchScript
+    from torch.distributed.optim import _apply_optimizer_in_backward
 
 RANKS, ROUNDS, BATCHES = 2, 40, 3
 WITHIN_PERCENT, CORRELATION = 25.0, 0.9
