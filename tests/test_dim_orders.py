@@ -100,3 +100,23 @@ def test_what_was_saved_as_it_lay_is_read_and_checked(tmp_path: Path, monkeypatc
     file.write_bytes(data)
     with pytest.raises(CheckpointError, match=r"is damaged.*'model.over.weight'"):
         load_checkpoint(tmp_path / "saved", read)
+
+
+def test_an_expanded_buffer_is_named_before_anything_is_read(tmp_path: Path) -> None:
+    """It can be saved, and not be filled: what came before it in the checkpoint had been."""
+    model = nn.Linear(2, 1)
+    model.register_buffer("scale", torch.ones(1).expand(3))
+    save_checkpoint(tmp_path / "saved", model)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        model.weight.add_(1)
+    with pytest.raises(CheckpointError, match=r"'scale' of the model is expanded.*\.clone\(\)"):
+        load_checkpoint(tmp_path / "saved", model)
+    assert torch.equal(model.weight, before["weight"] + 1)
+
+
+def test_a_dtype_that_safetensors_has_not(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1, dtype=torch.complex128)
+    with pytest.raises(CheckpointError, match=r"'weight' has dtype torch.complex128, which safetensors files have no"):
+        export_safetensors(tmp_path / "hf", model)
+    assert not (tmp_path / "hf").exists()

@@ -119,8 +119,10 @@ def aliases(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _compare(load: CheckedLoad, key: str, what: str) -> None:
-    """Whether the source has what a target takes."""
+    """Whether the source has what a target takes, and it can be written."""
     target = load.targets[key]
+    if any(stride == 0 and n > 1 for c in target.chunks for n, stride in zip(c.shape, c.stride(), strict=True)):
+        load.faults.append(f"{what} of the model is expanded, its elements share memory: give it memory by .clone()")
     if key not in load.source.shapes:
         load.faults.append(f"missing key {what}")
         return

@@ -28,9 +28,8 @@ _NAMES = {
     **{"C64": "complex64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"},
     **{"F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz", "F4": "float4_e2m1fn_x2"},
 }
-_DTYPES: dict[str, torch.dtype] = {
-    name: d for name, of in _NAMES.items() if (d := getattr(torch, of, None)) is not None
-}
+DTYPES: dict[str, torch.dtype] = {name: d for name, of in _NAMES.items() if (d := getattr(torch, of, None)) is not None}
+"""By the format's names."""
 
 
 def read_header(file: IO[bytes], num_bytes: int, where: Path) -> dict[str, StoredPiece]:
@@ -85,8 +84,8 @@ def _entry(where: str, entry: Any) -> tuple[torch.dtype, tuple[int, ...], int, i
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise CheckpointError(f"{where} is {shown(entry)}; expected an object with dtype, shape and data_offsets")
     name, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(name, str) or name not in _DTYPES:
-        raise CheckpointError(f"{where} has dtype {shown(name)}; expected one of {', '.join(_DTYPES)}")
+    if not isinstance(name, str) or name not in DTYPES:
+        raise CheckpointError(f"{where} has dtype {shown(name)}; expected one of {', '.join(DTYPES)}")
     if not isinstance(shape, list) or not all(type(n) is int and 0 <= n < 1 << 63 for n in shape):
         raise CheckpointError(f"{where} has the shape {shown(shape)}; expected a list of integers >= 0")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(n) is int and n >= 0 for n in offsets):
@@ -98,7 +97,7 @@ def _entry(where: str, entry: Any) -> tuple[torch.dtype, tuple[int, ...], int, i
                 f"{where} has the shape {shown(shape)}; expected an even last dim, as {name} needs it"
             )
         shape = [*shape[:-1], shape[-1] // 2]
-    dtype, (first, last) = _DTYPES[name], offsets
+    dtype, (first, last) = DTYPES[name], offsets
     needed = prod(shape) * dtype.itemsize
     if not is_countable or last - first != needed:
         raise CheckpointError(f"{where} has {shown(last - first)} bytes, which is not {name} of {shown(tuple(shape))}")

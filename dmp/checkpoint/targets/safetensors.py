@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from dmp.checkpoint.sources.safetensors import INDEX, ONE_FILE
+from dmp.checkpoint.sources.safetensors_header import DTYPES
 from dmp.checkpoint.sources.source import MODEL, Source
 from dmp.checkpoint.targets.mapped import mapped
 from dmp.checkpoint.targets.new_file import new_file, refuse_existing
@@ -53,6 +54,10 @@ class SafetensorsTarget:
             other = sorted(source.objects.get("model", ()))
             if other:
                 raise CheckpointError(f"{other[0]!r} is no tensor; a safetensors file holds tensors alone")
+            odd = next((key for key in keys if source.shapes[key][1] not in DTYPES.values()), None)
+            if odd is not None:
+                name, dtype = odd[len(MODEL) :], source.shapes[odd][1]
+                raise CheckpointError(f"{name!r} has dtype {dtype}, which safetensors files have no name for")
             if self.rank == 0:
                 self.check(path)
                 path.mkdir(parents=True, exist_ok=True)
