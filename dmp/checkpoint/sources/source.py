@@ -43,7 +43,7 @@ class Source(Protocol):
         ...
 
     def read(self, targets: dict[str, ChunkedTensor]) -> None:
-        """Fill the chunks that this rank holds, a piece at a time."""
+        """Fill the chunks that this rank holds, a piece at a time; as `copy_` does, where they are of another dtype."""
         ...
 
 
