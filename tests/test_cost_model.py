@@ -89,6 +89,18 @@ def test_where_few_rows_have_the_ids_fewer_are_read_and_updated(env: ShardingEnv
     assert few[1, FORWARD] < 0.75 * few[0, FORWARD], "a block has its part of them"
 
 
+@pytest.mark.parametrize("env", ENVS, ids=str)
+def test_a_block_whose_rows_nobody_names_is_still_told_so(env: ShardingEnv) -> None:
+    """It gets the lengths of all bags; a block of no rows is none."""
+    half = whole(info(100_000, 64), 1.0)._replace(rows=50_000)
+    blocks = [half._replace(row_share=share) for share in (1e-9, 0.0)]
+    blocks.append(half._replace(rows=0, row_share=0.0))
+    local, everywhere = CostModel().costs(ShardTable.of(blocks), env, MEASURED, 512)
+    for of in (local, everywhere):
+        assert of[1, :-1] == pytest.approx(of[0, :-1], rel=1e-6)
+    assert everywhere[1, 0] > 0 and not local[2, :-1].any() and not everywhere[2, :-1].any()
+
+
 def test_row_blocks_and_copies_of_each_width_are_a_run() -> None:
     def seconds(kind: int, env: ShardingEnv, *dims: int) -> float:
         setups = setups_of(CostModel(), env, MEASURED, [info(1000, dim) for dim in dims])

@@ -179,7 +179,7 @@ class _Work:
 
     @classmethod
     def of(cls, p: ShardTable, env: ShardingEnv, batch_size: float, id_bytes: float) -> _Work:
-        own = batch_size / env.tensor_size * p.is_table * (p.row_share > 0)
+        own = batch_size / env.tensor_size * p.is_table * (p.rows > 0)
         samples = own * np.where(p.replicated, 1, env.table_size)
         # A row block gets its share of the ids, and pooled it sends every bag still.
         ids = samples * p.ids_per_sample * p.row_share
