@@ -225,10 +225,11 @@ def _add_ids(cost: _Cost, p: ShardTable, work: _Work) -> None:
     local, everywhere, env, topology = cost
     speeds, away = topology.speeds_of_parts, ~p.replicated
     sent = work.own_ids * (speeds.send_id + speeds.split_id * (p.rows < p.table_rows))
-    everywhere[:, INPUT] += sent + work.own_bags * speeds.send_bag + p.features * p.is_table * speeds.send_slot
+    slots = p.features * (work.lengths > 0)
+    everywhere[:, INPUT] += sent + work.own_bags * speeds.send_bag + slots * speeds.send_slot
     cost.exchange(INPUT, work.id_bytes * away * work.replicas * all_to_all(axes_of(env, topology)), env.table_size)
     come = work.ids * speeds.receive_id + work.lengths * speeds.receive_bag
-    local[:, FORWARD] += come + p.features * speeds.receive_slot * (work.lengths > 0)
+    local[:, FORWARD] += come + slots * speeds.receive_slot
 
 
 def _add_lookups(cost: _Cost, p: ShardTable, work: _Work) -> None:
