@@ -26,6 +26,7 @@ import torch
 
 from sharders.embedding.batch import Batch
 from sharders.embedding.call import Call, Places, Sent, Span, once_per_call
+from sharders.embedding.lookup.bag_counts import bag_counts
 from sharders.embedding.lookup.bucketize import Bucketizer
 from sharders.embedding.lookup.distinct import can_be_found, distinct_rows
 from sharders.embedding.peers import Peers
@@ -144,7 +145,8 @@ class InputDist:
         self._by_partials = any(placement.by_partials)
         self._in_split = {f: i for i, f in enumerate(self.split_features)}
         self._channel, self._device = peers.exchange, device
-        can_join = unpooled and peers.exchange.size > 1 and can_be_found(device, kernel)
+        self._compiles = can_be_found(device, kernel)
+        can_join = unpooled and peers.exchange.size > 1 and self._compiles
         self._joins = sums_first if can_join else lambda: False
         self._two_stages = None if peers.outer.size == 1 or not self._by_partials else self._staged(peers)
 
@@ -255,8 +257,8 @@ class InputDist:
             lengths.append(part[:head].view(self.num_slots, -1 if head else samples))
             ids.append(part[head : head + count])
             weights.append(part[head + count :].view(self.real))
-        counts, *bags = torch.stack([self._counted(of_source) for of_source in lengths], 1).tolist()
-        return Received(lengths, ids, weights if weighted else None, counts, bags[0] if bags else [], straight)
+        counts, bags = zip(*bag_counts(lengths, self._compiles), strict=True)
+        return Received(lengths, ids, weights if weighted else None, [*counts], [*bags], straight)
 
     def _compile(self, num_keys: int, key_of: tuple[int, ...]) -> _Compiled:
         rows: list[int] = []
@@ -289,7 +291,7 @@ class InputDist:
             by_key.lengths if keys == list(range(len(batch.counts))) else by_key.lengths[keys],
             with_order=self.unpooled or by_key.weights is not None,
         )
-        counts, *bags = self._counted(moved.lengths).tolist()
+        ((counts, bags),) = bag_counts([moved.lengths], self._compiles)
         weights = None if by_key.weights is None else moved.moved(take(by_key.weights, keys, batch.starts))
         rows = None
         if self.unpooled:
@@ -302,12 +304,7 @@ class InputDist:
             rows = moved.moved(rows.add_(shift.repeat_interleave(size, output_size=sum(sizes))))
         places = None if by_key.places is None else moved.moved(take(by_key.places, keys, batch.starts))
         starts = [0, *accumulate(counts)]
-        return _Ordered(moved.values, weights, moved.lengths, counts, starts, bags[0] if bags else [], places, rows)
-
-    def _counted(self, lengths: torch.Tensor) -> torch.Tensor:
-        """(1 or 2, rows): ids of each row of lengths, and the bags that have some where some travel as partials."""
-        ids = lengths.sum(1)
-        return torch.stack([ids, (lengths > 0).sum(1)] if self._by_partials else [ids])
+        return _Ordered(moved.values, weights, moved.lengths, counts, starts, bags, places, rows)
 
     def _staged(self, peers: Peers) -> TwoStages:
         segments = [[self._segment(slot) for slot in of_rank] for of_rank in self.placement.slots]

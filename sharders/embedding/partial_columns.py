@@ -7,13 +7,15 @@ gather columns, pick rows of them, and multiply: each a pass over all that trave
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from math import gcd
+from typing import Any
 
 import torch
 
 from sharders.embedding.columns import ELEMENTS_OF_AN_ID, cut_columns, first_columns, scalar, streams
 from sharders.embedding.lookup import numba_kernel, threads
-from sharders.embedding.lookup.numba_layout import int64, words
+from sharders.embedding.lookup.numba_layout import int64, longs, words
 from sharders.embedding.lookup.numba_training import ELEMENTS, entry_of
 from sharders.embedding.partials import Partials, PartialsPlan
 from sharders.embedding.ragged import Columns
@@ -73,10 +75,10 @@ class PartialColumns:
         to, past = (out.data_ptr(), out.stride(0)), int(streams(out, out.stride(0), self._together))
         rows, parts = len(out), threads.num_parts(out.numel() // ELEMENTS_OF_AN_ID)
         slots = [[width, place, 0] for width, place in zip(self._widths, places, strict=True)]
-        of_parts = _by_part(slots, lengths, range(len(slots)), 0, 1, parts)
+        _kept, of_parts = _by_part(slots, lengths, range(len(slots)), 0, 1, parts)
 
         def part(i: int) -> None:
-            of_part = of_parts[i].data_ptr(), len(slots)
+            of_part = of_parts[i], len(slots)
             add(*fixed, *of_part, *pieces, *to, rows * i // parts, rows * (i + 1) // parts, past)
 
         threads.run(part, parts)
@@ -97,31 +99,32 @@ class PartialColumns:
         lengths, pick = partials.lengths, entry_of("pick_gradients", ELEMENTS[out.dtype])
         fixed = grad.data_ptr(), grad.stride(0), *words(lengths), lengths.shape[1]
         rows, parts = len(grad), threads.num_parts(out.numel() // ELEMENTS_OF_AN_ID)
-        of_parts = _by_part(slots, lengths, [slot for slot, *_ in slots], 1, 3, parts)
+        _kept, of_parts = _by_part(slots, lengths, [slot for slot, *_ in slots], 1, 3, parts)
         past = int(streams(out, len(out), gcd(*self._widths)))
 
         def part(i: int) -> None:
             span = rows * i // parts, rows * (i + 1) // parts
-            pick(*fixed, of_parts[i].data_ptr(), len(slots), out.data_ptr(), *span, scalar(scale).data_ptr(), past)
+            pick(*fixed, of_parts[i], len(slots), out.data_ptr(), *span, scalar(scale).data_ptr(), past)
 
         threads.run(part, parts)
 
 
 def _by_part(
     slots: list[list[int]], lengths: torch.Tensor, rows: Sequence[int], width: int, place: int, parts: int
-) -> torch.Tensor:
-    """(parts, slots, words): of each part of the samples where its first partials are.
+) -> tuple[Any, list[int]]:
+    """What holds the words of each part of the samples, (slots, words), and where: its first partials are told there.
 
     Args:
         slots: words of each, of the whole.
         rows: of their lengths.
         width, place: which word is what.
     """
-    whole = int64(slots)
     if parts == 1 or not slots:
-        return whole.unsqueeze(0).repeat(parts, 1, 1)
+        kept, at = longs(chain.from_iterable(slots))
+        return kept, [at] * parts
     has_ids, num = lengths[list(rows)] > 0, lengths.shape[1]
     before = torch.stack([has_ids[:, : num * i // parts].sum(1) for i in range(parts)])
+    whole = int64(slots)
     of_parts = whole.repeat(parts, 1, 1)
     of_parts[:, :, place] += before * whole[:, width]
-    return of_parts
+    return of_parts, [of_part.data_ptr() for of_part in of_parts]

@@ -27,4 +27,5 @@
 - `numba_vectors`: vectors, raw memory and prefetching for numba
 - `distinct`: the distinct rows of ids, and which ids each stands for
 - `bucketize`: sorts ids by the row block they lie in
+- `bag_counts`: ids, and bags that have some, counted
 """

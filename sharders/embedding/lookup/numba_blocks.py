@@ -1,4 +1,5 @@
-"""Ids sorted by row block, compiled by numba: which block of its table each lies in, keeping the order inside a block.
+"""Ids sorted by row block, compiled by numba: which block of its table each lies in, keeping the order inside a block;
+and ids counted.
 
 Addresses are integers. Arrays are int32 where nothing else is said.
 """
@@ -6,7 +7,7 @@ Addresses are integers. Arrays are int32 where nothing else is said.
 from __future__ import annotations
 
 from sharders.embedding.lookup.numba_compile import helper
-from sharders.embedding.lookup.numba_vectors import counted, read32, read64, write32, write64
+from sharders.embedding.lookup.numba_vectors import counted, read32, read32_at, read64, write32, write64
 
 
 def split_by_blocks(values, lengths, num_features, num_samples, bounds, num_blocks, out, out_lengths, places, starts):
@@ -62,3 +63,19 @@ def _block_of(value, bounds, num_blocks):
     for i in range(1, num_blocks):
         block += value >= read64(bounds, i)
     return block
+
+
+def count_bags(lengths, length_bytes, num_rows, num_samples, counts):
+    """Write int64: the ids of each row of lengths, then of each the bags that have some.
+
+    Args:
+        lengths: (num_rows, num_samples).
+    """
+    for row in range(num_rows):
+        ids = filled = 0
+        for bag in range(row * num_samples, (row + 1) * num_samples):
+            length = read32_at(lengths + bag * length_bytes)
+            ids += length
+            filled += length > 0
+        write64(counts, row, ids)
+        write64(counts, num_rows + row, filled)

@@ -12,9 +12,10 @@ This file is imported without numba too; what it compiles is loaded by the first
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ from sharders.embedding.lookup.numba_layout import (
     address,
     addresses,
     int64,
+    longs,
     place_of,
     places_in,
     scratch_for,
@@ -64,6 +66,7 @@ class NumbaLookup(TorchLookup):
         self._name = ELEMENTS[bank.weights.dtype]
         self._pooled_runs: dict[int, Runs] = {}
         self._placed: dict[tuple[int, range, tuple[int, ...]], tuple[Tensor, bool]] = {}
+        self._segments: dict[tuple[int, ...], tuple[list[int], list[int], bool]] = {}
 
     def pooled(self, read: Bags) -> Tensor:
         num_bags = self._num_bags(read.offsets)
@@ -118,8 +121,8 @@ class NumbaLookup(TorchLookup):
             self._sum_bags(Bags(ids, bags, weights), to_sum, output_ND, self._tables.fills_lines)
             return output_ND
         places = self._tables.places
-        runs = int64([[n, places[i]] for i, n in segments])
-        fixed = (table.data_ptr(), *words(ids), runs.data_ptr(), len(segments), region.width)
+        _kept, runs = longs(word for i, n in segments for word in (n, places[i]))
+        fixed = (table.data_ptr(), *words(ids), runs, len(segments), region.width)
         to, num_ids = self._target(output_ND, self._tables.fills_lines), ids.numel()
         parts, copy = threads.num_parts(num_ids), self._entry("copy_rows")
         threads.run(lambda i: copy(*fixed, num_ids * i // parts, num_ids * (i + 1) // parts, *to), parts)
@@ -130,19 +133,16 @@ class NumbaLookup(TorchLookup):
         order = Order(ids.numel(), len(tables), _ALL_BITS, tables.no_columns)
         if bags is not None:
             return self._sort_bags(order, Bags(ids, bags, weights), self._runs_of(segments, bags, 0), True)
-        sizes, used = [0] * len(tables), [tables.of_range[i] for i, _ in segments]
-        for table, (_, n) in zip(used, segments, strict=True):
-            sizes[table] += n
-        order.ends.copy_(int64([*accumulate(sizes, initial=0)]))
-        most = max(sizes, default=0)
-        if ids.dtype == torch.int32 and used == sorted(used):
+        counts, (by_table, ends, are_in_order) = [n for _, n in segments], self._by_table(tuple(i for i, _ in segments))
+        stops = [*accumulate((counts[k] for k in by_table), initial=0)]
+        order.ends = int64([stops[end] for end in ends])
+        most = max((stops[b] - stops[a] for a, b in pairwise(ends)), default=0)
+        if ids.dtype == torch.int32 and are_in_order:
             return self._sort(order, (ids.data_ptr(), 0, 0), most, tables)
-        runs: list[list[tuple[int, int]]] = [[] for _ in sizes]
-        for table, (_, n), start in zip(used, segments, accumulate((n for _, n in segments), initial=0), strict=False):
-            runs[table].append((start, n))
-        flat = int64([run for of_table in runs for run in of_table])
+        starts = [*accumulate(counts, initial=0)]
+        _kept, runs = longs(word for k in by_table for word in (starts[k], counts[k]))
         keys = torch.empty(2, ids.numel(), dtype=torch.int32, device="cpu")
-        self._entry("expand_runs")(*words(ids), flat.data_ptr(), len(segments), *addresses(keys))
+        self._entry("expand_runs")(*words(ids), runs, len(segments), *addresses(keys))
         return self._sort(order, (*addresses(keys), 0), most, tables)
 
     # Only the order knows how ids are read.
@@ -198,6 +198,18 @@ class NumbaLookup(TorchLookup):
             line = self._tables.line
             self._placed[key] = to_sum, self._tables.fills_lines and all(column % line == 0 for column in columns)
         return self._placed[key]
+
+    def _by_table(self, ranges: tuple[int, ...]) -> tuple[list[int], list[int], bool]:
+        """Of segments of these row ranges, kept: table by table which they are, where each table's begin there, and the
+        end, and whether they are in that order themselves."""
+        if ranges not in self._segments:
+            if len(self._segments) >= _MOST_KEPT:
+                del self._segments[next(iter(self._segments))]
+            used = [self._tables.of_range[i] for i in ranges]
+            by_table = sorted(range(len(used)), key=used.__getitem__)
+            ends = [bisect_left(by_table, t, key=used.__getitem__) for t in range(len(self._tables) + 1)]
+            self._segments[ranges] = by_table, ends, used == sorted(used)
+        return self._segments[ranges]
 
     def _runs_of(self, segments: Segments, bags: Tensor, stride: int) -> Runs:
         """Bags of unpooled lookups, whose sums are `stride` elements apart."""

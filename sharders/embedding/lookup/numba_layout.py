@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple, Protocol
 
@@ -140,6 +141,12 @@ def place_of(of: RowRange) -> int:
 
 def int64(values: Sequence[Any]) -> Tensor:
     return torch.tensor(values, dtype=torch.int64, device="cpu")
+
+
+def longs(values: Iterable[int] | bytes) -> tuple[array[int], int]:
+    """The same of what one call asks for, in a fifth of the time: to be kept until it has returned, and its address."""
+    made = array("q", values)
+    return made, made.buffer_info()[0]
 
 
 def shift(num_bags: int) -> int:
