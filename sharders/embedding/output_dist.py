@@ -98,15 +98,23 @@ class Beside(Protocol):
     def take(self, came: Sequence[Sequence[torch.Tensor]], me: int) -> None:
         """What has come, by buffer and rank; at `me` stands nothing."""
 
+    let_go: Callable[[], None]
+    """Ends the exchange: called when nothing that has come is read any more."""
+
 
 def exchange_alone(channel: Channel, beside: Beside) -> None:
-    """Where there is nothing that it could be beside."""
+    """Where there is nothing that it could be beside. What comes is read where it lies, until it is let go."""
     exchange = TypedExchange(channel, beside.device, beside.buffers(channel.rank))
     for i, wire in enumerate(zip(*exchange.send, strict=True)):
         if i != channel.rank:
             beside.fill(wire)
     exchange.start()
-    beside.take(exchange.wait(), channel.rank)
+    beside.let_go = exchange.end
+    beside.take(exchange.parts(), channel.rank)
+
+
+def nothing() -> None:
+    """Of an exchange that has ended."""
 
 
 def send_gradients(
@@ -211,6 +219,15 @@ class TypedExchange:
     def wait(self) -> list[list[torch.Tensor]]:
         """For each of the buffers what came from each rank."""
         return self._cut(self._transfer.wait(), self._receive_sizes)
+
+    def parts(self) -> list[list[torch.Tensor]]:
+        """The same where it lies, until `end`."""
+        views = [self._cut(self._transfer.part(i), [of_rank]) for i, of_rank in enumerate(self._receive_sizes)]
+        return [[of_rank[kind][0] for of_rank in views] for kind in range(len(self._dtypes))]
+
+    def end(self) -> None:
+        """See `Transfer.end`."""
+        self._transfer.end()
 
     def _cut(self, flat: torch.Tensor, sizes: Sequence[Sizes]) -> list[list[torch.Tensor]]:
         """Views of bytes, for each of the buffers and each rank."""

@@ -10,7 +10,7 @@ import torch
 from sharders.embedding.call import Call
 from sharders.embedding.input_dist import InputDist
 from sharders.embedding.local_tables import TBE
-from sharders.embedding.lookup.torch_kernel import RowGradients
+from sharders.embedding.lookup.torch_kernel import Into, RowGradients
 from sharders.embedding.output_dist import Beside, exchange_alone
 from sharders.embedding.phases import BACKWARD, GRADIENT, SYNC, phase
 from sharders.embedding.replicas import OfLocal, Replicas, joined
@@ -35,8 +35,8 @@ class Path(Generic[Given]):
     _local_gradients: Callable[[Call, Given], list[tuple[torch.Tensor, torch.Tensor]]]
     """(flat gradient, touched rows) of each trainable local TBE, from this rank's own ids."""
 
-    _local_row_gradients: Callable[[Call, Given], list[RowGradients]]
-    """The same by rows."""
+    _local_row_gradients: Callable[[Call, Given], Callable[[int, Into | None], RowGradients]]
+    """The same by rows, TBE by TBE: which of them, and memory that may be used."""
 
     _send_back: Callable[[Call, Given, Beside | None], Returned]
     """Flat gradients, times `factor`, of what was looked up here for the own sources, one tensor for each way that
@@ -77,7 +77,13 @@ class Path(Generic[Given]):
             return None
         if call.touched is None:
             return joined(self._local_gradients(call, given), self.dtype)
-        return TouchedRows(self._local_row_gradients(call, given), tbes, call.touched, self.dtype)
+        of_tbe = self._local_row_gradients(call, given)
+
+        def gradients(number: int, into: Into | None) -> RowGradients:
+            with phase(call.spent, BACKWARD):
+                return of_tbe(number, into)
+
+        return TouchedRows(gradients, tbes, call.touched, self.dtype)
 
     def backward(self, call: Call, grads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """Gradients back to the owners, and updates.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from sharders.embedding.local_tables import TBE
 from sharders.embedding.lookup.kernels import can_place
 from sharders.embedding.lookup.pages import to_write
 from sharders.embedding.lookup.reads import Bags
-from sharders.embedding.lookup.torch_kernel import RowGradients
+from sharders.embedding.lookup.torch_kernel import Into, RowGradients
 from sharders.embedding.output_dist import Beside
 from sharders.embedding.path import Path, Returned, Trained
 from sharders.embedding.phases import FORWARD, INPUT, OUTPUT, phase
@@ -41,12 +41,12 @@ class _Local(NamedTuple):
     columns: tuple[int, ...]
     taking: Placing
 
-    def row_gradients(self, grad: torch.Tensor, bags: Bags, factor: float) -> RowGradients:
+    def row_gradients(self, grad: torch.Tensor, bags: Bags, factor: float, into: Into | None) -> RowGradients:
         """Of (B, sum of dims), multiplied: read where they are, but for kernels that cannot."""
         lookup, is_clipped = self.tbe.lookup, self.tbe.bank.options.get("gradient_clipping")
         if can_place(lookup, grad.dtype) and not is_clipped:
-            return lookup.row_gradients_in(grad, bags, self.columns, factor)
-        return lookup.pooled_row_gradients(self.columns_of(grad, factor), bags)
+            return lookup.row_gradients_in(grad, bags, self.columns, factor, into)
+        return lookup.pooled_row_gradients(self.columns_of(grad, factor), bags, into=into)
 
     def columns_of(self, grad: torch.Tensor, factor: float) -> torch.Tensor:
         """(B, their columns) of (B, sum of dims), multiplied."""
@@ -224,12 +224,18 @@ class PooledPath(Path[torch.Tensor]):
                 result.append((lookup.gradient_pooled(columns, bags), lookup.touched_pooled(bags)))
         return result
 
-    def _local_row_gradients(self, call: Call, given: torch.Tensor) -> list[RowGradients]:
-        return [
-            local.row_gradients(given, bags, self.factor)
+    def _local_row_gradients(self, call: Call, given: torch.Tensor) -> Callable[[int, Into | None], RowGradients]:
+        trained = [
+            (local, bags)
             for local, bags in zip(self._local, self._local_bags(call), strict=True)
             if local.tbe.is_trainable
         ]
+
+        def of_tbe(number: int, into: Into | None) -> RowGradients:
+            local, bags = trained[number]
+            return local.row_gradients(given, bags, self.factor, into)
+
+        return of_tbe
 
     def _clip_means(self, grad: torch.Tensor) -> None:
         """Clamp the gradient of means where an optimizer's options ask for it: as FBGEMM, before it is divided.

@@ -79,6 +79,7 @@ class Replicas:
                 with phase(spent, SYNC):
                     exchange_alone(self.peers.exchange, local)
             self._update_by_rows(tbes, local, gradients)
+            local.let_go()
         elif local is not None:
             with phase(spent, SYNC):
                 self.peers.exchange.sum(local)

@@ -10,16 +10,15 @@ backward pass of 12 tables of 100, 400, 1,000, 2,000 and 4,000 rows of 64, read 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from sharders.embedding.batch import Batch
 from sharders.embedding.local_tables import TBE
-from sharders.embedding.lookup.bank import Region
-from sharders.embedding.lookup.torch_kernel import RowGradients
-from sharders.embedding.output_dist import Buffers, of_others
+from sharders.embedding.lookup.torch_kernel import Into, RowGradients
+from sharders.embedding.output_dist import Buffers, nothing, of_others
 from sharders.embedding.placement import Placement
 
 
@@ -84,34 +83,31 @@ def are_fewer(placement: Placement, at_most: Sequence[Touched], is_flat: bool, i
 class TouchedRows:
     """What travels of one call's gradients: see `Beside`. Words are int64: rows of each group, then which they are.
 
+    They are summed where they are sent from, and what comes is added up where it lies: 4 MB of sums of 13 tables (dim
+    64, 2,048 samples) were copied four times.
+
     Args:
-        gradients: of each TBE, from this rank's own batch.
+        gradients: of a TBE, from this rank's own batch; called once for each, in their order.
         tbes: the trainable local ones; a TBE's rows of one width are a group.
         at_most: of each rank.
         dtype: of what travels.
     """
 
     def __init__(
-        self, gradients: Sequence[RowGradients], tbes: Sequence[TBE], at_most: Sequence[Touched], dtype: torch.dtype
+        self,
+        gradients: Callable[[int, Into | None], RowGradients],
+        tbes: Sequence[TBE],
+        at_most: Sequence[Touched],
+        dtype: torch.dtype,
     ) -> None:
-        self._at_most, self._dtype = at_most, dtype
-        self._groups: list[tuple[int, Region]] = []
-        counts, rows, sums = [], [], []
-        for i, (tbe, of_tbe) in enumerate(zip(tbes, gradients, strict=True)):
-            by_width = {region.width: (rows_n, sums_nD) for region, rows_n, sums_nD in of_tbe}
-            for width, region in tbe.bank.regions.items():
-                self._groups.append((i, region))
-                found = by_width.get(width)
-                counts.append(0 if found is None else len(found[0]))
-                if found is not None:
-                    rows.append(found[0])
-                    sums.append(found[1].to(dtype).reshape(-1))
-        device = tbes[0].bank.weights.device
-        self._words = torch.cat([torch.tensor(counts, dtype=torch.int64, device=device), *rows])
-        self._sums = sums[0] if len(sums) == 1 else torch.cat([torch.zeros(0, dtype=dtype, device=device), *sums])
-        self._num_tbes, self.device = len(tbes), device
+        self._gradients, self._at_most, self._dtype = gradients, at_most, dtype
+        self._regions = [list(tbe.bank.regions.values()) for tbe in tbes]
+        self._groups = [(i, region) for i, of_tbe in enumerate(self._regions) for region in of_tbe]
+        self._mine: tuple[torch.Tensor, torch.Tensor] | None = None  # words and sums
+        self.device = tbes[0].bank.weights.device
         self.total: list[list[RowGradients]] | None = None
         """For each TBE what each rank has, in their order; None until it is there."""
+        self.let_go: Callable[[], None] = nothing
 
     @property
     def nbytes(self) -> int:
@@ -130,13 +126,21 @@ class TouchedRows:
 
     def fill(self, wire: Sequence[torch.Tensor]) -> None:
         """See `Beside`; what is behind is not read."""
-        wire[0][: self._words.numel()].copy_(self._words)
-        wire[1][: self._sums.numel()].copy_(self._sums)
+        if self._mine is None:
+            self._mine = self._summed(*wire)
+            return
+        for mine, to in zip(self._mine, wire, strict=True):
+            to[: mine.numel()].copy_(mine)
 
     def take(self, came: Sequence[Sequence[torch.Tensor]], me: int) -> None:
         """See `Beside`."""
-        by_rank = [(self._words, self._sums) if i == me else of for i, of in enumerate(zip(*came, strict=True))]
-        self.total = [[[] for _ in by_rank] for _ in range(self._num_tbes)]
+        if self._mine is None:  # nobody else
+            words = torch.empty(len(self._groups) + self._at_most[me].rows, dtype=torch.int64, device=self.device)
+            self._mine = self._summed(
+                words, torch.empty(self._at_most[me].elements, dtype=self._dtype, device=self.device)
+            )
+        by_rank = [self._mine if i == me else of for i, of in enumerate(zip(*came, strict=True))]
+        self.total = [[[] for _ in by_rank] for _ in self._regions]
         for rank, (words, sums) in enumerate(by_rank):
             at, element = len(self._groups), 0
             for count, (i, region) in zip(words[:at].tolist(), self._groups, strict=True):
@@ -145,3 +149,20 @@ class TouchedRows:
                     of_rows = words[at : at + count], sums[element:stop].view(count, region.width)
                     self.total[i][rank].append((region, *of_rows))
                 at, element = at + count, stop
+
+    def _summed(self, words: torch.Tensor, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What of this memory is filled with this rank's own."""
+        at, element, counts = len(self._groups), 0, []
+        for i, regions in enumerate(self._regions):
+            into = Into(words[at:], sums[element:]) if len(regions) == 1 else None
+            found = {region.width: (rows_n, sums_nD) for region, rows_n, sums_nD in self._gradients(i, into)}
+            for region in regions:
+                rows_n, sums_nD = found.get(region.width, (words[:0], sums[:0]))
+                counts.append(len(rows_n))
+                for to, first, of in ((words, at, rows_n), (sums, element, sums_nD.reshape(-1))):
+                    place = to[first : first + of.numel()]
+                    if place.data_ptr() != of.data_ptr():
+                        place.copy_(of)
+                at, element = at + rows_n.numel(), element + sums_nD.numel()
+        words[: len(counts)].copy_(torch.tensor(counts, dtype=torch.int64))
+        return words[:at], sums[:element]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from dmp import ShardError
 from sharders.embedding.batch import Batch
 from sharders.embedding.call import Call, once_per_call
 from sharders.embedding.lookup.reads import Segmented
-from sharders.embedding.lookup.torch_kernel import RowGradients
+from sharders.embedding.lookup.torch_kernel import Into, RowGradients
 from sharders.embedding.output_dist import Beside
 from sharders.embedding.path import Path, Returned, Trained
 from sharders.embedding.phases import FORWARD, INPUT, OUTPUT, phase
@@ -176,18 +176,22 @@ class UnpooledPath(Path[list[torch.Tensor]]):
             result.append((flat, touched))
         return result
 
-    def _local_row_gradients(self, call: Call, given: list[torch.Tensor]) -> list[RowGradients]:
-        result = []
-        for tbe, places in zip(self.store.local, self._local_places(call), strict=True):
+    def _local_row_gradients(self, call: Call, given: list[torch.Tensor]) -> Callable[[int, Into | None], RowGradients]:
+        of_tbes = zip(self.store.local, self._local_places(call), strict=True)
+        trained = [(tbe, places) for tbe, places in of_tbes if tbe.is_trainable]
+
+        def of_tbe(number: int, into: Into | None) -> RowGradients:
+            tbe, places = trained[number]
             by_width: dict[int, list[tuple[torch.Tensor, torch.Tensor, tuple[int, int]]]] = {}
             for slot, (f, (ids, to)) in enumerate(zip(tbe.features, places, strict=True)):
                 by_width.setdefault(to.width, []).append((given[f] * self.factor, ids, (slot, to.count)))
-            of_tbe: RowGradients = []
+            found: RowGradients = []
             for parts in by_width.values():
                 grads, ids_of, segments = zip(*parts, strict=True)
-                of_tbe += tbe.lookup.row_gradients(torch.cat(grads), Segmented(torch.cat(ids_of), segments))
-            result.append(of_tbe)
-        return [of_tbe for of_tbe, tbe in zip(result, self.store.local, strict=True) if tbe.is_trainable]
+                found += tbe.lookup.row_gradients(torch.cat(grads), Segmented(torch.cat(ids_of), segments))
+            return found
+
+        return of_tbe
 
     @once_per_call
     def _local_places(self, call: Call) -> list[list[tuple[torch.Tensor, RowPlaces]]]:

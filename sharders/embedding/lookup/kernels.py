@@ -24,7 +24,7 @@ from sharders.embedding.lookup.fbgemm_kernel import FbgemmLookup
 from sharders.embedding.lookup.numba_kernel import NumbaLookup
 from sharders.embedding.lookup.optimizers import OptimizerSpec
 from sharders.embedding.lookup.reads import Bags, Segmented
-from sharders.embedding.lookup.torch_kernel import RowGradients, TorchLookup
+from sharders.embedding.lookup.torch_kernel import Into, RowGradients, TorchLookup
 
 _log = logging.getLogger("dmp")
 
@@ -80,8 +80,8 @@ class Lookup(Protocol):
     def gradient_row_weights(self, grad: Tensor, read: Segmented) -> Tensor:
         """(N,): the gradient of `weights`; see `gradient_weights`."""
 
-    def pooled_row_gradients(self, grad: Tensor, read: Bags) -> RowGradients:
-        """What `update_pooled` would apply the optimizer to."""
+    def pooled_row_gradients(self, grad: Tensor, read: Bags, *, into: Into | None = None) -> RowGradients:
+        """What `update_pooled` would apply the optimizer to; it lies in `into`, or elsewhere."""
 
     def row_gradients(self, grad: Tensor, read: Segmented) -> RowGradients:
         """What `update_rows` would."""
@@ -107,7 +107,9 @@ class PlacingLookup(Lookup, Protocol):
             columns: first one of each range in it.
         """
 
-    def row_gradients_in(self, grad: Tensor, read: Bags, columns: tuple[int, ...], factor: float) -> RowGradients:
+    def row_gradients_in(
+        self, grad: Tensor, read: Bags, columns: tuple[int, ...], factor: float, into: Into | None = None
+    ) -> RowGradients:
         """`pooled_row_gradients` of columns of a gradient, multiplied; none is clipped.
 
         Args:

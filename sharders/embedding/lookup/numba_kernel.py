@@ -43,7 +43,7 @@ from sharders.embedding.lookup.numba_training import ELEMENTS, Gradients, entry_
 from sharders.embedding.lookup.optimizers import OptimizerSpec
 from sharders.embedding.lookup.pages import to_write
 from sharders.embedding.lookup.reads import Bags, Segmented, Segments
-from sharders.embedding.lookup.torch_kernel import RowGradients, TorchLookup
+from sharders.embedding.lookup.torch_kernel import Into, RowGradients, TorchLookup
 
 _MAX = 2**31  # rows of a table, and ids of a call: they are int32 inside
 _STREAMED_BYTES = 1 << 18
@@ -92,17 +92,19 @@ class NumbaLookup(TorchLookup):
             training.write_gradient(self.bank, self._tables, self._gradients(grad, read, order), flat)
         return flat
 
-    def pooled_row_gradients(self, grad: Tensor, read: Bags | Segmented) -> RowGradients:
+    def pooled_row_gradients(self, grad: Tensor, read: Bags | Segmented, *, into: Into | None = None) -> RowGradients:
         if not read.ids.numel():
             return []
-        return training.row_gradients(self.bank, self._tables, self._gradients(grad, read, None))
+        return training.row_gradients(self.bank, self._tables, self._gradients(grad, read, None), into)
 
-    def row_gradients_in(self, grad: Tensor, read: Bags, columns: tuple[int, ...], factor: float) -> RowGradients:
+    def row_gradients_in(
+        self, grad: Tensor, read: Bags, columns: tuple[int, ...], factor: float, into: Into | None = None
+    ) -> RowGradients:
         """See `PlacingLookup`: sums are multiplied, which are fewer than gradients."""
         if not read.ids.numel():
             return []
         gradients = self._gradients(grad, read, self._order_bags(read, int64(columns)))
-        found = training.row_gradients(self.bank, self._tables, gradients)
+        found = training.row_gradients(self.bank, self._tables, gradients, into)
         for _, _, sums_nD in found:
             sums_nD.mul_(factor)
         return found

@@ -17,7 +17,7 @@ from sharders.embedding.lookup import row_updates, threads
 from sharders.embedding.lookup.bank import Bank
 from sharders.embedding.lookup.numba_layout import Order, Summed, address, int64
 from sharders.embedding.lookup.row_optimizer import Rows
-from sharders.embedding.lookup.torch_kernel import RowGradients, update
+from sharders.embedding.lookup.torch_kernel import Into, RowGradients, update
 
 ELEMENTS = {
     torch.float32: "float32",
@@ -72,8 +72,8 @@ def train(bank: Bank, tables: Summed, gradients: Gradients) -> None:
     _sum(bank, tables, gradients, kind, arrays, _rates(bank, tables.in_bank))
 
 
-def row_gradients(bank: Bank, tables: Summed, gradients: Gradients) -> RowGradients:
-    """The sums by row."""
+def row_gradients(bank: Bank, tables: Summed, gradients: Gradients, into: Into | None = None) -> RowGradients:
+    """The sums by row; in `into` where that has their dtype."""
     counts = gradients.order.counts.tolist()
     by_width: dict[int, list[int]] = {}
     for t in tables.as_stored:
@@ -86,8 +86,11 @@ def row_gradients(bank: Bank, tables: Summed, gradients: Gradients) -> RowGradie
             packed[t] = num_rows, num_elements
             num_rows, num_elements = num_rows + counts[t], num_elements + counts[t] * width
         spans.append((width, *start, num_rows, num_elements))
-    rows = torch.empty(num_rows, dtype=torch.int64, device="cpu")
-    sums = bank.weights.new_empty(num_elements)
+    if into is not None and into.sums.dtype == bank.weights.dtype:
+        rows, sums = into.rows[:num_rows], into.sums[:num_elements]
+    else:
+        rows = torch.empty(num_rows, dtype=torch.int64, device="cpu")
+        sums = bank.weights.new_empty(num_elements)
     _sum(bank, tables, gradients, _COPY, (sums,), packed=(int64(packed), rows))
     return [
         (bank.regions[width], rows[row:last_row], sums[element:last_element].view(-1, width))

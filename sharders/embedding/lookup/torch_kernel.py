@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,18 @@ from sharders.embedding.lookup.row_optimizer import Rows
 
 RowGradients = list[tuple[Region, Tensor, Tensor]]
 """Per width: the region, its rows (n,) int64 that have a gradient, distinct and ascending, and the gradients (n, D)."""
+
+
+class Into(NamedTuple):
+    """Flat memory that row gradients may be written to, as much as there are at most: one width behind the other.
+
+    Args:
+        rows: int64.
+        sums: of the bank's dtype.
+    """
+
+    rows: Tensor
+    sums: Tensor
 
 
 @dataclass(frozen=True)
@@ -201,7 +213,7 @@ class TorchLookup:
         grad_BSD = grad_BC.to(self.bank.weights.dtype).reshape(-1, len(group.ranges), group.region.width)
         return grad_BSD.transpose(0, 1).reshape(-1, group.region.width)
 
-    def pooled_row_gradients(self, grad: Tensor, read: Bags) -> RowGradients:
+    def pooled_row_gradients(self, grad: Tensor, read: Bags, *, into: Into | None = None) -> RowGradients:
         result = []
         grad = self.bank.clipped(grad)
         for group in self._groups if read.ids.numel() else ():
