@@ -27,7 +27,7 @@ from sharders.embedding.lookup.bucketize import Bucketizer
 from sharders.embedding.lookup.distinct import distinct_rows, spread
 from sharders.embedding.lookup.kernels import Lookup, can_place, compile_lookup
 from sharders.embedding.lookup.optimizers import OptimizerSpec
-from sharders.embedding.lookup.reads import Bags, Segmented
+from sharders.embedding.lookup.reads import Bags, Given, Segmented
 from sharders.embedding.partial_columns import PartialColumns
 from sharders.embedding.ragged import Columns
 from tests.guard_pages import GuardedMemory
@@ -123,6 +123,14 @@ def pooled(draw: Draw, lookups: tuple[Lookup, Lookup], near: float) -> None:
     if weights is not None:
         both(lookups, lambda lookup: lookup.gradient_weights(grad, read), 10 * near)
     both(lookups, lambda lookup: lookup.gradient_pooled(grad, read), 10 * near)
+    if can_place(lookups[0], dtype):  # those of the last samples where they were left, the last columns first
+        widths = [r.chunk.width for r in lookups[0].ranges]
+        left = torch.cat([grad[first:, :0], *grad[first:].split(widths, 1)[::-1]], 1)
+        given = Given(left, tuple(sum(widths[i + 1 :]) for i in range(len(widths))), 1.0)
+        junk = grad.clone()
+        junk[first:] = torch.nan
+        found = lookups[0].gradient_pooled(junk, read, given=given)
+        assert torch.equal(found, lookups[0].gradient_pooled(grad, read))
     sums = [lookup.pooled_row_gradients(grad, read) for lookup in lookups]
     both(lookups, lambda lookup: lookup.gradient_touched([sums[lookup is lookups[1]]] * 2), 20 * near)
     if lookups[0].bank.spec is not None:

@@ -16,8 +16,9 @@ from sharders.embedding.lookup.bank import Bank, RowRange
 from sharders.embedding.lookup.kernels import Lookup, compile_lookup
 from sharders.embedding.lookup.numba_kernel import NumbaLookup
 from sharders.embedding.lookup.optimizers import OPTIMIZERS, OptimizerSpec
-from sharders.embedding.lookup.reads import Bags, Segmented
+from sharders.embedding.lookup.reads import Bags, Given, Segmented
 from sharders.embedding.lookup.row_optimizer import StateTensor
+from sharders.embedding.lookup.torch_kernel import Into
 from tests.test_kernels import LAYOUTS, MIXED, SHARED, SPECS, make, make_batch
 
 LAMB = OptimizerSpec.make("lamb", lr=0.1)
@@ -146,11 +147,38 @@ def test_gradients_are_read_where_they_are(layout: str, weighted: bool) -> None:
             columns[i], at = at, at + widths[i] + gap
         grad = torch.randn(9, at)
         together = torch.cat([grad[:, c : c + w] for c, w in zip(columns, widths, strict=True)], 1)
-        found = lookup.row_gradients_in(grad, read, tuple(columns), 0.5)
+        into = Into(torch.empty(lookup.bank.total_rows, dtype=torch.int64), torch.empty_like(lookup.bank.weights))
+        found = lookup.row_gradients_in(grad, read, tuple(columns), 0.5, into)
+        assert found[0][1].data_ptr() == into.rows.data_ptr()
         expected = lookup.pooled_row_gradients(together * 0.5, read)
         assert len(found) == len(expected)
         for one, other in zip(found, expected, strict=True):
             assert one[0] == other[0] and torch.equal(one[1], other[1]) and torch.equal(one[2], other[2])
+
+
+@pytest.mark.parametrize("layout", ["shared", "mixed"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_gradients_are_read_where_they_were_left(layout: str, weighted: bool) -> None:
+    """Those of the last samples, in columns of any order and distance, and multiplied: to the bit as if packed."""
+    draw = torch.Generator().manual_seed(3)
+    for num, others in ((9, 0), (9, 4), (9, 9), (300, 150)):
+        trained_by = []
+        for where in (False, True):
+            bank, lookup = make(LAYOUTS[layout], torch.float32, OptimizerSpec.make("adagrad", lr=0.1), "numba")
+            assert isinstance(lookup, NumbaLookup)
+            widths = [r.chunk.width for r in lookup.ranges]
+            columns = tuple(5 + 3 * i + sum(widths[i + 1 :]) for i in reversed(range(len(widths))))[::-1]
+            wide = torch.randn(num - others, 5 + 4 * len(widths) + sum(widths), generator=draw.manual_seed(num))
+            grad = torch.randn(num, sum(widths), generator=draw)
+            parts = [wide[:, at : at + width] * (1 / 3) for at, width in zip(columns, widths, strict=True)]
+            grad[others:] = torch.nan if where else torch.cat(parts, 1)
+            told: dict[str, Any] = {"given": Given(wide, columns, 1 / 3)} if where else {}
+            read = make_batch(lookup, num, weighted=weighted).read()
+            found = lookup.gradient_pooled(grad, read, **told)
+            bank.step()
+            lookup.update_pooled(grad, read, **told)
+            trained_by.append([found, bank.weights, *bank.state.values()])
+        assert all(map(torch.equal, *trained_by)), (num, others)
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adam"])

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
 
+import dmp
 from sharders.embedding import columns, partial_columns
 from sharders.embedding.lookup import numba_kernel
 from sharders.embedding.partial_columns import PartialColumns
@@ -89,3 +91,25 @@ def test_partials_are_added_up_where_they_belong(
             found = torch.full_like(flat, 7.0)
             of.pick(partials, sender, gradient, 0.25, found)
             assert torch.equal(found, flat)
+
+
+@needs_numba
+def test_the_gradient_of_a_sum_takes_no_other_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is one number, expanded: what compiled code cannot read is made whole once, not column by column."""
+    by_torch: list[Any] = []
+    monkeypatch.setattr(columns.Placing, "_place", lambda *given: by_torch.append(given))
+    configs = [
+        EmbeddingBagConfig(50, 16, name=f"t{i}", feature_names=[f"f{i}"], pooling=PoolingType.MEAN) for i in (0, 1)
+    ]
+    model = dmp.DistributedModelParallel(
+        EmbeddingBagCollection(configs),
+        plan={"embedding_bags.t0.weight": dmp.row_wise(), "embedding_bags.t1.weight": dmp.data_parallel()},
+    )
+    ids, lengths = torch.arange(2 * 600 * 2) % 50, torch.full((2 * 600,), 2)
+    for _ in range(2):
+        model(KeyedJaggedTensor(["f0", "f1"], ids, lengths=lengths)).values().sum().backward()
+    assert not by_torch
+    for table in dmp.full_state_dict(model):
+        grad = model.get_parameter(table).grad
+        assert grad is not None
+        torch.testing.assert_close(grad, torch.full((50, 16), 2 * 600 * 2 / 50 / 2))

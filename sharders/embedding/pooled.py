@@ -145,6 +145,8 @@ class PooledPath(Path[torch.Tensor]):
 
     def _given(self, call: Call, grads: Sequence[torch.Tensor]) -> torch.Tensor:
         grad = grads[0].to(self.dtype)
+        if grad.stride(1) != 1:  # the gradient of a sum is one number
+            grad = grad.contiguous()
         inverse = self._inverse_lengths(call) if self.mean_columns else None
         if self.mean_columns and not self.store.sums_first():
             grad = grad.clone() if grad is grads[0] else grad

@@ -74,8 +74,10 @@ class PooledOutputDist:
         self._back = {i: Placing(of, kernel) for i, of in back.items()}
         is_one = len(runs) == 1 and runs[0].num == 1 and runs[0].width == self.width
         self._all_in_one = runs[0].numbers if is_one else None  # those that give all columns, in one piece
-        self.own_columns = _places_of(self.columns[self.me], target)
-        """Of each of the own columns the first in the target; None where some have the same, to be summed."""
+        self.columns_read = tuple(first_columns(self.columns[self.me], target))
+        """Of each of the own columns the first in the target."""
+        self.own_columns = self.columns_read if _are_apart(self.columns[self.me], self.columns_read) else None
+        """The same to be written; None where some have the same, to be summed."""
 
     def memory(
         self, rows: int, dtype: torch.dtype, device: torch.device, partials: Partials | None
@@ -238,6 +240,7 @@ class PooledOutputDist:
         blocks: Blocks = None,
         partials: Partials | None = None,
         landing: Landing | None = None,
+        packs_own: bool = True,
     ) -> Callable[[], torch.Tensor]:
         """Begin to exchange gradients the other way.
 
@@ -249,6 +252,7 @@ class PooledOutputDist:
             blocks: of each rank, where features have batch sizes of their own.
             partials: the call's.
             landing: for the gradients that come.
+            packs_own: see `send_gradients`.
 
         Returns:
             What ends it and gives flat gradients of what was sent to each rank, others first: (rows, own width) of the
@@ -278,7 +282,7 @@ class PooledOutputDist:
             send_sizes = [n + m for n, m in zip(to, partials.awaited, strict=True)]
             receive_sizes = [n + m for n, m in zip(came_from, partials.sent, strict=True)]
         codec = self.codecs.gradients
-        come = send_gradients(self.channel, codec, send_sizes, receive_sizes, grad, pack, beside, landing)
+        come = send_gradients(self.channel, codec, send_sizes, receive_sizes, grad, pack, beside, landing, packs_own)
         return come if blocks is None else lambda: self._padded(come(), rows, came_from, receive_sizes, blocks)
 
     def _of_group(self, grad: torch.Tensor, number: int) -> torch.Tensor:
@@ -317,8 +321,7 @@ class PooledOutputDist:
         return torch.cat(parts)
 
 
-def _places_of(columns: Sequence[Columns], target: Sequence[Columns]) -> tuple[int, ...] | None:
-    """First column in the target of each of these; None where two have one in common."""
-    places = first_columns(columns, target)
+def _are_apart(columns: Sequence[Columns], places: Sequence[int]) -> bool:
+    """Whether no two of these, which lie there, have one in common."""
     spans = sorted((place, place + width) for place, (_, _, width) in zip(places, columns, strict=True))
-    return None if any(a[1] > b[0] for a, b in pairwise(spans)) else tuple(places)
+    return all(a[1] <= b[0] for a, b in pairwise(spans))

@@ -23,7 +23,7 @@ from sharders.embedding.lookup.bank import Bank, RowRange
 from sharders.embedding.lookup.fbgemm_kernel import FbgemmLookup
 from sharders.embedding.lookup.numba_kernel import NumbaLookup
 from sharders.embedding.lookup.optimizers import OptimizerSpec
-from sharders.embedding.lookup.reads import Bags, Segmented
+from sharders.embedding.lookup.reads import Bags, Given, Segmented
 from sharders.embedding.lookup.torch_kernel import Into, RowGradients, TorchLookup
 
 _log = logging.getLogger("dmp")
@@ -97,7 +97,11 @@ class Lookup(Protocol):
 
 
 class PlacingLookup(Lookup, Protocol):
-    """One that can write sums where they belong, and read gradients there; others know them in a piece, as a copy."""
+    """One that can write sums where they belong, and read gradients where a model has left them; others give and take
+    them in a piece, from where and to where they are copied.
+
+    What is `given` is read in place of the last rows of `grad`, as many, which may hold anything. It is not clipped.
+    """
 
     def pooled_to(self, read: Bags, samples: range, out: Tensor, columns: tuple[int, ...]) -> None:
         """Sums over the bags of some of the B samples.
@@ -117,9 +121,15 @@ class PlacingLookup(Lookup, Protocol):
             columns: as above.
         """
 
+    def update_pooled(self, grad: Tensor, read: Bags, *, order: Any = None, given: Given | None = None) -> None:
+        """See `Lookup`."""
+
+    def gradient_pooled(self, grad: Tensor, read: Bags, *, order: Any = None, given: Given | None = None) -> Tensor:
+        """See `Lookup`."""
+
 
 def can_place(lookup: Lookup, dtype: torch.dtype) -> TypeGuard[PlacingLookup]:
-    """Whether it is one that writes sums where they belong, as this dtype."""
+    """Whether it is one that writes sums where they belong, and reads gradients where they are, of this dtype."""
     return hasattr(lookup, "pooled_to") and lookup.bank.weights.dtype == dtype
 
 

@@ -42,7 +42,7 @@ from sharders.embedding.lookup.numba_layout import (
 from sharders.embedding.lookup.numba_training import ELEMENTS, Gradients, entry_of
 from sharders.embedding.lookup.optimizers import OptimizerSpec
 from sharders.embedding.lookup.pages import to_write
-from sharders.embedding.lookup.reads import Bags, Segmented, Segments
+from sharders.embedding.lookup.reads import Bags, Given, Segmented, Segments
 from sharders.embedding.lookup.torch_kernel import Into, RowGradients, TorchLookup
 
 _MAX = 2**31  # rows of a table, and ids of a call: they are int32 inside
@@ -82,14 +82,18 @@ class NumbaLookup(TorchLookup):
     def order_pooled(self, read: Bags) -> Order:
         return self._order_bags(read, self._tables.columns)
 
-    def update_pooled(self, grad: Tensor, read: Bags | Segmented, *, order: Order | None = None) -> None:
+    def update_pooled(
+        self, grad: Tensor, read: Bags | Segmented, *, order: Order | None = None, given: Given | None = None
+    ) -> None:
         if read.ids.numel():
-            training.train(self.bank, self._tables, self._gradients(grad, read, order))
+            training.train(self.bank, self._tables, self._gradients(grad, read, order, given))
 
-    def gradient_pooled(self, grad: Tensor, read: Bags | Segmented, *, order: Order | None = None) -> Tensor:
+    def gradient_pooled(
+        self, grad: Tensor, read: Bags | Segmented, *, order: Order | None = None, given: Given | None = None
+    ) -> Tensor:
         flat = torch.zeros_like(self.bank.weights)
         if read.ids.numel():
-            training.write_gradient(self.bank, self._tables, self._gradients(grad, read, order), flat)
+            training.write_gradient(self.bank, self._tables, self._gradients(grad, read, order, given), flat)
         return flat
 
     def pooled_row_gradients(self, grad: Tensor, read: Bags | Segmented, *, into: Into | None = None) -> RowGradients:
@@ -260,11 +264,17 @@ class NumbaLookup(TorchLookup):
         most = self._entry("expand_bags")(*given)
         return self._sort(order, (keys or ids.data_ptr(), sources, origins), most, tables, weights is not None)
 
-    def _gradients(self, grad: Tensor, read: Bags | Segmented, order: Order | None) -> Gradients:
+    def _gradients(
+        self, grad: Tensor, read: Bags | Segmented, order: Order | None, given: Given | None = None
+    ) -> Gradients:
         if order is None:
             order = self.order_pooled(read) if isinstance(read, Bags) else self.order_rows(read)
+        weights = self._like_table(read.weights)
+        if given is not None:
+            assert isinstance(read, Bags) and grad.dtype == given.matrix.dtype == self.bank.weights.dtype
+            return Gradients([grad], grad.stride(0), order, weights, given, self._num_bags(read.offsets))
         grad = self._rows_of(self.bank.clipped(grad))
-        return Gradients([grad], grad.stride(0), order, self._like_table(read.weights))
+        return Gradients([grad], grad.stride(0), order, weights)
 
     def _entry(self, name: str) -> Callable[..., int]:
         return entry_of(name, self._name)

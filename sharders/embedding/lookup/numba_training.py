@@ -5,17 +5,19 @@ SGD, Adagrad, row-wise Adagrad and Adam are compiled with the sums; for others t
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from math import inf, sqrt
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sharders.embedding.lookup import row_updates, threads
 from sharders.embedding.lookup.bank import Bank
-from sharders.embedding.lookup.numba_layout import Order, Summed, address, int64
+from sharders.embedding.lookup.numba_layout import Order, Summed, address, int64, longs
+from sharders.embedding.lookup.reads import Given
 from sharders.embedding.lookup.row_optimizer import Rows
 from sharders.embedding.lookup.torch_kernel import Into, RowGradients, update
 
@@ -27,6 +29,7 @@ ELEMENTS = {
 }
 """Of tables, and what compiled code calls them."""
 
+_NONE_GIVEN = torch.tensor([-1, 0, 0, 0], dtype=torch.int64, device="cpu")
 _COPY = "copy"
 KINDS: dict[Callable[[Rows], None], str] = {
     row_updates.sgd: "sgd",
@@ -52,12 +55,29 @@ class Gradients(NamedTuple):
         stride: elements from one gradient to the next.
         order: of the ids.
         weights: of the ids; None where each counts once.
+        given: those of the last bags.
+        num_bags: with `given`, of each range.
     """
 
     parts: Sequence[Tensor]
     stride: int
     order: Order
     weights: Tensor | None = None
+    given: Given | None = None
+    num_bags: int = 0
+
+    def columns(self) -> tuple[Any, int, int]:
+        """What holds them, the columns, and what is said of `given`; see `update` in `numba_loops`."""
+        of_ranges = self.order.columns
+        if self.given is None:
+            return None, of_ranges.data_ptr(), _NONE_GIVEN.data_ptr()
+        matrix, columns, factor = self.given
+        first, stride, grad = self.num_bags - len(matrix), matrix.stride(0), self.parts[0]
+        shift, rest = divmod(matrix.data_ptr() - grad.data_ptr(), grad.element_size())
+        assert not rest, "elements lie at multiples of their size"
+        held, at = longs([*of_ranges.tolist(), *(shift + column - first * stride for column in columns)])
+        told, of_given = longs(struct.pack("=qqdq", first, stride, factor, len(of_ranges)))
+        return (held, told), at, of_given
 
 
 def train(bank: Bank, tables: Summed, gradients: Gradients) -> None:
@@ -117,8 +137,9 @@ def _sum(
     order, num_tables = gradients.order, len(tables.tables)
     if rates is None:
         rates = torch.zeros(num_tables, 5, dtype=torch.float64, device="cpu")
+    _kept, columns, given = gradients.columns()
     fixed = (
-        *(gradients.parts[0].data_ptr(), gradients.stride, order.shift, order.columns.data_ptr()),
+        *(gradients.parts[0].data_ptr(), gradients.stride, order.shift, columns, given),
         *(tables.tables.data_ptr(), num_tables, *order.addresses, address(gradients.weights)),
     )
     to = (

@@ -40,3 +40,17 @@ class Segmented(NamedTuple):
     segments: Segments
     bags: Tensor | None = None
     weights: Tensor | None = None
+
+
+class Given(NamedTuple):
+    """Gradients of the last samples where a model's backward has left them, in place of the last rows of others.
+
+    Args:
+        matrix: (samples, any), of the bank's dtype, each row in one piece.
+        columns: of each range the first.
+        factor: multiplies them.
+    """
+
+    matrix: Tensor
+    columns: tuple[int, ...]
+    factor: float
