@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
 import dmp
 from sharders.embedding import columns, partial_columns
@@ -98,9 +98,7 @@ def test_the_gradient_of_a_sum_takes_no_other_way(monkeypatch: pytest.MonkeyPatc
     """It is one number, expanded: what compiled code cannot read is made whole once, not column by column."""
     by_torch: list[Any] = []
     monkeypatch.setattr(columns.Placing, "_place", lambda *given: by_torch.append(given))
-    configs = [
-        EmbeddingBagConfig(50, 16, name=f"t{i}", feature_names=[f"f{i}"], pooling=PoolingType.MEAN) for i in (0, 1)
-    ]
+    configs = [EmbeddingBagConfig(50, 16, name=f"t{i}", feature_names=[f"f{i}"]) for i in (0, 1)]
     model = dmp.DistributedModelParallel(
         EmbeddingBagCollection(configs),
         plan={"embedding_bags.t0.weight": dmp.row_wise(), "embedding_bags.t1.weight": dmp.data_parallel()},
@@ -112,4 +110,4 @@ def test_the_gradient_of_a_sum_takes_no_other_way(monkeypatch: pytest.MonkeyPatc
     for table in dmp.full_state_dict(model):
         grad = model.get_parameter(table).grad
         assert grad is not None
-        torch.testing.assert_close(grad, torch.full((50, 16), 2 * 600 * 2 / 50 / 2))
+        torch.testing.assert_close(grad, torch.full((50, 16), 2 * 2 * 600 / 50))
