@@ -22,6 +22,7 @@ from torch import Tensor
 from sharders.embedding import columns
 from sharders.embedding.columns import Placing, runs_of
 from sharders.embedding.lookup import numba_kernel, threads
+from sharders.embedding.lookup.bag_counts import bag_counts
 from sharders.embedding.lookup.bank import Bank, RowRange
 from sharders.embedding.lookup.bucketize import Bucketizer
 from sharders.embedding.lookup.distinct import distinct_rows, spread
@@ -227,6 +228,8 @@ def sorted_by_block(draw: Draw) -> None:
     for name in ("values", "lengths"):
         assert torch.equal(*(getattr(of, name) for of in found))
     assert torch.equal(*(of.moved(ids) for of in found))
+    for of_bags in (lengths, found[0].lengths, lengths[:0]):
+        assert bag_counts([of_bags], True) == bag_counts([of_bags], False)
 
 
 def run_cases(seed: int, at_begin: bool, seconds: float) -> None:
