@@ -258,7 +258,8 @@ def test_a_measured_plan_is_better_on_the_demos_clicks(form: str, tmp_path: Path
     """By the model, both plans costed with what the clicks tell; `make bench BENCH=observed` times them too."""
     file = str(tmp_path / "clicks.tsv")
     generate(file, 5000)
-    seen = observe(observed_bench.batches_of(file, form), batches=5)
-    guessed, measured, guessed_s, measured_s = observed_bench.plans_of(seen)
+    batches = observed_bench.batches_of(file, form)
+    seen = observe(batches, batches=5)
+    guessed, measured, guessed_s, measured_s = observed_bench.plans_of(seen, batches[0].keys())
     assert measured_s <= guessed_s * 1.0001
     assert guessed != measured

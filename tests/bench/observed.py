@@ -84,11 +84,11 @@ def make_model(keys: Sequence[str], device: str, dim: int = DIM) -> nn.Module:
 
 
 def plans_of(
-    seen: Observation, batch_size: int = BATCH, dim: int = DIM
+    seen: Observation, keys: Sequence[str], batch_size: int = BATCH, dim: int = DIM
 ) -> tuple[ShardingPlan, ShardingPlan, float, float]:
     """The guessed plan and the observed one, and the modelled step of each, both with what was observed."""
     env = ShardingEnv.abstract((RANKS,), ("dp",), "cpu")
-    model, sharders = make_model(list(seen.features), "meta", dim), default_sharders()
+    model, sharders = make_model(keys, "meta", dim), default_sharders()
     plans = [ShardingPlanner(batch_size=batch_size).plan(model, sharders, env)]
     plans.append(ShardingPlanner(observed=seen).plan(model, sharders, env))
     steps = []
@@ -143,8 +143,9 @@ def run(quick: bool) -> list[Result]:
 def _beside(file: str, form: str, size: tuple[int, int], rounds: int) -> list[Result]:
     """What the model says of both plans, and what they take."""
     batch_size, dim = size
-    seen = observe(batches_of(file, form, batch_size=batch_size), batches=30)
-    guessed, observed, guessed_s, observed_s = plans_of(seen, batch_size, dim)
+    batches = batches_of(file, form, batch_size=batch_size)
+    seen = observe(batches, batches=30)
+    guessed, observed, guessed_s, observed_s = plans_of(seen, batches[0].keys(), batch_size, dim)
     changed = len(guessed.diff(observed))
     name = f"B {batch_size}, dim {dim}, {form}, {changed} of {len(observed)} tables elsewhere"
     texts = [guessed.to_json(), observed.to_json()]
