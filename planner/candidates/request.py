@@ -20,8 +20,9 @@ from planner.candidates.constraints import Constraint
 from planner.candidates.costed import CostSetting
 from planner.candidates.in_place import ranks_held
 from planner.candidates.shortage import Shortage, shortage
+from planner.search.best import Told
 from planner.search.problem import Infeasible, Problem
-from planner.search.solve import Solution, Told, search
+from planner.search.solve import Solution, search
 
 _log = logging.getLogger("dmp")
 _LEEWAYS = (Leeway(), Leeway(narrow_columns=True), Leeway(no_state=True), Leeway(True, True))

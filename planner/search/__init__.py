@@ -11,6 +11,8 @@
 - `hosts`: packing in two levels, where ranks are thousands
 - `cells`: a large machine as a smaller one, whose ranks are blocks of ranks
 - `pieces`: which may change places, and what that gains
+- `best`: the best placement so far, and its rivals
+- `rivals`: placements that are improved beside each other, of which the better ones go on
 - `improve`: units that pass to another rank, items that are put down anew
 - `exact`: a placement of a small problem that fits, by an integer programme
 - `tight`: packing by memory alone, and what is short where nothing fits

@@ -58,36 +58,23 @@ class Programme(NamedTuple):
     @property
     def group(self) -> Integers:
         """(columns,) group of each."""
-        return np.repeat(np.arange(len(self.start)), self.length)
+        return np.repeat(np.arange(len(self.start)), np.diff(np.append(self.start, len(self.every))))
 
-    @property
-    def length(self) -> Integers:
-        """(groups,) columns of each."""
-        return np.diff(np.append(self.start, len(self.every)))
-
-    def value(self, price: Array) -> float:
-        """The bound that prices give, exact for any that are not negative.
+    def value(self, price: Array) -> tuple[float, Array]:
+        """The bound that prices give, exact for any that are not negative, and (columns,) reduced costs.
 
         Args:
             price: (rows,) weight of each phase's mean, seconds for all that there is of the others, weights of sums.
         """
-        return self._value(price, np.minimum.reduceat(self.every + self.work @ price, self.start))
-
-    def priced(self, price: Array) -> tuple[float, Array]:
-        """The bound that prices give, and (columns,) by how much each costs more than the cheapest of its group."""
         cost = self.every + self.work @ price
         best = np.minimum.reduceat(cost, self.start)
-        return self._value(price, best), cost - np.repeat(best, self.length)
-
-    def _value(self, price: Array, best: Array) -> float:
         rest = self.rest(price)
         times = np.where(rest > 0, rest * self.low, rest * self.high)
-        return float(self.items @ best + times.sum() + price @ self.base)
+        return float(self.items @ best + times.sum() + price @ self.base), cost - best[self.group]
 
     def above(self, cost: Array) -> Array:
         """(columns,) by how much each costs more than the cheapest of its group."""
-        found: Array = cost - np.repeat(np.minimum.reduceat(cost, self.start), self.length)
-        return found
+        return cost - np.minimum.reduceat(cost, self.start)[self.group]
 
     def rest(self, price: Array) -> Array:
         """(phases,) what a second costs that a phase takes longer than it has to."""
@@ -128,7 +115,7 @@ def solve(p: Programme, enough: float, near: Relaxed | None = None) -> Relaxed:
     """
     if len(p.every) <= _LARGE:
         return _found(p, *_solve(p, enough))
-    reduced = p.priced(_prices(p))[1] if near is None else p.above(near.reduced)
+    reduced = p.value(_prices(p))[1] if near is None else p.above(near.reduced)
     chosen = np.zeros(len(p.every), dtype=bool)
     best: Relaxed | None = None
     for _ in range(_TRIES):
@@ -146,7 +133,7 @@ def solve(p: Programme, enough: float, near: Relaxed | None = None) -> Relaxed:
 
 
 def _found(p: Programme, price: Array, share: Array, seconds: Array) -> Relaxed:
-    return Relaxed(price, share, seconds, *p.priced(price))
+    return Relaxed(price, share, seconds, *p.value(price))
 
 
 def _prices(p: Programme) -> Array:
@@ -183,7 +170,7 @@ def _solve_some(p: Programme, chosen: Integers, enough: float) -> tuple[float, A
     price, of_several, seconds = _solve(part, enough - constant)
     share = np.zeros(len(p.every))
     share[single], share[several] = items, of_several
-    return part.value(price) + constant, price, share, seconds
+    return part.value(price)[0] + constant, price, share, seconds
 
 
 def _solve(p: Programme, enough: float) -> tuple[Array, Array, Array]:
@@ -197,7 +184,7 @@ def _solve(p: Programme, enough: float) -> tuple[Array, Array, Array]:
     state = _State(scaled)
     best, price, vain = -np.inf, state.price, 0
     for _ in range(_ITERATIONS):
-        value = scaled.value(state.price)
+        value = scaled.value(state.price)[0]
         vain = 0 if not np.isfinite(best) or value > best + _NEAR * abs(best) else vain + 1
         if value > best:
             best, price = value, state.price.copy()
@@ -228,7 +215,7 @@ class _State:
         columns, rows, phases = len(p.every), len(p.base), len(p.low)
         self.p, self.group = p, p.group
         self.ends = columns, columns + rows, columns + rows + phases
-        self.length = p.length
+        self.length = np.diff(np.append(p.start, columns))
         self.width = np.maximum(p.high - p.low, 1e-9)
         aside = _ASIDE / phases
         price = np.full(rows, 0.5)

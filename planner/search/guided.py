@@ -18,9 +18,9 @@ _BEYOND = 3.0
 _EDGE = 1e-3
 LIKE = ((1.0, 0.0), (1.5, 0.6), (2.0, 0.3), (1.2, 1.0), (1.0, 0.3))
 """By how much pieces may be larger than the optimum's phases, and the least price of a phase: ways to be like it."""
-_OF_MANY = LIKE[1:4]
-_ITS_OWN = 3
-"""Of these ways, those that are also taken with cuts of the rows that the optimum uses."""
+_WAYS = ((1, False), (2, True), None, (3, False), (0, True), (2, False), (0, False), (1, True), (4, False))
+"""By number, and whether with cuts of the rows that the optimum uses alone; None: its own shares. The first are those
+that make good plans of many items, where time is for few."""
 _SMALL, _MIDDLE, _LARGE = (0.0, 0.5), (0.125, 0.5), (0.5, 1.0)
 """Parts of a host that blocks in it take: more than the first, at most the second."""
 _OF_SIZES = ((1, _MIDDLE), (3, _SMALL), (2, _MIDDLE), (0, _SMALL), (4, _MIDDLE), (0, _LARGE))
@@ -58,30 +58,21 @@ def guided(problem: Problem, cuts: Cuts, optimum: Optimum, like: Like = LIKE[0])
     return Start(float(target.sum()), target, cost, first, (1, 12), fill)
 
 
-def ways(problem: Problem, cuts: Cuts, optimum: Optimum, *, many: bool) -> Iterator[tuple[Like, Cuts, Start]]:
-    """Starts like the optimum in several ways, each with its cuts and the one of `LIKE`.
-
-    Args:
-        many: also with the optimum's rows only, with blocks of some sizes only, and with the optimum's own shares; else
-            in ways that make good plans of many items, where time is for few.
-    """
-    if not many:
-        for like in _OF_MANY:
-            start = guided(problem, cuts, optimum, like)
-            if start is not None:
-                yield like, cuts, start
-        return
-    found = [start for like in LIKE if (start := guided(problem, cuts, optimum, like)) is not None]
-    if len(found) < len(LIKE):
-        return
+def ways(problem: Problem, cuts: Cuts, optimum: Optimum) -> Iterator[tuple[Like, Cuts, Start]]:
+    """Starts like the optimum in several ways, each with its cuts and the one of `LIKE`."""
     its_own = cuts.of_rows(optimum.used())
-    for number, (like, start) in enumerate(zip(LIKE, found, strict=True)):
-        yield like, cuts, start
-        if number < _ITS_OWN and (start := guided(problem, its_own, optimum, like)) is not None:
-            yield like, its_own, start
-    yield LIKE[0], *rounded(problem, optimum)
+    for way in _WAYS:
+        if way is None:
+            yield LIKE[0], *rounded(problem, optimum)
+            continue
+        like, of = LIKE[way[0]], its_own if way[1] else cuts
+        start = guided(problem, of, optimum, like)
+        if start is not None:
+            yield like, of, start
     for number, sizes in _OF_SIZES:
-        yield LIKE[number], cuts, _of_sizes(problem, cuts, found[number], sizes)
+        start = guided(problem, cuts, optimum, LIKE[number])
+        if start is not None:
+            yield LIKE[number], cuts, _of_sizes(problem, cuts, start, sizes)
 
 
 def _of_sizes(problem: Problem, cuts: Cuts, start: Start, sizes: tuple[float, float]) -> Start:

@@ -6,6 +6,8 @@ That is a small array, so every piece can look at all hosts; only on those where
 
 from __future__ import annotations
 
+from math import isfinite
+
 import numpy as np
 
 from planner.search.cost_table import Array, Integers
@@ -29,8 +31,12 @@ _WORSE = 1.25
 _LOOKED_AT = 12
 """Hosts whose ranks are looked at."""
 _MOVES = 300
+_LARGEST = 6
+"""Pieces of a rank of which one passes to another."""
 _FAR = 1.1
 """So much worse than another, a placement is not evened out."""
+_COMPARED = 0.3
+"""Work for each cut, of all that there are."""
 _MEMORY = 0.1
 """Weight of memory, against the sum of the target."""
 
@@ -65,25 +71,27 @@ def pack_hosts(
 
 
 class _HostPacker:
-    """Where pieces are, by host and by rank. A block larger than a host is looked at by host alone."""
+    """Where pieces are, by host and by rank. A block larger than a host is looked at by host alone.
+
+    Loads are in scales, the same all the time: another scale is another weight.
+    """
 
     def __init__(self, problem: Problem, cuts: Cuts, start: Start, group: int) -> None:
         self.problem, self.cuts, self.start = problem, cuts, start
         self.group = group
-        self.work = 0.0
-        self.ranks: Array = problem.base.reshape(-1, self.group, problem.base.shape[1]).copy()
-        self.hosts: Array = self.ranks.mean(1)
+        self.work = _COMPARED * len(cuts.row)
         self.least = 1e-3 * float(start.target.sum()) + 1e-30
         self.scale = np.append(np.maximum(start.target, self.least), max(float(problem.capacity.max()), 1.0))
+        self.ranks: Array = problem.base.reshape(-1, self.group, problem.base.shape[1]) / self.scale
+        self.hosts: Array = self.ranks.mean(1)
         self.weight = np.append(np.maximum(start.target, self.least), _MEMORY * float(start.target.sum()))
-        self.room = problem.capacity.reshape(-1, self.group).min(1)
         self.shared = np.append(problem.span > 1, False)
-        self.weight_own, self.weight_shared = (
-            np.where(self.shared, 0, self.weight),
-            np.where(self.shared, self.weight, 0),
-        )
+        self.room = problem.capacity.reshape(-1, self.group).min(1) / self.scale[-1]
+        self.least_room, self.fullest = float(self.room.min()), float(self.ranks[..., -1].max())
         self.every_seconds: list[float] = problem.table.everywhere[cuts.row, :-1].sum(1).tolist()
-        self.size = problem.table.size[cuts.row].tolist()
+        self.every_bytes: list[float] = (problem.table.everywhere[cuts.row, -1] / self.scale[-1]).tolist()
+        self.size: list[int] = problem.table.size[cuts.row].tolist()
+        self.number: list[int] = cuts.number.tolist()
         # of a piece, averaged over the ranks of each host that it lies on
         small = problem.table.size[cuts.row] < self.group
         self.mean = cuts.piece * np.where(small[:, None], groups(problem)[cuts.row] / self.group, 1.0)
@@ -91,8 +99,15 @@ class _HostPacker:
         self.chosen = [-1] * len(problem.item_class)
         self.blocks: list[list[int]] = [[] for _ in problem.item_class]
         self.every = 0.0
-        self.common = np.zeros(len(self.scale))  # of pieces that are as large as the machine
-        self._known: Array | None = None  # (hosts,) their potential
+        self.common: Array | None = None  # of pieces that are as large as the machine, where not yet added
+        self.before, self.after = powered(self.hosts, _POWER), np.empty_like(self.hosts)
+        self._weigh(self.weight)
+
+    def _weigh(self, weight: Array) -> None:
+        """Take weights for phases."""
+        self.weight = weight
+        self.weight_own = np.where(self.shared, 0, weight) / self.group
+        self.weight_shared = np.where(self.shared, weight, 0)
 
     def place(self) -> bool:
         """All items, largest first."""
@@ -111,82 +126,100 @@ class _HostPacker:
         return True
 
     def _put(self, item: int, menu: list[int]) -> bool:
-        best: tuple[float, int, list[int]] | None = None
-        if len(menu) == 1 and self.size[menu[0]] == len(self.problem.capacity) and self.cuts.number[menu[0]] == 1:
-            best = 0.0, menu[0], [0]  # there is one way, and whether all fits is found out at the end
+        best: tuple[float, int, Integers] | None = None
+        if len(menu) == 1 and self.size[menu[0]] == len(self.problem.capacity) and self.number[menu[0]] == 1:
+            best = 0.0, menu[0], np.zeros(1, np.int64)  # there is one way; whether all fits is found out at the end
             menu = []
         for cut in menu:
-            number = int(self.cuts.number[cut])
+            number = self.number[cut]
             grown, blocks = self._places(cut, max(_LOOKED_AT, 2 * number))
             if number > len(grown):
                 continue
-            order = np.argsort(grown, kind="stable")[:number]
+            order = grown.argsort(kind="stable")[:number] if number > 1 else np.array([grown.argmin()])
             cost = float(grown[order].sum()) + self.every_seconds[cut]
-            if np.isfinite(cost) and (best is None or cost < best[0]):
-                best = cost, cut, blocks[order].tolist()
+            if isfinite(cost) and (best is None or cost < best[0]):
+                best = cost, cut, blocks[order]
         if best is None:
             return False
         _, cut, found = best
-        self.chosen[item], self.blocks[item] = cut, found
-        self.every += float(self.problem.table.everywhere[self.cuts.row[cut], -1])
-        for block in found:
-            self._change(cut, block, 1.0)
+        self.chosen[item], self.blocks[item] = cut, found.tolist()
+        self.every += self.every_bytes[cut]
+        self._change(cut, found, 1.0)
         return True
 
-    def _change(self, cut: int, block: int, sign: float) -> None:
-        size = self.size[cut]
+    def _change(self, cut: int, blocks: Integers, sign: float) -> None:
+        """Put pieces on blocks, or take them away; at most one on a host."""
+        size, width = self.size[cut], len(self.scale)
+        mean = self.mean[cut] * (sign / self.scale)
         if size == len(self.problem.capacity):
-            self.common += sign * self.mean[cut]
-            self._known = None
+            self.common = mean if self.common is None else self.common + mean
             return
-        host, first = divmod(block * size, self.group)
-        hosts = slice(host, host + max(1, size // self.group))
-        self.hosts[hosts] += sign * self.mean[cut]
-        self.ranks[hosts, first : first + size] += sign * self.own[cut]
-        if self._known is not None:
-            self._known[hosts] = self._potential(self.hosts[hosts])
+        ranks = self.ranks.reshape(-1, size, width)
+        ranks[blocks] += self.own[cut] * (sign / self.scale)
+        if sign > 0:
+            self.fullest = max(self.fullest, float(ranks[blocks, :, -1].max()))
+        if size > self.group:
+            shape = -1, size // self.group, width
+            self.hosts.reshape(shape)[blocks] += mean
+            self.before.reshape(shape)[blocks] = powered(self.hosts.reshape(shape)[blocks], _POWER)
+            return
+        at = blocks * size // self.group
+        after = self.hosts[at] + mean
+        self.hosts[at] = after
+        self.before[at] = powered(after, _POWER)
 
-    def _potential(self, hosts: Array) -> Array:
-        """(hosts,) of these, by their mean over ranks."""
-        found: Array = powered((hosts + self.common) / self.scale, _POWER) @ self.weight
-        return found
+    def _add_common(self) -> None:
+        """Add what whole machines got since the last time."""
+        if self.common is not None:
+            self.hosts += self.common
+            self.ranks += self.common
+            self.fullest += float(self.common[-1])
+            self.common = None
+            self.before = powered(self.hosts, _POWER)
 
     def _places(self, cut: int, most: int) -> tuple[Array, Integers]:
         """By how much the potential grows with a piece on the best block of each of some hosts; and those blocks."""
-        size, load = self.size[cut], self.mean[cut]
-        self.work += 16 + 0.005 * self.hosts.size
-        if self._known is None:
-            self._known = self._potential(self.hosts)
-        grown = self._potential(self.hosts + load) - self._known
-        grown[self.hosts[:, -1] + self.common[-1] + load[-1] + self.every > self.room] = np.inf
+        size, load, own = self.size[cut], self.mean[cut] / self.scale, self.own[cut] / self.scale
+        self.work += 14 + 0.004 * self.hosts.size
+        self._add_common()
+        np.add(self.hosts, load, out=self.after)
+        for _ in range(3):
+            np.multiply(self.after, self.after, out=self.after)
+        self.after -= self.before
+        grown: Array = self.after @ self.weight
+        is_tight = self.fullest + max(float(load[-1]), float(own[-1])) + self.every > self.least_room
+        if is_tight:
+            grown[self.hosts[:, -1] + load[-1] + self.every > self.room] = np.inf
         if size > self.group:
             grown = grown.reshape(-1, size // self.group).sum(1)
-        near = np.argpartition(grown, most)[:most] if most < len(grown) else np.arange(len(grown))
-        near.sort()
+        if most < len(grown):
+            near = grown.argpartition(most)[:most]
+            near.sort()
+        else:
+            near = np.arange(len(grown))
         if size > self.group:
             return grown[near], near
-        loads = self.ranks[near].reshape(len(near), -1, size, len(self.scale))
-        self.work += 16 + 0.008 * loads.size
-        x = (loads + self.common) / self.scale
-        after = x + self.own[cut] / self.scale
-        inside = ((powered(after, _POWER) - powered(x, _POWER)) @ self.weight_own).sum(2)
-        full = after[..., -1].max(2) * self.scale[-1] + self.every > self.room[near][:, None]
-        inside[full] = np.inf
+        x = self.ranks[near]
+        self.work += 14 + 0.008 * x.size
+        after = x.reshape(len(near), -1, size, len(self.scale)) + own
+        full = after[..., -1].max(2) + self.every > self.room[near][:, None] if is_tight else None
+        inside: Array = (
+            powered(after, _POWER) @ self.weight_own - (powered(x, _POWER) @ self.weight_own).reshape(after.shape[:3])
+        ).sum(2)
+        if full is not None:
+            inside[full] = np.inf
         best = inside.argmin(1)
-        y = (self.hosts[near] + self.common) / self.scale
-        together = (powered(y + load / self.scale, _POWER) - powered(y, _POWER)) @ self.weight_shared
-        value = inside[np.arange(len(near)), best] / self.group + together
-        return np.where(np.isfinite(grown[near]), value, np.inf), near * (self.group // size) + best
+        value: Array = inside.min(1) + self.after[near] @ self.weight_shared
+        if is_tight:
+            value[np.isinf(grown[near])] = np.inf
+        return value, near * (self.group // size) + best
 
     def seconds(self) -> float:
         """Of what is placed, but for set-ups."""
         rows = self.cuts.row[[cut for cut in self.chosen if cut >= 0]]
-        return float((self._most() + self.problem.table.everywhere[rows].sum(0))[:-1].sum())
-
-    def _most(self) -> Array:
-        """(phases + 1,) of the slowest rank or host."""
-        found: Array = np.where(self.shared, self.hosts.max(0), self.ranks.max((0, 1))) + self.common
-        return found
+        self._add_common()
+        most = self._peaks(slice(None)).max(0)
+        return float((most * self.scale + self.problem.table.everywhere[rows].sum(0))[:-1].sum())
 
     def even_out(self) -> None:
         """Pieces from the ranks that decide a phase to where they add less."""
@@ -196,55 +229,68 @@ class _HostPacker:
             if size <= self.group:
                 for index, block in enumerate(blocks):
                     on[block * size // self.group][item, index] = None
-        rest, phases = 0, len(self.scale) - 1
+        rest, phases, weight = 0, len(self.scale) - 1, self.weight
+        self._add_common()
+        peaks = self._peaks(slice(None))
         for turn in range(_MOVES):
-            self.scale[:-1] = np.maximum(self._most()[:-1], self.least)
-            self._known = None
+            most = np.append(np.maximum(peaks.max(0)[:-1], self.least / self.scale[:-1]), 1.0)
+            self._weigh(weight * powered(1 / most, _POWER))
+            self.work += 20 + 0.003 * peaks.size
             phase = turn % phases
-            at = self.hosts[:, phase].argmax() if self.shared[phase] else self.ranks[..., phase].max(1).argmax()
+            at = int(peaks[:, phase].argmax())
             rank = int(self.ranks[at, :, phase].argmax())
-            rest = 0 if self._relieve(int(at), rank, phase, on) else rest + 1
+            changed = self._relieve(at, rank, phase, on, 1e-7 * float(weight.sum()) / self.group)
+            peaks[changed] = self._peaks(changed)
+            rest = 0 if changed else rest + 1
             if rest >= phases:
                 break
 
-    def _relieve(self, host: int, rank: int, phase: int, on: list[dict[tuple[int, int], None]]) -> bool:
-        """Put the piece of a rank elsewhere whose leaving gains most; whether there is one."""
-        gain, found = 1e-7 * float(self.weight.sum()) / self.group, (-1, -1, -1)
+    def _peaks(self, hosts: slice | list[int]) -> Array:
+        """(hosts, phases + 1) of the slowest rank of each, in scales."""
+        found: Array = np.where(self.shared, self.hosts[hosts], self.ranks[hosts].max(1))
+        return found
+
+    def _relieve(
+        self, host: int, rank: int, phase: int, on: list[dict[tuple[int, int], None]], gain: float
+    ) -> list[int]:
+        """Put the piece of a rank elsewhere whose leaving gains most, and so much at least; the hosts that changed."""
+        found, there = (-1, -1, -1), []
         for item, index in on[host]:
+            cut = self.chosen[item]
+            first = self.blocks[item][index] * self.size[cut] % self.group
+            if (self.shared[phase] or first <= rank < first + self.size[cut]) and self.mean[cut][phase] > 0:
+                there.append((-float(self.mean[cut][phase]), item, index))
+        for _, item, index in sorted(there)[:_LARGEST]:
             cut, block = self.chosen[item], self.blocks[item][index]
-            size = self.size[cut]
-            first = block * size % self.group
-            if not self.shared[phase] and not first <= rank < first + size:
-                continue
-            if self.mean[cut][phase] <= 0:
-                continue
-            self._change(cut, block, -1.0)
+            here = np.array([block])
+            self._change(cut, here, -1.0)
             back = self._growth_at(cut, block)
             grown, blocks = self._places(cut, _LOOKED_AT)
             grown[(blocks[:, None] == np.array(self.blocks[item])).any(1)] = np.inf
             to = int(grown.argmin())
-            self._change(cut, block, 1.0)
+            self._change(cut, here, 1.0)
             if back - float(grown[to]) > gain:
                 gain, found = back - float(grown[to]), (item, index, int(blocks[to]))
         item, index, to = found
         if item < 0:
-            return False
+            return []
         cut = self.chosen[item]
-        self._change(cut, self.blocks[item][index], -1.0)
-        self._change(cut, to, 1.0)
+        self._change(cut, np.array([self.blocks[item][index]]), -1.0)
+        self._change(cut, np.array([to]), 1.0)
         self.blocks[item][index] = to
+        other = to * self.size[cut] // self.group
         del on[host][item, index]
-        on[to * self.size[cut] // self.group][item, index] = None
-        return True
+        on[other][item, index] = None
+        return [host, other]
 
     def _growth_at(self, cut: int, block: int) -> float:
         size = self.size[cut]
         host, first = divmod(block * size, self.group)
-        x = (self.ranks[host, first : first + size] + self.common) / self.scale
-        grown = (powered(x + self.own[cut] / self.scale, _POWER) - powered(x, _POWER)).sum(0) / self.group
-        y = (self.hosts[host] + self.common) / self.scale
-        shared = powered(y + self.mean[cut] / self.scale, _POWER) - powered(y, _POWER)
-        return float(np.where(self.shared, shared, grown) @ self.weight)
+        x = self.ranks[host, first : first + size]
+        grown = ((powered(x + self.own[cut] / self.scale, _POWER) - powered(x, _POWER)) @ self.weight_own).sum()
+        y = self.hosts[host]
+        shared = (powered(y + self.mean[cut] / self.scale, _POWER) - powered(y, _POWER)) @ self.weight_shared
+        return float(grown + shared)
 
     def placement(self) -> Placement:
         """All of it."""
@@ -252,5 +298,5 @@ class _HostPacker:
         for item, (cut, blocks) in enumerate(zip(self.chosen, self.blocks, strict=True)):
             row = int(self.cuts.row[cut])
             placement.add(item, Part(row, tuple(blocks), even(int(units[row]), len(blocks))))
-        self.work += 20.0 * sum(map(len, self.blocks))
+        self.work += 7.0 * sum(map(len, self.blocks))
         return placement

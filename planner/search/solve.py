@@ -3,31 +3,31 @@
 The order of work: some starts, each a cut for every item (`starts`), put down largest first where they add least to a
 smooth form of the cost (`potential`), all items twice. The bound comes next, for its relaxed optimum is a start too
 (`guided`). Where ranks are many beside the items, blocks of them are searched as if they were ranks (`cells`). Then the
-best is improved by passing units between ranks and by taking a few items up and putting them down anew. Where nothing
-fits, the same with a price on memory, then by memory alone (`tight`). The amount of work is fixed, so the same problem
-has the same solution on every machine; a deadline only cuts it short.
+best of all these are improved beside each other (`rivals`) by passing units between ranks and by taking a few items up
+and putting them down anew. Where nothing fits, the same with a price on memory, then by memory alone (`tight`). The
+amount of work is fixed, so the same problem has the same solution on every machine; a deadline only cuts it short.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from heapq import heappop, heappush
 
 import numpy as np
 
+from planner.search.best import Best, Told
 from planner.search.bound import Optimum, lower_bound
 from planner.search.cells import Cells, cells
 from planner.search.cuts import Cuts
 from planner.search.guided import LIKE, Like, guided, ways
 from planner.search.hosts import MANY_HOSTS, SEVERAL_HOSTS, SOME_HOSTS, can_pack, pack_hosts
-from planner.search.improve import Improver
 from planner.search.packing import Packer, menus
-from planner.search.placement import Part, Placement
+from planner.search.placement import Placement
 from planner.search.potential import Potential, ranks_together
 from planner.search.problem import Array, Choice, Problem
+from planner.search.rivals import SHAKEN, compete
 from planner.search.starts import Start, everywhere_bytes, floor, starts, with_rest
 from planner.search.tight import pour
 
@@ -56,37 +56,22 @@ _ON_CELLS = 100e3
 """Work for the starts of one size of cells."""
 _PACKED_BY_ONE = 256
 """Cells up to which starts are packed one by one too."""
-_NEARLY = 1.02
+_NEARLY = 1.05
 """By how much what was found on cells may be behind before it is improved,"""
-_SHARE = 0.8
+_SHARE = 0.3
 """with this share of the work that is left."""
 _CARRIED = 20.0
 """Work of carrying an item over to ranks."""
-_PATIENCE = 60
-"""Steps in vain after which the best placement is shaken,"""
-_SHAKEN = 150
-"""for so many items at most: of more, steps gain as long as there is time."""
-_SHAKES = 4
-"""In vain, or one for each item, after which the potential's power rises."""
-_WAYS = 12
-"""Starts like the optimum that are packed twice."""
 _NO_TIME = 1e-12
 _TRIES = 3
 """Starts after which memory gets a higher price where none fits."""
 _AGAIN = 8
 """How often a start is packed, each time with the item that did not fit before the others."""
-_ENOUGH = 1e-4
-"""Share of the cost for which no work is done."""
 _WIDE_MENU = 40
-_MENU = 12
-"""Cuts of an item that is put down anew."""
 _WEIGHTS = (0.1, 1.0, 10.0)
 """Of memory, where it is tight."""
 _ROOMY = 0.25
 """Share of the memory up to which nobody minds it."""
-
-
-Told = Callable[[float, float], object]
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,38 +98,6 @@ class Solution:
         return float(self.phase_seconds.sum())
 
 
-class _Best:
-    """The best placement of all items so far."""
-
-    def __init__(self, problem: Problem, told: Told) -> None:
-        self.problem = problem
-        self.told = told
-        self.seconds = np.inf
-        self.parts: list[Part | None] | None = None
-        self.memory = 0.0
-        self.floor = 0.0
-        self.least = 0.0
-
-    @property
-    def is_enough(self) -> bool:
-        """Whether nothing much better can be."""
-        return self.seconds <= self.floor * (1 + _ENOUGH)
-
-    def offer(self, placement: Placement, memory: float) -> None:
-        seconds = placement.seconds()
-        if seconds < self.seconds * (1 - 1e-12) and placement.fits():
-            self.seconds, self.parts, self.memory = seconds, list(placement.parts), memory
-            self.told(seconds, self.least)
-
-    def placement(self) -> Placement:
-        """Made anew, so that nothing is left of what was taken up."""
-        found = Placement(self.problem)
-        for item, part in enumerate(self.parts or []):
-            assert part is not None
-            found.add(item, part)
-        return found
-
-
 def search(problem: Problem, out_of_time: Callable[[], bool] = lambda: False, told: Told = lambda *_: None) -> Solution:
     """A good placement and a lower bound.
 
@@ -155,7 +108,7 @@ def search(problem: Problem, out_of_time: Callable[[], bool] = lambda: False, to
     Raises:
         Infeasible: no start could be packed.
     """
-    best, is_cut, bound = _Best(problem, told), False, None
+    best, is_cut, bound = Best(problem, told), False, None
     if len(problem.item_class):
         cuts = Cuts.of(problem)
         best.floor = floor(problem, cuts)
@@ -173,7 +126,7 @@ def search(problem: Problem, out_of_time: Callable[[], bool] = lambda: False, to
                 work += spent
             most = _WORK + _more(problem)
             work += _on_cells(problem, best, bound.relaxed, like, most - work, out_of_time)
-            is_cut = _improve(problem, cuts, best, most - work, out_of_time) or is_cut
+            is_cut = compete(problem, cuts, best, most - work, out_of_time) or is_cut
     placement = best.placement()
     phases = placement.phase_seconds()
     seconds = float(phases.sum())
@@ -181,7 +134,7 @@ def search(problem: Problem, out_of_time: Callable[[], bool] = lambda: False, to
     return Solution(placement.chosen(), placement.load, phases, least, is_cut)
 
 
-def _build(problem: Problem, cuts: Cuts, best: _Best, out_of_time: Callable[[], bool]) -> tuple[float, bool]:
+def _build(problem: Problem, cuts: Cuts, best: Best, out_of_time: Callable[[], bool]) -> tuple[float, bool]:
     """Pack starts until the work is used up, with more weight on memory as long as nothing fits.
 
     Returns:
@@ -211,7 +164,7 @@ def _build(problem: Problem, cuts: Cuts, best: _Best, out_of_time: Callable[[], 
 
 def _on_cells(
     problem: Problem,
-    best: _Best,
+    best: Best,
     optimum: Optimum | None,
     like: Like,
     work: float,
@@ -226,13 +179,13 @@ def _on_cells(
     num_items, num_ranks, spent = len(problem.item_class), len(problem.capacity), 0.0
     if num_ranks < _MANY_RANKS or num_items > min(num_ranks, _FEW):
         return 0.0
-    found: tuple[float, Cells, Cuts, _Best] | None = None
+    found: tuple[float, Cells, Cuts, Best] | None = None
     target = best.placement().phase_seconds()
     sizes = next(sizes for times, sizes in _CELLS if times * num_items <= num_ranks)
     for made in cells(problem, target, sizes):
         if best.is_enough or out_of_time():
             break
-        cuts, inner = Cuts.of(made.problem), _Best(made.problem, lambda *_: None)
+        cuts, inner = Cuts.of(made.problem), Best(made.problem, lambda *_: None)
         inner.floor = best.floor
         begun = starts(made.problem, cuts)[:_PACKED]
         first = None if optimum is None else guided(made.problem, cuts, optimum, like)
@@ -244,13 +197,13 @@ def _on_cells(
         return spent
     _, made, cuts, inner = found
     here = _SHARE * max(work - spent, 0.0)
-    _improve(made.problem, cuts, inner, here, out_of_time)
+    compete(made.problem, cuts, inner, here, out_of_time)
     assert inner.parts is not None
-    best.offer(made.placement([part for part in inner.parts if part is not None]), inner.memory)
+    best.rival(made.placement([part for part in inner.parts if part is not None]), inner.memory)
     return spent + here + _CARRIED * num_items
 
 
-def _begin(problem: Problem, cuts: Cuts, best: _Best, begun: list[Start], out_of_time: Callable[[], bool]) -> float:
+def _begin(problem: Problem, cuts: Cuts, best: Best, begun: list[Start], out_of_time: Callable[[], bool]) -> float:
     """Pack some starts of a problem of cells, host by host and one by one; returns the work."""
     work, last = 0.0, 0.0
     is_small = len(problem.capacity) <= _PACKED_BY_ONE
@@ -260,7 +213,7 @@ def _begin(problem: Problem, cuts: Cuts, best: _Best, begun: list[Start], out_of
         placement, last = pack_hosts(problem, cuts, start, 1)
         work += last
         if placement is not None:
-            best.offer(placement, 0.0)
+            best.rival(placement, 0.0)
     last = 0.0
     for start in begun[:_PACKED] if is_small else []:
         if work + last > _ON_CELLS:
@@ -271,14 +224,14 @@ def _begin(problem: Problem, cuts: Cuts, best: _Best, begun: list[Start], out_of
     return work
 
 
-def _on_hosts(problem: Problem, cuts: Cuts, begun: list[Start], best: _Best, out_of_time: Callable[[], bool]) -> float:
+def _on_hosts(problem: Problem, cuts: Cuts, begun: list[Start], best: Best, out_of_time: Callable[[], bool]) -> float:
     """Pack starts in two levels where that can be done; returns the work."""
     work, group = 0.0, ranks_together(problem)
     for start in begun if can_pack(problem, group, _hosts(problem)) else []:
         placement, last = pack_hosts(problem, cuts, start, group, best.seconds)
         work += last
         if placement is not None:
-            best.offer(placement, 0.0)
+            best.rival(placement, 0.0)
         if best.is_enough or work > _ON_HOSTS or (best.parts is not None and out_of_time()):
             break
     return work
@@ -287,45 +240,52 @@ def _on_hosts(problem: Problem, cuts: Cuts, begun: list[Start], best: _Best, out
 def _more(problem: Problem) -> float:
     """Work that there is time for besides, as options are soon made."""
     number = len(problem.item_class)
-    return _MOST if number <= _SHAKEN else _MORE if number <= _FEW else 0.0
+    return _MOST if number <= SHAKEN else _MORE if number <= _FEW else 0.0
 
 
 def _hosts(problem: Problem) -> int:
     """Hosts from which on ranks are not looked at one by one while starts are packed."""
-    return MANY_HOSTS if len(problem.item_class) <= _FEW else SEVERAL_HOSTS
+    return MANY_HOSTS if len(problem.item_class) <= SHAKEN else SEVERAL_HOSTS
 
 
 def _guide(
-    problem: Problem, cuts: Cuts, best: _Best, optimum: Optimum, out_of_time: Callable[[], bool]
+    problem: Problem, cuts: Cuts, best: Best, optimum: Optimum, out_of_time: Callable[[], bool]
 ) -> tuple[float, Like]:
     """Pack starts like the relaxed optimum; returns the work, and in what way the best of them is like it."""
-    group, few = ranks_together(problem), len(problem.item_class) <= _SHAKEN
+    group, few = ranks_together(problem), len(problem.item_class) <= SHAKEN
     work, last, found = 0.0, 0.0, (np.inf, LIKE[0])
-    if not can_pack(problem, group, _hosts(problem)):
+    is_many = can_pack(problem, group, SOME_HOSTS if few else SEVERAL_HOSTS)
+    if few or not is_many:
         begun = [s for like in LIKE[:2] if (s := guided(problem, cuts, optimum, like)) is not None]
         # which of many optima was found must not matter: of the second start pieces may be larger, and no phase is free
         for start, most in [*((s, s.most[0]) for s in begun), *((s, s.most[-1]) for s in begun[:1])]:
             weights = _WEIGHTS[0] * (start.fill > _ROOMY), _POWERS[0]
             work += _pack(problem, cuts, start, most, weights, best, out_of_time)
-            if work > _BUILDING:
+            if work > _BUILDING / (2 if is_many else 1):
                 break
-    if not can_pack(problem, group, SOME_HOSTS if few else SEVERAL_HOSTS):
+    if not is_many:
         return work, found[1]
-    waiting = ways(problem, cuts, optimum, many=few)
-    again: deque[tuple[Like, Cuts, Start]] = deque()  # at the times that came of the first
-    for number in count():
-        is_again = bool(again) and not few
-        of = again.popleft() if is_again else next(waiting, None) or (again.popleft() if again else None)
-        if of is None or work + last > _GUIDING or best.is_enough or out_of_time():
+    again: list[tuple[float, int, Like, Cuts, Start]] = []  # at the times that came of the first
+    firsts, is_again = enumerate(ways(problem, cuts, optimum)), False  # the best of them at once
+    while work + last <= _GUIDING and not best.is_enough and not out_of_time():
+        first = None if again and again[0][0] <= found[0] and not is_again else next(firsts, None)
+        if first is None and not again:
             break
-        like, own, start = of
+        is_again = first is None
+        if first is not None:
+            number, (like, own, start) = first
+        else:
+            _, _, like, own, start = heappop(again)
         placement, last = pack_hosts(problem, own, start, group, best.seconds)
         work += last
-        if placement is not None:
-            found = min(found, (placement.seconds(), like))
-            best.offer(placement, 0.0)
-            if number < _WAYS if few else not is_again:
-                again.append((like, own, start._replace(target=np.maximum(placement.phase_seconds(), _NO_TIME))))
+        if placement is None:
+            continue
+        seconds = placement.seconds()
+        found = min(found, (seconds, like))
+        best.rival(placement, 0.0)
+        if first is not None:
+            target = np.maximum(placement.phase_seconds(), _NO_TIME)
+            heappush(again, (seconds, number, like, own, start._replace(target=target)))
     return work, found[1]
 
 
@@ -335,7 +295,7 @@ def _pack(
     start: Start,
     most: int,
     weights: tuple[float, int],
-    best: _Best,
+    best: Best,
     out_of_time: Callable[[], bool],
 ) -> float:
     """One start: all items put down, largest first, then again one by one; returns the work that it took.
@@ -367,7 +327,7 @@ def _pack(
         return spent
     potential.work += spent
     every = 16 * (1 + len(problem.capacity) // 512)
-    best.offer(placement, memory)
+    best.rival(placement, memory)
     if best.is_enough or potential.work > _BUILDING / 2:
         return potential.work
     potential.aim(32)
@@ -379,43 +339,5 @@ def _pack(
             potential.weigh()
         if not packer.insert(item):
             placement.add(item, part)
-    best.offer(placement, memory)
+    best.rival(placement, memory)
     return potential.work
-
-
-def _improve(problem: Problem, cuts: Cuts, best: _Best, work: float, out_of_time: Callable[[], bool]) -> bool:
-    """Better the best placement until the work is used up; returns whether the time was up before."""
-    random = np.random.default_rng(0)
-    placement = best.placement()
-    target = placement.phase_seconds()
-    own = cuts.piece[:, :-1] + problem.table.everywhere[cuts.row, :-1]
-    cost = cuts.mean[:, :-1].sum(1) + 3 * np.maximum(0, own - target).sum(1)
-    for part in placement.parts:
-        assert part is not None
-    used = int(np.bitwise_or.reduce(problem.table.kinds[[part.row for part in placement.parts if part]]))
-    cost[problem.table.kinds[cuts.row] & ~used != 0] = np.inf
-    potential = Potential(placement, target, best.memory)
-    number = len(problem.item_class)
-    patience, enough = _PATIENCE if number <= _SHAKEN else np.inf, max(_SHAKES, number)
-    packer = Packer(potential, menus(problem, cuts, cost, _MENU))
-    for power, share in ((16, 0.5), (64, 0.8), (256, 1.0)):
-        potential.aim(power)
-        improver = Improver(packer)
-        step = vain = shaken = 0
-        while potential.work < share * work and not best.is_enough and shaken <= enough:
-            if out_of_time():
-                return True
-            before, seconds = improver.value, best.seconds
-            improver.step(step, random)
-            if improver.value < before:
-                best.offer(placement, best.memory)
-            step, vain = step + 1, vain + 1
-            if best.seconds < seconds:
-                vain = shaken = 0
-            if is_stuck := vain > patience:
-                improver.shake(best.parts or [], random)
-                vain, shaken = 0, shaken + 1
-            if is_stuck or step % 64 == 0:
-                potential.aim(power)
-                improver.value = potential.weigh()
-    return False
