@@ -16,8 +16,10 @@ import dmp
 from dmp import InputError, ShardError
 from sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from sharders.channel import GroupChannel, over_group
+from sharders.embedding import input_dist
 from sharders.embedding.engine import Engine
 from sharders.embedding.header import Handshake, Header
+from sharders.embedding.lookup.bag_counts import bag_counts
 from sharders.embedding.lookup.torch_kernel import TorchLookup
 from tests.equality import (
     attach,
@@ -127,6 +129,8 @@ def _reads(kind: str, layout: str) -> tuple[int, int]:
         return given(tensor)
 
     with pytest.MonkeyPatch.context() as patch:
+        # as on a device: what is compiled for CPUs reads their memory
+        patch.setattr(input_dist, "bag_counts", lambda of_all, compiles: bag_counts(of_all, False))
         patch.setattr(torch.Tensor, "tolist", tolist)
         with Reads() as forward:
             loss = loss_of(model(*batch))

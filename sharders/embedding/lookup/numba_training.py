@@ -75,7 +75,7 @@ class Gradients(NamedTuple):
         first, stride, grad = self.num_bags - len(matrix), matrix.stride(0), self.parts[0]
         shift, rest = divmod(matrix.data_ptr() - grad.data_ptr(), grad.element_size())
         assert not rest, "elements lie at multiples of their size"
-        held, at = longs([*of_ranges.tolist(), *(shift + column - first * stride for column in columns)])
+        held, at = longs([*of_ranges.numpy().tolist(), *(shift + column - first * stride for column in columns)])
         told, of_given = longs(struct.pack("=qqdq", first, stride, factor, len(of_ranges)))
         return (held, told), at, of_given
 
