@@ -22,7 +22,7 @@ from planner.search.bound_phases import Phases, joined
 from planner.search.cost_table import Array, Integers
 from planner.search.problem import Problem
 
-_WORK = 80.0
+_WORK = 70.0
 """Programmes solved at most, small ones counting less than one, a large one as several."""
 _ROWS = 2500
 """Columns of one that counts once; others by the root of how many they have, for most columns are left out at first,"""

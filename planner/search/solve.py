@@ -31,9 +31,9 @@ from planner.search.rivals import SHAKEN, compete
 from planner.search.starts import Start, everywhere_bytes, floor, starts, with_rest
 from planner.search.tight import pour
 
-_WORK = 900e3
+_WORK = 740e3
 """In all but the bound, in about microseconds,"""
-_MORE, _MOST = 200e3, 350e3
+_MORE, _MOST = 130e3, 380e3
 """and so much more for few items, whose options are soon made, and for very few."""
 _BUILDING = 120e3
 """Of it for starts; the first is packed in any case."""
