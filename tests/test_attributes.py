@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -187,6 +188,44 @@ def test_what_is_set_on_the_wrapper_is_set_on_the_module() -> None:
     with pytest.raises(TypeError, match=r"cannot assign .* as parameter 'gain'"):
         torch.func.functional_call(model, {"gain": torch.zeros(1)}, (x,))
     assert model(x).tolist() == [181.0] * 2
+
+
+class Grown(nn.Module):
+    """Multiplied by what is added after wrapping."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x) * getattr(self, "gain", 1.0) + getattr(self, "shift", 0.0)
+        return self.head(x) if hasattr(self, "head") else x
+
+
+def added() -> None:
+    env = env_of("dp2")
+    model, x = DistributedModelParallel(Grown(), env), torch.full((1, 2), 1.0 + env.rank)
+    model(x).sum().backward()
+    torch.manual_seed(env.rank)
+    model.gain = nn.Parameter(torch.rand(1))
+    model.register_parameter("shift", nn.Parameter(torch.rand(1)))
+    model.register_buffer("count", torch.ones(1))
+    model.head = nn.Linear(1, 1)
+    names = ["layer.weight", "layer.bias", "head.weight", "head.bias"]
+    assert [name for name, _ in model.named_parameters()] == ["gain", "shift", *names]
+    assert set(model.state_dict()) == {"gain", "shift", "count", *names}
+    model.zero_grad()
+    model(x).sum().backward()
+    for name, p in model.named_parameters():
+        for value in (p.detach(), p.grad):
+            others = [torch.empty_like(p) for _ in range(env.size)]
+            dist.all_gather(others, value)
+            assert torch.equal(*others), name
+
+
+def test_what_is_added_to_the_wrapper_is_trained_and_saved() -> None:
+    """It was kept where nobody looked for it, and what was added to the module each rank trained by itself."""
+    run_ranks(2, added)
 
 
 def tables(mesh_name: str) -> None:

@@ -1,8 +1,8 @@
 """Whether a data-parallel wrapper still has hold of the dense parameters: DistributedDataParallel has hooks on them.
 
-A cast (`model.double()`), a move, a parameter put in the place of another, one that is frozen or trained from now on:
-each leaves hooks that never run, or none at all, and gradients stay each rank's own. Whoever did it, to the wrapper, to
-its module, to a part of it or to a parent, the next forward sees it.
+A cast (`model.double()`), a move, a parameter put in the place of another, one that is frozen or trained from now on, a
+new one: each leaves hooks that never run, or none at all, and gradients stay each rank's own. Whoever did it, to the
+wrapper, to its module, to a part of it or to a parent, the next forward sees it.
 """
 
 from __future__ import annotations
@@ -62,9 +62,13 @@ class Watch:
             if p is not None and join_name(path, name) not in others and not is_dtensor(p)
         ]
         self._device = self._seen[0][2].device if self._seen else None
+        held = [held for m in module.modules() for held in (m._parameters, m._modules)]
+        self._sizes = [(each, len(each)) for each in held]
 
     def is_lost(self) -> bool:
-        """Whether a parameter is another one, or of another kind."""
+        """Whether a parameter is another one, of another kind, or new."""
+        if any(len(held) != size for held, size in self._sizes):
+            return True
         for held, name, p, dtype, is_trained in self._seen:
             if held.get(name) is not p or p.dtype is not dtype or p.requires_grad is not is_trained:
                 return True

@@ -412,7 +412,20 @@ class DistributedModelParallel(nn.Module):
                 "torch.compile(model) and DistributedModelParallel(..., data_parallel_wrapper=) take the whole"
             )
         made = self.__dict__.get("_made")
-        if made is None or name in self.__dict__ or hasattr(type(self), name) or not hasattr(made.module, name):
+        is_parameter = isinstance(value, nn.Parameter)  # a new one too: here nothing would find it
+        if made is None or not (is_parameter or self._is_modules(name)):
             super().__setattr__(name, value)
         else:  # what is read here is the module's, whose code reads it too
             setattr(made.module, name, value)
+
+    def _is_modules(self, name: str) -> bool:
+        """Whether an attribute is the module's, and not this wrapper's own."""
+        return name not in self.__dict__ and not hasattr(type(self), name) and hasattr(self._made.module, name)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """The module's, which a forward reads and a state dict holds."""
+        self._made.module.register_parameter(name, param)
+
+    def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
+        """The module's, likewise."""
+        self._made.module.register_buffer(name, tensor, persistent)
