@@ -60,17 +60,24 @@ class Programme(NamedTuple):
         """(columns,) group of each."""
         return np.repeat(np.arange(len(self.start)), np.diff(np.append(self.start, len(self.every))))
 
-    def value(self, price: Array) -> tuple[float, Array]:
-        """The bound that prices give, exact for any that are not negative, and (columns,) reduced costs.
+    def value(self, price: Array) -> float:
+        """The bound that prices give, exact for any that are not negative.
 
         Args:
             price: (rows,) weight of each phase's mean, seconds for all that there is of the others, weights of sums.
         """
+        return self._value(price, np.minimum.reduceat(self.every + self.work @ price, self.start))
+
+    def priced(self, price: Array) -> tuple[float, Array]:
+        """The bound that prices give, and (columns,) by how much each costs more than the cheapest of its group."""
         cost = self.every + self.work @ price
         best = np.minimum.reduceat(cost, self.start)
+        return self._value(price, best), cost - best[self.group]
+
+    def _value(self, price: Array, best: Array) -> float:
         rest = self.rest(price)
         times = np.where(rest > 0, rest * self.low, rest * self.high)
-        return float(self.items @ best + times.sum() + price @ self.base), cost - best[self.group]
+        return float(self.items @ best + times.sum() + price @ self.base)
 
     def above(self, cost: Array) -> Array:
         """(columns,) by how much each costs more than the cheapest of its group."""
@@ -115,7 +122,7 @@ def solve(p: Programme, enough: float, near: Relaxed | None = None) -> Relaxed:
     """
     if len(p.every) <= _LARGE:
         return _found(p, *_solve(p, enough))
-    reduced = p.value(_prices(p))[1] if near is None else p.above(near.reduced)
+    reduced = p.priced(_prices(p))[1] if near is None else p.above(near.reduced)
     chosen = np.zeros(len(p.every), dtype=bool)
     best: Relaxed | None = None
     for _ in range(_TRIES):
@@ -133,7 +140,7 @@ def solve(p: Programme, enough: float, near: Relaxed | None = None) -> Relaxed:
 
 
 def _found(p: Programme, price: Array, share: Array, seconds: Array) -> Relaxed:
-    return Relaxed(price, share, seconds, *p.value(price))
+    return Relaxed(price, share, seconds, *p.priced(price))
 
 
 def _prices(p: Programme) -> Array:
@@ -170,7 +177,7 @@ def _solve_some(p: Programme, chosen: Integers, enough: float) -> tuple[float, A
     price, of_several, seconds = _solve(part, enough - constant)
     share = np.zeros(len(p.every))
     share[single], share[several] = items, of_several
-    return part.value(price)[0] + constant, price, share, seconds
+    return part.value(price) + constant, price, share, seconds
 
 
 def _solve(p: Programme, enough: float) -> tuple[Array, Array, Array]:
@@ -184,7 +191,7 @@ def _solve(p: Programme, enough: float) -> tuple[Array, Array, Array]:
     state = _State(scaled)
     best, price, vain = -np.inf, state.price, 0
     for _ in range(_ITERATIONS):
-        value = scaled.value(state.price)[0]
+        value = scaled.value(state.price)
         vain = 0 if not np.isfinite(best) or value > best + _NEAR * abs(best) else vain + 1
         if value > best:
             best, price = value, state.price.copy()
