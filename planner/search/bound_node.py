@@ -107,7 +107,12 @@ class Node(NamedTuple):
     @property
     def group(self) -> Integers:
         """(rows,) group of each."""
-        return np.repeat(np.arange(len(self.start)), np.diff(np.append(self.start, len(self.rows))))
+        return np.repeat(np.arange(len(self.start)), self.length)
+
+    @property
+    def length(self) -> Integers:
+        """(groups,) rows of each."""
+        return np.diff(np.append(self.start, len(self.rows)))
 
 
 def keep(node: Node, kept: NDArray[np.bool_]) -> Node | None:
@@ -245,7 +250,9 @@ def _narrow(frame: Frame, node: Node) -> Node | None:
         for number in np.flatnonzero(found.together).tolist():
             of_all = times[frame.sums[number] > 0].sum(0)
             longer = np.maximum(longer, found.together[number] - of_all)
-        kept = (every - least[found.group] + times.sum(0) + longer <= spare) & (piece <= high[:, None]).all(0)
+        kept = (every - np.repeat(least, found.length) + times.sum(0) + longer <= spare) & (piece <= high[:, None]).all(
+            0
+        )
         is_same = kept.all() and (low <= found.low).all()
         found = keep(found._replace(low=low, high=high), kept)
         if found is None or is_same:

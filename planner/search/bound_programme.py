@@ -58,7 +58,12 @@ class Programme(NamedTuple):
     @property
     def group(self) -> Integers:
         """(columns,) group of each."""
-        return np.repeat(np.arange(len(self.start)), np.diff(np.append(self.start, len(self.every))))
+        return np.repeat(np.arange(len(self.start)), self.length)
+
+    @property
+    def length(self) -> Integers:
+        """(groups,) columns of each."""
+        return np.diff(np.append(self.start, len(self.every)))
 
     def value(self, price: Array) -> float:
         """The bound that prices give, exact for any that are not negative.
@@ -72,7 +77,7 @@ class Programme(NamedTuple):
         """The bound that prices give, and (columns,) by how much each costs more than the cheapest of its group."""
         cost = self.every + self.work @ price
         best = np.minimum.reduceat(cost, self.start)
-        return self._value(price, best), cost - best[self.group]
+        return self._value(price, best), cost - np.repeat(best, self.length)
 
     def _value(self, price: Array, best: Array) -> float:
         rest = self.rest(price)
@@ -81,7 +86,8 @@ class Programme(NamedTuple):
 
     def above(self, cost: Array) -> Array:
         """(columns,) by how much each costs more than the cheapest of its group."""
-        return cost - np.minimum.reduceat(cost, self.start)[self.group]
+        found: Array = cost - np.repeat(np.minimum.reduceat(cost, self.start), self.length)
+        return found
 
     def rest(self, price: Array) -> Array:
         """(phases,) what a second costs that a phase takes longer than it has to."""
@@ -222,7 +228,7 @@ class _State:
         columns, rows, phases = len(p.every), len(p.base), len(p.low)
         self.p, self.group = p, p.group
         self.ends = columns, columns + rows, columns + rows + phases
-        self.length = np.diff(np.append(p.start, columns))
+        self.length = p.length
         self.width = np.maximum(p.high - p.low, 1e-9)
         aside = _ASIDE / phases
         price = np.full(rows, 0.5)
