@@ -129,7 +129,7 @@ class TableStore:
 
     def sums_first(self) -> bool:
         """Whether the gradients of a row may be summed before its owner has them: none is clamped before."""
-        return not any(tbe.bank.options.get("gradient_clipping") for tbe in self.tbes)
+        return not any(tbe.bank.clips for tbe in self.tbes)
 
     def runs_of(self, tables: Collection[int]) -> list[SlotRun]:
         """Runs of the slots of sharded tables, in the order of slots; those of one width are adjacent in each TBE."""

@@ -43,8 +43,8 @@ class _Local(NamedTuple):
 
     def row_gradients(self, grad: torch.Tensor, bags: Bags, factor: float, into: Into | None) -> RowGradients:
         """Of (B, sum of dims), multiplied: read where they are, but for kernels that cannot."""
-        lookup, is_clipped = self.tbe.lookup, self.tbe.bank.options.get("gradient_clipping")
-        if can_place(lookup, grad.dtype) and not is_clipped:
+        lookup = self.tbe.lookup
+        if can_place(lookup, grad.dtype) and not lookup.bank.clips:
             return lookup.row_gradients_in(grad, bags, self.columns, factor, into)
         return lookup.pooled_row_gradients(self.columns_of(grad, factor), bags, into=into)
 
@@ -247,7 +247,7 @@ class PooledPath(Path[torch.Tensor]):
         placement = self.store.placement
         starts = [0, *accumulate(self.dims)]
         for tbe in self.store.tbes:
-            if tbe.bank.options.get("gradient_clipping"):
+            if tbe.bank.clips:
                 for f, feature in enumerate(placement.features):
                     if feature.table in tbe.tables and placement.tables[feature.table].mean:
                         columns = grad[:, starts[f] : starts[f + 1]]

@@ -174,6 +174,11 @@ class Bank:
         divisor = gcd(*(c.width for c in chunks)) or width
         return (self.weights if flat is None else flat).narrow(0, first, span).view(span // divisor, divisor)
 
+    @property
+    def clips(self) -> bool:
+        """Whether the optimizer's options ask for `clipped`; they may be set at any time."""
+        return bool(self.options.get("gradient_clipping"))
+
     def clipped(self, grad: Tensor, factor: float = 1.0) -> Tensor:
         """The gradient of a lookup's results, its elements clamped where the optimizer's options ask for it.
 
@@ -182,7 +187,7 @@ class Bank:
         Args:
             factor: by which the gradient is still to be multiplied.
         """
-        if not self.options.get("gradient_clipping"):
+        if not self.clips:
             return grad
         bound = float(self.options["max_gradient"]) / factor
         return grad.clamp(-bound, bound)

@@ -121,6 +121,9 @@ class PlacingLookup(Lookup, Protocol):
             columns: as above.
         """
 
+    def saved_by_given(self, num_samples: int, num_ids: int) -> float:
+        """Nanoseconds, about, that an update by `given` of so many samples and all ids takes less than by a copy."""
+
     def update_pooled(self, grad: Tensor, read: Bags, *, order: Any = None, given: Given | None = None) -> None:
         """See `Lookup`."""
 

@@ -10,9 +10,8 @@ import numba
 from numba import njit, types
 
 from sharders.embedding.lookup.numba_kept import Compiled
+from sharders.embedding.lookup.numba_layout import BLOCKS
 from sharders.embedding.lookup.numba_vectors import Elements, zeros
-
-BLOCKS = (64, 16, 4, 1)  # columns
 
 
 def compiled(function: Callable[..., Any], element: str | None) -> Compiled:

@@ -39,14 +39,15 @@ _FILES = {
 """All others are in `numba_loops`."""
 
 _engines: list[Any] = []  # they hold the code
-_UPDATE = "update_"
-COMPILED = ("blocks", "columns", "compile", "distinct", "loops", "partials", "sort", "updates", "vectors")
-"""Files of what is compiled."""
+_UPDATE, _OF_TWO = "update_", "_of_two"
+COMPILED = ("blocks", "columns", "compile", "distinct", "layout", "loops", "partials", "sort", "updates", "vectors")
+"""Files of what is compiled, or says how."""
 
 
 @cache
 def entry(name: str, element: str) -> Callable[..., int]:
-    """A function of one of the `COMPILED`, or `update_` and a kind of `numba_updates`.
+    """A function of one of the `COMPILED`, or `update_`, a kind of `numba_updates`, and `_of_two` where
+    gradients lie in two places.
 
     Args:
         element: name of an `Elements`; functions that know ids alone are the same for all.
@@ -84,7 +85,8 @@ def _made(name: str, element: str | None) -> Compiled:
     from sharders.embedding.lookup.numba_compile import compiled
 
     if name.startswith(_UPDATE):
-        function = numba_loops.update_of(numba_updates.KINDS[name.removeprefix(_UPDATE)])
+        kind = name.removeprefix(_UPDATE).removesuffix(_OF_TWO)
+        function = numba_loops.update_of(numba_updates.KINDS[kind], name.endswith(_OF_TWO))
     else:
         function = getattr(import_module(f"{__package__}.{_FILES.get(name, 'numba_loops')}"), name)
     result = compiled(function, element)

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from sharders.embedding.lookup.bank import Bank, RowRange
 
+BLOCKS = (64, 16, 4, 1)
+"""Columns of a row that are worked on at once; see `by_blocks`."""
+
 
 class Summed(Protocol):
     """Tables of whose rows gradients are summed.
@@ -62,6 +65,7 @@ class Tables:
         self.in_bank = [in_bank[r.chunk] for r in self.distinct]
         self.widest = max((r.chunk.width for r in ranges), default=0)
         self.line = 64 // bank.weights.element_size()
+        self.mean_blocks = sum(_num_blocks(r.chunk.width) for r in ranges) / max(len(ranges), 1)
         self.fills_lines = all(r.chunk.width % self.line == 0 for r in ranges)
 
     def __len__(self) -> int:
@@ -132,6 +136,14 @@ def places_in(parts: Sequence[Tensor]) -> Tensor:
     """Of the first element of each, counted from that of the first part."""
     first = parts[0]
     return int64([(part.data_ptr() - first.data_ptr()) // first.element_size() for part in parts])
+
+
+def _num_blocks(width: int) -> int:
+    of_sizes = 0
+    for size in BLOCKS:
+        blocks, width = divmod(width, size)
+        of_sizes += blocks
+    return of_sizes
 
 
 def place_of(of: RowRange) -> int:

@@ -99,14 +99,19 @@ def _sum_bag(elements, like, column, arguments):
         store(elements, out, to + column, summed)
 
 
-def update_of(kind: Kind) -> Callable[..., None]:
-    """What sums the gradients of each distinct row, and does with it what `kind` says."""
+def update_of(kind: Kind, reads_two: bool) -> Callable[..., None]:
+    """What sums the gradients of each distinct row, and does with it what `kind` says.
+
+    Args:
+        reads_two: gradients lie in two places.
+    """
     finish_block, finish_row, num_pointwise, is_row_wise = kind
+    sum_sources = _sum_two_sources if reads_two else _sum_sources
 
     @by_blocks
     def of_block(elements, like, column, arguments):
         sources, span, row = arguments
-        finish_block(elements, _sum_sources(elements, like, column, sources, span), column, row)
+        finish_block(elements, sum_sources(elements, like, column, sources, span), column, row)
 
     @helper
     def fetch_row(elements, arrays, at, state_at, width):
@@ -130,9 +135,9 @@ def update_of(kind: Kind) -> Callable[..., None]:
         Args:
             grad: rows `grad_stride` apart, one for each bag or id: see *source* in `numba_sort`.
             columns: int64: of each range, in `grad`.
-            given: int64: from which bag on gradients lie elsewhere, -1 if none do, how far their rows are apart, what
-                multiplies them, as the bits of a float64, and how many of `columns` there are before theirs, which
-                count from `grad` and as if the first bag lay there.
+            given: read where gradients lie in two places: int64: from which bag on they lie elsewhere, how far those
+                rows are apart, what multiplies them, as the bits of a float64, and how many of `columns` there are
+                before theirs, which count from `grad` and as if the first bag lay there.
             tables: (num_tables, 4) int64: place of the first row in the bank, width, first range, first row of state.
             ends, begins, counts, rows, starts, ordered, places: see `sort_tables`.
             weights: of the ids; 0 without.
@@ -145,7 +150,9 @@ def update_of(kind: Kind) -> Callable[..., None]:
             packed_rows: int64, written: which these are, as rows of the region.
         """
         arrays = (bank, state, more_state)
-        elsewhere = (read64(given, 0), read64(given, 1) - grad_stride, 8 * read64(given, 3), read_float64(given, 2))
+        elsewhere = (0, 0, 0, 0.0)
+        if reads_two:
+            elsewhere = (read64(given, 0), read64(given, 1) - grad_stride, 8 * read64(given, 3), read_float64(given, 2))
         for table in range(num_tables):
             begin, end = read64(ends, table), read64(ends, table + 1)
             if end <= first or begin >= stop or begin == end:
@@ -190,33 +197,44 @@ def _rates_of(rates, table):
 @helper
 def _sum_sources(elements, like, column, sources, span):
     """A block of the sum of a row's gradients."""
+    grad, (stride, shift, columns, _), ordered, places, last, weights = sources
+    mask = (1 << shift) - 1
+    summed = like
+    p, end = span
+    while p < end:
+        later = read32(ordered, min(p + _AHEAD, last))
+        fetch(elements, like, grad, (later & mask) * stride + read64(columns, later >> shift) + column)
+        source = read32(ordered, p)
+        part = load(elements, like, grad, (source & mask) * stride + read64(columns, source >> shift) + column)
+        summed = _with(elements, like, part, summed, weights, places, p)
+        p = counted(p + 1)
+    return summed
+
+
+@helper
+def _sum_two_sources(elements, like, column, sources, span):
+    """Likewise, where those of the last bags lie elsewhere: without a branch, as bags are in any order.
+
+    In a function of its own: both in one take a fifth longer where nothing lies elsewhere.
+    """
     grad, (stride, shift, columns, elsewhere), ordered, places, last, weights = sources
     first_elsewhere, more, to_columns, factor = elsewhere
     mask = (1 << shift) - 1
     summed = like
     p, end = span
-    if first_elsewhere < 0:  # in loops of their own: what follows takes a tenth of the time
-        while p < end:
-            later = read32(ordered, min(p + _AHEAD, last))
-            fetch(elements, like, grad, (later & mask) * stride + read64(columns, later >> shift) + column)
-            source = read32(ordered, p)
-            part = load(elements, like, grad, (source & mask) * stride + read64(columns, source >> shift) + column)
-            summed = _with(elements, like, part, summed, weights, places, p)
-            p = counted(p + 1)
-    else:
-        while p < end:  # without a branch: bags are in any order
-            later = read32(ordered, min(p + _AHEAD, last))
-            bag = later & mask
-            there = bag >= first_elsewhere
-            at = bag * (stride + there * more) + read64(columns + there * to_columns, later >> shift)
-            fetch(elements, like, grad, at + column)
-            source = read32(ordered, p)
-            bag = source & mask
-            there = bag >= first_elsewhere
-            at = bag * (stride + there * more) + read64(columns + there * to_columns, source >> shift)
-            part = multiply(load(elements, like, grad, at + column), splat(like, factor if there else 1.0))
-            summed = _with(elements, like, part, summed, weights, places, p)
-            p = counted(p + 1)
+    while p < end:
+        later = read32(ordered, min(p + _AHEAD, last))
+        bag = later & mask
+        there = bag >= first_elsewhere
+        at = bag * (stride + there * more) + read64(columns + there * to_columns, later >> shift)
+        fetch(elements, like, grad, at + column)
+        source = read32(ordered, p)
+        bag = source & mask
+        there = bag >= first_elsewhere
+        at = bag * (stride + there * more) + read64(columns + there * to_columns, source >> shift)
+        part = multiply(load(elements, like, grad, at + column), splat(like, factor if there else 1.0))
+        summed = _with(elements, like, part, summed, weights, places, p)
+        p = counted(p + 1)
     return summed
 
 

@@ -29,7 +29,6 @@ ELEMENTS = {
 }
 """Of tables, and what compiled code calls them."""
 
-_NONE_GIVEN = torch.tensor([-1, 0, 0, 0], dtype=torch.int64, device="cpu")
 _COPY = "copy"
 KINDS: dict[Callable[[Rows], None], str] = {
     row_updates.sgd: "sgd",
@@ -70,7 +69,7 @@ class Gradients(NamedTuple):
         """What holds them, the columns, and what is said of `given`; see `update` in `numba_loops`."""
         of_ranges = self.order.columns
         if self.given is None:
-            return None, of_ranges.data_ptr(), _NONE_GIVEN.data_ptr()
+            return None, of_ranges.data_ptr(), 0
         matrix, columns, factor = self.given
         first, stride, grad = self.num_bags - len(matrix), matrix.stride(0), self.parts[0]
         shift, rest = divmod(matrix.data_ptr() - grad.data_ptr(), grad.element_size())
@@ -133,7 +132,8 @@ def _sum(
     packed: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Sum the gradients of each row, and do with it what `kind` says."""
-    update_rows = entry_of(f"update_{kind}", ELEMENTS[bank.weights.dtype])
+    of_two = "" if gradients.given is None else "_of_two"
+    update_rows = entry_of(f"update_{kind}{of_two}", ELEMENTS[bank.weights.dtype])
     order, num_tables = gradients.order, len(tables.tables)
     if rates is None:
         rates = torch.zeros(num_tables, 5, dtype=torch.float64, device="cpu")

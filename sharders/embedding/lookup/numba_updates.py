@@ -9,7 +9,8 @@ from __future__ import annotations
 from math import sqrt
 from typing import Any, NamedTuple
 
-from sharders.embedding.lookup.numba_compile import BLOCKS, by_blocks, helper
+from sharders.embedding.lookup.numba_compile import by_blocks, helper
+from sharders.embedding.lookup.numba_layout import BLOCKS
 from sharders.embedding.lookup.numba_vectors import (
     add,
     computed,
