@@ -45,7 +45,7 @@ def by_blocks(function: Callable[..., Any]) -> Any:
     It is given `(elements, like, column, arguments)`, where `like` is zeros of the block's size, one of `BLOCKS`.
     """
     of_block = helper(function)
-    first, second, third, _ = BLOCKS
+    first, second, third, fourth, fifth, _ = BLOCKS
 
     def of_row(elements: Any, width: int, arguments: Any) -> None:
         column = 0
@@ -58,6 +58,12 @@ def by_blocks(function: Callable[..., Any]) -> Any:
         while width - column >= third:
             of_block(elements, zeros(elements, third), column, arguments)
             column += third
+        while width - column >= fourth:
+            of_block(elements, zeros(elements, fourth), column, arguments)
+            column += fourth
+        while width - column >= fifth:
+            of_block(elements, zeros(elements, fifth), column, arguments)
+            column += fifth
         while column < width:
             of_block(elements, zeros(elements, 1), column, arguments)
             column += 1

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from sharders.embedding.lookup.bank import Bank, RowRange
 
-BLOCKS = (64, 16, 4, 1)
-"""Columns of a row that are worked on at once; see `by_blocks`."""
+BLOCKS = (64, 32, 16, 8, 4, 1)
+"""Columns of a row that are worked on at once, by `by_blocks`. Each is read by its own loop over the ids: rows of 8
+columns as two blocks of 4 took 1.7 of the time, rows of 32 as two of 16 1.25."""
 
 
 class Summed(Protocol):

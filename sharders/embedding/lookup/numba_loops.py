@@ -1,7 +1,7 @@
 """Sums over bags, and over the gradients of each distinct row, compiled by numba: all that touches rows of tables.
 
-A row is summed in blocks of 64, 16, 4 and single columns, each of which stays in registers over all ids, in the ids'
-order: so bits do not depend on blocks. What is needed some ids later is asked for from memory in advance.
+A row is summed in `BLOCKS` of columns, each of which stays in registers over all ids, in the ids' order: so bits do not
+depend on blocks. What is needed some ids later is asked for from memory in advance.
 
 Addresses are integers, elements are counted in those of the table.
 """
