@@ -39,15 +39,15 @@ _FILES = {
 """All others are in `numba_loops`."""
 
 _engines: list[Any] = []  # they hold the code
-_UPDATE, _OF_TWO = "update_", "_of_two"
+_UPDATE, _TWO = "update_", "two_"
 COMPILED = ("blocks", "columns", "compile", "distinct", "layout", "loops", "partials", "sort", "updates", "vectors")
 """Files of what is compiled, or says how."""
 
 
 @cache
 def entry(name: str, element: str) -> Callable[..., int]:
-    """A function of one of the `COMPILED`, or `update_`, a kind of `numba_updates`, and `_of_two` where
-    gradients lie in two places.
+    """A function of one of the `COMPILED`, or `update_`, `two_` where gradients lie in two places, and a kind of
+    `numba_updates`.
 
     Args:
         element: name of an `Elements`; functions that know ids alone are the same for all.
@@ -85,8 +85,9 @@ def _made(name: str, element: str | None) -> Compiled:
     from sharders.embedding.lookup.numba_compile import compiled
 
     if name.startswith(_UPDATE):
-        kind = name.removeprefix(_UPDATE).removesuffix(_OF_TWO)
-        function = numba_loops.update_of(numba_updates.KINDS[kind], name.endswith(_OF_TWO))
+        kind = name.removeprefix(_UPDATE)
+        reads_two = kind.startswith(_TWO)
+        function = numba_loops.update_of(numba_updates.KINDS[kind.removeprefix(_TWO)], reads_two)
     else:
         function = getattr(import_module(f"{__package__}.{_FILES.get(name, 'numba_loops')}"), name)
     result = compiled(function, element)

@@ -132,8 +132,8 @@ def _sum(
     packed: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Sum the gradients of each row, and do with it what `kind` says."""
-    of_two = "" if gradients.given is None else "_of_two"
-    update_rows = entry_of(f"update_{kind}{of_two}", ELEMENTS[bank.weights.dtype])
+    two = "" if gradients.given is None else "two_"
+    update_rows = entry_of(f"update_{two}{kind}", ELEMENTS[bank.weights.dtype])
     order, num_tables = gradients.order, len(tables.tables)
     if rates is None:
         rates = torch.zeros(num_tables, 5, dtype=torch.float64, device="cpu")
