@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from dmp import DistributedModelParallel, ShardingEnv, full_state_dict
+from dmp import DistributedModelParallel, ShardError, ShardingEnv, full_state_dict
 from tests.equality import env_of, make_batch, make_module
 from tests.ranks import mesh, run_ranks
 from tests.transformers_zoo import GPT, LlamaBlock, rotary
@@ -226,6 +226,66 @@ def added() -> None:
 def test_what_is_added_to_the_wrapper_is_trained_and_saved() -> None:
     """It was kept where nobody looked for it, and what was added to the module each rank trained by itself."""
     run_ranks(2, added)
+
+
+def another_module() -> None:
+    env = env_of("dp2")
+    model, x = DistributedModelParallel(Grown(), env), torch.full((1, 2), 1.0 + env.rank)
+    model(x).sum().backward()
+    model.layer = nn.Linear(2, 1)
+    model(x).sum().backward()
+    assert model.layer.weight.grad.tolist() == [[1.5, 1.5]]
+
+
+def test_a_module_in_the_place_of_another_is_averaged() -> None:
+    """Each rank trained its own: the watch looked at the one that was gone."""
+    run_ranks(2, another_module)
+
+
+def _add(module: nn.Module, what: str) -> None:
+    if what == "parameter":
+        module.gain = nn.Parameter(torch.ones(1))
+    elif what == "module":
+        module.head = nn.Linear(1, 1)
+    elif what == "another module":
+        module.layer = nn.Linear(2, 1)
+    elif what == "another parameter":
+        module.layer.weight = nn.Parameter(torch.ones(1, 2))  # type: ignore[union-attr]
+    elif what == "nothing in its place":
+        module.layer.bias = None  # type: ignore[union-attr]
+
+
+REFUSED = {
+    "parameter": r"'gain' was added after wrapping.*nobody would average its gradients",
+    "module": r"'head.weight' was added after wrapping",
+    "another module": r"'layer.weight' was added after wrapping",
+    "another parameter": r"'layer.weight' was replaced after wrapping.*FSDP2 would put back",
+    "nothing in its place": r"'layer.bias' was replaced after wrapping",
+}
+
+
+def added_to_what_is_split() -> None:
+    env = ShardingEnv.from_mesh(mesh((2,), ("shard",)))
+    for ran_before in (False, True):
+        for what, message in REFUSED.items():
+            model, x = DistributedModelParallel(Grown(), env), torch.ones(1, 2)
+            if ran_before:
+                model(x).sum().backward()
+            _add(model, what)
+            for _ in range(2):
+                with pytest.raises(ShardError, match=message):
+                    model(x)
+        frozen = DistributedModelParallel(Grown(), env)
+        frozen.gain = nn.Parameter(torch.ones(1), requires_grad=False)
+        frozen(x)
+        frozen.gain.requires_grad_(True)
+        with pytest.raises(ShardError, match=REFUSED["parameter"]):
+            frozen(x)
+
+
+def test_what_is_added_to_weights_that_are_split_is_refused() -> None:
+    """Each rank trained its own, or FSDP2 put back what it had, without a word."""
+    run_ranks(2, added_to_what_is_split)
 
 
 def tables(mesh_name: str) -> None:

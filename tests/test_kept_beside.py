@@ -86,6 +86,22 @@ def _from_meta(shape: tuple[int, ...], names: tuple[str, ...], way: str) -> None
     _trains(copy.deepcopy(model), whole, env)
 
 
+def _frozen_later() -> None:
+    env, whole = ShardingEnv.from_mesh(mesh((2,), ("shard",))), Net()
+    model = DistributedModelParallel(Net("a list"), env)
+    _trains(model, whole, env)
+    model.second.weight.requires_grad_(False)
+    whole.second.weight.requires_grad_(False)
+    _trains(model, whole, env)
+    model.load_state_dict(full_state_dict(model), assign=True)
+    _trains(model, whole, env)
+
+
+def test_what_is_kept_is_frozen_or_assigned_where_others_are_split() -> None:
+    """Its averages are made anew, and torch was asked to split the others once more, which it refused."""
+    run_ranks(2, _frozen_later)
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["dp", "shard"])
 def test_from_meta(way: str, name: str) -> None:

@@ -63,7 +63,7 @@ class Assembly:
         skeleton: structure of the module before dense weights were split, on meta, see [Note: in place] of build.py.
         is_data_parallel: whether the data-parallel part was started.
         watch: of what that part has hold of.
-        split_watch: of DTensors, from the first forward on.
+        split_watch: of weights that are split in place.
         sharders: who could take modules, as given and adopted.
     """
 

@@ -48,7 +48,11 @@ def start(made: Assembly) -> Assembly:
     running = _averaged(made, in_place, whole)
     is_watched = running is not made.module or (made.env.data_size > 1 and not in_place)
     watch = Watch(made.module, made.sharded_names()) if is_watched else None
-    return replace(made, running=running, skeleton=skeleton, watch=watch, is_data_parallel=True)
+    averages = in_place and made.env.data_size > 1
+    split_watch = made.split_watch or (None if skeleton is None else SplitWatch(made.module, averages))
+    return replace(
+        made, running=running, skeleton=skeleton, watch=watch, split_watch=split_watch, is_data_parallel=True
+    )
 
 
 def stopped(made: Assembly) -> Assembly:
@@ -56,19 +60,14 @@ def stopped(made: Assembly) -> Assembly:
     return replace(made, running=made.module, watch=None, is_data_parallel=False)
 
 
-def watched(made: Assembly) -> Assembly:
-    """Before a forward: whether weights that are split are still of their dtype.
+def check_split(made: Assembly) -> None:
+    """Before a forward: whether weights that are split are still of their dtype, and those that are trained known.
 
     Raises:
-        ShardError: a weight was cast.
+        ShardError: a weight was cast, or added.
     """
-    if made.skeleton is None or not made.is_data_parallel:
-        return made
-    if made.split_watch is None:
-        made = replace(made, split_watch=SplitWatch(made.module))
-    assert made.split_watch is not None
-    made.split_watch.check()
-    return made
+    if made.split_watch is not None and made.is_data_parallel:
+        made.split_watch.check(made.sharded_names)
 
 
 def left_whole(made: Assembly) -> frozenset[str]:
@@ -86,7 +85,8 @@ def _averaged(made: Assembly, in_place: bool, kept: frozenset[str]) -> nn.Module
     owned = made.sharded_names()
     if not in_place:
         owned -= made.unnamed()
-    wrapped = made.wrapper.wrap(made.module, made.env, made.device, owned | kept)
+    is_split = in_place and made.split_watch is not None  # it cannot be twice
+    wrapped = made.module if is_split else made.wrapper.wrap(made.module, made.env, made.device, owned | kept)
     if kept:
         others = frozenset(name for name, _ in all_tensors(made.module)) - kept
         wrapped = replicating_wrapper().wrap(wrapped, made.env, made.device, others)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Container, Iterator
+from contextlib import suppress
 from types import FunctionType
 from typing import Any
 
@@ -80,7 +81,8 @@ def put_back(module: nn.Module) -> None:
     What FSDP2 has accumulated without exchanging it (`set_requires_gradient_sync(False)`) is lost with that forward.
     """
     if hasattr(type(module), "reset_iter_state"):
-        module.reset_iter_state()  # type: ignore[operator]
+        with suppress(AttributeError):  # what torch has not made yet: the first forward has not come so far
+            module.reset_iter_state()  # type: ignore[operator]
 
 
 def all_tensors(module: nn.Module, *, remove_duplicate: bool = False) -> Iterator[tuple[str, torch.Tensor]]:

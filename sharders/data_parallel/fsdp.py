@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dmp import Layout, ShardError, ShardingEnv, is_dtensor
+from dmp import Layout, ShardError, ShardingEnv, is_dtensor, join_name
 from sharders.data_parallel.blocks import (
     Units,
     calling_forward,
@@ -353,6 +353,7 @@ def _free_outdated(modules: Sequence[Any], stays: bool) -> Callable[[Any, Any], 
     written: list[int] = []
 
     def before(_: Any, args: Any) -> None:
+        _check_places(modules[-1], units)
         if torch.is_inference_mode_enabled():
             _gather_first(modules)
         now = [held.sharded_param._version for unit in units for held in unit.fsdp_params]
@@ -367,6 +368,26 @@ def _free_outdated(modules: Sequence[Any], stays: bool) -> Callable[[Any, Any], 
         written[:] = now
 
     return before
+
+
+def _check_places(root: nn.Module, units: Sequence[Any]) -> None:
+    """Whether modules hold what torch has put there, and would put there again.
+
+    Raises:
+        ShardError: something else is in a weight's place.
+    """
+    for unit in units:
+        for held in unit.fsdp_params:
+            place = held._module_info
+            found = place.module._parameters.get(place.param_name)
+            own = found is held.sharded_param or found is getattr(held, "_unsharded_param", held)
+            if not own and (unit._reset_sharded_params or not is_dtensor(found)):  # at first it takes what is split
+                path = next((path for path, m in root.named_modules() if m is place.module), "")
+                raise ShardError(
+                    f"{join_name(path, place.param_name)!r} was replaced after wrapping, where it is split, and FSDP2 "
+                    "would put back what it had: write into it under torch.no_grad() (copy_, load_state_dict), or "
+                    "replace it before wrapping"
+                )
 
 
 def _gather_first(modules: Sequence[Any]) -> None:
