@@ -241,7 +241,7 @@ def tied(mesh: str) -> None:
     env = test_dense_state.env_of(mesh)
     torch.manual_seed(0)
     model = DistributedModelParallel(Llama(tied=True, kv_heads=4), env)
-    for names in (["tok_embeddings.weight", "output.weight"], ["output.weight"], ["tok_embeddings.weight"]):
+    for names in (["tok_embeddings.weight", "output.weight"], ["tok_embeddings.weight"], ["output.weight"]):
         value = torch.randn(V, 32)
         with torch.no_grad():
             model(torch.zeros(1, 2, dtype=torch.int64))  # after a forward weights may lie whole
@@ -250,7 +250,12 @@ def tied(mesh: str) -> None:
         assert places[0]._parameters["weight"] is places[1]._parameters["weight"]
         got = full_state_dict(model)
         assert all(torch.equal(got[name], value) for name in ("tok_embeddings.weight", "output.weight")), names
-    full_optimizer_state_dict(model, torch.optim.AdamW(model.parameters()))
+    optimizer = torch.optim.AdamW(model.parameters())
+    full_optimizer_state_dict(model, optimizer)
+    model(torch.zeros(1, 2, dtype=torch.int64)).square().sum().backward()
+    optimizer.step()
+    assert len(full_optimizer_state_dict(model, optimizer)["state"]) == len(list(model.parameters()))
+    assert not torch.equal(full_state_dict(model)["output.weight"], value)
 
 
 @pytest.mark.parametrize("mesh", ["dp2", "shard2", "tp2"])

@@ -353,7 +353,8 @@ def _free_outdated(modules: Sequence[Any], stays: bool) -> Callable[[Any, Any], 
     written: list[int] = []
 
     def before(_: Any, args: Any) -> None:
-        _check_places(modules[-1], units)
+        if _take_replaced(modules[-1], units):
+            written.clear()
         if torch.is_inference_mode_enabled():
             _gather_first(modules)
         now = [held.sharded_param._version for unit in units for held in unit.fsdp_params]
@@ -370,24 +371,29 @@ def _free_outdated(modules: Sequence[Any], stays: bool) -> Callable[[Any, Any], 
     return before
 
 
-def _check_places(root: nn.Module, units: Sequence[Any]) -> None:
-    """Whether modules hold what torch has put there, and would put there again.
+def _take_replaced(root: nn.Module, units: Sequence[Any]) -> bool:
+    """Have torch take the chunks that were put in the place of others (`load_state_dict(assign=True)`); whether any.
 
     Raises:
-        ShardError: something else is in a weight's place.
+        ShardError: something else is in a weight's place, where torch would put back what it had.
     """
+    is_any = False
     for unit in units:
         for held in unit.fsdp_params:
             place = held._module_info
             found = place.module._parameters.get(place.param_name)
-            own = found is held.sharded_param or found is getattr(held, "_unsharded_param", held)
-            if not own and (unit._reset_sharded_params or not is_dtensor(found)):  # at first it takes what is split
+            if found is held.sharded_param or found is getattr(held, "_unsharded_param", held):
+                continue
+            if not is_dtensor(found):
                 path = next((path for path, m in root.named_modules() if m is place.module), "")
                 raise ShardError(
                     f"{join_name(path, place.param_name)!r} was replaced after wrapping, where it is split, and FSDP2 "
                     "would put back what it had: write into it under torch.no_grad() (copy_, load_state_dict), or "
                     "replace it before wrapping"
                 )
+            held.reset_sharded_param()
+            is_any = True
+    return is_any
 
 
 def _gather_first(modules: Sequence[Any]) -> None:
