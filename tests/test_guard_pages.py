@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 
 from sharders.embedding import columns
+from sharders.embedding.batch import Ids
 from sharders.embedding.columns import Placing, runs_of
+from sharders.embedding.input_checks import check_batch
 from sharders.embedding.lookup import numba_kernel, threads
 from sharders.embedding.lookup.bag_counts import bag_counts
 from sharders.embedding.lookup.bank import Bank, RowRange
@@ -230,6 +232,8 @@ def sorted_by_block(draw: Draw) -> None:
     assert torch.equal(*(of.moved(ids) for of in found))
     for of_bags in (lengths, found[0].lengths, lengths[:0]):
         assert bag_counts([of_bags], True) == bag_counts([of_bags], False)
+    batch = Ids(ids, lengths, (0, 1, 2))
+    assert check_batch(batch, rows, True, True) == check_batch(batch, rows, True)
 
 
 def run_cases(seed: int, at_begin: bool, seconds: float) -> None:

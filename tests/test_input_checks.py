@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from sharders.embedding import input_checks
 from sharders.embedding.batch import Ids
-from sharders.embedding.input_checks import check_batch
 from sharders.embedding.input_faults import Fault
 
 ROWS = (7, 5, 9, 3)
@@ -29,11 +30,13 @@ def _batch(form: str, dtype: torch.dtype) -> tuple[Ids, list[int]]:
     return Ids(torch.tensor([n - 1 for n in of_ids]).to(dtype), lengths, key_of), of_ids
 
 
+@pytest.mark.parametrize("compiles", [False, True])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("form", FORMS)
-def test_an_id_outside_is_found(form: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_id_outside_is_found(form: str, dtype: torch.dtype, compiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if form == "many, uneven":
         monkeypatch.setattr(input_checks, "_FEW_IDS", 0)
+    check_batch = partial(input_checks.check_batch, compiles=compiles)
     ids, limits = _batch(form, dtype)
     assert check_batch(ids, ROWS, True).counts == FORMS[form]
     for place, limit in enumerate(limits):
@@ -49,3 +52,32 @@ def test_an_id_outside_is_found(form: str, dtype: torch.dtype, monkeypatch: pyte
                 inside = check_batch(ids, ROWS, False).values
                 assert 0 <= int(inside[place]) < limit
             ids.values[place] = kept
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    ("lengths", "kind"),
+    [
+        ([[2, 1], [0, -1]], "length negative"),
+        ([[2, 1], [0, 5]], "length large"),
+        ([[2, 1], [0, 0]], "length sum"),
+        ([[torch.iinfo(torch.int32).min, 1], [0, 0]], "length negative"),
+        ([[torch.iinfo(torch.int32).max] * 2, [0, 0]], "length large"),
+    ],
+)
+def test_lengths_that_do_not_fit_are_found_before_ids_are_read(
+    lengths: list[list[int]], kind: str, dtype: torch.dtype, compiles: bool
+) -> None:
+    ids = Ids(torch.tensor([99, 0, 0, 0]), torch.tensor(lengths, dtype=dtype), (0, 1))
+    with pytest.raises(Fault) as found:
+        input_checks.check_batch(ids, (3, 3), True, compiles)
+    assert found.value.kind.name.lower().replace("_", " ") == kind
+
+
+@pytest.mark.parametrize("shape", [(0, 0), (2, 0), (0, 3)])
+def test_a_batch_without_lengths_has_no_ids(shape: tuple[int, int]) -> None:
+    for compiles in (False, True):
+        ids = Ids(torch.zeros(0, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64), tuple(range(shape[0])))
+        batch = input_checks.check_batch(ids, (3,) * shape[0], True, compiles)
+        assert (batch.counts, batch.shortest, batch.longest) == ((0,) * shape[0], 0, 0)

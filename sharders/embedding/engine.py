@@ -29,6 +29,7 @@ from sharders.embedding.input_checks import check_batch
 from sharders.embedding.input_dist import InputDist
 from sharders.embedding.input_faults import Fault, Kind
 from sharders.embedding.local_tables import TableStore
+from sharders.embedding.lookup.distinct import can_be_found
 from sharders.embedding.lookup.kernels import kernel_of
 from sharders.embedding.peers import find_peers
 from sharders.embedding.phases import GRADIENT, INPUT, TENSOR, LastStep, Spent, counted, phase
@@ -102,7 +103,7 @@ class Engine:
             env.axes("tensor"),
             self.peers.replicas if sync_interval > 1 else None,
         )
-        self._rows = [self.tables[f.table].rows for f in self.placement.features]
+        self._rows = tuple(self.tables[f.table].rows for f in self.placement.features)
         self._trainable = [t.trainable for t in tables]
         # What autograd sees of them: those that get a gradient, or one, so that the results want theirs.
         trained = [i for i, t in enumerate(tables) if t.trainable]
@@ -121,6 +122,7 @@ class Engine:
         dtype = torch.float64 if is_double else torch.float32
         wide = dtype == torch.float64 or any(t.rows >= 2**31 for t in self.tables)
         of_ids = wide, self.unpooled, self.store.kernel, self.store.sums_first
+        self._compiles = can_be_found(device, self.store.kernel)
         self.input_dist = InputDist(self.placement, self.peers, device, *of_ids)
         replicas = Replicas(self.store, self.peers, self.sync_interval)
         self.path = (UnpooledPath if self.unpooled else PooledPath)(self.input_dist, replicas, dtype, device)
@@ -298,7 +300,7 @@ class Engine:
             ShardError: a parameter of a table was replaced.
         """
         self.check_parameters()
-        whole = check_batch(parse(), self._rows, self.validate)
+        whole = check_batch(parse(), self._rows, self.validate, self._compiles)
         batch = cut_batch(whole, self.tensor, self.unpooled, spent)
         if self.store.local:
             # Its ids are read here until the backward pass, and the caller may use his tensors again before.

@@ -1,5 +1,5 @@
 """Ids sorted by row block, compiled by numba: which block of its table each lies in, keeping the order inside a block;
-and ids counted.
+and ids counted and checked.
 
 Addresses are integers. Arrays are int32 where nothing else is said.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from sharders.embedding.lookup.numba_compile import helper
 from sharders.embedding.lookup.numba_vectors import counted, read32, read32_at, read64, write32, write64
+
+_ANYTHING = (1 << 63) - 1
 
 
 def split_by_blocks(values, lengths, num_features, num_samples, bounds, num_blocks, out, out_lengths, places, starts):
@@ -57,6 +59,12 @@ def split_by_blocks(values, lengths, num_features, num_samples, bounds, num_bloc
 
 
 @helper
+def read_integer(integers, place, num_bytes):
+    """Of int32 or int64."""
+    return read32(integers, place) if num_bytes == 4 else read64(integers, place)
+
+
+@helper
 def _block_of(value, bounds, num_blocks):
     """By comparing with each: there are few."""
     block = 0
@@ -79,3 +87,43 @@ def count_bags(lengths, length_bytes, num_rows, num_samples, counts):
             filled += length > 0
         write64(counts, row, ids)
         write64(counts, num_rows + row, filled)
+
+
+def check_ids(values, value_bytes, num_values, lengths, length_bytes, num_keys, num_samples, limits, words):
+    """Whether an id lies outside its key's limit; 0 too where lengths do not fit, which `words` show.
+
+    Args:
+        values: (num_values,) int32 or int64, key by key.
+        lengths: (num_keys, num_samples), likewise.
+        limits: (num_keys,) int64: ids are less, and none is negative; the largest of all where they may be anything.
+        words: (num_keys + 2,) int64, written: the ids of each key, the smallest length and the largest.
+    """
+    shortest = longest = read_integer(lengths, 0, length_bytes)
+    total = 0
+    for key in range(num_keys):
+        count = 0
+        for bag in range(key * num_samples, (key + 1) * num_samples):
+            length = read_integer(lengths, bag, length_bytes)
+            count += length
+            shortest, longest = min(shortest, length), max(longest, length)
+        write64(words, key, count)
+        total += count
+    write64(words, num_keys, shortest)
+    write64(words, num_keys + 1, longest)
+    if shortest < 0 or longest > num_values or total != num_values:
+        return 0
+    first = 0
+    for key in range(num_keys):
+        stop, limit = first + read64(words, key), read64(limits, key)
+        if limit != _ANYTHING and first < stop:
+            least = most = read_integer(values, first, value_bytes)
+            if value_bytes == 4:
+                for place in range(first, stop):
+                    least, most = min(least, read32(values, place)), max(most, read32(values, place))
+            else:
+                for place in range(first, stop):
+                    least, most = min(least, read64(values, place)), max(most, read64(values, place))
+            if least < 0 or most >= limit:
+                return 1
+        first = stop
+    return 0
