@@ -67,6 +67,10 @@ class Channel(Protocol):
     size: int
     group: dist.ProcessGroup | None
 
+    tells_sizes: bool
+    """Whether from memory of the CPU it brings as much as was sent, without being told how much that is: what has no
+    fixed size may then travel with what tells of it."""
+
     def empty(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Flat memory to fill once and send from, for one exchange: others may read it after the transfer has ended
         here, so what was sent is not changed any more. It is used again when no tensor lies in it. What comes from
@@ -76,7 +80,7 @@ class Channel(Protocol):
         self,
         send: torch.Tensor,
         send_sizes: Sizes,
-        receive_sizes: Sizes,
+        receive_sizes: Sizes | None,
         out: torch.Tensor | None = None,
         landing: Any = None,
     ) -> Transfer:
@@ -84,7 +88,7 @@ class Channel(Protocol):
 
         Args:
             send: not to be changed before the transfer has ended.
-            receive_sizes: elements from each rank.
+            receive_sizes: elements from each rank; None where the channel `tells_sizes`, on all ranks alike.
             out: flat, takes what comes; made when absent.
             landing: where the answer is wanted; only one that this channel gave.
         """
@@ -162,6 +166,8 @@ def over_connections(group: dist.ProcessGroup | None, purpose: Purpose) -> Chann
 class GroupChannel:
     """A channel over a process group's collectives, or of this process alone. Any memory can be sent from."""
 
+    tells_sizes = False
+
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
         self.rank, self.size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
@@ -174,11 +180,12 @@ class GroupChannel:
         self,
         send: torch.Tensor,
         send_sizes: Sizes,
-        receive_sizes: Sizes,
+        receive_sizes: Sizes | None,
         out: torch.Tensor | None = None,
         landing: Any = None,
     ) -> Transfer:
         """See `Channel`."""
+        assert receive_sizes is not None, "collectives are told all sizes"
         if self.size == 1:
             return InFlight(send if out is None else out.copy_(send), receive_sizes)
         if out is None:

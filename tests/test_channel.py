@@ -115,6 +115,11 @@ def _same_through_memory() -> None:
         expected = connections.all_to_all(sent, sizes, receive_sizes).wait()
         assert torch.equal(second.wait(), expected + expected)
         assert torch.equal(first.wait(), expected) and torch.equal(first.wait(), expected)
+        untold = [memory.all_to_all(sent.clone(), sizes, None) for _ in range(2)]
+        assert torch.equal(torch.cat([untold[0].part(i) for i in range(size)]), expected)
+        untold[0].end()
+        assert torch.equal(untold[1].wait(), expected)
+        assert [untold[1].part(i).numel() for i in range(size)] == receive_sizes
         addend = torch.randn(1 + 400 * step, generator=own)
         total, like = addend.clone(), addend.clone()
         memory.sum(total)

@@ -20,11 +20,11 @@ import torch
 from torch._compile import _disable_dynamo
 
 from dmp import Calls, InputError, Layout, ShardError, ShardingEnv, ranks
-from sharders.channel import GroupChannel, Transport, over_group
+from sharders.channel import GroupChannel, Transfer, Transport, over_group
 from sharders.embedding.batch import Batch, Ids
 from sharders.embedding.call import Call, Sent
 from sharders.embedding.codec import AS_COMPUTED, Codecs
-from sharders.embedding.header import Handshake, Header
+from sharders.embedding.header import Behind, Handshake, Header
 from sharders.embedding.input_checks import check_batch
 from sharders.embedding.input_dist import InputDist
 from sharders.embedding.input_faults import Fault, Kind
@@ -193,7 +193,7 @@ class Engine:
                 ready = self._make_ready(parse, spent)
             except Exception as error:  # the others wait in the handshake: they are told, and this error is shown here
                 problem = error
-            headers = self._meet(ready, is_training, problem, here)
+            headers, came = self._meet(ready, is_training, problem, here)
             assert ready is not None, "what was wrong has been raised"
             words, touched = [header.words for header in headers], [header.touched for header in headers]
             call = Call(
@@ -209,7 +209,7 @@ class Engine:
                 touched if are_fewer(self.placement, touched, self.peers.is_flat, self.path.dtype.itemsize) else None,
                 here.number,
                 spent,
-                {"payload": self.payloads.all_to_all(ready.payload, ready.words, words)},
+                {"payload": came if came is not None else self.payloads.all_to_all(ready.payload, ready.words, words)},
             )
             self._open[call.number] = weakref.ref(call)
             if is_training:
@@ -311,8 +311,9 @@ class Engine:
 
     def _meet(
         self, ready: _Ready | None, is_training: bool, problem: Exception | None, here: ranks.entry
-    ) -> list[Header]:
-        """Headers of all ranks, once it is known that every rank is ready."""
+    ) -> tuple[list[Header], Transfer | None]:
+        """Headers of all ranks, once it is known that every rank is ready, and the payloads that came with them."""
+        behind: Behind | None = None
         if ready is None:
             fault = problem if isinstance(problem, Fault) else Fault(Kind.UNREADABLE)
             mine = [Header((0,), 0, is_training, False, False, 0, fault)] * len(self.peers.table_ranks)
@@ -322,8 +323,10 @@ class Engine:
             wants_gradient = ready.wants_weight_gradient
             sent = None, ready.sent.is_sparse, touched_at_most(self.placement, ready.batch)
             mine = [Header(sizes, n, is_training, is_weighted, wants_gradient, shared, *sent) for n in ready.words]
+            if self.input_dist.goes_along:
+                behind = Behind(ready.payload, [self.input_dist.room_for(n) for n in ready.words])
         try:
-            return self.handshake.exchange(mine, self.device, here)
+            return self.handshake.exchange(mine, self.device, here, behind)
         except InputError as error:
             if isinstance(problem, ShardError):  # of this rank's module, not of its batch
                 raise problem from error

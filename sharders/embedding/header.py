@@ -1,27 +1,36 @@
 """The first exchange of every call: sizes of what follows, and whatever any rank has found wrong.
 
 It has a fixed size for every module, so ranks that are at different modules, or have different plans, meet here and say
-so instead of hanging. A fault that one rank finds in its batch is raised on all of them. Where a batch has a size for
-each feature, a second exchange carries these: by then the ranks know that they are at one module.
+so instead of hanging. Where a channel tells sizes, payloads of any size come right behind: an exchange less in every
+call, 80 microseconds of 1,800 with 26 small tables on two ranks. A fault that one rank finds in its batch is raised on
+all of them. Where a batch has a size for each feature, a second exchange carries these: by then the ranks know that
+they are at one module.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
+import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
 from dmp import InputError, ranks
-from sharders.channel import Channel
+from sharders.channel import Channel, Sizes, Transfer
 from sharders.embedding.input_faults import Fault, Kind, packed, unpacked
 from sharders.embedding.touched_rows import NOTHING, Touched
 
 _WORDS = 13
 """Fingerprint, number of the entry, digest of backward passes; batch size, words, flags, checksum, touched (2); fault
 (4)."""
+
+_HEAD = struct.Struct(f"={_WORDS}q")
+HEAD_BYTES = _HEAD.size
+"""In front of each payload that travels with its header, all of which have a multiple of 8 bytes."""
 
 _OUT_OF_TURN = 1 << 56
 """Set in the fingerprint of `take_turn`, which has 56 bits."""
@@ -82,6 +91,23 @@ class Header:
         return f"{'trains' if self.is_training else 'does not train'} and has {weights}"
 
 
+class Behind(NamedTuple):
+    """Payloads that travel with their headers.
+
+    Args:
+        memory: flat, of the channel; for each rank `HEAD_BYTES`, which are written, and its payload.
+        sizes: elements for each rank, of the head too.
+    """
+
+    memory: torch.Tensor
+    sizes: Sizes
+
+
+def go_along(channel: Channel, device: torch.device) -> bool:
+    """Whether payloads travel with their headers."""
+    return channel.size > 1 and channel.tells_sizes and device.type == "cpu"
+
+
 class Handshake:
     """Headers of one module.
 
@@ -120,23 +146,28 @@ class Handshake:
         digest = hashlib.sha256((name + self._content + model).encode()).digest()
         self._fingerprint = int.from_bytes(digest[:7], "big")
 
-    def exchange(self, mine: Sequence[Header], device: torch.device, here: ranks.entry) -> list[Header]:
-        """Send a header to every rank; returns theirs.
+    def exchange(
+        self, mine: Sequence[Header], device: torch.device, here: ranks.entry, behind: Behind | None = None
+    ) -> tuple[list[Header], Transfer | None]:
+        """Send a header to every rank; returns theirs, and what has come behind them with the heads, if anything goes.
 
         Args:
             mine: for each rank.
             device: to send from.
             here: the call under way, which is counted alike from now on.
+            behind: payloads, where these `go_along`.
 
         Raises:
             InputError: on every rank alike, what any rank found, or how they differ.
         """
+        came: Transfer | None = None
         if self.size == 1:
             headers = list(mine)
         else:
             backwards = here.take_backwards()
             digest = zlib.crc32(repr(backwards).encode())
-            words = self._send([h.packed(self._fingerprint, here.number, digest) for h in mine], device)
+            rows = [h.packed(self._fingerprint, here.number, digest) for h in mine]
+            words, came = self._send(rows, device, behind)
             here.align(max(w[1] for w in words))
             if any(w[0] != self._fingerprint for w in words):
                 self._of_all_copies((self.rank_names[0], Fault(Kind.ELSEWHERE)), device)
@@ -159,8 +190,8 @@ class Handshake:
         if found is not None:
             raise found[1].error(self.features, self.name, found[0])
         if any(header.batch_sizes == (_PER_FEATURE,) for header in headers):
-            return self._with_sizes(headers, mine[0].batch_sizes, device)
-        return headers
+            headers = self._with_sizes(headers, mine[0].batch_sizes, device)
+        return headers, came
 
     def take_turn(self, doing: str, device: torch.device, here: ranks.entry) -> None:
         """Meet before what is unusual, lest another rank do something else in its place; one exchange.
@@ -173,17 +204,31 @@ class Handshake:
             RanksError: on every rank: they do something else.
         """
         turn, digest = self._fingerprint ^ _OUT_OF_TURN, zlib.crc32(doing.encode())
-        words = self._send([[turn, here.number, digest, *[0] * (_WORDS - 3)]] * self.size, device)
+        words, _ = self._send([[turn, here.number, digest, *[0] * (_WORDS - 3)]] * self.size, device)
         here.align(max(w[1] for w in words))
         if any(w[0] != turn or w[2] != digest for w in words):
             self._raise_mismatch(here.name, doing)
 
-    def _send(self, rows: Sequence[Sequence[int]], device: torch.device) -> list[list[int]]:
-        """A row of `_WORDS` to each rank; theirs."""
-        send = torch.tensor(rows, dtype=torch.int64, device=device).view(-1)
-        sizes = [_WORDS] * self.size
-        came: list[list[int]] = self.channel.all_to_all(send, sizes, sizes).wait().view(self.size, _WORDS).tolist()
-        return came
+    def _send(
+        self, rows: Sequence[Sequence[int]], device: torch.device, behind: Behind | None = None
+    ) -> tuple[list[Sequence[int]], Transfer | None]:
+        """A row of `_WORDS` to each rank; theirs, and what has come where payloads go along."""
+        if not go_along(self.channel, device):
+            send = torch.tensor(rows, dtype=torch.int64, device=device).view(-1)
+            sizes = [_WORDS] * self.size
+            words = self.channel.all_to_all(send, sizes, sizes).wait().view(self.size, _WORDS).tolist()
+            return words, None
+        if behind is None:
+            memory = self.channel.empty(self.size * _WORDS, torch.int64, device)
+            behind = Behind(memory, [_WORDS] * self.size)
+        at, item = behind.memory.data_ptr(), behind.memory.itemsize
+        for row, count in zip(rows, behind.sizes, strict=True):
+            ctypes.memmove(at, _HEAD.pack(*row), HEAD_BYTES)
+            at += count * item
+        transfer = self.channel.all_to_all(behind.memory, behind.sizes, None)
+        transfer.wait()
+        of_ranks = (transfer.part(rank).data_ptr() for rank in range(self.size))
+        return [_HEAD.unpack(ctypes.string_at(at, HEAD_BYTES)) for at in of_ranks], transfer
 
     def _with_sizes(self, headers: Sequence[Header], mine: tuple[int, ...], device: torch.device) -> list[Header]:
         """The headers, with a batch size for each feature; one exchange."""

@@ -4,7 +4,7 @@
 A payload is one flat integer tensor: for each slot of the receiver the lengths of the sender's bags `(S, B)`, or the
 number of its ids `(S, 1)` where results are rows; then the ids slot by slot (relative to their row block), then the
 weights' bits when there are any; on two shard axes last the tables whose bags may go straight, see stages.py. Words are
-32-bit unless a table has more rows or is float64. Sizes travel before, in a header of fixed size.
+32-bit unless a table has more rows or is float64. Sizes travel before, in a header of fixed size, or right in front.
 The order of keys is taken from every batch; what depends on it is compiled once for each order met.
 
 [Note: distinct rows]
@@ -26,6 +26,7 @@ import torch
 
 from sharders.embedding.batch import Batch
 from sharders.embedding.call import Call, Places, Sent, Span, once_per_call
+from sharders.embedding.header import HEAD_BYTES, go_along
 from sharders.embedding.lookup.bag_counts import bag_counts
 from sharders.embedding.lookup.bucketize import Bucketizer
 from sharders.embedding.lookup.distinct import can_be_found, distinct_rows
@@ -144,7 +145,10 @@ class InputDist:
         self._num_blocks = max(map(len, bounds), default=1) - 1
         self._by_partials = any(placement.by_partials)
         self._in_split = {f: i for i, f in enumerate(self.split_features)}
-        self._channel, self._device = peers.exchange, device
+        self.goes_along = go_along(peers.headers, device)
+        """Whether payloads travel with their headers, for which there is room in front of each."""
+        self._head = HEAD_BYTES // self.word.itemsize * self.goes_along
+        self._channel, self._device = peers.headers if self.goes_along else peers.exchange, device
         self._compiles = can_be_found(device, kernel)
         can_join = unpooled and peers.exchange.size > 1 and self._compiles
         self._joins = sums_first if can_join else lambda: False
@@ -188,23 +192,34 @@ class InputDist:
             counts = [orders[is_split].counts[index] for is_split, index in sources]
             cuts = [(orders[s], orders[s].starts[first], orders[s].starts[last + 1]) for s, first, last in runs]
             sent.lengths.append(lengths[at : at + len(sources)])
-            parts.append(sent.lengths[-1].reshape(-1))
-            parts += [ids.values[a:b] for ids, a, b in cuts]
-            parts += [ids.weights[a:b] for ids, a, b in cuts if ids.weights is not None]
-            parts += marks
+            of_rank = [sent.lengths[-1].reshape(-1), *(ids.values[a:b] for ids, a, b in cuts)]
+            of_rank += [ids.weights[a:b] for ids, a, b in cuts if ids.weights is not None]
             at += len(sources)
             num_marks = 0 if self._two_stages is None else self._two_stages.num_words
             words.append(len(sources) * batch.batch_size + sum(counts) * (1 if bits is None else 2) + num_marks)
+            parts += self._in_its_room([*of_rank, *marks], words[-1])
             sent.counts.append(counts)
             if self._by_partials:
                 sent.bags.append([orders[1].bags[index] if is_split else 0 for is_split, index in sources])
             if with_places:
                 places = [ids.places[a:b] for ids, a, b in cuts if ids.places is not None]
                 sent.weight_places.append(torch.cat(places) if places else batch.places[:0])
-        return self._payload(parts, sum(words)), words, sent
+        return self._payload(parts, words), words, sent
 
-    def _payload(self, parts: Sequence[torch.Tensor], count: int) -> torch.Tensor:
-        """The parts, of so many words, in memory that they are sent from."""
+    def room_for(self, words: int) -> int:
+        """Of a payload, for the head in front, and filled up to 8 bytes, where it goes along with its header."""
+        return -(-(self._head + words) // 2) * 2 if self.goes_along else words
+
+    def _in_its_room(self, parts: list[torch.Tensor], words: int) -> list[torch.Tensor]:
+        """A payload's parts, of so many words, and what is around them."""
+        if not self.goes_along:
+            return parts
+        filling = parts[0].new_empty(self._head), parts[0].new_empty(self.room_for(words) - words - self._head)
+        return [filling[0], *parts, filling[1]]
+
+    def _payload(self, parts: Sequence[torch.Tensor], words: Sequence[int]) -> torch.Tensor:
+        """The parts, of the payloads of so many words, in memory that they are sent from."""
+        count = sum(map(self.room_for, words))
         memory = self._channel.empty(count, self.word, self._device)
         return torch.cat(list(parts), out=memory) if count else memory
 
@@ -225,13 +240,13 @@ class InputDist:
                 shift = 0 if is_split else row_starts[slot.feature] - ids.start
                 spans.append(Span(is_split, rows, ids, shift))
             sent.spans.append(spans)
-        heads = torch.tensor([n for counts in sent.counts for n in counts], dtype=self.word, device=self._device)
-        parts: list[torch.Tensor] = []
-        for head, runs in zip(heads.split([*map(len, sent.counts)]), compiled.runs, strict=True):
-            cuts = [(sent_ids[s], sent_ids[s].starts[first], sent_ids[s].starts[last + 1]) for s, first, last in runs]
-            parts += [head, *(ids.values[a:b] for ids, a, b in cuts)]
+        numbers = torch.tensor([n for counts in sent.counts for n in counts], dtype=self.word, device=self._device)
         words = [len(counts) + sum(counts) for counts in sent.counts]
-        return self._payload(parts, sum(words)), words, sent
+        parts: list[torch.Tensor] = []
+        for of_rank, runs, num in zip(numbers.split([*map(len, sent.counts)]), compiled.runs, words, strict=True):
+            cuts = [(sent_ids[s], sent_ids[s].starts[first], sent_ids[s].starts[last + 1]) for s, first, last in runs]
+            parts += self._in_its_room([of_rank, *(ids.values[a:b] for ids, a, b in cuts)], num)
+        return self._payload(parts, words), words, sent
 
     def _compiled_for(self, batch: Batch) -> _Compiled:
         """The oldest goes where there are too many: an order of keys that changes with every batch never comes back."""
@@ -247,8 +262,11 @@ class InputDist:
         """What all ranks have sent here, once it has come."""
         weighted = call.batch.weights is not None and not self.unpooled
         lengths, ids, weights = [], [], []
-        parts, straight = call.payload.wait().split(call.words), frozenset[int]()
+        rooms, straight = [*map(self.room_for, call.words)], frozenset[int]()
+        parts: Sequence[torch.Tensor] = call.payload.wait().split(rooms)
         del call.kept["payload"]
+        if self.goes_along:
+            parts = [part[self._head : self._head + words] for part, words in zip(parts, call.words, strict=True)]
         if self._two_stages is not None:
             parts, straight = self._two_stages.agreed(parts)
         for part, samples in zip(parts, call.samples, strict=True):

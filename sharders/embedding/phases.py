@@ -98,7 +98,7 @@ class Counted:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self.rank, self.size, self.group = channel.rank, channel.size, channel.group
-        self.empty, self.landing = channel.empty, channel.landing
+        self.empty, self.landing, self.tells_sizes = channel.empty, channel.landing, channel.tells_sizes
 
     def all_to_all(self, send: torch.Tensor, send_sizes: Sizes, *rest: Any, **options: Any) -> Transfer:
         """See `Channel`."""

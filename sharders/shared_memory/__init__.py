@@ -7,6 +7,7 @@ In reading order:
 - `cores`: how many this process has
 - `waiting`: a wait for another process, by futex, which ends when that process does
 - `landing`: memory that others write an answer in
+- `transfer`: an exchange that is under way
 - `memory_channel`: the exchanges
 - `opening`: which ranks share a host, and whether they can share memory
 """

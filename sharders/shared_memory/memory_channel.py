@@ -7,7 +7,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -16,10 +16,11 @@ import torch.distributed as dist
 from dmp import RanksError
 from sharders.shared_memory.landing import LANDED, MemoryLanding
 from sharders.shared_memory.segment import SLOTS, Block, Pool, Segment, tensor_in
+from sharders.shared_memory.transfer import ALL_TO_ALL, MemoryTransfer, copy
 from sharders.shared_memory.waiting import Looking, Process, poll_memory, wake
 
-_ALL_TO_ALL, _ALL_GATHER, _SUM = 1, 2, 3
-_NAMES = {_ALL_TO_ALL: "an all-to-all", _ALL_GATHER: "an all-gather", _SUM: "a sum"}
+_ALL_GATHER, _SUM = 2, 3
+_NAMES = {ALL_TO_ALL: "an all-to-all", _ALL_GATHER: "an all-gather", _SUM: "a sum"}
 _SUMMED_WHOLE_BYTES = 32 << 10
 """Up to here every rank adds everything; beyond, each its part."""
 
@@ -46,6 +47,8 @@ class MemoryChannel:
         otherwise: a channel over connections, for what does not lie in this host's memory.
     """
 
+    tells_sizes = True
+
     def __init__(
         self,
         group: dist.ProcessGroup,
@@ -62,7 +65,7 @@ class MemoryChannel:
         self._segments = [mine if peer is None else peer.segment for peer in peers]
         self._looking = Looking(self.size)
         self._pool = Pool(mine, self._is_done)
-        self._nowhere = [0] * self.size
+        self._nowhere, self._unknown = [0] * self.size, [-1] * self.size
         self._lock, self._number, self._pid = threading.Lock(), 0, os.getpid()
         self._open: list[weakref.ref[MemoryTransfer] | None] = [None] * SLOTS
         self._is_closed = False
@@ -92,7 +95,7 @@ class MemoryChannel:
         self,
         send: torch.Tensor,
         send_sizes: Sequence[int],
-        receive_sizes: Sequence[int],
+        receive_sizes: Sequence[int] | None,
         out: torch.Tensor | None = None,
         landing: MemoryLanding | None = None,
     ) -> Any:
@@ -100,14 +103,16 @@ class MemoryChannel:
         if send.device.type != "cpu":
             return self._otherwise().all_to_all(send, send_sizes, receive_sizes, out)
         item, me = send.element_size(), self.rank
-        sizes, expected = [n * item for n in send_sizes], [n * item for n in receive_sizes]
+        sizes = [n * item for n in send_sizes]
         send = send.contiguous()
-        assert send.numel() * item == sum(sizes) and send_sizes[me] == receive_sizes[me]
-        assert out is None or (out.numel() * item == sum(expected) and out.is_contiguous())
+        assert send.numel() * item == sum(sizes)
+        assert receive_sizes is None or send_sizes[me] == receive_sizes[me]
+        assert out is None or (receive_sizes is not None and out.numel() == sum(receive_sizes) and out.is_contiguous())
         block, starts, _lease = self._placed(send, sizes)
         own = send[sum(send_sizes[:me]) : sum(send_sizes[: me + 1])]
-        number = self._publish(_ALL_TO_ALL, starts, sizes, block, landing.starts if landing else None)
-        return self._begun(MemoryTransfer(self, number, receive_sizes, own, out, landing=landing))
+        number = self._publish(ALL_TO_ALL, starts, sizes, block, landing.starts if landing else None)
+        expected = receive_sizes if receive_sizes is not None else self._unknown
+        return self._begun(MemoryTransfer(self, number, expected, own, out, landing=landing))
 
     def landing(
         self, sizes: Sequence[int], tail: int, dtype: torch.dtype, device: torch.device
@@ -137,7 +142,7 @@ class MemoryChannel:
             block = self._pool.block_at(own.data_ptr()) if own.numel() else None
         first = own.data_ptr() - self._mine.address if block else 0
         starts = [at if at & LANDED else first + at for at in starts]
-        number = self._publish(_ALL_TO_ALL, starts, sizes, block)
+        number = self._publish(ALL_TO_ALL, starts, sizes, block)
         expected = [n // own.element_size() for n in landing.sizes]
         out = landing.flat[: sum(expected)]
         return self._begun(MemoryTransfer(self, number, expected, own[:0], out, lands_at=landing.starts))
@@ -156,10 +161,10 @@ class MemoryChannel:
             return out
         nbytes = send.numel() * send.element_size()
         number = self._share(_ALL_GATHER, send.contiguous(), nbytes)
-        _copy(out.data_ptr() + self.rank * nbytes, send.contiguous().data_ptr(), nbytes)
+        copy(out.data_ptr() + self.rank * nbytes, send.contiguous().data_ptr(), nbytes)
         for peer in self._others:
-            start, _ = self.arrival(peer, number, _ALL_GATHER, nbytes)
-            _copy(out.data_ptr() + peer * nbytes, self._segments[peer].address + start, nbytes)
+            start, *_ = self.arrival(peer, number, _ALL_GATHER, nbytes)
+            copy(out.data_ptr() + peer * nbytes, self._segments[peer].address + start, nbytes)
         self.let_go(number)
         return out
 
@@ -184,9 +189,9 @@ class MemoryChannel:
             number = self._share(_SUM, part, sizes[self.rank])
             flat[first:stop].copy_(part)
             for peer in self._others:
-                start, _ = self.arrival(peer, number, _SUM, sizes[peer])
+                start, *_ = self.arrival(peer, number, _SUM, sizes[peer])
                 at = flat.data_ptr() + cuts[peer] * flat.element_size()
-                _copy(at, self._segments[peer].address + start, sizes[peer])
+                copy(at, self._segments[peer].address + start, sizes[peer])
             self.let_go(number)
         if flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat.view_as(tensor))
@@ -219,7 +224,7 @@ class MemoryChannel:
         for rank in range(self.size):
             addend = flat
             if rank != self.rank:
-                start, _ = self.arrival(rank, number, _SUM, nbytes)
+                start, *_ = self.arrival(rank, number, _SUM, nbytes)
                 addend = self._segments[rank].view(start, flat.numel(), flat.dtype)
             total = addend[first:stop].clone() if total is None else total.add_(addend[first:stop])
         assert total is not None
@@ -232,7 +237,7 @@ class MemoryChannel:
         """Show all others the same; returns the exchange's number."""
         with self._lock:
             block, _lease = self._pool.take(nbytes)
-        _copy(self._mine.address + block.start, flat.data_ptr(), nbytes)
+        copy(self._mine.address + block.start, flat.data_ptr(), nbytes)
         return self._publish(kind, [block.start] * self.size, [nbytes] * self.size, block)
 
     def _placed(self, send: torch.Tensor, sizes: Sequence[int]) -> tuple[Block | None, list[int], Any]:
@@ -251,8 +256,8 @@ class MemoryChannel:
         before = sum(sizes[: self.rank])
         after = before + sizes[self.rank]
         to = self._mine.address + block.start
-        _copy(to, address, before)
-        _copy(to + before, address + after, total - after)
+        copy(to, address, before)
+        copy(to + before, address + after, total - after)
         at = block.start
         for rank, n in enumerate(sizes):
             starts.append(at)
@@ -328,8 +333,12 @@ class MemoryChannel:
     def _await(self, peer: Peer, is_there: Callable[[], bool], word: ctypes.c_uint32, address: int) -> None:
         poll_memory(is_there, word, address, peer.process, peer.rank, self._group, self._looking)
 
-    def arrival(self, rank: int, number: int, kind: int, nbytes: int) -> tuple[int, int]:
-        """Where in a rank's segment that is which it has for this one, once it is there, and where it wants the answer.
+    def arrival(self, rank: int, number: int, kind: int, nbytes: int) -> tuple[int, int, int]:
+        """Where in a rank's segment that is which it has for this one, once it is there, where it wants the answer, and
+        how many bytes it has sent.
+
+        Args:
+            nbytes: that are expected; less than 0: any number.
 
         Raises:
             RanksError: it sends something else.
@@ -342,108 +351,10 @@ class MemoryChannel:
             self._await(peer, lambda: segment.has_published(number), *there)
         row = segment.row(number)
         sent = row[2 + self.size + self.rank]
-        if row[1] != kind or sent != nbytes:
+        if row[1] != kind or sent != nbytes >= 0:
+            expected = f"{_NAMES[kind]} with {nbytes if nbytes >= 0 else 'any number of'} bytes from there"
             raise RanksError(
                 f"the ranks are not in the same exchange: rank {peer.rank} sends {sent} bytes in {_NAMES[row[1]]}, "
-                f"where {_NAMES[kind]} with {nbytes} bytes from there is under way here; all ranks of a group must "
-                "make the same calls in the same order"
+                f"where {expected} is under way here; all ranks of a group must make the same calls in the same order"
             )
-        return row[2 + self.rank], row[2 + 2 * self.size + self.rank]
-
-
-class MemoryTransfer:
-    """An all-to-all in flight: what the others send is read when it is waited for.
-
-    Args:
-        sizes: elements from each rank.
-        own: this rank's part.
-        out: takes what comes; made when it is waited for where there is none.
-        landing: takes where the others want the answer.
-        lands_at: where they write, of an answer; `out` begins there.
-    """
-
-    __slots__ = (
-        *("__weakref__", "_channel", "_has_all", "_is_open", "_landing", "_lands_at", "_out", "_own", "_sizes"),
-        *("_starts", "number"),
-    )
-
-    def __init__(
-        self,
-        channel: MemoryChannel,
-        number: int,
-        sizes: Sequence[int],
-        own: torch.Tensor,
-        out: torch.Tensor | None,
-        landing: MemoryLanding | None = None,
-        lands_at: Sequence[int] = (),
-    ) -> None:
-        self._channel, self.number, self._sizes, self._own, self._out = channel, number, list(sizes), own, out
-        self._landing, self._lands_at = landing, lands_at
-        self._starts: dict[int, int] = {}
-        self._is_open, self._has_all = True, False
-
-    def wait(self) -> torch.Tensor:
-        """See `Transfer`."""
-        if not self._has_all:
-            assert self._is_open, "what came was given up"
-            out = self._out = self._own.new_empty(sum(self._sizes)) if self._out is None else self._out
-            item, address = out.element_size(), out.data_ptr()
-            first = [0, *accumulate(n * item for n in self._sizes)]
-            me = self._channel.rank
-            _copy(address + first[me], self._own.data_ptr(), self._own.nbytes)
-            for rank in self._channel.others():
-                start = self._start(rank)
-                if not start & LANDED:
-                    _copy(address + first[rank], self._channel.address(rank) + start, first[rank + 1] - first[rank])
-                elif start ^ LANDED != (self._lands_at or first)[rank]:
-                    raise RanksError(
-                        f"rank {rank} of the group has written the answer to another exchange than that which is under "
-                        "way here; all ranks of a group must make the same calls in the same order"
-                    )
-            self._has_all, self._own = True, out[:0]  # what was sent is no longer held
-            self.end()
-        assert self._out is not None
-        return self._out
-
-    def part(self, rank: int) -> torch.Tensor:
-        """See `Transfer`."""
-        count = self._sizes[rank]
-        if self._has_all or self._lands_at:
-            start = sum(self._sizes[:rank])
-            return self.wait()[start : start + count]
-        if rank == self._channel.rank:
-            return self._own
-        return self._channel.view(rank, self._start(rank), count, self._own.dtype)
-
-    def end(self) -> None:
-        """See `Transfer`."""
-        if self._is_open:
-            for rank in self._channel.others():
-                self._start(rank)
-            self._is_open = False
-            self._channel.let_go(self.number)
-
-    def _start(self, rank: int) -> int:
-        """Where a rank's part is, once it is there."""
-        if rank not in self._starts:
-            nbytes = self._sizes[rank] * self._own.element_size()
-            self._starts[rank], landing = self._channel.arrival(rank, self.number, _ALL_TO_ALL, nbytes)
-            if self._landing is not None:
-                self._landing.wanted[rank] = landing, nbytes
-        return self._starts[rank]
-
-    def keep(self) -> None:
-        """Copy out what has come, unless that was read where it lies."""
-        if self._is_open:
-            self.wait()
-
-    def __del__(self) -> None:
-        """One that nobody waits for holds up nobody."""
-        if self._is_open:
-            self._channel.let_go(self.number)
-
-
-def _copy(to: int, source: int, nbytes: int) -> None:
-    """Lets other threads run meanwhile."""
-    if nbytes:
-        ctypes.memmove(to, source, nbytes)
+        return row[2 + self.rank], row[2 + 2 * self.size + self.rank], sent
