@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from sharders.embedding import columns
-from sharders.embedding.batch import Ids
+from sharders.embedding.batch import Batch, Ids
 from sharders.embedding.columns import Placing, runs_of
 from sharders.embedding.input_checks import check_batch
 from sharders.embedding.lookup import numba_kernel, threads
@@ -31,6 +31,7 @@ from sharders.embedding.lookup.distinct import distinct_rows, spread
 from sharders.embedding.lookup.kernels import Lookup, can_place, compile_lookup
 from sharders.embedding.lookup.optimizers import OptimizerSpec
 from sharders.embedding.lookup.reads import Bags, Given, Segmented
+from sharders.embedding.packing import Packable, Packing
 from sharders.embedding.partial_columns import PartialColumns
 from sharders.embedding.ragged import Columns
 from tests.guard_pages import GuardedMemory
@@ -236,6 +237,49 @@ def sorted_by_block(draw: Draw) -> None:
     assert check_batch(batch, rows, True, True) == check_batch(batch, rows, True)
 
 
+def packed(draw: Draw) -> None:
+    """Slots of whole keys and of row blocks on some ranks, several of which may get the same; weights are positions."""
+    rows, samples = [draw.one((1, 7, 90, 5000)) for _ in range(3)], draw.one((0, 1, 3, 9))
+    lengths = torch.stack([draw.lengths(samples) for _ in rows]).to(draw.one((torch.int32, torch.int64)))
+    counts = lengths.sum(1).tolist()
+    dtype, head = draw.one((torch.int32, torch.int64)), draw.one((0, 26))
+    ids = torch.cat([draw.ids(n, r, dtype) for n, r in zip(counts, rows, strict=True)])
+    weights = torch.arange(len(ids), dtype=torch.int32) if draw.below(2) else None
+    of_ranks: list[list[Packable]] = [[] for _ in range(draw.one((1, 2, 5)))]
+    for feature in range(5):
+        key = draw.below(len(rows))
+        cut = draw.below(rows[key] + 1)
+        blocks = [(0, cut), (cut, rows[key])] if draw.below(2) else [(0, -1)]
+        for low, high in blocks * draw.one((1, 2)):
+            draw.one(of_ranks).append(Packable(feature, key, low, high))
+    batch = Batch(ids, lengths, (), weights, counts=tuple(counts))
+    packing = Packing(of_ranks, head)
+    out = torch.full((packing.room(batch),), -1, dtype=torch.int32)
+    found = packing(batch, weights, True, out)
+    bags = [of_key.split(of.tolist()) for of_key, of in zip(ids.split(counts), lengths, strict=True)]
+    places = [
+        of_key.split(of.tolist()) for of_key, of in zip(torch.arange(len(ids)).split(counts), lengths, strict=True)
+    ]
+    at = 0
+    for slots, words, its_counts, its_bags, its_lengths in zip(of_ranks, *found[1:], strict=True):
+        chosen = [
+            [(of >= low) & (of < high) if high >= 0 else of >= 0 for of in bags[key]] for _, key, low, high in slots
+        ]
+        of_lengths = [[int(of.sum()) for of in of_slot] for of_slot in chosen]
+        assert its_lengths.tolist() == of_lengths and its_counts == [*map(sum, of_lengths)]
+        filled = [[n > 0 for n in of if slot.high >= 0] for of, slot in zip(of_lengths, slots, strict=True)]
+        assert its_bags == [*map(sum, filled)]
+        expected = [n for of in of_lengths for n in of]
+        for of_keys, less in ((bags, 1), (places, 0)) if weights is not None else ((bags, 1),):
+            for slot, masks in zip(slots, chosen, strict=True):
+                for of, mask in zip(of_keys[slot.key], masks, strict=True):
+                    expected += (of[mask] - slot.low * less).tolist()
+        at += head
+        assert out[at : at + words].tolist() == expected
+        at += words + (words & 1 if head else 0)
+    assert found.filled == at
+
+
 def run_cases(seed: int, at_begin: bool, seconds: float) -> None:
     """As many as there is time for."""
     faulthandler.enable()
@@ -260,6 +304,7 @@ def run_cases(seed: int, at_begin: bool, seconds: float) -> None:
             placed(draw)
             added_up(draw)
             sorted_by_block(draw)
+            packed(draw)
             number += 1
     print(f"cases: {number}", flush=True)
     os._exit(0)  # threads that end with the interpreter cannot give their tensors' memory back

@@ -54,6 +54,8 @@ def kjt(kind: str, change: str = "") -> Any:
         weights = None
     elif change == "weights of another length":
         weights = torch.ones(len(ids) + 1)
+    elif change == "weights of two dims":
+        weights = torch.ones(len(ids), 1)
     elif change == "integer weights":
         weights = torch.ones(len(ids), dtype=torch.int64)
     elif change == "a key twice":
@@ -175,6 +177,7 @@ KEYED = {
     "negative id": ["'a'", "-7", "13 rows"],
     "float ids": ["int32 or int64", "float32"],
     "int8 ids": ["int32 or int64", "int8"],
+    "ids of two dims": ["1 dim", "got 2"],
     "lengths do not add up": ["sum to"],
     "too few lengths": ["lengths"],
     "negative length": ["'a'", "negative length -1"],
@@ -192,6 +195,7 @@ WEIGHTED = {
     "no weights": ["weighted", "no weights"],
     "weights of another length": ["weights", "ids"],
     "integer weights": ["floating point", "int64"],
+    "weights of two dims": ["1 dim", "got 2"],
 }
 CASES = {
     "ebc": KEYED,
@@ -242,8 +246,6 @@ def test_one_process_raises_the_same(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "change"),
     [
-        ("ebc", "ids of two dims"),
-        ("ec", "ids of two dims"),
         ("bag_weighted", "offsets in a list"),
         ("bag_weighted", "offsets of two dims"),
         ("bag_weighted", "weights in a list"),

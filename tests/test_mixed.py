@@ -187,7 +187,7 @@ def _counted(layout: Layout) -> int:
 
 @pytest.mark.filterwarnings("ignore:For backward hooks to be called", "ignore:Full backward hook is firing")
 def test_a_tensor_axis_adds_one_exchange_to_each_module() -> None:
-    assert run_ranks(2, _counted, row_wise()) == [2 * (3 + 1)] * 2
+    assert run_ranks(2, _counted, row_wise()) == [2 * (2 + 1)] * 2
     assert run_ranks(2, _counted, data_parallel()) == [2 * (1 + 1)] * 2
 
 

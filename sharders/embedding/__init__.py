@@ -20,6 +20,7 @@
 - `input_faults`: faults of a batch as integers that travel
 - `header`: the first exchange: sizes, faults, mismatches
 - `stages`: results of row blocks on two shard axes, in two stages or straight, table by table
+- `packing`: ids packed for all ranks in one compiled call
 - `input_dist`: input dist: ids to the ranks that own their rows
 - `received`: what has come of all ranks' batches
 - `local_tables`: what one rank holds of a module's tables

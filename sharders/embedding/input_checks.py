@@ -33,6 +33,9 @@ def check_batch(ids: Ids, rows: Sequence[int], is_strict: bool, compiles: bool =
     """
     if ids.values.dtype not in INTEGERS:
         raise Fault(Kind.ID_DTYPE, value=dtype_index(ids.values.dtype))
+    dims = [of.dim() for of in (ids.values, ids.weights) if of is not None]
+    if dims != [1] * len(dims):
+        raise Fault(Kind.ID_DIMS, value=max(dims))
     num_keys, count = ids.lengths.shape[0], ids.values.numel()
     compiles = compiles and ids.lengths.numel() > 0 and all(map(_is_read_by_address, (ids.values, ids.lengths)))
     words, is_outside = _looked_through(ids, rows) if compiles else (_counted(ids.lengths), True)

@@ -30,6 +30,7 @@ from sharders.embedding.header import HEAD_BYTES, go_along
 from sharders.embedding.lookup.bag_counts import bag_counts
 from sharders.embedding.lookup.bucketize import Bucketizer
 from sharders.embedding.lookup.distinct import can_be_found, distinct_rows
+from sharders.embedding.packing import Packable, Packing
 from sharders.embedding.peers import Peers
 from sharders.embedding.placement import Placement, Slot
 from sharders.embedding.received import Received, is_even
@@ -46,13 +47,15 @@ class _Compiled:
     """For one order of keys: rows of lengths for all slots, and (is_split, first, last) runs of ids, by destination.
 
     `num_rows`: of each key, and of each (row block, split feature), as many as its ids address; 0 where nobody is sent
-    them.
+    them. `packing`: where one call packs all. `of_segments`: of each (row block, split feature) a (destination, slot).
     """
 
     rows: torch.Tensor
     runs: list[list[tuple[bool, int, int]]]
     sources: list[list[tuple[bool, int]]]
     num_rows: tuple[list[int], list[int]]
+    packing: Packing | None
+    of_segments: list[tuple[int, int]]
 
     @cached_property
     def in_order(self) -> tuple[list[list[tuple[bool, int]]], list[list[tuple[bool, int, int]]]]:
@@ -153,6 +156,9 @@ class InputDist:
         can_join = unpooled and peers.exchange.size > 1 and self._compiles
         self._joins = sums_first if can_join else lambda: False
         self._two_stages = None if peers.outer.size == 1 or not self._by_partials else self._staged(peers)
+        of_cpu = self._compiles and not (wide or unpooled) and self._two_stages is None
+        self._packs = of_cpu and Packing.can(bounds) and any(placement.slots)
+        self._num_segments = self._num_blocks * len(self.split_features)
 
     def send(self, batch: Batch, with_places: bool) -> tuple[torch.Tensor, list[int], Sent]:
         """The payloads for every rank of the exchange, one after the other, their words, and what is to be known later.
@@ -164,6 +170,8 @@ class InputDist:
         compiled = self._compiled_for(batch)
         weights = batch.weights
         bits = None if weights is None else weights.detach().to(self.real).contiguous().view(self.word)
+        if compiled.packing is not None and not with_places and batch.values.device.type == "cpu":
+            return self._pack(compiled, compiled.packing, batch, bits)
         by_key = _Ordered(
             batch.values.to(self.word),
             bits,
@@ -205,6 +213,18 @@ class InputDist:
                 places = [ids.places[a:b] for ids, a, b in cuts if ids.places is not None]
                 sent.weight_places.append(torch.cat(places) if places else batch.places[:0])
         return self._payload(parts, words), words, sent
+
+    def _pack(
+        self, compiled: _Compiled, packing: Packing, batch: Batch, bits: torch.Tensor | None
+    ) -> tuple[torch.Tensor, list[int], Sent]:
+        """The same by one compiled call."""
+        memory = self._channel.empty(packing.room(batch), self.word, self._device)
+        packed = packing(batch, bits, self._by_partials, memory)
+        filled = sum(packed.bags[rank][slot] for rank, slot in compiled.of_segments)
+        is_sparse = self._by_partials and filled <= MOST_FILLED * self._num_segments * batch.batch_size
+        bags = packed.bags if self._by_partials else []
+        sent = Sent(packed.counts, [], [], [], [], is_sparse, packed.lengths, bags)
+        return memory[: packed.filled], packed.words, sent
 
     def room_for(self, words: int) -> int:
         """Of a payload, for the head in front, and filled up to 8 bytes, where it goes along with its header."""
@@ -299,7 +319,20 @@ class InputDist:
             all_runs.append(runs)
             all_sources.append(sources)
         all_rows = torch.tensor(rows, dtype=torch.int64, device=self._device)
-        return _Compiled(all_rows, all_runs, all_sources, num_rows)
+        of_segments: dict[int, tuple[int, int]] = {}
+        for rank, sources in enumerate(all_sources):
+            for number, (is_split, index) in enumerate(sources):
+                if is_split:
+                    of_segments.setdefault(index, (rank, number))
+        packing = None
+        if self._packs:
+            of_ranks = [self.placement.slots[table_rank] for table_rank in self.destinations]
+            packing = Packing([[self._packable(key_of, slot) for slot in of] for of in of_ranks], self._head)
+        return _Compiled(all_rows, all_runs, all_sources, num_rows, packing, [*of_segments.values()])
+
+    def _packable(self, key_of: tuple[int, ...], slot: Slot) -> Packable:
+        rows = self.placement.row_blocks[slot.table][slot.row_block] if slot.feature in self._in_split else (0, -1)
+        return Packable(slot.feature, key_of[slot.feature], *rows)
 
     def _split(self, bucketize: Bucketizer, batch: Batch, by_key: _Ordered, row_starts: list[int]) -> _Ordered:
         """Sort the ids of split features by row block; inside one they keep the order (feature, sample)."""

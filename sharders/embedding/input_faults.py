@@ -21,6 +21,7 @@ class Kind(Enum):
 
     ID_RANGE = "feature {feature!r} has id {value}; its table has {expected} rows: ids must be 0..{last}"
     ID_DTYPE = "ids must be int32 or int64; got {dtype}"
+    ID_DIMS = "ids, and weights of ids, must have 1 dim; got {value}"
     LENGTH_NEGATIVE = "feature {feature!r} has a negative length {value}; lengths must be >= 0"
     LENGTH_LARGE = "feature {feature!r} has a length {value}, but there are {expected} ids in all"
     LENGTH_SUM = "lengths sum to {value}, but there are {expected} ids; the two must be equal"

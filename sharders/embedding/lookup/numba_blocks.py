@@ -73,6 +73,82 @@ def _block_of(value, bounds, num_blocks):
     return block
 
 
+def pack_ids(
+    values, value_bytes, lengths, length_bytes, num_samples, starts, weights,
+    slots, ends, num_ranks, head, by_slot, by_rank, slot_lengths, out
+):  # fmt: skip
+    """What goes to each rank: lengths of its slots' bags, then the ids slot by slot, then their weights.
+
+    Args:
+        values: int32 or int64, key by key, in range.
+        lengths: likewise, (keys, num_samples).
+        starts: int64, the first id of each key.
+        weights: of the ids, words that are moved with them; 0 where there are none.
+        slots: (slots, 3) int64: key, the first row of its block and the end; no end where it is -1: all ids are in it.
+        ends: (num_ranks + 1,) int64, of each rank's slots.
+        head: words in front of each rank's; with these, each rank's begin at an even word.
+        by_slot: (2, slots) int64, written: ids of each, and of those in row blocks the bags that have some, else 0.
+        by_rank: (num_ranks,) int64, written: words of each, without the head.
+        slot_lengths: (slots, num_samples), written if it is not 0.
+        out: written; one word behind all that goes may be overwritten.
+    """
+    num_slots, at = read64(ends, num_ranks), 0
+    for rank in range(num_ranks):
+        at += head
+        begin, first, stop = at, read64(ends, rank), read64(ends, rank + 1)
+        to = at + (stop - first) * num_samples
+        for slot in range(first, stop):
+            key, low, high = read64(slots, 3 * slot), read64(slots, 3 * slot + 1), read64(slots, 3 * slot + 2)
+            of_key, bags, before, filled = read64(starts, key), key * num_samples, to, 0
+            for sample in range(num_samples):
+                write32(out, at + sample, read_integer(lengths, bags + sample, length_bytes))
+            if high < 0:
+                to += _pack_all(values, value_bytes, of_key, out, at, num_samples, to)
+            else:
+                for sample in range(num_samples):
+                    of_bag, end = to, of_key + read32(out, at + sample)
+                    while of_key < end:
+                        value = read_integer(values, of_key, value_bytes)
+                        write32(out, to, value - low)
+                        to += (value >= low) & (value < high)
+                        of_key = counted(of_key + 1)
+                    write32(out, at + sample, to - of_bag)
+                    filled += to > of_bag
+            write64(by_slot, slot, to - before)
+            write64(by_slot, num_slots + slot, filled)
+            if slot_lengths != 0:
+                for sample in range(num_samples):
+                    write32(slot_lengths, slot * num_samples + sample, read32(out, at + sample))
+            at += num_samples
+        at = to
+        for slot in range(first, stop if weights != 0 else first):
+            key, low, high = read64(slots, 3 * slot), read64(slots, 3 * slot + 1), read64(slots, 3 * slot + 2)
+            end = at + read64(by_slot, slot)
+            of_key = read64(starts, key)
+            while at < end:
+                value = read_integer(values, of_key, value_bytes)
+                write32(out, at, read32(weights, of_key))
+                at += (high < 0) | ((value >= low) & (value < high))
+                of_key = counted(of_key + 1)
+        write64(by_rank, rank, at - begin)
+        at += at & 1 if head != 0 else 0
+
+
+@helper
+def _pack_all(values, value_bytes, first, out, lengths, num_samples, to):
+    """All ids of a key, whose lengths have been packed; returns how many there are."""
+    num = 0
+    for sample in range(num_samples):
+        num += read32(out, lengths + sample)
+    if value_bytes == 4:
+        for place in range(num):
+            write32(out, to + place, read32(values, first + place))
+    else:
+        for place in range(num):
+            write32(out, to + place, read64(values, first + place))
+    return num
+
+
 def count_bags(lengths, length_bytes, num_rows, num_samples, counts):
     """Write int64: the ids of each row of lengths, then of each the bags that have some.
 

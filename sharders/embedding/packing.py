@@ -1,0 +1,113 @@
+"""A batch's ids packed for all ranks by one compiled call, where torch's operators take one and more for each slot.
+
+Of a step of 26 tables with 8 samples these took 185 microseconds of 1,800.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import torch
+
+from sharders.embedding.batch import Batch
+from sharders.embedding.lookup.numba_layout import int64, longs
+from sharders.embedding.lookup.numba_training import entry_of
+
+_FEW_BLOCKS = 8
+"""Each of which is looked for among all ids of its table."""
+
+
+class Packed(NamedTuple):
+    """What goes to each rank.
+
+    Args:
+        filled: words.
+        words: of each rank's payload.
+        counts: for each rank and slot the ids.
+        bags: for each rank and slot the bags that have ids; 0 of slots that have all rows.
+        lengths: for each rank those of its slots, (S, B); none where nobody asked.
+    """
+
+    filled: int
+    words: list[int]
+    counts: list[list[int]]
+    bags: list[list[int]]
+    lengths: list[torch.Tensor]
+
+
+class Packable(NamedTuple):
+    """A slot: its feature, the key that this reads, and its rows of the table from `low` to `high`; -1 for all."""
+
+    feature: int
+    key: int
+    low: int
+    high: int
+
+    @property
+    def told(self) -> tuple[int, int, int]:
+        """To compiled code."""
+        return self.key, self.low, self.high
+
+
+class Packing:
+    """Compiled for one order of keys.
+
+    Args:
+        slots: of each rank.
+        head: see `pack_ids`.
+    """
+
+    def __init__(self, slots: Sequence[Sequence[Packable]], head: int) -> None:
+        self._ends, self._head = [*accumulate(map(len, slots), initial=0)], head
+        flat = [slot for of_rank in slots for slot in of_rank]
+        self._slots, self._of_ranks = int64([of.told for of in flat]), int64(self._ends)
+        most: dict[tuple[int, int], int] = {}
+        for (feature, key, _), count in Counter((of.feature, of.key, of.low) for of in flat).items():
+            most[feature, key] = max(most.get((feature, key), 0), count)
+        self._copies = [(key, count) for (_, key), count in most.items()]
+        """Of the features their keys, and to how many slots an id goes at most."""
+
+    @staticmethod
+    def can(bounds: Sequence[Sequence[int]]) -> bool:
+        """Whether it pays.
+
+        Args:
+            bounds: of the row blocks of each table in several.
+        """
+        return max(map(len, bounds), default=0) <= _FEW_BLOCKS + 1
+
+    def room(self, batch: Batch) -> int:
+        """Words that are enough."""
+        counts, num_ranks = batch.counts, len(self._ends) - 1
+        ids = sum(copies * counts[key] for key, copies in self._copies) * (1 if batch.weights is None else 2)
+        return num_ranks * (self._head + 1) + self._ends[-1] * batch.batch_size + ids + 1
+
+    def __call__(self, batch: Batch, bits: torch.Tensor | None, with_lengths: bool, out: torch.Tensor) -> Packed:
+        """Pack a batch.
+
+        Args:
+            batch: checked, on the CPU.
+            bits: of its weights, as words.
+            with_lengths: tell those of slots.
+            out: int32, with `room`.
+        """
+        num_slots, num_ranks, samples = self._ends[-1], len(self._ends) - 1, batch.batch_size
+        values, lengths = batch.values.contiguous(), batch.lengths.contiguous()
+        found, at = longs(bytes(16 * num_slots + 8 * num_ranks))
+        _kept, starts = longs(batch.starts)
+        slot_lengths = torch.empty(num_slots if with_lengths else 0, samples, dtype=torch.int32, device="cpu")
+        entry_of("pack_ids")(
+            *(values.data_ptr(), values.itemsize, lengths.data_ptr(), lengths.itemsize, samples, starts),
+            *(0 if bits is None else bits.data_ptr(), self._slots.data_ptr(), self._of_ranks.data_ptr(), num_ranks),
+            *(self._head, at, at + 16 * num_slots, slot_lengths.data_ptr() if with_lengths else 0, out.data_ptr()),
+        )
+        flat = found.tolist()
+        words = flat[2 * num_slots :]
+        filled = sum(-(-(self._head + n) // 2) * 2 if self._head else n for n in words)
+        spans = [*pairwise(self._ends)]
+        counts, bags = ([flat[a + first : b + first] for a, b in spans] for first in (0, num_slots))
+        cut = [slot_lengths[a:b] for a, b in spans] if with_lengths else []
+        return Packed(filled, words, counts, bags, cut)
