@@ -50,6 +50,8 @@ def to_unsharded(model: nn.Module) -> nn.Module:
     if root is not live:
         _take_buffers(live, plain)
     _allocate(plain)
+    if isinstance(model, DistributedModelParallel):
+        model.give_changes(plain)
     trained = {name: p.requires_grad for name, p in live.named_parameters()}
     for name, parameter in plain.named_parameters():
         parameter.requires_grad_(trained[name])
@@ -74,8 +76,9 @@ def _take_buffers(live: nn.Module, plain: nn.Module) -> None:
             continue  # inside a plain module that stands for a sharded one
         module.training = modules[path].training
         for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                module._buffers[name] = modules[path]._buffers[name].detach().clone()
+            now = modules[path]._buffers.get(name)
+            if buffer is not None and buffer.is_meta and now is not None:
+                module._buffers[name] = now.detach().clone()
 
 
 def _allocate(module: nn.Module) -> None:

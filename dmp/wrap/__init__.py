@@ -6,6 +6,7 @@
 - `assembly`: what a wrapped model is made of, one frozen record
 - `agreement`: what all ranks must share: model, plan, rank 0's values
 - `skeleton`: a module's structure on meta, from which copies are made
+- `since_split`: what was changed since the skeleton was made, for those copies
 - `initial_rules`: which calls give a model's tensors their initial values, and what they give
 - `initial_values`: initial values from (name, seed) alone, for meta parameters
 - `filling`: what a sharder has made, checked, and filled where it was on meta

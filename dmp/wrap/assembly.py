@@ -26,6 +26,7 @@ from dmp.places import is_dtensor, restore_ties, tied_places
 from dmp.plans.plan import ShardingPlan
 from dmp.wrap.ddp_watch import SplitWatch, Watch
 from dmp.wrap.fused import FusedOptimizer
+from dmp.wrap.since_split import SinceSplit
 from dmp.wrap.skeleton import all_tensors
 
 
@@ -64,6 +65,7 @@ class Assembly:
         is_data_parallel: whether the data-parallel part was started.
         watch: of what that part has hold of.
         split_watch: of weights that are split in place.
+        since_split: what has become of the module since.
         sharders: who could take modules, as given and adopted.
     """
 
@@ -80,6 +82,7 @@ class Assembly:
     is_data_parallel: bool = False
     watch: Watch | None = None
     split_watch: SplitWatch | None = None
+    since_split: SinceSplit | None = None
     sharders: tuple[AnySharder, ...] = ()
 
     @property

@@ -33,7 +33,8 @@ def copied(made: Assembly, memo: dict[int, Any], device: torch.device) -> Assemb
     if made.skeleton is not None:
         memo.update({id(sharded): copy.deepcopy(sharded, memo) for sharded in made.sharded})
     module = copy.deepcopy(made.module if made.skeleton is None else made.skeleton, memo)
-    new = replace(stopped(made), device=device, module=module, running=module, skeleton=None, split_watch=None)
+    new = replace(stopped(made), device=device, module=module, running=module, skeleton=None)
+    new = replace(new, split_watch=None, since_split=None)
     if made.skeleton is not None:
         new = replace(new, skeleton=skeleton_of(module, new.sharded))
     if device != made.device:
@@ -48,6 +49,8 @@ def copied(made: Assembly, memo: dict[int, Any], device: torch.device) -> Assemb
         new = start(new)
     if made.skeleton is not None:
         copy_values(made.module, module, device)
+    if made.since_split is not None:
+        made.since_split.give(made.module, module)
     if made.is_data_parallel and not takes_meta:
         new = start(new)
     return new

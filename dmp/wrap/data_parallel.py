@@ -16,6 +16,7 @@ from dmp.plans.weight_readers import kept_beside
 from dmp.registry import replicating_wrapper
 from dmp.wrap.assembly import Assembly
 from dmp.wrap.ddp_watch import SplitWatch, Watch
+from dmp.wrap.since_split import SinceSplit
 from dmp.wrap.skeleton import all_tensors, skeleton_of
 
 
@@ -50,9 +51,11 @@ def start(made: Assembly) -> Assembly:
     watch = Watch(made.module, made.sharded_names()) if is_watched else None
     averages = in_place and made.env.data_size > 1
     split_watch = made.split_watch or (None if skeleton is None else SplitWatch(made.module, averages))
-    return replace(
-        made, running=running, skeleton=skeleton, watch=watch, split_watch=split_watch, is_data_parallel=True
-    )
+    since = made.since_split
+    if since is None and skeleton is not None:
+        since = SinceSplit(made.module, skeleton, [path for each in made.owned for path in each.aliases])
+    made = replace(made, running=running, skeleton=skeleton, watch=watch, is_data_parallel=True)
+    return replace(made, split_watch=split_watch, since_split=since)
 
 
 def stopped(made: Assembly) -> Assembly:

@@ -60,13 +60,15 @@ def copy_values(old: nn.Module, new: nn.Module, device: torch.device, only: Cont
     """
     modules = dict(old.named_modules(remove_duplicate=False))
     for path, module in new.named_modules():
-        module.training = modules[path].training
+        if path in modules:  # else it has been removed since
+            module.training = modules[path].training
 
     def copied(place: Place) -> torch.Tensor:
-        source = modules[place.path]
-        live = (source._parameters if place.name in source._parameters else source._buffers)[place.name]
-        assert live is not None
+        source = modules.get(place.path, nn.Module())
+        live = source._parameters.get(place.name, source._buffers.get(place.name))
         value = room_for(place.tensor, device)
+        if live is None:
+            return value
         as_chunks(value).fill_from(as_chunks(live))
         return value.requires_grad_(live.requires_grad) if isinstance(value, nn.Parameter) else value
 

@@ -199,6 +199,11 @@ class DistributedModelParallel(nn.Module):
         """Structure of the module before dense weights were split, on meta around the live sharded tables; or None."""
         return self._made.skeleton
 
+    def give_changes(self, plain: nn.Module) -> None:
+        """What was changed since the skeleton, of which `plain` is made: see since_split.py."""
+        if self._made.since_split is not None:
+            self._made.since_split.give(self.module, plain)
+
     @property
     def plan(self) -> ShardingPlan:
         """The plan in force."""

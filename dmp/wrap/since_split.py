@@ -1,0 +1,85 @@
+"""What has become of a model since it was split in place: its *skeleton* is of before, and copies are made from that.
+
+An attribute that was set (a temperature, an activation function), an object that was written to (a config), a buffer
+that a first forward has registered, a module without weights in the place of another: copies have them too.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterable
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from dmp.names import is_inside
+
+_log = logging.getLogger("dmp")
+_TORCHS = frozenset(nn.Module().__dict__) | {"_compiled_call_impl"}
+_FIXED = (int, float, complex, str, bytes, type, torch.dtype, torch.device, torch.Size, type(None))
+_CALLED = (FunctionType, BuiltinFunctionType, MethodType)
+
+
+class SinceSplit:
+    """A model as it was when everything had been split in place.
+
+    Args:
+        module: the model.
+        skeleton: of before.
+        owned: paths of sharders' modules, which are copied by themselves.
+    """
+
+    def __init__(self, module: nn.Module, skeleton: nn.Module, owned: Iterable[str]) -> None:
+        self._owned = tuple(owned)
+        self._modules = {path: m for path, m in module.named_modules(remove_duplicate=False) if self._is_ours(path)}
+        before = dict(skeleton.named_modules(remove_duplicate=False))
+        self._then = {path: dict(m.__dict__) for path, m in self._modules.items()}
+        self._own = {path: frozenset(before[path].__dict__) for path in self._modules}
+        """Names of the attributes that each module had before."""
+
+    def _is_ours(self, path: str) -> bool:
+        return not any(is_inside(path, each) for each in self._owned)
+
+    def give(self, live: nn.Module, new: nn.Module) -> None:
+        """Do to a copy of the skeleton, of which all has memory, what was done to the model since."""
+        now, places = (dict(m.named_modules(remove_duplicate=False)) for m in (live, new))
+        known = [path for path, m in self._modules.items() if now.get(path) is m and path in places]
+        memo: dict[int, Any] = {id(now[path]): places[path] for path in self._owned if path in now}
+        for path in known:
+            memo[id(now[path])] = places[path]
+            for kind in ("_parameters", "_buffers"):
+                to = getattr(places[path], kind)
+                memo.update({id(t): to[n] for n, t in getattr(now[path], kind).items() if to.get(n) is not None})
+        for path in known:
+            self._give_tensors(now[path], places[path], memo)
+            children = {name: copy.deepcopy(child, memo) for name, child in now[path]._modules.items()}
+            places[path]._modules.clear()
+            places[path]._modules.update(children)
+            self._give_attributes(path, now[path], places[path], memo)
+
+    @staticmethod
+    def _give_tensors(old: nn.Module, new: nn.Module, memo: dict[int, Any]) -> None:
+        for name, p in old._parameters.items():
+            if name not in new._parameters:
+                new._parameters[name] = copy.deepcopy(p, memo)
+        for name, buffer in old._buffers.items():
+            held = new._buffers.get(name)
+            if buffer is not None and (held is None or (held.shape, held.dtype) != (buffer.shape, buffer.dtype)):
+                memo[id(buffer)] = new._buffers[name] = buffer.detach().clone()
+        new._non_persistent_buffers_set |= old._non_persistent_buffers_set
+
+    def _give_attributes(self, path: str, old: nn.Module, new: nn.Module, memo: dict[int, Any]) -> None:
+        then = self._then[path]
+        for name, value in old.__dict__.items():
+            if name in _TORCHS or (name in then and name not in self._own[path]):
+                continue  # what has been split has hooks and states of its own
+            is_computed = isinstance(value, torch.Tensor) and not value.is_leaf
+            if is_computed or (isinstance(value, _FIXED + _CALLED) and name in then and value is then[name]):
+                continue
+            try:
+                new.__dict__[name] = copy.deepcopy(value, memo)
+            except (TypeError, RuntimeError) as error:  # of locks, or of results that have a graph
+                _log.warning("a copy has %r of %s as it was at wrapping: %s", name, type(old).__name__, error)
