@@ -9,6 +9,7 @@ Modules
   `_forward_hooks_always_called`, `_backward_hooks`, `_backward_pre_hooks`, `_is_full_backward_hook`: a module takes the
   hooks of one whose place it takes; which hooks a block has
 - `_apply`, `_load_from_state_dict`, `torch.nn.modules.module._IncompatibleKeys`: what `.to` and `load_state_dict` do
+- `_compiled_call_impl`: what a compiled module runs, which is not copied
 - `_reset_parameters`, `_init_weights`, `_initialize_weights`: initial rules of torch's and Transformers' modules
 - `_flat_weights`: of recurrent modules, which keep their weights in it too, and keep it current
 - `_NormBase`, `_DropoutNd`: bases by which kinds of modules are told
