@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -33,16 +34,10 @@ def keyed_ids(features: Any, names: Sequence[str], is_weighted: bool, is_pooled:
         if not callable(getattr(features, method, None)):
             raise Fault(Kind.INPUT_TYPE)
     keys = features.keys()
-    place = {key: i for i, key in enumerate(keys)}
-    if len(place) != len(keys):
-        _raise_key_twice(keys, names)
-    for f, name in enumerate(names):
-        if name not in place:
-            raise Fault(Kind.KEY_MISSING, f, len(keys))
+    key_of = _places_of(tuple(keys), tuple(names))
     lengths, values = features.lengths(), features.values()
     if lengths.dtype not in INTEGERS:
         raise Fault(Kind.LENGTH_DTYPE, value=dtype_index(lengths.dtype))
-    key_of = tuple(place[n] for n in names)
     samples: tuple[int, ...] | None = None
     if features.variable_stride_per_key():
         samples = _samples_of_keys(features, len(keys), lengths.numel(), key_of)
@@ -61,6 +56,22 @@ def keyed_ids(features: Any, names: Sequence[str], is_weighted: bool, is_pooled:
         rows = [by_key.shape[1] if samples is None else samples[key] for key in key_of]
         inverse = _inverse_of_features(features, names, rows)
     return Ids(values, by_key, key_of, weights, features, samples, inverse)
+
+
+@lru_cache(maxsize=64)
+def _places_of(keys: tuple[str, ...], names: tuple[str, ...]) -> tuple[int, ...]:
+    """Of features among the keys; kept, for most batches have the same.
+
+    Raises:
+        Fault: keys that are not unique, or lack a feature.
+    """
+    place = {key: i for i, key in enumerate(keys)}
+    if len(place) != len(keys):
+        _raise_key_twice(keys, names)
+    for f, name in enumerate(names):
+        if name not in place:
+            raise Fault(Kind.KEY_MISSING, f, len(keys))
+    return tuple(place[n] for n in names)
 
 
 def _from_tensor_dict(features: Any) -> Any:

@@ -7,7 +7,6 @@ gather columns, pick rows of them, and multiply: each a pass over all that trave
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 from math import gcd
 from typing import Any
 
@@ -51,9 +50,13 @@ class PartialColumns:
 
     def takes(self, *matrices: torch.Tensor) -> bool:
         """Whether compiled code may read and write them."""
-        (dtype, *_), is_cpu = (of.dtype for of in matrices), all(of.device.type == "cpu" for of in matrices)
-        can = self._may_compile and is_cpu and dtype in ELEMENTS and all(of.dtype == dtype for of in matrices)
-        return can and all(of.stride(-1) == 1 for of in matrices) and not numba_kernel.problem(dtype)
+        dtype = matrices[0].dtype
+        if not self._may_compile or dtype not in ELEMENTS:
+            return False
+        for of in matrices:
+            if of.dtype != dtype or of.device.type != "cpu" or of.stride(-1) != 1:
+                return False
+        return not numba_kernel.problem(dtype)
 
     def add_up(self, partials: Partials, came: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """Write the columns of `out`.
@@ -74,11 +77,11 @@ class PartialColumns:
         pieces = self._pieces.data_ptr(), len(self._pieces), self._entries.data_ptr()
         to, past = (out.data_ptr(), out.stride(0)), int(streams(out, out.stride(0), self._together))
         rows, parts = len(out), threads.num_parts(out.numel() // ELEMENTS_OF_AN_ID)
-        slots = [[width, place, 0] for width, place in zip(self._widths, places, strict=True)]
-        _kept, of_parts = _by_part(slots, lengths, range(len(slots)), 0, 1, parts)
+        slots = [word for width, place in zip(self._widths, places, strict=True) for word in (width, place, 0)]
+        _kept, of_parts = _by_part(slots, 3, lengths, None, 0, 1, parts)
 
         def part(i: int) -> None:
-            of_part = of_parts[i], len(slots)
+            of_part = of_parts[i], len(places)
             add(*fixed, *of_part, *pieces, *to, rows * i // parts, rows * (i + 1) // parts, past)
 
         threads.run(part, parts)
@@ -91,40 +94,42 @@ class PartialColumns:
             grad: (B, all columns) of the results.
             scale: multiplies them.
         """
-        sender, counts, at, slots = partials.place_of(rank), partials.counts, 0, []
+        sender, counts, columns, at = partials.place_of(rank), partials.counts, self._columns, 0
+        slots: list[int] = []
         for piece in self._plan.pieces:
+            width = piece.width
             for slot in piece.slots if piece.sender == sender else ():
-                slots.append([slot, piece.width, self._columns[slot], at])
-                at += counts[slot] * piece.width
+                slots += slot, width, columns[slot], at
+                at += counts[slot] * width
         lengths, pick = partials.lengths, entry_of("pick_gradients", ELEMENTS[out.dtype])
         fixed = grad.data_ptr(), grad.stride(0), *words(lengths), lengths.shape[1]
         rows, parts = len(grad), threads.num_parts(out.numel() // ELEMENTS_OF_AN_ID)
-        _kept, of_parts = _by_part(slots, lengths, [slot for slot, *_ in slots], 1, 3, parts)
+        num_slots = len(slots) // 4
+        _kept, of_parts = _by_part(slots, 4, lengths, 0, 1, 3, parts)
         past = int(streams(out, len(out), gcd(*self._widths)))
 
         def part(i: int) -> None:
             span = rows * i // parts, rows * (i + 1) // parts
-            pick(*fixed, of_parts[i], len(slots), out.data_ptr(), *span, scalar(scale).data_ptr(), past)
+            pick(*fixed, of_parts[i], num_slots, out.data_ptr(), *span, scalar(scale).data_ptr(), past)
 
         threads.run(part, parts)
 
 
 def _by_part(
-    slots: list[list[int]], lengths: torch.Tensor, rows: Sequence[int], width: int, place: int, parts: int
+    slots: list[int], words_each: int, lengths: torch.Tensor, row: int | None, width: int, place: int, parts: int
 ) -> tuple[Any, list[int]]:
     """What holds the words of each part of the samples, (slots, words), and where: its first partials are told there.
 
     Args:
         slots: words of each, of the whole.
-        rows: of their lengths.
-        width, place: which word is what.
+        row, width, place: which word is what: the row of its lengths, None where this is its number.
     """
     if parts == 1 or not slots:
-        kept, at = longs(chain.from_iterable(slots))
+        kept, at = longs(slots)
         return kept, [at] * parts
-    has_ids, num = lengths[list(rows)] > 0, lengths.shape[1]
+    whole = int64(slots).view(-1, words_each)
+    has_ids, num = (lengths if row is None else lengths[whole[:, row]]) > 0, lengths.shape[1]
     before = torch.stack([has_ids[:, : num * i // parts].sum(1) for i in range(parts)])
-    whole = int64(slots)
     of_parts = whole.repeat(parts, 1, 1)
     of_parts[:, :, place] += before * whole[:, width]
     return of_parts, [of_part.data_ptr() for of_part in of_parts]

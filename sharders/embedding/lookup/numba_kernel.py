@@ -15,7 +15,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -67,7 +67,7 @@ class NumbaLookup(TorchLookup):
         self._name = ELEMENTS[bank.weights.dtype]
         self._pooled_runs: dict[int, Runs] = {}
         self._placed: dict[tuple[int, range, tuple[int, ...]], tuple[Tensor, bool]] = {}
-        self._segments: dict[tuple[int, ...], tuple[list[int], list[int], bool]] = {}
+        self._segments: dict[tuple[int, ...], tuple[Tensor, Tensor, bool]] = {}
 
     def pooled(self, read: Bags) -> Tensor:
         num_bags = self._num_bags(read.offsets)
@@ -133,7 +133,7 @@ class NumbaLookup(TorchLookup):
             self._sum_bags(Bags(ids, bags, weights), to_sum, output_ND, self._tables.fills_lines)
             return output_ND
         places = self._tables.places
-        _kept, runs = longs(word for i, n in segments for word in (n, places[i]))
+        _kept, runs = longs([word for i, n in segments for word in (n, places[i])])
         fixed = (table.data_ptr(), *words(ids), runs, len(segments), region.width)
         to, num_ids = self._target(output_ND, self._tables.fills_lines), ids.numel()
         parts, copy = threads.num_parts(num_ids), self._entry("copy_rows")
@@ -145,17 +145,15 @@ class NumbaLookup(TorchLookup):
         order = Order(ids.numel(), len(tables), _ALL_BITS, tables.no_columns)
         if bags is not None:
             return self._sort_bags(order, Bags(ids, bags, weights), self._runs_of(segments, bags, 0), True)
-        counts, (by_table, ends, are_in_order) = [n for _, n in segments], self._by_table(tuple(i for i, _ in segments))
-        stops = [*accumulate((counts[k] for k in by_table), initial=0)]
-        order.ends = int64([stops[end] for end in ends])
-        most = max((stops[b] - stops[a] for a, b in pairwise(ends)), default=0)
-        if ids.dtype == torch.int32 and are_in_order:
-            return self._sort(order, (ids.data_ptr(), 0, 0), most, tables)
-        starts = [*accumulate(counts, initial=0)]
-        _kept, runs = longs(word for k in by_table for word in (starts[k], counts[k]))
-        keys = torch.empty(2, ids.numel(), dtype=torch.int32, device="cpu")
-        self._entry("expand_runs")(*words(ids), runs, len(segments), *addresses(keys))
-        return self._sort(order, (*addresses(keys), 0), most, tables)
+        ranges, counts = zip(*segments, strict=True) if segments else ((), ())
+        by_table, ends, are_in_order = self._by_table(ranges)
+        lies_in_order = are_in_order and ids.dtype == torch.int32
+        keys = torch.empty(2, 0 if lies_in_order else ids.numel(), dtype=torch.int32, device="cpu")
+        to = (0, 0) if lies_in_order else tuple(addresses(keys))
+        (_kept, told), (_memory, firsts) = longs(counts), longs(bytes(8 * len(counts)))
+        of_tables = by_table.data_ptr(), ends.data_ptr(), len(tables), firsts
+        most = self._entry("expand_runs")(*words(ids), told, len(counts), *of_tables, *to, order.ends.data_ptr())
+        return self._sort(order, (ids.data_ptr(), 0, 0) if lies_in_order else (*to, 0), most, tables)
 
     # Only the order knows how ids are read.
     update_rows, gradient_rows, row_gradients = update_pooled, gradient_pooled, pooled_row_gradients
@@ -211,7 +209,7 @@ class NumbaLookup(TorchLookup):
             self._placed[key] = to_sum, self._tables.fills_lines and all(column % line == 0 for column in columns)
         return self._placed[key]
 
-    def _by_table(self, ranges: tuple[int, ...]) -> tuple[list[int], list[int], bool]:
+    def _by_table(self, ranges: tuple[int, ...]) -> tuple[Tensor, Tensor, bool]:
         """Of segments of these row ranges, kept: table by table which they are, where each table's begin there, and the
         end, and whether they are in that order themselves."""
         if ranges not in self._segments:
@@ -220,7 +218,7 @@ class NumbaLookup(TorchLookup):
             used = [self._tables.of_range[i] for i in ranges]
             by_table = sorted(range(len(used)), key=used.__getitem__)
             ends = [bisect_left(by_table, t, key=used.__getitem__) for t in range(len(self._tables) + 1)]
-            self._segments[ranges] = by_table, ends, used == sorted(used)
+            self._segments[ranges] = int64(by_table), int64(ends), used == sorted(used)
         return self._segments[ranges]
 
     def _runs_of(self, segments: Segments, bags: Tensor, stride: int) -> Runs:

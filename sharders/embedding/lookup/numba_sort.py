@@ -72,19 +72,35 @@ def expand_bags(
     return most
 
 
-def expand_runs(ids, id_bytes, runs, num_runs, keys, sources):
-    """Keys and sources of ids that are looked up one by one.
+def expand_runs(ids, id_bytes, counts, num_runs, by_table, run_ends, num_tables, firsts, keys, sources, ends):
+    """Keys and sources of ids that are looked up one by one; returns the most ids of a table.
 
     Args:
-        runs: (num_runs, 2) int64, table by table: place of the first id, and their number.
+        counts: (num_runs,) int64: ids of each run, in the order in which they lie.
+        by_table: (num_runs,) int64: the runs table by table.
+        run_ends: (num_tables + 1,) int64: where each table's begin there, and the end.
+        firsts: memory for num_runs int64.
+        keys, sources: written if these are not 0.
+        ends: (num_tables + 1,) int64, written: where each table's keys begin.
     """
-    to = 0
+    first = 0
     for run in range(num_runs):
-        first = read64(runs, 2 * run)
-        for place in range(first, first + read64(runs, 2 * run + 1)):
-            write32(keys, to, read32_at(ids + place * id_bytes))
-            write32(sources, to, place)
-            to += 1
+        write64(firsts, run, first)
+        first += read64(counts, run)
+    to = most = 0
+    for table in range(num_tables):
+        write64(ends, table, to)
+        before = to
+        for at in range(read64(run_ends, table), read64(run_ends, table + 1)):
+            run = read64(by_table, at)
+            first, num = read64(firsts, run), read64(counts, run)
+            for place in range(first, first + (num if keys != 0 else 0)):
+                write32(keys, to + place - first, read32_at(ids + place * id_bytes))
+                write32(sources, to + place - first, place)
+            to += num
+        most = max(most, to - before)
+    write64(ends, num_tables, to)
+    return most
 
 
 def expand_parts(parts, num_parts, first_rows, num_rows, num_tables, keys, sources, ends):
