@@ -9,6 +9,8 @@
 - `potential`: what a placement costs, made smooth
 - `packing`: the cut and the blocks of one item where they add least
 - `hosts`: packing in two levels, where ranks are thousands
+- `slots`: starts that say beforehand how long a rank may take for each phase
+- `slotted`: packing of such a start
 - `cells`: a large machine as a smaller one, whose ranks are blocks of ranks
 - `pieces`: which may change places, and what that gains
 - `best`: the best placement so far, and its rivals

@@ -2,10 +2,11 @@
 
 The order of work: some starts, each a cut for every item (`starts`), put down largest first where they add least to a
 smooth form of the cost (`potential`), all items twice. The bound comes next, for its relaxed optimum is a start too
-(`guided`). Where ranks are many beside the items, blocks of them are searched as if they were ranks (`cells`). Then the
-best of all these are improved beside each other (`rivals`) by passing units between ranks and by taking a few items up
-and putting them down anew. Where nothing fits, the same with a price on memory, then by memory alone (`tight`). The
-amount of work is fixed, so the same problem has the same solution on every machine; a deadline only cuts it short.
+(`guided`). Where there are hosts, starts that say beforehand how long ranks may take follow (`slots`). Where ranks are
+many beside the items, blocks of them are searched as if they were ranks (`cells`). Then the best of all these are
+improved beside each other (`rivals`) by passing units between ranks and by taking a few items up and putting them down
+anew. Where nothing fits, the same with a price on memory, then by memory alone (`tight`). The amount of work is fixed,
+so the same problem has the same solution on every machine; a deadline only cuts it short.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from planner.search.placement import Placement
 from planner.search.potential import Potential, ranks_together
 from planner.search.problem import Array, Choice, Problem
 from planner.search.rivals import SHAKEN, compete
+from planner.search.slots import Loads, slots
+from planner.search.slotted import pack_slots
 from planner.search.starts import Start, everywhere_bytes, floor, starts, with_rest
 from planner.search.tight import pour
 
@@ -43,7 +46,11 @@ _GUIDED = 450e3
 """Work up to which starts like the optimum are packed,"""
 _GUIDING = 270e3
 """in about so much of it."""
-_ON_HOSTS = 250e3
+_ON_HOSTS = 60e3
+_SLOTTED = 130e3
+"""Work up to which starts with slots are packed,"""
+_IN_VAIN, _IN_VAIN_OF_MANY = 5, 2
+"""or until so many are no better than all before: of few items, and of more."""
 _PACKED = 6
 """Starts that are packed in two levels."""
 _POWERS = (8, 32)
@@ -124,6 +131,7 @@ def search(problem: Problem, out_of_time: Callable[[], bool] = lambda: False, to
             if bound.relaxed is not None and work < _GUIDED and not best.is_enough and not out_of_time():
                 spent, like = _guide(problem, cuts, best, bound.relaxed, out_of_time)
                 work += spent
+                work += _with_slots(problem, cuts, best, bound.relaxed, out_of_time)
             most = _WORK + _more(problem)
             work += _on_cells(problem, best, bound.relaxed, like, most - work, out_of_time)
             is_cut = compete(problem, cuts, best, most - work, out_of_time) or is_cut
@@ -287,6 +295,20 @@ def _guide(
             target = np.maximum(placement.phase_seconds(), _NO_TIME)
             heappush(again, (seconds, number, like, own, start._replace(target=target)))
     return work, found[1]
+
+
+def _with_slots(problem: Problem, cuts: Cuts, best: Best, optimum: Optimum, out_of_time: Callable[[], bool]) -> float:
+    """Pack starts that say how long ranks may take, where there are hosts; returns the work."""
+    if not can_pack(problem, ranks_together(problem), SOME_HOSTS):
+        return 0.0
+    placement = best.placement()
+    loads = Loads(problem, cuts, placement)
+    worth, vain = best.seconds, _IN_VAIN if len(problem.item_class) <= SHAKEN else _IN_VAIN_OF_MANY
+    for number, start in enumerate(slots(loads, optimum.own, placement, worth, _SLOTTED), 1):
+        best.rival(pack_slots(loads, start), 0.0)
+        if best.is_enough or out_of_time() or (number >= vain and best.seconds >= worth):
+            break
+    return loads.work
 
 
 def _pack(

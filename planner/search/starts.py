@@ -89,7 +89,7 @@ def _starts(problem: Problem, cuts: Cuts, may: Flags) -> list[Start]:
     base = problem.base[:, :-1].mean(0)
     room = max(float((problem.capacity - problem.base[:, -1]).mean()), 1e-30)
     found: dict[bytes, Start] = {}
-    for used in _sets(problem, cuts):
+    for used in setup_sets(problem, cuts):
         paid = float(problem.setups[[k for k in range(len(problem.setups)) if used >> k & 1]].sum())
         is_open = fits & may & (problem.table.kinds[cuts.row] & ~used == 0)
         if not np.isfinite(_least(cuts, np.where(is_open, 0.0, np.inf))).all():
@@ -120,7 +120,7 @@ def floor(problem: Problem, cuts: Cuts) -> float:
     """Seconds that no placement of even cuts goes below: those of the cuts of least work, were ranks equally loaded."""
     spent = cuts.mean[:, :-1].sum(1)
     found = []
-    for used in _sets(problem, cuts):
+    for used in setup_sets(problem, cuts):
         paid = float(problem.setups[[k for k in range(len(problem.setups)) if used >> k & 1]].sum())
         is_open = problem.table.kinds[cuts.row] & ~used == 0
         found.append(paid + float(_least(cuts, np.where(is_open, spent, np.inf))[problem.item_class].sum()))
@@ -141,7 +141,7 @@ def with_rest(cuts: Cuts, cost: Array) -> Array:
     return np.where(is_used, cost, float(cost[is_used].max(initial=0.0)) + cuts.piece[:, :-1].sum(1))
 
 
-def _sets(problem: Problem, cuts: Cuts) -> list[int]:
+def setup_sets(problem: Problem, cuts: Cuts) -> list[int]:
     """Sets of set-ups, a bit each, with which every class has a cut; those that are paid are in all."""
     paid = sum(1 << kind for kind in problem.base_kinds)
     others = [kind for kind in range(len(problem.setups)) if kind not in problem.base_kinds]
