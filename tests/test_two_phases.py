@@ -16,10 +16,11 @@ import dmp
 from dmp import InputError, ShardError
 from sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from sharders.channel import GroupChannel, over_group
-from sharders.embedding import engine, header, input_dist
+from sharders.embedding import engine, header, input_dist, path, pooled
 from sharders.embedding.engine import Engine
 from sharders.embedding.header import Handshake, Header
 from sharders.embedding.lookup.torch_kernel import TorchLookup
+from sharders.embedding.way import Way
 from tests.equality import (
     attach,
     compare_state,
@@ -213,3 +214,30 @@ def test_ids_are_put_in_order_while_results_travel(kind: str, layout: str) -> No
     expected = ["sent", "awaited", "sent", "awaited", "sent", "in order", "awaited", "sent", "awaited"]
     for told in run_ranks(2, _ordered, kind, layout):  # tables of several widths have several orders
         assert [what for what, _ in groupby(told)] == [*expected, "updated by the order"]
+
+
+def _apart() -> list[str]:
+    """In a backward whose sums of copied tables have an exchange of their own."""
+    told: list[str] = []
+    alone, send_back = path.exchange_alone, Way.send_back
+
+    def begun(*args: Any) -> Any:
+        end = alone(*args)
+        told.append("sums begun")
+        return lambda: (told.append("sums awaited"), end())[1]
+
+    def sent(*args: Any) -> Any:
+        come = send_back(*args)
+        return lambda: (told.append("gradients awaited"), come())[1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pooled, "APART_BYTES", 0)
+        patch.setattr(path, "exchange_alone", begun)
+        patch.setattr(Way, "send_back", sent)
+        loss_of(wrapped("ebc", "mixed")(*make_batch("ebc", 0, 0))).backward()
+    return told
+
+
+def test_sums_of_copies_travel_while_gradients_do() -> None:
+    expected = ["sums begun", "gradients awaited", "sums awaited"]
+    assert run_ranks(2, _apart) == [expected] * 2

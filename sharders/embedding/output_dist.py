@@ -102,15 +102,19 @@ class Beside(Protocol):
     """Ends the exchange: called when nothing that has come is read any more."""
 
 
-def exchange_alone(channel: Channel, beside: Beside) -> None:
-    """Where there is nothing that it could be beside. What comes is read where it lies, until it is let go."""
+def exchange_alone(channel: Channel, beside: Beside) -> Callable[[], None]:
+    """Begin it by itself; returns what ends it. What comes is read where it lies, until it is let go."""
     exchange = TypedExchange(channel, beside.device, beside.buffers(channel.rank))
     for i, wire in enumerate(zip(*exchange.send, strict=True)):
         if i != channel.rank:
             beside.fill(wire)
     exchange.start()
-    beside.let_go = exchange.end
-    beside.take(exchange.parts(), channel.rank)
+
+    def end() -> None:
+        beside.let_go = exchange.end
+        beside.take(exchange.parts(), channel.rank)
+
+    return end
 
 
 def nothing() -> None:

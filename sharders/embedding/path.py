@@ -38,9 +38,9 @@ class Path(Generic[Given]):
     _local_row_gradients: Callable[[Call, Given], Callable[[int, Into | None], RowGradients]]
     """The same by rows, TBE by TBE: which of them, and memory that may be used."""
 
-    _send_back: Callable[[Call, Given, Beside | None], Returned]
+    _send_back: Callable[[Call, Given, Beside | None, Callable[[], None]], Returned]
     """Flat gradients, times `factor`, of what was looked up here for the own sources, one tensor for each way that
-    they came; that of the weights if wanted."""
+    they came; that of the weights if wanted. Calls the last argument while they travel."""
 
     _sizes: Callable[[Call], list[list[int]]]
     """Of each of them the elements from each of `Peers.sources`."""
@@ -98,9 +98,15 @@ class Path(Generic[Given]):
         with phase(spent, GRADIENT):
             beside = self.replicas.beside(local)
             alone = beside if self._sends_apart(call) else None
-            grads, of_weights = self._send_back(call, given, beside if alone is None else None)
-            if alone is not None:
-                exchange_alone(self.peers.exchange, alone)
+            ends: list[Callable[[], None]] = []
+
+            def meanwhile() -> None:
+                if alone is not None:
+                    ends.append(exchange_alone(self.peers.exchange, alone))
+
+            grads, of_weights = self._send_back(call, given, beside if alone is None else None, meanwhile)
+            for end in ends:
+                end()
         if not call.is_training:  # all tables are frozen: the gradient is for the weights
             return [of_weights, *[None] * len(self.store.parameters)]
         if self.peers.num_replicas > 1:

@@ -153,9 +153,12 @@ class PooledPath(Path[torch.Tensor]):
             self._clip_means(grad)
         return grad if inverse is None else self._scaled_means(inverse, grad, torch.empty_like(grad))
 
-    def _send_back(self, call: Call, given: torch.Tensor, beside: Beside | None) -> Returned:
+    def _send_back(
+        self, call: Call, given: torch.Tensor, beside: Beside | None, meanwhile: Callable[[], None]
+    ) -> Returned:
         ways = self._ways(call)
         under_way = [way.send_back(call, given, self.factor, beside if way is ways[0] else None) for way in ways]
+        meanwhile()
         grads = [come() for come in reversed(under_way)][::-1]
         return grads, self._weight_gradient(call, given, grads) if call.wants_weight_gradient else None
 

@@ -77,7 +77,7 @@ class Replicas:
         if isinstance(local, TouchedRows):
             if local.total is None:
                 with phase(spent, SYNC):
-                    exchange_alone(self.peers.exchange, local)
+                    exchange_alone(self.peers.exchange, local)()
             self._update_by_rows(tbes, local, gradients)
             local.let_go()
         elif local is not None:

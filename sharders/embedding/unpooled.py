@@ -96,7 +96,9 @@ class UnpooledPath(Path[list[torch.Tensor]]):
     def _given(self, call: Call, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [grad.to(self.dtype) for grad in grads]
 
-    def _send_back(self, call: Call, given: list[torch.Tensor], beside: Beside | None) -> Returned:
+    def _send_back(
+        self, call: Call, given: list[torch.Tensor], beside: Beside | None, meanwhile: Callable[[], None]
+    ) -> Returned:
         back = self._back(call)
         if back.are_joined and not self.store.sums_first():
             raise ShardError(
@@ -104,6 +106,7 @@ class UnpooledPath(Path[list[torch.Tensor]]):
                 "before they are sent, and so before they could be clamped; set it before the forward"
             )
         landing = call.kept.pop("landing", None)
+        meanwhile()
         return [self.output_dist.backward(given, self._by_rank(call), back, self.factor, beside, landing)], None
 
     def _sizes(self, call: Call) -> list[list[int]]:
