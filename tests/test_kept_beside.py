@@ -6,7 +6,7 @@ import copy
 import functools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import nn
 
 from dmp import DistributedModelParallel, PlanError, ShardError, ShardingEnv, full_state_dict, replicate, to_unsharded
 from sharders import TensorParallelSharder
+from tests.beside_plain import trains
 from tests.ranks import mesh, run_ranks
 
 WAYS: dict[str, tuple[Callable[[nn.Parameter], Any], Callable[[Any], torch.Tensor]]] = {
@@ -46,19 +47,7 @@ class Net(nn.Module):
 
 
 def _trains(model: nn.Module, whole: nn.Module, env: ShardingEnv) -> None:
-    optimizers = [torch.optim.Adam(m.parameters(), lr=0.1) for m in (model, whole)]
-    for step in range(2):
-        xs = torch.randn(env.data_size, 3, 6, generator=torch.Generator().manual_seed(step))
-        got, wanted = model(xs[env.data_rank]), [whole(x) for x in xs]
-        torch.testing.assert_close(got, wanted[env.data_rank])
-        got.square().mean().backward()
-        torch.stack(wanted).square().mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    values: Mapping[str, torch.Tensor] = full_state_dict(model)
-    for name, value in whole.state_dict().items():
-        torch.testing.assert_close(values[name], value, msg=lambda m, n=name: f"{n}: {m}")
+    trains(model, whole, env, lambda g: torch.randn(env.data_size, 3, 6, generator=g), torch.optim.Adam, steps=2)
 
 
 def _kept(shape: tuple[int, ...], names: tuple[str, ...], way: str) -> None:

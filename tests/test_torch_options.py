@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from dmp import DistributedModelParallel, PlanError, ShardError, ShardingEnv, full_state_dict
+from dmp import DistributedModelParallel, PlanError, ShardError, ShardingEnv
 from sharders.data_parallel.blocks import calling_forward
+from tests.beside_plain import trains
 from tests.ranks import mesh, run_ranks
 
 MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
@@ -51,19 +52,7 @@ RESCALING: dict[str, Callable[[], Net]] = {
 
 
 def _trains(model: nn.Module, whole: nn.Module, env: ShardingEnv) -> None:
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, whole)]
-    for step in range(3):
-        ids = torch.randint(0, 10, (env.data_size, 3, 2), generator=torch.Generator().manual_seed(step))
-        got, wanted = model(ids[env.data_rank]), [whole(each) for each in ids]
-        torch.testing.assert_close(got, wanted[env.data_rank])
-        got.square().mean().backward()
-        torch.stack(wanted).square().mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    values = full_state_dict(model)
-    for name, value in whole.state_dict().items():
-        torch.testing.assert_close(values[name], value, msg=lambda m, n=name: f"{n}: {m}")
+    trains(model, whole, env, lambda g: torch.randint(0, 10, (env.data_size, 3, 2), generator=g))
 
 
 def _run(kinds: Any, on: str) -> None:

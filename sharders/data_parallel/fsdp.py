@@ -51,7 +51,8 @@ class FSDPWrapper:
     parameters they are copies, by `DDPWrapper` or, beside tensor parallelism, by torch's replicating form of FSDP2.
     Parameters without dimensions, which `fully_shard` does not take, stay whole, their gradients averaged; and so do
     those that the model keeps in a list, dict or object beside their places, where no chunks would be seen. Buffers are
-    not synchronised after the start, as under `fully_shard` itself; DDP does synchronise them.
+    not synchronised after the start, as under `fully_shard` itself; DDP does synchronise them. Where weights are split,
+    a trained one that is added or replaced later is an error at the next forward.
 
     Args:
         reshard_after_forward: of `fully_shard`: None frees units after their forward and keeps the root's parameters.
