@@ -241,6 +241,16 @@ def test_of_no_seconds_a_piece_has_all_levels() -> None:
     assert (taken >= found.hits[rows, phase] - 1e-9).all()
 
 
+def test_one_piece_too_many_counts_though_it_is_little_beside_the_step() -> None:
+    """33 pieces that fill a rank each, on 32 ranks: two are on one, or an item is on all, which takes half a second."""
+    loads, every = np.array([[1.0, 1.0], [0.5, 1.0]]), np.array([[3.0, 0.0], [3.0, 0.0]])
+    ones, zeros, nothing = np.ones(2, dtype=np.int64), np.zeros(2, dtype=np.int64), np.zeros((2, 2))
+    table = CostTable(zeros, np.array([1, 32]), ones, zeros, zeros, loads, nothing, every, zeros)
+    items = np.zeros(33, dtype=np.int64)
+    p = Problem.of_table(table, items, np.full(32, 1e3), np.zeros((32, 2)), np.zeros((0, 1)))
+    assert 100.45 < lower_bound(p, 101.0).seconds <= 100.5
+
+
 def test_prices_are_nearly_the_best() -> None:
     from scipy.optimize import linprog
 

@@ -27,6 +27,7 @@ _EDGE = 1e-6
 _JUST = 1e-6
 _EXACT = 1e-3
 """Of the step: by how much a piece may take longer than its phase."""
+_ANY = 1e-5
 _UNUSED = 1e-2
 _WHOLE = 0.02
 _KNOWN = 1.5
@@ -278,7 +279,7 @@ def split(frame: Frame, node: Node) -> tuple[Node, ...]:
             return node._replace(allowed=node.allowed & ~bit), node._replace(paid=node.paid | bit)
     by_size, by_time = _threshold(frame, node, used), _interval(frame, node, blocks=False)
     if by_size is None and by_time is None:
-        by_time = _interval(frame, node, blocks=True)
+        by_time = _interval(frame, node, blocks=True) or _interval(frame, node, blocks=False, least=_ANY)
     if by_size is None and by_time is None:
         return _split_group(frame, node)
     low, high = node.low.copy(), node.high.copy()
@@ -294,7 +295,9 @@ def split(frame: Frame, node: Node) -> tuple[Node, ...]:
     return (above,) if below is None else (below, above)
 
 
-def _interval(frame: Frame, node: Node, *, blocks: bool) -> tuple[float, int, float, float] | None:
+def _interval(
+    frame: Frame, node: Node, *, blocks: bool, least: float = _EXACT
+) -> tuple[float, int, float, float] | None:
     """A guess of what it gains, a phase, and two times: it takes at most the first, or at least the second.
 
     The first is one that the relaxed optimum, in whole units, does not keep to; or at which it takes more levels than
@@ -302,6 +305,7 @@ def _interval(frame: Frame, node: Node, *, blocks: bool) -> tuple[float, int, fl
 
     Args:
         blocks: what blocks ranks counts too, see [Note: blocking].
+        least: part of the step that it has to gain: one piece too many seems to cost less than it does.
     """
     assert node.relaxed is not None
     times, (rows, share) = node.relaxed.seconds, _in_use(node)
@@ -326,7 +330,7 @@ def _interval(frame: Frame, node: Node, *, blocks: bool) -> tuple[float, int, fl
             longer = np.where(times > 0, others + (blocked - 1) * times, 0.0)
             below = np.maximum(below, longer.max((1, 2), initial=0.0))
         gain = np.minimum(np.minimum(above, 0.5 * below), spare)
-        gains = np.flatnonzero(0.5 * below > _EXACT * frame.upper).tolist()
+        gains = np.flatnonzero(0.5 * below > least * frame.upper).tolist()
         found = [(float(gain[i]), phase, float(high[i]), float(low[i])) for i in gains]
         best = max(found if best is None else [best, *found], default=None)
     return best
