@@ -37,7 +37,9 @@ from planner.search.tight import pour
 _WORK = 740e3
 """In all but the bound, in about microseconds,"""
 _MORE, _MOST = 130e3, 380e3
-"""and so much more for few items, whose options are soon made, and for very few."""
+"""and so much more for few items, whose options are soon made, and for very few;"""
+_OPTIONS = 40.0
+"""and so much less for each of more than few, whose options take time to be made."""
 _BUILDING = 120e3
 """Of it for starts; the first is packed in any case."""
 _FEW = 650
@@ -246,9 +248,9 @@ def _on_hosts(problem: Problem, cuts: Cuts, begun: list[Start], best: Best, out_
 
 
 def _more(problem: Problem) -> float:
-    """Work that there is time for besides, as options are soon made."""
+    """Work that there is time for besides, as options are soon made, or that there is none for."""
     number = len(problem.item_class)
-    return _MOST if number <= SHAKEN else _MORE if number <= _FEW else 0.0
+    return _MOST if number <= SHAKEN else _MORE if number <= _FEW else -_OPTIONS * (number - _FEW)
 
 
 def _hosts(problem: Problem) -> int:
