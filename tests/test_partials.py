@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,9 +14,12 @@ import torchrec
 
 import dmp
 from sharders.channel import Purpose
+from sharders.embedding import way
+from sharders.embedding.lookup import numba_kernel
 from sharders.embedding.lookup.optimizers import OptimizerSpec
 from sharders.embedding.lookup.reads import Segmented
 from tests.equality import attach, env_of
+from tests.oracle import LR
 from tests.ranks import run_ranks
 from tests.test_channel import Counting, sharder
 from tests.test_kernels import KERNELS, LAYOUTS, SPECS, Oracle, assert_close, make
@@ -136,3 +141,52 @@ def test_means(longest: int) -> None:
     for parameter, like in zip(model.parameters(), plain.parameters(), strict=True):
         assert parameter.grad is not None and like.grad is not None
         assert_close(parameter.grad, like.grad)
+
+
+def _of_mixed_tables(most_ids: int, reads: list[bool]) -> None:
+    """Tables of several widths as partials and whole, trained beside the plain module on the batch of all ranks."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    dims, rows = (16, 40, 64, 16, 40, 64), 30
+    configs = [
+        torchrec.EmbeddingBagConfig(name=f"t{i}", num_embeddings=rows, embedding_dim=d, feature_names=[f"f{i}"])
+        for i, d in enumerate(dims)
+    ]
+    torch.manual_seed(0)
+    plain = torchrec.EmbeddingBagCollection(configs)
+    module = copy.deepcopy(plain)
+    attach(module, "sgd")
+    tables = [dmp.table_wise(i % world) for i in (1, 3, 2)]
+    layouts = [dmp.row_wise(), tables[0], dmp.column_wise([0, world - 1]), tables[1], dmp.row_wise(), tables[2]]
+    plan = {f"embedding_bags.t{i}.weight": layout for i, layout in enumerate(layouts)}
+    model = dmp.DistributedModelParallel(module, plan=plan)
+    was, seen = way.Way._reads_given, []
+
+    def noted(*given: Any) -> bool:
+        seen.append(was(*given))
+        return seen[-1]
+
+    optimizer = torch.optim.SGD(plain.parameters(), lr=LR)
+    with mock.patch.object(way.Way, "_reads_given", noted):
+        for step in range(3):
+            g = torch.Generator().manual_seed(step)
+            batches = []
+            for _ in range(world):
+                lengths = torch.randint(0, most_ids + 1, (len(dims) * 24,), generator=g)
+                ids = torch.randint(0, rows, (int(lengths.sum()),), generator=g)
+                batches.append(torchrec.KeyedJaggedTensor([f"f{i}" for i in range(len(dims))], ids, lengths=lengths))
+            scale = torch.randn(24, sum(dims), generator=g)
+            (model(batches[rank]).values() * scale).sum().backward()
+            optimizer.zero_grad()
+            (sum((plain(batch).values() * scale).sum() for batch in batches) / world).backward()
+            optimizer.step()
+    assert seen == reads * 3
+    for name, value in dmp.full_state_dict(model).items():
+        torch.testing.assert_close(value, plain.state_dict()[name])
+
+
+@pytest.mark.skipif(bool(numba_kernel.problem()), reason="read there by what numba compiles")
+@pytest.mark.parametrize(("most_ids", "reads"), [(1, True), (40, False)])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_own_gradients_are_read_where_they_were_left_beside_partials(ranks: int, most_ids: int, reads: bool) -> None:
+    """Where bags are short; those of partials are packed all the same."""
+    run_ranks(ranks, _of_mixed_tables, most_ids, [reads])

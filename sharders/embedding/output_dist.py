@@ -130,7 +130,6 @@ def send_gradients(
     pack: Callable[[int, torch.Tensor], None],
     beside: Beside | None = None,
     landing: Landing | None = None,
-    packs_own: bool = True,
 ) -> Callable[[], torch.Tensor]:
     """Gradients on their way to the owners, and in the same exchange what goes to all ranks.
 
@@ -140,7 +139,6 @@ def send_gradients(
         pack: called with each rank and the flat memory to be filled with the gradients for it.
         beside: takes what comes.
         landing: for them, where they are the answer to an exchange.
-        packs_own: else nobody reads this rank's own of what is returned.
 
     Returns:
         What waits for them and gives them, flat: of the others in rank order, then this rank's own.
@@ -151,8 +149,7 @@ def send_gradients(
             if i != me:
                 pack(i, there)
         transfer, landed = landing.send(), landing.flat
-        if packs_own:
-            pack(me, landed[sum(receive_sizes) - receive_sizes[me] :])
+        pack(me, landed[sum(receive_sizes) - receive_sizes[me] :])
 
         def answered() -> torch.Tensor:
             transfer.wait()
@@ -177,8 +174,7 @@ def send_gradients(
             beside.fill(of_beside)
     is_in_place = codec is None and beside is None
     exchange.start(others if is_in_place else None)
-    if packs_own:
-        pack(me, gradients[others.numel() :])
+    pack(me, gradients[others.numel() :])
 
     def come() -> torch.Tensor:
         came = exchange.wait()

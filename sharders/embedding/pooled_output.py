@@ -252,7 +252,7 @@ class PooledOutputDist:
             blocks: of each rank, where features have batch sizes of their own.
             partials: the call's.
             landing: for the gradients that come.
-            packs_own: see `send_gradients`.
+            packs_own: else nobody reads those of this rank's own lookup, but for partials.
 
         Returns:
             What ends it and gives flat gradients of what was sent to each rank, others first: (rows, own width) of the
@@ -269,7 +269,8 @@ class PooledOutputDist:
             is_ragged = blocks is not None and rank != self.me
             flat = out[: to[rank]]
             lookup = grad.new_empty(mine, widths[rank]) if is_ragged else flat.view(mine, widths[rank])
-            self._back[rank]({0: grad}, lookup, scale)
+            if rank != self.me or packs_own:
+                self._back[rank]({0: grad}, lookup, scale)
             if blocks is not None and is_ragged:
                 flat.copy_(ragged(lookup, self.columns[rank], blocks[self.me]))
             if partials is not None and self._partial_columns is not None and picks:
@@ -282,7 +283,7 @@ class PooledOutputDist:
             send_sizes = [n + m for n, m in zip(to, partials.awaited, strict=True)]
             receive_sizes = [n + m for n, m in zip(came_from, partials.sent, strict=True)]
         codec = self.codecs.gradients
-        come = send_gradients(self.channel, codec, send_sizes, receive_sizes, grad, pack, beside, landing, packs_own)
+        come = send_gradients(self.channel, codec, send_sizes, receive_sizes, grad, pack, beside, landing)
         return come if blocks is None else lambda: self._padded(come(), rows, came_from, receive_sizes, blocks)
 
     def _of_group(self, grad: torch.Tensor, number: int) -> torch.Tensor:

@@ -165,7 +165,7 @@ class Way:
         trained = [of.tbe.bank for of in self.whole if of.tbe.is_trainable]
         return (
             bool(trained)
-            and not (call.wants_weight_gradient or call.has_sizes or self.runs)
+            and not (call.wants_weight_gradient or call.has_sizes)
             and self.peers.outer.size == self.peers.num_replicas == 1
             and self._places
             and given.stride(1) == 1
@@ -192,9 +192,9 @@ class Way:
     def train(self, call: Call, grad: torch.Tensor) -> Trained:
         """See `Path`; flat gradients of all `sources`."""
         sources = self.sources
-        lookup, of_runs = self._cut(call, grad, sources)
-        orders, at = iter(self.order(call)), 0
         given, factor = call.kept.pop(("given", self), (None, 1.0))
+        lookup, of_runs = self._cut(call, grad, sources, given is None)
+        orders, at = iter(self.order(call)), 0
         for (tbe, of_whole, num_slots), columns, bags in self._by_whole(call, lookup, sources):
             own = self.output_dists[0].columns_read[at : at + num_slots]
             at += num_slots
@@ -283,8 +283,14 @@ class Way:
             lookup.pooled_to(bags, samples, out, columns[at : at + num_slots])
             at += num_slots
 
-    def _cut(self, call: Call, grad: torch.Tensor, sources: tuple[int, ...]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Gradients of this rank's lookup (samples, width), and of each run of partials (bags, width)."""
+    def _cut(
+        self, call: Call, grad: torch.Tensor, sources: tuple[int, ...], with_own: bool = True
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Gradients of this rank's lookup (samples, width), and of each run of partials (bags, width).
+
+        Args:
+            with_own: else nobody reads those of this rank's own samples, the last, of its lookup.
+        """
         samples = [call.samples[i] for i in sources]
         if not self.runs:
             return grad.view(sum(samples), self.width), []
@@ -296,8 +302,15 @@ class Way:
         ]
         of_lookup = [n * self.width for n in samples]
         cut = grad.split([n for of_source in zip(of_lookup, *of_runs, strict=True) for n in of_source])
-        lookup, *runs = (torch.cat(cut[i :: 1 + len(of_runs)]) for i in range(1 + len(of_runs)))
+        runs = [torch.cat(cut[i :: 1 + len(of_runs)]) for i in range(1, 1 + len(of_runs))]
         by_run = [flat.view(-1, run.width) for run, flat in zip(self.runs, runs, strict=True)]
+        of_sources = cut[:: 1 + len(of_runs)]
+        if with_own:
+            return torch.cat(of_sources).view(sum(samples), self.width), by_run
+        if len(sources) <= 2:  # those of the other lie in front; behind them there is something, which is not read
+            return grad[: sum(of_lookup)].view(sum(samples), self.width), by_run
+        lookup = grad.new_empty(sum(of_lookup))
+        torch.cat(of_sources[:-1], out=lookup[: sum(of_lookup[:-1])])
         return lookup.view(sum(samples), self.width), by_run
 
     def _by_whole(
