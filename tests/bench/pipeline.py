@@ -61,6 +61,9 @@ class Task(nn.Module):
 class Far:
     """A channel on which what comes is there `seconds` after it was asked for, and no core works meanwhile."""
 
+    tells_sizes = False
+    """As between hosts: ids follow their headers."""
+
     def __init__(self, channel: Any, seconds: float) -> None:
         self._channel, self._seconds = channel, seconds
 
