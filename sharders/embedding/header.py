@@ -114,7 +114,8 @@ class Handshake:
     Args:
         content: text that must be equal on all ranks: tables and layouts.
         features: names, for messages.
-        channel: between the ranks that exchange; carries headers alone: a header never meets anything else.
+        channel: between the ranks that exchange; carries headers, and payloads behind them, alone: a header never meets
+            anything else.
         data_ranks: which of the different batches each of them has.
         rank_names: what each of them is called.
         tensor_axes: mesh axes along which the batch is the same, for messages.

@@ -42,7 +42,8 @@ def helper(function: Callable[..., Any]) -> Any:
 def by_blocks(function: Callable[..., Any]) -> Any:
     """A helper `(elements, width, arguments)` out of what it does for a block of columns of a row.
 
-    It is given `(elements, like, column, arguments)`, where `like` is zeros of the block's size, one of `BLOCKS`.
+    It is given `(elements, like, column, arguments)`, where `like` is zeros of the block's size, one of `BLOCKS`. These
+    are written out: as a helper for each size, one calling the next, they take a third longer to compile.
     """
     of_block = helper(function)
     first, second, third, fourth, fifth, _ = BLOCKS
