@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -104,7 +106,7 @@ def test_a_block_whose_rows_nobody_names_is_still_told_so(env: ShardingEnv) -> N
 def test_row_blocks_and_copies_of_each_width_are_a_run() -> None:
     def seconds(kind: int, env: ShardingEnv, *dims: int) -> float:
         setups = setups_of(CostModel(), env, MEASURED, [info(1000, dim) for dim in dims])
-        assert len(setups) == 5
+        assert len(setups) == 6
         return float(setups[kind].sum())
 
     alone, on_hosts = ENVS[0], ENVS[1]
@@ -222,6 +224,31 @@ def test_latencies_are_of_the_exchanges_that_are_made(env: ShardingEnv, copies: 
     assert latencies(table_wise(0), data_parallel()) == pytest.approx(whole + beside)
 
 
+def test_bags_that_go_straight_between_hosts_are_an_exchange_over_all_ranks() -> None:
+    """It travels beside the two stages of others, and takes longer, however little there is."""
+    topology = Topology(1e10, 1e30, 1e30, link_bandwidth=1e30, link_latency=(2 * LATENCY, LATENCY))
+
+    def latencies(*placed: tuple[Layout, float]) -> float:
+        tables = [Placed(info(1000, 64), layout, ids) for layout, ids in placed]
+        known = float(phase_seconds(CostModel(), tables, hosts(2, 4), topology, 16).sum())
+        planner = ShardingPlanner(
+            topology,
+            batch_size=16,
+            constraints={f"t{i}*": Constraint(pooling_factor=ids) for i, (_, ids) in enumerate(placed)},
+        )
+        pinned = {f"t{i}.weight": layout for i, (layout, _) in enumerate(placed)}
+        planner.plan(bags(*[(1000, 64)] * len(placed)), [BagSharder()], hosts(2, 4), pinned)
+        assert planner.report is not None
+        assert planner.report.step_seconds == pytest.approx(known)
+        return known / LATENCY
+
+    ids, results = 2 * 3 * 2, 2 * (2 + 2)
+    assert latencies((table_wise(0), 1.0)) == pytest.approx(ids + results)
+    assert latencies((row_wise(), 100.0)) == pytest.approx(ids + results)
+    assert latencies((row_wise(), 1.0)) == pytest.approx(ids + 2 * 3 * 2)
+    assert latencies((row_wise(), 1.0), (table_wise(0), 1.0)) == pytest.approx(ids + 2 * 3 * 2)
+
+
 def test_few_small_tables_are_copied_where_that_saves_exchanges() -> None:
     """All of them, and no plan that copies only some is taken for as good; larger ones are sharded as before."""
     topology = Topology(1e10, 1e11, 1e12, link_bandwidth=1e10, link_latency=1e-3)
@@ -302,6 +329,7 @@ SHAPES = ((101, 16), (64, 32), (333, 8), (50, 64), (77, 32), (20, 16))
 STATES = {"sgd": (0.0, 0.0), "adagrad": (4.0, 0.0), "rowwise_adagrad": (0.0, 4.0)}
 
 
+@mock.patch.dict(os.environ, DMP_SHARED_MEMORY="0")  # the profiler sees what the allocator gives alone
 def held_bytes(kind: str, batch_size: int) -> tuple[int, int]:
     """On each rank: bytes of tables with their state; the most that a step has in memory besides."""
     import torchrec

@@ -19,6 +19,7 @@ from dmp import ParameterInfo, ShardingEnv
 from planner.candidates.family import UNIT, Family, even_widths
 from planner.candidates.movable import MovableLayout
 from planner.candidates.offered import Offer, has_own_blocks
+from planner.costs.cost_model import goes_straight
 from planner.costs.protocol import Array, CostProtocol, Integers, ShardInfo, ShardTable, kinds_of, setups_of
 from planner.costs.step import whole
 from planner.costs.topology import Topology
@@ -155,7 +156,13 @@ def costed(classes: Sequence[Class], offered: Sequence[Sequence[Offer]], setting
     fixed, slope, common, lack, lack_slope, each_cut = np.zeros((6, len(offers), local.shape[1]))
     setups = setups_of(setting.model, setting.env, setting.topology, (of.info for of in classes))
     counted = sum(1 << kind for kind, seconds in enumerate(setups) if np.any(seconds))
-    kinds = [_kinds(offer, classes[of].info) & counted for offer, of in zip(offers, owner.tolist(), strict=True)]
+    straight = np.zeros(len(offers), dtype=bool)  # settled for all shards of a table alike
+    firsts = np.concatenate([regular.shards[0], *(of_row[:1] for of_row in single)])
+    straight[[*rows, *others]] = goes_straight(ShardTable.from_columns(*firsts.T), setting.env)
+    kinds = [
+        _kinds(offer, classes[of].info, is_straight) & counted
+        for offer, of, is_straight in zip(offers, owner.tolist(), straight.tolist(), strict=True)
+    ]
     bits, is_affine = np.array(kinds, dtype=np.int64), regular.is_affine(local)
     found = Costed(offers, owner, fixed, slope, common, lack, lack_slope, {}, each_cut, bits, is_affine, spans)
     _add_regular(found, regular, local, everywhere)
@@ -252,12 +259,12 @@ class _Regular(NamedTuple):
         return bool((np.abs(middle - expected) <= 1e-6 * np.maximum(high, 1e-15)).all())
 
 
-def _kinds(offer: Offer, info: ParameterInfo) -> int:
+def _kinds(offer: Offer, info: ParameterInfo, is_straight: bool) -> int:
     """Set-ups that an offer needs, a bit each."""
     if offer.own is None:
-        return kinds_of(info, offer.family.is_copied, offer.family.size > 1)
+        return kinds_of(info, offer.family.is_copied, offer.family.size > 1, is_straight)
     rows = info.shape[0] if info.shape else 1
-    return kinds_of(info, offer.own.is_copied, any(cut.rows != rows for cut in offer.own.shards))
+    return kinds_of(info, offer.own.is_copied, any(cut.rows != rows for cut in offer.own.shards), is_straight)
 
 
 def _is_regular(offer: Offer, of: Class, known: Array) -> bool:

@@ -22,7 +22,8 @@ which costs less for each. On one axis the data path settles that for all tables
 table. Where there are hosts both settle it table by table: such bags go straight to the ranks of their samples, where
 that is fewer bytes than two stages, no more between hosts, and hardly more on any link there; they travel at the same
 time as the others, and share links with them. Plans count on it where it gains clearly, else on two stages, which are
-no fewer bytes. The exchange more of a call whose tables go both ways is not counted. How many have ids it takes from
+no fewer bytes. Such an exchange over all ranks takes longer than two stages do, however little travels in it: a set-up
+of plans with such tables. How many have ids it takes from
 the mean: as if all bags were of one length, which is never too few.
 """
 
@@ -42,6 +43,7 @@ from planner.costs.protocol import (
     COPIES_WIDTH,
     EXCHANGE,
     SPLIT,
+    STRAIGHT,
     WHOLE,
     WIDTH,
     Array,
@@ -127,7 +129,7 @@ class CostModel:
 
     def setups(self, env: ShardingEnv, topology: Topology) -> Array:
         """See `CostProtocol`: headers; ids, results, gradients of what is sharded; and what a sum of its own takes."""
-        seconds, speeds = np.zeros((7, len(PHASES))), topology.speeds_of_parts
+        seconds, speeds = np.zeros((8, len(PHASES))), topology.speeds_of_parts
         inner, outer = _stages(env, topology)
         replicas = axes_of(env, topology, "replicate")
         exchange = latency(axes_of(env, topology))
@@ -143,6 +145,9 @@ class CostModel:
         seconds[EXCHANGE, parts] += speeds.step, speeds.step_results, speeds.step_gradients
         if outer:  # a host's ranks add up bags, so that row blocks are one group with others
             seconds[EXCHANGE, parts] += group
+            all_at_once = latency(axes_of(env, topology, "shard", "tensor"))
+            beyond = max(0.0, all_at_once - latency(inner) - latency(outer))
+            seconds[STRAIGHT, [OUTPUT, GRADIENT]] = beyond
         else:
             seconds[ALL_REDUCE, parts] += speeds.copies, speeds.copies_results, speeds.copies_gradients
             seconds[[WHOLE, SPLIT], parts[:, None]] += np.array(group)[:, None]

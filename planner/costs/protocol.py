@@ -17,11 +17,11 @@ Array = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 Integers = NDArray[np.int64]
 
-EXCHANGE, ALL_REDUCE, WHOLE, SPLIT, AWAY, WIDTH, COPIES_WIDTH = range(7)
+EXCHANGE, ALL_REDUCE, WHOLE, SPLIT, AWAY, STRAIGHT, WIDTH, COPIES_WIDTH = range(8)
 """Kinds of set-up, that a plan pays once each: where there is any parameter, where one is replicated, where one is
-sharded by whole rows or is not pooled, where bags are over several row blocks, and where one is sharded at all: copies
-alone send no ids and get no results. The last two are paid with `SPLIT`, and `ALL_REDUCE`, for each further width of
-pooled tables."""
+sharded by whole rows or is not pooled, where bags are over several row blocks, where one is sharded at all (copies
+alone send no ids and get no results), and where bags with ids go straight to the ranks of their samples beside the two
+stages of others. The last two are paid with `SPLIT`, and `ALL_REDUCE`, for each further width of pooled tables."""
 BYTES = -1
 """Column of the memory, after the phases'."""
 _UNKNOWN_STATE = 2
@@ -174,7 +174,7 @@ class CostProtocol(Protocol):
 
 
 def setups_of(model: CostProtocol, env: ShardingEnv, topology: Topology, infos: Iterable[ParameterInfo]) -> Array:
-    """Set-ups as plans of these parameters pay them, up to `AWAY`; see `CostProtocol.setups`.
+    """Set-ups as plans of these parameters pay them, up to `STRAIGHT`; see `CostProtocol.setups`.
 
     Row blocks of one width are looked up and travel together, and so do gradients of copies. Which widths a plan
     splits, or copies, is taken to be all that there are: one more or less is far less than whether there are any.
@@ -189,12 +189,16 @@ def setups_of(model: CostProtocol, env: ShardingEnv, topology: Topology, infos: 
     return setups
 
 
-def kinds_of(info: ParameterInfo, is_copied: bool, has_row_blocks: bool) -> int:
-    """Set-ups that a parameter needs, a bit each: sums over row blocks are of tables alone."""
+def kinds_of(info: ParameterInfo, is_copied: bool, has_row_blocks: bool, is_straight: bool) -> int:
+    """Set-ups that a parameter needs, a bit each: sums over row blocks are of tables alone.
+
+    Args:
+        is_straight: see `goes_straight`.
+    """
     if is_copied:
         return 1 << EXCHANGE | 1 << ALL_REDUCE
     is_summed = info.kind == "table" and info.pooled and has_row_blocks
-    return 1 << EXCHANGE | 1 << AWAY | 1 << (SPLIT if is_summed else WHOLE)
+    return 1 << EXCHANGE | 1 << AWAY | 1 << (SPLIT if is_summed else WHOLE) | is_straight << STRAIGHT
 
 
 def checked(model: Any) -> CostProtocol:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dmp import Layout, ParameterInfo, Shard, ShardingEnv, is_replicated
+from planner.costs.cost_model import goes_straight
 from planner.costs.protocol import BYTES, Array, CostProtocol, ShardInfo, ShardTable, kinds_of, setups_of
 from planner.costs.topology import Topology
 
@@ -58,6 +59,21 @@ def loads_of_cuts(
     model: CostProtocol, cuts: Sequence[Cut], env: ShardingEnv, topology: Topology, batch_size: float
 ) -> Array:
     """See `loads`."""
+    infos, at = _infos(cuts, env)
+    local, everywhere = model.costs(infos, env, topology, batch_size)
+    found = np.zeros((env.table_size, local.shape[1]))
+    found += everywhere.sum(0) + local[at < 0].sum(0)
+    spans = model.spans(env)
+    for phase in [*range(len(spans)), BYTES]:
+        span = int(spans[phase]) if phase != BYTES else 1
+        groups = np.zeros(env.table_size // span)
+        np.add.at(groups, at[at >= 0] // span, local[at >= 0, phase])
+        found[:, phase] += np.repeat(groups, span)
+    return found
+
+
+def _infos(cuts: Sequence[Cut], env: ShardingEnv) -> tuple[ShardTable, NDArray[np.int64]]:
+    """All shards, and the rank of each; -1 of what every rank has whole."""
     infos: list[ShardInfo] = []
     ranks: list[int] = []
     inner = env.table_shape[-1] if len(env.table_shape) > 1 else env.table_size
@@ -73,17 +89,7 @@ def loads_of_cuts(
             share = 1 / on_host[shard.rank // inner, of] if len(env.table_shape) > 1 else 1.0
             infos.append(_shard_of(known, shard, below)._replace(host_share=share, row_blocks=blocks[of]))
             ranks.append(shard.rank)
-    local, everywhere = model.costs(ShardTable.of(infos), env, topology, batch_size)
-    at = np.array(ranks, dtype=np.int64)
-    found = np.zeros((env.table_size, local.shape[1]))
-    found += everywhere.sum(0) + local[at < 0].sum(0)
-    spans = model.spans(env)
-    for phase in [*range(len(spans)), BYTES]:
-        span = int(spans[phase]) if phase != BYTES else 1
-        groups = np.zeros(env.table_size // span)
-        np.add.at(groups, at[at >= 0] // span, local[at >= 0, phase])
-        found[:, phase] += np.repeat(groups, span)
-    return found
+    return ShardTable.of(infos), np.array(ranks, dtype=np.int64)
 
 
 def _shard_of(known: ShardInfo, shard: Shard, below: Below | None) -> ShardInfo:
@@ -101,11 +107,12 @@ def phase_seconds(
     """(phases,): the slowest rank of each, with what is paid once."""
     slowest: Array = loads(model, placed, env, topology, batch_size)[:, :BYTES].max(0)
     needs = 0
-    for info, layout, _ in placed:
+    for info, layout, ids in placed:
         shards = layout.shards(info.shape, env)
+        infos, _ = _infos([Cut(whole(info, ids), shards, info.shape)], env)
         rows = [shard.sizes[:1] for shard in shards]
         has_row_blocks = any(of != tuple(info.shape[:1]) for of in rows)
-        needs |= kinds_of(info, is_replicated(shards, info.shape), has_row_blocks)
+        needs |= kinds_of(info, is_replicated(shards, info.shape), has_row_blocks, goes_straight(infos, env)[0].item())
     for kind, seconds in enumerate(setups_of(model, env, topology, (of.info for of in placed))):
         slowest = slowest + seconds * (needs >> kind & 1)
     return slowest

@@ -27,6 +27,8 @@ _EDGE = 1e-6
 _JUST = 1e-6
 _EXACT = 1e-3
 """Of the step: by how much a piece may take longer than its phase."""
+_WORTH_SPLITTING = 2e-3
+"""Of the step: a set-up that costs less is not asked about."""
 _ANY = 1e-5
 _UNUSED = 1e-2
 _WHOLE = 0.02
@@ -275,7 +277,8 @@ def split(frame: Frame, node: Node) -> tuple[Node, ...]:
     kinds = frame.columns.kinds[node.rows]
     for kind in range(len(frame.setups)):
         bit = 1 << kind
-        if not node.paid & bit and node.allowed & bit and (used[(kinds & bit) > 0] > 1e-3).any():
+        is_worth = frame.setups[kind] > _WORTH_SPLITTING * node.value
+        if is_worth and not node.paid & bit and node.allowed & bit and (used[(kinds & bit) > 0] > 1e-3).any():
             return node._replace(allowed=node.allowed & ~bit), node._replace(paid=node.paid | bit)
     by_size, by_time = _threshold(frame, node, used), _interval(frame, node, blocks=False)
     if by_size is None and by_time is None:

@@ -26,6 +26,8 @@ _UNEVEN = 1.15
 """Phases of many small pieces are expected to take this many times the mean."""
 _LOSS = 0.1
 """Share of the largest pieces that is lost because they do not fill ranks evenly."""
+_HARDLY = 5e-3
+"""Share of the least step below which a set-up is paid without asking."""
 _FREE = 0.98
 """Share of the memory that starts count with."""
 _LARGE = 0.3
@@ -142,9 +144,11 @@ def with_rest(cuts: Cuts, cost: Array) -> Array:
 
 
 def setup_sets(problem: Problem, cuts: Cuts) -> list[int]:
-    """Sets of set-ups, a bit each, with which every class has a cut; those that are paid are in all."""
-    paid = sum(1 << kind for kind in problem.base_kinds)
-    others = [kind for kind in range(len(problem.setups)) if kind not in problem.base_kinds]
+    """Sets of set-ups, a bit each, with which every class has a cut; what is paid, or hardly costs, is in all."""
+    least = _least(cuts, cuts.mean[:, :-1].sum(1))[problem.item_class].sum() + problem.base[:, :-1].mean(0).sum()
+    hardly = problem.setups.sum(1) <= _HARDLY * float(least)
+    paid = sum(1 << kind for kind in range(len(problem.setups)) if hardly[kind] or kind in problem.base_kinds)
+    others = [kind for kind in range(len(problem.setups)) if not paid >> kind & 1]
     found = []
     for number in range(len(others) + 1):
         for chosen in combinations(others, number):
