@@ -35,6 +35,7 @@
 - `pooled_output`: output dist of pooled lookups
 - `ragged`: what travels where features have batch sizes of their own
 - `unpooled`: unpooled lookups and their backward
+- `row_moves`: rows read for ids, and gradients of ids summed for their rows
 - `row_places`: where the rows that come back for ids belong
 - `unpooled_output`: output dist of unpooled lookups
 - `touched_rows`: gradients of data-parallel tables by the rows that batches touch

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import gcd
 from typing import NamedTuple
@@ -16,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from sharders.embedding.lookup import numba_kernel, threads
-from sharders.embedding.lookup.numba_layout import int64
+from sharders.embedding.lookup.numba_layout import int64, scalar
 from sharders.embedding.lookup.numba_training import ELEMENTS, entry_of
 from sharders.embedding.ragged import Columns
 
@@ -232,9 +231,3 @@ def streams(out: torch.Tensor, apart: int, together: int) -> bool:
     size = out.element_size()
     is_large = out.numel() // max(out.shape[-1], 1) * apart * size >= _STREAMED_BYTES
     return is_large and not any(of % _LINE_BYTES for of in (out.data_ptr(), apart * size, together * size))
-
-
-@lru_cache(maxsize=16)
-def scalar(value: float) -> torch.Tensor:
-    """A float64 for compiled code."""
-    return torch.tensor(value, dtype=torch.float64, device="cpu")

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from sharders.embedding.columns import ELEMENTS_OF_AN_ID, cut_columns, first_columns, scalar, streams
+from sharders.embedding.columns import ELEMENTS_OF_AN_ID, cut_columns, first_columns, streams
 from sharders.embedding.lookup import numba_kernel, threads
-from sharders.embedding.lookup.numba_layout import int64, longs, words
+from sharders.embedding.lookup.numba_layout import int64, longs, scalar, words
 from sharders.embedding.lookup.numba_training import ELEMENTS, entry_of
 from sharders.embedding.partials import Partials, PartialsPlan
 from sharders.embedding.ragged import Columns

@@ -6,9 +6,10 @@ together of them is each result row's row there, worked out before they come: re
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from sharders.embedding.call import Places, Sent, Span
 from sharders.embedding.lookup.distinct import spread
 from sharders.embedding.placement import Placement, Slot
+from sharders.embedding.row_moves import Sums, can_move, gathered
 
 READ_APART = 1 << 21
 """Elements of gradients: to put so many together takes longer than to read them one by one."""
@@ -119,6 +121,7 @@ class RowsBack:
         me: this rank.
         counts: ids of each feature.
         device: of the rows.
+        kernel: see `can_move`.
     """
 
     def __init__(
@@ -129,8 +132,9 @@ class RowsBack:
         me: int,
         counts: Sequence[int],
         device: torch.device,
+        kernel: str | None,
     ) -> None:
-        self._sent, self.device = sent, device
+        self._sent, self.device, self._kernel = sent, device, kernel
         self._of_owners = [(placement.slots[owner], sent.spans[index]) for owner, index in enumerate(destinations)]
         self.dims = [placement.tables[f.table].dim for f in placement.features]
         """Of each feature."""
@@ -149,7 +153,59 @@ class RowsBack:
         """Whether rows come once for several ids."""
         return any(places is not None and places.times is not None for places in self._sent.places)
 
-    def read(self, grads: Sequence[torch.Tensor]) -> list[list[tuple[RowPlaces, torch.Tensor]]]:
+    def pack(self, grads: Sequence[torch.Tensor], scale: float) -> Callable[[int, torch.Tensor], None]:
+        """What writes, for a rank, the gradients of the rows that it sent to flat memory, in the order they came.
+
+        Args:
+            grads: of each feature's rows, (ids, dim).
+            scale: multiplies them.
+        """
+        if self._can_sum(grads):
+            return lambda rank, out: self._sum(rank, grads, scale, out)
+        read = self._read(grads)
+
+        def pack(rank: int, out: torch.Tensor) -> None:
+            at = 0
+            for of, grad in read[rank]:
+                stop = at + of.count * of.width
+                of.take(grad, scale, out[at:stop].view(of.count, of.width))
+                at = stop
+
+        return pack
+
+    def _can_sum(self, grads: Sequence[torch.Tensor]) -> bool:
+        """Whether all rows came once for their ids, with all columns, and compiled code may read the gradients."""
+        if any(places is None or places.times is None for places in self._sent.places):
+            return False
+        slots = (slot for of_rank, _ in self._of_owners for slot in of_rank)
+        return all(slot.width == self.dims[slot.feature] for slot in slots) and can_move(self._kernel, grads)
+
+    def _sum(self, rank: int, grads: Sequence[torch.Tensor], scale: float, out: torch.Tensor) -> None:
+        """One call for all neighbouring slots of a rank whose rows are of one width, and in one order."""
+        at = 0
+        of_slots = zip(*self._of_owners[rank], strict=True)
+        for (is_split, width), run in groupby(of_slots, key=lambda of: (of[1].is_split, of[0].width)):
+            sums, runs, first, num_ids = self._sums(grads, is_split), [], at, 0
+            for slot, span in run:
+                if span.rows:
+                    shift = span.shift - self._sent.row_starts[slot.feature]
+                    runs.append(sums.run(slot.feature, shift, span.rows, at - first))
+                at += len(span.rows) * width
+                num_ids += len(span.ids)
+            sums.write(runs, num_ids, scale, out[first:at].view(-1, width))
+
+    def _sums(self, grads: Sequence[torch.Tensor], is_split: bool) -> Sums:
+        places = self._sent.places[is_split]
+        assert places is not None
+        return Sums(grads, places.of_ids, self._bounds[is_split])
+
+    @cached_property
+    def _bounds(self) -> list[torch.Tensor]:
+        """Of the rows among their ids, by key and of those of split features."""
+        joined = [places.times for places in self._sent.places if places is not None and places.times is not None]
+        return [F.pad(times.cumsum(0, dtype=torch.int32), (1, 0)) for times in joined]
+
+    def _read(self, grads: Sequence[torch.Tensor]) -> list[list[tuple[RowPlaces, torch.Tensor]]]:
         """For each rank, in the order in which its rows came, their places and the gradient to read there.
 
         Args:
@@ -206,7 +262,7 @@ class RowsBack:
             if not len(of.rows) or not len(matrix):  # no ids, but for data-parallel tables', which are written after
                 continue
             if of.only is None and of.width == dim:
-                return matrix.index_select(0, of.rows)
+                return gathered(matrix, of.rows, self._kernel)
             out = flat.new_empty(self.num_rows[dim], dim) if out is None else out
             columns = out[:, of.column : of.column + of.width]
             if of.only is None:

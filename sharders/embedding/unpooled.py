@@ -155,7 +155,9 @@ class UnpooledPath(Path[list[torch.Tensor]]):
     def _back(self, call: Call) -> RowsBack:
         peers, counts = self.peers, [call.batch.counts[key] for key in call.batch.key_of]
         me = peers.table.rank
-        return RowsBack(self.store.placement, call.sent, peers.by_table_rank, me, counts, self.device)
+        return RowsBack(
+            self.store.placement, call.sent, peers.by_table_rank, me, counts, self.device, self.store.kernel
+        )
 
     def _local_rows(self, call: Call) -> list[tuple[RowPlaces, torch.Tensor]]:
         """Rows that this rank's own data-parallel tables give, and where they go."""

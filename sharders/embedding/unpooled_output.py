@@ -92,17 +92,7 @@ class UnpooledOutputDist:
         Returns:
             Flat gradients of the rows that this rank sent, in that order.
         """
-
-        read = back.read(grads)
-
-        def pack(rank: int, out: torch.Tensor) -> None:
-            at = 0
-            for of, grad in read[rank]:
-                stop = at + of.count * of.width
-                of.take(grad, scale, out[at:stop].view(of.count, of.width))
-                at = stop
-
-        codec = self.codecs.gradients
+        codec, pack = self.codecs.gradients, back.pack(grads, scale)
         return send_gradients(self.channel, codec, back.sizes, send_sizes, grads[0], pack, beside, landing)()
 
     def landing(self, send_sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> Landing | None:

@@ -35,6 +35,7 @@ from sharders.embedding.lookup.numba_layout import (
     longs,
     place_of,
     places_in,
+    scalar,
     scratch_for,
     shift,
     words,
@@ -238,7 +239,7 @@ class NumbaLookup(TorchLookup):
     def _sum_bags(self, read: Bags, to_sum: Tensor, out: Tensor, fills_lines: bool) -> None:
         (ids, bounds, _), table, weights = read, self.bank.weights, self._like_table(read.weights)
         fixed = (table.data_ptr(), *words(ids), *words(bounds), to_sum.data_ptr(), len(to_sum))
-        to = (address(weights), *self._target(out, fills_lines))
+        to = (address(weights), *self._target(out, fills_lines), scalar(1.0).data_ptr())
         parts, sum_bags = threads.num_parts(ids.numel()), self._entry("sum_bags")
         threads.run(lambda i: sum_bags(*fixed, i, parts, *to), parts)
 

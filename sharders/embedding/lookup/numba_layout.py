@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple, Protocol
 
@@ -160,6 +161,12 @@ def longs(values: Iterable[int] | bytes) -> tuple[array[int], int]:
     """The same of what one call asks for, in a fifth of the time: to be kept until it has returned, and its address."""
     made = array("q", values)
     return made, made.buffer_info()[0]
+
+
+@lru_cache(maxsize=16)
+def scalar(value: float) -> Tensor:
+    """A float64."""
+    return torch.tensor(value, dtype=torch.float64, device="cpu")
 
 
 def shift(num_bags: int) -> int:

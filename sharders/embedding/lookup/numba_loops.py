@@ -38,9 +38,10 @@ _ROWS_AHEAD = 16  # distinct rows
 
 
 def sum_bags(
-    elements, table, ids, id_bytes, bounds, bound_bytes, runs, num_runs, part, parts, weights, out, out_stride, streams
+    elements, table, ids, id_bytes, bounds, bound_bytes, runs, num_runs, part, parts, weights, out, out_stride, streams,
+    scale,
 ):  # fmt: skip
-    """Sums over bags.
+    """Sums over bags, times `scale`.
 
     Args:
         bounds: of the bags among the ids.
@@ -49,7 +50,9 @@ def sum_bags(
         part, parts: which part of each run is summed.
         weights: of the ids; 0 without.
         streams: write past the caches, where blocks lie so that this can be.
+        scale: address of a float64.
     """
+    factor = read_float64(scale, 0)
     for run in range(num_runs):
         bags, first, stop, begin, last, start, width, to = _part_of_run(
             bounds, bound_bytes, runs + 40 * run, part, parts
@@ -57,7 +60,8 @@ def sum_bags(
         for bag in range(first, stop):
             end = read32_at(bags + (bag + 1) * bound_bytes)
             at = to + bag * out_stride
-            _sum_bag(elements, width, (table, start, width, ids, id_bytes, begin, end, last, weights, out, at, streams))
+            to_read = (table, start, width, ids, id_bytes, begin, end, last, weights)
+            _sum_bag(elements, width, (to_read, factor, out, at, streams))
             begin = end
     if streams:
         fence()
@@ -75,7 +79,7 @@ def _part_of_run(bounds, bound_bytes, run, part, parts):
 
 @by_blocks
 def _sum_bag(elements, like, column, arguments):
-    table, start, width, ids, id_bytes, begin, end, last, weights, out, to, streams = arguments
+    (table, start, width, ids, id_bytes, begin, end, last, weights), factor, out, to, streams = arguments
     start += column
     summed = like
     place = begin
@@ -93,6 +97,7 @@ def _sum_bag(elements, like, column, arguments):
             weight = total(load(elements, zeros(elements, 1), weights, place))
             summed = fma(splat(like, weight), row, summed)
             place = counted(place + 1)
+    summed = multiply(summed, splat(like, factor))
     if streams:
         stream(elements, out, to + column, summed)
     else:
