@@ -42,6 +42,7 @@ FSDP2 and DDP
   waits for, and what it gathers
 - `_sharded_state`, `_setattr_on_modules`, `_unsharded_param`, `_sharded_post_forward_param`: a state dict without
   freeing what a unit has gathered
+- `_wrapped_call_impl`: the frame at which a module is called, past what gathers its weights
 - `_module_info`: what lies in the place of a weight that is split
 - `_module_parameters`, `_rebuild_buckets`, `_distributed_broadcast_coalesced`: DDP's reducer and its buffers
 - `_ddp_params_and_buffers_to_ignore`, `_set_params_and_buffers_to_ignore_for_model`: what DDP leaves alone

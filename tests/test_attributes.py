@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from dmp import DistributedModelParallel, ShardError, ShardingEnv, full_state_dict
+from sharders import TensorParallelSharder
 from tests.equality import env_of, make_batch, make_module
 from tests.ranks import mesh, run_ranks
 from tests.transformers_zoo import GPT, LlamaBlock, rotary
@@ -286,6 +287,40 @@ def added_to_what_is_split() -> None:
 def test_what_is_added_to_weights_that_are_split_is_refused() -> None:
     """Each rank trained its own, or FSDP2 put back what it had, without a word."""
     run_ranks(2, added_to_what_is_split)
+
+
+class Pair(Grown):
+    """What is added is between two layers that are split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(2, 4), nn.LayerNorm(2)
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.norm(self.layer(self.first(x) * getattr(self, "gain", 1.0)))
+        return out
+
+
+def added_between_split_layers() -> None:
+    env, x = ShardingEnv.from_mesh(mesh((2,), ("tp",))), torch.ones(1, 2)
+    for what, change in {
+        "'gain' was added": lambda m: setattr(m, "gain", nn.Parameter(torch.ones(1))),
+        "'norm.weight' was replaced": lambda m: setattr(m.norm, "weight", nn.Parameter(torch.ones(2))),
+        "'layer.bias' was replaced": lambda m: setattr(m.layer, "bias", nn.Parameter(torch.ones(2))),
+    }.items():
+        model = DistributedModelParallel(
+            Pair(), env, sharders=[TensorParallelSharder({"first": "colwise", "layer": "rowwise"})]
+        )
+        model(x).sum().backward()
+        change(model.module)
+        with pytest.raises(ShardError, match=rf"^{what} after wrapping"):
+            model(x)
+
+
+def test_what_is_added_between_split_layers_is_refused() -> None:
+    """Each rank of a tensor axis trained it by its part of the gradient, or from values of its own, without a word."""
+    run_ranks(2, added_between_split_layers)
 
 
 def tables(mesh_name: str) -> None:

@@ -29,13 +29,28 @@ class Net(nn.Module):
         self.power, self.config, self.bounds = 1.0, SimpleNamespace(scale=1.0), [0.0]
         self.done: Any = lambda x: x
         self.extra: nn.Module | None = nn.Tanh()
+        self.times = 0.5
+        self.register_buffer("offset", torch.ones(2))
+        self.last.register_forward_hook(lambda *call: call[-1] * 2)
+
+    def undo(self, _: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
+        return output - self.power
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         if not hasattr(self, "shift"):
             self.register_buffer("shift", torch.full((2,), 0.5), persistent=False)
         out = self.last(self.act(self.first(self.rows(ids))))
         out = out.abs() ** self.power * self.config.scale + self.bounds[0] + self.shift
+        out = out * getattr(self, "times", 1.0) + getattr(self, "offset", 0.0)
         return self.done(out if self.extra is None else self.extra(out))  # type: ignore[no-any-return]
+
+
+def doubled(_: nn.Module, args: Any) -> Any:
+    return (args[0] * 2,)
+
+
+def named(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
+    state[f"{prefix}name"] = torch.ones(1)
 
 
 def change(module: Any) -> None:
@@ -43,6 +58,11 @@ def change(module: Any) -> None:
     module.act, module.extra = nn.Sequential(nn.Tanh(), module.act), None
     module.shift = torch.ones(2)
     module.seen = [module.first, module.power]
+    module.last.register_forward_pre_hook(doubled)
+    module.act.register_forward_hook(module.undo)
+    module.first.register_state_dict_post_hook(named)
+    module.last._forward_hooks.clear()
+    del module.times, module.offset
 
 
 def changed(on: str) -> None:
@@ -52,6 +72,7 @@ def changed(on: str) -> None:
     for ran in (False, True):
         for twin in (copy.deepcopy(model), to_unsharded(model), copy.deepcopy(copy.deepcopy(model))):
             torch.testing.assert_close(twin(ids), whole(ids))
+            assert set(twin.state_dict()) == set(whole.state_dict())
         if ran:
             break
         torch.testing.assert_close(model(ids), whole(ids))

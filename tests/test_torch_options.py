@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from torch import nn
 
 from dmp import DistributedModelParallel, PlanError, ShardError, ShardingEnv
-from sharders.data_parallel.blocks import calling_forward
 from tests.beside_plain import trains
 from tests.ranks import mesh, run_ranks
 
@@ -90,62 +88,3 @@ def test_a_forward_that_rescales_rows_runs_on_one_data_rank(kind: str) -> None:
         for error in run_ranks(2, _rescaling, kind, on, expect=(ShardError, PlanError)):
             assert "at 'rows' has max_norm=0.5: its forward rescales" in str(error)
     run_ranks(2, _rescaling_right, "tp")
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.layer = nn.LayerNorm(4), nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.layer(self.norm(x))
-
-
-class Quiet(Block):
-    """Calls what it extends, in both ways."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) + Block.forward(self, x)
-
-
-class Direct(nn.Module):
-    """Runs its blocks past their hooks, as TorchRec's BERT4Rec does."""
-
-    def __init__(self, kind: type[Block] = Block) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(kind() for _ in range(2))
-        self.rows = nn.Embedding(10, 4)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x: torch.Tensor = self.rows(ids)
-        for layer in self.layers:
-            x = layer.forward(x)
-        return x
-
-
-class Called(Direct):
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x: torch.Tensor = self.rows(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def _runs_blocks_directly() -> list[str]:
-    env, said, handler = ShardingEnv.from_mesh(mesh((2,), ("shard",))), [], logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("dmp").addHandler(handler)
-    try:
-        _trains(DistributedModelParallel(Direct(), env), Direct(), env)
-        _trains(DistributedModelParallel(Called(Quiet), env), Called(Quiet), env)
-    finally:
-        logging.getLogger("dmp").removeHandler(handler)
-    return [text for text in said if "forward()" in text]
-
-
-def test_blocks_that_are_run_by_their_forward() -> None:
-    """Their own hooks would gather them: they were run on pieces, which torch called a mixture of tensors."""
-    assert not calling_forward(Called(Quiet))
-    on_first, on_second = run_ranks(2, _runs_blocks_directly)
-    assert on_second == [] and len(on_first) == 1 and on_first[0].startswith("Direct runs other modules by their")

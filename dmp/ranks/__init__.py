@@ -5,6 +5,7 @@ Which to use, in a call that all ranks of a group make together:
     `fail_together`     a local step that may fail on one rank, before a collective that the others would wait in
     `results_of_all`    likewise, where every rank wants to know what each has made
     `numbers_of_all`    likewise for one number, in a single exchange
+    `raise_on_all`      an error that one rank may have met alone, where the others wait in collectives of torch's
     `from_first`        what rank 0 alone makes
     `compare_facts`     what must be the same everywhere, as texts by name
     `gather_objects`    what may differ; `gather_words` for two integers, in a single exchange
@@ -32,10 +33,10 @@ from dmp.errors import RanksError
 from dmp.ranks.answers import parted_text
 from dmp.ranks.entry import at_work, calls_so_far, entry, raise_cause, raise_verdict
 from dmp.ranks.exchange import compare_facts, gather_objects, gather_words
-from dmp.ranks.failing import fail_together, from_first, numbers_of_all, results_of_all
+from dmp.ranks.failing import fail_together, from_first, numbers_of_all, raise_on_all, results_of_all
 from dmp.ranks.groups import control_group, own_group
 from dmp.ranks.watchdog import PeerLost
 
 __all__ = ["PeerLost", "RanksError", "at_work", "calls_so_far", "compare_facts", "control_group", "entry"]
-__all__ += ["gather_objects", "gather_words", "numbers_of_all", "own_group", "raise_cause", "raise_verdict"]
-__all__ += ["fail_together", "from_first", "parted_text", "results_of_all"]
+__all__ += ["gather_objects", "gather_words", "numbers_of_all", "own_group", "raise_cause", "raise_on_all"]
+__all__ += ["fail_together", "from_first", "parted_text", "raise_verdict", "results_of_all"]

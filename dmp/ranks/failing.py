@@ -6,7 +6,7 @@ import pickle
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
@@ -107,6 +107,26 @@ def _raise_failures(
     if failed:
         parts = [text if len(ranks) == len(failures) else f"rank {ranks[0]}: {text}" for text, ranks in failed.items()]
         raise kind(f"{what}: " + "; ".join(parts[:_SHOWN])) from cause
+
+
+def raise_on_all(error: DmpError, group: dist.ProcessGroup | None, what: str) -> NoReturn:
+    """Raise an error that this rank may have met alone, where the others would wait for it in collectives of torch's.
+
+    Ranks that have all met it meet here, in one exchange, and can go on. Where others have not, the watchdog tells them
+    what this rank is in, and why: nothing is exchanged as long as nobody raises.
+
+    Args:
+        what: the call that all ranks are in, for messages: `the forward pass`.
+
+    Raises:
+        DmpError: the one given.
+    """
+    parted: RanksError | None = None
+    try:
+        gather_words(f"{what}, which raises {type(error).__name__}: {error}", [0, 0], group)
+    except RanksError as found:
+        parted = found
+    raise error from parted
 
 
 def numbers_of_all(what: str, make: Callable[[], float], group: dist.ProcessGroup | None) -> list[float]:

@@ -13,11 +13,15 @@ from dmp.names import join_name
 from dmp.places import is_dtensor
 from dmp.plans.check import Resolved
 from dmp.plans.weight_readers import kept_beside
+from dmp.ranks import raise_on_all
 from dmp.registry import replicating_wrapper
+from dmp.wrap.agreement import check_agreement
 from dmp.wrap.assembly import Assembly
 from dmp.wrap.ddp_watch import SplitWatch, Watch
 from dmp.wrap.since_split import SinceSplit
 from dmp.wrap.skeleton import all_tensors, skeleton_of
+
+_ADVICE = "after wrapping too, every rank must do the same to its model"
 
 
 def check_beforehand(wrapper: DataParallelWrapper, resolved: Resolved) -> None:
@@ -49,8 +53,7 @@ def start(made: Assembly) -> Assembly:
     running = _averaged(made, in_place, whole)
     is_watched = running is not made.module or (made.env.data_size > 1 and not in_place)
     watch = Watch(made.module, made.sharded_names()) if is_watched else None
-    averages = in_place and made.env.data_size > 1
-    split_watch = made.split_watch or (None if skeleton is None else SplitWatch(made.module, averages))
+    split_watch = made.split_watch or (None if skeleton is None else SplitWatch(made.module, made.env.size > 1))
     since = made.since_split
     if since is None and skeleton is not None:
         since = SinceSplit(made.module, skeleton, [path for each in made.owned for path in each.aliases])
@@ -66,11 +69,36 @@ def stopped(made: Assembly) -> Assembly:
 def check_split(made: Assembly) -> None:
     """Before a forward: whether weights that are split are still of their dtype, and those that are trained known.
 
+    Collective where some were frozen or unfrozen: gloo ends the process where ranks average different ones.
+
     Raises:
-        ShardError: a weight was cast, or added.
+        PlanError, RanksError: other ranks have not done the same.
+        ShardError: a weight was cast, or added; the other ranks are told.
     """
     if made.split_watch is not None and made.is_data_parallel:
-        made.split_watch.check(made.sharded_names)
+        try:
+            changed = made.split_watch.check(made.sharded_names)
+        except ShardError as error:
+            raise_on_all(error, made.env.everyone, "the forward pass")
+        if changed:
+            check_agreement(made.split_watch.facts(), made.env, f"the forward pass, as {changed}", _ADVICE)
+
+
+def has_lost_hold(made: Assembly) -> bool:
+    """Before a forward: whether the data-parallel part is to be made again, as parameters are others than they were.
+
+    Collective where it is: ranks compare what they have now, for who has changed nothing goes on to collectives of
+    torch's, in which it would wait.
+
+    Raises:
+        PlanError: ranks have changed their models in different ways.
+        RanksError: some have not changed theirs.
+    """
+    watch = made.watch
+    if watch is None or not watch.is_lost():
+        return False
+    check_agreement(watch.facts(), made.env, f"averaging gradients anew, as {watch.what_is_lost()}", _ADVICE)
+    return True
 
 
 def left_whole(made: Assembly) -> frozenset[str]:

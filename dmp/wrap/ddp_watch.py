@@ -7,7 +7,8 @@ to the wrapper, to its module, to a part of it or to a parent, the next forward 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -17,6 +18,18 @@ from dmp.names import join_name
 from dmp.places import is_dtensor
 
 _Held = Mapping[str, nn.Parameter | None]
+_KIND = {True: "trained", False: "frozen"}
+
+
+class _Seen(NamedTuple):
+    """A dense parameter in its place."""
+
+    held: _Held
+    name: str
+    parameter: nn.Parameter
+    dtype: torch.dtype
+    is_trained: bool
+    path: str
 
 
 class _Structure:
@@ -34,39 +47,61 @@ class SplitWatch:
 
     Args:
         module: the model, as it was split.
-        averages: gradients are averaged by what was done in place.
+        is_shared: several ranks have it, which gradients are averaged or copies kept the same over.
     """
 
-    def __init__(self, module: nn.Module, averages: bool) -> None:
-        self._module, self._averages, self._structure = module, averages, _Structure(module)
+    def __init__(self, module: nn.Module, is_shared: bool) -> None:
+        self._module, self._is_shared, self._structure = module, is_shared, _Structure(module)
         self._known = {(owner, name) for owner in module.modules() for name in owner._parameters}
         self._dtypes: list[tuple[_Held, str, str, torch.dtype]] | None = None  # from the first forward on
+        self._trained = {path: p.requires_grad for _, _, path, p in self._split()}
+        self._is_gathered = hasattr(type(module), "set_requires_gradient_sync")  # by FSDP2, which looks by itself
 
-    def check(self, owned: Callable[[], Collection[str]]) -> None:
+    def _split(self) -> Iterator[tuple[_Held, str, str, torch.Tensor]]:
+        for path, owner in self._module.named_modules():
+            for name, p in owner._parameters.items():
+                if p is not None and is_dtensor(p):
+                    yield owner._parameters, name, join_name(path, name), p
+
+    def check(self, owned: Callable[[], Collection[str]]) -> str:
         """Before a forward; what is whole at the moment is passed over.
 
         Args:
             owned: names, under every alias, of what sharders own.
 
+        Returns:
+            What was frozen or unfrozen since the last one, which all ranks must have done; "" where nothing was.
+
         Raises:
-            ShardError: a weight of another dtype, or a trained one that is new.
+            ShardError: a weight of another dtype, a trained one that is new, or is whole where it was split.
         """
-        if self._averages and self._structure.has_changed():
+        if self._is_shared and self._structure.has_changed():
             self._check_new(owned())
         if self._dtypes is None:
-            self._dtypes = [
-                (owner._parameters, name, join_name(path, name), p.dtype)
-                for path, owner in self._module.named_modules()
-                for name, p in owner._parameters.items()
-                if p is not None and is_dtensor(p)
-            ]
+            self._dtypes = [(held, name, path, p.dtype) for held, name, path, p in self._split()]
+        changed = ""
         for held, name, path, dtype in self._dtypes:
             p = held.get(name)
-            if p is not None and p.dtype is not dtype and is_dtensor(p):
+            if p is None or not is_dtensor(p):
+                if p is not None and self._is_shared and not self._is_gathered:
+                    raise ShardError(
+                        f"{path!r} was replaced after wrapping, where it is split or kept the same on all ranks: write "
+                        "into it under torch.no_grad() (copy_, load_state_dict), or replace it before wrapping"
+                    )
+                continue
+            if p.dtype is not dtype:
                 raise ShardError(
                     f"{path!r} was cast from {dtype} to {p.dtype} after the model had run: FSDP2 cannot follow. Cast "
                     "before wrapping, or back; sharders.FSDPWrapper(mixed_precision=...) computes in another dtype"
                 )
+            if p.requires_grad is not self._trained.get(path, p.requires_grad):
+                self._trained[path] = p.requires_grad
+                changed = changed or f"{path!r} was {'unfrozen' if p.requires_grad else 'frozen'}"
+        return changed
+
+    def facts(self) -> dict[str, str]:
+        """What must be the same on all ranks, for `check_agreement`."""
+        return {f"parameter {path!r}": _KIND[is_trained] for path, is_trained in self._trained.items()}
 
     def _check_new(self, owned: Collection[str]) -> None:
         found = [
@@ -78,8 +113,8 @@ class SplitWatch:
         trained = next((name for name, is_trained in found if is_trained), None)
         if trained is not None:
             raise ShardError(
-                f"{trained!r} was added after wrapping, where weights are split in place over ranks with batches of "
-                "their own: nobody would average its gradients. Add it before wrapping, or freeze it"
+                f"{trained!r} was added after wrapping, where weights are split in place over the ranks: nobody would "
+                "average its gradients, or keep it the same on all. Add it before wrapping, or freeze it"
             )
         if not found:  # one that is frozen may be trained later
             self._structure = _Structure(self._module)
@@ -96,11 +131,11 @@ class Watch:
     def __init__(self, module: nn.Module, others: Collection[str]) -> None:
         self._module, self._others = module, others
         self._structure, self._seen = _Structure(module), self._found()
-        self._device = self._seen[0][2].device if self._seen else None
+        self._device = self._seen[0].parameter.device if self._seen else None
 
-    def _found(self) -> list[tuple[_Held, str, nn.Parameter, torch.dtype, bool]]:
+    def _found(self) -> list[_Seen]:
         return [
-            (owner._parameters, name, p, p.dtype, p.requires_grad)
+            _Seen(owner._parameters, name, p, p.dtype, p.requires_grad, join_name(path, name))
             for path, owner in self._module.named_modules()
             for name, p in owner._parameters.items()
             if p is not None and join_name(path, name) not in self._others and not is_dtensor(p)
@@ -109,10 +144,30 @@ class Watch:
     def is_lost(self) -> bool:
         """Whether a parameter is another one, of another kind, or new."""
         if self._structure.has_changed():
-            if [id(p) for _, _, p, *_ in self._found()] != [id(p) for _, _, p, *_ in self._seen]:
+            if [id(each.parameter) for each in self._found()] != [id(each.parameter) for each in self._seen]:
                 return True
             self._structure = _Structure(self._module)
-        for held, name, p, dtype, is_trained in self._seen:
+        for held, name, p, dtype, is_trained, _ in self._seen:
             if held.get(name) is not p or p.dtype is not dtype or p.requires_grad is not is_trained:
                 return True
-        return bool(self._seen) and self._seen[0][2].device != self._device  # of all, for a model moves as one
+        return bool(self._seen) and self._seen[0].parameter.device != self._device  # of all, for a model moves as one
+
+    def what_is_lost(self) -> str:
+        """For messages, once it is: the first name, and what has become of it."""
+        seen, now = ({each.path: each for each in all_} for all_ in (self._seen, self._found()))
+        for path in dict.fromkeys((*seen, *now)):
+            was, is_ = seen.get(path), now.get(path)
+            if was is None or is_ is None:
+                return f"{path!r} {'was added' if was is None else 'was taken out'}"
+            if was.parameter is not is_.parameter:
+                return f"{path!r} was replaced"
+            if was.dtype is not is_.dtype:
+                return f"{path!r} was cast to {is_.dtype}"
+            if was.is_trained is not is_.is_trained:
+                return f"{path!r} was {'unfrozen' if is_.is_trained else 'frozen'}"
+        return "the model was moved"
+
+    def facts(self) -> dict[str, str]:
+        """What of the dense parameters must be the same on all ranks, for `check_agreement`."""
+        found = self._found()
+        return {f"parameter {s.path!r}": f"{tuple(s.parameter.shape)} {s.dtype}, {_KIND[s.is_trained]}" for s in found}

@@ -1,7 +1,8 @@
 """What has become of a model since it was split in place: its *skeleton* is of before, and copies are made from that.
 
 An attribute that was set (a temperature, an activation function), an object that was written to (a config), a buffer
-that a first forward has registered, a module without weights in the place of another: copies have them too.
+that a first forward has registered, a module without weights in the place of another, a hook: copies have them too.
+What was deleted or removed they do not have.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ _log = logging.getLogger("dmp")
 _TORCHS = frozenset(nn.Module().__dict__) | {"_compiled_call_impl"}
 _FIXED = (int, float, complex, str, bytes, type, torch.dtype, torch.device, torch.Size, type(None))
 _CALLED = (FunctionType, BuiltinFunctionType, MethodType)
+_HOOKS = tuple(sorted(name for name in _TORCHS if "hook" in name and isinstance(getattr(nn.Module(), name), dict)))
+_SPLITTING = ("torch.distributed.", "dmp.", "sharders.")
+"""Where hooks are from that are put on at the first forward, and that a copy gets at its own."""
 
 
 class SinceSplit:
@@ -39,6 +43,9 @@ class SinceSplit:
         self._then = {path: dict(m.__dict__) for path, m in self._modules.items()}
         self._own = {path: frozenset(before[path].__dict__) for path in self._modules}
         """Names of the attributes that each module had before."""
+        self._hooks = {path: {kind: _keys(before[path], kind) for kind in _HOOKS} for path in self._modules}
+        """Of those that it had before; what splits it has put on others."""
+        self._of_split = {path: {kind: _keys(m, kind) for kind in _HOOKS} for path, m in self._modules.items()}
 
     def _is_ours(self, path: str) -> bool:
         return not any(is_inside(path, each) for each in self._owned)
@@ -59,6 +66,7 @@ class SinceSplit:
             places[path]._modules.clear()
             places[path]._modules.update(children)
             self._give_attributes(path, now[path], places[path], memo)
+            self._give_hooks(path, now[path], places[path], memo)
 
     @staticmethod
     def _give_tensors(old: nn.Module, new: nn.Module, memo: dict[int, Any]) -> None:
@@ -69,10 +77,14 @@ class SinceSplit:
             held = new._buffers.get(name)
             if buffer is not None and (held is None or (held.shape, held.dtype) != (buffer.shape, buffer.dtype)):
                 memo[id(buffer)] = new._buffers[name] = buffer.detach().clone()
+        for name in new._buffers.keys() - old._buffers.keys():
+            del new._buffers[name]
         new._non_persistent_buffers_set |= old._non_persistent_buffers_set
 
     def _give_attributes(self, path: str, old: nn.Module, new: nn.Module, memo: dict[int, Any]) -> None:
         then = self._then[path]
+        for name in self._own[path] - _TORCHS - old.__dict__.keys():
+            new.__dict__.pop(name, None)
         for name, value in old.__dict__.items():
             if name in _TORCHS or (name in then and name not in self._own[path]):
                 continue  # what has been split has hooks and states of its own
@@ -83,3 +95,17 @@ class SinceSplit:
                 new.__dict__[name] = copy.deepcopy(value, memo)
             except (TypeError, RuntimeError) as error:  # of locks, or of results that have a graph
                 _log.warning("a copy has %r of %s as it was at wrapping: %s", name, type(old).__name__, error)
+
+    def _give_hooks(self, path: str, old: nn.Module, new: nn.Module, memo: dict[int, Any]) -> None:
+        for kind in _HOOKS:
+            own, held, known = getattr(old, kind), getattr(new, kind), self._of_split[path][kind]
+            for key in self._hooks[path][kind] - own.keys():
+                held.pop(key, None)
+            for key, hook in own.items():
+                if key not in known and not str(getattr(hook, "__module__", "")).startswith(_SPLITTING):
+                    held[key] = copy.deepcopy(hook, memo)
+        new._is_full_backward_hook = old._is_full_backward_hook
+
+
+def _keys(module: nn.Module, kind: str) -> frozenset[int]:
+    return frozenset(getattr(module, kind))

@@ -28,7 +28,7 @@ from dmp.wrap.arguments import Arguments, environment, take
 from dmp.wrap.assembly import Assembly
 from dmp.wrap.build import build, mark_chunks
 from dmp.wrap.copying import copied
-from dmp.wrap.data_parallel import check_split, start, stopped
+from dmp.wrap.data_parallel import check_split, has_lost_hold, start, stopped
 from dmp.wrap.earlier_optimizers import marking_replaced
 from dmp.wrap.forward import Forward
 from dmp.wrap.fused import FusedOptimizer
@@ -125,13 +125,14 @@ class DistributedModelParallel(nn.Module):
         Collective where it has; every rank must have done the same to its model.
 
         Raises:
+            PlanError, RanksError: they have not.
             ShardError: beside weights that are split, one was cast to another dtype or added; or a model that was
                 wrapped on meta.
         """
         if self.device.type == "meta":
             raise ShardError("the model was wrapped with device='meta': it has shards and no values, and cannot run")
         check_split(self._made)
-        if self._made.watch is not None and self._made.watch.is_lost():
+        if has_lost_hold(self._made):
             self._hold(stopped(self._made))
             self.init_data_parallel()
 

@@ -3,6 +3,7 @@
 - `ddp`: DDP for what no sharder owns
 - `fsdp`: `FSDPWrapper`: FSDP2, HSDP, or DDP by the mesh
 - `blocks`: repeated blocks: units of FSDP2, checkpointing, compilation
+- `past_hooks`: modules that are run past the hooks by which FSDP2 gathers their weights
 - `unreached`: gradients of dense parameters that the loss does not reach
 - `later_hooks`: users' hooks on gradients, which run when these are averaged
 - `buffers`: buffers of copies, which are rank 0's

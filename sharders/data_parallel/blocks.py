@@ -9,11 +9,8 @@ A *dense* parameter is one that no sharder of tables owns.
 
 from __future__ import annotations
 
-import dis
-import inspect
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -75,7 +72,7 @@ def find_units(module: nn.Module, units: Units | None, ignored: Collection[str] 
         module: the model.
         units: path patterns (`layers.*`, see `NameIndex`) and classes of modules; by default the `fsdp_plan` of the
             Hugging Face models inside, else the repeated blocks, and of those only the ones that share no parameter
-            with anything outside; none where modules are run by `forward`, see `calling_forward`.
+            with anything outside.
         ignored: names of the parameters that others own.
 
     Raises:
@@ -83,7 +80,7 @@ def find_units(module: nn.Module, units: Units | None, ignored: Collection[str] 
             that shares a parameter with what is outside it.
     """
     if units is None:
-        found = {} if calling_forward(module) else _by_plan(module, ignored) or repeated_blocks(module, ignored)
+        found = _by_plan(module, ignored) or repeated_blocks(module, ignored)
         shared = _shared(module, found, ignored)
         found = {path: m for path, m in found.items() if id(m) not in shared}
     else:
@@ -95,28 +92,6 @@ def find_units(module: nn.Module, units: Units | None, ignored: Collection[str] 
                     "parameter is gathered with the root: leave this module out of units="
                 )
     return dict(sorted(found.items(), key=lambda item: -item[0].count(".")))
-
-
-def calling_forward(module: nn.Module) -> list[str]:
-    """Classes inside whose forward runs another module by `layer.forward(x)`, past what gathers its weights."""
-    kinds = {type(m) for m in module.modules() if not type(m).__module__.startswith("torch.")}
-    return sorted(kind.__name__ for kind in kinds if _calls_forward(kind))
-
-
-def _calls_forward(kind: type[nn.Module]) -> bool:
-    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
-    if code is None or "forward" not in code.co_names:
-        return False
-    steps = [s for s in dis.get_instructions(code) if s.opname not in ("CACHE", "PRECALL", "RESUME")]
-    for before, step in pairwise(steps):
-        if step.argval == "forward" and step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            of_super = before.opname.startswith("CALL") and "super" in code.co_names
-            of_class = (
-                before.opname.startswith("LOAD") and str(before.argval)[:1].isupper()
-            )  # nn.Linear.forward(self, x)
-            if not (of_super or of_class):
-                return True
-    return False
 
 
 def _by_choice(module: nn.Module, units: Units, ignored: Collection[str]) -> dict[str, nn.Module]:

@@ -12,7 +12,6 @@ Copies along some and split along others is torch's HSDP: a 2-D mesh (copies, sh
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -25,19 +24,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dmp import Layout, ShardError, ShardingEnv, is_dtensor, join_name
+from dmp import Layout, ShardError, ShardingEnv, is_dtensor, join_name, ranks
 from sharders.data_parallel.blocks import (
     Units,
-    calling_forward,
     cast_inputs,
     checkpoint_blocks,
     find_units,
     repeated_blocks,
 )
 from sharders.data_parallel.ddp import DDPWrapper
+from sharders.data_parallel.past_hooks import explain_pieces, gather_by_forward
 from sharders.data_parallel.unreached import average_whole, hook_hidden, reduce_unreached_chunks
-
-_log = logging.getLogger("dmp")
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
@@ -168,8 +165,10 @@ class FSDPWrapper:
             apply(m, **options)
             if self.reshard_after_forward is None and (m is module or not env.fully_sharded_axes):
                 m.register_forward_hook(_put_back)
+            gather_by_forward(m)
+        explain_pieces(module, list(units.values()))
         module.register_forward_pre_hook(
-            _free_outdated([*units.values(), module], stays=self.reshard_after_forward is not None), prepend=True
+            _free_outdated([*units.values(), module], env, stays=self.reshard_after_forward is not None), prepend=True
         )
         reduce_unreached_chunks(module)
         if whole and (group := env.group("replicate", "shard")) is not None:
@@ -183,12 +182,6 @@ class FSDPWrapper:
         whole = [name for name, p in dense.items() if p.dim() == 0]
         managed = {name: p for name, p in dense.items() if p.dim() > 0}
         units = find_units(module, self.units, ignored)
-        if self.units is None and env.rank == 0 and (kinds := calling_forward(module)):
-            _log.warning(
-                "%s runs other modules by their forward(), past the hooks by which FSDP2 gathers them: all weights are "
-                "gathered at once. Call the module itself, layer(x)",
-                ", ".join(kinds),
-            )
         if len({p.dtype for p in managed.values() if p.requires_grad}) > 1:
             units = split_by_dtype(units, module, managed)
         apply, options = self._apply(env)
@@ -340,7 +333,7 @@ def _put_back(module: nn.Module, args: Any, output: Any) -> None:
         module.reshard()  # type: ignore[operator]
 
 
-def _free_outdated(modules: Sequence[Any], stays: bool) -> Callable[[Any, Any], None]:
+def _free_outdated(modules: Sequence[Any], env: ShardingEnv, stays: bool) -> Callable[[Any, Any], None]:
     """A hook before torch's: weights that an earlier forward has left whole are freed, where chunks may be newer.
 
     On all ranks alike: none may gather alone. Chunks are written by optimizers, or by whoever goes through parameters.
@@ -354,8 +347,11 @@ def _free_outdated(modules: Sequence[Any], stays: bool) -> Callable[[Any, Any], 
     written: list[int] = []
 
     def before(_: Any, args: Any) -> None:
-        if _take_replaced(modules[-1], units):
-            written.clear()
+        try:
+            if _take_replaced(modules[-1], units):
+                written.clear()
+        except ShardError as error:
+            ranks.raise_on_all(error, env.everyone, "the forward pass")
         if torch.is_inference_mode_enabled():
             _gather_first(modules)
         now = [held.sharded_param._version for unit in units for held in unit.fsdp_params]

@@ -1,0 +1,98 @@
+"""Modules that are run past the hooks by which FSDP2 gathers their weights.
+
+A unit is gathered when it is called: `layer(x)`. Models also write `layer.forward(x)`, which goes by its hooks, so each
+unit's `forward` calls the unit unless that is where it comes from. What else runs a unit's weights (a method beside
+`forward`, a part of it called from outside) finds pieces, which torch calls a mixture of tensors: the error says where.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from dmp import ShardError
+
+_TORCH = str(Path(torch.__file__).parent)
+_MIXED = "got mixed torch.Tensor and DTensor"
+
+
+def gather_by_forward(unit: Any) -> None:
+    """Have `unit.forward(x)` be `unit(x)`, outside of that itself.
+
+    Args:
+        unit: after `fully_shard`.
+    """
+    own, state = unit.forward, unit._get_fsdp_state()
+
+    @functools.wraps(own)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or state._training_state.name != "IDLE":
+            return own(*args, **kwargs)
+        return unit(*args, **kwargs)
+
+    unit.forward = forward
+
+
+def explain_pieces(root: Any, units: Sequence[Any]) -> None:
+    """Have what torch says of pieces of weights, where the model's forward meets them, be an error that says whose.
+
+    Args:
+        root: whose forward it is; after `gather_by_forward`.
+        units: the others that are gathered at once each.
+    """
+    own = root.forward
+
+    @functools.wraps(own)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return own(*args, **kwargs)
+        except RuntimeError as error:
+            if _MIXED in str(error):
+                raise ShardError(_explained(root, units, error)) from error
+            raise
+
+    root.forward = forward
+
+
+def _explained(root: nn.Module, units: Sequence[Any], error: RuntimeError) -> str:
+    paths = {id(m): path for path, m in root.named_modules()}
+    outer_first = sorted(units, key=lambda unit: paths[id(unit)].count("."))
+    unit_of = {id(part): unit for unit in outer_first for part in unit.modules()}
+    frames = list(_frames(error.__traceback__))
+    passed = [unit_of.get(id(module)) for module, *_ in frames]
+    idle = [
+        i for i, unit in enumerate(passed) if unit is not None and unit._get_fsdp_state()._training_state.name == "IDLE"
+    ]
+    advice = "or have all weights gathered at once, data_parallel_wrapper=FSDPWrapper(units=[])"
+    if not idle:
+        some = ", ".join(paths[id(unit)] for unit in units[:3])
+        where = next((where for *_, where in reversed(frames) if where), "")
+        return (
+            f"the model's forward computes with a piece of a weight that is split over the ranks ({where}): a weight "
+            f"is whole while the module that it is gathered with runs ({some}, ...): "
+            f"read it there, {advice}"
+        )
+    first = next(i for i in idle if passed[i] is passed[idle[-1]])
+    module, method, _ = frames[first]
+    where = next((where for *_, where in reversed(frames[:first]) if where), "")
+    unit, called = paths[id(passed[first])], repr(paths[id(module)])
+    called = called if method == "_wrapped_call_impl" else f"{method}() of {called}"
+    return (
+        f"{called} is run ({where}) while the weights of {unit!r} are in pieces: they are "
+        f"gathered when {unit!r} itself is called. Call that, as layer(x), {advice}"
+    )
+
+
+def _frames(trace: TracebackType | None) -> Iterator[tuple[Any, str, str]]:
+    """Of each call of a method, outermost first: its object, its name, and where it is in code that is not torch's."""
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        where = "" if code.co_filename.startswith(_TORCH) else f"{Path(code.co_filename).name}:{trace.tb_lineno}"
+        yield trace.tb_frame.f_locals.get("self"), code.co_name, where
+        trace = trace.tb_next

@@ -1,0 +1,143 @@
+"""Blocks that are run past the hooks by which FSDP2 gathers their weights: right, or an error that says where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dmp import DistributedModelParallel, ShardError, ShardingEnv
+from sharders import FSDPWrapper
+from tests.beside_plain import trains
+from tests.ranks import mesh, run_ranks
+
+
+class Mixer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.layer.weight, self.layer.bias) * self.scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.project(x).tanh()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mixer = nn.LayerNorm(4), Mixer()
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.mixer(self.norm(x))
+        return out
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.run(x)
+
+
+class Extending(Block):
+    """Calls what it extends, in both ways."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + Block.forward(self, x)
+
+
+class Direct(nn.Module):
+    """Runs its blocks by their forward, as TorchRec's BERT4Rec does."""
+
+    def __init__(self, kind: type[Block] = Block) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(kind() for _ in range(2))
+        self.rows = nn.Embedding(10, 4)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x: torch.Tensor = self.rows(ids)
+        for layer in self.layers:
+            x = layer.forward(x)
+        return x
+
+
+class InHelper(Direct):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return _run_all([layer.forward for layer in self.layers], self.rows(ids))
+
+
+def _run_all(functions: Iterable[Callable[[torch.Tensor], torch.Tensor]], x: torch.Tensor) -> torch.Tensor:
+    for function in functions:
+        x = function(x)
+    return x
+
+
+class ByMethod(Direct):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return _run_all([layer.run for layer in self.layers], self.rows(ids))
+
+
+class ByPart(Direct):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x: torch.Tensor = self.rows(ids)
+        for layer in self.layers:
+            x = layer(x) + layer.norm(x)
+        return x
+
+
+class ByPartsMethod(Direct):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x: torch.Tensor = self.rows(ids)
+        for layer in self.layers:
+            x = layer(layer.mixer.project(x))
+        return x
+
+
+class ByWeight(Direct):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) * self.layers[0].mixer.scale  # type: ignore[union-attr]
+
+
+RIGHT = (lambda: Direct(), lambda: Direct(Extending), lambda: InHelper())
+SAID = {
+    ByMethod: r"^run\(\) of 'layers.0' is run \(test_past_hooks.py:\d+\) while the weights of 'layers.0' are in pieces",
+    ByPart: r"^'layers.0.norm' is run \(test_past_hooks.py:\d+\) while the weights of 'layers.0' are in pieces",
+    ByPartsMethod: r"^project\(\) of 'layers.0.mixer' is run .* when 'layers.0' itself is called. Call that",
+    ByWeight: r"computes with a piece of a weight .*\(test_past_hooks.py:\d+\).*\(layers.0, layers.1, ...\)",
+}
+
+
+def _trains(model: nn.Module, whole: nn.Module, env: ShardingEnv) -> None:
+    trains(model, whole, env, lambda g: torch.randint(0, 10, (env.data_size, 3, 2), generator=g))
+
+
+def _run_by_forward() -> None:
+    env = ShardingEnv.from_mesh(mesh((2,), ("shard",)))
+    for make in RIGHT:
+        for wrapper in (FSDPWrapper(), FSDPWrapper(reshard_after_forward=True, activation_checkpointing=True)):
+            module = make()
+            model = DistributedModelParallel(module, env, data_parallel_wrapper=wrapper)
+            assert hasattr(type(module.layers[0]), "reshard"), "a unit of its own"
+            _trains(model, make(), env)
+
+
+def test_blocks_that_are_run_by_their_forward() -> None:
+    """Their own hooks would gather them: they were run on pieces, or all weights were gathered at once."""
+    run_ranks(2, _run_by_forward)
+
+
+def _run_otherwise() -> None:
+    env, ids = ShardingEnv.from_mesh(mesh((2,), ("shard",))), torch.arange(6).view(3, 2)
+    for kind, message in SAID.items():
+        model = DistributedModelParallel(kind(), env)
+        with pytest.raises(ShardError, match=message):
+            model(ids)
+        at_once = DistributedModelParallel(kind(), env, data_parallel_wrapper=FSDPWrapper(units=[]))
+        _trains(at_once, kind(), env)
+
+
+def test_blocks_that_are_run_otherwise() -> None:
+    """torch calls a piece beside a batch a mixture of tensors; what the error advises is right."""
+    run_ranks(2, _run_otherwise)
