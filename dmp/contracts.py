@@ -22,6 +22,8 @@ The members of a Protocol are what one must have. What one may have beside them 
 - `finish(call) -> result`, of a `ShardedModule`: the second phase, which reads the parameters as they are now.
 - `can_finish(call) -> bool`, of a `ShardedModule`: whether `finish` gives what the forward would now: not where
   gradients came to be wanted since, or the module was moved. The same on all ranks.
+- `travels: bool`, of a `ShardedModule` with these three: whether ids are still on their way when `begin` has returned,
+  so that to begin a batch ahead gains something; where it is absent they are. The same on all ranks.
 - `phases() -> {name: (seconds, bytes)}`, of a `ShardedModule`: of its part in the last step, by phase: seconds of this
   rank's clock, and bytes that this rank has sent to others. Local.
 - `filled() -> names`, of a `ShardedModule`: of what was on meta and has its first values already, names relative.
@@ -249,7 +251,7 @@ class Planner(Protocol):
         ...
 
 
-VERSION = 3
+VERSION = 4
 """Of the contracts: higher by one where a member or a hook comes, goes, or means something else."""
 
 HOOKS: Mapping[str, int] = {
@@ -259,6 +261,7 @@ HOOKS: Mapping[str, int] = {
     **dict.fromkeys(("resharded", "options", "begin", "finish", "can_finish", "why_not"), 2),
     "filled": 2,
     "phases": 3,
+    "travels": 4,
 }
 """Name of each optional member -> the first version that knows it, see [Note: hooks]."""
 

@@ -1,4 +1,8 @@
-"""`TrainPipeline` against the plain loop: the same weights to the bit, however batches end, fail and change."""
+"""`TrainPipeline` against the plain loop: the same weights to the bit, however batches end, fail and change.
+
+Ranks of one host share memory, through which ids come with their headers, and nothing is begun ahead. So models here
+exchange over connections, but for those that are said to be near.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,8 @@ from torch import nn
 import dmp
 from dmp import DistributedModelParallel, TrainPipeline
 from dmp.pipeline.in_flight import to_device
+from sharders.channel import over_connections, over_memory
+from sharders.embedding.engine import Engine
 from tests.equality import attach, env_of, layouts_for
 from tests.ranks import run_ranks
 
@@ -62,14 +68,19 @@ def batches_of(rank: int, count: int, last: int = 3) -> list[Batch]:
     return made
 
 
-def wrapped(mesh: str, layout: str, kind: type[Net] = Net) -> tuple[DistributedModelParallel, torch.optim.Optimizer]:
+def wrapped(
+    mesh: str, layout: str, kind: type[Net] = Net, is_near: bool = False
+) -> tuple[DistributedModelParallel, torch.optim.Optimizer]:
     env, net = env_of(mesh), kind()
     attach(net.first, "adagrad")
     attach(net.twice, "rowwise_adagrad")
     place = layouts_for(env)[layout]
     names = [f"{name}.weight" for name in ("first", "second", "made", "twice")]
     plan = {name: place(i, (ROWS, DIM), env) for i, name in enumerate(names)}
-    model = DistributedModelParallel(net, env=env, plan=plan)
+    with pytest.MonkeyPatch.context() as patch:
+        transport = over_memory if is_near else over_connections
+        patch.setitem(Engine.__init__.__kwdefaults__, "transport", transport)  # type: ignore[index]
+        model = DistributedModelParallel(net, env=env, plan=plan)
     dense = [p for name, p in model.named_parameters() if name not in ("first.weight", "twice.weight")]
     return model, torch.optim.AdamW(dense, lr=0.05)
 
@@ -90,9 +101,9 @@ def same(mine: nn.Module, other: nn.Module) -> bool:
     return list(states[0]) == list(states[1]) and all(torch.equal(states[0][k], states[1][k]) for k in states[0])
 
 
-def _as_the_plain_loop(mesh: str, layout: str, counts: tuple[int, ...]) -> None:
-    model, optimizer = wrapped(mesh, layout)
-    other, its = wrapped(mesh, layout)
+def _as_the_plain_loop(mesh: str, layout: str, counts: tuple[int, ...], is_near: bool = False) -> None:
+    model, optimizer = wrapped(mesh, layout, is_near=is_near)
+    other, its = wrapped(mesh, layout, is_near=is_near)
     pipeline = TrainPipeline(model, optimizer)
     rank = model.env.table_rank if "tp" not in mesh else 0
     for epoch, count in enumerate(counts):
@@ -111,6 +122,11 @@ def _as_the_plain_loop(mesh: str, layout: str, counts: tuple[int, ...]) -> None:
 )
 def test_as_the_plain_loop(mesh: str, layout: str) -> None:
     run_ranks(2, _as_the_plain_loop, mesh, layout, (0, 1, 2, 3, 5))
+
+
+@pytest.mark.parametrize(("mesh", "layout"), [("dp2", "mixed"), ("tp2", "row_wise")])
+def test_as_the_plain_loop_where_ranks_are_near(mesh: str, layout: str) -> None:
+    run_ranks(2, _as_the_plain_loop, mesh, layout, (0, 1, 2, 5), True)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +171,7 @@ BEGUN = "-first -second +made -made -twice -twice"
 
 
 def _order(kind: str) -> tuple[list[str], list[str]]:
-    model, optimizer = wrapped("dp2", "row_wise")
+    model, optimizer = wrapped("dp2", "row_wise", is_near=kind == "near")
     pipeline = (dmp.TrainPipelineBase if kind == "base" else TrainPipeline)(model, optimizer, torch.device("cpu"))
     told: list[str] = []
     handler = logging.Handler()
@@ -177,7 +193,12 @@ def test_ids_of_the_next_batch_are_sent_before_the_forward() -> None:
     for seen, told in run_ranks(2, _order, "ahead"):
         assert seen == [f"{WHOLE} {AHEAD}", f"{AHEAD} {BEGUN}", f"{AHEAD} {BEGUN}", BEGUN], seen
         assert len(told) == 1 and told[0].startswith("pipeline: made: its input is made"), told
-    for seen, told in run_ranks(2, _order, "base"):
+
+
+@pytest.mark.parametrize("kind", ["base", "near"])
+def test_nothing_is_begun_ahead_where_nothing_travels(kind: str) -> None:
+    """Or where nobody wants it."""
+    for seen, told in run_ranks(2, _order, kind):
         assert (seen, told) == ([WHOLE] * 4, [])
 
 

@@ -105,9 +105,9 @@ class Odd(Net):
         return super().forward(batch)
 
 
-def _odd_batches(marks: tuple[int, ...], of_rank: int | None) -> None:
+def _odd_batches(marks: tuple[int, ...], of_rank: int | None, is_near: bool = False) -> None:
     """As a plain loop that goes on after what it catches."""
-    made = [wrapped("dp2", "row_wise", Odd) for _ in range(2)]
+    made = [wrapped("dp2", "row_wise", Odd, is_near) for _ in range(2)]
     rank = made[0][0].env.rank
     ends: list[list[str]] = []
     for which, (model, optimizer) in enumerate(made):
@@ -138,8 +138,9 @@ def test_odd_batches(marks: tuple[int, ...]) -> None:
     run_ranks(2, _odd_batches, marks, None)
 
 
-def test_a_bad_batch_of_one_rank() -> None:
-    run_ranks(2, _odd_batches, (6, 0), 1)
+@pytest.mark.parametrize("is_near", [False, True])
+def test_a_bad_batch_of_one_rank(is_near: bool) -> None:
+    run_ranks(2, _odd_batches, (6, 0), 1, is_near)
 
 
 def _iterators() -> None:

@@ -1,10 +1,10 @@
 """Calls of sharded modules that were begun for the next batch, so that its ids travel while this one computes.
 
 [Note: record] Which modules can be begun is seen in a forward, not traced: the first one in each mode (training or not)
-is *recorded*. For each call of a sharded module that has the hooks `begin`, `finish` and `can_finish`, it is noted
-where in the batch its arguments are: as the very objects, by their paths (walk.py). A call whose arguments the model
-has made itself has no path, and its module runs whole, as in a plain loop. The ranks compare their records once, and
-begin what is in all of them, in one order.
+is *recorded*. For each call of a sharded module whose ids travel, by the hooks `begin`, `finish`, `can_finish` and
+`travels`, it is noted where in the batch its arguments are: as the very objects, by their paths (walk.py). A call whose
+arguments the model has made itself has no path, and its module runs whole, as in a plain loop. The ranks compare their
+records once, and begin what is in all of them, in one order.
 
 [Note: checked] A call that was begun is finished only in place of a call with the same objects, of which no tensor was
 written to since, and where `can_finish`; else it is dropped, and the module runs whole. Where that happens on some
@@ -113,15 +113,16 @@ class Beginner:
         self._said: set[str] = set()
 
     def begin(self, modules: Mapping[str, nn.Module], batch: Any, is_training: bool) -> Ahead | None:
-        """Begin the calls of a batch, as far as forwards of this mode are known; None where none is yet.
+        """Begin the calls of a batch, as far as forwards of this mode are known; None where nothing is.
 
         Raises:
             RanksError: other ranks do something else.
         """
-        if is_training not in self._records:
+        records = self._records.get(is_training)
+        if not records:
             return None
         ahead = Ahead()
-        for recorded in self._records[is_training]:
+        for recorded in records:
             module = modules.get(recorded.name)
             found = recorded.arguments(batch)
             if module is None or found is None:
@@ -251,8 +252,11 @@ class _StandIn:
 
 
 def takes_part(module: nn.Module) -> bool:
-    """Whether a module has the two phases, and its forward is theirs: no subclass or program has put in another."""
-    if not all(callable(hook(module, name)) for name in ("begin", "finish", "can_finish")) or "forward" in vars(module):
+    """Whether ids of a module's calls travel, in the first of two phases, and its forward is these two: no subclass or
+    program has put in another."""
+    if hook(module, "travels") is False or "forward" in vars(module):
+        return False
+    if not all(callable(hook(module, name)) for name in ("begin", "finish", "can_finish")):
         return False
     own = [name for kind in type(module).__mro__ for name in ("begin", "forward") if name in vars(kind)]
     return own[:1] == ["begin"]

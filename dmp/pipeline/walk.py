@@ -17,48 +17,73 @@ Path = tuple[tuple[str, Any], ...]
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 """What has no parts, and is compared by value."""
 
-_PLAIN_TYPES = frozenset(PLAIN)
-
 NOTHING_THERE = (LookupError, AttributeError, TypeError)
 """What `resolve` raises."""
 
 _MAX_OBJECTS = 20_000  # of one batch: one that refers to more than a batch is not followed to its end
+_MAX_TYPES = 1024  # that are kept
+
+_PLAIN, _WHOLE, _BY_KEY, _BY_PLACE, _BY_NAME = range(5)
+"""How an object is looked into; the first two are not."""
 
 
-def walk(value: Any) -> Iterator[tuple[Path, Any]]:
+class _Looks(dict[type, int]):
+    """Type -> how its objects are looked into. A batch is walked twice in a step, often of a few milliseconds, and to
+    ask each object what it is takes half of that."""
+
+    def __missing__(self, kind: type) -> int:
+        if len(self) >= _MAX_TYPES:
+            self.clear()
+        self[kind] = _look_of(kind)
+        return self[kind]
+
+
+def _look_of(kind: type) -> int:
+    if issubclass(kind, (*PLAIN, type)):
+        return _PLAIN
+    if issubclass(kind, (torch.Tensor, nn.Module)):
+        return _WHOLE
+    if issubclass(kind, Mapping):
+        return _BY_KEY
+    return _BY_PLACE if issubclass(kind, (list, tuple)) else _BY_NAME
+
+
+_looks = _Looks()
+
+
+def walk(value: Any) -> list[tuple[Path, Any]]:
     """Every object in a batch, each once, with its path; not plain values, nor what tensors and modules hold."""
     seen: set[int] = set()
+    found: list[tuple[Path, Any]] = []
     waiting: list[tuple[Path, Any]] = [((), value)]
     while waiting and len(seen) < _MAX_OBJECTS:
         path, each = waiting.pop()
-        if isinstance(each, (*PLAIN, type)) or id(each) in seen:
+        look = _looks[type(each)]
+        if look == _PLAIN or id(each) in seen:
             continue
         seen.add(id(each))
-        yield path, each
-        if not isinstance(each, (torch.Tensor, nn.Module)):
-            waiting += [((*path, step), part) for step, part in _parts(each)][::-1]
+        found.append((path, each))
+        if look != _WHOLE:
+            waiting += [((*path, step), part) for step, part in reversed(_parts(each, look))]
+    return found
 
 
-def _parts(value: Any) -> list[tuple[tuple[str, Any], Any]]:
+def _parts(value: Any, look: int) -> list[tuple[tuple[str, Any], Any]]:
     """Those that are not plain: of the thousands of numbers in a list of them none is looked at twice."""
-    if isinstance(value, Mapping):
-        items = value.items()
-        return [(("item", key), part) for key, part in items if isinstance(key, (str, int)) and not _is_plain(part)]
-    if isinstance(value, (list, tuple)):
-        if _PLAIN_TYPES.issuperset(map(type, value)):
+    if look == _BY_PLACE:
+        if not any(map(_looks.__getitem__, set(map(type, value)))):
             return []
-        return [(("item", i), part) for i, part in enumerate(value) if not _is_plain(part)]
+        return [(("item", i), part) for i, part in enumerate(value) if _looks[type(part)]]
+    if look == _BY_KEY:
+        named = [(key, part) for key, part in value.items() if isinstance(key, (str, int))]
+        return [(("item", key), part) for key, part in named if _looks[type(part)]]
     kind: Any = type(value)
     held = {name: getattr(value, name) for name in _slots(kind) if hasattr(value, name)}
     held.update(getattr(value, "__dict__", {}))
-    return [(("attribute", name), part) for name, part in held.items() if not _is_plain(part)]
+    return [(("attribute", name), part) for name, part in held.items() if _looks[type(part)]]
 
 
-def _is_plain(value: Any) -> bool:
-    return type(value) in _PLAIN_TYPES or isinstance(value, PLAIN)
-
-
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=_MAX_TYPES)
 def _slots(kind: type) -> list[str]:
     """Of the type and its bases."""
     named = (name for each in kind.__mro__ for name in getattr(each, "__slots__", ()) if isinstance(name, str))

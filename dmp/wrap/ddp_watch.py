@@ -33,13 +33,15 @@ class _Seen(NamedTuple):
 
 
 class _Structure:
-    """Which modules there are, and how many parameters each has."""
+    """Which modules there are, and how many parameters each has. Every forward asks: lists are compared whole."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._held = [(m._modules, dict(m._modules), m._parameters, len(m._parameters)) for m in module.modules()]
+        modules = [*module.modules()]
+        self._held, self._were = [m._modules for m in modules], [dict(m._modules) for m in modules]
+        self._own, self._numbers = [m._parameters for m in modules], [len(m._parameters) for m in modules]
 
     def has_changed(self) -> bool:
-        return any(held != were or len(own) != number for held, were, own, number in self._held)
+        return self._held != self._were or [*map(len, self._own)] != self._numbers
 
 
 class SplitWatch:

@@ -160,6 +160,12 @@ class Engine:
         new._compile(self.device)
         return new
 
+    @property
+    def travels(self) -> bool:
+        """Whether ids are under way when a call was begun: on the CPU not those that come with their headers, nor where
+        they stay on this rank. All that is done takes its time whenever it is done there."""
+        return self.device.type != "cpu" or (self.payloads.size > 1 and not self.input_dist.goes_along)
+
     def begin(self, parse: Callable[[], Ids]) -> Call:
         """Check a batch, tell all ranks of it, and have its ids be sent: input dist, which is under way at return.
 

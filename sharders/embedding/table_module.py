@@ -184,6 +184,11 @@ class TableModule(Watched, TorchRecForm):
         """The forward's result, of a call that was begun: see `Engine.finish`."""
         return self.result_of(call, self._engine.finish(call))
 
+    @property
+    def travels(self) -> bool:
+        """Whether ids are under way when a call was begun: see `Engine.travels`."""
+        return self._engine.travels
+
     def can_finish(self, call: Call) -> bool:
         """Whether a call that was begun is what `forward` would begin now: see `Engine.can_finish`."""
         return self._engine.can_finish(call)

@@ -5,7 +5,8 @@ Rounds as in step.py. The phases of the plain loop's step and of the pipeline's 
 hides of the ids' exchange is missing from its input phase.
 
 What can be hidden is waiting. Ranks of one host that share its memory wait for each other alone, and where each has one
-core, all that is done takes its time whenever it is done: there the pipeline can but not be slower. So the same step
+core, all that is done takes its time whenever it is done: there the pipeline begins nothing ahead, and can but not be
+slower. So the same step
 also runs with exchanges that take their time while no core works on them, as between hosts: `Far` has what comes be
 there some ms after it was asked for. Of the four waits of a step (headers, ids, results, gradients) a pipeline can
 hide what comes before the lookup.
