@@ -7,6 +7,8 @@ exchange over connections, but for those that are said to be near.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +19,7 @@ from torch import nn
 import dmp
 from dmp import DistributedModelParallel, TrainPipeline
 from dmp.pipeline.in_flight import to_device
-from sharders.channel import over_connections, over_memory
+from sharders.channel import Transport, over_connections, over_memory
 from sharders.embedding.engine import Engine
 from tests.equality import attach, env_of, layouts_for
 from tests.ranks import run_ranks
@@ -68,6 +70,14 @@ def batches_of(rank: int, count: int, last: int = 3) -> list[Batch]:
     return made
 
 
+@contextmanager
+def exchanging(transport: Transport) -> Iterator[None]:
+    """Tables that are sharded meanwhile exchange by it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(Engine.__init__.__kwdefaults__, "transport", transport)  # type: ignore[index]
+        yield
+
+
 def wrapped(
     mesh: str, layout: str, kind: type[Net] = Net, is_near: bool = False
 ) -> tuple[DistributedModelParallel, torch.optim.Optimizer]:
@@ -77,9 +87,7 @@ def wrapped(
     place = layouts_for(env)[layout]
     names = [f"{name}.weight" for name in ("first", "second", "made", "twice")]
     plan = {name: place(i, (ROWS, DIM), env) for i, name in enumerate(names)}
-    with pytest.MonkeyPatch.context() as patch:
-        transport = over_memory if is_near else over_connections
-        patch.setitem(Engine.__init__.__kwdefaults__, "transport", transport)  # type: ignore[index]
+    with exchanging(over_memory if is_near else over_connections):
         model = DistributedModelParallel(net, env=env, plan=plan)
     dense = [p for name, p in model.named_parameters() if name not in ("first.weight", "twice.weight")]
     return model, torch.optim.AdamW(dense, lr=0.05)

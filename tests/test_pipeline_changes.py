@@ -12,10 +12,11 @@ from torch import nn
 
 import dmp
 from dmp import DistributedModelParallel, InputError, ShardError, TrainPipeline
+from sharders.channel import over_connections
 from tests.equality import env_of
 from tests.ranks import run_ranks
 from tests.test_parting import TOLD_S, slow
-from tests.test_pipeline import ROWS, Batch, Counted, Net, batches_of, same, wrapped
+from tests.test_pipeline import AHEAD, BEGUN, ROWS, WHOLE, Batch, Counted, Net, batches_of, exchanging, same, wrapped
 from tests.test_survival import mortal_ranks
 
 Between = Callable[[int, DistributedModelParallel], None]
@@ -88,6 +89,33 @@ def _between_steps(what: str) -> str:
 def test_what_happens_between_steps(what: str) -> None:
     first, second = run_ranks(2, _between_steps, what)
     assert first == second and "+first +second +twice +twice" in first
+
+
+def _resharded() -> list[str]:
+    """From copies, of which no id travels, to row blocks."""
+    (model, optimizer), (other, its) = (wrapped("dp2", "data_parallel") for _ in range(2))
+    batches, seen = batches_of(model.env.rank, 6), []
+    pipeline, iterator = TrainPipeline(model, optimizer), iter(batches)
+    torch.manual_seed(0)
+    for i, batch in enumerate(batches):
+        step(other, its, batch)
+        if i == 2:
+            other.reshard({name: dmp.row_wise() for name in other.plan}, its)
+    torch.manual_seed(0)
+    with pytest.MonkeyPatch.context() as patch, exchanging(over_connections):
+        counted = Counted(model, patch)
+        for i in range(len(batches)):
+            pipeline.progress(iterator)
+            seen.append(counted.take())
+            if i == 2:
+                model.reshard({name: dmp.row_wise() for name in model.plan}, optimizer)
+    assert same(model, other)
+    return seen
+
+
+def test_ids_that_travel_since_a_reshard() -> None:
+    for seen in run_ranks(2, _resharded):
+        assert seen == [WHOLE] * 3 + [f"{WHOLE} {AHEAD}", f"{AHEAD} {BEGUN}", BEGUN]
 
 
 class Odd(Net):

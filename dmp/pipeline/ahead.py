@@ -112,6 +112,14 @@ class Beginner:
         self._records: dict[bool, tuple[Recorded, ...]] = {}
         self._said: set[str] = set()
 
+    def looks_for(self, is_training: bool) -> bool:
+        """Whether modules may be begun in this mode: some are, or none has been seen to run in it yet."""
+        return self._records.get(is_training) != ()
+
+    def look_again(self) -> None:
+        """In modes in which nothing is begun: other modules may be, in the next forward."""
+        self._records = {mode: records for mode, records in self._records.items() if records}
+
     def begin(self, modules: Mapping[str, nn.Module], batch: Any, is_training: bool) -> Ahead | None:
         """Begin the calls of a batch, as far as forwards of this mode are known; None where nothing is.
 

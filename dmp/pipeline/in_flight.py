@@ -111,10 +111,12 @@ class Feed:
 
 def to_device(value: Any, device: torch.device) -> Any:
     """The batch on the device: by its own `to` where it has one; dicts, lists, tuples and dataclasses part by part."""
+    if callable(getattr(value, "to", None)):
+        return value if _is_there(value, device) else value.to(device=device, non_blocking=True)
 
     def moved(part: Any, where: str) -> Any:
         if callable(getattr(part, "to", None)):
-            return part if _is_there(part, device) else part.to(device=device, non_blocking=True)
+            return to_device(part, device)
         if is_dataclass(part) and not isinstance(part, type):
             new = copy.copy(part)
             for each in fields(part):

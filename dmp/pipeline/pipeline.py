@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from operator import is_not
 from typing import Any
 
 import torch
@@ -82,6 +83,7 @@ class TrainPipeline:
         self._model = model
         self._env = env_of(model)
         self._wrapped = wrapped_in(model)
+        self._plans = [wrapped.plan for wrapped in self._wrapped.values()]
         self._beginner = Beginner(self._env.everyone)
         for waiting in self._waiting:
             waiting.ahead = None
@@ -166,7 +168,11 @@ class TrainPipeline:
 
     def _modules(self) -> dict[str, nn.Module]:
         """Path -> each module that is begun ahead where its input allows it."""
-        if not self._sends_ahead:
+        plans = [wrapped.plan for wrapped in self._wrapped.values()]
+        if any(map(is_not, plans, self._plans)):  # by which ids of other modules may travel
+            self._plans = plans
+            self._beginner.look_again()
+        if not self._sends_ahead or not self._beginner.looks_for(self._model.training):
             return {}
         found = {
             join_name(path, name): module
