@@ -84,6 +84,7 @@ def test_few_bad_measurements_are_outvoted() -> None:
         (["--ranks", "0"], "--ranks takes a number, at least 1; got 0"),
         (["--rounds", "1"], "--rounds takes a number, at least 2; got 1"),
         (["--out", "nowhere/t.json"], "there is no folder"),
+        (["--out", "."], "expected a file to write; it is a folder"),
         (["--device", "cuda", "--ranks", "99"], "99 ranks need a cuda device each; this machine has"),
     ],
 )

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dmp import CheckpointError, DistributedModelParallel, InputError, ShardingEnv, full_state_dict, row_wise
+from dmp import (
+    CheckpointError,
+    DistributedModelParallel,
+    InputError,
+    ShardingEnv,
+    full_optimizer_state_dict,
+    full_state_dict,
+    load_checkpoint,
+    row_wise,
+    save_checkpoint,
+)
 from tests.ranks import mesh, run_ranks
 
 
@@ -42,6 +56,8 @@ def load(axis: str, what: str, in_a_parent: bool) -> list[str]:
         del given["layer.bias"]
     if model.env.rank == 0 and what == "unexpected":
         given["other"] = torch.zeros(1)
+    if model.env.rank == 1 and what in given:
+        given[what] = given[what] + 1
     target: nn.Module = nn.ModuleDict({"inner": model}) if in_a_parent else model
     given = {f"inner.{name}": value for name, value in given.items()} if in_a_parent else given
     try:
@@ -62,6 +78,9 @@ def load(axis: str, what: str, in_a_parent: bool) -> list[str]:
         ("shard", "shape", "rank 1: .*head.weight has shape (1, 5), expected (1, 4)"),
         ("dp", "missing", "rank 1 (['PREFIXlayer.bias'], [])"),
         ("dp", "unexpected", "rank 0 has (missing, unexpected) ([], ['PREFIXother'])"),
+        ("dp", "layer.bias", "'layer.bias' has other values on rank 1 than on rank 0"),
+        ("dp", "table.weight", "'table.weight' has other values on rank 1"),
+        ("shard", "head.weight", "'head.weight' has other values on rank 1"),
     ],
 )
 def test_what_does_not_fit_on_one_rank_is_loaded_on_none(axis: str, what: str, text: str, in_a_parent: bool) -> None:
@@ -70,6 +89,51 @@ def test_what_does_not_fit_on_one_rank_is_loaded_on_none(axis: str, what: str, t
         assert all(part in raised for part in text.replace("PREFIX", "inner." if in_a_parent else "").split(".*")), (
             raised
         )
+
+
+def load_nothing() -> str:
+    model = wrapped("dp")
+    whole = full_state_dict(model)
+    try:
+        model.load_state_dict(None if model.env.rank else whole)  # type: ignore[arg-type]
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def save_and_load_without_an_optimizer(folder: str) -> list[str]:
+    """On rank 0; then with what is none."""
+    model, said = wrapped("dp"), []
+    optimizer = torch.optim.Adam(model.parameters())
+    own: Any = optimizer if model.env.rank else None
+    calls: list[Callable[[], Any]] = [
+        lambda: save_checkpoint(f"{folder}/a", model, own),
+        lambda: save_checkpoint(f"{folder}/b", model, optimizer),
+        lambda: load_checkpoint(f"{folder}/b", model, own),
+        lambda: full_optimizer_state_dict(model, own),
+        lambda: save_checkpoint(f"{folder}/c", model, [optimizer]),  # type: ignore[arg-type]
+    ]
+    for call in calls:
+        try:
+            call()
+            said.append("")
+        except CheckpointError as error:
+            said.append(str(error))
+    return said
+
+
+def test_no_state_dict_on_one_rank() -> None:
+    for said in run_ranks(2, load_nothing):
+        assert said == "load_state_dict: rank 1: expected a state dict, name -> tensor; got NoneType"
+
+
+def test_an_optimizer_on_one_rank_alone(tmp_path: Path) -> None:
+    """What that rank had was saved, or loaded, and the rest left out, without a word."""
+    for saved, both, loaded, gathered, listed in run_ranks(2, save_and_load_without_an_optimizer, str(tmp_path)):
+        for said, what in ((saved, "saving"), (loaded, "loading"), (gathered, "full_optimizer_state_dict")):
+            assert "rank 0 is in" in said and what in said, said
+            assert "optimizer=None" in said and "optimizer=Adam" in said, said
+        assert not both and "expected a torch.optim.Optimizer over the model's parameters; got list" in listed
 
 
 def fail(kind: type[Exception]) -> bool:

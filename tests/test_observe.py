@@ -263,3 +263,15 @@ def test_a_measured_plan_is_better_on_the_demos_clicks(form: str, tmp_path: Path
     guessed, measured, guessed_s, measured_s = observed_bench.plans_of(seen, batches[0].keys())
     assert measured_s <= guessed_s * 1.0001
     assert guessed != measured
+
+
+def test_ids_that_are_no_rows_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    """Padding, or ids of another table: the plan was made with them without a word."""
+    module = nn.ModuleDict({"users": nn.EmbeddingBag(12, 4), "seen": nn.EmbeddingBag(11, 4)})
+    with caplog.at_level(logging.WARNING, logger="dmp"):
+        observe([{"users": IDS}], module=module)
+        assert not caplog.records
+        observe([{"users": IDS - 1, "seen": IDS}], module=module)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2 and said[0].startswith("feature 'users' has ids from -1 to 10, and 'users.weight' 12 rows")
+    assert said[1].startswith("feature 'seen' has ids from 0 to 11, and 'seen.weight' 11 rows: unless the model")

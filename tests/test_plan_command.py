@@ -70,6 +70,9 @@ def broken_loader():
     yield (torch.randint(100, (64, 7)),)
     raise OSError("the disk is gone")
 
+def no_samples():
+    return [{"users": torch.zeros(0, 3, dtype=torch.long)}] * 2
+
 no_loader = 7
 
 a_module = nn.EmbeddingBag(100, 8)
@@ -152,6 +155,7 @@ def test_observe(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "batch 32 on each" in capsys.readouterr().out
     for name, code, message in (
         ("strangers_models:broken_loader", 1, "the loader: OSError: the disk is gone"),
+        ("strangers_models:no_samples", 1, "the loader: the 2 batches of list have no samples"),
         ("strangers_models:no_loader", 1, "the loader: expected a loader, which gives batches; got int"),
         ("none.json", 2, "none.json: No such file"),
         ("dies.py", 2, "dies.py is no JSON"),
@@ -200,6 +204,7 @@ def test_propose_mesh(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("strangers_models:make --topology dies.py", 2, "dies.py is no JSON"),
         ("strangers_models:make --device tpu", 2, "no default topology for device type 'tpu'"),
         ("strangers_models:make --memory 80GX", 2, "--memory is a size"),
+        ("strangers_models:make --memory 1e400", 2, "--memory is a size"),
         ("strangers_models:make --memory 1GB", 3, "no plan: 'users.weight' does not fit"),
         ("strangers_models:make --constraints none.json", 2, "none.json: No such file"),
         ("strangers_models:make --constraints dies.py", 2, "dies.py is not constraints"),

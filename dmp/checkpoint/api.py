@@ -41,6 +41,7 @@ from dmp.env import default_env
 from dmp.errors import CheckpointError
 from dmp.ranks import entry, fail_together, results_of_all
 from dmp.state.find_wrapped import common_env, env_of
+from dmp.state.optimizer_state import told_of
 
 
 @alone("save_checkpoint")
@@ -89,7 +90,8 @@ def save_checkpoint(
 
     wait_for_pending()
     with entry("save_checkpoint", env.everyone):
-        content = fail_together(collected, env.everyone, f"saving {target}", same=f"keep_last={keep_last}")
+        same = f"{keep_last=}, {asynchronous=}, {told_of(optimizer)}"
+        content = fail_together(collected, env.everyone, f"saving {target}", same=same)
         save = Save(target, content, env.rank, env.everyone, keep_last)
         return write_in_background(save) if asynchronous else save.run()
 
@@ -146,7 +148,7 @@ def load_checkpoint(
 
     wait_for_pending()
     with entry("load_checkpoint", group):
-        load = fail_together(checked, group, what)
+        load = fail_together(checked, group, what, same=f"{cast=}, {told_of(optimizer)}")
         when = load.source.about.get("saved_ns")  # what one host sees may be older than what another does
         ranges = results_of_all(lambda: load.check((env.rank, env.size)), group, what, same=when)
         fail_together(lambda: compare(one for of_rank in ranges for one in of_rank), None, what)

@@ -31,6 +31,8 @@ def run(given: argparse.Namespace) -> int:
             raise Refusal(f"--{name} takes a number, at least {1 + (name == 'rounds')}; got {getattr(given, name)}")
     if given.out is not None and not given.out.absolute().parent.is_dir():
         raise Refusal(f"{given.out}: there is no folder {given.out.absolute().parent}")
+    if given.out is not None and given.out.is_dir():
+        raise Refusal(f"{given.out}: expected a file to write; it is a folder")
     calibrate, probes = calibration()
     try:
         found = calibrate(probes, given.ranks, given.device, given.rounds)
@@ -38,6 +40,9 @@ def run(given: argparse.Namespace) -> int:
         raise Refusal(in_one_line(error), FAILED) from error
     print(found)
     if given.out is not None:
-        found.topology.save(given.out)
+        try:
+            found.topology.save(given.out)
+        except OSError as error:
+            raise Refusal(f"{given.out}: {error.strerror or error}", FAILED) from None
         print(f"wrote {given.out}")
     return 0

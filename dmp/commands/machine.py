@@ -13,6 +13,7 @@ from dmp.env import ShardingEnv
 from dmp.registry import of_planner
 
 _DEFAULT_AXES = {1: ("dp",), 2: ("host", "local")}
+_MOST_BYTES = 1e18
 _MOST_RANKS = 1 << 17
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
@@ -78,10 +79,13 @@ def number_of_bytes(text: str) -> float:
         Refusal: no such size.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmgt]?)(i?)b?\s*", text, re.IGNORECASE)
-    if found is None or (found[3] and not found[2]) or float(found[1]) == 0:
+    size = 0.0
+    if found is not None and (found[2] or not found[3]):
+        unit = found[2].lower()
+        size = float(found[1]) * (1024 ** list(_UNITS).index(unit) if found[3] else _UNITS[unit])
+    if not 0 < size < _MOST_BYTES:
         raise Refusal(f"--memory is a size such as 80GB or 75GiB; got {text!r}")
-    unit = _UNITS[found[2].lower()]
-    return float(found[1]) * (1024 ** list(_UNITS).index(found[2].lower()) if found[3] else unit)
+    return size
 
 
 def _names(text: str) -> tuple[str, ...]:

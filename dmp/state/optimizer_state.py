@@ -17,6 +17,7 @@ from torch import nn
 from dmp.calls import alone
 from dmp.chunked import ChunkedTensor, as_chunks, chunk_views
 from dmp.errors import CheckpointError
+from dmp.foreign import type_name
 from dmp.places import is_dtensor
 from dmp.state.find_wrapped import common_env, env_of, fused_parameters, joint_plan, wrapped_in
 from dmp.state.gather import gather
@@ -115,7 +116,7 @@ def full_optimizer_state_dict(
     """
     owned = owned_states(model, optimizer)
     flat = {f"{o.name}\0{key}": value for o in owned for key, value in o.values.items()}
-    whole = gather(flat, env_of(model), rank0_only=rank0_only, what="full_optimizer_state_dict")
+    whole = gather(flat, env_of(model), rank0_only=rank0_only, what=f"full_optimizer_state_dict, {told_of(optimizer)}")
     widths = column_widths(model, owned)
     state: dict[str, dict[str, Any]] = {}
     for pair, value in whole.items():
@@ -126,12 +127,27 @@ def full_optimizer_state_dict(
     return {"state": state, "param_groups": param_groups(owned)}
 
 
+def told_of(optimizer: Any) -> str:
+    """What ranks compare of an optimizer that they pass: where one passes none, its state would be missing, unnoticed.
+
+    Example:
+        >>> told_of(None)
+        'optimizer=None'
+    """
+    return f"optimizer={None if optimizer is None else type(optimizer).__name__}"
+
+
 def owned_states(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[OwnedState]:
     """Every parameter that an optimizer updates, with its state; the values are live.
 
     Raises:
-        CheckpointError: an optimizer with a parameter that is not the model's, or several optimizers of one parameter.
+        CheckpointError: no optimizer, one with a parameter that is not the model's, or several of one parameter.
     """
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        raise CheckpointError(
+            f"expected a torch.optim.Optimizer over the model's parameters; got {type_name(optimizer)}. Of several, "
+            "give one with their param groups, or TorchRec's CombinedOptimizer of them"
+        )
     sharded = sharded_parameters(model)
     named = dict(model.named_parameters())
     owned: dict[str, OwnedState] = {}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.modules.module import _IncompatibleKeys
@@ -14,6 +14,7 @@ from dmp.errors import CheckpointError, DmpError
 from dmp.foreign import type_name
 from dmp.places import is_dtensor, restore_ties, tied_places
 from dmp.ranks import results_of_all
+from dmp.wrap.agreement import checksum
 from dmp.wrap.assembly import Assembly
 from dmp.wrap.skeleton import all_tensors
 
@@ -27,17 +28,19 @@ def load(
     """
     if made.device.type == "meta":
         raise CheckpointError("load_state_dict: the model was wrapped with device='meta', which holds no values")
-    given = {k[len(prefix) :]: v for k, v in state_dict.items() if k.startswith(prefix)}
-    own = made.module.state_dict()
-    group = made.env.everyone
-    found = results_of_all(lambda: _check(made, own, given, prefix, strict, assign), group, "load_state_dict")
-    missing, unexpected = found[made.env.rank if group is not None else 0]
-    if any(each != found[0] for each in found):
-        rank = next(rank for rank, each in enumerate(found) if each != found[0])
-        raise CheckpointError(
-            "load_state_dict: expected the same names on every rank; rank 0 has (missing, unexpected) "
-            f"{found[0]}, rank {rank} {found[rank]}; copies would drift apart"
-        )
+    own, group = made.module.state_dict(), made.env.everyone
+    given: dict[str, Any] = {}
+
+    def checked() -> _Told:
+        if not isinstance(state_dict, Mapping):
+            raise CheckpointError(f"expected a state dict, name -> tensor; got {type_name(state_dict)}")
+        given.update((k[len(prefix) :], v) for k, v in state_dict.items() if k.startswith(prefix))
+        missing, unexpected = _check(made, own, given, prefix, strict, assign)
+        return _Told(missing, unexpected, {} if group is None else _checksums(made, own, given))
+
+    found = results_of_all(checked, group, "load_state_dict")
+    missing, unexpected, _ = found[made.env.rank if group is not None else 0]
+    _compare(found)
     ties = tied_places(made.module) if assign else []
     if assign:  # which gives storage to what is on meta, as in torch
         own = {k: torch.empty_like(v, device=made.device) if _is_split_on_meta(v) else v for k, v in own.items()}
@@ -47,6 +50,56 @@ def load(
         raise CheckpointError(str(error)) from error
     restore_ties(ties)
     return _IncompatibleKeys(missing, unexpected)
+
+
+_LOOKED_AT = 4096
+"""Elements of a tensor that is cut, where ranks compare what they were given."""
+
+
+class _Told(NamedTuple):
+    """What ranks tell each other of the state dicts that they were given.
+
+    Args:
+        missing, unexpected: names.
+        checksums: of values, by name.
+    """
+
+    missing: list[str]
+    unexpected: list[str]
+    checksums: dict[str, int]
+
+
+def _checksums(made: Assembly, own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, int]:
+    """Of whole parameters, as they will be; of what is cut, of the first rows, for each rank takes other rows of what
+    must be one tensor. Buffers may differ."""
+    copied = {name for name, entry in made.plan.items() if entry.layout.is_copied}
+    found: dict[str, int] = {}
+    for name, _ in made.module.named_parameters(remove_duplicate=False):
+        value, to = given.get(name), own.get(name)
+        if not isinstance(value, torch.Tensor) or to is None or is_lazy(to) or value.is_meta:
+            continue
+        if isinstance(value, ChunkedTensor) or is_dtensor(value):
+            continue
+        if (isinstance(to, ChunkedTensor) or is_dtensor(to)) and name not in copied and value.dim():
+            value = value[: 1 + _LOOKED_AT // max(1, value[:1].numel())]
+        found[name] = checksum(value.to(to.dtype))
+    return found
+
+
+def _compare(told: Sequence[_Told]) -> None:
+    """Raise what is not the same on all ranks, and would have copies drift apart."""
+    for rank, each in enumerate(told):
+        if each[:2] != told[0][:2]:
+            raise CheckpointError(
+                "load_state_dict: expected the same names on every rank; rank 0 has (missing, unexpected) "
+                f"{told[0][:2]}, rank {rank} {each[:2]}; copies would drift apart"
+            )
+        for name, value in told[0].checksums.items():
+            if each.checksums.get(name) != value:
+                raise CheckpointError(
+                    f"load_state_dict: {name!r} has other values on rank {rank} than on rank 0: give every rank the "
+                    "same state dict, else copies drift apart, and of what is split each rank takes a part of another"
+                )
 
 
 def loaded(model: Any, state_dict: dict[str, Any], prefix: str, missing: list[str] | None) -> None:

@@ -320,8 +320,8 @@ class DistributedModelParallel(nn.Module):
             Missing and unexpected keys, as torch does.
 
         Raises:
-            CheckpointError: names (when strict), shapes, or dtypes (with `assign`) that do not fit, or a sharded
-                parameter on meta (without); the model is unchanged.
+            CheckpointError: names (when strict), shapes, or dtypes (with `assign`) that do not fit, a sharded
+                parameter on meta (without), or other values on some rank of what is whole; the model is unchanged.
         """
         keys = load(self._made, state_dict, prefix, strict, assign)
         if assign and self.running is not self.module:  # its hooks are on the parameters that have been replaced

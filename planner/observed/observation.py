@@ -50,8 +50,8 @@ class Observation:
     batch_size: float
     features: Mapping[str, ObservedFeature]
 
-    def of_table(self, name: str, info: ParameterInfo) -> tuple[ObservedFeature, ...]:
-        """What was seen of each feature that reads a table, in its order; empty where one of them was not seen.
+    def names_of_table(self, name: str, info: ParameterInfo) -> tuple[str, ...]:
+        """The features that read a table, in its order; empty where one of them was not seen.
 
         A table whose sharder names no features is read by one that is called as its module or by its whole name.
 
@@ -61,9 +61,11 @@ class Observation:
         words = name.split(".")
         aliases = (*words[-2:-1], ".".join(words[:-1]), name)
         names = info.features or next(((alias,) for alias in aliases if alias in self.features), ())
-        if not names or not all(each in self.features for each in names):
-            return ()
-        return tuple(self.features[each] for each in names)
+        return tuple(names) if all(each in self.features for each in names) else ()
+
+    def of_table(self, name: str, info: ParameterInfo) -> tuple[ObservedFeature, ...]:
+        """What was seen of each of them."""
+        return tuple(self.features[each] for each in self.names_of_table(name, info))
 
     def told_of(self, parameters: Mapping[str, tuple[T, ParameterInfo]]) -> dict[str, tuple[T, ParameterInfo]]:
         """Parameters with the pooling factors that were seen, in the place of what their sharders know."""

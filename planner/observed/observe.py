@@ -13,12 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dmp import default_sharders, is_torchrecs, plan_parameters, shown, type_name
+from dmp import ParameterInfo, default_sharders, is_torchrecs, plan_parameters, shown, type_name
 from planner.observed.distinct_rows import growth_of, num_distinct
 from planner.observed.named_ids import NamedIds, named_ids
 from planner.observed.observation import Observation, ObservedFeature
 from planner.observed.row_curve import RowCurve
 
+_Tables = Mapping[str, tuple[Any, ParameterInfo]]
 _KEPT_IDS = 1 << 17
 """Of each feature, over all batches: enough for its curve, whatever the batches' size."""
 _log = logging.getLogger("dmp")
@@ -31,6 +32,7 @@ class _Seen:
         self.ids = self.samples = 0
         self.distinct = 0.0
         self.kept: list[Tensor] = []
+        self.low = self.high = 0
 
     def add(self, ids: Tensor, samples: int, keep: int) -> None:
         """One batch's; every so many ids are kept, so that there are `keep` of them at most."""
@@ -39,6 +41,8 @@ class _Seen:
         if len(ids):
             known = ids.detach().to("cpu", torch.int64)
             self.distinct += num_distinct(known.numpy())
+            low, high = known.aminmax()
+            self.low, self.high = min(self.low, int(low)), max(self.high, int(high))
             self.kept.append(known[:: -(-len(ids) // keep)].clone())
 
     def summed_up(self) -> ObservedFeature:
@@ -67,7 +71,7 @@ def observe(loader: Iterable[Any], *, batches: int = 100, module: nn.Module | No
         What `ShardingPlanner(observed=...)` takes.
 
     Raises:
-        ValueError: no loader, an empty one, or batches without ids that have a name.
+        ValueError: no loader, an empty one, or batches without ids that have a name, or without samples.
     """
     if not isinstance(batches, int) or isinstance(batches, bool) or batches < 1:
         raise ValueError(f"batches must be a whole number >= 1; got {shown(batches)}")
@@ -86,12 +90,16 @@ def observe(loader: Iterable[Any], *, batches: int = 100, module: nn.Module | No
             f"there are no ids with a name in the loader's batches, of {type_name(batch)}: {_form(batch)}; expected a "
             "KeyedJaggedTensor somewhere, or integer tensors in a dict, an object, or with module= in a tuple"
         )
+    if not any(sizes):
+        raise ValueError(f"the {len(sizes)} batches of {type_name(loader)} have no samples")
     if iter(loader) is loader:
         _log.warning("observe has taken %d batches of %s, an iterator: they are gone", len(sizes), type_name(loader))
     features = {name: seen[name].summed_up() for name in sorted(seen)}
     found = Observation(len(sizes), round(sum(sizes) / len(sizes), 3), features)
     if module is not None:
-        _check_names(found, module)
+        tables = plan_parameters(module, default_sharders())
+        _check_names(found, module, tables)
+        _remark_rows(found, tables, seen)
     return found
 
 
@@ -118,15 +126,27 @@ def _arguments(module: nn.Module | None) -> tuple[str, ...]:
     return tuple(p.name for p in inspect.signature(module.forward).parameters.values() if p.kind in (0, 1))
 
 
-def _check_names(found: Observation, module: nn.Module) -> None:
+def _check_names(found: Observation, module: nn.Module, tables: _Tables) -> None:
     """Raise `ValueError` where nothing that was seen reads a table of the module."""
-    tables = plan_parameters(module, default_sharders())
     if tables and not any(found.of_table(name, info) for name, (_, info) in tables.items()):
         wanted = [feature for name, (_, info) in tables.items() for feature in info.features or (name,)]
         raise ValueError(
             f"the batches have the features {shown(list(found.features))}; none of them reads a table of "
             f"{type_name(module)}, whose tables are read by {shown(wanted)}"
         )
+
+
+def _remark_rows(found: Observation, tables: _Tables, seen: Mapping[str, _Seen]) -> None:
+    """Say which ids are no rows: padding, a table that is too small, or ids that the model maps to rows itself."""
+    for name, (_, info) in tables.items():
+        for feature in found.names_of_table(name, info):
+            low, high, rows = seen[feature].low, seen[feature].high, info.shape[0]
+            if low < 0 or high >= rows:
+                _log.warning(
+                    "feature %r has ids from %d to %d, and %r %d rows: unless the model maps them to rows itself, they "
+                    "are counted as looked up, and its lookup will refuse them",
+                    *(feature, low, high, name, rows),
+                )
 
 
 def _form(batch: Any) -> str:
