@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sharders.embedding.lookup import numba_kernel, threads
@@ -181,6 +182,56 @@ def test_gradients_are_read_where_they_were_left(layout: str, weighted: bool) ->
         assert all(map(torch.equal, *trained_by)), (num, others)
 
 
+def _ids_of(rows: Sequence[int], lengths: Tensor, draw: torch.Generator) -> tuple[Tensor, Tensor]:
+    """(N,) ids of bags (ranges, B) of these lengths, and their offsets."""
+    counts = zip(rows, lengths.sum(1).tolist(), strict=True)
+    ids = [torch.randint(0, num, (count,), generator=draw, dtype=torch.int32) for num, count in counts]
+    return torch.cat(ids), F.pad(lengths.reshape(-1).cumsum(0, dtype=torch.int32), (1, 0))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad", "lamb", None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.usefixtures("three_threads")
+def test_tables_of_few_rows_are_summed_without_an_order(
+    dtype: torch.dtype, optimizer: str | None, weighted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit as along one: of pooled lookups, of gradients left elsewhere, and of bags of partials."""
+    spec = None if optimizer is None else OptimizerSpec.make(optimizer, lr=0.1)
+    trained_by = []
+    for num_threads, most in ((3, 1 << 19), (1, 1 << 19), (1, 0)):
+        torch.set_num_threads(num_threads)
+        monkeypatch.setattr(numba_kernel, "_APART_BYTES", most)
+        draw = torch.Generator().manual_seed(1)
+        bank = Bank([[(3, 16)], [(40, 72)], [(900, 5)], [(7, 5)]], dtype, "cpu", spec)
+        bank.weights.copy_(torch.randn(bank.weights.shape, generator=draw))
+        tables = [RowRange(of, 0, of.rows) for (of,) in bank.chunks]
+        lookup = compile_lookup(bank, [tables[0], *tables], kernel="numba")
+        assert isinstance(lookup, NumbaLookup)
+        lengths = torch.randint(0, 20, (5, 60), generator=draw)
+        read = Bags(*_ids_of([3, 3, 30, 900, 7], lengths, draw))  # ten rows of the second table are never named
+        ids, bags = _ids_of([900, 7], lengths[:2].clamp(min=1), draw)
+        of_rows = Segmented(ids, [*zip((3, 4), lengths[:2].clamp(min=1).sum(1).tolist(), strict=True)], bags)
+        if weighted:
+            read = read._replace(weights=torch.rand(len(read.ids), generator=draw).to(dtype))
+            of_rows = of_rows._replace(weights=torch.rand(len(ids), generator=draw).to(dtype))
+        grad, rows_grad, wide = (torch.randn(n, 200, generator=draw).to(dtype) for n in (60, 120, 25))
+        order, order_of_rows, results = lookup.order_pooled(read), lookup.order_rows(of_rows), []
+        is_apart = most > 0 and dtype != torch.bfloat16
+        assert (order.apart.num_rows, order_of_rows.apart.num_rows) == ((3 + 40 + 7, 7) if is_apart else (0, 0))
+        for given in (None, Given(wide, (3, 30, 60, 150, 190), 1 / 3)):
+            if spec is None:
+                results.append(lookup.gradient_pooled(grad[:, :114], read, order=order, given=given))
+            else:
+                bank.step()
+                lookup.update_pooled(grad[:, :114], read, order=order, given=given)
+        learn = lookup.gradient_rows if spec is None else lookup.update_rows
+        results.append(learn(rows_grad[:, :5], of_rows, order=order_of_rows))
+        trained_by.append([*(found for found in results if found is not None), bank.weights, *bank.state.values()])
+    for other in trained_by[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(trained_by[0], other, strict=True))
+
+
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
 def test_gradients_may_lie_anyhow(kind: str) -> None:
     """Their elements may be one in memory, apart, or in another order."""
@@ -289,7 +340,7 @@ def _in_child(queue: multiprocessing.Queue[bool]) -> None:
 def test_more_bags_than_sources_can_tell_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a table with so many features; else gradients would be read from elsewhere."""
     _, lookup = make(SHARED, torch.float32, SPECS[0], "numba")
-    monkeypatch.setattr(numba_kernel, "_ALL_BITS", 6)
+    monkeypatch.setattr(numba_kernel, "ALL_BITS", 6)
     lookup.pooled(make_batch(lookup, 16).read())
     with pytest.raises(ValueError, match="features with 33 bags each: use smaller batches"):
         lookup.pooled(make_batch(lookup, 33).read())

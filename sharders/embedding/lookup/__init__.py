@@ -19,6 +19,7 @@
 - `numba_loops`: sums over bags, and over the gradients of each distinct row
 - `numba_updates`: what is done with the summed gradient of a row
 - `numba_sort`: ids brought into the order of their rows
+- `numba_dense`: gradients summed without an order, of tables with few rows
 - `numba_distinct`: ids of segments brought down to distinct rows
 - `numba_columns`: columns of several matrices placed in one
 - `numba_partials`: partials added up where they belong

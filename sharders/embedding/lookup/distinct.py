@@ -82,7 +82,7 @@ def distinct_rows(
         if not as_they_are:
             entry_of("sort_tables")(
                 *(keys.data_ptr(), sources.data_ptr(), 0, rows_of.data_ptr(), at, stop),
-                *(*map(address, (ends, begins, found, rows, starts, ordered)), 0, scratch.data_ptr()),
+                *(*map(address, (ends, begins, found, rows, starts, ordered)), 0, scratch.data_ptr(), 0),
             )
         at = stop
     of_ids = *map(address, (keys, sources, ends, begins)), num_segments

@@ -35,12 +35,25 @@ _FILES = {
     **_OF_IDS,
     "place_columns": "numba_columns",
     **dict.fromkeys(("add_partials", "pick_gradients"), "numba_partials"),
+    "sum_tables": "numba_dense",
 }
 """All others are in `numba_loops`."""
 
 _engines: list[Any] = []  # they hold the code
 _UPDATE, _TWO = "update_", "two_"
-COMPILED = ("blocks", "columns", "compile", "distinct", "layout", "loops", "partials", "sort", "updates", "vectors")
+COMPILED = (
+    "blocks",
+    "columns",
+    "compile",
+    "dense",
+    "distinct",
+    "layout",
+    "loops",
+    "partials",
+    "sort",
+    "updates",
+    "vectors",
+)
 """Files of what is compiled, or says how."""
 
 

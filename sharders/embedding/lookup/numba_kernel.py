@@ -2,6 +2,7 @@
 
 An update sorts the ids by row (`numba_sort`), then sums the gradient of every distinct row in registers and writes the
 row once (`numba_training`, `numba_loops`). The sort needs the ids alone, so whoever has them may ask for it early.
+Ids of tables with few rows, in long bags, are not sorted: their gradients are summed as they lie (`numba_dense`).
 
 Bits: the same in every run, on any number of threads, and with any alignment. Sums, and SGD, are torch's to the bit on
 CPUs with FMA; what divides or takes roots is within some units of the last place. Tables of 16 bits are summed and
@@ -24,6 +25,7 @@ from sharders.embedding.lookup import numba_training as training
 from sharders.embedding.lookup import threads
 from sharders.embedding.lookup.bank import Bank, RowRange
 from sharders.embedding.lookup.numba_layout import (
+    ALL_BITS,
     OfWidth,
     Order,
     Runs,
@@ -54,7 +56,8 @@ the results with them; those of 0.25 MB the same."""
 _NS_COPIED, _NS_ASKED = 0.65, 2.8
 _MOST_KEPT = 8  # numbers of bags
 _FILLED = 16  # words that compiled code may write behind sources, see `expand_bags`
-_ALL_BITS = 31  # a source of unpooled ids has no feature
+_APART_BYTES = 1 << 19
+"""Of a table whose gradients are summed without an order of its ids, at most: sums stay in the second cache."""
 _GRADIENTS = "gradients"
 
 
@@ -65,7 +68,8 @@ class NumbaLookup(TorchLookup):
         super().__init__(bank, ranges)
         self._tables = Tables(bank, self.ranges)
         self._of_width = {width: OfWidth(self._tables, width) for width in set(self._tables.widths)}
-        self._name = ELEMENTS[bank.weights.dtype]
+        self._name, size = ELEMENTS[bank.weights.dtype], bank.weights.element_size()
+        self._most_apart = _APART_BYTES // size if size > 2 else 0  # sums of 16 bits would be rounded twice
         self._pooled_runs: dict[int, Runs] = {}
         self._placed: dict[tuple[int, range, tuple[int, ...]], tuple[Tensor, bool]] = {}
         self._segments: dict[tuple[int, ...], tuple[Tensor, Tensor, bool]] = {}
@@ -82,7 +86,7 @@ class NumbaLookup(TorchLookup):
         self._sum_bags(read, to_sum, out, fills_lines)
 
     def order_pooled(self, read: Bags) -> Order:
-        return self._order_bags(read, self._tables.columns)
+        return self._order_bags(read, self._tables.columns, self._most_apart)
 
     def update_pooled(
         self, grad: Tensor, read: Bags | Segmented, *, order: Order | None = None, given: Given | None = None
@@ -106,7 +110,8 @@ class NumbaLookup(TorchLookup):
     def pooled_row_gradients(self, grad: Tensor, read: Bags | Segmented, *, into: Into | None = None) -> RowGradients:
         if not read.ids.numel():
             return []
-        return training.row_gradients(self.bank, self._tables, self._gradients(grad, read, None), into)
+        order = self._order(read, 0)
+        return training.row_gradients(self.bank, self._tables, self._gradients(grad, read, order), into)
 
     def row_gradients_in(
         self, grad: Tensor, read: Bags, columns: tuple[int, ...], factor: float, into: Into | None = None
@@ -114,7 +119,7 @@ class NumbaLookup(TorchLookup):
         """See `PlacingLookup`: sums are multiplied, which are fewer than gradients."""
         if not read.ids.numel():
             return []
-        gradients = self._gradients(grad, read, self._order_bags(read, int64(columns)))
+        gradients = self._gradients(grad, read, self._order_bags(read, int64(columns), 0))
         found = training.row_gradients(self.bank, self._tables, gradients, into)
         for _, _, sums_nD in found:
             sums_nD.mul_(factor)
@@ -142,10 +147,24 @@ class NumbaLookup(TorchLookup):
         return output_ND
 
     def order_rows(self, read: Segmented) -> Order:
+        return self._order_rows(read, self._most_apart)
+
+    def _order(self, read: Bags | Segmented, most_apart: int) -> Order:
+        """As `order_pooled` and `order_rows`.
+
+        Args:
+            most_apart: elements of a table whose gradients are summed without an order.
+        """
+        if isinstance(read, Bags):
+            return self._order_bags(read, self._tables.columns, most_apart)
+        return self._order_rows(read, most_apart)
+
+    def _order_rows(self, read: Segmented, most_apart: int) -> Order:
         (ids, segments, bags, weights), tables = read, self._tables
-        order = Order(ids.numel(), len(tables), _ALL_BITS, tables.no_columns)
+        order = Order(ids.numel(), len(tables), ALL_BITS, tables.no_columns)
         if bags is not None:
-            return self._sort_bags(order, Bags(ids, bags, weights), self._runs_of(segments, bags, 0), True)
+            runs = self._runs_of(segments, bags, 0)
+            return self._sort_bags(order, Bags(ids, bags, weights), runs, True, most_apart)
         ranges, counts = zip(*segments, strict=True) if segments else ((), ())
         by_table, ends, are_in_order = self._by_table(ranges)
         lies_in_order = are_in_order and ids.dtype == torch.int32
@@ -184,7 +203,7 @@ class NumbaLookup(TorchLookup):
                 del kept[next(iter(kept))]
             tables = self._tables
             most = max(tables.in_table, default=0) + 1
-            if most << shift(num_bags) > 1 << _ALL_BITS:
+            if most << shift(num_bags) > 1 << ALL_BITS:
                 raise ValueError(
                     "expected at most 2**31 bags of one table, those of each feature counted to the next power of two; "
                     f"got {most} features with {num_bags} bags each: use smaller batches, or kernel='torch'"
@@ -252,12 +271,12 @@ class NumbaLookup(TorchLookup):
         threads.run(lambda i: learn(*fixed, i, parts, *to), parts)
         return result_N
 
-    def _order_bags(self, read: Bags, columns: Tensor) -> Order:
+    def _order_bags(self, read: Bags, columns: Tensor, most_apart: int) -> Order:
         num_bags = self._num_bags(read.offsets)
         order = Order(read.ids.numel(), len(self._tables), shift(num_bags), columns)
-        return self._sort_bags(order, read, self._runs(num_bags), False)
+        return self._sort_bags(order, read, self._runs(num_bags), False, most_apart)
 
-    def _sort_bags(self, order: Order, read: Bags, runs: Runs, moves: bool) -> Order:
+    def _sort_bags(self, order: Order, read: Bags, runs: Runs, moves: bool, most_apart: int) -> Order:
         """The order of bags' ids; `moves` where the tables' ids may not be one after the other."""
         (ids, bounds, weights), tables = read, self._tables
         with_origins = moves and weights is not None
@@ -266,14 +285,16 @@ class NumbaLookup(TorchLookup):
         sources, keys, origins = (*addresses(memory), 0, 0)[:3]
         of_runs = (runs.to_sort.data_ptr(), runs.first.data_ptr(), len(tables))
         given = (*words(ids), *words(bounds), *of_runs, keys, sources, origins, order.ends.data_ptr())
-        most = self._entry("expand_bags")(*given)
+        order.apart.read, order.apart.runs = read, runs
+        of_tables = tables.tables.data_ptr(), tables.num_rows.data_ptr(), most_apart
+        most = self._entry("expand_bags")(*given, *of_tables, order.apart.row_ends, order.apart.firsts)
         return self._sort(order, (keys or ids.data_ptr(), sources, origins), most, tables, weights is not None)
 
     def _gradients(
         self, grad: Tensor, read: Bags | Segmented, order: Order | None, given: Given | None = None
     ) -> Gradients:
         if order is None:
-            order = self.order_pooled(read) if isinstance(read, Bags) else self.order_rows(read)
+            order = self._order(read, self._most_apart)
         weights = self._like_table(read.weights)
         if given is not None:
             assert isinstance(read, Bags) and grad.dtype == given.matrix.dtype == self.bank.weights.dtype
@@ -300,7 +321,7 @@ class NumbaLookup(TorchLookup):
 
         def sort(i: int) -> None:
             span, scratch = (num_tables * i // parts, num_tables * (i + 1) // parts), scratch_for(most)
-            sort_tables(*keys, num_rows, *span, *order.addresses, scratch.data_ptr())
+            sort_tables(*keys, num_rows, *span, *order.addresses, scratch.data_ptr(), order.apart.row_ends)
 
         threads.run(sort, parts)
         return order
@@ -327,7 +348,7 @@ class NumbaLookup(TorchLookup):
             bits = shift(max(counts))
             starts = [i << bits for i in range(len(rows))]
             if len(rows) << bits > _MAX:
-                bits, starts, parts = _ALL_BITS, [*accumulate(counts[:-1], initial=0)], (torch.cat(parts),)
+                bits, starts, parts = ALL_BITS, [*accumulate(counts[:-1], initial=0)], (torch.cat(parts),)
             yield tables, Gradients(parts, width, self._order_touched(rows, starts, tables, bits, places_in(parts)))
 
     def _order_touched(

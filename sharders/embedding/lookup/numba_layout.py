@@ -12,10 +12,13 @@ import torch
 from torch import Tensor
 
 from sharders.embedding.lookup.bank import Bank, RowRange
+from sharders.embedding.lookup.reads import Bags
 
 BLOCKS = (64, 32, 16, 8, 4, 1)
 """Columns of a row that are worked on at once, by `by_blocks`. Each is read by its own loop over the ids: rows of 8
 columns as two blocks of 4 took 1.7 of the time, rows of 32 as two of 16 1.25."""
+
+ALL_BITS = 31  # a source of unpooled ids, or of sums, has no feature
 
 
 class Summed(Protocol):
@@ -104,6 +107,47 @@ class Runs(NamedTuple):
     first: Tensor
 
 
+class Apart:
+    """The tables of few rows, whose gradients are summed without an order; which they are `expand_bags` tells.
+
+    Args:
+        num_tables: of the lookup.
+
+    Attributes:
+        read: the ids and the bounds of their bags.
+        runs: of these bags.
+    """
+
+    read: Bags
+    runs: Runs
+
+    def __init__(self, num_tables: int) -> None:
+        self.num_tables = num_tables
+        self._ends, self.row_ends = longs(bytes(16 * (num_tables + 1)))
+        self.firsts = self.row_ends + 8 * (num_tables + 1)
+
+    @property
+    def num_rows(self) -> int:
+        """Of all."""
+        return self._ends[self.num_tables]
+
+    @property
+    def num_elements(self) -> int:
+        """Likewise."""
+        return self._ends[-1]
+
+    def order(self, columns: Tensor) -> Order:
+        """Of the rows' sums, which is to be written; each has one source, that says where it lies.
+
+        Args:
+            columns: 0 of each range.
+        """
+        order = Order(self.num_rows, self.num_tables, ALL_BITS, columns)
+        order.ends = torch.frombuffer(self._ends, dtype=torch.int64, count=self.num_tables + 1)
+        order.make_room(self.num_rows + self.num_tables, with_places=False)
+        return order
+
+
 class Order:
     """A call's ids in the order of their rows, table by table; see `numba_sort`.
 
@@ -119,6 +163,8 @@ class Order:
         self.ends = torch.empty(num_tables + 1, dtype=torch.int64, device="cpu")
         self.begins = torch.empty(num_tables, dtype=torch.int64, device="cpu")
         self.counts = torch.empty(num_tables, dtype=torch.int32, device="cpu")
+
+        self.apart = Apart(num_tables)
 
     def make_room(self, num_rows: int, with_places: bool) -> None:
         """For all that is sorted: so many rows, which `lay_out` finds, and where each id was, if it is asked."""

@@ -31,12 +31,16 @@ _FEW_IDS = 24
 _COUNTED_ROWS = 4  # per id: so few are counted one by one
 _MARKED_ROWS = 64  # per id: so few are marked in a bitmap
 _MANY_IDS = 4096  # which a digit of 11 bits pays for
+_IDS_OF_A_ROW = _IDS_OF_A_BAG = 4
+"""At least, of a table whose gradients are summed without an order. With bags of 0..32 ids it took 0.8 of the time of
+8 columns and 0.95 of 64; with one id in each 1.1."""
 
 
 def expand_bags(
-    ids, id_bytes, bounds, bound_bytes, runs, first_runs, num_tables, keys, sources, origins, ends
+    ids, id_bytes, bounds, bound_bytes, runs, first_runs, num_tables, keys, sources, origins, ends,
+    tables, num_rows, most, row_ends, firsts,
 ):  # fmt: skip
-    """Keys and sources of bags' ids; returns the most ids of a table.
+    """Keys and sources of bags' ids; returns the most ids of a table. Those of tables of few rows are not written.
 
     Args:
         bounds: of the bags among the ids.
@@ -47,11 +51,27 @@ def expand_bags(
         sources: written, and up to `FILLED` words more than there are ids.
         origins: where the ids were, written if it is not 0.
         ends: (num_tables + 1,) int64, written: where each table's keys begin.
+        tables, num_rows: see `update` in `numba_loops`, and `sort_tables`.
+        most: elements of a table of few rows.
+        row_ends: (num_tables + 1,) int64, written: where the rows of each table of few would begin if they lay one
+            behind the other, and the end; no others have a place.
+        firsts: likewise, of their elements.
     """
-    to = most = 0
+    to = most_ids = first_row = first_element = 0
     for table in range(num_tables):
         write64(ends, table, to)
-        before = to
+        write64(row_ends, table, first_row)
+        write64(firsts, table, first_element)
+        before, bags, total, width = to, 0, read64(num_rows, table), read64(tables, 4 * table + 1)
+        for run in range(read64(first_runs, table), read64(first_runs, table + 1)):
+            of_run, num_bags = bounds + read64(runs, 3 * run) * bound_bytes, read64(runs, 3 * run + 1)
+            to += read32_at(of_run + num_bags * bound_bytes) - read32_at(of_run)
+            bags += num_bags
+        most_ids = max(most_ids, to - before)
+        if total * width <= most and max(_IDS_OF_A_ROW * total, _IDS_OF_A_BAG * bags) <= to - before:
+            first_row, first_element = first_row + total, first_element + total * width
+            continue
+        to = before
         for run in range(read64(first_runs, table), read64(first_runs, table + 1)):
             of_run, base = bounds + read64(runs, 3 * run) * bound_bytes, read64(runs, 3 * run + 2)
             first = read32_at(of_run)
@@ -67,9 +87,10 @@ def expand_bags(
                     write32(origins, shift + first, first)
                     first = counted(first + 1)
                 first, to = stop, shift + stop
-        most = max(most, to - before)
     write64(ends, num_tables, to)
-    return most
+    write64(row_ends, num_tables, first_row)
+    write64(firsts, num_tables, first_element)
+    return most_ids
 
 
 def expand_runs(ids, id_bytes, counts, num_runs, by_table, run_ends, num_tables, firsts, keys, sources, ends):
@@ -163,7 +184,8 @@ def lay_out(ends, num_rows, num_tables, begins):
 
 
 def sort_tables(
-    keys, sources, origins, num_rows, first, stop, ends, begins, counts, rows, starts, ordered, places, scratch
+    keys, sources, origins, num_rows, first, stop, ends, begins, counts, rows, starts, ordered, places, scratch,
+    row_ends,
 ):  # fmt: skip
     """The order of the tables `first` to `stop`.
 
@@ -178,8 +200,12 @@ def sort_tables(
         ordered: written: the sources.
         places: written: where the ids were, by `origins`, or among all keys if that is 0; 0 where nobody asks.
         scratch: `scratch_for` the ids of the largest of these tables.
+        row_ends: see `expand_bags`; 0 where all are sorted.
     """
     for table in range(first, stop):
+        if row_ends != 0 and read64(row_ends, table) != read64(row_ends, table + 1):
+            write32(counts, table, 0)
+            continue
         begin = read64(ends, table)
         num = read64(ends, table + 1) - begin
         total = read64(num_rows, table)

@@ -6,7 +6,7 @@ SGD, Adagrad, row-wise Adagrad and Adam are compiled with the sums; for others t
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, lru_cache
 from math import inf, sqrt
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sharders.embedding.lookup import row_updates, threads
 from sharders.embedding.lookup.bank import Bank
-from sharders.embedding.lookup.numba_layout import Order, Summed, address, int64, longs
+from sharders.embedding.lookup.numba_layout import Order, Summed, address, int64, longs, words
 from sharders.embedding.lookup.reads import Given
 from sharders.embedding.lookup.row_optimizer import Rows
 from sharders.embedding.lookup.torch_kernel import Into, RowGradients, update
@@ -83,12 +83,13 @@ def train(bank: Bank, tables: Summed, gradients: Gradients) -> None:
     """Sum the gradients of each row, and update it by the bank's optimizer."""
     spec, kind = bank.spec, _compiled_kind(bank)
     assert spec is not None, "a bank without optimizer is not updated in the backward pass"
-    if kind is None:  # the optimizer's own function is given the sums
-        for region, rows_n, grads_nD in row_gradients(bank, tables, gradients):
-            update(bank, region, rows_n, grads_nD)
-        return
-    arrays = (bank.weights, *(bank.state[name] for name in spec.optimizer.state))
-    _sum(bank, tables, gradients, kind, arrays, _rates(bank, tables.in_bank))
+    for part in _parts(bank, tables, gradients):
+        if kind is None:  # the optimizer's own function is given the sums
+            for region, rows_n, grads_nD in row_gradients(bank, tables, part):
+                update(bank, region, rows_n, grads_nD)
+        else:
+            arrays = (bank.weights, *(bank.state[name] for name in spec.optimizer.state))
+            _sum(bank, tables, part, kind, arrays, _rates(bank, tables.in_bank))
 
 
 def row_gradients(bank: Bank, tables: Summed, gradients: Gradients, into: Into | None = None) -> RowGradients:
@@ -119,7 +120,34 @@ def row_gradients(bank: Bank, tables: Summed, gradients: Gradients, into: Into |
 
 def write_gradient(bank: Bank, tables: Summed, gradients: Gradients, flat: Tensor) -> None:
     """The sums where their rows are, in zeros like the bank's weights."""
-    _sum(bank, tables, gradients, _COPY, (flat,))
+    for part in _parts(bank, tables, gradients):
+        _sum(bank, tables, part, _COPY, (flat,))
+
+
+def _parts(bank: Bank, tables: Summed, gradients: Gradients) -> Iterator[Gradients]:
+    """Those of tables whose ids are in order, and of the tables `Apart` the sums by row."""
+    yield gradients
+    apart = gradients.order.apart
+    if not apart.num_rows:
+        return
+    (_kept, columns, given), (ids, bounds, _) = gradients.columns(), apart.read
+    order = apart.order(torch.zeros_like(gradients.order.columns))
+    sums = bank.weights.new_empty(apart.num_elements)
+    marks = torch.empty(apart.num_rows, dtype=torch.int32, device="cpu")
+    num_tables, (begins, counts, rows, starts, ordered) = len(tables.tables), order.addresses[1:6]
+    fixed = (
+        *(*words(ids), *words(bounds), apart.runs.to_sort.data_ptr(), apart.runs.first.data_ptr()),
+        *(tables.tables.data_ptr(), tables.num_rows.data_ptr()),
+    )
+    read = (
+        *(apart.row_ends, apart.firsts, address(gradients.weights), gradients.parts[0].data_ptr(), gradients.stride),
+        *(gradients.order.shift, columns, given, sums.data_ptr(), marks.data_ptr()),
+        *(begins, counts, rows, starts, ordered),
+    )
+    sum_tables = entry_of("sum_tables", ELEMENTS[bank.weights.dtype])
+    parts = min(threads.num_parts(gradients.order.num_ids), num_tables)
+    threads.run(lambda i: sum_tables(*fixed, num_tables * i // parts, num_tables * (i + 1) // parts, *read), parts)
+    yield Gradients([sums], 1, order)
 
 
 def _sum(
