@@ -218,6 +218,16 @@ def test_a_model_that_returns_no_pair() -> None:
         TrainPipeline(nn.Linear(2, 1)).progress(iter([torch.ones(1, 2)]))
 
 
+@pytest.mark.parametrize("losses", [{"a": torch.ones(1)}, [torch.ones(1)]])
+def test_losses_that_are_no_tensor(losses: Any) -> None:
+    model = nn.Linear(2, 1)
+    pipeline = TrainPipeline(model, forward=lambda batch: (losses, batch))
+    with pytest.raises(InputError, match=rf"losses as one tensor, .*; got {type(losses).__name__}\. Add them up"):
+        pipeline.progress(iter([torch.ones(1, 2)]))
+    model.eval()
+    assert pipeline.progress(iter([torch.ones(1, 2)])) is not None
+
+
 def _parts(what: str) -> tuple[str, float]:
     """Ranks whose pipelines part."""
     rank = env_of("dp2").rank

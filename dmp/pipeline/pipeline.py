@@ -110,7 +110,8 @@ class TrainPipeline:
 
         Raises:
             StopIteration: all batches are trained; a new iterator begins anew.
-            InputError: what came from the iterator has changed since; the model returns no pair.
+            InputError: what came from the iterator has changed since; the model returns no pair, or losses that are no
+                tensor.
             RanksError: ranks have different numbers of batches, or do something else.
         """
         if not callable(getattr(dataloader_iter, "__next__", None)):
@@ -196,9 +197,13 @@ class TrainPipeline:
         if self._waiting:  # the first time, when this forward has shown what can be begun
             self._begin(self._waiting[0], modules)
         if trains:
+            if not isinstance(losses, torch.Tensor):
+                raise InputError(
+                    f"expected losses as one tensor, which is summed and differentiated; got {type_name(losses)}. Add "
+                    "them up in the model, or in a function: forward=lambda batch: ..."
+                )
             try:
-                is_one = isinstance(losses, torch.Tensor) and not losses.dim()
-                (losses if is_one else torch.sum(losses, dim=0)).backward()
+                (torch.sum(losses, dim=0) if losses.dim() else losses).backward()
                 if self._optimizer is not None:
                     self._optimizer.step()
             except RuntimeError as error:
