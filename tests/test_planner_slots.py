@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+import planner.search.slots as module
 from planner.search.best import Best, placed
 from planner.search.bound import lower_bound
 from planner.search.cuts import Cuts
@@ -14,7 +15,7 @@ from planner.search.slots import Loads, Slots, slots
 from planner.search.slotted import pack_slots
 from planner.search.starts import starts
 from planner.search.tight import pour
-from tests.test_planner_families import check, drawn, search
+from tests.test_planner_families import Rows, check, drawn, problem, search
 
 MOST = 1e9
 
@@ -65,6 +66,29 @@ def test_a_cut_in_more_pieces_than_hosts_is_not_taken() -> None:
         assert (loads.cuts.number[start.cut] <= 8).all()
         check_blocks = pack_slots(loads, start).parts
         assert all(part is not None and len(set(part.blocks)) == len(part.blocks) for part in check_blocks)
+
+
+def test_hosts_that_a_piece_closes_are_counted_as_full() -> None:
+    every, none = np.zeros(3), np.zeros(3)
+    rows: Rows = [(item, 8, 0, 0, np.array([3.0, 0.4, 1.0]), none, every, 0) for item in range(10)]
+    rows += [(item, 1, 0, 0, np.array([3.0, 0.5, 1.0]), none, every, 0) for item in range(10, 40)]
+    p = problem(rows, 128, 1e3, [1, 8], np.zeros((1, 2)))
+    cuts = Cuts.of(p)
+    placement = placed(p, pour(p, cuts))
+    loads = Loads(p, cuts, placement)
+    begin = slots(loads, np.array([3.0, 1.2]), placement, np.inf, MOST)
+    found = [next(begin), next(begin)]
+    mixed, closed = (start.seconds for start in found)  # ten hosts are closed: thirty halves on six others
+    assert mixed < 4.4
+    assert closed == pytest.approx(3.0 + 2.5, rel=0.1)
+    assert min(pack_slots(loads, start).seconds() for start in found) == pytest.approx(3.0 + 2.5)
+
+
+def test_cuts_that_are_left_out_while_limits_change_are_of_no_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = drawn(3, 60, 1024, (1, 2, 4, 8, 16), 48, 1e9, 8)
+    some = min(start.seconds for start in begun(p)[1])
+    monkeypatch.setattr(module, "_KEPT", 1000)
+    assert some == pytest.approx(min(start.seconds for start in begun(p)[1]), rel=0.01)
 
 
 def test_pieces_keep_to_the_memory_that_there_is() -> None:

@@ -7,11 +7,17 @@ way round. Each phase that ranks have for themselves gets a *limit*; of a piece,
 as the least of limit / load over phases, and it takes that part of the rank's *slot*. Of each item the cut is taken
 that costs least everywhere and in phases that ranks share, with a price on slots at which all together have enough of
 them. What that costs with the limits is a function of these few, which is lowered one limit at a time.
+
+[Note: closed hosts] A piece that takes all slots of its hosts leaves nobody room for the rest of what their ranks
+share, and one that takes most of that leaves their slots to few. Where pieces are large that is much of all there is,
+where they are small hosts have something of everything. So starts are made both ways: with hosts that are *closed* by
+such pieces, which then cost as much as if they took all, and without.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +26,7 @@ from planner.search.cost_table import Array, Integers
 from planner.search.cuts import Cuts
 from planner.search.placement import Placement
 from planner.search.potential import ranks_together
-from planner.search.problem import Problem
+from planner.search.problem import Problem, Ranks
 from planner.search.starts import setup_sets
 
 _FILLED = ((0.95, 1.06), (0.85, 1.06), (0.95, 1.15), (0.85, 1.15), (0.7, 1.1))
@@ -37,6 +43,16 @@ _TURNS = 4
 """so often at most, each."""
 _SAMPLED = 128
 """Largest classes that are looked at while limits change, and about as many of the others, each for several."""
+_KEPT, _NEAR = 40, 1.25
+"""Cuts of a class that are looked at while limits change: those that cost least with limits so much longer;"""
+_BESIDE = 8.0
+"""of more pieces beside each other than so many it does not matter how many;"""
+_BARRED = 1e6
+"""what is added where a piece is longer."""
+_OPEN = 0.5
+"""Of what hosts share, from which on a piece leaves slots to few."""
+_CLOSED, _ANEW = 0.9, 3
+"""Share of the hosts that may be closed; how often it is found anew how much they have then."""
 _ALIKE = 0.01
 """Of the largest load, by which phases may differ that have one limit together."""
 _HALVES, _SOON = 10, 5
@@ -123,20 +139,23 @@ def slots(loads: Loads, optimum: Array, placement: Placement, worth: float, most
     for used in setup_sets(loads.problem, loads.cuts):
         menu = _Menu(loads, used, *sample)
         for number, limit in enumerate(begun if menu.is_one else []):
-            found.append((*menu.lower(limit, _STEPS[:1], _FILLED[0]), used, number))
+            found.append((*menu.narrow(limit).lower(limit, _STEPS[:1], _FILLED[0]), used, number))
     for seconds, limit, used, _ in sorted(found, key=lambda f: (f[0], f[2:])):
         if seconds > _HOPE * worth:
             return
-        menu = _Menu(loads, used, *sample)
-        whole = _Menu(loads, used, every, loads.counts[every])
+        few = _Menu(loads, used, *sample).narrow(limit)
+        all_of = _Menu(loads, used, every, loads.counts[every])
+        pairs = [(limit, few, all_of), (limit, few.closing(), all_of.closing())]
         for number, filled in enumerate(_FILLED):
-            _, limit = menu.lower(np.where(is_time & (number > 0), _WIDER, 1.0) * limit, _STEPS, filled)
-            start = whole.start(limit, filled)
-            if loads.work > most:
-                return
-            if start is None or start.seconds > worth:
-                break
-            yield start
+            last, pairs = pairs, []
+            for limit, menu, whole in last:
+                _, limit = menu.lower(np.where(is_time & (number > 0), _WIDER, 1.0) * limit, _STEPS, filled)
+                start = whole.start(limit, filled)
+                if loads.work > most:
+                    return
+                if start is not None and start.seconds <= worth:
+                    pairs.append((limit, menu, whole))
+                    yield start
 
 
 class _Menu:
@@ -161,19 +180,49 @@ class _Menu:
         self.everywhere = np.where(is_one, loads.everywhere[self.at], np.inf)
         self.ranks, self.mean = loads.ranks[self.at], loads.mean[self.at]
         self.total = self.mean.sum(2)
+        hosts = cuts.number * np.maximum(problem.table.size[cuts.row], loads.group) / len(problem.capacity)
+        self.part = np.where(self.ranks > 0, hosts[self.at], 0.0)  # of the hosts, that have a piece
+        self.closes, self.closed, self.host = False, 0.0, np.zeros(self.mean.shape[2])
         self.each = np.arange(len(classes))
         self.paid = float(problem.setups[[k for k in range(len(problem.setups)) if used >> k & 1]].sum())
         self.price = 0.0
 
+    def closing(self) -> _Menu:
+        """The same with closed hosts, see [Note: closed hosts]."""
+        found = copy(self)
+        found.closes = True
+        return found
+
+    def narrow(self, limit: Array) -> _Menu:
+        """Of each class those cuts alone that cost least near some limits."""
+        if self.at.shape[1] <= _KEPT:
+            return self
+        self._taken(limit, _FILLED[0], _SOON)
+        fit = (_NEAR * limit[:, None, None] * self.inverse).min(0)
+        is_open = fit >= 1
+        slots = self.ranks / np.clip(np.floor(fit), 1, _BESIDE)
+        cost = self.everywhere + self.total + self.price * slots
+        cost = np.where(is_open, cost, cost + _BARRED * (1 + 1 / np.maximum(fit, 1e-9)))
+        kept = np.sort(np.argpartition(cost, _KEPT, axis=1)[:, :_KEPT], axis=1)
+        found, at = copy(self), (self.each[:, None], kept)
+        found.at, found.everywhere, found.ranks = self.at[at], self.everywhere[at], self.ranks[at]
+        found.mean, found.total, found.part = self.mean[at], self.total[at], self.part[at]
+        found.inverse = np.take_along_axis(self.inverse, kept[None], 2)
+        self.loads.work += 0.05 * cost.size
+        return found
+
     def start(self, limit: Array, filled: tuple[float, float]) -> Slots | None:
         """What is taken with some limits; None where a class has nothing that keeps to them."""
-        seconds, taken, load = self._taken(limit, filled, _HALVES)
+        self.closed, self.host = 0.0, limit[self.own :]
+        for _ in range(_ANEW if self.closes else 1):
+            seconds, taken, load = self._taken(limit, filled, _HALVES)
         cut = np.zeros(len(self.loads.counts), np.int64)
         cut[self.classes] = self.at[self.each, taken]
         return Slots(seconds, limit, cut, load) if np.isfinite(seconds) else None
 
     def lower(self, limit: Array, steps: tuple[float, ...], filled: tuple[float, float]) -> tuple[float, Array]:
         """Limits that cost less, one changed at a time; and what they cost."""
+        self.closed, self.host = 0.0, limit[self.own :]
         best = self._taken(limit, filled, _SOON)[0]
         changed = [g for g in range(len(limit)) if g != self.own - 1]
         for step in steps:
@@ -206,15 +255,19 @@ class _Menu:
             slots = self.ranks / np.floor(beside * (1 + _ROUNDING))
         for group in range(self.own, len(limit)):
             slots[limit[group] * self.inverse[group] < 1 - _ROUNDING] = np.inf
-        is_open = np.isfinite(slots)
-        cost = np.where(is_open, self.everywhere + above * self.total, np.inf)
+        is_open, total = np.isfinite(slots), self.total
         slots[~is_open] = 0.0
+        if self.closes:
+            slots, total, is_closed = self._closed(slots)
+        cost = np.where(is_open, self.everywhere + above / (1 - self.closed) * total, np.inf)
         room = share * len(self.loads.problem.capacity)
         self.loads.work += 35 + 0.008 * slots.size
         taken, needed = self._cheapest(cost, slots, 0.0)
         if not np.isfinite(cost[self.each, taken]).all():
             return np.inf, taken, limit[self.own :]
         if needed > room:
+            if float(self.weight @ np.where(is_open, slots, np.inf).min(1)) > room:
+                return np.inf, taken, limit[self.own :]
             low, high = 0.0, self.price or float(limit.sum() - limit[self.own - 1]) / room
             while True:
                 taken, needed = self._cheapest(cost, slots, high)
@@ -228,12 +281,29 @@ class _Menu:
                 other, needed = self._cheapest(cost, slots, middle)
                 low, high, taken = (low, middle, other) if needed <= room else (middle, high, taken)
             self.price = high
-        load = above * (self.weight[:, None] * self.mean[self.each, taken]).sum(0)
+        others = self.weight
+        if self.closes:
+            alone = is_closed[self.each, taken]
+            closed = above * float((others * self.part[self.each, taken])[alone].sum())
+            self.closed, others = min(closed, _CLOSED), np.where(alone, 0.0, others)
+        load = above / (1 - self.closed) * (others[:, None] * self.mean[self.each, taken]).sum(0)
         largest = (1 / self.inverse[self.own :, self.each, taken]).max(1, initial=0.0)
-        load = np.maximum(load, largest)
+        self.host = load = np.maximum(load, largest)
         own = float(limit[: self.own - 1].sum())
         every = float((self.weight * self.everywhere[self.each, taken]).sum())
         return own + float(load.sum()) + every + self.paid, taken, load
+
+    def _closed(self, slots: Array) -> tuple[Array, Array, Ranks]:
+        """Slots and seconds of what hosts share, with what nobody else can have; and whether a cut closes its hosts."""
+        whole = self.part * len(self.loads.problem.capacity)
+        is_closed = (self.part > 0) & (slots >= whole * (1 - _ROUNDING))
+        total = np.where(is_closed, np.maximum(self.part * float(self.host.sum()), self.total), self.total)
+        load = np.zeros_like(slots)
+        for group, seconds in enumerate(np.maximum(self.host, 1e-30).tolist(), self.own):
+            np.maximum(load, 1 / np.maximum(seconds * self.inverse[group], 1e-9), out=load)
+        slots = slots + np.clip(load - _OPEN, 0, 1 - _OPEN) * np.maximum(whole - slots, 0)
+        self.loads.work += 0.006 * slots.size
+        return slots, total, is_closed
 
     def _cheapest(self, cost: Array, slots: Array, price: float) -> tuple[Integers, float]:
         """(classes,) the cheapest cut of each; and the slots of all."""

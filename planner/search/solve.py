@@ -51,7 +51,7 @@ _GUIDING = 270e3
 _ON_HOSTS = 60e3
 _SLOTTED = 130e3
 """Work up to which starts with slots are packed,"""
-_IN_VAIN, _IN_VAIN_OF_MANY = 5, 2
+_IN_VAIN, _IN_VAIN_OF_MANY = 7, 4
 """or until so many are no better than all before: of few items, and of more."""
 _PACKED = 6
 """Starts that are packed in two levels."""
