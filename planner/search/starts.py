@@ -26,7 +26,7 @@ _UNEVEN = 1.15
 """Phases of many small pieces are expected to take this many times the mean."""
 _LOSS = 0.1
 """Share of the largest pieces that is lost because they do not fill ranks evenly."""
-_HARDLY = 5e-3
+_HARDLY = 1e-2
 """Share of the least step below which a set-up is paid without asking."""
 _FREE = 0.98
 """Share of the memory that starts count with."""
