@@ -41,6 +41,7 @@ INNER = {
         "blocks",
         "columns",
         "compile",
+        "dense",
         "distinct",
         "functions",
         "loops",
