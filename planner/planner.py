@@ -190,8 +190,9 @@ class ShardingPlanner:
         others = dense_parameters(module, taken.keys() - pinned_dense.keys())
         as_dense = pinned_dense | vocabularies(taken, others, constraints, {**kept, **pinned_dense}, env)
         parameters = {name: of for name, of in taken.items() if name not in as_dense}
+        gaps: tuple[str, ...] = ()
         if self.observed is not None:
-            parameters = self.observed.told_of(parameters)
+            parameters, gaps = self.observed.told_of(parameters), self.observed.gaps(parameters)
         weights = dense_parameters(module, parameters.keys())
         model = DenseModel.of(module, weights, self.sequence_length, self.compute_dtype)
         dense = decide(model, found.placements, as_dense, env, topology, self.batch_size, asked)
@@ -214,7 +215,7 @@ class ShardingPlanner:
         setting = Setting.of(module, weights, env, topology, self.batch_size)
         shapes = {name: info.shape for name, (_, info) in parameters.items()}
         phases, took = tuple(self.cost_model.phases), time.monotonic() - begin
-        dense = replace(dense, notes=(*dense.notes, *tables.notes))
+        dense = replace(dense, notes=(*dense.notes, *tables.notes, *gaps))
         report = summarise(setting, shapes, candidates, layouts, problem, solution, dense, phases, took)
         progress.stage("replica groups")
         if not pinned and (worth_asking(report, env) if self.advises is None else self.advises):

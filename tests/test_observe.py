@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import namedtuple
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,77 @@ def test_an_iterator_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
     assert len(list(batches)) == 3
 
 
+def one_each(keys: list[str], ids: Tensor) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(keys, ids, lengths=torch.ones_like(ids))
+
+
+class Read:
+    """A loader that cannot be read twice."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches: list[Any] | None = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        assert self.batches is not None, "read twice"
+        batches, self.batches = self.batches, None
+        return iter(batches)
+
+
+def test_a_loader_is_read_once() -> None:
+    assert observe(Read([keyed()] * 3)).batches == 3
+
+
+def test_what_a_batch_holds_twice_is_read_once() -> None:
+    """Else all ids would seem to come again: growth 0.36 in place of 1."""
+
+    def batches(names: str) -> list[Any]:
+        each = [
+            KeyedJaggedTensor(["a"], ids, lengths=torch.ones(4, dtype=torch.long)) for ids in torch.arange(16).split(4)
+        ]
+        found: list[Any] = [dict.fromkeys(names, batch) for batch in each]
+        for batch in found:
+            batch["self"] = batch
+        return found
+
+    assert observe(batches("xy")).features == observe(batches("x")).features
+    assert observe(batches("xy")).features["a"].growth == 1
+
+
+def test_features_that_batches_lack(caplog: pytest.LogCaptureFixture) -> None:
+    both, one = {"users": IDS, "items": torch.arange(4)}, {"users": IDS}
+    with caplog.at_level(logging.WARNING, logger="dmp"):
+        found = observe([both, one, one, one])
+        assert {name: seen.pooling_factor for name, seen in found.features.items()} == {"users": 3, "items": 0.25}
+        assert not caplog.records
+        assert observe([both, {"dense": torch.rand(4)}]).batch_size == 4
+        assert "1 of 2 batches have no ids with a name" in caplog.text
+        observe([{"users": torch.arange(20), "lengths": torch.full((4,), 5)}])
+        assert "{'lengths': 4, 'users': 20} samples" in caplog.text
+    module = collection()
+    with pytest.raises(ValueError, match=r"the features \['a', 'c'\]; \['b'\] are not among them, .* 'b' reads"):
+        observe(
+            [KeyedJaggedTensor(["a", "c"], torch.arange(4), lengths=torch.ones(4, dtype=torch.long))], module=module
+        )
+    planner = ShardingPlanner(observed=observe([{"a": torch.arange(4)}]))
+    plan = planner.plan(module, default_sharders(), ShardingEnv.abstract((2,), ("dp",), "cpu"))
+    assert any("observed for 1 tables, ['embedding_bags.t2.weight']" in note for note in plan.report.notes)
+
+
+def test_ids_of_one_column_are_not_taken_for_all() -> None:
+    """A large batch's ids are sampled: at even distances a row of each bag had 0.125 of the ids, and not 1 / 64."""
+    ids = torch.from_numpy(np.random.default_rng(0).integers(1, 1000, (4096, 64)))
+    ids[:, 0] = 0
+    curve = observe([{"users": ids}] * 40, batches=100).features["users"].curve
+    assert curve is not None and curve.share(0, 1) == pytest.approx(1 / 64, rel=0.1)
+
+
+def test_growth_of_large_batches_is_of_whole_ones() -> None:
+    """Of some ids of each more would be distinct: all 3,000 rows are named in every batch, growth 0.48 was told."""
+    generator = np.random.default_rng(0)
+    batches = [{"users": torch.from_numpy(generator.integers(0, 3000, (1024, 64)))} for _ in range(8)]
+    assert observe(batches, batches=100).features["users"].growth == pytest.approx(0, abs=1e-3)
+
+
 def test_which_rows_ids_name() -> None:
     generator = np.random.default_rng(0)
     curve = RowCurve.of(generator.integers(0, 10_000, 100_000))
@@ -162,7 +234,7 @@ def test_saved_and_read(tmp_path: Path) -> None:
     found = observe([KeyedJaggedTensor(["a"], torch.arange(2000) % 90, lengths=torch.full((500,), 4))])
     found.save(tmp_path / "o.json")
     assert Observation.load(tmp_path / "o.json") == found
-    assert "a" in str(found) and "4" in str(found) and "rows 0 to" in str(found)
+    assert "a" in str(found) and "4" in str(found) and "of the ids in rows" in str(found)
     for text, message in {
         "[1]": "is no observation",
         "{": "is no JSON",

@@ -26,14 +26,23 @@ class NamedIds(NamedTuple):
     ids: Tensor
     """(n,)"""
     samples: int
+    is_flat: bool = False
+    """One id each, for nothing says otherwise."""
 
 
-def named_ids(batch: Any, arguments: Sequence[str] = (), deep: int = 0) -> Iterator[NamedIds]:
-    """Every feature of a batch, see above.
+def named_ids(
+    batch: Any, arguments: Sequence[str] = (), deep: int = 0, known: set[int] | None = None
+) -> Iterator[NamedIds]:
+    """Every feature of a batch, see above; what a batch holds twice is read once.
 
     Args:
         arguments: names of `forward`'s parameters, for the elements of a plain tuple.
+        known: `id`s of what was read.
     """
+    known = set() if known is None else known
+    if id(batch) in known:
+        return
+    known.add(id(batch))
     if is_torchrecs(batch, "KeyedJaggedTensor"):
         yield from _of_keyed(batch)
         return
@@ -42,7 +51,7 @@ def named_ids(batch: Any, arguments: Sequence[str] = (), deep: int = 0) -> Itera
         if found is not None:
             yield found
         elif deep < _DEEP and not isinstance(value, Tensor):
-            yield from named_ids(value, (), deep + 1)
+            yield from named_ids(value, (), deep + 1, known)
 
 
 def _of_keyed(ids: Any) -> Iterator[NamedIds]:
@@ -81,7 +90,7 @@ def _under_a_name(name: str, value: Any, beside: Any) -> NamedIds | None:
     offsets = dict(_parts(beside, ())).get(f"{name}_offsets") if value.dim() == 1 else None
     if isinstance(offsets, Tensor) and _is_integer(offsets):
         return NamedIds(name, value, _bags(value, offsets))
-    return NamedIds(name, value.reshape(-1), len(value)) if value.dim() else None
+    return NamedIds(name, value.reshape(-1), len(value), value.dim() == 1) if value.dim() else None
 
 
 def _bags(ids: Tensor, offsets: Tensor) -> int:

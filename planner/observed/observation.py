@@ -67,6 +67,15 @@ class Observation:
         """What was seen of each of them."""
         return tuple(self.features[each] for each in self.names_of_table(name, info))
 
+    def gaps(self, parameters: Mapping[str, tuple[Any, ParameterInfo]]) -> tuple[str, ...]:
+        """A note on the tables of which nothing is known, as one of their features was not seen; empty if there are
+        none."""
+        tables = {name: info for name, (_, info) in parameters.items() if info.kind == "table"}
+        names = [name for name, info in tables.items() if not self.names_of_table(name, info)]
+        return (
+            f"no ids were observed for {len(names)} tables, {shown(names)}: they are planned as without samples",
+        ) * bool(names)
+
     def told_of(self, parameters: Mapping[str, tuple[T, ParameterInfo]]) -> dict[str, tuple[T, ParameterInfo]]:
         """Parameters with the pooling factors that were seen, in the place of what their sharders know."""
         return {
