@@ -48,3 +48,17 @@ def test_every_id_is_in_its_block() -> None:
     assert result.lengths.tolist() == [[1, 0], [0, 1], [1, 1], [0, 1], [0, 0], [0, 1]]
     assert result.values.tolist() == [1, 0, 4, 0, 2, 1]
     assert result.moved(torch.arange(6)).tolist() == [1, 3, 0, 2, 5, 4]
+
+
+@pytest.mark.parametrize("kernel", [None, "fbgemm", "torch"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_ids_and_lengths_that_do_not_lie_side_by_side(dtype: torch.dtype, kernel: str | None) -> None:
+    """A column of a matrix of ids: FBGEMM's pass reads by address, and took its neighbours for ids."""
+    values, lengths = torch.tensor([6, 1, 2, 0, 5, 3], dtype=dtype), torch.tensor([[2, 1], [0, 3]], dtype=dtype)
+    bucketize = Bucketizer([[0, 2, 7], [0, 1, 4, 6]], torch.device("cpu"), kernel)
+    expected = bucketize(values, lengths, True)
+    apart = torch.stack([values, values + 1], 1)[:, 0], lengths.t().contiguous().t()
+    assert not any(t.is_contiguous() for t in apart)
+    found = bucketize(*apart, True)
+    assert torch.equal(found.values, expected.values) and torch.equal(found.lengths, expected.lengths)
+    assert torch.equal(found.moved(torch.arange(6)), expected.moved(torch.arange(6)))

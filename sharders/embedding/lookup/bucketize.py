@@ -84,13 +84,13 @@ class Bucketizer:
             lengths: (features, B) of the same dtype.
             with_order: tell where each id was.
         """
+        values, lengths = values.contiguous(), lengths.contiguous()  # FBGEMM reads by address and does not look
         if self._compiles and values.dtype == lengths.dtype == torch.int32:
             return self._by_numba(values, lengths, with_order)
         sort = self._by_fbgemm if self._use_fbgemm and values.numel() else self._by_torch
         return sort(values, lengths, with_order)
 
     def _by_numba(self, values: torch.Tensor, lengths: torch.Tensor, with_order: bool) -> Bucketized:
-        values, lengths = values.contiguous(), lengths.contiguous()
         features, samples = lengths.shape
         out, place = (
             torch.empty_like(values),
