@@ -52,7 +52,8 @@ def test_rows_and_the_ids_that_they_stand_for(seed: int) -> None:
         torch.arange(4).repeat_interleave(torch.tensor(found.counts)).repeat_interleave(found.times)
     )
     to = torch.full((len(values),), -1, dtype=torch.int32)
-    distinct.spread(found.places, found.times, 3, to)
+    of_ids = found.places.data_ptr(), found.times.data_ptr()
+    distinct.spread([distinct.Numbered(3, len(found.times), *of_ids, 0)], to)
     assert to[found.places.long()].equal(torch.arange(3, 3 + len(found.times)).repeat_interleave(found.times).int())
 
 

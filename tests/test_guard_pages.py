@@ -27,7 +27,7 @@ from sharders.embedding.lookup import numba_kernel, threads
 from sharders.embedding.lookup.bag_counts import bag_counts
 from sharders.embedding.lookup.bank import Bank, RowRange
 from sharders.embedding.lookup.bucketize import Bucketizer
-from sharders.embedding.lookup.distinct import distinct_rows, spread
+from sharders.embedding.lookup.distinct import Numbered, distinct_rows, spread
 from sharders.embedding.lookup.kernels import Lookup, can_place, compile_lookup
 from sharders.embedding.lookup.optimizers import OptimizerSpec
 from sharders.embedding.lookup.reads import Bags, Given, Segmented
@@ -178,7 +178,7 @@ def deduplicated(draw: Draw) -> None:
     found = distinct_rows(values, counts, rows)
     if found is not None:
         to = torch.full((len(values),), -1, dtype=torch.int32)
-        spread(found.places, found.times, 0, to)
+        spread([Numbered(0, len(found.times), found.places.data_ptr(), found.times.data_ptr(), 0)], to)
         assert torch.equal(found.values[to.long()], values)
 
 
@@ -254,7 +254,7 @@ def packed(draw: Draw) -> None:
             draw.one(of_ranks).append(Packable(feature, key, low, high))
     batch = Batch(ids, lengths, (), weights, counts=tuple(counts))
     packing = Packing(of_ranks, head)
-    out = torch.full((packing.room(batch),), -1, dtype=torch.int32)
+    out = torch.full((packing.room(counts, samples, weights is not None),), -1, dtype=torch.int32)
     found = packing(batch, weights, True, out)
     bags = [of_key.split(of.tolist()) for of_key, of in zip(ids.split(counts), lengths, strict=True)]
     places = [

@@ -21,6 +21,9 @@ from sharders.embedding.table_module import InitFn, TableModule, TableSharder, m
 from sharders.embedding.variable_batch import lengths_of, to_samples
 
 _log = logging.getLogger("dmp")
+_OF_JAGGED = {"_values", "_weights", "_lengths", "_offsets"}
+"""What a `JaggedTensor` holds; of another TorchRec's each is made by its constructor."""
+
 _INVERSE_UNUSED = (
     "%s: the batch's inverse indices change nothing in an EmbeddingCollection, as in the unsharded one: each feature "
     "has the rows of its own batch. TorchRec's sharded one would repeat them for each sample; select them by the "
@@ -102,6 +105,7 @@ class ShardedEmbeddingCollection(_ShardedCollection):
         super().__init__(original, *where, **options)
         self._need_indices = bool(original.need_indices())
         self._embedding_names_by_table = original.embedding_names_by_table()
+        self._names = [name for names in self._embedding_names_by_table for name in names]
         self._has_told = False
 
     def ids_of(self, features: Any) -> Ids:
@@ -115,15 +119,16 @@ class ShardedEmbeddingCollection(_ShardedCollection):
 
     def result_of(self, call: Call, values: Sequence[torch.Tensor]) -> Any:
         """Embeddings of every id of every feature."""
-        from torchrec.sparse.jagged_tensor import JaggedTensor
-
-        batch, names = call.whole, [name for names in self._embedding_names_by_table for name in names]
+        batch, made = call.whole, _JaggedTensors()
         ids = batch.source.values().split(batch.counts) if self._need_indices else None
+        lengths = batch.lengths.unbind() if batch.samples is None else None
         return {  # as the unsharded one: float32 whatever the tables have
-            name: JaggedTensor(
-                values=rows.float(), lengths=lengths_of(batch, key), weights=None if ids is None else ids[key]
+            name: made.next(
+                rows if rows.dtype is torch.float32 else rows.float(),
+                lengths_of(batch, key) if lengths is None else lengths[key],
+                None if ids is None else ids[key],
             )
-            for name, key, rows in zip(names, batch.key_of, values, strict=True)
+            for name, key, rows in zip(self._names, batch.key_of, values, strict=True)
         }
 
     def embedding_configs(self) -> list[Any]:
@@ -145,6 +150,24 @@ class ShardedEmbeddingCollection(_ShardedCollection):
     def unsharded(self) -> nn.Module:
         """A plain module of the same structure, on meta."""
         return self._unsharded(need_indices=self._need_indices)
+
+
+class _JaggedTensors:
+    """Makes `JaggedTensor`s of one dtype of lengths, which only the first is asked for: 70 microseconds of 26."""
+
+    def __init__(self) -> None:
+        from torchrec.sparse.jagged_tensor import JaggedTensor
+
+        self._type, self._first = JaggedTensor, None
+
+    def next(self, values: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor | None) -> Any:
+        """One more."""
+        if self._first is None or vars(self._first).keys() != _OF_JAGGED:
+            made = self._first = self._type(values=values, lengths=lengths, weights=weights)
+            return made
+        made = self._type.__new__(self._type)
+        vars(made).update(_values=values, _lengths=lengths, _weights=weights, _offsets=None)
+        return made
 
 
 class _NotImported(nn.Module):

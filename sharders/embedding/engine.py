@@ -368,7 +368,7 @@ class _Lookup(torch.autograd.Function):
         ctx.engine, ctx.call, ctx.number, ctx.is_again = engine, call, call.number, False
         ctx.learning = engine.learning[: len(parameters)]
         # No views, to autograd: they may be changed in place, as the unsharded module's results.
-        return tuple(result.data for result in call.path.forward(call))
+        return tuple(result.data if result._is_view() else result for result in call.path.forward(call))
 
     @staticmethod
     @_disable_dynamo  # which compiled autograd would have it trace

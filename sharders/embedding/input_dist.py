@@ -58,6 +58,11 @@ class _Compiled:
     of_segments: list[tuple[int, int]]
 
     @cached_property
+    def sources_are_split(self) -> bool:
+        """Those of the first slot; where results are rows and one call packs all, of every slot."""
+        return next(is_split for of_rank in self.sources for is_split, _ in of_rank)
+
+    @cached_property
     def in_order(self) -> tuple[list[list[tuple[bool, int]]], list[list[tuple[bool, int, int]]]]:
         """`sources` and `runs` of ids that are in the order of all slots."""
         ends = [*accumulate(map(len, self.sources), initial=0)]
@@ -156,8 +161,8 @@ class InputDist:
         can_join = unpooled and peers.exchange.size > 1 and self._compiles
         self._joins = sums_first if can_join else lambda: False
         self._two_stages = None if peers.outer.size == 1 or not self._by_partials else self._staged(peers)
-        of_cpu = self._compiles and not (wide or unpooled) and self._two_stages is None
-        self._packs = of_cpu and Packing.can(bounds) and any(placement.slots)
+        of_cpu = self._compiles and not wide and self._two_stages is None and any(placement.slots)
+        self._packs = of_cpu and (unpooled or Packing.can(bounds))
         self._num_segments = self._num_blocks * len(self.split_features)
 
     def send(self, batch: Batch, with_places: bool) -> tuple[torch.Tensor, list[int], Sent]:
@@ -170,12 +175,12 @@ class InputDist:
         compiled = self._compiled_for(batch)
         weights = batch.weights
         bits = None if weights is None else weights.detach().to(self.real).contiguous().view(self.word)
-        if compiled.packing is not None and not with_places and batch.values.device.type == "cpu":
+        if compiled.packing is not None and not (self.unpooled or with_places) and batch.values.device.type == "cpu":
             return self._pack(compiled, compiled.packing, batch, bits)
         by_key = _Ordered(
             batch.values.to(self.word),
             bits,
-            batch.lengths.to(self.word),
+            batch.lengths if self.unpooled and self._bucketizer is None else batch.lengths.to(self.word),
             batch.counts,
             batch.starts,
             places=batch.places if with_places else None,
@@ -185,7 +190,7 @@ class InputDist:
         if self._bucketizer is not None:
             orders.append(self._split(self._bucketizer, batch, by_key, row_starts))
         if self.unpooled:
-            return self._send_for_rows(compiled, orders, row_starts)
+            return self._send_for_rows(batch, compiled, orders, row_starts)
         lengths = torch.cat([ids.lengths for ids in orders]) if len(orders) > 1 else by_key.lengths
         lengths = lengths.index_select(0, compiled.rows)
         is_sparse, marks = self._settled(orders[-1])
@@ -218,7 +223,8 @@ class InputDist:
         self, compiled: _Compiled, packing: Packing, batch: Batch, bits: torch.Tensor | None
     ) -> tuple[torch.Tensor, list[int], Sent]:
         """The same by one compiled call."""
-        memory = self._channel.empty(packing.room(batch), self.word, self._device)
+        room = packing.room(batch.counts, batch.batch_size, bits is not None)
+        memory = self._channel.empty(room, self.word, self._device)
         packed = packing(batch, bits, self._by_partials, memory)
         filled = sum(packed.bags[rank][slot] for rank, slot in compiled.of_segments)
         is_sparse = self._by_partials and filled <= MOST_FILLED * self._num_segments * batch.batch_size
@@ -244,7 +250,7 @@ class InputDist:
         return torch.cat(list(parts), out=memory) if count else memory
 
     def _send_for_rows(
-        self, compiled: _Compiled, orders: list[_Ordered], row_starts: list[int]
+        self, batch: Batch, compiled: _Compiled, orders: list[_Ordered], row_starts: list[int]
     ) -> tuple[torch.Tensor, list[int], Sent]:
         """The same where results are rows."""
         joins = self._joins()
@@ -253,13 +259,22 @@ class InputDist:
         ]
         sent = Sent([], [], row_starts, [ids.places for ids in sent_ids], [], False, [], [])
         for table_rank, sources in zip(self.destinations, compiled.sources, strict=True):
-            sent.counts.append([sent_ids[is_split].counts[index] for is_split, index in sources])
             spans = []
             for slot, (is_split, index) in zip(self.placement.slots[table_rank], sources, strict=True):
-                rows, ids = (range(*of[is_split].starts[index : index + 2]) for of in (sent_ids, orders))
-                shift = 0 if is_split else row_starts[slot.feature] - ids.start
+                of_rows, of_ids = sent_ids[is_split].starts, orders[is_split].starts
+                first = of_ids[index]
+                shift = 0 if is_split else row_starts[slot.feature] - first
+                rows, ids = range(of_rows[index], of_rows[index + 1]), range(first, of_ids[index + 1])
                 spans.append(Span(is_split, rows, ids, shift))
             sent.spans.append(spans)
+        if compiled.packing is not None and batch.values.device.type == "cpu":
+            values, counts, starts, _ = sent_ids[compiled.sources_are_split]
+            memory = self._channel.empty(compiled.packing.room(counts, 1, False), self.word, self._device)
+            packed = compiled.packing.ids_alone(values, counts, starts, memory)
+            sent.counts.extend(packed.counts)
+            return memory[: packed.filled], packed.words, sent
+        for sources in compiled.sources:
+            sent.counts.append([sent_ids[is_split].counts[index] for is_split, index in sources])
         numbers = torch.tensor([n for counts in sent.counts for n in counts], dtype=self.word, device=self._device)
         words = [len(counts) + sum(counts) for counts in sent.counts]
         parts: list[torch.Tensor] = []
@@ -325,9 +340,13 @@ class InputDist:
                 if is_split:
                     of_segments.setdefault(index, (rank, number))
         packing = None
-        if self._packs:
-            of_ranks = [self.placement.slots[table_rank] for table_rank in self.destinations]
+        of_ranks = [self.placement.slots[table_rank] for table_rank in self.destinations]
+        if self._packs and not self.unpooled:
             packing = Packing([[self._packable(key_of, slot) for slot in of] for of in of_ranks], self._head)
+        elif self._packs and len({is_split for sources in all_sources for is_split, _ in sources}) == 1:
+            of_all = zip(of_ranks, all_sources, strict=True)
+            whole = [[Packable(slot.feature, i, 0, -1) for slot, (_, i) in zip(*of, strict=True)] for of in of_all]
+            packing = Packing(whole, self._head)
         return _Compiled(all_rows, all_runs, all_sources, num_rows, packing, [*of_segments.values()])
 
     def _packable(self, key_of: tuple[int, ...], slot: Slot) -> Packable:

@@ -62,6 +62,7 @@ class Packing:
 
     def __init__(self, slots: Sequence[Sequence[Packable]], head: int) -> None:
         self._ends, self._head = [*accumulate(map(len, slots), initial=0)], head
+        self._spans = [*pairwise(self._ends)]
         flat = [slot for of_rank in slots for slot in of_rank]
         self._slots, self._of_ranks = int64([of.told for of in flat]), int64(self._ends)
         most: dict[tuple[int, int], int] = {}
@@ -72,18 +73,22 @@ class Packing:
 
     @staticmethod
     def can(bounds: Sequence[Sequence[int]]) -> bool:
-        """Whether it pays.
+        """Whether it pays, where ids are told apart by row blocks.
 
         Args:
             bounds: of the row blocks of each table in several.
         """
         return max(map(len, bounds), default=0) <= _FEW_BLOCKS + 1
 
-    def room(self, batch: Batch) -> int:
-        """Words that are enough."""
-        counts, num_ranks = batch.counts, len(self._ends) - 1
-        ids = sum(copies * counts[key] for key, copies in self._copies) * (1 if batch.weights is None else 2)
-        return num_ranks * (self._head + 1) + self._ends[-1] * batch.batch_size + ids + 1
+    def room(self, counts: Sequence[int], samples: int, is_weighted: bool) -> int:
+        """Words that are enough.
+
+        Args:
+            counts: ids of each key.
+            samples: lengths of each.
+        """
+        ids = sum(copies * counts[key] for key, copies in self._copies) * (2 if is_weighted else 1)
+        return (len(self._ends) - 1) * (self._head + 1) + self._ends[-1] * samples + ids + 1
 
     def __call__(self, batch: Batch, bits: torch.Tensor | None, with_lengths: bool, out: torch.Tensor) -> Packed:
         """Pack a batch.
@@ -94,20 +99,52 @@ class Packing:
             with_lengths: tell those of slots.
             out: int32, with `room`.
         """
-        num_slots, num_ranks, samples = self._ends[-1], len(self._ends) - 1, batch.batch_size
-        values, lengths = batch.values.contiguous(), batch.lengths.contiguous()
+        lengths, samples = batch.lengths.contiguous(), batch.batch_size
+        told = lengths.data_ptr(), lengths.itemsize, samples
+        if not with_lengths:
+            return self._pack(batch.values, told, batch.starts, bits, 0, out)
+        of_slots = torch.empty(self._ends[-1], samples, dtype=torch.int32, device="cpu")
+        packed = self._pack(batch.values, told, batch.starts, bits, of_slots.data_ptr(), out)
+        return packed._replace(lengths=[of_slots[a:b] for a, b in self._spans])
+
+    def ids_alone(
+        self, values: torch.Tensor, counts: Sequence[int], starts: Sequence[int], out: torch.Tensor
+    ) -> Packed:
+        """Pack numbers of ids in place of lengths.
+
+        Args:
+            values: (N,) int32 or int64, on the CPU.
+            counts: ids of each key.
+            starts: first id of each.
+            out: int32, with `room` for one length of each.
+        """
+        _kept, lengths = longs(counts)
+        return self._pack(values, (lengths, 8, 1), starts, None, 0, out)
+
+    def _pack(
+        self,
+        values: torch.Tensor,
+        lengths: tuple[int, int, int],
+        starts: Sequence[int],
+        bits: torch.Tensor | None,
+        slot_lengths: int,
+        out: torch.Tensor,
+    ) -> Packed:
+        """See `pack_ids`.
+
+        Args:
+            lengths: where they are, bytes of each, and how many each key has.
+        """
+        num_slots, num_ranks, values = self._ends[-1], len(self._ends) - 1, values.contiguous()
         found, at = longs(bytes(16 * num_slots + 8 * num_ranks))
-        _kept, starts = longs(batch.starts)
-        slot_lengths = torch.empty(num_slots if with_lengths else 0, samples, dtype=torch.int32, device="cpu")
+        _kept, firsts = longs(starts)
         entry_of("pack_ids")(
-            *(values.data_ptr(), values.itemsize, lengths.data_ptr(), lengths.itemsize, samples, starts),
-            *(0 if bits is None else bits.data_ptr(), self._slots.data_ptr(), self._of_ranks.data_ptr(), num_ranks),
-            *(self._head, at, at + 16 * num_slots, slot_lengths.data_ptr() if with_lengths else 0, out.data_ptr()),
+            *(values.data_ptr(), values.itemsize, *lengths, firsts, 0 if bits is None else bits.data_ptr()),
+            *(self._slots.data_ptr(), self._of_ranks.data_ptr(), num_ranks),
+            *(self._head, at, at + 16 * num_slots, slot_lengths, out.data_ptr()),
         )
         flat = found.tolist()
         words = flat[2 * num_slots :]
         filled = sum(-(-(self._head + n) // 2) * 2 if self._head else n for n in words)
-        spans = [*pairwise(self._ends)]
-        counts, bags = ([flat[a + first : b + first] for a, b in spans] for first in (0, num_slots))
-        cut = [slot_lengths[a:b] for a, b in spans] if with_lengths else []
-        return Packed(filled, words, counts, bags, cut)
+        counts, bags = ([flat[a + first : b + first] for a, b in self._spans] for first in (0, num_slots))
+        return Packed(filled, words, counts, bags, [])

@@ -51,31 +51,31 @@ def gathered(matrix: torch.Tensor, rows: torch.Tensor, kernel: str | None) -> to
 
 
 class Sums:
-    """Sums over rows of several matrices of one width, to be written one behind the other.
+    """Sums over rows of several matrices, to be written one behind the other.
 
     Args:
-        matrices: whose rows are summed.
+        matrices: whose rows are summed, of one dtype.
         places: (N,) int32, of the rows in their matrices, sum by sum.
         bounds: (R + 1,) int32, of the sums among the places.
     """
 
     def __init__(self, matrices: Sequence[torch.Tensor], places: torch.Tensor, bounds: torch.Tensor) -> None:
-        self._matrices, self._places, self._bounds, self._base = matrices, places, bounds, matrices[0].data_ptr()
+        self._places, self._bounds, self._base, size = places, bounds, matrices[0].data_ptr(), matrices[0].itemsize
+        apart = [matrix.data_ptr() - self._base for matrix in matrices]
+        assert not any(nbytes % size for nbytes in apart), "elements lie at multiples of their size"
+        self._firsts = [nbytes // size for nbytes in apart]  # elements, counted from the first matrix's
 
-    def run(self, number: int, shift: int, which: range, to: int) -> tuple[int, ...]:
+    def run(self, number: int, width: int, shift: int, which: range, to: int) -> tuple[int, ...]:
         """Some sums over one matrix, as compiled code is told of them; see `sum_bags`.
 
         Args:
             number: of the matrix.
+            width: of it.
             shift: from the places to its rows.
             which: of the sums.
             to: place of the first in what is written.
         """
-        matrix = self._matrices[number]
-        first, rest = divmod(matrix.data_ptr() - self._base, matrix.element_size())
-        assert not rest, "elements lie at multiples of their size"
-        width = matrix.shape[1]
-        return which.start, len(which), first + shift * width, width, to
+        return which.start, len(which), self._firsts[number] + shift * width, width, to
 
     def write(self, runs: Sequence[tuple[int, ...]], num_ids: int, scale: float, out: torch.Tensor) -> None:
         """Write sums, times `scale`.

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from sharders.embedding.call import Places, Sent, Span
-from sharders.embedding.lookup.distinct import spread
+from sharders.embedding.lookup.distinct import Numbered, can_be_found, spread
 from sharders.embedding.placement import Placement, Slot
 from sharders.embedding.row_moves import Sums, can_move, gathered
 
@@ -29,15 +29,40 @@ class RowPlaces:
     """Of neighbouring slots with one dim, column and width: `count` rows, which go to `where` of the dim's result.
 
     Args:
-        times: how many of these places each row goes to; None where one each.
+        span: of all these slots.
+        places: which ids the rows stand for; None where they are these ids'.
     """
 
     dim: int
     column: int
     width: int
     count: int
-    where: slice | torch.Tensor
-    times: torch.Tensor | None = None
+    span: Span
+    places: Places | None = None
+
+    @cached_property
+    def where(self) -> slice | torch.Tensor:
+        """Rows of the dim's result: all of a row's, row by row."""
+        span = self.span
+        if self.places is None:
+            return slice(span.result.start, span.result.stop)
+        where = self.places.of_ids[span.ids.start : span.ids.stop]
+        return where + span.shift if span.shift else where
+
+    @cached_property
+    def times(self) -> torch.Tensor | None:
+        """How many of these places each row goes to; None where one each."""
+        if self.places is None or self.places.times is None:
+            return None
+        return self.places.times[self.span.rows.start : self.span.rows.stop]
+
+    def numbered(self, first: int) -> Numbered:
+        """The rows with these numbers, as compiled code writes them to their places."""
+        if self.places is None:
+            return Numbered(first, self.count, 0, 0, self.span.result.start)
+        of_ids, times = self.places
+        its_times = 0 if times is None else times.data_ptr() + 4 * self.span.rows.start
+        return Numbered(first, self.count, of_ids.data_ptr() + 4 * self.span.ids.start, its_times, self.span.shift)
 
     @cached_property
     def _bounds(self) -> torch.Tensor:
@@ -74,7 +99,7 @@ def _joined(
             joined[-1] = kind, last[1]._replace(rows=rows, ids=ids)
         else:
             joined.append((kind, span))
-    return [RowPlaces(*kind, *_where(span, places[span.is_split])) for kind, span in joined]
+    return [row_places(*kind, span, places[span.is_split]) for kind, span in joined]
 
 
 def _goes_on(last: Span, span: Span, places: Places | None) -> bool:
@@ -85,13 +110,9 @@ def _goes_on(last: Span, span: Span, places: Places | None) -> bool:
     return last.rows.stop == span.rows.start and last.ids.stop == span.ids.start and last.shift == span.shift
 
 
-def _where(span: Span, places: Places | None) -> tuple[int, slice | torch.Tensor, torch.Tensor | None]:
-    """Rows, where they go, and to how many places each."""
-    if places is None:
-        return len(span.ids), slice(span.result.start, span.result.stop), None
-    where = places.of_ids[span.ids.start : span.ids.stop]
-    times = None if places.times is None else places.times[span.rows.start : span.rows.stop]
-    return len(span.rows), where + span.shift if span.shift else where, times
+def row_places(dim: int, column: int, width: int, span: Span, places: Places | None) -> RowPlaces:
+    """Of rows that were sent for a span of ids."""
+    return RowPlaces(dim, column, width, len(span.ids if places is None else span.rows), span, places)
 
 
 class _Columns(NamedTuple):
@@ -161,7 +182,9 @@ class RowsBack:
             scale: multiplies them.
         """
         if self._can_sum(grads):
-            return lambda rank, out: self._sum(rank, grads, scale, out)
+            of_orders = zip(self._sent.places, self._bounds, strict=True)
+            sums = [places and Sums(grads, places.of_ids, bounds) for places, bounds in of_orders]
+            return lambda rank, out: self._sum(rank, sums, scale, out)
         read = self._read(grads)
 
         def pack(rank: int, out: torch.Tensor) -> None:
@@ -180,24 +203,20 @@ class RowsBack:
         slots = (slot for of_rank, _ in self._of_owners for slot in of_rank)
         return all(slot.width == self.dims[slot.feature] for slot in slots) and can_move(self._kernel, grads)
 
-    def _sum(self, rank: int, grads: Sequence[torch.Tensor], scale: float, out: torch.Tensor) -> None:
+    def _sum(self, rank: int, of_orders: Sequence[Sums | None], scale: float, out: torch.Tensor) -> None:
         """One call for all neighbouring slots of a rank whose rows are of one width, and in one order."""
-        at = 0
+        at, row_starts = 0, self._sent.row_starts
         of_slots = zip(*self._of_owners[rank], strict=True)
         for (is_split, width), run in groupby(of_slots, key=lambda of: (of[1].is_split, of[0].width)):
-            sums, runs, first, num_ids = self._sums(grads, is_split), [], at, 0
+            sums, runs, first, num_ids = of_orders[is_split], [], at, 0
+            assert sums is not None
             for slot, span in run:
                 if span.rows:
-                    shift = span.shift - self._sent.row_starts[slot.feature]
-                    runs.append(sums.run(slot.feature, shift, span.rows, at - first))
+                    shift = span.shift - row_starts[slot.feature]
+                    runs.append(sums.run(slot.feature, width, shift, span.rows, at - first))
                 at += len(span.rows) * width
                 num_ids += len(span.ids)
             sums.write(runs, num_ids, scale, out[first:at].view(-1, width))
-
-    def _sums(self, grads: Sequence[torch.Tensor], is_split: bool) -> Sums:
-        places = self._sent.places[is_split]
-        assert places is not None
-        return Sums(grads, places.of_ids, self._bounds[is_split])
 
     @cached_property
     def _bounds(self) -> list[torch.Tensor]:
@@ -225,8 +244,8 @@ class RowsBack:
     def _of_feature(self, slot: Slot, span: Span) -> RowPlaces:
         """The places of a slot's rows among its feature's."""
         own = span._replace(shift=span.shift - self._sent.row_starts[slot.feature])
-        where = _where(own, self._sent.places[span.is_split])
-        return RowPlaces(self.dims[slot.feature], slot.column, slot.width, *where)
+        places = self._sent.places[span.is_split]
+        return row_places(self.dims[slot.feature], slot.column, slot.width, own, places)
 
     def pieces(self) -> Iterator[tuple[RowPlaces, int]]:
         """Places and the first element of their rows, as they come."""
@@ -239,16 +258,17 @@ class RowsBack:
     @cached_property
     def columns(self) -> dict[int, list[_Columns]]:
         """Of each dim whose rows do not all go on as they come."""
+        compiles = can_be_found(self.device, self._kernel)
         by_dim: dict[int, dict[tuple[int, int], list[tuple[RowPlaces, int]]]] = {}
         for of, first in self.pieces():
             by_dim.setdefault(of.dim, {}).setdefault((of.column, of.width), []).append((of, first))
         return {
             dim: [
-                _columns(*kind, pieces, self.num_rows[dim], len(kinds) == 1, self.device)
+                _columns(*kind, pieces, self.num_rows[dim], len(kinds) == 1, self.device, compiles)
                 for kind, pieces in kinds.items()
             ]
             for dim, kinds in by_dim.items()
-            if any(isinstance(of.where, torch.Tensor) for pieces in kinds.values() for of, _ in pieces)
+            if any(of.places is not None for pieces in kinds.values() for of, _ in pieces)
         }
 
     def result(self, dim: int, flat: torch.Tensor) -> torch.Tensor:
@@ -279,6 +299,7 @@ def _columns(
     num_rows: int,
     are_all: bool,
     device: torch.device,
+    compiles: bool,
 ) -> _Columns:
     parts = None
     firsts = [first // width for _, first in pieces]
@@ -286,14 +307,15 @@ def _columns(
         parts = [(first, of.count * width) for of, first in pieces]
         firsts = [sum(of.count for of, _ in pieces[:i]) for i in range(len(pieces))]
     rows = torch.zeros(num_rows, dtype=torch.int32, device=device)  # data-parallel tables' are written after
-    for (of, _), first in zip(pieces, firsts, strict=True):
-        if isinstance(of.where, slice):
-            torch.arange(first, first + of.count, out=rows[of.where])
-        else:
-            spread(of.where, of.times, first, rows)
+    if compiles:
+        spread([of.numbered(first) for (of, _), first in zip(pieces, firsts, strict=True)], rows)
+    else:
+        for (of, _), first in zip(pieces, firsts, strict=True):
+            rows[of.where] = torch.arange(first, first + of.count, dtype=rows.dtype, device=device)
+    if are_all or sum(len(of.span.ids) for of, _ in pieces) == num_rows:
+        return _Columns(column, width, parts, rows, None)
     places = [
         torch.arange(of.where.start, of.where.stop, device=device) if isinstance(of.where, slice) else of.where
         for of, _ in pieces
     ]
-    are_all = are_all or sum(map(len, places)) == num_rows
-    return _Columns(column, width, parts, rows, None if are_all else torch.cat(places).to(torch.int64))
+    return _Columns(column, width, parts, rows, torch.cat(places).to(torch.int64))

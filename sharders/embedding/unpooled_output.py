@@ -65,8 +65,9 @@ class UnpooledOutputDist:
         computed = back.columns
         flat = exchange.wait()
         out = {dim: back.result(dim, flat) for dim in computed}
-        pieces = ((of, flat[at : at + of.count * of.width].view(of.count, of.width)) for of, at in back.pieces())
-        for to, rows in [*(piece for piece in pieces if piece[0].dim not in computed), *local]:
+        pieces = ((of, at) for of, at in back.pieces() if of.dim not in computed)
+        as_they_came = ((of, flat[at : at + of.count * of.width].view(of.count, of.width)) for of, at in pieces)
+        for to, rows in (*as_they_came, *local):
             _place(out, to, rows, back.num_rows[to.dim])
         for dim, n in back.num_rows.items():
             if dim not in out:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sharders.embedding.lookup import numba_kernel
-from sharders.embedding.lookup.numba_layout import address, int64, scratch_for
+from sharders.embedding.lookup.numba_layout import address, longs, scratch_for
 from sharders.embedding.lookup.numba_training import entry_of
 
 FEWEST_IDS = 1024
@@ -65,40 +65,52 @@ def distinct_rows(
     if num < FEWEST_IDS or num >= _MAX or max(num_rows, default=0) >= _MAX:
         return None
     keys = values.to(torch.int32)
-    ends, rows_of = int64([*accumulate(counts, initial=0)]), int64(num_rows)
+    (_ends, ends), (_rows, rows_of) = longs(accumulate(counts, initial=0)), longs(num_rows)
     found = torch.empty(num_segments, dtype=torch.int32, device="cpu")
     scratch = scratch_for(max(counts))
-    of_segments = keys.data_ptr(), ends.data_ptr(), rows_of.data_ptr()
-    if not entry_of("choose")(*of_segments, num_segments, FEW_IDS, found.data_ptr(), scratch.data_ptr()):
+    of_segments, numbers = (keys.data_ptr(), ends, rows_of), found.data_ptr()
+    if not entry_of("choose")(*of_segments, num_segments, FEW_IDS, numbers, scratch.data_ptr()):
         return None
-    sources = torch.arange(num, dtype=torch.int32, device="cpu") if places is None else places
-    begins = torch.empty(num_segments, dtype=torch.int64, device="cpu")
-    room = entry_of("lay_out")(*of_segments[1:], num_segments, begins.data_ptr())
-    rows, starts = torch.empty(2, room, dtype=torch.int32, device="cpu")
-    ordered, new_values, times = torch.empty(3, num, dtype=torch.int32, device="cpu")
+    sources = address(places)
+    _begins, begins = longs(bytes(8 * num_segments))
+    room = entry_of("lay_out")(*of_segments[1:], num_segments, begins)
+    of_rows = torch.empty(2 * room, dtype=torch.int32, device="cpu")
+    memory = torch.empty(3 * num, dtype=torch.int32, device="cpu")
+    rows, starts = (of_rows.data_ptr() + 4 * i * room for i in range(2))
+    ordered, new_values, times = (memory.data_ptr() + 4 * i * num for i in range(3))
     at = 0
     for as_they_are, run in groupby(found.tolist()):
         stop = at + len(list(run))
         if not as_they_are:
             entry_of("sort_tables")(
-                *(keys.data_ptr(), sources.data_ptr(), 0, rows_of.data_ptr(), at, stop),
-                *(*map(address, (ends, begins, found, rows, starts, ordered)), 0, scratch.data_ptr(), 0),
+                *(keys.data_ptr(), sources, 0, rows_of, at, stop),
+                *(ends, begins, numbers, rows, starts, ordered, 0, scratch.data_ptr(), 0),
             )
         at = stop
-    of_ids = *map(address, (keys, sources, ends, begins)), num_segments
-    count = entry_of("compact")(*of_ids, *map(address, (found, rows, starts, ordered, new_values, times)))
-    return DistinctRows(new_values[:count].to(values.dtype), found.tolist(), ordered[:num], times[:count])
+    of_ids = keys.data_ptr(), sources, ends, begins, num_segments
+    count = entry_of("compact")(*of_ids, numbers, rows, starts, ordered, new_values, times)
+    of_values = memory[num : num + count].to(values.dtype)
+    return DistinctRows(of_values, found.tolist(), memory[:num], memory[2 * num : 2 * num + count])
 
 
-def spread(places: Tensor, times: Tensor | None, first: int, to: Tensor) -> None:
-    """Write the numbers first, first + 1, ... of rows to the places of their ids in the int32 `to`.
+class Numbered(NamedTuple):
+    """Rows with the numbers first, first + 1, ...
 
     Args:
-        places: (N,) row by row.
-        times: (R,) ids of each row; one each where it is None.
+        num: of the rows.
+        places: address of those of their ids, int32, row by row; 0: they are 0, 1, 2, ...
+        times: address of how many ids each row has, int32; 0: one each.
+        shift: added to the places.
     """
-    if times is None:
-        numbers = torch.arange(first, first + places.numel(), dtype=to.dtype, device=to.device)
-        to.scatter_(0, places.to(torch.int64), numbers)
-        return
-    entry_of("spread")(*map(address, (places, times)), times.numel(), first, to.data_ptr())
+
+    first: int
+    num: int
+    places: int
+    times: int
+    shift: int
+
+
+def spread(runs: Sequence[Numbered], to: Tensor) -> None:
+    """Write the numbers of rows to the places of their ids in the int32 `to`."""
+    _kept, told = longs(word for run in runs for word in run)
+    entry_of("spread")(told, len(runs), to.data_ptr())

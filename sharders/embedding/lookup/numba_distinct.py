@@ -66,7 +66,7 @@ def compact(keys, sources, ends, begins, num_tables, counts, rows, starts, order
     """Rows of the segments, one after the other; returns how many.
 
     Args:
-        keys, sources: of all ids.
+        keys, sources: of all ids; sources are their places if it is 0.
         counts: of each segment its rows; those that are `AS_THEY_ARE` are written.
         begins, rows, starts: of the segments that are sorted, see `sort_tables`.
         ordered: likewise; written for the others.
@@ -81,7 +81,7 @@ def compact(keys, sources, ends, begins, num_tables, counts, rows, starts, order
             for p in range(begin, end):
                 write32(values, at, read32(keys, p))
                 write32(times, at, 1)
-                write32(ordered, p, read32(sources, p))
+                write32(ordered, p, p if sources == 0 else read32(sources, p))
                 at += 1
         else:
             for i in range(count):
@@ -91,10 +91,18 @@ def compact(keys, sources, ends, begins, num_tables, counts, rows, starts, order
     return at
 
 
-def spread(sources, times, num_rows, first, to):
-    """Write the numbers first, first + 1, ... of rows to the places of their ids in `to`."""
-    p = 0
-    for row in range(num_rows):
-        for _ in range(read32(times, row)):
-            write32(to, read32(sources, p), first + row)
-            p += 1
+def spread(runs, num_runs, to):
+    """Write the numbers of rows, which go up by one, to the places of their ids in `to`.
+
+    Args:
+        runs: (num_runs, 5) int64: the first number, how many rows; the addresses of the places, row by row, and of how
+            many each has; what is added to a place. 0 for places 0, 1, 2, ..., and for one each.
+    """
+    for run in range(num_runs):
+        first, num_rows, places = read64(runs, 5 * run), read64(runs, 5 * run + 1), read64(runs, 5 * run + 2)
+        times, shift = read64(runs, 5 * run + 3), read64(runs, 5 * run + 4)
+        p = 0
+        for row in range(num_rows):
+            for _ in range(1 if times == 0 else read32(times, row)):
+                write32(to, shift + (p if places == 0 else read32(places, p)), first + row)
+                p += 1
