@@ -34,6 +34,7 @@ from planner.costs.topology import Topology
 from planner.dense.asked import asked_of_dense
 from planner.dense.decide import decide, split_as, vocabularies
 from planner.dense.model import DenseModel
+from planner.dense.modules import said_of_lazy
 from planner.observed.observation import Observation
 from planner.observed.observe import observe
 from planner.one_thread import on_one_thread
@@ -215,7 +216,7 @@ class ShardingPlanner:
         setting = Setting.of(module, weights, env, topology, self.batch_size)
         shapes = {name: info.shape for name, (_, info) in parameters.items()}
         phases, took = tuple(self.cost_model.phases), time.monotonic() - begin
-        dense = replace(dense, notes=(*dense.notes, *tables.notes, *gaps))
+        dense = replace(dense, notes=(*said_of_lazy(module), *dense.notes, *tables.notes, *gaps))
         report = summarise(setting, shapes, candidates, layouts, problem, solution, dense, phases, took)
         progress.stage("replica groups")
         if not pinned and (worth_asking(report, env) if self.advises is None else self.advises):

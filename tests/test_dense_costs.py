@@ -253,6 +253,14 @@ def test_copies_reduce_once_and_shards_gather_twice() -> None:
 # ---- samples ----
 
 
+def test_the_report_says_what_has_no_shape() -> None:
+    """It read "step 0 ms" of a model that was all lazy."""
+    lazy = nn.Sequential(nn.LazyLinear(4), nn.LazyLinear(4))
+    report = ShardingPlanner().plan(lazy, default_sharders(), abstract(shard=2)).report
+    assert "0.weight, 0.bias, 1.weight and 1 more: of lazy modules" in report.notes[0]
+    assert "without a shape" in str(report)
+
+
 def test_the_report_says_how_long_a_sample_is() -> None:
     with torch.device("meta"):
         llama = Llama()

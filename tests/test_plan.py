@@ -104,9 +104,10 @@ def test_json_round_trip() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{", ["not a plan"]),
-        ("[]", ["not a plan"]),
-        ("null", ["not a plan"]),
+        ("{", ["not a plan", "no JSON"]),
+        ("[]", ["not a plan", "got []"]),
+        ("null", ["not a plan", "got None"]),
+        ('{"a": {"b": 1}}', ["not a plan", "got {'a': {'b': 1}}"]),
         ('{"parameters": {}}', ["not a plan", "version"]),
         ('{"version": 1, "parameters": []}', ["not a plan"]),
         ('{"version": 2, "parameters": {}}', ["version 2", "version 1"]),

@@ -94,4 +94,5 @@ def read(path: Path, what: str, parse: Callable[[str], T]) -> T:
     try:
         return parse(text)
     except (ValueError, TypeError) as error:
-        raise Refusal(f"{path} is not {what}: {error}" if str(path) not in str(error) else str(error)) from None
+        why = str(error).removeprefix(f"not {what}: ")
+        raise Refusal(f"{path} is not {what}: {why}" if str(path) not in why else why) from None

@@ -115,11 +115,14 @@ class ShardingPlan(Mapping[str, ParameterSharding]):
         Raises:
             PlanError: not a plan, or one of a newer version.
         """
+        expected = 'not a plan: expected {"version": .., "parameters": {..}}'
         try:
             data: Any = parse_json(text)
-            version, entries = data["version"], data["parameters"].items()
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise PlanError(f'not a plan: expected {{"version": .., "parameters": {{..}}}}; {error!r:.500}') from error
+        except ValueError as error:
+            raise PlanError(f"{expected}; it is no JSON: {error!s:.500}") from error
+        if not isinstance(data, dict) or not isinstance(data.get("parameters"), dict) or "version" not in data:
+            raise PlanError(f"{expected}; got {shown(data)}")
+        version, entries = data["version"], data["parameters"].items()
         if type(version) is not int or version != VERSION:
             raise PlanError(
                 f"this plan has format version {shown(version)}; this version of dmp reads version {VERSION}"

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
+_NAMED = 3
 _TRANSPOSED = "Conv1D"  # Hugging Face's, of (in, out)
 
 
@@ -24,6 +26,15 @@ def features_of(owner: nn.Module, shape: tuple[int, ...]) -> tuple[int, int]:
 def is_lookup(owner: nn.Module) -> bool:
     """Whether its weight's rows are looked up, not multiplied by."""
     return isinstance(owner, (nn.Embedding, nn.EmbeddingBag))
+
+
+def said_of_lazy(module: nn.Module) -> list[str]:
+    """A note where weights have no shape yet, which cost and take nothing in a plan."""
+    lazy = [name for name, p in module.named_parameters() if is_lazy(p)]
+    if not lazy:
+        return []
+    named = ", ".join(lazy[:_NAMED]) + (f" and {len(lazy) - _NAMED:,} more" if len(lazy) > _NAMED else "")
+    return [f"{named}: of lazy modules, without a shape, so they count for nothing here; run a forward before planning"]
 
 
 def attention_widths(module: nn.Module) -> Iterator[tuple[str, int]]:
