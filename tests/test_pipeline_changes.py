@@ -202,6 +202,46 @@ def test_iterators() -> None:
     run_ranks(2, _iterators)
 
 
+class _Stateful:
+    """A loader that says how many batches it has given, and goes on from there."""
+
+    def __init__(self, batches: list[Batch], given: int = 0) -> None:
+        self.batches, self.given = batches, given
+
+    def __iter__(self) -> Iterator[Batch]:
+        while self.given < len(self.batches):
+            self.given += 1
+            yield self.batches[self.given - 1]
+
+
+def _saved_in_between(is_near: bool) -> None:
+    """What is in flight is trained before the loader's state is taken: two batches would be left out."""
+    (model, optimizer), (other, its) = (wrapped("dp2", "row_wise", is_near=is_near) for _ in range(2))
+    batches = batches_of(model.env.rank, 7)
+    torch.manual_seed(0)
+    for batch in batches:
+        step(other, its, batch)
+    torch.manual_seed(0)
+    pipeline, loader, trained = TrainPipeline(model, optimizer), _Stateful(batches), 0
+    iterator = iter(loader)
+    for _ in range(2):
+        pipeline.progress(iterator)
+    assert loader.given == 4
+    for _ in pipeline(()):
+        trained += 1
+    assert trained == 2 and loader.given == 4
+    pipeline.progress(iterator)  # the same goes on
+    trained += sum(1 for _ in pipeline(())) + 3
+    for _ in TrainPipeline(model, optimizer)(_Stateful(batches, loader.given)):
+        trained += 1
+    assert trained == len(batches) and same(model, other)
+
+
+@pytest.mark.parametrize("is_near", [False, True])
+def test_a_loader_that_is_saved_in_between(is_near: bool) -> None:
+    run_ranks(2, _saved_in_between, is_near)
+
+
 def _one_buffer() -> Iterator[torch.Tensor]:
     buffer = torch.zeros(3, 2)
     for _ in range(4):
@@ -238,17 +278,18 @@ def _parts(what: str) -> tuple[str, float]:
         )
         batches: list[Any] = [torch.ones(1, 2)] * (2 + 3 * rank)
     else:
-        model, optimizer = wrapped("dp2", "row_wise", Odd)
+        model, optimizer = wrapped("dp2", "row_wise", Odd, is_near=what == "near")
         pipeline = TrainPipeline(model, optimizer)
-        counts = {"shorter": 2 + 3 * rank, "empty": 3 * rank, "other input": 6, "one less": 5 - rank}[what]
-        batches = batches_of(rank, counts)
+        count = {"shorter": 2 + 3 * rank, "empty": 3 * rank, "other input": 6, "one less": 5 - rank, "near": 2 + rank}
+        batches = batches_of(rank, count[what])
         if what == "other input" and rank:
             batches[3].dense[0, 1] = 8
-    started = time.monotonic()
+    started, trained = time.monotonic(), 0
     try:
-        list(pipeline(batches))
+        for _ in pipeline(batches):
+            trained += 1
     except Exception as error:
-        told = f"{type(error).__name__}: {error}", time.monotonic() - started
+        told = f"{type(error).__name__}: after {trained} steps, {error}", time.monotonic() - started
         time.sleep(2.0)
         return told
     return "", 0.0
@@ -266,6 +307,12 @@ def test_ranks_with_different_numbers_of_batches(what: str) -> None:
         assert (
             f"the end of its iterator, after {count} batches (a pipeline wants equally many on every rank)" in message
         )
+
+
+def test_near_ranks_train_what_they_have() -> None:
+    """As in a plain loop: nothing of the next batch has been sent."""
+    for message, seconds in mortal_ranks(2, _parts, "near"):
+        assert "after 2 steps" in message and "the ranks have parted ways" in message and seconds < TOLD_S + 1
 
 
 @slow

@@ -42,7 +42,11 @@ class TrainPipeline:
     The same numbers as `zero_grad`, forward, backward and `step` one after the other, to the bit. The model takes a
     batch and returns `(losses, output)`. Modules whose ids travel, and whose input is in the batch as it is
     (`batch.sparse_features`), are begun ahead; those whose input is not run whole, which is said once, by name. Every
-    rank must have as many batches.
+    rank must have as many batches: where ids are sent ahead, one that has fewer is told before its last is trained.
+
+    Batches are read two steps before their own, so the state of a loader that has one (torchdata's `state_dict`) is two
+    batches ahead of the model. To save both, have those in flight trained first, which reads nothing:
+    `for _ in pipeline(()): pass`; then go on with the same iterator.
 
     Args:
         model: wrapped, or with wrapped models in it; a plain one has nothing to begin ahead.
@@ -156,11 +160,11 @@ class TrainPipeline:
         self._agreed_ends = self._feed.num_ends
 
     def _begin_next(self, modules: dict[str, nn.Module]) -> None:
-        """Send off the ids of the batch after this one; at the end say so."""
-        if len(self._waiting) < 2:
+        """Send off the ids of the batch after this one; at the end say so, where others would wait for them."""
+        if len(self._waiting) > 1:
+            self._begin(self._waiting[1], modules)
+        elif modules:
             self._meet_at_end()
-            return
-        self._begin(self._waiting[1], modules)
 
     def _begin(self, waiting: _Waiting, modules: dict[str, nn.Module]) -> None:
         if waiting.ahead is None and waiting.batch.error is None:
