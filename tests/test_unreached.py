@@ -77,6 +77,11 @@ def called_twice(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     return (one * other).mean()
 
 
+def past_the_wrapper(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """DDP's forward is not called: it left each rank its own gradients, in silence."""
+    return branches(getattr(model, "module", model), rank, step)
+
+
 LOSSES: dict[str, tuple[Loss, bool | None]] = {
     "branches": (branches, None),
     "checkpoint": (branches, False),
@@ -85,6 +90,8 @@ LOSSES: dict[str, tuple[Loss, bool | None]] = {
     "object": (in_an_object, None),
     "view": (a_view_changed_in_place, None),
     "twice": (called_twice, None),
+    "past": (past_the_wrapper, None),
+    "past, reentrant": (past_the_wrapper, True),
 }
 
 

@@ -14,7 +14,7 @@ takes zeros, which are -0.0 here.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, reduce
 from typing import Any
 
@@ -34,8 +34,10 @@ from sharders.data_parallel.later_hooks import LaterHooks
 class AnyReachDDP(DistributedDataParallel):
     """`DistributedDataParallel` that needs no word on unused parameters, see [Note: unreached].
 
-    A forward outside `no_sync` is averaged in its own backward: two forwards may be followed by two backwards.
-    Parameters may be frozen later. `torch.autograd.grad` through the output averages nothing.
+    A forward outside `no_sync` is averaged in its own backward: two forwards may be followed by two backwards. So is a
+    backward that no forward of this module is behind, but one of `module` itself or of its parts, in one exchange at
+    its end: torch's leaves each rank its own gradients there. Parameters may be frozen later. `torch.autograd.grad`
+    through the output averages nothing.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -44,10 +46,12 @@ class AnyReachDDP(DistributedDataParallel):
         self._trained = [p for p in self._module_parameters if p.requires_grad]
         self._nodes = [get_gradient_edge(p).node for p in self._trained]
         self._reached: list[torch.Tensor] = []
-        self._is_queued = self._is_awaited = False
+        self._is_queued = self._is_awaited = self._is_local = False
         self._later = LaterHooks()
-        self._reach = reached = self._reached.append  # no frame of Python's for each parameter
-        handles = [p.register_post_accumulate_grad_hook(reached) for p in self._trained]
+        self._reach = _Reached(self._reached.append, weakref.ref(self))
+        for p in self._trained:
+            _forget_earlier(p)
+        handles = [p.register_post_accumulate_grad_hook(self._reach) for p in self._trained]
         weakref.finalize(self, _remove, handles)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -57,7 +61,8 @@ class AnyReachDDP(DistributedDataParallel):
             self._is_queued = False  # a backward that raised has left it so
             self._reached.clear()
             self._later.take(self._trained, self._reach)
-            if self.require_backward_grad_sync:
+            self._is_local = not self.require_backward_grad_sync
+            if not self._is_local:
                 self._is_awaited = True
                 for tensor in with_graph(output):
                     tensor.register_hook(self._begin)
@@ -102,15 +107,50 @@ class AnyReachDDP(DistributedDataParallel):
 
     def _complete(self) -> None:
         """At the end of the backward pass: gradients for what it did not reach, with which DDP finishes."""
-        self._is_queued = self._is_awaited = False
         if len(self._reached) < len(self._trained):
             ids = {id(p) for p in self._reached}
             _accumulate_nothing([p for p in self._trained if id(p) not in ids])
+        self._is_queued = self._is_awaited = False
         self._reached.clear()
         if self._later.waiting:  # behind DDP's own last callback, which is queued by now
             Variable._execution_engine.queue_callback(self._later.run)
         else:
             self._later.run()
+
+    def begin_past(self) -> None:
+        """A backward pass has come to a parameter, and not from a forward of this module: average at its end."""
+        if self._is_queued or self._is_awaited or self._is_local or not self.require_backward_grad_sync:
+            return
+        self._is_queued = True
+        self._later.open()
+        Variable._execution_engine.queue_callback(self._average)
+
+    def _average(self) -> None:
+        self._is_queued = False
+        self._reached.clear()
+        self._later.run(_average([p for p in self._trained if p.requires_grad], self.process_group))
+
+
+class _Reached:
+    """What torch calls when a parameter has a gradient."""
+
+    __slots__ = ("_append", "_of")
+
+    def __init__(self, append: Callable[[torch.Tensor], None], of: weakref.ref[AnyReachDDP]) -> None:
+        self._append, self._of = append, of
+
+    def __call__(self, p: torch.Tensor) -> None:
+        self._append(p)
+        of = self._of()
+        if of is not None:
+            of.begin_past()
+
+
+def _forget_earlier(p: torch.Tensor) -> None:
+    """One that was made for other parameters may still be there: when it is collected is each rank's own affair."""
+    hooks: dict[int, Any] = getattr(p, "_post_accumulate_grad_hooks", None) or {}
+    for key in [key for key, hook in hooks.items() if isinstance(hook, _Reached)]:
+        del hooks[key]
 
 
 def reduce_unreached_chunks(module: Any) -> None:
@@ -191,21 +231,8 @@ def average_whole(module: nn.Module, names: Sequence[str], group: dist.ProcessGr
         nonlocal is_queued
         is_queued = False
         trained = [p for p in held() if p.requires_grad]
-        if not trained:
-            return
-        gradients = [_nothing(p.detach()) if p.grad is None else p.grad for p in trained]
-        local = [local_of(g) for g in gradients]
-        wide = reduce(torch.promote_types, [g.dtype for g in local], torch.float32)
-        mean = torch.cat([g.reshape(-1).to(wide) for g in local])
-        dist.all_reduce(mean, group=group)
-        mean.div_(group.size())
-        means, given = mean.split([g.numel() for g in local]), []
-        for p, gradient, part, value in zip(trained, gradients, local, means, strict=True):
-            part.copy_(value.view_as(part))
-            if p.grad is None and not _is_nothing(value):
-                p.grad = gradient
-                given.append(p)
-        later.run(given)
+        if trained:
+            later.run(_average(trained, group))
 
     def hook(_: nn.Module, args: Any, output: Any) -> None:
         nonlocal is_queued
@@ -216,6 +243,27 @@ def average_whole(module: nn.Module, names: Sequence[str], group: dist.ProcessGr
                 tensor.register_hook(begin)
 
     module.register_forward_hook(hook)
+
+
+def _average(trained: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """Average the gradients of parameters in one exchange.
+
+    Returns:
+        Those that have a gradient now and had none.
+    """
+    gradients = [_nothing(p.detach()) if p.grad is None else p.grad for p in trained]
+    local = [local_of(g) for g in gradients]
+    wide = reduce(torch.promote_types, [g.dtype for g in local], torch.float32)
+    mean = torch.cat([g.reshape(-1).to(wide) for g in local])
+    dist.all_reduce(mean, group=group)
+    mean.div_(group.size())
+    means, given = mean.split([g.numel() for g in local]), []
+    for p, gradient, part, value in zip(trained, gradients, local, means, strict=True):
+        part.copy_(value.view_as(part))
+        if p.grad is None and not _is_nothing(value):
+            p.grad = gradient
+            given.append(p)
+    return given
 
 
 def _remove(handles: Sequence[RemovableHandle]) -> None:
