@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from dmp import CheckpointError, load_checkpoint
+from tests.ranks import mesh, run_ranks
 
 KEYS = [("model", "optimizer"), ("model_state_dict", "optimizer_state_dict"), ("state_dict", "optimizer")]
 
@@ -58,3 +61,35 @@ def test_state_by_number_is_not_guessed(
     load_checkpoint(tmp_path / "all.pt", loaded)
     assert "goes by number" in caplog.text
     assert all(torch.equal(value, saved.state_dict()[name]) for name, value in loaded.state_dict().items())
+
+
+class _Unknown:
+    pass
+
+
+def test_what_one_rank_had_is_named_and_nothing_is_run(tmp_path: Path) -> None:
+    """torch's own text is of thirty lines, and advises to allow the class."""
+    model = nn.Linear(2, 1)
+    torch.save({"weight": _Unknown(), "bias": torch.zeros(1)}, tmp_path / "file.pt")
+    with pytest.raises(CheckpointError, match=r"file.pt holds an object of .*_Unknown, which is not looked up or run"):
+        load_checkpoint(tmp_path / "file.pt", model)
+    _Unknown.__module__, _Unknown.__qualname__ = "torch.distributed._shard.sharded_tensor.api", "ShardedTensor"
+    with mock.patch("torch.distributed._shard.sharded_tensor.api.ShardedTensor", _Unknown):
+        torch.save({"weight": _Unknown(), "bias": torch.zeros(1)}, tmp_path / "rank0.pt")
+    with pytest.raises(CheckpointError, match=r"holds a ShardedTensor: what one rank had .* load the folder") as error:
+        load_checkpoint(tmp_path / "rank0.pt", model)
+    assert "add_safe_globals" not in str(error.value)
+
+
+def _fully_sharded(folder: Path) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    saved, path = fully_shard(nn.Linear(4, 2), mesh=mesh((2,))), folder / f"rank{dist.get_rank()}.pt"
+    torch.save(saved.state_dict(), path)
+    load_checkpoint(path, nn.Linear(4, 2))
+
+
+def test_what_one_rank_had_of_split_weights(tmp_path: Path) -> None:
+    """torch reads DTensors, without what is in them."""
+    for error in run_ranks(2, _fully_sharded, tmp_path, expect=CheckpointError):
+        assert "holds a DTensor: what one rank had of a sharded model" in str(error)

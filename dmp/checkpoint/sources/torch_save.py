@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,15 @@ from dmp.checkpoint.sources.source import MODEL, STATE
 from dmp.checkpoint.sources.stored_piece import StoredPiece
 from dmp.chunked import ChunkedTensor
 from dmp.errors import CheckpointError
+from dmp.places import is_dtensor
 from dmp.read_values import shown
 
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict")
 _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict")
+_OF_ONE_RANK = (
+    "holds a {}: what one rank had of a sharded model, as torch.save writes it there. In the program that wrote it, "
+    "save by torch.distributed.checkpoint.save(model.state_dict(), checkpoint_id=folder), and load the folder"
+)
 _NAMELESS = (
     "its optimizer state goes by number, as torch.optim saves it, and does not say which parameter is which; expected "
     "names, as full_optimizer_state_dict(model, optimizer) gives them, or an optimizer made from named_parameters()"
@@ -36,7 +42,7 @@ class TorchFile:
         try:
             data = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         except Exception as error:
-            raise CheckpointError(f"{path} cannot be read as a torch.save file of tensors: {error}") from error
+            raise CheckpointError(f"{path} {_why_not(error)}") from error
         if not isinstance(data, Mapping):
             raise CheckpointError(f"{path} holds a {type(data).__name__}; expected a dict of parameter name -> tensor")
         own = next((key for key in _MODEL_KEYS if isinstance(data.get(key), Mapping)), None)
@@ -49,6 +55,8 @@ class TorchFile:
         values = {MODEL + name: value for name, value in weights.items()}
         values |= {f"{STATE}{name}.{key}": value for name, of_one in state.items() for key, value in of_one.items()}
         self._tensors = {key: value for key, value in values.items() if isinstance(value, torch.Tensor)}
+        if any(map(is_dtensor, self._tensors.values())):
+            raise CheckpointError(f"{path} {_OF_ONE_RANK.format('DTensor')}")
         self.about: dict[str, Any] = {}
         objects = {
             "extra": None if own is None else data.get("extra"),
@@ -116,6 +124,16 @@ def _by_name(path: Path, optimizer: Mapping[str, Any]) -> tuple[dict[str, Any], 
     if not all(isinstance(values, Mapping) for values in named.values()):
         raise CheckpointError(f"{path}: the optimizer's state of a parameter is no dict")
     return named, groups
+
+
+def _why_not(error: Exception) -> str:
+    """What torch says of a file that it does not read, without its advice to have unknown code run."""
+    found = re.search(r"Unsupported global: GLOBAL (\S+)", str(error))
+    if found is None:
+        return f"cannot be read as a torch.save file of tensors: {error}"
+    if found[1].endswith(".ShardedTensor"):
+        return _OF_ONE_RANK.format("ShardedTensor")
+    return f"holds an object of {found[1]}, which is not looked up or run; expected tensors, numbers and text in dicts"
 
 
 def _read_storages(path: Path) -> list[StoredPiece]:
