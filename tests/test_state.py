@@ -400,3 +400,16 @@ def cut_gradients() -> None:
 
 def test_chunk_views_follow_the_parameter() -> None:
     run_ranks(2, cut_gradients)
+
+
+def test_state_of_another_optimizer_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As in torch it loads; nothing told that moments were of no use."""
+    module, other = nn.Linear(2, 1), nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(module.parameters())
+    module(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    save_checkpoint(tmp_path / "saved", module, optimizer)
+    load_checkpoint(tmp_path / "saved", other, torch.optim.AdamW(other.parameters()))
+    assert "the saved optimizer" not in caplog.text
+    load_checkpoint(tmp_path / "saved", other, torch.optim.SGD(other.parameters()))
+    assert "has amsgrad, betas, decoupled_weight_decay, eps, which SGD has not" in caplog.text

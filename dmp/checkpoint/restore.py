@@ -5,6 +5,7 @@ Nothing is changed before everything has been checked.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from dmp.state.optimizer_state import OwnedState, column_widths, owned_states
 from dmp.wrap.column_blocks import is_blocked, is_per_block, merge_blocks
 from dmp.wrap.wrapper import DistributedModelParallel
 
+_log = logging.getLogger("dmp")
 _NOT_RESTORED = {"params", "foreach", "fused", "capturable", "differentiable"}  # how an optimizer runs, not what it is
 _SHOWN = 5
 
@@ -256,7 +258,11 @@ def _prepare_options(load: CheckedLoad, owned: Iterable[OwnedState]) -> None:
     """Learning rates and the like: each param group takes the options that its parameters were saved with."""
     saved = {name: group for group in load.source.objects.get("param_groups", ()) for name in group["params"]}
     groups: dict[int, tuple[dict[str, Any], list[str]]] = {}
+    passed_over: dict[str, set[str]] = {}
     for o in owned:
+        if o.optimizer is not None:
+            unknown = saved.get(o.name, {}).keys() - o.options.keys() - _NOT_RESTORED - {"initial_lr"}
+            passed_over.setdefault(type(o.optimizer).__name__, set()).update(unknown)
         groups.setdefault(id(o.options), (o.options, []))[1].append(o.name)
     for options, names in groups.values():
         found = {name: saved[name] for name in names if name in saved}
@@ -277,6 +283,12 @@ def _prepare_options(load: CheckedLoad, owned: Iterable[OwnedState]) -> None:
                     )
                 taken.setdefault(key, value)
         load.then.append(partial(_update, options, taken))
+    for kind, unknown in passed_over.items():
+        if unknown:
+            text = (
+                "the optimizer that was saved has %s, which %s has not: they, and state that it does not read, are lost"
+            )
+            load.then.append(partial(_log.warning, text, ", ".join(sorted(unknown)), kind))
 
 
 def _is_like(own: Any, value: Any) -> bool:
