@@ -1,6 +1,10 @@
-"""What holds for every test: one thread, every warning every time, GPU tests where there is a GPU, long files first."""
+"""What holds for every test: one thread, every warning every time, GPU tests where there is a GPU, long files first, a
+sample of what has many cases."""
 
 from __future__ import annotations
+
+import random
+from collections import defaultdict
 
 import pytest
 import torch
@@ -19,7 +23,9 @@ def pytest_configure() -> None:
     torch.set_warn_always(True)  # else the first test to meet a warning hides it from the others
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _leave_a_sample(items)
     place = {name: i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
     if torch.cuda.is_available():
@@ -27,3 +33,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     items[:] = [item for item in items if item not in gpu]
     config.hook.pytest_deselected(items=gpu)
+
+
+def _leave_a_sample(items: list[pytest.Item]) -> None:
+    """Of the quick cases of a test marked `sampled`, one of so many stays: drawn by its name, always the same."""
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for name, found in cases.items():
+        (one_of,) = next(found[0].iter_markers("sampled")).args
+        stays = random.Random(name).sample(range(len(found)), -(-len(found) // one_of))
+        for left_out in (item for i, item in enumerate(found) if i not in stays):
+            left_out.add_marker(pytest.mark.slow)

@@ -102,6 +102,7 @@ def around(shape: tuple[int, ...], names: tuple[str, ...], kind: str | None, fol
         ((2, 2), ("replicate", "shard"), None),
     ],
 )
+@pytest.mark.sampled(2)
 def test_ddp_around_a_parent_trains_what_one_process_does(
     shape: Any, names: Any, kind: str | None, tmp_path: Path
 ) -> None:

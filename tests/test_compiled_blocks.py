@@ -54,6 +54,7 @@ def compiles(shape: tuple[int, ...] | None, names: tuple[str, ...], backend: str
     ],
     ids=str,
 )
+@pytest.mark.sampled(2)
 def test_compiled_blocks(
     shape: tuple[int, ...] | None, names: tuple[str, ...], backend: str, checkpointing: bool
 ) -> None:

@@ -65,7 +65,7 @@ dist.destroy_process_group()
 
 
 def test_an_installed_plugin_is_found(tmp_path: Path) -> None:
-    """On two processes, without `sharders=`; with the same file on the path but not installed, nothing is sharded."""
+    """Without `sharders=`; with the same file on the path but not installed, nothing is sharded."""
     (tmp_path / "examples").mkdir()
     shutil.copy(EXAMPLE, tmp_path / "examples")
     shutil.copytree(EXAMPLE.parent / "plugin", tmp_path / "examples" / "plugin")  # pip builds inside it
@@ -76,6 +76,6 @@ def test_an_installed_plugin_is_found(tmp_path: Path) -> None:
 
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    arguments = [*TORCHRUN, "--nproc_per_node=2", str(program)]
-    assert run(*arguments, path=target).strip() == "ShardedExperts ['0.weight'] (3, 3, 2)"
-    assert run(*arguments, path=EXAMPLE.parent).strip() == "Experts [] (6, 3, 2)"
+    on_two, on_one = ([*TORCHRUN, f"--nproc_per_node={size}", str(program)] for size in (2, 1))
+    assert run(*on_two, path=target).strip() == "ShardedExperts ['0.weight'] (3, 3, 2)"
+    assert run(*on_one, path=EXAMPLE.parent).strip() == "Experts [] (6, 3, 2)"

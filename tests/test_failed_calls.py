@@ -83,6 +83,7 @@ def load(axis: str, what: str, in_a_parent: bool) -> list[str]:
         ("shard", "head.weight", "'head.weight' has other values on rank 1"),
     ],
 )
+@pytest.mark.sampled(2)
 def test_what_does_not_fit_on_one_rank_is_loaded_on_none(axis: str, what: str, text: str, in_a_parent: bool) -> None:
     for raised, *changed in run_ranks(2, load, axis, what, in_a_parent):
         assert not changed

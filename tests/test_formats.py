@@ -160,6 +160,7 @@ def llama_on_a_mesh(source: str, target: str, config: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.sampled(2)
 def test_a_transformer_on_a_mesh(is_tied: bool, tmp_path: Path) -> None:
     """From `save_pretrained` to a model fully sharded and tensor-parallel, and back to `from_pretrained`."""
     import transformers

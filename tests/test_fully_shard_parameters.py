@@ -110,6 +110,7 @@ IN_PLACE = (
     ],
     ids=str,
 )
+@pytest.mark.sampled(3)
 def test_parameters_of_all_kinds(shape: tuple[int, ...], names: tuple[str, ...], tensor: str, meta: bool) -> None:
     run_ranks(torch.Size(shape).numel(), mixture_trains, shape, names, tensor, meta)
 

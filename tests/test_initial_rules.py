@@ -138,6 +138,7 @@ def filled(kind: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> dict[str
         pytest.param("mamba", ("shard",), marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.sampled(3)
 def test_the_same_on_every_mesh(kind: str, axes: tuple[str, ...]) -> None:
     torch.manual_seed(3)
     module = Inside("meta") if kind == "inside" else build(kind, "meta")

@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterable, Iterator
+from functools import cache
 from types import ModuleType
 
 import pytest
@@ -46,18 +47,22 @@ def root_of(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
+@cache
+def nodes_of(source: str) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(source)))
+
+
 def effects_in(source: str) -> set[str]:
     """Calls that change the process, swapped classes, and what is put into another's modules or classes."""
-    tree = ast.parse(source)
     theirs = {
         (alias.asname or alias.name).partition(".")[0]
-        for node in ast.walk(tree)
+        for node in nodes_of(source)
         if isinstance(node, ast.Import)
         or (isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] not in PACKAGES)
         for alias in node.names
     }
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes_of(source):
         targets = []
         if isinstance(node, ast.Assign | ast.Delete):
             targets = node.targets
@@ -83,7 +88,7 @@ def ours(sources: Iterable[str]) -> set[str]:
     """Private names that a file of ours gives to something: a function, a class, a variable, an attribute of itself."""
     found = set()
     for source in sources:
-        for node in ast.walk(ast.parse(source)):
+        for node in nodes_of(source):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 found.add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -107,10 +112,9 @@ def private_in(source: str, own: set[str]) -> Iterator[str]:
         own: ours, but those that torch's classes have too, which count as torch's unless they are of `self`.
     """
     of_self = ours([source])
-    tree = ast.parse(source)
-    joined = [node for node in ast.walk(tree) if isinstance(node, ast.BinOp | ast.JoinedStr) or is_affix(node)]
+    joined = [node for node in nodes_of(source) if isinstance(node, ast.BinOp | ast.JoinedStr) or is_affix(node)]
     ends = {id(each) for node in joined for each in ast.iter_child_nodes(node)}  # a name's, no name
-    for node in ast.walk(tree):
+    for node in nodes_of(source):
         names = []
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] not in PACKAGES:
             paths = (f"{node.module}.{alias.name}" for alias in node.names)

@@ -193,6 +193,7 @@ def _ids_of(rows: Sequence[int], lengths: Tensor, draw: torch.Generator) -> tupl
 @pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad", "lamb", None])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.usefixtures("three_threads")
+@pytest.mark.sampled(4)
 def test_tables_of_few_rows_are_summed_without_an_order(
     dtype: torch.dtype, optimizer: str | None, weighted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -117,6 +117,7 @@ OPTIONS = ["options sync_interval 2", "options kernel torch", "options validate 
 
 
 @pytest.mark.parametrize("change", ["plan", "role", "device", "init_parameters", "sharders", *OPTIONS])
+@pytest.mark.sampled(2)
 def test_arguments_are_compared_first(change: str) -> None:
     fails = "wrapping a model: rank 1: ShardError: device='meta' holds no values"
     expected = dict.fromkeys(OPTIONS, "ranks disagree on sharders")

@@ -128,6 +128,7 @@ def _as_the_plain_loop(mesh: str, layout: str, counts: tuple[int, ...], is_near:
     ("mesh", "layout"),
     [("dp2", "mixed"), ("dp2", "row_wise"), ("dp2", "table_wise"), ("tp2", "row_wise"), ("replicate2", "row_wise")],
 )
+@pytest.mark.sampled(2)
 def test_as_the_plain_loop(mesh: str, layout: str) -> None:
     run_ranks(2, _as_the_plain_loop, mesh, layout, (0, 1, 2, 3, 5))
 
@@ -140,6 +141,7 @@ def test_as_the_plain_loop_where_ranks_are_near(mesh: str, layout: str) -> None:
 @pytest.mark.parametrize(
     ("mesh", "layout"), [("dp4", "mixed"), ("replicate2xshard2", "row_wise"), ("shard2xtp2", "table_wise")]
 )
+@pytest.mark.sampled(3)
 def test_as_the_plain_loop_on_four_ranks(mesh: str, layout: str) -> None:
     """The second shards the dense weights too, by FSDP2."""
     run_ranks(4, _as_the_plain_loop, mesh, layout, (1, 4))

@@ -243,6 +243,7 @@ CASES = [pytest.param(*case, marks=pytest.mark.slow if case == DEAR else ()) for
 
 
 @pytest.mark.parametrize(("name", "shape"), CASES)
+@pytest.mark.sampled(3)
 def test_workloads(name: str, shape: str) -> None:
     sizes = [int(n) for n in shape.split("x")]
     env = one_axis(*sizes) if len(sizes) == 1 else hosts(*sizes)
@@ -279,6 +280,7 @@ def test_a_thousand_tables_on_two_ranks(alike: bool) -> None:
     ],
     ids=str,
 )
+@pytest.mark.sampled(2)
 def test_built_in_sharders(env: ShardingEnv) -> None:
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 

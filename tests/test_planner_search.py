@@ -69,6 +69,7 @@ def check_consistent(p: Problem, solution: Solution) -> None:
 
 
 @pytest.mark.parametrize(("memory", "number"), [(0.5, 12), (1.5, 3), pytest.param(1.5, 12, marks=pytest.mark.slow)])
+@pytest.mark.sampled(2)
 def test_near_the_optimum_and_never_below_the_bound(memory: float, number: int) -> None:
     ratios, bounds = [], []
     for seed in range(number):

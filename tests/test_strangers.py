@@ -115,6 +115,7 @@ SPLIT = {"vit": 0.0, "palm": 0.0, "contrastive": 0.2}
 
 
 @pytest.mark.parametrize("name", [n if n in SAMPLE else pytest.param(n, marks=pytest.mark.slow) for n in STRANGERS])
+@pytest.mark.sampled(2)
 def test_as_strangers_write_them(name: str, tmp_path: Path) -> None:
     first, second = run_ranks(2, trains_as_whole, name, (2,), ("tp",), str(tmp_path / "saved"))
     assert first == second >= SPLIT.get(name, 0.4)
@@ -168,5 +169,6 @@ def keeps_whole(shape: tuple[int, ...], names: tuple[str, ...]) -> None:
     [((2, 1), ("shard", "tp")), ((1, 2), ("shard", "tp")), ((2, 2), ("shard", "tp")), ((2, 2), ("dp", "tp"))],
     ids=str,
 )
+@pytest.mark.sampled(2)
 def test_a_plan_replicates_weights_beside_split_ones(shape: tuple[int, ...], names: tuple[str, ...]) -> None:
     run_ranks(math.prod(shape), keeps_whole, shape, names)

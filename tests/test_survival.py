@@ -78,6 +78,7 @@ IN_EVERY_RUN = [
         *(pytest.param(case, False, marks=pytest.mark.slow) for case in DEATHS if case not in IN_EVERY_RUN),
     ],
 )
+@pytest.mark.sampled(3)
 def test_a_rank_killed_in_the_middle_of_a_save(
     case: str, asynchronous: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -129,6 +130,7 @@ WHY = {"full at the end": os.strerror(errno.ENOSPC), "read-only": os.strerror(er
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["", "in the background"])
 @pytest.mark.parametrize("trouble", TROUBLES)
+@pytest.mark.sampled(3)
 def test_a_disk_that_takes_no_more(trouble: str, asynchronous: bool, folder_for_all: Path) -> None:
     """Onto the last checkpoint; every rank says why and where, and nothing is changed or left behind."""
     (folder_for_all / "file").touch()

@@ -152,22 +152,26 @@ def check_training(
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence"])
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sampled(2)
 def test_training_equals_one_process(name: str, sequence_parallel: bool) -> None:
     run_ranks(2, check_training, name, (2,), ("tp",), sequence_parallel=sequence_parallel)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt tied", "bert"])
+@pytest.mark.sampled(3)
 def test_on_four_ranks(name: str) -> None:
     run_ranks(4, check_training, name, (4,), ("tp",), sequence_parallel=name != "bert")
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence"])
 @pytest.mark.parametrize("name", ["llama tied", "gpt", "bert", "qk norm"])
+@pytest.mark.sampled(2)
 def test_under_fsdp2(name: str, sequence_parallel: bool) -> None:
     run_ranks(4, check_training, name, (2, 2), ("shard", "tp"), sequence_parallel=sequence_parallel)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence"])
+@pytest.mark.sampled(2)
 def test_loss_parallel(sequence_parallel: bool) -> None:
     run_ranks(2, check_training, "llama", (2,), ("tp",), with_loss=True, sequence_parallel=sequence_parallel)
     run_ranks(

@@ -112,6 +112,7 @@ def on_ranks(shape: tuple[int, ...], names: tuple[str, ...], *arguments: str) ->
     ],
     ids=lambda x: "x".join(x) if isinstance(x, tuple) and isinstance(x[0], str) else None,
 )
+@pytest.mark.sampled(3)
 def test_one_curve_on_every_mesh(
     shape: tuple[int, ...], names: tuple[str, ...], options: list[str], saved: tuple[Path, list[float], float, float]
 ) -> None:
