@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from sharders.embedding.lookup import numba_kernel, threads
-from sharders.embedding.lookup.numba_layout import int64, scalar
+from sharders.embedding.lookup.numba_layout import int64, longs, scalar
 from sharders.embedding.lookup.numba_training import ELEMENTS, entry_of
 from sharders.embedding.ragged import Columns
 
@@ -214,8 +214,8 @@ class Placing:
 
     def _place_compiled(self, read: Sequence[torch.Tensor], out: torch.Tensor, scale: float) -> None:
         place = entry_of("place_columns", ELEMENTS[out.dtype])
-        matrices = int64([[of.data_ptr(), of.stride(0)] for of in (out, *read)])
-        fixed = self._runs.data_ptr(), len(self.runs), self._sources.data_ptr(), matrices.data_ptr()
+        _kept, matrices = longs([word for of in (out, *read) for word in (of.data_ptr(), of.stride(0))])
+        fixed = self._runs.data_ptr(), len(self.runs), self._sources.data_ptr(), matrices
         to = scalar(scale).data_ptr(), int(streams(out, out.stride(0), self._elements_together))
         rows, parts = len(out), threads.num_parts(out.numel() // ELEMENTS_OF_AN_ID)
         threads.run(lambda i: place(*fixed, rows * i // parts, rows * (i + 1) // parts, *to), parts)

@@ -158,6 +158,8 @@ class InputDist:
         self._head = HEAD_BYTES // self.word.itemsize * self.goes_along
         self._channel, self._device = peers.headers if self.goes_along else peers.exchange, device
         self._compiles = can_be_found(device, kernel)
+        self.are_words_compiled = self._compiles and not wide
+        """Whether compiled code reads what comes."""
         can_join = unpooled and peers.exchange.size > 1 and self._compiles
         self._joins = sums_first if can_join else lambda: False
         self._two_stages = None if peers.outer.size == 1 or not self._by_partials else self._staged(peers)
@@ -296,20 +298,22 @@ class InputDist:
     def receive(self, call: Call) -> Received:
         """What all ranks have sent here, once it has come."""
         weighted = call.batch.weights is not None and not self.unpooled
-        lengths, ids, weights = [], [], []
-        rooms, straight = [*map(self.room_for, call.words)], frozenset[int]()
-        parts: Sequence[torch.Tensor] = call.payload.wait().split(rooms)
+        lengths, ids, weights, straight = [], [], [], frozenset[int]()
+        came, stop = call.payload.wait(), 0
         del call.kept["payload"]
-        if self.goes_along:
-            parts = [part[self._head : self._head + words] for part, words in zip(parts, call.words, strict=True)]
+        num_marks, ends = 0 if self._two_stages is None else self._two_stages.num_words, []
+        for words, samples in zip(call.words, call.samples, strict=True):
+            first, stop = stop + self._head, stop + self.room_for(words)
+            start = first + self.num_slots * (1 if self.unpooled else samples)
+            end = first + words - num_marks
+            ends.append(first + words)
+            count = (end - start) // (2 if weighted else 1)
+            lengths.append(came[first:start].view(self.num_slots, -1 if start > first else samples))
+            ids.append(came[start : start + count])
+            if weighted:
+                weights.append(came[start + count : end].view(self.real))
         if self._two_stages is not None:
-            parts, straight = self._two_stages.agreed(parts)
-        for part, samples in zip(parts, call.samples, strict=True):
-            head = self.num_slots * (1 if self.unpooled else samples)
-            count = (part.numel() - head) // (2 if weighted else 1)
-            lengths.append(part[:head].view(self.num_slots, -1 if head else samples))
-            ids.append(part[head : head + count])
-            weights.append(part[head + count :].view(self.real))
+            straight = self._two_stages.agreed(came, ends)
         counts, bags = zip(*bag_counts(lengths, self._compiles), strict=True)
         return Received(lengths, ids, weights if weighted else None, [*counts], [*bags], straight)
 

@@ -40,6 +40,9 @@ class TBE:
     is_trainable: bool
 
 
+_address_of = torch.Tensor.data_ptr
+
+
 class SlotRun(NamedTuple):
     """Slots of this rank that share a TBE and a width, looked up together, source by source: neighbours, in pieces."""
 
@@ -97,7 +100,7 @@ class TableStore:
         Raises:
             ShardError: another shape or dtype than the local part's; whole tables are cut.
         """
-        if [p.data_ptr() for p in self.parameters] == self._addresses:
+        if [*map(_address_of, self.parameters)] == self._addresses:
             return
         views = self._views()
         for index, bank, i in self._places():

@@ -7,6 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from sharders.embedding.lookup.numba_layout import address, longs
+from sharders.embedding.lookup.numba_training import entry_of
+from sharders.embedding.lookup.reads import Bags
+
 
 @dataclass(frozen=True)
 class Received:
@@ -35,6 +39,35 @@ class Received:
         counts = self.counts[source]
         start = sum(counts[: slots.start])
         return slice(start, start + sum(counts[slots.start : slots.stop]))
+
+    def bags_of(self, sources: Sequence[int], of_slots: Sequence[int], chosen: torch.Tensor) -> Bags:
+        """Bags of some slots, slot by slot and in the order of `sources`, by one compiled call; words of 32 bits.
+
+        Torch's operators take ten, and copy twice: 170 microseconds of a step of 512 samples from each of four ranks.
+
+        Args:
+            of_slots: ascending.
+            chosen: for each slot here whether it is one, int64.
+        """
+        num, samples = sum(self.ids[s].numel() for s in sources), sum(self.lengths[s].shape[1] for s in sources)
+        if len(of_slots) < len(chosen):
+            num = sum(self.counts[s][slot] for s in sources for slot in of_slots)
+        bounds = torch.empty(len(of_slots) * samples + 1, dtype=torch.int32, device="cpu")
+        ids, weights = torch.empty(num, dtype=torch.int32, device="cpu"), None
+        if self.weights is not None:
+            weights = torch.empty(num, dtype=torch.float32, device="cpu")
+        told = [
+            word
+            for s in sources
+            for word in (
+                *(self.lengths[s].data_ptr(), self.lengths[s].shape[1], self.ids[s].data_ptr()),
+                *(0 if self.weights is None else self.weights[s].data_ptr(), 0),
+            )
+        ]
+        _kept, at = longs(told)
+        to = ids.data_ptr(), bounds.data_ptr(), address(weights)
+        entry_of("by_slot")(at, len(sources), len(chosen), chosen.data_ptr(), *to)
+        return Bags(ids, bounds, weights)
 
     def slot_major(
         self, sources: Sequence[int], pieces: Sequence[range]

@@ -107,13 +107,17 @@ class TwoStages:
             marks[i // _BITS] |= 1 << i % _BITS
         return torch.tensor(marks, dtype=dtype, device=device)
 
-    def agreed(self, parts: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], frozenset[int]]:
-        """What comes before the words of each rank, and the tables that all have named."""
-        before, told = zip(*(part.tensor_split([part.numel() - self.num_words]) for part in parts), strict=True)
+    def agreed(self, came: torch.Tensor, ends: Sequence[int]) -> frozenset[int]:
+        """The tables that all have named.
+
+        Args:
+            came: from all ranks, flat.
+            ends: of each one's words there, which come last.
+        """
         marks = [(1 << _BITS) - 1] * self.num_words
-        for of_rank in torch.stack(told).tolist():
+        for of_rank in torch.stack([came[end - self.num_words : end] for end in ends]).tolist():
             marks = [a & b for a, b in zip(marks, of_rank, strict=True)]
-        return list(before), frozenset(t for i, t in enumerate(self.tables) if marks[i // _BITS] >> i % _BITS & 1)
+        return frozenset(t for i, t in enumerate(self.tables) if marks[i // _BITS] >> i % _BITS & 1)
 
 
 def _joined_widths(slots: Sequence[Slot]) -> dict[int, int]:

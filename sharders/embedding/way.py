@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from sharders.embedding.columns import cut_columns
 from sharders.embedding.input_dist import InputDist
 from sharders.embedding.local_tables import TBE, TableStore
 from sharders.embedding.lookup.kernels import Lookup, can_place, compile_lookup
+from sharders.embedding.lookup.numba_layout import int64
 from sharders.embedding.lookup.pages import to_write
 from sharders.embedding.lookup.reads import Bags, Given, Segmented
 from sharders.embedding.output_dist import Beside
@@ -65,6 +66,14 @@ class Way:
         self.pieces = placement.pieces(store.rank, kind.whole)
         """Slots here whose lookups travel whole."""
         self.whole = [w for tbe in store.sharded if (w := _whole_of(store, tbe, kind.whole)).num_slots]
+        slots, at = (
+            [slot for piece in self.pieces for slot in piece],
+            [0, *accumulate(of.num_slots for of in self.whole)],
+        )
+        self._slots = [slots[a:b] for a, b in pairwise(at)]
+        """Of each of these its slots."""
+        num_slots = len(placement.slots[store.rank])
+        self._chosen = [int64([int(slot in of_whole) for slot in range(num_slots)]) for of_whole in self._slots]
         self.runs = store.runs_of(kind.partial)
         widths = [of.chunk.width for whole in self.whole for of in whole.lookup.ranges]
         self.width = sum(widths)
@@ -332,6 +341,14 @@ class Way:
 
     def _bags_of(self, call: Call, sources: tuple[int, ...]) -> list[Bags]:
         received = self.input_dist.receive(call)
+        if self.input_dist.are_words_compiled and len(sources) > 1:
+            found = [received.bags_of(sources, *of) for of in zip(self._slots, self._chosen, strict=True)]
+            if received.weights is None:
+                return found
+            dtypes = [whole.tbe.bank.weights.dtype for whole in self.whole]
+            return [
+                b._replace(weights=b.weights.to(d)) for b, d in zip(found, dtypes, strict=True) if b.weights is not None
+            ]
         ids, lengths, weights = received.slot_major(sources, self.pieces)
         counts = [sum(received.counts[s][slot] for s in sources) for piece in self.pieces for slot in piece]
         starts = [0, *accumulate(counts)]

@@ -49,7 +49,8 @@ class MemoryLanding:
         assert self._sent is None, "an answer is sent once"
         item = self.flat.element_size()
         there = [bool(at) and n * item == size for (at, size), n in zip(self.wanted, sizes, strict=True)]
-        own = empty(sum(n for n, is_there in zip(sizes, there, strict=True) if not is_there))
+        num_own = sum(n for n, is_there in zip(sizes, there, strict=True) if not is_there)
+        own = empty(num_own) if num_own else self.flat[:0]
         made, starts, at = [], [], 0
         for (wanted, _), view, n, is_there in zip(self.wanted, views, sizes, there, strict=True):
             made.append(view(wanted, n, self.flat.dtype) if is_there else own[at : at + n])

@@ -149,6 +149,42 @@ def _pack_all(values, value_bytes, first, out, lengths, num_samples, to):
     return num
 
 
+def by_slot(sources, num_sources, num_slots, chosen, ids, bounds, weights):
+    """What several sources have sent, source by source and there slot by slot, to slot by slot and source by source.
+
+    Args:
+        sources: (num_sources, 5) int64: address of lengths (num_slots, samples), samples, address of the ids, of their
+            weights, memory for a word.
+        chosen: (num_slots,) int64: slots that are 0 are left out.
+        ids: written.
+        bounds: written: of the bags among these, from 0 to the end.
+        weights: written if it is not 0.
+    """
+    to = bag = 0
+    write32(bounds, 0, 0)
+    for source in range(num_sources):
+        write64(sources, 5 * source + 4, 0)
+    for slot in range(num_slots):
+        is_chosen = read64(chosen, slot) != 0
+        for source in range(num_sources):
+            lengths, samples = read64(sources, 5 * source), read64(sources, 5 * source + 1)
+            first = last = read64(sources, 5 * source + 4)
+            shift = to - first
+            for sample in range(slot * samples, (slot + 1) * samples):
+                last += read32(lengths, sample)
+                if is_chosen:
+                    bag += 1
+                    write32(bounds, bag, shift + last)
+            write64(sources, 5 * source + 4, last)
+            if is_chosen:
+                from_ids, from_weights = read64(sources, 5 * source + 2), read64(sources, 5 * source + 3)
+                for place in range(first, last):
+                    write32(ids, shift + place, read32(from_ids, place))
+                for place in range(first, last if weights != 0 else first):
+                    write32(weights, shift + place, read32(from_weights, place))
+                to = shift + last
+
+
 def count_bags(lengths, length_bytes, num_rows, num_samples, counts):
     """Write int64: the ids of each row of lengths, then of each the bags that have some.
 
