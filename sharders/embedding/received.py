@@ -40,7 +40,9 @@ class Received:
         start = sum(counts[: slots.start])
         return slice(start, start + sum(counts[slots.start : slots.stop]))
 
-    def bags_of(self, sources: Sequence[int], of_slots: Sequence[int], chosen: torch.Tensor) -> Bags:
+    def bags_of(
+        self, sources: Sequence[int], of_slots: Sequence[int], chosen: torch.Tensor, dtype: torch.dtype
+    ) -> Bags:
         """Bags of some slots, slot by slot and in the order of `sources`, by one compiled call; words of 32 bits.
 
         Torch's operators take ten, and copy twice: 170 microseconds of a step of 512 samples from each of four ranks.
@@ -48,6 +50,7 @@ class Received:
         Args:
             of_slots: ascending.
             chosen: for each slot here whether it is one, int64.
+            dtype: of the weights.
         """
         num, samples = sum(self.ids[s].numel() for s in sources), sum(self.lengths[s].shape[1] for s in sources)
         if len(of_slots) < len(chosen):
@@ -67,7 +70,7 @@ class Received:
         _kept, at = longs(told)
         to = ids.data_ptr(), bounds.data_ptr(), address(weights)
         entry_of("by_slot")(at, len(sources), len(chosen), chosen.data_ptr(), *to)
-        return Bags(ids, bounds, weights)
+        return Bags(ids, bounds, None if weights is None else weights.to(dtype))
 
     def slot_major(
         self, sources: Sequence[int], pieces: Sequence[range]

@@ -66,11 +66,8 @@ class Way:
         self.pieces = placement.pieces(store.rank, kind.whole)
         """Slots here whose lookups travel whole."""
         self.whole = [w for tbe in store.sharded if (w := _whole_of(store, tbe, kind.whole)).num_slots]
-        slots, at = (
-            [slot for piece in self.pieces for slot in piece],
-            [0, *accumulate(of.num_slots for of in self.whole)],
-        )
-        self._slots = [slots[a:b] for a, b in pairwise(at)]
+        slots, ends = [slot for piece in self.pieces for slot in piece], accumulate(of.num_slots for of in self.whole)
+        self._slots = [slots[a:b] for a, b in pairwise([0, *ends])]
         """Of each of these its slots."""
         num_slots = len(placement.slots[store.rank])
         self._chosen = [int64([int(slot in of_whole) for slot in range(num_slots)]) for of_whole in self._slots]
@@ -342,13 +339,8 @@ class Way:
     def _bags_of(self, call: Call, sources: tuple[int, ...]) -> list[Bags]:
         received = self.input_dist.receive(call)
         if self.input_dist.are_words_compiled and len(sources) > 1:
-            found = [received.bags_of(sources, *of) for of in zip(self._slots, self._chosen, strict=True)]
-            if received.weights is None:
-                return found
-            dtypes = [whole.tbe.bank.weights.dtype for whole in self.whole]
-            return [
-                b._replace(weights=b.weights.to(d)) for b, d in zip(found, dtypes, strict=True) if b.weights is not None
-            ]
+            of_whole = zip(self.whole, self._slots, self._chosen, strict=True)
+            return [received.bags_of(sources, slots, of, w.tbe.bank.weights.dtype) for w, slots, of in of_whole]
         ids, lengths, weights = received.slot_major(sources, self.pieces)
         counts = [sum(received.counts[s][slot] for s in sources) for piece in self.pieces for slot in piece]
         starts = [0, *accumulate(counts)]
