@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any, Literal, Protocol
 
 import torch
@@ -35,6 +36,9 @@ class Transfer(Protocol):
 
     def wait(self) -> torch.Tensor:
         """What came from each rank, flat, in rank order."""
+
+    def starts(self) -> list[int]:
+        """Of each rank the first element in what `wait` has given."""
 
     def part(self, rank: int) -> torch.Tensor:
         """What came from one rank, flat, where it lies: to be read, not changed, and not kept beyond `end`."""
@@ -227,6 +231,10 @@ class InFlight:
         if self._work is not None:
             self._work.wait()
         return self._out
+
+    def starts(self) -> list[int]:
+        """See `Transfer`."""
+        return [*accumulate(self._sizes, initial=0)][:-1]
 
     def part(self, rank: int) -> torch.Tensor:
         """See `Transfer`."""

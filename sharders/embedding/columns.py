@@ -190,7 +190,8 @@ class Placing:
         if not out.numel() or not self.runs:
             return
         read = [matrices[number] for number in self.numbers]
-        assert all(len(matrix) == len(out) and matrix.dtype == out.dtype for matrix in read)
+        rows, dtype = out.shape[0], out.dtype
+        assert all(matrix.shape[0] == rows and matrix.dtype is dtype for matrix in read)
         can = self._may_compile and out.device.type == "cpu" and all(of.stride(1) == 1 for of in (out, *read))
         pays = out.numel() >= _FEW_ELEMENTS or self._num_sources > _FEW_SOURCES
         if can and pays and out.dtype in ELEMENTS and not numba_kernel.problem(out.dtype):

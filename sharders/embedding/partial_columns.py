@@ -6,7 +6,9 @@ gather columns, pick rows of them, and multiply: each a pass over all that trave
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
+from itertools import accumulate
 from math import gcd
 from typing import Any
 
@@ -16,7 +18,7 @@ from sharders.embedding.columns import ELEMENTS_OF_AN_ID, cut_columns, first_col
 from sharders.embedding.lookup import numba_kernel, threads
 from sharders.embedding.lookup.numba_layout import int64, longs, scalar, words
 from sharders.embedding.lookup.numba_training import ELEMENTS, entry_of
-from sharders.embedding.partials import Partials, PartialsPlan
+from sharders.embedding.partials import Partials, PartialsPlan, Piece
 from sharders.embedding.ragged import Columns
 
 
@@ -46,7 +48,16 @@ class PartialColumns:
             pieces.append([to, width, len(entries), len(entries) + len(of_piece)])
             entries += of_piece
         self._pieces, self._entries = int64(pieces), int64(entries)
+        # What compiled code is told of slots, but for where their partials lie: of all, and of each sender's own.
+        self._of_all = longs(word for width in self._widths for word in (width, 0, 0))[0]
+        self._of_senders = [
+            longs(word for slot in slots for word in (slot, self._widths[slot], self._columns[slot], 0))[0]
+            for slots in ([slot for piece in of for slot in piece.slots] for of in self._by_sender())
+        ]
         self._together = gcd(*(n for to, width, *_ in pieces for n in (to, width)))
+
+    def _by_sender(self) -> list[list[Piece]]:
+        return [[p for p in self._plan.pieces if p.sender == sender] for sender in range(len(self._plan.order))]
 
     def takes(self, *matrices: torch.Tensor) -> bool:
         """Whether compiled code may read and write them."""
@@ -66,18 +77,17 @@ class PartialColumns:
             out: (B, all columns).
         """
         # Counted from the address 0: what lies in different memory is behind it, and never -1.
-        at, counts = [part.data_ptr() // part.element_size() for part in came], partials.counts
-        places = [0] * len(self._widths)
-        for piece in self._plan.pieces:
-            for slot in piece.slots:
-                places[slot] = at[piece.sender]
-                at[piece.sender] += counts[slot] * piece.width
+        at, places = [part.data_ptr() // part.element_size() for part in came], []
+        for piece in self._plan.pieces:  # in the order of slots
+            *of_piece, at[piece.sender] = _places(piece, partials.counts, at[piece.sender])
+            places += of_piece
+        slots = self._of_all[:]
+        slots[1::3] = array("q", places)
         lengths, add = partials.lengths, entry_of("add_partials", ELEMENTS[out.dtype])
         fixed = 0, *words(lengths), lengths.shape[1]
         pieces = self._pieces.data_ptr(), len(self._pieces), self._entries.data_ptr()
         to, past = (out.data_ptr(), out.stride(0)), int(streams(out, out.stride(0), self._together))
         rows, parts = len(out), threads.num_parts(out.numel() // ELEMENTS_OF_AN_ID)
-        slots = [word for width, place in zip(self._widths, places, strict=True) for word in (width, place, 0)]
         _kept, of_parts = _by_part(slots, 3, lengths, None, 0, 1, parts)
 
         def part(i: int) -> None:
@@ -94,13 +104,13 @@ class PartialColumns:
             grad: (B, all columns) of the results.
             scale: multiplies them.
         """
-        sender, counts, columns, at = partials.place_of(rank), partials.counts, self._columns, 0
-        slots: list[int] = []
+        sender, at, places = partials.place_of(rank), 0, list[int]()
         for piece in self._plan.pieces:
-            width = piece.width
-            for slot in piece.slots if piece.sender == sender else ():
-                slots += slot, width, columns[slot], at
-                at += counts[slot] * width
+            if piece.sender == sender:
+                *of_piece, at = _places(piece, partials.counts, at)
+                places += of_piece
+        slots = self._of_senders[sender][:]
+        slots[3::4] = array("q", places)
         lengths, pick = partials.lengths, entry_of("pick_gradients", ELEMENTS[out.dtype])
         fixed = grad.data_ptr(), grad.stride(0), *words(lengths), lengths.shape[1]
         rows, parts = len(grad), threads.num_parts(out.numel() // ELEMENTS_OF_AN_ID)
@@ -115,8 +125,19 @@ class PartialColumns:
         threads.run(part, parts)
 
 
+def _places(piece: Piece, counts: Sequence[int], first: int) -> list[int]:
+    """Of the first element of each slot's partials, and the end.
+
+    Args:
+        counts: of all slots.
+        first: of the piece.
+    """
+    slots, width = piece.slots, piece.width
+    return [*accumulate([width * n for n in counts[slots.start : slots.stop]], initial=first)]
+
+
 def _by_part(
-    slots: list[int], words_each: int, lengths: torch.Tensor, row: int | None, width: int, place: int, parts: int
+    slots: array[int], words_each: int, lengths: torch.Tensor, row: int | None, width: int, place: int, parts: int
 ) -> tuple[Any, list[int]]:
     """What holds the words of each part of the samples, (slots, words), and where: its first partials are told there.
 
@@ -125,8 +146,7 @@ def _by_part(
         row, width, place: which word is what: the row of its lengths, None where this is its number.
     """
     if parts == 1 or not slots:
-        kept, at = longs(slots)
-        return kept, [at] * parts
+        return slots, [slots.buffer_info()[0]] * parts
     whole = int64(slots).view(-1, words_each)
     has_ids, num = (lengths if row is None else lengths[whole[:, row]]) > 0, lengths.shape[1]
     before = torch.stack([has_ids[:, : num * i // parts].sum(1) for i in range(parts)])

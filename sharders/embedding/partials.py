@@ -69,7 +69,7 @@ def owned_bags(received: Received, run: SlotRun, sources: Sequence[int]) -> Owne
     ids, weights, lengths = [], [], []
     segments: list[tuple[int, int]] = []
     of_sources = []
-    slots = run.slots
+    ranges = [i - run.tbe.slots.start for i in run.slots]
     for source in sources:
         counts, bags_of = received.counts[source], received.bags[source]
         for piece in run.pieces:
@@ -78,8 +78,10 @@ def owned_bags(received: Received, run: SlotRun, sources: Sequence[int]) -> Owne
             if received.weights is not None:
                 weights.append(received.weights[source][span].to(run.tbe.bank.weights.dtype))
             lengths.append(received.lengths[source][piece.start : piece.stop].reshape(-1))
-        segments += [(i - run.tbe.slots.start, counts[i]) for i in slots]
-        of_sources.append((sum(bags_of[i] for i in slots), sum(counts[i] for i in slots), len(slots)))
+        its_counts = [n for piece in run.pieces for n in counts[piece.start : piece.stop]]
+        num_bags = sum(sum(bags_of[piece.start : piece.stop]) for piece in run.pieces)
+        segments += zip(ranges, its_counts, strict=True)
+        of_sources.append((num_bags, sum(its_counts), len(its_counts)))
     all_ids, num_bags, bags = joined(ids), sum(n for n, _, _ in of_sources), None
     if weights or num_bags != all_ids.numel():
         of_all = joined(lengths)
@@ -184,7 +186,7 @@ class Awaited:
         self.plan, self._all_filled = plan, all_filled
         self.lengths, self.counts = joined(lengths).contiguous(), list(bags)
         self._samples = self.lengths.shape[1]
-        self._counts = [sum(bags[i] for i in piece.slots) for piece in plan.pieces]
+        self._counts = [sum(bags[piece.slots.start : piece.slots.stop]) for piece in plan.pieces]
         self.elements = [0] * len(plan.order)
         """From each rank, in the order of sources."""
         for piece, count in zip(plan.pieces, self._counts, strict=True):

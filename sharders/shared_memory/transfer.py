@@ -75,6 +75,10 @@ class MemoryTransfer:
         assert self._out is not None
         return self._out
 
+    def starts(self) -> list[int]:
+        """See `Transfer`."""
+        return [*accumulate(self._sizes, initial=0)][:-1]
+
     def part(self, rank: int) -> torch.Tensor:
         """See `Transfer`."""
         if self._has_all or self._lands_at:
