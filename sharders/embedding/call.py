@@ -50,10 +50,12 @@ class Places(NamedTuple):
     Args:
         of_ids: (N,) int32, row by row: of split features among the results' rows, else among the batch's ids.
         times: (R,) int32, how many ids each row has; None where one each.
+        bounds: (R + 1,) int32, of the rows among `of_ids`; likewise.
     """
 
     of_ids: torch.Tensor
-    times: torch.Tensor | None
+    times: torch.Tensor | None = None
+    bounds: torch.Tensor | None = None
 
 
 class Span(NamedTuple):

@@ -14,6 +14,7 @@ import copy
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import is_not
 from typing import Any
 
 import torch
@@ -288,11 +289,14 @@ class Engine:
         Raises:
             ShardError: a table's parameter that was replaced.
         """
-        for parameter, (held, name), table in zip(self.store.parameters, self.places, self.tables, strict=False):
-            if held.get(name) is not parameter:
+        found = [held.get(name) for held, name in self.places]
+        if any(map(is_not, found, self.store.parameters)):
+            for parameter, held, table in zip(self.store.parameters, found, self.tables, strict=False):
+                if held is parameter:
+                    continue
                 raise ShardError(
                     f"the parameter of table {table.parameter!r} of {self.name} was replaced by "
-                    f"{_described(held.get(name))}, which would neither be looked up nor trained; copy values into "
+                    f"{_described(held)}, which would neither be looked up nor trained; copy values into "
                     "the one that was there (model.load_state_dict takes whole tensors), and "
                     "leave a wrapped model to no other wrapper"
                 )

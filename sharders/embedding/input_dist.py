@@ -417,7 +417,7 @@ def _sent_ids(ids: _Ordered, num_rows: Sequence[int]) -> _SentIds:
     if found is None:
         return _SentIds(ids.values, ids.counts, ids.starts, None if ids.rows is None else Places(ids.rows, None))
     starts = [0, *accumulate(found.counts)]
-    return _SentIds(found.values, found.counts, starts, Places(found.places, found.times))
+    return _SentIds(found.values, found.counts, starts, Places(found.places, found.times, found.bounds))
 
 
 def take(values: torch.Tensor, keys: Sequence[int], key_starts: Sequence[int]) -> torch.Tensor:

@@ -27,7 +27,7 @@ def can_move(kernel: str | None, matrices: Sequence[torch.Tensor]) -> bool:
     dtype = matrices[0].dtype
     if kernel not in (None, "numba") or dtype not in ELEMENTS:
         return False
-    if any(of.device.type != "cpu" or of.dtype != dtype or not of.is_contiguous() for of in matrices):
+    if not all(of.is_cpu and of.dtype is dtype and of.is_contiguous() for of in matrices):
         return False
     return not numba_kernel.problem(dtype)
 

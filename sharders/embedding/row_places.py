@@ -60,7 +60,7 @@ class RowPlaces:
         """The rows with these numbers, as compiled code writes them to their places."""
         if self.places is None:
             return Numbered(first, self.count, 0, 0, self.span.result.start)
-        of_ids, times = self.places
+        of_ids, times = self.places.of_ids, self.places.times
         its_times = 0 if times is None else times.data_ptr() + 4 * self.span.rows.start
         return Numbered(first, self.count, of_ids.data_ptr() + 4 * self.span.ids.start, its_times, self.span.shift)
 
@@ -182,8 +182,7 @@ class RowsBack:
             scale: multiplies them.
         """
         if self._can_sum(grads):
-            of_orders = zip(self._sent.places, self._bounds, strict=True)
-            sums = [places and Sums(grads, places.of_ids, bounds) for places, bounds in of_orders]
+            sums = [self._sums(grads, places) for places in self._sent.places]
             return lambda rank, out: self._sum(rank, sums, scale, out)
         read = self._read(grads)
 
@@ -203,13 +202,17 @@ class RowsBack:
         slots = (slot for of_rank, _ in self._of_owners for slot in of_rank)
         return all(slot.width == self.dims[slot.feature] for slot in slots) and can_move(self._kernel, grads)
 
-    def _sum(self, rank: int, of_orders: Sequence[Sums | None], scale: float, out: torch.Tensor) -> None:
+    @staticmethod
+    def _sums(grads: Sequence[torch.Tensor], places: Places | None) -> Sums:
+        assert places is not None and places.bounds is not None
+        return Sums(grads, places.of_ids, places.bounds)
+
+    def _sum(self, rank: int, of_orders: Sequence[Sums], scale: float, out: torch.Tensor) -> None:
         """One call for all neighbouring slots of a rank whose rows are of one width, and in one order."""
         at, row_starts = 0, self._sent.row_starts
         of_slots = zip(*self._of_owners[rank], strict=True)
         for (is_split, width), run in groupby(of_slots, key=lambda of: (of[1].is_split, of[0].width)):
             sums, runs, first, num_ids = of_orders[is_split], [], at, 0
-            assert sums is not None
             for slot, span in run:
                 if span.rows:
                     shift = span.shift - row_starts[slot.feature]
@@ -217,12 +220,6 @@ class RowsBack:
                 at += len(span.rows) * width
                 num_ids += len(span.ids)
             sums.write(runs, num_ids, scale, out[first:at].view(-1, width))
-
-    @cached_property
-    def _bounds(self) -> list[torch.Tensor]:
-        """Of the rows among their ids, by key and of those of split features."""
-        joined = [places.times for places in self._sent.places if places is not None and places.times is not None]
-        return [F.pad(times.cumsum(0, dtype=torch.int32), (1, 0)) for times in joined]
 
     def _read(self, grads: Sequence[torch.Tensor]) -> list[list[tuple[RowPlaces, torch.Tensor]]]:
         """For each rank, in the order in which its rows came, their places and the gradient to read there.

@@ -132,7 +132,10 @@ class UnpooledPath(Path[list[torch.Tensor]]):
     @once_per_call
     def _ids(self, call: Call, sources: tuple[int, ...]) -> list[Segmented]:
         """Ids of each run, source by source, and their (slot of the TBE, count) segments."""
-        received = self.input_dist.receive(call)
+        own, received = tuple(self.peers.own), self.input_dist.receive(call)
+        if len(own) > 1 and sources in (own[:-1], own[-1:]):  # a part of what is trained, where it lies
+            of_runs = zip(self.runs, self._ids(call, own), strict=True)
+            return [_cut(read, len(run.slots), sources == own[-1:]) for run, read in of_runs]
         result: list[Segmented] = []
         for tbe, (slots,), _ in self.runs:
             parts = [received.ids[source][received.span(source, slots)] for source in sources]
@@ -216,3 +219,16 @@ class UnpooledPath(Path[list[torch.Tensor]]):
                 )
             result.append(places)
         return result
+
+
+def _cut(read: Segmented, num_last: int, of_last: bool) -> Segmented:
+    """Of the ids of several sources those of the last, or of the others.
+
+    Args:
+        num_last: segments of the last.
+    """
+    at = len(read.segments) - num_last
+    start = sum(count for _, count in read.segments[:at])
+    if of_last:
+        return Segmented(read.ids[start:], read.segments[at:])
+    return Segmented(read.ids[:start], read.segments[:at])

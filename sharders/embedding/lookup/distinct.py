@@ -28,12 +28,14 @@ class DistinctRows(NamedTuple):
         counts: of each segment.
         places: (N,) int32, row by row the places of its ids, in their own order.
         times: (R,) int32, how many ids each has.
+        bounds: (R + 1,) int32, of the rows among the places.
     """
 
     values: Tensor
     counts: list[int]
     places: Tensor
     times: Tensor
+    bounds: Tensor
 
 
 def can_be_found(device: torch.device, kernel: str | None) -> bool:
@@ -75,9 +77,9 @@ def distinct_rows(
     _begins, begins = longs(bytes(8 * num_segments))
     room = entry_of("lay_out")(*of_segments[1:], num_segments, begins)
     of_rows = torch.empty(2 * room, dtype=torch.int32, device="cpu")
-    memory = torch.empty(3 * num, dtype=torch.int32, device="cpu")
+    memory = torch.empty(4 * num + 1, dtype=torch.int32, device="cpu")
     rows, starts = (of_rows.data_ptr() + 4 * i * room for i in range(2))
-    ordered, new_values, times = (memory.data_ptr() + 4 * i * num for i in range(3))
+    ordered, new_values, times, bounds = (memory.data_ptr() + 4 * i * num for i in range(4))
     at = 0
     for as_they_are, run in groupby(found.tolist()):
         stop = at + len(list(run))
@@ -88,9 +90,9 @@ def distinct_rows(
             )
         at = stop
     of_ids = keys.data_ptr(), sources, ends, begins, num_segments
-    count = entry_of("compact")(*of_ids, numbers, rows, starts, ordered, new_values, times)
-    of_values = memory[num : num + count].to(values.dtype)
-    return DistinctRows(of_values, found.tolist(), memory[:num], memory[2 * num : 2 * num + count])
+    count = entry_of("compact")(*of_ids, numbers, rows, starts, ordered, new_values, times, bounds)
+    of_values, of_times, of_bounds = (memory[i * num : i * num + count + i // 3] for i in (1, 2, 3))
+    return DistinctRows(of_values.to(values.dtype), found.tolist(), memory[:num], of_times, of_bounds)
 
 
 class Numbered(NamedTuple):

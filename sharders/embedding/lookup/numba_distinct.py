@@ -62,7 +62,7 @@ def _again(keys, num, slots):
     return found
 
 
-def compact(keys, sources, ends, begins, num_tables, counts, rows, starts, ordered, values, times):
+def compact(keys, sources, ends, begins, num_tables, counts, rows, starts, ordered, values, times, bounds):
     """Rows of the segments, one after the other; returns how many.
 
     Args:
@@ -71,8 +71,10 @@ def compact(keys, sources, ends, begins, num_tables, counts, rows, starts, order
         begins, rows, starts: of the segments that are sorted, see `sort_tables`.
         ordered: likewise; written for the others.
         values, times: written: the rows, and how many ids each has.
+        bounds: written: of the rows among the ids, from 0 to the end.
     """
     at = 0
+    write32(bounds, 0, 0)
     for table in range(num_tables):
         begin, end, count = read64(ends, table), read64(ends, table + 1), read32(counts, table)
         of_rows = read64(begins, table)
@@ -83,11 +85,14 @@ def compact(keys, sources, ends, begins, num_tables, counts, rows, starts, order
                 write32(times, at, 1)
                 write32(ordered, p, p if sources == 0 else read32(sources, p))
                 at += 1
+                write32(bounds, at, p + 1)
         else:
             for i in range(count):
                 write32(values, at, read32(rows, of_rows + i))
-                write32(times, at, read32(starts, of_rows + i + 1) - read32(starts, of_rows + i))
+                stop = read32(starts, of_rows + i + 1)
+                write32(times, at, stop - read32(starts, of_rows + i))
                 at += 1
+                write32(bounds, at, stop)
     return at
 
 
