@@ -50,14 +50,12 @@ class PartialColumns:
         self._pieces, self._entries = int64(pieces), int64(entries)
         # What compiled code is told of slots, but for where their partials lie: of all, and of each sender's own.
         self._of_all = longs(word for width in self._widths for word in (width, 0, 0))[0]
-        self._of_senders = [
-            longs(word for slot in slots for word in (slot, self._widths[slot], self._columns[slot], 0))[0]
-            for slots in ([slot for piece in of for slot in piece.slots] for of in self._by_sender())
-        ]
+        self._of_senders: dict[int, array[int]] = {}
+        for piece in plan.pieces:
+            of_sender = self._of_senders.setdefault(piece.sender, array("q"))
+            for slot in piece.slots:
+                of_sender.extend((slot, piece.width, self._columns[slot], 0))
         self._together = gcd(*(n for to, width, *_ in pieces for n in (to, width)))
-
-    def _by_sender(self) -> list[list[Piece]]:
-        return [[p for p in self._plan.pieces if p.sender == sender] for sender in range(len(self._plan.order))]
 
     def takes(self, *matrices: torch.Tensor) -> bool:
         """Whether compiled code may read and write them."""
@@ -109,7 +107,7 @@ class PartialColumns:
             if piece.sender == sender:
                 *of_piece, at = _places(piece, partials.counts, at)
                 places += of_piece
-        slots = self._of_senders[sender][:]
+        slots = self._of_senders.get(sender, array("q"))[:]
         slots[3::4] = array("q", places)
         lengths, pick = partials.lengths, entry_of("pick_gradients", ELEMENTS[out.dtype])
         fixed = grad.data_ptr(), grad.stride(0), *words(lengths), lengths.shape[1]
