@@ -66,7 +66,7 @@ class OwnedBags(NamedTuple):
 
 def owned_bags(received: Received, run: SlotRun, sources: Sequence[int]) -> OwnedBags:
     """The bags of `sources` that have ids in a run's slots."""
-    ids, weights, lengths = [], [], []
+    ids, weights = [], []
     segments: list[tuple[int, int]] = []
     of_sources = []
     ranges = [i - run.tbe.slots.start for i in run.slots]
@@ -77,14 +77,14 @@ def owned_bags(received: Received, run: SlotRun, sources: Sequence[int]) -> Owne
             ids.append(received.ids[source][span])
             if received.weights is not None:
                 weights.append(received.weights[source][span].to(run.tbe.bank.weights.dtype))
-            lengths.append(received.lengths[source][piece.start : piece.stop].reshape(-1))
         its_counts = [n for piece in run.pieces for n in counts[piece.start : piece.stop]]
         num_bags = sum(sum(bags_of[piece.start : piece.stop]) for piece in run.pieces)
         segments += zip(ranges, its_counts, strict=True)
         of_sources.append((num_bags, sum(its_counts), len(its_counts)))
     all_ids, num_bags, bags = joined(ids), sum(n for n, _, _ in of_sources), None
     if weights or num_bags != all_ids.numel():
-        of_all = joined(lengths)
+        lengths = [received.lengths[source][piece.start : piece.stop] for source in sources for piece in run.pieces]
+        of_all = joined([of_piece.reshape(-1) for of_piece in lengths])
         filled = chosen(of_all > 0, of_all, num_bags)
         bags = F.pad(filled.cumsum(0, dtype=filled.dtype), (1, 0))
     return OwnedBags(all_ids, segments, bags, joined(weights) if weights else None, of_sources)
@@ -340,7 +340,8 @@ class Partials:
     def look_up_own(self, out: torch.Tensor) -> None:
         """Flat, for this rank."""
         sizes = [bags.num_bags * run.width for run, bags in zip(self._runs, self._own, strict=True)]
-        for i, (bags, of_run) in enumerate(zip(self._own, out.split(sizes), strict=True)):
+        parts = out.split(sizes) if len(sizes) != 1 else (out,)
+        for i, (bags, of_run) in enumerate(zip(self._own, parts, strict=True)):
             found = self._rows(i, bags, of_run)
             if found.data_ptr() != of_run.data_ptr():
                 of_run.copy_(found)

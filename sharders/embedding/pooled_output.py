@@ -265,18 +265,22 @@ class PooledOutputDist:
         of_groups = [self._of_group(grad, i) for i in range(num_groups)]
 
         def pack(rank: int, out: torch.Tensor) -> None:
-            """What the lookup of `rank` gave, column by column."""
+            """What the lookup of `rank` gave, column by column, and gradients of its partials."""
+            if to[rank]:
+                pack_lookup(rank, out[: to[rank]])
+                out = out[to[rank] :]
+            if partials is not None and self._partial_columns is not None and picks:
+                self._partial_columns.pick(partials, rank, grad, scale, out)
+            elif partials is not None:
+                partials.pack(rank, of_groups, scale, out)
+
+        def pack_lookup(rank: int, flat: torch.Tensor) -> None:
             is_ragged = blocks is not None and rank != self.me
-            flat = out[: to[rank]]
             lookup = grad.new_empty(mine, widths[rank]) if is_ragged else flat.view(mine, widths[rank])
             if rank != self.me or packs_own:
                 self._back[rank]({0: grad}, lookup, scale)
             if blocks is not None and is_ragged:
                 flat.copy_(ragged(lookup, self.columns[rank], blocks[self.me]))
-            if partials is not None and self._partial_columns is not None and picks:
-                self._partial_columns.pick(partials, rank, grad, scale, out[to[rank] :])
-            elif partials is not None:
-                partials.pack(rank, of_groups, scale, out[to[rank] :])
 
         send_sizes, receive_sizes = list(to), list(came_from)
         if partials is not None:

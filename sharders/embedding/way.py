@@ -323,7 +323,8 @@ class Way:
         self, call: Call, grad: torch.Tensor, sources: tuple[int, ...]
     ) -> Iterator[tuple[Whole, torch.Tensor, Bags]]:
         """Each lookup that travels whole, its columns of the gradient, and its bags."""
-        columns = grad.split([whole.lookup.num_columns for whole in self.whole], 1)
+        widths = [whole.lookup.num_columns for whole in self.whole]
+        columns = grad.split(widths, 1) if len(widths) > 1 else [grad][: len(widths)]
         yield from zip(self.whole, columns, self._bags(call, sources), strict=True)
 
     def _bags(self, call: Call, sources: tuple[int, ...]) -> list[Bags]:

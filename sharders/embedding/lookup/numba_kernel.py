@@ -172,7 +172,7 @@ class NumbaLookup(TorchLookup):
         to = (0, 0) if lies_in_order else tuple(addresses(keys))
         (_kept, told), (_memory, firsts) = longs(counts), longs(bytes(8 * len(counts)))
         of_tables = by_table.data_ptr(), ends.data_ptr(), len(tables), firsts
-        most = self._entry("expand_runs")(*words(ids), told, len(counts), *of_tables, *to, order.ends.data_ptr())
+        most = self._entry("expand_runs")(*words(ids), told, len(counts), *of_tables, *to, order.ends)
         return self._sort(order, (ids.data_ptr(), 0, 0) if lies_in_order else (*to, 0), most, tables)
 
     # Only the order knows how ids are read.
@@ -284,7 +284,7 @@ class NumbaLookup(TorchLookup):
         memory = torch.empty(rows, ids.numel() + _FILLED, dtype=torch.int32, device="cpu")
         sources, keys, origins = (*addresses(memory), 0, 0)[:3]
         of_runs = (runs.to_sort.data_ptr(), runs.first.data_ptr(), len(tables))
-        given = (*words(ids), *words(bounds), *of_runs, keys, sources, origins, order.ends.data_ptr())
+        given = (*words(ids), *words(bounds), *of_runs, keys, sources, origins, order.ends)
         order.apart.read, order.apart.runs = read, runs
         of_tables = tables.tables.data_ptr(), tables.num_rows.data_ptr(), most_apart
         most = self._entry("expand_bags")(*given, *of_tables, order.apart.row_ends, order.apart.firsts)
@@ -315,7 +315,7 @@ class NumbaLookup(TorchLookup):
 
     def _sort(self, order: Order, keys: tuple[int, ...], most: int, tables: Summed, with_places: bool = False) -> Order:
         sort_tables, num_rows, num_tables = self._entry("sort_tables"), tables.num_rows.data_ptr(), len(tables.tables)
-        room = self._entry("lay_out")(order.ends.data_ptr(), num_rows, num_tables, order.begins.data_ptr())
+        room = self._entry("lay_out")(order.ends, num_rows, num_tables, order.begins)
         order.make_room(room, with_places)
         parts = min(threads.num_parts(order.num_ids), num_tables)
 
@@ -359,7 +359,7 @@ class NumbaLookup(TorchLookup):
         keys = torch.empty(2, order.num_ids, dtype=torch.int32, device="cpu")
         of_parts = int64([[r.data_ptr(), len(r), start] for r, start in zip(rows, starts, strict=True)])
         of_tables = tables.first_rows.data_ptr(), tables.num_rows.data_ptr(), len(tables.tables)
-        given = of_parts.data_ptr(), len(rows), *of_tables, *addresses(keys), order.ends.data_ptr()
+        given = of_parts.data_ptr(), len(rows), *of_tables, *addresses(keys), order.ends
         return self._sort(order, (*addresses(keys), 0), self._entry("expand_parts")(*given), tables)
 
 

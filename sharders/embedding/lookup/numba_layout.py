@@ -143,7 +143,7 @@ class Apart:
             columns: 0 of each range.
         """
         order = Order(self.num_rows, self.num_tables, ALL_BITS, columns)
-        order.ends = torch.frombuffer(self._ends, dtype=torch.int64, count=self.num_tables + 1)
+        order.read_ends(self._ends)
         order.make_room(self.num_rows + self.num_tables, with_places=False)
         return order
 
@@ -160,10 +160,11 @@ class Order:
 
     def __init__(self, num_ids: int, num_tables: int, shift: int, columns: Tensor) -> None:
         self.num_ids, self.shift, self.columns = num_ids, shift, columns
-        self.ends = torch.empty(num_tables + 1, dtype=torch.int64, device="cpu")
-        self.begins = torch.empty(num_tables, dtype=torch.int64, device="cpu")
-        self.counts = torch.empty(num_tables, dtype=torch.int32, device="cpu")
-
+        self._ends, self.ends = longs(bytes(8 * (num_tables + 1)))
+        """(num_tables + 1,) int64; its address."""
+        self._begins, self.begins = longs(bytes(8 * num_tables))
+        """(num_tables,) int64; its address."""
+        self._counts = array("i", bytes(4 * num_tables))
         self.apart = Apart(num_tables)
 
     def make_room(self, num_rows: int, with_places: bool) -> None:
@@ -171,8 +172,17 @@ class Order:
         sizes = [num_rows, num_rows, self.num_ids, self.num_ids * with_places]
         self.memory = torch.empty(sum(sizes), dtype=torch.int32, device="cpu")
         rows, starts, ordered, places = accumulate([4 * n for n in sizes[:3]], initial=self.memory.data_ptr())
-        of_tables = map(address, (self.ends, self.begins, self.counts))
+        of_tables = self.ends, self.begins, self._counts.buffer_info()[0]
         self.addresses = (*of_tables, rows, starts, ordered, places if with_places else 0)
+
+    def read_ends(self, ends: array[int]) -> None:
+        """Have these, in place of its own."""
+        self._ends, self.ends = ends, ends.buffer_info()[0]
+
+    @property
+    def counts(self) -> list[int]:
+        """Of each table its distinct rows."""
+        return self._counts.tolist()
 
 
 def scratch_for(num_ids: int) -> Tensor:

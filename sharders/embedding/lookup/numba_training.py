@@ -94,7 +94,7 @@ def train(bank: Bank, tables: Summed, gradients: Gradients) -> None:
 
 def row_gradients(bank: Bank, tables: Summed, gradients: Gradients, into: Into | None = None) -> RowGradients:
     """The sums by row; in `into` where that has their dtype."""
-    counts = gradients.order.counts.tolist()
+    counts = gradients.order.counts
     by_width: dict[int, list[int]] = {}
     for t in tables.as_stored:
         if counts[t]:
