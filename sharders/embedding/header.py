@@ -135,6 +135,8 @@ class Handshake:
         self.replicas, self.rank_names = replicas, list(rank_names)
         self.features, self.channel, self.size = list(features), channel, channel.size
         self.data_ranks, self.tensor_axes = list(data_ranks), list(tensor_axes)
+        firsts = {data_rank: rank for rank, data_rank in reversed([*enumerate(data_ranks)])}
+        self._of_same_samples = [(r, firsts[of]) for r, of in enumerate(data_ranks) if firsts[of] != r]
         self._content = content
         self.rename("the module")
 
@@ -260,13 +262,12 @@ class Handshake:
         return next(((rank, fault) for rank, fault in told if fault is not None), None)
 
     def _check_same_samples(self, headers: Sequence[Header]) -> None:
-        first = {data_rank: rank for rank, data_rank in reversed([*enumerate(self.data_ranks)])}
-        for rank, (header, data_rank) in enumerate(zip(headers, self.data_ranks, strict=True)):
-            if header.checksum != headers[first[data_rank]].checksum:
+        for rank, first in self._of_same_samples:
+            if headers[rank].checksum != headers[first].checksum:
                 axes = ", ".join(repr(axis) for axis in self.tensor_axes)
                 raise InputError(
-                    f"ranks {first[data_rank]} and {rank} call {self.name} with different batches, and lie along mesh "
-                    f"axis {axes}, whose ranks must all have the same samples: both are data rank {data_rank}. Does a "
+                    f"ranks {first} and {rank} call {self.name} with different batches, and lie along mesh axis {axes}, "
+                    f"whose ranks must all have the same samples: both are data rank {self.data_ranks[rank]}. Does a "
                     "data loader shard over all ranks? Its sampler's num_replicas is env.data_size, its rank this "
                     "process's place on the mesh's other axes. Where each rank loads samples of its own on purpose: "
                     "sharders.gather_batch(batch, env) makes one batch of them"

@@ -63,6 +63,8 @@ class Segment:
         everything = _buffer_type(self.size).from_address(self.address)
         everything.keeps = mapping
         self._bytes = torch.frombuffer(everything, dtype=torch.uint8)
+        self._elements: dict[torch.dtype, torch.Tensor] = {}
+        """The same as elements of other dtypes."""
 
     @property
     def token(self) -> bytes:
@@ -95,7 +97,10 @@ class Segment:
 
     def view(self, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """(count,) elements that lie in it, from a place on that is a multiple of their size."""
-        return self._bytes[start : start + count * dtype.itemsize].view(dtype)
+        size, elements = dtype.itemsize, self._elements.get(dtype)
+        if elements is None:
+            elements = self._elements[dtype] = self._bytes[: self.size // size * size].view(dtype)
+        return elements[start // size : start // size + count]
 
 
 class Block:
