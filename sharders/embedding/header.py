@@ -266,8 +266,8 @@ class Handshake:
             if headers[rank].checksum != headers[first].checksum:
                 axes = ", ".join(repr(axis) for axis in self.tensor_axes)
                 raise InputError(
-                    f"ranks {first} and {rank} call {self.name} with different batches, and lie along mesh axis {axes}, "
-                    f"whose ranks must all have the same samples: both are data rank {self.data_ranks[rank]}. Does a "
+                    f"ranks {first} and {rank} call {self.name} with different batches, and lie along mesh axis {axes}"
+                    f", whose ranks must all have the same samples: both are data rank {self.data_ranks[rank]}. Does a "
                     "data loader shard over all ranks? Its sampler's num_replicas is env.data_size, its rank this "
                     "process's place on the mesh's other axes. Where each rank loads samples of its own on purpose: "
                     "sharders.gather_batch(batch, env) makes one batch of them"
