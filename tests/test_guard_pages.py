@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -33,7 +34,10 @@ from sharders.embedding.lookup.optimizers import OptimizerSpec
 from sharders.embedding.lookup.reads import Bags, Given, Segmented
 from sharders.embedding.packing import Packable, Packing
 from sharders.embedding.partial_columns import PartialColumns
+from sharders.embedding.placement import neighbours
 from sharders.embedding.ragged import Columns
+from sharders.embedding.received import Received
+from sharders.embedding.way import offsets
 from tests.guard_pages import GuardedMemory
 from tests.test_partial_columns import draw as draw_partials
 
@@ -280,6 +284,36 @@ def packed(draw: Draw) -> None:
     assert found.filled == at
 
 
+def from_sources(draw: Draw) -> None:
+    """Some slots of what several ranks have sent, in any order of these; numbers of ids alone packed by key."""
+    num, num_slots, is_weighted = draw.one((2, 3, 5)), draw.one((1, 3, 6)), draw.below(2)
+    samples = [draw.one((0, 1, 4, 9)) for _ in range(num)]
+    lengths = [draw.lengths(num_slots * n).view(num_slots, n).to(torch.int32) for n in samples]
+    counts = [of.sum(1).tolist() for of in lengths]
+    ids = [draw.ids(sum(of), 5000, torch.int32) for of in counts]
+    weights = [torch.rand(len(of), generator=draw.rng) for of in ids] if is_weighted else None
+    received = Received(lengths, ids, weights, counts, counts)
+    slots = sorted({draw.below(num_slots) for _ in range(num_slots)})
+    order = torch.randperm(num, generator=draw.rng).tolist()
+    chosen = torch.tensor([int(slot in slots) for slot in range(num_slots)])
+    found = received.bags_of(order, slots, chosen, torch.float64)
+    of_ids, of_bags, of_weights = received.slot_major(order, neighbours(slots))
+    assert found.ids.equal(of_ids) and found.offsets.equal(offsets(of_bags))
+    assert found.weights is None if of_weights is None else found.weights.equal(of_weights.double())
+    of_ranks, head, at = (slots, slots[:1]), draw.one((0, 26)), 0
+    packing = Packing([[Packable(f, key, 0, -1) for key in of] for f, of in enumerate(of_ranks)], head)
+    out = torch.full((packing.room(counts[0], 1, False),), -1, dtype=torch.int32)
+    rows = [of_key.tolist() for of_key in ids[0].split(counts[0])]
+    packed = packing.ids_alone(ids[0], counts[0], [*accumulate(counts[0], initial=0)], out)
+    assert packed.counts == [[len(rows[key]) for key in of_rank] for of_rank in of_ranks]
+    for words, of_rank in zip(packed.words, of_ranks, strict=True):
+        at += head
+        expected = [*(len(rows[key]) for key in of_rank), *(row for key in of_rank for row in rows[key])]
+        assert out[at : at + words].tolist() == expected
+        at += words + (words & 1 if head else 0)
+    assert packed.filled == at
+
+
 def run_cases(seed: int, at_begin: bool, seconds: float) -> None:
     """As many as there is time for."""
     faulthandler.enable()
@@ -305,6 +339,7 @@ def run_cases(seed: int, at_begin: bool, seconds: float) -> None:
             added_up(draw)
             sorted_by_block(draw)
             packed(draw)
+            from_sources(draw)
             number += 1
     print(f"cases: {number}", flush=True)
     os._exit(0)  # threads that end with the interpreter cannot give their tensors' memory back

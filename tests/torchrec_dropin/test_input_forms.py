@@ -128,6 +128,7 @@ def _compare(plain: nn.Module, make: Make) -> None:
     if isinstance(ours, dict):
         for key, value in ours.items():
             torch.testing.assert_close(value.weights_or_none(), outs[env.rank][key].weights_or_none())
+            assert vars(value).keys() == vars(outs[env.rank][key]).keys()
     (sum(loss_of(out) for out in outs) / 2).backward()  # type: ignore[union-attr]
     loss_of(ours).backward()
     for m in (model, plain):
