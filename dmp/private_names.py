@@ -38,8 +38,8 @@ Optimizers, gradients and scaling
 
 FSDP2 and DDP
 - `_get_fsdp_state`, `_fsdp_param_groups`, `_lazy_init`, `_register_pre_backward_hook`, `_get_grad_inner_tensor`,
-  `_training_state`, `torch.distributed.fsdp._common_utils.collect_grad_tensors`: who had no gradient, what a unit
-  waits for, and what it gathers
+  `_training_state`, `_state_ctx`, `torch.distributed.fsdp._common_utils.collect_grad_tensors`: who had no gradient,
+  what a unit waits for, what it gathers, and whether a backward pass has ended
 - `_sharded_state`, `_setattr_on_modules`, `_unsharded_param`, `_sharded_post_forward_param`: a state dict without
   freeing what a unit has gathered
 - `_wrapped_call_impl`: the frame at which a module is called, past what gathers its weights

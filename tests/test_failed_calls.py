@@ -159,6 +159,41 @@ def test_an_optimizer_made_after_a_failed_forward_trains(kind: type[Exception]) 
     assert run_ranks(2, fail, kind) == [True, True]
 
 
+class Interrupted(KeyboardInterrupt):
+    pass
+
+
+def interrupted(axis: str, kind: type[BaseException]) -> bool:
+    """A backward pass that raises after it has begun, then two steps."""
+    model, plain = wrapped(axis), Net()
+    ids = torch.tensor([[1, 2], [3, model.env.rank]])
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
+
+    def refuse(_: torch.Tensor) -> None:
+        raise kind("in the backward pass")
+
+    handle = model.module.table.register_forward_hook(lambda module, args, out: out.register_hook(refuse) and None)
+    with pytest.raises(kind):
+        model(ids).sum().backward()
+    handle.remove()
+    for _ in range(2):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        model(ids).square().sum().backward()
+        for rank in range(2):
+            (plain(torch.tensor([[1, 2], [3, rank]])).square().sum() / 2).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    after = full_state_dict(model)
+    return all(torch.allclose(after[name], value, atol=1e-5) for name, value in plain.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", [Interrupted, MemoryError])
+def test_steps_after_a_backward_pass_that_raised(kind: type[BaseException]) -> None:
+    """FSDP2 waited for its end ever after: no gradient came, in silence."""
+    assert run_ranks(2, interrupted, "shard", kind) == [True, True]
+
+
 def checkpointed(axis: str) -> None:
     model, whole = wrapped(axis), Net()
     ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, whole))
