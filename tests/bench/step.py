@@ -25,7 +25,7 @@ from tests.bench import floor, pace
 from tests.bench.report import Result
 from tests.bench.resident import counted_elsewhere, give_back, reset_peak, resident
 from tests.bench.rounds import in_turns, of_all_ranks, quickest_of_rounds, slowest
-from tests.bench.step_cells import CELLS, KINDS, OPTIMIZERS, QUICK, Cell
+from tests.bench.step_cells import BAGS, CELLS, KINDS, OPTIMIZERS, QUICK, Cell
 from tests.bench.step_report import HEADER as LINES
 from tests.bench.step_report import Row, goals, table
 from tests.bench.torchrec_side import torchrec_plan, torchrec_wrap
@@ -185,11 +185,13 @@ def warm_up(ranks: int, optimizer: str) -> None:
 
 
 def _smallest(ranks: int, optimizer: str) -> list[Cell]:
-    """Of bags and of sequences, with ids that are few and with ids that come again and again."""
+    """Bags of one id and of many, in each layout that has kernels of its own, and sequences; with ids that are few and
+    with ids that come again and again."""
     return [
-        Cell(kind, ranks, Workload((64, 64), 16, batch, pooled=KINDS[kind][1], optimizer=optimizer))
-        for kind in ("row-wise", "sequence, row-wise")
+        Cell(kind, ranks, Workload((64, 64, 64), 16, batch, bag, pooled=KINDS[kind][1], optimizer=optimizer))
+        for kind in ("row-wise", "mixed", "sequence, row-wise")
         for batch in (8, 512)
+        for bag in BAGS
     ]
 
 
