@@ -204,13 +204,13 @@ def test_tables_of_few_rows_are_summed_without_an_order(
         torch.set_num_threads(num_threads)
         monkeypatch.setattr(numba_kernel, "_APART_BYTES", most)
         draw = torch.Generator().manual_seed(1)
-        bank = Bank([[(3, 16)], [(40, 72)], [(900, 5)], [(7, 5)]], dtype, "cpu", spec)
+        bank = Bank([[(3, 16)], [(40, 72)], [(900, 5)], [(7, 5)], [(400, 4)]], dtype, "cpu", spec)
         bank.weights.copy_(torch.randn(bank.weights.shape, generator=draw))
         tables = [RowRange(of, 0, of.rows) for (of,) in bank.chunks]
         lookup = compile_lookup(bank, [tables[0], *tables], kernel="numba")
         assert isinstance(lookup, NumbaLookup)
-        lengths = torch.randint(0, 20, (5, 60), generator=draw)
-        read = Bags(*_ids_of([3, 3, 30, 900, 7], lengths, draw))  # ten rows of the second table are never named
+        lengths = torch.randint(0, 20, (6, 60), generator=draw)
+        read = Bags(*_ids_of([3, 3, 30, 900, 7, 400], lengths, draw))  # ten rows of the second table are never named
         ids, bags = _ids_of([900, 7], lengths[:2].clamp(min=1), draw)
         of_rows = Segmented(ids, [*zip((3, 4), lengths[:2].clamp(min=1).sum(1).tolist(), strict=True)], bags)
         if weighted:
@@ -219,13 +219,13 @@ def test_tables_of_few_rows_are_summed_without_an_order(
         grad, rows_grad, wide = (torch.randn(n, 200, generator=draw).to(dtype) for n in (60, 120, 25))
         order, order_of_rows, results = lookup.order_pooled(read), lookup.order_rows(of_rows), []
         is_apart = most > 0 and dtype != torch.bfloat16
-        assert (order.apart.num_rows, order_of_rows.apart.num_rows) == ((3 + 40 + 7, 7) if is_apart else (0, 0))
-        for given in (None, Given(wide, (3, 30, 60, 150, 190), 1 / 3)):
+        assert (order.apart.num_rows, order_of_rows.apart.num_rows) == ((3 + 40 + 7 + 400, 7) if is_apart else (0, 0))
+        for given in (None, Given(wide, (3, 30, 60, 150, 190, 195), 1 / 3)):
             if spec is None:
-                results.append(lookup.gradient_pooled(grad[:, :114], read, order=order, given=given))
+                results.append(lookup.gradient_pooled(grad[:, :118], read, order=order, given=given))
             else:
                 bank.step()
-                lookup.update_pooled(grad[:, :114], read, order=order, given=given)
+                lookup.update_pooled(grad[:, :118], read, order=order, given=given)
         learn = lookup.gradient_rows if spec is None else lookup.update_rows
         results.append(learn(rows_grad[:, :5], of_rows, order=order_of_rows))
         trained_by.append([*(found for found in results if found is not None), bank.weights, *bank.state.values()])
