@@ -145,12 +145,44 @@ def penalized(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     return loss + gradient.square().sum()
 
 
-LOSSES_OF_COPIES: dict[str, tuple[Loss, bool | None]] = {"penalty": (penalized, None)}
-"""FSDP2's weights are no leaves of the forward's graph."""
+def past_after_a_forward_alone(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """One with no backward pass of its own, as for logging, which DDP awaited: it left each rank its own gradients."""
+    if isinstance(model, DistributedModelParallel):
+        model(batch(rank, step), True)
+    return past_the_wrapper(model, rank, step)
 
 
-def test_a_penalty_on_the_gradient_of_a_weight() -> None:
-    assert run_ranks(2, steps_of, "dp", "penalty") == [[], []]
+def without_average_after_a_forward_alone(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """DDP awaited the pass inside `no_sync`, and raised at the forward after it."""
+    if not isinstance(model, DistributedModelParallel):
+        return branches(model, rank, step) + branches(model, rank, step + 1)
+    model(batch(rank, step), True)
+    with model.no_sync():
+        branches(model, rank, step).backward()
+    return branches(model, rank, step + 1)
+
+
+def a_weight_by_itself_first(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """Between forward and backward: DDP took the second gradient of that weight for an error."""
+    loss, decay = branches(model, rank, step), getattr(model, "module", model).head.weight.square().sum()
+    if not isinstance(model, DistributedModelParallel):
+        return loss + decay
+    decay.backward()
+    return loss
+
+
+LOSSES_OF_COPIES: dict[str, tuple[Loss, bool | None]] = {
+    "penalty": (penalized, None),
+    "past, a forward alone": (past_after_a_forward_alone, None),
+    "no_sync, a forward alone": (without_average_after_a_forward_alone, None),
+    "a weight first": (a_weight_by_itself_first, None),
+}
+"""FSDP2's weights are no leaves of the forward's graph, and it averages in each backward pass by itself."""
+
+
+@pytest.mark.parametrize("name", LOSSES_OF_COPIES)
+def test_gradients_of_copies_are_those_of_one_process(name: str) -> None:
+    assert run_ranks(2, steps_of, "dp", name) == [[], []]
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@
 - `blocks`: repeated blocks: units of FSDP2, checkpointing, compilation
 - `past_hooks`: modules that are run past the hooks by which FSDP2 gathers their weights
 - `unreached`: gradients of dense parameters that the loss does not reach
+- `pass_end`: what a backward pass runs at its end, and whether it raised before
 - `later_hooks`: users' hooks on gradients, which run when these are averaged
 - `buffers`: buffers of copies, which are rank 0's
 """

@@ -26,9 +26,12 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from dmp import local_of, tensors_of
+from dmp import RanksError, ShardError, local_of, ranks, tensors_of
 from sharders.data_parallel.buffers import Buffers
 from sharders.data_parallel.later_hooks import LaterHooks
+from sharders.data_parallel.pass_end import PassEnd
+
+_AFTER_RAISED = "averaging gradients after a backward pass that raised"
 
 
 class AnyReachDDP(DistributedDataParallel):
@@ -37,7 +40,8 @@ class AnyReachDDP(DistributedDataParallel):
     A forward outside `no_sync` is averaged in its own backward: two forwards may be followed by two backwards. So is a
     backward that no forward of this module is behind, but one of `module` itself or of its parts, in one exchange at
     its end: torch's leaves each rank its own gradients there. Parameters may be frozen later. `torch.autograd.grad`
-    through the output averages nothing.
+    through the output averages nothing. After a backward pass that raised on all ranks, others may follow, with
+    `zero_grad` or on top of what it left in gradients: torch's would end in an assertion, or in wrong means.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -46,7 +50,8 @@ class AnyReachDDP(DistributedDataParallel):
         self._trained = [p for p in self._module_parameters if p.requires_grad]
         self._nodes = [get_gradient_edge(p).node for p in self._trained]
         self._reached: list[torch.Tensor] = []
-        self._is_queued = self._is_awaited = self._is_local = False
+        self._is_awaited = self._is_local = False
+        self._end = PassEnd()
         self._later = LaterHooks()
         self._reach = _Reached(self._reached.append, weakref.ref(self))
         for p in self._trained:
@@ -56,12 +61,14 @@ class AnyReachDDP(DistributedDataParallel):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward; its backward averages gradients, unless inside `no_sync`."""
+        if torch.is_grad_enabled():
+            self._recover()
         output = super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
         if torch.is_grad_enabled():
-            self._is_queued = False  # a backward that raised has left it so
             self._reached.clear()
             self._later.take(self._trained, self._reach)
-            self._is_local = not self.require_backward_grad_sync
+            # DDP averages in the next backward pass, whichever forward it is of: some may have none, as for logging.
+            self._is_local = not (self.require_backward_grad_sync or self._is_awaited)
             if not self._is_local:
                 self._is_awaited = True
                 for tensor in with_graph(output):
@@ -82,16 +89,16 @@ class AnyReachDDP(DistributedDataParallel):
 
     def _begin(self, _: torch.Tensor) -> None:
         """A backward pass comes by the output: have `_complete` run at its end."""
-        if self._is_queued or not self._accumulates():
+        if self._end.is_queued or not self._accumulates():
             return
-        self._is_queued = True
+        self._recover()
+        self._end.queue(self._complete)
         self._later.open()
         if not self._is_awaited:  # averaged since the forward: two forwards, then two backwards
             self._reached.clear()
             self.reducer._rebuild_buckets()  # as each forward does; it wants to once, after the first
             self.reducer.prepare_for_backward([])
             self._is_awaited = True
-        Variable._execution_engine.queue_callback(self._complete)
 
     def _accumulates(self) -> bool:
         """Whether this backward pass gives any parameter a gradient; `torch.autograd.grad` does not."""
@@ -110,7 +117,8 @@ class AnyReachDDP(DistributedDataParallel):
         if len(self._reached) < len(self._trained):
             ids = {id(p) for p in self._reached}
             _accumulate_nothing([p for p in self._trained if id(p) not in ids])
-        self._is_queued = self._is_awaited = False
+        self._is_awaited = False
+        self._end.clear()
         self._reached.clear()
         if self._later.waiting:  # behind DDP's own last callback, which is queued by now
             Variable._execution_engine.queue_callback(self._later.run)
@@ -119,16 +127,48 @@ class AnyReachDDP(DistributedDataParallel):
 
     def begin_past(self) -> None:
         """A backward pass has come to a parameter, and not from a forward of this module: average at its end."""
-        if self._is_queued or self._is_awaited or self._is_local or not self.require_backward_grad_sync:
+        if self._end.is_queued or not (self._is_awaited or (self.require_backward_grad_sync and not self._is_local)):
             return
-        self._is_queued = True
+        self._recover()
+        # A forward that nobody has gone back from, as for logging: DDP awaits this pass in its place.
+        self._end.queue(self._complete if self._is_awaited else self._average)
         self._later.open()
-        Variable._execution_engine.queue_callback(self._average)
 
     def _average(self) -> None:
-        self._is_queued = False
+        given = _average([p for p in self._trained if p.requires_grad], self.process_group)
+        self._end.clear()
         self._reached.clear()
-        self._later.run(_average([p for p in self._trained if p.requires_grad], self.process_group))
+        self._later.run(given)
+
+    def _recover(self) -> None:
+        """After a backward pass that raised: have DDP wait for it no longer; collective there.
+
+        Raises:
+            RanksError: ranks have come to different points of it: some wait for what others never sent.
+            ShardError: gradients are DDP's own memory, where some of them are divided by the ranks already.
+        """
+        if not self._end.has_raised:
+            return
+        is_kept = self.gradient_as_bucket_view and any(p.grad is not None and p.grad.any() for p in self._trained)
+        group: Any = self.process_group  # which does not declare it; private, as `_reset_state`: there is no other way
+        sent = group._get_sequence_number_for_group()
+        said = ranks.compare_facts({"sent": str(sent), "is kept": str(is_kept)}, self.process_group, _AFTER_RAISED)
+        if said is not None:
+            numbers = ", ".join(f"rank {rank}: {each['sent']}" for rank, each in enumerate(said))
+            raise RanksError(
+                f"{_AFTER_RAISED}: it was not at the same point on all ranks, which have begun different numbers of "
+                f"exchanges ({numbers}), or have cleared gradients on some: end the processes, start from a checkpoint"
+            )
+        if is_kept:
+            raise ShardError(
+                f"{_AFTER_RAISED}: with gradient_as_bucket_view=True some gradients that it left are divided by the "
+                "number of ranks and others are not: call zero_grad() before the next forward"
+            )
+        dist.barrier(self.process_group, device_ids=self.device_ids)  # what was sent by then is still written to
+        self.reducer._reset_state()
+        self._is_awaited = False
+        self._end.clear()
+        self._reached.clear()
 
 
 class _Reached:
@@ -213,14 +253,12 @@ def average_whole(module: nn.Module, names: Sequence[str], group: dist.ProcessGr
         module: the root; parameters are looked up when it has run, for those on meta are replaced.
         names: of parameters that nothing else averages.
     """
-    is_queued, later = False, LaterHooks()
+    end, later = PassEnd(), LaterHooks()
 
     def begin(_: torch.Tensor) -> None:
-        nonlocal is_queued
-        if not is_queued:
-            is_queued = True
+        if not end.is_queued:
+            end.queue(complete)
             later.open()
-            Variable._execution_engine.queue_callback(complete)
 
     def held() -> list[torch.Tensor]:
         # Not by attribute: beside split weights a backward pass reads these as plain tensors.
@@ -228,16 +266,13 @@ def average_whole(module: nn.Module, names: Sequence[str], group: dist.ProcessGr
         return [p for owner, name in places if (p := owner._parameters[name]) is not None]
 
     def complete() -> None:
-        nonlocal is_queued
-        is_queued = False
         trained = [p for p in held() if p.requires_grad]
-        if trained:
-            later.run(_average(trained, group))
+        given = _average(trained, group) if trained else []
+        end.clear()
+        later.run(given)
 
     def hook(_: nn.Module, args: Any, output: Any) -> None:
-        nonlocal is_queued
         if torch.is_grad_enabled():
-            is_queued = False  # a backward that raised has left it so
             later.take(held())
             for tensor in with_graph(output):
                 tensor.register_hook(begin)
