@@ -46,7 +46,7 @@ def test_sums_over_several_matrices_lie_one_behind_the_other(num: int, width: in
     sums = row_moves.Sums(matrices, places, bounds)
     order, out = [2, 0, 1], torch.full((3 * num, width), torch.nan)
     spans = [range(i * num, (i + 1) * num) for i in range(3)]
-    runs = [sums.run(i, -17 * (i == 1), spans[i], at * num * width) for at, i in enumerate(order)]
+    runs = [sums.run(i, width, -17 * (i == 1), spans[i], at * num * width) for at, i in enumerate(order)]
     sums.write(runs, len(places), 0.5, out)
     for i, found in zip(order, out.split(num), strict=True):
         of_matrix = bounds[spans[i].start : spans[i].stop + 1]

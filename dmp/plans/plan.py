@@ -118,7 +118,7 @@ class ShardingPlan(Mapping[str, ParameterSharding]):
         expected = 'not a plan: expected {"version": .., "parameters": {..}}'
         try:
             data: Any = parse_json(text)
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             raise PlanError(f"{expected}; it is no JSON: {error!s:.500}") from error
         if not isinstance(data, dict) or not isinstance(data.get("parameters"), dict) or "version" not in data:
             raise PlanError(f"{expected}; got {shown(data)}")
