@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from math import prod
 from typing import Any
 
 import pytest
@@ -22,7 +23,15 @@ from dmp import (
 )
 from planner import Constraint, ShardingPlanner
 from planner.candidates import request
-from planner.candidates.family import Family, block_sizes, canonical_layouts, even_widths, is_filled, layout_of
+from planner.candidates.family import (
+    Family,
+    block_sizes,
+    blocks_of,
+    canonical_layouts,
+    even_widths,
+    is_filled,
+    layout_of,
+)
 from planner.candidates.movable import placed
 from planner.candidates.offered import Asked, Offer, offers
 from tests.planner_bags import BagSharder, bags, hosts, one_axis, small_memory
@@ -55,6 +64,15 @@ def test_blocks_of_ranks() -> None:
     assert block_sizes((6,)) == (1, 2, 3, 6)
     assert block_sizes((4, 8)) == (1, 2, 4, 8, 16, 32)
     assert [size for size in range(1, 9) if is_filled(5, size)] == [1, 2, 3, 5]
+    assert [tuple(b) for b in blocks_of((8,))] == [(1, 1), (2, 2), (4, 3), (4, 4), (8, 5), (8, 6), (8, 7), (8, 8)]
+    of_hosts = [(b.size, b.filled) for b in blocks_of((16, 4)) if b.filled > 4]  # 2 to 8 of 16 hosts, 12, and all
+    assert of_hosts == [*((1 << (n - 1).bit_length(), n) for n in (8, 12, 16, 20, 24, 28, 32, 48, 64))]
+    many = [b.filled for b in blocks_of((512, 8))]
+    assert many == [1, 2, 3, 4, 6, 8, *(8 << i for i in range(1, 10))]
+    for shape in ((6,), (100,), (3, 5), (64, 8), (2, 2, 4)):
+        for size, filled in blocks_of(shape):
+            assert filled <= size
+            assert prod(shape) % size == 0
 
 
 def test_accepts_opens_rows_over_any_block_and_columns_anywhere() -> None:
@@ -99,6 +117,9 @@ def every_place() -> Iterator[tuple[Layout, ShardingEnv]]:
         yield column_wise([3, 0]), env
         yield grid([[2, 6], [3, 7]]), env
     yield table_row_wise([2, 3]), hosts(4, 2)
+    for env in (one_axis(8), hosts(2, 4)):
+        yield row_wise([4, 5, 6]), env
+        yield grid([[4, 0], [5, 1], [6, 2]]), env
 
 
 @pytest.mark.parametrize(("layout", "env"), list(every_place()), ids=str)

@@ -19,6 +19,7 @@ OPTIMIZERS = (None, "sgd", "adagrad", "rowwise_adagrad")
     ("mesh", "seeds"),
     [
         ("host2xlocal2", range(2, 3)),
+        ("dp4", range(10, 11)),  # rows over three ranks among it
         *(
             pytest.param(mesh, range(12), marks=pytest.mark.slow)
             for mesh in ("dp2", "dp4", "host2xlocal2", "replicate2xshard2")
@@ -42,4 +43,10 @@ def test_what_is_drawn_has_every_layout() -> None:
         plan = planned(module_of(tables, seed), tables, env, seed)
         found |= {entry.layout.name for entry in plan.values()}
         found |= {"uneven" for entry in plan.values() if "widths" in str(entry.layout)}
+        shapes = {name: tuple(p.shape) for name, p in module_of(tables, seed).named_parameters()}
+        for mesh in (env, ShardingEnv.abstract((4,), ("dp",), "cpu")):
+            plan = planned(module_of(tables, seed), tables, mesh, seed)
+            blocks = [{s.offsets[0] for s in plan[n].layout.shards(shape, mesh)} for n, shape in shapes.items()]
+            found |= {f"{len(of)} row blocks on {len(mesh.shape)} axes" for of in blocks}
+    assert "3 row blocks on 1 axes" in found, found
     assert found >= {"table_wise", "row_wise", "column_wise", "table_row_wise", "grid", "data_parallel"}, found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -18,12 +18,15 @@ from planner.search.tight import pour
 Rows = list[tuple[int, int, int, int, Array, Array, Array, int]]
 
 
-def problem(rows: Rows, ranks: int, capacity: float, span: list[int], setups: Array | None = None) -> Problem:
+def problem(
+    rows: Rows, ranks: int, capacity: float, span: list[int], setups: Array | None = None, filled: Sequence[int] = ()
+) -> Problem:
     """`rows`: owner, size, units, least, fixed, slope, everywhere, kinds; items are one of each class."""
     owner, size, units, least, fixed, slope, everywhere, kinds = (
         np.array(column) for column in zip(*rows, strict=True)
     )
-    table = CostTable(owner, size, np.ones_like(size), units, least, fixed, slope, everywhere, kinds)
+    ones, of_blocks = np.ones_like(size), np.array(filled, dtype=np.int64)
+    table = CostTable(owner, size, ones, units, least, fixed, slope, everywhere, kinds, filled=of_blocks)
     base = np.zeros((ranks, len(span) + 1))
     setups = np.zeros((1, len(span))) if setups is None else setups
     items = np.arange(owner.max() + 1)
@@ -31,19 +34,27 @@ def problem(rows: Rows, ranks: int, capacity: float, span: list[int], setups: Ar
 
 
 def drawn(seed: int, items: int, ranks: int, sizes: tuple[int, ...], units: int, capacity: float, span: int) -> Problem:
-    """Items whose lookups and bytes are shared by the ranks of a block, and whose results are not."""
+    """Items whose lookups and bytes are shared by the ranks of a block, and whose results are not.
+
+    Args:
+        sizes: of blocks; others than powers of two are filled ranks of the next one.
+    """
     random = np.random.default_rng(seed)
     rows: Rows = []
+    filled = []
     for item in range(items):
         fixed, slope = random.uniform(0, 0.2, 4), random.uniform(0.2, 1, 4)
         shared = np.array([1.0, 1.0, 1.0, 0.0])
         for size in sizes:
             part = np.where(shared > 0, 1.0, 1.0 / size)
             part[0] = 1.0 / size
-            rows.append((item, size, units, 1, fixed * part, slope * part, random.uniform(0, 0.02, 4), 1))
+            block = 1 << (size - 1).bit_length()
+            rows.append((item, block, units, 1, fixed * part, slope * part, random.uniform(0, 0.02, 4), 1))
+            filled.append(size)
+        filled.append(ranks)
         all_ranks = np.append(random.uniform(0.5, 1, 3) * units / 3, slope[3] * units)
         rows.append((item, ranks, 0, 0, all_ranks, np.zeros(4), np.zeros(4), 2))
-    return problem(rows, ranks, capacity, [1, 1, span], random.uniform(0, 0.3, (2, 3)))
+    return problem(rows, ranks, capacity, [1, 1, span], random.uniform(0, 0.3, (2, 3)), filled)
 
 
 def loads(p: Problem, item: int, choice: Choice) -> Array:
@@ -55,7 +66,7 @@ def loads(p: Problem, item: int, choice: Choice) -> Array:
     for block, width in zip(choice.blocks, widths, strict=True):
         piece = table.fixed[row] + width * table.slope[row]
         for phase, span in enumerate([*p.span.tolist(), 1]):
-            groups = {rank // span for rank in range(block * size, (block + 1) * size)}
+            groups = {rank // span for rank in range(block * size, block * size + int(table.filled[row]))}
             load[[rank for rank in range(ranks) if rank // span in groups], phase] += piece[phase]
     return load
 
@@ -133,9 +144,10 @@ def test_near_the_optimum_and_never_below_the_bound(capacity: float) -> None:
 
 
 @pytest.mark.parametrize("ranks", [8, 64, pytest.param(512, marks=pytest.mark.slow)])
-def test_pieces_of_many_sizes_add_up(ranks: int) -> None:
-    sizes = tuple(2**i for i in range(10) if 2**i < ranks)
-    p = drawn(5, 30, ranks, sizes, 24, 1e9, 8)
+@pytest.mark.parametrize("span", [1, 8])
+def test_pieces_of_many_sizes_add_up(ranks: int, span: int) -> None:
+    sizes = tuple(size for i in range(10) for size in (2**i, 3 * 2**i) if size < ranks)
+    p = drawn(5, 30, ranks, sizes, 24, 1e9, span)
     solution = search(p)
     check(p, solution)
     assert any(len(choice.blocks) > 1 for choice in solution.choices)

@@ -247,7 +247,10 @@ class Candidates:
         kinds = np.array([reduce(or_, map(of.kinds, row.rows)) for row in rows], dtype=np.int64)
         size, pieces, units, least = family.T
         fixed, slope, everywhere, lack, lack_slope = costs
-        return CostTable(owner, size, pieces, units, least, fixed, slope, everywhere, kinds, ragged, lack, lack_slope)
+        filled = np.array([row.family.ranks for row in rows], dtype=np.int64)
+        return CostTable(
+            owner, size, pieces, units, least, fixed, slope, everywhere, kinds, ragged, lack, lack_slope, filled
+        )
 
 
 def _surely_needed(table: CostTable, item_class: NDArray[np.int64], room: float) -> int:

@@ -99,19 +99,20 @@ class Costed:
         """(rows, phases + 1) twice: what each offer, its columns whole where they may be, puts on the rank that it
         loads most, phase by phase; and on all ranks on average."""
         family = np.array([offer.family[1:5] for offer in self.offers], dtype=np.int64).reshape(-1, 4)
-        size, pieces, units, _ = (column[:, None] for column in family.T)
+        _, pieces, units, _ = (column[:, None] for column in family.T)
+        ranks = np.array([offer.family.ranks for offer in self.offers], dtype=np.int64)[:, None]
         cut = units * self.slope
-        mean = (pieces * self.fixed + cut) * self.sharing(size)
+        mean = (pieces * self.fixed + cut) * self.sharing(ranks)
         mean -= (pieces * self.lack + units * self.lack_slope) * self.spans
         for row, loads in self.ragged.items():
-            mean[row] = loads.sum((0, 1)) * self.sharing(size[row]) / size[row]
+            mean[row] = loads.sum((0, 1)) * self.sharing(ranks[row]) / ranks[row]
         return self.fixed + cut + self.everywhere, mean / num_ranks + self.everywhere
 
     def of_cut(self, row: int, widths: Sequence[int], num_ranks: int) -> tuple[Array, Array]:
         """The same of one that is divisible, cut into pieces of so many units."""
         fixed, slope = self.fixed[row], self.slope[row]
         common = self.everywhere[row] + (len(widths) - 1) * self.each_cut[row]
-        total = (len(widths) * fixed + sum(widths) * slope) * self.sharing(self.offers[row].family.size)
+        total = (len(widths) * fixed + sum(widths) * slope) * self.sharing(self.offers[row].family.ranks)
         total -= (len(widths) * self.lack[row] + sum(widths) * self.lack_slope[row]) * self.spans
         return fixed + max(widths) * slope + common, total / num_ranks + common
 
@@ -123,13 +124,13 @@ class Costed:
         units = [0] * family.pieces if widths is None else widths
         most = [self.fixed[row] + width * self.slope[row] for width in units]
         lacks = [self.lack[row] + width * self.lack_slope[row] for width in units]
-        if family.size == 1 or not any(lack.any() for lack in lacks):
-            return [[(family.size, load)] for load in most]
-        return [[(family.size - 1, load), (1, load - lack)] for load, lack in zip(most, lacks, strict=True)]
+        if family.ranks == 1 or not any(lack.any() for lack in lacks):
+            return [[(family.ranks, load)] for load in most]
+        return [[(family.ranks - 1, load), (1, load - lack)] for load, lack in zip(most, lacks, strict=True)]
 
-    def sharing(self, size: Any) -> Any:
-        """Ranks on which a piece puts its load, by phase."""
-        return -(-size // self.spans) * self.spans
+    def sharing(self, ranks: Any) -> Any:
+        """Ranks on which a piece that has rows on so many of them puts its load, by phase."""
+        return -(-ranks // self.spans) * self.spans
 
     def kinds(self, row: int) -> int:
         """Set-ups that an offer needs, a bit each."""
@@ -191,7 +192,7 @@ class _Regular(NamedTuple):
 
     Args:
         rows: of the offers.
-        family: (families, 4) size, pieces, units, least.
+        family: (families, 4) ranks of a block that have rows, pieces, units, least.
         is_copied: (families,).
         shards: (3, families, fields) at three widths.
         widths: (3, families) those.
@@ -209,7 +210,7 @@ class _Regular(NamedTuple):
 
     @classmethod
     def of(cls, rows: Integers, known: Array, offers: Sequence[Offer], env: ShardingEnv) -> _Regular:
-        family = np.array([o.family[1:5] for o in offers], dtype=np.int64).reshape(-1, 4)
+        family = np.array([(o.family.ranks, *o.family[2:5]) for o in offers], dtype=np.int64).reshape(-1, 4)
         size, pieces, units, least = family.T
         is_copied = np.array([o.family.is_copied for o in offers], dtype=bool)
         whole = known[:, _ROWS].copy()
@@ -344,7 +345,7 @@ def _hottest(of: Class, family: Family, even: float) -> float:
     rows = _rows_of(of)
     if of.curve is None or family.is_copied or rows == 0:
         return even
-    return _most_of_a_block(of.curve, rows, family.size)
+    return _most_of_a_block(of.curve, rows, family.ranks)
 
 
 def _most_of_a_block(curve: RowCurve, rows: int, size: int) -> float:
@@ -364,7 +365,7 @@ def _shards_of(offer: Offer, known: Array, of: Class, env: ShardingEnv) -> Array
         cut = even_widths(int(known[_COLUMNS]), offer.family.pieces)
         shards = np.stack([known] * len(cut))
         shards[:, _COLUMNS] = cut
-        sizes = np.full(len(cut), offer.family.size)
+        sizes = np.full(len(cut), offer.family.ranks)
         if _is_hot(offer.family, of):
             return _hot_blocks(shards, of, offer.family, env)
         _blocks_of_rows(shards, sizes, np.zeros(len(cut), dtype=bool), env)
@@ -385,10 +386,10 @@ def _shards_of(offer: Offer, known: Array, of: Class, env: ShardingEnv) -> Array
 def _hot_blocks(pieces: Array, of: Class, family: Family, env: ShardingEnv) -> Array:
     """Each rank's row block of each piece: (ranks * pieces, fields)."""
     assert of.curve is not None
-    total = of.info.shape[0]
-    edges = np.minimum(np.arange(family.size + 1) * -(-total // family.size), total)
-    _blocks_of_rows(pieces, np.full(len(pieces), family.size), np.zeros(len(pieces), dtype=bool), env)
-    found = np.stack([pieces] * family.size)
+    total, ranks = of.info.shape[0], family.ranks
+    edges = np.minimum(np.arange(ranks + 1) * -(-total // ranks), total)
+    _blocks_of_rows(pieces, np.full(len(pieces), ranks), np.zeros(len(pieces), dtype=bool), env)
+    found = np.stack([pieces] * ranks)
     found[:, :, _ROWS] = np.diff(edges)[:, None]
     found[:, :, _SHARE] = np.diff(of.curve.below(edges))[:, None]
     return found.reshape(-1, found.shape[-1])
@@ -397,14 +398,15 @@ def _hot_blocks(pieces: Array, of: Class, family: Family, env: ShardingEnv) -> A
 def _loads(offer: Offer, local: Array, everywhere: Array, spans: Integers) -> tuple[Array, Array]:
     """(pieces, ranks in a block, phases + 1) of an offer from its shards' costs, and (phases + 1,) on all ranks."""
     own: MovableLayout | None = offer.own
-    size, pieces = offer.family.size, offer.family.pieces
-    if own is None and len(local) == pieces * size:  # each rank's
-        of_pieces = local.reshape(size, pieces, -1).swapaxes(0, 1).copy()
+    size, pieces, ranks = offer.family.size, offer.family.pieces, offer.family.ranks
+    of_pieces = np.zeros((pieces, size, local.shape[1]))
+    if own is None and len(local) == pieces * ranks:  # each rank's
+        of_pieces[:, :ranks] = local.reshape(ranks, pieces, -1).swapaxes(0, 1)
         return _together(of_pieces, spans), everywhere.sum(0)
     if own is None:  # a full rank's of each piece, then a last rank's
-        of_pieces = np.repeat(local[:pieces, None], size, axis=1)
-        of_pieces[:, -1] = local[pieces:]
-        common = everywhere[:pieces].sum(0) * (size - 1) + everywhere[pieces:].sum(0)
+        of_pieces[:, : ranks - 1] = local[:pieces, None]
+        of_pieces[:, ranks - 1] = local[pieces:]
+        common = everywhere[:pieces].sum(0) * (ranks - 1) + everywhere[pieces:].sum(0)
         return _together(of_pieces, spans), common
     on_ranks = np.zeros((pieces * size, local.shape[1]))
     if own.is_copied:

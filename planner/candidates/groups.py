@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from dmp import PlanError
 from planner.candidates.constraints import Constraint
 from planner.candidates.costed import Costed
-from planner.candidates.family import Family, cut_name, even_cuts
-from planner.search.cost_table import Array
+from planner.candidates.family import Block, Family, cut_name, even_cuts
+from planner.search.cost_table import Array, reached
 
 Ranks = NDArray[np.bool_]
 
@@ -88,10 +88,14 @@ def rows_together(colocate: str, members: Sequence[str], offered: Sequence[Seque
     ways = [_ways(rows, costed) for rows in offered]
     first, *others = ways
     found = [Row(way[1], tuple(of[way] for of in ways)) for way in first if all(way in other for other in others)]
-    divisible = {row.family.size for row in found if row.family.units}
+    divisible = {(row.family.size, row.family.filled) for row in found if row.family.units}
     # whole, and cut evenly, are contained in what is cut anywhere
     found = [
-        row for row in found if row.family.units or row.family.size not in divisible or costed.offers[row.rows[0]].own
+        row
+        for row in found
+        if row.family.units
+        or (row.family.size, row.family.filled) not in divisible
+        or costed.offers[row.rows[0]].own
     ]
     if not found:
         texts = {m: [costed.offers[r].family.name for r in rows] for m, rows in zip(members, offered, strict=True)}
@@ -114,7 +118,7 @@ class Together(NamedTuple):
 
 def costs_together(row: Row, costed: Costed) -> Together:
     """Sums over members."""
-    size, pieces = row.family.size, row.family.pieces
+    size, pieces, ranks = row.family.size, row.family.pieces, row.family.ranks
     fixed, slope, lack, lack_slope = np.zeros((4, costed.fixed.shape[1]))
     loads = None
     for member in row.rows:
@@ -129,9 +133,10 @@ def costs_together(row: Row, costed: Costed) -> Together:
             lack, lack_slope = lack + costed.lack[member], lack_slope + costed.lack_slope[member]
     everywhere = costed.everywhere[list(row.rows)].sum(0)
     if loads is not None:
-        loads = np.broadcast_to(loads + fixed, (pieces, size, len(fixed))).copy()
+        is_felt = reached(size, ranks, costed.spans)
+        loads = np.broadcast_to(loads + fixed * is_felt, (pieces, size, len(fixed))).copy()
         for phase, span in enumerate(costed.spans.tolist()):
-            loads[:, -min(span, size) :, phase] -= lack[phase]
+            loads[:, max(ranks - span, 0) : max(ranks, min(span, size)), phase] -= lack[phase]
         fixed, lack = loads.max((0, 1)), np.zeros_like(lack)
     return Together(fixed, slope, everywhere, lack, lack_slope, loads)
 
@@ -143,10 +148,11 @@ def _ways(rows: Sequence[int], costed: Costed) -> dict[tuple[object, Family], in
         own, family = costed.offers[row].own, costed.offers[row].family
         found.setdefault((None if own is None else own.layout, family), row)
         if family.units:
-            found.setdefault((None, Family(family.name, family.size)), row)
+            block = Block(family.size, family.ranks)
+            found.setdefault((None, Family.on(block, family.name)), row)
             for pieces in even_cuts(family.units // family.least):
                 if family.units % pieces == 0:
-                    found.setdefault((None, Family(cut_name(family.size), family.size, pieces)), row)
+                    found.setdefault((None, Family.on(block, cut_name(family.size), pieces)), row)
     return found
 
 

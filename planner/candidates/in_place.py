@@ -15,7 +15,7 @@ from planner.candidates.family import Family, has_some
 from planner.candidates.movable import fixed, placed
 from planner.candidates.offered import Offer
 from planner.observed.row_curve import RowCurve
-from planner.search.cost_table import Array, Integers
+from planner.search.cost_table import Array, Integers, reached
 
 Ranks = NDArray[np.bool_]
 
@@ -47,14 +47,14 @@ def in_place(name: str, layout: Layout, info: ParameterInfo, env: ShardingEnv, c
 
 def add_load(load: Array, of: InPlace, costed: Costed, row: int, spans: Integers) -> None:
     """Add what a pinned parameter puts on ranks to (ranks, phases + 1), in place."""
-    size = of.offer.family.size
+    size, filled = of.offer.family.size, of.offer.family.ranks
     loads = costed.ragged.get(row)
     for piece, block in enumerate(of.blocks):
         first = block * size
-        own = costed.fixed[row] if loads is None else loads[piece]
+        own = costed.fixed[row] * reached(size, filled, spans) if loads is None else loads[piece]
         load[first : first + size] += own
         if loads is None:
-            _take_lack(load, costed.lack[row], first + size, spans)
+            _take_lack(load, costed.lack[row], first + filled, spans)
         for phase in np.flatnonzero(spans > size).tolist():  # the others that share it
             span, value = int(spans[phase]), own[..., phase].max()
             start = first // span * span
@@ -72,9 +72,12 @@ def _take_lack(load: Array, lack: Array, stop: int, spans: Integers) -> None:
 def ranks_held(of: InPlace, costed: Costed, row: int, num_ranks: int) -> Ranks:
     """(ranks,) which have something of a pinned parameter."""
     held = np.zeros(num_ranks, dtype=bool)
-    size, loads = of.offer.family.size, costed.ragged.get(row)
+    size, filled, loads = of.offer.family.size, of.offer.family.ranks, costed.ragged.get(row)
     for piece, block in enumerate(of.blocks):
-        held[block * size : (block + 1) * size] = True if loads is None else loads[piece, :, -1] > 0
+        if loads is None:
+            held[block * size : block * size + filled] = True
+        else:
+            held[block * size : (block + 1) * size] = loads[piece, :, -1] > 0
     return held
 
 

@@ -17,7 +17,7 @@ from planner.candidates.constraints import Constraint
 from planner.candidates.family import (
     UNIT,
     Family,
-    block_sizes,
+    blocks_of,
     copies,
     cut_name,
     even_cuts,
@@ -114,8 +114,8 @@ class Asked:
     def likeness(self, layouts: Sequence[Layout]) -> object:
         """What offers depend on beside the sharder's answers; `layouts` are those that it offers."""
         info, of = self.info, self.constraint
-        sizes = {*block_sizes(self.env.table_shape)}
-        sizes |= {place.family.size for layout in layouts if (place := self.placed(layout)) is not None}
+        sizes = {block.filled for block in blocks_of(self.env.table_shape)}
+        sizes |= {place.family.ranks for layout in layouts if (place := self.placed(layout)) is not None}
         rows = info.shape[0] if info.shape else 1
         return (
             id(self.sharder),
@@ -245,18 +245,19 @@ def _widened(asked: Asked, kinds: Collection[str]) -> Iterator[Offer]:
     rows = info.shape[0] if info.shape else 1
     units, num_ranks = asked.columns // UNIT, env.table_size
 
-    for size in block_sizes(env.table_shape):
-        if not is_filled(rows, size):
+    for block in blocks_of(env.table_shape):
+        size, ranks = block
+        if not is_filled(rows, ranks):
             continue
-        names = [n for n in whole_names(size, env.table_shape) if n in kinds and asked.runs(Family(n, size))]
-        wholes = [Offer(Family(n, size), _objection(asked, n, Family(n, size))) for n in names]
+        families = [Family.on(block, name) for name in whole_names(ranks, env.table_shape) if name in kinds]
+        wholes = [Offer(of, _objection(asked, of.name, of)) for of in families if asked.runs(of)]
         whole = next((offer for offer in wholes if not offer.objection), wholes[0] if wholes else None)
         most = min(units // asked.least, num_ranks // size)
         name = cut_name(size)
         if name not in kinds or most < 2:
             yield from () if whole is None else (whole,)
             continue
-        cut = Family(name, size, 2)
+        cut = Family.on(block, name, 2)
         objection = _objection(asked, name, cut, asked.min_columns)
         is_open = whole is not None and not whole.objection and not objection
         is_divisible = asked.is_affine and (asked.is_even or not has_own_blocks(size))
@@ -336,18 +337,19 @@ def _objection(asked: Asked, name: str, family: Family, narrowest: int | None = 
             )
         if narrowest < asked.min_columns:
             return f"column blocks of {narrowest}; the constraint min_columns is {asked.min_columns}"
-    if constraint.ranks is not None and family.size < asked.env.table_size:
-        free = _free_blocks(constraint.ranks, family.size)
+    if constraint.ranks is not None and family.ranks < asked.env.table_size:
+        free = _free_blocks(constraint.ranks, family)
         if free < family.pieces:
-            return f"constraint: ranks={list(constraint.ranks)} have not the {family.pieces} blocks of {family.size}"
+            return f"constraint: ranks={list(constraint.ranks)} have not the {family.pieces} blocks of {family.ranks}"
     elif constraint.ranks is not None and len(constraint.ranks) < asked.env.table_size:
         return f"constraint: ranks={list(constraint.ranks)}"
     return ""
 
 
-def _free_blocks(ranks: tuple[int, ...], size: int) -> int:
-    """Whole blocks of so many ranks among some."""
+def _free_blocks(ranks: tuple[int, ...], family: Family) -> int:
+    """Blocks all of whose ranks with rows are among some."""
     count: dict[int, int] = {}
     for rank in ranks:
-        count[rank // size] = count.get(rank // size, 0) + 1
-    return sum(number == size for number in count.values())
+        block, place = divmod(rank, family.size)
+        count[block] = count.get(block, 0) + (place < family.ranks)
+    return sum(number == family.ranks for number in count.values())

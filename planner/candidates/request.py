@@ -181,10 +181,11 @@ def _without_state(candidates: Candidates, unknown: list[str], problem: Problem,
     places = [(name, costed.offers[row], choice.blocks) for name, row, choice in chosen]
     places += [(name, of.offer, of.blocks) for name, of in candidates.pinned.items()]
     for name, offer, blocks in places:
-        info, size = candidates.infos[name], offer.family.size
+        info, size, ranks = candidates.infos[name], offer.family.size, offer.family.ranks
         if info.optimizer is None:
             for block in blocks:  # at most: whole columns on each
-                elements[block * size : (block + 1) * size] += -(-info.shape[0] // size) * np.prod(info.shape[1:])
+                first, rows = block * size, -(-info.shape[0] // ranks)
+                elements[first : first + ranks] += rows * np.prod(info.shape[1:])
     room = problem.capacity - solution.load[:, -1]
     per_weight = float(np.min(room[elements > 0] / elements[elements > 0], initial=np.inf))
     return (

@@ -70,7 +70,7 @@ def surely_fits(problem: Problem) -> bool:
     count = np.clip(np.ceil(cut / max(free / _LARGE, 1)), 1, np.maximum(most, 1))
     piece = fixed + np.ceil(table.units / count) * table.slope[:, -1]
     is_single = (table.size == 1) & (table.pieces == 1) & (piece <= free / _LARGE * 1.25)
-    is_everywhere = (table.size == num_ranks) & (table.pieces == 1)
+    is_everywhere = (table.filled == num_ranks) & (table.pieces == 1)
     others = num_ranks - count[is_single].max(initial=1) + 1  # mean over these at worst
     single = (count * fixed + cut) / others
     whole = np.where(is_single, single, np.where(is_everywhere, fixed + cut, np.inf)) + table.everywhere[:, -1]

@@ -113,7 +113,7 @@ def _offers(costed: Costed, of_offers: int, wholes: tuple[Array, Array], merged:
 
 def _label(offer: Offer) -> str:
     """What a family is, in words, wherever it lies."""
-    name, size, pieces = offer.family[:3]
+    name, size, pieces = offer.family.name, offer.family.ranks, offer.family.pieces
     if pieces > 1:
         return f"{name}, {pieces} pieces" + f" of {plural(size, 'rank')}" * (size > 1)
     return name + f" over {size} ranks" * (size > 1 and not offer.family.is_copied and offer.own is None)

@@ -11,7 +11,6 @@
 - `hosts`: packing in two levels, where ranks are thousands
 - `slots`: starts that say beforehand how long a rank may take for each phase
 - `slotted`: packing of such a start
-- `cells`: a large machine as a smaller one, whose ranks are blocks of ranks
 - `pieces`: which may change places, and what that gains
 - `best`: the best placement so far, and its rivals
 - `rivals`: placements that are improved beside each other, of which the better ones go on

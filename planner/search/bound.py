@@ -146,7 +146,7 @@ def _optimum(problem: Problem, joint: Phases, frame: Frame, node: Node) -> Optim
     assert node.relaxed is not None
     table, row, phases = problem.table, frame.columns.row[node.rows], len(problem.span)
     every = table.everywhere[row, :phases].copy()
-    is_whole = table.size[row] >= len(problem.capacity)
+    is_whole = table.filled[row] >= len(problem.capacity)
     count = np.where(table.units[row] > 0, 1, table.pieces[row])[:, None]
     loads = count * table.fixed[row, :phases] + table.units[row][:, None] * table.slope[row, :phases]
     every[is_whole] += loads[is_whole]
@@ -200,7 +200,7 @@ def _units(problem: Problem, found: Columns) -> Array:
     table, row = problem.table, np.unique(found.row[found.hits[:, 0] > 0])
     base, units = problem.base[:, :-1], np.zeros(len(problem.span))
     lacks = np.asarray(table.lack[row].any(0) | table.lack_slope[row].any(0))
-    row = row[table.size[row] < len(problem.capacity)]
+    row = row[table.filled[row] < len(problem.capacity)]
     if np.isin(row, list(table.ragged)).any():
         return units
     for phase in np.flatnonzero((base.max(0) == base.min(0)) & ~lacks[:-1]).tolist():

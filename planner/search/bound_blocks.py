@@ -86,5 +86,5 @@ def _covered(table: CostTable, columns: Columns, rows: Integers) -> Array:
     """(rows, phases) part of the ranks, or of groups of ranks, that pieces cover all of."""
     phases = columns.mean.shape[1]
     span = np.maximum(np.round(columns.one[:phases] / columns.one[-1]), 1).astype(np.int64)
-    is_whole = table.size[columns.row[rows]][:, None] % span == 0
+    is_whole = table.filled[columns.row[rows]][:, None] % span == 0
     return np.where(is_whole, columns.pieces[rows][:, None] * columns.hits[rows, :phases], 0.0)

@@ -81,7 +81,7 @@ def columns(problem: Problem, upper: float) -> Columns:
     room = np.append(np.full(len(problem.span), upper), problem.capacity.max())
     is_fine = np.asarray((largest > _SMALL * room).any(1))
     smallest = table.fixed + (-(-table.units // most))[:, None] * table.slope
-    alone = table.everywhere + smallest * (table.size < num_ranks)[:, None]
+    alone = table.everywhere + smallest * (table.filled < num_ranks)[:, None]
     is_quick = np.asarray(alone[:, :-1].sum(1) <= upper)
     times = is_quick * np.where(is_fine, most, 1)
     row = np.repeat(np.arange(len(most)), times)
@@ -97,11 +97,11 @@ def columns(problem: Problem, upper: float) -> Columns:
     whole = number[:, None] * fixed + table.units[row][:, None] * slope
     # a piece meets at least so many of the groups of ranks that share a phase
     one = 1 / -(-num_ranks // span)
-    hits = -(-table.size[row][:, None] // span) * one
+    hits = -(-table.filled[row][:, None] // span) * one
     mean = whole * hits
     every = table.everywhere[row].copy()
     is_ragged = np.isin(row, list(table.ragged))
-    is_everywhere = ((table.size[row] >= num_ranks) & ~is_ragged)[:, None]
+    is_everywhere = ((table.filled[row] >= num_ranks) & ~is_ragged)[:, None]
     # where the last rank has less, all have that, and the others a piece besides
     lack = number[:, None] * table.lack[row] + table.units[row][:, None] * table.lack_slope[row]
     mean -= lack * one

@@ -138,7 +138,7 @@ def _levels(table: CostTable, row: Integers, pieces: Integers, fixed: Array, slo
 
 def _is_whole(table: CostTable, columns: Columns, rows: Integers, span: int) -> NDArray[np.bool_]:
     """(rows,) whether a piece is on all of the ranks that share a phase, or on none."""
-    found: NDArray[np.bool_] = table.size[columns.row[rows]] % span == 0
+    found: NDArray[np.bool_] = table.filled[columns.row[rows]] % span == 0
     return found
 
 

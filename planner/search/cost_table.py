@@ -13,6 +13,10 @@ piece of at most `span` ranks puts its load there once, a larger one once on eac
 [Note: last ranks] What is cut evenly over a block may leave less for the block's last rank: a piece of u units puts
 `lack + u * lack_slope` less there; in a phase that ranks share, on the last of the groups of ranks that it covers, if
 there are several.
+
+[Note: filled blocks] What is cut over three ranks takes a block of four, for blocks are where their size divides: only
+the first `filled` ranks of a block get anything, and the last of these is the last rank of the note above. In a phase
+that ranks share it is all ranks of their groups that feel it.
 """
 
 from __future__ import annotations
@@ -44,6 +48,7 @@ class CostTable:
         kinds: (rows,) set-ups needed, a bit each.
         ragged: of families whose ranks differ: row -> (pieces, size, phases + 1); `fixed` is its maximum then.
         lack, lack_slope: (rows, phases + 1) see [Note: last ranks]; of no rows where none lacks anything.
+        filled: (rows,) see [Note: filled blocks]; of no rows where all are.
     """
 
     owner: Integers
@@ -58,8 +63,11 @@ class CostTable:
     ragged: Mapping[int, Array] = field(default_factory=dict)
     lack: Array = field(default_factory=lambda: np.zeros((0, 0)))
     lack_slope: Array = field(default_factory=lambda: np.zeros((0, 0)))
+    filled: Integers = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def __post_init__(self) -> None:
+        if not len(self.filled):
+            object.__setattr__(self, "filled", self.size)
         for name in ("lack", "lack_slope"):
             if not len(getattr(self, name)):
                 object.__setattr__(self, name, np.zeros_like(self.fixed))
@@ -76,3 +84,13 @@ class CostTable:
         found: Array = np.maximum(self.fixed, 0) + units * np.maximum(self.slope, 0)
         found -= np.minimum(self.lack, 0) + units * np.minimum(self.lack_slope, 0)  # a last rank may have more
         return found
+
+
+def reached(size: int, filled: int, spans: Integers) -> NDArray[np.bool_]:
+    """(size, phases + 1) which ranks of a block feel what a piece puts on those that are filled.
+
+    Args:
+        spans: (phases + 1,) ranks that share a phase.
+    """
+    found: NDArray[np.bool_] = np.arange(size)[:, None] < -(-filled // spans) * spans
+    return found

@@ -68,8 +68,8 @@ def cut_loads(problem: Problem, row: Integers, number: Integers) -> tuple[Array,
 
 def groups(problem: Problem) -> Array:
     """(rows, phases + 1) ranks whose load a piece adds to, by phase: all those that share the phase with its block."""
-    size, span = problem.table.size[:, None], np.append(problem.span, 1)[None]
-    found: Array = (-(-size // span) * span).astype(np.float64)
+    filled, span = problem.table.filled[:, None], np.append(problem.span, 1)[None]
+    found: Array = (-(-filled // span) * span).astype(np.float64)
     return found
 
 

@@ -72,8 +72,9 @@ def _puts(problem: Problem) -> list[_Put]:
     for item, owner in enumerate(problem.item_class.tolist()):
         for row in range(int(problem.starts[owner]), int(problem.starts[owner + 1])):
             size = int(table.size[row])
-            loads = np.full(size, table.fixed[row, -1])
-            loads[-1] -= table.lack[row, -1]
+            filled = int(table.filled[row])
+            loads = np.where(np.arange(size) < filled, table.fixed[row, -1], 0.0)
+            loads[filled - 1] -= table.lack[row, -1]
             if row in table.ragged:
                 loads = table.ragged[row][..., -1].max(0)
             found.append(_Put(item, row, first, len(problem.capacity) // size, loads))
@@ -90,7 +91,7 @@ def _most(problem: Problem, puts: list[_Put], number: int) -> Array:
         units = most[first + put.blocks : first + 2 * put.blocks]
         units[:] = table.units[put.row]
         if allowed is not None:
-            is_open = allowed.reshape(-1, size).all(1)
+            is_open = allowed.reshape(-1, size)[:, : int(table.filled[put.row])].all(1)
             most[first : first + put.blocks] *= is_open
             units *= is_open
     return most
@@ -117,8 +118,10 @@ def _rows(problem: Problem, puts: list[_Put]) -> tuple[list[tuple[int, int, floa
         for block, (piece, width) in enumerate(zip(pieces, widths, strict=True)):
             for place, load in enumerate(put.loads.tolist()):
                 entries.append((block * size + place, piece, load))
-                less = table.lack_slope[row, -1] if place == size - 1 else 0.0
-                entries.append((block * size + place, width, float(table.slope[row, -1] - less)))
+                last = int(table.filled[row]) - 1
+                less = table.lack_slope[row, -1] if place == last else 0.0
+                if place <= last:
+                    entries.append((block * size + place, width, float(table.slope[row, -1] - less)))
             if units:
                 add([(width, 1.0), (piece, -float(table.least[row]))], 0.0, np.inf)
                 add([(width, 1.0), (piece, -float(units))], -np.inf, 0.0)

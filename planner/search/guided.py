@@ -42,7 +42,7 @@ def guided(problem: Problem, cuts: Cuts, optimum: Optimum, like: Like = LIKE[0])
     longer, least_price = like
     table, phases = problem.table, len(problem.span)
     every, mean = table.everywhere[cuts.row, :phases], cuts.mean[:, :phases] - table.everywhere[cuts.row, :phases]
-    is_whole = (table.size[cuts.row] >= len(problem.capacity))[:, None]
+    is_whole = (table.filled[cuts.row] >= len(problem.capacity))[:, None]
     price = np.where(is_whole, 1.0, np.clip(optimum.price, least_price, 1.0))
     room = max(float((problem.capacity - problem.base[:, -1]).mean()), 1e-30)
     beyond = np.where(is_whole, 0.0, cuts.piece[:, :phases] - longer * optimum.own * (1 + _EDGE))
@@ -58,21 +58,21 @@ def guided(problem: Problem, cuts: Cuts, optimum: Optimum, like: Like = LIKE[0])
     return Start(float(target.sum()), target, cost, first, (1, 12), fill)
 
 
-def ways(problem: Problem, cuts: Cuts, optimum: Optimum) -> Iterator[tuple[Like, Cuts, Start]]:
-    """Starts like the optimum in several ways, each with its cuts and the one of `LIKE`."""
+def ways(problem: Problem, cuts: Cuts, optimum: Optimum) -> Iterator[tuple[Cuts, Start]]:
+    """Starts like the optimum in several ways, each with its cuts."""
     its_own = cuts.of_rows(optimum.used())
     for way in _WAYS:
         if way is None:
-            yield LIKE[0], *rounded(problem, optimum)
+            yield rounded(problem, optimum)
             continue
         like, of = LIKE[way[0]], its_own if way[1] else cuts
         start = guided(problem, of, optimum, like)
         if start is not None:
-            yield like, of, start
+            yield of, start
     for number, sizes in _OF_SIZES:
         start = guided(problem, cuts, optimum, LIKE[number])
         if start is not None:
-            yield LIKE[number], cuts, _of_sizes(problem, cuts, start, sizes)
+            yield cuts, _of_sizes(problem, cuts, start, sizes)
 
 
 def _of_sizes(problem: Problem, cuts: Cuts, start: Start, sizes: tuple[float, float]) -> Start:

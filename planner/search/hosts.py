@@ -91,9 +91,10 @@ class _HostPacker:
         self.every_seconds: list[float] = problem.table.everywhere[cuts.row, :-1].sum(1).tolist()
         self.every_bytes: list[float] = (problem.table.everywhere[cuts.row, -1] / self.scale[-1]).tolist()
         self.size: list[int] = problem.table.size[cuts.row].tolist()
+        self.filled: list[int] = problem.table.filled[cuts.row].tolist()
         self.number: list[int] = cuts.number.tolist()
         # of a piece, averaged over the ranks of each host that it lies on
-        small = problem.table.size[cuts.row] < self.group
+        small = problem.table.filled[cuts.row] < self.group
         self.mean = cuts.piece * np.where(small[:, None], groups(problem)[cuts.row] / self.group, 1.0)
         self.own = np.where(self.shared, 0.0, cuts.piece)  # what a host shares is the same wherever it lies
         self.chosen = [-1] * len(problem.item_class)
@@ -127,7 +128,7 @@ class _HostPacker:
 
     def _put(self, item: int, menu: list[int]) -> bool:
         best: tuple[float, int, Integers] | None = None
-        if len(menu) == 1 and self.size[menu[0]] == len(self.problem.capacity) and self.number[menu[0]] == 1:
+        if len(menu) == 1 and self.filled[menu[0]] == len(self.problem.capacity) and self.number[menu[0]] == 1:
             best = 0.0, menu[0], np.zeros(1, np.int64)  # there is one way; whether all fits is found out at the end
             menu = []
         for cut in menu:
@@ -149,18 +150,18 @@ class _HostPacker:
 
     def _change(self, cut: int, blocks: Integers, sign: float) -> None:
         """Put pieces on blocks, or take them away; at most one on a host."""
-        size, width = self.size[cut], len(self.scale)
+        size, filled, width = self.size[cut], self.filled[cut], len(self.scale)
         mean = self.mean[cut] * (sign / self.scale)
-        if size == len(self.problem.capacity):
+        if filled == len(self.problem.capacity):
             self.common = mean if self.common is None else self.common + mean
             return
         ranks = self.ranks.reshape(-1, size, width)
-        ranks[blocks] += self.own[cut] * (sign / self.scale)
+        ranks[blocks, :filled] += self.own[cut] * (sign / self.scale)
         if sign > 0:
-            self.fullest = max(self.fullest, float(ranks[blocks, :, -1].max()))
+            self.fullest = max(self.fullest, float(ranks[blocks, :filled, -1].max()))
         if size > self.group:
-            shape = -1, size // self.group, width
-            self.hosts.reshape(shape)[blocks] += mean
+            shape, reached = (-1, size // self.group, width), -(-filled // self.group)
+            self.hosts.reshape(shape)[blocks, :reached] += mean
             self.before.reshape(shape)[blocks] = powered(self.hosts.reshape(shape)[blocks], _POWER)
             return
         at = blocks * size // self.group
@@ -180,6 +181,7 @@ class _HostPacker:
     def _places(self, cut: int, most: int) -> tuple[Array, Integers]:
         """By how much the potential grows with a piece on the best block of each of some hosts; and those blocks."""
         size, load, own = self.size[cut], self.mean[cut] / self.scale, self.own[cut] / self.scale
+        filled = self.filled[cut]
         self.work += 14 + 0.004 * self.hosts.size
         self._add_common()
         np.add(self.hosts, load, out=self.after)
@@ -191,7 +193,7 @@ class _HostPacker:
         if is_tight:
             grown[self.hosts[:, -1] + load[-1] + self.every > self.room] = np.inf
         if size > self.group:
-            grown = grown.reshape(-1, size // self.group).sum(1)
+            grown = grown.reshape(-1, size // self.group)[:, : -(-filled // self.group)].sum(1)
         if most < len(grown):
             near = grown.argpartition(most)[:most]
             near.sort()
@@ -201,7 +203,8 @@ class _HostPacker:
             return grown[near], near
         x = self.ranks[near]
         self.work += 14 + 0.008 * x.size
-        after = x.reshape(len(near), -1, size, len(self.scale)) + own
+        put = own if filled == size else own * (np.arange(size) < filled)[:, None]
+        after = x.reshape(len(near), -1, size, len(self.scale)) + put
         full = after[..., -1].max(2) + self.every > self.room[near][:, None] if is_tight else None
         inside: Array = (
             powered(after, _POWER) @ self.weight_own - (powered(x, _POWER) @ self.weight_own).reshape(after.shape[:3])
@@ -258,7 +261,7 @@ class _HostPacker:
         for item, index in on[host]:
             cut = self.chosen[item]
             first = self.blocks[item][index] * self.size[cut] % self.group
-            if (self.shared[phase] or first <= rank < first + self.size[cut]) and self.mean[cut][phase] > 0:
+            if (self.shared[phase] or first <= rank < first + self.filled[cut]) and self.mean[cut][phase] > 0:
                 there.append((-float(self.mean[cut][phase]), item, index))
         for _, item, index in sorted(there)[:_LARGEST]:
             cut, block = self.chosen[item], self.blocks[item][index]
@@ -286,7 +289,7 @@ class _HostPacker:
     def _growth_at(self, cut: int, block: int) -> float:
         size = self.size[cut]
         host, first = divmod(block * size, self.group)
-        x = self.ranks[host, first : first + size]
+        x = self.ranks[host, first : first + self.filled[cut]]
         grown = ((powered(x + self.own[cut] / self.scale, _POWER) - powered(x, _POWER)) @ self.weight_own).sum()
         y = self.hosts[host]
         shared = (powered(y + self.mean[cut] / self.scale, _POWER) - powered(y, _POWER)) @ self.weight_shared

@@ -15,6 +15,7 @@ from planner.search.packing import Packer
 from planner.search.pieces import Piece, Pieces
 from planner.search.placement import Part
 from planner.search.potential import ALL_IN_SCOPE, powered
+from planner.search.problem import Ranks
 
 _ENOUGH = 1e-7
 """A step must gain this share of the potential."""
@@ -167,14 +168,16 @@ class Improver:
         taken[-1] = fixed + width * slope
         weight = potential.weight * potential.multiple(size)
         x = np.repeat(potential.x[None], len(moved), 0)
-        low, stop = self._lower(x, taken / potential.scale, here, size)
+        mask = self.packer.problem.shapes.get((size, filled := int(table.filled[row])))
+        low, stop = self._lower(x, taken / potential.scale, here, size, mask)
         xq = np.repeat(potential.xq[None], len(moved), 0)
         xq[:, low:stop] = powered(x[:, low:stop], potential.power)
         down = ((xq - potential.xq) @ potential.weight).sum(1)
-        new = x + ((fixed + np.array(moved)[:, None] * slope) / potential.scale)[:, None]
         blocks = x.shape[1] // size
+        put = ((fixed + np.array(moved)[:, None] * slope) / potential.scale)[:, None]
+        new = x + (put if mask is None else put * np.tile(mask, (blocks, 1)))
         grown = ((powered(new, potential.power) - xq) @ weight).reshape(len(moved), blocks, size).sum(2)
-        room = potential.room.reshape(-1, size).min(1)
+        room = potential.room.reshape(-1, size)[:, :filled].min(1)
         needed = fixed[-1] + np.array(moved) * slope[-1]
         potential.work += 120 + 0.02 * x.size
         grown[room < needed[:, None]] = np.inf
@@ -199,7 +202,9 @@ class Improver:
             if units and others:
                 at = np.array([at for _, at in others])
                 ranks = (at[:, None] * size + np.arange(size)).ravel()
-                more = powered(x[i, ranks] + d * slope / potential.scale, potential.power) - xq[i, ranks]
+                put = d * slope / potential.scale
+                put = put if mask is None else put * np.tile(mask, (len(at), 1))
+                more = powered(x[i, ranks] + put, potential.power) - xq[i, ranks]
                 cost = (more @ weight).reshape(-1, size).sum(1)
                 cost[room[at] < d * slope[-1]] = np.inf
                 to = int(cost.argmin())
@@ -207,13 +212,17 @@ class Improver:
                     found.append((float(down[i] + cost[to]), (part, piece.number, d, None, others[to][0])))
         return found
 
-    def _lower(self, x: Array, taken: Array, here: int, size: int) -> tuple[int, int]:
+    def _lower(self, x: Array, taken: Array, here: int, size: int, mask: Ranks | None) -> tuple[int, int]:
         """Take loads away from a block, and from the ranks that share phases with it: the first of all these, and the
-        one after the last."""
+        one after the last.
+
+        Args:
+            mask: of a block that is not filled: (size, phases + 1), see `reached`.
+        """
         span = self.packer.problem.span
         low = here * size
         first, stop = low, low + size
-        x[:, low : low + size] -= taken[:, None]
+        x[:, low : low + size] -= taken[:, None] if mask is None else taken[:, None] * mask
         for phase in np.flatnonzero(span > size).tolist():
             width = int(span[phase])
             start = low // width * width

@@ -23,14 +23,14 @@ class Menu(NamedTuple):
         numbers: of pieces.
         loads: of the largest piece.
         every: what is put on all ranks.
-        sizes: (size, first cut, last cut + 1).
+        sizes: (size of a block, ranks of it that are filled, first cut, last cut + 1).
     """
 
     rows: Integers
     numbers: Integers
     loads: Array
     every: Array
-    sizes: tuple[tuple[int, int, int], ...]
+    sizes: tuple[tuple[int, int, int, int], ...]
 
 
 def menus(problem: Problem, cuts: Cuts, cost: Array, most: int) -> list[Menu]:
@@ -44,13 +44,14 @@ def menus(problem: Problem, cuts: Cuts, cost: Array, most: int) -> list[Menu]:
     order = np.lexsort((cost, cuts.owner))
     rank = np.arange(len(order)) - cuts.start[cuts.owner[order]]
     taken = order[(rank < most) & np.isfinite(cost[order])]
-    taken = taken[np.lexsort((cuts.number[taken], cuts.row[taken], table.size[cuts.row[taken]], cuts.owner[taken]))]
+    row = cuts.row[taken]
+    taken = taken[np.lexsort((cuts.number[taken], row, table.filled[row], table.size[row], cuts.owner[taken]))]
     ends = np.searchsorted(cuts.owner[taken], np.arange(len(cuts.start)))
     for low, high in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
         at = taken[low:high]
-        size = table.size[cuts.row[at]]
-        edges = [0, *(np.flatnonzero(np.diff(size)) + 1).tolist(), len(at)]
-        sizes = tuple((int(size[a]), a, b) for a, b in pairwise(edges) if b > a)
+        size, filled = table.size[cuts.row[at]], table.filled[cuts.row[at]]
+        edges = [0, *(np.flatnonzero(np.diff(size) | np.diff(filled)) + 1).tolist(), len(at)]
+        sizes = tuple((int(size[a]), int(filled[a]), a, b) for a, b in pairwise(edges) if b > a)
         rows = cuts.row[at]
         found.append(Menu(rows, cuts.number[at], cuts.piece[at], table.everywhere[rows], sizes))
     return found
@@ -141,30 +142,30 @@ class Packer:
         extra = np.where(spill, np.inf, menu.every[:, :-1].sum(1))
         peaks: Array | None = None
         found = []
-        for size, low, high in menu.sizes:
+        for size, filled, low, high in menu.sizes:
             if size > potential.group and potential.num_ranks > ALL_IN_SCOPE:
                 peaks = potential.peaks() if peaks is None else peaks
-                costs = potential.large_costs(menu.loads[low:high], size, peaks)
-                self._bar_large(costs, menu, low, size, open_ranks)
+                costs = potential.large_costs(menu.loads[low:high], size, filled, peaks)
+                self._bar_large(costs, menu, low, (size, filled), open_ranks)
             else:
-                costs = self._costs(menu, low, high, size, open_ranks)
+                costs = self._costs(menu, low, high, (size, filled), open_ranks)
             for cut, number in enumerate(menu.numbers[low:high].tolist(), low):
                 least = _least(costs[cut - low], number, size, potential)
                 found.append((least + float(extra[cut]), cut))
         return sorted(found)
 
-    def _costs(self, menu: Menu, low: int, high: int, size: int, open_ranks: Ranks | None) -> Array:
+    def _costs(self, menu: Menu, low: int, high: int, shape: tuple[int, int], open_ranks: Ranks | None) -> Array:
         """(cuts, blocks of the scope) with infinity where a piece does not fit or may not be."""
-        potential, ragged = self.potential, self.problem.table.ragged
+        (size, filled), potential, ragged = shape, self.potential, self.problem.table.ragged
         loads = menu.loads[low:high]
         if ragged and any(row in ragged for row in menu.rows[low:high].tolist()):
             rows = menu.rows[low:high].tolist()  # whether they fit is found out when they are put down
             return np.stack([self._ragged_costs(row, load, size) for row, load in zip(rows, loads, strict=True)])
-        costs = potential.costs(loads, size)
-        room = potential.room.reshape(-1, size).min(1)
+        costs = potential.costs(loads, size, filled)
+        room = potential.room.reshape(-1, size)[:, :filled].min(1)
         costs[room < (loads[:, -1] + menu.every[low:high, -1])[:, None]] = np.inf
         if open_ranks is not None:
-            costs[:, ~open_ranks[potential.ranks].reshape(-1, size).all(1)] = np.inf
+            costs[:, ~open_ranks[potential.ranks].reshape(-1, size)[:, :filled].all(1)] = np.inf
         return costs
 
     def _ragged_costs(self, row: int, load: Array, size: int) -> Array:
@@ -173,13 +174,16 @@ class Packer:
         costs: Array = self.potential.costs(loads, size).mean(0)
         return costs
 
-    def _bar_large(self, costs: Array, menu: Menu, low: int, size: int, open_ranks: Ranks | None) -> None:
-        placement, potential = self.placement, self.potential
-        room = (potential.limit - placement.local[:, -1] - placement.every[-1]).reshape(-1, size).min(1)
+    def _bar_large(
+        self, costs: Array, menu: Menu, low: int, shape: tuple[int, int], open_ranks: Ranks | None
+    ) -> None:
+        (size, filled), placement, potential = shape, self.placement, self.potential
+        room = potential.limit - placement.local[:, -1] - placement.every[-1]
+        room = room.reshape(-1, size)[:, :filled].min(1)
         high = low + len(costs)
         costs[room < (menu.loads[low:high, -1] + menu.every[low:high, -1])[:, None]] = np.inf
         if open_ranks is not None:
-            costs[:, ~open_ranks.reshape(-1, size).all(1)] = np.inf
+            costs[:, ~open_ranks.reshape(-1, size)[:, :filled].all(1)] = np.inf
 
     def _part(self, menu: Menu, cut: int, open_ranks: Ranks | None) -> Part | None:
         """Blocks for a cut, its widest piece first; None where they do not fit."""
@@ -217,13 +221,16 @@ class Packer:
     def _piece_costs(self, row: int, index: int, width: int, size: int, open_ranks: Ranks | None) -> Array:
         """(blocks,) what a piece adds, with all its ranks as they are; infinity where it may not be."""
         table, potential, placement = self.problem.table, self.potential, self.placement
-        ragged = table.ragged.get(row)
+        ragged, filled = table.ragged.get(row), int(table.filled[row])
         loads = (table.fixed[row] + width * table.slope[row])[None] if ragged is None else ragged[index][None]
         held = True if ragged is None else ragged[index][:, -1] > 0
+        if ragged is None and filled < size:
+            mask = self.problem.shapes[size, filled]
+            loads, held = loads[:, None] * mask, mask[:, -1]
         costs: Array
         if self._is_large(size):
-            most = loads if ragged is None else loads.max(1)
-            costs = potential.large_costs(most, size, potential.peaks())[0]
+            most = loads if loads.ndim == 2 else loads.max(1)
+            costs = potential.large_costs(most, size, filled, potential.peaks())[0]
             room = potential.limit - placement.local[:, -1] - placement.every[-1]
             is_open = open_ranks
         else:

@@ -37,6 +37,7 @@ class Pieces:
         self.problem = self.placement.problem
         self.table = self.problem.table
         self._size: list[int] = self.table.size.tolist()
+        self._filled: list[int] = self.table.filled.tolist()
 
     def on(self, rank: int, phase: int) -> list[Piece]:
         """Pieces that a rank has, or that it shares a phase with, by their load in that phase, largest first."""
@@ -96,24 +97,35 @@ class Pieces:
         """(mine, others) by how much the potential grows when two pieces change places."""
         potential, placement = self.potential, self.placement
         here, there = np.array([p.block for p in mine]), np.array([p.block for p in others])
-        change = (self.loads(others)[None] - self.loads(mine)[:, None]) / potential.scale  # what comes here
+        comes, goes = self._on_ranks(others, size), self._on_ranks(mine, size)
+        change = (comes[None] - goes[:, None]) / potential.scale  # what comes here
         gains = np.zeros(change.shape[:2])
         span = self.problem.span
         for phase in np.flatnonzero(span > size).tolist():
             width = int(span[phase])
-            change[..., phase][(here * size // width)[:, None] == (there * size // width)[None]] = 0.0
+            change[(here * size // width)[:, None] == (there * size // width)[None], :, phase] = 0.0
         weight = potential.weight * potential.multiple(size)
         ranks = np.arange(size)
         for blocks, sign, of in ((here, 1.0, (slice(None), None)), (there, -1.0, (None,))):
             at = (blocks[:, None] * size + ranks).ravel()
             x = ((placement.local[at] + placement.every) / potential.scale).reshape(len(blocks), size, -1)
             before = (powered(x, potential.power) @ weight).sum(1)
-            after = x[of] + sign * change[:, :, None]
+            after = x[of] + sign * change
             gains += (powered(after, potential.power) @ weight).sum(2) - before[of]
-            room = (potential.limit[at] - placement.local[at, -1] - placement.every[-1]).reshape(-1, size).min(1)
-            gains[sign * change[..., -1] * potential.scale[-1] > room[of]] = np.inf
+            room = (potential.limit[at] - placement.local[at, -1] - placement.every[-1]).reshape(-1, size)
+            room = room if change.shape[2] > 1 else room.min(1, keepdims=True)
+            gains[(sign * change[..., -1] * potential.scale[-1] > room[of]).any(2)] = np.inf
         potential.work += 60 + 0.008 * gains.size * size * len(weight)
         return gains
+
+    def _on_ranks(self, pieces: list[Piece], size: int) -> Array:
+        """(pieces, ranks of a block, phases + 1); one rank stands for all where all blocks are filled."""
+        loads, filled = self.loads(pieces)[:, None], [self._filled[p.row] for p in pieces]
+        if not self.problem.shapes or size <= 2:
+            return loads
+        every = np.ones((size, loads.shape[2]), dtype=np.bool_)
+        found: Array = loads * np.stack([self.problem.shapes.get((size, number), every) for number in filled])
+        return found
 
     def can_exchange(self, piece: Piece, other: Piece) -> bool:
         """Whether neither of their items has something already where its piece would come."""

@@ -42,8 +42,8 @@ class Placement:
         parts: of each item, None where it is not placed.
         users: (kinds,) how many need each set-up.
         taken: for each spread group, (ranks,) how many members each rank holds.
-        held: (size, block) -> the items that have a piece there.
-        sizes: of blocks, ascending.
+        held: (shape, block) -> the items that have a piece there.
+        shapes: (size, filled) of blocks, ascending.
         touched: ranges of ranks whose load changed, since somebody who minds took them away.
     """
 
@@ -62,9 +62,13 @@ class Placement:
                 self.taken.setdefault(group, np.zeros(num_ranks, dtype=np.int64))
         self.held: dict[tuple[int, int], dict[int, None]] = {}
         self.touched: list[tuple[int, int]] = []
-        self.sizes: list[int] = np.unique(problem.table.size).tolist()
+        shapes = np.column_stack([problem.table.size, problem.table.filled])
+        unique, shape_of = np.unique(shapes, axis=0, return_inverse=True)
+        self.shapes: list[tuple[int, int]] = [(size, filled) for size, filled in unique.tolist()]
+        self._shape: list[int] = shape_of.ravel().tolist()
         self._shared = [(int(problem.span[p]), p) for p in np.flatnonzero(problem.span > 1).tolist()]
         self._size: list[int] = problem.table.size.tolist()
+        self._filled: list[int] = problem.table.filled.tolist()
         self._lacking: list[bool] = problem.table.lacking.tolist()
         self._loads: dict[tuple[int, int], _Loads] = problem.piece_loads
 
@@ -109,18 +113,18 @@ class Placement:
     def add(self, item: int, part: Part) -> None:
         """Put an item down."""
         self.parts[item] = part
-        size = self._size[part.row]
+        shape = self._shape[part.row]
         for block in part.blocks:
-            self.held.setdefault((size, block), {})[item] = None
+            self.held.setdefault((shape, block), {})[item] = None
         self._change(item, part, 1)
 
     def remove(self, item: int) -> Part:
         """Take an item up."""
         part = self.parts[item]
         assert part is not None
-        size = self._size[part.row]
+        shape = self._shape[part.row]
         for block in part.blocks:
-            del self.held[size, block][item]
+            del self.held[shape, block][item]
         self._change(item, part, -1)
         self.parts[item] = None
         return part
@@ -141,18 +145,18 @@ class Placement:
             self.remove(item)
             self.add(item, part)
             return old
-        size, index = self._size[part.row], 0
+        shape, index = self._shape[part.row], 0
         before, after = (dict(zip(p.blocks, p.widths, strict=True)) for p in (old, part))
         for block, width in before.items():
             if after.get(block) != width:
                 self.put(part.row, index, block, width, -1)
                 if block not in after:
-                    del self.held[size, block][item]
+                    del self.held[shape, block][item]
         for block, width in after.items():
             if before.get(block) != width:
                 self.put(part.row, index, block, width, 1)
                 if block not in before:
-                    self.held.setdefault((size, block), {})[item] = None
+                    self.held.setdefault((shape, block), {})[item] = None
         self.parts[item] = part
         return old
 
@@ -167,18 +171,20 @@ class Placement:
     def put(self, row: int, index: int, block: int, width: int, sign: int) -> None:
         """Add what a piece puts on ranks, or take it away."""
         table, size = self.problem.table, self._size[row]
-        first, stop = block * size, (block + 1) * size
-        if size == len(self.local) > 1 and row not in table.ragged:  # of hundreds of copies that is far less to add up
+        filled = self._filled[row]
+        first, stop = block * size, block * size + filled
+        if filled == len(self.local) > 1 and row not in table.ragged:  # of hundreds of copies, far less to add up
             own, _, lack = self._loads_of(row, width)
             self.every += sign * own
             if lack is not None:
                 self.touched.append((first, stop))
                 self._put_lack(-sign * lack, stop)
             return
-        self.touched.append((first, stop))
         if row in table.ragged:
-            self._put_ragged(table.ragged[row][index], first, stop, sign)
+            self.touched.append((first, first + size))
+            self._put_ragged(table.ragged[row][index], first, first + size, sign)
             return
+        self.touched.append((first, stop))
         own, together, lack = self._loads_of(row, width)
         if sign < 0:
             self.local[first:stop] -= own
@@ -196,7 +202,7 @@ class Placement:
             table = self.problem.table
             own, together = table.fixed[row] + width * table.slope[row], []
             for span, phase in self._shared:
-                if span > self._size[row]:
+                if span > self._filled[row]:
                     together.append((span, phase, float(own[phase])))
                     own[phase] = 0.0
             lack = table.lack[row] + width * table.lack_slope[row] if self._lacking[row] else None
@@ -220,10 +226,11 @@ class Placement:
 
     def ranks(self, part: Part) -> Integers:
         """Ranks that hold something of an item."""
-        size = self._size[part.row]
+        size, ragged = self._size[part.row], self.problem.table.ragged.get(part.row)
+        if ragged is None:
+            return (np.array(part.blocks)[:, None] * size + np.arange(self._filled[part.row])).ravel()
         ranks = (np.array(part.blocks)[:, None] * size + np.arange(size)).ravel()
-        ragged = self.problem.table.ragged.get(part.row)
-        return ranks if ragged is None else ranks[ragged[..., -1].ravel() > 0]
+        return ranks[ragged[..., -1].ravel() > 0]
 
     def on(self, rank: int, span: int = 1) -> Iterator[tuple[int, int]]:
         """Items with a piece on a rank, or on any of the `span` ranks that share a phase with it, and the block.
@@ -231,11 +238,14 @@ class Placement:
         Those that are on all ranks are left out.
         """
         low = rank // span * span
-        for size in self.sizes:
-            if size == len(self.local) > 1:
+        for shape, (size, filled) in enumerate(self.shapes):
+            if filled == len(self.local) > 1:
                 continue
-            for block in range(low // size, (low + span - 1) // size + 1):
-                for item in self.held.get((size, block), ()):
+            first, last = low // size, (low + span - 1) // size
+            if filled < size and first * size + -(-filled // span) * span <= low:
+                first += 1
+            for block in range(first, last + 1):
+                for item in self.held.get((shape, block), ()):
                     yield item, block
 
     def open_ranks(self, item: int) -> Ranks | None:

@@ -188,12 +188,15 @@ class Potential:
             heat = np.where(open_ranks.reshape(-1, self.group).any(1), heat, np.inf)
         return np.sort(np.argsort(heat, kind="stable")[:number])
 
-    def costs(self, loads: Array, size: int) -> Array:
+    def costs(self, loads: Array, size: int, filled: int | None = None) -> Array:
         """(cuts, blocks) by how much the potential grows when a piece is put on each block of the scope.
 
         Args:
             loads: (cuts, phases + 1), or with ranks of the block in the middle.
+            filled: ranks of a block that get them; all by default.
         """
+        if filled is not None and filled < size:
+            loads = loads[:, None] * self.placement.problem.shapes[size, filled]
         num, width = len(loads), loads.shape[-1]
         weight = self.weight * self.multiple(size)
         scaled = loads / self.scale
@@ -207,11 +210,12 @@ class Potential:
         found: Array = grown.reshape(num, blocks, size).sum(2)
         return found
 
-    def large_costs(self, loads: Array, size: int, peaks: Array) -> Array:
+    def large_costs(self, loads: Array, size: int, filled: int, peaks: Array) -> Array:
         """The same for blocks that are larger than a group, for all ranks."""
         grown = (powered(peaks + (loads / self.scale)[:, None], self.power) - powered(peaks, self.power)) @ self.weight
         self.work += 15 + 0.008 * grown.size * loads.shape[-1]
-        found: Array = self.group * grown.reshape(len(loads), -1, size // self.group).sum(2)
+        reached = -(-filled // self.group)
+        found: Array = self.group * grown.reshape(len(loads), -1, size // self.group)[:, :, :reached].sum(2)
         return found
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.search.cost_table import Array as Array
-from planner.search.cost_table import CostTable, Integers
+from planner.search.cost_table import CostTable, Integers, reached
 
 Ranks = NDArray[np.bool_]
 
@@ -132,6 +132,14 @@ class Problem:
     def piece_loads(self) -> dict[tuple[int, int], Any]:
         """(row, width) -> what a piece puts on ranks, of pieces that some placement has had."""
         return {}
+
+    @cached_property
+    def shapes(self) -> dict[tuple[int, int], Ranks]:
+        """(size, filled) of blocks that are not filled -> (size, phases + 1), see `reached`."""
+        partly = np.flatnonzero(self.table.filled < self.table.size)
+        of = np.unique(np.column_stack([self.table.size[partly], self.table.filled[partly]]), axis=0)
+        spans = np.append(self.span, 1)
+        return {(size, filled): reached(size, filled, spans) for size, filled in of.tolist()}
 
     @cached_property
     def starts(self) -> Integers:

@@ -97,7 +97,8 @@ class Loads:
         self.problem, self.cuts, self.group = problem, cuts, ranks_together(problem)
         row, phases = cuts.row, np.arange(len(problem.span))
         every = problem.table.everywhere[row]
-        is_whole = (problem.table.size[row] >= len(problem.capacity))[:, None]
+        filled = problem.table.filled[row]
+        is_whole = (filled >= len(problem.capacity))[:, None]
         piece, mean = np.where(is_whole, 0.0, cuts.piece), np.where(is_whole, 0.0, cuts.mean - every)
         own = _in_proportion(piece, phases[problem.span == 1])
         shared = _in_proportion(piece, phases[problem.span > 1])
@@ -107,7 +108,7 @@ class Loads:
         self.shared = np.column_stack([none, *(piece[:, g].sum(1) for g in shared)])
         self.mean = np.column_stack([none, *(mean[:, g].sum(1) for g in shared)])
         self.everywhere = every[:, :-1].sum(1) + np.where(is_whole, cuts.piece, 0.0)[:, :-1].sum(1)
-        self.ranks = np.where(is_whole[:, 0], 0, problem.table.size[row] * cuts.number).astype(np.float64)
+        self.ranks = np.where(is_whole[:, 0], 0, filled * cuts.number).astype(np.float64)
         hosts = cuts.number * np.maximum(problem.table.size[row], self.group)
         self.is_open = is_whole[:, 0] | (hosts <= len(problem.capacity))
         self.room = float((problem.capacity - problem.base[:, -1]).min()) - float(placement.every[-1])
@@ -180,7 +181,7 @@ class _Menu:
         self.everywhere = np.where(is_one, loads.everywhere[self.at], np.inf)
         self.ranks, self.mean = loads.ranks[self.at], loads.mean[self.at]
         self.total = self.mean.sum(2)
-        hosts = cuts.number * np.maximum(problem.table.size[cuts.row], loads.group) / len(problem.capacity)
+        hosts = cuts.number * -(-problem.table.filled[cuts.row] // loads.group) * loads.group / len(problem.capacity)
         self.part = np.where(self.ranks > 0, hosts[self.at], 0.0)  # of the hosts, that have a piece
         self.closes, self.closed, self.host = False, 0.0, np.zeros(self.mean.shape[2])
         self.each = np.arange(len(classes))

@@ -49,12 +49,13 @@ class _SlotPacker:
         problem, cut = loads.problem, start.cut[loads.problem.item_class]
         self.problem, self.row = problem, loads.cuts.row[cut]
         self.size, self.number = problem.table.size[self.row], loads.cuts.number[cut]
+        self.filled = problem.table.filled[self.row]
         self.ranks, self.hosts = len(problem.capacity), len(problem.capacity) // self.group
         own = loads.own.shape[1]
         self.own = loads.own[cut] / start.limit[:own]
         self.load = (loads.shared[cut] / np.maximum(start.load, 1e-30)).max(1, initial=0.0)
         beside = np.maximum(np.floor(1 / np.maximum(self.own.max(1), 1e-9) * (1 + _ROUNDING)), 1)
-        self.slots = np.minimum(self.size, self.group) / self.group / beside
+        self.slots = np.minimum(self.filled, self.group) / self.group / beside
         self.used, self.full = np.zeros(self.hosts), np.zeros(self.hosts)
         self.blocks: list[list[int]] = [[] for _ in cut]
         self.item = self.host = np.zeros(0, np.int64)
@@ -62,21 +63,21 @@ class _SlotPacker:
     def to_hosts(self) -> None:
         """Large blocks first, then large pieces, each where it adds least."""
         order = np.lexsort((-np.maximum(self.slots, self.load), -np.maximum(self.size, self.group)))
-        sizes, numbers = self.size.tolist(), self.number.tolist()
+        sizes, numbers, reached = self.size.tolist(), self.number.tolist(), (-(-self.filled // self.group)).tolist()
         slots, loads = self.slots.tolist(), self.load.tolist()
         items: list[int] = []
         hosts: list[Integers] = []
         before = np.zeros(self.hosts)
         for item in order.tolist():
             size, number, slot, load = sizes[item], numbers[item], slots[item], loads[item]
-            if size >= self.ranks:
+            if self.filled[item] >= self.ranks:
                 self.blocks[item] = [0]
             elif size > self.group:
                 width = size // self.group
-                most = np.maximum(self.used, self.full).reshape(-1, width).max(1)
+                most = np.maximum(self.used, self.full).reshape(-1, width)[:, : reached[item]].max(1)
                 at = np.argsort(most, kind="stable")[:number]
                 self.blocks[item] = at.tolist()
-                at = (at[:, None] * width + np.arange(width)).ravel()
+                at = (at[:, None] * width + np.arange(reached[item])).ravel()
                 self.used[at] += slot
                 self.full[at] += load
                 before = powered(self.full, _POWER) + powered(self.used, _POWER)
@@ -138,12 +139,12 @@ class _SlotPacker:
     def to_ranks(self) -> None:
         """Of each host the largest piece first, where the fullest rank is least full; one of all hosts at a time."""
         x = np.zeros((self.hosts, self.group, self.own.shape[1]))
-        for item in np.flatnonzero((self.size > self.group) & (self.size < self.ranks)).tolist():
-            width = int(self.size[item]) // self.group
-            x.reshape(-1, width, *x.shape[1:])[self.blocks[item]] += self.own[item]
+        for item in np.flatnonzero((self.size > self.group) & (self.filled < self.ranks)).tolist():
+            width, reached = int(self.size[item]) // self.group, -(-int(self.filled[item]) // self.group)
+            x.reshape(-1, width, *x.shape[1:])[self.blocks[item], :reached] += self.own[item]
         if not len(self.item):
             return
-        size = self.size[self.item]
+        size, filled = self.size[self.item], self.filled[self.item]
         order = np.lexsort((-self.own[self.item].max(1), -size, self.host))
         turn = np.arange(len(order)) - np.searchsorted(self.host[order], self.host[order])
         block = np.zeros(len(order), np.int64)
@@ -153,9 +154,10 @@ class _SlotPacker:
                 of = pieces[size[pieces] == width]
                 hosts, own = self.host[of], self.own[self.item[of]]
                 blocks = x.reshape(self.hosts, self.group // width, width, -1)
-                after = blocks[hosts] + own[:, None, None]
+                lanes = (np.arange(width) < filled[of][:, None])[..., None]
+                after = (blocks[hosts] + own[:, None, None]) * lanes[:, None]
                 at = after.max((2, 3)).argmin(1)
-                blocks[hosts, at] += own[:, None]
+                blocks[hosts, at] += own[:, None] * lanes
                 block[of] = hosts * (self.group // width) + at
                 self.loads.work += 25 + 0.01 * after.size
         for piece, item in enumerate(self.item.tolist()):

@@ -2,11 +2,10 @@
 
 The order of work: some starts, each a cut for every item (`starts`), put down largest first where they add least to a
 smooth form of the cost (`potential`), all items twice. The bound comes next, for its relaxed optimum is a start too
-(`guided`). Where there are hosts, starts that say beforehand how long ranks may take follow (`slots`). Where ranks are
-many beside the items, blocks of them are searched as if they were ranks (`cells`). Then the best of all these are
-improved beside each other (`rivals`) by passing units between ranks and by taking a few items up and putting them down
-anew. Where nothing fits, the same with a price on memory, then by memory alone (`tight`). The amount of work is fixed,
-so the same problem has the same solution on every machine; a deadline only cuts it short.
+(`guided`). Where there are hosts, starts that say beforehand how long ranks may take follow (`slots`). Then the best of
+all these are improved beside each other (`rivals`) by passing units between ranks and by taking a few items up and
+putting them down anew. Where nothing fits, the same with a price on memory, then by memory alone (`tight`). The amount
+of work is fixed, so the same problem has the same solution on every machine; a deadline only cuts it short.
 """
 
 from __future__ import annotations
@@ -20,9 +19,8 @@ import numpy as np
 
 from planner.search.best import Best, Told
 from planner.search.bound import Optimum, lower_bound
-from planner.search.cells import Cells, cells
 from planner.search.cuts import Cuts
-from planner.search.guided import LIKE, Like, guided, ways
+from planner.search.guided import LIKE, guided, ways
 from planner.search.hosts import MANY_HOSTS, SEVERAL_HOSTS, SOME_HOSTS, can_pack, pack_hosts
 from planner.search.packing import Packer, menus
 from planner.search.placement import Placement
@@ -57,20 +55,6 @@ _PACKED = 6
 """Starts that are packed in two levels."""
 _POWERS = (8, 32)
 """Of the potential while starts are packed, in turn."""
-_MANY_RANKS = 256
-"""From so many on, cells are searched too, where items are no more than ranks;"""
-_CELLS = ((16, (4, 32, 64)), (4, (4, 8)), (1, (4,)))
-"""of so many ranks, where ranks are so many times the items."""
-_ON_CELLS = 100e3
-"""Work for the starts of one size of cells."""
-_PACKED_BY_ONE = 256
-"""Cells up to which starts are packed one by one too."""
-_NEARLY = 1.05
-"""By how much what was found on cells may be behind before it is improved,"""
-_SHARE = 0.3
-"""with this share of the work that is left."""
-_CARRIED = 20.0
-"""Work of carrying an item over to ranks."""
 _NO_TIME = 1e-12
 _TRIES = 3
 """Starts after which memory gets a higher price where none fits."""
@@ -129,14 +113,10 @@ def search(problem: Problem, out_of_time: Callable[[], bool] = lambda: False, to
                 best.seconds = best.placement().seconds()
             bound = lower_bound(problem, best.seconds, out_of_time, lambda value: told(best.seconds, value))
             best.least, best.floor = bound.seconds, max(best.floor, bound.seconds)
-            like = LIKE[0]
             if bound.relaxed is not None and work < _GUIDED and not best.is_enough and not out_of_time():
-                spent, like = _guide(problem, cuts, best, bound.relaxed, out_of_time)
-                work += spent
+                work += _guide(problem, cuts, best, bound.relaxed, out_of_time)
                 work += _with_slots(problem, cuts, best, bound.relaxed, out_of_time)
-            most = _WORK + _more(problem)
-            work += _on_cells(problem, best, bound.relaxed, like, most - work, out_of_time)
-            is_cut = compete(problem, cuts, best, most - work, out_of_time) or is_cut
+            is_cut = compete(problem, cuts, best, _WORK + _more(problem) - work, out_of_time) or is_cut
     placement = best.placement()
     phases = placement.phase_seconds()
     seconds = float(phases.sum())
@@ -172,68 +152,6 @@ def _build(problem: Problem, cuts: Cuts, best: Best, out_of_time: Callable[[], b
     return work, False
 
 
-def _on_cells(
-    problem: Problem,
-    best: Best,
-    optimum: Optimum | None,
-    like: Like,
-    work: float,
-    out_of_time: Callable[[], bool],
-) -> float:
-    """Search the problem with cells for ranks, where these are many beside the items; returns the work.
-
-    Args:
-        like: see `guided`.
-        work: that is left in all.
-    """
-    num_items, num_ranks, spent = len(problem.item_class), len(problem.capacity), 0.0
-    if num_ranks < _MANY_RANKS or num_items > min(num_ranks, _FEW):
-        return 0.0
-    found: tuple[float, Cells, Cuts, Best] | None = None
-    target = best.placement().phase_seconds()
-    sizes = next(sizes for times, sizes in _CELLS if times * num_items <= num_ranks)
-    for made in cells(problem, target, sizes):
-        if best.is_enough or out_of_time():
-            break
-        cuts, inner = Cuts.of(made.problem), Best(made.problem, lambda *_: None)
-        inner.floor = best.floor
-        begun = starts(made.problem, cuts)[:_PACKED]
-        first = None if optimum is None else guided(made.problem, cuts, optimum, like)
-        begun = begun if first is None else [first, *begun]
-        spent += _begin(made.problem, cuts, inner, begun, out_of_time)
-        if inner.parts is not None and (found is None or inner.seconds < found[0]):
-            found = inner.seconds, made, cuts, inner
-    if found is None or found[0] > best.seconds * _NEARLY:
-        return spent
-    _, made, cuts, inner = found
-    here = _SHARE * max(work - spent, 0.0)
-    compete(made.problem, cuts, inner, here, out_of_time)
-    assert inner.parts is not None
-    best.rival(made.placement([part for part in inner.parts if part is not None]), inner.memory)
-    return spent + here + _CARRIED * num_items
-
-
-def _begin(problem: Problem, cuts: Cuts, best: Best, begun: list[Start], out_of_time: Callable[[], bool]) -> float:
-    """Pack some starts of a problem of cells, host by host and one by one; returns the work."""
-    work, last = 0.0, 0.0
-    is_small = len(problem.capacity) <= _PACKED_BY_ONE
-    for start in begun if can_pack(problem, 1) else []:
-        if work + last > _ON_CELLS * (0.5 if is_small else 1.0):
-            break
-        placement, last = pack_hosts(problem, cuts, start, 1)
-        work += last
-        if placement is not None:
-            best.rival(placement, 0.0)
-    last = 0.0
-    for start in begun[:_PACKED] if is_small else []:
-        if work + last > _ON_CELLS:
-            break
-        weights = _WEIGHTS[0] * (start.fill > _ROOMY), _POWERS[0]
-        last = _pack(problem, cuts, start, start.most[0], weights, best, out_of_time)
-        work += last
-    return work
-
-
 def _on_hosts(problem: Problem, cuts: Cuts, begun: list[Start], best: Best, out_of_time: Callable[[], bool]) -> float:
     """Pack starts in two levels where that can be done; returns the work."""
     work, group = 0.0, ranks_together(problem)
@@ -242,7 +160,8 @@ def _on_hosts(problem: Problem, cuts: Cuts, begun: list[Start], best: Best, out_
         work += last
         if placement is not None:
             best.rival(placement, 0.0)
-        if best.is_enough or work > _ON_HOSTS or (best.parts is not None and out_of_time()):
+        is_enough = best.is_enough or work > _ON_HOSTS or len(problem.item_class) > _FEW
+        if is_enough or (best.parts is not None and out_of_time()):
             break
     return work
 
@@ -260,10 +179,10 @@ def _hosts(problem: Problem) -> int:
 
 def _guide(
     problem: Problem, cuts: Cuts, best: Best, optimum: Optimum, out_of_time: Callable[[], bool]
-) -> tuple[float, Like]:
-    """Pack starts like the relaxed optimum; returns the work, and in what way the best of them is like it."""
+) -> float:
+    """Pack starts like the relaxed optimum; returns the work."""
     group, few = ranks_together(problem), len(problem.item_class) <= SHAKEN
-    work, last, found = 0.0, 0.0, (np.inf, LIKE[0])
+    work, last, found = 0.0, 0.0, np.inf
     is_many = can_pack(problem, group, SOME_HOSTS if few else SEVERAL_HOSTS)
     if few or not is_many:
         begun = [s for like in LIKE[:2] if (s := guided(problem, cuts, optimum, like)) is not None]
@@ -274,43 +193,57 @@ def _guide(
             if work > _BUILDING / (2 if is_many else 1):
                 break
     if not is_many:
-        return work, found[1]
-    again: list[tuple[float, int, Like, Cuts, Start]] = []  # at the times that came of the first
+        return work
+    again: list[tuple[float, int, Cuts, Start]] = []  # at the times that came of the first
     firsts, is_again = enumerate(ways(problem, cuts, optimum)), False  # the best of them at once
     while work + last <= _GUIDING and not best.is_enough and not out_of_time():
-        first = None if again and again[0][0] <= found[0] and not is_again else next(firsts, None)
+        first = None if again and again[0][0] <= found and not is_again else next(firsts, None)
         if first is None and not again:
             break
         is_again = first is None
         if first is not None:
-            number, (like, own, start) = first
+            number, (own, start) = first
         else:
-            _, _, like, own, start = heappop(again)
+            _, _, own, start = heappop(again)
         placement, last = pack_hosts(problem, own, start, group, best.seconds)
         work += last
         if placement is None:
             continue
         seconds = placement.seconds()
-        found = min(found, (seconds, like))
+        found = min(found, seconds)
         best.rival(placement, 0.0)
         if first is not None:
             target = np.maximum(placement.phase_seconds(), _NO_TIME)
-            heappush(again, (seconds, number, like, own, start._replace(target=target)))
-    return work, found[1]
+            heappush(again, (seconds, number, own, start._replace(target=target)))
+    return work
 
 
 def _with_slots(problem: Problem, cuts: Cuts, best: Best, optimum: Optimum, out_of_time: Callable[[], bool]) -> float:
     """Pack starts that say how long ranks may take, where there are hosts; returns the work."""
     if not can_pack(problem, ranks_together(problem), SOME_HOSTS):
         return 0.0
-    placement = best.placement()
-    loads = Loads(problem, cuts, placement)
-    worth, vain = best.seconds, _IN_VAIN if len(problem.item_class) <= SHAKEN else _IN_VAIN_OF_MANY
-    for number, start in enumerate(slots(loads, optimum.own, placement, worth, _SLOTTED), 1):
-        best.rival(pack_slots(loads, start), 0.0)
-        if best.is_enough or out_of_time() or (number >= vain and best.seconds >= worth):
-            break
-    return loads.work
+    work, vain = 0.0, _IN_VAIN if len(problem.item_class) <= SHAKEN else _IN_VAIN_OF_MANY
+    for of in _choices(problem, cuts):
+        placement, worth = best.placement(), best.seconds
+        loads = Loads(problem, of, placement)
+        for number, start in enumerate(slots(loads, optimum.own, placement, worth, _SLOTTED), 1):
+            best.rival(pack_slots(loads, start), 0.0)
+            if best.is_enough or out_of_time() or (number >= vain and best.seconds >= worth):
+                break
+        work += loads.work
+    return work
+
+
+def _choices(problem: Problem, cuts: Cuts) -> list[Cuts]:
+    """Cuts to choose from: those over filled blocks alone, then all.
+
+    What a block has that is not filled may be left over, which starts do not see: some do better without such blocks.
+    Of many items there is time for all alone, which are better in the mean.
+    """
+    is_filled = problem.table.filled == problem.table.size
+    if is_filled.all() or len(problem.item_class) > _FEW:
+        return [cuts]
+    return [cuts.of_rows(np.flatnonzero(is_filled)), cuts]
 
 
 def _pack(

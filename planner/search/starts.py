@@ -132,7 +132,7 @@ def floor(problem: Problem, cuts: Cuts) -> float:
 def everywhere_bytes(problem: Problem, cuts: Cuts, first: Integers) -> Array:
     """(classes,) bytes of cuts that every rank gets wherever they go: those put down before leave room for them."""
     row = cuts.row[first]
-    whole = np.where(problem.table.size[row] == len(problem.capacity), cuts.piece[first, -1], 0.0)
+    whole = np.where(problem.table.filled[row] == len(problem.capacity), cuts.piece[first, -1], 0.0)
     found: Array = problem.table.everywhere[row, -1] + whole
     return found
 

@@ -75,7 +75,7 @@ def _put(placement: Placement, item: int, is_spread: bool = False) -> Part | Non
     total = (table.fixed[rows, -1] * np.where(table.units[rows] > 0, 1, table.pieces[rows])) + np.where(
         table.units[rows] > 0, width * table.slope[rows, -1], 0
     )
-    total = total * table.size[rows] + table.everywhere[rows, -1] * len(problem.capacity)
+    total = total * table.filled[rows] + table.everywhere[rows, -1] * len(problem.capacity)
     if is_spread:
         total = table.fixed[rows, -1] + table.slope[rows, -1] * table.least[rows] + table.everywhere[rows, -1]
     for row in rows[np.argsort(total, kind="stable")].tolist():
@@ -88,7 +88,7 @@ def _put(placement: Placement, item: int, is_spread: bool = False) -> Part | Non
 def in_family(placement: Placement, item: int, row: int) -> Part | None:
     """Pieces of a family, as few as there must be, on the emptiest blocks."""
     problem, table = placement.problem, placement.problem.table
-    size, units = int(table.size[row]), int(table.units[row])
+    size, filled, units = int(table.size[row]), int(table.filled[row]), int(table.units[row])
     room = problem.capacity * (1 + SLACK) - placement.local[:, -1] - placement.every[-1] - table.everywhere[row, -1]
     if table.everywhere[row, -1] > 0 and (room < 0).any():
         return None
@@ -97,7 +97,7 @@ def in_family(placement: Placement, item: int, row: int) -> Part | None:
         return _ragged(table.ragged[row], row, room, ranks, size)
     if ranks is not None:
         room = np.where(ranks, room, -np.inf)
-    room = room.reshape(-1, size).min(1)
+    room = room.reshape(-1, size)[:, :filled].min(1)
     order = np.argsort(-room, kind="stable")
     fixed, slope = float(table.fixed[row, -1]), float(table.slope[row, -1])
     if not units:
@@ -153,7 +153,8 @@ def _rest(problem: Problem, row: int, free: Array, ranks: Ranks | None) -> float
     if not table.units[row] or slope <= 0:
         return 0.0
     room = np.where(ranks, free, 0.0) if ranks is not None else free
-    room = room.reshape(-1, size).min(1) - table.fixed[row, -1] - table.everywhere[row, -1]
+    room = room.reshape(-1, size)[:, : int(table.filled[row])].min(1)
+    room = room - table.fixed[row, -1] - table.everywhere[row, -1]
     units = np.floor(np.maximum(room, 0.0) / slope)
     return float(table.units[row] - units[units >= table.least[row]].sum()) * slope
 
@@ -170,7 +171,8 @@ def _short(placement: Placement, item: int) -> Infeasible:
         size = int(table.size[row])
         needed = table.fixed[row, -1] + table.least[row] * table.slope[row, -1]
         pieces = 1 if table.units[row] else int(table.pieces[row])
-        loads = table.ragged[row][..., -1] if row in table.ragged else np.full((pieces, size), needed)
+        even = np.tile(np.where(np.arange(size) < table.filled[row], needed, 0.0), (pieces, 1))
+        loads = table.ragged[row][..., -1] if row in table.ragged else even
         if len(free) // size < len(loads):
             continue
         piece = loads[int(loads.max(1).argmax())] + table.everywhere[row, -1]
