@@ -23,9 +23,9 @@ UNIT = 4
 """Columns that stay together: kernels and TorchRec want multiples of it."""
 _EVEN_CUTS = (2, 4, 8, 16, 32, 64, 128)
 _EVERY = 8
-"""Up to so many ranks of a host, or hosts, rows are cut over any number of them; beyond, over three quarters too."""
-_FEW = 128
-"""Ranks up to which that is so. On more, rows are cut over three quarters of blocks inside hosts alone: of many choices
+"""Up to so many ranks of a host, or hosts, rows are cut over any number of them,"""
+_FEW = 16
+"""where there are no more ranks than these. On more, only over three quarters of blocks inside hosts: of many choices
 that gain less the search makes worse plans than without them."""
 
 
@@ -148,7 +148,6 @@ def blocks_of(table_shape: tuple[int, ...]) -> tuple[Block, ...]:
         filled = {*divisors}
         if prod(table_shape) <= _FEW:
             filled |= {*range(2, min(axis, _EVERY) + 1)}
-            filled |= {3 * k // 4 for k in divisors if k > _EVERY and k % (4 * _EVERY if ranks == 1 else 4) == 0}
         elif ranks == 1:
             filled |= {3 * k // 4 for k in divisors if k <= _EVERY and k % 4 == 0}
         found += [Block(next(k for k in divisors if k >= n) * ranks, n * ranks) for n in sorted(filled)]
