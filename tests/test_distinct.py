@@ -132,6 +132,25 @@ def test_fewer_bytes_and_the_same_bits_again(layout: str, wire: torch.dtype | No
         assert all(torch.allclose(a, b, **close) for a, b in zip(expected, shown, strict=True))
 
 
+def _taken(layout: str, ids: torch.Tensor) -> int:
+    """How often torch's operators take the gradients of some rows, in a step of an embedding."""
+    env, module = env_of("dp2"), nn.Embedding(5000, 8)
+    attach(module, "sgd")
+    plan = {"weight": row_wise() if layout == "row_wise" else table_wise(0)}
+    model = dmp.DistributedModelParallel(module, env=env, plan=plan)
+    with mock.patch.object(row_places.RowPlaces, "take", autospec=True, side_effect=row_places.RowPlaces.take) as take:
+        model(ids).square().sum().backward()
+    return take.call_count
+
+
+@needs_numba
+@pytest.mark.parametrize("layout", ["table_wise", "row_wise"])
+@pytest.mark.parametrize("come_again", [True, False])
+def test_gradients_of_rows_are_summed_by_compiled_code(layout: str, come_again: bool) -> None:
+    ids = torch.arange(4096) % 40 if come_again else torch.arange(4096)
+    assert run_ranks(2, _taken, layout, ids) == [0, 0]
+
+
 def _clipped(when: str) -> str | torch.Tensor:
     env, module = env_of("dp2"), nn.Embedding(10, 4)
     attach(module, "sgd")

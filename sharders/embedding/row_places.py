@@ -6,7 +6,7 @@ together of them is each result row's row there, worked out before they come: re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -182,7 +182,7 @@ class RowsBack:
             scale: multiplies them.
         """
         if self._can_sum(grads):
-            sums = [self._sums(grads, places) for places in self._sent.places]
+            sums = {order: self._sums(grads, order) for order in self._orders}
             return lambda rank, out: self._sum(rank, sums, scale, out)
         read = self._read(grads)
 
@@ -195,19 +195,26 @@ class RowsBack:
 
         return pack
 
+    @cached_property
+    def _orders(self) -> list[bool]:
+        """Of `Sent.places` those that some slot's rows are in."""
+        return sorted({span.is_split for _, spans in self._of_owners for span in spans})
+
     def _can_sum(self, grads: Sequence[torch.Tensor]) -> bool:
-        """Whether all rows came once for their ids, with all columns, and compiled code may read the gradients."""
-        if any(places is None or places.times is None for places in self._sent.places):
-            return False
+        """Whether all rows came with all columns, and compiled code may read the gradients."""
         slots = (slot for of_rank, _ in self._of_owners for slot in of_rank)
         return all(slot.width == self.dims[slot.feature] for slot in slots) and can_move(self._kernel, grads)
 
-    @staticmethod
-    def _sums(grads: Sequence[torch.Tensor], places: Places | None) -> Sums:
-        assert places is not None and places.bounds is not None
-        return Sums(grads, places.of_ids, places.bounds)
+    def _sums(self, grads: Sequence[torch.Tensor], order: bool) -> Sums:
+        """Of the rows of one order: where each stands for one id, sums of one gradient."""
+        places = self._sent.places[order]
+        if places is not None and places.bounds is not None:
+            return Sums(grads, places.of_ids, places.bounds)
+        stop = max(span.ids.stop for _, spans in self._of_owners for span in spans if span.is_split == order)
+        one_by_one = torch.arange(stop + 1, dtype=torch.int32, device="cpu")
+        return Sums(grads, one_by_one if places is None else places.of_ids, one_by_one)
 
-    def _sum(self, rank: int, of_orders: Sequence[Sums], scale: float, out: torch.Tensor) -> None:
+    def _sum(self, rank: int, of_orders: Mapping[bool, Sums], scale: float, out: torch.Tensor) -> None:
         """One call for all neighbouring slots of a rank whose rows are of one width, and in one order."""
         at, row_starts = 0, self._sent.row_starts
         of_slots = zip(*self._of_owners[rank], strict=True)
