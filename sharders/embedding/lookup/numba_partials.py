@@ -11,6 +11,7 @@ from sharders.embedding.lookup.numba_compile import by_blocks, helper
 from sharders.embedding.lookup.numba_vectors import (
     add,
     fence,
+    fetch,
     load,
     multiply,
     read32_at,
@@ -20,7 +21,10 @@ from sharders.embedding.lookup.numba_vectors import (
     store,
     stream,
     write64,
+    zeros,
 )
+
+_AHEAD = 8  # partials of a slot
 
 
 def add_partials(
@@ -42,6 +46,8 @@ def add_partials(
         for slot in range(num_slots):
             width, at = read64(slots, 3 * slot), read64(slots, 3 * slot + 1)
             has = _has_ids(lengths, length_bytes, slot * samples + sample)
+            for column in range(0, width, 16):  # most of them are in another core's cache
+                fetch(elements, zeros(elements, 16), partials, at + _AHEAD * width + column)
             write64(slots, 3 * slot + 1, at + has * width)
             write64(slots, 3 * slot + 2, at if has else -1)
         for piece in range(num_pieces):
