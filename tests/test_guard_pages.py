@@ -246,7 +246,7 @@ def packed(draw: Draw) -> None:
     rows, samples = [draw.one((1, 7, 90, 5000)) for _ in range(3)], draw.one((0, 1, 3, 9))
     lengths = torch.stack([draw.lengths(samples) for _ in rows]).to(draw.one((torch.int32, torch.int64)))
     counts = lengths.sum(1).tolist()
-    dtype, head = draw.one((torch.int32, torch.int64)), draw.one((0, 26))
+    dtype, head, tail = draw.one((torch.int32, torch.int64)), draw.one((0, 26)), draw.one((0, 0, 3))
     ids = torch.cat([draw.ids(n, r, dtype) for n, r in zip(counts, rows, strict=True)])
     weights = torch.arange(len(ids), dtype=torch.int32) if draw.below(2) else None
     of_ranks: list[list[Packable]] = [[] for _ in range(draw.one((1, 2, 5)))]
@@ -257,7 +257,7 @@ def packed(draw: Draw) -> None:
         for low, high in blocks * draw.one((1, 2)):
             draw.one(of_ranks).append(Packable(feature, key, low, high))
     batch = Batch(ids, lengths, (), weights, counts=tuple(counts))
-    packing = Packing(of_ranks, head)
+    packing = Packing(of_ranks, head, tail)
     out = torch.full((packing.room(counts, samples, weights is not None),), -1, dtype=torch.int32)
     found = packing(batch, weights, True, out)
     bags = [of_key.split(of.tolist()) for of_key, of in zip(ids.split(counts), lengths, strict=True)]
@@ -265,7 +265,7 @@ def packed(draw: Draw) -> None:
         of_key.split(of.tolist()) for of_key, of in zip(torch.arange(len(ids)).split(counts), lengths, strict=True)
     ]
     at = 0
-    for slots, words, its_counts, its_bags, its_lengths in zip(of_ranks, *found[1:], strict=True):
+    for slots, words, its_counts, its_bags, its_lengths, end in zip(of_ranks, *found[1:], strict=True):
         chosen = [
             [(of >= low) & (of < high) if high >= 0 else of >= 0 for of in bags[key]] for _, key, low, high in slots
         ]
@@ -279,7 +279,7 @@ def packed(draw: Draw) -> None:
                 for of, mask in zip(of_keys[slot.key], masks, strict=True):
                     expected += (of[mask] - slot.low * less).tolist()
         at += head
-        assert out[at : at + words].tolist() == expected
+        assert out[at : at + words - tail].tolist() == expected and end == at + words
         at += words + (words & 1 if head else 0)
     assert found.filled == at
 

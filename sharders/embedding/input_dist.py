@@ -47,7 +47,7 @@ class _Compiled:
     """For one order of keys: rows of lengths for all slots, and (is_split, first, last) runs of ids, by destination.
 
     `num_rows`: of each key, and of each (row block, split feature), as many as its ids address; 0 where nobody is sent
-    them. `packing`: where one call packs all. `of_segments`: of each (row block, split feature) a (destination, slot).
+    them. `packing`: where one call packs all. `of_segments`: of a (row block, split feature) a (destination, slot).
     """
 
     rows: torch.Tensor
@@ -55,7 +55,7 @@ class _Compiled:
     sources: list[list[tuple[bool, int]]]
     num_rows: tuple[list[int], list[int]]
     packing: Packing | None
-    of_segments: list[tuple[int, int]]
+    of_segments: dict[int, tuple[int, int]]
 
     @cached_property
     def sources_are_split(self) -> bool:
@@ -163,7 +163,7 @@ class InputDist:
         can_join = unpooled and peers.exchange.size > 1 and self._compiles
         self._joins = sums_first if can_join else lambda: False
         self._two_stages = None if peers.outer.size == 1 or not self._by_partials else self._staged(peers)
-        of_cpu = self._compiles and not wide and self._two_stages is None and any(placement.slots)
+        of_cpu = self._compiles and not wide and any(placement.slots)
         self._packs = of_cpu and (unpooled or Packing.can(bounds))
         self._num_segments = self._num_blocks * len(self.split_features)
 
@@ -195,7 +195,7 @@ class InputDist:
             return self._send_for_rows(batch, compiled, orders, row_starts)
         lengths = torch.cat([ids.lengths for ids in orders]) if len(orders) > 1 else by_key.lengths
         lengths = lengths.index_select(0, compiled.rows)
-        is_sparse, marks = self._settled(orders[-1])
+        is_sparse, marks = self._settled(orders[-1].bags, batch.batch_size)
         sent = Sent([], [], [], [], [], is_sparse, [], [])
         of_slots = compiled.sources, compiled.runs
         if len(orders) == 1 and is_even(batch.counts):
@@ -210,8 +210,7 @@ class InputDist:
             of_rank = [sent.lengths[-1].reshape(-1), *(ids.values[a:b] for ids, a, b in cuts)]
             of_rank += [ids.weights[a:b] for ids, a, b in cuts if ids.weights is not None]
             at += len(sources)
-            num_marks = 0 if self._two_stages is None else self._two_stages.num_words
-            words.append(len(sources) * batch.batch_size + sum(counts) * (1 if bits is None else 2) + num_marks)
+            words.append(len(sources) * batch.batch_size + sum(counts) * (1 if bits is None else 2) + self._num_marks)
             parts += self._in_its_room([*of_rank, *marks], words[-1])
             sent.counts.append(counts)
             if self._by_partials:
@@ -228,8 +227,13 @@ class InputDist:
         room = packing.room(batch.counts, batch.batch_size, bits is not None)
         memory = self._channel.empty(room, self.word, self._device)
         packed = packing(batch, bits, self._by_partials, memory)
-        filled = sum(packed.bags[rank][slot] for rank, slot in compiled.of_segments)
-        is_sparse = self._by_partials and filled <= MOST_FILLED * self._num_segments * batch.batch_size
+        filled = [0] * self._num_segments
+        for segment, (rank, slot) in compiled.of_segments.items():
+            filled[segment] = packed.bags[rank][slot]
+        is_sparse, marks = self._settled(filled, batch.batch_size)
+        for of_marks in marks:
+            for end in packed.ends:
+                memory[end - len(of_marks) : end].copy_(of_marks)
         bags = packed.bags if self._by_partials else []
         sent = Sent(packed.counts, [], [], [], [], is_sparse, packed.lengths, bags)
         return memory[: packed.filled], packed.words, sent
@@ -301,7 +305,7 @@ class InputDist:
         lengths, ids, weights, straight = [], [], [], frozenset[int]()
         came, stop = call.payload.wait(), 0
         del call.kept["payload"]
-        num_marks, ends = 0 if self._two_stages is None else self._two_stages.num_words, []
+        num_marks, ends = self._num_marks, []
         for words, samples in zip(call.words, call.samples, strict=True):
             first, stop = stop + self._head, stop + self.room_for(words)
             start = first + self.num_slots * (1 if self.unpooled else samples)
@@ -346,12 +350,13 @@ class InputDist:
         packing = None
         of_ranks = [self.placement.slots[table_rank] for table_rank in self.destinations]
         if self._packs and not self.unpooled:
-            packing = Packing([[self._packable(key_of, slot) for slot in of] for of in of_ranks], self._head)
+            packed = [[self._packable(key_of, slot) for slot in of] for of in of_ranks]
+            packing = Packing(packed, self._head, self._num_marks)
         elif self._packs and len({is_split for sources in all_sources for is_split, _ in sources}) == 1:
             of_all = zip(of_ranks, all_sources, strict=True)
             whole = [[Packable(slot.feature, i, 0, -1) for slot, (_, i) in zip(*of, strict=True)] for of in of_all]
             packing = Packing(whole, self._head)
-        return _Compiled(all_rows, all_runs, all_sources, num_rows, packing, [*of_segments.values()])
+        return _Compiled(all_rows, all_runs, all_sources, num_rows, packing, of_segments)
 
     def _packable(self, key_of: tuple[int, ...], slot: Slot) -> Packable:
         rows = self.placement.row_blocks[slot.table][slot.row_block] if slot.feature in self._in_split else (0, -1)
@@ -389,12 +394,22 @@ class InputDist:
         feature = self._in_split.get(slot.feature)
         return None if feature is None else slot.row_block * len(self.split_features) + feature
 
-    def _settled(self, split: _Ordered) -> tuple[bool, list[torch.Tensor]]:
-        """Whether this rank has all bags over row blocks travel as partials, and the words for some of them."""
+    @property
+    def _num_marks(self) -> int:
+        """Words for the tables whose bags may go straight."""
+        return 0 if self._two_stages is None else self._two_stages.num_words
+
+    def _settled(self, bags: Sequence[int], samples: int) -> tuple[bool, list[torch.Tensor]]:
+        """Whether this rank has all bags over row blocks travel as partials, and the words for some of them.
+
+        Args:
+            bags: with ids, of each (row block, split feature).
+            samples: of this rank.
+        """
         if self._two_stages is not None:
-            is_all, tables = self._two_stages.settle(split.bags, split.lengths.shape[1], MOST_FILLED)
+            is_all, tables = self._two_stages.settle(bags, samples, MOST_FILLED)
             return is_all, [self._two_stages.words(tables, self.word, self._device)]
-        return self._by_partials and sum(split.bags) <= MOST_FILLED * split.lengths.numel(), []
+        return self._by_partials and sum(bags) <= MOST_FILLED * len(bags) * samples, []
 
     def _row_starts(self, batch: Batch) -> list[int]:
         """First row of each feature among the results' rows of its table's dim."""

@@ -29,6 +29,7 @@ class Packed(NamedTuple):
         counts: for each rank and slot the ids.
         bags: for each rank and slot the bags that have ids; 0 of slots that have all rows.
         lengths: for each rank those of its slots, (S, B); none where nobody asked.
+        ends: of each rank's payload.
     """
 
     filled: int
@@ -36,6 +37,7 @@ class Packed(NamedTuple):
     counts: list[list[int]]
     bags: list[list[int]]
     lengths: list[torch.Tensor]
+    ends: list[int]
 
 
 class Packable(NamedTuple):
@@ -57,11 +59,11 @@ class Packing:
 
     Args:
         slots: of each rank.
-        head: see `pack_ids`.
+        head, tail: see `pack_ids`.
     """
 
-    def __init__(self, slots: Sequence[Sequence[Packable]], head: int) -> None:
-        self._ends, self._head = [*accumulate(map(len, slots), initial=0)], head
+    def __init__(self, slots: Sequence[Sequence[Packable]], head: int, tail: int = 0) -> None:
+        self._ends, self._head, self._tail = [*accumulate(map(len, slots), initial=0)], head, tail
         self._spans = [*pairwise(self._ends)]
         flat = [slot for of_rank in slots for slot in of_rank]
         self._slots, self._of_ranks = int64([of.told for of in flat]), int64(self._ends)
@@ -88,7 +90,7 @@ class Packing:
             samples: lengths of each.
         """
         ids = sum(copies * counts[key] for key, copies in self._copies) * (2 if is_weighted else 1)
-        return (len(self._ends) - 1) * (self._head + 1) + self._ends[-1] * samples + ids + 1
+        return (len(self._ends) - 1) * (self._head + self._tail + 1) + self._ends[-1] * samples + ids + 1
 
     def __call__(self, batch: Batch, bits: torch.Tensor | None, with_lengths: bool, out: torch.Tensor) -> Packed:
         """Pack a batch.
@@ -141,10 +143,11 @@ class Packing:
         entry_of("pack_ids")(
             *(values.data_ptr(), values.itemsize, *lengths, firsts, 0 if bits is None else bits.data_ptr()),
             *(self._slots.data_ptr(), self._of_ranks.data_ptr(), num_ranks),
-            *(self._head, at, at + 16 * num_slots, slot_lengths, out.data_ptr()),
+            *(self._head, self._tail, at, at + 16 * num_slots, slot_lengths, out.data_ptr()),
         )
         flat = found.tolist()
         words = flat[2 * num_slots :]
-        filled = sum(-(-(self._head + n) // 2) * 2 if self._head else n for n in words)
+        begins = [*accumulate((-(-(self._head + n) // 2) * 2 if self._head else n for n in words), initial=0)]
+        ends = [begin + self._head + n for begin, n in zip(begins, words, strict=False)]
         counts, bags = ([flat[a + first : b + first] for a, b in self._spans] for first in (0, num_slots))
-        return Packed(filled, words, counts, bags, [])
+        return Packed(begins[-1], words, counts, bags, [], ends)

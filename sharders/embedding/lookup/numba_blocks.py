@@ -75,7 +75,7 @@ def _block_of(value, bounds, num_blocks):
 
 def pack_ids(
     values, value_bytes, lengths, length_bytes, num_samples, starts, weights,
-    slots, ends, num_ranks, head, by_slot, by_rank, slot_lengths, out
+    slots, ends, num_ranks, head, tail, by_slot, by_rank, slot_lengths, out
 ):  # fmt: skip
     """What goes to each rank: lengths of its slots' bags, then the ids slot by slot, then their weights.
 
@@ -87,6 +87,7 @@ def pack_ids(
         slots: (slots, 3) int64: key, the first row of its block and the end; no end where it is -1: all ids are in it.
         ends: (num_ranks + 1,) int64, of each rank's slots.
         head: words in front of each rank's; with these, each rank's begin at an even word.
+        tail: words behind each rank's, which are its own too; not written.
         by_slot: (2, slots) int64, written: ids of each, and of those in row blocks the bags that have some, else 0.
         by_rank: (num_ranks,) int64, written: words of each, without the head.
         slot_lengths: (slots, num_samples), written if it is not 0.
@@ -130,6 +131,7 @@ def pack_ids(
                 write32(out, at, read32(weights, of_key))
                 at += (high < 0) | ((value >= low) & (value < high))
                 of_key = counted(of_key + 1)
+        at += tail
         write64(by_rank, rank, at - begin)
         at += at & 1 if head != 0 else 0
 
