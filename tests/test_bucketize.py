@@ -37,6 +37,12 @@ def test_kernels_agree(bounds: list[list[int]], dtype: torch.dtype) -> None:
         ):
             assert a.dtype == b.dtype
             torch.testing.assert_close(a, b, rtol=0, atol=0)
+    shifts = [100 * feature - 7 for feature in range(len(bounds))]
+    expected = ours.moved(before + torch.tensor(shifts).repeat_interleave(lengths.sum(1).long())).int()
+    for kernel in (None, "fbgemm", "torch"):
+        sorted_ids = Bucketizer(bounds, torch.device("cpu"), kernel)(values, lengths, False, shifts)
+        assert sorted_ids.rows is not None and sorted_ids.rows.equal(expected)
+        assert sorted_ids.rows.dtype == torch.int32 and sorted_ids.values.equal(ours.values)
     with pytest.raises(AssertionError, match="nobody has asked"):
         bucketize(values, lengths, False).moved(before)
 

@@ -235,6 +235,10 @@ def sorted_by_block(draw: Draw) -> None:
     for name in ("values", "lengths"):
         assert torch.equal(*(getattr(of, name) for of in found))
     assert torch.equal(*(of.moved(ids) for of in found))
+    before = torch.arange(len(ids), dtype=torch.int32)
+    shifts = [draw.below(100) for _ in rows]
+    moved = found[1].moved(before + torch.tensor(shifts, dtype=torch.int32).repeat_interleave(lengths.sum(1)))
+    assert torch.equal(bucketize(ids, lengths.to(torch.int32), False, shifts).rows, moved)
     for of_bags in (lengths, found[0].lengths, lengths[:0]):
         assert bag_counts([of_bags], True) == bag_counts([of_bags], False)
     batch = Ids(ids, lengths, (0, 1, 2))

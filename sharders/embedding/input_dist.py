@@ -364,26 +364,22 @@ class InputDist:
 
     def _split(self, bucketize: Bucketizer, batch: Batch, by_key: _Ordered, row_starts: list[int]) -> _Ordered:
         """Sort the ids of split features by row block; inside one they keep the order (feature, sample)."""
-        keys = [batch.key_of[f] for f in self.split_features]
+        keys, shifts = [batch.key_of[f] for f in self.split_features], None
+        if self.unpooled:
+            # An id's place among its feature's ids is kept, while the feature's first row differs from its first id.
+            first_ids = accumulate((batch.counts[k] for k in keys), initial=0)
+            shifts = [row_starts[f] - first for f, first in zip(self.split_features, first_ids, strict=False)]
         moved = bucketize(
             take(by_key.values, keys, batch.starts),
             by_key.lengths if keys == list(range(len(batch.counts))) else by_key.lengths[keys],
-            with_order=self.unpooled or by_key.weights is not None,
+            with_order=by_key.weights is not None or by_key.places is not None,
+            shifts=shifts,
         )
         ((counts, bags),) = bag_counts([moved.lengths], self._compiles)
         weights = None if by_key.weights is None else moved.moved(take(by_key.weights, keys, batch.starts))
-        rows = None
-        if self.unpooled:
-            # An id's place among its feature's ids is kept, while the feature's first row differs from its first id.
-            sizes = [batch.counts[k] for k in keys]
-            first_ids = accumulate(sizes, initial=0)
-            shifts = [row_starts[f] - first for f, first in zip(self.split_features, first_ids, strict=False)]
-            shift, size = torch.tensor([shifts, sizes], dtype=torch.int32, device=self._device)
-            rows = torch.arange(sum(sizes), dtype=torch.int32, device=self._device)
-            rows = moved.moved(rows.add_(shift.repeat_interleave(size, output_size=sum(sizes))))
         places = None if by_key.places is None else moved.moved(take(by_key.places, keys, batch.starts))
         starts = [0, *accumulate(counts)]
-        return _Ordered(moved.values, weights, moved.lengths, counts, starts, bags, places, rows)
+        return _Ordered(moved.values, weights, moved.lengths, counts, starts, bags, places, moved.rows)
 
     def _staged(self, peers: Peers) -> TwoStages:
         segments = [[self._segment(slot) for slot in of_rank] for of_rank in self.placement.slots]

@@ -88,18 +88,22 @@ def _joined(
     slots: Sequence[Slot], spans: Sequence[Span], places: Sequence[Places | None], dims: Sequence[int]
 ) -> list[RowPlaces]:
     """Those of one owner's slots, in the order in which their rows come back; neighbours that go on taken together."""
-    joined: list[tuple[tuple[int, int, int], Span]] = []
+    kinds: list[tuple[int, int, int]] = []
+    runs: list[list[Span]] = []  # the first span of each and the last
     for slot, span in zip(slots, spans, strict=True):
         kind = (dims[slot.feature], slot.column, slot.width)
-        last = joined[-1] if joined else None
-        if last and last[0] == kind and _goes_on(last[1], span, places[span.is_split]):
-            rows, ids = range(last[1].rows.start, span.rows.stop), range(last[1].ids.start, span.ids.stop)
-            if places[span.is_split] is None:
-                ids = range(last[1].ids.start, last[1].ids.stop + len(span.ids))
-            joined[-1] = kind, last[1]._replace(rows=rows, ids=ids)
+        if runs and kinds[-1] == kind and _goes_on(runs[-1][1], span, places[span.is_split]):
+            runs[-1][1] = span
         else:
-            joined.append((kind, span))
-    return [row_places(*kind, span, places[span.is_split]) for kind, span in joined]
+            kinds.append(kind)
+            runs.append([span, span])
+    joined = []
+    for kind, (first, last) in zip(kinds, runs, strict=True):
+        of, shift = places[first.is_split], last.shift - first.shift  # none where there are places
+        ids = range(first.ids.start, last.ids.stop + shift)
+        span = Span(first.is_split, range(first.rows.start, last.rows.stop), ids, first.shift)
+        joined.append(row_places(*kind, span, of))
+    return joined
 
 
 def _goes_on(last: Span, span: Span, places: Places | None) -> bool:

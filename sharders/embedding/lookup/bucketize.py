@@ -12,6 +12,7 @@ from itertools import accumulate
 import torch
 
 from sharders.embedding.lookup import fbgemm_kernel, numba_kernel
+from sharders.embedding.lookup.numba_layout import address, longs
 from sharders.embedding.lookup.numba_training import entry_of
 
 _FEW_BLOCKS = 8
@@ -26,12 +27,14 @@ class Bucketized:
         lengths: (blocks * features, B).
         order: (N,) int64, where each was before; None unless asked for, or where there is `place`.
         place: (N,) int64, where each that was before is now; likewise.
+        rows: (N,) int32, where each was before, shifted; None unless asked for.
     """
 
     values: torch.Tensor
     lengths: torch.Tensor
     order: torch.Tensor | None = None
     place: torch.Tensor | None = None
+    rows: torch.Tensor | None = None
 
     def moved(self, values: torch.Tensor) -> torch.Tensor:
         """What goes with the ids, in their new order."""
@@ -76,21 +79,32 @@ class Bucketizer:
     def _long(self, values: Sequence[int] | Sequence[list[int]]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
 
-    def __call__(self, values: torch.Tensor, lengths: torch.Tensor, with_order: bool) -> Bucketized:
+    def __call__(
+        self, values: torch.Tensor, lengths: torch.Tensor, with_order: bool, shifts: Sequence[int] | None = None
+    ) -> Bucketized:
         """Sort.
 
         Args:
             values: (N,) ids, feature-major, in range.
             lengths: (features, B) of the same dtype.
             with_order: tell where each id was.
+            shifts: tell that with its feature's of these added.
         """
         values, lengths = values.contiguous(), lengths.contiguous()  # FBGEMM reads by address and does not look
         if self._compiles and values.dtype == lengths.dtype == torch.int32:
-            return self._by_numba(values, lengths, with_order)
+            return self._by_numba(values, lengths, with_order, shifts)
         sort = self._by_fbgemm if self._use_fbgemm and values.numel() else self._by_torch
-        return sort(values, lengths, with_order)
+        sorted_ids = sort(values, lengths, with_order or shifts is not None)
+        if shifts is not None:
+            rows = torch.arange(values.numel(), dtype=torch.int32, device=self.device)
+            of_ids = torch.tensor(shifts, dtype=torch.int32, device=self.device)
+            of_ids = of_ids.repeat_interleave(lengths.sum(1), output_size=values.numel())
+            sorted_ids.rows = sorted_ids.moved(rows.add_(of_ids))
+        return sorted_ids
 
-    def _by_numba(self, values: torch.Tensor, lengths: torch.Tensor, with_order: bool) -> Bucketized:
+    def _by_numba(
+        self, values: torch.Tensor, lengths: torch.Tensor, with_order: bool, shifts: Sequence[int] | None
+    ) -> Bucketized:
         features, samples = lengths.shape
         out, place = (
             torch.empty_like(values),
@@ -100,8 +114,9 @@ class Bucketizer:
         starts = torch.empty(len(new_lengths), dtype=torch.int64, device="cpu")
         given = values.data_ptr(), lengths.data_ptr(), features, samples, self._bounds.data_ptr(), self.num_blocks
         to = out.data_ptr(), new_lengths.data_ptr(), place.data_ptr() if with_order else 0, starts.data_ptr()
-        entry_of("split_by_blocks")(*given, *to)
-        return Bucketized(out, new_lengths, place=place if with_order else None)
+        rows, (_kept, of_features) = (None if shifts is None else torch.empty_like(values)), longs(shifts or ())
+        entry_of("split_by_blocks")(*given, *to, of_features, address(rows))
+        return Bucketized(out, new_lengths, place=place if with_order else None, rows=rows)
 
     def _by_fbgemm(self, values: torch.Tensor, lengths: torch.Tensor, with_order: bool) -> Bucketized:
         sizes = self._sizes.to(values.dtype)

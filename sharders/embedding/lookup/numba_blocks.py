@@ -12,7 +12,9 @@ from sharders.embedding.lookup.numba_vectors import counted, read32, read32_at, 
 _ANYTHING = (1 << 63) - 1
 
 
-def split_by_blocks(values, lengths, num_features, num_samples, bounds, num_blocks, out, out_lengths, places, starts):
+def split_by_blocks(
+    values, lengths, num_features, num_samples, bounds, num_blocks, out, out_lengths, places, starts, shifts, rows
+):  # fmt: skip
     """Ids by (feature, sample) to ids by (block, feature, sample).
 
     Args:
@@ -23,6 +25,8 @@ def split_by_blocks(values, lengths, num_features, num_samples, bounds, num_bloc
         out_lengths: (num_blocks, num_features, num_samples), written.
         places: int64, written if it is not 0: where each id is now.
         starts: memory for num_blocks * num_features int64.
+        shifts: of each feature, int64.
+        rows: written if it is not 0: of each id where it was, and its feature's shift, in the ids' new order.
     """
     first, of_block = 0, num_features * num_samples
     for feature in range(num_features):
@@ -55,6 +59,8 @@ def split_by_blocks(values, lengths, num_features, num_samples, bounds, num_bloc
             write32(out, to, value - read64(its_bounds, block))
             if places != 0:
                 write64(places, place, to)
+            if rows != 0:
+                write32(rows, to, place + read64(shifts, feature))
         first = stop
 
 
