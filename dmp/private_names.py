@@ -34,7 +34,7 @@ Optimizers, gradients and scaling
 - `torch.utils.checkpoint._StopRecomputationError`: a forward that is computed again has come as far as is needed
 - `_current_graph_task_id`, `_will_engine_execute_node`, `_execution_engine`: whether a backward pass runs
 - `_autograd`, `_get_current_graph_task_keep_graph`: whether a backward pass retains the graph
-- `_engine_run_backward`: the frame at which a stack of a hanging rank is in the backward pass
+- `_engine_run_backward`: what a backward pass is asked for; the frame at which a hanging rank is in one
 
 FSDP2 and DDP
 - `_get_fsdp_state`, `_fsdp_param_groups`, `_lazy_init`, `_register_pre_backward_hook`, `_get_grad_inner_tensor`,

@@ -25,6 +25,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dmp import Layout, ShardError, ShardingEnv, is_dtensor, join_name, ranks
+from sharders.data_parallel.asked import hear_of_split
 from sharders.data_parallel.blocks import (
     Units,
     cast_inputs,
@@ -171,6 +172,7 @@ class FSDPWrapper:
             _free_outdated([*units.values(), module], env, stays=self.reshard_after_forward is not None), prepend=True
         )
         reduce_unreached_chunks(module)
+        hear_of_split(module)
         if whole and (group := env.group("replicate", "shard")) is not None:
             average_whole(module, whole, group)
 

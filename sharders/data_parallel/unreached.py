@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, reduce
+from functools import cache, partial, reduce
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from dmp import RanksError, ShardError, local_of, ranks, tensors_of
+from sharders.data_parallel.asked import hear_of_copies
 from sharders.data_parallel.buffers import Buffers
 from sharders.data_parallel.later_hooks import LaterHooks
 from sharders.data_parallel.pass_end import PassEnd
@@ -58,6 +60,7 @@ class AnyReachDDP(DistributedDataParallel):
             _forget_earlier(p)
         handles = [p.register_post_accumulate_grad_hook(self._reach) for p in self._trained]
         weakref.finalize(self, _remove, handles)
+        hear_of_copies(self, attrgetter("_trained"))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward; its backward averages gradients, unless inside `no_sync`."""
@@ -260,24 +263,26 @@ def average_whole(module: nn.Module, names: Sequence[str], group: dist.ProcessGr
             end.queue(complete)
             later.open()
 
-    def held() -> list[torch.Tensor]:
-        # Not by attribute: beside split weights a backward pass reads these as plain tensors.
-        places = [(module.get_submodule(path), name) for path, _, name in (n.rpartition(".") for n in names)]
-        return [p for owner, name in places if (p := owner._parameters[name]) is not None]
-
     def complete() -> None:
-        trained = [p for p in held() if p.requires_grad]
+        trained = [p for p in _of_names(module, names) if p.requires_grad]
         given = _average(trained, group) if trained else []
         end.clear()
         later.run(given)
 
     def hook(_: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled():
-            later.take(held())
+            later.take(_of_names(module, names))
             for tensor in with_graph(output):
                 tensor.register_hook(begin)
 
     module.register_forward_hook(hook)
+    hear_of_copies(module, partial(_of_names, names=names))
+
+
+def _of_names(module: nn.Module, names: Sequence[str]) -> list[torch.Tensor]:
+    # Not by attribute: beside split weights a backward pass reads these as plain tensors.
+    places = [(module.get_submodule(path), name) for path, _, name in (n.rpartition(".") for n in names)]
+    return [p for owner, name in places if (p := owner._parameters[name]) is not None]
 
 
 def _average(trained: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[torch.Tensor]:

@@ -1,0 +1,110 @@
+"""Gradients of some weights alone: `loss.backward(inputs=weights)`, and `torch.autograd.grad(loss, weights)`.
+
+A forward computes with the whole of what FSDP2 has split, which is another tensor than the weight of the model. Asked
+for the gradient of the latter, autograd finds nothing on its way, and `backward` says nothing: no gradient came. So
+whoever asks `backward` for such a weight asks for both; FSDP2 then does the rest. `torch.autograd.grad` returns what it
+has found before anything is averaged: an error for what is split, and for copies each rank's own, which is said once.
+
+[Note: asking] Both of torch's functions, under every name that they were imported by, call one function of torch's,
+which another stands in for from the first model on. Passes that ask for nothing go straight on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, wraps
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import nn
+
+from dmp import ShardError, join_name
+
+_log = logging.getLogger("dmp")
+_split: WeakSet[Any] = WeakSet()
+_averaged: WeakKeyDictionary[Any, Callable[[Any], Iterable[torch.Tensor]]] = WeakKeyDictionary()
+
+
+def hear_of_split(root: nn.Module) -> None:
+    """A model whose weights FSDP2 has split: give what is asked for of it its gradients.
+
+    Args:
+        root: after `fully_shard`.
+    """
+    _split.add(root)
+    _stand_in()
+
+
+def hear_of_copies(of: Any, held: Callable[[Any], Iterable[torch.Tensor]]) -> None:
+    """Copies of weights, whose gradients are averaged in a backward pass alone.
+
+    Args:
+        of: what has them.
+        held: gives them, of that.
+    """
+    _averaged[of] = held
+    _stand_in()
+
+
+@cache
+def _stand_in() -> None:
+    own: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+    @wraps(own)
+    def run(outputs: Any, *args: Any, **options: Any) -> Any:
+        if len(args) < 4 or not args[3]:
+            return own(outputs, *args, **options)
+        gradients, keeps, creates, asked, *rest = args
+        names = dict(_wholes(asked))
+        both = (*asked, *(whole for _, whole in names.values()))
+        if options.get("accumulate_grad"):
+            return own(outputs, gradients, keeps, creates, both, *rest, **options)
+        if not names:
+            if not creates:
+                _say_of_copies(asked)
+            return own(outputs, *args, **options)
+        found = own(outputs, gradients, keeps, creates, both, True, **options)
+        for (name, _), gradient in zip(names.values(), found[len(asked) :], strict=True):
+            if gradient is not None:
+                raise ShardError(
+                    f"torch.autograd.grad of {name!r}: FSDP2 computes with a gathered copy of it, and gives the weight "
+                    "a gradient in .grad alone. Call loss.backward(inputs=[...]) and read .grad, which is the mean "
+                    "over the ranks"
+                )
+        if not rest[0] and any(gradient is None for gradient in found[: len(asked)]):
+            raise RuntimeError(
+                "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True "
+                "if this is the desired behavior."
+            )
+        return found[: len(asked)]
+
+    torch.autograd._engine_run_backward = run  # type: ignore[assignment, attr-defined]
+
+
+def _wholes(asked: Sequence[Any]) -> Iterator[tuple[int, tuple[str, torch.Tensor]]]:
+    """Of each weight that is asked for and split: its id, its name, and what the forward computed with."""
+    ids = {id(each) for each in asked}
+    for root in list(_split):
+        # Private, as what it holds: nothing public tells what was computed with.
+        states = [m._get_fsdp_state() for m in root.modules() if hasattr(m, "_get_fsdp_state")]
+        for held in (each for state in states for unit in state._fsdp_param_groups for each in unit.fsdp_params):
+            if id(held.sharded_param) in ids and hasattr(held, "_unsharded_param"):
+                place = held._module_info
+                path = next((path for path, m in root.named_modules() if m is place.module), "")
+                yield id(held.sharded_param), (join_name(path, place.param_name), held._unsharded_param)
+
+
+def _say_of_copies(asked: Sequence[Any]) -> None:
+    ids = {id(each) for each in asked}
+    if any(id(p) in ids for of, held in list(_averaged.items()) for p in held(of)):
+        _say_once()
+
+
+@cache
+def _say_once() -> None:
+    _log.warning(
+        "torch.autograd.grad gives each rank the gradients of its own samples, which nobody averages: a step by them "
+        "makes the copies of a weight differ. loss.backward(inputs=[...]) averages them, in .grad"
+    )

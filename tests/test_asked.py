@@ -1,0 +1,97 @@
+"""Gradients that are asked for of some weights alone: of one process, or an error that says what to do."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dmp import ShardError
+from tests.ranks import run_ranks
+from tests.test_unreached import Net, batch, branches, differences, made
+
+ASKED = ("head.weight", "up.bias", "scale", "table.weight")
+
+
+def some(model: nn.Module) -> list[nn.Parameter]:
+    named = dict(model.named_parameters())
+    return [named[name] for name in ASKED]
+
+
+def of_some(axis: str, **options: Any) -> list[str]:
+    """Some weights, then all, then an input alone, whose gradient leaves those of weights as they are."""
+    model, plain = made(axis, **options)
+    rank, found = model.env.data_rank, []
+    for step, asked in enumerate((some, lambda m: list(m.parameters()))):
+        for m in (model, plain):
+            m.zero_grad()
+        branches(model, rank, 0).backward(inputs=asked(model))
+        for other in range(2):
+            (branches(plain, other, 0) / 2).backward(inputs=asked(plain))
+        found += [f"step {step}: {text}" for text in differences(model, plain)]
+    x, y = (batch(rank, 0).requires_grad_() for _ in range(2))
+    model(x, True).sum().backward(inputs=[x])
+    plain(y, True).sum().backward(inputs=[y])
+    torch.testing.assert_close(x.grad, y.grad)
+    return found + list(differences(model, plain))
+
+
+@pytest.mark.parametrize("axis", ["dp", "shard"])
+def test_backward_of_some_weights(axis: str) -> None:
+    """Split weights got no gradient, in silence: autograd was asked for what no forward has computed with."""
+    assert run_ranks(2, of_some, axis) == [[], []]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["dp", "shard"])
+def test_backward_of_some_weights_beside_tensor_parallel_ones(axis: str) -> None:
+    assert run_ranks(4, of_some, axis, tp=True) == [[]] * 4
+
+
+def returned(axis: str, allow_unused: bool) -> None:
+    model, _ = made(axis)
+    torch.autograd.grad(branches(model, model.env.rank, 0), some(model), allow_unused=allow_unused)
+
+
+@pytest.mark.parametrize("allow_unused", [False, True])
+def test_gradients_of_split_weights_are_not_returned(allow_unused: bool) -> None:
+    """They were None where that is allowed."""
+    for error in run_ranks(2, returned, "shard", allow_unused, expect=ShardError):
+        assert "grad of 'head.weight': FSDP2" in str(error)
+        assert "loss.backward(inputs=[...])" in str(error)
+
+
+class Said(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def of_copies() -> tuple[list[str], bool]:
+    model, _ = made("dp")
+    said = Said()
+    logging.getLogger("dmp").addHandler(said)
+    try:
+        loss = branches(model, model.env.rank, 0)
+        torch.autograd.grad(loss, some(model), create_graph=True)
+        assert not said.texts  # as for a penalty on them, whose own backward averages
+        torch.autograd.grad(loss, some(model), retain_graph=True)
+        (gradient,) = torch.autograd.grad(loss, [dict(model.named_parameters())["head.weight"]])
+    finally:
+        logging.getLogger("dmp").removeHandler(said)
+    plain = Net()
+    (wanted,) = torch.autograd.grad(branches(plain, model.env.rank, 0), [plain.head.weight])
+    return said.texts, torch.allclose(gradient, wanted)
+
+
+def test_returned_gradients_of_copies_are_each_ranks_own_which_is_said_once() -> None:
+    for texts, is_own in run_ranks(2, of_copies):
+        assert len(texts) == 1
+        assert "gradients of its own samples" in texts[0]
+        assert is_own
