@@ -40,6 +40,7 @@ FSDP2 and DDP
 - `_get_fsdp_state`, `_fsdp_param_groups`, `_lazy_init`, `_register_pre_backward_hook`, `_get_grad_inner_tensor`,
   `_training_state`, `_state_ctx`, `torch.distributed.fsdp._common_utils.collect_grad_tensors`: who had no gradient,
   what a unit waits for, what it gathers, and whether a backward pass has ended
+- `_register_root_post_backward_final_callback`, `_root_post_backward_final_callback`: whether a pass came by, its end
 - `_sharded_state`, `_setattr_on_modules`, `_unsharded_param`, `_sharded_post_forward_param`: a state dict without
   freeing what a unit has gathered
 - `_wrapped_call_impl`: the frame at which a module is called, past what gathers its weights
@@ -66,6 +67,8 @@ Groups, meshes, DTensor
   `torch.distributed._shard.sharded_tensor.metadata.ShardedTensorMetadata`,
   `torch.distributed._shard.sharded_tensor.metadata.TensorProperties`: what code that reads a ShardedTensor knows
 - `_prepare_output_fn`: a parallel style whose output keeps its layout
+- `torch.distributed.tensor._api._FromTorchTensor`, `torch.distributed.tensor._api._normalize_placements_for_grad`: the
+  conversion whose backward loses what a second one needs
 
 Checkpoints
 - `torch.distributed.checkpoint.state_dict_saver._save_state_dict`: saving without the warning of `save`

@@ -4,6 +4,7 @@
 - `fsdp`: `FSDPWrapper`: FSDP2, HSDP, or DDP by the mesh
 - `blocks`: repeated blocks: units of FSDP2, checkpointing, compilation
 - `asked`: gradients of some weights alone, for which torch is asked
+- `twice`: backward passes through backward passes
 - `past_hooks`: modules that are run past the hooks by which FSDP2 gathers their weights
 - `unreached`: gradients of dense parameters that the loss does not reach
 - `pass_end`: what a backward pass runs at its end, and whether it raised before

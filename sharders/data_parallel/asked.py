@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from dmp import ShardError, join_name
+from sharders.data_parallel.twice import backward_pass
 
 _log = logging.getLogger("dmp")
 _split: WeakSet[Any] = WeakSet()
@@ -54,9 +55,12 @@ def _stand_in() -> None:
 
     @wraps(own)
     def run(outputs: Any, *args: Any, **options: Any) -> Any:
-        if len(args) < 4 or not args[3]:
+        if len(args) < 4 or not (_split or args[3]):
             return own(outputs, *args, **options)
-        gradients, keeps, creates, asked, *rest = args
+        with backward_pass(_split, bool(args[2])):
+            return asking(outputs, *args, **options) if args[3] else own(outputs, *args, **options)
+
+    def asking(outputs: Any, gradients: Any, keeps: bool, creates: bool, asked: Any, *rest: Any, **options: Any) -> Any:
         names = dict(_wholes(asked))
         both = (*asked, *(whole for _, whole in names.values()))
         if options.get("accumulate_grad"):
@@ -64,14 +68,14 @@ def _stand_in() -> None:
         if not names:
             if not creates:
                 _say_of_copies(asked)
-            return own(outputs, *args, **options)
+            return own(outputs, gradients, keeps, creates, asked, *rest, **options)
         found = own(outputs, gradients, keeps, creates, both, True, **options)
         for (name, _), gradient in zip(names.values(), found[len(asked) :], strict=True):
             if gradient is not None:
                 raise ShardError(
                     f"torch.autograd.grad of {name!r}: FSDP2 computes with a gathered copy of it, and gives the weight "
                     "a gradient in .grad alone. Call loss.backward(inputs=[...]) and read .grad, which is the mean "
-                    "over the ranks"
+                    "over the ranks; a penalty on it can be had of copies, on a mesh with a 'dp' axis alone"
                 )
         if not rest[0] and any(gradient is None for gradient in found[: len(asked)]):
             raise RuntimeError(

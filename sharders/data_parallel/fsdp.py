@@ -35,6 +35,7 @@ from sharders.data_parallel.blocks import (
 )
 from sharders.data_parallel.ddp import DDPWrapper
 from sharders.data_parallel.past_hooks import explain_pieces, gather_by_forward
+from sharders.data_parallel.twice import forget_graphs
 from sharders.data_parallel.unreached import average_whole, hook_hidden, reduce_unreached_chunks
 
 if TYPE_CHECKING:
@@ -358,6 +359,8 @@ def _free_outdated(modules: Sequence[Any], env: ShardingEnv, stays: bool) -> Cal
         if torch.is_inference_mode_enabled():
             _gather_first(modules)
         now = [held.sharded_param._version for unit in units for held in unit.fsdp_params]
+        if now != written:
+            forget_graphs(modules[-1])
         for unit in units:
             if unit.is_sharded or unit._training_state.name != "IDLE":  # the latter: a backward pass computes it again
                 continue

@@ -5,4 +5,5 @@
 - `split`: splits a model in place by styles, and its numbers of heads
 - `hooks`: activations moved where torch has no style for it
 - `replicated_weights`: whole weights beside split ones, which the model reads as plain tensors
+- `twice`: gradients of gradients
 """

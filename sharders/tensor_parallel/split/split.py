@@ -12,6 +12,7 @@ from dmp import PlanError, join_name, tied_places
 from sharders.tensor_parallel.split import hooks
 from sharders.tensor_parallel.split.replicated_weights import align_gradient, keep_tie, keep_whole_weights
 from sharders.tensor_parallel.split.styles import COLWISE, ON_PARTS, Style, family, torch_style
+from sharders.tensor_parallel.split.twice import keep_graphs
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -29,6 +30,7 @@ def split(
         styles: module path -> style, in the order of the model.
         divided: (module path, attribute) -> its value on each rank.
     """
+    keep_graphs()
     ties = tied_places(model)
     modules = {path: model.get_submodule(path) for path in styles}
     _share_inputs(modules, styles, model, mesh)

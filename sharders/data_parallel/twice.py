@@ -1,0 +1,93 @@
+"""Backward passes through backward passes (`create_graph=True`: penalties on gradients, Hessians) of split weights.
+
+FSDP2 frees a unit's weights, and averages their gradients, when a pass comes out of the unit at its inputs. A pass
+through another comes by each unit again behind that, for what the first one computed: it found freed memory. So from a
+pass that keeps a graph of itself until weights are next written, passes have all units' weights gathered while they
+run, and gradients are averaged once, when they have ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from weakref import WeakSet
+
+import torch
+
+_kept: WeakSet[Any] = WeakSet()
+
+
+def forget_graphs(root: Any) -> None:
+    """Weights of `root` have been written: nobody goes through an earlier pass any more."""
+    _kept.discard(root)
+
+
+@contextmanager
+def backward_pass(roots: Iterable[Any], keeps_graph: bool) -> Iterator[None]:
+    """Around one backward pass; collective where an earlier one has kept a graph of itself.
+
+    Args:
+        roots: models that FSDP2 has split.
+        keeps_graph: this one keeps a graph of itself, which another may go through.
+    """
+    if torch._C._current_graph_task_id() >= 0 or not (keeps_graph or _kept):  # the former: a pass within a pass
+        yield
+        return
+    found = list(roots)
+    with ExitStack() as stack:
+        for root in found if keeps_graph else ():
+            stack.enter_context(_noticing(root))
+        kept = [root for root in found if root in _kept]
+        with ExitStack() as waiting:
+            for root in kept:
+                waiting.enter_context(_gathered(root))
+            yield
+        for root in kept:
+            root._get_fsdp_state()._root_post_backward_final_callback()  # now that averages wait no longer
+
+
+# Private, as what it holds: nothing public tells when a pass comes by, or has averages wait.
+
+
+@contextmanager
+def _noticing(root: Any) -> Iterator[None]:
+    """Whether the pass comes by the model."""
+    states = root._get_fsdp_state()._state_ctx.all_states
+
+    def noticed(own: Callable[[], None]) -> Callable[[], None]:
+        def notice() -> None:
+            _kept.add(root)
+            own()
+
+        return notice
+
+    for state in states:
+        state._register_root_post_backward_final_callback = noticed(state._register_root_post_backward_final_callback)
+    try:
+        yield
+    finally:
+        for state in states:
+            del state._register_root_post_backward_final_callback
+
+
+@contextmanager
+def _gathered(root: Any) -> Iterator[None]:
+    """All units' weights gathered; no averages."""
+    units = [unit for state in root._get_fsdp_state()._state_ctx.all_states for unit in state._fsdp_param_groups]
+    frees = [unit.reshard_after_backward for unit in units]
+    for unit in units:
+        unit.unshard()
+        unit.wait_for_unshard()
+        unit.reshard_after_backward = False
+        unit.post_backward = _later
+    try:
+        yield
+    finally:
+        for unit, was in zip(units, frees, strict=True):
+            unit.reshard_after_backward = was
+            del unit.post_backward
+
+
+def _later(*_: Any) -> None:
+    """In place of a unit's averages."""
