@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -256,3 +257,50 @@ def checkpointed(axis: str) -> None:
 @pytest.mark.parametrize("axis", ["dp", "shard"])
 def test_a_forward_that_is_computed_again_stops_by_an_error_that_is_none(axis: str) -> None:
     run_ranks(2, checkpointed, axis)
+
+
+def stepped_at_once(axis: str) -> tuple[str, bool]:
+    """A step after a backward pass that raised: at once, and when gradients were cleared."""
+    model = wrapped(axis)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ids = torch.tensor([[1, 2], [3, model.env.rank]])
+    model(ids).sum().backward()
+    before = full_state_dict(model)
+    refused(model.module.table, MemoryError, lambda: model(ids).sum())
+    with pytest.raises(ShardError) as found:
+        optimizer.step()
+    optimizer.zero_grad()
+    optimizer.step()
+    after = full_state_dict(model)
+    model(ids).sum().backward()
+    optimizer.step()
+    return str(found.value), all(torch.equal(after[name], value) for name, value in before.items())
+
+
+@pytest.mark.parametrize("axis", ["dp", "shard"])
+def test_a_step_by_gradients_of_a_backward_pass_that_raised_is_refused(axis: str) -> None:
+    """Each rank took its own by its own samples, and copies of weights parted, in silence."""
+    for text, is_same in run_ranks(2, stepped_at_once, axis):
+        assert "SGD.step() after a backward pass that raised" in text
+        assert is_same
+
+
+def dropped() -> list[str]:
+    """What `no_sync` had accumulated before a pass that raised."""
+    model, texts = wrapped("shard"), []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dmp").addHandler(handler)
+    ids = torch.tensor([[1, 2]])
+    with model.no_sync():
+        model(ids).sum().backward()
+    refused(model.module.table, MemoryError, lambda: model(ids).sum())
+    model(ids)
+    logging.getLogger("dmp").removeHandler(handler)
+    return texts
+
+
+def test_gradients_that_are_dropped_are_spoken_of() -> None:
+    for texts in run_ranks(2, dropped):
+        assert len(texts) == 1
+        assert "accumulated under no_sync" in texts[0]

@@ -36,6 +36,7 @@ from sharders.data_parallel.blocks import (
 from sharders.data_parallel.ddp import DDPWrapper
 from sharders.data_parallel.past_hooks import explain_pieces, gather_by_forward
 from sharders.data_parallel.twice import forget_graphs
+from sharders.data_parallel.unfinished import forget_unfinished, has_raised, refuse_steps, split_weights
 from sharders.data_parallel.unreached import average_whole, hook_hidden, reduce_unreached_chunks
 
 if TYPE_CHECKING:
@@ -174,6 +175,7 @@ class FSDPWrapper:
         )
         reduce_unreached_chunks(module)
         hear_of_split(module)
+        refuse_steps(module, has_raised, split_weights)
         if whole and (group := env.group("replicate", "shard")) is not None:
             average_whole(module, whole, group)
 
@@ -350,7 +352,7 @@ def _free_outdated(modules: Sequence[Any], env: ShardingEnv, stays: bool) -> Cal
     written: list[int] = []
 
     def before(_: Any, args: Any) -> None:
-        _forget_unfinished(modules[-1])
+        forget_unfinished(modules[-1])
         try:
             if _take_replaced(modules[-1], units):
                 written.clear()
@@ -397,19 +399,6 @@ def _take_replaced(root: nn.Module, units: Sequence[Any]) -> bool:
             held.reset_sharded_param()
             is_any = True
     return is_any
-
-
-def _forget_unfinished(root: Any) -> None:
-    """After a backward pass that raised (no memory, an interrupt): torch takes it for one that goes on, and gives no
-    gradient of those after it, in silence. What it had computed by then is lost."""
-    state = root._get_fsdp_state()._state_ctx
-    if not state.post_backward_final_callback_queued or torch._C._current_graph_task_id() >= 0:
-        return  # the latter: a checkpoint that is computed again
-    root.reset_iter_state()
-    for held in (each for of in state.all_states for unit in of._fsdp_param_groups for each in unit.fsdp_params):
-        held.unsharded_accumulated_grad = None
-        if hasattr(held, "_unsharded_param"):
-            held._unsharded_param.grad = None
 
 
 def _gather_first(modules: Sequence[Any]) -> None:

@@ -32,6 +32,7 @@ from sharders.data_parallel.asked import hear_of_copies
 from sharders.data_parallel.buffers import Buffers
 from sharders.data_parallel.later_hooks import LaterHooks
 from sharders.data_parallel.pass_end import PassEnd
+from sharders.data_parallel.unfinished import refuse_steps
 
 _AFTER_RAISED = "averaging gradients after a backward pass that raised"
 
@@ -52,7 +53,7 @@ class AnyReachDDP(DistributedDataParallel):
         self._trained = [p for p in self._module_parameters if p.requires_grad]
         self._nodes = [get_gradient_edge(p).node for p in self._trained]
         self._reached: list[torch.Tensor] = []
-        self._is_awaited = self._is_local = False
+        self._is_awaited = self._is_local = self._has_left = False
         self._end = PassEnd()
         self._later = LaterHooks()
         self._reach = _Reached(self._reached.append, weakref.ref(self))
@@ -61,6 +62,7 @@ class AnyReachDDP(DistributedDataParallel):
         handles = [p.register_post_accumulate_grad_hook(self._reach) for p in self._trained]
         weakref.finalize(self, _remove, handles)
         hear_of_copies(self, attrgetter("_trained"))
+        refuse_steps(self, attrgetter("is_unaveraged"), attrgetter("_trained"))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward; its backward averages gradients, unless inside `no_sync`."""
@@ -120,7 +122,7 @@ class AnyReachDDP(DistributedDataParallel):
         if len(self._reached) < len(self._trained):
             ids = {id(p) for p in self._reached}
             _accumulate_nothing([p for p in self._trained if id(p) not in ids])
-        self._is_awaited = False
+        self._is_awaited = self._has_left = False
         self._end.clear()
         self._reached.clear()
         if self._later.waiting:  # behind DDP's own last callback, which is queued by now
@@ -139,9 +141,15 @@ class AnyReachDDP(DistributedDataParallel):
 
     def _average(self) -> None:
         given = _average([p for p in self._trained if p.requires_grad], self.process_group)
+        self._has_left = False
         self._end.clear()
         self._reached.clear()
         self._later.run(given)
+
+    @property
+    def is_unaveraged(self) -> bool:
+        """Whether a backward pass has raised, and none after it has averaged what it left."""
+        return self._has_left or self._end.has_raised
 
     def _recover(self) -> None:
         """After a backward pass that raised: have DDP wait for it no longer; collective there.
@@ -169,7 +177,7 @@ class AnyReachDDP(DistributedDataParallel):
             )
         dist.barrier(self.process_group, device_ids=self.device_ids)  # what was sent by then is still written to
         self.reducer._reset_state()
-        self._is_awaited = False
+        self._is_awaited, self._has_left = False, True
         self._end.clear()
         self._reached.clear()
 
@@ -276,7 +284,9 @@ def average_whole(module: nn.Module, names: Sequence[str], group: dist.ProcessGr
                 tensor.register_hook(begin)
 
     module.register_forward_hook(hook)
-    hear_of_copies(module, partial(_of_names, names=names))
+    held = partial(_of_names, names=names)
+    hear_of_copies(module, held)
+    refuse_steps(module, lambda _: end.has_raised, held)
 
 
 def _of_names(module: nn.Module, names: Sequence[str]) -> list[torch.Tensor]:
