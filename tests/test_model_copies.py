@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_swa_avg_fn
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn, get_swa_avg_fn
 
 from dmp import CheckpointError, ChunkedTensor, DistributedModelParallel, full_optimizer_state_dict, full_state_dict
 from dmp.chunked import as_chunks
@@ -160,15 +160,14 @@ def test_copies_are_independent(name: str, how: str) -> None:
 
 
 def averaged(name: str) -> None:
-    """Evaluated between the updates, as averages are. By `avg_fn`: torch's foreach takes no DTensors beside tables."""
+    """Evaluated between the updates, as averages are. By `multi_avg_fn`, torch mixed DTensors and tables."""
     case = CASES[name]
     model, oracle = build(case), plain(case)
     env = model.env
     mine, theirs = optimizer_of(case, model), optimizer_of(case, oracle)
-    pairs = [
-        tuple(AveragedModel(m, avg_fn=avg_fn) for m in (model, oracle))
-        for avg_fn in (get_swa_avg_fn(), get_ema_avg_fn(0.8))
-    ]
+    ways: list[dict[str, Any]] = [{"avg_fn": get_swa_avg_fn()}, {"avg_fn": get_ema_avg_fn(0.8)}]
+    ways += [{"multi_avg_fn": get_ema_multi_avg_fn(0.8)}]
+    pairs = [tuple(AveragedModel(m, **way) for m in (model, oracle)) for way in ways]
     for step in range(3):
         train(case, model, mine, step, env.data_rank, env.data_size)
         train(case, oracle, theirs, step, 0, 1)
@@ -182,7 +181,7 @@ def averaged(name: str) -> None:
         values = full_state_dict(average.module)
         for key, value in expected.module.state_dict().items():
             torch.testing.assert_close(values[key], value, rtol=1e-4, atol=1e-5, msg=f"{key} differs")
-        again = AveragedModel(model, avg_fn=average.avg_fn)
+        again = AveragedModel(model, avg_fn=average.avg_fn, multi_avg_fn=average.multi_avg_fn)
         again.load_state_dict(average.state_dict())
         assert_equal(full_state_dict(again.module), values)
 

@@ -97,21 +97,31 @@ def test_an_optimizer_that_is_said_to_be_right_is_left_alone() -> None:
     run_ranks(2, believes_its_author)
 
 
-def takes_one_kind_at_a_time() -> None:
-    for option in ("foreach", "fused"):
-        parameters = [next(model.parameters()) for model in wrapped(2)]
-        for p in parameters:
-            p.grad = torch.ones_like(p)
-        before = [local_of(p).clone() for p in parameters]
-        with pytest.raises(ShardError, match=rf"AdamW has {option}=True for group 0, which holds tables and weights"):
-            torch.optim.AdamW(parameters, **{option: True}).step()  # type: ignore[arg-type]
-        assert all(torch.equal(local_of(p), old) for p, old in zip(parameters, before, strict=True))
-        torch.optim.AdamW([{"params": [p]} for p in parameters], **{option: True}).step()  # type: ignore[arg-type]
-        assert all(local_of(p).ne(old).all() for p, old in zip(parameters, before, strict=True))
+def takes_both_kinds(option: str) -> None:
+    """As in two groups; by torch's lists of tensors of all kinds, which take one at a time."""
+    together, apart = ([next(model.parameters()) for model in wrapped(2)] for _ in range(2))
+    with torch.no_grad():
+        for p, q in zip(together, apart, strict=True):
+            local_of(q).copy_(local_of(p))
+    optimizers = [
+        torch.optim.AdamW(together, **{option: True}),  # type: ignore[arg-type]
+        torch.optim.AdamW([{"params": [p]} for p in apart]),
+    ]
+    for _ in range(2):
+        for optimizer, parameters in zip(optimizers, (together, apart), strict=True):
+            for p in parameters:
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+    for p, q in zip(together, apart, strict=True):
+        torch.testing.assert_close(local_of(p), local_of(q))
+        assert p.grad is not None
+        assert not local_of(p.grad).any()
 
 
-def test_tables_beside_dtensors_in_one_group() -> None:
-    run_ranks(2, takes_one_kind_at_a_time)
+@pytest.mark.parametrize("option", ["foreach", "fused"])
+def test_tables_beside_dtensors_in_one_group(option: str) -> None:
+    run_ranks(2, takes_both_kinds, option)
 
 
 def leaves_strangers_alone(world: int) -> None:

@@ -6,6 +6,7 @@ verified. In reading order:
 - `unsharded`: a plain module with the weights in place
 - `local_chunks`: which chunks of its parameters a rank holds
 - `optimizer_state`: optimizer state by name, in unsharded shapes
+- `kinds`: torch's operations over lists of tensors, where some are DTensors
 - `clip`: gradient clipping by the norm of the whole model, torch's function too
 - `keyed_state`: state dicts of TorchRec's keyed optimizers, with chunks as chunks
 - `keyed_clipping`: TorchRec's gradient clipping, refused where its norm would be another

@@ -27,6 +27,7 @@ from dmp.places import is_dtensor
 from dmp.ranks import entry, numbers_of_all
 from dmp.state.find_wrapped import env_of, joint_plan
 from dmp.state.keyed_clipping import check_clipping
+from dmp.state.kinds import tell_kinds_apart
 from dmp.state.local_chunks import sharded_parameters
 from dmp.wrap import live_models as live
 from dmp.wrap.earlier_optimizers import successors
@@ -179,22 +180,6 @@ def _of_successors(body: Callable[..., Any]) -> Callable[..., Any]:
     return clip
 
 
-def _by_device_dtype_and_mesh(tensorlistlist: Any, with_indices: bool = False) -> Any:
-    """torch's grouping; DTensors of each mesh apart, since torch multiplies no list of several kinds."""
-    (tensors,) = tensorlistlist
-    kinds: dict[Any, list[Any]] = {}
-    for tensor in tensors:
-        kinds.setdefault(tensor.device_mesh if is_dtensor(tensor) else None, []).append(tensor)
-    return {
-        (device, (dtype, kind)): group
-        for kind, of_kind in kinds.items()
-        for (device, dtype), group in _group([of_kind], with_indices).items()
-    }
-
-
-_group = torch_clip._group_tensors_by_device_and_dtype
-
-
 def _stand_in(function: Any, body: Callable[..., Any]) -> None:
     """Put a body in the place of the one that torch's decorator holds."""
     cell = next(c for c in function.__closure__ if c.cell_contents is function.__wrapped__)
@@ -202,10 +187,10 @@ def _stand_in(function: Any, body: Callable[..., Any]) -> None:
 
 
 def _prepare() -> None:
+    tell_kinds_apart()
     for function in (torch_clip.clip_grad_norm_, torch_clip.clip_grad_value_, torch_clip._clip_grads_with_norm_):
         _stand_in(function, _of_successors(function.__wrapped__))
     _stand_in(torch_clip._get_total_norm, _total_norm)
-    torch_clip._group_tensors_by_device_and_dtype = _by_device_dtype_and_mesh
 
 
 live.at_first_wrap(_prepare)

@@ -61,8 +61,6 @@ def _check(optimizer: Optimizer, *_: Any) -> None:
         _mark_state(optimizer)
     if getattr(optimizer, "works_on_chunks", False):
         return
-    if is_new:
-        _check_one_kind(optimizer)
     refused = next((c.__name__ for c in type(optimizer).__mro__ if c.__name__ in NEEDS_WHOLE), None)
     if refused is not None:
         for group, i, shape in chunks_in(optimizer):
@@ -72,22 +70,6 @@ def _check(optimizer: Optimizer, *_: Any) -> None:
             optimizer.__dict__["_dmp_wrong"] = _tried(optimizer)
         if optimizer.__dict__.get("_dmp_wrong") is not None:
             raise _refusal(optimizer, *optimizer.__dict__["_dmp_wrong"])
-
-
-def _check_one_kind(optimizer: Optimizer) -> None:
-    """Whether torch's steps over many parameters at once get tensors of one kind, for they take no mixture.
-
-    Raises:
-        ShardError: tables beside DTensors in a group with `foreach` or `fused`.
-    """
-    for at, group in enumerate(optimizer.param_groups):
-        option = next((name for name in ("foreach", "fused") if group.get(name)), None)
-        has_tables = any(hasattr(p, "_dmp_sharded") for p in group["params"])
-        if option is not None and has_tables and any(is_dtensor(p) for p in group["params"]):
-            raise ShardError(
-                f"{type(optimizer).__name__} has {option}=True for group {at}, which holds tables and weights that are "
-                f"DTensors, and torch takes one kind at a time. Leave out {option}=, or make two groups"
-            )
 
 
 def _refusal(optimizer: Optimizer, group: int, i: int, shape: tuple[int, ...], reason: str) -> ShardError:

@@ -368,11 +368,7 @@ class DistributedModelParallel(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
     def copy(self, device: torch.device | str | None = None) -> DistributedModelParallel:
-        """An independent copy on `device` (this one's by default) that shares process groups.
-
-        For an average of weights give torch's `AveragedModel` an `avg_fn`: its `multi_avg_fn`, the default, takes no
-        DTensors beside tables.
-        """
+        """An independent copy on `device` (this one's by default) that shares process groups."""
         return self._copied({}, self.device if device is None else torch.device(device))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedModelParallel:
