@@ -265,6 +265,11 @@ class DistributedModelParallel(nn.Module):
         self.training = mode
         return self
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of the module, whose own `zero_grad` is called."""
+        with chunks_shown(self.module):
+            self.module.zero_grad(set_to_none)
+
     def apply(self, fn: Callable[[nn.Module], Any]) -> DistributedModelParallel:
         """`fn` of every module, the root and this wrapper last."""
         self.module.apply(fn)

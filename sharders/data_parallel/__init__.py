@@ -8,7 +8,7 @@
 - `past_hooks`: modules that are run past the hooks by which FSDP2 gathers their weights
 - `unreached`: gradients of dense parameters that the loss does not reach
 - `pass_end`: what a backward pass runs at its end, and whether it raised before
-- `unfinished`: steps after a backward pass that raised
+- `unfinished`: gradients that are not averaged yet
 - `later_hooks`: users' hooks on gradients, which run when these are averaged
 - `buffers`: buffers of copies, which are rank 0's
 """

@@ -36,7 +36,13 @@ from sharders.data_parallel.blocks import (
 from sharders.data_parallel.ddp import DDPWrapper
 from sharders.data_parallel.past_hooks import explain_pieces, gather_by_forward
 from sharders.data_parallel.twice import forget_graphs
-from sharders.data_parallel.unfinished import forget_unfinished, has_raised, refuse_steps, split_weights
+from sharders.data_parallel.unfinished import (
+    clear_by_zero_grad,
+    forget_unfinished,
+    has_raised,
+    refuse_steps,
+    split_weights,
+)
 from sharders.data_parallel.unreached import average_whole, hook_hidden, reduce_unreached_chunks
 
 if TYPE_CHECKING:
@@ -176,6 +182,7 @@ class FSDPWrapper:
         reduce_unreached_chunks(module)
         hear_of_split(module)
         refuse_steps(module, has_raised, split_weights)
+        clear_by_zero_grad(module)
         if whole and (group := env.group("replicate", "shard")) is not None:
             average_whole(module, whole, group)
 

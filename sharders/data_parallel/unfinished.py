@@ -1,17 +1,21 @@
-"""Steps after a backward pass that raised (no memory, an interrupt): its gradients are of each rank's own samples.
+"""Gradients that are not averaged yet: what may be done with them, and what throws them away.
 
-Averages come at the end of a pass, or unit by unit, so what one that raised has left in `.grad` is averaged in part or
-not at all, and copies of weights would part by it without a word. The next pass averages what it accumulates on; until
-then an optimizer that would take a step by such a gradient refuses. `zero_grad` is the way on.
+Averages come at the end of a pass, or unit by unit, so what one that raised (no memory, an interrupt) has left in
+`.grad` is averaged in part or not at all, and copies of weights would part by it without a word. The next pass averages
+what it accumulates on; until then an optimizer that would take a step by such a gradient refuses.
+
+What passes under `no_sync` accumulate is, of copies, in `.grad`: a step by it is what local SGD does, and is said once.
+Of weights that FSDP2 has split it is where no optimizer looks: a step without it is refused, and `zero_grad` of an
+optimizer or of the model, which left it for the next average, clears it too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from functools import cache
+from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import cache, wraps
 from logging import getLogger
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
@@ -26,6 +30,7 @@ class _Averaged(NamedTuple):
     held: Callable[[Any], Iterable[torch.Tensor]]
 
 
+_waiting: WeakSet[Any] = WeakSet()
 _known: WeakKeyDictionary[Any, _Averaged] = WeakKeyDictionary()
 
 
@@ -48,14 +53,33 @@ def _guard() -> None:
 
 def _check(optimizer: Optimizer, *_: Any) -> None:
     for of, averaged in list(_known.items()):
-        if averaged.has_raised(of):
-            left = {id(p) for p in averaged.held(of) if p.grad is not None}
-            if any(id(p) in left for group in optimizer.param_groups for p in group["params"]):
-                raise ShardError(
-                    f"{type(optimizer).__name__}.step() after a backward pass that raised: what it has left in "
-                    "gradients is of each rank's own samples, and copies of weights would part. Call zero_grad(), or "
-                    "run another forward and backward pass, which averages what is there"
-                )
+        if averaged.has_raised(of) and _holds(optimizer, (p for p in averaged.held(of) if p.grad is not None)):
+            raise ShardError(
+                f"{type(optimizer).__name__}.step() after a backward pass that raised: what it has left in "
+                "gradients is of each rank's own samples, and copies of weights would part. Call zero_grad(), or "
+                "run another forward and backward pass, which averages what is there"
+            )
+        if getattr(of, "has_local", False) and _holds(optimizer, (p for p in averaged.held(of) if p.grad is not None)):
+            _say_of_local()
+    for root in list(_waiting):
+        if _holds(optimizer, (held.sharded_param for held in _not_averaged(root))):
+            raise ShardError(
+                f"{type(optimizer).__name__}.step() while gradients of split weights, accumulated under no_sync, wait "
+                "for their average: have the last backward pass before a step outside of no_sync"
+            )
+
+
+def _holds(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> bool:
+    ids = {id(p) for p in parameters}
+    return bool(ids) and any(id(p) in ids for group in optimizer.param_groups for p in group["params"])
+
+
+@cache
+def _say_of_local() -> None:
+    _log.warning(
+        "a step by gradients that were accumulated under no_sync and never averaged: copies of weights part, as for "
+        "local SGD. Else have the last backward pass before a step outside of no_sync"
+    )
 
 
 # Of FSDP2. Private, as what it holds: nothing public tells whether a pass has come to its end.
@@ -97,6 +121,60 @@ def forget_unfinished(root: Any) -> None:
         )
 
 
+def hear_of_pass(roots: Iterable[Any]) -> None:
+    """Before a backward pass: whether it may leave gradients of split weights that wait for their average."""
+    for root in roots:
+        if not all(unit.reduce_grads for unit in _units(root)):
+            _waiting.add(root)
+
+
+def clear_by_zero_grad(root: Any) -> None:
+    """Have `zero_grad` of optimizers and of the model clear what waits for its average too.
+
+    Args:
+        root: after `fully_shard`.
+    """
+    own = root.zero_grad
+
+    @wraps(own)
+    def zero_grad(set_to_none: bool = True) -> None:
+        own(set_to_none)
+        _clear(root, {id(p) for p in split_weights(root)})
+
+    root.zero_grad = zero_grad
+    _look_at_zero_grad()
+
+
+@cache
+def _look_at_zero_grad() -> None:
+    own = Optimizer.zero_grad
+
+    @wraps(own)
+    def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
+        own(self, set_to_none)
+        for root in list(_waiting):
+            _clear(root, {id(p) for group in self.param_groups for p in group["params"]})
+
+    Optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+
+
+def _clear(root: Any, ids: Collection[int]) -> None:
+    left = [held for held in _not_averaged(root) if id(held.sharded_param) not in ids]
+    for held in _not_averaged(root):
+        if id(held.sharded_param) in ids:
+            held.unsharded_accumulated_grad = held._unsharded_param.grad = None
+    if not left:
+        _waiting.discard(root)
+
+
+def _not_averaged(root: Any) -> list[Any]:
+    held = [each for each in _held(root) if hasattr(each, "_unsharded_param")]
+    return [x for x in held if x.unsharded_accumulated_grad is not None or x._unsharded_param.grad is not None]
+
+
+def _units(root: Any) -> Iterator[Any]:
+    return (unit for state in root._get_fsdp_state()._state_ctx.all_states for unit in state._fsdp_param_groups)
+
+
 def _held(root: Any) -> Iterator[Any]:
-    states = root._get_fsdp_state()._state_ctx.all_states
-    return (each for state in states for unit in state._fsdp_param_groups for each in unit.fsdp_params)
+    return (each for unit in _units(root) for each in unit.fsdp_params)

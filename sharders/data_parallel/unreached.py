@@ -53,7 +53,7 @@ class AnyReachDDP(DistributedDataParallel):
         self._trained = [p for p in self._module_parameters if p.requires_grad]
         self._nodes = [get_gradient_edge(p).node for p in self._trained]
         self._reached: list[torch.Tensor] = []
-        self._is_awaited = self._is_local = self._has_left = False
+        self._is_awaited = self._is_local = self._has_left = self.has_local = False
         self._end = PassEnd()
         self._later = LaterHooks()
         self._reach = _Reached(self._reached.append, weakref.ref(self))
@@ -122,7 +122,7 @@ class AnyReachDDP(DistributedDataParallel):
         if len(self._reached) < len(self._trained):
             ids = {id(p) for p in self._reached}
             _accumulate_nothing([p for p in self._trained if id(p) not in ids])
-        self._is_awaited = self._has_left = False
+        self._is_awaited = self._has_left = self.has_local = False
         self._end.clear()
         self._reached.clear()
         if self._later.waiting:  # behind DDP's own last callback, which is queued by now
@@ -132,7 +132,10 @@ class AnyReachDDP(DistributedDataParallel):
 
     def begin_past(self) -> None:
         """A backward pass has come to a parameter, and not from a forward of this module: average at its end."""
-        if self._end.is_queued or not (self._is_awaited or (self.require_backward_grad_sync and not self._is_local)):
+        if self._end.is_queued:
+            return
+        if not (self._is_awaited or (self.require_backward_grad_sync and not self._is_local)):
+            self.has_local = True
             return
         self._recover()
         # A forward that nobody has gone back from, as for logging: DDP awaits this pass in its place.
@@ -141,7 +144,7 @@ class AnyReachDDP(DistributedDataParallel):
 
     def _average(self) -> None:
         given = _average([p for p in self._trained if p.requires_grad], self.process_group)
-        self._has_left = False
+        self._has_left = self.has_local = False
         self._end.clear()
         self._reached.clear()
         self._later.run(given)
