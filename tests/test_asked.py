@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from dmp import ShardError
 from tests.ranks import run_ranks
@@ -95,3 +96,23 @@ def test_returned_gradients_of_copies_are_each_ranks_own_which_is_said_once() ->
         assert len(texts) == 1
         assert "gradients of its own samples" in texts[0]
         assert is_own
+
+
+def with_a_term_over_all(axis: str, reads_whole: bool) -> list[str]:
+    model, plain = made(axis)
+    rank = model.env.data_rank
+
+    def term(m: nn.Module) -> torch.Tensor:
+        read = [p.full_tensor() if reads_whole and isinstance(p, DTensor) else p for p in m.parameters()]
+        return sum((p.square().sum() for p in read), torch.zeros(()))
+
+    (branches(model, rank, 0) + term(model)).backward()
+    for other in range(2):
+        ((branches(plain, other, 0) + term(plain)) / 2).backward()
+    return list(differences(model, plain))
+
+
+def test_a_term_over_all_weights_is_explained_and_its_way_out_is_right() -> None:
+    for error in run_ranks(2, with_a_term_over_all, "shard", False, expect=ShardError):
+        assert "read p.full_tensor() where p is a DTensor" in str(error)
+    assert run_ranks(2, with_a_term_over_all, "shard", True) == [[], []]

@@ -35,6 +35,7 @@ from dmp.wrap.fused import FusedOptimizer
 from dmp.wrap.gathered import chunks_shown
 from dmp.wrap.keyed import keyed
 from dmp.wrap.loading import load, loaded
+from dmp.wrap.mixed_terms import explain_mixtures
 from dmp.wrap.optimizer_guard import guard_optimizers
 from dmp.wrap.outer_wrappers import guard_ddp, keep_from_fully_shard
 from dmp.wrap.reshard import Resharding, reshard
@@ -104,6 +105,7 @@ class DistributedModelParallel(nn.Module):
         self._hold(made)
         mark_chunks(made)
         guard_optimizers()
+        explain_mixtures()
         take(made.module)
         live.add(self)
         guard_ddp()
