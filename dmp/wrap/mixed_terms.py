@@ -34,4 +34,4 @@ def explain_mixtures() -> None:
                 "An optimizer's weight_decay= is such a term without that"
             ) from error
 
-    torch.autograd._engine_run_backward = run  # type: ignore[assignment, attr-defined]
+    torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
