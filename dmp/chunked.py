@@ -230,7 +230,12 @@ class ChunkedTensor(torch.Tensor):
             dtype, device = kwargs.get("dtype") or self.dtype, kwargs.get("device") or self.device
             return moved if moved.chunks else ChunkedTensor(self.size(), [], [], dtype, device, self.places)
         if func is aten.copy_.default:
-            self.fill_from(args[1])
+            if not isinstance(self, ChunkedTensor) and as_chunks(self).lacks(args[1]) is not None:
+                raise ShardError(
+                    f"a whole tensor of {tuple(self.shape)} cannot be had of {args[1]!r}, which holds this rank's "
+                    "chunks alone: full_state_dict(model) gives plain tensors, complete on every rank"
+                )
+            as_chunks(self).fill_from(args[1])
             return self
         if func is aten.new_empty.default:
             dtype, device = kwargs.get("dtype") or self.dtype, kwargs.get("device") or self.device

@@ -69,6 +69,16 @@ def test_fill_is_refused() -> None:
     assert torch.equal(t.chunks[0], WHOLE[:3])
 
 
+def test_a_whole_tensor_takes_what_is_all_there() -> None:
+    """As TorchRec's `state_dict_gather` has it: `whole.copy_(of_the_state_dict)`."""
+    whole = torch.zeros(6, 8)
+    whole.copy_(cut((0, 0, 3, 8), (3, 0, 3, 8)))
+    torch.testing.assert_close(whole, WHOLE)
+    with pytest.raises(ShardError, match=r"this rank's chunks alone: full_state_dict\(model\) gives plain tensors"):
+        whole.zero_().copy_(cut((0, 0, 3, 8)))
+    assert not whole.any()
+
+
 def test_operations_of_a_state_dict() -> None:
     t = cut((0, 0, 3, 8), (3, 4, 3, 4))
     assert t.detach().chunks[0].data_ptr() == t.chunks[0].data_ptr()
