@@ -198,3 +198,29 @@ def test_tables_in_chunks_are_guarded() -> None:
     assert run_ranks(2, trains, Lamb, row_wise(), True) == [[], []]  # the table is updated in the backward pass
     for (text,) in run_ranks(2, trains, of_model, row_wise()):
         assert "Picky steps on this rank's chunks" in text and "works_on_chunks" in text
+
+
+def looked_at_before(how: str) -> None:
+    """A step of an optimizer that something else has looked at since the model was wrapped, or that holds more now."""
+    torch.manual_seed(0)
+    env = ShardingEnv.from_mesh(mesh((2,), ("dp",)))
+    module = nn.Sequential(nn.EmbeddingBag(8, 8, mode="sum"), nn.Linear(8, 2))
+    layout = data_parallel() if how == "resharded" else row_wise()
+    model = DistributedModelParallel(module, env, plan={"0.weight": layout})
+    optimizer = Lamb(model.module[1].parameters() if how == "more parameters" else model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0, enabled=how == "scaled")
+    if how != "scaled":
+        model(torch.arange(8).view(4, 2)).sum().backward()
+        optimizer.step()
+    if how == "more parameters":
+        optimizer.add_param_group({"params": [*model.module[0].parameters()]})
+    if how == "resharded":
+        model.reshard({"0.weight": row_wise()}, optimizer)
+    scaler.scale(model(torch.arange(8).view(4, 2)).sum()).backward()
+    scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("how", ["scaled", "resharded", "more parameters"])
+def test_what_else_looked_at_an_optimizer_does_not_pass_it(how: str) -> None:
+    for error in run_ranks(2, looked_at_before, how, expect=ShardError):
+        assert "Lamb cannot train parameter 0" in str(error) and "by rows" in str(error)

@@ -77,25 +77,26 @@ def marking_replaced(model: nn.Module, module: nn.Module, *, by_reshard: bool = 
                 del p._dmp_replaced  # type: ignore[attr-defined]
 
 
-def follow(optimizer: Optimizer) -> bool:
-    """Put the wrapped model's parameters into the groups of an optimizer that was made before wrapping.
+def num_changes() -> int:
+    """How often a model has been wrapped or resharded in this process."""
+    return _wraps
 
-    Returns:
-        Whether the optimizer had to be looked at: it is for the first time after a model was wrapped.
+
+def follow(optimizer: Optimizer) -> None:
+    """Put the wrapped model's parameters into the groups of an optimizer that was made before wrapping.
 
     Raises:
         ShardError: naming the parameters, where the optimizer has state for them, or keeps them outside its groups
             too; nothing is changed.
     """
     if optimizer.__dict__.get("_dmp_wraps") == _wraps:
-        return False
+        return
     old = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     new = {key: p for key, p in zip(old, successors(old.values()), strict=True) if p is not old[key]}
     if new:
         _check_can_follow(optimizer, [old[key] for key in new])
         _exchange(optimizer, new)
     optimizer.__dict__["_dmp_wraps"] = _wraps
-    return True
 
 
 def successors(parameters: Iterable[Any]) -> list[Any]:

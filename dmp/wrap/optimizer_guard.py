@@ -27,7 +27,7 @@ from dmp.errors import ShardError
 from dmp.names import join_name
 from dmp.places import is_dtensor
 from dmp.wrap import live_models as live
-from dmp.wrap.earlier_optimizers import follow
+from dmp.wrap.earlier_optimizers import follow, num_changes
 from dmp.wrap.keyed import is_wrapper
 from dmp.wrap.optimizer_trial import Untried, cut_of, is_known, wrong_cut
 
@@ -56,7 +56,9 @@ def guard_optimizers() -> None:
 def _check(optimizer: Optimizer, *_: Any) -> None:
     if is_wrapper(optimizer):
         return  # each of those that it hands the step on to comes by itself
-    is_new = follow(optimizer)
+    follow(optimizer)  # as a gradient scaler and `reshard` do before a step: what was looked at here has its own mark
+    looked_at = num_changes(), sum(len(group["params"]) for group in optimizer.param_groups)
+    is_new = optimizer.__dict__.get("_dmp_looked_at") != looked_at
     if is_new and chunks_in(optimizer):
         _mark_state(optimizer)
     if getattr(optimizer, "works_on_chunks", False):
@@ -70,6 +72,7 @@ def _check(optimizer: Optimizer, *_: Any) -> None:
             optimizer.__dict__["_dmp_wrong"] = _tried(optimizer)
         if optimizer.__dict__.get("_dmp_wrong") is not None:
             raise _refusal(optimizer, *optimizer.__dict__["_dmp_wrong"])
+    optimizer.__dict__["_dmp_looked_at"] = looked_at
 
 
 def _refusal(optimizer: Optimizer, group: int, i: int, shape: tuple[int, ...], reason: str) -> ShardError:
