@@ -35,7 +35,7 @@ from sharders.embedding.peers import find_peers
 from sharders.embedding.placement import Table
 from sharders.embedding.representatives import representatives
 from sharders.embedding.tensor_slice import tensor_ranks
-from sharders.embedding.torchrec_form import TorchRecForm, make_known
+from sharders.embedding.torchrec_form import TorchRecForm, check_gradients_are_means, make_known
 from sharders.embedding.unread_weight import Unread
 
 InitFn = Callable[[torch.Tensor], Any]
@@ -375,6 +375,12 @@ class TableSharder:
         if not table.trainable or ((optimizer or table.optimizer) is None and kernel != "fused"):
             return table
         if table.optimizer is not None:
+            if kernel == "dense":
+                _say_once(
+                    "the plan's kernel 'dense' names tables that have an optimizer from apply_optimizer_in_backward: "
+                    "it updates them in the backward pass, and in_backward_optimizer_filter leaves them out, where "
+                    "TorchRec forgets it and has them there; they need no other optimizer"
+                )
             return table if self.optimizer is None else replace(table, optimizer=table.optimizer.over(self.optimizer))
         if optimizer is None:
             _say_once(
@@ -401,6 +407,7 @@ class TableSharder:
         self, module: nn.Module, plan: Mapping[str, ParameterSharding], env: ShardingEnv, device: torch.device
     ) -> nn.Module:
         """The module on the mesh; inputs and results as of the unsharded one."""
+        check_gradients_are_means(type(module).__name__, env.data_size)
         tables = [self._updated(table, plan[table.parameter].kernel) for table, _ in self.tables(module)]
         return self.sharded_type(module, tables, plan, env, device, unpooled=not self.is_pooled, **self._options)
 

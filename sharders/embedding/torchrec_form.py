@@ -15,6 +15,24 @@ from sharders.embedding.engine import Engine
 _log = logging.getLogger("dmp")
 
 
+def check_gradients_are_means(name: str, num_ranks: int) -> None:
+    """Whether the process has not asked TorchRec for sums: a switch of its own modules, which would mean nothing here.
+
+    Args:
+        num_ranks: that have samples of their own.
+
+    Raises:
+        ShardError: it has.
+    """
+    ops = sys.modules.get("torchrec.distributed.comm_ops")
+    if num_ranks > 1 and ops is not None and not ops.get_gradient_division():
+        raise ShardError(
+            f"TorchRec's set_gradient_division(False) asks for sums of all ranks' gradients; those of the tables of "
+            f"{name or 'this module'} are the mean over {num_ranks} ranks, as dense weights' are. Call "
+            "set_gradient_division(True) before wrapping, and give the tables' optimizer another learning rate"
+        )
+
+
 class TorchRecForm(nn.Module):
     """The members that such code reads. Subclasses are modules whose tables an `Engine` runs."""
 

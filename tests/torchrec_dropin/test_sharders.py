@@ -152,3 +152,31 @@ def _rows_alone() -> dict[str, str]:
 def test_sharding_types_of_ones_own_are_all_that_the_planner_is_offered() -> None:
     for found in run_ranks(2, _rows_alone):
         assert found == {"row_wise": "row_wise()", "data_parallel": "data_parallel()"}
+
+
+def _sums() -> None:
+    from torchrec.distributed.comm_ops import set_gradient_division
+
+    module = make_module("ebc")
+    plan = {name: row_wise() for name, _ in module.named_parameters()}
+    set_gradient_division(False)
+    try:
+        dmp.DistributedModelParallel(module, env=env_of("dp2"), plan=plan)
+    finally:
+        set_gradient_division(True)
+
+
+def test_sums_of_gradients_that_were_asked_of_torchrec_are_refused() -> None:
+    for error in run_ranks(2, _sums, expect=ShardError):
+        assert "set_gradient_division(False)" in str(error) and "mean over 2 ranks" in str(error)
+
+
+def test_a_dense_kernel_of_tables_with_an_optimizer_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    module = make_module("ebc")
+    attach(module, "sgd")
+    entry = dmp.ParameterSharding(dmp.data_parallel(), kernel="dense")
+    model = dmp.DistributedModelParallel(
+        module, env=ShardingEnv.single(), plan={name: entry for name, _ in module.named_parameters()}
+    )
+    assert model.fused_optimizer.fused
+    assert "in_backward_optimizer_filter leaves them out" in caplog.text
