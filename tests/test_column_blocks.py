@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import copy
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from dmp import CheckpointError, full_optimizer_state_dict
+from dmp import (
+    CheckpointError,
+    DistributedModelParallel,
+    Shard,
+    ShardingEnv,
+    full_optimizer_state_dict,
+    load_checkpoint,
+    rectangles,
+    save_checkpoint,
+    table_wise,
+)
 from dmp.state.find_wrapped import env_of
 from dmp.state.gather import gather
 from dmp.wrap.column_blocks import between_blocks, merge_blocks
 from tests import state_jobs
+from tests.equality import attach
 from tests.ranks import run_ranks
 from tests.state_jobs import TABLES
 
@@ -129,3 +142,19 @@ def test_forms() -> None:
     assert torch.equal(between_blocks(blocks, (4, 12), blocks, (8, 8)), rows.unsqueeze(1).expand(2, 2))  # type: ignore[arg-type]
     assert between_blocks(blocks, (4, 12), blocks, (4, 12)) is blocks
     assert between_blocks(blocks, None, rows, None) is None
+
+
+def test_blocks_of_several_lengths_that_begin_at_one_row(tmp_path: Path) -> None:
+    """A checkpoint of one block into rectangles of one rank, two of which begin at row 0 and end at different rows."""
+    cuts = [Shard((0, 0), (2, 1), 0), Shard((2, 0), (4, 1), 0), Shard((0, 1), (6, 3), 0)]
+    models = []
+    for layout in (table_wise(0), rectangles(cuts)):
+        bag = nn.EmbeddingBag(6, 4, mode="sum")
+        attach(bag, KIND)
+        models.append(DistributedModelParallel(bag, ShardingEnv.single(), plan={"weight": layout}))
+    models[0](torch.arange(6).view(3, 2)).square().sum().backward()
+    save_checkpoint(tmp_path / "one", models[0])
+    load_checkpoint(tmp_path / "one", models[1])
+    one, two = (full_optimizer_state_dict(model)["state"]["weight"]["sum"] for model in models)
+    torch.testing.assert_close(two, one)
+    assert one.all()

@@ -26,6 +26,7 @@ from dmp import (
     row_wise,
     table_wise,
 )
+from dmp.checkpoint.convert import convert
 from dmp.checkpoint.sources.dcp import sort_keys
 from tests import equality, formats_jobs, test_torchrec_opinion
 from tests.formats_jobs import Model, assert_equal
@@ -273,6 +274,28 @@ def test_torchrecs_dtensors(layout: str, tmp_path: Path) -> None:
         for table in ("t0", "t1"):
             name = f"ebc.embedding_bags.{table}.weight"
             assert torch.equal(state[name]["sum"], saved[f"optim.state.{name}.{table}.momentum1"])
+
+
+def test_torchrecs_tables_without_state(tmp_path: Path) -> None:
+    """Of SGD's nothing is kept, and nothing names them; other tables' state is there, and is loaded."""
+    sums = torch.rand(7, 16)
+    saved = {"model": Model().state_dict(), "optim": {"state": {"items.weight": {"items.momentum1": sums}}}}
+    dcp.save(saved, checkpoint_id=tmp_path / "torchrec", no_dist=True)
+    convert(tmp_path / "torchrec", tmp_path / "converted", "dmp")
+    for users, is_refused in (("sgd", False), ("adagrad", True)):
+        model = Model()
+        equality.attach(model.users, users)
+        equality.attach(model.items, "adagrad")
+        plan = {"users.weight": table_wise(0), "items.weight": row_wise()}
+        wrapped = DistributedModelParallel(model, ShardingEnv.single(), plan=plan)
+        dense = torch.optim.SGD([p for name, p in wrapped.named_parameters() if "weight" not in name], lr=0.1)
+        for folder in ("torchrec", "converted"):
+            if is_refused:
+                with pytest.raises(CheckpointError, match=r"no optimizer state for 'users.weight'"):
+                    load_checkpoint(tmp_path / folder, wrapped, dense)
+                continue
+            load_checkpoint(tmp_path / folder, wrapped, dense)
+            assert torch.equal(full_optimizer_state_dict(wrapped)["state"]["items.weight"]["sum"], sums)
 
 
 def test_torchrecs_adam(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -164,7 +164,8 @@ def _prepare_state(load: CheckedLoad, owned: OwnedState, widths: tuple[int, ...]
         keys: state's name -> key of the tensor; None where it had no optimizer.
     """
     if keys is None:
-        load.faults.append(f"no optimizer state for {owned.name!r}")
+        if load.source.about.get("names_stateless", True) or not _keeps_nothing(owned):
+            load.faults.append(f"no optimizer state for {owned.name!r}")
         return
     numbers: dict[str, Any] = load.source.objects.get("state", {}).get(owned.name, {})
     if owned.optimizer is None or (owned.values and (keys or numbers)):
@@ -187,6 +188,13 @@ def _prepare_state(load: CheckedLoad, owned: OwnedState, widths: tuple[int, ...]
             load.then.append(lambda: state.setdefault(parameter, {}).update(fresh))
         elif not (keys or numbers):  # it had not been stepped when it was saved
             load.then.append(lambda: state.pop(parameter, None))
+
+
+def _keeps_nothing(owned: OwnedState) -> bool:
+    """Whether the optimizer has no state of the parameter, ever: then a file that does not name it lacks nothing."""
+    if owned.optimizer is None:
+        return not owned.values
+    return type(owned.optimizer) is torch.optim.SGD and not owned.options["momentum"]
 
 
 def _prepare_tensor(
@@ -239,9 +247,12 @@ def _read_column_blocks(
         return
     if not _compare_dtypes(load, dtype, target.dtype, what):
         return
-    rows = sorted({(o[0], c.shape[0]) for c, o in zip(target.chunks, target.offsets, strict=True) if c.numel()})
-    offsets = [(start, *(0 for _ in size[1:])) for start, _ in rows]
-    read = {start: torch.empty((count, *size[1:]), dtype=target.dtype) for start, count in rows}
+    rows: dict[int, int] = {}  # first row -> how many, of the longest block that begins there
+    for chunk, offset in zip(target.chunks, target.offsets, strict=True):
+        if chunk.numel():
+            rows[offset[0]] = max(rows.get(offset[0], 0), chunk.shape[0])
+    offsets = [(start, *(0 for _ in size[1:])) for start in rows]
+    read = {start: torch.empty((count, *size[1:]), dtype=target.dtype) for start, count in rows.items()}
     load.targets[key] = ChunkedTensor(size, list(read.values()), offsets, target.dtype)
 
     def spread() -> None:

@@ -61,6 +61,7 @@ class TorchFolder:
                 widths[name] = found
                 self.shapes[ours] = (rows, len(found)), dtype
         self.about: dict[str, Any] = {"holds_more": True, "has_steps": not uncounted, "column_widths": widths}
+        self.about["names_stateless"] = False
 
     def _column_widths(self, weight: str, size: tuple[int, ...]) -> tuple[int, ...]:
         """Of the blocks that a table's state of this size has one after another; empty for other state."""

@@ -29,7 +29,8 @@ class Source(Protocol):
     """What is no tensor, as far as there is any: `extra`, `model`, `state` by parameter, `param_groups` by name."""
     about: dict[str, Any]
     """What `dmp.json` says, as far as it is known: `column_widths`, `mesh`, `saved_ns`. Also `holds_more` than one
-    model, `has_steps` (False: the state lacks step counts), `no_state`: why there is none."""
+    model, `has_steps` (False: the state lacks step counts), `names_stateless` (False: parameters whose optimizer has no
+    state are not named), `no_state`: why there is none."""
 
     def check(self, keys: Collection[str], share: tuple[int, int]) -> list[CheckedRange]:
         """Read the i-th of n shares of these tensors' bytes, where the format has a checksum of them.

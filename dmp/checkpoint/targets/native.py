@@ -39,7 +39,7 @@ class FolderTarget:
         objects: dict[str, Any] = {"extra": None, "model": {}, "state": {}, "param_groups": [], **source.objects}
         buffer = io.BytesIO()
         torch.save(objects, buffer)
-        kept = ("mesh", "holds_more", "has_steps", "column_widths")
+        kept = ("mesh", "holds_more", "has_steps", "names_stateless", "column_widths")
         about = {"column_widths": {}, **{key: value for key, value in source.about.items() if key in kept}}
         tensors = {key: as_chunks(value) for key, value in read_mapped(source, source.shapes, path.parent).items()}
         write_folder(path, Content(tensors, small_files(about, ShardingPlan(), buffer.getvalue())), 0, None)
