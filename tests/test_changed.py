@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -150,6 +151,27 @@ def given_data() -> None:
     model(batch(rank))  # it is what it was before
 
 
+def given_data_and_no_forward() -> None:
+    """As weights averaged over steps are put in place for a save: state is read, loaded, copied and cast as given."""
+    model = wrap()
+    whole = full_state_dict(model)
+    names = ["users.weight", "items.weight", "more.weight"]
+    ways: list[Callable[[], nn.Module]] = [lambda: model, lambda: copy.deepcopy(model), lambda: model.double()]
+    for times, way in enumerate(ways, 2):
+        for name in names:
+            table = model.module.get_parameter(name)
+            table.data = table.data / (times - 1) * times
+        state = full_state_dict(way())
+        for name in names:
+            torch.testing.assert_close(state[name].float(), whole[name] * times)
+    for name in names:
+        model.module.get_parameter(name).data = torch.ones_like(model.module.get_parameter(name))
+    model.load_state_dict(whole)
+    model(batch(model.env.rank))
+    for name in names:
+        torch.testing.assert_close(full_state_dict(model)[name].float(), whole[name])
+
+
 def replaced_table() -> None:
     model = wrap()
     table = model.users.weight
@@ -166,6 +188,7 @@ def replaced_table() -> None:
 
 def test_data_put_in_a_tables_place_is_taken_over() -> None:
     run_ranks(2, given_data)
+    run_ranks(2, given_data_and_no_forward)
 
 
 def test_a_tables_parameter_cannot_be_replaced() -> None:

@@ -221,7 +221,8 @@ class TableModule(Watched, TorchRecForm):
         return self._engine.last.total()
 
     def chunked_state(self) -> Mapping[str, ChunkedTensor]:
-        """Pieces of every table that is cut, as views."""
+        """Pieces of every table that is cut, as views; of what a user put in a parameter's place too."""
+        self._engine.store.take_back(self._engine.name)
         return self._engine.store.chunked_state()
 
     def fused_parameters(self) -> Iterable[FusedParameter]:
@@ -261,10 +262,12 @@ class TableModule(Watched, TorchRecForm):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> TableModule:
         """Storage moves as a whole, for the parameters are views of it."""
+        self._engine.store.take_back(self._engine.name)
         self._engine.move(fn)
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TableModule:
+        self._engine.store.take_back(self._engine.name)
         new = type(self).__new__(type(self))
         memo[id(self)] = new
         copy.deepcopy(self._engine, memo)  # first, for it tells `memo` the parameters' copies
