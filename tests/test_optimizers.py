@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any, cast
 
@@ -205,3 +206,25 @@ def test_two_calls_of_weighted_bags_are_as_fbgemms() -> None:
         sum(bags(torch.tensor([0]), torch.tensor([0, 1]), each).sum() for each in weights).backward()
         gradients.append([each.grad for each in weights])
     assert gradients[0] == gradients[1] == [torch.tensor([2.0]), torch.tensor([4.0])]
+
+
+def penalised(how: str) -> None:
+    """A loss that reaches the weights of a table, which is updated in the backward pass, besides its lookups."""
+    torch.manual_seed(0)
+    bag = nn.EmbeddingBag(6, 4, mode="sum")
+    _apply_optimizer_in_backward(torch.optim.SGD, [bag.weight], {"lr": 0.1})
+    model = DistributedModelParallel(bag, env_of("dp2"), plan={"weight": row_wise()})
+    if how == "copied":
+        model = copy.deepcopy(model)
+    if how == "resharded":
+        model.reshard({"weight": row_wise([1, 0])})
+    for factor in (0.0, 0.1):  # the first, which some have so that every parameter is reached, changes nothing
+        penalty = sum(factor * p.square().sum() for p in model.parameters())
+        (model(torch.arange(6).view(2, 3)).sum() + penalty).backward()
+        assert factor == 0.0 and all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("how", ["wrapped", "copied", "resharded"])
+def test_a_penalty_on_weights_that_would_be_lost_is_refused(how: str) -> None:
+    for error in run_ranks(2, penalised, how, expect=ShardError):
+        assert "a gradient came to the parameter 'weight' itself" in str(error)

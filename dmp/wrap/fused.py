@@ -18,6 +18,27 @@ from dmp.wrap.live_state import LiveState
 _FORM = 'expected {"state": {parameter name: {state name: tensor}}, "param_groups": [{"params": [names], ..}]}'
 
 
+def _guard(fused: FusedParameter) -> None:
+    """Have a gradient that comes to the parameter itself be an error: what updates it takes those of lookups alone.
+
+    One of zeros is let go, as of `0 * p.sum()`, by which programs have every parameter reached.
+    """
+    parameter, name = fused.parameter, fused.name
+    if parameter.requires_grad and not hasattr(parameter, "_dmp_is_guarded"):
+        parameter._dmp_is_guarded = True  # type: ignore[attr-defined]
+        parameter.register_post_accumulate_grad_hook(lambda p: _refuse_gradient(p, name))
+
+
+def _refuse_gradient(parameter: torch.Tensor, name: str) -> None:
+    gradient, parameter.grad = parameter.grad, None
+    if gradient is not None and gradient.any():
+        raise ShardError(
+            f"a gradient came to the parameter {name!r} itself, as of a penalty on weights in the loss, and would be "
+            "lost: it is updated in the backward pass, by the gradients of what was looked up. Its optimizer's "
+            "weight_decay decays what batches look up; without an optimizer in backward it takes any gradient"
+        )
+
+
 class FusedOptimizer(torch.optim.Optimizer):
     """Shows and sets what the backward pass uses: a new `lr` in `param_groups` takes effect at the next backward.
 
@@ -48,6 +69,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._names[key].append(f.name)
             if not hasattr(f.parameter, "_in_backward_optimizers"):  # by which TorchRec's filter leaves it out
                 f.parameter._in_backward_optimizers = []  # type: ignore[attr-defined]
+            _guard(f)
         self.param_groups = list(groups.values())
 
     def follow(self, fused: Iterable[FusedParameter]) -> None:
@@ -55,6 +77,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         for f in fused:
             self.fused[f.name] = f
             self.params[f.name] = f.parameter
+            _guard(f)
         self.state.follow(self.fused.values())  # type: ignore[attr-defined]
         for group in self.param_groups:
             group["params"][:] = [self.fused[name].parameter for name in self._names[id(group)]]
