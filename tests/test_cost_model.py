@@ -25,6 +25,7 @@ from dmp import (
     table_wise,
 )
 from planner import Constraint, CostModel, ShardingPlanner, Topology
+from planner.costs.copies import each_by_rows
 from planner.costs.cost_model import (
     BACKWARD,
     FORWARD,
@@ -33,7 +34,6 @@ from planner.costs.cost_model import (
     OUTPUT_OUTER,
     PHASES,
     SYNC,
-    goes_by_rows,
 )
 from planner.costs.protocol import ALL_REDUCE, BYTES, SPLIT, ShardTable, setups_of
 from planner.costs.speeds import Speeds
@@ -60,11 +60,11 @@ def test_costs_are_affine_in_columns(env: ShardingEnv, topology: Topology) -> No
     shards = ShardTable.from_columns(
         *(rows, 64.0, rows * 2, 4.0, rng.uniform(1, 20, n), 2.0, flags[0], True, flags[1], rng.choice([0.0, 4.0], n)),
         *(4.0, flags[2], shares, rng.choice([1.0, 0.25], n), rng.choice([0.0, 100.0], n)),
-        rng.choice([0.0, 8.0], n),
+        *(rng.choice([0.0, 8.0], n), rng.choice([0.0, 50.0], n)),
     )
     widths = [replace(shards, columns=np.full(n, width)) for width in (4.0, 32.0, 100.0)]
     own_ids = 64 / env.tensor_size * shards.ids_per_sample * shards.row_share
-    by_rows = np.stack([goes_by_rows(wide, own_ids, env) for wide in widths])
+    by_rows = np.stack([each_by_rows(wide, own_ids, env) for wide in widths])
     alike = (by_rows == by_rows[0]).all(0)  # copies are never cut: one that is as wide sends something else
     assert alike.mean() > 0.8
     at = [np.stack(CostModel().costs(wide, env, topology, 64))[:, alike] for wide in widths]
@@ -204,8 +204,8 @@ LATENCY = 1e-3
     ("env", "copies", "whole"),
     [
         (one_axis(8), 2 * 3, 4 * 3),  # a header and the gradients; ids and results too
-        (hosts(2, 4), 1 * 3 + 2 * 3, 2 * 3 + 2 * (2 + 1)),  # sums go by themselves; results and gradients by stages
-        (ShardingEnv.abstract((2, 4), ("replicate", "shard")), 1 * 3 + 2 * 3, 2 * 3 + 2 * 2 + 1),
+        (hosts(2, 4), 2 * 3, 2 * 3 + 2 * (2 + 1)),  # rows of copies go by themselves; results and gradients by stages
+        (ShardingEnv.abstract((2, 4), ("replicate", "shard")), 2 * 3, 2 * 3 + 2 * 2 + 1),
         (one_axis(1), 0, 0),
     ],
     ids=str,
@@ -214,14 +214,18 @@ def test_latencies_are_of_the_exchanges_that_are_made(env: ShardingEnv, copies: 
     """Copies alone send no ids and get no results; `test_collectives` counts what there is."""
     topology = Topology(1e10, 1e30, 1e30, link_bandwidth=1e30, link_latency=LATENCY)
 
-    def latencies(*layouts: Layout) -> float:
+    def latencies(*layouts: Layout, samples: int = 16) -> float:
         placed = [Placed(info(1000, 64), layout, 1.0) for layout in layouts]
-        return float(phase_seconds(CostModel(), placed, env, topology, 16).sum()) / LATENCY
+        return float(phase_seconds(CostModel(), placed, env, topology, samples).sum()) / LATENCY
 
     assert latencies(data_parallel(), data_parallel()) == pytest.approx(copies)
     assert latencies(table_wise(0)) == pytest.approx(whole)
-    beside = 0 if env.size == 1 or env.shape == (8,) else 2 * 3  # sums of their own
+    is_flat, each = env.size == 1 or env.shape == (8,), 0 if env.size == 1 else 3
+    beside = 0 if is_flat else each  # an exchange of their own
     assert latencies(table_wise(0), data_parallel()) == pytest.approx(whole + beside)
+    # Many rows are summed as whole tables; where they may travel while others do, these have an exchange to themselves.
+    many = each if is_flat else 2 * each
+    assert latencies(table_wise(0), data_parallel(), samples=1 << 13) == pytest.approx(whole + many)
 
 
 def test_bags_that_go_straight_between_hosts_are_an_exchange_over_all_ranks() -> None:

@@ -20,10 +20,15 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from dmp import Layout, ParameterInfo, ShardingEnv, data_parallel, default_sharders, row_wise
-from planner import Constraint, Observation, ShardingPlanner, Topology, observe
+from planner import Constraint, CostModel, Observation, ShardingPlanner, Topology, observe
+from planner.candidates.candidates import Candidates
+from planner.candidates.costed import CostSetting
+from planner.costs.cost_model import distinct
 from planner.observed.distinct_rows import equally_likely, growth_of
 from planner.observed.row_curve import RowCurve
+from sharders import EmbeddingBagCollectionSharder
 from tests.bench import observed as observed_bench
+from tests.planner_bags import MEASURED
 
 sys.path.append(str(observed_bench.EXAMPLE))
 from generate import generate
@@ -219,6 +224,24 @@ def test_distinct_rows_of_several_ranks(skew: float, batches: int) -> None:
     true = rows * -np.expm1(-count / rows) if skew == 0 else len(np.unique(ids[:count]))
     assert -named * np.expm1(-count / named) == pytest.approx(true, rel=0.15)
     assert found.named_rows("u", replace(info, features=("b",)), count) == 0, "not seen"
+
+
+def test_plans_know_how_many_rows_one_rank_names_and_all() -> None:
+    """Of few rows with most of the ids; a copy of a table sends the former and updates the latter."""
+    generator, rows, size = np.random.default_rng(0), 50_000, 1024
+    shares = np.arange(1, rows + 1) ** -1.2
+    batches = torch.from_numpy(generator.choice(rows, 30 * size, p=shares / shares.sum())).split(size)
+    seen = observe([KeyedJaggedTensor(["a"], b, lengths=torch.ones(size, dtype=torch.int64)) for b in batches])
+    info = ParameterInfo((rows, 8), torch.float32, "table", "sgd", features=("a",), state_bytes=(0.0, 0.0))
+    setting = CostSetting(CostModel(), ShardingEnv.abstract((8,), ("dp",)), MEASURED, size, seen)
+    sharder = EmbeddingBagCollectionSharder()
+    (of_table,) = Candidates.of({"a": (sharder, info)}, {"a": Constraint()}, {}, setting).classes
+    true = [len(np.unique(torch.cat(batches[:n]))) for n in (1, 8)]
+    said = [
+        distinct(np.array(named), np.array(float(n * size))).item()
+        for named, n in zip((of_table.named_rows_of_rank, of_table.named_rows), (1, 8), strict=True)
+    ]
+    assert said == pytest.approx(true, rel=0.1)
 
 
 def test_how_distinct_ids_grow() -> None:

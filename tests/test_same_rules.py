@@ -15,10 +15,12 @@ import torch
 import dmp
 from dmp import Layout, ParameterInfo, ShardingEnv
 from planner.costs import cost_model as model
+from planner.costs.copies import Travel, each_by_rows, travel
 from planner.costs.protocol import ShardInfo, ShardTable
 from planner.costs.step import whole
 from sharders.embedding.input_dist import InputDist
 from sharders.embedding.placement import Placement, Table
+from sharders.embedding.pooled import PooledPath
 from sharders.embedding.stages import TwoStages
 from sharders.embedding.touched_rows import Touched, are_fewer, go_beside
 from tests.planner_bags import hosts, one_axis
@@ -33,24 +35,70 @@ def _info(rows: int, dim: int, dtype: torch.dtype = torch.float32) -> ParameterI
 @pytest.mark.parametrize(
     "env", [one_axis(2), one_axis(8), hosts(2, 4), ShardingEnv.abstract((2, 4), ("replicate", "shard"))]
 )
-def test_rows_of_copies(env: ShardingEnv) -> None:
-    """Beside other gradients, and by an all-reduce: with hosts or copies, or where they are more than go beside."""
+def test_how_gradients_of_copies_travel(env: ShardingEnv) -> None:
+    """Of all copied tables together, some of which would travel otherwise by themselves."""
     rng = np.random.default_rng(env.size)
     is_flat = len(env.shape) == 1
-    found = set()
+    found, alone, samples = set(), set(), 1024
     for _ in range(400):
-        rows, dim = int(2 ** rng.uniform(3, 22)), int(rng.choice([1, 4, 16, 64, 256]))
-        ids = max(1, int(rows * rng.uniform(0.05, 1.2) / rng.choice([1, env.size])))
         dtype = torch.float64 if rng.random() < 0.2 else torch.bfloat16 if rng.random() < 0.3 else torch.float32
         item_bytes = max(4, dtype.itemsize)  # of what travels
-        table = Table("t", rows, dim, dtype, ("f",))
-        placement = Placement([table], [dmp.data_parallel()], env)
-        named = min(ids, rows)
-        theirs = are_fewer(placement, [Touched(named, named * dim)] * env.size, is_flat, item_bytes)
-        shard = ShardTable.of([whole(_info(rows, dim, dtype), 1.0)._replace(replicated=True)])
-        assert model.goes_by_rows(shard, np.array([float(ids)]), env).tolist() == [theirs], (rows, dim, ids, dtype)
-        found.add((theirs, go_beside(env.size * rows * (dim + 1) * item_bytes, is_flat)))
-    assert len(found) == (3 if is_flat else 2)
+        tables, copies, known, named = [], [], [], []
+        most = rng.choice([10, 14, 18, 22])
+        for i in range(rng.integers(1, 9)):
+            rows, dim = int(2 ** rng.uniform(3, most)), int(rng.choice([4, 16, 64, 256]))
+            ids = max(1, int(rows * rng.uniform(0.05, 1.2) / rng.choice([1, env.size])))
+            tables.append(Table(f"t{i}", rows, dim, dtype, (f"f{i}",)))
+            copies.append(bool(rng.random() < 0.7))
+            known.append(whole(_info(rows, dim, dtype), ids / samples)._replace(replicated=copies[-1]))
+            named.append(min(ids, rows))
+        layouts = [dmp.data_parallel() if is_copied else dmp.row_wise() for is_copied in copies]
+        placement = Placement(tables, layouts, env)
+        of_copies = [(n, table.dim) for n, table, is_copied in zip(named, tables, copies, strict=True) if is_copied]
+        touched = Touched(sum(n for n, _ in of_copies), sum(n * dim for n, dim in of_copies))
+        theirs = None
+        if of_copies:
+            theirs = Travel.WHOLE
+            if are_fewer(placement, [touched] * env.size, is_flat, item_bytes):
+                come = env.size * (8 * touched.rows + item_bytes * touched.elements)
+                theirs = _while_others_do(tables, copies, env, samples, item_bytes)
+                theirs = theirs if go_beside(come, is_flat) else Travel.AFTER
+        shards = ShardTable.of(known)
+        ours = travel(shards, env, samples)
+        assert ours is theirs, (tables, copies, named)
+        assert model.CostModel().settled(shards, env, samples * env.tensor_size).travel is ours
+        found.add(ours)
+        if ours is not None:
+            by_rows = each_by_rows(shards, samples * shards.ids_per_sample, env)[copies]
+            alone.add((ours is Travel.WHOLE, bool(by_rows.all()), bool(by_rows.any())))
+    assert found >= {None, Travel.WHOLE, Travel.AFTER} | ({Travel.ALONE, Travel.BESIDE} if is_flat else set())
+    assert (True, False, True) in alone, "some would go by rows if they were alone"
+
+
+def _while_others_do(
+    tables: list[Table], copies: list[bool], env: ShardingEnv, samples: int, item_bytes: int
+) -> Travel:
+    columns = sum(table.dim for table, is_copied in zip(tables, copies, strict=True) if not is_copied)
+    peers = SimpleNamespace(by_table_rank=[*range(env.table_size)])
+    dtype = torch.float64 if item_bytes == 8 else torch.float32
+    path: Any = SimpleNamespace(peers=peers, _sharded_columns=columns, dtype=dtype)
+    call: Any = SimpleNamespace(samples=[samples] * env.table_size)
+    return Travel.ALONE if PooledPath._sends_apart(path, call) else Travel.BESIDE
+
+
+@pytest.mark.parametrize("env", [one_axis(2), one_axis(8), hosts(2, 4)])
+def test_rows_of_one_copy(env: ShardingEnv) -> None:
+    """Taken by itself, as by a model that is not settled, it travels as if it were the only one."""
+    rng = np.random.default_rng(env.size)
+    found = set()
+    for _ in range(200):
+        rows, dim, samples = int(2 ** rng.uniform(3, 22)), int(rng.choice([1, 4, 16, 64, 256])), 1 << 10
+        ids = max(1, int(rows * rng.uniform(0.05, 1.2) / rng.choice([1, env.size])))
+        shard = ShardTable.of([whole(_info(rows, dim), ids / samples)._replace(replicated=True)])
+        (by_rows,) = each_by_rows(shard, samples * shard.ids_per_sample, env)
+        assert by_rows == (travel(shard, env, samples) is not Travel.WHOLE)
+        found.add(bool(by_rows))
+    assert found == {False, True}
 
 
 def _bag_counts(placement: Placement, ids: float) -> list[int]:

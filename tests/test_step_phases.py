@@ -15,10 +15,11 @@ from torch.profiler import ProfilerActivity, profile
 import dmp
 from dmp import DistributedModelParallel, column_wise, data_parallel, row_wise, step_phases, table_wise
 from planner import Constraint, ShardingPlanner
-from planner.costs.cost_model import BESIDE_BYTES, EVEN, MOST_FILLED, PHASES
+from planner.costs.copies import APART_BYTES, BESIDE_BYTES
+from planner.costs.cost_model import EVEN, MOST_FILLED, PHASES
 from sharders import EmbeddingBagCollectionSharder
 from sharders.channel import Channel, GroupChannel, Purpose, Sizes, Transfer
-from sharders.embedding import input_dist, stages, touched_rows
+from sharders.embedding import input_dist, pooled, stages, touched_rows
 from sharders.embedding.engine import Engine
 from tests.equality import attach, env_of, layouts_for, loss_of, make_batch, make_module
 from tests.ranks import run_ranks
@@ -194,6 +195,7 @@ def _compared(layouts: dict[str, tuple[str, int, int]]) -> None:
 
 def test_modelled_bytes_are_those_that_are_sent() -> None:
     assert (BESIDE_BYTES, EVEN) == (touched_rows.BESIDE_BYTES, stages.EVEN)
+    assert APART_BYTES == pooled.APART_BYTES
     assert MOST_FILLED == input_dist.MOST_FILLED
     kinds = ("table_wise", "row_wise", "column_wise", "data_parallel")
     cases = {f"{kind} {ids}": (kind, ids, 600) for kind in kinds for ids in (1, 5)}

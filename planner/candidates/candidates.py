@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import or_
@@ -27,11 +27,14 @@ from planner.candidates.in_place import (
 )
 from planner.candidates.movable import Placed
 from planner.candidates.offered import Answered, Asked, Offer, offers
-from planner.costs.protocol import AWAY, setups_of
+from planner.costs.protocol import AWAY, ShardTable, settled_of, setups_of
+from planner.observed.observation import Observation
 from planner.observed.row_curve import RowCurve
 from planner.search.cost_table import Array, CostTable
 from planner.search.problem import Choice, Problem
 
+_GUESSES = 4
+"""How often it is asked anew what is copied, as that depends on what else is."""
 _MOST_UNEVEN = 500
 """Of more parameters row blocks are not costed one by one: that takes time, and one among many matters less."""
 
@@ -64,6 +67,8 @@ class Candidates:
         item_class: of each group.
         curves: of parameters of which sample batches told which rows ids name.
         table_rows: of the problem's cost table.
+        classes: what costs depend on of each class, then of pinned parameters.
+        offered: to each of these.
     """
 
     setting: CostSetting
@@ -77,6 +82,8 @@ class Candidates:
     item_class: NDArray[np.int64]
     curves: Mapping[str, RowCurve]
     table_rows: tuple[tuple[Row, ...], ...]
+    classes: tuple[Class, ...]
+    offered: tuple[Sequence[Offer], ...]
 
     @classmethod
     def of(
@@ -96,7 +103,8 @@ class Candidates:
         infos = {name: _as_constrained(info, constraints[name], leeway) for name, (_, info) in parameters.items()}
         told, samples = setting.observed, setting.batch_size * env.table_size / env.tensor_size
         seen = {} if told is None else {n: told.curve_of(n, info) for n, info in infos.items()}
-        named = {} if told is None else {n: told.named_rows(n, info, samples) for n, info in infos.items()}
+        own = setting.batch_size / env.tensor_size
+        named = {n: _named(n, info, told, (samples, own)) for n, info in infos.items()}
         evens = {name: seen.get(name) is None or len(infos) > _MOST_UNEVEN for name in infos}
         if env.table_size > 1:  # on one rank all layouts are the same
             check_layouts(pinned, constraints)
@@ -110,7 +118,7 @@ class Candidates:
             if name in kept:
                 continue
             constraint, info = constraints[name], infos[name]
-            of_ids = seen.get(name), named.get(name)
+            of_ids = seen.get(name), named[name]
             key = (id(sharder), replace(info, init_fn=None), constraint.without_groups(), *of_ids)
             class_of[name] = number.setdefault(key, len(number))
             if key not in classes:
@@ -118,7 +126,7 @@ class Candidates:
                 classes[key] = replace(asked, min_columns=UNIT) if leeway.narrow_columns else asked
         firsts = [*(asked.name for asked in classes.values()), *kept]
         every = [
-            Class(infos[n], _ids_per_sample(n, infos[n], constraints[n]), seen.get(n), named.get(n, 0.0), evens[n])
+            Class(infos[n], _ids_per_sample(n, infos[n], constraints[n]), seen.get(n), *named[n], evens[n])
             for n in firsts
         ]
         offered: list[list[Offer]] = [offers(asked) for asked in classes.values()]
@@ -133,7 +141,63 @@ class Candidates:
         groups = groups_of(class_of, held_by_groups(held, constraints, "colocate"), constraints, env.table_size)
         item_class, table_rows = _classes_of_groups(groups, class_of, constraints, found, len(classes))
         curves = {name: curve for name, curve in seen.items() if curve is not None}
-        return cls(setting, infos, constraints, found, class_of, kept, rows, groups, item_class, curves, table_rows)
+        made = cls(
+            *(setting, infos, constraints, found, class_of, kept, rows, groups, item_class, curves, table_rows),
+            tuple(every),
+            tuple(offered + last),
+        )
+        return made.likely()
+
+    def likely(self) -> Candidates:
+        """With costs as of a plan that copies what seems quicker so, each parameter taken by itself."""
+        found = self
+        for _ in range(_GUESSES):
+            before, found = found, found.settled(found.quicker_copied())
+            if found is before:
+                break
+        return found
+
+    def quicker_copied(self) -> set[str]:
+        """Parameters of which a copy costs a rank less than all else that is offered does on average."""
+        costed = self.costed
+        seconds = costed.wholes(self.setting.env.table_size)[1][:, :-1].sum(1)
+        is_open = np.array([not offer.objection for offer in costed.offers], dtype=bool)
+        is_copied = np.array([offer.is_copied for offer in costed.offers], dtype=bool)
+        num = len(self.classes)
+        best = np.full((2, num), np.inf)
+        for kind, of in enumerate((is_open & is_copied, is_open & ~is_copied)):
+            np.minimum.at(best[kind], costed.owner[of], seconds[of])
+        found = {name for name, of in self.class_of.items() if best[0, of] < best[1, of]}
+        return found | {name for name, of in self.pinned.items() if of.offer.is_copied}
+
+    def copied(self, choices: Sequence[Choice]) -> set[str]:
+        """Parameters that every rank has whole.
+
+        Args:
+            choices: of the problem's items.
+        """
+        found = {name for name, row, _ in self.chosen(choices) if self.costed.offers[row].is_copied}
+        return found | {name for name, of in self.pinned.items() if of.offer.is_copied}
+
+    def settled(self, copied: Collection[str]) -> Candidates:
+        """With costs as of plans that copy these parameters; itself where they are so already, or none is copied."""
+        setting = self.setting
+        if not copied:
+            return self
+        of_pinned = {name: len(self.classes) - len(self.pinned) + i for i, name in enumerate(self.pinned)}
+        known = [of.known for of in self.classes]
+        tables = [known[of]._replace(replicated=name in copied) for name, of in {**self.class_of, **of_pinned}.items()]
+        model = settled_of(setting.model, ShardTable.of(tables), setting.env, setting.batch_size)
+        if model == setting.model:
+            return self
+        setting = replace(setting, model=model)
+        return replace(self, setting=setting, costed=costed(self.classes, self.offered, setting))
+
+    @property
+    def setups(self) -> Array:
+        """(kinds, phases) seconds."""
+        setting = self.setting
+        return setups_of(setting.model, setting.env, setting.topology, self.infos.values())
 
     def problem(self, dense_bytes: int = 0) -> Problem:
         """What the search is to solve, beside dense weights that take `dense_bytes` on every rank.
@@ -157,7 +221,7 @@ class Candidates:
             self.item_class,
             np.full(num_ranks, room),
             base,
-            setups_of(model, env, topology, self.infos.values()),
+            self.setups,
             spans,
             base_kinds=frozenset(k for k in range(kinds.bit_length()) if kinds >> k & 1),
             taken=held_by_groups(held, self.constraints, "spread"),
@@ -307,6 +371,14 @@ def _as_constrained(info: ParameterInfo, constraint: Constraint, leeway: Leeway)
     if constraint.kernel == "fused":
         return replace(info, optimizer="sgd", state_bytes=(0, 0), mixes_columns=False)
     return replace(info, state_bytes=(0, 0)) if leeway.no_state else info
+
+
+def _named(
+    name: str, info: ParameterInfo, told: Observation | None, samples: tuple[float, float]
+) -> tuple[float, float]:
+    """Rows that as many samples name, as `ShardTable` says; zeros where nobody observed any."""
+    of_all, own = (0.0, 0.0) if told is None else (told.named_rows(name, info, n) for n in samples)
+    return of_all, own
 
 
 def _ids_per_sample(name: str, info: ParameterInfo, constraint: Constraint) -> float:

@@ -57,7 +57,7 @@ class Class:
         info: of each.
         ids_per_sample: mean number of ids of a sample in all features.
         curve: which rows its ids name; None: all alike.
-        named_rows: see `ShardTable`.
+        named_rows, named_rows_of_rank: see `ShardTable`.
         is_even: row blocks are costed alike, as the one with most ids; else one by one where a block of ranks is not
             large.
     """
@@ -66,7 +66,13 @@ class Class:
     ids_per_sample: float
     curve: RowCurve | None = None
     named_rows: float = 0.0
+    named_rows_of_rank: float = 0.0
     is_even: bool = True
+
+    @property
+    def known(self) -> ShardInfo:
+        """Of one of them, as one shard."""
+        return whole(self.info, self.ids_per_sample, self.named_rows, self.named_rows_of_rank)
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +100,11 @@ class Costed:
     kind_bits: Integers
     is_affine: bool
     spans: Integers
+
+    def on_each_rank(self, row: int) -> Array:
+        """(phases + 1,) of an offer that every rank has whole."""
+        found: Array = self.fixed[row] + self.everywhere[row]
+        return found
 
     def wholes(self, num_ranks: int) -> tuple[Array, Array]:
         """(rows, phases + 1) twice: what each offer, its columns whole where they may be, puts on the rank that it
@@ -141,9 +152,7 @@ def costed(classes: Sequence[Class], offered: Sequence[Sequence[Offer]], setting
     """The costs of what each class is offered."""
     offers = tuple(offer for of_class in offered for offer in of_class)
     owner = np.repeat(np.arange(len(classes)), [len(of_class) for of_class in offered])
-    known = np.array([whole(of.info, of.ids_per_sample, of.named_rows) for of in classes], dtype=np.float64).reshape(
-        -1, len(ShardInfo._fields)
-    )
+    known = np.array([of.known for of in classes], dtype=np.float64).reshape(-1, len(ShardInfo._fields))
     is_regular = [_is_regular(offer, classes[of], known[of]) for offer, of in zip(offers, owner.tolist(), strict=True)]
     rows = np.flatnonzero(is_regular)
     others = sorted(set(range(len(offers))) - set(rows.tolist()))
@@ -263,9 +272,9 @@ class _Regular(NamedTuple):
 def _kinds(offer: Offer, info: ParameterInfo, is_straight: bool) -> int:
     """Set-ups that an offer needs, a bit each."""
     if offer.own is None:
-        return kinds_of(info, offer.family.is_copied, offer.family.size > 1, is_straight)
+        return kinds_of(info, offer.is_copied, offer.family.size > 1, is_straight)
     rows = info.shape[0] if info.shape else 1
-    return kinds_of(info, offer.own.is_copied, any(cut.rows != rows for cut in offer.own.shards), is_straight)
+    return kinds_of(info, offer.is_copied, any(cut.rows != rows for cut in offer.own.shards), is_straight)
 
 
 def _is_regular(offer: Offer, of: Class, known: Array) -> bool:

@@ -44,6 +44,11 @@ class Offer(NamedTuple):
     objection: str = ""
     own: MovableLayout | None = None
 
+    @property
+    def is_copied(self) -> bool:
+        """Whether every rank has the whole."""
+        return self.family.is_copied if self.own is None else self.own.is_copied
+
     def example(self, env: ShardingEnv) -> Layout:
         """A layout of the family, on the first blocks, its columns whole where they may be."""
         if self.own is not None:

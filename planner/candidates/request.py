@@ -3,6 +3,11 @@
 [Note: leeway]
 Two things are given up where no plan fits else: column blocks are made narrower than usual, and the state of optimizers
 outside the backward pass is left out, which nobody knows before they are made. A note says the second.
+
+[Note: settled costs] What a copy costs depends on what else is copied (`settled_of`). The search is told costs as of a
+plan that is likely. Where it finds one that these are not of, that plan is costed anew, and the search asked again with
+what it is of; the quickest plan of all is taken, each costed as what it is. A bound is then of the plans that copy
+what costs were settled for: the lowest of these bounds.
 """
 
 from __future__ import annotations
@@ -10,7 +15,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import reduce
 from math import ceil
+from operator import or_
 
 import numpy as np
 
@@ -20,11 +27,14 @@ from planner.candidates.constraints import Constraint
 from planner.candidates.costed import CostSetting
 from planner.candidates.in_place import ranks_held
 from planner.candidates.shortage import Shortage, shortage
+from planner.costs.protocol import BYTES
 from planner.search.best import Told
 from planner.search.problem import Infeasible, Problem
 from planner.search.solve import Solution, search
 
 _log = logging.getLogger("dmp")
+_SEARCHES = 3
+"""At most, of one request: each with costs of a plan that the one before found."""
 _LEEWAYS = (Leeway(), Leeway(narrow_columns=True), Leeway(no_state=True), Leeway(True, True))
 
 
@@ -119,6 +129,7 @@ def answer(request: Request, out_of_time: Callable[[], bool], told: Told = lambd
         problem = candidates.problem(request.dense_bytes)
         try:
             solution = _counted(searched(problem, out_of_time, told), candidates)
+            candidates, problem, solution = _settled(request, (candidates, problem, solution), out_of_time, told)
         except Infeasible as error:
             failed = NoPlan(request, candidates, problem, _nearest(problem, error))
             if isinstance(error, Shortage) and leeway == leeways[0]:
@@ -133,6 +144,54 @@ def answer(request: Request, out_of_time: Callable[[], bool], told: Told = lambd
         return Answer(candidates, problem, solution, notes)
     assert failed is not None
     raise failed
+
+
+_Found = tuple[Candidates, Problem, Solution]
+
+
+def _settled(request: Request, found: _Found, out_of_time: Callable[[], bool], told: Told) -> _Found:
+    """The quickest plan that costs as it says, see [Note: settled costs].
+
+    Raises:
+        Infeasible: as it is, none fits.
+    """
+    plans: list[_Found] = []
+    bound = found[2].lower_bound
+    for number in range(_SEARCHES):
+        candidates, problem, solution = found
+        bound = min(bound, solution.lower_bound)
+        true = candidates.settled(candidates.copied(solution.choices))
+        if true is candidates:
+            plans.append(found)
+            break
+        as_it_is = true.problem(request.dense_bytes)
+        moved = _moved(solution, candidates, true, as_it_is)
+        if (moved.load[:, BYTES] <= as_it_is.capacity).all():
+            plans.append((true, as_it_is, moved))
+        if (number == _SEARCHES - 1 and plans) or (plans and not len(problem.item_class)):
+            break
+        found = true, as_it_is, _counted(searched(as_it_is, out_of_time, told), true)
+    if not plans:
+        plans.append(found)
+    candidates, problem, solution = min(plans, key=lambda of: of[2].seconds)
+    return candidates, problem, replace(solution, lower_bound=min(bound, solution.seconds))
+
+
+def _moved(solution: Solution, before: Candidates, after: Candidates, problem: Problem) -> Solution:
+    """The same plan with other costs of what is copied, which are the same on every rank.
+
+    Args:
+        problem: of the costs after.
+    """
+    needs = reduce(or_, (after.costed.kinds(row) for _, row, _ in after.chosen(solution.choices)), 0)
+    paid = problem.base_kinds | {kind for kind in range(len(problem.setups)) if needs >> kind & 1}
+    more = np.zeros(solution.load.shape[1])
+    rows = [row for _, row, _ in before.chosen(solution.choices)] + [*before.pinned_rows.values()]
+    for row in rows:
+        if before.costed.offers[row].is_copied:
+            more += after.costed.on_each_rank(row) - before.costed.on_each_rank(row)
+    setups = sum(((after.setups - before.setups)[kind] for kind in paid), np.zeros(len(more) - 1))
+    return replace(solution, load=solution.load + more, phase_seconds=solution.phase_seconds + more[:-1] + setups)
 
 
 def _counted(solution: Solution, candidates: Candidates) -> Solution:

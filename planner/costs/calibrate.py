@@ -26,7 +26,7 @@ from planner.costs.local_ranks import on_ranks
 from planner.costs.measure import OPTIMIZERS, Measured, Probes, ProbeShape, lookup_probes, measure, step_probes
 from planner.costs.protocol import Array
 from planner.costs.speeds import Rate, Speeds
-from planner.costs.step import Placed, phase_seconds
+from planner.costs.step import Placed, Step
 from planner.costs.topology import Topology, host_memory_bytes
 
 _PARTS = (
@@ -38,7 +38,7 @@ _PARTS = (
 _STATE_BYTES = {"sgd": (0.0, 0.0), "rowwise_adagrad": (0.0, 4.0), "adagrad": (4.0, 0.0)}
 _IN_STEPS = (
     *("send_slot", "send_id", "send_bag", "split_id", "receive_slot", "receive_id", "receive_bag"),
-    *("place", "place_bag", "place_part", "pack", "pack_bag", "pack_part", "take"),
+    *("place", "place_bag", "place_part", "pack", "pack_bag", "pack_part", "take", "fetch"),
     *("update_slot", "gradient", "touched_row", "whole_row", "whole_id", "step", "step_results", "step_gradients"),
     *(f"{kind}{part}" for kind in ("group", "split", "copies", "width") for part in ("", "_results", "_gradients")),
     "copies_width",
@@ -201,13 +201,18 @@ def _terms(
     parts: Sequence[tuple[int, ...]] = _PARTS,
 ) -> Array:
     """(probes * parts, figures): what each figure counts for, see [Note: fitting]."""
-    before = np.array([_parts(probe, env, nothing, parts) for probe in probes])
-    columns = []
+    made = [_step(probe, env) for probe in probes]
+
+    def seconds(topology: Topology) -> Array:
+        """(probes * parts,)"""
+        of_probes = zip(probes, made, strict=True)
+        return np.concatenate([_in_parts(step, probe, env, topology, parts) for probe, step in of_probes])
+
+    before, columns = seconds(nothing), []
     for name, index in _figures(names):
         unit = Rate(*np.eye(2)[index].tolist()) if isinstance(getattr(Speeds(), name), Rate) else 1.0
         one: dict[str, Any] = {name: unit}
-        with_one = replace(nothing, speeds=Speeds(**one))
-        columns.append((np.array([_parts(probe, env, with_one, parts) for probe in probes]) - before).ravel())
+        columns.append(seconds(replace(nothing, speeds=Speeds(**one))) - before)
     return np.stack(columns, 1)
 
 
@@ -215,19 +220,32 @@ def _parts(
     probe: ProbeShape, env: ShardingEnv, topology: Topology, parts: Sequence[tuple[int, ...]] = _PARTS
 ) -> list[float]:
     """What the model says of a probe, part by part."""
-    state = _STATE_BYTES[probe.optimizer]
-    placed = [
-        Placed(ParameterInfo(of, torch.float32, "table", probe.optimizer, state_bytes=state), layout, float(probe.bag))
-        for of, layout in zip(probe.tables, probe.layouts, strict=True)
-    ]
-    seconds = phase_seconds(CostModel(), placed, env, topology, probe.batch_size)
+    return _in_parts(_step(probe, env), probe, env, topology, parts)
+
+
+def _in_parts(
+    step: Step, probe: ProbeShape, env: ShardingEnv, topology: Topology, parts: Sequence[tuple[int, ...]]
+) -> list[float]:
+    seconds = step.seconds(CostModel(), env, topology, probe.batch_size)
     return [float(seconds[list(part)].sum()) for part in parts]
+
+
+def _step(probe: ProbeShape, env: ShardingEnv) -> Step:
+    state, named = _STATE_BYTES[probe.optimizer], (float(probe.named),) * 2
+    return Step.of(
+        [
+            Placed(ParameterInfo(of, torch.float32, "table", probe.optimizer, state_bytes=state), layout, bag, named)
+            for of, layout, bag in zip(probe.tables, probe.layouts, [float(probe.bag)] * len(probe.tables), strict=True)
+        ],
+        env,
+    )
 
 
 def _text(probe: ProbeShape) -> str:
     kinds, (rows, _) = dict.fromkeys(layout.name for layout in probe.layouts), probe.tables[0]
+    named = f" of {probe.named} rows" if probe.named else ""
     dims = "~".join(map(str, sorted({dim for _, dim in probe.tables})))
-    return f"{' and '.join(kinds)}, {len(probe.tables)} x {rows} x {dims}, B {probe.batch_size}, {probe.bag} ids"
+    return f"{' and '.join(kinds)}, {len(probe.tables)} x {rows} x {dims}, B {probe.batch_size}, {probe.bag} ids{named}"
 
 
 def _device(device_type: str, ranks: int) -> tuple[float, str]:

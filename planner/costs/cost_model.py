@@ -12,10 +12,10 @@ All ranks have as many samples, so every rank sends as many ids, and receives as
 owner's side of each exchange (ids received, results sent, gradients received) is as long on average, and longer on the
 rank that has most. So the owner's side is the one that is counted.
 
-[Note: rows of copies] Of the gradients of a copied table those rows travel that batches name, but where an all-reduce
-of whole tables is fewer bytes. The data path settles that for all such tables of a call together, the model by the same
-rule table by table: which tables a plan copies is not known when each is costed, and what one costs must not depend on
-which others it is asked about with.
+[Note: rows of copies] Of the gradients of copied tables those rows travel that batches name, but where an all-reduce
+of whole tables is fewer bytes. The data path settles that for all such tables of a call together, and so does
+`settled`, of a plan. A model that is not settled takes each table as if it were the only one: what one costs must not
+depend on which others it is asked about with.
 
 [Note: filled bags] Of pooled row blocks only those bags travel that have ids there, where these are few; else all do,
 which costs less for each. On one axis the data path settles that for all tables of a call together, the model table by
@@ -29,12 +29,13 @@ the mean: as if all bags were of one length, which is never too few.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
 from dmp import ShardingEnv
+from planner.costs.copies import BESIDE_BYTES, Travel, each_by_rows, may_go_beside, travel, wire_item
 from planner.costs.links import Axis, all_to_all, axes_of, latency
 from planner.costs.protocol import (
     ALL_REDUCE,
@@ -59,9 +60,6 @@ PHASES = (
 )
 """Of the two stages of results the first is inside the host, of gradients the second."""
 INPUT, FORWARD, OUTPUT, OUTPUT_OUTER, GRADIENT_OUTER, GRADIENT, BACKWARD, SYNC = range(8)
-BESIDE_BYTES = 64 << 20
-"""A larger sum of data-parallel gradients does not travel beside the others."""
-_LEAST_WIRE_BYTES = 4
 MOST_FILLED = 0.7
 """Where more of the bags of row blocks have ids there, all of them travel."""
 EVEN = 1.25
@@ -80,11 +78,11 @@ class CostModel:
     collective costs a latency (once a plan: all tables travel together), which grows with the logarithm of the ranks,
     plus bytes over bandwidth on the slowest link it crosses; what a rank has for itself does not travel. Pooled row
     blocks send one sum for every bag, or only those that they hold an id of where these are few (see
-    [Note: filled bags] beside it); one of no rows costs nothing. Copies
-    along replicate axes get the ids of all in the input exchange, and each other's gradients after the backward one
-    (`replica sync`). The gradient of a data-parallel table travels beside the others in the gradient exchange, in
-    `replica sync` where it is large, or there are hosts or copies: by the rows that batches name, there only where
-    these are no more bytes than an all-reduce of all of it sends, see [Note: rows of copies] beside it.
+    [Note: filled bags] beside it); one of no rows costs nothing. Copies along replicate axes get the ids of all in the
+    input exchange, and each other's gradients after the backward one (`replica sync`). Gradients of data-parallel
+    tables travel while others do, in `replica sync` where they are many, or there are hosts or copies: by the rows that
+    batches name, there only where these are no more bytes than an all-reduce of whole tables sends, see
+    [Note: rows of copies] beside it.
 
     Memory: weights, optimizer state as the parameter's info says, gradients of parameters without an in-backward
     optimizer (with Adam's state, as theirs is not known) and of data-parallel ones with the buffers of their sum; ids,
@@ -101,9 +99,11 @@ class CostModel:
 
     Args:
         id_bytes: of an id, and of a length, on the wire: 8 for tables of 2^31 rows or of float64.
+        travel: how gradients of copied tables do; None: each by itself, see `settled`.
     """
 
     id_bytes: int = 4
+    travel: Travel | None = None
 
     @property
     def phases(self) -> tuple[str, ...]:
@@ -116,14 +116,18 @@ class CostModel:
         spans[[OUTPUT_OUTER, GRADIENT_OUTER]] = _inner_size(env)
         return spans
 
+    def settled(self, tables: ShardTable, env: ShardingEnv, batch_size: float) -> CostModel:
+        """See `settled_of`: as copied tables of such a plan exchange their gradients."""
+        return replace(self, travel=travel(tables, env, batch_size / env.tensor_size))
+
     def costs(self, shards: ShardTable, env: ShardingEnv, topology: Topology, batch_size: float) -> tuple[Array, Array]:
         """See `CostProtocol`."""
-        work = _Work.of(shards, env, batch_size, self.id_bytes)
+        work = _Work.of(shards, env, batch_size, self)
         cost = _Cost(np.zeros((len(shards), len(PHASES) + 1)), np.zeros((len(shards), len(PHASES) + 1)), env, topology)
         _add_ids(cost, shards, work)
         _add_lookups(cost, shards, work)
         _add_results(cost, shards, work)
-        _add_sums(cost, shards, work)
+        _add_sums(cost, shards, work, self)
         _add_bytes(cost, shards, work)
         return cost.local, cost.everywhere
 
@@ -137,9 +141,11 @@ class CostModel:
         seconds[AWAY, [INPUT, OUTPUT, OUTPUT_OUTER]] = exchange, latency(inner), latency(outer)
         if outer or replicas:
             seconds[AWAY, [GRADIENT, GRADIENT_OUTER, SYNC]] = latency(inner), latency(outer), latency(replicas)
-            seconds[ALL_REDUCE, SYNC] = 2 * exchange
-        else:  # one exchange has both the gradients of rows and those of copies
+        else:  # one exchange may have both the gradients of rows and those of copies
             seconds[EXCHANGE, GRADIENT] = latency(inner)
+        alone = 2 if self.travel is Travel.WHOLE or (self.travel is None and not may_go_beside(env)) else 1
+        seconds[ALL_REDUCE, GRADIENT] = exchange * (self.travel is Travel.ALONE)
+        seconds[ALL_REDUCE, SYNC] = exchange * alone * (not self.is_meanwhile(env))
         parts = np.array([INPUT, FORWARD, BACKWARD])
         group = speeds.group, speeds.group_results, speeds.group_gradients
         seconds[EXCHANGE, parts] += speeds.step, speeds.step_results, speeds.step_gradients
@@ -155,6 +161,10 @@ class CostModel:
             seconds[COPIES_WIDTH, BACKWARD] = speeds.copies_width
             seconds[WIDTH, parts] = speeds.width, speeds.width_results, speeds.width_gradients
         return seconds
+
+    def is_meanwhile(self, env: ShardingEnv) -> bool:
+        """Whether gradients of copies travel while others do; of a model that is not settled whether they may."""
+        return may_go_beside(env) if self.travel is None else self.travel in (Travel.BESIDE, Travel.ALONE)
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,34 +189,51 @@ class _Work:
     bag_bytes: Array
     rows: Array
     """Of each shard that ids name, as if they were equally likely."""
+    own_rows: Array
+    """The same for the ids of one rank."""
     touched: Array
-    """Rows that a rank's batch names of a replicated table, where its gradient travels by rows; else 0."""
+    """Ids of a rank's batch in a replicated table, where its gradient travels by rows; else 0."""
+    gradient: Array
+    """Bytes of a replicated table's gradient that a rank has for each other one."""
+    beside: Flags
+    """Whether these travel while other gradients do."""
 
     @classmethod
-    def of(cls, p: ShardTable, env: ShardingEnv, batch_size: float, id_bytes: float) -> _Work:
+    def of(cls, p: ShardTable, env: ShardingEnv, batch_size: float, model: CostModel) -> _Work:
         own = batch_size / env.tensor_size * p.is_table * (p.rows > 0)
         samples = own * np.where(p.replicated, 1, env.table_size)
         # A row block gets its share of the ids, and pooled it sends every bag still.
         ids = samples * p.ids_per_sample * p.row_share
         lengths = samples * p.features
         bags = np.where(p.pooled, lengths * filled(p, env), ids)
-        row_bytes, wire_bytes = p.columns * p.item_bytes, p.columns * _wire_item(p)
+        row_bytes, wire_bytes = p.columns * p.item_bytes, p.columns * wire_item(p)
         own_ids = own * p.ids_per_sample * p.row_share
+        by_rows = each_by_rows(p, own_ids, env)
+        if model.travel is not None:
+            by_rows = p.replicated & p.is_table & (model.travel is not Travel.WHOLE)
+        whole = p.rows * (p.columns + p.is_table) * wire_item(p)  # and which rows were touched
+        gradient = np.where(by_rows, np.minimum(own_ids, p.rows) * (wire_bytes + 8), whole) * p.replicated
+        beside = p.replicated & may_go_beside(env) & (gradient * env.table_size <= BESIDE_BYTES)
+        if model.travel is not None:
+            beside = np.where(p.is_table, p.replicated & model.is_meanwhile(env), beside)
         return cls(
             replicas=env.size // env.table_size,
             own_ids=own_ids,
             own_bags=own * p.features,
             ids=ids,
             lengths=lengths,
-            id_bytes=(ids + lengths) * id_bytes,
+            id_bytes=(ids + lengths) * model.id_bytes,
             row_bytes=row_bytes,
             wire_bytes=wire_bytes,
             weight_bytes=p.rows * row_bytes,
             state_bytes=p.columns * p.state_per_element + p.state_per_row,
             bags=bags,
             bag_bytes=bags * wire_bytes,
-            rows=np.where(p.named_rows > 0, np.minimum(p.named_rows * p.row_share, p.rows), p.rows),
-            touched=np.where(goes_by_rows(p, own_ids, env), own_ids, 0),
+            rows=_named(p, p.named_rows),
+            own_rows=_named(p, np.where(p.named_rows_of_rank > 0, p.named_rows_of_rank, p.named_rows)),
+            touched=np.where(by_rows, own_ids, 0),
+            gradient=gradient,
+            beside=beside,
         )
 
 
@@ -257,7 +284,7 @@ def _add_lookups(cost: _Cost, p: ShardTable, work: _Work) -> None:
     rows = np.array([speeds.plain_row, speeds.rowwise_row, speeds.pointwise_row, speeds.whole_row])[by_state]
     ids = np.array([speeds.plain_id, speeds.rowwise_id, speeds.pointwise_id, speeds.whole_id])[by_state]
     is_whole = p.dense_gradient | (p.replicated & ~by_rows) | ~p.is_table
-    come = distinct(work.rows, work.touched) * env.size  # rows with their sums, of all ranks
+    come = distinct(work.own_rows, work.touched) * env.size  # rows with their sums, of all ranks
     local[:, BACKWARD] += come * (speeds.touched_row.each + work.row_bytes * speeds.touched_row.byte)
     # Every rank has the gradients of all when it updates a replicated table; only its own ids are added up by it.
     named = np.where(p.replicated, work.ids * env.size, work.ids * work.replicas)
@@ -281,6 +308,7 @@ def _add_results(cost: _Cost, p: ShardTable, work: _Work) -> None:
     speeds, is_straight = topology.speeds_of_parts, goes_straight(p, env)
     bags, of_parts = work.bags * ~p.replicated, bag_bytes * (is_straight if outer else _in_parts(p))
     # A rank's own bags are written where they belong, but for sums of a host; gradients are made ready, but of copies.
+    # Kernels may read its own where the model left them, for the first time: that takes about as long.
     to_place = np.where(p.pooled, 1 - 1 / ranks, 1)
     for first, second, part, copied, each_bag, of_part in (
         (OUTPUT, OUTPUT_OUTER, to_place, speeds.place, speeds.place_bag, speeds.place_part),
@@ -303,39 +331,32 @@ def _add_results(cost: _Cost, p: ShardTable, work: _Work) -> None:
     local[:, BACKWARD] += np.where(p.replicated & p.is_table, work.bag_bytes * speeds.take, 0)
 
 
-def _add_sums(cost: _Cost, p: ShardTable, work: _Work) -> None:
+def _add_sums(cost: _Cost, p: ShardTable, work: _Work, model: CostModel) -> None:
     """What copies of shards, and tables that are whole on every rank, exchange to stay equal."""
     local, _, env, topology = cost
     replicate = axes_of(env, topology, "replicate")
     sent = work.bag_bytes * ~p.replicated * work.replicas * all_to_all(replicate)
     cost.exchange(SYNC, sent, env.table_size)
-    gradient, beside = _gradients_of_copies(cost, p, work)
-    # There is room for a row for each id; those are written that are there.
-    written = np.where(work.touched > 0, distinct(work.rows, work.touched) * (work.wire_bytes + 8), gradient)
-    pack = written * topology.speeds_of_parts.pack
-    to_all = gradient * all_to_all(axes_of(env, topology, "shard", "tensor")) + pack
-    local[:, GRADIENT] += np.where(beside, env.table_size * to_all, 0)
+    speeds, gradient = topology.speeds_of_parts, work.gradient
+    # There is room for a row for each id; those are written that are there, once for each other rank.
+    written = np.where(work.touched > 0, distinct(work.own_rows, work.touched) * (work.wire_bytes + 8), gradient)
+    pack = written * speeds.pack * (env.size - 1)
+    to_all = env.table_size * gradient * all_to_all(axes_of(env, topology, "shard", "tensor")) + pack
+    if model.travel is Travel.BESIDE:  # all that there is room for is copied, of each other rank
+        to_all = to_all + gradient * (env.table_size - 1) * speeds.fetch * (work.touched > 0)
+    local[:, GRADIENT] += np.where(work.beside, to_all, 0)
     summed = 2 * Ring.along(env.names, env, topology).seconds_per_byte  # the set-up has the latency
-    by_rows = env.size * (gradient * all_to_all(axes_of(env, topology)) + pack)
-    local[:, SYNC] += np.where(beside, 0, np.where(work.touched > 0, by_rows, gradient * summed))
-
-
-def _gradients_of_copies(cost: _Cost, p: ShardTable, work: _Work) -> tuple[Array, Flags]:
-    """Bytes that a rank has of a replicated table for each other one; whether they travel beside other gradients."""
-    whole = p.rows * (p.columns + p.is_table) * _wire_item(p)  # and which rows were touched
-    touched = np.minimum(work.touched, p.rows)
-    gradient = np.where(work.touched > 0, touched * (work.wire_bytes + 8), whole) * p.replicated
-    return gradient, p.replicated & _goes_beside(gradient, cost.env)
+    by_rows = env.size * gradient * all_to_all(axes_of(env, topology)) + pack
+    local[:, SYNC] += np.where(work.beside, 0, np.where(work.touched > 0, by_rows, gradient * summed))
 
 
 def _add_bytes(cost: _Cost, p: ShardTable, work: _Work) -> None:
     """Memory: what stays, and the most that there is of a step at once, in the backward pass."""
     ranks, staged = cost.env.table_size, (_inner_size(cost.env) > 1) & ~goes_straight(p, cost.env)
-    summed, beside = _gradients_of_copies(cost, p, work)
     # A whole gradient is made, joined to the others', sent to each rank, received from each, and added up.
     is_whole = p.dense_gradient | (p.replicated & (work.touched == 0))
-    to_each = np.where(beside | (work.touched > 0), 2 * ranks, 1)
-    whole = np.where(is_whole, work.weight_bytes, 0) + summed * to_each
+    to_each = np.where(work.beside | (work.touched > 0), 2 * ranks, 1)
+    whole = np.where(is_whole, work.weight_bytes, 0) + work.gradient * to_each
     # Gradients lie where they came, with those of other copies; where there are hosts, their sums too.
     came = work.bag_bytes * (1 + staged + 2 * (work.replicas - 1)) + 3 * work.id_bytes * work.replicas
     cost.local[:, BYTES] = work.weight_bytes + p.rows * work.state_bytes + whole + came
@@ -388,25 +409,9 @@ def _of_even_blocks(p: ShardTable) -> Array:
     return with_ids(p, 1 / np.where(p.row_blocks > 0, p.row_blocks, p.table_rows / np.maximum(p.rows, 1)))
 
 
-def goes_by_rows(p: ShardTable, own_ids: Array, env: ShardingEnv) -> Flags:
-    """Whether of a copied table those rows travel that batches name, not all: see [Note: rows of copies].
-
-    Rows alone go beside other gradients, from each rank to each; an all-reduce sends all of a table twice.
-    """
-    named, whole = np.minimum(own_ids, p.rows) * (p.columns + 2), p.rows * (p.columns + 1)
-    are_few = env.size * named <= min(2, env.size) * whole
-    return p.replicated & p.is_table & (_goes_beside(whole * _wire_item(p), env) | are_few)
-
-
-def _goes_beside(gradient: Array, env: ShardingEnv) -> Flags:
-    """Whether so many bytes of a copied table's gradient, from each rank, travel beside other gradients."""
-    is_flat = env.size == env.table_size and _inner_size(env) == 1
-    return is_flat & (gradient * env.table_size <= BESIDE_BYTES)
-
-
-def _wire_item(p: ShardTable) -> Array:
-    """Bytes of an element of results, and of gradients."""
-    return np.where(p.is_table, np.maximum(p.item_bytes, _LEAST_WIRE_BYTES), p.item_bytes)
+def _named(p: ShardTable, rows: Array) -> Array:
+    """Rows of each shard that ids name: so many of its table, or all where nobody has counted them."""
+    return np.where(rows > 0, np.minimum(rows * p.row_share, p.rows), p.rows)
 
 
 def distinct(rows: Array, ids: Array) -> Array:

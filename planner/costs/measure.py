@@ -33,6 +33,7 @@ class ProbeShape:
     batch_size: int
     bag: int
     optimizer: str
+    named: int = 0
 
 
 class Probes(NamedTuple):
@@ -77,14 +78,16 @@ def lookup_probes(optimizer: str) -> list[ProbeShape]:
         for rows in (1_000, _LARGE_BYTES // (4 * dim))
     ]
     shapes += [(24, 50_000, 32, 128, 1), (24, 50_000, 32, 16, 1), (2, 50_000, 32, 16, 1), (2, 100_000, 64, 2048, 3)]
+    few = [(8, 50_000, 64, 2048, 1, 300), (8, 25_000, 128, 2048, 1, 300)]
     return [
-        ProbeShape(((rows, dim),) * tables, (table_wise(0),) * tables, batch, bag, optimizer)
-        for tables, rows, dim, batch, bag in shapes
+        ProbeShape(((rows, dim),) * tables, (table_wise(0),) * tables, batch, bag, optimizer, *named)
+        for tables, rows, dim, batch, bag, *named in [*shapes, *few]
     ]
 
 
 def step_probes(ranks: int) -> list[ProbeShape]:
-    """Each layout, and all together, with small and large batches, few and many tables, few and many ids.
+    """Each layout, and all together, with small and large batches, few and many tables, few and many ids; ids that name
+    few rows of a table, as real ones do, where rows that are there cost more than rows that there is room for.
 
     Two tables are large enough that copies of them are summed whole, by an all-reduce: all others' go by rows.
     """
@@ -108,7 +111,7 @@ def step_probes(ranks: int) -> list[ProbeShape]:
     def copies(i: int) -> Layout:
         return data_parallel()
 
-    sizes = (  # layouts; tables, rows and dim or some in turn, samples, ids of a bag
+    sizes = (  # layouts; tables, rows and dim or some in turn, samples, ids of a bag, rows that they name if not all
         ((one,), (8, large, 16, 16, 1), (48, large, 16, 16, 1), (12, large, 64, 1536, 1), (24, large, 32, 512, 1)),
         ((one,), (12, large, 32, 384, 12), (4, large, 128, 768, 3), (12, small, 32, 256, 24)),
         ((rows,), (4, large, 16, 16, 1), (24, large, 16, 16, 1), (8, large, 64, 1536, 1), (20, large, 32, 512, 1)),
@@ -136,6 +139,15 @@ def step_probes(ranks: int) -> list[ProbeShape]:
         ((copies, pairs), (24, (small, large), 64, 2048, 1), (12, (5 * small, large), 128, 768, 1)),
         ((rows, pairs), (24, large, 64, 2048, 1)),
         ((copies, rows, one, scattered), (24, (small, large), 64, 1024, 1)),
+        (
+            (copies,),
+            (24, 7 * small, 64, 2048, 1, 150),
+            (12, 7 * small, 128, 1024, 1, 100),
+            (12, large, 16, 2048, 1, 400),
+        ),
+        ((copies, one, one), (24, 7 * small, 64, 2048, 1, 150)),
+        ((one,), (24, 7 * small, 64, 2048, 1, 150), (12, 7 * small, 128, 1024, 1, 100)),
+        ((rows,), (16, 7 * small, 64, 1024, 1, 150)),
     )
     return [
         ProbeShape(
@@ -144,9 +156,10 @@ def step_probes(ranks: int) -> list[ProbeShape]:
             batch,
             bag,
             "rowwise_adagrad",
+            *named,
         )
         for layouts, *of_layouts in sizes
-        for tables, num_rows, dim, batch, bag in of_layouts
+        for tables, num_rows, dim, batch, bag, *named in of_layouts
         for dims, counts in [(_in_turn(dim), _in_turn(num_rows))]
     ]
 

@@ -47,6 +47,7 @@ class ShardInfo(NamedTuple):
     host_share: float = 1.0
     named_rows: float = 0.0
     row_blocks: float = 0.0
+    named_rows_of_rank: float = 0.0
 
     @classmethod
     def of(
@@ -95,6 +96,7 @@ class ShardTable:
         named_rows: so many equally likely rows of the table would be named anew as often as its ids name rows in a step
             of all ranks; 0 where nobody has measured it: all rows.
         row_blocks: of the same columns on all hosts; 0 where nobody counted them: as many as rows say.
+        named_rows_of_rank: as `named_rows`, for the ids of one rank: fewer, where few rows have most of the ids.
     """
 
     rows: Array
@@ -113,6 +115,7 @@ class ShardTable:
     host_share: Array
     named_rows: Array
     row_blocks: Array
+    named_rows_of_rank: Array
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -187,6 +190,21 @@ def setups_of(model: CostProtocol, env: ShardingEnv, topology: Topology, infos: 
     for kind, width in zip((SPLIT, ALL_REDUCE), found[WIDTH:], strict=False):
         setups[kind] += max(0, len(widths) - 1) * width
     return setups
+
+
+def settled_of(model: CostProtocol, tables: ShardTable, env: ShardingEnv, batch_size: float) -> CostProtocol:
+    """A model as it is of one plan, if it tells plans apart: what depends on which tables are copied, for one.
+
+    A model does so that has `settled`, with these arguments; costs are then what this gives. One that has none is the
+    same for all plans.
+
+    Args:
+        tables: all parameters, each as one shard, and `replicated` where every rank has it whole.
+        batch_size: samples per data rank.
+    """
+    settled = getattr(model, "settled", None)
+    found: CostProtocol = model if settled is None else settled(tables, env, batch_size)
+    return found
 
 
 def kinds_of(info: ParameterInfo, is_copied: bool, has_row_blocks: bool, is_straight: bool) -> int:

@@ -63,6 +63,8 @@ class Speeds:
     """Of a byte of partial bags besides: they are added up, and gradients picked for them."""
     take: float = 0.0
     """Of a byte of gradients of copied tables, which are read where the model left them."""
+    fetch: float = 0.0
+    """Of a byte that there is room for, for rows of copied tables that come among other gradients: it is copied."""
 
     step: float = 0.0
     step_results: float = 0.0

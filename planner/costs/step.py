@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
 
@@ -12,7 +13,16 @@ from numpy.typing import NDArray
 
 from dmp import Layout, ParameterInfo, Shard, ShardingEnv, is_replicated
 from planner.costs.cost_model import goes_straight
-from planner.costs.protocol import BYTES, Array, CostProtocol, ShardInfo, ShardTable, kinds_of, setups_of
+from planner.costs.protocol import (
+    BYTES,
+    Array,
+    CostProtocol,
+    ShardInfo,
+    ShardTable,
+    kinds_of,
+    settled_of,
+    setups_of,
+)
 from planner.costs.topology import Topology
 
 Below = Callable[[NDArray[np.int64]], Array]
@@ -20,19 +30,19 @@ Below = Callable[[NDArray[np.int64]], Array]
 
 
 class Placed(NamedTuple):
-    """A parameter, where it lies, and how many ids a sample has for it."""
+    """A parameter, where it lies, how many ids a sample has for it, and which rows these name: see `ShardTable`."""
 
     info: ParameterInfo
     layout: Layout
     ids_per_sample: float
+    named_rows: tuple[float, float] = (0.0, 0.0)
 
 
 def loads(
     model: CostProtocol, placed: Sequence[Placed], env: ShardingEnv, topology: Topology, batch_size: float
 ) -> Array:
     """(table ranks, phases + 1): seconds by phase and bytes of each rank, without what is paid once."""
-    cuts = [Cut(whole(info, ids), layout.shards(info.shape, env), info.shape) for info, layout, ids in placed]
-    return loads_of_cuts(model, cuts, env, topology, batch_size)
+    return Step.of(placed, env).loads(model, env, topology, batch_size)
 
 
 class Cut(NamedTuple):
@@ -49,27 +59,83 @@ class Cut(NamedTuple):
     below: Below | None = None
 
 
-def whole(info: ParameterInfo, ids_per_sample: float, named_rows: float = 0.0) -> ShardInfo:
+def whole(
+    info: ParameterInfo, ids_per_sample: float, named_rows: float = 0.0, named_rows_of_rank: float = 0.0
+) -> ShardInfo:
     """A parameter as one shard."""
     shard = Shard((0,) * len(info.shape), info.shape, 0)
-    return ShardInfo.of(info, shard, ids_per_sample, False)._replace(named_rows=named_rows)
+    known = ShardInfo.of(info, shard, ids_per_sample, False)
+    return known._replace(named_rows=named_rows, named_rows_of_rank=named_rows_of_rank)
 
 
 def loads_of_cuts(
     model: CostProtocol, cuts: Sequence[Cut], env: ShardingEnv, topology: Topology, batch_size: float
 ) -> Array:
     """See `loads`."""
-    infos, at = _infos(cuts, env)
-    local, everywhere = model.costs(infos, env, topology, batch_size)
-    found = np.zeros((env.table_size, local.shape[1]))
-    found += everywhere.sum(0) + local[at < 0].sum(0)
-    spans = model.spans(env)
-    for phase in [*range(len(spans)), BYTES]:
-        span = int(spans[phase]) if phase != BYTES else 1
-        groups = np.zeros(env.table_size // span)
-        np.add.at(groups, at[at >= 0] // span, local[at >= 0, phase])
-        found[:, phase] += np.repeat(groups, span)
-    return found
+    return Step.of_cuts(cuts, env).loads(model, env, topology, batch_size)
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """A plan's shards, made ready to be costed again and again.
+
+    Args:
+        tables: parameters as one shard each.
+        shards: all of them.
+        at: (shards,) rank of each; -1 of what every rank has whole.
+        infos: of the parameters; empty where set-ups are not asked for.
+        needs: set-ups, a bit each.
+    """
+
+    tables: ShardTable
+    shards: ShardTable
+    at: NDArray[np.int64]
+    infos: tuple[ParameterInfo, ...] = ()
+    needs: int = 0
+
+    @classmethod
+    def of(cls, placed: Sequence[Placed], env: ShardingEnv) -> Step:
+        """Of whole parameters in their layouts."""
+        cuts = [
+            Cut(whole(info, ids, *named), layout.shards(info.shape, env), info.shape)
+            for info, layout, ids, named in placed
+        ]
+        needs = 0
+        for (info, *_), cut in zip(placed, cuts, strict=True):
+            infos, _ = _infos([cut], env)
+            rows = [shard.sizes[:1] for shard in cut.shards]
+            has_row_blocks = any(of != tuple(info.shape[:1]) for of in rows)
+            is_copied = is_replicated(cut.shards, info.shape)
+            needs |= kinds_of(info, is_copied, has_row_blocks, goes_straight(infos, env)[0].item())
+        return replace(cls.of_cuts(cuts, env), infos=tuple(of.info for of in placed), needs=needs)
+
+    @classmethod
+    def of_cuts(cls, cuts: Sequence[Cut], env: ShardingEnv) -> Step:
+        """Without set-ups."""
+        tables = [of.known._replace(replicated=is_replicated(of.shards, tuple(of.shape))) for of in cuts]
+        return cls(ShardTable.of(tables), *_infos(cuts, env))
+
+    def loads(self, model: CostProtocol, env: ShardingEnv, topology: Topology, batch_size: float) -> Array:
+        """See `loads`."""
+        at, settled = self.at, settled_of(model, self.tables, env, batch_size)
+        local, everywhere = settled.costs(self.shards, env, topology, batch_size)
+        found = np.zeros((env.table_size, local.shape[1]))
+        found += everywhere.sum(0) + local[at < 0].sum(0)
+        spans = settled.spans(env)
+        for phase in [*range(len(spans)), BYTES]:
+            span = int(spans[phase]) if phase != BYTES else 1
+            groups = np.zeros(env.table_size // span)
+            np.add.at(groups, at[at >= 0] // span, local[at >= 0, phase])
+            found[:, phase] += np.repeat(groups, span)
+        return found
+
+    def seconds(self, model: CostProtocol, env: ShardingEnv, topology: Topology, batch_size: float) -> Array:
+        """See `phase_seconds`."""
+        found: Array = self.loads(model, env, topology, batch_size)[:, :BYTES].max(0)
+        settled = settled_of(model, self.tables, env, batch_size)
+        for kind, seconds in enumerate(setups_of(settled, env, topology, self.infos)):
+            found = found + seconds * (self.needs >> kind & 1)
+        return found
 
 
 def _infos(cuts: Sequence[Cut], env: ShardingEnv) -> tuple[ShardTable, NDArray[np.int64]]:
@@ -105,14 +171,4 @@ def phase_seconds(
     model: CostProtocol, placed: Sequence[Placed], env: ShardingEnv, topology: Topology, batch_size: float
 ) -> Array:
     """(phases,): the slowest rank of each, with what is paid once."""
-    slowest: Array = loads(model, placed, env, topology, batch_size)[:, :BYTES].max(0)
-    needs = 0
-    for info, layout, ids in placed:
-        shards = layout.shards(info.shape, env)
-        infos, _ = _infos([Cut(whole(info, ids), shards, info.shape)], env)
-        rows = [shard.sizes[:1] for shard in shards]
-        has_row_blocks = any(of != tuple(info.shape[:1]) for of in rows)
-        needs |= kinds_of(info, is_replicated(shards, info.shape), has_row_blocks, goes_straight(infos, env)[0].item())
-    for kind, seconds in enumerate(setups_of(model, env, topology, (of.info for of in placed))):
-        slowest = slowest + seconds * (needs >> kind & 1)
-    return slowest
+    return Step.of(placed, env).seconds(model, env, topology, batch_size)

@@ -1,6 +1,7 @@
 """Probes: how long the data path takes for made-up tables and batches, with no module around it.
 
-Ids are uniform. Every number is the quickest of several runs: what others on the machine add is no part of it.
+Ids are uniform, over all rows or some. Every number is the quickest of several runs: what others on the machine add is
+no part of it.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class Probe:
         batch_size: samples on each rank.
         bag: ids in each bag.
         optimizer: in-backward one.
+        named: so many rows of each table, all over it, have all ids; 0: all rows have.
     """
 
     tables: tuple[tuple[int, int], ...]
@@ -46,6 +48,7 @@ class Probe:
     batch_size: int
     bag: int
     optimizer: str
+    named: int = 0
 
 
 def means(env: ShardingEnv) -> str:
@@ -190,8 +193,11 @@ class _Kernel:
 
 
 def _ids(probe: Probe, generator: torch.Generator) -> torch.Tensor:
-    count = probe.batch_size * probe.bag
-    return torch.cat([torch.randint(0, rows, (count,), generator=generator) for rows, _ in probe.tables])
+    count, found = probe.batch_size * probe.bag, []
+    for rows, _ in probe.tables:
+        named = min(probe.named or rows, rows)
+        found.append(torch.randint(0, named, (count,), generator=generator) * (rows // named))
+    return torch.cat(found)
 
 
 def _now(device: torch.device) -> float:

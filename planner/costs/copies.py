@@ -1,0 +1,85 @@
+"""`Travel`: how the gradients of a plan's copied tables get to all ranks. It is settled for all of them together.
+
+[Note: copies together] The data path joins the gradients of all tables that are copied, and so what one of them costs
+depends on the others. A cost model takes each shard by itself: it is told how they travel, and `travel` says it of a
+plan that is known. Where none is known each is taken by itself.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import numpy as np
+
+from dmp import ShardingEnv
+from planner.costs.protocol import Array, Flags, ShardTable
+
+BESIDE_BYTES = 64 << 20
+"""A larger sum of data-parallel gradients does not travel at the time of the others."""
+APART_BYTES = 1 << 20
+"""Of a rank's own results of sharded tables: where they are as many, their gradients and those of copies have an
+exchange each. These two are the data path's."""
+_LEAST_WIRE_BYTES = 4
+
+
+class Travel(Enum):
+    """Of the gradients of all copied tables."""
+
+    BESIDE = "rows that batches name, in the exchange of other gradients, out of which they are copied"
+    ALONE = "such rows, in an exchange of their own at the same time, read where they come"
+    AFTER = "such rows, in an exchange of their own at the end"
+    WHOLE = "whole tables, by an all-reduce at the end"
+
+
+def travel(tables: ShardTable, env: ShardingEnv, samples: float) -> Travel | None:
+    """How they travel of a plan; None where nothing is copied.
+
+    Args:
+        tables: all parameters, each as one shard, and `replicated` where it is copied.
+        samples: of a rank.
+    """
+    copies, own_ids = tables.replicated & tables.is_table, samples * tables.ids_per_sample
+    if not copies.any():
+        return None
+    whole, named = (of[copies].sum() for of in (_whole(tables), _named(tables, own_ids) * (tables.columns + 2)))
+    widest = float(wire_item(tables)[tables.is_table].max())
+    beside = may_go_beside(env) and env.table_size * whole * widest <= BESIDE_BYTES
+    if not beside and env.size * named > min(2, env.size) * whole:
+        return Travel.WHOLE
+    come = (_named(tables, own_ids) * (tables.columns * widest + 8))[copies].sum() * env.table_size
+    if not may_go_beside(env) or come > BESIDE_BYTES:
+        return Travel.AFTER
+    sharded = tables.is_table & tables.pooled & ~tables.replicated
+    columns = float((tables.features * tables.columns)[sharded].sum())
+    return Travel.ALONE if samples * columns * widest >= APART_BYTES else Travel.BESIDE
+
+
+def each_by_rows(p: ShardTable, own_ids: Array, env: ShardingEnv) -> Flags:
+    """Whether of a copied table those rows travel that batches name, not all, were it the only one.
+
+    Rows alone go beside other gradients, from each rank to each; an all-reduce sends all of a table twice.
+    """
+    whole, named = _whole(p), _named(p, own_ids) * (p.columns + 2)
+    beside = may_go_beside(env) & (env.table_size * whole * wire_item(p) <= BESIDE_BYTES)
+    return p.replicated & p.is_table & (beside | (env.size * named <= min(2, env.size) * whole))
+
+
+def may_go_beside(env: ShardingEnv) -> bool:
+    """Whether gradients of copies may travel at the time of others: neither hosts nor replicas."""
+    hosts = env.table_size // env.table_shape[-1]
+    return env.size == env.table_size and (hosts == 1 or env.table_shape[-1] == 1)
+
+
+def wire_item(p: ShardTable) -> Array:
+    """Bytes of an element of results, and of gradients: 16-bit tables give results of 32."""
+    return np.where(p.is_table, np.maximum(p.item_bytes, _LEAST_WIRE_BYTES), p.item_bytes)
+
+
+def _whole(p: ShardTable) -> Array:
+    """Elements of a table's gradient, and which rows were touched."""
+    return p.rows * (p.columns + p.is_table)
+
+
+def _named(p: ShardTable, own_ids: Array) -> Array:
+    """Rows that a rank's batch may name at most."""
+    return np.minimum(own_ids, p.rows)
