@@ -16,7 +16,9 @@ from planner.costs.topology import PerAxis, Topology
 from planner.report.report import PlanReport
 
 _SAVES = 0.2
-"""Part of the step that must be saved for a word."""
+"""Part of the step that must be saved for a word;"""
+_WAITED = 0.25
+"""for it to be looked for unasked, ranks wait for so much of it, as not all waiting is saved."""
 _FEW_TABLES, _MANY_RANKS, _VERY_MANY_RANKS, _SMALLEST_GROUP = 32, 64, 1024, 8
 _COPIES = (4, 16, 64, 256)
 OnMesh = Callable[[ShardingEnv, Topology], PlanReport]
@@ -27,7 +29,7 @@ def worth_asking(report: PlanReport, env: ShardingEnv) -> bool:
     if report.is_cut_short or env.table_size < _MANY_RANKS or not 0 < len(report.planned.names) <= _FEW_TABLES:
         return False
     waited = report.table_seconds - sum(report.mean_phase_seconds())
-    return waited > _SAVES * report.step_seconds
+    return waited > _WAITED * report.step_seconds
 
 
 def group_advice(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -69,7 +70,7 @@ class Class:
     named_rows_of_rank: float = 0.0
     is_even: bool = True
 
-    @property
+    @cached_property
     def known(self) -> ShardInfo:
         """Of one of them, as one shard."""
         return whole(self.info, self.ids_per_sample, self.named_rows, self.named_rows_of_rank)
