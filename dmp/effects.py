@@ -20,7 +20,17 @@ For the whole process, once
   different tables; nothing but its construction tells
 - `dmp/state/scaler.py: torch.amp.GradScaler._unscale_grads_ =`, `dmp/state/scaler.py: torch.amp.GradScaler.scale =`:
   one decision on all ranks where torch's scaler scales a wrapped model's gradients; other models' are left alone
-- `dmp/wrap/optimizer_guard.py: register_optimizer_step_pre_hook`: an optimizer may be made before the model is wrapped
+- `dmp/wrap/optimizer_guard.py: register_optimizer_step_pre_hook`,
+  `sharders/data_parallel/unfinished.py: register_optimizer_step_pre_hook`: an optimizer may be made before the model is
+  wrapped
+- `sharders/data_parallel/asked.py: torch.autograd._engine_run_backward =`: who asks for gradients of weights that FSDP2
+  has split gets none, and is not told
+- `dmp/wrap/mixed_terms.py: torch.autograd._engine_run_backward =`: what torch says of plain tensors beside DTensors
+  says what to do, too
+- `sharders/tensor_parallel/split/twice.py: _FromTorchTensor.backward =`: torch's loses the graph that `create_graph`
+  asks for
+- `sharders/data_parallel/unfinished.py: Optimizer.zero_grad =`: it clears what waits for its average, too
+- `dmp/state/kinds.py: Optimizer.zero_grad =`: with `set_to_none=False` it takes no plain tensors beside DTensors
 - `dmp/ranks/launch.py: dist.init_process_group`, `dmp/ranks/launch.py: torch.accelerator.set_device_index`: a program
   that a launcher started and that has no group yet gets one, on the device of its rank
 - TorchRec's keyed optimizers, where they are imported, give and take chunks of tables as chunks, which they would take

@@ -139,8 +139,7 @@ def test_filled_bags_on_one_axis() -> None:
             continue
         bags = _bag_counts(placement, ids)
         of_path: Any = SimpleNamespace(_two_stages=None, _by_partials=True)
-        split: Any = SimpleNamespace(bags=bags, lengths=torch.empty(len(bags), _SAMPLES, device="meta"))
-        theirs, _ = InputDist._settled(of_path, split)
+        theirs, _ = InputDist._settled(of_path, bags, _SAMPLES)
         ours = model.filled(_shards(placement, env, ids), env) < 1
         assert set(ours.tolist()) == {theirs}, (size, rows, ids)
         found.add(theirs)

@@ -227,6 +227,30 @@ def test_hugging_face_by_its_own_plan(sequence_parallel: bool) -> None:
     run_ranks(2, check_hugging_face, sequence_parallel)
 
 
+def check_grouped_experts() -> None:
+    """Their own plan has styles for experts that are none of ours: attention is split, experts stay whole."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    config = MixtralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, num_local_experts=4)
+    torch.manual_seed(0)
+    reference = MixtralForCausalLM(config)
+    model = copy.deepcopy(reference)
+    placement = split(model, (2,), ("tp",))
+    assert placement.styles["model.layers.0.self_attn.q_proj"] == "colwise"
+    assert any("tp_plan is not used" in note for note in placement.notes)
+    ids = batches()[0]
+    for m in (reference, model):
+        m(ids, labels=ids).loss.backward()
+    for (n, p), (_, q) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
+        torch.testing.assert_close(whole(p.grad), q.grad, atol=1e-6, rtol=1e-4, msg=lambda m, n=n: f"{n}: {m}")
+
+
+def test_hugging_face_experts_in_groups() -> None:
+    pytest.importorskip("transformers")
+    run_ranks(2, check_grouped_experts)
+
+
 def check_dropout() -> None:
     """The ranks come with different random states; the first one's is that of one process."""
     torch.manual_seed(2)

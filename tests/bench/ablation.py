@@ -63,7 +63,7 @@ def copying(*of: Any) -> Any:
 
 def without_partials(engine: Engine) -> None:
     """Every bag has a sum from every block of rows."""
-    engine.input_dist._settled = lambda _: (False, [])  # type: ignore[method-assign]
+    engine.input_dist._settled = lambda *_: (False, [])  # type: ignore[method-assign]
 
 
 def ordering_late(engine: Engine) -> None:
