@@ -206,6 +206,12 @@ def _is_kept(drawn: Drawn) -> None:
 test_plans_are_kept, test_many_plans_are_kept = of_drawn(_is_kept)
 
 
+def test_a_pinned_cut_of_uneven_columns_has_as_many_row_blocks_as_a_planned_one() -> None:
+    """3,750 rows in four blocks of at most 938: by these alone they were 3.998 blocks, of which bags go another way."""
+    shapes = ((3, 32), (3750, 96), (19746973, 512), (100, 4), (39916799, 96))
+    _is_kept(Drawn(shapes, (1.0, 1.0, 0.5, 1.0, 0.5), (2, 4), 1.0, 2048, 2e-05))
+
+
 def _freedom_is_free(drawn: Drawn) -> None:
     """More memory does not cost time, nor do more layouts to choose from; a bound is one for what may do less, too."""
     free, tight = drawn.plan(2.0), drawn.plan()

@@ -385,7 +385,7 @@ def _shards_of(offer: Offer, known: Array, of: Class, env: ShardingEnv) -> Array
         return np.concatenate([shards, last])
     shards = np.stack([known] * len(offer.own.shards))
     cuts = np.array(offer.own.shards, dtype=np.float64)
-    shards[:, _ROWS], shards[:, _COLUMNS], shards[:, _ON_HOST], first = cuts.T
+    shards[:, _ROWS], shards[:, _COLUMNS], shards[:, _ON_HOST], first, shards[:, _BLOCKS] = cuts.T
     shards[:, _SHARE] = cuts[:, 0] / max(1.0, known[_ROWS])
     if of.curve is not None and not offer.own.is_copied:
         shards[:, _SHARE] = of.curve.below(first + cuts[:, 0]) - of.curve.below(first)

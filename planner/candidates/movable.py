@@ -26,6 +26,7 @@ class Cut(NamedTuple):
     columns: int
     host_share: float
     first_row: int = 0
+    row_blocks: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,8 +97,15 @@ def fixed(name: str, layout: Layout, info: ParameterInfo, env: ShardingEnv) -> M
     inner = env.table_shape[-1]
     columns_on_host = [(s.rank // inner, s.offsets[1:], s.sizes[1:]) for s in shards]
     count = Counter(columns_on_host if len(env.table_shape) > 1 else ())
+    blocks = Counter(columns[1:] for columns in columns_on_host)
     cuts = tuple(
-        Cut(_rows(shard), prod(shard.sizes[1:]), 1 / max(1, count[columns]), shard.offsets[0] if shard.offsets else 0)
+        Cut(
+            _rows(shard),
+            prod(shard.sizes[1:]),
+            1 / max(1, count[columns]),
+            shard.offsets[0] if shard.offsets else 0,
+            blocks[columns[1:]],
+        )
         for shard, columns in zip(shards, columns_on_host, strict=True)
     )
     return MovableLayout(layout, env.table_size, cuts, tuple(s.rank for s in shards), 1)
