@@ -168,7 +168,7 @@ class Improver:
         taken[-1] = fixed + width * slope
         weight = potential.weight * potential.multiple(size)
         x = np.repeat(potential.x[None], len(moved), 0)
-        mask = self.packer.problem.shapes.get((size, filled := int(table.filled[row])))
+        mask = self.packer.problem.partly_filled.get((size, filled := int(table.filled[row])))
         low, stop = self._lower(x, taken / potential.scale, here, size, mask)
         xq = np.repeat(potential.xq[None], len(moved), 0)
         xq[:, low:stop] = powered(x[:, low:stop], potential.power)

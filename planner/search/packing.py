@@ -225,7 +225,7 @@ class Packer:
         loads = (table.fixed[row] + width * table.slope[row])[None] if ragged is None else ragged[index][None]
         held = True if ragged is None else ragged[index][:, -1] > 0
         if ragged is None and filled < size:
-            mask = self.problem.shapes[size, filled]
+            mask = self.problem.partly_filled[size, filled]
             loads, held = loads[:, None] * mask, mask[:, -1]
         costs: Array
         if self._is_large(size):

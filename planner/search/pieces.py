@@ -121,10 +121,10 @@ class Pieces:
     def _on_ranks(self, pieces: list[Piece], size: int) -> Array:
         """(pieces, ranks of a block, phases + 1); one rank stands for all where all blocks are filled."""
         loads, filled = self.loads(pieces)[:, None], [self._filled[p.row] for p in pieces]
-        if not self.problem.shapes or size <= 2:
+        if not self.problem.partly_filled or size <= 2:
             return loads
         every = np.ones((size, loads.shape[2]), dtype=np.bool_)
-        found: Array = loads * np.stack([self.problem.shapes.get((size, number), every) for number in filled])
+        found: Array = loads * np.stack([self.problem.partly_filled.get((size, number), every) for number in filled])
         return found
 
     def can_exchange(self, piece: Piece, other: Piece) -> bool:

@@ -62,10 +62,7 @@ class Placement:
                 self.taken.setdefault(group, np.zeros(num_ranks, dtype=np.int64))
         self.held: dict[tuple[int, int], dict[int, None]] = {}
         self.touched: list[tuple[int, int]] = []
-        shapes = np.column_stack([problem.table.size, problem.table.filled])
-        unique, shape_of = np.unique(shapes, axis=0, return_inverse=True)
-        self.shapes: list[tuple[int, int]] = [(size, filled) for size, filled in unique.tolist()]
-        self._shape: list[int] = shape_of.ravel().tolist()
+        self.shapes, self._shape = problem.block_shapes
         self._shared = [(int(problem.span[p]), p) for p in np.flatnonzero(problem.span > 1).tolist()]
         self._size: list[int] = problem.table.size.tolist()
         self._filled: list[int] = problem.table.filled.tolist()

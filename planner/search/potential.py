@@ -196,7 +196,7 @@ class Potential:
             filled: ranks of a block that get them; all by default.
         """
         if filled is not None and filled < size:
-            loads = loads[:, None] * self.placement.problem.shapes[size, filled]
+            loads = loads[:, None] * self.placement.problem.partly_filled[size, filled]
         num, width = len(loads), loads.shape[-1]
         weight = self.weight * self.multiple(size)
         scaled = loads / self.scale

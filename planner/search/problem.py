@@ -134,12 +134,17 @@ class Problem:
         return {}
 
     @cached_property
-    def shapes(self) -> dict[tuple[int, int], Ranks]:
+    def block_shapes(self) -> tuple[list[tuple[int, int]], list[int]]:
+        """(size, filled) of blocks, ascending; and which of these each row of the table has."""
+        pairs = np.column_stack([self.table.size, self.table.filled])
+        found, of = np.unique(pairs, axis=0, return_inverse=True)
+        return [(size, filled) for size, filled in found.tolist()], of.ravel().tolist()
+
+    @cached_property
+    def partly_filled(self) -> dict[tuple[int, int], Ranks]:
         """(size, filled) of blocks that are not filled -> (size, phases + 1), see `reached`."""
-        partly = np.flatnonzero(self.table.filled < self.table.size)
-        of = np.unique(np.column_stack([self.table.size[partly], self.table.filled[partly]]), axis=0)
         spans = np.append(self.span, 1)
-        return {(size, filled): reached(size, filled, spans) for size, filled in of.tolist()}
+        return {of: reached(*of, spans) for of in self.block_shapes[0] if of[1] < of[0]}
 
     @cached_property
     def starts(self) -> Integers:
