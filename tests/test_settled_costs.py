@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from unittest import mock
 
 import numpy as np
 import pytest
 from torch import nn
 
-from dmp import Layout, ShardingEnv, data_parallel, table_wise
+from dmp import Layout, ShardingEnv, data_parallel, row_wise, table_wise
 from planner import Constraint, CostModel, ShardingPlanner
 from planner.candidates.candidates import Candidates
+from planner.costs.copies import Travel, travel, ways
 from planner.costs.cost_model import BACKWARD, FORWARD, GRADIENT, SYNC
 from planner.costs.protocol import ShardTable
 from planner.costs.speeds import Speeds
 from planner.costs.step import Placed, phase_seconds, whole
 from sharders import default_sharders
-from tests.planner_bags import MEASURED, hosts, one_axis
+from tests.planner_bags import MEASURED, bags, hosts, one_axis
 from tests.test_cost_model import ENVS, by_name, info
 
 
@@ -82,3 +84,36 @@ def test_planned_costs_what_it_costs_pinned_however_copies_travel(env: ShardingE
         assert (pinned.report.rank_bytes == plan.report.rank_bytes).all()
         found.add(any(entry.layout.is_copied for entry in plan.values()))
     assert found == {False, True}
+
+
+def test_a_plan_is_of_one_of_the_ways_that_are_asked() -> None:
+    """Whatever is copied: a bound over all ways is one for all plans."""
+    rng, found, left_out = np.random.default_rng(0), set(), 0
+    for _ in range(1500):
+        env = ENVS[int(rng.integers(len(ENVS)))]
+        number, samples = int(rng.integers(1, 7)), float(2 ** rng.integers(3, 14))
+        rows, ids = 2 ** rng.integers(4, 22, number), 2.0 ** rng.integers(-2, 6, number)
+        dims = 2 ** rng.integers(2, 9, number)
+        tables = [whole(info(int(r), int(d)), float(i)) for r, d, i in zip(rows, dims, ids, strict=True)]
+        asked = ways(ShardTable.of(tables), env, samples)
+        for _ in range(4):
+            copied = rng.random(number) < rng.choice([0.3, 0.9, 1.0])
+            plan = [t._replace(replicated=c) for t, c in zip(tables, copied.tolist(), strict=True)]
+            way = travel(ShardTable.of(plan), env, samples)
+            assert way is None or way in asked
+            found.add(way)
+        left_out += len(Travel) - len(asked)
+    assert found == {None, *Travel} and left_out > 1000
+
+
+def test_no_plan_of_any_way_costs_less_than_the_bound() -> None:
+    """All choices of three tables on four ranks, some of them copied, by what they cost pinned."""
+    module, env = bags((300, 16), (200_000, 32), (3000, 128)), one_axis(4)
+    for samples in (16, 2048):
+        planner = ShardingPlanner(batch_size=samples, constraints={"*": Constraint(pooling_factor=8)})
+        bound = planner.plan(module, default_sharders(), env).report.lower_bound
+        seconds = []
+        for chosen in product((data_parallel(), table_wise(1), row_wise()), repeat=3):
+            pins = {f"t{i}.weight": layout for i, layout in enumerate(chosen)}
+            seconds.append(planner.plan(module, default_sharders(), env, pinned=pins).report.step_seconds)
+        assert bound <= min(seconds) * (1 + 1e-9)

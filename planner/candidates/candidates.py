@@ -27,7 +27,7 @@ from planner.candidates.in_place import (
 )
 from planner.candidates.movable import Placed
 from planner.candidates.offered import Answered, Asked, Offer, offers
-from planner.costs.protocol import AWAY, ShardTable, settled_of, setups_of
+from planner.costs.protocol import AWAY, CostProtocol, ShardTable, settled_of, setups_of, ways_of
 from planner.observed.observation import Observation
 from planner.observed.row_curve import RowCurve
 from planner.search.cost_table import Array, CostTable
@@ -181,16 +181,30 @@ class Candidates:
 
     def settled(self, copied: Collection[str]) -> Candidates:
         """With costs as of plans that copy these parameters; itself where they are so already, or none is copied."""
-        setting = self.setting
         if not copied:
             return self
+        setting = self.setting
+        return self._by(settled_of(setting.model, self._tables(copied), setting.env, setting.batch_size))
+
+    def other_ways(self, known: Collection[CostProtocol]) -> Iterator[Candidates]:
+        """With costs as of plans of each kind that there may be, but for those that are known."""
+        setting = self.setting
+        for model in ways_of(setting.model, self._tables(()), setting.env, setting.batch_size):
+            if all(model != other for other in known):
+                yield self._by(model)
+
+    def _tables(self, copied: Collection[str]) -> ShardTable:
+        """All parameters, each as one shard."""
         of_pinned = {name: len(self.classes) - len(self.pinned) + i for i, name in enumerate(self.pinned)}
         known = [of.known for of in self.classes]
-        tables = [known[of]._replace(replicated=name in copied) for name, of in {**self.class_of, **of_pinned}.items()]
-        model = settled_of(setting.model, ShardTable.of(tables), setting.env, setting.batch_size)
-        if model == setting.model:
+        all_of = {**self.class_of, **of_pinned}
+        return ShardTable.of([known[of]._replace(replicated=name in copied) for name, of in all_of.items()])
+
+    def _by(self, model: CostProtocol) -> Candidates:
+        """With costs of another model; itself where it is the same."""
+        if model == self.setting.model:
             return self
-        setting = replace(setting, model=model)
+        setting = replace(self.setting, model=model)
         return replace(self, setting=setting, costed=costed(self.classes, self.offered, setting))
 
     @property

@@ -6,8 +6,8 @@ outside the backward pass is left out, which nobody knows before they are made. 
 
 [Note: settled costs] What a copy costs depends on what else is copied (`settled_of`). The search is told costs as of a
 plan that is likely. Where it finds one that these are not of, that plan is costed anew, and the search asked again with
-what it is of; the quickest plan of all is taken, each costed as what it is. A bound is then of the plans that copy
-what costs were settled for: the lowest of these bounds.
+what it is of; the quickest plan of all is taken, each costed as what it is. A search's bound is of the plans that its
+costs are of; those that were never searched (`ways_of`) are asked for plans that cost less than the lowest of these.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from planner.candidates.constraints import Constraint
 from planner.candidates.costed import CostSetting
 from planner.candidates.in_place import ranks_held
 from planner.candidates.shortage import Shortage, shortage
-from planner.costs.protocol import BYTES
+from planner.costs.protocol import BYTES, CostProtocol
 from planner.search.best import Told
+from planner.search.bound import lower_bound
 from planner.search.problem import Infeasible, Problem
 from planner.search.solve import Solution, search
 
@@ -156,10 +157,11 @@ def _settled(request: Request, found: _Found, out_of_time: Callable[[], bool], t
         Infeasible: as it is, none fits.
     """
     plans: list[_Found] = []
-    bound = found[2].lower_bound
+    bound, known = found[2].lower_bound, list[CostProtocol]()
     for number in range(_SEARCHES):
         candidates, problem, solution = found
         bound = min(bound, solution.lower_bound)
+        known.append(candidates.setting.model)
         true = candidates.settled(candidates.copied(solution.choices))
         if true is candidates:
             plans.append(found)
@@ -174,7 +176,10 @@ def _settled(request: Request, found: _Found, out_of_time: Callable[[], bool], t
     if not plans:
         plans.append(found)
     candidates, problem, solution = min(plans, key=lambda of: of[2].seconds)
-    return candidates, problem, replace(solution, lower_bound=min(bound, solution.seconds))
+    bound = min(bound, solution.seconds)
+    for other in candidates.other_ways(known):
+        bound = lower_bound(other.problem(request.dense_bytes), bound, out_of_time).seconds
+    return candidates, problem, replace(solution, lower_bound=bound)
 
 
 def _moved(solution: Solution, before: Candidates, after: Candidates, problem: Problem) -> Solution:

@@ -46,12 +46,40 @@ def travel(tables: ShardTable, env: ShardingEnv, samples: float) -> Travel | Non
     beside = may_go_beside(env) and env.table_size * whole * widest <= BESIDE_BYTES
     if not beside and env.size * named > min(2, env.size) * whole:
         return Travel.WHOLE
-    come = (_named(tables, own_ids) * (tables.columns * widest + 8))[copies].sum() * env.table_size
-    if not may_go_beside(env) or come > BESIDE_BYTES:
+    if not may_go_beside(env) or _come(tables, env, own_ids, widest)[copies].sum() > BESIDE_BYTES:
         return Travel.AFTER
     sharded = tables.is_table & tables.pooled & ~tables.replicated
-    columns = float((tables.features * tables.columns)[sharded].sum())
-    return Travel.ALONE if samples * columns * widest >= APART_BYTES else Travel.BESIDE
+    own = float(_result_bytes(tables, samples, widest)[sharded].sum())
+    return Travel.ALONE if own >= APART_BYTES else Travel.BESIDE
+
+
+def ways(tables: ShardTable, env: ShardingEnv, samples: float) -> list[Travel]:
+    """How they may travel, whichever of these parameters a plan copies; some that no plan has may be among them.
+
+    Args:
+        tables: all parameters, each as one shard.
+        samples: of a rank.
+    """
+    is_table = tables.is_table.astype(bool)
+    if not is_table.any():
+        return []
+    if not may_go_beside(env):
+        return [Travel.AFTER, Travel.WHOLE]
+    widest = float(wire_item(tables)[is_table].max())
+    come = _come(tables, env, samples * tables.ids_per_sample, widest)[is_table]
+    own = (_result_bytes(tables, samples, widest) * tables.pooled)[is_table]
+    found = [Travel.ALONE] if own.sum() >= APART_BYTES else []
+    if come.sum() > BESIDE_BYTES:
+        found.append(Travel.AFTER)
+    if env.table_size * float(_whole(tables)[is_table].sum()) * widest > BESIDE_BYTES:
+        found.append(Travel.WHOLE)
+    # nearly all is copied: but for results of less than so many bytes, of which those with most gradients, in parts
+    order = np.argsort(-come / np.maximum(own, 1e-9), kind="stable")
+    before = np.cumsum(own[order]) - own[order]
+    kept = 1 - np.clip((APART_BYTES - before) / np.maximum(own[order], 1e-9), 0, 1)
+    if (come[order] * kept).sum() <= BESIDE_BYTES:
+        found.append(Travel.BESIDE)
+    return found
 
 
 def each_by_rows(p: ShardTable, own_ids: Array, env: ShardingEnv) -> Flags:
@@ -78,6 +106,18 @@ def wire_item(p: ShardTable) -> Array:
 def _whole(p: ShardTable) -> Array:
     """Elements of a table's gradient, and which rows were touched."""
     return p.rows * (p.columns + p.is_table)
+
+
+def _come(p: ShardTable, env: ShardingEnv, own_ids: Array, widest: float) -> Array:
+    """Bytes of all ranks' rows of a copied table, with their numbers."""
+    found: Array = _named(p, own_ids) * (p.columns * widest + 8) * env.table_size
+    return found
+
+
+def _result_bytes(p: ShardTable, samples: float, widest: float) -> Array:
+    """Of a rank's own results."""
+    found: Array = samples * p.features * p.columns * widest
+    return found
 
 
 def _named(p: ShardTable, own_ids: Array) -> Array:

@@ -207,6 +207,18 @@ def settled_of(model: CostProtocol, tables: ShardTable, env: ShardingEnv, batch_
     return found
 
 
+def ways_of(
+    model: CostProtocol, tables: ShardTable, env: ShardingEnv, batch_size: float
+) -> tuple[CostProtocol, ...]:
+    """What `settled_of` may give for plans of these parameters, whatever they copy; so no plan costs less than by all.
+
+    A model that has `settled` has `ways` too, with these arguments.
+    """
+    ways = getattr(model, "ways", None)
+    found: tuple[CostProtocol, ...] = (model,) if ways is None else tuple(ways(tables, env, batch_size))
+    return found
+
+
 def kinds_of(info: ParameterInfo, is_copied: bool, has_row_blocks: bool, is_straight: bool) -> int:
     """Set-ups that a parameter needs, a bit each: sums over row blocks are of tables alone.
 
