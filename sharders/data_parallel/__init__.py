@@ -2,6 +2,7 @@
 
 - `ddp`: DDP for what no sharder owns
 - `fsdp`: `FSDPWrapper`: FSDP2, HSDP, or DDP by the mesh
+- `fsdp_units`: the units of a model that FSDP2 has split, and their weights
 - `blocks`: repeated blocks: units of FSDP2, checkpointing, compilation
 - `asked`: gradients of some weights alone, for which torch is asked
 - `twice`: backward passes through backward passes

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from dmp import ShardError, join_name
+from sharders.data_parallel.fsdp_units import weights
 from sharders.data_parallel.twice import backward_pass
 from sharders.data_parallel.unfinished import hear_of_pass
 
@@ -93,9 +94,7 @@ def _wholes(asked: Sequence[Any]) -> Iterator[tuple[int, tuple[str, torch.Tensor
     """Of each weight that is asked for and split: its id, its name, and what the forward computed with."""
     ids = {id(each) for each in asked}
     for root in list(_split):
-        # Private, as what it holds: nothing public tells what was computed with.
-        states = [m._get_fsdp_state() for m in root.modules() if hasattr(m, "_get_fsdp_state")]
-        for held in (each for state in states for unit in state._fsdp_param_groups for each in unit.fsdp_params):
+        for held in weights(root):
             if id(held.sharded_param) in ids and hasattr(held, "_unsharded_param"):
                 place = held._module_info
                 path = next((path for path, m in root.named_modules() if m is place.module), "")

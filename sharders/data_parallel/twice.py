@@ -15,6 +15,8 @@ from weakref import WeakSet
 
 import torch
 
+from sharders.data_parallel.fsdp_units import states, units
+
 _kept: WeakSet[Any] = WeakSet()
 
 
@@ -47,13 +49,13 @@ def backward_pass(roots: Iterable[Any], keeps_graph: bool) -> Iterator[None]:
             root._get_fsdp_state()._root_post_backward_final_callback()  # now that averages wait no longer
 
 
-# Private, as what it holds: nothing public tells when a pass comes by, or has averages wait.
+# Private: nothing public tells when a pass comes by.
 
 
 @contextmanager
 def _noticing(root: Any) -> Iterator[None]:
     """Whether the pass comes by the model."""
-    states = root._get_fsdp_state()._state_ctx.all_states
+    found = states(root)
 
     def noticed(own: Callable[[], None]) -> Callable[[], None]:
         def notice() -> None:
@@ -62,21 +64,21 @@ def _noticing(root: Any) -> Iterator[None]:
 
         return notice
 
-    for state in states:
+    for state in found:
         state._register_root_post_backward_final_callback = noticed(state._register_root_post_backward_final_callback)
     try:
         yield
     finally:
-        for state in states:
+        for state in found:
             del state._register_root_post_backward_final_callback
 
 
 @contextmanager
 def _gathered(root: Any) -> Iterator[None]:
     """All units' weights gathered; no averages."""
-    units = [unit for state in root._get_fsdp_state()._state_ctx.all_states for unit in state._fsdp_param_groups]
-    frees = [unit.reshard_after_backward for unit in units]
-    for unit in units:
+    found = list(units(root))
+    frees = [unit.reshard_after_backward for unit in found]
+    for unit in found:
         unit.unshard()
         unit.wait_for_unshard()
         unit.reshard_after_backward = False
@@ -84,7 +86,7 @@ def _gathered(root: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        for unit, was in zip(units, frees, strict=True):
+        for unit, was in zip(found, frees, strict=True):
             unit.reshard_after_backward = was
             del unit.post_backward
 

@@ -21,6 +21,7 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from dmp import ShardError
+from sharders.data_parallel.fsdp_units import units, weights
 
 _log = getLogger("dmp")
 
@@ -82,7 +83,7 @@ def _say_of_local() -> None:
     )
 
 
-# Of FSDP2. Private, as what it holds: nothing public tells whether a pass has come to its end.
+# Of FSDP2. Private: nothing public tells whether a pass has come to its end.
 
 
 def has_raised(root: Any) -> bool:
@@ -97,7 +98,7 @@ def has_raised(root: Any) -> bool:
 
 def split_weights(root: Any) -> Iterator[torch.Tensor]:
     """What FSDP2 has split of it."""
-    return (held.sharded_param for held in _held(root))
+    return (held.sharded_param for held in weights(root))
 
 
 def forget_unfinished(root: Any) -> None:
@@ -107,7 +108,7 @@ def forget_unfinished(root: Any) -> None:
         return
     root.reset_iter_state()
     is_any = False
-    for held in _held(root):
+    for held in weights(root):
         is_any |= held.unsharded_accumulated_grad is not None or held.sharded_param.grad is not None
         held.unsharded_accumulated_grad = None
         if hasattr(held, "_unsharded_param"):
@@ -124,7 +125,7 @@ def forget_unfinished(root: Any) -> None:
 def hear_of_pass(roots: Iterable[Any]) -> None:
     """Before a backward pass: whether it may leave gradients of split weights that wait for their average."""
     for root in roots:
-        if not all(unit.reduce_grads for unit in _units(root)):
+        if not all(unit.reduce_grads for unit in units(root)):
             _waiting.add(root)
 
 
@@ -168,13 +169,5 @@ def _clear(root: Any, ids: Collection[int]) -> None:
 
 
 def _not_averaged(root: Any) -> list[Any]:
-    held = [each for each in _held(root) if hasattr(each, "_unsharded_param")]
+    held = [each for each in weights(root) if hasattr(each, "_unsharded_param")]
     return [x for x in held if x.unsharded_accumulated_grad is not None or x._unsharded_param.grad is not None]
-
-
-def _units(root: Any) -> Iterator[Any]:
-    return (unit for state in root._get_fsdp_state()._state_ctx.all_states for unit in state._fsdp_param_groups)
-
-
-def _held(root: Any) -> Iterator[Any]:
-    return (each for unit in _units(root) for each in unit.fsdp_params)
