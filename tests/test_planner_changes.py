@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -40,9 +42,33 @@ def test_what_is_changed_in_part_is_as_if_it_were_made_anew(ranks: int) -> None:
             sums = powered(x, power).sum(0)
             whole = float((potential.scale[:-1] * sums[:-1] ** (1 / power)).sum()) + potential.weight[-1] * sums[-1]
             assert value == pytest.approx(whole + float(p.setups[placement.users > 0].sum()), rel=1e-9)
-        anew = placement.copy()
+        anew = Placement.of(p, placement.parts)
         np.testing.assert_allclose(placement.local, anew.local, rtol=1e-9, atol=1e-12)
         assert {k: set(v) for k, v in placement.held.items() if v} == {k: set(v) for k, v in anew.held.items() if v}
+
+
+@pytest.mark.parametrize("ranks", [1, 16])
+def test_items_put_down_together_are_as_if_put_down_one_by_one(ranks: int) -> None:
+    """Also those whose last rank has less, or whose ranks differ, or that share no rank with others."""
+    p = drawn(6, 30, ranks, (1, 2, 3, 6, 8) if ranks > 1 else (1,), 24, 1e9, min(8, ranks))
+    random, rows = np.random.default_rng(0), len(p.table.size)
+    lack = random.uniform(0, 0.1, p.table.fixed.shape) * (random.random(rows) < 0.5)[:, None]
+    lack[p.table.filled % min(8, ranks) > 0, len(p.span) - 1] = 0
+    ragged = {row: random.random((24, int(p.table.size[row]), 4)) for row in (3, 10, 17)}
+    p = replace(p, table=replace(p.table, lack=lack, lack_slope=lack / 8, ragged=ragged), spread={5: frozenset({"a"})})
+    one_by_one = Placement(p)
+    for item, first in enumerate(p.starts[p.item_class].tolist()):
+        row = first + int(random.integers(6 if ranks > 1 else 2))
+        units = int(p.table.units[row])
+        number = int(random.integers(1, min(units, ranks // int(p.table.size[row])) + 1)) if units else 1
+        blocks = random.permutation(ranks // int(p.table.size[row]))[:number].tolist()
+        one_by_one.add(item, Part(row, tuple(blocks), even(units, number)))
+    together = Placement.of(p, one_by_one.parts)
+    np.testing.assert_allclose(together.local, one_by_one.local, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(together.every, one_by_one.every, rtol=1e-12)
+    assert (together.users == one_by_one.users).all() and together.parts == one_by_one.parts
+    assert (together.taken["a"] == one_by_one.taken["a"]).all() and together.taken["a"].any()
+    assert {k: set(v) for k, v in together.held.items()} == {k: set(v) for k, v in one_by_one.held.items()}
 
 
 def test_many_exchanges_at_once_never_raise_the_potential() -> None:
@@ -69,4 +95,4 @@ def test_many_exchanges_at_once_never_raise_the_potential() -> None:
     assert done > 100
     assert placement.seconds() < 0.9 * begin
     assert [part and sorted(part.widths) for part in placement.parts] == before
-    np.testing.assert_allclose(placement.local, placement.copy().local, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(placement.local, Placement.of(p, placement.parts).local, rtol=1e-9, atol=1e-12)

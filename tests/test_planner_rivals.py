@@ -25,7 +25,7 @@ def test_of_placements_in_which_items_take_the_same_the_better_is_kept() -> None
     assert best.rivals[0].seconds == best.seconds == min(placement.seconds() for placement in placements)
     assert [r.seconds for r in best.rivals] == sorted(r.seconds for r in best.rivals)
 
-    other = placements[0].copy()  # where items lie in the order of ranks is no other way to place them
+    other = Placement.of(p, placements[0].parts)  # where items lie in the order of ranks is no other way to place them
     turned = Placement(p)
     number = len(p.capacity)
     for item, part in enumerate(other.parts):

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 import planner.search.slots as module
-from planner.search.best import Best, placed
+from planner.search.best import Best
 from planner.search.bound import lower_bound
 from planner.search.cuts import Cuts
 from planner.search.hosts import pack_hosts
+from planner.search.placement import Placement
 from planner.search.problem import Problem
 from planner.search.slots import Loads, Slots, slots
 from planner.search.slotted import pack_slots
@@ -28,7 +29,7 @@ def begun(p: Problem) -> tuple[Loads, list[Slots], float]:
         if placement is not None:
             best.rival(placement, 0.0)
     if best.parts is None:
-        best.offer(placed(p, pour(p, cuts)), 0.0)
+        best.offer(Placement.of(p, pour(p, cuts)), 0.0)
     relaxed = lower_bound(p, best.seconds).relaxed
     assert relaxed is not None
     loads = Loads(p, cuts, best.placement())
@@ -74,7 +75,7 @@ def test_hosts_that_a_piece_closes_are_counted_as_full() -> None:
     rows += [(item, 1, 0, 0, np.array([3.0, 0.5, 1.0]), none, every, 0) for item in range(10, 40)]
     p = problem(rows, 128, 1e3, [1, 8], np.zeros((1, 2)))
     cuts = Cuts.of(p)
-    placement = placed(p, pour(p, cuts))
+    placement = Placement.of(p, pour(p, cuts))
     loads = Loads(p, cuts, placement)
     begin = slots(loads, np.array([3.0, 1.2]), placement, np.inf, MOST)
     found = [next(begin), next(begin)]
@@ -94,7 +95,7 @@ def test_cuts_that_are_left_out_while_limits_change_are_of_no_use(monkeypatch: p
 def test_pieces_keep_to_the_memory_that_there_is() -> None:
     p = drawn(3, 60, 1024, (1, 2, 4), 12, 1e9, 8)
     cuts = Cuts.of(p)
-    placement = placed(p, pour(p, cuts))
+    placement = Placement.of(p, pour(p, cuts))
     loads, seconds = Loads(p, cuts, placement), placement.phase_seconds()
     some = next(slots(loads, seconds, placement, np.inf, MOST))
     assert (loads.ranks[some.cut] > 0).any()

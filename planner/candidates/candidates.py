@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import or_
 from typing import NamedTuple
@@ -33,6 +33,8 @@ from planner.observed.row_curve import RowCurve
 from planner.search.cost_table import Array, CostTable
 from planner.search.problem import Choice, Problem
 
+_WORTH = 1e-3
+"""Part of the seconds by which another way for gradients of copies must seem quicker."""
 _GUESSES = 4
 """How often it is asked anew what is copied, as that depends on what else is."""
 _MOST_UNEVEN = 500
@@ -69,6 +71,7 @@ class Candidates:
         table_rows: of the problem's cost table.
         classes: what costs depend on of each class, then of pinned parameters.
         offered: to each of these.
+        known: what other models say, of those that were asked before.
     """
 
     setting: CostSetting
@@ -84,6 +87,7 @@ class Candidates:
     table_rows: tuple[tuple[Row, ...], ...]
     classes: tuple[Class, ...]
     offered: tuple[Sequence[Offer], ...]
+    known: list[tuple[CostProtocol, Costed]] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -145,30 +149,48 @@ class Candidates:
             *(setting, infos, constraints, found, class_of, kept, rows, groups, item_class, curves, table_rows),
             tuple(every),
             tuple(offered + last),
+            [(setting.model, found)],
         )
         return made.likely()
 
     def likely(self) -> Candidates:
-        """With costs as of a plan that copies what seems quicker so, each parameter taken by itself."""
+        """With costs as of a plan that copies what seems quicker so, each parameter taken by itself.
+
+        Where gradients of copies may travel in several ways, it is that of which such a plan seems quickest.
+        """
         found = self
         for _ in range(_GUESSES):
             before, found = found, found.settled(found.quicker_copied())
             if found is before:
                 break
+        least = found._least_seconds()
+        for other in found.other_ways([found.setting.model]):
+            seconds = other._least_seconds()
+            if seconds < least * (1 - _WORTH) and other.settled(other.quicker_copied()) is other:
+                found, least = other, seconds
         return found
+
+    def _least_seconds(self) -> float:
+        """Of all parameters, each taken by itself."""
+        least = self._least().min(0)
+        return float(sum(least[of] for of in self.class_of.values()))
 
     def quicker_copied(self) -> set[str]:
         """Parameters of which a copy costs a rank less than all else that is offered does on average."""
+        copied, other = self._least()
+        found = {name for name, of in self.class_of.items() if copied[of] < other[of]}
+        return found | {name for name, of in self.pinned.items() if of.offer.is_copied}
+
+    def _least(self) -> Array:
+        """(2, classes) seconds of a rank on average: of a copy, and of all else that is offered."""
         costed = self.costed
         seconds = costed.wholes(self.setting.env.table_size)[1][:, :-1].sum(1)
         is_open = np.array([not offer.objection for offer in costed.offers], dtype=bool)
         is_copied = np.array([offer.is_copied for offer in costed.offers], dtype=bool)
-        num = len(self.classes)
-        best = np.full((2, num), np.inf)
+        best: Array = np.full((2, len(self.classes)), np.inf)
         for kind, of in enumerate((is_open & is_copied, is_open & ~is_copied)):
             np.minimum.at(best[kind], costed.owner[of], seconds[of])
-        found = {name for name, of in self.class_of.items() if best[0, of] < best[1, of]}
-        return found | {name for name, of in self.pinned.items() if of.offer.is_copied}
+        return best
 
     def copied(self, choices: Sequence[Choice]) -> set[str]:
         """Parameters that every rank has whole.
@@ -205,7 +227,11 @@ class Candidates:
         if model == self.setting.model:
             return self
         setting = replace(self.setting, model=model)
-        return replace(self, setting=setting, costed=costed(self.classes, self.offered, setting))
+        found = next((known for of, known in self.known if of == model), None)
+        if found is None:
+            found = costed(self.classes, self.offered, setting)
+            self.known.append((model, found))
+        return replace(self, setting=setting, costed=found)
 
     @property
     def setups(self) -> Array:

@@ -92,13 +92,4 @@ class Best:
 
     def placement(self) -> Placement:
         """Made anew, so that nothing is left of what was taken up."""
-        return placed(self.problem, self.parts or [])
-
-
-def placed(problem: Problem, parts: list[Part | None]) -> Placement:
-    """A placement of these parts."""
-    found = Placement(problem)
-    for item, part in enumerate(parts):
-        assert part is not None
-        found.add(item, part)
-    return found
+        return Placement.of(self.problem, self.parts or [])

@@ -59,12 +59,8 @@ def exact(problem: Problem) -> list[Part | None] | None:
     if found.x is None:
         return None
     parts = _parts(problem, puts, np.round(found.x).astype(int))
-    placement = Placement(problem)
-    for item, part in enumerate(parts):
-        if part is None:
-            return None
-        placement.add(item, part)
-    return parts if placement.fits() else None
+    is_whole = all(part is not None for part in parts)
+    return parts if is_whole and Placement.of(problem, parts).fits() else None
 
 
 def _puts(problem: Problem) -> list[_Put]:

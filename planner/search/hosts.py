@@ -12,7 +12,7 @@ import numpy as np
 
 from planner.search.cost_table import Array, Integers
 from planner.search.cuts import Cuts, groups
-from planner.search.placement import Part, Placement, even
+from planner.search.placement import PUT, Part, Placement, even
 from planner.search.potential import powered
 from planner.search.problem import Problem
 from planner.search.starts import Start
@@ -297,9 +297,9 @@ class _HostPacker:
 
     def placement(self) -> Placement:
         """All of it."""
-        placement, units = Placement(self.problem), self.problem.table.units
-        for item, (cut, blocks) in enumerate(zip(self.chosen, self.blocks, strict=True)):
+        parts, units = [], self.problem.table.units
+        for cut, blocks in zip(self.chosen, self.blocks, strict=True):
             row = int(self.cuts.row[cut])
-            placement.add(item, Part(row, tuple(blocks), even(int(units[row]), len(blocks))))
-        self.work += 7.0 * sum(map(len, self.blocks))
-        return placement
+            parts.append(Part(row, tuple(blocks), even(int(units[row]), len(blocks))))
+        self.work += PUT * sum(map(len, self.blocks))
+        return Placement.of(self.problem, parts)

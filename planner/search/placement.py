@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +11,8 @@ from planner.search.cost_table import Array, Integers
 from planner.search.cuts import shared
 from planner.search.problem import Choice, Problem, Ranks
 
+PUT = 1.5
+"""Work of putting down a piece with many others, in about microseconds."""
 SLACK = 1e-12
 """Of the capacity, for what adding up in another order makes of a sum."""
 
@@ -99,20 +101,66 @@ class Placement:
             found.append(Choice(part.row - first, part.blocks, widths))
         return tuple(found)
 
-    def copy(self) -> Placement:
-        """Another placement of the same parts."""
-        other = Placement(self.problem)
-        for item, part in enumerate(self.parts):
-            if part is not None:
-                other.add(item, part)
-        return other
+    @classmethod
+    def of(cls, problem: Problem, parts: Sequence[Part | None]) -> Placement:
+        """A placement of these parts, of items in order: the same as to put them down one by one, and quicker."""
+        found, alike = cls(problem), []
+        for item, part in enumerate(parts):
+            if part is None:
+                continue
+            if part.row in problem.table.ragged or item in problem.spread:
+                found.add(item, part)
+                continue
+            found.parts[item] = part
+            found._hold(item, part)
+            alike.append(part)
+        if alike:
+            found._put_together(alike)
+        return found
+
+    def _hold(self, item: int, part: Part) -> None:
+        shape = self._shape[part.row]
+        for block in part.blocks:
+            self.held.setdefault((shape, block), {})[item] = None
+
+    def _put_together(self, parts: list[Part]) -> None:
+        """Add what parts put on ranks that are all alike."""
+        table, num_ranks, phases = self.problem.table, len(self.local), range(self.local.shape[1])
+        rows = np.array([part.row for part in parts])
+        self.every += table.everywhere[rows].sum(0)
+        self.users += self.needs[rows].sum(0)
+        self.touched.append((0, num_ranks))
+        row = np.repeat(rows, [len(part.blocks) for part in parts])
+        block = np.array([block for part in parts for block in part.blocks])
+        width = np.array([width for part in parts for width in part.widths])
+        own = table.fixed[row] + width[:, None] * table.slope[row]
+        size, filled = table.size[row], table.filled[row]
+        is_everywhere = (filled == num_ranks) & (num_ranks > 1)
+        self.every += own[is_everywhere].sum(0)
+        spans = [*self.problem.span.tolist(), 1]
+        lacking = np.flatnonzero(table.lacking[row])
+        lack = table.lack[row[lacking]] + width[lacking, None] * table.lack_slope[row[lacking]]
+        stop = block[lacking] * size[lacking] + filled[lacking]
+        for phase in phases if len(lacking) else ():
+            self.local[:, phase] -= np.bincount(stop - 1, lack[:, phase], num_ranks)
+            if (span := spans[phase]) > 1 and len(some := np.flatnonzero(lack[:, phase])):
+                before = (stop[some, None] - np.arange(2, span + 1)).ravel()
+                self.local[:, phase] -= np.bincount(before, lack[some, phase].repeat(span - 1), num_ranks)
+        for ranks in np.unique(filled[~is_everywhere]).tolist():
+            of = np.flatnonzero((filled == ranks) & ~is_everywhere)
+            first = block[of] * size[of]
+            on = (first[:, None] + np.arange(ranks)).ravel()
+            for phase in phases:
+                if (span := spans[phase]) > ranks:
+                    sums = np.bincount(first // span, own[of, phase], num_ranks // span).repeat(span)
+                else:
+                    sums = np.bincount(on, own[of, phase].repeat(ranks), num_ranks)
+                self.local[:, phase] += sums
 
     def add(self, item: int, part: Part) -> None:
         """Put an item down."""
         self.parts[item] = part
-        shape = self._shape[part.row]
-        for block in part.blocks:
-            self.held.setdefault((shape, block), {})[item] = None
+        self._hold(item, part)
         self._change(item, part, 1)
 
     def remove(self, item: int) -> Part:

@@ -11,7 +11,7 @@ from planner.search.cost_table import Array
 from planner.search.cuts import Cuts
 from planner.search.improve import Improver
 from planner.search.packing import Menu, Packer, menus
-from planner.search.placement import Part
+from planner.search.placement import PUT, Part
 from planner.search.potential import Potential
 from planner.search.problem import Problem
 
@@ -30,8 +30,8 @@ _PATIENCE = 60
 """steps in vain after which the best placement is."""
 _SHAKES = 4
 """In vain, or one for each item, after which the potential's power rises."""
-_PUT, _CUT = 8.0, 0.3
-"""Work of putting down a piece as it is, and of a cut that is compared with others."""
+_CUT = 0.3
+"""Work of a cut that is compared with others."""
 
 
 def compete(problem: Problem, cuts: Cuts, best: Best, work: float, out_of_time: Callable[[], bool]) -> bool:
@@ -46,7 +46,7 @@ def compete(problem: Problem, cuts: Cuts, best: Best, work: float, out_of_time: 
         if used not in known:
             known[used] = _menus(problem, cuts, target, used)
             left -= _CUT * len(cuts.row)
-        left -= _PUT * sum(len(part.blocks) for part in parts if part is not None)
+        left -= PUT * sum(len(part.blocks) for part in parts if part is not None)
         return _Run(problem, known[used], best, parts, memory)
 
     runs: list[_Run] = []

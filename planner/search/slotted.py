@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from planner.search.cost_table import Integers
-from planner.search.placement import Part, Placement, even
+from planner.search.placement import PUT, Part, Placement, even
 from planner.search.potential import powered
 from planner.search.problem import Ranks
 from planner.search.slots import Loads, Slots
@@ -165,8 +165,8 @@ class _SlotPacker:
 
     def placement(self) -> Placement:
         """All of it."""
-        found, units = Placement(self.problem), self.problem.table.units[self.row].tolist()
-        for item, (row, blocks) in enumerate(zip(self.row.tolist(), self.blocks, strict=True)):
-            found.add(item, Part(row, tuple(blocks), even(units[item], len(blocks))))
-        self.loads.work += 6.0 * sum(map(len, self.blocks))
-        return found
+        units = self.problem.table.units[self.row].tolist()
+        each = zip(self.row.tolist(), self.blocks, units, strict=True)
+        parts = [Part(row, tuple(blocks), even(number, len(blocks))) for row, blocks, number in each]
+        self.loads.work += PUT * sum(map(len, self.blocks))
+        return Placement.of(self.problem, parts)
