@@ -80,8 +80,10 @@ def _stored(element: str, lanes: int) -> Any:
 
 
 def _pointer(builder: Any, address: Any, index: Any, bytes_each: int, to: Any) -> Any:
-    place = builder.add(address, builder.mul(index, ir.Constant(ir.IntType(64), bytes_each)))
-    return builder.inttoptr(place, to.as_pointer())
+    # By a pointer and a step, not by a sum: LLVM sees that neighbours in a loop are neighbours in memory.
+    start = builder.inttoptr(address, ir.IntType(8).as_pointer())
+    place = builder.gep(start, [builder.mul(index, ir.Constant(ir.IntType(64), bytes_each))])
+    return builder.bitcast(place, to.as_pointer())
 
 
 def _all(vector: Any, value: int) -> Any:
