@@ -61,8 +61,8 @@ def test_rows_of_copies_that_come_among_other_gradients_are_copied() -> None:
         placed = [Placed(info(1000, 64), layout, 1.0) for layout in (data_parallel(), *others)]
         return float(phase_seconds(CostModel(), placed, ENVS[0], topology, 512).sum())
 
-    assert seconds() == pytest.approx(7 * 512 * (64 * 4 + 8) * 1e-9)
-    assert seconds(table_wise(0)) == seconds()
+    assert seconds(table_wise(0)) == pytest.approx(7 * 512 * (64 * 4 + 8) * 1e-9)
+    assert seconds() == pytest.approx(0, abs=1e-12)
     assert seconds(*[table_wise(i) for i in range(8)]) == pytest.approx(0, abs=1e-12)
 
 

@@ -27,6 +27,7 @@ class Travel(Enum):
 
     BESIDE = "rows that batches name, in the exchange of other gradients, out of which they are copied"
     ALONE = "such rows, in an exchange of their own at the same time, read where they come"
+    ONLY = "such rows, in the only exchange of gradients that there is, read where they come"
     AFTER = "such rows, in an exchange of their own at the end"
     WHOLE = "whole tables, by an all-reduce at the end"
 
@@ -48,8 +49,10 @@ def travel(tables: ShardTable, env: ShardingEnv, samples: float) -> Travel | Non
         return Travel.WHOLE
     if not may_go_beside(env) or _come(tables, env, own_ids, widest)[copies].sum() > BESIDE_BYTES:
         return Travel.AFTER
-    sharded = tables.is_table & tables.pooled & ~tables.replicated
-    own = float(_result_bytes(tables, samples, widest)[sharded].sum())
+    sharded = tables.is_table & ~tables.replicated
+    if not sharded.any():
+        return Travel.ONLY
+    own = float(_result_bytes(tables, samples, widest)[sharded & tables.pooled].sum())
     return Travel.ALONE if own >= APART_BYTES else Travel.BESIDE
 
 
@@ -69,8 +72,7 @@ def ways(tables: ShardTable, env: ShardingEnv, samples: float) -> list[Travel]:
     come = _come(tables, env, samples * tables.ids_per_sample, widest)[is_table]
     own = (_result_bytes(tables, samples, widest) * tables.pooled)[is_table]
     found = [Travel.ALONE] if own.sum() >= APART_BYTES else []
-    if come.sum() > BESIDE_BYTES:
-        found.append(Travel.AFTER)
+    found.append(Travel.AFTER if come.sum() > BESIDE_BYTES else Travel.ONLY)
     if env.table_size * float(_whole(tables)[is_table].sum()) * widest > BESIDE_BYTES:
         found.append(Travel.WHOLE)
     # nearly all is copied: but for results of less than so many bytes, of which those with most gradients, in parts

@@ -168,7 +168,7 @@ class CostModel:
 
     def is_meanwhile(self, env: ShardingEnv) -> bool:
         """Whether gradients of copies travel while others do; of a model that is not settled whether they may."""
-        return may_go_beside(env) if self.travel is None else self.travel in (Travel.BESIDE, Travel.ALONE)
+        return may_go_beside(env) if self.travel is None else self.travel in (Travel.BESIDE, Travel.ALONE, Travel.ONLY)
 
 
 @dataclass(frozen=True, eq=False)

@@ -62,8 +62,8 @@ class Path(Generic[Given]):
 
     def _sends_apart(self, call: Call) -> bool:
         """Whether sums have an exchange of their own, as what they would be beside would be copied for it: more than
-        they are. On all ranks alike."""
-        return False
+        they are; or as there is nothing else, and they need not be copied out of it. On all ranks alike."""
+        return not any(self.store.placement.slots)
 
     def order_ids(self, call: Call) -> None:
         """What of the update is known with the ids: worked out while results travel."""

@@ -141,7 +141,7 @@ class PooledPath(Path[torch.Tensor]):
 
     def _sends_apart(self, call: Call) -> bool:
         of_all = sum(call.samples[i] for i in self.peers.by_table_rank) * self._sharded_columns * self.dtype.itemsize
-        return of_all >= APART_BYTES * len(self.peers.by_table_rank)
+        return not self._sharded_columns or of_all >= APART_BYTES * len(self.peers.by_table_rank)
 
     def _given(self, call: Call, grads: Sequence[torch.Tensor]) -> torch.Tensor:
         grad = grads[0].to(self.dtype)

@@ -287,7 +287,8 @@ class PooledOutputDist:
             send_sizes = [n + m for n, m in zip(to, partials.awaited, strict=True)]
             receive_sizes = [n + m for n, m in zip(came_from, partials.sent, strict=True)]
         codec = self.codecs.gradients
-        come = send_gradients(self.channel, codec, send_sizes, receive_sizes, grad, pack, beside, landing)
+        channel = self._results if beside is None else self.channel
+        come = send_gradients(channel, codec, send_sizes, receive_sizes, grad, pack, beside, landing)
         return come if blocks is None else lambda: self._padded(come(), rows, came_from, receive_sizes, blocks)
 
     def _of_group(self, grad: torch.Tensor, number: int) -> torch.Tensor:

@@ -94,7 +94,8 @@ class UnpooledOutputDist:
             Flat gradients of the rows that this rank sent, in that order.
         """
         codec, pack = self.codecs.gradients, back.pack(grads, scale)
-        return send_gradients(self.channel, codec, back.sizes, send_sizes, grads[0], pack, beside, landing)()
+        channel = self._results if beside is None else self.channel
+        return send_gradients(channel, codec, back.sizes, send_sizes, grads[0], pack, beside, landing)()
 
     def landing(self, send_sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> Landing | None:
         """Where the gradients are to come of what `forward` sends."""
