@@ -27,6 +27,8 @@ For the whole process, once
   has split gets none, and is not told
 - `dmp/wrap/mixed_terms.py: torch.autograd._engine_run_backward =`: what torch says of plain tensors beside DTensors
   says what to do, too
+- `sharders/embedding/loss_terms.py: torch.autograd._engine_run_backward =`: a term of the loss that is wrong on a part
+  of a table is told when the pass is done
 - `sharders/tensor_parallel/split/twice.py: _FromTorchTensor.backward =`: torch's loses the graph that `create_graph`
   asks for
 - `sharders/data_parallel/unfinished.py: Optimizer.zero_grad =`: it clears what waits for its average, too

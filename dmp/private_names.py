@@ -35,6 +35,8 @@ Optimizers, gradients and scaling
 - `_current_graph_task_id`, `_will_engine_execute_node`, `_execution_engine`: whether a backward pass runs
 - `_autograd`, `_get_current_graph_task_keep_graph`: whether a backward pass retains the graph
 - `_engine_run_backward`: what a backward pass is asked for; the frame at which a hanging rank is in one
+- `_saved_dim`, `_saved_reduction`, `_dispatch_get_all_op_names`: what an operation in a graph goes over, and which one
+  of torch's it is
 
 FSDP2 and DDP
 - `_get_fsdp_state`, `_fsdp_param_groups`, `_lazy_init`, `_register_pre_backward_hook`, `_get_grad_inner_tensor`,

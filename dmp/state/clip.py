@@ -71,7 +71,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
         shares: dict[int, tuple[torch.Tensor, int]] = {}
 
         def own() -> Iterable[tuple[torch.Tensor, int]]:
-            shares.update(_shares(model, env))
+            shares.update(_shares(model, env, [p.grad for p in model.parameters()]))
             return shares.values()
 
         norm = _whole_norm(own, 2.0, env).float()
@@ -81,20 +81,21 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
     return norm
 
 
-def _shares(model: nn.Module, env: ShardingEnv) -> dict[int, tuple[torch.Tensor, int]]:
-    """id of each gradient -> what this rank holds of it, a view, and how many ranks hold the same."""
-    plan, sharded = joint_plan(model), sharded_parameters(model)
-    shares = {}
+def _shares(model: nn.Module, env: ShardingEnv, asked: Iterable[Any]) -> dict[int, tuple[torch.Tensor, int]]:
+    """id of each gradient that is asked for, or weight -> what this rank holds of it, a view, and how many ranks hold
+    the same."""
+    plan, sharded, ids = joint_plan(model), sharded_parameters(model), {id(tensor) for tensor in asked}
+    shares: dict[int, tuple[torch.Tensor, int]] = {}
     for name, parameter in model.named_parameters():
-        grad = parameter.grad
-        if grad is None:
+        found = [t for t in (parameter.grad, parameter) if t is not None and id(t) in ids]
+        if not found:
             continue
         copies = env.size
         if name in sharded:
             size = sharded[name][1].size()
             if name not in plan or not is_replicated(plan[name].layout.shards(size, env), size):
                 copies = env.size // env.table_size
-        shares[id(grad)] = _local(grad, copies, env.size)
+        shares.update((id(t), _local(t.detach(), copies, env.size)) for t in found)
     return shares
 
 
@@ -148,12 +149,12 @@ def _local(grad: torch.Tensor, copies: int, size: int) -> tuple[torch.Tensor, in
 def _total_norm(
     tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
 ) -> torch.Tensor:
-    """As torch's; gradients of a wrapped model count over all ranks of its mesh."""
+    """As torch's; gradients of a wrapped model, and its weights, count over all ranks of its mesh."""
     tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     norms: list[torch.Tensor] = []
     rest = {id(tensor): tensor for tensor in tensors}
     for model in live.models if tensors else ():
-        shares = {key: share for key, share in _shares(model, model.env).items() if key in rest}
+        shares = _shares(model, model.env, rest.values())
         if shares:
             if not norm_type > 0:
                 raise ShardError(f"a wrapped model's gradients have norms of order p > 0 or inf; got {norm_type=}")

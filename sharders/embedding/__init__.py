@@ -10,6 +10,7 @@
 - `representatives`: layouts of a table that stand for every way to cut it
 - `torchrec_form`: what code written for TorchRec's sharded modules finds in ours
 - `unread_weight`: a table's parameter inside the forward: asked for its shape, never read
+- `loss_terms`: terms of the loss over tables' own values, right on parts or refused
 - `placement`: slots: what is sent to whom, in which order
 - `peers`: who exchanges with whom on a mesh
 - `engine`: the data path of one module, forward and backward

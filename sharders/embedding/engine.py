@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch._compile import _disable_dynamo
 
-from dmp import Calls, InputError, Layout, ShardError, ShardingEnv, ranks
+from dmp import Calls, InputError, Layout, ShardError, ShardingEnv, join_name, ranks
 from sharders.channel import GroupChannel, Transfer, Transport, over_group
 from sharders.embedding.batch import Batch, Ids
 from sharders.embedding.call import Call, Sent
@@ -32,6 +32,7 @@ from sharders.embedding.input_faults import Fault, Kind
 from sharders.embedding.local_tables import TableStore
 from sharders.embedding.lookup.distinct import can_be_found
 from sharders.embedding.lookup.kernels import kernel_of
+from sharders.embedding.loss_terms import mark, watch
 from sharders.embedding.peers import find_peers
 from sharders.embedding.phases import GRADIENT, INPUT, TENSOR, LastStep, Spent, counted, phase
 from sharders.embedding.placement import Placement, Table
@@ -127,6 +128,15 @@ class Engine:
         self.input_dist = InputDist(self.placement, self.peers, device, *of_ids)
         replicas = Replicas(self.store, self.peers, self.sync_interval)
         self.path = (UnpooledPath if self.unpooled else PooledPath)(self.input_dist, replicas, dtype, device)
+        self._watch_terms()
+
+    def _watch_terms(self) -> None:
+        """Have terms of the loss over tables that are cut be looked at; who is updated in the backward takes none."""
+        of = weakref.ref(self)
+        for index, table in enumerate(self.tables):
+            if table.trainable and table.optimizer is None and not self.store.is_whole(index):
+                shards, size = self.placement.shards[index], (table.rows, table.dim)
+                watch(self.store.parameters[index], shards, size, lambda i=index: _path(of(), i))  # type: ignore[misc]
 
     @property
     def name(self) -> str:
@@ -399,7 +409,9 @@ class _Lookup(torch.autograd.Function):
             of_weights, *gradients = ctx.call.path.backward(ctx.call, grads)
             if not torch._C._autograd._get_current_graph_task_keep_graph():
                 ctx.call = None
-            return None, None, of_weights, *(gradients[i] for i in ctx.learning)
+            found = [gradients[i] for i in ctx.learning]
+            mark(found)
+            return None, None, of_weights, *found
 
 
 def _is_for_show() -> bool:
@@ -407,6 +419,11 @@ def _is_for_show() -> bool:
     if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return True
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def _path(engine: Engine | None, table: int) -> str:
+    """A table's parameter in the model."""
+    return "" if engine is None else join_name(engine.name, engine.tables[table].parameter)
 
 
 def _described(value: Any) -> str:

@@ -185,10 +185,10 @@ class TableStore:
         return {
             self.placement.tables[index].parameter: self._chunked(index, bank, i)
             for index, bank, i in self._places()
-            if not self._is_whole(index)
+            if not self.is_whole(index)
         }
 
-    def _is_whole(self, index: int) -> bool:
+    def is_whole(self, index: int) -> bool:
         """Whether every process that there is holds the whole table: an ordinary tensor then."""
         alone = len(self.placement.slots) == 1 and len(self.placement.shards[index]) == 1
         return alone or self.placement.is_local[index]
@@ -301,7 +301,7 @@ class TableStore:
                         if at[1] <= start < at[1] + chunk.width
                     ]
                     views, offsets = [view for view, _ in cells], [at for _, at in cells]
-                if self._is_whole(index):
+                if self.is_whole(index):
                     result[name] = views[0]
                 else:
                     dtype, device = bank.state[name].dtype, bank.weights.device

@@ -1,0 +1,270 @@
+"""Terms of the loss over a table's own values, such as a penalty: right where the ranks' parts add up, else an error.
+
+Each rank reads its part of a table. Of a sum over elements, p.square().sum(), it so gets the gradient of its elements,
+and all is right; of a norm, a mean or a maximum it gets that of another function, in silence. So a parameter that is
+cut looks whether its gradient is what the lookup gave alone. Where something came beside, the graph of the loss is
+walked, once the pass is done, from the table to the loss. Passes without such a term pay a look for each table.
+
+Terms. What a node of the graph computes from a table is a function of the *whole*, which one rank has; one for each of
+its *elements*, or *rows* where those are whole; or a *sum* over these, of which only sums may be made.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
+from functools import cache, wraps
+from typing import Any, NamedTuple
+
+import torch
+
+from dmp import Shard, ShardError
+
+_log = logging.getLogger("dmp")
+_MARK = "_dmp_version"  # of a gradient: as which version the lookup gave it
+
+
+class _Kind(Enum):
+    """What a node computes of tables; see the top of the file."""
+
+    NOTHING = 0
+    WHOLE = 1
+    ROWS = 2
+    ELEMENTS = 3
+    SUMS = 4
+    """Over rows or columns: there may be another number of them on each rank."""
+    SUM = 5
+
+
+class _Value(NamedTuple):
+    """Of a node: what it computes, and of which tables."""
+
+    kind: _Kind
+    tables: frozenset[int] = frozenset()
+
+
+_NOTHING = _Value(_Kind.NOTHING)
+
+
+class _Part:
+    """What a parameter knows of its table. Not kept where it is pickled."""
+
+    def __init__(self, kind: _Kind, name: Callable[[], str]) -> None:
+        self.kind, self.name = kind, name
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+_met: list[torch.Tensor] = []
+"""Parameters to which more has come than what was looked up."""
+
+
+def watch(parameter: torch.Tensor, shards: Sequence[Shard], size: tuple[int, int], name: Callable[[], str]) -> None:
+    """From now on a term of the loss that is wrong on this part of a table is a `ShardError` at its backward pass.
+
+    Args:
+        parameter: this rank's part; it gets its gradients from lookups that `mark` them.
+        shards: of the table, on all ranks.
+        size: of the table.
+        name: of the table, for messages; may not hold the parameter.
+    """
+    if hasattr(parameter, "_dmp_part") or not parameter.requires_grad:
+        return
+    _stand_in()
+    rows_are_whole = all(shard.sizes[1] == size[1] for shard in shards)
+    kind = _Kind.WHOLE if len(shards) == 1 else _Kind.ROWS if rows_are_whole else _Kind.ELEMENTS
+    parameter._dmp_part = _Part(kind, name)  # type: ignore[attr-defined]
+
+    @torch.utils.hooks.unserializable_hook  # type: ignore[untyped-decorator]
+    def look(gradient: torch.Tensor) -> None:
+        if getattr(gradient, _MARK, -1) != gradient._version:
+            _met.append(parameter)
+        elif hasattr(gradient, _MARK):
+            delattr(gradient, _MARK)
+
+    parameter.register_hook(look)
+
+
+def mark(gradients: Sequence[torch.Tensor | None]) -> None:
+    """These are what the lookup gives to parameters that are watched."""
+    for gradient in gradients:
+        if gradient is not None:
+            setattr(gradient, _MARK, gradient._version)
+
+
+@cache
+def _stand_in() -> None:
+    # Private, but every backward pass goes by it.
+    own: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+    @wraps(own)
+    def run(outputs: Any, *args: Any, **options: Any) -> Any:
+        try:
+            result = own(outputs, *args, **options)
+            if _met:
+                _check(outputs)
+            return result
+        finally:
+            _met.clear()
+
+    torch.autograd._engine_run_backward = run  # type: ignore[assignment, attr-defined]
+
+
+def _check(outputs: Sequence[Any]) -> None:
+    """Raise for the first term that is wrong on parts of tables."""
+    known: dict[Any, _Value] = {}
+    for root in [out.grad_fn if isinstance(out, torch.Tensor) else out.node for out in outputs]:
+        for node in _from_leaves(root, known):
+            variable = getattr(node, "variable", None)
+            if variable is not None:
+                part = getattr(variable, "_dmp_part", None)
+                known[node] = _NOTHING if part is None else _Value(part.kind, frozenset([id(variable)]))
+            elif (value := _value(node, [None if n is None else known[n] for n, _ in node.next_functions])) is not None:
+                known[node] = value
+            else:
+                raise ShardError(
+                    f"the loss has a term over values of table {_first_table(node)!r} itself, by "
+                    f"{_operation(node)}: each rank has a part of the table, and would train it by the norm, mean or "
+                    "other function of its part alone. Terms whose parts add up are right, p.square().sum() and "
+                    "p.abs().sum() and sums of such, as is an optimizer's weight_decay. For others lay the table "
+                    "whole: table_wise(0) or data_parallel() in the plan"
+                )
+
+
+def _from_leaves(root: Any, known: dict[Any, _Value]) -> Iterator[Any]:
+    """Nodes of the graph that are not known, each after those that it computes from; what was looked up is known."""
+    stack = [] if root is None else [(root, False)]
+    while stack:
+        node, is_ready = stack.pop()
+        if node in known:
+            continue
+        if node.name() == _LOOKUP:
+            known[node] = _NOTHING
+            continue
+        waits = [(n, False) for n, _ in node.next_functions if n is not None and n not in known]
+        if is_ready or not waits:
+            yield node
+        else:
+            stack += [(node, True), *waits]
+
+
+def _first_table(node: Any) -> str:
+    """Below a node."""
+    stack = [node]
+    while stack:
+        node = stack.pop()
+        part = getattr(getattr(node, "variable", None), "_dmp_part", None)
+        if part is not None:
+            return part.name()  # type: ignore[no-any-return]
+        if node.name() != _LOOKUP:
+            stack += [n for n, _ in reversed(node.next_functions) if n is not None]
+    raise AssertionError("there is one below what is wrong")
+
+
+_LOOKUP = "_LookupBackward"  # the engine's
+
+_MOVED = frozenset(
+    ("view", "unsafeview", "reshape", "reshapealias", "t", "transpose", "permute", "clone", "alias", "tocopy")
+    + ("squeeze", "unsqueeze", "expand", "unbind", "split", "contiguous")
+)
+"""Operations, by their names without underscores, that change no values."""
+
+_OF_AS_MANY = frozenset(("mean", "select", "slice", "index"))
+
+_LINEAR = _MOVED | _OF_AS_MANY | {"cat", "stack", "add", "sub", "rsub", "neg", "sum"}
+"""What sums may be made into; by those of `_OF_AS_MANY` where there are as many of them on each rank."""
+
+
+def _value(node: Any, inputs: Sequence[_Value | None]) -> _Value | None:
+    """What a node computes from what its inputs do (None: constants); None where its gradient is another on a part."""
+    given = [value for value in inputs if value is not None]
+    of_tables = [value for value in given if value.kind is not _Kind.NOTHING]
+    if not of_tables:
+        return _NOTHING
+    name = _operation(node)
+    if name is None:
+        _say_of_unknown(node.name())
+        return _NOTHING
+    kinds, tables = {value.kind for value in of_tables}, frozenset[int]().union(*(v.tables for v in of_tables))
+    is_alone = len(of_tables) == len(given)
+    if kinds == {_Kind.WHOLE} and len(tables) == 1 and is_alone:
+        return _Value(_Kind.WHOLE, tables)
+    kind = _kind(node, name, kinds, is_alone, len(given) == 1 and (name == "mul" or inputs[0] is not None))
+    return None if kind is None else _Value(kind, tables)
+
+
+def _kind(node: Any, name: str, kinds: set[_Kind], is_alone: bool, may_scale: bool) -> _Kind | None:
+    """Of a value of several tables, or parts of one; None where its gradient is another on a part.
+
+    Args:
+        name: of the operation.
+        kinds: of the inputs that are of tables.
+        is_alone: no other input is trained.
+        may_scale: its one input that is no constant may be multiplied.
+    """
+    is_linear = name in _LINEAR or (may_scale and name in ("mul", "div"))
+    if kinds <= {_Kind.WHOLE, _Kind.SUM}:
+        return _Kind.SUM if is_linear else None
+    if kinds & {_Kind.SUM, _Kind.SUMS}:
+        if not is_linear or kinds != {_Kind.SUMS} or not is_alone or name in _OF_AS_MANY:
+            return None
+        return _Kind.SUM if name == "sum" and not _dims(node) else _Kind.SUMS
+    if name in ("cat", "stack"):
+        return _Kind.ELEMENTS
+    if not is_alone and not node.name().startswith("Foreach"):  # those of lists take each tensor by itself
+        return None  # what is trained beside would get its gradient from a part
+    kept = _Kind.ROWS if kinds == {_Kind.ROWS} else _Kind.ELEMENTS
+    reduction = getattr(node, "_saved_reduction", None)
+    if name == "sum" or reduction == _REDUCES_BY_SUM:
+        return _Kind.SUM if not _dims(node) else _Kind.ELEMENTS if _is_by_row(node, kept) else _Kind.SUMS
+    if reduction == _REDUCES_NOT or _is_pointwise(name):
+        return kept
+    return _Kind.ELEMENTS if name in _MOVED or _is_by_row(node, kept) else None
+
+
+_REDUCES_NOT, _REDUCES_BY_SUM = 0, 2  # as torch's losses keep it
+
+
+def _is_by_row(node: Any, kind: _Kind) -> bool:
+    return kind is _Kind.ROWS and _dims(node) in ({1}, {-1})
+
+
+def _dims(node: Any) -> set[int]:
+    """Those that an operation goes over; none where it says none, or goes over all."""
+    dims = getattr(node, "_saved_dim", None)
+    found = dims if isinstance(dims, tuple) else () if dims is None else (dims,)
+    return {d - 2**64 if d >= 2**63 else d for d in found}  # as torch shows negative ones
+
+
+def _operation(node: Any) -> str | None:
+    """Of torch's, without underscores; None where somebody has written the function himself."""
+    name = node.name().rstrip("0123456789").removesuffix("Backward").lower().replace("_", "").removeprefix("foreach")
+    return name if name in _operations() else None
+
+
+@cache
+def _operations() -> Mapping[str, list[str]]:
+    """Names without underscores -> names of torch's operations; `add_` is of `add`."""
+    found: dict[str, list[str]] = {}
+    for full in torch._C._dispatch_get_all_op_names():
+        if full.startswith("aten::"):
+            name = full.removeprefix("aten::").partition(".")[0]
+            found.setdefault(name.replace("_", ""), []).append(name)
+    return found
+
+
+@cache
+def _is_pointwise(name: str) -> bool:
+    packets = [getattr(torch.ops.aten, full, None) for full in dict.fromkeys(_operations()[name])]
+    return any(torch.Tag.pointwise in getattr(p, o).tags for p in packets if p is not None for o in p.overloads())
+
+
+@cache
+def _say_of_unknown(name: str) -> None:
+    _log.warning(
+        "the loss has a term over a table's own values, by %s, which is not torch's: it gets this rank's part of the "
+        "table, and is right where the terms of all parts add up to that of the whole",
+        name.removesuffix("Backward"),
+    )

@@ -1,0 +1,162 @@
+"""Terms of the loss over tables' own values: gradients are those of one process, or an error says why not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import get_total_norm
+
+from dmp import DistributedModelParallel, ShardError, ShardingEnv, column_wise, data_parallel, row_wise, table_wise
+from dmp.chunked import as_chunks, chunk_views
+from dmp.state.gather import gather
+from dmp.state.local_chunks import sharded_parameters
+from sharders.embedding import loss_terms
+from tests.ranks import mesh, run_ranks
+from tests.test_asked import Said
+from tests.wrapped_net import Net, batch, loss_of
+
+Term = Callable[[nn.Module], torch.Tensor]
+
+
+class Cubed(torch.autograd.Function):
+    """A user's own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad * 3 * ctx.saved_tensors[0] ** 2
+
+
+def every(of: Callable[[torch.Tensor], torch.Tensor]) -> Term:
+    return lambda m: 0.1 * sum((of(p) for p in m.parameters()), torch.zeros(()))
+
+
+def users(of: Callable[[torch.Tensor], torch.Tensor]) -> Term:
+    return lambda m: of(m.get_parameter("users.weight")) * 0.1
+
+
+RIGHT: dict[str, Term] = {
+    "squares": every(lambda p: p.square().sum()),
+    "absolute": every(lambda p: p.abs().sum() / 2),
+    "elastic": every(lambda p: (p.abs() + 0.5 * p**2).sum(dtype=torch.float64).float()),
+    "huber": every(lambda p: F.huber_loss(p, torch.zeros_like(p), reduction="sum")),
+    "decayed": lambda m: torch.stack([p.pow(2).sum() for p in m.parameters()]).mean() * 0.1,
+    "all in one": lambda m: nn.utils.parameters_to_vector(m.parameters()).square().sum(),
+    "own": users(lambda p: Cubed.apply(p).sum()),
+    "lists": lambda m: torch.stack([t.sum() for t in torch._foreach_abs(list(m.parameters()))]).sum(),
+    "sums of rows": users(lambda p: 3 * p.square().sum(1).sum()),
+}
+OF_ROWS: dict[str, Term] = {
+    "norms of rows": users(lambda p: p.norm(dim=1).sum()),
+    "rows of length 1": users(lambda p: (1 - F.normalize(p, dim=-1)).square().sum()),
+}
+WRONG: dict[str, Term] = {
+    "norm": users(torch.norm),
+    "linalg": users(torch.linalg.vector_norm),
+    "mean": users(torch.mean),
+    "mean squares": users(lambda p: p.square().mean()),
+    "deviation": users(torch.std),
+    "maximum": users(lambda p: F.pad(p, (0, 0, 0, 1)).max()),
+    "root": users(lambda p: p.square().sum().sqrt()),
+    "of lists": lambda m: torch.stack(torch._foreach_norm(list(m.parameters()))).sum(),
+    "a row": users(lambda p: p[:1].sum()),
+    "product": lambda m: m.get_parameter("users.weight").sum() * m.get_parameter("out.bias").sum(),
+    "centre": lambda m: (m.get_parameter("users.weight") - m.get_parameter("out.bias")).square().sum(),
+    "means of rows": users(lambda p: p.square().sum(1).mean()),
+}
+PLANS = {"rows": row_wise(), "columns": column_wise([0, 1]), "whole": table_wise(1), "copies": data_parallel()}
+
+
+def with_term(names: tuple[str, ...], plan: str, term: Term) -> dict[str, torch.Tensor]:
+    """Gradients of two passes, each with the term."""
+    env = ShardingEnv.from_mesh(mesh((2,) * len(names), names))
+    plans = {"users.weight": PLANS[plan], "items.weight": row_wise(), "more.weight": table_wise(0)}
+    model = DistributedModelParallel(Net(), env, plan=plans)
+    for step in range(2):
+        (loss_of(model, batch(env.data_rank, step)) + term(model)).backward()
+    grads = {name: as_chunks(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    for name, (parameter, chunked) in sharded_parameters(model).items():
+        grads[name] = chunk_views(parameter.grad, parameter, chunked)  # type: ignore[arg-type]
+    return gather(grads, env)
+
+
+def without_ranks(data_size: int, term: Term) -> dict[str, torch.Tensor]:
+    module = Net()
+    for step in range(2):
+        for rank in range(data_size):
+            ((loss_of(module, batch(rank, step)) + term(module)) / data_size).backward()
+    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+
+
+def differences(names: tuple[str, ...], plan: str, terms: list[str]) -> list[str]:
+    said, found = Said(), []
+    loss_terms._say_of_unknown.cache_clear()
+    logging.getLogger("dmp").addHandler(said)
+    try:
+        for name in terms:
+            term = {**RIGHT, **OF_ROWS, **WRONG}[name]
+            got, wanted = with_term(names, plan, term), without_ranks(2, term)
+            found += [f"{name}: {of}" for of, grad in wanted.items() if not torch.allclose(got[of], grad, atol=1e-6)]
+    finally:
+        logging.getLogger("dmp").removeHandler(said)
+    assert ("own" not in terms or plan == "copies") == ("Cubed" not in " ".join(said.texts))
+    return found
+
+
+def errors(names: tuple[str, ...], plan: str, terms: list[str]) -> list[str]:
+    texts = []
+    for name in terms:
+        with pytest.raises(ShardError) as error:
+            with_term(names, plan, WRONG[name] if name in WRONG else OF_ROWS[name])
+        texts.append(str(error.value))
+    return texts
+
+
+@pytest.mark.parametrize("plan", [*PLANS])
+def test_terms_whose_parts_add_up(plan: str) -> None:
+    terms = [*RIGHT, *OF_ROWS] if plan != "columns" else [*RIGHT]
+    assert run_ranks(2, differences, ("dp",), plan, terms) == [[], []]
+
+
+def test_terms_that_need_the_whole_are_right_where_one_rank_has_it_or_all() -> None:
+    terms = ["norm", "mean squares", "deviation", "maximum", "root", "a row"]
+    assert run_ranks(2, differences, ("dp",), "copies", terms) == [[], []]
+    assert run_ranks(2, differences, ("dp",), "whole", ["norm", "root", "a row"]) == [[], []]
+
+
+def test_terms_that_need_the_whole_are_refused_on_a_part() -> None:
+    """Each rank trained its part by the part's norm, or mean, in silence."""
+    for texts in run_ranks(2, errors, ("dp",), "rows", [*WRONG]):
+        assert all("table 'users.weight' itself" in text or "table 'items" in text for text in texts), texts
+        assert "by linalgvectornorm: each rank has a part" in texts[0]
+    for texts in run_ranks(2, errors, ("dp",), "columns", [*OF_ROWS, "means of rows"]):
+        assert len(texts) == 3
+
+
+@pytest.mark.slow
+def test_terms_on_two_axes() -> None:
+    for names in (("replicate", "shard"), ("shard", "tp")):
+        for texts in run_ranks(4, errors, names, "rows", ["norm", "mean"]):
+            assert len(texts) == 2
+
+
+def norms_of_all() -> list[float]:
+    plan = {"users.weight": column_wise([0, 1]), "items.weight": table_wise(0), "more.weight": row_wise()}
+    model = DistributedModelParallel(Net(), plan=plan)
+    return [float(get_total_norm(model.parameters(), p)) for p in (2.0, float("inf"))]
+
+
+def test_torchs_norm_of_all_weights_is_the_whole_models() -> None:
+    wanted = [float(get_total_norm(Net().parameters(), p)) for p in (2.0, float("inf"))]
+    for found in run_ranks(2, norms_of_all):
+        assert found == pytest.approx(wanted)
