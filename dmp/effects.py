@@ -27,6 +27,8 @@ For the whole process, once
   has split gets none, and is not told
 - `dmp/wrap/mixed_terms.py: torch.autograd._engine_run_backward =`: what torch says of plain tensors beside DTensors
   says what to do, too
+- `dmp/wrap/asked_earlier.py: torch.autograd._engine_run_backward =`: gradients asked for of weights that wrapping has
+  replaced are those of what is in their places
 - `sharders/embedding/loss_terms.py: torch.autograd._engine_run_backward =`: a term of the loss that is wrong on a part
   of a table is told when the pass is done
 - `sharders/tensor_parallel/split/twice.py: _FromTorchTensor.backward =`: torch's loses the graph that `create_graph`

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from dmp import ShardError
-from tests.ranks import run_ranks
+from dmp import DistributedModelParallel, ShardError, ShardingEnv, row_wise
+from tests.ranks import mesh, run_ranks
 from tests.test_unreached import Net, batch, branches, differences, made
 
 ASKED = ("head.weight", "up.bias", "scale", "table.weight")
@@ -116,3 +116,28 @@ def test_a_term_over_all_weights_is_explained_and_its_way_out_is_right() -> None
     for error in run_ranks(2, with_a_term_over_all, "shard", False, expect=ShardError):
         assert "read p.full_tensor() where p is a DTensor" in str(error)
     assert run_ranks(2, with_a_term_over_all, "shard", True) == [[], []]
+
+
+def of_replaced(axis: str) -> list[str]:
+    """Weights that were listed before wrapping, in the first backward and after."""
+    plain, module = Net(), Net()
+    earlier = some(module)
+    model = DistributedModelParallel(
+        module, ShardingEnv.from_mesh(mesh((2,), (axis,))), plan={"table.weight": row_wise()}
+    )
+    for step in range(2):
+        branches(model, model.env.rank, step).backward(inputs=earlier)
+        for rank in range(2):
+            (branches(plain, rank, step) / 2).backward(inputs=some(plain))
+    loss = branches(model, model.env.rank, 0)
+    with pytest.raises(ShardError, match=r"grad of 'table.weight' as it was before the model was wrapped"):
+        torch.autograd.grad(loss, earlier[3:], allow_unused=True)
+    table, rank = model.get_parameter("table.weight").grad, model.env.rank
+    assert table is not None and torch.allclose(table, plain.table.weight.grad[4 * rank :][:4])  # type: ignore[index]
+    return list(differences(model, plain))
+
+
+@pytest.mark.parametrize("axis", ["dp", "shard"])
+def test_weights_listed_before_wrapping(axis: str) -> None:
+    """They got no gradient, and None came of `torch.autograd.grad`, in silence."""
+    assert run_ranks(2, of_replaced, axis) == [[], []]

@@ -25,6 +25,7 @@ from dmp.ranks import calls_so_far, entry
 from dmp.wrap import live_models as live
 from dmp.wrap.agreement import check_agreement, on_all_ranks
 from dmp.wrap.arguments import Arguments, environment, take
+from dmp.wrap.asked_earlier import follow_asked
 from dmp.wrap.assembly import Assembly
 from dmp.wrap.build import build, mark_chunks
 from dmp.wrap.copying import copied
@@ -106,6 +107,7 @@ class DistributedModelParallel(nn.Module):
         mark_chunks(made)
         guard_optimizers()
         explain_mixtures()
+        follow_asked()
         take(made.module)
         live.add(self)
         guard_ddp()
