@@ -10,6 +10,7 @@
 - `unreached`: gradients of dense parameters that the loss does not reach
 - `pass_end`: what a backward pass runs at its end, and whether it raised before
 - `unfinished`: gradients that are not averaged yet
+- `cleared`: those that a program has cleared by hand
 - `later_hooks`: users' hooks on gradients, which run when these are averaged
 - `buffers`: buffers of copies, which are rank 0's
 """

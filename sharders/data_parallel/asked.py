@@ -23,7 +23,7 @@ from torch import nn
 from dmp import ShardError, join_name
 from sharders.data_parallel.fsdp_units import weights
 from sharders.data_parallel.twice import backward_pass
-from sharders.data_parallel.unfinished import hear_of_pass
+from sharders.data_parallel.unfinished import hearing_of_pass
 
 _log = logging.getLogger("dmp")
 _split: WeakSet[Any] = WeakSet()
@@ -59,8 +59,7 @@ def _stand_in() -> None:
     def run(outputs: Any, *args: Any, **options: Any) -> Any:
         if len(args) < 4 or not (_split or args[3]):
             return own(outputs, *args, **options)
-        hear_of_pass(_split)
-        with backward_pass(_split, bool(args[2])):
+        with hearing_of_pass(_split), backward_pass(_split, bool(args[2])):
             return asking(outputs, *args, **options) if args[3] else own(outputs, *args, **options)
 
     def asking(outputs: Any, gradients: Any, keeps: bool, creates: bool, asked: Any, *rest: Any, **options: Any) -> Any:

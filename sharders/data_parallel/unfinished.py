@@ -6,12 +6,13 @@ what it accumulates on; until then an optimizer that would take a step by such a
 
 What passes under `no_sync` accumulate is, of copies, in `.grad`: a step by it is what local SGD does, and is said once.
 Of weights that FSDP2 has split it is where no optimizer looks: a step without it is refused, and `zero_grad` of an
-optimizer or of the model, which left it for the next average, clears it too.
+optimizer or of the model, which left it for the next average, clears it too; who clears by hand: see cleared.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache, wraps
 from logging import getLogger
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from dmp import ShardError
+from sharders.data_parallel.cleared import drop_cleared, show_waiting
 from sharders.data_parallel.fsdp_units import units, weights
 
 _log = getLogger("dmp")
@@ -63,6 +65,7 @@ def _check(optimizer: Optimizer, *_: Any) -> None:
         if getattr(of, "has_local", False) and _holds(optimizer, (p for p in averaged.held(of) if p.grad is not None)):
             _say_of_local()
     for root in list(_waiting):
+        _drop_cleared(root)
         if _holds(optimizer, (held.sharded_param for held in _not_averaged(root))):
             raise ShardError(
                 f"{type(optimizer).__name__}.step() while gradients of split weights, accumulated under no_sync, wait "
@@ -122,11 +125,31 @@ def forget_unfinished(root: Any) -> None:
         )
 
 
-def hear_of_pass(roots: Iterable[Any]) -> None:
-    """Before a backward pass: whether it may leave gradients of split weights that wait for their average."""
+@contextmanager
+def hearing_of_pass(roots: Iterable[Any]) -> Iterator[None]:
+    """Around a backward pass: whether it may leave gradients of split weights that wait for their average."""
+    if torch._C._current_graph_task_id() >= 0:  # a pass within a pass
+        yield
+        return
+    for root in list(_waiting):
+        _drop_cleared(root)
     for root in roots:
         if not all(unit.reduce_grads for unit in units(root)):
             _waiting.add(root)
+    yield
+    for root in list(_waiting):
+        if waiting := _not_averaged(root):
+            show_waiting(waiting)
+        elif all(unit.reduce_grads for unit in units(root)):
+            _waiting.discard(root)
+
+
+def _drop_cleared(root: Any) -> None:
+    drop_cleared(_not_averaged(root), _drop)
+
+
+def _drop(held: Any) -> None:
+    held.unsharded_accumulated_grad = held._unsharded_param.grad = None
 
 
 def clear_by_zero_grad(root: Any) -> None:
@@ -163,7 +186,7 @@ def _clear(root: Any, ids: Collection[int]) -> None:
     left = [held for held in _not_averaged(root) if id(held.sharded_param) not in ids]
     for held in _not_averaged(root):
         if id(held.sharded_param) in ids:
-            held.unsharded_accumulated_grad = held._unsharded_param.grad = None
+            _drop(held)
     if not left:
         _waiting.discard(root)
 
