@@ -128,7 +128,7 @@ def test_a_rank_without_ids() -> None:
 )
 def test_an_all_reduce_sends_no_more_for_more_ranks(ranks: int, rows: int, alone: bool) -> None:
     """Beside other gradients rows travel however many they are."""
-    table = SimpleNamespace(rows=100, dim=8, trainable=True)
+    table = SimpleNamespace(rows=100, dim=8, trains=True)
     placement: Any = SimpleNamespace(trains_local=True, tables=[table], is_local=[True])
     touched = [Touched(rows, rows * 8)] * ranks
     assert are_fewer(placement, touched, True, 4)
@@ -137,7 +137,7 @@ def test_an_all_reduce_sends_no_more_for_more_ranks(ranks: int, rows: int, alone
 
 def test_large_tables_are_compared_with_an_all_reduce() -> None:
     """On one axis too: only what does not go beside other gradients is summed there."""
-    table = SimpleNamespace(rows=1 << 20, dim=15, trainable=True)
+    table = SimpleNamespace(rows=1 << 20, dim=15, trains=True)
     placement: Any = SimpleNamespace(trains_local=True, tables=[table], is_local=[True])
     assert are_fewer(placement, [Touched(1 << 18, 15 << 18)] * 4, True, 4)
     assert not are_fewer(placement, [Touched(1 << 19, 15 << 19)] * 4, True, 4)

@@ -106,9 +106,10 @@ class Engine:
             self.peers.replicas if sync_interval > 1 else None,
         )
         self._rows = tuple(self.tables[f.table].rows for f in self.placement.features)
-        self._trainable = [t.trainable for t in tables]
+        self.trains = [t.trains for t in tables]
+        """Which get gradients."""
         # What autograd sees of them: those that get a gradient, or one, so that the results want theirs.
-        trained = [i for i, t in enumerate(tables) if t.trainable]
+        trained = [i for i, t in enumerate(tables) if t.trains]
         self.learning = [i for i in trained if tables[i].optimizer is None] or trained[:1]
         """Tables whose parameters autograd knows as inputs of the lookup."""
         self.places: list[tuple[dict[str, Any], str]] = []  # of the parameters in the module, set by it
@@ -128,9 +129,9 @@ class Engine:
         self.input_dist = InputDist(self.placement, self.peers, device, *of_ids)
         replicas = Replicas(self.store, self.peers, self.sync_interval)
         self.path = (UnpooledPath if self.unpooled else PooledPath)(self.input_dist, replicas, dtype, device)
-        self._watch_terms()
+        self.watch_terms()
 
-    def _watch_terms(self) -> None:
+    def watch_terms(self) -> None:
         """Have terms of the loss over tables that are cut be looked at; who is updated in the backward takes none."""
         of = weakref.ref(self)
         for index, table in enumerate(self.tables):
@@ -204,8 +205,8 @@ class Engine:
             ready: _Ready | None = None
             problem: Exception | None = None
             try:
-                if is_training and wants_grad != self._trainable:
-                    changed = next(i for i, wants in enumerate(wants_grad) if wants != self._trainable[i])
+                if is_training and wants_grad != self.trains:
+                    changed = next(i for i, wants in enumerate(wants_grad) if wants != self.trains[i])
                     raise Fault(Kind.FROZEN, next((f.index for f in self.placement.features if f.table == changed), -1))
                 ready = self._make_ready(parse, spent)
             except Exception as error:  # the others wait in the handshake: they are told, and this error is shown here
@@ -243,7 +244,7 @@ class Engine:
             call.path is self.path
             and call.is_training == is_training
             and call.wants_weight_gradient == of_weights
-            and not (is_training and wants_grad != self._trainable)
+            and not (is_training and wants_grad != self.trains)
         )
 
     def finish(self, call: Call) -> list[torch.Tensor]:

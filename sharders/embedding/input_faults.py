@@ -58,8 +58,8 @@ class Kind(Enum):
     SHAPE = "the input has {value} dims; expected 2, or 1 with offsets"
     OFFSETS = "offsets must begin at 0, not decrease, and not pass the {expected} ids; found {value}"
     FROZEN = (
-        "requires_grad of the table of feature {feature!r} has changed since it was wrapped; freeze "
-        "tables before wrapping, or all of the module's at once"
+        "the table of feature {feature!r} was frozen when it was wrapped, and has no state to be trained with; wrap it "
+        "trained, and freeze it then, for as long as you like"
     )
     UNREADABLE = "it cannot be read; that rank's own error says why"
     ELSEWHERE = (

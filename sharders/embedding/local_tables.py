@@ -167,6 +167,18 @@ class TableStore:
         self.parameters = list(parameters)
         self._settle()
 
+    def take(self, other: TableStore) -> None:
+        """Take over values, state and counts of a store with the same shards, however they are grouped there."""
+        of_other = {index: (bank, i) for index, bank, i in other._places()}
+        with torch.no_grad():
+            for index, bank, i in self._places():
+                old, at = of_other[index]
+                for c in range(len(bank.chunks[i])):
+                    bank.chunk_view(i, c).copy_(old.chunk_view(at, c))
+                    for name in bank.state:
+                        bank.state_view(name, i, c).copy_(old.state_view(name, at, c))
+        self.count_as(other)
+
     def count_as(self, other: TableStore) -> None:
         """Take over how often each table was updated."""
         counts = {index: bank.steps[i] for index, bank, i in other._places()}
@@ -258,7 +270,7 @@ class TableStore:
         slots = range(mine[0][0], mine[-1][0] + 1) if mine else range(0)
         assert len(slots) == len(mine), "slots of one bank must be one run"
         lookup = kernels.compile_lookup(bank, ranges, self.kernel)
-        return TBE(bank, lookup, tables, slots, [f.index for f in features], is_local, first.trainable)
+        return TBE(bank, lookup, tables, slots, [f.index for f in features], is_local, first.trains)
 
     def _offsets(self, index: int) -> list[tuple[int, int]]:
         if self.placement.is_local[index]:

@@ -70,12 +70,13 @@ def watch(parameter: torch.Tensor, shards: Sequence[Shard], size: tuple[int, int
         size: of the table.
         name: of the table, for messages; may not hold the parameter.
     """
-    if hasattr(parameter, "_dmp_part") or not parameter.requires_grad:
-        return
     _stand_in()
     rows_are_whole = all(shard.sizes[1] == size[1] for shard in shards)
     kind = _Kind.WHOLE if len(shards) == 1 else _Kind.ROWS if rows_are_whole else _Kind.ELEMENTS
+    is_watched = hasattr(parameter, "_dmp_part")
     parameter._dmp_part = _Part(kind, name)  # type: ignore[attr-defined]
+    if is_watched or not parameter.requires_grad:
+        return
 
     @torch.utils.hooks.unserializable_hook  # type: ignore[untyped-decorator]
     def look(gradient: torch.Tensor) -> None:

@@ -115,9 +115,11 @@ class Path(Generic[Given]):
         with phase(spent, BACKWARD):
             gradients: dict[int, torch.Tensor] = {}
             for tbe in self.store.sharded:
+                if not tbe.is_trainable:
+                    continue
                 if tbe.bank.spec is not None:
                     tbe.bank.step()
-                elif tbe.is_trainable and not tbe.slots:
+                elif not tbe.slots:
                     gradients[id(tbe)] = torch.zeros_like(tbe.bank.weights)
             for tbe, flat in self._train(call, grads):
                 if flat is not None:

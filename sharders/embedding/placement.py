@@ -33,7 +33,8 @@ class Table:
         features: names of the inputs that read it, in the order of the module's results.
         mean: pool by mean instead of sum.
         optimizer: runs in the backward pass; None gives an ordinary `.grad`.
-        trainable: False for a frozen table.
+        trainable: False for a table that was frozen when it was sharded: it has no optimizer state.
+        rests: frozen since; it keeps that.
         group: tells tables apart that have param groups of their own already, by which they are not stored together.
     """
 
@@ -45,12 +46,18 @@ class Table:
     mean: bool = False
     optimizer: OptimizerSpec | None = None
     trainable: bool = True
+    rests: bool = False
     group: int = 0
 
     @property
-    def bank_key(self) -> tuple[str, bool, str, int]:
+    def trains(self) -> bool:
+        """Whether it gets gradients."""
+        return self.trainable and not self.rests
+
+    @property
+    def bank_key(self) -> tuple[str, bool, bool, str, int]:
         """Tables with one key are stored and updated together."""
-        return str(self.dtype), self.trainable, repr(self.optimizer), self.group
+        return str(self.dtype), self.trainable, self.rests, repr(self.optimizer), self.group
 
 
 @dataclass(frozen=True)
@@ -110,7 +117,7 @@ class Placement:
         self.tables = list(tables)
         self.shards = [lay.shards((t.rows, t.dim), env) for t, lay in zip(tables, layouts, strict=True)]
         self.is_local = [is_replicated(s, (t.rows, t.dim)) for t, s in zip(tables, self.shards, strict=True)]
-        self.trains_local = any(t.trainable for t, local in zip(tables, self.is_local, strict=True) if local)
+        self.trains_local = any(t.trains for t, local in zip(tables, self.is_local, strict=True) if local)
         read = ((name, table) for table, of in enumerate(self.tables) for name in of.features)
         self.features = [Feature(index, name, table) for index, (name, table) in enumerate(read)]
         by_table = {table: list(of_table) for table, of_table in groupby(self.features, lambda f: f.table)}
@@ -132,7 +139,7 @@ class Placement:
                 key=lambda s: (self.storage_order(s.table), s.width if unpooled or self.by_partials[s.table] else 0)
             )
 
-    def storage_order(self, table: int) -> tuple[bool, tuple[str, bool, str, int]]:
+    def storage_order(self, table: int) -> tuple[bool, tuple[str, bool, bool, str, int]]:
         """Equal for tables that are stored and looked up together, unless one of them is local."""
         return self.by_partials[table], self.tables[table].bank_key
 

@@ -6,7 +6,7 @@ import copy
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from sharders.embedding.lookup.optimizers import OptimizerSpec
 from sharders.embedding.peers import find_peers
 from sharders.embedding.placement import Table
 from sharders.embedding.representatives import representatives
+from sharders.embedding.resting import apart, as_they_are, resting
 from sharders.embedding.tensor_slice import tensor_ranks
 from sharders.embedding.torchrec_form import TorchRecForm, check_gradients_are_means, make_known
 from sharders.embedding.unread_weight import Unread
@@ -136,6 +137,7 @@ class TableModule(Watched, TorchRecForm):
         self._unsharded_type = type(original)
         make_known(type(self))
         self._options = options
+        self._of_store: tuple[Any, dict[str, FusedParameter]] = (None, {})
         values = {i: original.get_parameter(t.parameter) for i, t in enumerate(tables)}
         self._engine.store.load_all({i: v for i, v in values.items() if not v.is_meta})
         for fused in self._engine.store.fused_parameters():
@@ -178,6 +180,8 @@ class TableModule(Watched, TorchRecForm):
 
     def begin(self, *inputs: Any, **keywords: Any) -> Call:
         """Input dist of a batch, of the forward's arguments: see `Engine.begin`."""
+        if (rest := resting(self._engine)) is not None:
+            self.run_by(apart(self._engine, rest, self._options))
         return self._engine.begin(lambda: self.ids_of(*inputs, **keywords))
 
     def finish(self, call: Call) -> Any:
@@ -227,20 +231,23 @@ class TableModule(Watched, TorchRecForm):
 
     def fused_parameters(self) -> Iterable[FusedParameter]:
         """Tables that are updated in the backward pass."""
-        return self._engine.store.fused_parameters()
+        for fused in self._engine.store.fused_parameters():
+            yield replace(fused, state=partial(self._state_of, fused.name))
+
+    def _state_of(self, name: str) -> dict[str, torch.Tensor]:
+        """Optimizer state of a table as it is by now: it may be stored beside others."""
+        if self._of_store[0] is not self._engine.store:
+            self._of_store = self._engine.store, {f.name: f for f in self._engine.store.fused_parameters()}
+        return self._of_store[1][name].state()
 
     def resharded(self, plan: Mapping[str, ParameterSharding]) -> ReshardedTables:
         """Its tables under another plan, without their values: see `dmp.Resharded`."""
         old = self._engine
         old.check_parameters()
-        options = old.store.options
-        groups = [next(i for i, other in enumerate(options) if other is own) for own in options]
-        tables = [
-            replace(table, dtype=old.dtype_of(i), group=group)
-            for i, (table, group) in enumerate(zip(old.tables, groups, strict=True))
-        ]
+        tables = as_they_are(old)
         layouts = [plan[table.parameter].layout for table in tables]
-        return ReshardedTables(self, Engine(tables, layouts, old.env, old.device, options=options, **self._options))
+        options = {"options": old.store.options, **self._options}
+        return ReshardedTables(self, Engine(tables, layouts, old.env, old.device, **options))
 
     @property
     def engine_options(self) -> dict[str, Any]:
@@ -271,7 +278,7 @@ class TableModule(Watched, TorchRecForm):
         new = type(self).__new__(type(self))
         memo[id(self)] = new
         copy.deepcopy(self._engine, memo)  # first, for it tells `memo` the parameters' copies
-        new.__dict__ = copy.deepcopy(self.__dict__, memo)
+        new.__dict__ = copy.deepcopy({**self.__dict__, "_of_store": (None, {})}, memo)
         new._tell_places()
         return new
 

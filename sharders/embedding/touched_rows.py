@@ -54,7 +54,7 @@ def touched_at_most(placement: Placement, batch: Batch) -> Touched:
     local = [
         (min(n, table.rows), table.dim)
         for n, table, is_local in zip(ids, placement.tables, placement.is_local, strict=True)
-        if is_local and table.trainable
+        if is_local and table.trains
     ]
     return Touched(sum(rows for rows, _ in local), sum(rows * dim for rows, dim in local))
 
@@ -73,7 +73,7 @@ def are_fewer(placement: Placement, at_most: Sequence[Touched], is_flat: bool, i
     whole = sum(
         table.rows * (table.dim + 1)
         for table, is_local in zip(placement.tables, placement.is_local, strict=True)
-        if is_local and table.trainable
+        if is_local and table.trains
     )
     num = len(at_most)
     named = sum(of_rank.elements + 2 * of_rank.rows for of_rank in at_most)

@@ -22,6 +22,7 @@ import torch
 from dmp import ChunkedTensor, Layout, Shard, ShardError, ShardingEnv, data_parallel, is_replicated, rectangles
 from sharders.channel import Channel
 from sharders.embedding.engine import Engine
+from sharders.embedding.resting import as_they_are
 from sharders.embedding.table_module import TableModule
 from sharders.managed_collision.id_map import IdMap, blocks_of
 from sharders.managed_collision.reset import as_chunks, draw_rows
@@ -101,17 +102,15 @@ class Growth:
     def _larger(self, tables: TableModule, index: int, rows: int) -> Engine:
         """The tables, one with more rows; without values."""
         old = tables._engine
-        options = old.store.options
-        groups = [next(i for i, other in enumerate(options) if other is own) for own in options]
         table = old.tables[index]
         larger, layouts = [], []
-        for i, (each, group, shards) in enumerate(zip(old.tables, groups, old.placement.shards, strict=True)):
+        for i, (each, shards) in enumerate(zip(as_they_are(old), old.placement.shards, strict=True)):
             here = list(shards)
             if i == index:
                 here = _with_more(here, self._layouts[i], table.rows, (rows - table.rows, table.dim), old.env)
-            larger.append(replace(each, dtype=old.dtype_of(i), group=group, rows=rows if i == index else each.rows))
+            larger.append(replace(each, rows=rows if i == index else each.rows))
             layouts.append(data_parallel() if old.placement.is_local[i] else rectangles(here))
-        return Engine(larger, layouts, old.env, old.device, options=options, **tables.engine_options)
+        return Engine(larger, layouts, old.env, old.device, options=old.store.options, **tables.engine_options)
 
 
 def _with_more(

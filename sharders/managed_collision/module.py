@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -183,11 +182,7 @@ class ShardedManagedCollision(nn.Module):
     def fused_parameters(self) -> Iterable[FusedParameter]:
         """Tables that are updated in the backward pass."""
         for fused in self._embedding_module.fused_parameters():
-            yield replace(fused, name=f"{TABLES}.{fused.name}", state=partial(self._state_of, fused.name))
-
-    def _state_of(self, name: str) -> dict[str, torch.Tensor]:
-        """Optimizer state of a table as it is by now: it may have grown."""
-        return next(fused.state() for fused in self._embedding_module.fused_parameters() if fused.name == name)
+            yield replace(fused, name=f"{TABLES}.{fused.name}")
 
     def resharded(self, plan: Mapping[str, ParameterSharding]) -> ReshardedManagedCollision:
         """Its tables under another plan: see `dmp.Resharded`; maps follow in the next forward."""
