@@ -32,9 +32,10 @@ from planner.costs.cost_model import CostModel
 from planner.costs.protocol import CostProtocol, checked
 from planner.costs.topology import Topology
 from planner.dense.asked import asked_of_dense
-from planner.dense.decide import decide, split_as, vocabularies
+from planner.dense.decide import Dense, decide, split_as, vocabularies
 from planner.dense.model import DenseModel
 from planner.dense.modules import said_of_lazy
+from planner.largest_batch import MOST_PIECES, largest_batch, room_for
 from planner.observed.observation import Observation
 from planner.observed.observe import observe
 from planner.one_thread import on_one_thread
@@ -218,6 +219,14 @@ class ShardingPlanner:
         phases, took = tuple(self.cost_model.phases), time.monotonic() - begin
         dense = replace(dense, notes=(*said_of_lazy(module), *dense.notes, *tables.notes, *gaps))
         report = summarise(setting, shapes, candidates, layouts, problem, solution, dense, phases, took)
+        if len(layouts) * env.table_size <= MOST_PIECES:
+            given_dense = {**as_dense, **dense.layouts}
+
+            def dense_for(batch_size: int) -> Dense:
+                return decide(model, found.placements, given_dense, env, topology, batch_size)
+
+            room = room_for(request, layouts, tables.leeway, topology, dense_for)
+            report = replace(report, largest_batch=largest_batch(room, self.batch_size))
         progress.stage("replica groups")
         if not pinned and (worth_asking(report, env) if self.advises is None else self.advises):
             report = replace(report, notes=(*report.notes, *self._advice(module, report, topology, found)))

@@ -93,9 +93,7 @@ def rows_together(colocate: str, members: Sequence[str], offered: Sequence[Seque
     found = [
         row
         for row in found
-        if row.family.units
-        or (row.family.size, row.family.filled) not in divisible
-        or costed.offers[row.rows[0]].own
+        if row.family.units or (row.family.size, row.family.filled) not in divisible or costed.offers[row.rows[0]].own
     ]
     if not found:
         texts = {m: [costed.offers[r].family.name for r in rows] for m, rows in zip(members, offered, strict=True)}

@@ -80,12 +80,14 @@ class Answer:
 
     Args:
         notes: what a user must know of it.
+        leeway: what was given up.
     """
 
     candidates: Candidates
     problem: Problem
     solution: Solution
     notes: tuple[str, ...] = ()
+    leeway: Leeway = _LEEWAYS[0]
 
 
 class NoPlan(Exception):
@@ -142,7 +144,7 @@ def answer(request: Request, out_of_time: Callable[[], bool], told: Told = lambd
         notes = (_without_state(candidates, unknown, problem, solution),) if leeway.no_state else ()
         for note in notes:
             _log.warning(note)
-        return Answer(candidates, problem, solution, notes)
+        return Answer(candidates, problem, solution, notes, leeway)
     assert failed is not None
     raise failed
 

@@ -207,9 +207,7 @@ def settled_of(model: CostProtocol, tables: ShardTable, env: ShardingEnv, batch_
     return found
 
 
-def ways_of(
-    model: CostProtocol, tables: ShardTable, env: ShardingEnv, batch_size: float
-) -> tuple[CostProtocol, ...]:
+def ways_of(model: CostProtocol, tables: ShardTable, env: ShardingEnv, batch_size: float) -> tuple[CostProtocol, ...]:
     """What `settled_of` may give for plans of these parameters, whatever they copy; so no plan costs less than by all.
 
     A model that has `settled` has `ways` too, with these arguments.

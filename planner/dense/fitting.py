@@ -56,7 +56,12 @@ def _short(blocks: Sequence[DenseBlock], topology: Topology) -> float:
 
 def fits_with_activations(blocks: Sequence[DenseBlock], topology: Topology) -> bool:
     """Whether all that dense weights need is there, activations as they are estimated."""
-    return _total(blocks, *PARTS) <= _most(topology)
+    return left_by(blocks, topology) >= 0
+
+
+def left_by(blocks: Sequence[DenseBlock], topology: Topology) -> float:
+    """Bytes of a rank that they leave, activations as they are estimated; negative where these do not fit."""
+    return _most(topology) - _total(blocks, *PARTS)
 
 
 def counted_activations(blocks: Sequence[DenseBlock], topology: Topology, batch_size: float) -> tuple[int, str]:

@@ -38,6 +38,8 @@ class Figures:
         dense_seconds: of a step on every rank, by what they go to (`planner.dense.block.SECONDS`), besides the phases.
         dense_bytes: on every rank, by part (`planner.dense.block.PARTS`), besides `rank_bytes`.
         reads: what batches read of parameters; None where the cost model is not `CostModel`.
+        largest_batch: samples per data rank that this plan has room for, as far as was looked; 0 where nothing was
+            found, or looked for: of plans of very many tables on very many ranks.
     """
 
     setting: Setting
@@ -57,6 +59,7 @@ class Figures:
     dense_seconds: Mapping[str, float] = field(default_factory=dict)
     dense_bytes: Mapping[str, int] = field(default_factory=dict)
     reads: Reads | None = None
+    largest_batch: int = 0
 
     def sent_bytes(self, env: ShardingEnv) -> NDArray[np.float64] | None:
         """(ranks, phases) that each rank of the mesh sends to others in a step; None where nobody knows.

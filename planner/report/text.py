@@ -43,6 +43,7 @@ def _headline(f: Figures) -> list[str]:
         f"planned in {f.planning_seconds:.2f} s{cut}; all figures are the cost model's",
         f"{s.model}: {', '.join(parts) or 'no parameters'}",
         f"mesh {s.mesh_text()}; batch {s.batch_text()}",
+        *([f"a batch of up to {f.largest_batch:,} on each rank fits"] if f.largest_batch else []),
         f"a rank: {s.machine_text()}"[:_WIDTH],
     ]
 

@@ -174,9 +174,7 @@ class Packer:
         costs: Array = self.potential.costs(loads, size).mean(0)
         return costs
 
-    def _bar_large(
-        self, costs: Array, menu: Menu, low: int, shape: tuple[int, int], open_ranks: Ranks | None
-    ) -> None:
+    def _bar_large(self, costs: Array, menu: Menu, low: int, shape: tuple[int, int], open_ranks: Ranks | None) -> None:
         (size, filled), placement, potential = shape, self.placement, self.potential
         room = potential.limit - placement.local[:, -1] - placement.every[-1]
         room = room.reshape(-1, size)[:, :filled].min(1)

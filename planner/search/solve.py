@@ -177,9 +177,7 @@ def _hosts(problem: Problem) -> int:
     return MANY_HOSTS if len(problem.item_class) <= SHAKEN else SEVERAL_HOSTS
 
 
-def _guide(
-    problem: Problem, cuts: Cuts, best: Best, optimum: Optimum, out_of_time: Callable[[], bool]
-) -> float:
+def _guide(problem: Problem, cuts: Cuts, best: Best, optimum: Optimum, out_of_time: Callable[[], bool]) -> float:
     """Pack starts like the relaxed optimum; returns the work."""
     group, few = ranks_together(problem), len(problem.item_class) <= SHAKEN
     work, last, found = 0.0, 0.0, np.inf
