@@ -13,14 +13,18 @@ from torch import nn
 from dmp import Layout, ShardingEnv, data_parallel, row_wise, table_wise
 from planner import Constraint, CostModel, ShardingPlanner
 from planner.candidates.candidates import Candidates
-from planner.costs.copies import Travel, travel, ways
+from planner.costs.copies import Travel, conditions, travel, ways
 from planner.costs.cost_model import BACKWARD, FORWARD, GRADIENT, SYNC
 from planner.costs.protocol import ShardTable
 from planner.costs.speeds import Speeds
 from planner.costs.step import Placed, phase_seconds, whole
+from planner.search.bound import lower_bound
+from planner.search.bound_held import bound_of_held
+from planner.search.placement import Part, Placement, even
 from sharders import default_sharders
 from tests.planner_bags import MEASURED, bags, hosts, one_axis
 from tests.test_cost_model import ENVS, by_name, info
+from tests.test_planner_families import drawn
 
 
 @pytest.mark.parametrize("env", ENVS, ids=str)
@@ -111,6 +115,8 @@ def test_a_plan_is_of_one_of_the_ways_that_are_asked() -> None:
             plan = [t._replace(replicated=c) for t, c in zip(tables, copied.tolist(), strict=True)]
             way = travel(ShardTable.of(plan), env, samples)
             assert way is None or way in asked
+            for adds, least in conditions(way, ShardTable.of(tables), env, samples) if way is not None else ():
+                assert adds[copied].sum() >= least - 1e-9 * np.abs(adds).sum()
             found.add(way)
         left_out += len(Travel) - len(asked)
     assert found == {None, *Travel} and left_out > 1000
@@ -127,3 +133,38 @@ def test_no_plan_of_any_way_costs_less_than_the_bound() -> None:
             pins = {f"t{i}.weight": layout for i, layout in enumerate(chosen)}
             seconds.append(planner.plan(module, default_sharders(), env, pinned=pins).report.step_seconds)
         assert bound <= min(seconds) * (1 + 1e-9)
+
+
+def test_what_must_be_copied_for_a_way_is_counted() -> None:
+    """Of 26 tables on two ranks 14 are copied; were all, their gradients would travel alone, and cost less."""
+    module = bags(*((rows, 128) for rows in np.geomspace(10, 2e6, 26).astype(int).tolist()))
+    planner, gaps = ShardingPlanner(batch_size=2048, constraints={"*": Constraint(pooling_factor=1)}), []
+    for conditions_of in (Candidates.conditions, lambda _: iter(())):
+        with mock.patch.object(Candidates, "conditions", conditions_of):
+            gaps.append(planner.plan(module, default_sharders(), one_axis(2)).report.gap)
+    assert gaps[0] < 0.5 * gaps[1]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_plan_of_which_a_sum_is_so_much_costs_less_than_the_bound_of_those(seed: int) -> None:
+    """All plans of four items on two ranks, and sums that one plan in three, in ten and in a hundred have."""
+    p, random = drawn(seed, 4, 2, (1, 2), 2, 1e9, 1), np.random.default_rng(seed)
+    adds = random.normal(size=len(p.table.size))
+    of_item = []
+    for first, stop in zip(p.starts[p.item_class], p.starts[p.item_class + 1], strict=True):
+        parts = []
+        for row in range(first, stop):
+            size, units = int(p.table.size[row]), int(p.table.units[row])
+            blocks = [(b,) for b in range(2 // size)] + ([(0, 1)] if size == 1 and units > 1 else [])
+            parts += [Part(row, of, even(units, len(of))) for of in blocks]
+        of_item.append(parts)
+    plans = list(product(*of_item))
+    seconds = np.array([Placement.of(p, plan).seconds() for plan in plans])
+    sums = np.array([sum(adds[part.row] for part in plan) for plan in plans])
+    free, gained = lower_bound(p, float(seconds.max())), 0
+    for share in (1 / 3, 0.1, 0.01):
+        least = float(np.sort(sums)[int(len(sums) * (1 - share))])
+        bound = bound_of_held(p, adds, least, free, float(seconds.max()))
+        assert free.seconds <= bound <= seconds[sums >= least].min() * (1 + 1e-9)
+        gained += bound > free.seconds * 1.001
+    assert gained

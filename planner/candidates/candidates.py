@@ -27,7 +27,7 @@ from planner.candidates.in_place import (
 )
 from planner.candidates.movable import Placed
 from planner.candidates.offered import Answered, Asked, Offer, offers
-from planner.costs.protocol import AWAY, CostProtocol, ShardTable, settled_of, setups_of, ways_of
+from planner.costs.protocol import AWAY, CostProtocol, ShardTable, conditions_of, settled_of, setups_of, ways_of
 from planner.observed.observation import Observation
 from planner.observed.row_curve import RowCurve
 from planner.search.cost_table import Array, CostTable
@@ -214,6 +214,25 @@ class Candidates:
         for model in ways_of(setting.model, self._tables(()), setting.env, setting.batch_size):
             if all(model != other for other in known):
                 yield self._by(model)
+
+    def conditions(self) -> Iterator[tuple[Array, float]]:
+        """See `conditions_of`: (rows of the problem's table,) what an item adds that takes one, and the least sum."""
+        setting, names = self.setting, [*self.class_of, *self.pinned]
+        is_copied = [offer.is_copied for offer in self.costed.offers]
+        pinned = {self.pinned_rows[name]: name for name in self.pinned}
+        for adds, least in conditions_of(setting.model, self._tables(()), setting.env, setting.batch_size):
+            of_name = dict(zip(names, adds.tolist(), strict=True))
+            of_class = {of: of_name[name] for name, of in self.class_of.items()}
+            yield (
+                np.array(
+                    [
+                        sum(of_class[int(self.costed.owner[row])] for row in of.rows if is_copied[row])
+                        for of_item in self.table_rows
+                        for of in of_item
+                    ]
+                ),
+                least - sum(of_name[name] for row, name in pinned.items() if is_copied[row]),
+            )
 
     def _tables(self, copied: Collection[str]) -> ShardTable:
         """All parameters, each as one shard."""

@@ -7,7 +7,8 @@ outside the backward pass is left out, which nobody knows before they are made. 
 [Note: settled costs] What a copy costs depends on what else is copied (`settled_of`). The search is told costs as of a
 plan that is likely. Where it finds one that these are not of, that plan is costed anew, and the search asked again with
 what it is of; the quickest plan of all is taken, each costed as what it is. A search's bound is of the plans that its
-costs are of; those that were never searched (`ways_of`) are asked for plans that cost less than the lowest of these.
+costs are of; those that were never searched (`ways_of`) are asked for plans that cost less than the lowest of these, and that copy
+what such plans must (`conditions_of`).
 """
 
 from __future__ import annotations
@@ -30,12 +31,15 @@ from planner.candidates.shortage import Shortage, shortage
 from planner.costs.protocol import BYTES, CostProtocol
 from planner.search.best import Told
 from planner.search.bound import lower_bound
+from planner.search.bound_held import bound_of_held
 from planner.search.problem import Infeasible, Problem
 from planner.search.solve import Solution, search
 
 _log = logging.getLogger("dmp")
 _SEARCHES = 3
 """At most, of one request: each with costs of a plan that the one before found."""
+_CLOSE = 5e-4
+"""Nobody cares how much of this part of a bound is missing."""
 _LEEWAYS = (Leeway(), Leeway(narrow_columns=True), Leeway(no_state=True), Leeway(True, True))
 
 
@@ -180,8 +184,17 @@ def _settled(request: Request, found: _Found, out_of_time: Callable[[], bool], t
     candidates, problem, solution = min(plans, key=lambda of: of[2].seconds)
     bound = min(bound, solution.seconds)
     for other in candidates.other_ways(known):
-        bound = lower_bound(other.problem(request.dense_bytes), bound, out_of_time).seconds
+        bound = _bound(other, other.problem(request.dense_bytes), bound, out_of_time)
     return candidates, problem, replace(solution, lower_bound=bound)
+
+
+def _bound(candidates: Candidates, problem: Problem, upper: float, out_of_time: Callable[[], bool]) -> float:
+    """Seconds that no plan goes below that copies something, and whose costs these are; `upper` where that is less."""
+    free = lower_bound(problem, upper, out_of_time)
+    least = free.seconds
+    for adds, needed in candidates.conditions() if least < upper * (1 - _CLOSE) else ():
+        least = max(least, bound_of_held(problem, adds, needed, free, upper, out_of_time))
+    return least
 
 
 def _moved(solution: Solution, before: Candidates, after: Candidates, problem: Problem) -> Solution:

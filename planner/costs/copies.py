@@ -84,6 +84,33 @@ def ways(tables: ShardTable, env: ShardingEnv, samples: float) -> list[Travel]:
     return found
 
 
+def conditions(way: Travel, tables: ShardTable, env: ShardingEnv, samples: float) -> list[tuple[Array, float]]:
+    """What is so of every plan whose copies travel that way: a sum over copied tables, and how much it is at least.
+
+    Args:
+        tables: all parameters, each as one shard.
+        samples: of a rank.
+
+    Returns:
+        (parameters,) what each adds that is copied, and the least sum.
+    """
+    is_table = tables.is_table.astype(np.float64)
+    own_ids, widest = samples * tables.ids_per_sample, float((wire_item(tables) * is_table).max())
+    whole, come = _whole(tables) * is_table, _come(tables, env, own_ids, widest) * is_table
+    saved = env.size * _named(tables, own_ids) * (tables.columns + 2) * is_table - min(2, env.size) * whole
+    own = _result_bytes(tables, samples, widest) * tables.pooled * is_table
+    if not may_go_beside(env):
+        return [(saved, 0.0) if way is Travel.WHOLE else (-saved, 0.0)]
+    few = -come, -float(BESIDE_BYTES)
+    return {
+        Travel.BESIDE: [few, (own, float(own.sum()) - APART_BYTES)],
+        Travel.ALONE: [few, (-own, APART_BYTES - float(own.sum()))],
+        Travel.ONLY: [few, (is_table, float(is_table.sum()))],
+        Travel.AFTER: [(come, float(BESIDE_BYTES))],
+        Travel.WHOLE: [(saved, 0.0), (env.table_size * widest * whole, float(BESIDE_BYTES))],
+    }[way]
+
+
 def each_by_rows(p: ShardTable, own_ids: Array, env: ShardingEnv) -> Flags:
     """Whether of a copied table those rows travel that batches name, not all, were it the only one.
 

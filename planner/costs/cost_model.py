@@ -35,7 +35,16 @@ from typing import NamedTuple
 import numpy as np
 
 from dmp import ShardingEnv
-from planner.costs.copies import BESIDE_BYTES, Travel, each_by_rows, may_go_beside, travel, ways, wire_item
+from planner.costs.copies import (
+    BESIDE_BYTES,
+    Travel,
+    conditions,
+    each_by_rows,
+    may_go_beside,
+    travel,
+    ways,
+    wire_item,
+)
 from planner.costs.links import Axis, all_to_all, axes_of, latency
 from planner.costs.protocol import (
     ALL_REDUCE,
@@ -123,6 +132,10 @@ class CostModel:
     def ways(self, tables: ShardTable, env: ShardingEnv, batch_size: float) -> tuple[CostModel, ...]:
         """See `ways_of`."""
         return tuple(replace(self, travel=way) for way in ways(tables, env, batch_size / env.tensor_size))
+
+    def conditions(self, tables: ShardTable, env: ShardingEnv, batch_size: float) -> list[tuple[Array, float]]:
+        """See `conditions_of`."""
+        return [] if self.travel is None else conditions(self.travel, tables, env, batch_size / env.tensor_size)
 
     def costs(self, shards: ShardTable, env: ShardingEnv, topology: Topology, batch_size: float) -> tuple[Array, Array]:
         """See `CostProtocol`."""

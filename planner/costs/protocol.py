@@ -217,6 +217,21 @@ def ways_of(model: CostProtocol, tables: ShardTable, env: ShardingEnv, batch_siz
     return found
 
 
+def conditions_of(
+    model: CostProtocol, tables: ShardTable, env: ShardingEnv, batch_size: float
+) -> list[tuple[Array, float]]:
+    """What is so of all plans for which `settled_of` gives this model, but for those that copy nothing.
+
+    A model may say so by `conditions`, with these arguments; it makes bounds higher.
+
+    Returns:
+        For each condition: (parameters,) what each adds that is copied, and what the sum is at least.
+    """
+    said = getattr(model, "conditions", None)
+    found: list[tuple[Array, float]] = [] if said is None else said(tables, env, batch_size)
+    return found
+
+
 def kinds_of(info: ParameterInfo, is_copied: bool, has_row_blocks: bool, is_straight: bool) -> int:
     """Set-ups that a parameter needs, a bit each: sums over row blocks are of tables alone.
 
