@@ -7,6 +7,7 @@
 - `costed`: offers with their costs
 - `in_place`: pinned parameters
 - `groups`: parameters that are placed as one
+- `items`: parameters and groups as items of the search, with a table of their costs
 - `candidates`: what each parameter may get, as a problem for the search
 - `shortage`: what does not fit by bytes alone, and what surely does
 - `request`: the tables to plan, and the plan that the search finds for them

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
-from operator import or_
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +13,7 @@ from dmp import Layout, ModuleSharder, ParameterInfo, PlanError
 from planner.candidates.constraints import Constraint
 from planner.candidates.costed import Class, Costed, CostSetting, costed
 from planner.candidates.family import UNIT, Family, layout_of
-from planner.candidates.groups import Group, Row, costs_together, groups_of, rows_together
+from planner.candidates.groups import Group, Row, groups_of
 from planner.candidates.in_place import (
     InPlace,
     add_load,
@@ -25,12 +23,13 @@ from planner.candidates.in_place import (
     in_place,
     ranks_held,
 )
+from planner.candidates.items import classes_of_groups, surely_needed, table_of
 from planner.candidates.movable import Placed
 from planner.candidates.offered import Answered, Asked, Offer, offers
-from planner.costs.protocol import AWAY, CostProtocol, ShardTable, conditions_of, settled_of, setups_of, ways_of
+from planner.costs.protocol import CostProtocol, ShardTable, conditions_of, settled_of, setups_of, ways_of
 from planner.observed.observation import Observation
 from planner.observed.row_curve import RowCurve
-from planner.search.cost_table import Array, CostTable
+from planner.search.cost_table import Array
 from planner.search.problem import Choice, Problem
 
 _WORTH = 1e-3
@@ -143,7 +142,7 @@ class Candidates:
         held = {name: ranks_held(of, found, rows[name], env.table_size) for name, of in kept.items()}
         check_ranks(kept, held, constraints)
         groups = groups_of(class_of, held_by_groups(held, constraints, "colocate"), constraints, env.table_size)
-        item_class, table_rows = _classes_of_groups(groups, class_of, constraints, found, len(classes))
+        item_class, table_rows = classes_of_groups(groups, class_of, constraints, found, len(classes))
         curves = {name: curve for name, curve in seen.items() if curve is not None}
         made = cls(
             *(setting, infos, constraints, found, class_of, kept, rows, groups, item_class, curves, table_rows),
@@ -273,8 +272,8 @@ class Candidates:
             add_load(base, of, self.costed, row, np.append(spans, 1))
             held[name] = ranks_held(of, self.costed, row, num_ranks)
             kinds |= self.costed.kinds(row)
-        table, room = self._table(), topology.usable_bytes - dense_bytes
-        kinds |= _surely_needed(table, self.item_class, room)
+        table, room = table_of(self.costed, self.table_rows), topology.usable_bytes - dense_bytes
+        kinds |= surely_needed(table, self.item_class, room)
         return Problem.of_table(
             table,
             self.item_class,
@@ -350,77 +349,6 @@ class Candidates:
         owner = self.costed.owner
         first, stop = np.searchsorted(owner, [self.class_of[name], self.class_of[name] + 1]).tolist()
         return range(first, stop)
-
-    def _table(self) -> CostTable:
-        """The families of all groups, as the search wants them."""
-        of, rows = self.costed, [row for of_class in self.table_rows for row in of_class]
-        owner = np.repeat(np.arange(len(self.table_rows)), [len(of_class) for of_class in self.table_rows])
-        family = np.array([row.family[1:5] for row in rows], dtype=np.int64).reshape(-1, 4)
-        first = np.array([row.rows[0] for row in rows], dtype=np.int64)
-        costs = [values[first] for values in (of.fixed, of.slope, of.everywhere, of.lack, of.lack_slope)]
-        ragged = {i: of.ragged[row.rows[0]] for i, row in enumerate(rows) if row.rows[0] in of.ragged}
-        for i, row in enumerate(rows):
-            if len(row.rows) > 1:
-                *of_group, loads = costs_together(row, of)
-                for values, value in zip(costs, of_group, strict=True):
-                    values[i] = value
-                ragged.pop(i, None)
-                if loads is not None:
-                    ragged[i] = loads
-        kinds = np.array([reduce(or_, map(of.kinds, row.rows)) for row in rows], dtype=np.int64)
-        size, pieces, units, least = family.T
-        fixed, slope, everywhere, lack, lack_slope = costs
-        filled = np.array([row.family.ranks for row in rows], dtype=np.int64)
-        return CostTable(
-            owner, size, pieces, units, least, fixed, slope, everywhere, kinds, ragged, lack, lack_slope, filled
-        )
-
-
-def _surely_needed(table: CostTable, item_class: NDArray[np.int64], room: float) -> int:
-    """Set-ups of every plan, a bit each, so that the search need not ask whether it does without.
-
-    They are those of all layouts of some item; and that of what is not copied, where there is no room to copy all.
-    """
-    counts = np.bincount(item_class)
-    start = np.flatnonzero(np.diff(table.owner, prepend=-1))
-    start = start[counts[table.owner[start]] > 0] if len(counts) else start[:0]
-    if not len(start):
-        return 0
-    is_asked = np.isin(table.owner, table.owner[start])
-    begin = np.flatnonzero(np.diff(table.owner[is_asked], prepend=-1))
-    kinds = table.kinds[is_asked]
-    of_copies = np.where(kinds & 1 << AWAY, np.inf, (table.fixed + table.everywhere)[is_asked, -1])
-    copied = float(np.minimum.reduceat(of_copies, begin) @ counts[table.owner[start]])
-    found = int(np.bitwise_or.reduce(np.bitwise_and.reduceat(kinds, begin)))
-    return found | (1 << AWAY if copied > 1.001 * room and (kinds & 1 << AWAY).any() else 0)
-
-
-def _classes_of_groups(
-    groups: Sequence[Group],
-    class_of: Mapping[str, int],
-    constraints: Mapping[str, Constraint],
-    costed: Costed,
-    num_classes: int,
-) -> tuple[NDArray[np.int64], tuple[tuple[Row, ...], ...]]:
-    """The class of each group, and the families of each class: first of single parameters, then of groups."""
-    open_rows: list[list[int]] = [[] for _ in range(num_classes)]
-    for row, owner in enumerate(costed.owner.tolist()):
-        if owner < num_classes and not costed.offers[row].objection:
-            open_rows[owner].append(row)
-    found = [tuple(Row(costed.offers[row].family, (row,)) for row in rows) for rows in open_rows]
-    known: dict[tuple[int, ...], int] = {}
-    item_class = []
-    for group in groups:
-        of_members = tuple(class_of[member] for member in group.members)
-        if len(of_members) == 1:
-            item_class.append(of_members[0])
-            continue
-        if of_members not in known:
-            known[of_members] = len(found)
-            colocate = constraints[group.members[0]].colocate or ""
-            found.append(tuple(rows_together(colocate, group.members, [open_rows[c] for c in of_members], costed)))
-        item_class.append(known[of_members])
-    return np.array(item_class, dtype=np.int64), tuple(found)
 
 
 def _as_constrained(info: ParameterInfo, constraint: Constraint, leeway: Leeway) -> ParameterInfo:

@@ -7,8 +7,8 @@ outside the backward pass is left out, which nobody knows before they are made. 
 [Note: settled costs] What a copy costs depends on what else is copied (`settled_of`). The search is told costs as of a
 plan that is likely. Where it finds one that these are not of, that plan is costed anew, and the search asked again with
 what it is of; the quickest plan of all is taken, each costed as what it is. A search's bound is of the plans that its
-costs are of; those that were never searched (`ways_of`) are asked for plans that cost less than the lowest of these, and that copy
-what such plans must (`conditions_of`).
+costs are of; those that were never searched (`ways_of`) are asked for plans that cost less than the lowest of these,
+and that copy what such plans must (`conditions_of`).
 """
 
 from __future__ import annotations

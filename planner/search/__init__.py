@@ -26,6 +26,7 @@
 - `bound_blocks`: pieces that leave no room on a rank for others, though a phase's mean has some
 - `bound_programme`: a linear programme over columns, by interior points
 - `bound_node`: a part of all plans, what it costs at least, and how it splits in two
+- `bound_held`: a lower bound on the plans of which a sum is so much at least
 """
 
 from planner.search.problem import Choice, Infeasible, Item, Option, Problem
