@@ -255,7 +255,11 @@ class ChunkedTensor(torch.Tensor):
         return CHUNKS_ONLY.__reduce_ex__(protocol)
 
     # What writers of other formats ask for first; torch's own answer is an "invalid python storage".
-    data_ptr = storage = untyped_storage = numpy = tolist = _not_whole  # type: ignore[assignment]
+    storage = untyped_storage = numpy = tolist = _not_whole  # type: ignore[assignment]
+
+    def data_ptr(self) -> int:
+        """0, by which torch's asynchronous checkpoint tells what has no memory of its own, and copies attributes."""
+        return 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ChunkedTensor:
         return self.mapped(torch.Tensor.clone)

@@ -37,8 +37,9 @@ For the whole process, once
 - `dmp/state/kinds.py: Optimizer.zero_grad =`: with `set_to_none=False` it takes no plain tensors beside DTensors
 - `dmp/ranks/launch.py: dist.init_process_group`, `dmp/ranks/launch.py: torch.accelerator.set_device_index`: a program
   that a launcher started and that has no group yet gets one, on the device of its rank
-- TorchRec's keyed optimizers, where they are imported, give and take chunks of tables as chunks, which they would take
-  for the whole (dmp/state/keyed_state.py); its clipping refuses what it would pass over (dmp/state/keyed_clipping.py)
+- `dmp/state/chunks_of_state.py: Optimizer.state_dict =`, `dmp/state/chunks_of_state.py: Optimizer.load_state_dict =`:
+  chunks of tables are given and taken as chunks, which torch's checkpoint would take for the whole; so do TorchRec's
+  keyed optimizers, where they are imported; its clipping refuses what it would pass over (dmp/state/keyed_clipping.py)
 - TorchRec's abstract classes of sharded modules, where they are imported, are told that ours count as theirs, by
   Python's registration of virtual subclasses (sharders/embedding/torchrec_form.py): scans by class find them
 

@@ -8,7 +8,7 @@ verified. In reading order:
 - `optimizer_state`: optimizer state by name, in unsharded shapes
 - `kinds`: torch's operations over lists of tensors, where some are DTensors
 - `clip`: gradient clipping by the norm of the whole model, torch's function too
-- `keyed_state`: state dicts of TorchRec's keyed optimizers, with chunks as chunks
+- `chunks_of_state`: state dicts of torch's optimizers and TorchRec's keyed ones, with chunks as chunks
 - `keyed_clipping`: TorchRec's gradient clipping, refused where its norm would be another
 - `scaler`: gradient scaling, one decision on all ranks
 - `verify`: compares a sharded model with the plain one

@@ -19,9 +19,9 @@ from dmp.chunked import ChunkedTensor, as_chunks, chunk_views
 from dmp.errors import CheckpointError
 from dmp.foreign import type_name
 from dmp.places import is_dtensor
+from dmp.state.chunks_of_state import give_chunks, give_keyed_chunks
 from dmp.state.find_wrapped import common_env, env_of, fused_parameters, joint_plan, wrapped_in
 from dmp.state.gather import gather
-from dmp.state.keyed_state import give_chunks
 from dmp.state.local_chunks import sharded_parameters
 from dmp.wrap import live_models as live
 from dmp.wrap.column_blocks import is_blocked, merge_blocks
@@ -239,4 +239,5 @@ def _warm_ups(optimizer: torch.optim.Optimizer | None) -> list[OwnedState]:
     return found
 
 
-live.when_imported("torchrec.optim.keyed", give_chunks)
+live.at_first_wrap(give_chunks)
+live.when_imported("torchrec.optim.keyed", give_keyed_chunks)

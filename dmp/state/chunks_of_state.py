@@ -1,0 +1,140 @@
+"""State dicts of optimizers over chunks of tables: torch's own, and TorchRec's keyed ones.
+
+They would give a rank's chunks of a table's state as if they were the whole, of which a checkpoint then keeps one
+rank's, without a word (`get_state_dict` and `dcp.save` of torch do). So chunks are given as chunks, and taken back;
+a whole tensor is cut. What holds nothing of a wrapped model is as it was.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from dmp.chunked import ChunkedTensor, chunk_views
+from dmp.errors import ShardError
+from dmp.state.local_chunks import sharded_parameters
+from dmp.wrap import live_models as live
+
+
+def _chunks_of(params: Mapping[Any, Any]) -> dict[Any, tuple[torch.Tensor, ChunkedTensor]]:
+    """Key -> (parameter, its chunks) of those that hold chunks of a wrapped model's tables."""
+    marked = {id(p): key for key, p in params.items() if hasattr(p, "_dmp_sharded")}
+    found: dict[Any, tuple[torch.Tensor, ChunkedTensor]] = {}
+    for model in live.models if marked else ():
+        for parameter, chunked in sharded_parameters(model).values():
+            if id(parameter) in marked:
+                found[marked[id(parameter)]] = (parameter, chunked)
+    return found
+
+
+def _numbered(groups: Any) -> dict[int, Any]:
+    """Parameters by the numbers that a state dict of torch's has for them."""
+    return dict(enumerate(p for group in groups for p in group["params"]))
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not isinstance(value, ChunkedTensor) and value.dim() > 0
+
+
+def _is_local(values: Mapping[str, Any]) -> bool:
+    return not any(isinstance(value, ChunkedTensor) for value in values.values())
+
+
+def _given(what: Any, values: dict[str, Any], parameter: torch.Tensor, chunked: ChunkedTensor) -> dict[str, Any]:
+    """A parameter's state with chunks in place of what is shaped as this rank's part of it; views.
+
+    Raises:
+        ShardError: a tensor of another shape, of which nothing tells how it is cut.
+    """
+    given = dict(values)
+    for name, value in values.items():
+        if _is_plain(value) and value.shape == parameter.shape:
+            given[name] = chunk_views(value, parameter, chunked)
+        elif _is_plain(value):
+            raise ShardError(
+                f"optimizer state {name!r} of {what} has local shape {tuple(value.shape)}, neither a scalar "
+                f"nor the local parameter's {tuple(parameter.shape)}: nobody could put it together again"
+            )
+    return given
+
+
+def _taken(values: Mapping[str, Any], parameter: torch.Tensor, chunked: ChunkedTensor) -> dict[str, Any]:
+    """The other way: this rank's part of what is given in chunks, or whole."""
+    taken = dict(values)
+    for name, value in values.items():
+        is_whole = _is_plain(value) and value.shape == chunked.size()
+        if is_whole or (isinstance(value, ChunkedTensor) and value.size() == chunked.size()):
+            taken[name] = torch.zeros_like(parameter.detach(), dtype=value.dtype)
+            chunk_views(taken[name], parameter, chunked).fill_from(value)
+    return taken
+
+
+def _with_state(given: Mapping[str, Any], changed: Mapping[Any, dict[str, Any]]) -> dict[str, Any]:
+    return {**given, "state": {**given["state"], **changed}} if changed else dict(given)
+
+
+def _giving(own: Any) -> Any:
+    @functools.wraps(own)
+    def state_dict(self: Optimizer) -> dict[str, Any]:
+        given: dict[str, Any] = own(self)
+        of = _chunks_of(_numbered(self.param_groups))
+        state = given.get("state", {})
+        return _with_state(given, {i: _given(f"parameter {i}", state[i], *of[i]) for i in of if i in state})
+
+    return state_dict
+
+
+def _taking(own: Any) -> Any:
+    @functools.wraps(own)
+    def load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
+        of = _chunks_of(_numbered(self.param_groups))
+        if of and isinstance(state_dict, Mapping) and {"state", "param_groups"} <= state_dict.keys():
+            # By place, as torch has it: keys are numbers, or names where `get_state_dict` has put them.
+            keys = [key for group in state_dict["param_groups"] for key in group.get("params", ())]
+            state, places = state_dict["state"], [(i, key) for i, key in enumerate(keys) if i in of]
+            state_dict = _with_state(state_dict, {key: _taken(state[key], *of[i]) for i, key in places if key in state})
+        own(self, state_dict)
+
+    return load_state_dict
+
+
+def _keyed_giving(own: Any) -> Any:
+    @functools.wraps(own)
+    def state_dict(self: Any) -> dict[str, Any]:
+        given: dict[str, Any] = own(self)
+        state = given["state"]
+        of = _chunks_of(self.params)
+        return _with_state(given, {key: _given(repr(key), state[key], *of[key]) for key in of if key in state})
+
+    return state_dict
+
+
+def _keyed_taking(own: Any) -> Any:
+    @functools.wraps(own)
+    def load_state_dict(self: Any, state_dict: Mapping[str, Any]) -> None:
+        of, state = _chunks_of(self.params), state_dict["state"]
+        # What is updated in the backward pass has chunks for its live state, and takes chunks.
+        of = {key: held for key, held in of.items() if key in state and _is_local(self.state.get(held[0], {}))}
+        own(self, _with_state(state_dict, {key: _taken(state[key], *held) for key, held in of.items()}))
+
+    return load_state_dict
+
+
+def give_chunks() -> None:
+    """Have torch's optimizers give and take chunks as chunks."""
+    Optimizer.state_dict = _giving(Optimizer.state_dict)  # type: ignore[method-assign]
+    Optimizer.load_state_dict = _taking(Optimizer.load_state_dict)  # type: ignore[method-assign]
+
+
+def give_keyed_chunks(keyed: Any) -> None:
+    """Have TorchRec's `KeyedOptimizer`, and what is made from it, do so too.
+
+    Args:
+        keyed: TorchRec's module of it.
+    """
+    theirs = keyed.KeyedOptimizer
+    theirs.state_dict, theirs.load_state_dict = _keyed_giving(theirs.state_dict), _keyed_taking(theirs.load_state_dict)
