@@ -8,6 +8,8 @@ Modules
 - `_forward_hooks`, `_forward_pre_hooks`, `_forward_hooks_with_kwargs`, `_forward_pre_hooks_with_kwargs`,
   `_forward_hooks_always_called`, `_backward_hooks`, `_backward_pre_hooks`, `_is_full_backward_hook`: a module takes the
   hooks of one whose place it takes; which hooks a block has
+- `_state_dict_hooks`, `_state_dict_pre_hooks`, `_load_state_dict_post_hooks`, `_load_state_dict_pre_hooks`,
+  `_register_load_state_dict_pre_hook`: likewise those on its state dicts, and in which order they run
 - `_apply`, `_load_from_state_dict`, `torch.nn.modules.module._IncompatibleKeys`: what `.to` and `load_state_dict` do
 - `_compiled_call_impl`: what a compiled module runs, which is not copied
 - `_reset_parameters`, `_init_weights`, `_initialize_weights`: initial rules of torch's and Transformers' modules

@@ -30,6 +30,7 @@
 - `column_blocks`: row-wise optimizer state of a table whose columns are cut, in each of its forms
 - `earlier_optimizers`: optimizers that were made before wrapping
 - `asked_earlier`: gradients asked for of weights that wrapping has replaced
+- `parameter_hooks`: users' hooks on parameters, carried to those that take their places
 - `optimizer_trial`: whether an optimizer that nobody knows is right on pieces, tried on small ones
 - `optimizer_guard`: optimizers that are wrong on pieces, refused
 - `mixed_terms`: a term of the loss over weights that are DTensors and others that are not

@@ -37,7 +37,7 @@ from dmp.wrap.filling import check_made, fill_from_meta, rules_of, warn_of_kept
 from dmp.wrap.initial_rules import Rules
 from dmp.wrap.initial_values import materialise, shared_seed
 from dmp.wrap.skeleton import skeleton_of
-from dmp.wrap.state_hooks import register_state_hooks
+from dmp.wrap.state_hooks import carry_state_hooks, register_state_hooks
 
 _HOOKS = (
     *("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks"),
@@ -219,6 +219,7 @@ def carry_over(old: nn.Module, new: nn.Module) -> None:
     new._is_full_backward_hook = old._is_full_backward_hook
     for kind in _HOOKS:
         getattr(new, kind).update(getattr(old, kind))
+    carry_state_hooks(old, new)
 
 
 def _move(module: nn.Module, device: torch.device, skip: list[nn.Module]) -> None:

@@ -17,6 +17,7 @@ from dmp.contracts import FusedModule, FusedParameter, Resharded, ShardedModule
 from dmp.errors import ShardError
 from dmp.names import join_name
 from dmp.wrap.column_blocks import is_blocked
+from dmp.wrap.parameter_hooks import carry_hooks
 
 
 @dataclass(frozen=True)
@@ -104,10 +105,7 @@ class Parameter:
         for name, value in vars(self.old).items():
             if not name.startswith("_dmp_"):
                 setattr(self.new, name, value)
-        for hook in (self.old._backward_hooks or {}).values():
-            self.new.register_hook(hook)
-        for hook in (getattr(self.old, "_post_accumulate_grad_hooks", None) or {}).values():
-            self.new.register_post_accumulate_grad_hook(hook)
+        carry_hooks(self.old, self.new)
 
     def leave(self) -> None:
         """Let the old parameter go: who still holds it keeps no memory, and reads or trains nothing of before."""

@@ -13,8 +13,23 @@ def register_state_hooks(module: nn.Module) -> None:
     if getattr(module, "_dmp_state_hooks", False):
         return
     module._dmp_state_hooks = True  # type: ignore[assignment]
-    module.register_state_dict_post_hook(_give_chunks)
+    given = module.register_state_dict_post_hook(_give_chunks)
+    hooks: Any = module._state_dict_hooks
+    hooks.move_to_end(given.id, last=False)  # users' hooks see, and may change, what it gives
     module.register_load_state_dict_pre_hook(_take_chunks)
+
+
+def carry_state_hooks(old: nn.Module, new: nn.Module) -> None:
+    """Hooks that users put on the state dicts of a module whose place `new` takes, before `register_state_hooks`."""
+    new._state_dict_pre_hooks.update(old._state_dict_pre_hooks)
+    new._load_state_dict_post_hooks.update(old._load_state_dict_post_hooks)
+    for key, hook in old._state_dict_hooks.items():
+        if hook is not _give_chunks:
+            new._state_dict_hooks[key] = hook
+    wrapped: Any  # which knows the module that it is of
+    for wrapped in old._load_state_dict_pre_hooks.values():
+        if wrapped.hook is not _take_chunks:
+            new._register_load_state_dict_pre_hook(wrapped.hook, with_module=wrapped.with_module)
 
 
 def _give_chunks(module: Any, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:

@@ -39,6 +39,7 @@ from dmp.wrap.loading import load, loaded
 from dmp.wrap.mixed_terms import explain_mixtures
 from dmp.wrap.optimizer_guard import guard_optimizers
 from dmp.wrap.outer_wrappers import guard_ddp, keep_from_fully_shard
+from dmp.wrap.parameter_hooks import carrying_hooks
 from dmp.wrap.reshard import Resharding, reshard
 from dmp.wrap.torchrec_members import torchrec_member
 
@@ -94,7 +95,7 @@ class DistributedModelParallel(nn.Module):
             given = on_all_ranks(asked.checked, env)
             check_agreement(given.facts(), env)
             self._calls = Calls(f"the model that was wrapped at call {calls_so_far(env.everyone)}")
-            with without_collection(), marking_replaced(self, module):
+            with without_collection(), marking_replaced(self, module), carrying_hooks(self, module):
                 self._take(build(given, self._calls))
 
     def _hold(self, made: Assembly) -> None:
@@ -120,7 +121,7 @@ class DistributedModelParallel(nn.Module):
             ShardError: a parameter is still lazy, or on meta.
         """
         if not self._made.is_data_parallel:
-            with marking_replaced(self, self.module):
+            with marking_replaced(self, self.module), carrying_hooks(self, self.module):
                 self._hold(start(self._made))
 
     def hold_parameters(self) -> None:

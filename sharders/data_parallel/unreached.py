@@ -208,7 +208,7 @@ def _forget_earlier(p: torch.Tensor) -> None:
 
 
 def reduce_unreached_chunks(module: Any) -> None:
-    """Have FSDP2's units exchange something for every trained parameter, see [Note: unreached].
+    """Have FSDP2's units exchange something for every trained parameter, see [Note: unreached], and call its hooks.
 
     Args:
         module: the root, after `fully_shard`.
@@ -235,10 +235,23 @@ def hook_hidden(module: Any, output: Any) -> None:
 
 @cache
 def _any_reach(kind: Any) -> Any:
-    """The subclass of torch's `FSDPParam` that marks what is nobody's gradient."""
+    """The subclass of torch's `FSDPParam` that marks what is nobody's gradient, and calls hooks."""
 
     class AnyReach(kind):  # type: ignore[misc]
-        is_unreached = False
+        is_unreached = is_relaying = False
+
+        def to_unsharded(self) -> None:
+            """As torch's; what is gathered calls the hooks of the chunks, as DDP would, of this rank's own gradient."""
+            super().to_unsharded()
+            if self.sharded_param._backward_hooks and not self.is_relaying:
+                self.is_relaying = True
+                self._unsharded_param.register_hook(self._relay)
+
+        def _relay(self, gradient: torch.Tensor) -> torch.Tensor:
+            for hook in list((self.sharded_param._backward_hooks or {}).values()):
+                changed = hook(gradient)
+                gradient = gradient if changed is None else changed
+            return gradient
 
         @property
         def unsharded_zero_grad_data(self) -> torch.Tensor:
