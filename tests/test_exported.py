@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dmp import DistributedModelParallel, ShardError, row_wise, to_unsharded
-from tests.ranks import run_ranks
+from dmp import DistributedModelParallel, ShardError, ShardingEnv, row_wise, to_unsharded
+from tests.ranks import mesh, run_ranks
 
 
 class Net(nn.Module):
@@ -45,6 +45,24 @@ def test_tables_are_not_run_on_fake_tensors() -> None:
     """What has no memory was read by its address, which ended the process."""
     for error in run_ranks(2, faked, expect=ShardError):
         assert "nor run on fake tensors" in str(error)
+
+
+def traced_then_run(axis: str) -> None:
+    """The data-parallel part was made again with symbols for sizes, which stayed in what ranks exchange by."""
+    env = ShardingEnv.from_mesh(mesh((2,), (axis,)))
+    for module, inputs in ((nn.Linear(4, 1), torch.ones(2, 4)), (Net(), IDS)):
+        model = DistributedModelParallel(module, env)
+        with pytest.raises(ShardError, match=r"on 2 ranks is neither exported nor traced.*to_unsharded"):
+            torch.jit.trace(model, (inputs,))
+        with pytest.raises(ShardError, match=r"on 2 ranks is neither exported nor traced.*to_unsharded"):
+            torch.export.export(model, (inputs,))
+        model(inputs).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("axis", ["dp", "shard"])
+def test_models_on_several_ranks_are_neither_exported_nor_traced(axis: str) -> None:
+    run_ranks(2, traced_then_run, axis)
 
 
 def moved_to_meta() -> None:

@@ -6,9 +6,11 @@ import inspect
 from types import CodeType
 from typing import Any
 
+import torch
 from torch.fx import Proxy
 from torch.utils.checkpoint import _StopRecomputationError
 
+from dmp.env import ShardingEnv
 from dmp.errors import ShardError
 from dmp.ranks import raise_cause
 from dmp.wrap.skeleton import put_back
@@ -17,6 +19,7 @@ from dmp.wrap.skeleton import put_back
 def _forward(model: Any, *args: Any, **kwargs: Any) -> Any:
     """The module's forward."""
     _refuse_tracing(args, kwargs)
+    _refuse_graphs(model.env)
     model.hold_parameters()
     try:
         with model._calls.forward:
@@ -41,6 +44,20 @@ def _refuse_tracing(args: Any, kwargs: Any) -> None:
             "a wrapped model is not traced by torch.fx, which is how TorchRec's train pipelines begin: import the "
             "pipeline of the same name from dmp (TrainPipelineSparseDist, PrefetchTrainPipelineSparseDist, "
             "EvalPipelineSparseDist, TrainPipelineBase)"
+        )
+
+
+def _refuse_graphs(env: ShardingEnv) -> None:
+    """Before anything is exchanged: symbols in the place of numbers would stay in what ranks keep of each other.
+
+    Raises:
+        ShardError: `torch.export` or `torch.jit.trace` runs the forward of a model on several ranks.
+    """
+    if env.size > 1 and (torch.compiler.is_exporting() or torch.jit.is_tracing()):  # type: ignore[attr-defined, no-untyped-call]
+        raise ShardError(
+            f"a model that is wrapped on {env.size} ranks is neither exported nor traced: what ranks exchange is real, "
+            "and no part of a graph. dmp.to_unsharded(model), on all ranks, is a plain module with the same weights, "
+            "which can be"
         )
 
 
