@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import cached_property, wraps
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -119,9 +119,9 @@ class Call:
         transfer: Transfer = self.kept["payload"]
         return transfer
 
-    @property
+    @cached_property
     def samples(self) -> list[int]:
-        """Of each rank."""
+        """Of each rank; asked for by every part of a step."""
         return [max(sizes) for sizes in self.batch_sizes]
 
     @property
