@@ -44,11 +44,11 @@ _FEW = 650
 """Items up to which more than one start is packed."""
 _GUIDED = 450e3
 """Work up to which starts like the optimum are packed,"""
-_GUIDING = 270e3
-"""in about so much of it."""
+_GUIDING, _GUIDING_MANY = 270e3, 150e3
+"""in about so much of it: of few items, and of more."""
 _ON_HOSTS = 60e3
-_SLOTTED = 130e3
-"""Work up to which starts with slots are packed,"""
+_SLOTTED, _SLOTTED_MANY = 130e3, 200e3
+"""Work up to which starts with slots are packed, the same,"""
 _IN_VAIN, _IN_VAIN_OF_MANY = 7, 4
 """or until so many are no better than all before: of few items, and of more."""
 _PACKED = 6
@@ -180,6 +180,7 @@ def _hosts(problem: Problem) -> int:
 def _guide(problem: Problem, cuts: Cuts, best: Best, optimum: Optimum, out_of_time: Callable[[], bool]) -> float:
     """Pack starts like the relaxed optimum; returns the work."""
     group, few = ranks_together(problem), len(problem.item_class) <= SHAKEN
+    most_work = _GUIDING if len(problem.item_class) <= _FEW else _GUIDING_MANY
     work, last, found = 0.0, 0.0, np.inf
     is_many = can_pack(problem, group, SOME_HOSTS if few else SEVERAL_HOSTS)
     if few or not is_many:
@@ -194,7 +195,7 @@ def _guide(problem: Problem, cuts: Cuts, best: Best, optimum: Optimum, out_of_ti
         return work
     again: list[tuple[float, int, Cuts, Start]] = []  # at the times that came of the first
     firsts, is_again = enumerate(ways(problem, cuts, optimum)), False  # the best of them at once
-    while work + last <= _GUIDING and not best.is_enough and not out_of_time():
+    while work + last <= most_work and not best.is_enough and not out_of_time():
         first = None if again and again[0][0] <= found and not is_again else next(firsts, None)
         if first is None and not again:
             break
@@ -221,10 +222,11 @@ def _with_slots(problem: Problem, cuts: Cuts, best: Best, optimum: Optimum, out_
     if not can_pack(problem, ranks_together(problem), SOME_HOSTS):
         return 0.0
     work, vain = 0.0, _IN_VAIN if len(problem.item_class) <= SHAKEN else _IN_VAIN_OF_MANY
+    most_work = _SLOTTED if len(problem.item_class) <= _FEW else _SLOTTED_MANY
     for of in _choices(problem, cuts):
         placement, worth = best.placement(), best.seconds
         loads = Loads(problem, of, placement)
-        for number, start in enumerate(slots(loads, optimum.own, placement, worth, _SLOTTED), 1):
+        for number, start in enumerate(slots(loads, optimum.own, placement, worth, most_work), 1):
             best.rival(pack_slots(loads, start), 0.0)
             if best.is_enough or out_of_time() or (number >= vain and best.seconds >= worth):
                 break
