@@ -40,6 +40,8 @@ For the whole process, once
 - `dmp/state/chunks_of_state.py: Optimizer.state_dict =`, `dmp/state/chunks_of_state.py: Optimizer.load_state_dict =`:
   chunks of tables are given and taken as chunks, which torch's checkpoint would take for the whole; so do TorchRec's
   keyed optimizers, where they are imported; its clipping refuses what it would pass over (dmp/state/keyed_clipping.py)
+- torch's `get_state_dict` and its like, where they are imported, give such chunks whole where whole tensors are asked
+  for (dmp/state/torch_state_dict.py)
 - TorchRec's abstract classes of sharded modules, where they are imported, are told that ours count as theirs, by
   Python's registration of virtual subclasses (sharders/embedding/torchrec_form.py): scans by class find them
 

@@ -146,4 +146,9 @@ def _mark_state(optimizer: Optimizer) -> None:
     is_whole = hasattr(optimizer, "_optimizer_state_dict_post_hooks")  # not one around another that skips `__init__`
     if is_whole and not optimizer.__dict__.get("_dmp_is_marked"):
         optimizer.__dict__["_dmp_is_marked"] = True
-        optimizer.register_state_dict_post_hook(lambda _, state_dict: state_dict.__setitem__("pieces", CHUNKS_ONLY))
+        optimizer.register_state_dict_post_hook(_say_in_state)
+
+
+def _say_in_state(_: Optimizer, state_dict: dict[str, Any]) -> None:
+    live.look()  # who asks may be another package, which takes chunks for whole tensors
+    state_dict["pieces"] = CHUNKS_ONLY

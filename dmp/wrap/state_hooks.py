@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from dmp.wrap import live_models as live
+
 
 def register_state_hooks(module: nn.Module) -> None:
     """Have a `ShardedModule` give and take its state by chunks; a second time does nothing."""
@@ -33,6 +35,7 @@ def carry_state_hooks(old: nn.Module, new: nn.Module) -> None:
 
 
 def _give_chunks(module: Any, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    live.look()  # who asks may be another package, which takes chunks for whole tensors
     for name, chunked in module.chunked_state().items():
         if prefix + name in state_dict:
             state_dict[prefix + name] = chunked

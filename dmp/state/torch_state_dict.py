@@ -1,0 +1,88 @@
+"""torch's own functions for state dicts (`get_state_dict`, `get_optimizer_state_dict`, ...), over chunks of tables.
+
+With `full_state_dict=True` they make whole tensors of DTensors, and left chunks as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import wraps
+from typing import Any
+
+import torch
+
+from dmp.chunked import ChunkedTensor
+from dmp.state.gather import gather
+from dmp.state.local_chunks import sharded_parameters
+from dmp.wrap import live_models as live
+
+_GATHERS = "_maybe_full_or_cpu_state_dict"  # the end of both of torch's functions
+
+
+def give_whole_to_torch(torchs: Any) -> None:
+    """Stand in for what makes whole tensors of a state dict.
+
+    Args:
+        torchs: `torch.distributed.checkpoint.state_dict`.
+    """
+    own = getattr(torchs, _GATHERS)
+
+    @wraps(own)
+    def gathered(state_dict: dict[str, Any], info: Any) -> Any:
+        is_alone = bool(info.cpu_offload) and torch.distributed.is_initialized()
+        given = dict(state_dict)
+        if isinstance(given.get("state"), dict):
+            given["state"] = {
+                name: dict(values) if isinstance(values, dict) else values for name, values in given["state"].items()
+            }
+        for model, names in _tables(info) if info.full_state_dict else ():
+            places = {
+                f"{at}\0{key}": (held, key)
+                for at, held, key in _values(given, names)
+                if isinstance(held[key], ChunkedTensor)
+            }
+            whole = gather(
+                {place: held[key] for place, (held, key) in places.items()},
+                model.env,
+                rank0_only=is_alone,
+                cpu=bool(info.cpu_offload),
+                what="state_dict with full_state_dict=True",
+            )
+            for place, (held, key) in places.items():
+                if place in whole:
+                    held[key] = whole[place]
+                else:
+                    del held[key]  # which only the first rank gets
+        return own(given, info)
+
+    setattr(torchs, _GATHERS, gathered)
+
+
+def _tables(info: Any) -> list[tuple[Any, list[str]]]:
+    """Each wrapped model among what torch gives the state of, with its tables in chunks by the names there; in one
+    order on all ranks."""
+    found = []
+    for model in live.models:
+        held = [parameter for parameter, _ in sharded_parameters(model).values()]
+        if names := sorted(name for parameter in held for name in info.fqn_param_mapping.get(parameter, ())):
+            found.append((model, names))
+    return sorted(found, key=lambda of: of[1])
+
+
+def _optimizer_values(state_dict: dict[str, Any], name: str) -> Iterator[tuple[dict[str, Any], str]]:
+    """Where a parameter's state is in an optimizer's state dict, nested or flat: a dict, and a key of it."""
+    states = state_dict.get("state")
+    if isinstance(states, dict):
+        of_parameter = states.get(name, {})
+        yield from ((of_parameter, key) for key in list(of_parameter))
+    else:
+        yield from ((state_dict, key) for key in list(state_dict) if key.startswith(f"state.{name}."))
+
+
+def _values(state_dict: dict[str, Any], names: list[str]) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """(name, dict, key) of what a state dict, of a model or an optimizer, has of these."""
+    for name in names:
+        if name in state_dict and not isinstance(state_dict.get("state"), dict):
+            yield name, state_dict, name
+        for held, key in _optimizer_values(state_dict, name):
+            yield name, held, key
