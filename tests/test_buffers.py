@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dmp import DistributedModelParallel, ShardingEnv
+from dmp import DistributedModelParallel, ShardingEnv, full_state_dict, load_checkpoint, save_checkpoint
 from tests.ranks import mesh, run_ranks
 
 
@@ -82,3 +84,24 @@ def test_unwritten_buffers_do_not_travel() -> None:
 
 def test_written_buffers_travel() -> None:
     assert run_ranks(2, _as_under_ddp, True) == [[0, 1, 2, 3, 4, 5]] * 2
+
+
+def _saved(axis: str, path: Path) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A buffer as it is on this rank, as it is whole there, and as it comes back."""
+    env, name = ShardingEnv.from_mesh(mesh((2,), (axis,))), "norm.running_mean"
+    model = DistributedModelParallel(Net(True), env)
+    model(torch.randn(3, 4, generator=torch.Generator().manual_seed(env.rank))).sum().backward()
+    own = model.get_buffer(name).clone()
+    save_checkpoint(path, model)
+    whole = full_state_dict(model)[name]
+    load_checkpoint(path, model)
+    return own, whole, model.get_buffer(name).clone()
+
+
+@pytest.mark.parametrize("axis", ["dp", "shard"])
+def test_a_checkpoint_has_the_first_ranks(axis: str, tmp_path: Path) -> None:
+    found = run_ranks(2, _saved, axis, tmp_path / "saved")
+    assert not torch.equal(found[0][0], found[1][0])
+    for own, whole, loaded in found:
+        assert torch.equal(whole, own)
+        assert torch.equal(loaded, found[0][0])
