@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -99,6 +100,13 @@ def has_lost_hold(made: Assembly) -> bool:
         return False
     check_agreement(watch.facts(), made.env, f"averaging gradients anew, as {watch.what_is_lost()}", _ADVICE)
     return True
+
+
+def unknown_parameters(made: Assembly) -> list[tuple[str, torch.Tensor]]:
+    """Those that were added, by name, and that no forward of the model has met: nobody averages their gradients."""
+    if made.split_watch is not None and made.is_data_parallel:
+        return made.split_watch.unknown(made.sharded_names)
+    return [] if made.watch is None else made.watch.unknown()
 
 
 def left_whole(made: Assembly) -> frozenset[str]:

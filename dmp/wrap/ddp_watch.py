@@ -105,14 +105,21 @@ class SplitWatch:
         """What must be the same on all ranks, for `check_agreement`."""
         return {f"parameter {path!r}": _KIND[is_trained] for path, is_trained in self._trained.items()}
 
-    def _check_new(self, owned: Collection[str]) -> None:
-        found = [
-            (join_name(path, name), p.requires_grad)
+    def unknown(self, owned: Callable[[], Collection[str]]) -> list[tuple[str, torch.Tensor]]:
+        """Those that were added since, by name."""
+        return self._new(owned()) if self._is_shared and self._structure.has_changed() else []
+
+    def _new(self, owned: Collection[str]) -> list[tuple[str, torch.Tensor]]:
+        return [
+            (join_name(path, name), p)
             for path, owner in self._module.named_modules()
             for name, p in owner._parameters.items()
             if p is not None and (owner, name) not in self._known and join_name(path, name) not in owned
         ]
-        trained = next((name for name, is_trained in found if is_trained), None)
+
+    def _check_new(self, owned: Collection[str]) -> None:
+        found = self._new(owned)
+        trained = next((name for name, p in found if p.requires_grad), None)
         if trained is not None:
             raise ShardError(
                 f"{trained!r} was added after wrapping, where weights are split in place over the ranks: nobody would "
@@ -153,6 +160,11 @@ class Watch:
             if held.get(name) is not p or p.dtype is not dtype or p.requires_grad is not is_trained:
                 return True
         return bool(self._seen) and self._seen[0].parameter.device != self._device  # of all, for a model moves as one
+
+    def unknown(self) -> list[tuple[str, torch.Tensor]]:
+        """Those that were added since, by name."""
+        known = {id(each.parameter) for each in self._seen} if self._structure.has_changed() else None
+        return [] if known is None else [(e.path, e.parameter) for e in self._found() if id(e.parameter) not in known]
 
     def what_is_lost(self) -> str:
         """For messages, once it is: the first name, and what has become of it."""

@@ -59,8 +59,10 @@ def _check(optimizer: Optimizer, *_: Any) -> None:
     follow(optimizer)  # as a gradient scaler and `reshard` do before a step: what was looked at here has its own mark
     looked_at = num_changes(), sum(len(group["params"]) for group in optimizer.param_groups)
     is_new = optimizer.__dict__.get("_dmp_looked_at") != looked_at
-    if is_new and chunks_in(optimizer):
-        _mark_state(optimizer)
+    if is_new:
+        _check_known(optimizer)
+        if chunks_in(optimizer):
+            _mark_state(optimizer)
     if getattr(optimizer, "works_on_chunks", False):
         return
     refused = next((c.__name__ for c in type(optimizer).__mro__ if c.__name__ in NEEDS_WHOLE), None)
@@ -73,6 +75,19 @@ def _check(optimizer: Optimizer, *_: Any) -> None:
         if optimizer.__dict__.get("_dmp_wrong") is not None:
             raise _refusal(optimizer, *optimizer.__dict__["_dmp_wrong"])
     optimizer.__dict__["_dmp_looked_at"] = looked_at
+
+
+def _check_known(optimizer: Optimizer) -> None:
+    """Raise `ShardError` where it has gradients of what was added to a wrapped model, which has not run since."""
+    given = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+    for model in live.models:
+        for name, p in model.unknown_parameters():
+            if p.requires_grad and id(p) in given:
+                raise ShardError(
+                    f"{name!r} was added after wrapping, and trained past the wrapped model: nobody averaged its "
+                    "gradient, or made it the same on all ranks. Add it before wrapping (get_peft_model, then "
+                    "DistributedModelParallel), and call the wrapped model, not its .module"
+                )
 
 
 def _refusal(optimizer: Optimizer, group: int, i: int, shape: tuple[int, ...], reason: str) -> ShardError:

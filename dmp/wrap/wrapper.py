@@ -29,7 +29,7 @@ from dmp.wrap.asked_earlier import follow_asked
 from dmp.wrap.assembly import Assembly
 from dmp.wrap.build import build, mark_chunks
 from dmp.wrap.copying import copied
-from dmp.wrap.data_parallel import check_split, has_lost_hold, start, stopped
+from dmp.wrap.data_parallel import check_split, has_lost_hold, start, stopped, unknown_parameters
 from dmp.wrap.earlier_optimizers import marking_replaced
 from dmp.wrap.forward import Forward
 from dmp.wrap.fused import FusedOptimizer
@@ -240,6 +240,11 @@ class DistributedModelParallel(nn.Module):
     def sharded_modules(self) -> dict[str, nn.Module]:
         """Path -> each module that a sharder has put into the model."""
         return {owned.path: self.module.get_submodule(owned.path) for owned in self._made.owned}
+
+    def unknown_parameters(self) -> list[tuple[str, torch.Tensor]]:
+        """Parameters that were added, by name, and that no forward of this model has met: their gradients are each
+        rank's own."""
+        return unknown_parameters(self._made)
 
     forward = Forward()
 
