@@ -29,7 +29,7 @@ from dmp import (
     table_wise,
 )
 from tests.equality import env_of
-from tests.ranks import run_ranks
+from tests.ranks import mesh, run_ranks
 from tests.wrapped_net import LR, TABLES, Doubled, Net, batch, loss_of, mixed, plan_for, same_values, wrap
 
 # ---- the constructor ----
@@ -402,24 +402,31 @@ class Lazy(nn.Module):
 LAZY = "ignore:Lazy modules are a new feature"
 
 
-def _lazy() -> None:
-    env = env_of("dp2")
+def _lazy(on: str) -> None:
+    env = ShardingEnv.from_mesh(mesh((2,), (on,)))
     model = DistributedModelParallel(Lazy(), env=env, plan={"table.weight": row_wise()}, init_data_parallel=False)
+    torch.manual_seed(env.rank)
     with torch.no_grad():
         model(torch.tensor([1]))
     model.init_data_parallel()
     wrapped = model.running
     model.init_data_parallel()  # idempotent
-    assert model.running is wrapped and isinstance(wrapped, nn.parallel.DistributedDataParallel)
-    model(batch(env.rank) % 9).sum().backward()
+    assert model.running is wrapped
+    assert isinstance(wrapped, nn.parallel.DistributedDataParallel) == (on == "dp")
+    model(batch(env.data_rank) % 9).sum().backward()
     for p in (model.module.over.weight, model.module.over.weight.grad):
-        mine = p.detach().clone()
-        dist.broadcast(p.detach(), 0)
-        assert torch.equal(mine, p.detach())
+        mine = p.full_tensor() if on == "shard" else p.detach().clone()
+        of_first = mine.clone()
+        dist.broadcast(of_first, 0)
+        assert torch.equal(mine, of_first)
+    torch.manual_seed(0)
+    assert torch.equal(dmp.full_state_dict(model)["over.weight"], nn.Linear(4, 2).weight)  # as rank 0 drew it
 
 
 @pytest.mark.filterwarnings(LAZY)
 def test_lazy_modules() -> None:
-    run_ranks(2, _lazy)
+    run_ranks(2, _lazy, "dp")
+    run_ranks(2, _lazy, "tp")
+    run_ranks(2, _lazy, "shard")
     with pytest.raises(ShardError, match=r"'over\.weight'.*lazy.*init_data_parallel=False.*init_data_parallel\(\)"):
         DistributedModelParallel(Lazy(), plan={"table.weight": row_wise()})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from itertools import groupby
 from typing import TypeVar
 
@@ -63,8 +63,11 @@ def check_agreement(
     raise PlanError(f"ranks disagree in {what}; {advice}")
 
 
-def sync_from_first_rank(module: nn.Module, env: ShardingEnv) -> list[str]:
+def sync_from_first_rank(module: nn.Module, env: ShardingEnv, apart: Collection[str] = ()) -> list[str]:
     """Give every rank the values of rank 0 where a checksum differs; parameters on meta or lazy are passed over.
+
+    Args:
+        apart: names of tensors that are each rank's own.
 
     Returns:
         Names of the tensors that travelled.
@@ -72,7 +75,8 @@ def sync_from_first_rank(module: nn.Module, env: ShardingEnv) -> list[str]:
     group = env.group()
     if group is None or env.size == 1:
         return []
-    tensors = {n: t.detach() for n, t in all_tensors(module, remove_duplicate=True) if not is_lazy(t) and not t.is_meta}
+    held = {n: t for n, t in all_tensors(module, remove_duplicate=True) if n not in apart}
+    tensors = {n: t.detach() for n, t in held.items() if not is_lazy(t) and not t.is_meta}
     if not tensors:
         return []
     mine = torch.tensor([checksum(t) for t in tensors.values()], device=env.device)

@@ -23,7 +23,7 @@ from dmp.places import is_dtensor
 from dmp.plans.plan import ShardingPlan
 from dmp.ranks import calls_so_far, entry
 from dmp.wrap import live_models as live
-from dmp.wrap.agreement import check_agreement, on_all_ranks
+from dmp.wrap.agreement import check_agreement, on_all_ranks, sync_from_first_rank
 from dmp.wrap.arguments import Arguments, environment, take
 from dmp.wrap.asked_earlier import follow_asked
 from dmp.wrap.assembly import Assembly
@@ -122,6 +122,9 @@ class DistributedModelParallel(nn.Module):
         """
         if not self._made.is_data_parallel:
             with marking_replaced(self, self.module), carrying_hooks(self, self.module):
+                split = {name for name, p in self.named_parameters(remove_duplicate=False) if is_dtensor(p)}
+                apart = self._made.sharded_names() | split
+                sync_from_first_rank(self.module, self.env, apart)  # lazy modules have drawn on each rank
                 self._hold(start(self._made))
 
     def hold_parameters(self) -> None:

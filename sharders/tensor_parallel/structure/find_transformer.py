@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from dmp import is_inside, join_name
 from sharders.tensor_parallel.structure.transformer import (
@@ -36,7 +37,9 @@ _POSITION = re.compile(r"pos|wpe|type|segment", re.IGNORECASE)
 
 
 def recognise(model: nn.Module) -> Transformer:
-    """Find the blocks of a transformer, and what is split in them."""
+    """Find the blocks of a transformer, and what is split in them; none where lazy modules have no shapes yet."""
+    if any(is_lazy(p) for p in model.parameters()):
+        return Transformer((), 0, None, None)
     modules = dict(model.named_modules())
     attentions = _attentions(modules)
     claimed = {p for a in attentions.values() if isinstance(a, Branch) for p in (*a.up, a.down)}
