@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 
 from dmp import DistributedModelParallel, ShardError, ShardingEnv
 from sharders import FSDPWrapper
@@ -141,3 +143,56 @@ def _run_otherwise() -> None:
 def test_blocks_that_are_run_otherwise() -> None:
     """torch calls a piece beside a batch a mixture of tensors; what the error advises is right."""
     run_ranks(2, _run_otherwise)
+
+
+class Scored(Direct):
+    """Rows are looked up by a method of the root, before its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(10, 4, scale_grad_by_freq=True)  # no table to a sharder
+
+    def items(self, ids: torch.Tensor) -> torch.Tensor:
+        rows: torch.Tensor = self.rows(ids)
+        return rows
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x: torch.Tensor = ids
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class ByItems(nn.Module):
+    """A program's step of a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.inner = model, [model.module if isinstance(model, DistributedModelParallel) else model]
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.model(self.inner[0].items(ids))
+        return out
+
+
+def _method_of_the_root() -> None:
+    env, ids = ShardingEnv.from_mesh(mesh((2,), ("shard",))), torch.arange(6).view(3, 2)
+    model = DistributedModelParallel(Scored(), env)
+    said = r"'rows' is called past the forward of .*Scored.*register_fsdp_forward_method"
+    for call in (model.module.items, model.module.rows):
+        with pytest.raises(ShardError, match=said):
+            call(ids)
+    register_fsdp_forward_method(model.module, "items")
+    batches = [torch.randint(0, 10, (2, 3, 2), generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    whole = Scored()
+    for xs in batches:
+        ByItems(model)(xs[env.data_rank]).square().mean().backward()
+        sum(ByItems(whole)(x).square().mean() / 2 for x in xs).backward()  # type: ignore[union-attr]
+    for (name, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
+        assert isinstance(p.grad, DTensor) and q.grad is not None
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_a_method_of_the_root_beside_its_forward() -> None:
+    """torch said "mixed torch.Tensor and DTensor"; what the error advises is right."""
+    run_ranks(2, _method_of_the_root)

@@ -34,7 +34,7 @@ from sharders.data_parallel.blocks import (
     repeated_blocks,
 )
 from sharders.data_parallel.ddp import DDPWrapper
-from sharders.data_parallel.past_hooks import explain_pieces, gather_by_forward
+from sharders.data_parallel.past_hooks import explain_pieces, gather_by_forward, refuse_outside
 from sharders.data_parallel.twice import forget_graphs
 from sharders.data_parallel.unfinished import (
     clear_by_zero_grad,
@@ -176,6 +176,7 @@ class FSDPWrapper:
                 m.register_forward_hook(_put_back)
             gather_by_forward(m)
         explain_pieces(module, list(units.values()))
+        refuse_outside(module, list(units.values()))
         module.register_forward_pre_hook(
             _free_outdated([*units.values(), module], env, stays=self.reshard_after_forward is not None), prepend=True
         )

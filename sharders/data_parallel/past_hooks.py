@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dmp import ShardError
+from dmp import ShardError, is_dtensor
 
 _TORCH = str(Path(torch.__file__).parent)
 _MIXED = "got mixed torch.Tensor and DTensor"
@@ -58,6 +58,30 @@ def explain_pieces(root: Any, units: Sequence[Any]) -> None:
             raise
 
     root.forward = forward
+
+
+def refuse_outside(root: Any, units: Sequence[Any]) -> None:
+    """Have a module that is gathered with the root, called past the root's forward, be an error that says so.
+
+    Args:
+        root: after `fully_shard`.
+        units: the others that are gathered at once each.
+    """
+    state, inside = root._get_fsdp_state(), {id(part) for unit in units for part in unit.modules()}
+
+    def before(module: nn.Module, _: Any) -> None:
+        if state._training_state.name != "IDLE" or not all(unit.is_sharded for unit in state._fsdp_param_groups):
+            return
+        path = next((path for path, part in root.named_modules() if part is module), "")
+        raise ShardError(
+            f"{path!r} is called past the forward of {type(root).__name__}, in which its weight is gathered: call the "
+            "wrapped model; or, of a method of the model that calls it, on all ranks, tell FSDP2 once after wrapping: "
+            "torch.distributed.fsdp.register_fsdp_forward_method(model.module, 'name_of_the_method')"
+        )
+
+    for module in root.modules():
+        if module is not root and id(module) not in inside and any(map(is_dtensor, module._parameters.values())):
+            module.register_forward_pre_hook(before)
 
 
 def _explained(root: nn.Module, units: Sequence[Any], error: RuntimeError) -> str:
