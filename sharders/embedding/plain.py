@@ -103,7 +103,7 @@ class ShardedEmbeddingBag(_ShardedPlain):
 
 
 class ShardedEmbedding(_ShardedPlain):
-    """As `nn.Embedding`: takes ids of any shape, gives (*shape, dim).
+    """As `nn.Embedding`: takes ids of any shape, or jagged, gives (*shape, dim).
 
     Gradients and updates as in `ShardedEmbeddingBag`.
     """
@@ -112,19 +112,28 @@ class ShardedEmbedding(_ShardedPlain):
     arguments = ("num_embeddings", "embedding_dim", "padding_idx")
 
     def ids_of(self, input: torch.Tensor) -> Ids:
-        """All of them."""
+        """All of them; of a jagged tensor of torch's those that it holds."""
         _check_type(input)
-        count = torch.tensor([[input.numel()]], dtype=torch.int64, device=input.device)
-        return Ids(input.reshape(-1), count, (0,), source=input)
+        ids = input.values() if _is_jagged(input) else input
+        count = torch.tensor([[ids.numel()]], dtype=torch.int64, device=ids.device)
+        return Ids(ids.reshape(-1), count, (0,), source=input)
 
     def result_of(self, call: Call, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """Embeddings (*shape of input, dim)."""
-        input = call.whole.source
+        given = call.whole.source
+        input = given.values() if _is_jagged(given) else given
         rows = values[0].view(*input.shape, self.embedding_dim).to(self._engine.dtype_of(0))
         if self.padding_idx is not None and rows.requires_grad:
             # The row of padding is read but gets no gradient.
             rows = torch.where((input == self.padding_idx).unsqueeze(-1), rows.detach(), rows)
-        return rows
+        if input is given:
+            return rows
+        # By the same offsets, by which torch knows that two tensors are ragged alike.
+        return torch.nested.nested_tensor_from_jagged(rows, given.offsets(), given.lengths())
+
+
+def _is_jagged(ids: Any) -> bool:
+    return isinstance(ids, torch.Tensor) and ids.is_nested and ids.layout == torch.jagged
 
 
 class _PlainSharder(TableSharder):
