@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from dmp import DistributedModelParallel, ShardError, ShardingEnv, full_optimizer_state_dict, full_state_dict
+from tests.beside_plain import trains
 from tests.equality import attach
 from tests.ranks import mesh, run_ranks
 from tests.wrapped_net import TABLES, Net, batch, loss_of, mixed
@@ -124,3 +125,30 @@ def updated_in_backward() -> int:
 def test_tables_that_are_updated_in_the_backward_pass_get_no_second_state() -> None:
     dense = sum(p.numel() for name, p in Net().named_parameters() if name not in TABLES)
     assert run_ranks(2, updated_in_backward) == [2 * dense + 4] * 2
+
+
+class OneLayer(nn.Module):
+    """Dense weights alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(x)
+        return out
+
+
+def with_computed_values() -> None:
+    env = ShardingEnv.from_mesh(mesh((2,), ("dp",)))
+    model, whole = DistributedModelParallel(OneLayer(), env), OneLayer()
+    computed = {name: 2 * p for name, p in model.named_parameters()}
+    with pytest.raises(ShardError, match=r"place of parameter 'layer.weight' is the result.*functional_call"):
+        torch.func.functional_call(model, computed, (torch.ones(1, 4),))
+    trains(model, whole, env, lambda g: torch.rand(2, 3, 4, generator=g))
+
+
+def test_computed_values_are_refused_and_gradients_averaged_afterwards() -> None:
+    """torch spoke of leaf variables, and what was trained after that was each rank's own."""
+    run_ranks(2, with_computed_values)

@@ -46,6 +46,7 @@ def start(made: Assembly) -> Assembly:
     in_place, whole = made.shards_in_place, left_whole(made)
     for name, parameter in made.module.named_parameters():
         _check_not_lazy(name, parameter)
+        _check_leaf(name, parameter)
         if parameter.is_meta and (name in whole or not in_place):
             raise ShardError(f"parameter {name!r} is on meta: pass init_parameters=True, or load values first")
     skeleton = made.skeleton
@@ -154,6 +155,15 @@ def _of_sparse_gradients(made: Assembly) -> frozenset[str]:
     sparse = {id(m.weight) for m in made.module.modules() if isinstance(m, kinds) and m.sparse}
     named = made.module.named_parameters(remove_duplicate=False)
     return frozenset(name for name, p in named if id(p) in sparse and not is_dtensor(p))
+
+
+def _check_leaf(name: str, parameter: torch.Tensor) -> None:
+    if not parameter.is_leaf:
+        raise ShardError(
+            f"in the place of parameter {name!r} is the result of a computation, as torch.func.functional_call puts it "
+            "there: its gradient would be averaged by nobody. Copy values into parameters under torch.no_grad(), or "
+            "call dmp.to_unsharded(model) with them"
+        )
 
 
 def _check_not_lazy(name: str, parameter: nn.Parameter) -> None:

@@ -141,8 +141,13 @@ class DistributedModelParallel(nn.Module):
             raise ShardError("the model was wrapped with device='meta': it has shards and no values, and cannot run")
         check_split(self._made)
         if has_lost_hold(self._made):
-            self._hold(stopped(self._made))
-            self.init_data_parallel()
+            held = self._made
+            self._hold(stopped(held))
+            try:
+                self.init_data_parallel()
+            except BaseException:
+                self._hold(held)  # it may fit again, and who goes on without it averages nothing
+                raise
 
     @alone("reshard")
     def reshard(
