@@ -16,7 +16,7 @@ from dmp.plans.check import Resolved
 from dmp.plans.weight_readers import kept_beside
 from dmp.ranks import raise_on_all
 from dmp.registry import replicating_wrapper
-from dmp.wrap.agreement import check_agreement
+from dmp.wrap.agreement import check_agreement, sync_from_first_rank
 from dmp.wrap.assembly import Assembly
 from dmp.wrap.ddp_watch import SplitWatch, Watch
 from dmp.wrap.since_split import SinceSplit
@@ -61,6 +61,13 @@ def start(made: Assembly) -> Assembly:
         since = SinceSplit(made.module, skeleton, [path for each in made.owned for path in each.aliases])
     made = replace(made, running=running, skeleton=skeleton, watch=watch, is_data_parallel=True)
     return replace(made, split_watch=split_watch, since_split=since)
+
+
+def start_later(made: Assembly) -> Assembly:
+    """As `start`, after forwards: what lazy modules have drawn on each rank becomes rank 0's."""
+    split = {name for name, p in made.module.named_parameters(remove_duplicate=False) if is_dtensor(p)}
+    sync_from_first_rank(made.module, made.env, made.sharded_names() | split)
+    return start(made)
 
 
 def stopped(made: Assembly) -> Assembly:

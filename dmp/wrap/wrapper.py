@@ -23,13 +23,13 @@ from dmp.places import is_dtensor
 from dmp.plans.plan import ShardingPlan
 from dmp.ranks import calls_so_far, entry
 from dmp.wrap import live_models as live
-from dmp.wrap.agreement import check_agreement, on_all_ranks, sync_from_first_rank
+from dmp.wrap.agreement import check_agreement, on_all_ranks
 from dmp.wrap.arguments import Arguments, environment, take
 from dmp.wrap.asked_earlier import follow_asked
 from dmp.wrap.assembly import Assembly
 from dmp.wrap.build import build, mark_chunks
 from dmp.wrap.copying import copied
-from dmp.wrap.data_parallel import check_split, has_lost_hold, start, stopped, unknown_parameters
+from dmp.wrap.data_parallel import check_split, has_lost_hold, start_later, stopped, unknown_parameters
 from dmp.wrap.earlier_optimizers import marking_replaced
 from dmp.wrap.forward import Forward
 from dmp.wrap.fused import FusedOptimizer
@@ -122,10 +122,7 @@ class DistributedModelParallel(nn.Module):
         """
         if not self._made.is_data_parallel:
             with marking_replaced(self, self.module), carrying_hooks(self, self.module):
-                split = {name for name, p in self.named_parameters(remove_duplicate=False) if is_dtensor(p)}
-                apart = self._made.sharded_names() | split
-                sync_from_first_rank(self.module, self.env, apart)  # lazy modules have drawn on each rank
-                self._hold(start(self._made))
+                self._hold(start_later(self._made))
 
     def hold_parameters(self) -> None:
         """Before a forward: the data-parallel part is made again where it has lost parameters, see ddp_watch.py.
@@ -140,13 +137,12 @@ class DistributedModelParallel(nn.Module):
         if self.device.type == "meta":
             raise ShardError("the model was wrapped with device='meta': it has shards and no values, and cannot run")
         check_split(self._made)
-        if has_lost_hold(self._made):
-            held = self._made
-            self._hold(stopped(held))
+        if has_lost_hold(held := self._made):
             try:
+                self._hold(stopped(held))
                 self.init_data_parallel()
-            except BaseException:
-                self._hold(held)  # it may fit again, and who goes on without it averages nothing
+            except BaseException:  # what there was may fit again: who goes on without it averages nothing
+                self._hold(held)
                 raise
 
     @alone("reshard")
@@ -250,8 +246,7 @@ class DistributedModelParallel(nn.Module):
         return {owned.path: self.module.get_submodule(owned.path) for owned in self._made.owned}
 
     def unknown_parameters(self) -> list[tuple[str, torch.Tensor]]:
-        """Parameters that were added, by name, and that no forward of this model has met: their gradients are each
-        rank's own."""
+        """Parameters that were added and that no forward has met, by name: their gradients are each rank's own."""
         return unknown_parameters(self._made)
 
     forward = Forward()
