@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from numba import njit, types
 from torch import Tensor
 
-from sharders.embedding.lookup import numba_kernel, threads
+from sharders.embedding.lookup import numba_blocks, numba_kernel, threads
 from sharders.embedding.lookup.bank import Bank, RowRange
 from sharders.embedding.lookup.kernels import Lookup, compile_lookup
 from sharders.embedding.lookup.numba_kernel import NumbaLookup
@@ -357,3 +358,11 @@ def test_a_forked_process_has_threads_of_its_own() -> None:
         assert queue.get(timeout=60)
     finally:
         child.kill()
+
+
+def test_neighbouring_ids_are_not_gathered() -> None:
+    """One by one, which takes four times as long: LLVM is to see that they lie side by side."""
+    signature = (types.int64,) * 9
+    checks = njit(error_model="numpy")(numba_blocks.check_ids)
+    checks.compile(signature)
+    assert "gather" not in checks.inspect_asm(signature)

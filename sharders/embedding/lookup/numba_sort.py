@@ -29,8 +29,8 @@ from sharders.embedding.lookup.numba_vectors import (
 
 _FEW_IDS = 24
 _COUNTED_ROWS = 2
-"""Per id: so few are counted one by one. Of 3.1 per id, 32,768 ids of 100,000 rows, that took 1.04 of the time of marks
-and by Zipf's law 1.55; of 12 it took three times as long."""
+"""Per id: so few are counted one by one. Of 3.1 per id, 32,768 ids of 100,000 rows, that took 1.04 of the time of
+marks, and by Zipf's law 1.55; of 12 it took three times as long."""
 _MARKED_ROWS = 64  # per id: so few are marked in a bitmap
 _MANY_IDS = 4096  # which a digit of 11 bits pays for
 _IDS_OF_A_ROW = _IDS_OF_A_BAG = 4
