@@ -241,6 +241,7 @@ class PooledOutputDist:
         partials: Partials | None = None,
         landing: Landing | None = None,
         packs_own: bool = True,
+        packs_own_partials: bool = True,
     ) -> Callable[[], torch.Tensor]:
         """Begin to exchange gradients the other way.
 
@@ -252,7 +253,7 @@ class PooledOutputDist:
             blocks: of each rank, where features have batch sizes of their own.
             partials: the call's.
             landing: for the gradients that come.
-            packs_own: else nobody reads those of this rank's own lookup, but for partials.
+            packs_own, packs_own_partials: else nobody reads those of this rank's own lookup, or partials.
 
         Returns:
             What ends it and gives flat gradients of what was sent to each rank, others first: (rows, own width) of the
@@ -269,6 +270,8 @@ class PooledOutputDist:
             if to[rank]:
                 pack_lookup(rank, out[: to[rank]])
                 out = out[to[rank] :]
+            if rank == self.me and not packs_own_partials:
+                return
             if partials is not None and self._partial_columns is not None and picks:
                 self._partial_columns.pick(partials, rank, grad, scale, out)
             elif partials is not None:

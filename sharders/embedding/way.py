@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 
 from sharders.embedding.call import Call, once_per_call
-from sharders.embedding.columns import cut_columns
+from sharders.embedding.columns import cut_columns, first_columns
 from sharders.embedding.input_dist import InputDist
 from sharders.embedding.local_tables import TBE, TableStore
 from sharders.embedding.lookup.kernels import Lookup, can_place, compile_lookup
-from sharders.embedding.lookup.numba_layout import int64
+from sharders.embedding.lookup.numba_layout import ALL_BITS, int64, shift
 from sharders.embedding.lookup.pages import to_write
 from sharders.embedding.lookup.reads import Bags, Given, Segmented
 from sharders.embedding.output_dist import Beside
@@ -81,6 +81,7 @@ class Way:
         order = [peers.table_ranks[source] for source in peers.own]
         self.partials = PartialsPlan(placement, order, kind.partial, device) if kind.partial else None
         self.output_dists = _output_dists(placement, kind, self.partials, store.kernel)
+        self._own_partials = self._find_own_partials()
 
     def forward(
         self,
@@ -152,7 +153,10 @@ class Way:
         reads_given = self._reads_given(call, given)
         if reads_given:
             call.kept["given", self] = given, factor
-        of_call = beside, blocks, self._partials(call), landings[last], not reads_given
+        reads_partials = self._own_lengths(call) is not None
+        if reads_partials:
+            call.kept["given of partials", self] = given, factor
+        of_call = beside, blocks, self._partials(call), landings[last], not reads_given, not reads_partials
         come = dists[last].backward(given, rows, factor, *of_call)
         if not last:
             return come
@@ -178,6 +182,41 @@ class Way:
             and not any(bank.clips for bank in trained)
             and self._saved(call, len(given)) > 0
         )
+
+    def _find_own_partials(self) -> tuple[range, tuple[int, ...]] | None:
+        """Which of the slots of partials are this rank's own, and for each row range of their lookup the first column
+        of its gradients; None where these are not read in place."""
+        plan, peers = self.partials, self.peers
+        if plan is None or len(self.runs) != 1 or peers.outer.size > 1 or peers.num_replicas > 1:
+            return None
+        ((tbe, _, _),) = self.runs
+        mine = [piece.slots for piece in plan.pieces if piece.sender == len(plan.order) - 1]
+        if len(mine) != 1 or not tbe.is_trainable or not can_place(tbe.lookup, self.dtype):
+            return None
+        placement = self.store.placement
+        target = [(f, 0, placement.tables[feature.table].dim) for f, feature in enumerate(placement.features)]
+        columns = [0] * len(tbe.lookup.ranges)
+        of_slots = first_columns([plan.columns[i] for i in mine[0]], target)
+        for slot, column in zip(self.runs[0].slots, of_slots, strict=True):
+            columns[slot - tbe.slots.start] = column
+        return mine[0], tuple(columns)
+
+    @once_per_call
+    def _own_lengths(self, call: Call) -> torch.Tensor | None:
+        """(slots, samples) of this rank's own bags of partials, whose gradients the update reads where the model's
+        backward left them; None where they are packed as others' are.
+
+        Of bags of one id, which are a row each: half of two ranks' gradients was written and read once more.
+        """
+        partials = self._partials(call)
+        if self._own_partials is None or partials is None or call.wants_weight_gradient or call.has_sizes:
+            return None
+        (owned,), ((tbe, _, _),) = self._owned(call, self.sources), self.runs
+        is_told = len(tbe.lookup.ranges) << shift(owned.num_bags + call.batch.batch_size) <= 1 << ALL_BITS
+        if owned.bags is not None or tbe.bank.clips or not is_told:
+            return None
+        slots, _ = self._own_partials
+        return partials.lengths[slots.start : slots.stop].to(torch.int32)
 
     def _saved(self, call: Call, num_samples: int) -> float:
         """Nanoseconds of all lookups; see `PlacingLookup.saved_by_given`."""
@@ -209,10 +248,16 @@ class Way:
             train = of_whole.gradient_pooled if tbe.bank.spec is None else of_whole.update_pooled
             where = {"given": Given(given, own, factor)} if given is not None else {}
             yield tbe, train(columns.to(tbe.bank.weights.dtype), bags, order=next(orders), **where)
+        of_partials = call.kept.pop(("given of partials", self), None)
         for (tbe, _, _), rows, owned in zip(self.runs, of_runs, self._owned(call, sources), strict=True):
             if tbe.is_trainable:
                 learn = tbe.lookup.gradient_rows if tbe.bank.spec is None else tbe.lookup.update_rows
-                yield tbe, learn(rows.to(tbe.bank.weights.dtype), owned.read(), order=next(orders))
+                where = {}
+                if of_partials is not None and self._own_partials is not None:
+                    matrix, factor = of_partials
+                    rows = tbe.bank.clipped(rows)  # since the forward, that it asks for it
+                    where = {"given": Given(tbe.bank.clipped(matrix, factor), self._own_partials[1], factor)}
+                yield tbe, learn(rows.to(tbe.bank.weights.dtype), owned.read(), order=next(orders), **where)
 
     def read_to_train(self, call: Call) -> None:
         """Read all that `train` wants of what has come."""
@@ -226,7 +271,9 @@ class Way:
         whole = zip(self.whole, self._bags(call, sources), strict=True)
         found = [of.lookup.order_pooled(bags) for of, bags in whole if of.tbe.is_trainable]
         of_runs = zip(self.runs, self._owned(call, sources), strict=True)
-        return found + [run.tbe.lookup.order_rows(bags.read()) for run, bags in of_runs if run.tbe.is_trainable]
+        own = self._own_lengths(call)
+        last = {} if own is None else {"last": own}
+        return found + [run.tbe.lookup.order_rows(bags.read(), **last) for run, bags in of_runs if run.tbe.is_trainable]
 
     def weight_gradients(self, call: Call, grad: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
         """(source, slot, gradients of its weights) of each of the own sources and each slot here.

@@ -130,6 +130,20 @@ class PlacingLookup(Lookup, Protocol):
     def gradient_pooled(self, grad: Tensor, read: Bags, *, order: Any = None, given: Given | None = None) -> Tensor:
         """See `Lookup`."""
 
+    def order_rows(self, read: Segmented, last: Tensor | None = None) -> Any:
+        """See `Lookup`.
+
+        Args:
+            last: (segments, samples) int32, of the last segments the bags, each of one id or none: their gradients are
+                `given`.
+        """
+
+    def update_rows(self, grad: Tensor, read: Segmented, *, order: Any = None, given: Given | None = None) -> None:
+        """See `Lookup`."""
+
+    def gradient_rows(self, grad: Tensor, read: Segmented, *, order: Any = None, given: Given | None = None) -> Tensor:
+        """See `Lookup`."""
+
 
 def can_place(lookup: Lookup, dtype: torch.dtype) -> TypeGuard[PlacingLookup]:
     """Whether it is one that writes sums where they belong, and reads gradients where they are, of this dtype."""

@@ -146,8 +146,8 @@ class NumbaLookup(TorchLookup):
         threads.run(lambda i: copy(*fixed, num_ids * i // parts, num_ids * (i + 1) // parts, *to), parts)
         return output_ND
 
-    def order_rows(self, read: Segmented) -> Order:
-        return self._order_rows(read, self._most_apart)
+    def order_rows(self, read: Segmented, last: Tensor | None = None) -> Order:
+        return self._order_rows(read, self._most_apart, last)
 
     def _order(self, read: Bags | Segmented, most_apart: int) -> Order:
         """As `order_pooled` and `order_rows`.
@@ -159,20 +159,28 @@ class NumbaLookup(TorchLookup):
             return self._order_bags(read, self._tables.columns, most_apart)
         return self._order_rows(read, most_apart)
 
-    def _order_rows(self, read: Segmented, most_apart: int) -> Order:
+    def _order_rows(self, read: Segmented, most_apart: int, last: Tensor | None = None) -> Order:
         (ids, segments, bags, weights), tables = read, self._tables
-        order = Order(ids.numel(), len(tables), ALL_BITS, tables.no_columns)
+        order, of_last = Order(ids.numel(), len(tables), ALL_BITS, tables.no_columns), (0, 0, 0, 0)
+        if last is not None:
+            num_last, num_samples = last.shape
+            num_others = sum(count for _, count in segments[: len(segments) - num_last])
+            order.num_bags = num_others + num_samples
+            order.shift = shift(order.num_bags)
+            of_ranges = (tables.in_table[i] for i, _ in segments[len(segments) - num_last :])
+            _bases, bases = longs([(of << order.shift) + num_others for of in of_ranges])
+            of_last = num_last, last.data_ptr(), num_samples, bases
         if bags is not None:
             runs = self._runs_of(segments, bags, 0)
             return self._sort_bags(order, Bags(ids, bags, weights), runs, True, most_apart)
         ranges, counts = zip(*segments, strict=True) if segments else ((), ())
         by_table, ends, are_in_order = self._by_table(ranges)
-        lies_in_order = are_in_order and ids.dtype == torch.int32
-        keys = torch.empty(2, 0 if lies_in_order else ids.numel(), dtype=torch.int32, device="cpu")
+        lies_in_order = are_in_order and ids.dtype == torch.int32 and last is None
+        keys = torch.empty(2, 0 if lies_in_order else ids.numel() + 1, dtype=torch.int32, device="cpu")
         to = (0, 0) if lies_in_order else tuple(addresses(keys))
         (_kept, told), (_memory, firsts) = longs(counts), longs(bytes(8 * len(counts)))
         of_tables = by_table.data_ptr(), ends.data_ptr(), len(tables), firsts
-        most = self._entry("expand_runs")(*words(ids), told, len(counts), *of_tables, *to, order.ends)
+        most = self._entry("expand_runs")(*words(ids), told, len(counts), *of_tables, *to, order.ends, *of_last)
         return self._sort(order, (ids.data_ptr(), 0, 0) if lies_in_order else (*to, 0), most, tables)
 
     # Only the order knows how ids are read.
@@ -297,8 +305,9 @@ class NumbaLookup(TorchLookup):
             order = self._order(read, self._most_apart)
         weights = self._like_table(read.weights)
         if given is not None:
-            assert isinstance(read, Bags) and grad.dtype == given.matrix.dtype == self.bank.weights.dtype
-            return Gradients([grad], grad.stride(0), order, weights, given, self._num_bags(read.offsets))
+            assert grad.dtype == given.matrix.dtype == self.bank.weights.dtype
+            num_bags = self._num_bags(read.offsets) if isinstance(read, Bags) else order.num_bags
+            return Gradients([grad], grad.stride(0), order, weights, given, num_bags)
         grad = self._rows_of(self.bank.clipped(grad))
         return Gradients([grad], grad.stride(0), order, weights)
 

@@ -160,6 +160,8 @@ class Order:
 
     def __init__(self, num_ids: int, num_tables: int, shift: int, columns: Tensor) -> None:
         self.num_ids, self.shift, self.columns = num_ids, shift, columns
+        self.num_bags = 0
+        """Of unpooled ids whose last are told by samples: those before, and the samples."""
         self._ends, self.ends = longs(bytes(8 * (num_tables + 1)))
         """(num_tables + 1,) int64; its address."""
         self._begins, self.begins = longs(bytes(8 * num_tables))

@@ -101,7 +101,10 @@ def expand_bags(
     return most_ids
 
 
-def expand_runs(ids, id_bytes, counts, num_runs, by_table, run_ends, num_tables, firsts, keys, sources, ends):
+def expand_runs(
+    ids, id_bytes, counts, num_runs, by_table, run_ends, num_tables, firsts, keys, sources, ends,
+    num_last, lengths, num_samples, bases,
+):  # fmt: skip
     """Keys and sources of ids that are looked up one by one; returns the most ids of a table.
 
     Args:
@@ -111,6 +114,9 @@ def expand_runs(ids, id_bytes, counts, num_runs, by_table, run_ends, num_tables,
         firsts: memory for num_runs int64.
         keys, sources: written if these are not 0.
         ends: (num_tables + 1,) int64, written: where each table's keys begin.
+        num_last: of the last runs, whose sources are told by samples.
+        lengths: (num_last, num_samples): their bags, of one id or none.
+        bases: (num_last,) int64: what is added to a sample's number to give its source.
     """
     first = 0
     for run in range(num_runs):
@@ -126,6 +132,12 @@ def expand_runs(ids, id_bytes, counts, num_runs, by_table, run_ends, num_tables,
             for place in range(first, first + (num if keys != 0 else 0)):
                 write32(keys, to + place - first, read32_at(ids + place * id_bytes))
                 write32(sources, to + place - first, place)
+            last = run - (num_runs - num_last)
+            if last >= 0 and keys != 0:
+                next_to, base = to, read64(bases, last)
+                for sample in range(num_samples):  # without a branch: one word behind the last may be overwritten
+                    write32(sources, next_to, base + sample)
+                    next_to += read32(lengths, last * num_samples + sample)
             to += num
         most = max(most, to - before)
     write64(ends, num_tables, to)
