@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
@@ -17,6 +18,17 @@ from dmp.names import join_name
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+
+@contextmanager
+def taking_hooks(parameter: torch.Tensor) -> Iterator[None]:
+    """A frozen one takes none, and may be trained later: trained meanwhile."""
+    was = parameter.requires_grad
+    parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        parameter.requires_grad_(was)
 
 
 class Place(NamedTuple):

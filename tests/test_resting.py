@@ -13,6 +13,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 from dmp import (
     DistributedModelParallel,
     InputError,
+    ShardError,
     ShardingEnv,
     column_wise,
     data_parallel,
@@ -102,6 +103,29 @@ def test_tables_rest_and_are_trained_again(names: tuple[str, ...], optimizer: st
             for key in state.keys() - {"step"}:
                 torch.testing.assert_close(of_state[name][key], state[key], atol=1e-4, rtol=1e-4, msg=f"{name} {key}")
             assert float(of_state[name]["step"]) == float(state["step"]), name
+
+
+def resharded() -> None:
+    """One that rests keeps resting, and what would be lost is refused when it is trained again."""
+    model = DistributedModelParallel(made("sgd"), plan=PLAN)
+    freeze(model, ["b"])
+    loss_of(model, model.env.rank, 0).backward()
+    before = full_state_dict(model)
+    model.reshard({"embedding_bags.a.weight": table_wise(0), "embedding_bags.b.weight": row_wise()})
+    loss_of(model, model.env.rank, 1).backward()
+    after = full_state_dict(model)
+    moved = [name.split(".")[1] for name in before if not torch.equal(before[name], after[name])]
+    assert moved == ["a", "c", "d"]
+    copied = copy.deepcopy(model)
+    freeze(copied, [])
+    table = copied.get_parameter("embedding_bags.b.weight")
+    with pytest.raises(ShardError, match=r"came to the parameter 'embedding_bags.b.weight'"):
+        table.add(1).square().sum().backward()
+
+
+def test_one_that_rests_is_resharded() -> None:
+    """Its hooks could not be taken over."""
+    run_ranks(2, resharded)
 
 
 def on_one_rank_alone() -> None:

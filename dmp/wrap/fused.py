@@ -12,6 +12,7 @@ from dmp.chunked import ChunkedTensor
 from dmp.contracts import FusedParameter
 from dmp.errors import CheckpointError, ShardError
 from dmp.foreign import type_name
+from dmp.places import taking_hooks
 from dmp.wrap.column_blocks import between_blocks
 from dmp.wrap.live_state import LiveState
 
@@ -24,9 +25,10 @@ def _guard(fused: FusedParameter) -> None:
     One of zeros is let go, as of `0 * p.sum()`, by which programs have every parameter reached.
     """
     parameter, name = fused.parameter, fused.name
-    if parameter.requires_grad and not hasattr(parameter, "_dmp_is_guarded"):
+    if not hasattr(parameter, "_dmp_is_guarded"):
         parameter._dmp_is_guarded = True  # type: ignore[attr-defined]
-        parameter.register_post_accumulate_grad_hook(lambda p: _refuse_gradient(p, name))
+        with taking_hooks(parameter):
+            parameter.register_post_accumulate_grad_hook(lambda p: _refuse_gradient(p, name))
 
 
 def _refuse_gradient(parameter: torch.Tensor, name: str) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from dmp.places import taking_hooks
+
 _log = logging.getLogger("dmp")
 _ON_GRADIENT, _ON_ACCUMULATED = "_backward_hooks", "_post_accumulate_grad_hooks"
 
@@ -17,20 +19,19 @@ _ON_GRADIENT, _ON_ACCUMULATED = "_backward_hooks", "_post_accumulate_grad_hooks"
 def carry_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
     """Hooks on the gradient of `old`, and on what is accumulated of it, are called for `new` from now on.
 
-    Where `new` has none of its own, a handle that `old` has given removes its hook from `new`.
+    A handle that `old` has given removes its hook from `new`, whose own are called first.
     """
-    for kind, register in ((_ON_GRADIENT, new.register_hook), (_ON_ACCUMULATED, _register_accumulated(new))):
-        hooks = getattr(old, kind, None)
-        if hooks and getattr(new, kind, None):
-            for hook in hooks.values():
-                register(hook)
-        elif hooks:
+    for kind in (_ON_GRADIENT, _ON_ACCUMULATED):
+        hooks = getattr(old, kind, None) or {}
+        users = {key: hook for key, hook in hooks.items() if not hasattr(hook, "_dmp_own")}
+        if not users:
+            continue
+        own = getattr(new, kind, None) or {}
+        hooks.clear()  # the same mapping, which handles know
+        hooks.update({**own, **users})
+        with taking_hooks(new):
             setattr(new, kind, hooks)
-            setattr(old, kind, None)  # or what is hung on one were on both
-
-
-def _register_accumulated(p: Any) -> Any:
-    return p.register_post_accumulate_grad_hook
+        setattr(old, kind, None)  # or what is hung on one were on both
 
 
 @contextmanager

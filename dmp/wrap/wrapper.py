@@ -25,7 +25,6 @@ from dmp.ranks import calls_so_far, entry
 from dmp.wrap import live_models as live
 from dmp.wrap.agreement import check_agreement, on_all_ranks
 from dmp.wrap.arguments import Arguments, environment, take
-from dmp.wrap.asked_earlier import follow_asked
 from dmp.wrap.assembly import Assembly
 from dmp.wrap.build import build, mark_chunks
 from dmp.wrap.copying import copied
@@ -36,11 +35,10 @@ from dmp.wrap.fused import FusedOptimizer
 from dmp.wrap.gathered import chunks_shown
 from dmp.wrap.keyed import keyed
 from dmp.wrap.loading import load, loaded
-from dmp.wrap.mixed_terms import explain_mixtures
-from dmp.wrap.optimizer_guard import guard_optimizers
-from dmp.wrap.outer_wrappers import guard_ddp, keep_from_fully_shard
+from dmp.wrap.outer_wrappers import keep_from_fully_shard
 from dmp.wrap.parameter_hooks import carrying_hooks
 from dmp.wrap.reshard import Resharding, reshard
+from dmp.wrap.stand_ins import stand_in
 from dmp.wrap.torchrec_members import torchrec_member
 
 
@@ -106,12 +104,9 @@ class DistributedModelParallel(nn.Module):
         """Hold a new model, of which optimizers and wrappers of torch's must know."""
         self._hold(made)
         mark_chunks(made)
-        guard_optimizers()
-        explain_mixtures()
-        follow_asked()
+        stand_in()
         take(made.module)
         live.add(self)
-        guard_ddp()
         keep_from_fully_shard(self)
 
     def init_data_parallel(self) -> None:

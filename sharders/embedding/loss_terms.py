@@ -75,7 +75,7 @@ def watch(parameter: torch.Tensor, shards: Sequence[Shard], size: tuple[int, int
     kind = _Kind.WHOLE if len(shards) == 1 else _Kind.ROWS if rows_are_whole else _Kind.ELEMENTS
     is_watched = hasattr(parameter, "_dmp_part")
     parameter._dmp_part = _Part(kind, name)  # type: ignore[attr-defined]
-    if is_watched or not parameter.requires_grad:
+    if is_watched:
         return
 
     @torch.utils.hooks.unserializable_hook  # type: ignore[untyped-decorator]
@@ -85,7 +85,10 @@ def watch(parameter: torch.Tensor, shards: Sequence[Shard], size: tuple[int, int
         elif hasattr(gradient, _MARK):
             delattr(gradient, _MARK)
 
-    parameter.register_hook(look)
+    look._dmp_own = True
+    was = parameter.requires_grad
+    parameter.requires_grad_(True).register_hook(look)  # a frozen one takes none, and may be trained later
+    parameter.requires_grad_(was)
 
 
 def mark(gradients: Sequence[torch.Tensor | None]) -> None:

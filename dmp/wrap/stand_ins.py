@@ -1,0 +1,16 @@
+"""What of torch's is stood in for, from the first wrap on, so that it knows wrapped models; see `dmp.effects`."""
+
+from __future__ import annotations
+
+from dmp.wrap.asked_earlier import follow_asked
+from dmp.wrap.mixed_terms import explain_mixtures
+from dmp.wrap.optimizer_guard import guard_optimizers
+from dmp.wrap.outer_wrappers import guard_ddp
+
+
+def stand_in() -> None:
+    """At every wrap: each sees to it that it is there once."""
+    guard_optimizers()
+    explain_mixtures()
+    follow_asked()
+    guard_ddp()
