@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from sharders.embedding.columns import first_columns
 from sharders.embedding.local_tables import SlotRun
 from sharders.embedding.lookup.reads import Segmented, Segments
 from sharders.embedding.phases import FORWARD, Spent, phase
@@ -151,8 +152,26 @@ class PartialsPlan:
         flat = [slot for of_rank in slots for slot in of_rank]
         self.columns: list[Columns] = [(slot.feature, slot.column, slot.width) for slot in flat]
         """Of the slots of all ranks, as they are numbered."""
+        dims = [placement.tables[feature.table].dim for feature in placement.features]
+        self._target: list[Columns] = [(f, 0, dim) for f, dim in enumerate(dims)]
         widths = sorted({slot.width for slot in flat})
         self.groups = [_group(width, flat, placement, device) for width in widths]
+
+    def own(self, run: SlotRun) -> tuple[range, tuple[int, ...]] | None:
+        """Which slots are this rank's own, and for each row range of the run's lookup the first column of a result
+        that it is a part of; None where they lie in several pieces.
+
+        Args:
+            run: the only one.
+        """
+        mine = [piece.slots for piece in self.pieces if piece.sender == len(self.order) - 1]
+        if len(mine) != 1:
+            return None
+        columns = [0] * len(run.tbe.lookup.ranges)
+        of_slots = first_columns([self.columns[i] for i in mine[0]], self._target)
+        for slot, column in zip(run.slots, of_slots, strict=True):
+            columns[slot - run.tbe.slots.start] = column
+        return mine[0], tuple(columns)
 
 
 def _group(width: int, slots: Sequence[Slot], placement: Placement, device: torch.device) -> Group:

@@ -12,17 +12,19 @@ Where partials are fewer bytes than that they go straight to the ranks of the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
 
 import torch
 
 from sharders.channel import Channel, GroupChannel, Landing
 from sharders.embedding.codec import Codecs
-from sharders.embedding.columns import Placing, first_columns, runs_of
+from sharders.embedding.columns import Placing, cut_columns, first_columns, runs_of
 from sharders.embedding.output_dist import Beside, ResultExchange, landing_for, send_gradients
 from sharders.embedding.partial_columns import PartialColumns
 from sharders.embedding.partials import Partials, PartialsPlan
+from sharders.embedding.peers import Peers
+from sharders.embedding.placement import Placement
 from sharders.embedding.ragged import Block, Columns, padded_rows, ragged, ragged_size
 
 Blocks = Sequence[Sequence[Block]] | None  # of each rank: of all batches whose rows go there
@@ -334,3 +336,32 @@ def _are_apart(columns: Sequence[Columns], places: Sequence[int]) -> bool:
     """Whether no two of these, which lie there, have one in common."""
     spans = sorted((place, place + width) for place, (_, _, width) in zip(places, columns, strict=True))
     return all(a[1] <= b[0] for a, b in pairwise(spans))
+
+
+def output_dists(
+    placement: Placement, peers: Peers, whole: Collection[int], plan: PartialsPlan | None, kernel: str | None
+) -> list[PooledOutputDist]:
+    """One for each stage.
+
+    Args:
+        whole: tables whose lookups travel with all their columns.
+        plan: of those that travel as partials.
+        kernel: see `Placing`.
+    """
+    codecs = peers.codecs
+    dims = [placement.tables[feature.table].dim for feature in placement.features]
+    columns: list[list[Columns]] = [
+        [(s.feature, s.column, s.width) for s in of_rank if s.table in whole] for of_rank in placement.slots
+    ]
+    target: list[Columns] = [(f, 0, dim) for f, dim in enumerate(dims)]
+    if peers.outer.size == 1:
+        groups = [] if plan is None else plan.groups
+        sources = [*columns, *(g.columns for g in groups)]
+        return [PooledOutputDist(peers.table, codecs, sources, target, kernel, plan)]
+    hosts = [columns[h * peers.inner.size : (h + 1) * peers.inner.size] for h in range(peers.outer.size)]
+    host = peers.outer.rank
+    joined = [cut_columns(of_host) for of_host in hosts]
+    return [
+        PooledOutputDist(peers.inner, codecs, hosts[host], joined[host], kernel),
+        PooledOutputDist(peers.outer, codecs, joined, target, kernel),
+    ]

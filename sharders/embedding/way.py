@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 
 from sharders.embedding.call import Call, once_per_call
-from sharders.embedding.columns import cut_columns, first_columns
 from sharders.embedding.input_dist import InputDist
 from sharders.embedding.local_tables import TBE, TableStore
 from sharders.embedding.lookup.kernels import Lookup, can_place, compile_lookup
@@ -22,9 +21,7 @@ from sharders.embedding.partials import Awaited, OwnedBags, Partials, PartialsPl
 from sharders.embedding.path import Trained
 from sharders.embedding.peers import Peers, own_last
 from sharders.embedding.phases import FORWARD, OUTPUT, phase
-from sharders.embedding.placement import Placement
-from sharders.embedding.pooled_output import Blocks, PooledOutputDist
-from sharders.embedding.ragged import Columns
+from sharders.embedding.pooled_output import Blocks, output_dists
 
 
 class Whole(NamedTuple):
@@ -80,7 +77,7 @@ class Way:
         self._in_a_row = tuple(accumulate(widths, initial=0))[:-1]
         order = [peers.table_ranks[source] for source in peers.own]
         self.partials = PartialsPlan(placement, order, kind.partial, device) if kind.partial else None
-        self.output_dists = _output_dists(placement, kind, self.partials, store.kernel)
+        self.output_dists = output_dists(placement, peers, kind.whole, self.partials, store.kernel)
         self._own_partials = self._find_own_partials()
 
     def forward(
@@ -184,22 +181,12 @@ class Way:
         )
 
     def _find_own_partials(self) -> tuple[range, tuple[int, ...]] | None:
-        """Which of the slots of partials are this rank's own, and for each row range of their lookup the first column
-        of its gradients; None where these are not read in place."""
+        """See `PartialsPlan.own`; None where the update does not read their gradients in place."""
         plan, peers = self.partials, self.peers
         if plan is None or len(self.runs) != 1 or peers.outer.size > 1 or peers.num_replicas > 1:
             return None
-        ((tbe, _, _),) = self.runs
-        mine = [piece.slots for piece in plan.pieces if piece.sender == len(plan.order) - 1]
-        if len(mine) != 1 or not tbe.is_trainable or not can_place(tbe.lookup, self.dtype):
-            return None
-        placement = self.store.placement
-        target = [(f, 0, placement.tables[feature.table].dim) for f, feature in enumerate(placement.features)]
-        columns = [0] * len(tbe.lookup.ranges)
-        of_slots = first_columns([plan.columns[i] for i in mine[0]], target)
-        for slot, column in zip(self.runs[0].slots, of_slots, strict=True):
-            columns[slot - tbe.slots.start] = column
-        return mine[0], tuple(columns)
+        (run,) = self.runs
+        return plan.own(run) if run.tbe.is_trainable and can_place(run.tbe.lookup, self.dtype) else None
 
     @once_per_call
     def _own_lengths(self, call: Call) -> torch.Tensor | None:
@@ -458,25 +445,3 @@ def _whole_of(store: TableStore, tbe: TBE, tables: Collection[int]) -> Whole:
     if len(mine) in (0, len(tbe.slots)):
         return Whole(tbe, tbe.lookup, len(mine))
     return Whole(tbe, compile_lookup(tbe.bank, [tbe.lookup.ranges[i] for i in mine], store.kernel), len(mine))
-
-
-def _output_dists(
-    placement: Placement, kind: Kind, plan: PartialsPlan | None, kernel: str | None
-) -> list[PooledOutputDist]:
-    peers, codecs = kind.peers, kind.peers.codecs
-    dims = [placement.tables[feature.table].dim for feature in placement.features]
-    columns: list[list[Columns]] = [
-        [(s.feature, s.column, s.width) for s in of_rank if s.table in kind.whole] for of_rank in placement.slots
-    ]
-    target: list[Columns] = [(f, 0, dim) for f, dim in enumerate(dims)]
-    if peers.outer.size == 1:
-        groups = [] if plan is None else plan.groups
-        sources = [*columns, *(g.columns for g in groups)]
-        return [PooledOutputDist(peers.table, codecs, sources, target, kernel, plan)]
-    hosts = [columns[h * peers.inner.size : (h + 1) * peers.inner.size] for h in range(peers.outer.size)]
-    host = peers.outer.rank
-    joined = [cut_columns(of_host) for of_host in hosts]
-    return [
-        PooledOutputDist(peers.inner, codecs, hosts[host], joined[host], kernel),
-        PooledOutputDist(peers.outer, codecs, joined, target, kernel),
-    ]
