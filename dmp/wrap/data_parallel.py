@@ -43,10 +43,11 @@ def start(made: Assembly) -> Assembly:
     Raises:
         ShardError: a parameter is still lazy, or on meta.
     """
-    in_place, whole = made.shards_in_place, left_whole(made)
+    in_place, whole, sharded = made.shards_in_place, left_whole(made), made.sharded_names()
     for name, parameter in made.module.named_parameters():
         _check_not_lazy(name, parameter)
-        _check_leaf(name, parameter)
+        if name not in sharded:
+            _check_leaf(name, parameter)
         if parameter.is_meta and (name in whole or not in_place):
             raise ShardError(f"parameter {name!r} is on meta: pass init_parameters=True, or load values first")
     skeleton = made.skeleton

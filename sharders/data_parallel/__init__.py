@@ -4,6 +4,7 @@
 - `fsdp`: `FSDPWrapper`: FSDP2, HSDP, or DDP by the mesh
 - `fsdp_units`: the units of a model that FSDP2 has split, and their weights
 - `blocks`: repeated blocks: units of FSDP2, checkpointing, compilation
+- `in_turn`: whether all ranks run each module of a list
 - `asked`: gradients of some weights alone, for which torch is asked
 - `twice`: backward passes through backward passes
 - `past_hooks`: modules that are run past the hooks by which FSDP2 gathers their weights

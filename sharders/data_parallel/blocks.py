@@ -9,6 +9,7 @@ A *dense* parameter is one that no sharder of tables owns.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
@@ -17,7 +18,9 @@ import torch
 from torch import nn
 
 from dmp import NameIndex, ShardError, is_inside, join_name
+from sharders.data_parallel.in_turn import runs_in_turn
 
+_log = logging.getLogger("dmp")
 Units = Iterable[str | type[nn.Module]]
 _STACK_NAMES = ("layers", "layer", "blocks", "block", "h")  # of a ModuleList that is a stack even with one layer
 _LARGE_NUMEL = 1 << 20  # from here on a leaf is worth a collective of its own; below, it is part of something larger
@@ -71,8 +74,8 @@ def find_units(module: nn.Module, units: Units | None, ignored: Collection[str] 
     Args:
         module: the model.
         units: path patterns (`layers.*`, see `NameIndex`) and classes of modules; by default the `fsdp_plan` of the
-            Hugging Face models inside, else the repeated blocks, and of those only the ones that share no parameter
-            with anything outside.
+            Hugging Face models inside, else the repeated blocks, and of those only the ones that all ranks run, as far
+            as can be seen, and that share no parameter with anything outside.
         ignored: names of the parameters that others own.
 
     Raises:
@@ -80,7 +83,7 @@ def find_units(module: nn.Module, units: Units | None, ignored: Collection[str] 
             that shares a parameter with what is outside it.
     """
     if units is None:
-        found = _by_plan(module, ignored) or repeated_blocks(module, ignored)
+        found = _by_plan(module, ignored) or units_in_turn(module, repeated_blocks(module, ignored))[0]
         shared = _shared(module, found, ignored)
         found = {path: m for path, m in found.items() if id(m) not in shared}
     else:
@@ -92,6 +95,48 @@ def find_units(module: nn.Module, units: Units | None, ignored: Collection[str] 
                     "parameter is gathered with the root: leave this module out of units="
                 )
     return dict(sorted(found.items(), key=lambda item: -item[0].count(".")))
+
+
+def units_in_turn(
+    module: nn.Module, blocks: Mapping[str, nn.Module]
+) -> tuple[dict[str, nn.Module], dict[str, type[nn.Module]]]:
+    """Blocks of which all ranks run each, as far as can be seen, see in_turn.py; and path -> owner of other lists."""
+    kept, lists = {}, dict[str, type[nn.Module]]()
+    for path, block in blocks.items():
+        unsure = {of: owner for of, owner in _lists_above(module, path) if not _is_in_turn(of, owner)}
+        lists.update(unsure)
+        if not unsure:
+            kept[path] = block
+    return kept, lists
+
+
+def say_of_unsure(module: nn.Module, ignored: Collection[str]) -> None:
+    """Which lists of modules are no units, and why."""
+    for path, owner in units_in_turn(module, repeated_blocks(module, ignored))[1].items():
+        _log.warning(
+            "the modules of %r are gathered with what holds them, not one at a time: the code of %s does not show that "
+            "each is run at every forward, and where some rank runs others they would not fit together. If each is, "
+            "say FSDPWrapper(units=[%r])",
+            path,
+            owner.__name__,
+            f"{path}.*",
+        )
+
+
+def _is_in_turn(path: str, owner: Any) -> bool:
+    name = path.rpartition(".")[2]
+    return name in _STACK_NAMES or runs_in_turn(owner, name)
+
+
+def _lists_above(module: nn.Module, path: str) -> Iterator[tuple[str, type[nn.Module]]]:
+    """Path of each `ModuleList` that a module is in, and the class of what holds the list."""
+    parts, owner = path.split("."), module
+    for depth, part in enumerate(parts[:-1], 1):
+        child = owner._modules[part]
+        if isinstance(child, nn.ModuleList):
+            yield ".".join(parts[:depth]), type(owner)
+        assert child is not None
+        owner = child
 
 
 def _by_choice(module: nn.Module, units: Units, ignored: Collection[str]) -> dict[str, nn.Module]:

@@ -32,8 +32,10 @@ from sharders.data_parallel.blocks import (
     checkpoint_blocks,
     find_units,
     repeated_blocks,
+    say_of_unsure,
 )
 from sharders.data_parallel.ddp import DDPWrapper
+from sharders.data_parallel.in_turn import tell_transformers
 from sharders.data_parallel.past_hooks import explain_pieces, gather_by_forward, refuse_outside
 from sharders.data_parallel.twice import forget_graphs
 from sharders.data_parallel.unfinished import (
@@ -66,7 +68,7 @@ class FSDPWrapper:
             `output_dtype` is the whole model's.
         offload: True keeps parameters, gradients and optimizer state on the CPU; or an `OffloadPolicy`.
         units: what is gathered at once: path patterns (`"layers.*"`) or classes of modules. By default the plan of a
-            Hugging Face model, else the repeated blocks.
+            Hugging Face model, else the repeated blocks that all ranks run, as far as the code of the model shows.
         activation_checkpointing: recompute the repeated blocks in the backward pass; or a choice
             `(path, module) -> bool` among them.
         compile: compile each repeated block; or a dict of `torch.compile`'s options.
@@ -180,6 +182,8 @@ class FSDPWrapper:
         module.register_forward_pre_hook(
             _free_outdated([*units.values(), module], env, stays=self.reshard_after_forward is not None), prepend=True
         )
+        if env.fully_sharded_axes:
+            tell_transformers(module)
         reduce_unreached_chunks(module)
         hear_of_split(module)
         refuse_steps(module, has_raised, split_weights)
@@ -195,6 +199,8 @@ class FSDPWrapper:
         whole = [name for name, p in dense.items() if p.dim() == 0]
         managed = {name: p for name, p in dense.items() if p.dim() > 0}
         units = find_units(module, self.units, ignored)
+        if self.units is None and env.rank == 0:
+            say_of_unsure(module, ignored)
         if len({p.dtype for p in managed.values() if p.requires_grad}) > 1:
             units = split_by_dtype(units, module, managed)
         apply, options = self._apply(env)

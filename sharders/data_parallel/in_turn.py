@@ -1,0 +1,118 @@
+"""Whether all ranks run the same modules, each at every forward: what the code of a list's owner says of it.
+
+Ranks gather units together: where one of them is run by some ranks alone, as the expert that this rank's samples ask
+for, others give the weights of another unit in its place. Of the same shapes, that was silent; else all ranks wait.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+
+def tell_transformers(model: nn.Module) -> None:
+    """All ranks must run the same layers: none is dropped at random, and `generate` ends when all ranks are done."""
+    for module in model.modules():
+        module.__dict__[_MANAGED] = True
+
+
+_MANAGED = "_is_fsdp_managed_module"
+
+
+@cache
+def runs_in_turn(owner: Any, name: str) -> bool:
+    """Whether some loop in the code of a class goes over `self.<name>` and calls each, whatever the values are.
+
+    False where the code is not there to be read, where a call is in one branch of an `if` alone, or the loop may end
+    early.
+    """
+    return any(_calls_each(statement, name) for function in _functions(owner) for statement in _sure(function.body))
+
+
+def _functions(owner: type[nn.Module]) -> Iterator[ast.FunctionDef]:
+    for of in owner.__mro__:
+        if of is nn.Module:
+            return
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(of)))
+        except (OSError, TypeError, SyntaxError):
+            continue
+        yield from (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name != "__init__")
+
+
+def _sure(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements that are in no branch; of a loop, it alone."""
+    for statement in body:
+        if isinstance(statement, ast.With):
+            yield from _sure(statement.body)
+        elif not isinstance(statement, (ast.If, ast.While, ast.Try)):
+            yield statement
+
+
+def _calls_each(statement: ast.stmt, name: str) -> bool:
+    if isinstance(statement, ast.For):
+        if any(isinstance(node, (ast.Break, ast.Continue, ast.Return)) for node in ast.walk(statement)):
+            return False
+        return _is_called(statement.body, _elements(statement.target, statement.iter, name))
+    for node in _certain(statement):
+        if isinstance(node, (ast.ListComp, ast.GeneratorExp)) and len(node.generators) == 1:
+            over = node.generators[0]
+            found = _elements(over.target, over.iter, name)
+            if not over.ifs and any(_calls(each, found) for each in _certain(node.elt)):
+                return True
+    return False
+
+
+def _elements(target: ast.expr, over: ast.expr, name: str) -> set[str]:
+    """What a loop calls the module that it is at, as code; nothing where it goes over something else."""
+    if isinstance(over, ast.Call) and isinstance(over.func, ast.Name):
+        parts = target.elts if isinstance(target, ast.Tuple) else []
+        if over.func.id == "range" and isinstance(target, ast.Name):
+            return {f"self.{name}[{target.id}]"}
+        if over.func.id == "enumerate" and len(parts) == 2:
+            return _elements(parts[1], over.args[0], name)
+        if over.func.id == "zip" and len(parts) == len(over.args):
+            return {found for each in zip(parts, over.args, strict=True) for found in _elements(*each, name)}
+        if over.func.id in ("reversed", "list", "tuple"):
+            return _elements(target, over.args[0], name)
+        return set()
+    if isinstance(over, ast.Subscript) and isinstance(over.slice, ast.Slice):
+        over = over.value
+    return {ast.unparse(target)} if ast.unparse(over) == f"self.{name}" else set()
+
+
+def _is_called(body: list[ast.stmt], elements: set[str]) -> bool:
+    """Whether one of these statements surely calls the module, or hands it to a function that does."""
+    for statement in body:
+        if isinstance(statement, ast.If):
+            if statement.orelse and all(_is_called(side, elements) for side in (statement.body, statement.orelse)):
+                return True
+        elif isinstance(statement, ast.With):
+            if _is_called(statement.body, elements):
+                return True
+        elif isinstance(statement, (ast.For, ast.While, ast.Try)):
+            continue
+        elif any(_calls(node, elements) for node in _certain(statement)):
+            return True
+    return False
+
+
+def _calls(node: ast.AST, elements: set[str]) -> bool:
+    if not isinstance(node, ast.Call):
+        return False
+    return any(ast.unparse(each).removesuffix(".__call__") in elements for each in (node.func, *node.args))
+
+
+def _certain(node: ast.AST) -> Iterator[ast.AST]:
+    """A node and what is evaluated with it in any case; of comprehensions, they alone."""
+    yield node
+    if isinstance(node, (ast.IfExp, ast.BoolOp, ast.Lambda, ast.ListComp, ast.GeneratorExp)):
+        return
+    for child in ast.iter_child_nodes(node):
+        yield from _certain(child)

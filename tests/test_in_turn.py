@@ -1,0 +1,165 @@
+"""Modules that only some ranks run: they are no units of FSDP2, which would mix their weights in silence."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from dmp import DistributedModelParallel, ShardingEnv, to_unsharded
+from sharders.data_parallel.blocks import find_units
+from sharders.data_parallel.in_turn import runs_in_turn
+from tests.beside_plain import trains
+from tests.ranks import mesh, run_ranks
+
+
+class Expert(nn.Module):
+    """A small feed-forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down(self.up(x).relu())
+        return out
+
+
+class Lists(nn.Module):
+    """Modules in a list, that others run."""
+
+    def __init__(self, number: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts = nn.ModuleList(Expert() for _ in range(number))
+        self.head = nn.Linear(6, 2)
+
+
+class InTurn(Lists):
+    """Each."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, (part, _) in enumerate(zip(self.parts[:], range(9), strict=False)):
+            if number and self.training:
+                x = checkpoint(part, x, use_reentrant=False)
+            else:
+                x = part(x)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+class ByNumber(Lists):
+    """Each."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            for i in range(len(self.parts)):
+                x = self.parts[i](x)
+        return x
+
+
+class Together(InTurn):
+    """Each, in a comprehension."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([part(x) for part in self.parts]).sum(0)
+
+
+class Asked(Lists):
+    """Those that a batch's samples ask for."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out, which = torch.zeros_like(x), (x[:, 0] * 10).long().clamp(0, len(self.parts) - 1)
+        for i, part in enumerate(self.parts):
+            if (rows := which == i).any():
+                out[rows] = part(x[rows])
+        found: torch.Tensor = self.head(out)
+        return found
+
+
+class Dropped(Lists):
+    """Some are passed over."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            if torch.rand(()) < 0.5:
+                continue
+            x = part(x)
+        return x
+
+
+class Chosen(Lists):
+    """One of them, or one in a branch."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i, part in enumerate(self.parts):
+            x = part(x) if x.sum() > i else x
+        for i in range(3):
+            x = x + self.norm(x, i)
+        out: torch.Tensor = self.parts[int(x.sum())](x)
+        return out
+
+    def norm(self, x: torch.Tensor, by: int) -> torch.Tensor:
+        return x / (1 + by)
+
+
+@pytest.mark.parametrize("kind", [InTurn, ByNumber, Together])
+def test_each_is_run(kind: Any) -> None:
+    assert runs_in_turn(kind, "parts") and not runs_in_turn(kind, "others")
+    assert list(find_units(kind(), None)) == ["parts.0", "parts.1", "parts.2"]
+
+
+@pytest.mark.parametrize("kind", [Asked, Dropped, Chosen])
+def test_it_is_not_seen_that_each_is_run(kind: Any) -> None:
+    assert not runs_in_turn(kind, "parts") and not find_units(kind(), None)
+    assert list(find_units(kind(), "parts.*")) == ["parts.0", "parts.1", "parts.2"]
+
+
+class Words(nn.Module):
+    """torch's own: of rare words, a rank's batch may have none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.out = nn.Linear(6, 16), nn.AdaptiveLogSoftmaxWithLoss(16, 40, [5, 20])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.out(self.body(x), (x[:, 0] * 40).long().clamp(0, 39)).output
+        return out
+
+
+def batch(random: torch.Generator) -> torch.Tensor:
+    """(ranks, samples, columns): the first columns of ranks differ, in which experts are told apart."""
+    x = torch.rand(2, 5, 6, generator=random)
+    x[..., 0] = torch.tensor([[0.05, 0.1, 0.15, 0.11, 0.01], [0.11, 0.2, 0.25, 0.9, 0.3]])
+    return x
+
+
+def beside_one_process(kind: Any, axis: str) -> None:
+    env = ShardingEnv.from_mesh(mesh((2,), (axis,)))
+    model = DistributedModelParallel(kind(), env)
+    trains(model, kind(), env, batch)
+    managed = [getattr(m, "_is_fsdp_managed_module", False) for m in model.module.modules()]
+    assert all(managed) if axis == "shard" else not any(managed)
+    assert not any(hasattr(m, "_is_fsdp_managed_module") for m in to_unsharded(model).modules())
+
+
+@pytest.mark.parametrize("axis", ["dp", "shard"])
+@pytest.mark.parametrize("kind", [Asked, Words])
+def test_experts_that_only_some_ranks_run(kind: Any, axis: str) -> None:
+    run_ranks(2, beside_one_process, kind, axis)
+
+
+def test_what_is_no_unit_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    from sharders.data_parallel.blocks import say_of_unsure
+
+    with caplog.at_level(logging.WARNING, "dmp"):
+        say_of_unsure(InTurn(), ())
+        assert not caplog.text
+        say_of_unsure(Asked(), ())
+    assert "modules of 'parts' are gathered with what holds them" in caplog.text
+    assert "FSDPWrapper(units=['parts.*'])" in caplog.text
