@@ -16,8 +16,8 @@ from planner.costs.topology import Topology
 from planner.dense.decide import Dense
 from planner.dense.fitting import left_by
 
-MOST_PIECES = 1 << 18
-"""Parameters times ranks of plans for which this is worked out: some tries take a fifth of a second there."""
+MOST_PARAMETERS, MOST_PIECES = 1000, 1 << 16
+"""Of plans for which this is worked out, the second times ranks: some tries take a fifth of a second there."""
 
 _TRIES = 24
 _ENOUGH = 0.01  # of the batch

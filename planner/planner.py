@@ -35,7 +35,7 @@ from planner.dense.asked import asked_of_dense
 from planner.dense.decide import Dense, decide, split_as, vocabularies
 from planner.dense.model import DenseModel
 from planner.dense.modules import said_of_lazy
-from planner.largest_batch import MOST_PIECES, largest_batch, room_for
+from planner.largest_batch import MOST_PARAMETERS, MOST_PIECES, largest_batch, room_for
 from planner.observed.observation import Observation
 from planner.observed.observe import observe
 from planner.one_thread import on_one_thread
@@ -219,7 +219,7 @@ class ShardingPlanner:
         phases, took = tuple(self.cost_model.phases), time.monotonic() - begin
         dense = replace(dense, notes=(*said_of_lazy(module), *dense.notes, *tables.notes, *gaps))
         report = summarise(setting, shapes, candidates, layouts, problem, solution, dense, phases, took)
-        if len(layouts) * env.table_size <= MOST_PIECES:
+        if len(layouts) <= MOST_PARAMETERS and len(layouts) * env.table_size <= MOST_PIECES:
             given_dense = {**as_dense, **dense.layouts}
 
             def dense_for(batch_size: int) -> Dense:

@@ -48,6 +48,7 @@ def jagged(axis: str, padding_idx: int | None) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("axis", ["dp", "shard", "tp"])
 @pytest.mark.parametrize("padding_idx", [None, 3])
 def test_equals_unsharded(axis: str, padding_idx: int | None) -> None:

@@ -40,6 +40,11 @@ _SEARCHES = 3
 """At most, of one request: each with costs of a plan that the one before found."""
 _CLOSE = 5e-4
 """Nobody cares how much of this part of a bound is missing."""
+_WORK, _WORK_OF_MANY, _FEW = 70.0, 16.0, 650
+"""Of a bound of plans of another way, see `lower_bound`: of up to so many items, and of more."""
+_NEARLY = 2e-3
+"""Part of a bound that is not worth to look closer, where another way may be so much lower."""
+_ROUNDING = 1e-12
 _LEEWAYS = (Leeway(), Leeway(narrow_columns=True), Leeway(no_state=True), Leeway(True, True))
 
 
@@ -163,11 +168,12 @@ def _settled(request: Request, found: _Found, out_of_time: Callable[[], bool], t
         Infeasible: as it is, none fits.
     """
     plans: list[_Found] = []
-    bound, known = found[2].lower_bound, list[CostProtocol]()
+    bound, known, asked = found[2].lower_bound, list[CostProtocol](), list[tuple[Problem, float]]()
     for number in range(_SEARCHES):
         candidates, problem, solution = found
         bound = min(bound, solution.lower_bound)
         known.append(candidates.setting.model)
+        asked.append((problem, solution.lower_bound))
         true = candidates.settled(candidates.copied(solution.choices))
         if true is candidates:
             plans.append(found)
@@ -184,13 +190,31 @@ def _settled(request: Request, found: _Found, out_of_time: Callable[[], bool], t
     candidates, problem, solution = min(plans, key=lambda of: of[2].seconds)
     bound = min(bound, solution.seconds)
     for other in candidates.other_ways(known):
-        bound = _bound(other, other.problem(request.dense_bytes), bound, out_of_time)
+        problem_of_other = other.problem(request.dense_bytes)
+        least = max(seconds - _less_by(problem_of_other, than) for than, seconds in asked)
+        if least < bound * (1 - _NEARLY):
+            least = _bound(other, problem_of_other, bound, out_of_time)
+        asked.append((problem_of_other, least))
+        bound = min(bound, least)
     return candidates, problem, replace(solution, lower_bound=bound)
+
+
+def _less_by(problem: Problem, than: Problem) -> float:
+    """Seconds that a plan costs less than in another problem of the same parameters; infinity: nobody knows."""
+    one, other = problem.table, than.table
+    fits = (one.fixed + one.everywhere)[:, BYTES] <= problem.capacity.max()
+    pairs = [(problem.base, than.base)]
+    pairs += [(getattr(one, name)[fits], getattr(other, name)[fits]) for name in ("fixed", "slope", "everywhere")]
+    pairs += [(getattr(other, name)[fits], getattr(one, name)[fits]) for name in ("lack", "lack_slope")]
+    if one.ragged or not all((more >= less - _ROUNDING * np.abs(less)).all() for more, less in pairs):
+        return np.inf
+    return float(np.maximum(than.setups - problem.setups, 0).sum())
 
 
 def _bound(candidates: Candidates, problem: Problem, upper: float, out_of_time: Callable[[], bool]) -> float:
     """Seconds that no plan goes below that copies something, and whose costs these are; `upper` where that is less."""
-    free = lower_bound(problem, upper, out_of_time)
+    work = _WORK if len(problem.item_class) <= _FEW else _WORK_OF_MANY
+    free = lower_bound(problem, upper, out_of_time, most=work)
     least = free.seconds
     for adds, needed in candidates.conditions() if least < upper * (1 - _CLOSE) else ():
         least = max(least, bound_of_held(problem, adds, needed, free, upper, out_of_time))
