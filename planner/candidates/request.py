@@ -30,7 +30,7 @@ from planner.candidates.in_place import ranks_held
 from planner.candidates.shortage import Shortage, shortage
 from planner.costs.protocol import BYTES, CostProtocol
 from planner.search.best import Told
-from planner.search.bound import lower_bound
+from planner.search.bound import Bound, lower_bound
 from planner.search.bound_held import bound_of_held
 from planner.search.problem import Infeasible, Problem
 from planner.search.solve import Solution, search
@@ -193,8 +193,9 @@ def _settled(request: Request, found: _Found, out_of_time: Callable[[], bool], t
         problem_of_other = other.problem(request.dense_bytes)
         least = max(seconds - _less_by(problem_of_other, than) for than, seconds in asked)
         if least < bound * (1 - _NEARLY):
-            least = _bound(other, problem_of_other, bound, out_of_time)
-        asked.append((problem_of_other, least))
+            free = lower_bound(problem_of_other, bound, out_of_time, most=_work_of(problem_of_other))
+            asked.append((problem_of_other, free.seconds))
+            least = _held_bound(other, problem_of_other, free, bound, out_of_time)
         bound = min(bound, least)
     return candidates, problem, replace(solution, lower_bound=bound)
 
@@ -211,10 +212,18 @@ def _less_by(problem: Problem, than: Problem) -> float:
     return float(np.maximum(than.setups - problem.setups, 0).sum())
 
 
-def _bound(candidates: Candidates, problem: Problem, upper: float, out_of_time: Callable[[], bool]) -> float:
-    """Seconds that no plan goes below that copies something, and whose costs these are; `upper` where that is less."""
-    work = _WORK if len(problem.item_class) <= _FEW else _WORK_OF_MANY
-    free = lower_bound(problem, upper, out_of_time, most=work)
+def _work_of(problem: Problem) -> float:
+    return _WORK if len(problem.item_class) <= _FEW else _WORK_OF_MANY
+
+
+def _held_bound(
+    candidates: Candidates, problem: Problem, free: Bound, upper: float, out_of_time: Callable[[], bool]
+) -> float:
+    """Seconds that no plan goes below that copies what one with these costs must; `upper` where that is less.
+
+    Args:
+        free: what no plan goes below, whatever it copies.
+    """
     least = free.seconds
     for adds, needed in candidates.conditions() if least < upper * (1 - _CLOSE) else ():
         least = max(least, bound_of_held(problem, adds, needed, free, upper, out_of_time))
