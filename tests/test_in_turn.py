@@ -92,6 +92,30 @@ class Dropped(Lists):
         return x
 
 
+class ByMethod(InTurn):
+    """Each, in a method that forward calls."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._run(x) + 1
+
+    def _run(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+class Filled(Asked):
+    """Each is only filled in turn."""
+
+    def reset(self) -> None:
+        for part in self.parts:
+            self.fill(part)
+
+    def fill(self, part: nn.Module) -> None:
+        for p in part.parameters():
+            nn.init.zeros_(p)
+
+
 class Chosen(Lists):
     """One of them, or one in a branch."""
 
@@ -107,13 +131,13 @@ class Chosen(Lists):
         return x / (1 + by)
 
 
-@pytest.mark.parametrize("kind", [InTurn, ByNumber, Together])
+@pytest.mark.parametrize("kind", [InTurn, ByNumber, Together, ByMethod])
 def test_each_is_run(kind: Any) -> None:
     assert runs_in_turn(kind, "parts") and not runs_in_turn(kind, "others")
     assert list(find_units(kind(), None)) == ["parts.0", "parts.1", "parts.2"]
 
 
-@pytest.mark.parametrize("kind", [Asked, Dropped, Chosen])
+@pytest.mark.parametrize("kind", [Asked, Dropped, Chosen, Filled])
 def test_it_is_not_seen_that_each_is_run(kind: Any) -> None:
     assert not runs_in_turn(kind, "parts") and not find_units(kind(), None)
     assert list(find_units(kind(), "parts.*")) == ["parts.0", "parts.1", "parts.2"]

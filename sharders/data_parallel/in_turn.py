@@ -36,14 +36,26 @@ def runs_in_turn(owner: Any, name: str) -> bool:
 
 
 def _functions(owner: type[nn.Module]) -> Iterator[ast.FunctionDef]:
-    for of in owner.__mro__:
-        if of is nn.Module:
-            return
+    """`forward`, and what it surely calls of the same class."""
+    code: dict[str, ast.FunctionDef] = {}
+    for of in reversed(owner.__mro__[: owner.__mro__.index(nn.Module)]):
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(of)))
         except (OSError, TypeError, SyntaxError):
+            code.clear()  # what its methods are in place of is not known
             continue
-        yield from (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name != "__init__")
+        found = (node for each in tree.body if isinstance(each, ast.ClassDef) for node in each.body)
+        code.update({node.name: node for node in found if isinstance(node, ast.FunctionDef)})
+    waiting, seen = ["forward"], set[str]()
+    while waiting:
+        function = code.get(waiting.pop())
+        if function is None or function.name in seen:
+            continue
+        seen.add(function.name)
+        yield function
+        for statement in _sure(function.body):
+            called = [ast.unparse(node.func) for node in _certain(statement) if isinstance(node, ast.Call)]
+            waiting += [name.removeprefix("self.") for name in called if name.startswith("self.")]
 
 
 def _sure(body: list[ast.stmt]) -> Iterator[ast.stmt]:
