@@ -111,6 +111,5 @@ Others
   `_optimizer_step`, `_wait_for_batch`, `_copy_batch_to_gpu`, `_prefetch`, `_connect`: parts of TorchRec's pipelines,
   for a message to who calls or overrides them
 - `_save_param_groups`, `_warmup_param`: of TorchRec's keyed optimizers
-- `_is_fsdp_managed_module`: by which transformers know that all ranks must run the same layers
 - `_current_frames`, `_getframe`: of Python's `sys`, where threads stand, and which code reads a weight
 """

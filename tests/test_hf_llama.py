@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 import torch
 import transformers
 
-from dmp import DistributedModelParallel, ShardingEnv, clip_grad_norm_, full_state_dict
+from dmp import DistributedModelParallel, ShardingEnv, clip_grad_norm_, full_state_dict, to_unsharded
 from tests.ranks import mesh as mesh_of
 from tests.ranks import run_ranks
 
@@ -95,3 +96,22 @@ def test_example_trains_and_gives_a_plain_model_back(tmp_path: Path) -> None:
     loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "saved", local_files_only=True)
     ids = torch.tensor([list(Path(EXAMPLE).read_bytes()[:64])])
     assert loaded(input_ids=ids, labels=ids).loss < 4.5
+
+
+def generates(axis: str) -> None:
+    """Each rank's own number of tokens: transformers goes on until all ranks are done, as torch tells it of FSDP2."""
+    torch.manual_seed(0)
+    oracle = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).eval()
+    model = DistributedModelParallel(copy.deepcopy(oracle), ShardingEnv.from_mesh(mesh_of((2,), (axis,))))
+    rank = model.env.rank
+    ids, number = torch.tensor([[3 + rank, 5, 7]]), 2 + 4 * rank
+    want = oracle.generate(ids, max_new_tokens=number, do_sample=False)
+    assert torch.equal(model.module.generate(ids, max_new_tokens=number, do_sample=False), want)
+    torch.distributed.barrier()
+    plain = to_unsharded(model)
+    if rank == 0:  # alone: of a plain model it waits for nobody
+        assert torch.equal(plain.generate(ids, max_new_tokens=2, do_sample=False), want)
+
+
+def test_rows_of_different_lengths_are_generated() -> None:
+    run_ranks(2, generates, "shard")

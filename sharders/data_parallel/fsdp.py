@@ -35,7 +35,6 @@ from sharders.data_parallel.blocks import (
     say_of_unsure,
 )
 from sharders.data_parallel.ddp import DDPWrapper
-from sharders.data_parallel.in_turn import tell_transformers
 from sharders.data_parallel.past_hooks import explain_pieces, gather_by_forward, refuse_outside
 from sharders.data_parallel.twice import forget_graphs
 from sharders.data_parallel.unfinished import (
@@ -182,8 +181,6 @@ class FSDPWrapper:
         module.register_forward_pre_hook(
             _free_outdated([*units.values(), module], env, stays=self.reshard_after_forward is not None), prepend=True
         )
-        if env.fully_sharded_axes:
-            tell_transformers(module)
         reduce_unreached_chunks(module)
         hear_of_split(module)
         refuse_steps(module, has_raised, split_weights)

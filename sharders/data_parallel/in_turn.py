@@ -16,15 +16,6 @@ from typing import Any
 from torch import nn
 
 
-def tell_transformers(model: nn.Module) -> None:
-    """All ranks must run the same layers: none is dropped at random, and `generate` ends when all ranks are done."""
-    for module in model.modules():
-        module.__dict__[_MANAGED] = True
-
-
-_MANAGED = "_is_fsdp_managed_module"
-
-
 @cache
 def runs_in_turn(owner: Any, name: str) -> bool:
     """Whether some loop in the code of a class goes over `self.<name>` and calls each, whatever the values are.
