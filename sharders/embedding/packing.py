@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from sharders.embedding.batch import Batch
-from sharders.embedding.lookup.numba_layout import int64, longs
+from sharders.embedding.lookup.numba_layout import FILLED, int64, longs
 from sharders.embedding.lookup.numba_training import entry_of
 
 _FEW_BLOCKS = 8
@@ -90,7 +90,7 @@ class Packing:
             samples: lengths of each.
         """
         ids = sum(copies * counts[key] for key, copies in self._copies) * (2 if is_weighted else 1)
-        return (len(self._ends) - 1) * (self._head + self._tail + 1) + self._ends[-1] * samples + ids + 1
+        return (len(self._ends) - 1) * (self._head + self._tail + 1) + self._ends[-1] * samples + ids + FILLED
 
     def __call__(self, batch: Batch, bits: torch.Tensor | None, with_lengths: bool, out: torch.Tensor) -> Packed:
         """Pack a batch.

@@ -24,6 +24,7 @@
 - `numba_columns`: columns of several matrices placed in one
 - `numba_partials`: partials added up where they belong
 - `numba_blocks`: ids sorted by row block
+- `numba_pack`: ids packed for all ranks
 - `numba_compile`: how functions are compiled
 - `numba_vectors`: vectors, raw memory and prefetching for numba
 - `distinct`: the distinct rows of ids, and which ids each stands for

@@ -28,7 +28,8 @@ _log = logging.getLogger("dmp")
 _OF_IDS = {
     **dict.fromkeys(("expand_bags", "expand_parts", "expand_runs", "lay_out", "sort_tables"), "numba_sort"),
     **dict.fromkeys(("choose", "compact", "spread"), "numba_distinct"),
-    **dict.fromkeys(("split_by_blocks", "pack_ids", "by_slot", "count_bags", "check_ids"), "numba_blocks"),
+    **dict.fromkeys(("split_by_blocks", "by_slot", "count_bags", "check_ids"), "numba_blocks"),
+    "pack_ids": "numba_pack",
 }
 """Functions that know nothing of elements, and their files."""
 _FILES = {
@@ -49,6 +50,7 @@ COMPILED = (
     "distinct",
     "layout",
     "loops",
+    "pack",
     "partials",
     "sort",
     "updates",

@@ -26,6 +26,7 @@ from sharders.embedding.lookup import threads
 from sharders.embedding.lookup.bank import Bank, RowRange
 from sharders.embedding.lookup.numba_layout import (
     ALL_BITS,
+    FILLED,
     OfWidth,
     Order,
     Runs,
@@ -55,7 +56,6 @@ lines would be fetched to be overwritten. Steps of 1 to 4 MB of results took 0.7
 the results with them; those of 0.25 MB the same."""
 _NS_COPIED, _NS_ASKED = 0.65, 2.8
 _MOST_KEPT = 8  # numbers of bags
-_FILLED = 16  # words that compiled code may write behind sources, see `expand_bags`
 _APART_BYTES = 1 << 19
 """Of a table whose gradients are summed without an order of its ids, at most: sums stay in the second cache."""
 _GRADIENTS = "gradients"
@@ -289,7 +289,7 @@ class NumbaLookup(TorchLookup):
         (ids, bounds, weights), tables = read, self._tables
         with_origins = moves and weights is not None
         rows = 1 if ids.dtype == torch.int32 and not moves else 2 + with_origins
-        memory = torch.empty(rows, ids.numel() + _FILLED, dtype=torch.int32, device="cpu")
+        memory = torch.empty(rows, ids.numel() + FILLED, dtype=torch.int32, device="cpu")
         sources, keys, origins = (*addresses(memory), 0, 0)[:3]
         of_runs = (runs.to_sort.data_ptr(), runs.first.data_ptr(), len(tables))
         given = (*words(ids), *words(bounds), *of_runs, keys, sources, origins, order.ends)

@@ -18,6 +18,9 @@ BLOCKS = (64, 32, 16, 8, 4, 1)
 """Columns of a row that are worked on at once, by `by_blocks`. Each is read by its own loop over the ids: rows of 8
 columns as two blocks of 4 took 1.7 of the time, rows of 32 as two of 16 1.25."""
 
+FILLED = 16
+"""Words that compiled code writes at once; so many behind what is written may be overwritten."""
+
 ALL_BITS = 31  # a source of unpooled ids, or of sums, has no feature
 
 

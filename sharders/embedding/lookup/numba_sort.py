@@ -14,8 +14,8 @@ Addresses are integers. Arrays are int32 where nothing else is said.
 from __future__ import annotations
 
 from sharders.embedding.lookup.numba_compile import helper
+from sharders.embedding.lookup.numba_layout import FILLED
 from sharders.embedding.lookup.numba_vectors import (
-    FILLED,
     counted,
     fill32,
     lowest,

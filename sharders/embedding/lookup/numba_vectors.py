@@ -18,7 +18,8 @@ from numba.core import cgutils
 from numba.core.errors import NumbaTypeError
 from numba.extending import NativeValue, intrinsic, models, register_model, typeof_impl, unbox
 
-FILLED = 16
+from sharders.embedding.lookup.numba_layout import FILLED
+
 _LINE_BYTES = 64
 _READ, _SECOND_CACHE, _DATA = 0, 2, 1  # what LLVM calls a prefetch
 _BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
@@ -79,7 +80,8 @@ def _stored(element: str, lanes: int) -> Any:
     return ir.VectorType(of[element], lanes)
 
 
-def _pointer(builder: Any, address: Any, index: Any, bytes_each: int, to: Any) -> Any:
+def pointer(builder: Any, address: Any, index: Any, bytes_each: int, to: Any) -> Any:
+    """To what lies at an index of what lies at an address."""
     # By a pointer and a step, not by a sum: LLVM sees that neighbours in a loop are neighbours in memory.
     start = builder.inttoptr(address, ir.IntType(8).as_pointer())
     place = builder.gep(start, [builder.mul(index, ir.Constant(ir.IntType(64), bytes_each))])
@@ -147,7 +149,7 @@ def load(_context: Any, elements: Any, like: Any, address: Any, index: Any) -> A
 
     def code(_: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         element, size = elements.element, _BYTES[elements.element]
-        place = _pointer(builder, arguments[2], arguments[3], size, _stored(element, like.lanes))
+        place = pointer(builder, arguments[2], arguments[3], size, _stored(element, like.lanes))
         return _widened(builder, builder.load(place, align=size), element, like.lanes)
 
     return like(elements, like, address, index), code
@@ -180,7 +182,7 @@ def _store(streams: bool) -> Any:
     def store(_context: Any, elements: Any, address: Any, index: Any, value: Any) -> Any:
         def code(_: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
             element, lanes, size = elements.element, value.lanes, _BYTES[elements.element]
-            place = _pointer(builder, arguments[1], arguments[2], size, _stored(element, lanes))
+            place = pointer(builder, arguments[1], arguments[2], size, _stored(element, lanes))
             align = min(lanes * size, _LINE_BYTES) if streams else size
             done = builder.store(_narrowed(builder, arguments[3], element, lanes), place, align=align)
             if streams:
@@ -271,7 +273,7 @@ def _word(bits: int, writes: bool) -> Any:
         word = ir.IntType(bits)
 
         def code(_: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-            place = _pointer(builder, arguments[0], arguments[1], bits // 8, word)
+            place = pointer(builder, arguments[0], arguments[1], bits // 8, word)
             if writes:
                 given = arguments[2]
                 builder.store(builder.trunc(given, word) if bits < 64 else given, place, align=bits // 8)
@@ -302,7 +304,7 @@ def fill32(_context: Any, address: Any, index: Any, value: Any) -> Any:
         nothing = ir.Constant(words, ir.Undefined)
         one = builder.insert_element(nothing, builder.trunc(arguments[2], word), word(0))
         many = builder.shuffle_vector(one, nothing, ir.Constant(words, None))
-        builder.store(many, _pointer(builder, arguments[0], arguments[1], 4, words), align=4)
+        builder.store(many, pointer(builder, arguments[0], arguments[1], 4, words), align=4)
 
     return types.void(address, index, value), code
 
@@ -312,7 +314,7 @@ def read_float64(_context: Any, address: Any, index: Any) -> Any:
     """A float64 of an array."""
 
     def code(_: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.load(_pointer(builder, arguments[0], arguments[1], 8, ir.DoubleType()), align=8)
+        return builder.load(pointer(builder, arguments[0], arguments[1], 8, ir.DoubleType()), align=8)
 
     return types.float64(address, index), code
 
@@ -376,7 +378,7 @@ def fetch(_context: Any, elements: Any, like: Any, address: Any, index: Any) -> 
         function = cgutils.get_or_insert_function(
             builder.module, ir.FunctionType(ir.VoidType(), [byte, word, word, word]), "llvm.prefetch.p0i8"
         )
-        place = _pointer(builder, arguments[2], arguments[3], size, ir.IntType(8))
+        place = pointer(builder, arguments[2], arguments[3], size, ir.IntType(8))
         for line in range(-(-like.lanes * size // _LINE_BYTES)):
             at = builder.gep(place, [word(line * _LINE_BYTES)])
             builder.call(function, [at, word(_READ), word(_SECOND_CACHE), word(_DATA)])
