@@ -22,6 +22,7 @@ from sharders.embedding.path import Trained
 from sharders.embedding.peers import Peers, own_last
 from sharders.embedding.phases import FORWARD, OUTPUT, phase
 from sharders.embedding.pooled_output import Blocks, output_dists
+from sharders.embedding.received import joined
 
 
 class Whole(NamedTuple):
@@ -225,7 +226,8 @@ class Way:
         """See `Path`; flat gradients of all `sources`."""
         sources = self.sources
         given, factor = call.kept.pop(("given", self), (None, 1.0))
-        lookup, of_runs = self._cut(call, grad, sources, given is None)
+        of_partials = call.kept.pop(("given of partials", self), None)
+        lookup, of_runs = self._cut(call, grad, sources, (given is None, of_partials is None))
         orders, at = iter(self.order(call)), 0
         for (tbe, of_whole, num_slots), columns, bags in self._by_whole(call, lookup, sources):
             own = self.output_dists[0].columns_read[at : at + num_slots]
@@ -235,7 +237,6 @@ class Way:
             train = of_whole.gradient_pooled if tbe.bank.spec is None else of_whole.update_pooled
             where = {"given": Given(given, own, factor)} if given is not None else {}
             yield tbe, train(columns.to(tbe.bank.weights.dtype), bags, order=next(orders), **where)
-        of_partials = call.kept.pop(("given of partials", self), None)
         for (tbe, _, _), rows, owned in zip(self.runs, of_runs, self._owned(call, sources), strict=True):
             if tbe.is_trainable:
                 learn = tbe.lookup.gradient_rows if tbe.bank.spec is None else tbe.lookup.update_rows
@@ -324,12 +325,12 @@ class Way:
             at += num_slots
 
     def _cut(
-        self, call: Call, grad: torch.Tensor, sources: tuple[int, ...], with_own: bool = True
+        self, call: Call, grad: torch.Tensor, sources: tuple[int, ...], with_own: tuple[bool, bool] = (True, True)
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Gradients of this rank's lookup (samples, width), and of each run of partials (bags, width).
 
         Args:
-            with_own: else nobody reads those of this rank's own samples, the last, of its lookup.
+            with_own: of the lookup, and of partials; else nobody reads those of this rank's own samples, the last.
         """
         samples = [call.samples[i] for i in sources]
         if not self.runs:
@@ -342,10 +343,11 @@ class Way:
         ]
         of_lookup = [n * self.width for n in samples]
         cut = grad.split([n for of_source in zip(of_lookup, *of_runs, strict=True) for n in of_source])
-        runs = [torch.cat(cut[i :: 1 + len(of_runs)]) for i in range(1, 1 + len(of_runs))]
+        read = slice(None if with_own[1] else -1)
+        runs = [joined(cut[i :: 1 + len(of_runs)][read]) for i in range(1, 1 + len(of_runs))]
         by_run = [flat.view(-1, run.width) for run, flat in zip(self.runs, runs, strict=True)]
         of_sources = cut[:: 1 + len(of_runs)]
-        if with_own:
+        if with_own[0]:
             return torch.cat(of_sources).view(sum(samples), self.width), by_run
         if len(sources) <= 2:  # those of the other lie in front; behind them there is something, which is not read
             return grad[: sum(of_lookup)].view(sum(samples), self.width), by_run
