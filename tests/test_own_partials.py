@@ -1,4 +1,4 @@
-"""Gradients of this rank's own partials, read where the model's backward left them."""
+"""A rank's own partials: rows read from its tables, and gradients where the model's backward left them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 
 import dmp
 from dmp import row_wise
+from sharders.embedding import partial_columns
 from sharders.embedding.partial_columns import PartialColumns
+from sharders.embedding.partials import Partials
 from sharders.embedding.way import Way
 from tests.equality import attach, env_of
 from tests.ranks import run_ranks
@@ -60,3 +62,41 @@ def test_they_are_the_same_to_the_bit_as_packed_ones(optimizer: str | None) -> N
 def test_those_of_longer_bags_are_packed() -> None:
     (few, weights), _ = run_ranks(2, _trained, True, "rowwise_adagrad", 2)
     assert few == 6 and all(map(torch.equal, weights, run_ranks(2, _trained, False, "rowwise_adagrad", 2)[0][1]))
+
+
+def _results(reads_tables: bool, longest: int, threads: int) -> tuple[int, list[torch.Tensor]]:
+    """How often own partials were looked up, and the results of two batches."""
+    torch.manual_seed(0)
+    configs = [
+        EmbeddingBagConfig(num_embeddings=40, embedding_dim=8, name="a", feature_names=["x", "y"]),
+        EmbeddingBagConfig(num_embeddings=900, embedding_dim=24, name="b", feature_names=["z"]),
+    ]
+    module, env, looked_up = EmbeddingBagCollection(configs), env_of("dp2"), 0
+    look_up, own_rows = Partials.look_up_own, Partials.own_rows
+
+    def counted(*arguments: object) -> None:
+        nonlocal looked_up
+        looked_up += 1
+        look_up(*arguments)  # type: ignore[arg-type]
+
+    with (
+        mock.patch.object(Partials, "own_rows", own_rows if reads_tables else None),
+        mock.patch.object(Partials, "look_up_own", counted),
+        mock.patch.object(partial_columns.threads, "num_parts", return_value=threads),
+    ):
+        plan = {name: row_wise() for name, _ in module.named_parameters()}
+        model, found = dmp.DistributedModelParallel(module, env, plan=plan), []
+        for step in range(2):
+            draw = torch.Generator().manual_seed(10 * step + env.rank)
+            lengths = torch.randint(0, longest + 1, (3 * 50,), generator=draw)
+            ids = torch.randint(0, 40, (int(lengths.sum()),), generator=draw)
+            found.append(model(KeyedJaggedTensor(["z", "x", "y"], ids, lengths=lengths)).values().detach().clone())
+    return looked_up, found
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_rows_are_read_from_tables_where_bags_have_one_id(threads: int) -> None:
+    expected = run_ranks(2, _results, False, 1, threads)
+    for (num, values), (of_tables, found) in zip(expected, run_ranks(2, _results, True, 1, threads), strict=True):
+        assert (num, of_tables) == (2, 0) and all(map(torch.equal, values, found))
+    assert [num for num, _ in run_ranks(2, _results, True, 2, threads)] == [2, 2]

@@ -18,7 +18,7 @@ from sharders.embedding.columns import ELEMENTS_OF_AN_ID, cut_columns, first_col
 from sharders.embedding.lookup import numba_kernel, threads
 from sharders.embedding.lookup.numba_layout import int64, longs, scalar, words
 from sharders.embedding.lookup.numba_training import ELEMENTS, entry_of
-from sharders.embedding.partials import Partials, PartialsPlan, Piece
+from sharders.embedding.partials import OwnRows, Partials, PartialsPlan, Piece
 from sharders.embedding.ragged import Columns
 
 
@@ -49,7 +49,7 @@ class PartialColumns:
             entries += of_piece
         self._pieces, self._entries = int64(pieces), int64(entries)
         # What compiled code is told of slots, but for where their partials lie: of all, and of each sender's own.
-        self._of_all = longs(word for width in self._widths for word in (width, 0, 0))[0]
+        self._of_all = longs(word for width in self._widths for word in (width, 0, width, 0, -1, 0))[0]
         self._of_senders: dict[int, array[int]] = {}
         for piece in plan.pieces:
             of_sender = self._of_senders.setdefault(piece.sender, array("q"))
@@ -67,12 +67,19 @@ class PartialColumns:
                 return False
         return not numba_kernel.problem(dtype)
 
-    def add_up(self, partials: Partials, came: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    def add_up(
+        self,
+        partials: Partials,
+        came: Sequence[torch.Tensor],
+        out: torch.Tensor,
+        own: Sequence[OwnRows] | None = None,
+    ) -> None:
         """Write the columns of `out`.
 
         Args:
             came: of each rank its partials, flat, in the order of sources.
             out: (B, all columns).
+            own: of this rank's own slots, the last, where they are read from tables.
         """
         # Counted from the address 0: what lies in different memory is behind it, and never -1.
         at, places = [part.data_ptr() // part.element_size() for part in came], []
@@ -80,13 +87,17 @@ class PartialColumns:
             *of_piece, at[piece.sender] = _places(piece, partials.counts, at[piece.sender])
             places += of_piece
         slots = self._of_all[:]
-        slots[1::3] = array("q", places)
+        slots[1::6] = array("q", places)
+        if own:
+            last = slots[-6 * len(own) :]
+            last[1::6], last[2::6], last[4::6], last[5::6] = (array("q", of) for of in zip(*own, strict=True))
+            slots[-6 * len(own) :] = last
         lengths, add = partials.lengths, entry_of("add_partials", ELEMENTS[out.dtype])
         fixed = 0, *words(lengths), lengths.shape[1]
         pieces = self._pieces.data_ptr(), len(self._pieces), self._entries.data_ptr()
         to, past = (out.data_ptr(), out.stride(0)), int(streams(out, out.stride(0), self._together))
         rows, parts = len(out), threads.num_parts(out.numel() // ELEMENTS_OF_AN_ID)
-        _kept, of_parts = _by_part(slots, 3, lengths, None, 0, 1, parts)
+        _kept, of_parts = _by_part(slots, 6, lengths, None, 2, 1, parts)
 
         def part(i: int) -> None:
             of_part = of_parts[i], len(places)
@@ -141,7 +152,8 @@ def _by_part(
 
     Args:
         slots: words of each, of the whole.
-        row, width, place: which word is what: the row of its lengths, None where this is its number.
+        row, width, place: which word is what: the row of its lengths, None where this is its number; how far its
+            partials are apart; where the first is.
     """
     if parts == 1 or not slots:
         return slots, [slots.buffer_info()[0]] * parts

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 
 from sharders.embedding.columns import first_columns
 from sharders.embedding.local_tables import SlotRun
+from sharders.embedding.lookup.numba_layout import place_of
 from sharders.embedding.lookup.reads import Segmented, Segments
 from sharders.embedding.phases import FORWARD, Spent, phase
 from sharders.embedding.placement import Placement, Slot
@@ -310,6 +311,22 @@ class Awaited:
         return matrix, rows.add_(torch.arange(rows.numel(), device=rows.device))
 
 
+class OwnRows(NamedTuple):
+    """Partials of a slot of this rank's own that are rows of its table, where compiled code finds them.
+
+    Args:
+        ids: address of the first.
+        id_bytes: of each.
+        table: place of its range's first row, in elements from the address 0.
+        last: address of the last id.
+    """
+
+    ids: int
+    id_bytes: int
+    table: int
+    last: int
+
+
 class Partials:
     """The partials of one call, those that go and those that come.
 
@@ -364,6 +381,22 @@ class Partials:
             found = self._rows(i, bags, of_run)
             if found.data_ptr() != of_run.data_ptr():
                 of_run.copy_(found)
+
+    @cached_property
+    def own_rows(self) -> list[OwnRows] | None:
+        """Of each of this rank's own slots, where its partials can be read from its table; None where they are looked
+        up: sums, and of another dtype. They were written once and read once more than they had to be."""
+        found = []
+        for (tbe, _, _), own in zip(self._runs, self._own, strict=True):
+            weights, at = tbe.bank.weights, own.ids.data_ptr()
+            if own.bags is not None or weights.dtype != self._dtype:
+                return None
+            size, bank = own.ids.element_size(), weights.data_ptr() // weights.element_size()
+            for index, count in own.segments:
+                stop = at + count * size
+                found.append(OwnRows(at, size, bank + place_of(tbe.lookup.ranges[index]), stop - size))
+                at = stop
+        return found
 
     def summed(self, came: torch.Tensor, starts: Sequence[int]) -> Iterator[torch.Tensor]:
         """See `Awaited`."""

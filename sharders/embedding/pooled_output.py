@@ -152,7 +152,7 @@ class PooledOutputDist:
                 came.update((i, self._lookup(parts[i][0], i, mine, blocks)) for i in whole)
                 of_partials = [parts[i][1] for i in self._order if i in parts]
                 if self._partial_columns is not None and own_partials is not None:
-                    self._partial_columns.add_up(partials, [*of_partials, own_partials], out)
+                    self._partial_columns.add_up(partials, [*of_partials, own_partials], out, partials.own_rows)
                 else:
                     flat = exchange.wait()
                     starts = [int(of.storage_offset() - flat.storage_offset()) for of in of_partials]
@@ -187,7 +187,8 @@ class PooledOutputDist:
         memory: torch.Tensor | None,
         landing: Landing | None,
     ) -> tuple[ResultExchange, torch.Tensor | None]:
-        """Send flat lookups for the others, and partials; and this rank's own partials where compiled code adds up."""
+        """Send flat lookups for the others, and partials; and where compiled code adds up this rank's own partials, but
+        for those that it reads from tables."""
         codec = self.codecs.results
         if partials is None:
             return ResultExchange(self._results, codec, wire, to, came_from, landing=landing), None
@@ -196,7 +197,7 @@ class PooledOutputDist:
         receive_sizes = [n + m for n, m in zip(came_from, partials.awaited, strict=True)]
         own, tail = None, partials.awaited[self.me]
         if self._compiles(wire):
-            own, tail = wire.new_empty(tail), 0
+            own, tail = wire.new_empty(0 if partials.own_rows else tail), 0
         exchange = ResultExchange(self.channel, codec, wire, send_sizes, receive_sizes, tail, landing)
         if own is None:
             partials.prepare()

@@ -1,7 +1,8 @@
 """Partials placed in results where they belong and added up there, and gradients picked for them, compiled by numba.
 
 Addresses are integers, elements are counted in those of what they point to. A *slot* is a row block of a feature: its
-partials lie one after the other, one for each sample that has an id there. A *piece* is the columns of a result that
+partials lie one after the other, one for each sample that has an id there; or they are rows of a table here, one for
+each id. A *piece* is the columns of a result that
 all slots have that have one of them.
 """
 
@@ -35,8 +36,9 @@ def add_partials(
 
     Args:
         lengths: (num_slots, samples) of bags.
-        slots: (num_slots, 3) int64: width, place of the first partial of these samples, from 0 on, and memory for a
-            word.
+        slots: (num_slots, 6) int64: width, place of the first partial of these samples, how far the next one is from
+            it, memory for a word, and -1; or, of partials that are rows of a table, address and bytes of these samples'
+            ids, likewise, place of the first row, and address of the last id.
         pieces: (num_pieces, 4) int64: the first column in a result, width, the first of its entries and the end.
         entries: (entries, 2) int64: a slot that has the piece, and the first column in its partials.
         first, stop: samples.
@@ -44,12 +46,17 @@ def add_partials(
     """
     for sample in range(first, stop):
         for slot in range(num_slots):
-            width, at = read64(slots, 3 * slot), read64(slots, 3 * slot + 1)
-            has = _has_ids(lengths, length_bytes, slot * samples + sample)
-            for column in range(0, width, 16):  # most of them are in another core's cache
-                fetch(elements, zeros(elements, 16), partials, at + _AHEAD * width + column)
-            write64(slots, 3 * slot + 1, at + has * width)
-            write64(slots, 3 * slot + 2, at if has else -1)
+            width, at, step = read64(slots, 6 * slot), read64(slots, 6 * slot + 1), read64(slots, 6 * slot + 2)
+            has, table = _has_ids(lengths, length_bytes, slot * samples + sample), read64(slots, 6 * slot + 4)
+            found, later = at, at + _AHEAD * width
+            if table >= 0 and has:
+                found = table + read32_at(at) * width
+                later = table + read32_at(min(at + _AHEAD * step, read64(slots, 6 * slot + 5))) * width
+            if table < 0 or has:
+                for column in range(0, width, 16):  # most of them are in another core's cache, or in none
+                    fetch(elements, zeros(elements, 16), partials, later + column)
+            write64(slots, 6 * slot + 1, at + has * step)
+            write64(slots, 6 * slot + 3, found if has else -1)
         for piece in range(num_pieces):
             to = sample * out_stride + read64(pieces, 4 * piece)
             of_piece = (entries, read64(pieces, 4 * piece + 2), read64(pieces, 4 * piece + 3))
@@ -63,7 +70,7 @@ def _add_up(elements, like, column, arguments):
     partials, slots, (entries, first, stop), out, to, past = arguments
     summed = like
     for entry in range(first, stop):
-        at = read64(slots, 3 * read64(entries, 2 * entry) + 2)
+        at = read64(slots, 6 * read64(entries, 2 * entry) + 3)
         if at >= 0:
             summed = add(summed, load(elements, like, partials, at + read64(entries, 2 * entry + 1) + column))
     if past:
