@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, groupby
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -80,15 +80,10 @@ def distinct_rows(
     memory = torch.empty(4 * num + 1, dtype=torch.int32, device="cpu")
     rows, starts = (of_rows.data_ptr() + 4 * i * room for i in range(2))
     ordered, new_values, times, bounds = (memory.data_ptr() + 4 * i * num for i in range(4))
-    at = 0
-    for as_they_are, run in groupby(found.tolist()):
-        stop = at + len(list(run))
-        if not as_they_are:
-            entry_of("sort_tables")(
-                *(keys.data_ptr(), sources, 0, rows_of, at, stop),
-                *(ends, begins, numbers, rows, starts, ordered, 0, scratch.data_ptr(), 0),
-            )
-        at = stop
+    entry_of("sort_tables")(
+        *(keys.data_ptr(), sources, 0, rows_of, 0, num_segments),
+        *(ends, begins, numbers, rows, starts, ordered, 0, scratch.data_ptr(), 0),
+    )
     of_ids = keys.data_ptr(), sources, ends, begins, num_segments
     count = entry_of("compact")(*of_ids, numbers, rows, starts, ordered, new_values, times, bounds)
     of_values, of_times, of_bounds = (memory[i * num : i * num + count + i // 3] for i in (1, 2, 3))

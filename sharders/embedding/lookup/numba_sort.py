@@ -214,7 +214,7 @@ def sort_tables(
             places among all keys if `sources` is 0.
         num_rows: of each table, int64.
         begins: see `lay_out`.
-        counts: of each table, written: distinct rows.
+        counts: of each table, written: distinct rows; of one that is left as it is less than 0, as it was.
         rows: written at `begins[t]`: its distinct rows, and one word more.
         starts: written at `begins[t]`: where each begins in `ordered`, and the end.
         ordered: written: the sources.
@@ -225,6 +225,8 @@ def sort_tables(
     for table in range(first, stop):
         if row_ends != 0 and read64(row_ends, table) != read64(row_ends, table + 1):
             write32(counts, table, 0)
+            continue
+        if read32(counts, table) < 0:
             continue
         begin = read64(ends, table)
         num = read64(ends, table + 1) - begin
