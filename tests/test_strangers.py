@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from dmp import DistributedModelParallel, ShardingEnv, full_state_dict, load_checkpoint, replicate, save_checkpoint
 from tests.ranks import mesh, run_ranks
-from tests.strangers import STRANGERS
+from tests.strangers import HEADS, STRANGERS, WIDTH
 
 STEPS = 3
 SAMPLE = ("contrastive", "relative", "functional", "stacks")  # the others are marked slow
@@ -172,3 +172,25 @@ def keeps_whole(shape: tuple[int, ...], names: tuple[str, ...]) -> None:
 @pytest.mark.sampled(2)
 def test_a_plan_replicates_weights_beside_split_ones(shape: tuple[int, ...], names: tuple[str, ...]) -> None:
     run_ranks(math.prod(shape), keeps_whole, shape, names)
+
+
+def evaluates_padded(shape: tuple[int, ...], names: tuple[str, ...]) -> None:
+    """torch's own encoder gives its layers a nested tensor, and zeros where there is padding."""
+    torch.manual_seed(5)
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 64, batch_first=True)
+    plain = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(WIDTH)).double().eval()
+    model = DistributedModelParallel(copy.deepcopy(plain), env=ShardingEnv.from_mesh(mesh(shape, names))).eval()
+    assert any(isinstance(p, DTensor) and p.placements[-1].is_shard() for p in model.parameters())
+    x, mask = torch.randn(3, 5, WIDTH, dtype=torch.float64), torch.arange(5) >= torch.tensor([[5], [2], [3]])
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(
+                model(x, src_key_padding_mask=mask), plain(x, src_key_padding_mask=mask), atol=1e-12, rtol=0
+            )
+        torch.testing.assert_close(model(x), plain(x), atol=1e-12, rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
+@pytest.mark.parametrize(("shape", "names"), [((2,), ("tp",)), ((2, 2), ("shard", "tp"))], ids=str)
+def test_an_encoder_evaluates_padded_samples(shape: tuple[int, ...], names: tuple[str, ...]) -> None:
+    run_ranks(math.prod(shape), evaluates_padded, shape, names)

@@ -5,10 +5,15 @@ B samples, T positions, D hidden size; a chunk is (B, T / n, D) on each of the n
 [Note: shared inputs] torch's colwise style takes each Linear's plain input to a DTensor by itself, and sums the
 gradient of each over the axis: three all-reduces for query, key and value of one hidden state. Here Linears that are
 called with the same tensor share one DTensor, so that autograd adds their gradients first and sums once.
+
+[Note: nested input] In evaluation with a padding mask, torch's nn.TransformerEncoder calls its layers with a nested
+tensor, of each sample's real positions alone, which no DTensor holds. A layer with split weights pads it, computes with
+the mask of what was padded, and gives a nested one back.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +44,11 @@ def share_inputs(linears: Iterable[tuple[nn.Module, bool]], holders: Iterable[nn
     held: list[tuple[torch.Tensor, tuple[Any, ...], DTensor]] = []
 
     def whole(x: torch.Tensor, is_chunk: bool) -> DTensor:
+        if x.is_nested:
+            raise InputError(
+                f"a Linear whose weight is split over mesh axis {mesh.mesh_dim_names} was called with a nested tensor of "
+                f"{x.size(0)} samples, which cannot be split: call it with a padded one (x.to_padded_tensor(0.0))"
+            )
         return _gathered(x, mesh) if is_chunk else DTensor.from_local(x, mesh, [Replicate()], run_check=False)
 
     def take(is_chunk: bool) -> Callable[..., tuple[Any, ...] | None]:
@@ -59,6 +69,40 @@ def share_inputs(linears: Iterable[tuple[nn.Module, bool]], holders: Iterable[nn
         linear.register_forward_pre_hook(take(is_chunk))
     for holder in holders:
         holder.register_forward_hook(lambda *_: held.clear(), always_call=True)
+
+
+def pad_nested(layers: Iterable[nn.Module]) -> None:
+    """Have each layer compute a nested input in its padded form, see [Note: nested input].
+
+    Args:
+        layers: `nn.TransformerEncoderLayer`s, whose samples have one length or are nested: (B, T, D), batch first.
+    """
+    for layer in layers:
+        lengths: list[list[int] | None] = []  # of the calls under way
+        layer.register_forward_pre_hook(functools.partial(_pad, lengths), with_kwargs=True)
+        layer.register_forward_hook(functools.partial(_nest, lengths), always_call=True)
+
+
+def _pad(
+    lengths: list[list[int] | None], _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    is_masked = len(args) > 2 or kwargs.get("src_key_padding_mask") is not None
+    if is_masked or not args or not isinstance(args[0], torch.Tensor) or not args[0].is_nested:
+        lengths.append(None)
+        return None
+    nested, *rest = args
+    lengths.append([sample.shape[0] for sample in nested.unbind()])
+    x_BTD = nested.to_padded_tensor(0.0)
+    ends_B1 = torch.tensor(lengths[-1], device=x_BTD.device)[:, None]
+    mask_BT = torch.arange(x_BTD.shape[1], device=x_BTD.device) >= ends_B1
+    return (x_BTD, *rest), {**kwargs, "src_key_padding_mask": mask_BT}
+
+
+def _nest(lengths: list[list[int] | None], _: nn.Module, args: Any, output: Any) -> Any:
+    were = lengths.pop()
+    if were is None or output is None:  # the latter where forward has raised
+        return None
+    return torch.nested.as_nested_tensor([sample[:n] for sample, n in zip(output, were, strict=True)])
 
 
 def _gathered(chunk: torch.Tensor, mesh: DeviceMesh) -> DTensor:

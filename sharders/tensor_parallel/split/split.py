@@ -33,6 +33,7 @@ def split(
     keep_graphs()
     ties = tied_places(model)
     modules = {path: model.get_submodule(path) for path in styles}
+    hooks.pad_nested(_encoder_layers(model, styles))
     _share_inputs(modules, styles, model, mesh)
     for path, module in modules.items():
         style = torch_style(styles[path], module)
@@ -46,6 +47,13 @@ def split(
     for places in ties:
         keep_tie(places)
     keep_whole_weights(model, mesh, {id(modules[path]) for path, style in styles.items() if style in ON_PARTS})
+
+
+def _encoder_layers(model: nn.Module, styles: Mapping[str, Style]) -> list[nn.Module]:
+    """Those of torch's own that have a split weight."""
+    holders = {path.rpartition(".")[0] for path in styles}
+    found = [(path, m) for path, m in model.named_modules() if isinstance(m, nn.TransformerEncoderLayer)]
+    return [m for path, m in found if any(h == path or h.startswith(path + ".") for h in holders)]
 
 
 def _share_inputs(
