@@ -50,6 +50,22 @@ def test_what_is_trained_past_the_wrapped_model_is_refused(axis: str) -> None:
     run_ranks(2, past, axis)
 
 
+def made_for_a_piece() -> None:
+    """As PEFT does, who makes its matrices by the shape that it finds."""
+    model = DistributedModelParallel(net(), ShardingEnv.from_mesh(mesh((2,), ("shard",))))
+    rows = model.get_parameter("module.1.weight").to_local().shape[0]  # type: ignore[attr-defined]
+    inner = adapt(model.module)  # type: ignore[arg-type]
+    inner[1].beside = nn.Linear(4, rows, bias=False)  # type: ignore[index, union-attr]
+    inner(torch.tensor([[1, 2, 3]]))
+
+
+def test_what_was_made_for_a_piece_is_named() -> None:
+    for error in run_ranks(2, made_for_a_piece, expect=ShardError):
+        assert "'1.beside.weight' was added after wrapping" in str(error)
+        assert "The size of tensor a" in str(error)
+        assert "get_peft_model" in str(error)
+
+
 def by_the_model() -> None:
     env = ShardingEnv.from_mesh(mesh((2,), ("dp",)))
     model, whole = DistributedModelParallel(net(), env), adapt(net())

@@ -12,7 +12,7 @@ from dmp.errors import ShardError
 from dmp.places import is_dtensor
 from dmp.wrap.assembly import Assembly, fused_of
 from dmp.wrap.data_parallel import left_whole, start, stopped
-from dmp.wrap.skeleton import copy_values, skeleton_of
+from dmp.wrap.skeleton import copy_scripted, copy_values, skeleton_of
 
 
 def copied(made: Assembly, memo: dict[int, Any], device: torch.device) -> Assembly:
@@ -32,6 +32,7 @@ def copied(made: Assembly, memo: dict[int, Any], device: torch.device) -> Assemb
     memo.update({id(each): each for each in (made.env, made.plan, made.wrapper, made.placements)})
     if made.skeleton is not None:
         memo.update({id(sharded): copy.deepcopy(sharded, memo) for sharded in made.sharded})
+    copy_scripted(made.module, memo)
     module = copy.deepcopy(made.module if made.skeleton is None else made.skeleton, memo)
     new = replace(stopped(made), device=device, module=module, running=module, skeleton=None)
     new = replace(new, split_watch=None, since_split=None)

@@ -30,6 +30,9 @@ def check_beforehand(wrapper: DataParallelWrapper, resolved: Resolved) -> None:
     module, env = resolved.found.module, resolved.found.env
     for name, parameter in module.named_parameters():
         _check_not_lazy(name, parameter)
+    in_place = hook(wrapper, "shards_in_place")
+    if resolved.found.split or (in_place is not None and in_place(env, False)):
+        _check_not_scripted(module)
     check = hook(wrapper, "check")
     if check is not None:
         paths = [(path, site.module) for site in resolved.sites for path in site.aliases]
@@ -52,6 +55,7 @@ def start(made: Assembly) -> Assembly:
             raise ShardError(f"parameter {name!r} is on meta: pass init_parameters=True, or load values first")
     skeleton = made.skeleton
     if in_place and skeleton is None:
+        _check_not_scripted(made.module)
         skeleton = skeleton_of(made.module, made.sharded)
     running = _averaged(made, in_place, whole)
     is_watched = running is not made.module or (made.env.data_size > 1 and not in_place)
@@ -168,10 +172,21 @@ def _of_sparse_gradients(made: Assembly) -> frozenset[str]:
 def _check_leaf(name: str, parameter: torch.Tensor) -> None:
     if not parameter.is_leaf:
         raise ShardError(
-            f"in the place of parameter {name!r} is the result of a computation, as torch.func.functional_call puts it "
-            "there: its gradient would be averaged by nobody. Copy values into parameters under torch.no_grad(), or "
-            "call dmp.to_unsharded(model) with them"
+            f"in the place of parameter {name!r} is the result of a computation, as torch.func.functional_call, or "
+            "copy.deepcopy of a module of torch.jit, puts it there: its gradient would be averaged by nobody. Copy "
+            "values into parameters under torch.no_grad(), or call dmp.to_unsharded(model) with them"
         )
+
+
+def _check_not_scripted(module: nn.Module) -> None:
+    for path, each in module.named_modules():
+        if isinstance(each, torch.jit.ScriptModule) and any(True for _ in all_tensors(each)):
+            raise ShardError(
+                f"module {path!r} is a {type(each).__name__}, compiled by torch.jit: its code computes with the plain "
+                "tensors that it was made with, and cannot on a mesh that splits dense weights. Wrap the model with "
+                "the module itself in this place, and compile to_unsharded(model) where it is needed; or use a mesh "
+                "whose axes copy dense weights ('dp', 'replicate')"
+            )
 
 
 def _check_not_lazy(name: str, parameter: nn.Parameter) -> None:

@@ -32,11 +32,17 @@ class _Seen(NamedTuple):
     path: str
 
 
+def _parameters_of(owner: nn.Module) -> _Held:
+    """Its own; of a scripted module, which cannot be given others, those that it has."""
+    held = owner._parameters
+    return dict(held.items()) if isinstance(owner, torch.jit.ScriptModule) else held
+
+
 class _Structure:
     """Which modules there are, and how many parameters each has. Every forward asks: lists are compared whole."""
 
     def __init__(self, module: nn.Module) -> None:
-        modules = [*module.modules()]
+        modules = [m for m in module.modules() if not isinstance(m, torch.jit.ScriptModule)]  # those keep theirs
         self._held, self._were = [m._modules for m in modules], [dict(m._modules) for m in modules]
         self._own, self._numbers = [m._parameters for m in modules], [len(m._parameters) for m in modules]
 
@@ -144,9 +150,10 @@ class Watch:
 
     def _found(self) -> list[_Seen]:
         return [
-            _Seen(owner._parameters, name, p, p.dtype, p.requires_grad, join_name(path, name))
+            _Seen(held, name, p, p.dtype, p.requires_grad, join_name(path, name))
             for path, owner in self._module.named_modules()
-            for name, p in owner._parameters.items()
+            for held in [_parameters_of(owner)]
+            for name, p in held.items()
             if p is not None and join_name(path, name) not in self._others and not is_dtensor(p)
         ]
 

@@ -37,6 +37,16 @@ def skeleton_of(module: nn.Module, sharded: list[nn.Module]) -> nn.Module:
     return made
 
 
+def copy_scripted(module: nn.Module, memo: dict[int, Any]) -> None:
+    """Tell `memo` the copies of modules that torch.jit has compiled: `copy.deepcopy` gives them results for weights."""
+    for each in module.modules():
+        if isinstance(each, torch.jit.ScriptModule):
+            with torch.no_grad():
+                memo[id(each)] = made = copy.deepcopy(each)
+            for old, new in zip(each.parameters(), made.parameters(), strict=True):
+                new.requires_grad_(old.requires_grad)
+
+
 _SHARED = (int, float, complex, str, bytes, type, torch.dtype, torch.device, torch.Size, FunctionType)
 
 

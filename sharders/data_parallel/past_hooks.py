@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dmp import ShardError, is_dtensor
+from dmp import ShardError, is_dtensor, join_name
 
 _TORCH = str(Path(torch.__file__).parent)
 _MIXED = "got mixed torch.Tensor and DTensor"
@@ -42,22 +42,37 @@ def gather_by_forward(unit: Any) -> None:
 def explain_pieces(root: Any, units: Sequence[Any]) -> None:
     """Have what torch says of pieces of weights, where the model's forward meets them, be an error that says whose.
 
+    So has what it says of modules that were added since, which may have been made for the shape of a piece.
+
     Args:
         root: whose forward it is; after `gather_by_forward`.
         units: the others that are gathered at once each.
     """
-    own = root.forward
+    own, were = root.forward, set(root.modules())
 
     @functools.wraps(own)
     def forward(*args: Any, **kwargs: Any) -> Any:
         try:
             return own(*args, **kwargs)
         except RuntimeError as error:
+            added = next((n for path, m in root.named_modules() if m not in were for n in _trained(path, m)), None)
+            if added is not None:
+                raise ShardError(
+                    f"{added!r} was added after wrapping, where weights are split in place over the ranks, and may "
+                    f"have been made for the shape of a piece: the forward pass stopped with {str(error)!r}. Add it "
+                    "before wrapping (get_peft_model, then DistributedModelParallel), and call the wrapped model"
+                ) from error
             if _MIXED in str(error):
                 raise ShardError(_explained(root, units, error)) from error
             raise
 
     root.forward = forward
+
+
+def _trained(path: str, module: nn.Module) -> list[str]:
+    """Names of a module's own parameters that are trained and are no pieces."""
+    own = module._parameters.items()
+    return [join_name(path, name) for name, p in own if p is not None and p.requires_grad and not is_dtensor(p)]
 
 
 def refuse_outside(root: Any, units: Sequence[Any]) -> None:

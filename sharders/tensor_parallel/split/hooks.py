@@ -46,8 +46,8 @@ def share_inputs(linears: Iterable[tuple[nn.Module, bool]], holders: Iterable[nn
     def whole(x: torch.Tensor, is_chunk: bool) -> DTensor:
         if x.is_nested:
             raise InputError(
-                f"a Linear whose weight is split over mesh axis {mesh.mesh_dim_names} was called with a nested tensor of "
-                f"{x.size(0)} samples, which cannot be split: call it with a padded one (x.to_padded_tensor(0.0))"
+                f"a Linear whose weight is split over mesh axis {mesh.mesh_dim_names} was called with a nested tensor, "
+                f"of {x.size(0)} samples, which it cannot take: call it with a padded one (x.to_padded_tensor(0.0))"
             )
         return _gathered(x, mesh) if is_chunk else DTensor.from_local(x, mesh, [Replicate()], run_check=False)
 
