@@ -247,7 +247,7 @@ def test_of_no_seconds_a_piece_has_all_levels() -> None:
     rows = np.flatnonzero(takes[:, phase])
     taken = levels(p.table, found, rows, np.array([phase]), np.zeros(1), np.array([2]))[0]
     assert len(rows) and np.isfinite(taken).all()
-    assert (taken >= found.hits[rows, phase] - 1e-9).all()
+    assert (taken >= found.hits(rows)[:, phase] - 1e-9).all()
 
 
 def test_one_piece_too_many_counts_though_it_is_little_beside_the_step() -> None:

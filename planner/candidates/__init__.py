@@ -4,6 +4,7 @@
 - `family`: layouts that differ only in cuts and places
 - `movable`: a sharder's own layouts that may be put on other ranks
 - `offered`: what a sharder offers, and why some of it may not be chosen
+- `offer_table`: all offers, as arrays
 - `costed`: offers with their costs
 - `in_place`: pinned parameters
 - `groups`: parameters that are placed as one

@@ -25,6 +25,7 @@ from planner.candidates.in_place import (
 )
 from planner.candidates.items import classes_of_groups, surely_needed, table_of
 from planner.candidates.movable import Placed
+from planner.candidates.offer_table import OfferTable
 from planner.candidates.offered import Answered, Asked, Offer, offers
 from planner.costs.protocol import CostProtocol, ShardTable, conditions_of, settled_of, setups_of, ways_of
 from planner.observed.observation import Observation
@@ -69,7 +70,6 @@ class Candidates:
         curves: of parameters of which sample batches told which rows ids name.
         table_rows: of the problem's cost table.
         classes: what costs depend on of each class, then of pinned parameters.
-        offered: to each of these.
         known: what other models say, of those that were asked before.
     """
 
@@ -85,7 +85,6 @@ class Candidates:
     curves: Mapping[str, RowCurve]
     table_rows: tuple[tuple[Row, ...], ...]
     classes: tuple[Class, ...]
-    offered: tuple[Sequence[Offer], ...]
     known: list[tuple[CostProtocol, Costed]] = field(default_factory=list)
 
     @classmethod
@@ -134,10 +133,11 @@ class Candidates:
         ]
         offered: list[list[Offer]] = [offers(asked) for asked in classes.values()]
         last = [[of.offer] for of in kept.values()]
-        found = costed(every, offered + last, setting)
+        rows_of = [of.info.shape[0] if of.info.shape else 1 for of in every]
+        found = costed(every, OfferTable.of(offered + last, rows_of), setting)
         if not found.is_affine:
             offered = [offers(replace(asked, is_affine=False)) for asked in classes.values()]
-            found = costed(every, offered + last, setting)
+            found = costed(every, OfferTable.of(offered + last, rows_of), setting)
         rows = {name: len(found.offers) - len(kept) + i for i, name in enumerate(kept)}
         held = {name: ranks_held(of, found, rows[name], env.table_size) for name, of in kept.items()}
         check_ranks(kept, held, constraints)
@@ -147,7 +147,6 @@ class Candidates:
         made = cls(
             *(setting, infos, constraints, found, class_of, kept, rows, groups, item_class, curves, table_rows),
             tuple(every),
-            tuple(offered + last),
             [(setting.model, found)],
         )
         return made.likely()
@@ -184,8 +183,7 @@ class Candidates:
         """(2, classes) seconds of a rank on average: of a copy, and of all else that is offered."""
         costed = self.costed
         seconds = costed.wholes(self.setting.env.table_size)[1][:, :-1].sum(1)
-        is_open = np.array([not offer.objection for offer in costed.offers], dtype=bool)
-        is_copied = np.array([offer.is_copied for offer in costed.offers], dtype=bool)
+        is_open, is_copied = costed.table.is_open, costed.table.is_copied
         best: Array = np.full((2, len(self.classes)), np.inf)
         for kind, of in enumerate((is_open & is_copied, is_open & ~is_copied)):
             np.minimum.at(best[kind], costed.owner[of], seconds[of])
@@ -217,7 +215,7 @@ class Candidates:
     def conditions(self) -> Iterator[tuple[Array, float]]:
         """See `conditions_of`: (rows of the problem's table,) what an item adds that takes one, and the least sum."""
         setting, names = self.setting, [*self.class_of, *self.pinned]
-        is_copied = [offer.is_copied for offer in self.costed.offers]
+        is_copied = self.costed.table.is_copied.tolist()
         pinned = {self.pinned_rows[name]: name for name in self.pinned}
         for adds, least in conditions_of(setting.model, self._tables(()), setting.env, setting.batch_size):
             of_name = dict(zip(names, adds.tolist(), strict=True))
@@ -247,7 +245,7 @@ class Candidates:
         setting = replace(self.setting, model=model)
         found = next((known for of, known in self.known if of == model), None)
         if found is None:
-            found = costed(self.classes, self.offered, setting)
+            found = costed(self.classes, self.costed.table, setting)
             self.known.append((model, found))
         return replace(self, setting=setting, costed=found)
 

@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 from dmp import ParameterInfo, ShardingEnv
 from planner.candidates.family import UNIT, Family, even_widths
 from planner.candidates.movable import MovableLayout
+from planner.candidates.offer_table import Booleans, OfferTable
 from planner.candidates.offered import Offer, has_own_blocks
 from planner.costs.cost_model import goes_straight
-from planner.costs.protocol import Array, CostProtocol, Integers, ShardInfo, ShardTable, kinds_of, setups_of
+from planner.costs.protocol import Array, CostProtocol, Integers, ShardInfo, ShardTable, is_pooled, kinds_of, setups_of
 from planner.costs.step import whole
 from planner.costs.topology import Topology
 from planner.observed.observation import Observation
@@ -81,6 +82,7 @@ class Costed:
     """Offers and their costs; the arrays have a row for each, as in `CostTable`, grouped by class.
 
     Args:
+        table: the offers.
         lack, lack_slope: what a block's last rank has less, see [Note: last ranks] in `CostTable`.
         each_cut: (rows, phases + 1) on every rank for each piece of one that is divisible beyond the first. The search
             does not know it: where it is above zero (ids that are sent once for each piece), bounds are a little low.
@@ -89,8 +91,7 @@ class Costed:
         spans: (phases + 1,) ranks that share a phase.
     """
 
-    offers: tuple[Offer, ...]
-    owner: Integers
+    table: OfferTable
     fixed: Array
     slope: Array
     everywhere: Array
@@ -102,6 +103,16 @@ class Costed:
     is_affine: bool
     spans: Integers
 
+    @property
+    def offers(self) -> tuple[Offer, ...]:
+        """Of all classes."""
+        return self.table.offers
+
+    @property
+    def owner(self) -> Integers:
+        """(rows,) class of each."""
+        return self.table.owner
+
     def on_each_rank(self, row: int) -> Array:
         """(phases + 1,) of an offer that every rank has whole."""
         found: Array = self.fixed[row] + self.everywhere[row]
@@ -110,9 +121,7 @@ class Costed:
     def wholes(self, num_ranks: int) -> tuple[Array, Array]:
         """(rows, phases + 1) twice: what each offer, its columns whole where they may be, puts on the rank that it
         loads most, phase by phase; and on all ranks on average."""
-        family = np.array([offer.family[1:5] for offer in self.offers], dtype=np.int64).reshape(-1, 4)
-        _, pieces, units, _ = (column[:, None] for column in family.T)
-        ranks = np.array([offer.family.ranks for offer in self.offers], dtype=np.int64)[:, None]
+        pieces, units, ranks = (of[:, None] for of in (self.table.pieces, self.table.units, self.table.ranks))
         cut = units * self.slope
         mean = (pieces * self.fixed + cut) * self.sharing(ranks)
         mean -= (pieces * self.lack + units * self.lack_slope) * self.spans
@@ -149,15 +158,13 @@ class Costed:
         return int(self.kind_bits[row])
 
 
-def costed(classes: Sequence[Class], offered: Sequence[Sequence[Offer]], setting: CostSetting) -> Costed:
+def costed(classes: Sequence[Class], table: OfferTable, setting: CostSetting) -> Costed:
     """The costs of what each class is offered."""
-    offers = tuple(offer for of_class in offered for offer in of_class)
-    owner = np.repeat(np.arange(len(classes)), [len(of_class) for of_class in offered])
+    offers, owner = table.offers, table.owner
     known = np.array([of.known for of in classes], dtype=np.float64).reshape(-1, len(ShardInfo._fields))
-    is_regular = [_is_regular(offer, classes[of], known[of]) for offer, of in zip(offers, owner.tolist(), strict=True)]
-    rows = np.flatnonzero(is_regular)
-    others = sorted(set(range(len(offers))) - set(rows.tolist()))
-    regular = _Regular.of(rows, known[owner[rows]], [offers[row] for row in rows.tolist()], setting.env)
+    is_regular = _are_regular(table, classes, known)
+    rows, others = np.flatnonzero(is_regular), np.flatnonzero(~is_regular).tolist()
+    regular = _Regular.of(rows, known[owner[rows]], table, setting.env)
     single = [_shards_of(offers[row], known[owner[row]], classes[owner[row]], setting.env) for row in others]
     local, everywhere = _evaluated(regular, single, setting)
     if any(of.curve is not None for of in classes):
@@ -170,12 +177,9 @@ def costed(classes: Sequence[Class], offered: Sequence[Sequence[Offer]], setting
     straight = np.zeros(len(offers), dtype=bool)  # settled for all shards of a table alike
     firsts = np.concatenate([regular.shards[0], *(of_row[:1] for of_row in single)])
     straight[[*rows, *others]] = goes_straight(ShardTable.from_columns(*firsts.T), setting.env)
-    kinds = [
-        _kinds(offer, classes[of].info, is_straight) & counted
-        for offer, of, is_straight in zip(offers, owner.tolist(), straight.tolist(), strict=True)
-    ]
-    bits, is_affine = np.array(kinds, dtype=np.int64), regular.is_affine(local)
-    found = Costed(offers, owner, fixed, slope, common, lack, lack_slope, {}, each_cut, bits, is_affine, spans)
+    is_summed = np.array([is_pooled(of.info) for of in classes], dtype=bool)[owner] & table.has_row_blocks
+    bits, is_affine = counted & kinds_of(table.is_copied, is_summed, straight), regular.is_affine(local)
+    found = Costed(table, fixed, slope, common, lack, lack_slope, {}, each_cut, bits, is_affine, spans)
     _add_regular(found, regular, local, everywhere)
     start = regular.number
     for row, of_row in zip(others, single, strict=True):
@@ -219,10 +223,11 @@ class _Regular(NamedTuple):
     last: Array
 
     @classmethod
-    def of(cls, rows: Integers, known: Array, offers: Sequence[Offer], env: ShardingEnv) -> _Regular:
-        family = np.array([(o.family.ranks, *o.family[2:5]) for o in offers], dtype=np.int64).reshape(-1, 4)
-        size, pieces, units, least = family.T
-        is_copied = np.array([o.family.is_copied for o in offers], dtype=bool)
+    def of(cls, rows: Integers, known: Array, table: OfferTable, env: ShardingEnv) -> _Regular:
+        size, pieces, units, least = family = np.stack(
+            [of[rows] for of in (table.ranks, table.pieces, table.units, table.least)]
+        )
+        is_copied = table.is_copied[rows]
         whole = known[:, _ROWS].copy()
         _blocks_of_rows(known, size, is_copied, env)
         columns = known[:, _COLUMNS] / pieces
@@ -234,7 +239,7 @@ class _Regular(NamedTuple):
         uneven = np.flatnonzero(~is_copied & (known[:, _ROWS] * size != whole))
         last = shards[::2, uneven]
         _of_last_ranks(last, whole[uneven], size[uneven])
-        return cls(rows, family, is_copied, shards, np.stack(cuts), uneven, last)
+        return cls(rows, family.T, is_copied, shards, np.stack(cuts), uneven, last)
 
     @property
     def number(self) -> int:
@@ -270,20 +275,13 @@ class _Regular(NamedTuple):
         return bool((np.abs(middle - expected) <= 1e-6 * np.maximum(high, 1e-15)).all())
 
 
-def _kinds(offer: Offer, info: ParameterInfo, is_straight: bool) -> int:
-    """Set-ups that an offer needs, a bit each."""
-    if offer.own is None:
-        return kinds_of(info, offer.is_copied, offer.family.size > 1, is_straight)
-    rows = info.shape[0] if info.shape else 1
-    return kinds_of(info, offer.is_copied, any(cut.rows != rows for cut in offer.own.shards), is_straight)
-
-
-def _is_regular(offer: Offer, of: Class, known: Array) -> bool:
-    """Whether all pieces of a family are alike, and their row blocks costed alike."""
-    family = offer.family
-    if offer.own is not None or _is_hot(family, of):
-        return False
-    return family.pieces == 1 or bool(known[_COLUMNS] % (UNIT * family.pieces) == 0)
+def _are_regular(table: OfferTable, classes: Sequence[Class], known: Array) -> Booleans:
+    """(rows,) whether all pieces of a family are alike, and their row blocks costed alike."""
+    is_even = np.array([of.is_even for of in classes], dtype=bool)[table.owner]
+    is_hot = ~is_even & ~table.is_copied & has_own_blocks(table.size)
+    is_alike = (table.pieces == 1) | (known[table.owner, _COLUMNS] % (UNIT * table.pieces) == 0)
+    found: Booleans = ~table.is_own & ~is_hot & is_alike
+    return found
 
 
 def _is_hot(family: Family, of: Class) -> bool:

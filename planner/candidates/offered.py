@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dmp import Layout, ModuleSharder, ParameterInfo, PlanError, ShardingEnv, hook
 from planner.candidates.constraints import Constraint
@@ -279,9 +279,9 @@ def _widened(asked: Asked, kinds: Collection[str]) -> Iterator[Offer]:
         yield Offer(copied, _objection(asked, copied.name, copied))
 
 
-def has_own_blocks(size: int) -> bool:
+def has_own_blocks(size: Any) -> Any:
     """Whether the row blocks of a block of so many ranks are costed one by one, where ids name some rows more often."""
-    return 1 < size <= _MOST_OWN
+    return (size > 1) & (size <= _MOST_OWN)
 
 
 def _odd_cuts(units: int, least: int, most: int) -> list[tuple[int, ...]]:

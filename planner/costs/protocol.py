@@ -232,16 +232,21 @@ def conditions_of(
     return found
 
 
-def kinds_of(info: ParameterInfo, is_copied: bool, has_row_blocks: bool, is_straight: bool) -> int:
-    """Set-ups that a parameter needs, a bit each: sums over row blocks are of tables alone.
+def kinds_of(is_copied: Flags, is_summed: Flags, is_straight: Flags) -> Integers:
+    """(parameters,) set-ups that each needs, a bit each.
 
     Args:
+        is_copied: every rank has the whole.
+        is_summed: pooled tables whose rows are cut, see `is_pooled`.
         is_straight: see `goes_straight`.
     """
-    if is_copied:
-        return 1 << EXCHANGE | 1 << ALL_REDUCE
-    is_summed = info.kind == "table" and info.pooled and has_row_blocks
-    return 1 << EXCHANGE | 1 << AWAY | 1 << (SPLIT if is_summed else WHOLE) | is_straight << STRAIGHT
+    split: Integers = 1 << EXCHANGE | 1 << AWAY | np.where(is_summed, 1 << SPLIT, 1 << WHOLE)
+    return np.where(is_copied, 1 << EXCHANGE | 1 << ALL_REDUCE, split | is_straight.astype(np.int64) << STRAIGHT)
+
+
+def is_pooled(info: ParameterInfo) -> bool:
+    """Whether ranks that have parts of its rows have sums of them: sums over row blocks are of tables alone."""
+    return info.kind == "table" and info.pooled
 
 
 def checked(model: Any) -> CostProtocol:

@@ -19,6 +19,7 @@ from planner.costs.protocol import (
     CostProtocol,
     ShardInfo,
     ShardTable,
+    is_pooled,
     kinds_of,
     settled_of,
     setups_of,
@@ -106,7 +107,8 @@ class Step:
             rows = [shard.sizes[:1] for shard in cut.shards]
             has_row_blocks = any(of != tuple(info.shape[:1]) for of in rows)
             is_copied = is_replicated(cut.shards, info.shape)
-            needs |= kinds_of(info, is_copied, has_row_blocks, goes_straight(infos, env)[0].item())
+            is_summed = has_row_blocks and is_pooled(info)
+            needs |= int(kinds_of(np.array(is_copied), np.array(is_summed), goes_straight(infos, env)[0]))
         return replace(cls.of_cuts(cuts, env), infos=tuple(of.info for of in placed), needs=needs)
 
     @classmethod

@@ -165,9 +165,8 @@ def _root(problem: Problem, upper: float) -> tuple[Node | None, Frame]:
     classes = int(table.owner.max(initial=-1)) + 1
     counts = np.bincount(problem.item_class, minlength=classes).astype(float)
     found = columns(problem, upper)
-    found = found.take(np.flatnonzero(counts[found.owner] > 0))
+    found = found.kept(counts[found.owner] > 0)
     found = found._replace(kinds=found.kinds & ~sum(1 << k for k in problem.base_kinds))
-    work = np.column_stack([found.mean, found.size])
     room, units, setups = (
         float((problem.capacity - problem.base[:, -1]).max()),
         _units(problem, found),
@@ -176,8 +175,6 @@ def _root(problem: Problem, upper: float) -> tuple[Node | None, Frame]:
     sums = _sums(problem, units)
     frame = Frame(
         found,
-        np.ascontiguousarray(found.piece.T),
-        work,
         np.append(mean, -1.0),
         upper,
         table,
@@ -197,7 +194,7 @@ def _root(problem: Problem, upper: float) -> tuple[Node | None, Frame]:
 
 def _units(problem: Problem, found: Columns) -> Array:
     """(phases,) seconds of which every piece takes a whole number; 0 where there are none."""
-    table, row = problem.table, np.unique(found.row[found.hits[:, 0] > 0])
+    table, row = problem.table, np.unique(found.row)
     base, units = problem.base[:, :-1], np.zeros(len(problem.span))
     lacks = np.asarray(table.lack[row].any(0) | table.lack_slope[row].any(0))
     row = row[table.filled[row] < len(problem.capacity)]
@@ -222,7 +219,7 @@ def _sums(problem: Problem, units: Array) -> Array:
 
 def _longest(problem: Problem, frame: Frame, root: Node) -> tuple[int, float]:
     """The item that takes longest alone, and how long."""
-    alone = np.minimum.reduceat(frame.columns.every + frame.columns.piece.sum(1), root.start)
+    alone = np.minimum.reduceat(frame.columns.every + frame.columns.piece.sum(0), root.start)
     group = int(alone.argmax())
     owner = int(frame.columns.owner[root.start[group]])
     return int((problem.item_class == owner).argmax()), float(alone[group])

@@ -87,4 +87,4 @@ def _covered(table: CostTable, columns: Columns, rows: Integers) -> Array:
     phases = columns.mean.shape[1]
     span = np.maximum(np.round(columns.one[:phases] / columns.one[-1]), 1).astype(np.int64)
     is_whole = table.filled[columns.row[rows]][:, None] % span == 0
-    return np.where(is_whole, columns.pieces[rows][:, None] * columns.hits[rows, :phases], 0.0)
+    return np.where(is_whole, columns.pieces[rows][:, None] * columns.hits(rows)[:, :phases], 0.0)

@@ -15,12 +15,15 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from planner.search.cost_table import Array, Integers
+from planner.search.cost_table import Array, CostTable, Integers
 from planner.search.problem import Problem
 
 _SMALL = 0.01
 """Of the step's time, or of a rank's memory: a piece that is less matters to nobody."""
+_AT_ONCE = 4096
+"""Columns: memory that was never used before costs more time than the sums."""
 
 
 class Columns(NamedTuple):
@@ -30,38 +33,48 @@ class Columns(NamedTuple):
         owner: (columns,) class.
         row: (columns,) of the table.
         every: (columns,) seconds.
-        mean: (columns, phases) seconds.
-        piece: (columns, phases) seconds.
-        size: (columns,) parts of the free memory.
+        work: (columns, phases + 1) seconds, the means; then `size`, parts of the free memory.
+        piece: (phases, columns) seconds, a phase's side by side: it is looked at by phase, again and again.
         kinds: (columns,) set-ups needed, a bit each.
         pieces: (columns,) how many; 0 where nobody counts them.
-        hits: (columns, phases + 1) part of the ranks, or groups that share the phase, that a piece is on at least.
+        reached: (rows, phases + 1) of the table: part of the ranks, or groups that share the phase, that a piece is on
+            at least.
         one: (phases + 1,) part of them that one is.
     """
 
     owner: Integers
     row: Integers
     every: Array
-    mean: Array
+    work: Array
     piece: Array
-    size: Array
     kinds: Integers
     pieces: Integers
-    hits: Array
+    reached: Array
     one: Array
 
-    def take(self, rows: Integers) -> Columns:
+    @property
+    def mean(self) -> Array:
+        """(columns, phases) seconds."""
+        return self.work[:, :-1]
+
+    def hits(self, rows: Integers) -> Array:
+        """(len(rows), phases + 1) `reached` of some columns."""
+        found: Array = self.reached[self.row[rows]]
+        return found
+
+    def kept(self, is_kept: NDArray[np.bool_]) -> Columns:
         """Some of them."""
+        if is_kept.all():
+            return self
         return Columns(
-            self.owner[rows],
-            self.row[rows],
-            self.every[rows],
-            self.mean[rows],
-            self.piece[rows],
-            self.size[rows],
-            self.kinds[rows],
-            self.pieces[rows],
-            self.hits[rows],
+            self.owner[is_kept],
+            self.row[is_kept],
+            self.every[is_kept],
+            self.work[is_kept],
+            np.ascontiguousarray(self.piece[:, is_kept]),
+            self.kinds[is_kept],
+            self.pieces[is_kept],
+            self.reached,
             self.one,
         )
 
@@ -92,37 +105,57 @@ def columns(problem: Problem, upper: float) -> Columns:
     is_new = (np.diff(row, prepend=-1) > 0) | (np.diff(widest, prepend=-1) != 0)
     row, number, widest = row[is_new], number[is_new], widest[is_new]
     number = np.where(is_cut[row], number, table.pieces[row])
-    fixed, slope = table.fixed[row], table.slope[row]
-    piece = fixed + widest[:, None] * slope
-    whole = number[:, None] * fixed + table.units[row][:, None] * slope
     # a piece meets at least so many of the groups of ranks that share a phase
     one = 1 / -(-num_ranks // span)
-    hits = -(-table.filled[row][:, None] // span) * one
-    mean = whole * hits
-    every = table.everywhere[row].copy()
-    is_ragged = np.isin(row, list(table.ragged))
-    is_everywhere = ((table.filled[row] >= num_ranks) & ~is_ragged)[:, None]
-    # where the last rank has less, all have that, and the others a piece besides
-    lack = number[:, None] * table.lack[row] + table.units[row][:, None] * table.lack_slope[row]
-    mean -= lack * one
-    of_all = np.where(is_everywhere, piece - lack, 0)
-    every, mean, piece = every + of_all, mean - of_all, piece - of_all
-    mean[is_everywhere[:, 0] & ~table.lacking[row]] = 0  # what rounding has left
-    for j in np.flatnonzero(is_ragged).tolist():
-        mean[j], least = _ragged(table.ragged[int(row[j])], span, num_ranks)
-        every[j] += least
-        mean[j] -= least
-        piece[j] -= least
-    fits = _fits(problem, table.owner[row], every[:, -1], piece[:, -1])
+    hits = -(-table.filled[:, None] // span) * one
+    is_ragged = np.isin(np.arange(len(most)), list(table.ragged))
+    is_everywhere = (table.filled >= num_ranks) & ~is_ragged
+    every, work = np.empty((len(row), 2)), np.empty((len(row), len(span)))
+    piece, piece_bytes = np.empty((len(problem.span), len(row))), np.empty(len(row))
+    for begin in range(0, len(row), _AT_ONCE):
+        of = slice(begin, begin + _AT_ONCE)
+        loads = _loads(table, (row[of], number[of], widest[of]), (hits, one), is_everywhere)
+        for j in np.flatnonzero(is_ragged[row[of]]).tolist():
+            loads[1][j], least = _ragged(table.ragged[int(row[of][j])], span, num_ranks)
+            loads[0][j] += least
+            loads[1][j] -= least
+            loads[2][j] -= least
+        every[of, 0], every[of, 1] = loads[0][:, :-1].sum(1), loads[0][:, -1]
+        work[of], piece[:, of], piece_bytes[of] = loads[1], loads[2][:, :-1].T, loads[2][:, -1]
     free = max(float((problem.capacity - problem.base[:, -1]).sum()), 1.0)
-    size = (every[:, -1] + mean[:, -1]) * num_ranks / free
-    is_counted = ~is_everywhere[:, 0] & (is_fine[row] | ~is_cut[row]) & ~is_ragged
+    work[:, -1] = (every[:, 1] + work[:, -1]) * num_ranks / free
+    fits = _fits(problem, table.owner[row], every[:, 1], piece_bytes)
+    is_counted = ~is_everywhere[row] & (is_fine[row] | ~is_cut[row]) & ~is_ragged[row]
     pieces = np.where(is_counted, number, 0)
-    seconds = every[:, :-1].sum(1)
-    found = Columns(
-        table.owner[row], row, seconds, mean[:, :-1], piece[:, :-1], size, table.kinds[row], pieces, hits, one
-    )
-    return found.take(np.flatnonzero(fits))
+    seconds = np.ascontiguousarray(every[:, 0])
+    return Columns(table.owner[row], row, seconds, work, piece, table.kinds[row], pieces, hits, one).kept(fits)
+
+
+def _loads(
+    table: CostTable,
+    cuts: tuple[Integers, Integers, Integers],
+    reached: tuple[Array, Array],
+    is_everywhere: NDArray[np.bool_],
+) -> tuple[Array, Array, Array]:
+    """(cuts, phases + 1) three times: what each puts on every rank, on the mean besides, and its widest piece besides.
+
+    Args:
+        cuts: (cuts,) row of the table, number of pieces, units of the widest.
+        reached: see `Columns.reached`, and `Columns.one`.
+        is_everywhere: (rows,) of the table: every rank has the same.
+    """
+    (row, number, widest), (hits, one), units = cuts, reached, table.units[cuts[0]][:, None]
+    fixed, slope, is_whole = table.fixed[row], table.slope[row], is_everywhere[row]
+    piece = fixed + widest[:, None] * slope
+    mean = (number[:, None] * fixed + units * slope) * hits[row]
+    every = table.everywhere[row].copy()
+    # where the last rank has less, all have that, and the others a piece besides
+    lack = number[:, None] * table.lack[row] + units * table.lack_slope[row]
+    mean -= lack * one
+    of_all = np.where(is_whole[:, None], piece - lack, 0)
+    every, mean, piece = every + of_all, mean - of_all, piece - of_all
+    mean[is_whole & ~table.lacking[row]] = 0  # what rounding has left
+    return every, mean, piece
 
 
 def _ragged(loads: Array, span: Integers, num_ranks: int) -> tuple[Array, Array]:
@@ -141,7 +174,7 @@ def _ragged(loads: Array, span: Integers, num_ranks: int) -> tuple[Array, Array]
     return mean, least
 
 
-def _fits(problem: Problem, owner: Integers, every: Array, piece: Array) -> Array:
+def _fits(problem: Problem, owner: Integers, every: Array, piece: Array) -> NDArray[np.bool_]:
     """(columns,) whether a rank is left that has the bytes, all others at their least everywhere."""
     room = problem.capacity - problem.base[:, -1]
     classes = int(owner.max(initial=-1)) + 1
@@ -151,5 +184,5 @@ def _fits(problem: Problem, owner: Integers, every: Array, piece: Array) -> Arra
     least = np.where(counts > 0, least, 0)
     others = float((least * counts).sum()) - least[owner]
     needed = every + others
-    fits: Array = (needed + piece <= room.max() * (1 + 1e-12) + 1) & (needed <= room.min() * (1 + 1e-12) + 1)
+    fits: NDArray[np.bool_] = (needed + piece <= room.max() * (1 + 1e-12) + 1) & (needed <= room.min() * (1 + 1e-12) + 1)
     return fits

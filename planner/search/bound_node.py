@@ -55,8 +55,6 @@ class Frame(NamedTuple):
 
     Args:
         columns: see [Note: columns].
-        piece: (phases, columns) of these, a phase's side by side: it is looked at by phase, again and again.
-        work: (columns, phases + 1) mean and size.
         base: (phases + 1,) mean of what is there already above the idlest rank's; then -1.
         upper: seconds of a plan; nobody cares for what costs more.
         table: of the columns.
@@ -68,8 +66,6 @@ class Frame(NamedTuple):
     """
 
     columns: Columns
-    piece: Array
-    work: Array
     base: Array
     upper: float
     table: CostTable
@@ -148,7 +144,7 @@ def settle(frame: Frame, node: Node) -> Node | None:
         rest = programme.rest(relaxed.price)
         single = value + relaxed.reduced
         for phase in np.flatnonzero(rest > 0).tolist():
-            single += rest[phase] * np.maximum(frame.piece[phase][found.rows] - found.low[phase], 0)
+            single += rest[phase] * np.maximum(frame.columns.piece[phase][found.rows] - found.low[phase], 0)
         least = float(np.minimum.reduceat(single, found.start).max())
         spare = limit - value
         with np.errstate(divide="ignore", over="ignore"):
@@ -174,9 +170,9 @@ def _paid(frame: Frame, node: Node) -> float:
 def _programme(frame: Frame, node: Node) -> Programme:
     rows, counted, phases = node.rows, _counted(frame, node), len(node.low)
     held = np.flatnonzero(node.together > frame.sums @ node.low)
-    known, number = frame.work.shape[1], counted.shape[1]
+    known, number = frame.columns.work.shape[1], counted.shape[1]
     work = np.zeros((len(rows), known + number + len(held)))
-    work[:, :known] = frame.work.take(rows, 0)
+    work[:, :known] = frame.columns.work.take(rows, 0)
     work[:, known : known + number] = counted
     base = np.concatenate([frame.base, np.full(number, -1.0), node.together[held]])
     times = np.vstack([np.eye(phases), np.zeros((1 + number, phases)), frame.sums[held]])
@@ -238,7 +234,7 @@ def _in_use(node: Node) -> tuple[Integers, Array]:
 def _narrow(frame: Frame, node: Node) -> Node | None:
     """Times raised to what some item needs whatever it takes, limits lowered, columns struck out, until all agree."""
     found: Node | None = node
-    piece, every = frame.piece.take(node.rows, 1), frame.columns.every[node.rows]
+    piece, every = frame.columns.piece.take(node.rows, 1), frame.columns.every[node.rows]
     for _ in range(4):
         assert found is not None
         low = np.maximum(found.low, np.minimum.reduceat(piece, found.start, axis=1).max(1))
@@ -364,7 +360,7 @@ def _shortest(frame: Frame, node: Node) -> Array:
     """(phases,) of the shortest piece in each that takes long enough to matter; infinite where there is none."""
     found: list[float] = []
     for phase in range(len(frame.span)):
-        piece = frame.piece[phase][node.rows]
+        piece = frame.columns.piece[phase][node.rows]
         found.append(float(piece.min(where=piece > _EXACT * frame.upper, initial=np.inf)))
     return np.array(found)
 
@@ -402,7 +398,7 @@ def _threshold(frame: Frame, node: Node, used: Array) -> tuple[float, int, float
 def _piece(frame: Frame, rows: Integers, phase: int) -> Array:
     """(rows,) seconds of each column in a phase, or in one of the sums after all phases."""
     number = len(frame.span)
-    of = frame.piece[phase] if phase < number else frame.piece[frame.sums[phase - number] > 0].sum(0)
+    of = frame.columns.piece[phase] if phase < number else frame.columns.piece[frame.sums[phase - number] > 0].sum(0)
     found: Array = of[rows]
     return found
 
@@ -411,7 +407,7 @@ def _split_group(frame: Frame, node: Node) -> tuple[Node, ...]:
     """More than so many items of a group among its last columns, or not."""
     assert node.relaxed is not None
     share = node.relaxed.share
-    cost = frame.work[node.rows]
+    cost = frame.columns.work[node.rows]
     before = np.cumsum(share) - share
     before -= before[node.start][node.group]  # items of the group in earlier columns
     part = before - np.floor(before + 1e-6)
