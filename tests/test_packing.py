@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from random import Random
 from unittest import mock
 
@@ -38,7 +42,7 @@ def test_each_rank_gets_its_lengths_ids_and_weights(at_once: bool) -> None:
 
     entry_of = packing.entry_of
     if not at_once:
-        with mock.patch.object(numba_pack, "_can_pack", return_value=False):
+        with mock.patch.object(numba_pack, "has", return_value=False):
             one_by_one = numba_functions._loaded(numba_functions._made("pack_ids", None))
         entry_of = {"pack_ids": one_by_one}.__getitem__
     for seed in range(40):
@@ -70,3 +74,12 @@ def test_each_rank_gets_its_lengths_ids_and_weights(at_once: bool) -> None:
             assert torch.equal(memory[end - words : end - tail], torch.cat(expected)), seed
             assert torch.equal(of_lengths.reshape(-1), expected[0])
             assert bags == [int((of > 0).sum()) * (s.high >= 0) for of, s in zip(of_lengths, slots, strict=True)]
+
+
+@pytest.mark.parametrize("told", [{"NUMBA_CPU_NAME": "generic"}, {"NUMBA_ENABLE_AVX": "0"}])
+def test_what_the_user_says_of_the_cpu_is_heeded(told: dict[str, str], tmp_path: Path) -> None:
+    """Where this CPU has AVX-512, LLVM ended the process: "Do not know how to split the result of this operator!"."""
+    pytest.importorskip("numba")
+    code = "from tests import test_packing as t; t.test_each_rank_gets_its_lengths_ids_and_weights(True)"
+    environment = {**os.environ, **told, "NUMBA_CACHE_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, cwd=Path(__file__).parents[1])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import llvmlite.binding
 import numba
 from numba import njit, types
+from numba.core.registry import cpu_target
 
 from sharders.embedding.lookup.numba_kept import Compiled
 from sharders.embedding.lookup.numba_layout import BLOCKS
@@ -15,7 +18,13 @@ from sharders.embedding.lookup.numba_vectors import Elements, zeros
 
 
 def compiled(function: Callable[..., Any], element: str | None) -> Compiled:
-    """Of a function of integers, which may return one; the first argument is `Elements` where `element` names them."""
+    """Of a function of integers, which may return one; the first argument is `Elements` where `element` names them.
+
+    Raises:
+        NotImplementedError: the CPU that is compiled for does not know such elements.
+    """
+    if element == "float16" and platform.machine() in ("x86_64", "AMD64") and not has("f16c"):
+        raise NotImplementedError("this CPU has no instructions for float16")
     num_arguments = function.__code__.co_argcount - (element is not None)
     first = [] if element is None else [numba.typeof(Elements(element))]
     signature = (*first, *[types.int64] * num_arguments)
@@ -26,12 +35,25 @@ def compiled(function: Callable[..., Any], element: str | None) -> Compiled:
     return Compiled(symbol, element is not None, num_arguments, _machine().emit_object(module))
 
 
+def has(feature: str) -> bool:
+    """Whether what is compiled may use it. Not what this CPU has, of which the user may name a part to numba
+    (`NUMBA_CPU_NAME`, `NUMBA_CPU_FEATURES`, `NUMBA_ENABLE_AVX`): LLVM ends the process at an instruction too many.
+    """
+    return f"+{feature}" in _cpu()[1].split(",")
+
+
+@cache
+def _cpu() -> tuple[str, str]:
+    """Name and features of the CPU that numba compiles for."""
+    _, name, features = cpu_target.target_context.codegen().magic_tuple()
+    return name, features
+
+
 def _machine() -> Any:
-    """LLVM's view of this CPU."""
-    binding = llvmlite.binding
-    of_host = {"cpu": binding.get_host_cpu_name(), "features": binding.get_host_cpu_features().flatten()}
-    target = binding.Target.from_default_triple()
-    return target.create_target_machine(**of_host, opt=3, reloc="default", codemodel="jitdefault")
+    """LLVM's view of that CPU."""
+    name, features = _cpu()
+    target = llvmlite.binding.Target.from_default_triple()
+    return target.create_target_machine(name, features, opt=3, reloc="default", codemodel="jitdefault")
 
 
 def helper(function: Callable[..., Any]) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import logging
-import platform
+import os
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
@@ -40,6 +40,8 @@ _FILES = {
 }
 """All others are in `numba_loops`."""
 
+_OF_CPU = "NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES", "NUMBA_ENABLE_AVX"
+"""Where users tell numba what CPU to compile for."""
 _engines: list[Any] = []  # they hold the code
 _UPDATE, _TWO = "update_", "two_"
 COMPILED = (
@@ -82,10 +84,9 @@ def _entry(name: str, element: str | None) -> Callable[..., int]:
     binding = llvmlite.binding
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
-    features = binding.get_host_cpu_features()
-    if element == "float16" and platform.machine() in ("x86_64", "AMD64") and not features.get("f16c"):
-        raise NotImplementedError("this CPU has no instructions for float16")
-    about = (binding.get_host_cpu_name(), features.flatten(), version("numba"), version("llvmlite"))
+    of_host = binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()
+    told = [f"{name}={os.environ[name]}" for name in _OF_CPU if name in os.environ]
+    about = (*of_host, *told, version("numba"), version("llvmlite"))
     here = hashlib.sha256("\n".join(about).encode()).hexdigest()[:16]
     of_machine = "-".join(filter(None, ("lookup", name, element, here)))
     with ranks.at_work("compiling lookup kernels"):  # or waiting for another process that does

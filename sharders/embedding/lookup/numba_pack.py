@@ -9,13 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from llvmlite.binding import get_host_cpu_features
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from sharders.embedding.lookup.numba_blocks import read_integer
-from sharders.embedding.lookup.numba_compile import helper
+from sharders.embedding.lookup.numba_compile import has, helper
 from sharders.embedding.lookup.numba_layout import FILLED
 from sharders.embedding.lookup.numba_vectors import counted, ones, pointer, read32, read64, write32, write64
 
@@ -25,20 +24,16 @@ def packs_at_once(_context: Any) -> Any:
     """Whether `choose32` and `choose64` do anything here, known when it is compiled."""
 
     def code(_: Any, _builder: Any, _signature: Any, _arguments: Any) -> Any:
-        return ir.IntType(64)(int(_can_pack()))
+        return ir.IntType(64)(int(has("avx512f")))
 
     return types.int64(), code
-
-
-def _can_pack() -> bool:
-    return bool(get_host_cpu_features().get("avx512f"))
 
 
 def _choose(bits: int) -> Any:
     def choose(_context: Any, *arguments: Any) -> Any:
         def code(_: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
             values, place, num, low, count, out, to = arguments
-            if not _can_pack():
+            if not has("avx512f"):
                 return ir.IntType(64)(0)
             word, bit, lanes = ir.IntType(32), ir.IntType(1), FILLED
             words, read, chosen = (ir.VectorType(of, lanes) for of in (word, ir.IntType(bits), bit))
