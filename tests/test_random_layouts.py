@@ -51,6 +51,7 @@ def _case(seed: int, env: ShardingEnv) -> None:
         mock.patch.object(input_dist, "MOST_FILLED", draw.choice((input_dist.MOST_FILLED, 1.0))),
         mock.patch.multiple(distinct, FEWEST_IDS=0, FEW_IDS=1),
         mock.patch.object(row_places, "READ_APART", draw.choice((0, row_places.READ_APART))),
+        mock.patch.object(row_places, "FEW", 0 if seed % 2 else row_places.FEW),
         mock.patch.object(engine, "are_fewer", return_value=draw.random() < 0.5),
     ):
         kind, near = KINDS[seed % len(KINDS)], 1e-5 if wire is None else 0.1
