@@ -161,8 +161,8 @@ class ParameterSharding:
     Args:
         layout: how the parameter is cut.
         kernel: as TorchRec's plans say it. `"fused"`: updated in the backward pass; where nobody gave an optimizer, by
-            FBGEMM's default, SGD with lr 0.01. `"dense"`: an ordinary parameter, unless `apply_optimizer_in_backward`
-            gave it an optimizer. None: whichever the table's optimizer makes it.
+            FBGEMM's default, SGD with lr 0.01. `"dense"`: an ordinary parameter, whatever optimizer
+            `apply_optimizer_in_backward` gave it. None: whichever the table's optimizer makes it.
         sharding_type: what TorchRec calls the layout, where its plan said so and another name would fit as well.
 
     Raises:

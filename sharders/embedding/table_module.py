@@ -376,21 +376,20 @@ class TableSharder:
     def _updated(self, table: Table, kernel: str | None) -> Table:
         """A table with the optimizer that the sharder, or the kernel of its plan's entry, gives to one without.
 
-        One that has its own takes what only the sharder's options say, as under TorchRec.
-
-        Args:
-            kernel: see `ParameterSharding`.
+        One that has its own takes what only the sharder's options say; none where the kernel is `"dense"`, for scripts
+        give such a table to another afterwards: both as under TorchRec.
         """
         optimizer = None if kernel == "dense" else self.optimizer
         if not table.trainable or ((optimizer or table.optimizer) is None and kernel != "fused"):
             return table
+        if kernel == "dense":
+            _say_once(
+                "the plan's kernel 'dense' makes ordinary parameters of tables that have an optimizer from "
+                "apply_optimizer_in_backward, which is forgotten, as under TorchRec. Give them to one that you step "
+                "(in_backward_optimizer_filter has them), or they are not trained; data_parallel() alone keeps theirs"
+            )
+            return replace(table, optimizer=None)
         if table.optimizer is not None:
-            if kernel == "dense":
-                _say_once(
-                    "the plan's kernel 'dense' names tables that have an optimizer from apply_optimizer_in_backward: "
-                    "it updates them in the backward pass, and in_backward_optimizer_filter leaves them out, where "
-                    "TorchRec forgets it and has them there; they need no other optimizer"
-                )
             return table if self.optimizer is None else replace(table, optimizer=table.optimizer.over(self.optimizer))
         if optimizer is None:
             _say_once(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -171,12 +172,28 @@ def test_sums_of_gradients_that_were_asked_of_torchrec_are_refused() -> None:
         assert "set_gradient_division(False)" in str(error) and "mean over 2 ranks" in str(error)
 
 
-def test_a_dense_kernel_of_tables_with_an_optimizer_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    module = make_module("ebc")
+def _forgets() -> None:
+    """As TorchRec's example of a copied table does: the plan's kernel, then the optimizer that its filter feeds."""
+    from torchrec.optim.optimizers import in_backward_optimizer_filter
+    from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+    env, module = env_of("dp2"), make_module("ebc")
+    plain, names = copy.deepcopy(module), [name for name, _ in module.named_parameters()]
     attach(module, "sgd")
-    entry = dmp.ParameterSharding(dmp.data_parallel(), kernel="dense")
-    model = dmp.DistributedModelParallel(
-        module, env=ShardingEnv.single(), plan={name: entry for name, _ in module.named_parameters()}
-    )
-    assert model.fused_optimizer.fused
-    assert "in_backward_optimizer_filter leaves them out" in caplog.text
+    plan: dict[str, Any] = {name: dmp.data_parallel() for name in names}
+    plan[names[0]] = dmp.ParameterSharding(dmp.data_parallel(), kernel="dense")
+    model = dmp.DistributedModelParallel(module, env=env, plan=plan)
+    held = dict(in_backward_optimizer_filter(model.module.named_parameters()))
+    assert [*held] == names[:1] and [*model.fused_optimizer.fused] == names[1:]
+    optimizers = [RowWiseAdagrad(p, lr=LR) for p in ([held[names[0]]], [plain.get_parameter(names[0])])]
+    for step in (2, 3):  # in which no rank is without samples
+        loss_of(model(*make_batch("ebc", env.data_rank, step))).backward()
+        (sum(loss_of(plain(*make_batch("ebc", rank, step))) for rank in range(2)) / 2).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(held[names[0]].data, plain.get_parameter(names[0]).data)
+
+
+def test_a_dense_kernel_gives_a_table_to_the_optimizer_that_a_script_makes() -> None:
+    run_ranks(2, _forgets)
