@@ -81,14 +81,18 @@ class Watchdog:
         self._answer(0.0)
         self._thread.start()
 
-    def stop(self) -> None:
-        """Say that this rank ends, and end the thread."""
+    def stop(self, *, followed: bool = False) -> None:
+        """Say that this rank ends, and end the thread.
+
+        Args:
+            followed: by another in the same store, where peers of the new group would read that this rank has ended.
+        """
         if os.getpid() != self._pid or self._stopped:
             return
         self._stopped = True
         self._wake.set()
         self._thread.join(2.0)
-        if not self._thread.is_alive() and self._failure is None:
+        if not self._thread.is_alive() and self._failure is None and not followed:
             with suppress(Exception):
                 self._store.set(f"left/{self.rank}", "1")
 
@@ -342,6 +346,12 @@ class Watchdog:
                 count = self._store.add("heard", 0)
 
 
+_SAME_STORE = (
+    "this process group was made in the store of an earlier one, which torchrun's is for all of a program: torch may "
+    "read addresses of the earlier group there, and then its init_process_group hangs, or cannot connect, on some "
+    "ranks. Give each group a store of its own: init_process_group('gloo', store=PrefixStore('second', store), "
+    "rank=..., world_size=...)"
+)
 _current: list[Watchdog] = []
 
 
@@ -359,13 +369,17 @@ def _started(world: dist.ProcessGroup) -> Watchdog | None:
         return _current[0]
     if dist.get_world_size(world) == 1 or dist.get_backend(world) == "fake":
         return None
-    for old in _current:
-        old.stop()
-    call_log.forget()
     # Private: the store that the group was made with; a clone has a connection, and a lock, of its own.
     default: Any = dist.distributed_c10d._get_default_store()
     store = dist.distributed_c10d.PrefixStore("dmp_watchdog", default.clone())
     made = Watchdog(world, store)
+    for old in _current:  # torchrun has one store for every group that a program makes, one after the other
+        is_same = old._pid == os.getpid() and store.check([f"at/{old.rank}"])
+        old.stop(followed=is_same)
+        if is_same:
+            made._waits = old._waits
+            _log.warning(_SAME_STORE)
+    call_log.forget()
     made.begin()
     _current[:] = [made]
     return made

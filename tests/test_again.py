@@ -1,0 +1,61 @@
+"""A process group that is ended and made again in one process, and a model wrapped in each."""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dmp import DistributedModelParallel, full_state_dict
+from tests.ranks import run_apart
+
+
+def trains() -> None:
+    model = nn.Sequential(nn.EmbeddingBag(16, 8), nn.Linear(8, 1))
+    plain = copy.deepcopy(model)
+    wrapped = DistributedModelParallel(model)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (wrapped, plain)]
+    for step in range(2):
+        x = torch.randint(0, 16, (4, 3), generator=torch.Generator().manual_seed(step))
+        for m, given in ((wrapped, x.chunk(2)[dist.get_rank()]), (plain, x)):
+            m(given).pow(2).mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, value in full_state_dict(wrapped).items():
+        torch.testing.assert_close(value, plain.state_dict()[name])
+
+
+def meet(store: Any, where: str) -> None:
+    store.add(where, 1)
+    while store.add(where, 0) < 2:
+        time.sleep(0.01)
+
+
+def one_after_the_other(is_same: bool) -> str:
+    """Of one store, what torch would connect to is removed before: it reads addresses of the group before by chance."""
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    for turn in range(3):
+        trains()
+        dist.destroy_process_group()
+        meet(store, f"ended {turn}")
+        if rank == 0 and is_same:
+            for key in store.list_keys():
+                if "//cpu//" in key:
+                    store.delete_key(key)
+        meet(store, f"removed {turn}")
+        given = store if is_same else dist.PrefixStore(f"group {turn}", store)
+        dist.init_process_group("gloo", store=given, rank=rank, world_size=2)
+    trains()
+    return "trained"
+
+
+@pytest.mark.parametrize("is_same", [True, False], ids=["one store", "a store each"])
+def test_a_group_made_again_trains(is_same: bool) -> None:
+    for said in run_apart(2, one_after_the_other, is_same):
+        assert said == "trained"
