@@ -1,4 +1,4 @@
-"""What scripts ask of TorchRec's `DistributedModelParallel` beside our contract; the module's own come first.
+"""What scripts ask of TorchRec's wrapper, or of DDP's, beside our contract; the module's own come first.
 
 A member that would mean nothing here is refused as a missing attribute, by a message that says what to do.
 """
@@ -13,13 +13,19 @@ from torch import nn
 from dmp.names import join_name
 from dmp.wrap.assembly import Assembly
 
+_UNEVEN = (
+    "ranks that have run out of samples answer no collectives of the others. Give every rank as many batches: a "
+    "DistributedSampler and drop_last=True, or stop all when the first has none left (all_reduce a flag before a step)"
+)
 REFUSED: Mapping[str, str] = {
-    "init_torchrec_delta_tracker": "changed rows are not tracked; save_checkpoint keeps all",
-    "write": "tables are not written by a forward: copy rows into model.state_dict()[name].local_shards(), or give "
-    "whole tables to model.load_state_dict(state, strict=False)",
-    "copy_to_device": "model.copy(device) makes a copy there",
+    "join": f"DistributedDataParallel's; {_UNEVEN}",
+    "join_hook": f"torch's, for torch.distributed.algorithms.Join; {_UNEVEN}",
+    "init_torchrec_delta_tracker": "TorchRec's; changed rows are not tracked; save_checkpoint keeps all",
+    "write": "TorchRec's; tables are not written by a forward: copy rows into model.state_dict()[name].local_shards(), "
+    "or give whole tables to model.load_state_dict(state, strict=False)",
+    "copy_to_device": "TorchRec's; model.copy(device) makes a copy there",
 }
-"""Member -> what to do here."""
+"""Member -> whose it is, and what to do here."""
 
 
 def torchrec_member(model: nn.Module, made: Assembly, name: str) -> Any:
@@ -29,7 +35,7 @@ def torchrec_member(model: nn.Module, made: Assembly, name: str) -> Any:
         AttributeError: it means nothing here.
     """
     if name in REFUSED:
-        raise AttributeError(f"{name!r} is of TorchRec's DistributedModelParallel, not of dmp's: {REFUSED[name]}")
+        raise AttributeError(f"a wrapped model has no {name!r}, which is {REFUSED[name]}")
     member = _MEMBERS.get(name)
     return None if member is None else member(model, made)
 

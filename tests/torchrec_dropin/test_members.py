@@ -66,9 +66,11 @@ def test_what_is_read_and_what_is_refused() -> None:
     for name, words in (
         ("write", "local_shards"),
         ("init_torchrec_delta_tracker", "tracked"),
+        ("join", "as many batches"),  # of DDP
+        ("join_hook", "algorithms.Join; .*as many batches"),  # of torch's Join([model])
     ):
         assert not hasattr(model, name)
-        with pytest.raises(AttributeError, match=f"{name}' is of TorchRec's DistributedModelParallel.*{words}"):
+        with pytest.raises(AttributeError, match=f"a wrapped model has no '{name}', which is .*{words}"):
             getattr(model, name)
     with pytest.raises(AttributeError, match="'Model' object has no attribute 'nothing'"):
         _ = model.nothing
