@@ -135,6 +135,12 @@ class SplitWatch:
             self._structure = _Structure(self._module)
 
 
+def _accumulator(p: torch.Tensor) -> object:
+    """What adds up its gradient, and has DDP's hook: a cast makes another, and a cast back one more."""
+    node = p.view_as(p).grad_fn
+    return None if node is None else node.next_functions[0][0]
+
+
 class Watch:
     """The dense parameters as they were when the data-parallel part was made.
 
@@ -147,6 +153,9 @@ class Watch:
         self._module, self._others = module, others
         self._structure, self._seen = _Structure(module), self._found()
         self._device = self._seen[0].parameter.device if self._seen else None
+        first = {id(each.held): each.parameter for each in reversed(self._seen) if each.is_trained}
+        with torch.enable_grad():
+            self._hooked = [(p, _accumulator(p)) for p in first.values()]  # one per module, which is cast as a whole
 
     def _found(self) -> list[_Seen]:
         return [
@@ -166,7 +175,9 @@ class Watch:
         for held, name, p, dtype, is_trained, _ in self._seen:
             if held.get(name) is not p or p.dtype is not dtype or p.requires_grad is not is_trained:
                 return True
-        return bool(self._seen) and self._seen[0].parameter.device != self._device  # of all, for a model moves as one
+        if bool(self._seen) and self._seen[0].parameter.device != self._device:  # of all, for a model moves as one
+            return True
+        return torch.is_grad_enabled() and any(_accumulator(p) is not node for p, node in self._hooked)
 
     def unknown(self) -> list[tuple[str, torch.Tensor]]:
         """Those that were added since, by name."""
@@ -186,7 +197,7 @@ class Watch:
                 return f"{path!r} was cast to {is_.dtype}"
             if was.is_trained is not is_.is_trained:
                 return f"{path!r} was {'unfrozen' if is_.is_trained else 'frozen'}"
-        return "the model was moved"
+        return "the model was moved, or cast and cast back"
 
     def facts(self) -> dict[str, str]:
         """What of the dense parameters must be the same on all ranks, for `check_agreement`."""
