@@ -184,5 +184,6 @@ def _fits(problem: Problem, owner: Integers, every: Array, piece: Array) -> NDAr
     least = np.where(counts > 0, least, 0)
     others = float((least * counts).sum()) - least[owner]
     needed = every + others
-    fits: NDArray[np.bool_] = (needed + piece <= room.max() * (1 + 1e-12) + 1) & (needed <= room.min() * (1 + 1e-12) + 1)
+    most, least_room = room.max() * (1 + 1e-12) + 1, room.min() * (1 + 1e-12) + 1
+    fits: NDArray[np.bool_] = (needed + piece <= most) & (needed <= least_room)
     return fits
