@@ -7,8 +7,8 @@ to the wrapper, to its module, to a part of it or to a parent, the next forward 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -135,10 +135,31 @@ class SplitWatch:
             self._structure = _Structure(self._module)
 
 
-def _accumulator(p: torch.Tensor) -> object:
-    """What adds up its gradient, and has DDP's hook: a cast makes another, and a cast back one more."""
-    node = p.view_as(p).grad_fn
-    return None if node is None else node.next_functions[0][0]
+class _Together(torch.autograd.Function):
+    """A node that has all parameters before it: one call tells what adds up the gradient of each.
+
+    `setup_context` is for torch.func, which takes no function without it.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*parameters: torch.Tensor) -> torch.Tensor:
+        return torch.empty(0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> None:
+        raise NotImplementedError("nobody reads the result")
+
+
+def _accumulators(parameters: Sequence[torch.Tensor]) -> tuple[object, ...]:
+    """What adds up the gradient of each, and has DDP's hook: a cast makes another, and a cast back one more."""
+    node = _Together.apply(*parameters).grad_fn  # type: ignore[no-untyped-call]
+    return () if node is None else node.next_functions
 
 
 class Watch:
@@ -153,9 +174,9 @@ class Watch:
         self._module, self._others = module, others
         self._structure, self._seen = _Structure(module), self._found()
         self._device = self._seen[0].parameter.device if self._seen else None
-        first = {id(each.held): each.parameter for each in reversed(self._seen) if each.is_trained}
+        self._trained = [each.parameter for each in self._seen if each.is_trained]
         with torch.enable_grad():
-            self._hooked = [(p, _accumulator(p)) for p in first.values()]  # one per module, which is cast as a whole
+            self._hooked = _accumulators(self._trained)
 
     def _found(self) -> list[_Seen]:
         return [
@@ -175,9 +196,9 @@ class Watch:
         for held, name, p, dtype, is_trained, _ in self._seen:
             if held.get(name) is not p or p.dtype is not dtype or p.requires_grad is not is_trained:
                 return True
-        if bool(self._seen) and self._seen[0].parameter.device != self._device:  # of all, for a model moves as one
+        if self._seen and self._seen[0].parameter.device != self._device:  # of all, for a model moves as one
             return True
-        return torch.is_grad_enabled() and any(_accumulator(p) is not node for p, node in self._hooked)
+        return torch.is_grad_enabled() and _accumulators(self._trained) != self._hooked
 
     def unknown(self) -> list[tuple[str, torch.Tensor]]:
         """Those that were added since, by name."""
