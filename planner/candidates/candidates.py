@@ -133,7 +133,7 @@ class Candidates:
         ]
         offered: list[list[Offer]] = [offers(asked) for asked in classes.values()]
         last = [[of.offer] for of in kept.values()]
-        rows_of = [of.info.shape[0] if of.info.shape else 1 for of in every]
+        rows_of = [of.rows for of in every]
         found = costed(every, OfferTable.of(offered + last, rows_of), setting)
         if not found.is_affine:
             offered = [offers(replace(asked, is_affine=False)) for asked in classes.values()]

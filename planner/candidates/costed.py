@@ -71,6 +71,11 @@ class Class:
     named_rows_of_rank: float = 0.0
     is_even: bool = True
 
+    @property
+    def rows(self) -> int:
+        """Of each."""
+        return self.info.shape[0] if self.info.shape else 1
+
     @cached_property
     def known(self) -> ShardInfo:
         """Of one of them, as one shard."""
@@ -162,10 +167,14 @@ def costed(classes: Sequence[Class], table: OfferTable, setting: CostSetting) ->
     """The costs of what each class is offered."""
     offers, owner = table.offers, table.owner
     known = np.array([of.known for of in classes], dtype=np.float64).reshape(-1, len(ShardInfo._fields))
-    is_regular = _are_regular(table, classes, known)
+    is_hot = _are_hot(table, classes)
+    is_regular = _are_regular(table, is_hot, known)
     rows, others = np.flatnonzero(is_regular), np.flatnonzero(~is_regular).tolist()
     regular = _Regular.of(rows, known[owner[rows]], table, setting.env)
-    single = [_shards_of(offers[row], known[owner[row]], classes[owner[row]], setting.env) for row in others]
+    single = [
+        _shards_of(offers[row], known[owner[row]], classes[owner[row]], setting.env, is_hot=bool(is_hot[row]))
+        for row in others
+    ]
     local, everywhere = _evaluated(regular, single, setting)
     if any(of.curve is not None for of in classes):
         regular.heat(classes, owner[rows])
@@ -255,7 +264,7 @@ class _Regular(NamedTuple):
         last = dict(zip(self.uneven.tolist(), range(len(self.uneven)), strict=True))
         sizes, known = self.family[:, 0].tolist(), dict[tuple[int, int], float]()
         for index, (of, size, is_copied) in enumerate(zip(owner.tolist(), sizes, self.is_copied.tolist(), strict=True)):
-            curve, rows = classes[of].curve, _rows_of(classes[of])
+            curve, rows = classes[of].curve, classes[of].rows
             if curve is None:
                 continue
             if not is_copied and rows:
@@ -275,18 +284,18 @@ class _Regular(NamedTuple):
         return bool((np.abs(middle - expected) <= 1e-6 * np.maximum(high, 1e-15)).all())
 
 
-def _are_regular(table: OfferTable, classes: Sequence[Class], known: Array) -> Booleans:
-    """(rows,) whether all pieces of a family are alike, and their row blocks costed alike."""
+def _are_hot(table: OfferTable, classes: Sequence[Class]) -> Booleans:
+    """(rows,) whether each row block of a family is costed by the ids that it gets."""
     is_even = np.array([of.is_even for of in classes], dtype=bool)[table.owner]
-    is_hot = ~is_even & ~table.is_copied & has_own_blocks(table.size)
-    is_alike = (table.pieces == 1) | (known[table.owner, _COLUMNS] % (UNIT * table.pieces) == 0)
-    found: Booleans = ~table.is_own & ~is_hot & is_alike
+    found: Booleans = ~is_even & ~table.is_copied & ~table.is_own & has_own_blocks(table.size)
     return found
 
 
-def _is_hot(family: Family, of: Class) -> bool:
-    """Whether each row block of a family is costed by the ids that it gets."""
-    return not of.is_even and not family.is_copied and has_own_blocks(family.size)
+def _are_regular(table: OfferTable, is_hot: Booleans, known: Array) -> Booleans:
+    """(rows,) whether all pieces of a family are alike, and their row blocks costed alike."""
+    is_alike = (table.pieces == 1) | (known[table.owner, _COLUMNS] % (UNIT * table.pieces) == 0)
+    found: Booleans = ~table.is_own & ~is_hot & is_alike
+    return found
 
 
 def _blocks_of_rows(known: Array, sizes: Integers, is_copied: NDArray[np.bool_], env: ShardingEnv) -> None:
@@ -350,7 +359,7 @@ def _line(low: Array, high: Array, units: Integers, least: Integers) -> tuple[Ar
 
 def _hottest(of: Class, family: Family, even: float) -> float:
     """The share of ids that the row block with most gets: ranks of a family are costed alike, as the slowest."""
-    rows = _rows_of(of)
+    rows = of.rows
     if of.curve is None or family.is_copied or rows == 0:
         return even
     return _most_of_a_block(of.curve, rows, family.ranks)
@@ -363,18 +372,18 @@ def _most_of_a_block(curve: RowCurve, rows: int, size: int) -> float:
     return float((below[1:] - below[:-1]).max())
 
 
-def _rows_of(of: Class) -> int:
-    return of.info.shape[0] if of.info.shape else 1
+def _shards_of(offer: Offer, known: Array, of: Class, env: ShardingEnv, *, is_hot: bool) -> Array:
+    """The shards of an offer whose pieces or blocks differ: (shards, fields).
 
-
-def _shards_of(offer: Offer, known: Array, of: Class, env: ShardingEnv) -> Array:
-    """The shards of an offer whose pieces or blocks differ: (shards, fields)."""
+    Args:
+        is_hot: see `_are_hot`.
+    """
     if offer.own is None:
         cut = even_widths(int(known[_COLUMNS]), offer.family.pieces)
         shards = np.stack([known] * len(cut))
         shards[:, _COLUMNS] = cut
         sizes = np.full(len(cut), offer.family.ranks)
-        if _is_hot(offer.family, of):
+        if is_hot:
             return _hot_blocks(shards, of, offer.family, env)
         _blocks_of_rows(shards, sizes, np.zeros(len(cut), dtype=bool), env)
         last = shards.copy()

@@ -37,8 +37,8 @@ class Columns(NamedTuple):
         piece: (phases, columns) seconds, a phase's side by side: it is looked at by phase, again and again.
         kinds: (columns,) set-ups needed, a bit each.
         pieces: (columns,) how many; 0 where nobody counts them.
-        reached: (rows, phases + 1) of the table: part of the ranks, or groups that share the phase, that a piece is on
-            at least.
+        hits_of_row: (rows, phases + 1) of the table: part of the ranks, or groups that share the phase, that a piece is
+            on at least.
         one: (phases + 1,) part of them that one is.
     """
 
@@ -49,7 +49,7 @@ class Columns(NamedTuple):
     piece: Array
     kinds: Integers
     pieces: Integers
-    reached: Array
+    hits_of_row: Array
     one: Array
 
     @property
@@ -58,8 +58,8 @@ class Columns(NamedTuple):
         return self.work[:, :-1]
 
     def hits(self, rows: Integers) -> Array:
-        """(len(rows), phases + 1) `reached` of some columns."""
-        found: Array = self.reached[self.row[rows]]
+        """(len(rows), phases + 1) of some columns."""
+        found: Array = self.hits_of_row[self.row[rows]]
         return found
 
     def kept(self, is_kept: NDArray[np.bool_]) -> Columns:
@@ -74,7 +74,7 @@ class Columns(NamedTuple):
             np.ascontiguousarray(self.piece[:, is_kept]),
             self.kinds[is_kept],
             self.pieces[is_kept],
-            self.reached,
+            self.hits_of_row,
             self.one,
         )
 
@@ -87,6 +87,36 @@ def columns(problem: Problem, upper: float) -> Columns:
     """
     table, num_ranks = problem.table, len(problem.capacity)
     span = np.append(problem.span, 1)
+    row, number, widest, is_fine = _cuts(problem, upper)
+    # a piece meets at least so many of the groups of ranks that share a phase
+    one = 1 / -(-num_ranks // span)
+    hits = -(-table.filled[:, None] // span) * one
+    is_ragged = np.isin(np.arange(len(table.owner)), list(table.ragged))
+    is_everywhere = (table.filled >= num_ranks) & ~is_ragged
+    every, work = np.empty((len(row), 2)), np.empty((len(row), len(span)))
+    piece, piece_bytes = np.empty((len(problem.span), len(row))), np.empty(len(row))
+    for begin in range(0, len(row), _AT_ONCE):
+        of = slice(begin, begin + _AT_ONCE)
+        loads = _loads(table, (row[of], number[of], widest[of]), (hits, one), is_everywhere)
+        for j in np.flatnonzero(is_ragged[row[of]]).tolist():
+            loads[1][j], least = _ragged(table.ragged[int(row[of][j])], span, num_ranks)
+            loads[0][j] += least
+            loads[1][j] -= least
+            loads[2][j] -= least
+        every[of, 0], every[of, 1] = loads[0][:, :-1].sum(1), loads[0][:, -1]
+        work[of], piece[:, of], piece_bytes[of] = loads[1], loads[2][:, :-1].T, loads[2][:, -1]
+    free = max(float((problem.capacity - problem.base[:, -1]).sum()), 1.0)
+    work[:, -1] = (every[:, 1] + work[:, -1]) * num_ranks / free
+    fits = _fits(problem, table.owner[row], every[:, 1], piece_bytes)
+    is_counted = ~is_everywhere[row] & (is_fine | (table.units[row] == 0)) & ~is_ragged[row]
+    pieces = np.where(is_counted, number, 0)
+    seconds = np.ascontiguousarray(every[:, 0])
+    return Columns(table.owner[row], row, seconds, work, piece, table.kinds[row], pieces, hits, one).kept(fits)
+
+
+def _cuts(problem: Problem, upper: float) -> tuple[Integers, Integers, Integers, NDArray[np.bool_]]:
+    """Of each column its row of the table, number of pieces and units of the widest, and whether its pieces matter."""
+    table, num_ranks = problem.table, len(problem.capacity)
     is_cut = table.units > 0
     most = np.where(is_cut, np.minimum(table.units // np.maximum(table.least, 1), num_ranks // table.size), 1)
     most = np.maximum(most, 1)
@@ -104,50 +134,26 @@ def columns(problem: Problem, upper: float) -> Columns:
     # of numbers with the same widest piece the fewest
     is_new = (np.diff(row, prepend=-1) > 0) | (np.diff(widest, prepend=-1) != 0)
     row, number, widest = row[is_new], number[is_new], widest[is_new]
-    number = np.where(is_cut[row], number, table.pieces[row])
-    # a piece meets at least so many of the groups of ranks that share a phase
-    one = 1 / -(-num_ranks // span)
-    hits = -(-table.filled[:, None] // span) * one
-    is_ragged = np.isin(np.arange(len(most)), list(table.ragged))
-    is_everywhere = (table.filled >= num_ranks) & ~is_ragged
-    every, work = np.empty((len(row), 2)), np.empty((len(row), len(span)))
-    piece, piece_bytes = np.empty((len(problem.span), len(row))), np.empty(len(row))
-    for begin in range(0, len(row), _AT_ONCE):
-        of = slice(begin, begin + _AT_ONCE)
-        loads = _loads(table, (row[of], number[of], widest[of]), (hits, one), is_everywhere)
-        for j in np.flatnonzero(is_ragged[row[of]]).tolist():
-            loads[1][j], least = _ragged(table.ragged[int(row[of][j])], span, num_ranks)
-            loads[0][j] += least
-            loads[1][j] -= least
-            loads[2][j] -= least
-        every[of, 0], every[of, 1] = loads[0][:, :-1].sum(1), loads[0][:, -1]
-        work[of], piece[:, of], piece_bytes[of] = loads[1], loads[2][:, :-1].T, loads[2][:, -1]
-    free = max(float((problem.capacity - problem.base[:, -1]).sum()), 1.0)
-    work[:, -1] = (every[:, 1] + work[:, -1]) * num_ranks / free
-    fits = _fits(problem, table.owner[row], every[:, 1], piece_bytes)
-    is_counted = ~is_everywhere[row] & (is_fine[row] | ~is_cut[row]) & ~is_ragged[row]
-    pieces = np.where(is_counted, number, 0)
-    seconds = np.ascontiguousarray(every[:, 0])
-    return Columns(table.owner[row], row, seconds, work, piece, table.kinds[row], pieces, hits, one).kept(fits)
+    return row, np.where(is_cut[row], number, table.pieces[row]), widest, is_fine[row]
 
 
 def _loads(
     table: CostTable,
     cuts: tuple[Integers, Integers, Integers],
-    reached: tuple[Array, Array],
+    hits: tuple[Array, Array],
     is_everywhere: NDArray[np.bool_],
 ) -> tuple[Array, Array, Array]:
     """(cuts, phases + 1) three times: what each puts on every rank, on the mean besides, and its widest piece besides.
 
     Args:
         cuts: (cuts,) row of the table, number of pieces, units of the widest.
-        reached: see `Columns.reached`, and `Columns.one`.
+        hits: see `Columns.hits_of_row`, and `Columns.one`.
         is_everywhere: (rows,) of the table: every rank has the same.
     """
-    (row, number, widest), (hits, one), units = cuts, reached, table.units[cuts[0]][:, None]
+    (row, number, widest), (of_row, one), units = cuts, hits, table.units[cuts[0]][:, None]
     fixed, slope, is_whole = table.fixed[row], table.slope[row], is_everywhere[row]
     piece = fixed + widest[:, None] * slope
-    mean = (number[:, None] * fixed + units * slope) * hits[row]
+    mean = (number[:, None] * fixed + units * slope) * of_row[row]
     every = table.everywhere[row].copy()
     # where the last rank has less, all have that, and the others a piece besides
     lack = number[:, None] * table.lack[row] + units * table.lack_slope[row]

@@ -95,7 +95,7 @@ def levels(table: CostTable, columns: Columns, rows: Integers, phase: Integers, 
     row, of, most, pieces = row[at], phase[way], np.maximum(most[way], 1e-300), columns.pieces[rows[at]]
     fixed, slope = table.fixed[row, of] / most, table.slope[row, of] / most
     full = _levels(table, row, pieces, fixed, slope, number[way])
-    hits, one = columns.reached[row, of], columns.one[of]
+    hits, one = columns.hits_of_row[row, of], columns.one[of]
     if len(lacks := np.flatnonzero(table.lacking[row])):
         row, of, most = row[lacks], of[lacks], most[lacks]
         fixed, slope = (
