@@ -45,6 +45,9 @@ FSDP2 and DDP
   `_training_state`, `_state_ctx`, `torch.distributed.fsdp._common_utils.collect_grad_tensors`: who had no gradient,
   what a unit waits for, what it gathers, and whether a backward pass has ended
 - `_register_root_post_backward_final_callback`, `_root_post_backward_final_callback`: whether a pass came by, its end
+- `_all_gather_comm`, `_reduce_scatter_comm`, `_all_gather_process_group`,
+  `torch.distributed.fsdp._fully_shard._fsdp_collectives.DefaultAllGather`,
+  `torch.distributed.fsdp._fully_shard._fsdp_collectives.DefaultReduceScatter`: what a unit exchanges with
 - `_sharded_state`, `_setattr_on_modules`, `_unsharded_param`, `_sharded_post_forward_param`: a state dict without
   freeing what a unit has gathered
 - `_wrapped_call_impl`: the frame at which a module is called, past what gathers its weights

@@ -131,6 +131,73 @@ class Chosen(Lists):
         return x / (1 + by)
 
 
+class Branches(nn.Module):
+    """Towers of several blocks, one of which a batch runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.low, self.high = (nn.Sequential(Expert(), Expert()) for _ in range(2))
+        self.always, self.head = nn.Sequential(Expert(), Expert()), nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.low(x) if x[:, 0].mean() < 0.2 else self.high(x)
+        out: torch.Tensor = self.head(self.always(x))
+        return out
+
+
+class Returns(Branches):
+    """Likewise, by a forward that ends early."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.always(x)
+        if x[:, 0].mean() < 0.2:
+            return self.low(x)  # type: ignore[no-any-return]
+        return self.high(x)  # type: ignore[no-any-return]
+
+
+class Keyed(Branches):
+    """Likewise, by a key."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = nn.ModuleDict({"low": self.low, "high": self.high})
+        del self.low, self.high
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.towers["low" if x[:, 0].mean() < 0.2 else "high"](x)
+        out: torch.Tensor = self.head(self.always(x))
+        return out
+
+
+class NamedKeys(Keyed):
+    """Likewise, by keys that stand in branches."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.towers["low"](x) if x[:, 0].mean() < 0.2 else self.towers["high"](x)
+        out: torch.Tensor = self.head(self.always(x))
+        return out
+
+
+@pytest.mark.parametrize("kind", [Branches, Returns, Keyed, NamedKeys])
+def test_towers_that_a_batch_chooses_are_no_units(kind: Any) -> None:
+    assert list(find_units(kind(), None)) == ["always.0", "always.1"]
+    assert len(find_units(kind(), [Expert])) == 6
+
+
+class Nested(Keyed):
+    """All of them, in a dict that holds what others call by attribute."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.towers["low"](x)
+        out: torch.Tensor = self.head(self.always(self.towers.high(x)))
+        return out
+
+
+def test_towers_that_are_all_run() -> None:
+    assert len(find_units(Nested(), None)) == 6
+
+
 @pytest.mark.parametrize("kind", [InTurn, ByNumber, Together, ByMethod])
 def test_each_is_run(kind: Any) -> None:
     assert runs_in_turn(kind, "parts") and not runs_in_turn(kind, "others")
@@ -169,7 +236,8 @@ def beside_one_process(kind: Any, axis: str) -> None:
 
 
 @pytest.mark.parametrize("axis", ["dp", "shard"])
-@pytest.mark.parametrize("kind", [Asked, Words])
+@pytest.mark.parametrize("kind", [Asked, Words, Branches, Keyed])
+@pytest.mark.sampled(4)
 def test_experts_that_only_some_ranks_run(kind: Any, axis: str) -> None:
     run_ranks(2, beside_one_process, kind, axis)
 

@@ -12,6 +12,7 @@ Which to use, in a call that all ranks of a group make together:
     `own_group`         a group beside the program's, for one purpose; `control_group` for exchanges such as these
     `at_work`           around what takes long on one rank, such as compiling: it is not taken for one that waits
     `raise_cause`       in place of what torch says of a collective that broke
+    `take_turn`         before a collective of torch's that ranks may begin in different orders
     `parted_text`       what an error says where ranks are found in different calls
     `raise_verdict`     every so often in a wait that is no collective
 
@@ -21,6 +22,7 @@ In reading order:
 - `entry`: a call that all ranks make together, and what is behind it when it breaks
 - `groups`: process groups of our own
 - `exchange`: words, objects and facts that all ranks tell each other
+- `turns`: that all ranks begin the same of torch's collectives
 - `failing`: local steps that fail on all ranks when they fail on one
 - `watchdog`: a thread that sees when ranks part ways, or one is dead
 - `answers`: where each rank says it is, and what that means
@@ -35,8 +37,9 @@ from dmp.ranks.entry import at_work, calls_so_far, entry, raise_cause, raise_ver
 from dmp.ranks.exchange import compare_facts, gather_objects, gather_words
 from dmp.ranks.failing import fail_together, from_first, numbers_of_all, raise_on_all, results_of_all
 from dmp.ranks.groups import control_group, own_group
+from dmp.ranks.turns import take_turn
 from dmp.ranks.watchdog import PeerLost
 
 __all__ = ["PeerLost", "RanksError", "at_work", "calls_so_far", "compare_facts", "control_group", "entry"]
 __all__ += ["gather_objects", "gather_words", "numbers_of_all", "own_group", "raise_cause", "raise_on_all"]
-__all__ += ["fail_together", "from_first", "parted_text", "raise_verdict", "results_of_all"]
+__all__ += ["fail_together", "from_first", "parted_text", "raise_verdict", "results_of_all", "take_turn"]

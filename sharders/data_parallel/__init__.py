@@ -2,9 +2,10 @@
 
 - `ddp`: DDP for what no sharder owns
 - `fsdp`: `FSDPWrapper`: FSDP2, HSDP, or DDP by the mesh
+- `agreed_order`: that ranks exchange for the same units, in the same order
 - `fsdp_units`: the units of a model that FSDP2 has split, and their weights
 - `blocks`: repeated blocks: units of FSDP2, checkpointing, compilation
-- `in_turn`: whether all ranks run each module of a list
+- `in_turn`: whether all ranks run each module of a list, a dict or a branch
 - `asked`: gradients of some weights alone, for which torch is asked
 - `twice`: backward passes through backward passes
 - `past_hooks`: modules that are run past the hooks by which FSDP2 gathers their weights

@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import nn
 
-from dmp import ShardError, join_name
+from dmp import ShardError, join_name, ranks
 from sharders.data_parallel.fsdp_units import weights
 from sharders.data_parallel.twice import backward_pass
 from sharders.data_parallel.unfinished import hearing_of_pass
@@ -56,7 +56,14 @@ def _stand_in() -> None:
     own: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
     @wraps(own)
-    def run(outputs: Any, *args: Any, **options: Any) -> Any:
+    def run(*args: Any, **options: Any) -> Any:
+        try:
+            return hearing(*args, **options)
+        except RuntimeError as error:  # of a collective of torch's
+            ranks.raise_cause(error)
+            raise
+
+    def hearing(outputs: Any, *args: Any, **options: Any) -> Any:
         if len(args) < 4 or not (_split or args[3]):
             return own(outputs, *args, **options)
         with hearing_of_pass(_split), backward_pass(_split, bool(args[2])):
@@ -86,7 +93,7 @@ def _stand_in() -> None:
             )
         return found[: len(asked)]
 
-    torch.autograd._engine_run_backward = run  # type: ignore[assignment, attr-defined]
+    torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
 
 
 def _wholes(asked: Sequence[Any]) -> Iterator[tuple[int, tuple[str, torch.Tensor]]]:

@@ -12,13 +12,13 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from dmp import NameIndex, ShardError, is_inside, join_name
-from sharders.data_parallel.in_turn import runs_in_turn
+from sharders.data_parallel.in_turn import is_chosen, is_optional, runs_in_turn
 
 _log = logging.getLogger("dmp")
 Units = Iterable[str | type[nn.Module]]
@@ -100,18 +100,18 @@ def find_units(module: nn.Module, units: Units | None, ignored: Collection[str] 
 def units_in_turn(
     module: nn.Module, blocks: Mapping[str, nn.Module]
 ) -> tuple[dict[str, nn.Module], dict[str, type[nn.Module]]]:
-    """Blocks of which all ranks run each, as far as can be seen, see in_turn.py; and path -> owner of other lists."""
-    kept, lists = {}, dict[str, type[nn.Module]]()
+    """Blocks of which all ranks run each, as far as can be seen, see in_turn.py; path -> owner of what holds others."""
+    kept, others = {}, dict[str, type[nn.Module]]()
     for path, block in blocks.items():
-        unsure = {of: owner for of, owner in _lists_above(module, path) if not _is_in_turn(of, owner)}
-        lists.update(unsure)
+        unsure = dict(_unsure_above(module, path))
+        others.update(unsure)
         if not unsure:
             kept[path] = block
-    return kept, lists
+    return kept, others
 
 
 def say_of_unsure(module: nn.Module, ignored: Collection[str]) -> None:
-    """Which lists of modules are no units, and why."""
+    """Which blocks are no units, and why."""
     for path, owner in units_in_turn(module, repeated_blocks(module, ignored))[1].items():
         _log.warning(
             "the modules of %r are gathered with what holds them, not one at a time: the code of %s does not show that "
@@ -123,20 +123,29 @@ def say_of_unsure(module: nn.Module, ignored: Collection[str]) -> None:
         )
 
 
-def _is_in_turn(path: str, owner: Any) -> bool:
-    name = path.rpartition(".")[2]
-    return name in _STACK_NAMES or runs_in_turn(owner, name)
+def _unsure_above(module: nn.Module, path: str) -> Iterator[tuple[str, type[nn.Module]]]:
+    """Path of each module around this one that some rank may not run, or of whose modules; and the class of its owner.
 
-
-def _lists_above(module: nn.Module, path: str) -> Iterator[tuple[str, type[nn.Module]]]:
-    """Path of each `ModuleList` that a module is in, and the class of what holds the list."""
+    The owner of what is in a `ModuleDict` is what has that.
+    """
     parts, owner = path.split("."), module
+    of, prefix = module, ""  # whose code it is, and what it calls the dict that it goes through
     for depth, part in enumerate(parts[:-1], 1):
         child = owner._modules[part]
-        if isinstance(child, nn.ModuleList):
-            yield ".".join(parts[:depth]), type(owner)
         assert child is not None
-        owner = child
+        here, kind = ".".join(parts[:depth]), cast("Any", type(of))
+        if isinstance(child, nn.ModuleList):
+            if not (part in _STACK_NAMES or runs_in_turn(kind, prefix + part)):
+                yield here, kind
+        elif isinstance(child, nn.ModuleDict):
+            if is_chosen(kind, prefix + part):
+                yield here, kind
+        elif is_optional(kind, prefix + part) or (prefix and is_optional(kind, f"{prefix[:-1]}[{part!r}]")):
+            yield here, kind
+        if isinstance(child, nn.ModuleDict):
+            owner, prefix = child, f"{prefix}{part}."
+        else:
+            owner, of, prefix = child, child, ""
 
 
 def _by_choice(module: nn.Module, units: Units, ignored: Collection[str]) -> dict[str, nn.Module]:

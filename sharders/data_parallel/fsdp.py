@@ -25,6 +25,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dmp import Layout, ShardError, ShardingEnv, is_dtensor, join_name, ranks
+from sharders.data_parallel.agreed_order import keep_order
 from sharders.data_parallel.asked import hear_of_split
 from sharders.data_parallel.blocks import (
     Units,
@@ -182,6 +183,7 @@ class FSDPWrapper:
             _free_outdated([*units.values(), module], env, stays=self.reshard_after_forward is not None), prepend=True
         )
         reduce_unreached_chunks(module)
+        keep_order({**units, "": module}, env.everyone)
         hear_of_split(module)
         refuse_steps(module, has_raised, split_weights)
         clear_by_zero_grad(module)

@@ -1,4 +1,4 @@
-"""Whether all ranks run the same modules, each at every forward: what the code of a list's owner says of it.
+"""Whether all ranks run the same modules, each at every forward: what the code of their owner says of it.
 
 Ranks gather units together: where one of them is run by some ranks alone, as the expert that this rank's samples ask
 for, others give the weights of another unit in its place. Of the same shapes, that was silent; else all ranks wait.
@@ -26,6 +26,28 @@ def runs_in_turn(owner: Any, name: str) -> bool:
     return any(_calls_each(statement, name) for function in _functions(owner) for statement in _sure(function.body))
 
 
+@cache
+def is_optional(owner: Any, name: str) -> bool:
+    """Whether the code of a class calls `self.<name>` in branches alone.
+
+    False where it is not seen to be called at all: something else may, or a `forward` that was put in its place.
+    """
+    functions = [*_functions(owner)]
+    anywhere = (node for function in functions for node in ast.walk(function))
+    sure = (node for function in functions for each in _sure(function.body) for node in _certain(each))
+    own = {f"self.{name}"}
+    return any(_calls(node, own) for node in anywhere) and not any(_calls(node, own) for node in sure)
+
+
+@cache
+def is_chosen(owner: Any, name: str) -> bool:
+    """Whether the code of a class takes one module of `self.<name>`, a dict, by a key that may be another each time."""
+    own = f"self.{name}"
+    anywhere = [node for function in _functions(owner) for node in ast.walk(function)]
+    by_key = (node for node in anywhere if isinstance(node, ast.Subscript) and ast.unparse(node.value) == own)
+    return any(not isinstance(node.slice, ast.Constant) for node in by_key)
+
+
 def _functions(owner: type[nn.Module]) -> Iterator[ast.FunctionDef]:
     """`forward`, and what it surely calls of the same class."""
     code: dict[str, ast.FunctionDef] = {}
@@ -50,12 +72,14 @@ def _functions(owner: type[nn.Module]) -> Iterator[ast.FunctionDef]:
 
 
 def _sure(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements that are in no branch; of a loop, it alone."""
+    """Statements that are in no branch, nor behind one that may return; of a loop, it alone."""
     for statement in body:
         if isinstance(statement, ast.With):
             yield from _sure(statement.body)
         elif not isinstance(statement, (ast.If, ast.While, ast.Try)):
             yield statement
+        if not isinstance(statement, ast.FunctionDef) and any(isinstance(x, ast.Return) for x in ast.walk(statement)):
+            return
 
 
 def _calls_each(statement: ast.stmt, name: str) -> bool:

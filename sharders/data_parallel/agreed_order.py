@@ -1,0 +1,88 @@
+"""FSDP2's exchanges, each begun by all ranks together: ranks that run different units, or reach different ones in the
+backward pass, would take each other's weights and gradients for their own; see [Note: turns] in dmp/ranks/turns.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dmp import RanksError, ranks
+
+
+def keep_order(modules: Mapping[str, nn.Module], everyone: dist.ProcessGroup | None) -> None:
+    """Have ranks that begin different exchanges of these be told, before anything is exchanged.
+
+    Args:
+        modules: path -> what is gathered at once, after `fully_shard`.
+        everyone: all ranks of the model, over which gradients are averaged; weights come from those that share them.
+    """
+    if everyone is None or everyone.size() == 1:
+        return
+    gathers, reduces = _kinds()
+    number = ranks.calls_so_far(everyone)
+    for path, module in modules.items():
+        which = f"of {path!r}" if path else "outside of units"
+        of = f"the weights {which}, of the model that was wrapped at call {number}"
+        for unit in module._get_fsdp_state()._fsdp_param_groups:  # type: ignore[operator]
+            unit._all_gather_comm = gathers(unit, f"gathering {of}")
+            unit._reduce_scatter_comm = reduces(f"backward: averaging gradients of {of}", everyone, not _is_split(unit))
+
+
+def _is_split(unit: Any) -> bool:
+    return getattr(unit.mesh_info, "shard_mesh_size", 1) > 1
+
+
+@contextmanager
+def _turn(what: str, group: dist.ProcessGroup) -> Iterator[None]:
+    try:
+        with ranks.entry(what, group):
+            ranks.take_turn(what, group)
+            yield
+    except RanksError as error:
+        raise RanksError(
+            f"{error}. Where each rank runs modules of its own choice, or its loss reaches others, they are gathered "
+            "with the rest: FSDPWrapper(units=[]), or those alone that every rank runs"
+        ) from error
+    except RuntimeError as error:
+        ranks.raise_cause(error)
+        raise
+
+
+@cache
+def _kinds() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Subclasses of what torch exchanges with, which `set_custom_all_gather` and its like take."""
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+
+    class GatherInTurn(DefaultAllGather):
+        def __init__(self, unit: Any, what: str) -> None:
+            self._unit, self._what = unit, what
+
+        def __call__(self, *args: Any, **options: Any) -> Any:
+            # In which pass, which tells what follows, so that nobody has to meet where a loop has several kinds.
+            is_backward = self._unit._training_state.name == "PRE_BACKWARD"
+            kind = f"{'backward' if is_backward else 'forward'}{'' if self._unit.reduce_grads else ', under no_sync'}"
+            with _turn(f"{kind}: {self._what}", self._unit._all_gather_process_group):
+                return super().__call__(*args, **options)
+
+    class ReduceInTurn(DefaultReduceScatter):
+        def __init__(self, what: str, everyone: dist.ProcessGroup, is_whole: bool) -> None:
+            self._what, self._everyone, self._is_whole = what, everyone, is_whole
+
+        def allocate(self, *size: Any, **options: Any) -> torch.Tensor:
+            if self._is_whole:  # torch's own exchange follows, which nobody is asked for
+                with _turn(self._what, self._everyone):
+                    pass
+            return super().allocate(*size, **options)
+
+        def __call__(self, *args: Any, **options: Any) -> Any:
+            with _turn(self._what, self._everyone):
+                return super().__call__(*args, **options)
+
+    return GatherInTurn, ReduceInTurn
