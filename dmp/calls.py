@@ -7,7 +7,9 @@ threads need not come to it in one order.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import zlib
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import wraps
 from threading import Lock, current_thread, get_ident
@@ -26,6 +28,9 @@ class Calls:
 
     Attributes:
         model: the same text for the same model on all ranks, and another for every other: for a copy too.
+        steps: of optimizers, see step_turns.py in wrap/.
+        fused: of what is updated in the backward pass, the groups of options.
+        num_compared: ranks that compare `digest` in front of every lookup.
     """
 
     def __init__(self, model: str = "") -> None:
@@ -35,6 +40,10 @@ class Calls:
         self._thread = ""
         self._names: list[str] = []
         self._forwards = 0
+        self.steps: deque[str] = deque(maxlen=3)
+        self._digest = 0
+        self.fused: Sequence[Mapping[str, Any]] = ()
+        self.num_compared = 0
         self.number = 0
         """Of the last forward that was begun."""
         self.forward, self.backward = Call(self, "the forward", 1), Call(self, "the backward")
@@ -48,6 +57,21 @@ class Calls:
         """A copy of the model runs by itself."""
         self._num_copies += 1
         return Calls(f"copy {self._num_copies} of {self.model}")
+
+    def note_step(self, text: str) -> None:
+        """An optimizer makes a step on what the model holds."""
+        self.steps.append(text)
+        self._digest += zlib.crc32(text.encode())  # a sum, for ranks may have their optimizers in different orders
+
+    def digest(self) -> int:
+        """Of the steps so far, and of the learning rates in the backward pass: the same number on all ranks."""
+        return (self._digest + 3 * hash(tuple(float(group.get("lr", 0.0)) for group in self.fused))) % (1 << 32)
+
+    def facts(self) -> str:
+        """What that is of, in words."""
+        rates = dict.fromkeys(float(group.get("lr", 0.0)) for group in self.fused)
+        within = f"; in the backward pass lr={', '.join(map(str, rates))}" if rates else ""
+        return f"{', '.join(self.steps) or 'none'}{within}"
 
     def enter(self, what: str, forwards: int) -> None:
         """Begin a call.

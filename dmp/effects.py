@@ -21,6 +21,7 @@ For the whole process, once
 - `dmp/state/scaler.py: torch.amp.GradScaler._unscale_grads_ =`, `dmp/state/scaler.py: torch.amp.GradScaler.scale =`:
   one decision on all ranks where torch's scaler scales a wrapped model's gradients; other models' are left alone
 - `dmp/wrap/optimizer_guard.py: register_optimizer_step_pre_hook`,
+  `dmp/wrap/step_turns.py: register_optimizer_step_pre_hook`,
   `sharders/data_parallel/unfinished.py: register_optimizer_step_pre_hook`: an optimizer may be made before the model is
   wrapped
 - `sharders/data_parallel/asked.py: torch.autograd._engine_run_backward =`: who asks for gradients of weights that FSDP2

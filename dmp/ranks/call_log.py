@@ -33,7 +33,8 @@ class Sequence:
         awaited: number of a call -> its result, whose backward pass is yet to come.
         dropped: numbers of calls whose results were let go before that.
         turn: the last of torch's collectives of which ranks have agreed, see [Note: turns] in turns.py.
-        follows: what came after each the last time.
+        num_passes: that have ended since the last step.
+        follows: what came after each of them, of each number, the last time.
     """
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
@@ -41,7 +42,8 @@ class Sequence:
         self.backwards: list[tuple[str, int]] = []
         self.awaited: dict[int, weakref.ref[Any]] = {}
         self.dropped: deque[int] = deque(maxlen=_DROPPED)
-        self.turn, self.follows = "", dict[str, str]()
+        self.turn, self.num_passes = "", 0
+        self.follows: dict[tuple[str, int], str] = {}
 
     def await_backward(self, number: int, result: Any) -> None:
         """Note when a call's result is let go, and with it the backward pass that others may wait in."""

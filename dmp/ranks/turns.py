@@ -1,32 +1,47 @@
-"""`take_turn`: before a collective of torch's, that all ranks begin the same one.
+"""`take_turn`: before a collective of torch's, or a step of an optimizer, that all ranks begin the same one.
 
 [Note: turns] torch's collectives have no names: where one rank gathers a layer and another the next one, each takes the
 other's numbers for its own, or gloo ends the process, as the sizes are. A header in front of each would cost as much as
 small ones themselves. But programs repeat themselves: what followed a turn the last time, follows it again, and the
-ranks have agreed on that once. So a rank that begins what follows goes on, and one that begins anything else
-meets the others first. Where they do the same, that is what follows from now on; where they do not, it is told at once,
-or, of those that have gone on, by the watchdog: they wait for this one, and nothing of another turn meets theirs.
+ranks have agreed on that once. So a rank that begins what follows goes on, and one that begins anything else meets the
+others first. Where they do the same, that is what follows from now on; where they do not, it is told at once, or, of
+those that have gone on, by the watchdog: they wait for this one, and nothing of another turn meets theirs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch.distributed as dist
 
 from dmp.ranks import call_log
+from dmp.ranks.entry import entry
 from dmp.ranks.exchange import gather_words
 
+_MOST = 64  # passes before a step that are told apart
 
-def take_turn(what: str, group: dist.ProcessGroup) -> None:
-    """Return when it is known that all ranks of a group begin this next.
+
+@contextmanager
+def take_turn(what: str, group: dist.ProcessGroup, *, is_step: bool = False, ends_pass: bool = False) -> Iterator[None]:
+    """Around what all ranks of a group begin next, once that is known.
 
     Args:
         what: the same text on all ranks, and for messages: `gathering the weights of 'layers.0'`.
+        is_step: of an optimizer.
+        ends_pass: a backward pass, of which programs run several before a step.
 
     Raises:
         RanksError: on every rank: they do not.
     """
     sequence = call_log.sequence_of(group)
-    if sequence.follows.get(sequence.turn) != what:
-        gather_words(what, [0, 0], group)
-        sequence.follows[sequence.turn] = what
-    sequence.turn = what
+    before = sequence.turn, sequence.num_passes
+    expected = sequence.follows.get(before)
+    name = what if expected in (None, what) else f"{what}, where {expected} came the last time"
+    with entry(name, group):
+        if expected != what:
+            gather_words(name, [0, 0], group)
+            sequence.follows[before] = what
+        sequence.turn = what
+        sequence.num_passes = 0 if is_step else min(sequence.num_passes + ends_pass, _MOST)
+        yield

@@ -33,6 +33,7 @@
 - `parameter_hooks`: users' hooks on parameters, carried to those that take their places
 - `optimizer_trial`: whether an optimizer that nobody knows is right on pieces, tried on small ones
 - `optimizer_guard`: optimizers that are wrong on pieces, refused
+- `step_turns`: steps of optimizers, made by all ranks alike or told
 - `mixed_terms`: a term of the loss over weights that are DTensors and others that are not
 - `stand_ins`: all of these, put in torch's place
 - `torchrec_members`: what scripts ask of TorchRec's wrapper beside our contract

@@ -14,6 +14,7 @@ from dmp.env import ShardingEnv
 from dmp.errors import ShardError
 from dmp.ranks import raise_cause
 from dmp.wrap.skeleton import put_back
+from dmp.wrap.step_turns import agree_on_forward
 
 
 def _forward(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -21,6 +22,7 @@ def _forward(model: Any, *args: Any, **kwargs: Any) -> Any:
     _refuse_tracing(args, kwargs)
     _refuse_graphs(model.env)
     model.hold_parameters()
+    agree_on_forward(model)
     try:
         with model._calls.forward:
             return model.running(*args, **kwargs)

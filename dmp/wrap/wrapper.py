@@ -98,6 +98,7 @@ class DistributedModelParallel(nn.Module):
 
     def _hold(self, made: Assembly) -> None:
         self._made = made
+        self._calls.fused = made.fused.param_groups
         self.__dict__["_modules"] = made.module._modules  # its children are this one's: names stay as they are
 
     def _take(self, made: Assembly) -> None:

@@ -32,7 +32,9 @@ def keep_order(modules: Mapping[str, nn.Module], everyone: dist.ProcessGroup | N
         of = f"the weights {which}, of the model that was wrapped at call {number}"
         for unit in module._get_fsdp_state()._fsdp_param_groups:  # type: ignore[operator]
             unit._all_gather_comm = gathers(unit, f"gathering {of}")
-            unit._reduce_scatter_comm = reduces(f"backward: averaging gradients of {of}", everyone, not _is_split(unit))
+            unit._reduce_scatter_comm = reduces(
+                f"backward: averaging gradients of {of}", everyone, not path, not _is_split(unit)
+            )
 
 
 def _is_split(unit: Any) -> bool:
@@ -40,10 +42,9 @@ def _is_split(unit: Any) -> bool:
 
 
 @contextmanager
-def _turn(what: str, group: dist.ProcessGroup) -> Iterator[None]:
+def _turn(what: str, group: dist.ProcessGroup, ends_pass: bool = False) -> Iterator[None]:
     try:
-        with ranks.entry(what, group):
-            ranks.take_turn(what, group)
+        with ranks.take_turn(what, group, ends_pass=ends_pass):
             yield
     except RanksError as error:
         raise RanksError(
@@ -72,17 +73,17 @@ def _kinds() -> tuple[Callable[..., Any], Callable[..., Any]]:
                 return super().__call__(*args, **options)
 
     class ReduceInTurn(DefaultReduceScatter):
-        def __init__(self, what: str, everyone: dist.ProcessGroup, is_whole: bool) -> None:
-            self._what, self._everyone, self._is_whole = what, everyone, is_whole
+        def __init__(self, what: str, everyone: dist.ProcessGroup, is_root: bool, is_whole: bool) -> None:
+            self._of, self._is_whole = (what, everyone, is_root), is_whole
 
         def allocate(self, *size: Any, **options: Any) -> torch.Tensor:
             if self._is_whole:  # torch's own exchange follows, which nobody is asked for
-                with _turn(self._what, self._everyone):
+                with _turn(*self._of):
                     pass
             return super().allocate(*size, **options)
 
         def __call__(self, *args: Any, **options: Any) -> Any:
-            with _turn(self._what, self._everyone):
+            with _turn(*self._of):
                 return super().__call__(*args, **options)
 
     return GatherInTurn, ReduceInTurn

@@ -46,8 +46,12 @@ class DDPWrapper:
         ids = [device] if device.type != "cpu" else None
         # Where torch's own treatment of parameters without gradients is asked for, it is.
         asked = any(self.options.get(option) for option in ("static_graph", "find_unused_parameters"))
-        kind = DistributedDataParallel if asked else AnyReachDDP
-        return kind(module, device_ids=ids, process_group=group, **self.options)
+        if asked:
+            return DistributedDataParallel(module, device_ids=ids, process_group=group, **self.options)
+        made = AnyReachDDP(module, device_ids=ids, process_group=group, **self.options)
+        if env.everyone is not None:
+            made.take_turns(env.everyone)
+        return made
 
 
 class WholeWrapper:

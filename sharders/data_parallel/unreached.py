@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial, reduce
 from operator import attrgetter
 from typing import Any
@@ -56,6 +57,7 @@ class AnyReachDDP(DistributedDataParallel):
         self._is_awaited = self._is_local = self._has_left = self.has_local = False
         self._end = PassEnd()
         self._later = LaterHooks()
+        self._turn: Callable[[], AbstractContextManager[None]] = nullcontext
         self._reach = _Reached(self._reached.append, weakref.ref(self))
         for p in self._trained:
             _forget_earlier(p)
@@ -63,6 +65,16 @@ class AnyReachDDP(DistributedDataParallel):
         weakref.finalize(self, _remove, handles)
         hear_of_copies(self, attrgetter("_trained"))
         refuse_steps(self, attrgetter("is_unaveraged"), attrgetter("_trained"))
+
+    def take_turns(self, everyone: dist.ProcessGroup) -> None:
+        """Have a pass that will be averaged be one on all ranks, see [Note: turns] in dmp/ranks/turns.py."""
+        what = f"the average of gradients of the model that was wrapped at call {ranks.calls_so_far(everyone)}"
+        self._turn = partial(ranks.take_turn, what, everyone, ends_pass=True)
+
+    def _take_turn(self) -> None:
+        if not self._join_config.enable:
+            with self._turn():
+                pass
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward; its backward averages gradients, unless inside `no_sync`."""
@@ -97,6 +109,7 @@ class AnyReachDDP(DistributedDataParallel):
         if self._end.is_queued or not self._accumulates():
             return
         self._recover()
+        self._take_turn()
         self._end.queue(self._complete)
         self._later.open()
         if not self._is_awaited:  # averaged since the forward: two forwards, then two backwards
@@ -138,6 +151,7 @@ class AnyReachDDP(DistributedDataParallel):
             self.has_local = True
             return
         self._recover()
+        self._take_turn()
         # A forward that nobody has gone back from, as for logging: DDP awaits this pass in its place.
         self._end.queue(self._complete if self._is_awaited else self._average)
         self._later.open()

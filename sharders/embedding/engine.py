@@ -150,12 +150,12 @@ class Engine:
 
     def rename(self, name: str) -> None:
         """Set `name`."""
-        self.handshake.rename(name or "the model", self.calls.model)
+        self.handshake.rename(name or "the model", self.calls)
 
     def belong_to(self, calls: Calls) -> None:
         """Be a part of the model whose calls these are."""
         self.calls = calls
-        self.handshake.rename(self.name, calls.model)
+        self.handshake.rename(self.name, calls)
 
     def move(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace storage by `fn` of it, and compile for its device."""

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from dmp import InputError, ranks
+from dmp import Calls, InputError, ranks
 from sharders.channel import Channel, Sizes, Transfer
 from sharders.embedding.input_faults import Fault, Kind, packed, unpacked
 from sharders.embedding.touched_rows import NOTHING, Touched
@@ -140,13 +140,15 @@ class Handshake:
         self._content = content
         self.rename("the module")
 
-    def rename(self, name: str, model: str = "") -> None:
-        """Set the module's name and the text for its model, which are part of what is compared."""
-        self.name, self._model = name, model
+    def rename(self, name: str, calls: Calls | None = None) -> None:
+        """Set the module's name and its model's calls, which are part of what is compared."""
+        calls = calls or Calls()
+        self.name, self._calls, self._model = name, calls, calls.model
+        calls.num_compared = max(calls.num_compared, self.size)
         self.forward, self.lookup = f"the forward of {name!r}", f"the lookup of {name!r}"
         self.backward = f"the backward of {name!r}"
         """Names of the calls, for messages."""
-        digest = hashlib.sha256((name + self._content + model).encode()).digest()
+        digest = hashlib.sha256((name + self._content + calls.model).encode()).digest()
         self._fingerprint = int.from_bytes(digest[:7], "big")
 
     def exchange(
@@ -168,7 +170,7 @@ class Handshake:
             headers = list(mine)
         else:
             backwards = here.take_backwards()
-            digest = zlib.crc32(repr(backwards).encode())
+            digest = zlib.crc32(repr(backwards).encode(), self._calls.digest())
             rows = [h.packed(self._fingerprint, here.number, digest) for h in mine]
             words, came = self._send(rows, device, behind)
             here.align(max(w[1] for w in words))
@@ -275,7 +277,17 @@ class Handshake:
 
     def _raise_parted_backwards(self, mine: list[tuple[str, int]]) -> None:
         """A backward pass has no header: where the sizes fit, ranks have taken each other's gradients for their own."""
-        told = ranks.gather_objects("the forward after different backward passes", mine, self.channel.group)
+        both = mine, self._calls.facts()
+        said = ranks.gather_objects("the forward after different backward passes", both, self.channel.group)
+        told = [of_rank for of_rank, _ in said]
+        if all(of_rank == told[0] for of_rank in told):
+            raise ranks.RanksError(
+                f"the ranks have made different steps of optimizers on {self._calls.model or 'the model'} since they "
+                "were last compared, and what it holds has parted. The last ones: "
+                + "; ".join(f"rank {name}: {facts}" for name, (_, facts) in zip(self.rank_names, said, strict=True))
+                + ". Whether a step is made, and with which learning rate, must be decided on all ranks alike, as by a "
+                "loss that is averaged over them; go on from a checkpoint"
+            )
         by_name = [", ".join(name for name, _ in of_rank) or "none" for of_rank in told]
         by_call = [", ".join(f"{name}, call {number}" for name, number in of_rank) for of_rank in told]
         texts = by_call if len(set(by_name)) == 1 else by_name

@@ -1,0 +1,108 @@
+"""Steps of ordinary optimizers: made by all ranks alike, or told.
+
+A step that one rank alone passes over (`if loss.isfinite(): optimizer.step()`), or makes with another learning rate,
+lets copies part, and of split weights updates a part, without a word. Where a model has tables, ranks compare what
+steps they have made in the header of the next lookup, which costs nothing. Of others, each step is a turn, see
+[Note: turns] in ranks/turns.py: one with other options than the last is met for before it is made, and one that is
+passed over leaves the next pass to follow what it does not. Steps inside a backward pass are made by hooks on
+gradients, which some ranks may have in other orders: they are not looked at.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from dmp.errors import RanksError
+from dmp.ranks import take_turn
+from dmp.wrap import live_models as live
+from dmp.wrap.earlier_optimizers import num_changes
+from dmp.wrap.fused import FusedOptimizer
+from dmp.wrap.keyed import is_wrapper
+
+_OPTIONS = ("lr", "betas", "momentum", "weight_decay", "eps", "alpha", "dampening", "nesterov", "amsgrad", "maximize")
+
+
+class _Known:
+    """Of an optimizer: whose parameters it holds, and its options in words.
+
+    Attributes:
+        mark: by which it is told that others may be held.
+        models: that have more than one rank.
+    """
+
+    def __init__(self, optimizer: Optimizer, mark: tuple[int, int, int]) -> None:
+        ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self.mark = mark
+        self.models = [ref(m) for m in live.models if m.env.size > 1 and any(id(p) in ids for p in m.parameters())]
+        self._options: list[Any] = []
+        self._text = ""
+
+    def text(self, optimizer: Optimizer) -> str:
+        """The step, the same on all ranks."""
+        options = [[_plain(group[name]) for name in _OPTIONS if name in group] for group in optimizer.param_groups]
+        if options != self._options or not self._text:
+            named = [
+                {name: _plain(group[name]) for name in _OPTIONS if group.get(name)} for group in optimizer.param_groups
+            ]
+            texts = dict.fromkeys(", ".join(f"{name}={value}" for name, value in each.items()) for each in named)
+            self._options, self._text = options, f"{type(optimizer).__name__}.step() with {' and '.join(texts)}"
+        return self._text
+
+
+def _plain(value: Any) -> Any:
+    """A number of the host's, or None of what is on a device, which nobody waits for here."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist() if value.device.type == "cpu" else None
+    return value
+
+
+_known: WeakKeyDictionary[Optimizer, _Known] = WeakKeyDictionary()
+
+
+@cache
+def agree_on_steps() -> None:
+    """From now on."""
+    register_optimizer_step_pre_hook(_before)
+
+
+def _before(optimizer: Optimizer, *_: Any) -> None:
+    if isinstance(optimizer, FusedOptimizer) or is_wrapper(optimizer) or torch._C._current_graph_task_id() >= 0:
+        return
+    mark = num_changes(), len(live.models), sum(len(group["params"]) for group in optimizer.param_groups)
+    known = _known.get(optimizer)
+    if known is None or known.mark != mark:
+        known = _known[optimizer] = _Known(optimizer, mark)
+    for model in (found for of in known.models if (found := of()) is not None):
+        text, calls = known.text(optimizer), model._calls
+        if calls.num_compared < model.env.size and not _is_joining(model.running):
+            _meet(f"{text}, of {calls.model}", model)
+        calls.note_step(text)
+
+
+def _meet(what: str, model: Any) -> None:
+    try:
+        with take_turn(what, model.env.everyone, is_step=True):
+            pass
+    except RanksError as error:
+        raise RanksError(
+            f"{error}. Whether a step is made, and with which learning rate, must be decided on all ranks alike, as by "
+            "a loss that is averaged over them"
+        ) from error
+
+
+def _is_joining(running: Any) -> bool:
+    """Whether torch's `Join` has ranks make different numbers of steps."""
+    return bool(getattr(getattr(running, "_join_config", None), "enable", False))
+
+
+def agree_on_forward(model: Any) -> None:
+    """Before a forward that will be trained, of weights that are split and averaged by nobody."""
+    env, compared = model.env, model._calls.num_compared
+    if compared < env.size and env.data_size == 1 and model.skeleton is not None and torch.is_grad_enabled():
+        with take_turn(f"the forward of {model._calls.model}", env.everyone, ends_pass=True):
+            pass
