@@ -11,6 +11,7 @@ from torch import nn
 
 from dmp import (
     DistributedModelParallel,
+    ShardError,
     ShardingEnv,
     column_wise,
     data_parallel,
@@ -20,6 +21,7 @@ from dmp import (
     table_wise,
 )
 from tests.ranks import mesh, run_ranks
+from tests.test_survival import mortal_ranks
 from tests.wrapped_net import TABLES, Net, batch, loss_of
 
 PLANS = [
@@ -37,7 +39,7 @@ def made(axis: str, plan: int, steps: int) -> tuple[DistributedModelParallel, to
 
 def train(model: DistributedModelParallel, optimizer: torch.optim.Optimizer, steps: range) -> None:
     for step in steps:
-        loss_of(model, batch(model.env.rank, step)).backward()
+        loss_of(model, batch(model.env.data_rank, step)).backward()
         optimizer.step(), optimizer.zero_grad()
 
 
@@ -104,3 +106,42 @@ def beside_others() -> None:
 
 def test_others_are_torchs() -> None:
     run_ranks(2, beside_others)
+
+
+def from_rank_0(axis: str, plan: int, kind: str) -> None:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+    model, optimizer = made(axis, 0, 2)
+    state = copy.deepcopy(get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True)))
+    other, of_other = made(axis, plan, 1)
+    given = ({}, {}) if model.env.rank else state
+    if kind == "missing" and not model.env.rank:
+        del state[1]["state"]["out.weight"]
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_state_dict(other, of_other, model_state_dict=given[0], optim_state_dict=given[1], options=options)
+    go_on_alike(model, optimizer, other, of_other)
+
+
+@pytest.mark.parametrize(("axis", "plan"), [("dp", 0), ("dp", 1), ("shard", 1), ("tp", 1)])
+@pytest.mark.sampled(2)
+def test_what_rank_0_has_alone(axis: str, plan: int) -> None:
+    """The others went on, as where an optimizer alone is loaded."""
+    run_ranks(2, from_rank_0, axis, plan, "")
+
+
+def test_what_rank_0_lacks() -> None:
+    first, second = mortal_ranks(2, from_rank_0, "dp", 0, "missing")
+    assert "RuntimeError: Missing optimizer state for parameter 'out.weight'" in first
+    assert "rank 0 is in torch's set_state_dict, which raises RuntimeError: Missing optimizer state" in second
+
+
+def fused_by_torch() -> None:
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    model, _ = made("dp", 0, 0)
+    get_optimizer_state_dict(model, model.fused_optimizer)
+
+
+def test_the_optimizer_in_backward_is_refused() -> None:
+    """torch gave numbers for names."""
+    run_ranks(2, fused_by_torch, expect=ShardError)

@@ -109,7 +109,7 @@ def _raise_failures(
         raise kind(f"{what}: " + "; ".join(parts[:_SHOWN])) from cause
 
 
-def raise_on_all(error: DmpError, group: dist.ProcessGroup | None, what: str) -> NoReturn:
+def raise_on_all(error: Exception, group: dist.ProcessGroup | None, what: str) -> NoReturn:
     """Raise an error that this rank may have met alone, where the others would wait for it in collectives of torch's.
 
     Ranks that have all met it meet here, in one exchange, and can go on. Where others have not, the watchdog tells them
@@ -119,7 +119,7 @@ def raise_on_all(error: DmpError, group: dist.ProcessGroup | None, what: str) ->
         what: the call that all ranks are in, for messages: `the forward pass`.
 
     Raises:
-        DmpError: the one given.
+        Exception: the one given.
     """
     parted: RanksError | None = None
     try:

@@ -1,22 +1,30 @@
 """torch's own functions for state dicts (`get_state_dict`, `get_optimizer_state_dict`, ...), over chunks of tables.
 
-With `full_state_dict=True` they make whole tensors of DTensors, and left chunks as they are.
+With `full_state_dict=True` they make whole tensors of DTensors, and left chunks as they are. With
+`broadcast_from_rank0=True`, `set_state_dict` takes a rank that has nothing for the model for one that loads an
+optimizer alone: it went on, and rank 0 waited.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any
 
 import torch
 
 from dmp.chunked import ChunkedTensor
+from dmp.errors import RanksError, ShardError
+from dmp.ranks import gather_words, raise_cause, raise_on_all
+from dmp.state.find_wrapped import wrapped_in
 from dmp.state.gather import gather
 from dmp.state.local_chunks import sharded_parameters
 from dmp.wrap import live_models as live
+from dmp.wrap.fused import FusedOptimizer
 
 _GATHERS = "_maybe_full_or_cpu_state_dict"  # the end of both of torch's functions
+_BEGINS = "_verify_options"  # and the beginning of all
+_LOADS = ("_load_model_state_dict", "_load_optim_state_dict")
 
 
 def give_whole_to_torch(torchs: Any) -> None:
@@ -25,6 +33,7 @@ def give_whole_to_torch(torchs: Any) -> None:
     Args:
         torchs: `torch.distributed.checkpoint.state_dict`.
     """
+    _agree_on_model(torchs)
     own = getattr(torchs, _GATHERS)
 
     @wraps(own)
@@ -56,6 +65,49 @@ def give_whole_to_torch(torchs: Any) -> None:
         return own(given, info)
 
     setattr(torchs, _GATHERS, gathered)
+
+
+def _agree_on_model(torchs: Any) -> None:
+    """Have all ranks load the model where rank 0 does, and gives them its values; and refuse what torch mistakes."""
+    own = getattr(torchs, _BEGINS)
+
+    @wraps(own)
+    def begin(model: Any, optims: Any, optim_only: bool, *, options: Any = None, **others: Any) -> Any:
+        if any(isinstance(each, FusedOptimizer) for each in optims):
+            raise ShardError(
+                "torch's functions for state dicts take optimizers that number their parameters, and would give the "
+                "state in model.fused_optimizer numbers for names: its own state_dict() and load_state_dict(), "
+                "full_optimizer_state_dict(model) or save_checkpoint(path, model, optimizer) have it by name"
+            )
+        wrapped = wrapped_in(model) if getattr(options, "broadcast_from_rank0", False) else {}
+        for env in {found.env for found in wrapped.values()}:
+            said = gather_words("torch's state dict of a wrapped model, from rank 0", [optim_only, 0], env.everyone)
+            optim_only = bool(said[0][0])
+        return own(model, optims, optim_only, options=options, **others)
+
+    setattr(torchs, _BEGINS, begin)
+    for name in _LOADS:
+        setattr(torchs, name, _told(getattr(torchs, name)))
+
+
+def _told(own: Callable[..., Any]) -> Callable[..., Any]:
+    """What fails on rank 0 alone, which has the values, is raised where others wait for them."""
+
+    @wraps(own)
+    def load(model: Any, *args: Any) -> Any:
+        wrapped = wrapped_in(model) if args[-1].broadcast_from_rank0 else {}
+        try:
+            return own(model, *args)
+        except RanksError:
+            raise
+        except Exception as error:
+            if isinstance(error, RuntimeError):
+                raise_cause(error)
+            for env in {found.env for found in wrapped.values()}:
+                raise_on_all(error, env.everyone, "torch's set_state_dict")
+            raise
+
+    return load
 
 
 def _tables(info: Any) -> list[tuple[Any, list[str]]]:
