@@ -32,9 +32,10 @@ class Sequence:
         backwards: names of the backward passes since the ranks last compared them, and the number of the call of each.
         awaited: number of a call -> its result, whose backward pass is yet to come.
         dropped: numbers of calls whose results were let go before that.
-        turn: the last of torch's collectives of which ranks have agreed, see [Note: turns] in turns.py.
+        turn: the last of torch's collectives of which ranks have agreed, see [Note: turns] in turns.py; and where it
+            ends a pass, `num_passes`.
         num_passes: that have ended since the last step.
-        follows: what came after each of them, of each number, the last time.
+        follows: what came after each of them the last time.
     """
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
@@ -42,7 +43,7 @@ class Sequence:
         self.backwards: list[tuple[str, int]] = []
         self.awaited: dict[int, weakref.ref[Any]] = {}
         self.dropped: deque[int] = deque(maxlen=_DROPPED)
-        self.turn, self.num_passes = "", 0
+        self.turn, self.num_passes = ("", 0), 0
         self.follows: dict[tuple[str, int], str] = {}
 
     def await_backward(self, number: int, result: Any) -> None:

@@ -35,13 +35,17 @@ def take_turn(what: str, group: dist.ProcessGroup, *, is_step: bool = False, end
         RanksError: on every rank: they do not.
     """
     sequence = call_log.sequence_of(group)
-    before = sequence.turn, sequence.num_passes
+    before = sequence.turn
     expected = sequence.follows.get(before)
     name = what if expected in (None, what) else f"{what}, where {expected} came the last time"
     with entry(name, group):
         if expected != what:
             gather_words(name, [0, 0], group)
             sequence.follows[before] = what
-        sequence.turn = what
         sequence.num_passes = 0 if is_step else min(sequence.num_passes + ends_pass, _MOST)
+        # only what follows a pass, another or a step, depends on how many there were: at first as after one fewer
+        last = what, sequence.num_passes - 1
+        sequence.turn = what, sequence.num_passes if ends_pass else 0
+        if ends_pass and last in sequence.follows:
+            sequence.follows.setdefault(sequence.turn, sequence.follows[last])
         yield
