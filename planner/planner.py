@@ -35,6 +35,7 @@ from planner.dense.asked import asked_of_dense
 from planner.dense.decide import Dense, decide, split_as, vocabularies
 from planner.dense.model import DenseModel
 from planner.dense.modules import said_of_lazy
+from planner.in_backward import in_backward_advice
 from planner.largest_batch import MOST_PARAMETERS, MOST_PIECES, largest_batch, room_for
 from planner.observed.observation import Observation
 from planner.observed.observe import observe
@@ -226,7 +227,8 @@ class ShardingPlanner:
                 return decide(model, found.placements, given_dense, env, topology, batch_size)
 
             room = room_for(request, layouts, tables.leeway, topology, dense_for)
-            report = replace(report, largest_batch=largest_batch(room, self.batch_size))
+            said = in_backward_advice(request, layouts, tables.leeway, report)
+            report = replace(report, largest_batch=largest_batch(room, self.batch_size), notes=(*report.notes, *said))
         progress.stage("replica groups")
         if not pinned and (worth_asking(report, env) if self.advises is None else self.advises):
             report = replace(report, notes=(*report.notes, *self._advice(module, report, topology, found)))

@@ -247,7 +247,7 @@ CASES = [pytest.param(*case, marks=pytest.mark.slow if case == DEAR else ()) for
 def test_workloads(name: str, shape: str) -> None:
     sizes = [int(n) for n in shape.split("x")]
     env = one_axis(*sizes) if len(sizes) == 1 else hosts(*sizes)
-    (module, sharder), planner = workload(name), ShardingPlanner(batch_size=2048)
+    (module, sharder), planner = workload(name), ShardingPlanner(batch_size=2048, time_budget_s=120)
     plan = planner.plan(module, [sharder], env)
     report = planner.report
     assert report is not None

@@ -322,6 +322,33 @@ def test_one_proof_for_models_that_are_alike(monkeypatch: pytest.MonkeyPatch) ->
     assert proofs == 4, "a class that does something else since"
 
 
+def test_one_proof_for_blocks_that_know_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Numbered(nn.Module):
+        def __init__(self, layers: int) -> None:
+            super().__init__()
+            self.body = Llama(layers=layers)
+            for number, layer in enumerate(self.body.layers):
+                layer.attention.number = layer.number = number
+
+        def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            return self.body(batch["ids"])
+
+    samples = 0
+
+    def counted(*args: Any) -> Sample:
+        nonlocal samples
+        samples += 1
+        return Sample(*args)
+
+    monkeypatch.setattr(local_attributes, "Sample", counted)
+    seen = []
+    for layers in (2, 5):
+        samples = 0
+        assert f"body.layers.{layers - 1}.attention.wq" in place(Numbered(layers)).styles
+        seen.append(samples)
+    assert seen[0] == seen[1] > 0
+
+
 def _refused_on_every_rank() -> None:
     env = ShardingEnv.from_mesh(mesh((2,), ("tp",)))
     model = Model(FusedAttention)

@@ -84,6 +84,8 @@ class ModelRuns:
         self.axis = axis
         self.transformer = recognise(model) if transformer is None else transformer
         self.copies = MetaCopies(model, self.transformer)
+        self.parts: dict[str, ModelRuns] = {}
+        """Of modules that were run alone, by path."""
 
     def of_block(self, block: Block) -> ModelRuns:
         """Of one of the blocks, alone."""
@@ -165,6 +167,8 @@ class ModelRuns:
             failure = UnprovedError(str(error))
         for feed in guesses(self.copies, self.size):
             with suppress(UnprovedError):
+                if not feed.suits(self.model):
+                    continue
                 return Sample(self.copies, feed, None, self.size)
         return failure
 

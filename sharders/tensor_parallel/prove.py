@@ -96,6 +96,15 @@ def _first_that_runs(
 
 
 def _alone(runs: ModelRuns, scope: str) -> ModelRuns:
+    """Runs of a module of the model, or of the one that it repeats in the first block like its own."""
+    repeated = next((path for path in outward(scope) if path in runs.copies.repeats), "")
+    scope = runs.copies.repeats[repeated] + scope[len(repeated) :] if repeated else scope
+    if scope not in runs.parts:
+        runs.parts[scope] = _runs_of(runs, scope)
+    return runs.parts[scope]
+
+
+def _runs_of(runs: ModelRuns, scope: str) -> ModelRuns:
     block = next((b for b in runs.transformer.blocks if b.path == scope), None)
     if block is not None:
         return runs.of_block(block)

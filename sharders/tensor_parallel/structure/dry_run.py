@@ -7,6 +7,7 @@ logging are as before afterwards.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -44,6 +45,16 @@ class Feed:
     name: str
     args: tuple[torch.Tensor, ...] = ()
     kwargs: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def suits(self, model: nn.Module) -> bool:
+        """Whether the model's `forward` takes so many inputs, of these names."""
+        try:
+            inspect.signature(model.forward).bind(*self.args, **self.kwargs)
+        except TypeError:
+            return False
+        except ValueError:  # nobody knows
+            return True
+        return True
 
 
 @dataclass
