@@ -227,8 +227,8 @@ class ShardingPlanner:
                 return decide(model, found.placements, given_dense, env, topology, batch_size)
 
             room = room_for(request, layouts, tables.leeway, topology, dense_for)
-            said = in_backward_advice(request, layouts, tables.leeway, report)
-            report = replace(report, largest_batch=largest_batch(room, self.batch_size), notes=(*report.notes, *said))
+            gains = in_backward_advice(request, layouts, tables.leeway, report)
+            report = replace(report, largest_batch=largest_batch(room, self.batch_size), notes=(*report.notes, *gains))
         progress.stage("replica groups")
         if not pinned and (worth_asking(report, env) if self.advises is None else self.advises):
             report = replace(report, notes=(*report.notes, *self._advice(module, report, topology, found)))
