@@ -265,21 +265,50 @@ def test_without_inputs_a_part_is_proved_alone_and_the_note_says_so(caplog: pyte
         place(Towers(nn.PReLU), plan=plan)
 
 
+class Batched(nn.Module):
+    """A model whose inputs nobody can guess."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Llama()
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self.body(batch["ids"])
+
+
 def test_an_mlp_that_is_wrong_stays_whole_though_the_rest_does_not_run() -> None:
-    class Batched(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = Llama()
-            for layer in self.body.layers:
-                layer.feed_forward = Tempered("temperature")
-
-        def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-            return self.body(batch["ids"])
-
-    found = place(Batched())
+    model = Batched()
+    for layer in model.body.layers:
+        layer.feed_forward = Tempered("temperature")
+    found = place(model)
     assert "body.layers.1.attention.wq" in found.styles and "body.layers.1.feed_forward.up" not in found.styles
     assert any("feed_forward" in n and "temperature' on rank 0 differs" in n for n in found.notes)
     assert any(n.startswith("not proved: ") for n in found.notes)
+
+
+class ByWidth(Attention):
+    """The size of a head is that of the input's width, as in CaiT's attention of the class token."""
+
+    def __init__(self, join: Callable[[torch.Tensor, Any], torch.Tensor]) -> None:
+        super().__init__(join)
+        self.num_heads = self.count
+
+    def forward(self, x: torch.Tensor, positions: Any = None) -> torch.Tensor:
+        return super().forward(x)
+
+
+def by_width(x: torch.Tensor, of: Any) -> torch.Tensor:
+    """With a part of the heads, and all of the width, there are more numbers than x has."""
+    return x.view(*x.shape[:2], of.num_heads, 32 // of.num_heads).transpose(1, 2)
+
+
+def test_an_attention_that_raises_once_split_stays_whole_though_the_rest_does_not_run() -> None:
+    model = Batched()
+    for layer in model.body.layers:
+        layer.attention = ByWidth(by_width)
+    found = place(model)
+    assert "body.layers.1.feed_forward.w1" in found.styles and "body.layers.1.attention.wq" not in found.styles
+    assert any("body.layers.0.attention (and 1 like it): left whole" in n and "raises" in n for n in found.notes)
 
 
 def test_a_model_of_seventy_billion_is_proved_on_a_narrower_copy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -227,11 +227,12 @@ def _seen_vocabulary(
 
 
 def _without_disproved(runs: ModelRuns, branches: list[_Candidate], notes: list[str]) -> Iterator[_Candidate]:
-    """Branches without those that run alone, of the first block of each structure, and are wrong there."""
+    """Branches without those that run alone, of the first block of each structure, and are wrong there, or raise."""
     blocks = [block.path for block in runs.transformer.representatives() for _ in block.branches]
     for candidate, block in zip(branches, blocks, strict=True):
         styles = {path: style for path, style in candidate.styles.items() if is_inside(path, block)}
-        failure = prove(runs, styles, [runs.divide_by_source(styles)]).wrong
+        proof = prove(runs, styles, [runs.divide_by_source(styles)])
+        failure = proof.wrong or proof.raised
         if failure:
             notes.append(f"{candidate.name}: left whole, because {failure}")
             warn_on_first_rank(notes[-1])

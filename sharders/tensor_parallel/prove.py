@@ -29,6 +29,9 @@ class PlanProof(Verdict):
     divided: Divided | None = None
     """Local values of attributes with which the plan is right; None where it is wrong with all."""
 
+    raised: str = ""
+    """What a module that runs alone raised once it was split, where none around what is split could be compared."""
+
     @property
     def note(self) -> str:
         """For showing."""
@@ -65,22 +68,26 @@ def _prove_alone(runs: ModelRuns, styles: Mapping[str, Style], divided: Divided,
         return PlanProof(unproved=why, divided=divided)
     left: list[str] = []
     proved: list[str] = []
+    raised = ""
     for path in split:
         if any(is_inside(path, scope) for scope in proved):
             continue
         scope, wrong = _first_that_runs(runs, path, styles, divided)
-        if wrong:
-            return PlanProof(f"in module {scope!r} alone, {wrong}")
+        if scope is not None and wrong:
+            return PlanProof(wrong)
+        raised = raised or wrong
         (left if scope is None else proved).append(path if scope is None else scope)
     named = ", ".join(map(repr, (left or proved)[:3]))
     where = f"{named}{' and others' * (len(left) > 3)}" if left else f"outside {named}"
-    return PlanProof(unproved=f"{where}: {why}", divided=divided)
+    return PlanProof(unproved=f"{where}: {why}", divided=divided, raised=raised)
 
 
 def _first_that_runs(
     runs: ModelRuns, path: str, styles: Mapping[str, Style], divided: Divided
 ) -> tuple[str | None, str]:
-    """The outermost module around `path` that runs alone, and what is wrong with the plan there."""
+    """The outermost module around `path` that runs alone and split, and what is wrong with the plan there; where none
+    runs split, what the innermost of those that run whole raises."""
+    raised = ""
     around = [scope for scope in outward(path) if scope and scope != path]
     for scope in around[::-1]:
         module = runs.model.get_submodule(scope)
@@ -90,9 +97,11 @@ def _first_that_runs(
         values = {(below(p, scope), name): value for (p, name), value in divided.items() if is_inside(p, scope)}
         verdict = _alone(runs, scope).verdict(inside, values)
         wrong = verdict.wrong or ""
+        said = wrong and f"in module {scope!r} alone, {wrong}"
         if not verdict.unproved and not wrong.startswith(RAISES):
-            return scope, wrong
-    return None, ""
+            return scope, said
+        raised = said or raised
+    return None, raised
 
 
 def _alone(runs: ModelRuns, scope: str) -> ModelRuns:
