@@ -1,4 +1,4 @@
-"""Tables that are frozen after wrapping, some of a module or all, and trained again: numbers are one process's."""
+"""Tables that are frozen, some of a module or all, and trained again: numbers are one process's."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ def loss_of(module: nn.Module, rank: int, step: int) -> torch.Tensor:
 
 def on_ranks(names: tuple[str, ...], optimizer: str | None) -> tuple[Any, Any]:
     env = ShardingEnv.from_mesh(mesh((2,) * len(names), names))
-    model = DistributedModelParallel(made(optimizer), env, plan=PLAN)
+    module = made(optimizer)
+    freeze(module, ["a", "b", "c"] if optimizer is None else [])  # and trained from the first step
+    model = DistributedModelParallel(module, env, plan=PLAN)
     ordinary = torch.optim.Adam(model.parameters(), lr=LR) if optimizer is None else None
     held = list(model.parameters())
     for step, frozen in enumerate(FROZEN):
@@ -149,6 +151,6 @@ def before_wrapping() -> None:
     loss_of(model, model.env.rank, 0).backward()
 
 
-def test_one_that_was_frozen_before_wrapping_stays_so() -> None:
+def test_one_that_was_frozen_before_wrapping_has_no_state_of_an_optimizer_in_backward() -> None:
     for error in run_ranks(2, before_wrapping, expect=InputError):
         assert "feature 'b' was frozen when it was wrapped" in str(error)

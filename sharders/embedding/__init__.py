@@ -7,7 +7,7 @@
 - `plain`: `nn.EmbeddingBag` and `nn.Embedding` on a mesh
 - `as_written`: whether a module does what its class says, and nothing else
 - `table_module`: what sharded embedding modules share
-- `resting`: tables that were frozen since they were sharded
+- `resting`: tables that are frozen, and may be trained later
 - `representatives`: layouts of a table that stand for every way to cut it
 - `torchrec_form`: what code written for TorchRec's sharded modules finds in ours
 - `unread_weight`: a table's parameter inside the forward: asked for its shape, never read

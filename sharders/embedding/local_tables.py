@@ -85,7 +85,7 @@ class TableStore:
             keys.setdefault((placement.is_local[index], placement.storage_order(index)), []).append(index)
         self.tbes = [self._make(tables, is_local, device) for (is_local, _), tables in keys.items()]
         of_tables = zip(self._views(), placement.tables, strict=True)
-        self.parameters = [nn.Parameter(view, table.trainable) for view, table in of_tables]
+        self.parameters = [nn.Parameter(view, table.trains) for view, table in of_tables]
         self._settle()
 
     def _settle(self) -> None:

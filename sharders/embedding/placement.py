@@ -33,8 +33,8 @@ class Table:
         features: names of the inputs that read it, in the order of the module's results.
         mean: pool by mean instead of sum.
         optimizer: runs in the backward pass; None gives an ordinary `.grad`.
-        trainable: False for a table that was frozen when it was sharded: it has no optimizer state.
-        rests: frozen since; it keeps that.
+        trainable: False for one frozen when it was sharded, without state for its optimizer in the backward pass.
+        rests: another that is frozen, when it was sharded or since; it keeps what state it has.
         group: tells tables apart that have param groups of their own already, by which they are not stored together.
     """
 

@@ -1,5 +1,5 @@
-"""Tables that were frozen since they were sharded, and rest: stored apart from those that are trained, so that updates
-pass them by. They keep their parameters, and the state of their optimizers."""
+"""Tables that are frozen, and rest: stored apart from those that are trained, so that updates pass them by. They keep
+their parameters, and the state of their optimizers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,18 @@ from sharders.embedding.engine import Engine
 from sharders.embedding.placement import Table
 
 
+def at_first(parameter: torch.Tensor) -> tuple[bool, bool]:
+    """Whether a table that is being sharded is trainable, and whether it rests; see `Table`."""
+    if parameter.requires_grad:
+        return True, False
+    rests = not getattr(parameter, "_in_backward_optimizers", ())
+    return rests, rests
+
+
 def resting(engine: Engine) -> list[bool] | None:
     """For each table whether it rests in a forward now; None where the engine is made for that.
 
-    One that was frozen when it was sharded is left to `Engine.begin`, which refuses what there is no state for.
+    One that was sharded without the state of its optimizer is left to `Engine.begin`, which refuses it.
     """
     wants_grad = [p.requires_grad for p in engine.store.parameters]
     if wants_grad == engine.trains or not torch.is_grad_enabled() or not any(wants_grad):

@@ -34,7 +34,7 @@ from sharders.embedding.lookup.optimizers import OptimizerSpec
 from sharders.embedding.peers import find_peers
 from sharders.embedding.placement import Table
 from sharders.embedding.representatives import representatives
-from sharders.embedding.resting import apart, as_they_are, resting
+from sharders.embedding.resting import apart, as_they_are, at_first, resting
 from sharders.embedding.tensor_slice import tensor_ranks
 from sharders.embedding.torchrec_form import TorchRecForm, check_gradients_are_means, make_known
 from sharders.embedding.unread_weight import Unread
@@ -377,11 +377,13 @@ class TableSharder:
         """A table with the optimizer that the sharder, or the kernel of its plan's entry, gives to one without.
 
         One that has its own takes what only the sharder's options say; none where the kernel is `"dense"`, for scripts
-        give such a table to another afterwards: both as under TorchRec.
+        give such a table to another afterwards: both as under TorchRec. One that is frozen gets no state.
         """
         optimizer = None if kernel == "dense" else self.optimizer
         if not table.trainable or ((optimizer or table.optimizer) is None and kernel != "fused"):
             return table
+        if table.rests:
+            return replace(table, trainable=False, rests=False)
         if kernel == "dense":
             _say_once(
                 "the plan's kernel 'dense' makes ordinary parameters of tables that have an optimizer from "
@@ -425,7 +427,7 @@ def make_table(parameter: nn.Parameter, name: str, features: Sequence[str], *, m
     """A table from its parameter, with the optimizer that `apply_optimizer_in_backward` left on it."""
     rows, dim = parameter.shape
     optimizer = optimizer_of(parameter, name) if parameter.requires_grad else None
-    return Table(name, rows, dim, parameter.dtype, tuple(features), mean, optimizer, parameter.requires_grad)
+    return Table(name, rows, dim, parameter.dtype, tuple(features), mean, optimizer, *at_first(parameter))
 
 
 @cache
