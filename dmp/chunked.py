@@ -10,6 +10,7 @@ on another needs no more. It holds no process group; ranks without a chunk know 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
@@ -45,6 +46,19 @@ class _ChunksOnly:
 
 
 CHUNKS_ONLY = _ChunksOnly()
+
+
+class ChunkState(dict[str, Any]):
+    """A state dict of chunks: it may be copied and, tensor by tensor, be given to torch's distributed checkpoint, and
+    not be pickled as if it were whole."""
+
+    __reduce_ex__ = _not_whole
+
+    def __copy__(self) -> ChunkState:
+        return ChunkState(self)
+
+    def __deepcopy__(self, memo: Any) -> ChunkState:
+        return ChunkState(copy.deepcopy(dict(self), memo))
 
 
 class ChunkedTensor(torch.Tensor):

@@ -72,9 +72,9 @@ def goes_on(axis: str, model: DistributedModelParallel, optimizer: torch.optim.O
         torch.testing.assert_close(values[name], value, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def trained(axis: str) -> tuple[DistributedModelParallel, torch.optim.Optimizer]:
+def trained(axis: str, steps: int = 2) -> tuple[DistributedModelParallel, torch.optim.Optimizer]:
     model, optimizer = wrapped(axis)
-    for number in range(2):
+    for number in range(steps):
         step(model, optimizer, number, [model.env.data_rank])
     return model, optimizer
 
@@ -109,8 +109,20 @@ def test_options_of_torchs_functions(axis: str) -> None:
     run_ranks(2, in_memory, axis)
 
 
-def by_optimizer() -> None:
-    """Its own methods, without a step before, and from whole tensors."""
+def by_optimizer(axis: str, path: str) -> None:
+    """Its own methods, through torch's checkpoint, without a step before, and from whole tensors."""
+    model, optimizer = trained(axis)
+    state = optimizer.state_dict()
+    dcp.async_save({"optimizer": state}, checkpoint_id=path).result()  # type: ignore[union-attr]
+    _, first = trained(axis, steps=1)
+    stored = {"optimizer": first.state_dict()}
+    dcp.load(stored, checkpoint_id=path)
+    with pytest.raises(ShardError, match="full_optimizer_state_dict"):
+        pickle.dumps(copy.copy(copy.deepcopy(state)))
+    optimizer.load_state_dict(stored["optimizer"])
+    goes_on(axis, model, optimizer)
+    if axis == "shard":
+        return
     model, optimizer = trained("dp")
     state = optimizer.state_dict()
     assert isinstance(state["state"][0]["exp_avg"], ChunkedTensor)
@@ -140,5 +152,6 @@ def _over(model: nn.Module, other: torch.optim.Optimizer) -> torch.optim.Optimiz
     return optimizer
 
 
-def test_an_optimizers_own_methods() -> None:
-    run_ranks(2, by_optimizer)
+@pytest.mark.parametrize("axis", ["dp", "shard"])
+def test_an_optimizers_own_methods(axis: str, tmp_path: Path) -> None:
+    run_ranks(2, by_optimizer, axis, str(tmp_path))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from dmp.chunked import ChunkedTensor, chunk_views
+from dmp.chunked import ChunkedTensor, ChunkState, chunk_views
 from dmp.errors import ShardError
 from dmp.state.local_chunks import sharded_parameters
 from dmp.wrap import live_models as live
@@ -83,7 +83,8 @@ def _giving(own: Any) -> Any:
         given: dict[str, Any] = own(self)
         of = _chunks_of(_numbered(self.param_groups))
         state = given.get("state", {})
-        return _with_state(given, {i: _given(f"parameter {i}", state[i], *of[i]) for i in of if i in state})
+        whole = _with_state(given, {i: _given(f"parameter {i}", state[i], *of[i]) for i in of if i in state})
+        return ChunkState(whole) if isinstance(given, ChunkState) else whole
 
     return state_dict
 
