@@ -137,6 +137,26 @@ class Job:
         time.sleep(4.0)
         self.step()
 
+    def raise_in_forward(self) -> None:
+        """A forward that raises behind the table, and nothing more: what was raised is kept."""
+        self._raise(self.model.module.over.register_forward_pre_hook)
+
+    def raise_in_backward(self) -> None:
+        self._raise(self.model.module.over.register_full_backward_hook)
+
+    def _raise(self, register: Callable[..., Any]) -> None:
+        def fail(*_: object) -> None:
+            raise ValueError("no such id")
+
+        with register(fail):
+            try:
+                self.step()
+            except ValueError as error:
+                self.kept = error
+        until = time.monotonic() + 20.0
+        while time.monotonic() < until and dmp.ranks.call_log.Verdict.error is None:
+            time.sleep(0.1)
+
     def nothing(self) -> None:
         """As it is."""
 

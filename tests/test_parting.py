@@ -62,6 +62,16 @@ def test_a_loss_that_is_dropped_on_one_rank(tmp_path: Path) -> None:
         assert "has let go of the result of call" in message and seconds < TOLD_S, (message, seconds)
 
 
+@pytest.mark.parametrize("kind", ["dense", "sparse", "fsdp"])
+@pytest.mark.parametrize("which", ["forward", "backward"])
+@pytest.mark.sampled(6)
+def test_a_pass_that_raises_on_one_rank_which_then_does_nothing(kind: str, which: str, tmp_path: Path) -> None:
+    for message, seconds in mortal_ranks(2, part, kind, str(tmp_path), ["step", f"raise_in_{which}"]):
+        assert message.startswith("RanksError: the ranks have parted ways: rank 0 is in "), message
+        assert f"where the {which} pass raised ValueError: no such id; " in message, message
+        assert seconds < TOLD_S, seconds
+
+
 @slow
 def test_a_rank_that_compiles_is_waited_for() -> None:
     """However still it stands; without a word of it, it would have parted from the others."""

@@ -13,6 +13,7 @@ Which to use, in a call that all ranks of a group make together:
     `at_work`           around what takes long on one rank, such as compiling: it is not taken for one that waits
     `raise_cause`       in place of what torch says of a collective that broke
     `take_turn`         before a collective of torch's that ranks may begin in different orders
+    `note_left`         of a pass that raises here alone; `begin_pass` where one begins
     `parted_text`       what an error says where ranks are found in different calls
     `raise_verdict`     every so often in a wait that is no collective
 
@@ -27,6 +28,7 @@ In reading order:
 - `watchdog`: a thread that sees when ranks part ways, or one is dead
 - `answers`: where each rank says it is, and what that means
 - `connections`: gloo's connections of this process, and an end to them
+- `left`: errors by which this rank alone may have left a pass
 - `stacks`: where a thread of this process is
 - `launch`: the process group of a launch that made none
 """
@@ -37,9 +39,11 @@ from dmp.ranks.entry import at_work, calls_so_far, entry, raise_cause, raise_ver
 from dmp.ranks.exchange import compare_facts, gather_objects, gather_words
 from dmp.ranks.failing import fail_together, from_first, numbers_of_all, raise_on_all, results_of_all
 from dmp.ranks.groups import control_group, own_group
+from dmp.ranks.left import begin_pass, note_left
 from dmp.ranks.turns import take_turn
 from dmp.ranks.watchdog import PeerLost
 
 __all__ = ["PeerLost", "RanksError", "at_work", "calls_so_far", "compare_facts", "control_group", "entry"]
 __all__ += ["gather_objects", "gather_words", "numbers_of_all", "own_group", "raise_cause", "raise_on_all"]
 __all__ += ["fail_together", "from_first", "parted_text", "raise_verdict", "results_of_all", "take_turn"]
+__all__ += ["begin_pass", "note_left"]

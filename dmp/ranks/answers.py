@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dmp.ranks import call_log
+from dmp.ranks.left import LEFT_S
 
 SUSPECT_S = 1.5  # in one entry, before others are asked
 STILL_S = 4.0
@@ -27,6 +28,9 @@ class Answer(NamedTuple):
         waits_in: see `Place`.
         line: likewise.
         still_s: for how long nothing has moved.
+        left: how it has left its last pass, seconds ago, and key of a sequence -> numbers of calls made in that; see
+            [Note: left] in left.py.
+        handles: the error that it handles now, in code of its own.
     """
 
     asked: int
@@ -35,6 +39,8 @@ class Answer(NamedTuple):
     waits_in: str
     line: str
     still_s: float
+    left: tuple[str, float, dict[str, list[int]]]
+    handles: str
 
     def of_sequence(self, key: str) -> list[Any]:
         return [one for one in self.running if one[0] == key]
@@ -44,7 +50,14 @@ class Answer(NamedTuple):
         names = [one[2] for one in self.running if not key or one[0] == key]
         match = [one[2] for one in self.running if one[0] == key and one[1] == number]
         name = match[0] if match else names[0] if names else self.waits_in or "code of its own"
-        return f"in {name}" + (f" ({self.line})" if self.line else "")
+        why = self.left[0] or (self.handles and f"{self.handles} was raised")
+        why = f", where {why}" if self.is_idle and why else ""
+        return f"in {name}" + (f" ({self.line})" if self.line else "") + why
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it is in code of its own."""
+        return not (self.running or self.waits_in)
 
 
 def find_parted(mine: Sequence[call_log.Entry], answers: Mapping[int, Answer], rank: int) -> str | None:
@@ -89,6 +102,35 @@ def find_all_still(ranks: Collection[int], answers: Mapping[int, Answer], asked:
     if len({answer.shown().partition(" (")[0] for answer in answers.values()}) == 1:
         return None
     return parted_text({rank: answer.shown() for rank, answer in answers.items()})
+
+
+def find_left(
+    mine: Sequence[call_log.Entry], answers: Mapping[int, Answer], rank: int, patience_s: float
+) -> str | None:
+    """What to say where this rank waits for one that an error has taken out of a pass, and that has not come back.
+
+    Args:
+        mine: this rank's entries.
+        answers: by rank, this one's too.
+        rank: this one.
+        patience_s: for how long it may be in code of its own.
+    """
+    now = time.monotonic()
+    waits_s = max([answers[rank].still_s, *(now - entry.since for entry in mine)])
+    passed = {(entry.sequence.key, entry.backward_of) for entry in mine if entry.backward_of is not None}
+    for other, answer in answers.items():
+        text, since_s, calls = answer.left
+        is_known = any(number in calls.get(key, ()) for key, number in passed)
+        bound_s = min(patience_s, LEFT_S) if is_known else patience_s
+        if other != rank and text and answer.is_idle and min(since_s, waits_s) >= bound_s:
+            return parted_text({r: each.shown() for r, each in answers.items()})
+    return None
+
+
+def who_is_idle(answers: Mapping[int, Answer]) -> str:
+    """Where those are that are in code of their own; "" where all are in calls."""
+    texts = [f"rank {rank} is {answer.shown()}" for rank, answer in sorted(answers.items()) if answer.is_idle]
+    return "; ".join(texts[:_SHOWN])
 
 
 def who_is_awaited(entry: call_log.Entry, answers: Mapping[int, Answer]) -> str:

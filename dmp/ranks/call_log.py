@@ -12,7 +12,7 @@ import time
 import weakref
 from collections import deque
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 
@@ -34,8 +34,10 @@ class Sequence:
         dropped: numbers of calls whose results were let go before that.
         turn: the last of torch's collectives of which ranks have agreed, see [Note: turns] in turns.py; and where it
             ends a pass, `num_passes`.
-        num_passes: that have ended since the last step.
+        num_passes: that have ended since the last step; num_steps: since the last pass.
         follows: what came after each of them the last time.
+        details: of steps, how they were made the last time.
+        posted: words that are on their way, see `post_words` in exchange.py; or None.
     """
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
@@ -43,8 +45,10 @@ class Sequence:
         self.backwards: list[tuple[str, int]] = []
         self.awaited: dict[int, weakref.ref[Any]] = {}
         self.dropped: deque[int] = deque(maxlen=_DROPPED)
-        self.turn, self.num_passes = ("", 0), 0
+        self.turn, self.num_passes, self.num_steps = ("", 0), 0, 0
         self.follows: dict[tuple[str, int], str] = {}
+        self.details: dict[tuple[str, int], str] = {}
+        self.posted: Any = None
 
     def await_backward(self, number: int, result: Any) -> None:
         """Note when a call's result is let go, and with it the backward pass that others may wait in."""
@@ -54,6 +58,19 @@ class Sequence:
                 self.dropped.append(number)
 
         self.awaited[number] = weakref.ref(result, drop)
+        made.append((self, number))
+
+
+class Left:
+    """How this rank has left a pass last, until it is in a call again; see [Note: left] in left.py."""
+
+    text = ""
+    since = 0.0
+    calls: ClassVar[dict[str, list[int]]] = {}
+
+
+made: list[tuple[Sequence, int]] = []
+"""Calls of the forward under way, or of the last one, whose backward pass is to come."""
 
 
 class Entry:
@@ -90,6 +107,7 @@ sequences: dict[str, Sequence] = {}
 def begin(name: str, sequence: Sequence, backward_of: int | None = None) -> Entry:
     if Verdict.error is not None and not Verdict.ranks.isdisjoint(sequence.ranks):
         raise type(Verdict.error)(str(Verdict.error))
+    Left.text = ""
     entry = Entry(name, sequence, backward_of)
     if backward_of is not None:
         sequence.awaited.pop(backward_of, None)
@@ -106,6 +124,8 @@ def end(entry: Entry) -> None:
 def forget() -> None:
     """Start over, with a new default group."""
     running.clear()
+    made.clear()
+    Left.text = ""
     Verdict.error, Verdict.ranks = None, frozenset()
     parts.clear()
     sequences.clear()

@@ -11,7 +11,7 @@ import hashlib
 import pickle
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,10 +33,10 @@ def gather_words(what: str, words: Sequence[int], group: dist.ProcessGroup | Non
     """
     if group is None:
         return [list(words)]
+    settle(group)
     with entry(what, group) as here:
         control = control_group(group)
-        device = device_of(control)
-        mine = torch.tensor([_digest(what), here.number, *words], dtype=torch.int64, device=device)
+        mine = torch.tensor([_digest(what), here.number, *words], dtype=torch.int64, device=device_of(control))
         rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
         dist.all_gather(rows, mine, group=control)
         said: list[list[int]] = torch.stack(rows).tolist()
@@ -44,6 +44,42 @@ def gather_words(what: str, words: Sequence[int], group: dist.ProcessGroup | Non
         if any(row[0] != said[0][0] for row in said):
             _raise_parted(_outermost(what), control)
         return [row[2:] for row in said]
+
+
+class _Posted(NamedTuple):
+    what: str
+    mine: torch.Tensor
+    rows: list[torch.Tensor]
+    work: dist.Work
+
+
+def post_words(what: str, group: dist.ProcessGroup) -> None:
+    """Begin to compare what this call is, and go on; `settle` waits for it, as does the next exchange of the group."""
+    settle(group)
+    with entry(what, group) as here:
+        control = control_group(group)
+        mine = torch.tensor([_digest(what), here.number, 0, 0], dtype=torch.int64, device=device_of(control))
+        rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+        work = dist.all_gather(rows, mine, group=control, async_op=True)
+        call_log.sequence_of(group).posted = _Posted(what, mine, rows, work)
+
+
+def settle(group: dist.ProcessGroup) -> None:
+    """Wait for what was posted, if anything was.
+
+    Raises:
+        RanksError: on every rank that has posted: others were in another call.
+    """
+    sequence = call_log.sequence_of(group)
+    posted: _Posted | None = sequence.posted
+    if posted is None:
+        return
+    sequence.posted = None
+    with entry(posted.what, group):
+        posted.work.wait()
+        said = [int(row[0]) for row in posted.rows]
+        if any(each != said[0] for each in said):
+            _raise_parted(_outermost(posted.what), control_group(group))
 
 
 def _outermost(what: str) -> str:

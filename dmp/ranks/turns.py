@@ -17,35 +17,44 @@ import torch.distributed as dist
 
 from dmp.ranks import call_log
 from dmp.ranks.entry import entry
-from dmp.ranks.exchange import gather_words
+from dmp.ranks.exchange import gather_words, post_words, settle
 
 _MOST = 64  # passes before a step that are told apart
 
 
 @contextmanager
-def take_turn(what: str, group: dist.ProcessGroup, *, is_step: bool = False, ends_pass: bool = False) -> Iterator[None]:
+def take_turn(what: str, group: dist.ProcessGroup, *, detail: str = "", ends_pass: bool = False) -> Iterator[None]:
     """Around what all ranks of a group begin next, once that is known.
 
     Args:
         what: the same text on all ranks, and for messages: `gathering the weights of 'layers.0'`.
-        is_step: of an optimizer.
+        detail: of a step of an optimizer: the same and how it is made, which may change from one to the next. Where it
+            has, ranks compare that while they go on, and hear of it in the next pass, or before the next step.
         ends_pass: a backward pass, of which programs run several before a step.
 
     Raises:
-        RanksError: on every rank: they do not.
+        RanksError: on every rank: they do not; or, the last step was made in other ways.
     """
     sequence = call_log.sequence_of(group)
     before = sequence.turn
-    expected = sequence.follows.get(before)
-    name = what if expected in (None, what) else f"{what}, where {expected} came the last time"
+    expected, was = sequence.follows.get(before), sequence.details.get(before, "")
+    text, last_text = detail or what, was or expected
+    name = text if last_text in (None, text) else f"{text}, where {last_text} came the last time"
+    if detail or ends_pass:
+        settle(group)
     with entry(name, group):
         if expected != what:
             gather_words(name, [0, 0], group)
             sequence.follows[before] = what
-        sequence.num_passes = 0 if is_step else min(sequence.num_passes + ends_pass, _MOST)
+        elif was != detail:
+            post_words(name, group)
+        if detail:
+            sequence.details[before] = detail
+        sequence.num_passes = 0 if detail else min(sequence.num_passes + ends_pass, _MOST)
+        sequence.num_steps = min(sequence.num_steps + 1, _MOST) if detail else 0
         # only what follows a pass, another or a step, depends on how many there were: at first as after one fewer
         last = what, sequence.num_passes - 1
-        sequence.turn = what, sequence.num_passes if ends_pass else 0
+        sequence.turn = what, sequence.num_passes if ends_pass else sequence.num_steps
         if ends_pass and last in sequence.follows:
             sequence.follows.setdefault(sequence.turn, sequence.follows[last])
         yield

@@ -6,6 +6,7 @@ which every rank writes down where it is; the one that asked compares:
     the same entry, or one that the other has passed     the other is slow, or idle: wait
     another entry of the same number                     they have parted
     nobody moves at all, in different calls              they have parted: see [Note: still]
+    none, after an error that has left a pass there      it does not come: see [Note: left] in left.py
     it has ended, or does not answer for a minute        it is lost
 The first to know writes the *verdict* into the store; every rank that it concerns reports it to the log, then ends its
 gloo connections, so that what waits raises at once, and entries turn that into the verdict.
@@ -30,8 +31,19 @@ import torch.distributed as dist
 
 from dmp.errors import RanksError
 from dmp.ranks import call_log
-from dmp.ranks.answers import STILL_S, SUSPECT_S, Answer, find_all_still, find_parted, ranks_are, who_is_awaited
+from dmp.ranks.answers import (
+    STILL_S,
+    SUSPECT_S,
+    Answer,
+    find_all_still,
+    find_left,
+    find_parted,
+    ranks_are,
+    who_is_awaited,
+    who_is_idle,
+)
 from dmp.ranks.connections import shut_all, traffic
+from dmp.ranks.left import handled, left
 from dmp.ranks.stacks import place_of
 
 _log = logging.getLogger("dmp")
@@ -215,6 +227,8 @@ class Watchdog:
             "come": {key: [s.number, s.last, list(s.dropped)] for key, s in list(call_log.sequences.items())},
             "running": [[e.sequence.key, e.number, e.name, round(now - e.since, 2)] for e in running],
             "waits_in": place.waits_in,
+            "left": left(),
+            "handles": "" if running or place.waits_in else handled(self._main),
             "line": ", ".join(filter(None, (place.line, *call_log.work))),
             "still_s": round(still_s, 2),
         }
@@ -237,7 +251,7 @@ class Watchdog:
         verdict = self._ended(ranks, answers, ended, now, still_s)
         if verdict is None:
             answers[self.rank] = Answer(**json.loads(self._store.get(f"at/{self.rank}")))
-            text = find_parted(mine, answers, self.rank)
+            text = find_parted(mine, answers, self.rank) or find_left(mine, answers, self.rank, self._patience_s)
             if text is None and still_s > STILL_S:
                 text = find_all_still([rank for rank in ranks if rank != self.rank], answers, self._asked)
             verdict = None if text is None else ("parted", text)
@@ -300,14 +314,15 @@ class Watchdog:
     def _warn(self, absent: list[int], answers: dict[int, Answer], still_s: float) -> None:
         """Once for each wait, for whom it is: they may be slow, or never come."""
         waiting = next(iter(list(call_log.running.values())), None)
-        if self._warned_of is not None and self._warned_of is waiting:
+        wait = self._still_since if waiting is None else waiting
+        if self._warned_of == wait:
             return
-        self._warned_of = waiting
+        self._warned_of = wait
         texts = [f"{ranks_are(absent, 'has', 'have')} come to no call of dmp so far"] if absent else []
-        if waiting is not None:
-            texts.append(who_is_awaited(waiting, answers))
+        texts.append(who_is_idle(answers) if waiting is None else who_is_awaited(waiting, answers))
         if any(texts):
-            name, text = "" if waiting is None else waiting.name, "; ".join(filter(None, texts))
+            name = place_of(self._main).waits_in if waiting is None else waiting.name
+            text = "; ".join(filter(None, texts))
             _log.warning("rank %d has waited for %d s in %s: %s", self.rank, still_s, name, text)
 
     def _host_is_gone(self, error: Exception) -> None:

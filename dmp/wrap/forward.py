@@ -12,7 +12,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 
 from dmp.env import ShardingEnv
 from dmp.errors import ShardError
-from dmp.ranks import raise_cause
+from dmp.ranks import begin_pass, note_left, raise_cause
 from dmp.wrap.skeleton import put_back
 from dmp.wrap.step_turns import agree_on_forward
 
@@ -21,6 +21,7 @@ def _forward(model: Any, *args: Any, **kwargs: Any) -> Any:
     """The module's forward."""
     _refuse_tracing(args, kwargs)
     _refuse_graphs(model.env)
+    begin_pass()
     model.hold_parameters()
     agree_on_forward(model)
     try:
@@ -29,6 +30,8 @@ def _forward(model: Any, *args: Any, **kwargs: Any) -> Any:
     except BaseException as error:
         if model.skeleton is not None and not isinstance(error, _StopRecomputationError):  # else it goes on backward
             put_back(model.module)
+        if torch.is_grad_enabled() and not isinstance(error, _StopRecomputationError):
+            note_left("the forward pass", error)
         if isinstance(error, RuntimeError):  # of a collective of torch's, which no entry of ours is around
             raise_cause(error)
         raise

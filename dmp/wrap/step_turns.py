@@ -3,9 +3,9 @@
 A step that one rank alone passes over (`if loss.isfinite(): optimizer.step()`), or makes with another learning rate,
 lets copies part, and of split weights updates a part, without a word. Where a model has tables, ranks compare what
 steps they have made in the header of the next lookup, which costs nothing. Of others, each step is a turn, see
-[Note: turns] in ranks/turns.py: one with other options than the last is met for before it is made, and one that is
-passed over leaves the next pass to follow what it does not. Steps inside a backward pass are made by hooks on
-gradients, which some ranks may have in other orders: they are not looked at.
+[Note: turns] in ranks/turns.py: one with other options than the last, as of a schedule, is compared while ranks go on,
+and one that is passed over leaves the next pass to follow what it does not. Steps inside a backward pass are made by
+hooks on gradients, which some ranks may have in other orders: they are not looked at.
 """
 
 from __future__ import annotations
@@ -80,13 +80,13 @@ def _before(optimizer: Optimizer, *_: Any) -> None:
     for model in (found for of in known.models if (found := of()) is not None):
         text, calls = known.text(optimizer), model._calls
         if calls.num_compared < model.env.size and not _is_joining(model.running):
-            _meet(f"{text}, of {calls.model}", model)
+            _meet(f"{type(optimizer).__name__}.step() of {calls.model}", f"{text}, of {calls.model}", model)
         calls.note_step(text)
 
 
-def _meet(what: str, model: Any) -> None:
+def _meet(what: str, detail: str, model: Any) -> None:
     try:
-        with take_turn(what, model.env.everyone, is_step=True):
+        with take_turn(what, model.env.everyone, detail=detail):
             pass
     except RanksError as error:
         raise RanksError(
