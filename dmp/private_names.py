@@ -116,6 +116,6 @@ Others
   `_optimizer_step`, `_wait_for_batch`, `_copy_batch_to_gpu`, `_prefetch`, `_connect`: parts of TorchRec's pipelines,
   for a message to who calls or overrides them
 - `_save_param_groups`, `_warmup_param`: of TorchRec's keyed optimizers
-- `_current_frames`, `_current_exceptions`, `_getframe`: of Python's `sys`, where threads stand, which error they handle,
-  and which code reads a weight
+- `_current_frames`, `_current_exceptions`, `_getframe`: of Python's `sys`, where threads stand, which error they
+  handle, and which code reads a weight
 """

@@ -3,6 +3,9 @@
 [Note: two forms] TorchRec's plan says, for the path of a module and the name of a table, a sharding type, a compute
 kernel, and the shards with their ranks, of which some may be empty. Ours says for a parameter's name a layout and,
 where TorchRec's plan said it, the kernel. Rectangles are the same in both; a sharding type is TorchRec's name of some.
+Copies have the kernel 'dense' in TorchRec, whose others would let them part; that ours are updated in the backward pass
+all the same is said by an attribute of ours, which TorchRec does not look at, and which goes with the plan where that
+is copied or pickled.
 """
 
 from __future__ import annotations
@@ -144,6 +147,8 @@ def _entry(theirs: Any, shape: tuple[int, ...], env: ShardingEnv | None, where: 
             _say_once(f"a plan of TorchRec's has {name}, which says how FBGEMM holds tables; it changes nothing here")
     shards = _shards(theirs, where)
     layout = data_parallel() if shards is None else _named(shards, shape, env)
+    if getattr(theirs, "updated_in_backward", False):
+        return ParameterSharding(layout, None, str(theirs.sharding_type))
     return ParameterSharding(layout, "dense" if kernel == "dense" else "fused", str(theirs.sharding_type))
 
 
@@ -231,7 +236,9 @@ def torchrec_plan_of(
         spec = None if is_whole else EnumerableShardingSpec(metadata)
         path, table = _path_and_table(name)
         of_module = found.setdefault(path, EmbeddingModuleShardingPlan())
-        of_module[table] = Theirs(said, kernel, [s.rank for s in theirs], spec)
+        of_module[table] = made = Theirs(said, kernel, [s.rank for s in theirs], spec)
+        if is_whole and entry.kernel is None and name in setting.fused:
+            made.updated_in_backward = True  # see [Note: two forms]
     return TheirPlan(found)
 
 

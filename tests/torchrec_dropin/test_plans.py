@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -103,6 +105,17 @@ def test_every_sharding_type_by_its_rectangles_and_back(env: ShardingEnv) -> Non
             assert sorted(wanted) == sorted(_ours(plan[name], shape, env, each.sharding_spec is None)), name
     assert plan.to_torchrec(model, env, local_size=2) == theirs
     assert ShardingPlan.from_json(plan.to_json()) == plan == ShardingPlan.from_torchrec(theirs, model, env)
+
+
+def test_copies_that_are_updated_in_the_backward_pass_and_back() -> None:
+    module = make_module("ebc")
+    attach(module.embedding_bags["t0"], "sgd")
+    plan = ShardingPlan({f"embedding_bags.t{i}.weight": data_parallel() for i in range(2)})
+    theirs = copy.deepcopy(pickle.loads(pickle.dumps(plan.to_torchrec(module, FOUR))))
+    assert [each.compute_kernel for each in theirs.plan[""].values()] == ["dense", "dense"]  # others part there
+    back = ShardingPlan.from_torchrec(theirs, module, FOUR)
+    assert [back[name].kernel for name in plan] == [None, "dense"]
+    assert back.to_torchrec(module, FOUR) == theirs
 
 
 def _holder(path: str) -> str:
