@@ -5,6 +5,9 @@ PY := .venv/bin/python
 # One thread per process: the ranks share the cores.
 export OMP_NUM_THREADS ?= 1
 
+# Else each of the suite's hundred processes would compile our sources again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo demo-torchrec test test-all fuzz lint bench bench-transformer bench-state bench-planner clean
 
 demo: .venv/.installed

@@ -3,11 +3,11 @@ sample of what has many cases."""
 
 from __future__ import annotations
 
+import gc
 import random
 from collections import defaultdict
 
 import pytest
-import torch
 
 LONGEST = (
     *("test_dlrm_example", "test_transformer_example", "test_elastic", "test_generative_recommender"),
@@ -18,7 +18,11 @@ LONGEST = (
 """Files that take more than ten seconds of the quick suite: where two run at a time, none should begin last."""
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput"):
+        return  # its workers run the tests; torch takes seconds to import
+    import torch
+
     torch.set_num_threads(1)
     torch.set_warn_always(True)  # else the first test to meet a warning hides it from the others
 
@@ -28,11 +32,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     _leave_a_sample(items)
     place = {name: i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+    import torch
+
     if torch.cuda.is_available():
         return
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     items[:] = [item for item in items if item not in gpu]
     config.hook.pytest_deselected(items=gpu)
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # what was imported stays: no collection need look at it
 
 
 def _leave_a_sample(items: list[pytest.Item]) -> None:

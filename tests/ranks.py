@@ -52,6 +52,8 @@ COLLECTIVE_TIMEOUT_S = 60.0
 GRACE_S, EXPECTED_GRACE_S = 2.0, 20.0
 """How long the others may still take once one rank has raised; the second where a test expects every rank to."""
 
+_ROOT = Path(__file__).resolve().parents[1]
+
 _PRELOAD = (
     "torch",
     "torch._dynamo",
@@ -59,11 +61,19 @@ _PRELOAD = (
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "torchrec",
+    "numba",
+    "scipy.optimize",
     "pytest",
-    "dmp",
+    *(
+        ".".join(path.relative_to(_ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for package in ("dmp", "sharders", "planner")
+        for path in sorted((_ROOT / package).rglob("*.py"))
+        if path.stem != "__main__"
+    ),
     "tests.ranks",
 )
-"""What the server imports; one that cannot be imported is left to the worker that needs it."""
+"""What the server imports; one that cannot be imported is left to the worker that needs it. Ours are imported whole:
+they import one another when first used, which took each new worker a second."""
 
 
 class RankError(AssertionError):
@@ -256,9 +266,8 @@ def _fork_server() -> Any:
     """The context whose processes are forked from a server with `_PRELOAD` imported."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(_PRELOAD))
-    root = str(Path(__file__).resolve().parents[1])
     settings = {
-        "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH")))),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH")))),
         "OMP_NUM_THREADS": "1",
     }
     if sys.platform == "linux":
