@@ -28,6 +28,7 @@ IN_FILES := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 test: .venv/.installed
 	$(PY) -m pytest tests -m "not slow" $(IN_FILES)
 
+test-all: export FRESH_INTERPRETERS := 1
 test-all: .venv/.installed
 	$(PY) -m pytest tests $(IN_FILES)
 

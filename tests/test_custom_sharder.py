@@ -2,43 +2,37 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.programs import run_program
+
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "custom_sharder.py"
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
 
 
-def run(*arguments: str, path: Path | None = None) -> str:
+def run(*arguments: str, processes: int = 1, path: Path | None = None, **options: Any) -> str:
     """Output of a Python process that finds the project, and what lies in `path`."""
-    places = [str(path), str(ROOT)] if path else [str(ROOT)]
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(places)},
-    )
+    done = run_program(arguments, processes, path=[path] if path else [], **options)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 @pytest.mark.parametrize(
-    ("size", "arguments"),
+    ("size", "arguments", "processes"),
     [
-        pytest.param(1, [str(EXAMPLE), "1"], marks=pytest.mark.slow),
-        (2, [str(EXAMPLE)]),
-        pytest.param(3, [*TORCHRUN, "--nproc_per_node=3", str(EXAMPLE)], marks=pytest.mark.slow),
+        pytest.param(1, ["1"], 1, marks=pytest.mark.slow),
+        pytest.param(2, [], 1, marks=pytest.mark.slow),
+        (2, [], 2),
+        pytest.param(3, [], 3, marks=pytest.mark.slow),
     ],
 )
-def test_example_proves_what_it_says(size: int, arguments: list[str]) -> None:
-    said = run(*arguments)
+def test_example_proves_what_it_says(size: int, arguments: list[str], processes: int) -> None:
+    """Its processes are torchrun's, or its own."""
+    said = run(str(EXAMPLE), *arguments, processes=processes)
     assert f"{size} processes; the planner's plan:" in said
     assert "experts.weight" in said
     assert "20 steps equal one process on the whole batch: outputs, gradients, weights" in said
@@ -71,11 +65,11 @@ def test_an_installed_plugin_is_found(tmp_path: Path) -> None:
     shutil.copytree(EXAMPLE.parent / "plugin", tmp_path / "examples" / "plugin")  # pip builds inside it
     target = tmp_path / "installed"
     options = ["--quiet", "--disable-pip-version-check", "--no-index", "--no-deps", "--no-build-isolation"]
-    run("-m", "pip", "install", *options, "--target", str(target), str(tmp_path / "examples" / "plugin"))
+    plugin = str(tmp_path / "examples" / "plugin")
+    run("-m", "pip", "install", *options, "--target", str(target), plugin, is_fresh=True)
     assert [path.name for path in target.glob("*.py")] == ["custom_sharder.py"]
 
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    on_two, on_one = ([*TORCHRUN, f"--nproc_per_node={size}", str(program)] for size in (2, 1))
-    assert run(*on_two, path=target).strip() == "ShardedExperts ['0.weight'] (3, 3, 2)"
-    assert run(*on_one, path=EXAMPLE.parent).strip() == "Experts [] (6, 3, 2)"
+    assert run(str(program), processes=2, path=target).strip() == "ShardedExperts ['0.weight'] (3, 3, 2)"
+    assert run(str(program), processes=2, path=EXAMPLE.parent).strip() == "Experts [] (6, 3, 2)"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -17,21 +16,15 @@ from arguments import parse_arguments
 from generate import generate
 from launch import make_env
 
+from tests.programs import run_program
+
 ROOT = Path(__file__).resolve().parents[1]
 TRAIN = str(ROOT / "examples" / "dlrm" / "train.py")
 SMALL = ["--rows", "500", "--dim", "8", "--batch-size", "256"]
 
 
 def run(processes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return subprocess.run(
-        [sys.executable, *launcher, TRAIN, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-    )
+    return run_program([TRAIN, *arguments], processes)
 
 
 def auc(result: subprocess.CompletedProcess[str]) -> float:

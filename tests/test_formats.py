@@ -5,9 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,6 +29,7 @@ from dmp.checkpoint.sources import stored_piece
 from tests import formats_jobs
 from tests.bench.state_peak import peak_above
 from tests.formats_jobs import LAYOUTS, ROOT, Model, assert_equal, once, save_hugging_face, sharded
+from tests.programs import run_program
 from tests.ranks import mesh, run_ranks
 
 pytestmark = formats_jobs.pytestmark
@@ -282,16 +280,7 @@ def test_a_rank_reads_its_rows_a_piece_at_a_time(kind: str, tmp_path: Path, monk
 
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_example(processes: int) -> None:
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
-    done = subprocess.run(
-        [sys.executable, *launch, "examples/load_checkpoint.py"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-    )
+    done = run_program(["examples/load_checkpoint.py"], processes)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("the same weights as one process") == processes
     assert len((ROOT / "examples" / "load_checkpoint.py").read_text().splitlines()) <= 40

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,7 @@ import torch
 import transformers
 
 from dmp import DistributedModelParallel, ShardingEnv, clip_grad_norm_, full_state_dict, to_unsharded
+from tests.programs import run_program
 from tests.ranks import mesh as mesh_of
 from tests.ranks import run_ranks
 
@@ -79,15 +77,7 @@ def test_equals_the_plain_model(shape: tuple[int, ...], names: tuple[str, ...], 
 
 
 def test_example_trains_and_gives_a_plain_model_back(tmp_path: Path) -> None:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    result = subprocess.run(
-        [sys.executable, *launcher, EXAMPLE, "--axes", "tp", "--steps", "20", "--save", str(tmp_path / "saved")],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-    )
+    result = run_program([EXAMPLE, "--axes", "tp", "--steps", "20", "--save", str(tmp_path / "saved")], 2)
     assert result.returncode == 0, result.stdout + result.stderr
     assert re.search(r"2 x model\.layers\.\*\.mlp\.down_proj\.weight +rowwise", result.stdout)  # the plan
     losses = [float(x) for x in re.findall(r"^step \d+: loss ([0-9.]+)$", result.stdout, re.M)]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.programs import IS_FRESH, run_program
 
 ROOT = Path(__file__).parent.parent
 
@@ -27,25 +26,17 @@ def test_program_is_short() -> None:
     assert len(program().strip().splitlines()) <= 30
 
 
-@pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]])
-def test_program_runs(launcher: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("processes", [1, 2])
+def test_program_runs(processes: int, tmp_path: Path) -> None:
+    """Here torchrun itself, whatever the suite: the one way to start in the README."""
     (tmp_path / "program.py").write_text(program())
-    done = subprocess.run(
-        [sys.executable, *launcher, "program.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run_program(["program.py"], processes, cwd=tmp_path, is_fresh=IS_FRESH or processes > 1)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "checkpoint" / "plan.json").exists()
-    ranks = 2 if launcher else 1
     losses = [
         [float(loss) for loss in re.findall(rf"rank {rank}, step \d: loss (\d\.\d+)", done.stdout)]
-        for rank in range(ranks)
+        for rank in range(processes)
     ]
     assert all(len(of_rank) == 10 and of_rank[-1] < 0.5 * of_rank[0] for of_rank in losses), done.stdout
     for said in ("items.weight  table_wise(0)", "items.weight: not compared, updated in the", "(top): Linear"):
-        assert done.stdout.count(said) == ranks
+        assert done.stdout.count(said) == processes

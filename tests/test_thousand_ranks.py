@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+from tests.programs import run_program
 
-ROOT = Path(__file__).parent.parent
 PROGRAM = """
 import warnings; warnings.simplefilter("ignore")  # TorchRec's imports; this process is not about warnings
 import torch
@@ -100,13 +96,6 @@ def test_splits_a_transformer_over_a_thousand_ranks() -> None:
 
 def run(program: str) -> None:
     """In a process of its own, for the fake process group is the process's."""
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = run_program(["-c", program])
     assert done.returncode == 0, done.stderr
     assert "wrapped" in done.stdout

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import re
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 
 from dmp import ShardingEnv
+from tests.programs import run_program
 from tests.ranks import mesh as mesh_of
 from tests.ranks import run_ranks
 
@@ -26,15 +26,7 @@ TOLERANCE = 1e-4  # bits per byte
 
 
 def command(processes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return subprocess.run(
-        [sys.executable, *launcher, TRAIN, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-    )
+    return run_program([TRAIN, *arguments], processes)
 
 
 @cache
