@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 
 from dmp import ShardingEnv
+from tests import elastic_run
 from tests.elastic_run import SAVE_EVERY, STEPS
+from tests.programs import IS_FRESH
 from tests.ranks import _fork_server
 from tests.survival_jobs import GLOBAL_BATCH, dense_optimizer, make, train
 
@@ -27,15 +29,16 @@ LAST_CALL_S, KEEP_ALIVE_S, MISSED = 1, 1, 6  # in whole seconds: what torchrun's
 
 
 def agent(name: str, folder: str, store: str, script: list[str], environment: dict[str, str]) -> None:
-    """What `torchrun` runs: one machine's agent, with one worker."""
-    from torch.distributed.run import main
+    """What `torchrun` runs: one machine's agent, with one worker. This one forks what it would else have to import."""
+    from torch.distributed.launcher.api import elastic_launch
+    from torch.distributed.run import config_from_args, parse_args, run
 
     os.setsid()
     with open(os.path.join(folder, f"{name}.err"), "w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     os.environ.update(environment, AGENT=name)
-    main(
+    args = parse_args(
         [
             "--nnodes=1:2",
             "--nproc-per-node=1",
@@ -49,6 +52,12 @@ def agent(name: str, folder: str, store: str, script: list[str], environment: di
             *script,
         ]
     )
+    if IS_FRESH:
+        run(args)
+    else:
+        config, _, _ = config_from_args(args)
+        config.start_method = "fork"
+        elastic_launch(config, elastic_run.main)(Path(folder), script[2:])
 
 
 class Agents:
