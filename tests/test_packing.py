@@ -77,6 +77,7 @@ def test_each_rank_gets_its_lengths_ids_and_weights(at_once: bool) -> None:
 
 
 @pytest.mark.parametrize("told", [{"NUMBA_CPU_NAME": "generic"}, {"NUMBA_ENABLE_AVX": "0"}])
+@pytest.mark.sampled(2)
 def test_what_the_user_says_of_the_cpu_is_heeded(told: dict[str, str], tmp_path: Path) -> None:
     """Where this CPU has AVX-512, LLVM ended the process: "Do not know how to split the result of this operator!"."""
     pytest.importorskip("numba")

@@ -137,6 +137,7 @@ def least_cost(p: Problem) -> float:
     ("above", "lacks", "partly", "near"),
     [(1.1, False, False, 0.85), (1e4, False, False, 0.85), (1e4, True, False, 0.75), (1e4, True, True, 0.75)],
 )
+@pytest.mark.sampled(2)
 def test_below_every_plan_and_not_far_below(above: float, lacks: bool, partly: bool, near: float) -> None:
     parts = []
     for seed in range(40):
@@ -297,8 +298,9 @@ def doubled(p: Problem, factor: float, at: int = 2) -> Problem:
     return replace(p, table=table, base=more(p.base), setups=more(p.setups), span=np.insert(p.span, at, p.span[before]))
 
 
-def test_phases_in_proportion_are_one() -> None:
-    for seed in range(8):
+@pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 8), marks=pytest.mark.slow)], ids=str)
+def test_phases_in_proportion_are_one(seeds: range) -> None:
+    for seed in seeds:
         r = np.random.default_rng(seed)
         p = doubled(drawn(seed, int(r.integers(3, 9)), 16, (1, 2, 4, 8), 6, 1e9, 4), 0.5)
         fewer, phases = joined(p)

@@ -145,6 +145,7 @@ def test_near_the_optimum_and_never_below_the_bound(capacity: float) -> None:
 
 @pytest.mark.parametrize("ranks", [8, 64, pytest.param(512, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("span", [1, 8])
+@pytest.mark.sampled(2)
 def test_pieces_of_many_sizes_add_up(ranks: int, span: int) -> None:
     sizes = tuple(size for i in range(10) for size in (2**i, 3 * 2**i) if size < ranks)
     p = drawn(5, 30, ranks, sizes, 24, 1e9, span)
@@ -166,7 +167,7 @@ def filled(share: float, ranks: int = 16, items: int = 40, least: int = 8) -> Pr
     return problem(rows, ranks, needed / ranks / share, [1, 1, 8])
 
 
-@pytest.mark.parametrize("share", [0.9, 0.98])
+@pytest.mark.parametrize("share", [pytest.param(0.9, marks=pytest.mark.slow), 0.98])
 def test_memory_that_is_nearly_full(share: float) -> None:
     p = filled(share)
     check(p, search(p))
