@@ -40,7 +40,7 @@ def run_program(
     """Run it to its end.
 
     Args:
-        arguments: those of `python`: a file's name, or "-c" and the text; then the program's own.
+        arguments: those of `python`: a file, "-c" and the text, or "-m" and a module; then the program's own.
         processes: as torchrun starts them, where there are several.
         path: what comes before the project on the path of modules.
         is_fresh: in interpreters of their own.
@@ -120,6 +120,10 @@ def _become(arguments: list[str], cwd: str, environment: dict[str, str], files: 
             sys.path.insert(0, "")
             sys.argv = ["-c", *arguments[2:]]
             exec(compile(arguments[1], "<string>", "exec"), {"__name__": "__main__"})
+        elif arguments[0] == "-m":
+            sys.path.insert(0, cwd)
+            sys.argv = list(arguments[1:])
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         else:
             sys.path.insert(0, str((Path(cwd) / arguments[0]).resolve().parent))
             sys.argv = list(arguments)

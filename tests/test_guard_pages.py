@@ -39,6 +39,7 @@ from sharders.embedding.ragged import Columns
 from sharders.embedding.received import Received
 from sharders.embedding.way import offsets
 from tests.guard_pages import GuardedMemory
+from tests.programs import run_program
 from tests.test_partial_columns import draw as draw_partials
 
 DIMS = (1, 2, 3, 4, 5, 7, 8, 12, 16, 17, 20, 31, 48, 63, 64, 65, 68, 80, 84, 100, 127, 128, 130)
@@ -350,8 +351,7 @@ def run_cases(seed: int, at_begin: bool, seconds: float) -> None:
 
 
 def in_process(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tests.test_guard_pages", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return run_program(["-m", "tests.test_guard_pages", *map(str, arguments)])
 
 
 needs_numba = pytest.mark.skipif(bool(numba_kernel.problem()), reason="it is numba's code that is looked at")
