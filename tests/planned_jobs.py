@@ -70,7 +70,12 @@ def planned(module: nn.Module, tables: Sequence[Table], env: ShardingEnv, seed: 
                 pooling_factor=table.pooling,
                 spread="apart" if rng.random() < 0.1 else None,
             )
-        planner = ShardingPlanner(topology if attempt < 20 else None, constraints, batch_size=rng.choice((4, 2048)))
+        planner = ShardingPlanner(
+            topology if attempt < 20 else None,
+            constraints,
+            batch_size=rng.choice((4, 2048)),
+            time_budget_s=1e6,  # each rank plans for itself: where one was cut short, they would disagree
+        )
         try:
             return planner.plan(module, default_sharders(), env)
         except PlanError:  # what was drawn does not go together

@@ -247,14 +247,16 @@ CASES = [pytest.param(*case, marks=pytest.mark.slow if case == DEAR else ()) for
 def test_workloads(name: str, shape: str) -> None:
     sizes = [int(n) for n in shape.split("x")]
     env = one_axis(*sizes) if len(sizes) == 1 else hosts(*sizes)
-    (module, sharder), planner = workload(name), ShardingPlanner(batch_size=2048, time_budget_s=120)
+    module, sharder = workload(name)
+    planner = ShardingPlanner(batch_size=2048, time_budget_s=100.0)  # ten times the default: cores may be busy
     plan = planner.plan(module, [sharder], env)
     report = planner.report
     assert report is not None
     assert not report.is_cut_short
     assert report.gap < WORST_GAP[name, shape]
     assert max(report.rank_bytes) <= report.usable_bytes
-    assert ShardingPlanner(batch_size=2048).plan(module, [sharder], env).digest == plan.digest
+    again = ShardingPlanner(batch_size=2048, time_budget_s=100.0).plan(module, [sharder], env)
+    assert again.digest == plan.digest
 
 
 @pytest.mark.parametrize("alike", [True, False], ids=["alike", "different"])
