@@ -56,7 +56,9 @@ def share_inputs(linears: Iterable[tuple[nn.Module, bool]], holders: Iterable[nn
             if not args or not isinstance(args[0], torch.Tensor) or isinstance(args[0], DTensor):
                 return None
             x, *rest = args
-            if torch.compiler.is_compiling():  # nothing that outlives the call can be compiled
+            # Nothing that outlives the call can be compiled; and a tensor of inference mode has no version that tells
+            # whether it was written to since.
+            if torch.compiler.is_compiling() or x.is_inference():
                 return (whole(x, is_chunk), *rest)
             state = (x._version, torch.is_grad_enabled(), is_chunk)
             if not (held and held[0][0] is x and held[0][1] == state):
