@@ -41,7 +41,7 @@ class Calls:
         self._names: list[str] = []
         self._forwards = 0
         self.steps: deque[str] = deque(maxlen=3)
-        self._digest = 0
+        self._digest = self._num_steps = 0
         self.fused: Sequence[Mapping[str, Any]] = ()
         self.num_compared = 0
         self.number = 0
@@ -61,6 +61,7 @@ class Calls:
     def note_step(self, text: str) -> None:
         """An optimizer makes a step on what the model holds."""
         self.steps.append(text)
+        self._num_steps += 1
         self._digest += zlib.crc32(text.encode())  # a sum, for ranks may have their optimizers in different orders
 
     def digest(self) -> int:
@@ -72,6 +73,11 @@ class Calls:
         rates = dict.fromkeys(float(group.get("lr", 0.0)) for group in self.fused)
         within = f"; in the backward pass lr={', '.join(map(str, rates))}" if rates else ""
         return f"{', '.join(self.steps) or 'none'}{within}"
+
+    def so_far(self) -> str:
+        """Likewise, for what is compared before a save; "" where there were none."""
+        last = self.steps[-1] if self.steps else ""
+        return last and f"steps of optimizers={self._num_steps} ({self._digest % (1 << 32):08x}), the last {last}"
 
     def enter(self, what: str, forwards: int) -> None:
         """Begin a call.
@@ -115,6 +121,11 @@ class Call:
         self._of.leave(self._forwards)
 
 
+def calls_of(module: nn.Module) -> list[Calls]:
+    """Of the wrapped models in a module, itself included."""
+    return [calls for m in module.modules() if (calls := vars(m).get("_calls"))]
+
+
 def alone(what: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Makes a function one of the calls of the models in its arguments.
 
@@ -127,7 +138,7 @@ def alone(what: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
             given = [each for each in (*args, *kwargs.values()) if isinstance(each, nn.Module)]
             with ExitStack() as stack:
-                for calls in {c for each in given for m in each.modules() if (c := vars(m).get("_calls"))}:
+                for calls in dict.fromkeys(c for each in given for c in calls_of(each)):
                     stack.enter_context(Call(calls, what))
                 return function(*args, **kwargs)
 

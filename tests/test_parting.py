@@ -54,6 +54,7 @@ def test_parted_in_a_model_with_tables(case: str, tmp_path: Path) -> None:
         assert message and seconds < TOLD_S, (message, seconds)
 
 
+@slow
 def test_a_loss_that_is_dropped_on_one_rank(tmp_path: Path) -> None:
     for message, seconds in mortal_ranks(2, part, "sparse", str(tmp_path), ["step", "drop"]):
         assert message.startswith("RanksError: the ranks have parted ways: "), message

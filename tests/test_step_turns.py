@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.join import Join
 
-from dmp import DistributedModelParallel, RanksError, ShardingEnv, full_state_dict, row_wise
+from dmp import DistributedModelParallel, RanksError, ShardingEnv, full_state_dict, row_wise, save_checkpoint
 from tests.ranks import mesh, run_ranks
 from tests.test_survival import mortal_ranks
 
@@ -79,6 +81,44 @@ def test_a_step_of_one_rank_alone(axis: str, table: bool, what: str) -> None:
         assert message.startswith("RanksError: the ranks have "), message
         assert "SGD.step() with lr=0.1, momentum=0.9" in message and seconds < 9.0, (message, seconds)
         assert what == "skip" or "lr=0.2" in message, message
+
+
+def apart(how: str, folder: str) -> None:
+    """Rank 1 has a parameter less in its optimizer, or makes a last step alone before a save."""
+    model = wrapped("dp", True)
+    parameters = list(model.parameters())
+    is_other = model.env.rank == 1
+    optimizer = torch.optim.SGD(parameters[: -1 if is_other and how == "forward" else None], lr=0.1)
+    for _ in range(2):
+        model(ids_of(model)).square().mean().backward()
+        optimizer.step()
+    if is_other:
+        optimizer.step()
+    save_checkpoint(Path(folder) / "saved", model, optimizer)
+
+
+@pytest.mark.parametrize("how", ["forward", "save"])
+def test_told_in_the_next_call(how: str, tmp_path: Path) -> None:
+    texts = {"forward": "rank 1: SGD.step() with lr=0.1 on layers", "save": "steps of optimizers=3"}
+    for error in run_ranks(2, apart, how, str(tmp_path), expect=RanksError):
+        assert texts[how] in str(error), error
+    assert not any(tmp_path.iterdir())
+
+
+def of_a_part_each() -> None:
+    """torch's ZeRO: an optimizer inside has a part of the parameters."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    model = wrapped("dp", False)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    for _ in range(2):
+        model(ids_of(model)).square().mean().backward()
+        optimizer.step()
+
+
+def test_an_optimizer_of_a_part_on_each_rank() -> None:
+    run_ranks(2, of_a_part_each)
 
 
 def rates_in_backward() -> None:

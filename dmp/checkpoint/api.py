@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dmp.calls import alone
+from dmp.calls import alone, calls_of
 from dmp.checkpoint.background import PendingSave, wait_for_pending, write_in_background
 from dmp.checkpoint.random_state import prepare_random_state
 from dmp.checkpoint.renaming import Rename, fitted, renamed
@@ -90,7 +90,8 @@ def save_checkpoint(
 
     wait_for_pending()
     with entry("save_checkpoint", env.everyone):
-        same = f"{keep_last=}, {asynchronous=}, {told_of(optimizer)}"
+        steps = [calls.so_far() for calls in calls_of(model)]
+        same = ", ".join(filter(None, (f"{keep_last=}, {asynchronous=}, {told_of(optimizer)}", *steps)))
         content = fail_together(collected, env.everyone, f"saving {target}", same=same)
         save = Save(target, content, env.rank, env.everyone, keep_last)
         return write_in_background(save) if asynchronous else save.run()

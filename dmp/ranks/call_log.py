@@ -19,6 +19,10 @@ import torch.distributed as dist
 from dmp.errors import RanksError
 
 _DROPPED = 256  # that are remembered
+DESTROYED = (
+    "the process group that this model was wrapped in was destroyed: wrap the module again in the one that there is "
+    "now, and load its checkpoint"
+)
 
 
 class Sequence:
@@ -147,10 +151,7 @@ def sequence_of(group: dist.ProcessGroup) -> Sequence:
     try:
         ranks = tuple(dist.get_process_group_ranks(group))
     except KeyError:
-        raise RanksError(
-            "the process group that this model was wrapped in was destroyed: wrap the module again in the one that "
-            "there is now, and load its checkpoint"
-        ) from None
+        raise RanksError(DESTROYED) from None
     return _sequence(ranks, parts.get(group, ""))
 
 

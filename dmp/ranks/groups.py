@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dmp.errors import RanksError
 from dmp.ranks import call_log, watchdog
 from dmp.ranks.entry import entry
 
@@ -32,7 +33,10 @@ def own_group(group: dist.ProcessGroup, purpose: str, timeout: timedelta | None 
     `group` itself where that would bring nothing: the data path of a backend that is not gloo, a group that is no real
     one.
     """
-    backend, dog = dist.get_backend(group), watchdog.start()
+    try:
+        backend, dog = dist.get_backend(group), watchdog.start()
+    except ValueError:
+        raise RanksError(call_log.DESTROYED) from None
     is_control = purpose in ("control", "background")
     if dog is None or dist.get_world_size(group) == 1:
         return group

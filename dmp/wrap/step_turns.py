@@ -10,9 +10,10 @@ hooks on gradients, which some ranks may have in other orders: they are not look
 
 from __future__ import annotations
 
+import zlib
 from functools import cache
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
@@ -25,6 +26,11 @@ from dmp.wrap.fused import FusedOptimizer
 from dmp.wrap.keyed import is_wrapper
 
 _OPTIONS = ("lr", "betas", "momentum", "weight_decay", "eps", "alpha", "dampening", "nesterov", "amsgrad", "maximize")
+_SHOWN = 80
+
+
+_inner: WeakSet[Optimizer] = WeakSet()
+"""Of others, as of torch's `ZeroRedundancyOptimizer`, which has a part of the parameters on each rank."""
 
 
 class _Known:
@@ -33,12 +39,16 @@ class _Known:
     Attributes:
         mark: by which it is told that others may be held.
         models: that have more than one rank.
+        held: in words, which of their parameters.
     """
 
     def __init__(self, optimizer: Optimizer, mark: tuple[int, int, int]) -> None:
         ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self.mark = mark
         self.models = [ref(m) for m in live.models if m.env.size > 1 and any(id(p) in ids for p in m.parameters())]
+        _inner.update(each for each in vars(optimizer).values() if isinstance(each, Optimizer))
+        alike = [] if optimizer in _inner else [name for of in self.models for name in _held_alike(of(), ids)]
+        self.held = _described(alike)
         self._options: list[Any] = []
         self._text = ""
 
@@ -50,8 +60,23 @@ class _Known:
                 {name: _plain(group[name]) for name in _OPTIONS if group.get(name)} for group in optimizer.param_groups
             ]
             texts = dict.fromkeys(", ".join(f"{name}={value}" for name, value in each.items()) for each in named)
-            self._options, self._text = options, f"{type(optimizer).__name__}.step() with {' and '.join(texts)}"
+            with_what = f" with {' and '.join(texts)}"
+            self._options, self._text = options, f"{type(optimizer).__name__}.step(){with_what}{self.held}"
         return self._text
+
+
+def _held_alike(model: Any, ids: set[int]) -> list[str]:
+    """Names of a model's parameters that are in an optimizer, but for tables', of which a rank may have no part."""
+    owned = model._made.sharded_names()
+    return [name for name, p in model.named_parameters() if id(p) in ids and name not in owned]
+
+
+def _described(names: list[str]) -> str:
+    """Which they are: other words for others."""
+    text = ", ".join(sorted(names))
+    if len(text) > _SHOWN:
+        text = f"{text[:_SHOWN]}... ({len(names)} with the checksum {zlib.crc32(text.encode()):08x})"
+    return f" on {text}" if text else ""
 
 
 def _plain(value: Any) -> Any:
@@ -79,7 +104,9 @@ def _before(optimizer: Optimizer, *_: Any) -> None:
         known = _known[optimizer] = _Known(optimizer, mark)
     for model in (found for of in known.models if (found := of()) is not None):
         text, calls = known.text(optimizer), model._calls
-        if calls.num_compared < model.env.size and not _is_joining(model.running):
+        if _is_joining(model.running):
+            continue
+        if calls.num_compared < model.env.size:
             _meet(f"{type(optimizer).__name__}.step() of {calls.model}", f"{text}, of {calls.model}", model)
         calls.note_step(text)
 
