@@ -19,7 +19,7 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from dmp.errors import RanksError
-from dmp.ranks import take_turn
+from dmp.ranks import PeerLost, take_turn
 from dmp.wrap import live_models as live
 from dmp.wrap.earlier_optimizers import num_changes
 from dmp.wrap.fused import FusedOptimizer
@@ -115,6 +115,8 @@ def _meet(what: str, detail: str, model: Any) -> None:
     try:
         with take_turn(what, model.env.everyone, detail=detail):
             pass
+    except PeerLost:
+        raise
     except RanksError as error:
         raise RanksError(
             f"{error}. Whether a step is made, and with which learning rate, must be decided on all ranks alike, as by "

@@ -46,6 +46,8 @@ def _turn(what: str, group: dist.ProcessGroup, ends_pass: bool = False) -> Itera
     try:
         with ranks.take_turn(what, group, ends_pass=ends_pass):
             yield
+    except ranks.PeerLost:
+        raise
     except RanksError as error:
         raise RanksError(
             f"{error}. Where each rank runs modules of its own choice, or its loss reaches others, they are gathered "
