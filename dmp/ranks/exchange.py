@@ -35,33 +35,34 @@ def gather_words(what: str, words: Sequence[int], group: dist.ProcessGroup | Non
         return [list(words)]
     settle(group)
     with entry(what, group) as here:
-        control = control_group(group)
-        mine = torch.tensor([_digest(what), here.number, *words], dtype=torch.int64, device=device_of(control))
-        rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(rows, mine, group=control)
-        said: list[list[int]] = torch.stack(rows).tolist()
+        asked = _ask(what, [here.number, *words], group)
+        asked.work.wait()
+        said: list[list[int]] = torch.stack(asked.rows).tolist()
         here.align(max(row[1] for row in said))
         if any(row[0] != said[0][0] for row in said):
-            _raise_parted(_outermost(what), control)
+            _raise_parted(_outermost(what), control_group(group))
         return [row[2:] for row in said]
 
 
-class _Posted(NamedTuple):
+class _Asked(NamedTuple):
     what: str
     mine: torch.Tensor
     rows: list[torch.Tensor]
     work: dist.Work
 
 
+def _ask(what: str, words: Sequence[int], group: dist.ProcessGroup) -> _Asked:
+    control = control_group(group)
+    mine = torch.tensor([_digest(what), *words], dtype=torch.int64, device=device_of(control))
+    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    return _Asked(what, mine, rows, dist.all_gather(rows, mine, group=control, async_op=True))
+
+
 def post_words(what: str, group: dist.ProcessGroup) -> None:
     """Begin to compare what this call is, and go on; `settle` waits for it, as does the next exchange of the group."""
     settle(group)
     with entry(what, group) as here:
-        control = control_group(group)
-        mine = torch.tensor([_digest(what), here.number, 0, 0], dtype=torch.int64, device=device_of(control))
-        rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-        work = dist.all_gather(rows, mine, group=control, async_op=True)
-        call_log.sequence_of(group).posted = _Posted(what, mine, rows, work)
+        call_log.sequence_of(group).posted = _ask(what, [here.number, 0, 0], group)
 
 
 def settle(group: dist.ProcessGroup) -> None:
@@ -71,7 +72,7 @@ def settle(group: dist.ProcessGroup) -> None:
         RanksError: on every rank that has posted: others were in another call.
     """
     sequence = call_log.sequence_of(group)
-    posted: _Posted | None = sequence.posted
+    posted: _Asked | None = sequence.posted
     if posted is None:
         return
     sequence.posted = None
