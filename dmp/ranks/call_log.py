@@ -73,7 +73,7 @@ class Left:
     calls: ClassVar[dict[str, list[int]]] = {}
 
 
-made: list[tuple[Sequence, int]] = []
+made: deque[tuple[Sequence, int]] = deque(maxlen=_DROPPED)  # modules may be called without a forward of the model
 """Calls of the forward under way, or of the last one, whose backward pass is to come."""
 
 
