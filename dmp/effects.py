@@ -26,7 +26,7 @@ For the whole process, once
   wrapped
 - `sharders/data_parallel/asked.py: torch.autograd._engine_run_backward =`: who asks for gradients of weights that FSDP2
   has split gets none, and is not told
-- `dmp/wrap/mixed_terms.py: torch.autograd._engine_run_backward =`: what torch says of plain tensors beside DTensors
+- `dmp/wrap/backward_errors.py: torch.autograd._engine_run_backward =`: what torch says of plain tensors beside DTensors
   says what to do, too
 - `dmp/wrap/asked_earlier.py: torch.autograd._engine_run_backward =`: gradients asked for of weights that wrapping has
   replaced are those of what is in their places

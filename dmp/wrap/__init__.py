@@ -34,7 +34,7 @@
 - `optimizer_trial`: whether an optimizer that nobody knows is right on pieces, tried on small ones
 - `optimizer_guard`: optimizers that are wrong on pieces, refused
 - `step_turns`: steps of optimizers, made by all ranks alike or told
-- `mixed_terms`: a term of the loss over weights that are DTensors and others that are not
+- `backward_errors`: errors that leave a backward pass: noted, and of plain tensors beside DTensors said in words
 - `stand_ins`: all of these, put in torch's place
 - `torchrec_members`: what scripts ask of TorchRec's wrapper beside our contract
 - `live_models`: the wrapped models of this process

@@ -1,7 +1,7 @@
-"""A term of the loss over all weights, such as an L2 penalty, where some are DTensors: what torch says of it, in words.
+"""Errors that leave a backward pass: noted, for other ranks may wait in it, and one of torch's put into words.
 
-It fails in the backward pass, when such a term's parts part again: the plain gradient of their sum meets DTensors. That
-a pass has raised, for whatever reason, is noted here too, for others may wait in it.
+That is of a term of the loss over all weights, such as an L2 penalty, where some are DTensors: it fails when the term's
+parts part again, and the plain gradient of their sum meets DTensors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MIXED = "got mixed torch.Tensor and DTensor"
 
 
 @cache
-def explain_mixtures() -> None:
+def watch_backward_passes() -> None:
     """From now on the error says what to do."""
     # Private, but every backward pass goes by it.
     own: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
