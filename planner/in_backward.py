@@ -7,7 +7,7 @@ reason; so the report says what the same layouts would take with it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from dmp import Layout, PlanError, shown_bytes
@@ -23,7 +23,7 @@ _ASSUMED, _WITHOUT_STATE = "adam", "sgd"
 
 
 def in_backward_advice(
-    request: Request, layouts: Mapping[str, Layout], leeway: Leeway, report: PlanReport
+    request: Request, layouts: Mapping[str, Layout], leeway: Leeway, report: PlanReport, frozen: Collection[str]
 ) -> tuple[str, ...]:
     """A sentence on what an optimizer in the backward pass would save, where that is much; else nothing.
 
@@ -32,11 +32,13 @@ def in_backward_advice(
         layouts: of its tables.
         leeway: what was given up for it.
         report: of the plan.
+        frozen: tables that take no gradient.
     """
     assumed = _WITHOUT_STATE if leeway.no_state else _ASSUMED
     parameters, names = dict(request.parameters), []
     for name, (sharder, info) in request.parameters.items():
-        if info.optimizer is None and info.kind == "table" and request.constraints[name].kernel is None:
+        is_asked_for = name in frozen or request.constraints[name].kernel is not None
+        if info.optimizer is None and info.kind == "table" and not is_asked_for:
             parameters[name] = sharder, replace(info, optimizer=assumed, state_bytes=None, mixes_columns=None)
             names.append(name)
     if not names:
@@ -58,5 +60,5 @@ def in_backward_advice(
         f"{len(names)} {'table has' if len(names) == 1 else 'tables have'} no optimizer in the backward pass, so that "
         f"each step fills gradients of all their rows, such as {names[0]!r}; with apply_optimizer_in_backward a step "
         f"of the same layouts would take {step * 1e3:.3g} ms instead of {report.step_seconds * 1e3:.3g} or more, and "
-        f"the fullest rank {shown_bytes(fullest)} instead of {shown_bytes(before)}",
+        f"tables {shown_bytes(fullest)} of the fullest rank instead of {shown_bytes(before)}",
     )

@@ -227,7 +227,8 @@ class ShardingPlanner:
                 return decide(model, found.placements, given_dense, env, topology, batch_size)
 
             room = room_for(request, layouts, tables.leeway, topology, dense_for)
-            gains = in_backward_advice(request, layouts, tables.leeway, report)
+            frozen = {name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
+            gains = in_backward_advice(request, layouts, tables.leeway, report, frozen)
             report = replace(report, largest_batch=largest_batch(room, self.batch_size), notes=(*report.notes, *gains))
         progress.stage("replica groups")
         if not pinned and (worth_asking(report, env) if self.advises is None else self.advises):

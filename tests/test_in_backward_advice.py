@@ -13,9 +13,12 @@ ENV = ShardingEnv.abstract((2, 4), ("host", "local"))
 SHAPES = (4_000_000, 64), (1_000_000, 64), (1000, 16)
 
 
-def planned(optimizer: str | None, kernel: str | None = None, samples: int = 512) -> PlanReport:
+def planned(
+    optimizer: str | None, kernel: str | None = None, samples: int = 512, *, frozen: bool = False
+) -> PlanReport:
     planner = ShardingPlanner(batch_size=samples, constraints={"*": Constraint(kernel=kernel)})
-    report = planner.plan(bags(*SHAPES), [BagSharder(optimizer, ("row_wise",))], ENV).report
+    module = bags(*SHAPES).requires_grad_(not frozen)
+    report = planner.plan(module, [BagSharder(optimizer, ("row_wise",))], ENV).report
     assert isinstance(report, PlanReport)
     return report
 
@@ -34,3 +37,4 @@ def test_nothing_is_said_where_it_is_asked_for_or_saves_little(samples: int) -> 
     said = planned(None, samples=samples).notes
     assert any("optimizer in the backward" in note for note in said) == (samples == 512)
     assert not any("optimizer in the backward" in note for note in planned(None, "dense", samples).notes)
+    assert planned(None, samples=samples, frozen=True).notes == ()
