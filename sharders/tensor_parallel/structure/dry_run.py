@@ -52,8 +52,8 @@ class Feed:
             inspect.signature(model.forward).bind(*self.args, **self.kwargs)
         except TypeError:
             return False
-        except ValueError:  # nobody knows
-            return True
+        except ValueError:  # of what has no signature nobody knows
+            pass
         return True
 
 
