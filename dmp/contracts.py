@@ -76,6 +76,8 @@ class ParameterInfo:
             where that is registered.
         mixes_columns: whether that optimizer reads a row's other columns to update one, as for a norm of the row, so
             that cut columns change numbers; None when nobody said: by its name, else where it has bytes for each row.
+        trained: whether it gets a gradient; of a parameter that is frozen the wrapper sets it, with no state, whatever
+            the sharder says.
     """
 
     shape: tuple[int, ...]
@@ -88,6 +90,7 @@ class ParameterInfo:
     init_fn: Callable[[torch.Tensor], Any] | None = None
     state_bytes: tuple[float, float] | None = None
     mixes_columns: bool | None = None
+    trained: bool = True
     features: tuple[str, ...] = field(default=(), compare=False)
 
 

@@ -1,4 +1,5 @@
-"""What tables whose gradients are dense would gain by an optimizer in the backward pass.
+"""What is said of how tables are trained: what those whose gradients are dense would gain by an optimizer in the
+backward pass, and which are frozen.
 
 Without one, every step fills a gradient of all rows of a table and hands it on, though a batch looks up a few of them:
 of a large table that is most of the step, and a copy of the table in memory. Whoever forgot it sees a slow plan and no
@@ -7,10 +8,10 @@ reason; so the report says what the same layouts would take with it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from dmp import Layout, PlanError, shown_bytes
+from dmp import Layout, ParameterInfo, PlanError, shown_bytes
 from planner.candidates.candidates import Leeway
 from planner.candidates.request import Request
 from planner.costs.protocol import BYTES
@@ -22,8 +23,15 @@ _ASSUMED, _WITHOUT_STATE = "adam", "sgd"
 """The optimizer whose state was counted, as nobody knows it, and one for where none was: what is saved is gradients."""
 
 
+def said_of_frozen(infos: Iterable[ParameterInfo]) -> tuple[str, ...]:
+    """A sentence on tables that take no gradient, if there are any: who trains them later needs more memory."""
+    count = sum(not info.trained for info in infos)
+    what = "1 table is" if count == 1 else f"{count} tables are"
+    return (f"{what} frozen, and planned without gradients and optimizer state",) * (count > 0)
+
+
 def in_backward_advice(
-    request: Request, layouts: Mapping[str, Layout], leeway: Leeway, report: PlanReport, frozen: Collection[str]
+    request: Request, layouts: Mapping[str, Layout], leeway: Leeway, report: PlanReport
 ) -> tuple[str, ...]:
     """A sentence on what an optimizer in the backward pass would save, where that is much; else nothing.
 
@@ -32,13 +40,12 @@ def in_backward_advice(
         layouts: of its tables.
         leeway: what was given up for it.
         report: of the plan.
-        frozen: tables that take no gradient.
     """
     assumed = _WITHOUT_STATE if leeway.no_state else _ASSUMED
     parameters, names = dict(request.parameters), []
     for name, (sharder, info) in request.parameters.items():
-        is_asked_for = name in frozen or request.constraints[name].kernel is not None
-        if info.optimizer is None and info.kind == "table" and not is_asked_for:
+        is_asked_for = request.constraints[name].kernel is not None
+        if info.optimizer is None and info.trained and info.kind == "table" and not is_asked_for:
             parameters[name] = sharder, replace(info, optimizer=assumed, state_bytes=None, mixes_columns=None)
             names.append(name)
     if not names:

@@ -35,7 +35,7 @@ from planner.dense.asked import asked_of_dense
 from planner.dense.decide import Dense, decide, split_as, vocabularies
 from planner.dense.model import DenseModel
 from planner.dense.modules import said_of_lazy
-from planner.in_backward import in_backward_advice
+from planner.in_backward import in_backward_advice, said_of_frozen
 from planner.largest_batch import MOST_PARAMETERS, MOST_PIECES, largest_batch, room_for
 from planner.observed.observation import Observation
 from planner.observed.observe import observe
@@ -217,8 +217,9 @@ class ShardingPlanner:
             plan.validate(module, env, found.sharders, found=found)
         setting = Setting.of(module, weights, env, topology, self.batch_size)
         shapes = {name: info.shape for name, (_, info) in parameters.items()}
+        frozen = said_of_frozen(info for _, info in parameters.values())
         phases, took = tuple(self.cost_model.phases), time.monotonic() - begin
-        dense = replace(dense, notes=(*said_of_lazy(module), *dense.notes, *tables.notes, *gaps))
+        dense = replace(dense, notes=(*said_of_lazy(module), *dense.notes, *tables.notes, *frozen, *gaps))
         report = summarise(setting, shapes, candidates, layouts, problem, solution, dense, phases, took)
         if len(layouts) <= MOST_PARAMETERS and len(layouts) * env.table_size <= MOST_PIECES:
             given_dense = {**as_dense, **dense.layouts}
@@ -227,8 +228,7 @@ class ShardingPlanner:
                 return decide(model, found.placements, given_dense, env, topology, batch_size)
 
             room = room_for(request, layouts, tables.leeway, topology, dense_for)
-            frozen = {name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
-            gains = in_backward_advice(request, layouts, tables.leeway, report, frozen)
+            gains = in_backward_advice(request, layouts, tables.leeway, report)
             report = replace(report, largest_batch=largest_batch(room, self.batch_size), notes=(*report.notes, *gains))
         progress.stage("replica groups")
         if not pinned and (worth_asking(report, env) if self.advises is None else self.advises):

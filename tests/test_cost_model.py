@@ -60,7 +60,7 @@ def test_costs_are_affine_in_columns(env: ShardingEnv, topology: Topology) -> No
     shards = ShardTable.from_columns(
         *(rows, 64.0, rows * 2, 4.0, rng.uniform(1, 20, n), 2.0, flags[0], True, flags[1], rng.choice([0.0, 4.0], n)),
         *(4.0, flags[2], shares, rng.choice([1.0, 0.25], n), rng.choice([0.0, 100.0], n)),
-        *(rng.choice([0.0, 8.0], n), rng.choice([0.0, 50.0], n)),
+        *(rng.choice([0.0, 8.0], n), rng.choice([0.0, 50.0], n), rng.integers(0, 2, n).astype(bool)),
     )
     widths = [replace(shards, columns=np.full(n, width)) for width in (4.0, 32.0, 100.0)]
     own_ids = 64 / env.tensor_size * shards.ids_per_sample * shards.row_share

@@ -47,6 +47,7 @@ class Drawn:
 
     Args:
         fill: how often the weights would fit the machine; below 1 they do not.
+        frozen: for each table whether it is; the first ones count.
     """
 
     shapes: tuple[tuple[int, int], ...]
@@ -55,6 +56,7 @@ class Drawn:
     fill: float
     batch_size: int
     latency: float
+    frozen: tuple[bool, ...] = ()
 
     @property
     def env(self) -> ShardingEnv:
@@ -62,7 +64,10 @@ class Drawn:
 
     @property
     def module(self) -> nn.ModuleDict:
-        return bags(*self.shapes)
+        module = bags(*self.shapes)
+        for table, is_frozen in zip(module.values(), self.frozen, strict=False):
+            table.requires_grad_(not is_frozen)
+        return module
 
     @property
     def names(self) -> list[str]:
@@ -109,6 +114,7 @@ DRAWN = st.builds(
     st.sampled_from([0.3, 0.5, 1.0, 3.0, 100.0]),
     st.sampled_from([1, 64, 2048]),
     st.sampled_from([0.0, 2e-5]),
+    st.sampled_from([(), (True, False) * 4, (True,) * 8]),
 )
 
 Test = Callable[..., None]
@@ -234,7 +240,8 @@ test_freedom_is_free, test_freedom_is_free_of_many = of_drawn(_freedom_is_free)
 
 def _order_is_nothing(drawn: Drawn) -> None:
     """Tables in another order make another plan perhaps, but not a slower one."""
-    turned = replace(drawn, shapes=drawn.shapes[::-1], pooling=drawn.pooling[::-1])
+    frozen = drawn.frozen[: len(drawn.shapes)][::-1]
+    turned = replace(drawn, shapes=drawn.shapes[::-1], pooling=drawn.pooling[::-1], frozen=frozen)
     plan, other = drawn.plan(), turned.plan()
     assert (plan is None) == (other is None)
     if plan is not None and other is not None:

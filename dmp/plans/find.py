@@ -8,7 +8,7 @@ the module of such a weight is not a site, even where a sharder would take it (a
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -182,7 +182,7 @@ def dense_parameters(module: nn.Module, without: Set[str] = frozenset()) -> dict
     """
     tables = _ids(module, without)
     return {
-        name: ParameterInfo(tuple(p.shape), p.dtype, "dense")
+        name: ParameterInfo(tuple(p.shape), p.dtype, "dense", trained=p.requires_grad)
         for name, p in module.named_parameters()
         if id(p) not in tables and not is_lazy(p)
     }
@@ -245,11 +245,12 @@ def _find_sites(module: nn.Module, sharders: Iterable[AnySharder], without: Set[
             site = found[id(candidate)]
             found[id(candidate)] = Site(site.path, (*site.aliases, path), candidate, site.sharder, site.infos)
             continue
-        infos = {name: with_optimizer_facts(info) for name, info in _named(candidate, path, sharder).items()}
+        infos = _named(candidate, path, sharder)
         if not infos or any(id(p) in tied or id(p) in excluded for p in candidate.parameters()):
             continue
         _check_names(candidate, path, sharder, infos)
-        found[id(candidate)] = Site(path, (path,), candidate, sharder, infos)
+        known = {name: _with_facts(info, candidate.get_parameter(name)) for name, info in infos.items()}
+        found[id(candidate)] = Site(path, (path,), candidate, sharder, known)
     readers = find_readers(module, {key: (site.module, site.infos) for key, site in found.items()})
     return Sites(tuple(found.values()), {found[key].path: reader for key, reader in readers.items()})
 
@@ -320,6 +321,13 @@ def _named(module: nn.Module, path: str, sharder: ModuleSharder) -> Mapping[str,
             "dict of ParameterInfo by the parameters' names"
         )
     return infos
+
+
+def _with_facts(info: ParameterInfo, parameter: nn.Parameter) -> ParameterInfo:
+    """What a sharder need not say of one of its parameters."""
+    if not parameter.requires_grad:
+        info = replace(info, trained=False, state_bytes=(0, 0))
+    return with_optimizer_facts(info)
 
 
 def _check_names(module: nn.Module, path: str, sharder: ModuleSharder, infos: Mapping[str, ParameterInfo]) -> None:

@@ -133,7 +133,7 @@ def answer(request: Request, out_of_time: Callable[[], bool], told: Told = lambd
         NoPlan: there is none.
         PlanError: see `Request.candidates`.
     """
-    unknown = [name for name, (_, info) in request.parameters.items() if info.optimizer is None]
+    unknown = [name for name, (_, info) in request.parameters.items() if info.optimizer is None and info.trained]
     failed: NoPlan | None = None
     leeways = _LEEWAYS if unknown else _LEEWAYS[:2]
     for leeway in leeways:
@@ -294,7 +294,7 @@ def _without_state(candidates: Candidates, unknown: list[str], problem: Problem,
     places += [(name, of.offer, of.blocks) for name, of in candidates.pinned.items()]
     for name, offer, blocks in places:
         info, size, ranks = candidates.infos[name], offer.family.size, offer.family.ranks
-        if info.optimizer is None:
+        if info.optimizer is None and info.trained:
             for block in blocks:  # at most: whole columns on each
                 first, rows = block * size, -(-info.shape[0] // ranks)
                 elements[first : first + ranks] += rows * np.prod(info.shape[1:])

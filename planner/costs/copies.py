@@ -39,7 +39,7 @@ def travel(tables: ShardTable, env: ShardingEnv, samples: float) -> Travel | Non
         tables: all parameters, each as one shard, and `replicated` where it is copied.
         samples: of a rank.
     """
-    copies, own_ids = tables.replicated & tables.is_table, samples * tables.ids_per_sample
+    copies, own_ids = tables.replicated & tables.is_table & tables.trained, samples * tables.ids_per_sample
     if not copies.any():
         return None
     whole, named = (of[copies].sum() for of in (_whole(tables), _named(tables, own_ids) * (tables.columns + 2)))
@@ -134,7 +134,7 @@ def wire_item(p: ShardTable) -> Array:
 
 def _whole(p: ShardTable) -> Array:
     """Elements of a table's gradient, and which rows were touched."""
-    return p.rows * (p.columns + p.is_table)
+    return p.rows * (p.columns + p.is_table) * p.trained
 
 
 def _come(p: ShardTable, env: ShardingEnv, own_ids: Array, widest: float) -> Array:
@@ -150,5 +150,5 @@ def _result_bytes(p: ShardTable, samples: float, widest: float) -> Array:
 
 
 def _named(p: ShardTable, own_ids: Array) -> Array:
-    """Rows that a rank's batch may name at most."""
-    return np.minimum(own_ids, p.rows)
+    """Rows of which a rank's batch may leave a gradient, at most."""
+    return np.minimum(own_ids, p.rows) * p.trained

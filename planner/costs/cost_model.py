@@ -52,6 +52,7 @@ from planner.costs.protocol import (
     BYTES,
     COPIES_WIDTH,
     EXCHANGE,
+    OF_GRADIENTS,
     SPLIT,
     STRAIGHT,
     WHOLE,
@@ -97,14 +98,14 @@ class CostModel:
     optimizer (with Adam's state, as theirs is not known) and of data-parallel ones with the buffers of their sum; ids,
     results and gradients as they lie there in the backward pass, when they are most.
 
-    Not modelled: dense layers, the optimizer step outside the backward pass, overlap of communication and compute,
-    the caches that help where a few rows have most ids (that fewer are read and updated then is, where batches were
-    observed; else rows are taken as equally likely), cache tiers (tables in host memory behind a device's cache: there
-    are none here), imbalance of batch sizes, weights of weighted features, allocator waste, the gather along tensor
-    axes (the same for every plan), averages of copies every so many steps, contention between links, and what mixing
-    takes: where some tables are cut by rows and others not, all gradients are copied once more; tables too
-    narrow for a line of the cache keep a rank's other results in it. Bags are taken as of one length each, which a CPU
-    foresees. A parameter that is not a table is taken as read once forward and twice backward.
+    Not modelled: dense layers, the optimizer step outside the backward pass, overlap of communication and compute, the
+    caches that help where a few rows have most ids (that fewer are read and updated then is, where batches were
+    observed; else all are equally likely), cache tiers (tables in host memory behind a device's cache), imbalance of
+    batch sizes, weights of weighted features, allocator waste, the gather along tensor axes (the same for every plan),
+    averages of copies every few steps, contention between links, gradients of frozen tables (which travel with those of
+    their collection), and what mixing takes: where some tables are cut by rows and others not, all gradients are copied
+    once more; tables too narrow for a line of the cache keep a rank's other results in it. Bags are taken as of one
+    length each, which a CPU foresees; what is no table as read once forward and twice backward.
 
     Args:
         id_bytes: of an id, and of a length, on the wire: 8 for tables of 2^31 rows or of float64.
@@ -146,7 +147,8 @@ class CostModel:
         _add_results(cost, shards, work)
         _add_sums(cost, shards, work, self)
         _add_bytes(cost, shards, work)
-        return cost.local, cost.everywhere
+        takes_part = shards.trained[:, None] | ~np.isin([*PHASES, ""], OF_GRADIENTS)
+        return cost.local * takes_part, cost.everywhere * takes_part
 
     def setups(self, env: ShardingEnv, topology: Topology) -> Array:
         """See `CostProtocol`: headers; ids, results, gradients of what is sharded; and what a sum of its own takes."""
@@ -229,7 +231,7 @@ class _Work:
         if model.travel is not None:
             by_rows = p.replicated & p.is_table & (model.travel is not Travel.WHOLE)
         whole = p.rows * (p.columns + p.is_table) * wire_item(p)  # and which rows were touched
-        gradient = np.where(by_rows, np.minimum(own_ids, p.rows) * (wire_bytes + 8), whole) * p.replicated
+        gradient = np.where(by_rows, np.minimum(own_ids, p.rows) * (wire_bytes + 8), whole) * (p.replicated & p.trained)
         beside = p.replicated & may_go_beside(env) & (gradient * env.table_size <= BESIDE_BYTES)
         if model.travel is not None:
             beside = np.where(p.is_table, p.replicated & model.is_meanwhile(env), beside)
@@ -248,7 +250,7 @@ class _Work:
             bag_bytes=bags * wire_bytes,
             rows=_named(p, p.named_rows),
             own_rows=_named(p, np.where(p.named_rows_of_rank > 0, p.named_rows_of_rank, p.named_rows)),
-            touched=np.where(by_rows, own_ids, 0),
+            touched=np.where(by_rows & p.trained, own_ids, 0),
             gradient=gradient,
             beside=beside,
         )
@@ -371,7 +373,7 @@ def _add_bytes(cost: _Cost, p: ShardTable, work: _Work) -> None:
     """Memory: what stays, and the most that there is of a step at once, in the backward pass."""
     ranks, staged = cost.env.table_size, (_inner_size(cost.env) > 1) & ~goes_straight(p, cost.env)
     # A whole gradient is made, joined to the others', sent to each rank, received from each, and added up.
-    is_whole = p.dense_gradient | (p.replicated & (work.touched == 0))
+    is_whole = p.dense_gradient | (p.replicated & p.trained & (work.touched == 0))
     to_each = np.where(work.beside | (work.touched > 0), 2 * ranks, 1)
     whole = np.where(is_whole, work.weight_bytes, 0) + work.gradient * to_each
     # Gradients lie where they came, with those of other copies; where there are hosts, their sums too.

@@ -22,6 +22,8 @@ EXCHANGE, ALL_REDUCE, WHOLE, SPLIT, AWAY, STRAIGHT, WIDTH, COPIES_WIDTH = range(
 sharded by whole rows or is not pooled, where bags are over several row blocks, where one is sharded at all (copies
 alone send no ids and get no results), and where bags with ids go straight to the ranks of their samples beside the two
 stages of others. The last two are paid with `SPLIT`, and `ALL_REDUCE`, for each further width of pooled tables."""
+OF_GRADIENTS = "grad a2a", "lookup bwd", "replica sync"
+"""Phases in which a frozen parameter has no part."""
 BYTES = -1
 """Column of the memory, after the phases'."""
 _UNKNOWN_STATE = 2
@@ -48,6 +50,7 @@ class ShardInfo(NamedTuple):
     named_rows: float = 0.0
     row_blocks: float = 0.0
     named_rows_of_rank: float = 0.0
+    trained: bool = True
 
     @classmethod
     def of(
@@ -70,9 +73,10 @@ class ShardInfo(NamedTuple):
             replicated,
             per_element,
             per_row,
-            info.optimizer is None,
+            info.optimizer is None and info.trained,
             rows / table_rows,
             host_share,
+            trained=info.trained,
         )
 
 
@@ -97,6 +101,7 @@ class ShardTable:
             of all ranks; 0 where nobody has measured it: all rows.
         row_blocks: of the same columns on all hosts; 0 where nobody counted them: as many as rows say.
         named_rows_of_rank: as `named_rows`, for the ids of one rank: fewer, where few rows have most of the ids.
+        trained: it gets a gradient; else it is frozen.
     """
 
     rows: Array
@@ -116,6 +121,7 @@ class ShardTable:
     named_rows: Array
     row_blocks: Array
     named_rows_of_rank: Array
+    trained: Flags
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -181,12 +187,16 @@ def setups_of(model: CostProtocol, env: ShardingEnv, topology: Topology, infos: 
 
     Row blocks of one width are looked up and travel together, and so do gradients of copies. Which widths a plan
     splits, or copies, is taken to be all that there are: one more or less is far less than whether there are any.
+    Where all are frozen nothing is paid in phases that have the names of `OF_GRADIENTS`.
     """
-    found = model.setups(env, topology)
+    infos = list(infos)
+    found: Array = np.array(model.setups(env, topology))
+    if infos and not any(info.trained for info in infos):
+        found[:, [phase in OF_GRADIENTS for phase in model.phases]] = 0
     if len(found) <= WIDTH:
         return found
     widths = {info.shape[1] for info in infos if info.kind == "table" and info.pooled and len(info.shape) == 2}
-    setups: Array = found[:WIDTH].copy()
+    setups = found[:WIDTH]
     for kind, width in zip((SPLIT, ALL_REDUCE), found[WIDTH:], strict=False):
         setups[kind] += max(0, len(widths) - 1) * width
     return setups

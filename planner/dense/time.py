@@ -1,13 +1,14 @@
 """Seconds that dense weights take of a step: products, collectives, and what of these compute hides.
 
 [Note: dense step]
-A product with a weight takes 2 flops for each element and token forward and twice that backward, once more where
-activations are recomputed, at the rate of the dtype it is done in, and not less than it takes to read the weight; an
-attention 4 T squared for each sample and unit of its heads' width. The optimizer reads weight, gradient and two states
-and writes all but the gradient. Tensor parallelism sums the hidden state once for each row-wise weight forward, and
-once backward, and the rank waits for it. FSDP2 gathers a unit before its forward and again before its backward, and
-reduces its gradients after it; copies are reduced by DDP while the backward pass goes on. Of these a unit's part that
-is longer than the compute it runs beside is waited for, and so are the first unit's gather and the last's reduction.
+A product with a weight takes 2 flops for each element and token forward, as many for the gradient of its input and as
+many for the weight's, if that is trained, and once more where activations are recomputed, at the rate of the dtype it
+is done in, and not less than it takes to read the weight; an attention 4 T squared for each sample and unit of its
+heads' width. The optimizer reads weight, gradient and two states and writes all but the gradient. Tensor parallelism
+sums the hidden state once for each row-wise weight forward, and once backward, and the rank waits for it. FSDP2 gathers
+a unit before its forward and again before its backward, and reduces its gradients after it; copies are reduced by DDP
+while the backward pass goes on. Of these a unit's part that is longer than the compute it runs beside is waited for,
+and so are the first unit's gather and the last's reduction.
 
 Not modelled: kernel launches, activations' own traffic, convolutions (a kernel is taken as applied once for each
 token), a mixture's exchange of tokens, memory bandwidth that collectives take from compute.
@@ -85,26 +86,29 @@ class Clock:
 
     def _work(self, block: Placed) -> _Work:
         tokens, topology = self.batch_size * self.model.tokens, self.topology
-        flops = forward = optimizer = 0.0
+        flops = back_flops = forward = backward = optimizer = 0.0
         for w in block.weights:
             item = self.item_bytes(w)
             if w.weight.outputs:
                 each = 2 * w.used * tokens * w.weight.share
-                flops += each * w.times
                 read = w.used * item / topology.memory_bandwidth
-                forward += w.times * max(each / topology.product_flops(item), read)
+                seconds, products = w.times * max(each / topology.product_flops(item), read), 1 + w.weight.trained
+                forward, backward = forward + seconds, backward + products * seconds
+                flops, back_flops = flops + each * w.times, back_flops + products * each * w.times
             if w.weight.looked_up:
-                forward += w.times * 2 * tokens * w.weight.looked_up * item / topology.memory_bandwidth
+                seconds = w.times * 2 * tokens * w.weight.looked_up * item / topology.memory_bandwidth
+                forward, backward = forward + seconds, backward + 2 * seconds * w.weight.trained
             if w.weight.trained:
                 optimizer += w.times * _OPTIMIZER_TENSORS * w.kept * w.item_bytes / topology.memory_bandwidth
         width = self.model.attention.get(block.name, 0) / (self.env.tensor_size if block.is_split else 1)
         quadratic = 4 * self.batch_size * self.model.tokens**2 * width
         item = max((self.item_bytes(w) for w in block.weights), default=4)
-        flops += quadratic
-        forward += quadratic / topology.product_flops(item)
+        flops, back_flops = flops + quadratic, back_flops + 2 * quadratic
+        seconds = quadratic / topology.product_flops(item)
+        forward, backward = forward + seconds, backward + 2 * seconds
         again = 1 if block.name in self.model.recomputed else 0
-        backward = (2 + again) * forward
-        return _Work((3 + again) * flops, forward, backward, optimizer, self._tensor_seconds(block, tokens, again))
+        flops, backward = (1 + again) * flops + back_flops, backward + again * forward
+        return _Work(flops, forward, backward, optimizer, self._tensor_seconds(block, tokens, again))
 
     def _tensor_seconds(self, block: Placed, tokens: float, again: int) -> float:
         ring = Ring.along(self.env.axes("tensor"), self.env, self.topology.of_collectives)
