@@ -63,10 +63,13 @@ class ShardingPlanner:
             (`"replicate"`, `"fully_sharded"`, `"colwise"`, ...) leaves the choice among these to cost and memory.
         cost_model: what a choice costs; `CostModel()` by default, or an object of your own that has its members.
         batch_size: samples per data rank; by default that of the observed batches, else 512.
-        time_budget_s: wall time after which the search stops at the best plan so far.
+        time_budget_s: wall time after which the search stops at the best plan so far; with more effort as many times
+            later.
         sequence_length: tokens of a sample that dense weights see; by default what the module's configuration says
             (at most 4,096), 1 where nothing in it attends; the report says which.
         compute_dtype: of dense products, where a policy of mixed precision sets another than the weights'.
+        effort: of the search for tables' places, to which it gives so many times the work: a plan on many hosts that is
+            made once may be worth ten seconds.
         advises: also plan the same ranks in replica groups, and say in the report's notes where that saves much; None:
             for one number of groups, where there are few tables, and many ranks that wait for each other.
         observed: what `planner.observe` has seen of sample batches: pooling factors, where no constraint gives them,
@@ -92,6 +95,7 @@ class ShardingPlanner:
         *,
         sequence_length: int | None = None,
         compute_dtype: torch.dtype | None = None,
+        effort: float = 1.0,
         advises: bool | None = None,
         observed: Observation | None = None,
         progress: bool | None = None,
@@ -103,6 +107,7 @@ class ShardingPlanner:
         if compute_dtype is not None and not isinstance(compute_dtype, torch.dtype):
             raise ValueError(f"compute_dtype must be a torch.dtype; got {shown(compute_dtype)}")
         positive("time_budget_s", time_budget_s)
+        positive("effort", effort)
         if constraints is not None and not isinstance(constraints, Mapping):
             raise ValueError(f"constraints must be a dict of parameter name -> Constraint; got {shown(constraints)}")
         self.topology = topology
@@ -113,6 +118,7 @@ class ShardingPlanner:
         self.observed = observed
         self._given_samples = batch_size
         self.time_budget_s = time_budget_s
+        self.effort = effort
         self.sequence_length = sequence_length
         self.compute_dtype = compute_dtype
         self.advises = advises
@@ -176,7 +182,7 @@ class ShardingPlanner:
 
         def out_of_time() -> bool:
             progress.tick()
-            return time.monotonic() - begin > self.time_budget_s
+            return time.monotonic() - begin > self.time_budget_s * max(1.0, self.effort)
 
         progress.stage("what the model has")
         given = self.topology if self.topology is not None else Topology.of(env)
@@ -201,7 +207,7 @@ class ShardingPlanner:
         dense = decide(model, found.placements, as_dense, env, topology, self.batch_size, asked)
         found = split_as(dense, found)
         costs = CostSetting(self.cost_model, env, topology, self.batch_size, self.observed)
-        request = Request(parameters, constraints, kept, costs, dense.taken_bytes)
+        request = Request(parameters, constraints, kept, costs, dense.taken_bytes, self.effort)
         progress.stage("search")
         try:
             tables = answer(request, out_of_time, progress.told)

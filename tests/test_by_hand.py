@@ -176,7 +176,9 @@ MAKERS: dict[str, Callable[[str, Any], Any]] = {
         (*MACHINE, "reserved_fraction"),
         lambda key, odd: Topology(**{**MACHINE, key: odd}).links(ENVS[2]),  # type: ignore[arg-type]
     ),
-    **dict.fromkeys(("batch_size", "time_budget_s", "constraints"), lambda key, odd: ShardingPlanner(**{key: odd})),
+    **dict.fromkeys(
+        ("batch_size", "time_budget_s", "effort", "constraints"), lambda key, odd: ShardingPlanner(**{key: odd})
+    ),
 }
 
 

@@ -117,7 +117,24 @@ def test_what_is_given_is_kept(folder: Path, capsys: pytest.CaptureFixture[str])
     assert "<html" in (folder / "a.html").read_text()
     a = ShardingPlan.from_json((folder / "a.json").read_text())
     assert str(a["users.weight"]) == "row_wise()"
-    assert main([*common, "--pinned", "a.json", "--out", "b.json", "--batch-size", "9", "--time-budget", "9"]) == 0
+    assert (
+        main(
+            [
+                *common,
+                "--pinned",
+                "a.json",
+                "--out",
+                "b.json",
+                "--batch-size",
+                "9",
+                "--time-budget",
+                "9",
+                "--effort",
+                "2",
+            ]
+        )
+        == 0
+    )
     assert ShardingPlan.from_json((folder / "b.json").read_text()) == a
     capsys.readouterr()
     assert main(["diff", "a.json", "b.json"]) == 0

@@ -36,6 +36,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     about = "package.module:name of a cost model, or of its class, in the place of the planner's own"
     parser.add_argument("--cost-model", metavar="MODULE:NAME", help=about)
     parser.add_argument("--time-budget", type=float, metavar="S", help="seconds after which the best plan so far is it")
+    parser.add_argument("--effort", type=float, metavar="N", help="so many times the search (default: 1)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the plan here, and its report beside it")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the report as one page")
 
@@ -50,6 +51,7 @@ def run(given: argparse.Namespace) -> int:
         "constraints": None if given.constraints is None else read_constraints(given.constraints),
         "batch_size": given.batch_size,
         "time_budget_s": given.time_budget,
+        "effort": given.effort,
     }
     pinned = None if given.pinned is None else read_plan(given.pinned, with_report=False)
     for path in (given.out, given.html):

@@ -58,6 +58,7 @@ class Request:
         pinned: layouts that are given.
         costs: what costs depend on besides.
         dense_bytes: that dense weights take on every rank.
+        effort: of the search.
     """
 
     parameters: Mapping[str, tuple[ModuleSharder, ParameterInfo]]
@@ -65,6 +66,7 @@ class Request:
     pinned: Mapping[str, Layout]
     costs: CostSetting
     dense_bytes: int = 0
+    effort: float = 1.0
 
     def candidates(self, leeway: Leeway) -> Candidates:
         """What each parameter may get.
@@ -140,7 +142,7 @@ def answer(request: Request, out_of_time: Callable[[], bool], told: Told = lambd
         candidates = request.candidates(leeway)
         problem = candidates.problem(request.dense_bytes)
         try:
-            solution = _counted(searched(problem, out_of_time, told), candidates)
+            solution = _counted(searched(problem, out_of_time, told, request.effort), candidates)
             candidates, problem, solution = _settled(request, (candidates, problem, solution), out_of_time, told)
         except Infeasible as error:
             failed = NoPlan(request, candidates, problem, _nearest(problem, error))
@@ -184,7 +186,7 @@ def _settled(request: Request, found: _Found, out_of_time: Callable[[], bool], t
             plans.append((true, as_it_is, moved))
         if (number == _SEARCHES - 1 and plans) or (plans and not len(problem.item_class)):
             break
-        found = true, as_it_is, _counted(searched(as_it_is, out_of_time, told), true)
+        found = true, as_it_is, _counted(searched(as_it_is, out_of_time, told, request.effort), true)
     if not plans:
         plans.append(found)
     candidates, problem, solution = min(plans, key=lambda of: of[2].seconds)
@@ -253,7 +255,9 @@ def _counted(solution: Solution, candidates: Candidates) -> Solution:
     return replace(solution, load=solution.load + more, phase_seconds=solution.phase_seconds + more[:-1])
 
 
-def searched(problem: Problem, out_of_time: Callable[[], bool], told: Told = lambda *_: None) -> Solution:
+def searched(
+    problem: Problem, out_of_time: Callable[[], bool], told: Told = lambda *_: None, effort: float = 1.0
+) -> Solution:
     """A solution in which pinned parameters fit too.
 
     Raises:
@@ -266,7 +270,7 @@ def searched(problem: Problem, out_of_time: Callable[[], bool], told: Told = lam
     short = shortage(problem)
     if short is not None:
         raise short
-    return search(problem, out_of_time, told)
+    return search(problem, out_of_time, told, effort)
 
 
 def _nearest(problem: Problem, cause: Infeasible) -> Infeasible:

@@ -91,12 +91,18 @@ class Solution:
         return float(self.phase_seconds.sum())
 
 
-def search(problem: Problem, out_of_time: Callable[[], bool] = lambda: False, told: Told = lambda *_: None) -> Solution:
+def search(
+    problem: Problem,
+    out_of_time: Callable[[], bool] = lambda: False,
+    told: Told = lambda *_: None,
+    effort: float = 1.0,
+) -> Solution:
     """A good placement and a lower bound.
 
     Args:
         out_of_time: asked between pieces of work; True ends the search with the best so far, once there is one.
         told: called with the best cost so far and the bound so far (0 before there is one) whenever one is better.
+        effort: so many times the work is done, but for starts and bound.
 
     Raises:
         Infeasible: no start could be packed.
@@ -116,7 +122,7 @@ def search(problem: Problem, out_of_time: Callable[[], bool] = lambda: False, to
             if bound.relaxed is not None and work < _GUIDED and not best.is_enough and not out_of_time():
                 work += _guide(problem, cuts, best, bound.relaxed, out_of_time)
                 work += _with_slots(problem, cuts, best, bound.relaxed, out_of_time)
-            is_cut = compete(problem, cuts, best, _WORK + _more(problem) - work, out_of_time) or is_cut
+            is_cut = compete(problem, cuts, best, effort * (_WORK + _more(problem)) - work, out_of_time) or is_cut
     placement = best.placement()
     phases = placement.phase_seconds()
     seconds = float(phases.sum())
