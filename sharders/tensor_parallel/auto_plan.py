@@ -121,7 +121,7 @@ def _branch_candidates(model: nn.Module, transformer: Transformer) -> Iterator[_
 
 
 def _branch_styles(block: nn.Module, branch: Branch) -> dict[str, str]:
-    styles = {**dict.fromkeys(branch.up, "colwise"), branch.down: "rowwise"}
+    styles = {**dict.fromkeys(branch.up, "colwise"), branch.down: "rowwise", **dict(branch.adapters)}
     if branch.heads is not None:
         for name, module in block.get_submodule(branch.path).named_modules():
             shapes = {tuple(p.shape) for p in module.parameters(recurse=False)}

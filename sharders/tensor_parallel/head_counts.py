@@ -22,6 +22,7 @@ from sharders.tensor_parallel.proof.likeness import UnlikeError, likeness, value
 from sharders.tensor_parallel.proof.proof import Verdict, disproof
 from sharders.tensor_parallel.proof.sample import Sample, UnprovedError
 from sharders.tensor_parallel.split.styles import Style
+from sharders.tensor_parallel.structure.adapters import in_place
 from sharders.tensor_parallel.structure.dry_run import (
     DryRunError,
     Feed,
@@ -247,7 +248,7 @@ def _attributes(model: nn.Module, blocks: Iterable[Block]) -> Iterator[Attribute
                 continue
             counts = {**dict.fromkeys(HEADS, heads.query), **dict.fromkeys(KV_HEADS, heads.key_value)}
             outer, down = join_name(block.path, branch.path), join_name(block.path, branch.down)
-            for name, module in model.get_submodule(outer).named_modules():
+            for name, module in in_place(model.get_submodule(outer)):
                 for attribute, value in vars(module).items():
                     if isinstance(module, nn.Linear) or type(value) is not int or attribute in HEAD_DIM:
                         continue

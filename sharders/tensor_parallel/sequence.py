@@ -98,6 +98,12 @@ def _add_branches(block: Block, styles: dict[str, str], axis: str) -> Iterator[s
         down = join_name(block.path, branch.down)
         if styles.get(down) not in ("rowwise", "rowwise_scatter"):
             continue
+        if branch.adapters:
+            raise PlanError(
+                f"modules {[join_name(block.path, path) for path, _ in branch.adapters]} are adapters beside split "
+                f"Linears: sequence parallel over axis {axis!r} does not run them; use "
+                "TensorParallelSharder(sequence_parallel=False)"
+            )
         # The smallest module within the block that holds every Linear that reads the hidden size.
         around = outward(branch.up[0].rpartition(".")[0])
         scope = next(path for path in around if all(is_inside(n, path) for n in branch.up))

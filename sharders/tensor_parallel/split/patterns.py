@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from torch import nn
 
 from dmp import Layout, NameIndex, Place, PlanError, is_inside, join_name, places_of, tied_places
-from sharders.tensor_parallel.split.styles import COLWISE, Style, canonical, family, layouts_of, split_dim
+from sharders.tensor_parallel.split.styles import ALIASES, COLWISE, Style, canonical, family, layouts_of, split_dim
+from sharders.tensor_parallel.structure.adapters import base_of, beside
 from sharders.tensor_parallel.structure.transformer import Transformer, outward
 
 Styles = dict[str, Style]
@@ -19,7 +20,8 @@ Styles = dict[str, Style]
 def expand(model: nn.Module, plan: Mapping[str, Style]) -> Styles:
     """The style of every module that the plan's patterns match (see `NameIndex`), in the model's order.
 
-    Where several patterns match one module, one without a wildcard wins.
+    Where several patterns match one module, one without a wildcard wins. A style of an adapted Linear is its Linear's,
+    and that of its pairs, see [Note: adapters].
 
     Raises:
         PlanError: a pattern that matches nothing, patterns that disagree, or a style that its module cannot take.
@@ -33,7 +35,7 @@ def expand(model: nn.Module, plan: Mapping[str, Style]) -> Styles:
         if not hits:
             raise PlanError(f"tensor-parallel plan: pattern {pattern!r} matches no module; {paths.hint(pattern)}")
         is_exact = pattern in paths
-        for path, module in hits.items():
+        for path, module in _with_pairs(hits, style).items():
             new = canonical(style, path, module)
             was_exact, other, old = chosen.get(path, (False, "", new))
             if was_exact == is_exact and old != new:
@@ -44,6 +46,17 @@ def expand(model: nn.Module, plan: Mapping[str, Style]) -> Styles:
             if is_exact or not was_exact:
                 chosen[path] = (is_exact, pattern, new)
     return {path: chosen[path][2] for path in first.values() if path in chosen}
+
+
+def _with_pairs(hits: Mapping[str, nn.Module], style: Style) -> dict[str, nn.Module]:
+    """What these modules' style is for: of an adapted Linear, where it is split, the Linears that are split."""
+    kind = ALIASES.get(style, style) if isinstance(style, str) else None
+    found: dict[str, nn.Module] = {}
+    for path, module in hits.items():
+        base = base_of(module) if kind in ("colwise", "rowwise") else None
+        names = [""] if base is None else [base, *beside(module, str(kind))]
+        found |= {join_name(path, name): module.get_submodule(name) for name in names}
+    return found
 
 
 def own_plan(model: nn.Module) -> dict[str, Style]:

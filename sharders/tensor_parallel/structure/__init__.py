@@ -1,6 +1,7 @@
 """What a transformer is made of, by structure, and what its shapes are when it runs. In reading order:
 
 - `transformer`: what a transformer is made of
+- `adapters`: Linears with low-rank pairs beside them
 - `find_transformer`: finds that in a model, by structure
 - `meta_copies`: copies of a model on meta
 - `dry_run`: a model run on meta with its local shapes

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from dmp import is_inside, join_name
+from sharders.tensor_parallel.structure.adapters import base_of, beside, children_in_place, in_place
 from sharders.tensor_parallel.structure.transformer import (
     CONFIGS,
     HEAD_DIM,
@@ -40,7 +41,7 @@ def recognise(model: nn.Module) -> Transformer:
     """Find the blocks of a transformer, and what is split in them; none where lazy modules have no shapes yet."""
     if any(is_lazy(p) for p in model.parameters()):
         return Transformer((), 0, None, None)
-    modules = dict(model.named_modules())
+    modules = dict(in_place(model))
     attentions = _attentions(modules)
     claimed = {p for a in attentions.values() if isinstance(a, Branch) for p in (*a.up, a.down)}
     paths = _block_paths(modules, attentions, claimed)
@@ -58,8 +59,8 @@ def recognise(model: nn.Module) -> Transformer:
     if not blocks:
         return Transformer((), 0, None, None)
     inside = set(paths)
-    outside = {n: m for n, m in modules.items() if inside.isdisjoint(outward(n))}
-    width = _width(blocks, modules)
+    outside = {n: m for n, m in model.named_modules() if inside.isdisjoint(outward(n))}
+    width = _width(blocks, model)
     embedding, head = _vocabulary(outside, width)
     return Transformer(tuple(blocks), width, embedding, head)
 
@@ -95,7 +96,7 @@ def _attentions(modules: Mapping[str, nn.Module]) -> dict[str, Branch | Whole]:
 def _linears(module: nn.Module, depth: int) -> dict[str, nn.Linear]:
     """Linears by relative path, at most `depth` modules down, in order of registration."""
     found = {}
-    for name, child in module.named_children():
+    for name, child in children_in_place(module):
         if isinstance(child, nn.Linear):
             found[name] = child
         elif depth > 1:
@@ -158,7 +159,8 @@ def _with_heads(
     size = inner // heads
     for name, parameter in module.named_parameters():
         owner = name.rpartition(".")[0]
-        if owner not in linears and heads > 1 and heads in parameter.shape[1:]:
+        is_of_linear = any(is_inside(owner, n) for n in linears)
+        if not is_of_linear and heads > 1 and heads in parameter.shape[1:]:
             return Whole(path, f"parameter {name!r} {tuple(parameter.shape)} has values for each head")
     return Branch(
         path, tuple(join_name(path, n) for n in up), join_name(path, down), inner, Heads(heads, kv // size, size)
@@ -270,11 +272,26 @@ def _block(path: str, structure: int, module: nn.Module, attentions: Mapping[str
     mlps, left = _mlps("", module, claimed, closed)
     whole += [Whole(p, "a Linear that is neither part of an attention nor of an MLP") for p in left]
     closed += [w.path for w in whole]
-    for name, owner in module.named_modules():
+    for name, owner in in_place(module):
         is_matrix = any(p.dim() > 1 for p in owner.parameters(recurse=False))
         if is_matrix and not isinstance(owner, nn.Linear) and not any(is_inside(name, c) for c in closed):
             whole.append(Whole(name, f"a {type(owner).__name__}, which is not a Linear"))
-    return Block(path, structure, (*branches, *mlps), tuple(whole))
+    found = tuple(_with_adapters(module, branch) for branch in (*branches, *mlps))
+    return Block(path, structure, found, tuple(whole))
+
+
+def _with_adapters(block: nn.Module, branch: Branch) -> Branch:
+    """With the Linears that are split, and what is beside them."""
+    wanted = {**dict.fromkeys(branch.up, "colwise"), branch.down: "rowwise"}
+    modules = {path: block.get_submodule(path) for path in wanted}
+    bases = {path: join_name(path, base_of(module) or "").removesuffix(".") for path, module in modules.items()}
+    adapters = {
+        join_name(path, name): style
+        for path, module in modules.items()
+        for name, style in beside(module, wanted[path]).items()
+    }
+    up = tuple(bases[path] for path in branch.up)
+    return replace(branch, up=up, down=bases[branch.down], adapters=tuple(adapters.items()))
 
 
 def _relative(branch: Branch, block: str) -> Branch:
@@ -288,7 +305,7 @@ def _mlps(
     """MLPs among the Linears that no attention claims, innermost modules first; and the Linears left."""
     taken, closed = set(claimed), tuple(closed)
     branches = []
-    for name, candidate in reversed(list(module.named_modules())):
+    for name, candidate in reversed(list(in_place(module))):
         path = join_name(prefix, name)
         if isinstance(candidate, nn.ModuleList | nn.ModuleDict) or any(is_inside(path, c) for c in closed):
             continue
@@ -300,7 +317,7 @@ def _mlps(
                 branches.append(branch)
                 taken |= {*branch.up, branch.down}
                 break
-    every = {join_name(prefix, n) for n, m in module.named_modules() if isinstance(m, nn.Linear)}
+    every = {join_name(prefix, n) for n, m in in_place(module) if isinstance(m, nn.Linear)}
     left = sorted(n for n in every - taken if not any(is_inside(n, c) for c in closed))
     return branches[::-1], left
 
@@ -321,15 +338,15 @@ def _match_mlp(path: str, linears: Mapping[str, nn.Linear], *, is_chain: bool) -
     return None
 
 
-def _width(blocks: Iterable[Block], modules: Mapping[str, nn.Module]) -> int:
+def _width(blocks: Iterable[Block], model: nn.Module) -> int:
     """The hidden size; by the first branch, else by the first fused attention or norm."""
     for block in blocks:
         for branch in block.branches:
-            linear = modules[join_name(block.path, branch.down)]
+            linear = model.get_submodule(join_name(block.path, branch.down))
             assert isinstance(linear, nn.Linear)
             return linear.out_features
     for block in blocks:
-        for module in modules[block.path].modules():
+        for module in model.get_submodule(block.path).modules():
             if isinstance(module, nn.MultiheadAttention):
                 return int(module.embed_dim)
             shapes = [tuple(p.shape) for p in module.parameters(recurse=False)]

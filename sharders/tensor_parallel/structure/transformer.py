@@ -47,6 +47,9 @@ class Branch:
 
     heads: Heads | None = None
 
+    adapters: tuple[tuple[str, str], ...] = ()
+    """Linears that are beside these, and how they are split with them; see [Note: adapters]."""
+
 
 @dataclass(frozen=True)
 class Whole:
