@@ -19,7 +19,7 @@ from torch import nn
 from dmp import DistributedModelParallel, ShardError, ShardingEnv, to_unsharded
 from dmp.state.gather import full_state_dict
 from sharders import DDPWrapper
-from tests.ranks import run_ranks
+from tests.ranks import mesh, run_ranks
 from tests.wrapped_net import Net, batch, loss_of, mixed, wrap
 
 
@@ -67,6 +67,25 @@ def refuses_what_is_wrapped() -> None:
     plain = to_unsharded(model)
     again = full_state_dict(DistributedModelParallel(plain, plan=mixed()))
     assert all(torch.equal(again[name], before[name]) for name in before)
+
+
+def two_share_an_activation(axis: str) -> None:
+    """As the default of an argument does, `activation: nn.Module = nn.SiLU()`."""
+    shared, env = nn.SiLU(), ShardingEnv.from_mesh(mesh((2,), (axis,)))
+    x = torch.ones(2, 4)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        plain = nn.Sequential(nn.Linear(4, 4), shared, nn.Linear(4, 1))
+        expected = plain(x)
+        model = DistributedModelParallel(plain, env)
+        out = model(x)
+        torch.testing.assert_close(out, expected)
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("axis", ["dp", "shard"])
+def test_models_may_share_what_has_no_values(axis: str) -> None:
+    run_ranks(2, two_share_an_activation, axis)
 
 
 def test_what_is_wrapped_is_not_wrapped_again() -> None:

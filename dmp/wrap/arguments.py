@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from inspect import signature
+from itertools import chain
 from typing import Any
 from weakref import WeakSet
 
@@ -110,9 +111,10 @@ def environment(env: ShardingEnv | None, device: Any) -> ShardingEnv:
 
 
 def take(module: nn.Module) -> None:
-    """From now on neither this module nor one inside it can be wrapped again."""
-    for each in module.modules():
-        _taken.add(each)
+    """From now on neither this module nor one inside it can be wrapped again, but for those without values: an
+    activation that is the default of an argument, say, is in every model that was made with it.
+    """
+    _taken.update(each for each in module.modules() if any(True for _ in chain(each.parameters(), each.buffers())))
 
 
 def _check_device(device: Any, needs_values: bool) -> None:
