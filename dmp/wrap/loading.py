@@ -20,12 +20,14 @@ from dmp.wrap.skeleton import all_tensors
 
 
 def load(
-    made: Assembly, state_dict: Mapping[str, Any], prefix: str = "", strict: bool = True, assign: bool = False
+    made: Assembly, state_dict: Mapping[str, Any], prefix: str | bool = "", strict: bool = True, assign: bool = False
 ) -> _IncompatibleKeys:
     """Fill the model; arguments, result and errors as of `DistributedModelParallel.load_state_dict`.
 
     With `assign` the data-parallel part may have lost hold of parameters afterwards.
     """
+    if isinstance(prefix, bool):  # code that knows nn.Module alone, as Transformers' Trainer, has `strict` there
+        strict, prefix = prefix, ""
     if made.device.type == "meta":
         raise CheckpointError("load_state_dict: the model was wrapped with device='meta', which holds no values")
     own, group = made.module.state_dict(), made.env.everyone

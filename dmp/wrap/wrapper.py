@@ -325,7 +325,7 @@ class DistributedModelParallel(nn.Module):
         Collective: what does not fit on one rank is raised on all, and no rank has loaded anything then.
 
         Args:
-            prefix: of the names in `state_dict`; names without it belong to others.
+            prefix: of the names in `state_dict`; names without it belong to others. A bool is `strict`, as in torch.
             strict: raise on missing and unexpected names, else return them.
             assign: as in torch, for whole parameters that no sharder owns; what is sharded is filled in place, and
                 ties stay.
