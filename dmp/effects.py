@@ -43,6 +43,8 @@ For the whole process, once
   keyed optimizers, where they are imported; its clipping refuses what it would pass over (dmp/state/keyed_clipping.py)
 - torch's `get_state_dict` and its like, where they are imported, give such chunks whole where whole tensors are asked
   for (dmp/state/torch_state_dict.py)
+- `dmp/state/safetensors_files.py: safetensors.storage_ptr =`, where it is imported: what safetensors says of weights
+  that are split says what to do
 - TorchRec's abstract classes of sharded modules, where they are imported, are told that ours count as theirs, by
   Python's registration of virtual subclasses (sharders/embedding/torchrec_form.py): scans by class find them
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from torch import nn
 
-from dmp import CheckpointError, ShardingEnv
-from tests.ranks import run_ranks
+from dmp import CheckpointError, DistributedModelParallel, ShardError, ShardingEnv, export_safetensors
+from tests.ranks import mesh, run_ranks
 from tests.wrapped_net import TABLES, wrap
 
 
@@ -26,6 +29,24 @@ def filtered(optimizer: str | None) -> tuple[list[str], list[str]]:
 @pytest.mark.parametrize("optimizer", [None, "rowwise_adagrad"])
 def test_torchrecs_filter_tells_tables_that_are_updated_in_the_backward_pass(optimizer: str | None) -> None:
     run_ranks(2, filtered, optimizer)
+
+
+def saved(folder: str) -> None:
+    """As Transformers' Trainer does it: `state_dict` and `save_file` on rank 0 alone, of dense weights alone."""
+    import safetensors.torch
+
+    env = ShardingEnv.from_mesh(mesh((2,), ("shard",)))
+    model = DistributedModelParallel(nn.Sequential(nn.Linear(4, 2)), env)
+    if env.rank == 0:
+        with pytest.raises(ShardError, match=r"rank's chunks alone.*export_safetensors.*Trainer.*save_model"):
+            safetensors.torch.save_file(dict(model.state_dict()), f"{folder}/alone")
+    export_safetensors(folder, model)
+    assert safetensors.torch.load_file(f"{folder}/model.safetensors")["0.weight"].shape == (2, 4)
+    safetensors.torch.save({"plain": torch.ones(2)})
+
+
+def test_what_a_trainer_writes_on_one_rank_is_refused_in_words(tmp_path: Path) -> None:
+    run_ranks(2, saved, str(tmp_path))
 
 
 def loaded() -> None:

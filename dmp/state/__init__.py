@@ -10,6 +10,7 @@ verified. In reading order:
 - `clip`: gradient clipping by the norm of the whole model, torch's function too
 - `chunks_of_state`: state dicts of torch's optimizers and TorchRec's keyed ones, with chunks as chunks
 - `torch_state_dict`: torch's own functions for state dicts, which give whole tensors where these are asked for
+- `safetensors_files`: safetensors' own functions, which take whole tensors alone
 - `keyed_clipping`: TorchRec's gradient clipping, refused where its norm would be another
 - `scaler`: gradient scaling, one decision on all ranks
 - `verify`: compares a sharded model with the plain one

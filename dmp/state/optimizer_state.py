@@ -23,6 +23,7 @@ from dmp.state.chunks_of_state import give_chunks, give_keyed_chunks
 from dmp.state.find_wrapped import common_env, env_of, fused_parameters, joint_plan, wrapped_in
 from dmp.state.gather import gather
 from dmp.state.local_chunks import sharded_parameters
+from dmp.state.safetensors_files import refuse_parts
 from dmp.state.torch_state_dict import give_whole_to_torch
 from dmp.wrap import live_models as live
 from dmp.wrap.column_blocks import is_blocked, merge_blocks
@@ -242,4 +243,5 @@ def _warm_ups(optimizer: torch.optim.Optimizer | None) -> list[OwnedState]:
 
 live.at_first_wrap(give_chunks)
 live.when_imported("torchrec.optim.keyed", give_keyed_chunks)
+live.when_imported("safetensors.torch", refuse_parts)
 live.when_imported("torch.distributed.checkpoint.state_dict", give_whole_to_torch)

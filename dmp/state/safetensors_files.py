@@ -1,0 +1,39 @@
+"""safetensors' own functions, over weights that are split.
+
+They look for memory that tensors share, which a tensor of parts has none of: what came was "Attempted to access the
+data pointer on an invalid python storage". Transformers' Trainer calls them, on rank 0 alone, where nothing can be
+gathered: so it is told what to do instead.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+from dmp.chunked import ChunkedTensor
+from dmp.errors import ShardError
+from dmp.places import is_dtensor
+
+
+def refuse_parts(safetensors: Any) -> None:
+    """Have a safetensors file take whole tensors alone, in words.
+
+    Args:
+        safetensors: `safetensors.torch`.
+    """
+    own = safetensors.storage_ptr
+
+    @wraps(own)
+    def storage_ptr(tensor: Any) -> Any:
+        if isinstance(tensor, ChunkedTensor) or is_dtensor(tensor):
+            raise ShardError(
+                f"a safetensors file takes whole tensors, and this one, of {tuple(tensor.shape)}, is split: what is to "
+                "be written holds this rank's chunks alone. On all ranks, export_safetensors(path, model) writes such "
+                "files, full_state_dict(model) gives whole tensors, and save_checkpoint(path, model, optimizer) keeps "
+                "everything. Transformers' Trainer writes on rank 0 alone: override its save_model(self, "
+                "output_dir=None, _internal_call=False) with a call of export_safetensors(output_dir or "
+                "self.args.output_dir, self.model), and have it save_only_model=True"
+            )
+        return own(tensor)
+
+    safetensors.storage_ptr = storage_ptr
