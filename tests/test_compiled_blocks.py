@@ -1,10 +1,11 @@
-"""Blocks compiled under every kind of data parallelism train as the plain model.
+"""Blocks compiled under every kind of data parallelism train as the plain model, and so does what a user compiles.
 
 Each case in processes of its own: what one compilation leaves in torch's caches, the next would meet.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,8 +13,9 @@ import pytest
 import torch
 from torch import nn
 
+from dmp import DistributedModelParallel, ShardingEnv, full_state_dict, rowwise
 from sharders.data_parallel.fsdp import FSDPWrapper
-from tests.ranks import close_pools, run_ranks
+from tests.ranks import close_pools, mesh, run_ranks
 from tests.test_fully_shard import env_of, ids_of, make, same, split_by_tensor, train
 
 
@@ -61,3 +63,48 @@ def test_compiled_blocks(
     world = 1 if shape is None else torch.Size(shape).numel()
     graphs = run_ranks(world, compiles, shape, names, backend, checkpointing)
     assert min(graphs) >= 1
+
+
+def compiled_by_hand(shape: tuple[int, ...], names: tuple[str, ...], what: str) -> None:
+    """torch's own call, on a wrapped Llama with a split vocabulary: two steps as the plain model's."""
+    import transformers
+
+    env = ShardingEnv.from_mesh(mesh(shape, names))
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4
+    )
+    torch.manual_seed(0)
+    oracle = transformers.LlamaForCausalLM(config)
+    model = DistributedModelParallel(copy.deepcopy(oracle), env)
+    assert model.plan["model.embed_tokens.weight"].layout == rowwise(dim=0)
+    called: Any = torch.compile(model, backend="aot_eager") if what == "model" else model
+    if what == "layers":
+        model.module.model.layers[0].compile(backend="aot_eager")
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, oracle)]
+    for step in range(2):
+        rng = torch.Generator().manual_seed(step)
+        batches = torch.randint(64, (env.data_size, 2, 9), generator=rng)
+        losses = [oracle(input_ids=ids, labels=ids).loss for ids in batches]
+        (sum(losses) / len(losses)).backward()
+        mine = batches[env.data_rank]
+        loss = called(input_ids=mine, labels=mine).loss
+        loss.backward()
+        torch.testing.assert_close(loss.detach(), losses[env.data_rank].detach())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, value in full_state_dict(model).items():
+        torch.testing.assert_close(value, oracle.state_dict()[name], msg=f"{name} differs")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("shape", "names", "what"),
+    [
+        ((2,), ("tp",), "layers"),
+        pytest.param((2, 2), ("shard", "tp"), "model", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_compiled_by_hand(shape: tuple[int, ...], names: tuple[str, ...], what: str) -> None:
+    run_ranks(torch.Size(shape).numel(), compiled_by_hand, shape, names, what)

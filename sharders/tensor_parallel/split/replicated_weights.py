@@ -12,7 +12,9 @@ for the forward; its sharded form, on a larger mesh, reads as what it is.
 Where a weight is used on a part of the activations only (a chunk of the sequence, some of the heads), its gradients on
 the ranks are parts of a sum: reading it through `redistribute` has torch sum them in the backward pass, one all-reduce
 per weight. torch's SequenceParallel leaves them as parts, for each operation of the optimizer to sum again. The same
-way a vocabulary's gradient is brought to the rows that are here: torch's embedding makes it whole on every rank.
+way a vocabulary's gradient is brought to the rows that are here: torch's embedding makes it whole on every rank. Which
+ids are here torch 2.13 keeps in a buffer beside the graph: the tensors of one compilation met those of the next there
+("Mixing fake modes"), so that a split vocabulary is looked up between compiled graphs, hooks and all.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.nn.parameter import is_lazy
 
 from dmp import Place, ShardedModule
@@ -63,7 +66,7 @@ def keep_whole_weights(model: nn.Module, mesh: DeviceMesh, on_parts: Collection[
 
 
 def align_gradient(owner: nn.Module, name: str) -> None:
-    """Have the gradient of a split weight arrive split as it is."""
+    """Have the gradient of a split weight arrive split as it is, and the owner called outside of compiled code."""
     _read_as(owner, (name,), _aligned)
 
 
@@ -108,6 +111,8 @@ def _reader(kind: Any, names: tuple[str, ...], read: Callable[[Any], Any] | None
     body: dict[str, Any] = {name: property(_getter(name, read)) for name in names if read is not None}
     if not hasattr(kind, "_dmp_reads"):
         body.update({name: _model_code(method) for name, method in _methods(kind)})
+    if read is _aligned:
+        body["__call__"] = _disable_dynamo(kind.__call__)  # see [Note: whole weights]
     body.update(__module__=kind.__module__, __qualname__=kind.__qualname__, __doc__=kind.__doc__, _dmp_reads=True)
     made: type[nn.Module] = types.new_class(kind.__name__, (kind,), exec_body=lambda space: space.update(body))
     return made

@@ -91,11 +91,14 @@ def hidden_size(path: str, module: nn.Module, styles: Mapping[str, Style]) -> in
 
 
 def _parallelize(module: nn.Module, mesh: DeviceMesh, style: ParallelStyle) -> None:
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     if isinstance(style, ColwiseParallel):
         style = copy.copy(style)
         style._prepare_output_fn = _as_it_is  # type: ignore[method-assign]
+    elif isinstance(style, RowwiseParallel) and isinstance(module, nn.Embedding):
+        style = copy.copy(style)
+        style._prepare_output_fn = _waited_for  # type: ignore[method-assign]
     # Values are equal on all ranks already: nothing is sent.
     parallelize_module(module, mesh, style, src_data_rank=None)
 
@@ -107,3 +110,9 @@ def _as_it_is(placements: Any, use_local_output: bool, module: nn.Module, output
 
     asked = tuple(Shard(p.dim % output.ndim) if isinstance(p, Shard) else p for p in placements)
     return ColwiseParallel._prepare_output_fn(asked, use_local_output, module, output, mesh)
+
+
+def _waited_for(placements: Any, use_local_output: bool, module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+    """torch's, but what it hands on has arrived: a compiled graph that takes what has not gives it a plain gradient."""
+    output = output.redistribute(placements=placements)
+    return output.to_local() if use_local_output else output
