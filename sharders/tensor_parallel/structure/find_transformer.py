@@ -267,6 +267,9 @@ def _block(path: str, structure: int, module: nn.Module, attentions: Mapping[str
     inside = [a for p, a in attentions.items() if is_inside(p, path)]
     branches = [_relative(a, path) for a in inside if isinstance(a, Branch)]
     whole = [Whole(below(a.path, path), a.why) for a in inside if isinstance(a, Whole)]
+    joint = {u: others for u in branches if (others := _others(module, u))}
+    branches = [u for u in branches if u not in joint]
+    whole += [Whole(u.path, f"it has Linears beside query, key, value and output: {n}") for u, n in joint.items()]
     claimed = {p for u in branches for p in (*u.up, u.down)}
     closed = [w.path for w in whole]
     mlps, left = _mlps("", module, claimed, closed)
@@ -278,6 +281,19 @@ def _block(path: str, structure: int, module: nn.Module, attentions: Mapping[str
             whole.append(Whole(name, f"a {type(owner).__name__}, which is not a Linear"))
     found = tuple(_with_adapters(module, branch) for branch in (*branches, *mlps))
     return Block(path, structure, found, tuple(whole))
+
+
+def _others(block: nn.Module, attention: Branch) -> str:
+    """Linears that an attention has besides, as one has that attends to two sequences at once: its heads are theirs,
+    and a proof that calls it with one sequence sees nothing of them. Where a block is its own attention they may be its
+    MLP.
+    """
+    if not attention.path:
+        return ""
+    own = {*attention.up, attention.down}
+    inside = in_place(block.get_submodule(attention.path))
+    every = (join_name(attention.path, name) for name, m in inside if isinstance(m, nn.Linear))
+    return ", ".join(name for name in every if name not in own)
 
 
 def _with_adapters(block: nn.Module, branch: Branch) -> Branch:
