@@ -15,6 +15,7 @@ from dmp.layouts.layout import Layout, ParameterSharding
 from dmp.plans.find import Found, Site
 from dmp.plans.oddities import oddity
 from dmp.plans.private_state import refuse_private_state
+from dmp.plans.weight_readers import Reader
 
 
 @dataclass(frozen=True)
@@ -146,12 +147,12 @@ def check_layout(name: str, layout: Layout, sharder: ModuleSharder, info: Parame
 
 
 def _unknown_name(
-    name: str, module: nn.Module, shardable: list[str], placed: Mapping[str, Layout], read: Mapping[str, str]
+    name: str, module: nn.Module, shardable: list[str], placed: Mapping[str, Layout], read: Mapping[str, Reader]
 ) -> str:
     if name in read:
         return (
-            f"plan makes {name!r} a table, but {read[name]} reads it besides its own module's forward, where a table's "
-            "chunk would be taken for the whole: leave the entry out, or give it replicate()"
+            f"plan makes {name!r} a table, but {read[name].text}: leave the entry out, or give it replicate(). "
+            f"{read[name].way_out}"
         )
     if name in placed:
         return f"plan gives {name!r} the layout of a table, but tensor parallelism splits it as {placed[name]}"

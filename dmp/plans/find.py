@@ -64,10 +64,10 @@ class Sites:
     readers: Mapping[str, Reader]
 
     @property
-    def read(self) -> dict[str, str]:
+    def read(self) -> dict[str, Reader]:
         """Parameters that would be tables, were they only looked up -> who else reads them."""
-        read = [(site, self.readers[site.path].text) for site in self.candidates if site.path in self.readers]
-        return {name: text for site, text in read for name in site.names().values()}
+        read = [(site, self.readers[site.path]) for site in self.candidates if site.path in self.readers]
+        return {name: reader for site, reader in read for name in site.names().values()}
 
     def taken(self, keep: Set[str] = frozenset()) -> tuple[Site, ...]:
         """Those that are sharded: without those that other code may read.

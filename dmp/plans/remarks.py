@@ -38,8 +38,7 @@ def say_what_is_read(resolved: Resolved) -> None:
         if name not in placed:
             _say_no_table(
                 *(name, known[name], known[name].nbytes >= LARGE_BYTES),
-                f": {reader} reads it besides the forward of its own module. A plan entry such as row_wise() makes it "
-                "a table all the same, and a read an error",
+                f": {reader.text}. {reader.way_out}",
             )
 
 

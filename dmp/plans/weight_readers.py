@@ -52,12 +52,26 @@ class Reader:
     """What reads a weight.
 
     Args:
-        text: in words.
+        who: code, or where something keeps it.
         is_keeper: it keeps the module or the parameter itself, and would not see what takes their place.
     """
 
-    text: str
+    who: str
     is_keeper: bool = False
+
+    @property
+    def text(self) -> str:
+        """What it does, for messages."""
+        if self.is_keeper:
+            return f"{self.who} keeps it beside its place in the model, and would go on with the whole, untrained"
+        return f"{self.who} reads it besides the forward of its own module"
+
+    @property
+    def way_out(self) -> str:
+        """How it becomes a table all the same."""
+        if self.is_keeper:
+            return "Let go of it there before wrapping (del, or None in its place), and it is a table"
+        return "A plan entry such as row_wise() makes it a table all the same, and a read an error"
 
 
 def find_readers(model: nn.Module, sites: Mapping[int, tuple[nn.Module, Iterable[str]]]) -> dict[int, Reader]:
@@ -119,8 +133,8 @@ def _attributes(modules: Iterable[nn.Module]) -> Iterator[tuple[str, Any]]:
         for name, value in vars(m).items():
             if name in _OF_MODULE or (isinstance(m, nn.RNNBase) and name == "_flat_weights"):  # which it keeps current
                 continue
-            for each in _contents(value):
-                yield f"{type(m).__name__}.{name}", each
+            for at, each in _contents(value):
+                yield f"{type(m).__name__}.{name}{at}", each
 
 
 class _Watched:
@@ -155,7 +169,7 @@ class _Watched:
             places += [(code.title, each) for each in held]
         objects = {**{site: site for site in self.direct}, **self.parameters}
         found = [(objects[id(each)], where) for where, each in places if each is not None and id(each) in objects]
-        return {site: Reader(f"{where}, which keeps it beside its place in the model,", True) for site, where in found}
+        return {site: Reader(where, True) for site, where in found}
 
     def handed_out(self, model: nn.Module, codes: list[Code]) -> Set[int]:
         """Sites that code may get hold of without naming them before their weight."""
@@ -338,9 +352,11 @@ def _strings(code: CodeType) -> set[str]:
     return {c for c in code.co_consts if isinstance(c, str)}
 
 
-def _contents(value: Any, depth: int = 0) -> Iterator[Any]:
-    """A value and what it holds: of plain containers, functions with arguments or closures, objects of a user's."""
-    yield value
+def _contents(value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """A value and what it holds: of plain containers, functions with arguments or closures, objects of a user's; and
+    where, if it is an attribute of such an object.
+    """
+    yield "", value
     if depth > 2:
         return
     inner: Iterable[Any] = ()
@@ -355,6 +371,8 @@ def _contents(value: Any, depth: int = 0) -> Iterator[Any]:
     elif isinstance(value, SimpleNamespace) or not (
         isinstance(value, nn.Module | type) or is_foreign(type(value).__module__)
     ):
-        inner = getattr(value, "__dict__", {}).values()
+        for name, each in getattr(value, "__dict__", {}).items():
+            of_object = f" ({type(value).__name__}.{name})"
+            yield from ((below or of_object, found) for below, found in _contents(each, depth + 1))
     for each in inner:
         yield from _contents(each, depth + 1)
