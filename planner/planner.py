@@ -23,7 +23,7 @@ from dmp import (
     shown,
     without_collection,
 )
-from planner.arguments import check_env, positive
+from planner.arguments import check_constraints, check_env, check_module, finite, positive
 from planner.broadcast import from_first_rank
 from planner.candidates.constraints import Constraint, constraints_of
 from planner.candidates.costed import CostSetting
@@ -101,15 +101,14 @@ class ShardingPlanner:
         progress: bool | None = None,
     ) -> None:
         if batch_size is not None:
-            positive("batch_size", batch_size)
+            finite("batch_size", batch_size)
         if sequence_length is not None:
-            positive("sequence_length", sequence_length)
+            finite("sequence_length", sequence_length)
         if compute_dtype is not None and not isinstance(compute_dtype, torch.dtype):
             raise ValueError(f"compute_dtype must be a torch.dtype; got {shown(compute_dtype)}")
         positive("time_budget_s", time_budget_s)
-        positive("effort", effort)
-        if constraints is not None and not isinstance(constraints, Mapping):
-            raise ValueError(f"constraints must be a dict of parameter name -> Constraint; got {shown(constraints)}")
+        finite("effort", effort)
+        check_constraints(constraints)
         self.topology = topology
         self.constraints = dict(constraints or {})
         self.cost_model = CostModel() if cost_model is None else checked(cost_model)
@@ -158,10 +157,11 @@ class ShardingPlanner:
             does not name are split or copied as the mesh's axes say.
 
         Raises:
-            ValueError, ShardError: an env or a sharder that is none.
+            ValueError, ShardError: a module, an env, a topology or a sharder that is none.
             PlanError: no plan fits (with `.table`, `.rank`, `.bytes_short`), or a constraint or pinned entry is wrong.
         """
         check_env(env)
+        check_module(module)
         progress = Progress(self.progress)
         try:
             with without_collection(), on_one_thread():

@@ -13,7 +13,7 @@ from typing import Any
 
 from dmp import ShardingEnv, is_torchrecs, type_name
 from planner.candidates.constraints import Constraint
-from planner.costs.topology import Topology
+from planner.costs.topology import Topology, check_topology
 
 _log = logging.getLogger("dmp")
 _MS = 1000  # in a second
@@ -68,9 +68,11 @@ def topology_of(theirs: Any, env: ShardingEnv, reservation: Any = None) -> Topol
         reservation: what is kept of the memory, see `reserved_of`.
 
     Raises:
-        ValueError: another number of ranks, or kind of device, than the mesh's.
+        ValueError: no topology, or one of other axes, another number of ranks, or kind of device, than the mesh's.
     """
     if not is_torchrecs(theirs, "Topology"):
+        check_topology(theirs)
+        theirs.links(env)  # it fits the mesh
         return theirs  # type: ignore[no-any-return]
     if (theirs.world_size, theirs.compute_device) != (env.size, env.device_type):
         raise ValueError(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
+from dmp import shown
 from planner.arguments import is_number
 
 
@@ -112,6 +114,19 @@ class Speeds:
             if not isinstance(parts, (list, tuple)) or len(parts) != 1 + is_rate or not all(map(_is_time, parts)):
                 wanted = "[seconds, seconds per byte]" if is_rate else "seconds"
                 raise ValueError(f"Speeds.{f.name} must be {wanted}, none below 0; got {value!r}")
+
+    @classmethod
+    def of_figures(cls, figures: Mapping[str, Any]) -> Speeds:
+        """From a dict of some of them.
+
+        Raises:
+            ValueError: a name of none, or what is no time.
+        """
+        known = [f.name for f in fields(cls)]
+        unknown = sorted(shown(name) for name in figures if name not in known)
+        if unknown:
+            raise ValueError(f"speeds has {', '.join(unknown)}; expected some of {', '.join(known)}")
+        return cls(**figures)
 
     @classmethod
     def of_memory(cls, bandwidth: float, flops: float) -> Speeds:

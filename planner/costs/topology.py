@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dmp import ShardingEnv, shown
-from planner.arguments import is_number, positive, several
+from planner.arguments import is_number, positive, several, whole
 from planner.costs import topology_file
 from planner.costs.speeds import Speeds
 
@@ -94,11 +94,11 @@ class Topology:
         if not is_number(self.shared_links, or_zero=True) or self.shared_links > 1:
             raise ValueError(f"Topology.shared_links must be in [0, 1]; got {shown(self.shared_links)}")
         if isinstance(self.speeds, Mapping):
-            object.__setattr__(self, "speeds", Speeds(**self.speeds))
+            object.__setattr__(self, "speeds", Speeds.of_figures(self.speeds) if self.speeds else None)
         if not isinstance(self.speeds, Speeds | None):
             raise ValueError(f"Topology.speeds must be Speeds, or a dict of its figures; got {shown(self.speeds)}")
         if self.ranks_per_host is not None:
-            positive("Topology.ranks_per_host", self.ranks_per_host)
+            whole("Topology.ranks_per_host", self.ranks_per_host)
         for name in _PER_AXIS_FIGURES:
             if name in _NEEDED or getattr(self, name) is not None:
                 self._check_per_axis(name, getattr(self, name))
@@ -215,11 +215,12 @@ class Topology:
         """Link along each axis of the env's mesh, outer first.
 
         Raises:
-            ValueError: figures for another number of axes, or for other names.
+            ValueError: figures, those of collectives too, for another number of axes, or for other names.
         """
-        bandwidth = self._per_axis("link_bandwidth", self.link_bandwidth, env)
-        latency = self._per_axis("link_latency", self.link_latency, env)
-        return {name: Link(b, a) for name, b, a in zip(env.names, bandwidth, latency, strict=True)}
+        given = {name: values for name in _PER_AXIS_FIGURES if (values := getattr(self, name)) is not None}
+        figures = {name: self._per_axis(name, values, env) for name, values in given.items()}
+        links = zip(env.names, figures["link_bandwidth"], figures["link_latency"], strict=True)
+        return {name: Link(bandwidth, latency) for name, bandwidth, latency in links}
 
     def _per_axis(self, name: str, values: PerAxis, env: ShardingEnv) -> list[float]:
         if isinstance(values, (int, float)):
@@ -235,6 +236,14 @@ class Topology:
                 f"Topology.{name} has {len(values)} figures; the mesh has {len(env.names)} axes {env.names}"
             )
         return [float(v) for v in values]
+
+
+def check_topology(topology: Any) -> None:
+    """Raise `ValueError` unless it is a `Topology`."""
+    if not isinstance(topology, Topology):
+        raise ValueError(
+            f"topology must be a planner.Topology, as Topology.load('h100') gives one; got {shown(topology)}"
+        )
 
 
 @cache

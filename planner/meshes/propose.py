@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from dmp import ModelSharder, ModuleSharder, PlanError, ShardingEnv, default_sharders
-from planner.arguments import positive
+from planner.arguments import check_constraints, check_module, whole
 from planner.candidates.constraints import Constraint
 from planner.costs.protocol import CostProtocol
-from planner.costs.topology import Topology
+from planner.costs.topology import Topology, check_topology
 from planner.meshes.proposal import MeshProposal, MeshProposals
 from planner.meshes.shapes import shapes
 from planner.meshes.study import Part, PlannerOptions, Study
@@ -59,10 +59,10 @@ def propose_mesh(
     Example:
         >>> print(propose_mesh(module, 64, batch_size=64))  # doctest: +SKIP
     """
+    check_module(module)
+    check_constraints(constraints)
     for name, value in (("num_devices", num_devices), ("ranks_per_host", ranks_per_host), ("top", top)):
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise ValueError(f"{name} must be a whole number; got {value!r}")
-        positive(name, value)
+        whole(name, value)
     machine = _machine(topology, device_type, ranks_per_host, num_devices, memory_bytes)
     given = default_sharders() if sharders is None else tuple(sharders)
     options = PlannerOptions(constraints, cost_model, sequence_length, compute_dtype)
@@ -114,6 +114,7 @@ def _machine(
         local = min(ranks_per_host, num_devices)
         two = ShardingEnv.abstract((max(2, -(-num_devices // local)), local), ("host", "local"), device_type)
         topology = Topology.of(two)
+    check_topology(topology)
     if isinstance(topology.link_bandwidth, Mapping) or isinstance(topology.link_latency, Mapping):
         raise ValueError(
             "propose_mesh looks at many meshes: give link figures as one number, or as a pair (between hosts, inside "

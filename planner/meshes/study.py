@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dmp import Found, Layout, ModelSharder, ModuleSharder, PlanError, ShardingEnv, dense_parameters, shown_bytes
-from planner.arguments import positive
+from planner.arguments import finite
 from planner.candidates.constraints import Constraint, constraints_of
 from planner.costs.protocol import CostProtocol
 from planner.costs.topology import Topology
@@ -110,7 +110,7 @@ class Study:
         if batch_size is None:
             each = _SAMPLES if model.tokens == 1 else _TOKENS / model.tokens
             batch_size = max(1.0, each * num_devices)
-        positive("batch_size", batch_size)
+        finite("batch_size", batch_size)
         return replace(study, batch_size=float(batch_size), has_tables=tables > 0)
 
     def dense_model(self, found: Found, env: ShardingEnv) -> tuple[DenseModel, dict[str, Layout], int, Asked]:
