@@ -35,6 +35,10 @@ def make():
 def needs(rows):
     return Model()
 
+def gives_nothing():
+    pass
+
+
 def gives_a_number():
     return 3
 
@@ -194,6 +198,9 @@ def test_propose_mesh(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*common, "--memory", "1MB"]) == 3
     assert "no mesh: " in capsys.readouterr().err
     assert main([*common, "--top", "0"]) == 2
+    capsys.readouterr()
+    assert main([*common[:-1], "10000000"]) == 2
+    assert "--devices has 10,000,000 ranks; at most 131,072 are planned" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -227,6 +234,15 @@ def test_propose_mesh(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("strangers_models:make --constraints dies.py", 2, "dies.py is not constraints"),
         ("strangers_models:make --pinned dies.py", 2, "dies.py is not a plan"),
         ("strangers_models:make --out no/plan.json", 2, "there is no folder"),
+        ("strangers_models:make --out .", 2, "expected a file to write; it is a folder"),
+        ("strangers_models:make --html .", 2, "expected a file to write; it is a folder"),
+        ("strangers_models:make --out p.json --html ./p.json", 2, "both the plan and the page would be written there"),
+        ("strangers_models:make --out p.json --html p.report.json", 2, "both the report and the page would be"),
+        ("strangers_models:make --observe-batches 5", 2, "--observe-batches 5: nothing is read; it is of a loader"),
+        ("strangers_models:make --observe seen.json --observe-batches 5", 2, "nothing is read; it is of a loader"),
+        ("strangers_models:make --observe strangers_models:loader --observe-batches 0", 2, "at least 1; got 0"),
+        ("strangers_models:make --cost-model strangers_models:gives_nothing", 2, "gives_nothing gives None"),
+        ("strangers_models:make --cost-model strangers_models:make", 2, "lacks phases, spans, costs, setups"),
     ],
 )
 def test_mistakes(arguments: str, code: int, message: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

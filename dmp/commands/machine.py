@@ -36,8 +36,7 @@ def env_of(given: argparse.Namespace) -> ShardingEnv:
     sizes = given.mesh.lower().split("x")
     if not all(size.isascii() and size.isdigit() and int(size) > 0 for size in sizes):
         raise Refusal(f"--mesh is one size for each axis with x between them, as 512x8; got {given.mesh!r}")
-    if prod(map(int, sizes)) > _MOST_RANKS:
-        raise Refusal(f"--mesh {given.mesh} has {prod(map(int, sizes)):,} ranks; at most {_MOST_RANKS:,} are planned")
+    check_ranks(f"--mesh {given.mesh}", prod(map(int, sizes)))
     axes = _names(given.axes) if given.axes is not None else _DEFAULT_AXES.get(len(sizes))
     if axes is None:
         raise Refusal(f"--mesh {given.mesh} has {len(sizes)} axes; name them: --axes replicate,shard,tp")
@@ -48,6 +47,12 @@ def env_of(given: argparse.Namespace) -> ShardingEnv:
         return ShardingEnv.abstract([int(size) for size in sizes], axes, given.device, **roles)
     except ValueError as error:
         raise Refusal(f"--mesh {given.mesh} --axes {','.join(axes)}: {error}") from None
+
+
+def check_ranks(what: str, number: int) -> None:
+    """Raise `Refusal` of more ranks than are planned: that would take hours."""
+    if number > _MOST_RANKS:
+        raise Refusal(f"{what} has {number:,} ranks; at most {_MOST_RANKS:,} are planned")
 
 
 def add_machine(parser: argparse.ArgumentParser) -> None:

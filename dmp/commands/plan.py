@@ -9,13 +9,14 @@ from typing import Any
 from torch import nn
 
 from dmp.commands.factory import add_model, imported, made, made_module
-from dmp.commands.files import read, read_constraints, read_plan, write_plan
+from dmp.commands.files import read, read_constraints, read_plan, report_path, write_plan
 from dmp.commands.machine import add_machine, add_mesh, env_of, topology_of
 from dmp.commands.refusal import FAILED, NO_PLAN, Refusal, in_one_line
 from dmp.errors import DmpError, PlanError
 from dmp.plans.plan import ShardingPlan
 from dmp.registry import default_sharders, of_planner
 
+_BATCHES = 100
 NAME = "plan"
 ABOUT = "plan a model on a mesh that is not here, and say why the plan is as it is"
 
@@ -32,7 +33,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "sample batches to plan with: what Observation.save wrote, or package.module:name of a loader or its factory"
     )
     parser.add_argument("--observe", metavar="FILE|MODULE:NAME", help=about)
-    parser.add_argument("--observe-batches", type=int, default=100, metavar="N", help="(default: %(default)s)")
+    parser.add_argument("--observe-batches", type=int, metavar="N", help=f"(default: {_BATCHES})")
     about = "package.module:name of a cost model, or of its class, in the place of the planner's own"
     parser.add_argument("--cost-model", metavar="MODULE:NAME", help=about)
     parser.add_argument("--time-budget", type=float, metavar="S", help="seconds after which the best plan so far is it")
@@ -47,20 +48,19 @@ def run(given: argparse.Namespace) -> int:
     topology = topology_of(given, env)
     options = {
         "topology": topology,
-        "cost_model": None if given.cost_model is None else made(given.cost_model, "the cost model"),
+        "cost_model": None if given.cost_model is None else _cost_model(given.cost_model),
         "constraints": None if given.constraints is None else read_constraints(given.constraints),
         "batch_size": given.batch_size,
         "time_budget_s": given.time_budget,
         "effort": given.effort,
     }
     pinned = None if given.pinned is None else read_plan(given.pinned, with_report=False)
-    for path in (given.out, given.html):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise Refusal(f"{path}: there is no folder {path.absolute().parent}")
+    _check_paths(given)
+    _check_batches(given)
     try:
         planner = of_planner("ShardingPlanner")(**{name: value for name, value in options.items() if value is not None})
     except ValueError as error:
-        raise Refusal(str(error)) from None
+        raise Refusal(" ".join(str(error).split())) from None
     module = made_module(given.model, given.build_on)
     if given.observe is not None:
         planner.observed = _observed(given, module)
@@ -82,9 +82,46 @@ def run(given: argparse.Namespace) -> int:
     return 0
 
 
+def _check_paths(given: argparse.Namespace) -> None:
+    """Raise `Refusal` where what is written would be no file, or one over another: planning takes time."""
+    written = {} if given.out is None else {"plan": given.out, "report": report_path(given.out)}
+    written |= {} if given.html is None else {"page": given.html}
+    said: dict[Path, str] = {}
+    for what, path in written.items():
+        if not path.absolute().parent.is_dir():
+            raise Refusal(f"{path}: there is no folder {path.absolute().parent}")
+        if path.is_dir():
+            raise Refusal(f"{path}: expected a file to write; it is a folder")
+        if (other := said.setdefault(path.resolve(), what)) != what:
+            raise Refusal(f"{path}: both the {other} and the {what} would be written there; name another file")
+
+
+def _check_batches(given: argparse.Namespace) -> None:
+    """Raise `Refusal` where a number of batches is none, or nothing is read of which it could be one."""
+    number = given.observe_batches
+    if number is None:
+        return
+    if given.observe is None or _is_file(given.observe):
+        raise Refusal(f"--observe-batches {number}: nothing is read; it is of a loader, --observe package.module:name")
+    if number < 1:
+        raise Refusal(f"--observe-batches takes a number, at least 1; got {number}")
+
+
+def _cost_model(path: str) -> Any:
+    """The cost model that `--cost-model` names."""
+    found = made(path, "the cost model")
+    if found is None:
+        raise Refusal(f"the cost model: {path} gives None")
+    return found
+
+
+def _is_file(observed: str) -> bool:
+    return ":" not in observed or Path(observed).exists()
+
+
 def _observed(given: argparse.Namespace, module: nn.Module) -> Any:
     """What `--observe` names: a file, or a loader whose batches are read now."""
-    if ":" not in given.observe or Path(given.observe).exists():
+    if _is_file(given.observe):
         return read(Path(given.observe), "an observation", lambda _: of_planner("Observation").load(given.observe))
     found = imported(given.observe, "the loader")
     if given.observe == given.model or (isinstance(found, type) and issubclass(found, nn.Module)):
@@ -92,7 +129,7 @@ def _observed(given: argparse.Namespace, module: nn.Module) -> Any:
         raise Refusal(f"the loader: expected a loader, which gives batches; {given.observe} gives the model")
     loader = made(given.observe, "the loader")
     try:
-        return of_planner("observe")(loader, batches=given.observe_batches, module=module)
+        return of_planner("observe")(loader, batches=given.observe_batches or _BATCHES, module=module)
     except Exception as error:  # of the user's loader too
         text = str(error) if isinstance(error, ValueError) else in_one_line(error)
         raise Refusal(f"the loader: {text}", FAILED) from error

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dmp.commands.factory import add_model, made_module
 from dmp.commands.files import read_constraints
-from dmp.commands.machine import add_machine, number_of_bytes
+from dmp.commands.machine import add_machine, check_ranks, number_of_bytes
 from dmp.commands.refusal import FAILED, NO_PLAN, Refusal, in_one_line
 from dmp.errors import DmpError, PlanError
 from dmp.registry import of_planner
@@ -30,6 +30,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Print the meshes, best first."""
+    check_ranks("--devices", given.devices)
     topology = None
     memory = None if given.memory is None else number_of_bytes(given.memory)
     try:
