@@ -7,7 +7,9 @@ import json
 import os
 import subprocess
 import sys
+from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -164,6 +166,27 @@ def test_explain(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "a.report.json").unlink()
     assert main(["explain", "a.json", "users.weight"]) == 0
     assert main(["explain", "a.json", "users"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [(("planned", "class_of", "numbers"), float("inf")), (("planned", "shapes"), []), (("phase_seconds", 0), None)],
+    ids=str,
+)
+def test_a_damaged_report(
+    place: tuple[str | int, ...], value: Any, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "strangers_models:make", "--mesh", "4", "--out", "plan.json"]) == 0
+    beside = folder / "plan.report.json"
+    data = json.loads(beside.read_text())
+    *holders, last = place
+    reduce(lambda held, key: held[key], holders, data["report"])[last] = value
+    beside.write_text(json.dumps(data))
+    capsys.readouterr()
+    found = [main(["explain", "plan.json", "users"]), main(["diff", "plan.json", "plan.json"])]
+    said = capsys.readouterr().err.splitlines()
+    assert 2 in found and set(found) <= {0, 2} and said
+    assert all("damaged" in line for line in said)
 
 
 def test_observe(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

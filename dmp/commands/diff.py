@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from dmp.commands.files import read_plan
+from dmp.commands.files import read_plan, report_path, told_if_damaged
 
 NAME = "diff"
 ABOUT = "compare two plans: layouts by parameter, and modelled step and memory where reports lie beside them"
@@ -22,7 +22,9 @@ def run(given: argparse.Namespace) -> int:
     before, after = read_plan(given.before), read_plan(given.after)
     changes = before.diff(after)
     if before.report is not None and after.report is not None:
-        print(before.report.diff(after.report))
+        with told_if_damaged(report_path(given.before), report_path(given.after)):
+            text = str(before.report.diff(after.report))
+        print(text)
         return 1 if changes else 0
     for change in changes:
         print(change)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from dmp.commands.files import read_plan, report_path
+from dmp.commands.files import read_plan, report_path, told_if_damaged
 from dmp.commands.refusal import Refusal
 
 NAME = "explain"
@@ -28,10 +28,12 @@ def run(given: argparse.Namespace) -> int:
         print(f"{given.name}  {plan[given.name]}")
         print(f"(no report beside the plan: `plan --out` writes {report_path(given.plan)})")
         return 0
-    try:
-        print(plan.report.explain(given.name))
-    except KeyError as error:
-        if given.name not in plan:
-            raise Refusal(f"{given.plan}: {error.args[0]}") from None
-        print(f"{given.name}  {plan[given.name]}  (a dense weight, which the report has by block)")
+    with told_if_damaged(report_path(given.plan)):
+        try:
+            text = plan.report.explain(given.name)
+        except KeyError as error:
+            if given.name not in plan:
+                raise Refusal(f"{given.plan}: {error.args[0]}") from None
+            text = f"{given.name}  {plan[given.name]}  (a dense weight, which the report has by block)"
+    print(text)
     return 0

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dmp.commands.refusal import FAILED, Refusal
+from dmp.commands.refusal import FAILED, Refusal, in_one_line
 from dmp.plans.plan import ShardingPlan
 from dmp.read_values import parse_json, shown
 from dmp.registry import of_planner
@@ -25,12 +26,27 @@ def read_plan(path: Path, with_report: bool = True) -> ShardingPlan:
     beside = report_path(path)
     if with_report and beside.exists():
         report = read(beside, "a report", of_planner("PlanReport").from_json)
-        said = dict(zip(report.planned.names, report.planned.layouts, strict=True))
+        with told_if_damaged(beside):
+            said = dict(zip(report.planned.names, report.planned.layouts, strict=True))
         if all(name in plan and plan[name].layout == layout for name, layout in said.items()):
             plan.report = report
         else:
             print(f"note: {beside} is the report of another plan, and is passed over", file=sys.stderr)
     return plan
+
+
+@contextmanager
+def told_if_damaged(*reports: Path) -> Iterator[None]:
+    """Around what uses a report that was read: its figures are not checked one by one, but fail where they are none.
+
+    Raises:
+        Refusal: in the place of what is raised inside.
+    """
+    try:
+        yield
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+        where = " or ".join(map(str, reports))
+        raise Refusal(f"{where} is damaged ({in_one_line(error)}): plan again, with --out") from error
 
 
 def write_plan(plan: ShardingPlan, path: Path) -> None:

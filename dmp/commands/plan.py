@@ -84,14 +84,15 @@ def run(given: argparse.Namespace) -> int:
 
 def _check_paths(given: argparse.Namespace) -> None:
     """Raise `Refusal` where what is written would be no file, or one over another: planning takes time."""
+    for path in (given.out, given.html):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise Refusal(f"{path}: there is no folder {path.absolute().parent}")
+        if path is not None and path.is_dir():
+            raise Refusal(f"{path}: expected a file to write; it is a folder")
     written = {} if given.out is None else {"plan": given.out, "report": report_path(given.out)}
     written |= {} if given.html is None else {"page": given.html}
     said: dict[Path, str] = {}
     for what, path in written.items():
-        if not path.absolute().parent.is_dir():
-            raise Refusal(f"{path}: there is no folder {path.absolute().parent}")
-        if path.is_dir():
-            raise Refusal(f"{path}: expected a file to write; it is a folder")
         if (other := said.setdefault(path.resolve(), what)) != what:
             raise Refusal(f"{path}: both the {other} and the {what} would be written there; name another file")
 

@@ -45,7 +45,7 @@ def figures_from_json(text: str) -> dict[str, Any]:
         raise PlanError(f"this report has format version {version!r}; this version reads version {VERSION}")
     try:
         return _read(given)
-    except (DmpError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (DmpError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise PlanError(f"a plan's report that is damaged: {type(error).__name__}: {error!s:.300}") from error
 
 
