@@ -38,7 +38,8 @@ def constraint_of(theirs: Any, env: ShardingEnv | None = None) -> Constraint:
     if unread:
         say_once(f"ParameterConstraints: {unread} mean nothing to this planner, and are passed over")
     is_flat = env is not None and len(env.table_shape) < 2
-    layouts = [_OUR_NAME.get(str(kind), str(kind)) for kind in theirs.sharding_types or ()]
+    kinds = [str(getattr(kind, "value", kind)) for kind in theirs.sharding_types or ()]
+    layouts = [_OUR_NAME.get(kind, kind) for kind in kinds]
     layouts = [name.replace("table_row", "row") if is_flat else name for name in layouts]
     factors = list(theirs.pooling_factors or ())
     kernels = {str(getattr(kernel, "value", kernel)) for kernel in theirs.compute_kernels or ()}

@@ -22,6 +22,7 @@ from planner.dense.model import DenseModel
 from planner.meshes.proposal import MeshProposal
 from planner.meshes.shapes import Shape
 from planner.planner import ShardingPlanner
+from planner.torchrec_parts import constraints_of_torchrec
 
 _SAMPLES, _TOKENS = 512, 2048  # for each device, where nobody says
 
@@ -117,7 +118,8 @@ class Study:
         """The dense part on a mesh, what a vocabulary gets there, how many tables are left, what constraints ask."""
         taken = found.sites.parameters()
         others = dense_parameters(self.module, taken.keys())
-        asked, of_tables = asked_of_dense(self.options.constraints or {}, self.module, taken.keys())
+        given = constraints_of_torchrec(self.options.constraints or {}, env)
+        asked, of_tables = asked_of_dense(given, self.module, taken.keys())
         constraints = constraints_of(of_tables, taken)
         as_dense = vocabularies(taken, others, constraints, (), env)
         tables = frozenset(taken.keys() - as_dense.keys())

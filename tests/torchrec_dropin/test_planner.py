@@ -9,7 +9,7 @@ import torch
 
 import dmp
 from dmp import ShardingEnv
-from planner import Constraint, ShardingPlanner, Topology, from_torchrec
+from planner import Constraint, ShardingPlanner, Topology, from_torchrec, propose_mesh
 from tests.equality import make_module
 from tests.ranks import run_ranks
 
@@ -30,6 +30,8 @@ def _topology(**options: Any) -> Any:
 
 
 def test_constraints(caplog: pytest.LogCaptureFixture) -> None:
+    from torchrec.distributed.types import ShardingType
+
     hosts = ShardingEnv.abstract((2, 2), ("host", "local"), "cpu")
     flat = ShardingEnv.abstract((4,), ("dp",), "cpu")
     kinds = ["table_row_wise", "table_column_wise", "column_wise", "grid_shard", "data_parallel"]
@@ -43,6 +45,8 @@ def test_constraints(caplog: pytest.LogCaptureFixture) -> None:
     )
     assert from_torchrec({"t": theirs}, flat)["t"].layouts == ("row_wise", "column_wise", "grid", "data_parallel")
     assert from_torchrec(_constraints()) == Constraint()
+    as_enum = _constraints(sharding_types=[ShardingType.ROW_WISE, ShardingType.TABLE_COLUMN_WISE])
+    assert from_torchrec(as_enum).layouts == ("row_wise", "column_wise")
     assert from_torchrec(_constraints(pooling_factors=[7.0])).pooling_factor == 7.0
     assert "ParameterConstraints: ['enforce_hbm'] mean nothing" in caplog.text
     assert "['fused', 'fused_uvm'] only ['fused', 'dense']" in caplog.text
@@ -157,6 +161,13 @@ def test_planning_with_their_sharders() -> None:
         constraints = {f"t{i}": _constraints(sharding_types=kinds, min_partition=32) for i in range(4)}
         plan = ShardingPlanner(constraints=constraints).plan(_collection(), [EmbeddingBagCollectionSharder()], env)
         assert {entry.layout.name for entry in plan.values()} == names
+
+
+def test_constraints_of_any_mesh() -> None:
+    """Where meshes are proposed too; a type that a table of six columns does not allow is one of several."""
+    constraints = {"t*": _constraints(sharding_types=["column_wise", "table_row_wise", "table_wise"])}
+    found = propose_mesh(_collection(dim=6), 4, constraints=constraints, device_type="cpu")
+    assert ("dp",) in {proposal.axes for proposal in found}
 
 
 def test_what_a_planner_is_not_asked_with() -> None:
