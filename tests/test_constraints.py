@@ -12,6 +12,7 @@ from dmp import (
     table_wise,
 )
 from planner import Constraint, ShardingPlanner
+from sharders import default_sharders
 from tests.planner_bags import BagSharder, bags, hosts, one_axis, ranks_of, small_memory
 
 
@@ -87,6 +88,21 @@ def test_patterns_and_exact_names() -> None:
     plan = ShardingPlanner(constraints=constraints).plan(module, [BagSharder()], one_axis(2))
     assert plan["user.t0.weight"].layout == data_parallel()
     assert plan["user.t1.weight"].layout == row_wise()
+
+
+def test_what_a_shape_or_a_mesh_does_not_offer_is_no_mistake_where_something_is_left() -> None:
+    """One pattern for tables of any width: those of six columns cannot be cut, and a mesh of one axis has no hosts."""
+    module = nn.ModuleDict({"t0": nn.EmbeddingBag(100, 6), "t1": nn.EmbeddingBag(100, 64)})
+    both = {"*": Constraint(layouts=["column_wise", "table_row_wise", "table_wise"])}
+    plan = ShardingPlanner(constraints=both).plan(module, default_sharders(), one_axis(2))
+    assert plan["t0.weight"].layout.name == "table_wise"
+    cut = {"*": Constraint(layouts=["column_wise"])}
+    with pytest.raises(PlanError, match=r"'t0\.weight' asks for layout 'column_wise'; .* for shape \(100, 6\)"):
+        ShardingPlanner(constraints=cut).plan(module, default_sharders(), one_axis(2))
+    with pytest.raises(PlanError, match=r"asks for layout 'rowwise'"):
+        ShardingPlanner(constraints={"*": Constraint(layouts=["table_wise", "rowwise"])}).plan(
+            module, default_sharders(), one_axis(2)
+        )
 
 
 def test_wrong_constraints_are_named() -> None:

@@ -62,9 +62,19 @@ def test_what_the_mesh_cannot_do_is_an_error(constraint: Constraint, mesh: str, 
         entries({key: constraint}, mesh)
 
 
-def test_keys_that_speak_of_tables_alone_are_as_before() -> None:
-    with pytest.raises(PlanError, match=r"no parameter that a sharder takes answers to"):
-        entries({"layers.0.attention": Constraint(pooling_factor=2)}, "fsdp2")
+@pytest.mark.parametrize(
+    ("constraint", "said"),
+    [
+        (Constraint(pooling_factor=2), "says pooling_factor; 'layers.0.attention.wq.weight' is a dense weight"),
+        (Constraint(layouts=["replicate"], ranks=[0]), "says ranks; .* is a dense weight"),
+        (Constraint(layouts=["replicate", "fuly_sharded"]), "names 'fuly_sharded'; .* may name .*'fully_sharded'"),
+        (Constraint(layouts=["row_wise"]), "names 'row_wise'; .* may name .*'rowwise'"),
+        (Constraint(), "says nothing; .* is a dense weight"),
+    ],
+)
+def test_what_dense_weights_have_not_is_not_passed_over(constraint: Constraint, said: str) -> None:
+    with pytest.raises(PlanError, match=f"the constraint on 'layers.0.attention' {said}"):
+        entries({"layers.0.attention": constraint}, "fsdp2")
 
 
 CONSTRAINTS = {

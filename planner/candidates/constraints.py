@@ -69,6 +69,10 @@ class Constraint:
         for field, value in zip(fields(self), values, strict=True):
             object.__setattr__(self, field.name, value)
 
+    def given(self) -> dict[str, Any]:
+        """The points that it does not leave open."""
+        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
+
     def without_groups(self) -> Constraint:
         """The same without `colocate` and `spread`: what parameters need not share to be alike."""
         return self if self.colocate is None and self.spread is None else replace(self, colocate=None, spread=None)
@@ -102,25 +106,39 @@ def constraints_of(constraints: Mapping[str, Constraint], parameters: Collection
     """
     if not all(isinstance(key, str) for key in constraints):
         raise PlanError(f"constraints must be a dict of parameter name -> Constraint; got {shown(constraints)}")
-    answering: dict[str, list[str]] = {}
-    for name in parameters:
-        for key in _answers_to(name):
-            answering.setdefault(key, []).append(name)
-    known_keys = NameIndex(answering)
+    known = Answering(parameters)
     found = {name: Constraint() for name in parameters}
-    for key in sorted(constraints, key=known_keys.__contains__):
+    for key in sorted(constraints, key=known.keys.__contains__):
         constraint = constraints[key]
         if not isinstance(constraint, Constraint):
             raise PlanError(f"constraints[{key!r}] must be a Constraint; got {shown(constraint)}")
-        matched = [name for known in known_keys.matching(key) for name in answering[known]]
+        matched = known.named(key)
         if not matched:
             raise PlanError(
-                f"constraints name {key!r}, which no parameter that a sharder takes answers to; {known_keys.hint(key)}"
+                f"constraints name {key!r}, which no parameter that a sharder takes answers to; {known.keys.hint(key)}"
             )
-        given = {f.name: v for f in fields(Constraint) if (v := getattr(constraint, f.name)) is not None}
         for name in matched:
-            found[name] = replace(found[name], **given)
+            found[name] = replace(found[name], **constraint.given())
     return found
+
+
+class Answering:
+    """Parameters by the keys of constraints that mean them, to be asked of many keys.
+
+    Args:
+        parameters: their full names.
+    """
+
+    def __init__(self, parameters: Collection[str]) -> None:
+        self._names: dict[str, list[str]] = {}
+        for name in parameters:
+            for key in _answers_to(name):
+                self._names.setdefault(key, []).append(name)
+        self.keys = NameIndex(self._names)
+
+    def named(self, key: str) -> list[str]:
+        """The parameters that a key means, in order."""
+        return [*dict.fromkeys(name for known in self.keys.matching(key) for name in self._names[known])]
 
 
 def _answers_to(name: str) -> tuple[str, ...]:
@@ -132,10 +150,6 @@ def _answers_to(name: str) -> tuple[str, ...]:
 
 def named_by(key: str, parameters: Collection[str]) -> tuple[list[str], str]:
     """The parameters that a key of constraints means, in order; where there are none, what may have been meant."""
-    answering: dict[str, list[str]] = {}
-    for name in parameters:
-        for each in _answers_to(name):
-            answering.setdefault(each, []).append(name)
-    known_keys = NameIndex(answering)
-    matched = dict.fromkeys(name for known in known_keys.matching(key) for name in answering[known])
-    return list(matched), "" if matched else known_keys.hint(key)
+    known = Answering(parameters)
+    matched = known.named(key)
+    return matched, "" if matched else known.keys.hint(key)

@@ -299,14 +299,16 @@ def _elements_of_row(info: ParameterInfo) -> int:
 def _check_constraint(asked: Asked, layouts: list[Layout]) -> None:
     name, constraint, last = asked.name, asked.constraint, asked.env.table_size - 1
     known = list(dict.fromkeys(layout.name for layout in layouts))
-    for wanted in constraint.layouts or ():
-        if wanted not in known:
-            raise PlanError(
-                f"the constraint on {name!r} asks for layout {wanted!r}; {type(asked.sharder).__name__} offers {known}",
-                table=name,
-            )
+    wanted = constraint.layouts or known  # of these some meshes, sharders or shapes offer fewer, which are enough
+    lacking = [layout for layout in wanted if layout not in (*known, *_OF_TABLES)]
+    if lacking or not set(wanted) & set(known):
+        raise PlanError(
+            f"the constraint on {name!r} asks for layout {(lacking or wanted)[0]!r}; {type(asked.sharder).__name__} "
+            f"offers {known} for shape {asked.info.shape}",
+            table=name,
+        )
     unknown = [banned for banned in constraint.forbid or () if banned not in (*known, *_OF_TABLES, *_OF_DENSE)]
-    if unknown:  # of known ones some meshes or sharders offer fewer
+    if unknown:
         raise PlanError(
             f"the constraint on {name!r} forbids {unknown[0]!r}, which is no layout; "
             f"{type(asked.sharder).__name__} offers {known}",
