@@ -40,7 +40,7 @@ from planner.largest_batch import MOST_PARAMETERS, MOST_PIECES, largest_batch, r
 from planner.observed.observation import Observation
 from planner.observed.observe import observe
 from planner.one_thread import on_one_thread
-from planner.pinned import Pinned, by_first_name, split_pinned
+from planner.pinned import Pinned, by_first_name, split_pinned, with_colocated, with_kernels
 from planner.replica_groups import group_advice, worth_asking
 from planner.report.infeasible import plan_error
 from planner.report.progress import Progress
@@ -149,7 +149,8 @@ class ShardingPlanner:
         """A plan for `module`, real or on meta, on a mesh that need not be here; communicates with nobody.
 
         Args:
-            pinned: entries to keep as they are; their load and memory count.
+            pinned: entries to keep as they are; their load and memory count. What a constraint colocates with them is
+                placed as they are.
             found: what these sharders are known to take of the module on this mesh.
 
         Returns:
@@ -195,7 +196,10 @@ class ShardingPlanner:
         given_constraints = constraints_of_torchrec(self.constraints, env)
         asked, given_constraints = asked_of_dense(given_constraints, module, taken.keys())
         constraints = constraints_of(given_constraints, taken)
-        kept = by_first_name(pinned_tables, module, [name for name in taken if name not in pinned_dense])
+        entries = by_first_name(pinned_tables, module, [name for name in taken if name not in pinned_dense])
+        entries = with_colocated(entries, constraints)
+        constraints = with_kernels(constraints, entries)
+        kept = {name: entry.layout for name, entry in entries.items()}
         others = dense_parameters(module, taken.keys() - pinned_dense.keys())
         as_dense = pinned_dense | vocabularies(taken, others, constraints, {**kept, **pinned_dense}, env)
         parameters = {name: of for name, of in taken.items() if name not in as_dense}
@@ -215,10 +219,8 @@ class ShardingPlanner:
             raise plan_error(error, out_of_time) from None
         candidates, problem, solution = tables.candidates, tables.problem, tables.solution
         layouts = candidates.placed(solution.choices)
-        kernels = {name: constraints[name].kernel for name in layouts}
-        entries = {name: ParameterSharding(layout, kernels[name]) for name, layout in layouts.items()}
-        said = {name: entry for name, entry in ShardingPlan(pinned).items() if entry.kernel and name in kept}
-        plan = ShardingPlan({**entries, **dense.layouts, **said})
+        placed = {name: ParameterSharding(layout, constraints[name].kernel) for name, layout in layouts.items()}
+        plan = ShardingPlan({**placed, **dense.layouts})
         if kept or as_dense or asked:
             plan.validate(module, env, found.sharders, found=found)
         setting = Setting.of(module, weights, env, topology, self.batch_size)

@@ -109,7 +109,7 @@ class Candidates:
         named = {n: _named(n, info, told, (samples, own)) for n, info in infos.items()}
         evens = {name: seen.get(name) is None or len(infos) > _MOST_UNEVEN for name in infos}
         if env.table_size > 1:  # on one rank all layouts are the same
-            check_layouts(pinned, constraints)
+            check_layouts(pinned, constraints, infos, env)
         kept = {name: in_place(name, layout, infos[name], env, seen.get(name)) for name, layout in pinned.items()}
         classes: dict[object, Asked] = {}
         class_of: dict[str, int] = {}

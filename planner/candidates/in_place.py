@@ -13,7 +13,7 @@ from planner.candidates.constraints import Constraint
 from planner.candidates.costed import Costed
 from planner.candidates.family import Family, has_some
 from planner.candidates.movable import fixed, placed
-from planner.candidates.offered import Offer
+from planner.candidates.offered import Offer, check_rank_numbers, elements_of_row
 from planner.observed.row_curve import RowCurve
 from planner.search.cost_table import Array, Integers, reached
 
@@ -86,6 +86,7 @@ def check_ranks(
 ) -> None:
     """Raises PlanError where a pinned layout holds something on a rank that the parameter's constraint leaves out."""
     for name, ranks in held.items():
+        check_rank_numbers(name, constraints[name], len(ranks))
         allowed = constraints[name].ranks
         outside = [] if allowed is None else [r for r in np.flatnonzero(ranks).tolist() if r not in allowed]
         if allowed is not None and outside:
@@ -97,12 +98,20 @@ def check_ranks(
             )
 
 
-def check_layouts(pinned: Mapping[str, Layout], constraints: Mapping[str, Constraint]) -> None:
+def check_layouts(
+    pinned: Mapping[str, Layout],
+    constraints: Mapping[str, Constraint],
+    infos: Mapping[str, ParameterInfo],
+    env: ShardingEnv,
+) -> None:
     """Raises PlanError where a parameter is pinned as a layout that its constraint does not allow, or forbids."""
     for name, layout in pinned.items():
-        only, banned = constraints[name].layouts, constraints[name].forbid
+        only, banned, least = constraints[name].layouts, constraints[name].forbid, constraints[name].min_columns
         said = f"allows layouts={list(only)}" if only is not None and layout.name not in only else ""
         said = said or (f"says forbid={list(banned)}" if banned is not None and layout.name in banned else "")
+        if least is not None and not said:
+            narrowest = min(cut.columns for cut in fixed(name, layout, infos[name], env).shards)
+            said = f"says min_columns={least}" if narrowest < min(least, elements_of_row(infos[name])) else ""
         if said:
             raise PlanError(
                 f"{name!r} is pinned as {layout}, a {layout.name!r} layout; its constraint {said}: pin another, or "

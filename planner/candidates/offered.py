@@ -237,7 +237,7 @@ def _of_layout(asked: Asked, layout: Layout) -> Offer:
     own = movable(asked.name, within, asked.sharder, info, env, None if within == layout else ranks)
     family = Family(layout.name, own.block_size, own.num_blocks)
     narrowest = min((cut.columns for cut in own.shards), default=0)
-    is_cut = narrowest != _elements_of_row(info)
+    is_cut = narrowest != elements_of_row(info)
     objection = _objection(asked, layout.name, family, narrowest if is_cut else None)
     if ranks is not None and own.block_size == env.table_size:
         objection = objection or ("" if set(own.ranks) <= set(ranks) else f"constraint: ranks={list(ranks)}")
@@ -289,7 +289,7 @@ def _odd_cuts(units: int, least: int, most: int) -> list[tuple[int, ...]]:
     return [(units - least, least), (units - least * (most - 1), *[least] * (most - 1))]
 
 
-def _elements_of_row(info: ParameterInfo) -> int:
+def elements_of_row(info: ParameterInfo) -> int:
     found = 1
     for size in info.shape[1:]:
         found *= size
@@ -297,7 +297,7 @@ def _elements_of_row(info: ParameterInfo) -> int:
 
 
 def _check_constraint(asked: Asked, layouts: list[Layout]) -> None:
-    name, constraint, last = asked.name, asked.constraint, asked.env.table_size - 1
+    name, constraint = asked.name, asked.constraint
     known = list(dict.fromkeys(layout.name for layout in layouts))
     wanted = constraint.layouts or known  # of these some meshes, sharders or shapes offer fewer, which are enough
     lacking = [layout for layout in wanted if layout not in (*known, *_OF_TABLES)]
@@ -314,10 +314,15 @@ def _check_constraint(asked: Asked, layouts: list[Layout]) -> None:
             f"{type(asked.sharder).__name__} offers {known}",
             table=name,
         )
-    outside = [rank for rank in constraint.ranks or () if rank > last]
+    check_rank_numbers(name, constraint, asked.env.table_size)
+
+
+def check_rank_numbers(name: str, constraint: Constraint, num_ranks: int) -> None:
+    """Raises PlanError where a constraint names ranks that do not exist."""
+    outside = [rank for rank in constraint.ranks or () if rank >= num_ranks]
     if outside:
         raise PlanError(
-            f"the constraint on {name!r} names rank {outside[0]}; the mesh has table ranks 0..{last}",
+            f"the constraint on {name!r} names rank {outside[0]}; the mesh has table ranks 0..{num_ranks - 1}",
             table=name,
             rank=outside[0],
         )
