@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nested import nested_tensor
+from torch.utils.data import DataLoader
 from torchrec.datasets.utils import Batch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -61,6 +63,7 @@ FORMS: dict[str, tuple[Any, dict[str, float]]] = {
     "with offsets": ({"users": (torch.arange(6), torch.tensor([0, 2, 2, 5]))}, {"users": 1.5}),
     "offsets beside": ({"users": torch.arange(6), "users_offsets": torch.tensor([0, 2, 4, 6])}, {"users": 2}),
     "a named tuple": (Pair(IDS, torch.rand(4)), {"users": 3}),
+    "nested": ({"users": nested_tensor([torch.arange(n) for n in (1, 2, 3, 0)], layout=torch.jagged)}, {"users": 1.5}),
 }
 
 
@@ -100,6 +103,15 @@ def test_a_module_names_the_elements_of_a_tuple() -> None:
         ([], {}, "gives no batch"),
         ([torch.rand(3)], {}, r"no ids with a name .* torch.float32 \(3,\)"),
         ([(torch.arange(3), torch.rand(3))], {}, r"of tuple: \(torch.int64 \(3,\), torch.float32"),
+        (
+            [KeyedJaggedTensor(["a"], torch.rand(2), torch.tensor([1, 1]))],
+            {},
+            r"no ids .*Tensor of torch.float32 \(2,\)",
+        ),
+        ([keyed().to(torch.device("meta"))], {}, r"no ids with a name .* of torch.int64 \(\d+,\) on meta"),
+        ([{"a": torch.ones(4, 2, dtype=torch.int16)}], {}, r"'a': torch.int16 \(4, 2\)}; expected .* int64 or int32"),
+        ([{"a": torch.eye(4, dtype=torch.int64).to_sparse()}], {}, "no ids with a name"),
+        ([keyed()], {"module": Plain}, "expected module to be an nn.Module; .*: call it"),
         ([keyed()], {"batches": 0}, "batches must be a whole number >= 1; got 0"),
         ([keyed()], {"module": Plain()}, r"the features \['a', 'b'\]; none of them reads a table of .*Plain"),
     ],
@@ -107,6 +119,31 @@ def test_a_module_names_the_elements_of_a_tuple() -> None:
 def test_what_is_no_loader(loader: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         observe(loader, **options)
+
+
+def test_training_sees_what_it_would_have_seen() -> None:
+    """An order that is drawn from torch's own numbers, or from a generator, is the same as if nobody had looked."""
+    rows = [{"a": torch.tensor([i, i])} for i in range(64)]
+    for generator in (None, torch.Generator().manual_seed(3)):
+        loader = DataLoader(rows, batch_size=8, shuffle=True, generator=generator)  # type: ignore[arg-type]
+        before = torch.get_rng_state(), None if generator is None else generator.get_state()
+        seen = [batch["a"] for batch in loader]
+        torch.set_rng_state(before[0])
+        if generator is not None:
+            generator.set_state(before[1])
+        observe(loader)
+        assert all(map(torch.equal, seen, [batch["a"] for batch in loader]))
+    given: list[int] = []
+
+    def stream() -> Iterator[dict[str, Tensor]]:
+        while True:
+            given.append(int(torch.randint(1 << 40, ())))
+            yield {"a": torch.full((4, 2), given[-1])}
+
+    endless = stream()
+    observe(endless, batches=2)
+    next(endless)
+    assert len(set(given)) == 3
 
 
 def test_an_iterator_is_told_of(caplog: pytest.LogCaptureFixture) -> None:

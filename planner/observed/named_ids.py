@@ -1,8 +1,9 @@
 """The named ids of a batch: from a `KeyedJaggedTensor` anywhere in it, or from integer tensors that have a name.
 
 A name is a key of a dict, a field of an object or named tuple, or, in a plain tuple, the parameter of the model's
-`forward` that takes it. Under a name: a `JaggedTensor`; ids (samples, n), n each; ids (n,), one each; or ids (n,) with
-offsets, as a pair, or beside them under the name with `_offsets` behind it, as `nn.EmbeddingBag` takes them.
+`forward` that takes it. Under a name: a `JaggedTensor` or a nested tensor; ids (samples, n), n each; ids (n,), one
+each; or ids (n,) with offsets, as a pair, or beside them under the name with `_offsets` behind it, as `nn.EmbeddingBag`
+takes them.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ def named_ids(
 
 def _of_keyed(ids: Any) -> Iterator[NamedIds]:
     """Slices of its values, one for each key."""
+    if not _is_integer(ids.values()):
+        return
     strides = ids.stride_per_key()
     for key, values, samples in zip(ids.keys(), ids.values().split(ids.length_per_key()), strides, strict=True):
         yield NamedIds(key, values, samples)
@@ -81,7 +84,7 @@ def _parts(batch: Any, arguments: Sequence[str]) -> Iterator[tuple[str | None, A
 def _under_a_name(name: str, value: Any, beside: Any) -> NamedIds | None:
     """The ids of a feature, where a value has that form."""
     if is_torchrecs(value, "JaggedTensor"):
-        return NamedIds(name, value.values(), len(value.lengths()))
+        return NamedIds(name, value.values(), len(value.lengths())) if _is_integer(value.values()) else None
     if isinstance(value, (list, tuple)) and len(value) == 2 and all(map(_is_integer, value)):
         ids, offsets = value
         return NamedIds(name, ids, _bags(ids, offsets)) if ids.dim() == offsets.dim() == 1 else None
@@ -90,6 +93,8 @@ def _under_a_name(name: str, value: Any, beside: Any) -> NamedIds | None:
     offsets = dict(_parts(beside, ())).get(f"{name}_offsets") if value.dim() == 1 else None
     if isinstance(offsets, Tensor) and _is_integer(offsets):
         return NamedIds(name, value, _bags(value, offsets))
+    if value.is_nested:  # a sample's ids each, of any number
+        return NamedIds(name, torch.cat([each.reshape(-1) for each in value.unbind()]), value.size(0))
     return NamedIds(name, value.reshape(-1), len(value), value.dim() == 1) if value.dim() else None
 
 
@@ -99,4 +104,6 @@ def _bags(ids: Tensor, offsets: Tensor) -> int:
 
 
 def _is_integer(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dtype in (torch.int64, torch.int32) and not value.is_meta
+    """Whether it has ids to read: float values, of features that are no ids, are passed over, and so is meta."""
+    known = isinstance(value, Tensor) and value.dtype in (torch.int64, torch.int32) and not value.is_meta
+    return known and value.layout in (torch.strided, torch.jagged)

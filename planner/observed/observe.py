@@ -6,6 +6,7 @@ import inspect
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dmp import ParameterInfo, default_sharders, is_torchrecs, plan_parameters, shown, type_name
+from planner.arguments import check_module
 from planner.observed.distinct_rows import growth_of, num_distinct
 from planner.observed.named_ids import NamedIds, named_ids
 from planner.observed.observation import Observation, ObservedFeature
@@ -69,7 +71,8 @@ def observe(loader: Iterable[Any], *, batches: int = 100, module: nn.Module | No
     else they hold is passed over. Ids are those of one data rank: its loader is what to give, and the batch size found
     is its own. A feature that some batches lack has no ids there. What may be a mistake is said through `logging`:
     batches without any ids, ids of one dim that are more or fewer than the samples of others, ids that are no rows; and
-    that an iterator, unlike a `DataLoader`, cannot be read again: the batches that this takes are gone from it.
+    that an iterator, unlike a `DataLoader`, cannot be read again: the batches that this takes are gone from it. torch's
+    random numbers, and those of the loader's `generator`, are afterwards as before, unless it is an iterator.
 
     Args:
         batches: to read at most.
@@ -85,6 +88,13 @@ def observe(loader: Iterable[Any], *, batches: int = 100, module: nn.Module | No
     """
     if not isinstance(batches, int) or isinstance(batches, bool) or batches < 1:
         raise ValueError(f"batches must be a whole number >= 1; got {shown(batches)}")
+    if module is not None:
+        check_module(module)
+    with _as_before(loader):
+        return _observed(loader, batches, module)
+
+
+def _observed(loader: Iterable[Any], batches: int, module: nn.Module | None) -> Observation:
     seen: defaultdict[str, _Seen] = defaultdict(_Seen)
     sizes: list[int] = []
     unlike: dict[str, int] = {}
@@ -104,7 +114,8 @@ def observe(loader: Iterable[Any], *, batches: int = 100, module: nn.Module | No
     if not seen:
         raise ValueError(
             f"there are no ids with a name in the loader's batches, of {type_name(batch)}: {_form(batch)}; expected a "
-            "KeyedJaggedTensor somewhere, or integer tensors in a dict, an object, or with module= in a tuple"
+            "KeyedJaggedTensor somewhere, or tensors in a dict, an object, or with module= in a tuple, of int64 or "
+            "int32"
         )
     if not any(sizes):
         raise ValueError(f"the {len(sizes)} batches of {type_name(loader)} have no samples")
@@ -125,6 +136,23 @@ def observe(loader: Iterable[Any], *, batches: int = 100, module: nn.Module | No
         _check_names(found, module, tables)
         _remark_rows(found, tables, seen)
     return found
+
+
+@contextmanager
+def _as_before(loader: Any) -> Iterator[None]:
+    """Leave the numbers that a loader draws its order from as they were, so that training sees what it would have.
+
+    Not those of an iterator, which goes on from where it is left: it would give the same again.
+    """
+    own, is_iterator = getattr(loader, "generator", None), hasattr(loader, "__next__")
+    drawn_from = [own] if isinstance(own, torch.Generator) and not is_iterator else []
+    states = [generator.get_state() for generator in drawn_from]
+    try:
+        with torch.random.fork_rng(devices=[], enabled=not is_iterator):
+            yield
+    finally:
+        for generator, state in zip(drawn_from, states, strict=True):
+            generator.set_state(state)
 
 
 def _iterated(loader: Any) -> Iterator[Any]:
@@ -191,10 +219,16 @@ def _remark_rows(found: Observation, tables: _Tables, seen: Mapping[str, _Seen])
 
 def _form(batch: Any) -> str:
     """What a batch is made of, shortly."""
-    if isinstance(batch, Tensor):
-        return f"{batch.dtype} {tuple(batch.shape)}"
     if isinstance(batch, Mapping):
-        return "{" + ", ".join(f"{shown(key)}: {type_name(value)}" for key, value in list(batch.items())[:6]) + "}"
+        return "{" + ", ".join(f"{shown(key)}: {_kind(value)}" for key, value in list(batch.items())[:6]) + "}"
     if isinstance(batch, (list, tuple)):
-        return "(" + ", ".join(_form(value) if isinstance(value, Tensor) else type_name(value) for value in batch) + ")"
-    return type_name(batch)
+        return "(" + ", ".join(map(_kind, batch)) + ")"
+    return _kind(batch)
+
+
+def _kind(value: Any) -> str:
+    if is_torchrecs(value, "KeyedJaggedTensor") or is_torchrecs(value, "JaggedTensor"):
+        return f"{type_name(value)} of {_kind(value.values())}"
+    if not isinstance(value, Tensor):
+        return type_name(value)
+    return f"{value.dtype} {tuple(value.shape)}" + " on meta" * value.is_meta
