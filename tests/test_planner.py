@@ -214,6 +214,13 @@ def test_a_pin_as_a_layout_that_its_constraint_rules_out_is_an_error() -> None:
         planner.plan(module, [sharder], one_axis(1), pinned={"t0.weight": table_wise(0)})  # where all are the same
 
 
+@pytest.mark.parametrize("shape", [(0, 8), (100, 0)], ids=str)
+def test_a_table_without_elements_is_refused_before_it_is_planned(shape: tuple[int, int]) -> None:
+    """Its plan was one that nothing would run."""
+    with pytest.raises(PlanError, match=r"'t1\.weight', shape \(\d+, \d+\), has no elements, .*: leave it out"):
+        ShardingPlanner().plan(bags((100, 8), shape), [BagSharder()], one_axis(4))
+
+
 def test_pinned_mistakes_are_named() -> None:
     module, sharder, env = bags((100, 8)), BagSharder(), one_axis(4)
     with pytest.raises(PlanError, match=r"t9\.weight.*t0\.weight"):
@@ -373,7 +380,7 @@ def test_one_process_needs_no_group() -> None:
 
 
 def test_what_costs_no_time_is_planned() -> None:
-    """A table of no rows, or a model of one's own that knows bytes alone."""
+    """Tables that no sample reads, or a model of one's own that knows bytes alone."""
 
     class BytesAlone(CostModel):
         def costs(self, shards: ShardTable, *rest: Any) -> Any:
@@ -381,8 +388,8 @@ def test_what_costs_no_time_is_planned() -> None:
             local[:, :-1], everywhere[:, :-1] = 0, 0
             return local, everywhere
 
-    empty = nn.EmbeddingBag(0, 8, mode="sum", device="meta")
+    unread = ShardingPlanner(constraints={"*": Constraint(pooling_factor=0)})
     for env in (one_axis(7), hosts(3, 5)):
-        assert len(ShardingPlanner().plan(empty, dmp.default_sharders(), env)) == 1
+        assert len(unread.plan(bags((5, 8)), dmp.default_sharders(), env)) == 1
         plan = ShardingPlanner(cost_model=BytesAlone()).plan(bags((1000, 64), (5, 4)), dmp.default_sharders(), env)
         assert len(plan) == 2

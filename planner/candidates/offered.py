@@ -153,6 +153,12 @@ def offers(asked: Asked) -> list[Offer]:
             no layout is left.
     """
     name, info, env, constraint = asked.name, asked.info, asked.env, asked.constraint
+    if 0 in info.shape:  # no layout is valid of it
+        raise PlanError(
+            f"{name!r}, shape {tuple(info.shape)}, has no elements, so there is nothing to place: leave it out of the "
+            "model",
+            table=name,
+        )
     if env.table_size == 1:  # where all layouts are the same, sharders offer one
         constraint = replace(constraint, layouts=None, forbid=None)
     if constraint.min_columns is not None:
