@@ -166,6 +166,18 @@ def test_what_an_error_proposes_is_enough() -> None:
     ShardingPlanner(small_memory(needed + 1), batch_size=1).plan(module, [BagSharder(only=("table_wise",))], env)
 
 
+def test_a_batch_that_is_far_too_large_is_told_one_that_is_not_far_too_small() -> None:
+    """Halved a few times, a thousandfold one was still too large, and a single sample all that was proposed."""
+    module, env = bags(*[(1000, 32)] * 6), one_axis(2)
+    found = []
+    for batch_size in (10**9, 10**12, 10**20):
+        with pytest.raises(PlanError) as caught:
+            ShardingPlanner(batch_size=batch_size).plan(module, [BagSharder()], env)
+        found.append(int(str(caught.value).split("batch_size of ")[1].split()[0]))
+        ShardingPlanner(batch_size=found[-1]).plan(module, [BagSharder()], env)
+    assert max(found) < 4 * min(found)
+
+
 # Pinned entries
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from math import ceil
+from math import ceil, isqrt
 
 from dmp import PlanError, ShardError, ShardingEnv, shown_bytes
 from planner.candidates.constraints import Constraint
@@ -19,6 +19,7 @@ _MOST_RANKS = 1 << 14
 _ROOMY = (0.8, 0.8, 0.5)  # parts of the ranks' bytes to be taken
 _PARTS = (1.0, 0.9, 0.8, 0.6, 0.4, 0.2, 0.1)
 _STEPS = 6  # of halving what is between too little and enough
+_FAR = 64
 
 
 def changes(found: NoPlan, out_of_time: Callable[[], bool]) -> list[str]:
@@ -160,8 +161,11 @@ def _of_batch(found: NoPlan, trials: Trials) -> Iterator[str]:
         return
     low, high = 1, batch
     for _ in range(_STEPS):
-        middle = (low + high) // 2
-        low, high = (middle, high) if middle == low or trials.fits(with_batch(middle)) else (low, middle)
+        if high - low < 2:
+            break
+        far = high > _FAR * low  # of magnitudes then: what fits may be a thousandth
+        middle = isqrt(low * high) if far else (low + high) // 2
+        low, high = (middle, high) if trials.fits(with_batch(middle)) else (low, middle)
     yield f"batch_size of {low} (now {batch})"
 
 
