@@ -17,6 +17,7 @@ from torch import nn
 from dmp.contracts import AnySharder, ModelSharder, ModuleSharder, ParameterInfo
 from dmp.errors import ShardError
 from dmp.foreign import is_torchrecs, type_name
+from dmp.read_values import shown
 
 _BUILT_IN_SHARDERS = (
     "sharders:EmbeddingBagCollectionSharder",
@@ -70,6 +71,8 @@ def default_sharders() -> list[AnySharder]:
 
 def adopted(sharders: Iterable[Any]) -> list[Any]:
     """Sharders with TorchRec's among them as ours alone."""
+    if not isinstance(sharders, Iterable):
+        raise ShardError(f"expected a list of sharders, as default_sharders() gives; got {shown(sharders)}")
     given = list(sharders)
     if not any(is_torchrecs(sharder, "ModuleSharder") for sharder in given):
         return given

@@ -14,7 +14,7 @@ import pytest
 from torch import nn
 
 from dmp import ShardingEnv
-from planner import Constraint, ShardingPlanner, Topology, propose_mesh
+from planner import Constraint, CostModel, ShardingPlanner, Topology, propose_mesh
 from sharders import default_sharders
 from tests.planner_bags import bags
 
@@ -36,6 +36,7 @@ def _plan(module: Any = None, **options: Any) -> Any:
     ("asked", "words"),
     [
         (lambda: _plan(nn.Linear), "expected module to be an nn.Module; got <class 'torch.nn.*Linear'>: call it"),
+        (lambda: ShardingPlanner().plan(bags((9, 8)), None, ENV), "expected a list of sharders, .*; got None"),  # type: ignore[arg-type]
         (lambda: _plan(3), "expected module to be an nn.Module; got 3"),
         (lambda: propose_mesh(None, 4), "expected module to be an nn.Module; got None"),  # type: ignore[arg-type]
         (lambda: _plan(topology="h100"), "topology must be a planner.Topology, .*; got 'h100'"),
@@ -52,6 +53,30 @@ def _plan(module: Any = None, **options: Any) -> Any:
 def test_refused_in_words(asked: Callable[[], Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         asked()
+
+
+class _Model(CostModel):
+    def __init__(self, spoil: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self._spoil = spoil
+
+    def costs(self, *arguments: Any) -> Any:
+        return self._spoil(*super().costs(*arguments))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda local, everywhere: (local * np.nan, everywhere), "finite seconds and bytes, none below 0"),
+        (lambda local, everywhere: (-local, everywhere), "finite seconds and bytes, none below 0"),
+        (lambda local, everywhere: (local[:, :-1], everywhere), r"two arrays of shape \(\d+, 9\); got \[\(\d+, 8\), "),
+        (lambda local, everywhere: 3, "two arrays of shape .*; got 3"),
+    ],
+    ids=["nan", "negative", "narrow", "a number"],
+)
+def test_costs_that_are_none_are_refused_in_words(spoil: Callable[[Any, Any], Any], words: str) -> None:
+    with pytest.raises(ValueError, match=rf"_Model.*costs must return {words}"):
+        _plan(cost_model=_Model(spoil))
 
 
 def test_speeds_of_nothing_are_not_infinite(tmp_path: Path) -> None:

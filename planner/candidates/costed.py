@@ -23,7 +23,7 @@ from planner.candidates.offer_table import Booleans, OfferTable
 from planner.candidates.offered import Offer, has_own_blocks
 from planner.costs.cost_model import goes_straight
 from planner.costs.protocol import Array, CostProtocol, Integers, ShardInfo, ShardTable, is_pooled, kinds_of, setups_of
-from planner.costs.step import whole
+from planner.costs.step import costs_of, whole
 from planner.costs.topology import Topology
 from planner.observed.observation import Observation
 from planner.observed.row_curve import RowCurve
@@ -207,7 +207,7 @@ def _evaluated(regular: _Regular, single: Sequence[Array], setting: CostSetting)
     width = len(ShardInfo._fields)
     shards = [regular.shards.reshape(-1, width), regular.last.reshape(-1, width), *single]
     every = ShardTable.from_columns(*np.concatenate(shards).T)
-    return setting.model.costs(every, setting.env, setting.topology, setting.batch_size)
+    return costs_of(setting.model, every, setting.env, setting.topology, setting.batch_size)
 
 
 class _Regular(NamedTuple):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dmp import Layout, ParameterInfo, Shard, ShardingEnv, is_replicated
+from dmp import Layout, ParameterInfo, Shard, ShardingEnv, is_replicated, shown
 from planner.costs.cost_model import goes_straight
 from planner.costs.protocol import (
     BYTES,
@@ -120,7 +120,7 @@ class Step:
     def loads(self, model: CostProtocol, env: ShardingEnv, topology: Topology, batch_size: float) -> Array:
         """See `loads`."""
         at, settled = self.at, settled_of(model, self.tables, env, batch_size)
-        local, everywhere = settled.costs(self.shards, env, topology, batch_size)
+        local, everywhere = costs_of(settled, self.shards, env, topology, batch_size)
         found = np.zeros((env.table_size, local.shape[1]))
         found += everywhere.sum(0) + local[at < 0].sum(0)
         spans = settled.spans(env)
@@ -174,3 +174,23 @@ def phase_seconds(
 ) -> Array:
     """(phases,): the slowest rank of each, with what is paid once."""
     return Step.of(placed, env).seconds(model, env, topology, batch_size)
+
+
+def costs_of(
+    model: CostProtocol, shards: ShardTable, env: ShardingEnv, topology: Topology, batch_size: float
+) -> tuple[Array, Array]:
+    """What a model says that shards cost, see `CostProtocol.costs`.
+
+    Raises:
+        ValueError: other shapes, or figures that are none: no search ends well with them.
+    """
+    found = model.costs(shards, env, topology, batch_size)
+    shape = (len(shards.rows), len(model.phases) + 1)
+    is_pair = isinstance(found, (tuple, list)) and len(found) == 2
+    if not is_pair or any(np.shape(part) != shape for part in found):
+        got = [np.shape(part) for part in found] if is_pair else shown(found)
+        raise ValueError(f"{shown(model)}.costs must return two arrays of shape {shape}; got {got}")
+    if not all(np.isfinite(part).all() and (np.asarray(part) >= 0).all() for part in found):
+        raise ValueError(f"{shown(model)}.costs must return finite seconds and bytes, none below 0")
+    local, everywhere = found
+    return local, everywhere
