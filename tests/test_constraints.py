@@ -7,8 +7,10 @@ from torch import nn
 
 from dmp import (
     PlanError,
+    ShardingPlan,
     data_parallel,
     row_wise,
+    table_row_wise,
     table_wise,
 )
 from planner import Constraint, ShardingPlanner
@@ -103,6 +105,21 @@ def test_what_a_shape_or_a_mesh_does_not_offer_is_no_mistake_where_something_is_
         ShardingPlanner(constraints={"*": Constraint(layouts=["table_wise", "rowwise"])}).plan(
             module, default_sharders(), one_axis(2)
         )
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 9])
+def test_rows_of_a_host_lie_on_all_of_it_however_few_they_are(rows: int) -> None:
+    """A table of one row was moved as if single ranks of `table_row_wise` could: its row was on a rank left out."""
+    env = hosts(2, 4)
+    module = nn.ModuleDict({"t0": nn.EmbeddingBag(rows, 32)})
+
+    def plan(ranks: list[int]) -> ShardingPlan:
+        constraint = Constraint(layouts="table_row_wise", ranks=ranks)
+        return ShardingPlanner(constraints={"t0": constraint}).plan(module, default_sharders(), env)
+
+    with pytest.raises(PlanError, match=r"no layout is left for 't0\.weight'"):
+        plan([1, 2, 3, 4, 5])
+    assert plan([1, 4, 5, 6, 7])["t0.weight"].layout == table_row_wise(1)
 
 
 def test_wrong_constraints_are_named() -> None:

@@ -129,10 +129,13 @@ def movable(
     """
     in_place = fixed(name, layout, info, env)
     named = layout.named_ranks(env)
-    size = _block_size(in_place, named, env)
+    is_of_hosts = _is_of_hosts(layout, named, env)
+    size = max(_block_size(in_place, named, env), env.table_shape[-1] * is_of_hosts)
     if size == in_place.block_size:
         return in_place
     is_broken = only is not None and not {rank // size * size + k for rank in named for k in range(size)} <= {*only}
+    if is_broken and is_of_hosts:
+        return in_place
     size = 1 if is_broken else size
     places = list(dict.fromkeys(rank // size for rank in (*in_place.ranks, *named)))
     canonical = {place * size + k: i * size + k for i, place in enumerate(places) for k in range(size)}
@@ -148,6 +151,13 @@ def movable(
 def _moved(layout: Layout, size: int, places: dict[int, int], env: ShardingEnv) -> Layout:
     """A layout whose blocks of ranks are moved, each to another place."""
     return layout.relocated({a * size + k: b * size + k for a, b in places.items() for k in range(size)}, env)
+
+
+def _is_of_hosts(layout: Layout, named: tuple[int, ...], env: ShardingEnv) -> bool:
+    """Whether it names hosts, so that it moves with whole ones, however few of their ranks have any rows."""
+    inner = env.table_shape[-1]
+    turned = {rank: rank // inner * inner + (rank + 1) % inner for rank in named}
+    return inner > 1 and bool(named) and layout.relocated(turned, env) == layout
 
 
 def _rows(shard: Shard) -> int:
