@@ -68,6 +68,7 @@ The generators of random numbers
 - `dmp/wrap/optimizer_trial.py: torch.random.fork_rng`,
   `dmp/wrap/optimizer_trial.py: torch.default_generator.manual_seed`: an optimizer is tried twice with random numbers of
   no program's
+- `planner/observed/observe.py: torch.random.fork_rng`: batches that are observed are those that training will see
 - `dmp/state/verify.py: torch.random.fork_rng`, `dmp/state/verify.py: torch.manual_seed`: both models draw the same
 - `sharders/tensor_parallel/structure/dry_run.py: torch.random.fork_rng`,
   `sharders/tensor_parallel/structure/dry_run.py: random.setstate`,

@@ -20,16 +20,11 @@ from dmp import (
     PlanError,
     ShardError,
     ShardingEnv,
-    ShardingPlan,
     full_state_dict,
     replicate,
-    row_wise,
     to_unsharded,
 )
-from dmp.plans.check import check_plan
-from dmp.plans.remarks import remark
-from planner import ShardingPlanner
-from sharders import TensorParallelSharder, default_sharders
+from sharders import TensorParallelSharder
 from tests.beside_plain import trains
 from tests.ranks import mesh, run_ranks
 
@@ -209,36 +204,3 @@ def _split(way: str) -> None:
 def test_a_kept_weight_is_not_split_over_a_tensor_axis(way: str) -> None:
     for error in run_ranks(2, _split, way, expect=PlanError):
         assert "splits 'second.weight', which Net.kept keeps beside its place" in str(error), error
-
-
-class Feature:
-    """A column of a batch, which makes its table and keeps hold of it."""
-
-    def __init__(self, rows: int) -> None:
-        self.embed = nn.EmbeddingBag(rows, 4, mode="sum")
-
-
-class ByFeature(nn.Module):
-    def __init__(self, features: dict[str, Feature]) -> None:
-        super().__init__()
-        self.features = features
-        self.tables = nn.ModuleDict({name: feature.embed for name, feature in features.items()})
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return torch.cat([self.tables[name](ids) for name in self.features], 1)
-
-
-def test_an_object_that_keeps_a_table_is_named_with_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
-    features = {"a": Feature(100), "b": Feature(200)}
-    model, env = ByFeature(features), ShardingEnv.abstract((2,), ("dp",))
-    name, planner = "tables.a.weight", ShardingPlanner()
-    assert not dict(planner.plan(model, default_sharders(), env))
-    with pytest.raises(PlanError, match=r"ByFeature.features \(Feature.embed\) keeps it beside.*Let go of it there"):
-        ShardingPlan({name: row_wise()}).validate(model, env, default_sharders())
-    with caplog.at_level("INFO", "dmp"):
-        remark(check_plan(ShardingPlan(), model, default_sharders(), env))
-    (said,) = [text for text in caplog.messages if name in text]
-    assert "Feature.embed) keeps it beside its place in the model" in said and "Let go of it" in said
-    for feature in features.values():
-        del feature.embed
-    assert sorted(planner.plan(model, default_sharders(), env)) == [name, "tables.b.weight"]

@@ -6,6 +6,7 @@ order:
 - `find`: which modules and weights the sharders take, found once
 - `oddities`: what a module has with which no sharder takes it for tables
 - `check`: whether a plan fits
+- `kept_places`: where modules keep weights and modules beside their places
 - `weight_readers`: who reads a weight besides its own module: such a one is no table
 - `reachable`: the code that a model's forward may come to
 - `private_state`: modules that learn from each rank's own ids, refused

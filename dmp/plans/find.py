@@ -20,7 +20,8 @@ from dmp.layouts.layout import Layout, ParameterSharding
 from dmp.layouts.tables import data_parallel
 from dmp.names import join_name
 from dmp.places import tied_places
-from dmp.plans.weight_readers import Reader, find_readers, kept_beside
+from dmp.plans.kept_places import kept_beside
+from dmp.plans.weight_readers import Reader, find_readers
 from dmp.registry import adopted, by_module_type, check_sharder_protocol, sharder_for, with_optimizer_facts
 
 

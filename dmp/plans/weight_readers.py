@@ -12,17 +12,15 @@ it (`self.emb(ids)`): when in doubt, it is read.
 from __future__ import annotations
 
 import dis
-import functools
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
-from types import CodeType, FunctionType, SimpleNamespace
+from types import CodeType
 from typing import Any
 
-import torch
 from torch import nn
 
-from dmp.plans.reachable import Code, closed_over, is_foreign, reachable
+from dmp.plans.kept_places import Kept, kept_in
+from dmp.plans.reachable import Code, reachable
 
 _ANY = "[]"
 _HANDS_OUT = frozenset(
@@ -44,7 +42,6 @@ OF_NO_VALUE = frozenset(
 
 _HARMLESS = frozenset(("num_embeddings", "embedding_dim", "padding_idx", "training", "mode", "forward"))
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-_OF_MODULE = frozenset(vars(nn.Module()))  # attributes that every module has
 
 
 @dataclass(frozen=True)
@@ -111,32 +108,6 @@ def find_readers(model: nn.Module, sites: Mapping[int, tuple[nn.Module, Iterable
     return readers
 
 
-def kept_on_meta(model: nn.Module, skip: Iterable[nn.Module]) -> list[str]:
-    """Where modules keep tensors on meta that are no parameters or buffers; without what is in those to skip."""
-    skipped = {id(m) for s in skip for m in s.modules()}
-    modules = [m for m in model.modules() if id(m) not in skipped]
-    found = (where for where, each in _attributes(modules) if isinstance(each, torch.Tensor) and each.is_meta)
-    return list(dict.fromkeys(found))
-
-
-def kept_beside(model: nn.Module) -> dict[int, str]:
-    """id of each tensor that a module keeps, beside its place if it has one, in a list or dict of its own -> where.
-
-    What is put into the parameter's place is not seen there.
-    """
-    return {id(each): where for where, each in _attributes(model.modules()) if isinstance(each, torch.Tensor)}
-
-
-def _attributes(modules: Iterable[nn.Module]) -> Iterator[tuple[str, Any]]:
-    """(where, what) modules keep, other than as submodules, parameters and buffers."""
-    for m in modules:
-        for name, value in vars(m).items():
-            if name in _OF_MODULE or (isinstance(m, nn.RNNBase) and name == "_flat_weights"):  # which it keeps current
-                continue
-            for at, each in _contents(value):
-                yield f"{type(m).__name__}.{name}{at}", each
-
-
 class _Watched:
     """The modules that hold a parameter of a site, and its names there."""
 
@@ -145,6 +116,8 @@ class _Watched:
         self.site_of: dict[int, int] = {}
         self.parameters: dict[int, int] = {}
         self.direct: set[int] = set()
+        self.rebound: set[int] = set()
+        """Sites that lie in other places too, from which code may get hold of them."""
         for site, (module, relative_names) in sites.items():
             for relative in relative_names:
                 path, _, name = relative.rpartition(".")
@@ -163,13 +136,16 @@ class _Watched:
 
     def kept(self, modules: Iterable[nn.Module], codes: Iterable[Code]) -> dict[int, Reader]:
         """Sites of which something keeps the module or a parameter, other than as a submodule."""
-        places = list(_attributes(modules))
+        places = list(kept_in(modules))
         for code in codes:
             held = [*code.closed.values(), *(code.names.get(name) for name in code.code.co_names)]
-            places += [(code.title, each) for each in held]
+            places += [Kept(code.title, each) for each in held]
         objects = {**{site: site for site in self.direct}, **self.parameters}
-        found = [(objects[id(each)], where) for where, each in places if each is not None and id(each) in objects]
-        return {site: Reader(where, True) for site, where in found}
+        found = [(objects[id(kept.value)], kept) for kept in places if id(kept.value) in objects]
+        moved = [site for site, kept in found if kept.put is not None and isinstance(kept.value, nn.Module)]
+        self.rebound = set(moved)
+        stays = [(site, kept) for site, kept in found if kept.put is None or not isinstance(kept.value, nn.Module)]
+        return {site: Reader(kept.where, True) for site, kept in stays}
 
     def handed_out(self, model: nn.Module, codes: list[Code]) -> Set[int]:
         """Sites that code may get hold of without naming them before their weight."""
@@ -180,7 +156,7 @@ class _Watched:
         wanted = {name for of_site in called_as.values() for name in of_site}
         mentioning = [code.code for code in codes if not wanted.isdisjoint(code.code.co_names)]
         escaping = {name for code in mentioning for name in _uncalled(code)}
-        return {site for site in self.direct if not escaping.isdisjoint(called_as[site])}
+        return self.rebound | {site for site in self.direct if not escaping.isdisjoint(called_as[site])}
 
 
 class _Reads:
@@ -350,29 +326,3 @@ def _names_of(model: nn.Module, sites: Set[int]) -> dict[int, set[str]]:
 
 def _strings(code: CodeType) -> set[str]:
     return {c for c in code.co_consts if isinstance(c, str)}
-
-
-def _contents(value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """A value and what it holds: of plain containers, functions with arguments or closures, objects of a user's; and
-    where, if it is an attribute of such an object.
-    """
-    yield "", value
-    if depth > 2:
-        return
-    inner: Iterable[Any] = ()
-    if isinstance(value, list | tuple | set | frozenset | deque):
-        inner = value
-    elif isinstance(value, dict):
-        inner = value.values()
-    elif isinstance(value, functools.partial):
-        inner = (*value.args, *value.keywords.values(), value.func)
-    elif isinstance(value, FunctionType):
-        inner = (*closed_over(value).values(), *(value.__defaults__ or ()))
-    elif isinstance(value, SimpleNamespace) or not (
-        isinstance(value, nn.Module | type) or is_foreign(type(value).__module__)
-    ):
-        for name, each in getattr(value, "__dict__", {}).items():
-            of_object = f" ({type(value).__name__}.{name})"
-            yield from ((below or of_object, found) for below, found in _contents(each, depth + 1))
-    for each in inner:
-        yield from _contents(each, depth + 1)

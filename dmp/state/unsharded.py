@@ -12,7 +12,7 @@ from dmp.calls import alone
 from dmp.contracts import ShardedModule, hook
 from dmp.errors import ShardError
 from dmp.places import is_dtensor, places_of, replace_tensors, room_for
-from dmp.plans.weight_readers import kept_beside
+from dmp.plans.kept_places import kept_beside
 from dmp.state.find_wrapped import env_of, wrapped_in
 from dmp.state.gather import gather
 from dmp.wrap.skeleton import copy_scripted

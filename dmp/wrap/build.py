@@ -25,6 +25,7 @@ from dmp.contracts import ShardedModule, hook, set_hook, takes_found
 from dmp.errors import RanksError
 from dmp.plans.check import Resolved, check_plan
 from dmp.plans.find import Found, Site, with_the_rest
+from dmp.plans.kept_places import rebind
 from dmp.plans.plan import ShardingPlan, as_plan
 from dmp.plans.remarks import remark
 from dmp.plans.torchrec_plan import Setting, entries_of_torchrec, is_torchrec_plan, named_as_in_torchrec
@@ -189,6 +190,7 @@ def _with_tables(checked: _Checked, seed: int, calls: Calls) -> tuple[nn.Module,
                 module.set_submodule(path, new)
             else:
                 module = new
+    rebind(module, {s.module: new for s, new in zip(resolved.sites, modules, strict=True) if new is not s.module})
     return module, tuple(Owned(site.path, site.aliases, site.sharder, site.infos) for site in resolved.sites)
 
 

@@ -13,7 +13,7 @@ from dmp.errors import ShardError
 from dmp.names import join_name
 from dmp.places import is_dtensor
 from dmp.plans.check import Resolved
-from dmp.plans.weight_readers import kept_beside
+from dmp.plans.kept_places import kept_beside
 from dmp.ranks import raise_on_all
 from dmp.registry import replicating_wrapper
 from dmp.wrap.agreement import check_agreement, sync_from_first_rank

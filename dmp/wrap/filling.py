@@ -16,7 +16,7 @@ from dmp.errors import ShardError
 from dmp.layouts.layout import Layout, ParameterSharding
 from dmp.names import join_name
 from dmp.plans.find import Site
-from dmp.plans.weight_readers import kept_on_meta
+from dmp.plans.kept_places import kept_on_meta
 from dmp.wrap.initial_rules import Rules, warn_of_constructors
 from dmp.wrap.initial_values import check_can_materialise, fill_chunks, fill_own
 from dmp.wrap.skeleton import all_tensors

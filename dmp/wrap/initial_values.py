@@ -30,7 +30,7 @@ from dmp.env import ShardingEnv
 from dmp.errors import ShardError
 from dmp.names import join_name
 from dmp.places import Place, places_of, replace_tensors, room_for
-from dmp.plans.weight_readers import kept_beside
+from dmp.plans.kept_places import kept_beside
 from dmp.ranks import gather_words
 from dmp.wrap.initial_rules import TOGETHER_ELEMENTS, Rules, set_seed
 

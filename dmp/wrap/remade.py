@@ -13,6 +13,7 @@ from dmp.errors import ShardError
 from dmp.layouts.layout import ParameterSharding
 from dmp.places import places_of
 from dmp.plans.find import Site
+from dmp.plans.kept_places import rebind
 from dmp.wrap.assembly import Assembly, Owned
 from dmp.wrap.build import carry_over
 from dmp.wrap.filling import check_made
@@ -90,6 +91,7 @@ class Remade:
         for root in filter(None, (self._made.module, self._made.skeleton)):
             for path in owned.aliases:
                 root.set_submodule(path, new)
+            rebind(root, {old: new})
 
         def replaced(*_: Any, **__: Any) -> Any:
             raise ShardError(f"model.reshard(plan) has put another module at {owned.path!r}: call that one")

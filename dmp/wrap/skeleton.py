@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from dmp.chunked import as_chunks
 from dmp.places import Place, places_of, replace_tensors, room_for
-from dmp.plans.weight_readers import kept_beside
+from dmp.plans.kept_places import kept_beside
 
 
 def skeleton_of(module: nn.Module, sharded: list[nn.Module]) -> nn.Module:
