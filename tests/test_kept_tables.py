@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,6 +69,10 @@ WAYS: dict[str, tuple[Callable[[dict[str, nn.Module]], Any], Callable[[Any], nn.
     "a list": (lambda tables: [*tables.values()], lambda kept: kept[1]),
     "a dict": (dict, lambda kept: kept["b"]),
     "an attribute of an object": (lambda tables: Frozen(dict(tables)), lambda kept: kept.kept["b"]),
+    "features of a configuration": (
+        lambda tables: SimpleNamespace(columns=SimpleNamespace(user=_features(tables))),
+        lambda kept: kept.columns.user["b"].embed,
+    ),
 }
 
 

@@ -19,6 +19,11 @@ from dmp.plans.reachable import closed_over, is_foreign
 
 _OF_MODULE = frozenset(vars(nn.Module()))  # attributes that every module has
 
+_PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device)
+_SIZED = (list, dict, tuple, set, frozenset, deque)
+_DEEP, _MANY = 4, 1000
+"""Objects in objects that are looked into; elements of a container that is not, if they are numbers or text."""
+
 
 class Kept(NamedTuple):
     """Something that is kept.
@@ -40,7 +45,7 @@ def kept_in(modules: Iterable[nn.Module]) -> Iterator[Kept]:
         for name, value in list(vars(m).items()):
             if name in _OF_MODULE or (isinstance(m, nn.RNNBase) and name == "_flat_weights"):  # which it keeps current
                 continue
-            for kept in _contents(value, functools.partial(vars(m).__setitem__, name)):
+            for kept in _contents(value, functools.partial(vars(m).__setitem__, name), set()):
                 yield kept._replace(where=f"{type(m).__name__}.{name}{kept.where}")
 
 
@@ -68,13 +73,19 @@ def rebind(model: nn.Module, instead: Mapping[nn.Module, nn.Module]) -> None:
                 kept.put(instead[kept.value])
 
 
-def _contents(value: Any, put: Callable[[Any], None] | None, depth: int = 0) -> Iterator[Kept]:
+def _contents(value: Any, put: Callable[[Any], None] | None, seen: set[int], depth: int = 0) -> Iterator[Kept]:
     """A value and what it holds: of plain containers, functions with arguments or closures, objects of a user's; and
     where, if it is an attribute of such an object.
+
+    Args:
+        seen: what has been looked into, which grows.
     """
-    yield Kept("", value, put)
-    if depth > 2:
+    if isinstance(value, _PLAIN):
         return
+    yield Kept("", value, put)
+    if depth > _DEEP or id(value) in seen or _is_of_numbers(value):
+        return
+    seen.add(id(value))
     inner: Iterable[tuple[str, Any, Callable[[Any], None] | None]] = ()
     if isinstance(value, list):
         inner = [("", each, functools.partial(value.__setitem__, i)) for i, each in enumerate(value)]
@@ -93,8 +104,15 @@ def _contents(value: Any, put: Callable[[Any], None] | None, depth: int = 0) -> 
         name_of = f" ({type(value).__name__}.%s)"
         inner = [(name_of % name, each, functools.partial(_set, value, name)) for name, each in [*own.items()]]
     for at, each, there in inner:
-        for kept in _contents(each, there, depth + 1):
+        for kept in _contents(each, there, seen, depth + 1):
             yield kept._replace(where=kept.where or at)
+
+
+def _is_of_numbers(value: Any) -> bool:
+    """Whether it is long, and of numbers or text by its first element."""
+    if not isinstance(value, _SIZED) or len(value) < _MANY:
+        return False
+    return isinstance(next(iter(value.values() if isinstance(value, dict) else value)), _PLAIN)
 
 
 def _set(owner: Any, name: str, value: Any) -> None:
