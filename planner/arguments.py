@@ -33,7 +33,7 @@ def finite(what: str, value: Any) -> None:
     """Raise `ValueError` unless it is a number above 0 of which others can be made."""
     positive(what, value)
     if value == inf:
-        raise ValueError(f"{what} must be finite; got {shown(value)}")
+        raise ValueError(f"{what} must be a finite number; got {shown(value)}")
 
 
 def whole(what: str, value: Any) -> None:
