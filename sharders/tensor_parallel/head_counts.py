@@ -28,11 +28,10 @@ from sharders.tensor_parallel.structure.dry_run import (
     Feed,
     Trace,
     dry_run,
-    find_feed,
-    guesses,
     make_local,
     same_outside,
 )
+from sharders.tensor_parallel.structure.feeds import find_feed, guesses
 from sharders.tensor_parallel.structure.find_transformer import recognise
 from sharders.tensor_parallel.structure.meta_copies import MetaCopies
 from sharders.tensor_parallel.structure.transformer import HEAD_DIM, HEADS, KV_HEADS, Block, Transformer

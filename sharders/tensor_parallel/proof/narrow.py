@@ -2,21 +2,22 @@
 
 [Note: narrow] Every size that the model is made of (hidden size, widths of MLPs and attentions, vocabulary) is replaced
 by a smaller one wherever it stands: in shapes of weights, in integer attributes, in configurations. The sizes of heads
-stay, and so do the numbers of query heads for each key; so a rank has the shapes of one rank, of fewer heads. That the
-narrower copy is one is seen by running it: it must do the same operations in the same order.
+stay, and so do the numbers of query heads for each key, and sizes of images; so a rank has the shapes of one rank, of
+fewer heads. That the narrower copy is one is seen by running it: it must do the same operations in the same order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from dmp import places_of, replace_tensors
-from sharders.tensor_parallel.structure.transformer import CONFIGS, HEADS, KV_HEADS, Transformer
+from sharders.tensor_parallel.structure.dry_run import Feed
+from sharders.tensor_parallel.structure.transformer import CONFIGS, HEADS, IMAGE_SIZES, KV_HEADS, Transformer
 
 _LEAST = 48
 """Smaller numbers may mean anything."""
@@ -41,6 +42,13 @@ class Numbers:
         """An empty tensor of the narrower shape, on meta; the same where it does not change."""
         shape = [self.sizes.get(n, n) for n in x.shape]
         return x if shape == list(x.shape) else torch.empty(shape, dtype=x.dtype, device="meta")
+
+    def fed(self, feed: Feed) -> Feed:
+        """What the narrower module takes."""
+        if feed.of_data or not self.sizes:
+            return feed
+        kwargs = {name: self.resized(x) for name, x in feed.kwargs.items()}
+        return replace(feed, args=tuple(map(self.resized, feed.args)), kwargs=kwargs)
 
 
 AS_IT_IS = Numbers({}, {}, {})
@@ -139,6 +147,8 @@ def _resized(old: torch.Tensor, numbers: Numbers) -> torch.Tensor:
 
 
 def _replaced(name: str, value: Any, numbers: Numbers) -> Any:
+    if name in IMAGE_SIZES:
+        return value
     if type(value) is int:
         if name in HEADS:
             return numbers.query_heads.get(value, value)

@@ -95,9 +95,7 @@ class Sample:
 
     def _is_alike(self, unsplit: Trace, numbers: Numbers) -> bool:
         """Whether the narrower module does the same operations."""
-        args = tuple(numbers.resized(x) for x in self.feed.args)
-        kwargs = {name: numbers.resized(x) for name, x in self.feed.kwargs.items()}
-        feed = Feed(self.feed.name, args, kwargs)
+        feed = numbers.fed(self.feed)
         try:
             seen = dry_run(self.copies, feed, lambda modules: narrow(modules.values(), numbers))
         except DryRunError:
@@ -137,7 +135,7 @@ class Sample:
     def inputs(self, model: nn.Module) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
         """The feed's, with values; floating ones take gradients."""
         generator = torch.Generator().manual_seed(1)
-        rows = self._rows(model)
+        feed, rows = self.numbers.fed(self.feed), self._rows(model)
 
         def real(x: torch.Tensor, name: str) -> torch.Tensor:
             if x.is_floating_point():
@@ -146,9 +144,7 @@ class Sample:
                 return torch.ones(x.shape, dtype=x.dtype)
             return torch.randint(0, rows, x.shape, generator=generator, dtype=x.dtype)
 
-        resized = self.numbers.resized
-        args = [real(resized(x), "") for x in self.feed.args]
-        return args, {name: real(resized(x), name) for name, x in self.feed.kwargs.items()}
+        return [real(x, "") for x in feed.args], {name: real(x, name) for name, x in feed.kwargs.items()}
 
     def _rows(self, model: nn.Module) -> int:
         """Ids are below this."""

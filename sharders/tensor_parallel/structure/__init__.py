@@ -5,4 +5,5 @@
 - `find_transformer`: finds that in a model, by structure
 - `meta_copies`: copies of a model on meta
 - `dry_run`: a model run on meta with its local shapes
+- `feeds`: inputs that a model is tried with
 """

@@ -21,10 +21,8 @@ from torch.overrides import TorchFunctionMode
 
 from dmp import is_inside, tensors_of
 from sharders.quiet import quiet
-from sharders.tensor_parallel.structure.find_transformer import is_of_torchrec
 from sharders.tensor_parallel.structure.meta_copies import MetaCopies, Shape
 
-BATCH = 2
 # Where the dimension stands among the arguments.
 _REDUCTIONS = {
     **dict.fromkeys(("softmax", "log_softmax", "logsumexp", "mean", "sum", "var", "std"), 1),
@@ -45,6 +43,9 @@ class Feed:
     name: str
     args: tuple[torch.Tensor, ...] = ()
     kwargs: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    of_data: bool = False
+    """Whether its sizes are those of images or sounds, which a narrower model takes as they are."""
 
     def suits(self, model: nn.Module) -> bool:
         """Whether the model's `forward` takes so many inputs, of these names."""
@@ -87,40 +88,6 @@ class DryRunError(Exception):
 def sequence_length(size: int) -> int:
     """At least 8 positions, and the same number on each of `size` ranks."""
     return size * -(-8 // size)
-
-
-def guesses(copies: MetaCopies, size: int) -> Iterator[Feed]:
-    """Inputs worth a try for the copied model: ids, ids by Hugging Face's keywords, hidden states.
-
-    None where its tables take jagged tensors.
-    """
-    if any(is_of_torchrec(m) for m in copies.model.modules()):
-        return
-    length, width = sequence_length(size), copies.transformer.width
-    dtype = next((p.dtype for p in copies.model.parameters() if p.is_floating_point()), torch.float32)
-    ids = torch.zeros((BATCH, length), dtype=torch.int64, device="meta")
-    yield Feed(f"ids {tuple(ids.shape)}", (ids,))
-    # A mask of four dimensions is taken as it is by Hugging Face's models, which look into one they make themselves.
-    mask = torch.ones((BATCH, 1, length, length), dtype=torch.bool, device="meta")
-    yield Feed(f"input_ids {tuple(ids.shape)}", (), {"input_ids": ids, "attention_mask": mask})
-    yield Feed(f"input_ids and decoder_input_ids {tuple(ids.shape)}", (ids,), {"decoder_input_ids": ids})
-    hidden = torch.zeros((BATCH, length, width), dtype=dtype, device="meta")
-    yield Feed(f"hidden states {tuple(hidden.shape)}", (hidden,))
-
-
-def find_feed(copies: MetaCopies, size: int, watch: Collection[tuple[str, str]] = ()) -> tuple[Feed, Trace]:
-    """The first guess that the unsplit model runs with.
-
-    Raises:
-        DryRunError: none does; says how the first one failed.
-    """
-    failure = ""
-    for feed in guesses(copies, size):
-        try:
-            return feed, dry_run(copies, feed, watch=watch)
-        except DryRunError as error:
-            failure = failure or str(error)
-    raise DryRunError(failure or "its tables take jagged tensors")
 
 
 def dry_run(

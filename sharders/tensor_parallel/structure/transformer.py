@@ -19,6 +19,9 @@ HEAD_DIM = ("head_dim", "d_head", "dim_head", "attention_head_size", "head_size"
 CONFIGS = ("config", "cfg", "args", "params")
 """Names of attributes that hold numbers of heads, of key/value heads, the size of a head, and other attributes."""
 
+IMAGE_SIZES = ("image_size", "img_size", "input_size", "sample_size")
+"""Names of attributes that hold the height and width of images: a number or two."""
+
 
 @dataclass(frozen=True)
 class Heads:

@@ -1,0 +1,98 @@
+"""Inputs that a model is tried with, guessed from what its first weights take: ids, hidden states, images, sounds.
+
+[Note: data] A model of images or sounds starts with a convolution, whose channels are those of its input. How large an
+image is, or how long a sound, its tables of positions decide; the model keeps it as an attribute of a usual name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+
+from sharders.tensor_parallel.structure.dry_run import DryRunError, Feed, Trace, dry_run, sequence_length
+from sharders.tensor_parallel.structure.find_transformer import is_of_torchrec
+from sharders.tensor_parallel.structure.meta_copies import MetaCopies
+from sharders.tensor_parallel.structure.transformer import CONFIGS, IMAGE_SIZES, outward
+
+BATCH = 2
+_SOUND_POSITIONS = ("max_source_positions",)
+_MOST = 1024
+"""Patches or positions; a proof on more takes longer than it is worth, where one of each block is left."""
+_FEW = 8
+"""Patches along a side, or positions of a sound, where the model does not say."""
+
+
+def guesses(copies: MetaCopies, size: int) -> Iterator[Feed]:
+    """Inputs worth a try for the copied model: images or sounds where it starts with a convolution, ids, ids by Hugging
+    Face's keywords, hidden states.
+
+    None where its tables take jagged tensors.
+    """
+    if any(is_of_torchrec(m) for m in copies.model.modules()):
+        return
+    length, width = sequence_length(size), copies.transformer.width
+    dtype = next((p.dtype for p in copies.model.parameters() if p.is_floating_point()), torch.float32)
+    ids = torch.zeros((BATCH, length), dtype=torch.int64, device="meta")
+    for kind, shape in _shapes_of_data(copies.model):
+        data = torch.zeros((BATCH, *shape), dtype=dtype, device="meta")
+        yield Feed(f"{kind} {tuple(data.shape)}", (data,), of_data=True)
+        if kind == "sounds":
+            name = f"{kind} {tuple(data.shape)} and decoder_input_ids {tuple(ids.shape)}"
+            yield Feed(name, (data,), {"decoder_input_ids": ids}, of_data=True)
+    yield Feed(f"ids {tuple(ids.shape)}", (ids,))
+    # A mask of four dimensions is taken as it is by Hugging Face's models, which look into one they make themselves.
+    mask = torch.ones((BATCH, 1, length, length), dtype=torch.bool, device="meta")
+    yield Feed(f"input_ids {tuple(ids.shape)}", (), {"input_ids": ids, "attention_mask": mask})
+    yield Feed(f"input_ids and decoder_input_ids {tuple(ids.shape)}", (ids,), {"decoder_input_ids": ids})
+    hidden = torch.zeros((BATCH, length, width), dtype=dtype, device="meta")
+    yield Feed(f"hidden states {tuple(hidden.shape)}", (hidden,))
+
+
+def find_feed(copies: MetaCopies, size: int, watch: Collection[tuple[str, str]] = ()) -> tuple[Feed, Trace]:
+    """The first guess that the unsplit model runs with.
+
+    Raises:
+        DryRunError: none does; says how the first one failed.
+    """
+    failure = ""
+    for feed in guesses(copies, size):
+        try:
+            return feed, dry_run(copies, feed, watch=watch)
+        except DryRunError as error:
+            failure = failure or str(error)
+    raise DryRunError(failure or "its tables take jagged tensors")
+
+
+def _shapes_of_data(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Kinds and shapes of samples, see [Note: data]; none where the first weights are no convolution's."""
+    path, first = next(((path, m) for path, m in model.named_modules() if "weight" in m._parameters), ("", None))
+    if isinstance(first, nn.Conv2d):
+        said = _said_of(model, path, IMAGE_SIZES)
+        if said is not None and prod(said) <= _MOST * prod(first.stride):
+            yield "images", (first.in_channels, *said)
+        yield "images", (first.in_channels, *(_FEW * stride for stride in first.stride))
+    elif isinstance(first, nn.Conv1d):
+        strides = prod(m.stride[0] for m in model.modules() if isinstance(m, nn.Conv1d))
+        positions = _said_of(model, path, _SOUND_POSITIONS)
+        length = strides * (_FEW if positions is None or positions[0] > _MOST else positions[0])
+        yield "sounds", (first.in_channels, length)
+
+
+def _said_of(model: nn.Module, path: str, names: Collection[str]) -> tuple[int, int] | None:
+    """Two numbers, or one twice, that a module around `path` has under one of the names; the innermost, or its
+    configuration.
+    """
+    for outer in outward(path):
+        own: dict[str, Any] = vars(model.get_submodule(outer))
+        for owner in (own, *(vars(own[c]) for c in CONFIGS if hasattr(own.get(c), "__dict__"))):
+            for name in names:
+                value = owner.get(name)
+                if type(value) is int and value > 0:
+                    return value, value
+                if isinstance(value, list | tuple) and len(value) == 2 and all(type(v) is int for v in value):
+                    return value[0], value[1]
+    return None
