@@ -12,7 +12,19 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from dmp import Layout, ModuleSharder, ParameterInfo, PlanError, ShardingEnv, hook
+from dmp import (
+    Layout,
+    ModuleSharder,
+    ParameterInfo,
+    PlanError,
+    ShardError,
+    ShardingEnv,
+    column_wise,
+    data_parallel,
+    hook,
+    row_wise,
+    table_wise,
+)
 from planner.candidates.constraints import Constraint
 from planner.candidates.family import (
     UNIT,
@@ -166,7 +178,10 @@ def offers(asked: Asked) -> list[Offer]:
     asked = replace(asked, constraint=constraint)
     layouts = [layout for layout in asked.sharder.layouts(info, env) if not layout.is_dense]
     if not layouts:
-        raise PlanError(f"{type(asked.sharder).__name__} offers no layout for {name!r}, shape {info.shape}", table=name)
+        who = type(asked.sharder).__name__
+        raise PlanError(
+            f"{who} offers no layout for {name!r}, shape {info.shape}, on {env}{_why_none(asked)}", table=name
+        )
     _check_constraint(asked, layouts)
     key, accepts = asked.likeness(layouts), hook(asked.sharder, "accepts")
     known = asked.answered.get(key)
@@ -300,6 +315,19 @@ def elements_of_row(info: ParameterInfo) -> int:
     for size in info.shape[1:]:
         found *= size
     return found
+
+
+def _why_none(asked: Asked) -> str:
+    """What the sharder says against the usual layouts of tables, each reason once; nothing where it says nothing."""
+    why_not = hook(asked.sharder, "why_not")
+    usual = (table_wise(0), row_wise(), column_wise(range(asked.env.table_size)), data_parallel())
+    reasons: dict[str, list[str]] = {}
+    for layout in usual if why_not else ():
+        try:
+            reasons.setdefault(why_not(asked.info, layout, asked.env), []).append(layout.name)
+        except ShardError:  # it does not fit the shape, or this sharder does not run it
+            continue
+    return "".join(f"; {' and '.join(kinds)}: {reason}" for reason, kinds in reasons.items() if reason)
 
 
 def _check_constraint(asked: Asked, layouts: list[Layout]) -> None:

@@ -16,11 +16,13 @@ from dmp import (
     InputError,
     PlanError,
     ShardError,
+    ShardingEnv,
     column_wise,
     data_parallel,
     row_wise,
     table_wise,
 )
+from planner import ShardingPlanner
 from sharders import EmbeddingBagCollectionSharder, TorchRecSharder
 from sharders.testing import check_sharder
 from tests.equality import attach, env_of
@@ -221,6 +223,13 @@ def _refused(what: str) -> None:
 def test_what_theirs_gets_wrong_is_refused_in_words(what: str, words: str) -> None:
     for error in run_ranks(2, _refused, what, expect=(PlanError, ShardError)):
         assert words in str(error) and "torchrec.distributed." in str(error)
+
+
+def test_a_planner_says_why_theirs_offers_nothing() -> None:
+    """On a CPU theirs runs no unpooled table as it is, however it is cut."""
+    sharder, env = TorchRecSharder(their_sharder("ec")), ShardingEnv.abstract((2,), ("dp",), device_type="cpu")
+    with pytest.raises(PlanError, match=r"offers no layout for .*; table_wise and row_wise and column_wise: .*crashes"):
+        ShardingPlanner().plan(make_module("ec"), [sharder], env)
 
 
 def _pruned() -> None:
