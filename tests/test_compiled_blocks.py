@@ -66,10 +66,11 @@ def test_compiled_blocks(
     assert min(graphs) >= 1
 
 
-def compiled_by_hand(shape: tuple[int, ...], names: tuple[str, ...], what: str, chunked: bool) -> None:
-    """torch's own call, on a wrapped Llama with a split vocabulary: two steps as the plain model's.
+def compiled_vocabulary(shape: tuple[int, ...], names: tuple[str, ...], what: str, chunked: bool) -> None:
+    """A wrapped Llama with a split vocabulary, compiled by torch's own call or by the wrapper: two steps as the plain
+    model's.
 
-    With a split sequence the vocabulary got no gradient, without a word.
+    With a split sequence the vocabulary got no gradient, without a word, so that the wrapper refused to compile.
     """
     import transformers
 
@@ -80,7 +81,8 @@ def compiled_by_hand(shape: tuple[int, ...], names: tuple[str, ...], what: str, 
     torch.manual_seed(0)
     oracle = transformers.LlamaForCausalLM(config)
     sharders = [TensorParallelSharder(sequence_parallel=chunked)]
-    model = DistributedModelParallel(copy.deepcopy(oracle), env, sharders=sharders)
+    wrapper = FSDPWrapper(compile={"backend": "aot_eager"} if what == "blocks" else False)
+    model = DistributedModelParallel(copy.deepcopy(oracle), env, sharders=sharders, data_parallel_wrapper=wrapper)
     assert model.plan["model.embed_tokens.weight"].layout == rowwise(dim=0)
     called: Any = torch.compile(model, backend="aot_eager") if what == "model" else model
     if what == "layers":
@@ -108,9 +110,13 @@ def compiled_by_hand(shape: tuple[int, ...], names: tuple[str, ...], what: str, 
     [
         ((2,), ("tp",), "layers", False),
         ((2,), ("tp",), "layers", True),
+        ((2,), ("tp",), "blocks", True),
+        pytest.param((2,), ("tp",), "blocks", False, marks=pytest.mark.slow),
+        pytest.param((2, 2), ("shard", "tp"), "blocks", False, marks=pytest.mark.slow),
+        pytest.param((2, 2), ("shard", "tp"), "blocks", True, marks=pytest.mark.slow),
         pytest.param((2, 2), ("shard", "tp"), "model", False, marks=pytest.mark.slow),
     ],
     ids=str,
 )
-def test_compiled_by_hand(shape: tuple[int, ...], names: tuple[str, ...], what: str, chunked: bool) -> None:
-    run_ranks(torch.Size(shape).numel(), compiled_by_hand, shape, names, what, chunked)
+def test_a_split_vocabulary(shape: tuple[int, ...], names: tuple[str, ...], what: str, chunked: bool) -> None:
+    run_ranks(torch.Size(shape).numel(), compiled_vocabulary, shape, names, what, chunked)

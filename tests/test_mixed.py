@@ -14,7 +14,6 @@ from torch import nn
 from dmp import (
     DistributedModelParallel,
     Layout,
-    ShardError,
     ShardingEnv,
     clip_grad_norm_,
     data_parallel,
@@ -24,7 +23,7 @@ from dmp import (
     save_checkpoint,
     to_unsharded,
 )
-from sharders import FSDPWrapper, TensorParallelSharder, default_sharders, jagged_to_dense
+from sharders import TensorParallelSharder, default_sharders, jagged_to_dense
 from tests.equality import attach
 from tests.exchanges import Exchanges
 from tests.ranks import mesh as mesh_of
@@ -190,23 +189,6 @@ def _counted(layout: Layout) -> int:
 def test_a_tensor_axis_adds_one_exchange_to_each_module() -> None:
     assert run_ranks(2, _counted, row_wise()) == [2 * (2 + 1)] * 2
     assert run_ranks(2, _counted, data_parallel()) == [2 * (1 + 1)] * 2
-
-
-def _refused() -> None:
-    for options, match in (({}, "vocabulary"), ({"sequence_parallel": True}, "sequence parallelism")):
-        from tests.test_transformers import make as make_transformer
-
-        with pytest.raises(ShardError, match=match):
-            DistributedModelParallel(
-                make_transformer("llama_gqa"),
-                env_of("tp2"),
-                sharders=[TensorParallelSharder(**options)],
-                data_parallel_wrapper=FSDPWrapper(compile=True),
-            )
-
-
-def test_what_torch_compiles_wrongly_is_refused() -> None:
-    run_ranks(2, _refused)
 
 
 def _head_is_split(optimizer: str | None) -> None:

@@ -65,7 +65,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], tuple[str, ...]]
     "pieces": (llama(), {"plan": {WQ: fully_sharded()}}, (WQ, "colwise()", "leave it out")),
     "twice": (llama(), {"sharders": [TP(), TP()]}, ("both split", "pass one")),
     "units": (llama(), {"data_parallel_wrapper": FSDPWrapper(units=["blocks.*"])}, ("'blocks.*'", "'layers.0'")),
-    "compile": (llama(), {"data_parallel_wrapper": FSDPWrapper(compile=True)}, ("'tok_embeddings'", "do not compile")),
 }
 
 

@@ -13,7 +13,7 @@ Copies along some and split along others is torch's HSDP: a 2-D mesh (copies, sh
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -71,7 +71,8 @@ class FSDPWrapper:
             Hugging Face model, else the repeated blocks that all ranks run, as far as the code of the model shows.
         activation_checkpointing: recompute the repeated blocks in the backward pass; or a choice
             `(path, module) -> bool` among them.
-        compile: compile each repeated block; or a dict of `torch.compile`'s options.
+        compile: compile each repeated block; or a dict of `torch.compile`'s options. Beside tensor parallelism
+            sequences of several lengths need `{"dynamic": False}`: torch 2.13 raises for split weights otherwise.
 
     Example:
         >>> wrapper = FSDPWrapper(mixed_precision=torch.bfloat16, activation_checkpointing=True)
@@ -133,12 +134,6 @@ class FSDPWrapper:
         dense = {name: p for name, p in module.named_parameters() if name not in ignored and not is_lazy(p)}
         if not dense:
             return
-        if self.compile is not False:
-            by_rows = {n.rpartition(".")[0] for n, layout in placed.items() if layout.tensor_dim(2) == 0}
-            kinds = dict(module.named_modules())
-            vocabularies = [path for path in by_rows if isinstance(kinds[path], nn.Embedding)]
-            cuts_sequence = any(x.is_tensor_parallel and x.tensor_dim(2) is None for x in placed.values())
-            _check_compilable(cuts_sequence, vocabularies)
         if not self.shards_in_place(env, bool(placed)):
             return
         self._check_policies(env)
@@ -161,8 +156,6 @@ class FSDPWrapper:
         blocks = repeated_blocks(module, ignored)
         checkpoint_blocks(blocks, self.activation_checkpointing)
         if self.compile is not False:
-            is_chunked = any(getattr(m, "_dmp_chunks_sequence", False) for m in module.modules())
-            _check_compilable(is_chunked, list(_split_vocabularies(module)))
             for block in blocks.values():  # in place: names stay, and equal blocks share one compilation
                 block.compile(**(self.compile if isinstance(self.compile, Mapping) else {}))
 
@@ -245,31 +238,6 @@ class FSDPWrapper:
             pin = torch.accelerator.is_available()
             policies["offload_policy"] = CPUOffloadPolicy(pin_memory=pin) if self.offload is True else self.offload
         return policies
-
-
-def _check_compilable(is_chunked: bool, vocabularies: Sequence[str]) -> None:
-    """Refuse what torch 2.13 compiles into wrong or missing gradients without a word.
-
-    Args:
-        is_chunked: whether the sequence is split.
-        vocabularies: paths of embeddings whose rows are.
-    """
-    if is_chunked:
-        raise ShardError(
-            "compile=True with sequence parallelism leaves weights without gradients in torch 2.13; use one of the two"
-        )
-    if vocabularies:
-        raise ShardError(
-            f"compile=True with the vocabulary of {vocabularies[0]!r} split gives it wrong gradients in torch 2.13; "
-            "leave it (and the head) out of the tensor-parallel plan, or do not compile"
-        )
-
-
-def _split_vocabularies(module: nn.Module) -> Iterator[str]:
-    for path, m in module.named_modules():
-        weight = m._parameters.get("weight") if isinstance(m, nn.Embedding) else None
-        if weight is not None and any(p.is_shard(0) for p in getattr(weight, "placements", ())):
-            yield path
 
 
 def data_mesh(env: ShardingEnv) -> DeviceMesh:

@@ -144,7 +144,6 @@ def split_sequence(module: nn.Module, mesh: DeviceMesh, path: str, width: int) -
         whole = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
         return whole.redistribute(placements=[Shard(1)]).to_local()
 
-    module._dmp_chunks_sequence = True  # type: ignore[assignment]
     change_hidden_state(module, path, width, split)
 
 
