@@ -90,8 +90,8 @@ class ParameterInfo:
     init_fn: Callable[[torch.Tensor], Any] | None = None
     state_bytes: tuple[float, float] | None = None
     mixes_columns: bool | None = None
-    trained: bool = True
     features: tuple[str, ...] = field(default=(), compare=False)
+    trained: bool = True
 
 
 @runtime_checkable
