@@ -18,7 +18,7 @@ from sharders import TensorParallelSharder
 from sharders.tensor_parallel import head_counts as local_attributes
 from sharders.tensor_parallel.split import patterns as tp_plan
 from sharders.tensor_parallel.split.styles import ALIASES, KNOWN, canonical, layouts_of, torch_style
-from sharders.tensor_parallel.structure import dry_run
+from sharders.tensor_parallel.structure import feeds
 from tests.transformers_zoo import GPT, Bert, Llama
 
 TP2 = ShardingEnv.abstract((2,), ("tp",))
@@ -306,7 +306,7 @@ def test_one_look_and_three_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     count(local_attributes, "recognise")
     count(local_attributes, "dry_run")
-    count(dry_run, "dry_run")
+    count(feeds, "dry_run")
     for given in ({}, dict(place(Llama(layers=5)).layouts)):
         calls.clear()
         place(Llama(layers=5), given=given)
