@@ -76,8 +76,8 @@ class ParameterInfo:
             where that is registered.
         mixes_columns: whether that optimizer reads a row's other columns to update one, as for a norm of the row, so
             that cut columns change numbers; None when nobody said: by its name, else where it has bytes for each row.
-        trained: whether it gets a gradient; of a parameter that is frozen the wrapper sets it, with no state, whatever
-            the sharder says.
+        trained: whether it gets a gradient. The wrapper says that a parameter is frozen, and has no state; where the
+            sharder names an optimizer all the same, which its module will run, that is believed.
     """
 
     shape: tuple[int, ...]

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from dmp import ParameterInfo, PlanError, ShardingEnv, ShardingPlan, plan_parameters
 from planner import PlanReport, ShardingPlanner, Topology
 from planner.costs.cost_model import BACKWARD, GRADIENT, GRADIENT_OUTER, SYNC, CostModel
 from planner.costs.protocol import OF_GRADIENTS, ShardTable, setups_of
 from planner.costs.step import whole
+from sharders import EmbeddingBagSharder
+from sharders.embedding.lookup.optimizers import OptimizerSpec
 from tests.planner_bags import BagSharder, bags
 
 ENV = ShardingEnv.abstract((2, 4), ("host", "local"))
@@ -63,9 +67,30 @@ def test_the_wrapper_says_it_for_every_sharder() -> None:
     """`BagSharder` says nothing of it."""
     module = bags((100, 8), (200, 8))
     module["t0"].requires_grad_(False)
-    infos = {name: info for name, (_, info) in plan_parameters(module, [BagSharder("adam")]).items()}
+    infos = {name: info for name, (_, info) in plan_parameters(module, [BagSharder(None)]).items()}
     assert not infos["t0.weight"].trained and infos["t0.weight"].state_bytes == (0, 0)
-    assert infos["t1.weight"].trained and infos["t1.weight"].state_bytes == (8, 0)
+    assert infos["t1.weight"].trained and infos["t1.weight"].state_bytes is None
+
+
+def test_a_sharder_that_updates_what_is_frozen_is_believed() -> None:
+    """As TorchRec's, whose tables keep the state of their optimizer."""
+    module = bags((100, 8)).requires_grad_(False)
+    (info,) = (info for _, info in plan_parameters(module, [BagSharder("adam")]).values())
+    assert info.trained and info.state_bytes == (8, 0)
+
+
+@pytest.mark.parametrize("has_own", [False, True])
+def test_ours_give_a_frozen_table_no_optimizer(has_own: bool) -> None:
+    module = nn.EmbeddingBag(100, 8, mode="sum")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its first import
+        from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
+    if has_own:
+        apply_optimizer_in_backward(torch.optim.Adagrad, module.parameters(), {"lr": 0.1})
+    module.requires_grad_(False)
+    sharder = EmbeddingBagSharder(optimizer=OptimizerSpec.make("adagrad", lr=0.1))
+    (info,) = (info for _, info in plan_parameters(module, [sharder]).values())
+    assert not info.trained and info.optimizer is None and info.state_bytes == (0, 0)
 
 
 def test_set_ups_of_gradients_are_paid_where_one_table_is_trained() -> None:

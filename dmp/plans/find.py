@@ -326,7 +326,7 @@ def _named(module: nn.Module, path: str, sharder: ModuleSharder) -> Mapping[str,
 
 def _with_facts(info: ParameterInfo, parameter: nn.Parameter) -> ParameterInfo:
     """What a sharder need not say of one of its parameters."""
-    if not parameter.requires_grad:
+    if not parameter.requires_grad and info.optimizer is None:
         info = replace(info, trained=False, state_bytes=(0, 0))
     return with_optimizer_facts(info)
 

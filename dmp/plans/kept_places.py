@@ -20,9 +20,8 @@ from dmp.plans.reachable import closed_over, is_foreign
 _OF_MODULE = frozenset(vars(nn.Module()))  # attributes that every module has
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device)
-_SIZED = (list, dict, tuple, set, frozenset, deque)
-_DEEP, _MANY = 4, 1000
-"""Objects in objects that are looked into; elements of a container that is not, if they are numbers or text."""
+_DEEP = 4
+"""Objects in objects that are looked into."""
 
 
 class Kept(NamedTuple):
@@ -66,11 +65,13 @@ def kept_beside(model: nn.Module) -> dict[int, str]:
 
 
 def rebind(model: nn.Module, instead: Mapping[nn.Module, nn.Module]) -> None:
-    """Put modules in the place of others wherever the model keeps these beside their places."""
-    if instead:
-        for kept in list(kept_in(model.modules())):
-            if kept.put is not None and isinstance(kept.value, nn.Module) and kept.value in instead:
-                kept.put(instead[kept.value])
+    """Put modules in the place of others wherever the model keeps these beside their places; what the new ones keep is
+    their own.
+    """
+    inside = {id(m) for new in instead.values() for m in new.modules()}
+    for kept in list(kept_in(m for m in model.modules() if id(m) not in inside)) if instead else ():
+        if kept.put is not None and isinstance(kept.value, nn.Module) and kept.value in instead:
+            kept.put(instead[kept.value])
 
 
 def _contents(value: Any, put: Callable[[Any], None] | None, seen: set[int], depth: int = 0) -> Iterator[Kept]:
@@ -80,19 +81,17 @@ def _contents(value: Any, put: Callable[[Any], None] | None, seen: set[int], dep
     Args:
         seen: what has been looked into, which grows.
     """
-    if isinstance(value, _PLAIN):
-        return
     yield Kept("", value, put)
-    if depth > _DEEP or id(value) in seen or _is_of_numbers(value):
+    if depth > _DEEP or id(value) in seen:
         return
     seen.add(id(value))
     inner: Iterable[tuple[str, Any, Callable[[Any], None] | None]] = ()
     if isinstance(value, list):
-        inner = [("", each, functools.partial(value.__setitem__, i)) for i, each in enumerate(value)]
+        inner = [("", x, functools.partial(value.__setitem__, i)) for i, x in enumerate(value) if not _is_plain(x)]
     elif isinstance(value, dict):
-        inner = [("", each, functools.partial(value.__setitem__, key)) for key, each in value.items()]
+        inner = [("", x, functools.partial(value.__setitem__, k)) for k, x in value.items() if not _is_plain(x)]
     elif isinstance(value, tuple | set | frozenset | deque):
-        inner = [("", each, None) for each in value]
+        inner = [("", x, None) for x in value if not _is_plain(x)]
     elif isinstance(value, functools.partial):
         inner = [("", each, None) for each in (*value.args, *value.keywords.values(), value.func)]
     elif isinstance(value, FunctionType):
@@ -102,17 +101,15 @@ def _contents(value: Any, put: Callable[[Any], None] | None, seen: set[int], dep
     ):
         own = getattr(value, "__dict__", {})
         name_of = f" ({type(value).__name__}.%s)"
-        inner = [(name_of % name, each, functools.partial(_set, value, name)) for name, each in [*own.items()]]
+        inner = [(name_of % k, x, functools.partial(_set, value, k)) for k, x in own.items() if not _is_plain(x)]
     for at, each, there in inner:
         for kept in _contents(each, there, seen, depth + 1):
             yield kept._replace(where=kept.where or at)
 
 
-def _is_of_numbers(value: Any) -> bool:
-    """Whether it is long, and of numbers or text by its first element."""
-    if not isinstance(value, _SIZED) or len(value) < _MANY:
-        return False
-    return isinstance(next(iter(value.values() if isinstance(value, dict) else value)), _PLAIN)
+def _is_plain(value: Any) -> bool:
+    """Whether it is no more than a number or text, of which there may be millions."""
+    return isinstance(value, _PLAIN)
 
 
 def _set(owner: Any, name: str, value: Any) -> None:
