@@ -8,7 +8,7 @@ from torch import nn
 
 from dmp import PlanError, ShardingEnv
 from sharders import TensorParallelSharder
-from sharders.tensor_parallel.structure.adapters import base_of, beside, in_place
+from sharders.tensor_parallel.structure.adapters import base_of, in_place, split_in
 from sharders.tensor_parallel.structure.find_transformer import recognise
 from tests.adapted import Adapted, adapted
 from tests.ranks import run_ranks
@@ -83,11 +83,11 @@ def test_only_linears_with_pairs_are_adapted() -> None:
     assert base_of(whole) == "base_layer"
     assert dict(in_place(nn.ModuleDict({"x": whole})))["x"] is linear
     assert dict(in_place(whole)) == {"": linear}
-    assert beside(whole, "colwise") == {"lora_B.a": "colwise", "lora_B.b": "colwise"}
-    assert beside(whole, "rowwise") == {"lora_A.a": "rowwise", "lora_A.b": "rowwise"}
+    assert split_in(whole, "colwise") == ["base_layer", "lora_B.a", "lora_B.b"]
+    assert split_in(whole, "rowwise") == ["base_layer", "lora_A.a", "lora_A.b"]
     wide, scaled, lone = Adapted(linear, {"a": 8}), Adapted(linear, {"a": 2}), Adapted(linear, {"a": 2, "b": 3})
     scaled.magnitude = nn.Parameter(torch.ones(12))
     del lone.lora_B["b"]
     mlp = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
     for other in (linear, wide, scaled, lone, mlp, nn.Sequential(linear), nn.ReLU(), Llama()):
-        assert base_of(other) is None and beside(other, "colwise") == {}
+        assert base_of(other) is None and split_in(other, "colwise") == [""]

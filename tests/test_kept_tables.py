@@ -25,6 +25,7 @@ from dmp import (
     to_unsharded,
 )
 from dmp.plans.check import check_plan
+from dmp.plans.kept_places import rebind
 from dmp.plans.remarks import remark
 from planner import ShardingPlanner
 from sharders import default_sharders
@@ -147,3 +148,11 @@ def test_a_weight_that_may_be_read_where_it_is_kept_stays_whole() -> None:
     model = Reads(*WAYS["features"])
     plan = ShardingPlanner().plan(model, default_sharders(), ShardingEnv.abstract((2,), ("dp",)))
     assert "tables.b.weight" not in plan
+
+
+def test_what_a_sharded_module_keeps_is_its_own() -> None:
+    """A sharder may keep the module that it was given."""
+    old, new, model = nn.Embedding(4, 2), nn.Identity(), nn.Module()
+    new.made_of, model.new, model.kept = [old], new, [None, *range(2000), old]  # type: ignore[assignment]
+    rebind(model, {old: new})
+    assert new.made_of == [old] and model.kept[-1] is new  # type: ignore[index]

@@ -11,7 +11,7 @@ from torch import nn
 
 from dmp import Layout, NameIndex, Place, PlanError, is_inside, join_name, places_of, tied_places
 from sharders.tensor_parallel.split.styles import ALIASES, COLWISE, Style, canonical, family, layouts_of, split_dim
-from sharders.tensor_parallel.structure.adapters import base_of, beside
+from sharders.tensor_parallel.structure.adapters import split_in
 from sharders.tensor_parallel.structure.transformer import Transformer, outward
 
 Styles = dict[str, Style]
@@ -53,8 +53,7 @@ def _with_pairs(hits: Mapping[str, nn.Module], style: Style) -> dict[str, nn.Mod
     kind = ALIASES.get(style, style) if isinstance(style, str) else None
     found: dict[str, nn.Module] = {}
     for path, module in hits.items():
-        base = base_of(module) if kind in ("colwise", "rowwise") else None
-        names = [""] if base is None else [base, *beside(module, str(kind))]
+        names = split_in(module, str(kind)) if kind in ("colwise", "rowwise") else [""]
         found |= {join_name(path, name): module.get_submodule(name) for name in names}
     return found
 

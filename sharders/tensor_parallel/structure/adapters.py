@@ -41,13 +41,15 @@ def children_in_place(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield name, child if base is None else child.get_submodule(base)
 
 
-def beside(module: nn.Module, style: str) -> dict[str, str]:
-    """Styles of what is beside the Linear of an adapted one that is `colwise` or `rowwise`, by names in it."""
+def split_in(module: nn.Module, style: str) -> list[str]:
+    """Names in a module of what is split where it is `colwise` or `rowwise`: itself; of an adapted one its own Linear,
+    then one of each pair.
+    """
     found = _parts(module)
     if found is None:
-        return {}
-    _, downs, ups = found
-    return dict.fromkeys(ups if style == "colwise" else downs, style)
+        return [""]
+    base, downs, ups = found
+    return [base, *(ups if style == "colwise" else downs)]
 
 
 def _parts(module: nn.Module) -> tuple[str, list[str], list[str]] | None:

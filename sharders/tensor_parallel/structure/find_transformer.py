@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from dmp import is_inside, join_name
-from sharders.tensor_parallel.structure.adapters import base_of, beside, children_in_place, in_place
+from sharders.tensor_parallel.structure.adapters import children_in_place, in_place, split_in
 from sharders.tensor_parallel.structure.transformer import (
     CONFIGS,
     HEAD_DIM,
@@ -299,15 +299,11 @@ def _others(block: nn.Module, attention: Branch) -> str:
 def _with_adapters(block: nn.Module, branch: Branch) -> Branch:
     """With the Linears that are split, and what is beside them."""
     wanted = {**dict.fromkeys(branch.up, "colwise"), branch.down: "rowwise"}
-    modules = {path: block.get_submodule(path) for path in wanted}
-    bases = {path: join_name(path, base_of(module) or "").removesuffix(".") for path, module in modules.items()}
-    adapters = {
-        join_name(path, name): style
-        for path, module in modules.items()
-        for name, style in beside(module, wanted[path]).items()
-    }
-    up = tuple(bases[path] for path in branch.up)
-    return replace(branch, up=up, down=bases[branch.down], adapters=tuple(adapters.items()))
+    own, adapters = {}, []
+    for path, style in wanted.items():
+        own[path], *others = (join_name(path, name) for name in split_in(block.get_submodule(path), style))
+        adapters += [(name, style) for name in others]
+    return replace(branch, up=tuple(own[path] for path in branch.up), down=own[branch.down], adapters=tuple(adapters))
 
 
 def _relative(branch: Branch, block: str) -> Branch:
