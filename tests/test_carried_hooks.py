@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.utils.hooks import RemovableHandle
 
 from dmp import DistributedModelParallel, ShardingEnv, data_parallel, full_state_dict, row_wise, table_wise
 from tests.beside_plain import trains
-from tests.equality import attach
+from tests.oracle import LR, attach
 from tests.ranks import mesh, run_ranks
 
 MESHES = {"dp": ((2,), ("dp",)), "shard": ((2,), ("shard",)), "hsdp": ((2, 2), ("replicate", "shard"))}
@@ -128,3 +131,28 @@ def changes_states(axis: str) -> None:
 @pytest.mark.parametrize("axis", ["dp", "shard"])
 def test_hooks_on_state_dicts(axis: str) -> None:
     run_ranks(2, changes_states, axis)
+
+
+def tables_from_before_wrapping() -> None:
+    env = ShardingEnv.from_mesh(mesh(*MESHES["dp"]))
+    module = Net()
+    attach(module.rows, "sgd")
+    freed = weakref.ref(module.rows.weight)
+    model = DistributedModelParallel(module, env, plan={"rows.weight": row_wise()})
+    gc.collect()
+    assert freed() is None, "every rank keeps all rows for as long as it lives"
+    assert model.module.rows is module.rows
+
+    module, other = Net(), Net()
+    attach(module.rows, "sgd")
+    other.rows.weight, before = module.rows.weight, module.rows.weight.detach().clone().requires_grad_()
+    DistributedModelParallel(module, env, plan={"rows.weight": row_wise()})
+    other(torch.arange(5)).sum().backward()
+    (expected,) = torch.autograd.grad(functional_call(other, {"rows.weight": before}, torch.arange(5)).sum(), before)
+    torch.testing.assert_close(other.rows.weight.detach(), before - LR * expected)
+    assert other.rows.weight.grad is None
+
+
+def test_tables_from_before_wrapping_are_freed() -> None:
+    """torch's map of optimizers in the backward pass kept them; who else has one trains it as before."""
+    run_ranks(2, tables_from_before_wrapping)

@@ -31,6 +31,7 @@
 - `earlier_optimizers`: optimizers that were made before wrapping
 - `asked_earlier`: gradients asked for of weights that wrapping has replaced
 - `parameter_hooks`: users' hooks on parameters, carried to those that take their places
+- `let_go`: tables from before wrapping, which torch keeps for as long as the process lives: let go of
 - `optimizer_trial`: whether an optimizer that nobody knows is right on pieces, tried on small ones
 - `optimizer_guard`: optimizers that are wrong on pieces, refused
 - `step_turns`: steps of optimizers, made by all ranks alike or told

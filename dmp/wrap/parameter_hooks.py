@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from dmp.places import taking_hooks
+from dmp.wrap.let_go import letting_go
 
 _log = logging.getLogger("dmp")
 _ON_GRADIENT, _ON_ACCUMULATED = "_backward_hooks", "_post_accumulate_grad_hooks"
@@ -36,25 +37,26 @@ def carry_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
 
 @contextmanager
 def carrying_hooks(model: Any, module: nn.Module) -> Iterator[None]:
-    """Carry those of each parameter of `module` for which `model.module` has another one at the end."""
+    """Carry those of parameters of `module` for which `model.module` has others at the end, and let go of them."""
     hooked = {name: p for name, p in module.named_parameters() if _has_hooks(p)}
-    yield
-    now = dict(model.module.named_parameters()) if hooked else {}
-    lost = []
-    for name, old in hooked.items():
-        new = now.get(name, old)
-        if new is old:
-            continue
-        if hasattr(new, "_in_backward_optimizers"):
-            lost.append(name)
-        else:
-            carry_hooks(old, new)
-    if lost and model.env.rank == 0:
-        _log.warning(
-            "hooks on the gradients of %s are not called: tables that are updated in the backward pass have none; a "
-            "hook on the module's output sees what comes back to it",
-            ", ".join(map(repr, lost)),
-        )
+    with letting_go(model, module):
+        yield
+        now = dict(model.module.named_parameters()) if hooked else {}
+        lost = []
+        for name, old in hooked.items():
+            new = now.get(name, old)
+            if new is old:
+                continue
+            if hasattr(new, "_in_backward_optimizers"):
+                lost.append(name)
+            else:
+                carry_hooks(old, new)
+        if lost and model.env.rank == 0:
+            _log.warning(
+                "hooks on the gradients of %s are not called: tables that are updated in the backward pass have none; "
+                "a hook on the module's output sees what comes back to it",
+                ", ".join(map(repr, lost)),
+            )
 
 
 def _has_hooks(p: torch.Tensor) -> bool:
