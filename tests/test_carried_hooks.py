@@ -156,3 +156,23 @@ def tables_from_before_wrapping() -> None:
 def test_tables_from_before_wrapping_are_freed() -> None:
     """torch's map of optimizers in the backward pass kept them; who else has one trains it as before."""
     run_ranks(2, tables_from_before_wrapping)
+
+
+def tables_from_before_a_reshard() -> None:
+    env = ShardingEnv.from_mesh(mesh(*MESHES["dp"]))
+    module = Net()
+    attach(module.rows, "adagrad")
+    model = DistributedModelParallel(module, env, plan={"rows.weight": row_wise()})
+    for _ in range(2):
+        model(torch.arange(4)).sum().backward()
+        model.fused_optimizer.state_dict()
+        freed = weakref.ref(model.module.rows.weight), weakref.ref(model.module.rows._engine.store)  # type: ignore[attr-defined]
+        model.reshard({"rows.weight": table_wise(1)})
+        gc.collect()
+        assert [ref() for ref in freed] == [None, None], "a rank holds a table twice"
+        model.reshard({"rows.weight": row_wise()})
+
+
+def test_tables_from_before_a_reshard_are_freed() -> None:
+    """A table updated in the backward pass was kept, with its optimizer's state, beside the one in its place."""
+    run_ranks(2, tables_from_before_a_reshard)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -113,13 +114,16 @@ class Parameter:
         self.old.grad = None
         self.old.data = self.old.data.new_full((1,), nothing).expand(self.old.shape)
         if self.old.requires_grad:
-            self.old.register_hook(self._refuse)
+            self.old.register_hook(
+                partial(_refuse, self.name)
+            )  # it holds no chunks
 
-    def _refuse(self, _: torch.Tensor) -> None:
-        raise ShardError(
-            f"{self.name!r} is given a gradient by a forward from before model.reshard(plan), which has moved it: "
-            "finish the backward pass first, or run the forward again"
-        )
+
+def _refuse(name: str, _: torch.Tensor) -> None:
+    raise ShardError(
+        f"{name!r} is given a gradient by a forward from before model.reshard(plan), which has moved it: finish the "
+        "backward pass first, or run the forward again"
+    )
 
 
 def parameters_of(path: str, module: nn.Module, new: Resharded, staying: Container[str]) -> list[Parameter]:

@@ -256,7 +256,7 @@ class TableModule(Watched, TorchRecForm):
 
     def run_by(self, engine: Engine) -> None:
         """Have another engine's tables in place of those that there are, in the same modules."""
-        old = self._engine
+        old, self._of_store = self._engine, (None, {})  # which would keep the tables that there were
         engine.belong_to(old.calls)
         engine.rename(old.name)
         engine.store.count_as(old.store)
