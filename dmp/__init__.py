@@ -5,6 +5,7 @@ Rooms, lower ones first; each says in its `__init__` what lives there: `ranks`, 
 
 - `errors`: the errors a user can meet
 - `env`: `ShardingEnv`, a mesh whose axes have roles
+- `dtensor_pieces`: which rectangles of a DTensor a rank holds
 - `chunked`: `ChunkedTensor`, a tensor of which a rank holds rectangles
 - `sharded_form`: the same read as torch's `ShardedTensor`
 - `contracts`: protocols between wrapper, sharders and planner
@@ -46,10 +47,11 @@ from dmp.contracts import (
     ShardedModule,
     hook,
 )
+from dmp.dtensor_pieces import rectangles_of, strided
 from dmp.env import ShardingEnv
 from dmp.errors import CheckpointError, DmpError, InputError, PlanError, RanksError, ShardError
 from dmp.foreign import is_torchrecs, type_name
-from dmp.layouts.dense import colwise, fully_sharded, replicate, rowwise, sequence
+from dmp.layouts.dense import colwise, fully_sharded, fully_sharded_dim, replicate, rowwise, sequence
 from dmp.layouts.layout import Layout, ParameterSharding
 from dmp.layouts.shard import Shard, check_cover, is_replicated
 from dmp.layouts.sharding_types import sharding_types
@@ -118,6 +120,7 @@ __all__ += [
     "hook",
     "register_sharder",
 ]
-__all__ += ["Calls", "ChunkedTensor", "NameIndex", "Place", "is_dtensor", "is_inside", "join_name", "local_of"]
+__all__ += ["Calls", "ChunkedTensor", "NameIndex", "Place", "is_dtensor", "is_inside", "join_name"]
+__all__ += ["fully_sharded_dim", "local_of", "rectangles_of", "strided"]
 __all__ += ["map_nested", "places_of", "ranks", "replace_tensors", "room_for", "shown", "shown_bytes"]
 __all__ += ["is_torchrecs", "sharding_types", "tensors_of", "tied_places", "type_name", "without_collection"]

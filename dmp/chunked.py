@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from dmp.dtensor_pieces import rectangles_of
 from dmp.errors import ShardError
 from dmp.places import is_dtensor
 from dmp.sharded_form import Located, local_shards, metadata
@@ -339,13 +340,11 @@ def _alone(piece: torch.Tensor) -> torch.Tensor:
 
 
 def as_chunks(tensor: torch.Tensor) -> ChunkedTensor:
-    """Any tensor as chunks that are views of it: a plain one is one chunk, a DTensor its local shard.
+    """Any tensor as chunks that are views of it: a plain one is one chunk, a DTensor this rank's rectangles.
 
     Returns:
         `tensor` itself where it is one; chunks of the whole sum where a DTensor's sum is still open (a collective).
 
-    Raises:
-        ShardError: a DTensor whose local shard is no single rectangle.
     """
     tensor = tensor.detach()
     if isinstance(tensor, ChunkedTensor):
@@ -354,11 +353,9 @@ def as_chunks(tensor: torch.Tensor) -> ChunkedTensor:
         return ChunkedTensor(tensor.size(), [tensor], [(0,) * tensor.dim()])
     if any(p.is_partial() for p in tensor.placements):
         return as_chunks(tensor.full_tensor())
-    local = tensor.to_local()
-    boxes = tensor.__create_chunk_list__() if local.numel() else []
-    if len(boxes) > 1:
-        raise ShardError(f"expected one local shard of a DTensor; {tensor.placements} gives {len(boxes)}")
-    return ChunkedTensor(tensor.size(), [local] * len(boxes), [b.offsets for b in boxes], tensor.dtype, local.device)
+    held = list(rectangles_of(tensor))
+    chunks, offsets = [values for _, values in held], [at for at, _ in held]
+    return ChunkedTensor(tensor.size(), chunks, offsets, tensor.dtype, tensor.device)
 
 
 def chunk_views(tensor: torch.Tensor, parameter: torch.Tensor, chunked: ChunkedTensor) -> ChunkedTensor:

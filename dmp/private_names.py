@@ -76,6 +76,8 @@ Groups, meshes, DTensor
 - `torch.distributed._shard.metadata.ShardMetadata`, `torch.distributed._shard.sharded_tensor.shard.Shard`,
   `torch.distributed._shard.sharded_tensor.metadata.ShardedTensorMetadata`,
   `torch.distributed._shard.sharded_tensor.metadata.TensorProperties`: what code that reads a ShardedTensor knows
+- `torch.distributed.tensor.placement_types._StridedShard`: a share of each of several weights that are held in one,
+  query, key and value
 - `_prepare_output_fn`: a parallel style whose output keeps its layout
 - `torch.distributed.tensor._api._FromTorchTensor`, `torch.distributed.tensor._api._normalize_placements_for_grad`: the
   conversion whose backward loses what a second one needs

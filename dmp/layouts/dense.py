@@ -4,12 +4,19 @@
 Layouts of dense weights (`colwise()`, ...) have no ranks of their own: they follow the mesh. A weight is split along
 the tensor axis or whole on it, then split along dim 0 over the fully sharded axes (FSDP2), and copied along the others;
 so one rectangle may be on several ranks. Plans need not name dense weights: the data-parallel part has the rest.
+
+[Note: parts] A weight that holds several in one, query, key and value or a gate and what it gates, has as many equal
+*parts* one behind the other. A rank of the tensor axis has its share of each, as it would of the separate weights: so
+many rectangles. FSDP2 splits such a weight along its other dim, for what it cut of all of them together would be none
+of torch's placements; one without another dim that divides is whole along the fully sharded axes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, ClassVar
 
@@ -45,18 +52,31 @@ class DenseLayout(Layout):
             return 0
         return 1 if self.name == "rowwise" and num_dims > 1 else None
 
+    @property
+    def num_parts(self) -> int:
+        """Equal parts along the dim that is split, of each of which a rank has its share; see [Note: parts]."""
+        return dict(self.args).get("parts") or 1
+
     def resolve(self, shape: tuple[int, ...], env: ShardingEnv) -> tuple[Shard, ...]:
         """`shards` of a shape and env that are known to be such."""
         return _resolve(self, shape, _dense_axes(env))
 
 
-def colwise(dim: int | None = None) -> Layout:
+def colwise(dim: int | None = None, parts: int | None = None) -> Layout:
     """Tensor parallel by output features: dim 0 of a weight and of its bias is split over the tensor axis.
 
     Args:
         dim: another tensor dim to split (1 for the columns of an embedding).
+        parts: of a weight that holds several in one (3 for query, key and value), how many equal ones lie one behind
+            the other along that dim; a rank has its share of each.
+
+    Raises:
+        ShardError: what is no dim, or less than one part.
     """
-    return DenseLayout.of("colwise", dim=None if dim is None else number("dim", dim))
+    several = {} if parts is None or number("parts", parts) == 1 else {"parts": parts}
+    if parts is not None and parts < 1:
+        raise ShardError(f"colwise(parts=...) counts the weights that are held in one, 1 or more; got {parts}")
+    return DenseLayout.of("colwise", dim=None if dim is None else number("dim", dim), **several)
 
 
 def rowwise(dim: int | None = None) -> Layout:
@@ -116,17 +136,35 @@ def _dense_axes(env: ShardingEnv) -> _DenseAxes:
 @lru_cache(maxsize=4096)
 def _resolve(layout: DenseLayout, shape: tuple[int, ...], axes: _DenseAxes) -> tuple[Shard, ...]:
     _check(layout, shape, axes)
-    split_dim = None if layout.is_copied or not shape else 0
+    tensor_dim, parts = layout.tensor_dim(len(shape)), layout.num_parts
+    split_dim = None if layout.is_copied else fully_sharded_dim(shape, tensor_dim, parts, axes.size("split"))
     found = []
-    for rank in range(prod(axes.shape)):
+    for rank, part in product(range(prod(axes.shape)), range(parts)):
         offsets, sizes = [0] * len(shape), list(shape)
-        for kind, dim in (("tensor", layout.tensor_dim(len(shape))), ("split", split_dim)):
+        if tensor_dim is not None:
+            sizes[tensor_dim] //= parts
+            offsets[tensor_dim] = part * sizes[tensor_dim]
+        for kind, dim in (("tensor", tensor_dim), ("split", split_dim)):
             if dim is not None:
                 start, size = row_blocks(sizes[dim], axes.size(kind))[axes.index(kind, rank)]
                 offsets[dim], sizes[dim] = offsets[dim] + start, size
         if all(sizes):
             found.append(Shard(tuple(offsets), tuple(sizes), rank))
     return tuple(found)
+
+
+def fully_sharded_dim(shape: Sequence[int], tensor_dim: int | None, parts: int, size: int) -> int | None:
+    """The dim along which fully sharded axes split a dense weight; None where it is whole along them.
+
+    Args:
+        shape: of the weight, or of a tensor rank's share of it.
+        tensor_dim: the dim that the tensor axis splits, if any.
+        parts: along that dim, see [Note: parts].
+        size: ranks on the fully sharded axes.
+    """
+    if tensor_dim != 0 or parts == 1:
+        return 0 if shape else None
+    return 1 if len(shape) > 1 and shape[1] % size == 0 else None
 
 
 def _check(layout: DenseLayout, shape: tuple[int, ...], axes: _DenseAxes) -> None:
@@ -141,6 +179,12 @@ def _check(layout: DenseLayout, shape: tuple[int, ...], axes: _DenseAxes) -> Non
         return
     if dim >= len(shape):
         raise ShardError(f"{name} splits dim {dim} of a parameter; got shape {shape}")
+    if shape[dim] % (axes.size("tensor") * layout.num_parts) and layout.num_parts > 1:
+        raise ShardError(
+            f"{layout} splits {layout.num_parts} equal parts of dim {dim} of shape {shape} over the "
+            f"{axes.size('tensor')} ranks of the tensor axis, and its size {shape[dim]} does not divide by both; make "
+            "that axis smaller, or leave the entry out"
+        )
     if shape[dim] % axes.size("tensor"):
         raise ShardError(
             f"{name} splits dim {dim} of shape {shape}, whose size {shape[dim]} does not divide over the "

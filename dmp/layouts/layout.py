@@ -127,6 +127,11 @@ class Layout:
         """The dim, of a parameter with so many, that is split over the tensor axis; None where none is."""
         return None
 
+    @property
+    def num_parts(self) -> int:
+        """Equal parts along that dim, of each of which a rank has its share."""
+        return 1
+
     def __str__(self) -> str:
         shown = ", ".join(_show(key, value) for key, value in self.args if value is not None)
         return f"{self.name}({shown})"
@@ -210,4 +215,4 @@ class _Asked(dict[int, int]):
 
 def _show(key: str, value: Any) -> str:
     text = f"{len(value)} shards" if key == "shards" else as_python(value)
-    return f"widths={text}" if key == "widths" else text
+    return f"{key}={text}" if key in ("widths", "parts") else text

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dmp import Layout, ShardError, ShardingEnv, is_dtensor, join_name, ranks
+from dmp import Layout, ShardError, ShardingEnv, fully_sharded_dim, is_dtensor, join_name, ranks, strided
 from sharders.data_parallel.agreed_order import keep_order
 from sharders.data_parallel.asked import hear_of_split
 from sharders.data_parallel.blocks import (
@@ -58,7 +58,8 @@ class FSDPWrapper:
     `FSDPModule` methods (`set_requires_gradient_sync(False)` while gradients accumulate). Where no axis splits dense
     parameters they are copies, by `DDPWrapper` or, beside tensor parallelism, by torch's replicating form of FSDP2.
     Parameters without dimensions, which `fully_shard` does not take, stay whole, their gradients averaged; and so do
-    those that the model keeps in a list, dict or object beside their places, where no chunks would be seen. Buffers are
+    those that the model keeps in a list, dict or object beside their places, where no chunks would be seen, and biases
+    of query, key and value in one that tensor parallelism has split (see [Note: parts] of dense layouts). Buffers are
     not synchronised after the start, as under `fully_shard` itself; DDP does synchronise them. Where weights are split,
     a trained one that is added or replaced later is an error at the next forward.
 
@@ -188,8 +189,9 @@ class FSDPWrapper:
     ) -> tuple[list[str], dict[str, nn.Module], Callable[..., Any], dict[str, Any]]:
         """Names of parameters that stay whole, units, torch's function and its options."""
         dense = {name: p for name, p in module.named_parameters() if name not in ignored}
-        whole = [name for name, p in dense.items() if p.dim() == 0]
-        managed = {name: p for name, p in dense.items() if p.dim() > 0}
+        dims = {name: _split_dim(p, env) for name, p in dense.items()}
+        whole = [name for name, dim in dims.items() if dim is None]
+        managed = {name: p for name, p in dense.items() if dims[name] is not None}
         units = find_units(module, self.units, ignored)
         if self.units is None and env.rank == 0:
             say_of_unsure(module, ignored)
@@ -198,7 +200,11 @@ class FSDPWrapper:
         apply, options = self._apply(env)
         if ignored or whole:
             named = module.named_parameters(remove_duplicate=False)
-            options["ignored_params"] = {p for name, p in named if name in ignored or p.dim() == 0}
+            options["ignored_params"] = {p for name, p in named if name in ignored or _split_dim(p, env) is None}
+        if any(dims.values()):
+            from torch.distributed.tensor import Shard
+
+            options["shard_placement_fn"] = lambda p: Shard(_split_dim(p, env) or 0)
         for p in managed.values():  # fully_shard takes contiguous ones alone
             if not p.is_contiguous():
                 p.data = p.data.contiguous()
@@ -238,6 +244,15 @@ class FSDPWrapper:
             pin = torch.accelerator.is_available()
             policies["offload_policy"] = CPUOffloadPolicy(pin_memory=pin) if self.offload is True else self.offload
         return policies
+
+
+def _split_dim(parameter: torch.Tensor, env: ShardingEnv) -> int | None:
+    """The dim along which fully sharded axes split it; None for what neither `fully_shard` nor `replicate` takes."""
+    if is_dtensor(parameter) and env.fully_sharded_axes:
+        size = prod(env.shape[env.names.index(axis)] for axis in env.fully_sharded_axes)
+        for dim, parts in filter(None, map(strided, parameter.placements)):
+            return fully_sharded_dim(parameter.shape, dim, parts, size)
+    return 0 if parameter.dim() else None
 
 
 def data_mesh(env: ShardingEnv) -> DeviceMesh:

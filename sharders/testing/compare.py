@@ -16,6 +16,7 @@ from dmp import (
     is_dtensor,
     local_of,
     ranks,
+    rectangles_of,
     tensors_of,
     type_name,
 )
@@ -29,8 +30,7 @@ def pieces_of(value: Any) -> Pieces:
     if isinstance(value, ChunkedTensor):
         return list(zip(value.offsets, value.chunks, strict=True))
     if is_dtensor(value):
-        local = local_of(value).detach()
-        return [(tuple(c.offsets), local) for c in value.__create_chunk_list__()] if local.numel() else []
+        return [(at, values.detach()) for at, values in rectangles_of(value)]
     return [((0,) * value.dim(), value.detach())]
 
 
