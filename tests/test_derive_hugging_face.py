@@ -39,13 +39,21 @@ def test_hugging_face_llama_equals_its_own_plan() -> None:
     assert sequence["model.norm"] == "gather_sequence"
 
 
-def test_hugging_face_gpt2_is_fused() -> None:
+def test_hugging_face_gpt2_holds_query_key_and_value_in_one_transposed_weight() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0)
     found = derive(ModelRuns(GPT2LMHeadModel(config), 2, "tp"))
-    assert found.styles == {"transformer.wte": "rowwise", "lm_head": "colwise_gather"}
-    assert any("transformer.h.0.attn (and 1 like it): left whole" in n for n in found.notes)
+    blocks = {
+        "attn.c_attn": "colwise_packed_3",
+        "attn.c_proj": "rowwise",
+        "mlp.c_fc": "colwise",
+        "mlp.c_proj": "rowwise",
+    }
+    inside = {f"transformer.h.{i}.{path}": style for i in range(2) for path, style in blocks.items()}
+    assert found.styles == {"transformer.wte": "rowwise", **inside, "lm_head": "colwise_gather"}
+    assert found.divided == {(f"transformer.h.{i}.attn", "split_size"): 16 for i in range(2)}
+    assert is_verified(found)
 
 
 def test_hugging_face_bert() -> None:

@@ -96,7 +96,7 @@ def test_layouts_follow_the_module() -> None:
     ("module", "style", "words"),
     [
         (nn.Linear(4, 4), "colwize", ["unknown style 'colwize'", "did you mean 'colwise'?", "rowwise_scatter", "'m'"]),
-        (nn.Linear(4, 4), "packed_colwise", ["unknown style 'packed_colwise'", "ParallelStyle"]),
+        (nn.Linear(4, 4), "packed_rowwise", ["unknown style 'packed_rowwise'", "ParallelStyle"]),
         (nn.LayerNorm(4), "colwise", ["'m'", "LayerNorm", "nn.Linear or nn.Embedding"]),
         (nn.Linear(4, 4), "embedding_rowwise", ["'m'", "Linear", "colwise_gather"]),
         (nn.Embedding(4, 4), "rowwise_scatter", ["'m'", "Embedding", "colwise, rowwise"]),

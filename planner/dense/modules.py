@@ -13,7 +13,7 @@ _TRANSPOSED = "Conv1D"  # Hugging Face's, of (in, out)
 
 def features_of(owner: nn.Module, shape: tuple[int, ...]) -> tuple[int, int]:
     """(in, out) features of a weight that `owner` multiplies by."""
-    if len(shape) == 2 and type(owner).__name__ == _TRANSPOSED:
+    if len(shape) == 2 and is_transposed(owner):
         return shape[0], shape[1]
     if len(shape) == 3:  # of experts: (experts, out, in), or the other way round
         return shape[2], shape[1]
@@ -21,6 +21,14 @@ def features_of(owner: nn.Module, shape: tuple[int, ...]) -> tuple[int, int]:
     for size in shape[1:]:
         inner *= size
     return inner, shape[0]
+
+
+def is_transposed(owner: nn.Module) -> bool:
+    """Whether its weight is (in, out): by its name, or by a bias as long as that."""
+    weight, bias = owner._parameters.get("weight"), owner._parameters.get("bias")
+    if type(owner).__name__ == _TRANSPOSED or weight is None or bias is None or is_lazy(weight) or weight.dim() != 2:
+        return type(owner).__name__ == _TRANSPOSED
+    return len(bias) == weight.shape[1] != weight.shape[0]
 
 
 def is_lookup(owner: nn.Module) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil, prod
 
-from dmp import Layout, ShardingEnv
+from dmp import Layout, ShardingEnv, fully_sharded_dim
 from planner.dense.block import FULLY_SHARDED, REPLICATED, TENSOR_PARALLEL
 from planner.dense.model import DenseModel, DenseWeight
 
@@ -21,7 +21,7 @@ class PlacedWeight:
         weight: one of them.
         times: how many there are.
         kind: one of `KINDS`.
-        tensor_dim: that is split over the tensor axis, or None.
+        tensor_dim: that is split over the tensor axis, or None; 0 for output features, 1 for those of the input.
         is_sequence: its module runs on chunks of the sequence.
         used: elements of one that a rank computes with.
         kept: elements of one that a rank keeps.
@@ -103,8 +103,12 @@ def _placed(members: list[DenseWeight], layout: Layout, env: ShardingEnv) -> Pla
     if dim is not None:
         sizes[dim] = ceil(sizes[dim] / env.tensor_size)
     used = prod(sizes)
-    if not layout.is_copied and sizes:
-        sizes[0] = ceil(sizes[0] / prod(env.shape[env.names.index(axis)] for axis in env.fully_sharded_axes))
+    splits = prod(env.shape[env.names.index(axis)] for axis in env.fully_sharded_axes)
+    along = None if layout.is_copied else fully_sharded_dim(sizes, dim, layout.num_parts, splits)
+    if along is not None:
+        sizes[along] = ceil(sizes[along] / splits)
+    if dim is not None and weight.is_transposed:
+        dim = 1 - dim
     kind = TENSOR_PARALLEL if layout.is_tensor_parallel else REPLICATED if layout.is_copied else FULLY_SHARDED
     is_sequence = layout.is_tensor_parallel and layout.tensor_dim(2) is None
     return PlacedWeight(weight, len(members), kind, dim, is_sequence, used, prod(sizes))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -19,8 +19,9 @@ from sharders.tensor_parallel.proof.sample import UnprovedError
 from sharders.tensor_parallel.prove import PlanProof, prove, warn_on_first_rank
 from sharders.tensor_parallel.sequence import sequence_styles
 from sharders.tensor_parallel.split.patterns import with_ties
-from sharders.tensor_parallel.split.styles import Style
+from sharders.tensor_parallel.split.styles import PACKED, Style
 from sharders.tensor_parallel.structure.dry_run import DryRunError
+from sharders.tensor_parallel.structure.linears import features_of
 from sharders.tensor_parallel.structure.transformer import Branch, Transformer
 
 _TRIES, _TRIES_OF_ONE = 8, 3  # ways to divide attributes; the likeliest come first
@@ -48,7 +49,15 @@ class _Candidate:
     """Styles that are taken or left together; a branch of every block of one structure, or the vocabulary."""
 
     name: str
+    block: str
+    """Path of the first that it is of; empty for the vocabulary."""
+
     styles: Mapping[str, str]
+    otherwise: tuple[Mapping[str, str], ...] = ()
+    """Where shapes do not tell how what is held in one is to be split: other styles to try."""
+
+    must_be_proved: bool = False
+    """For shapes are alike where it is split wrongly."""
 
 
 def derive(runs: ModelRuns, *, sequence_parallel: bool = False, loss_parallel: bool = False) -> Choice:
@@ -68,10 +77,11 @@ def derive(runs: ModelRuns, *, sequence_parallel: bool = False, loss_parallel: b
         return Choice({}, {}, ("no transformer blocks: nothing to split by tensor parallelism",))
     for block in transformer.blocks:
         for branch in block.branches:
-            _check_branch(join_name(block.path, branch.path), branch, runs)
-    notes = list(_whole_notes(transformer))
+            if not branch.is_joint:
+                _check_branch(join_name(block.path, branch.path), branch, runs)
+    notes = list(_whole_notes(transformer, runs.size))
     vocabulary = list(_vocabulary_candidates(runs, loss_parallel, notes))
-    styles, divided = _decide(runs, list(_branch_candidates(runs.model, transformer)), vocabulary, notes)
+    styles, divided = _decide(runs, list(_branch_candidates(runs)), vocabulary, notes)
     if loss_parallel and "colwise_loss_parallel" not in styles.values():
         raise PlanError(
             f"loss_parallel needs a head whose logits can be split over axis {runs.axis!r} of size {runs.size}; this "
@@ -91,17 +101,21 @@ def check_heads(runs: ModelRuns, styles: Mapping[str, str]) -> None:
     """
     for block in runs.transformer.blocks:
         for branch in block.branches:
-            if branch.heads is not None and any(styles.get(join_name(block.path, n)) == "colwise" for n in branch.up):
+            split = (styles.get(join_name(block.path, n)) in ("colwise", *PACKED) for n in branch.up)
+            if branch.heads is not None and any(split):
                 _check_branch(join_name(block.path, branch.path), branch, runs)
+
+
+def _counts(branch: Branch) -> dict[str, int]:
+    """What the axis must divide."""
+    if branch.heads is None:
+        return {"hidden size": branch.hidden}
+    return {"number of heads": branch.heads.query, "number of key/value heads": branch.heads.key_value}
 
 
 def _check_branch(path: str, branch: Branch, runs: ModelRuns) -> None:
     size, axis = runs.size, runs.axis
-    if branch.heads is None:
-        counts = {"hidden size": branch.hidden}
-    else:
-        counts = {"number of heads": branch.heads.query, "number of key/value heads": branch.heads.key_value}
-    for what, count in counts.items():
+    for what, count in _counts(branch).items():
         if count % size:
             fitting = f"whose {axis!r} axis divides {count}" if count > 1 else f"without the axis {axis!r}"
             raise PlanError(
@@ -111,21 +125,34 @@ def _check_branch(path: str, branch: Branch, runs: ModelRuns) -> None:
             )
 
 
-def _branch_candidates(model: nn.Module, transformer: Transformer) -> Iterator[_Candidate]:
-    for blocks in transformer.by_structure():
+def _branch_candidates(runs: ModelRuns) -> Iterator[_Candidate]:
+    model = runs.model
+    for blocks in runs.transformer.by_structure():
         first = blocks[0]
         for branch in first.branches:
+            if branch.is_joint and _does_not_divide(branch, runs.size):
+                continue
             name = _counted(join_name(first.path, branch.path or branch.down), len(blocks))
-            relative = _branch_styles(model.get_submodule(first.path), branch)
-            yield _Candidate(name, {join_name(b.path, n): style for b in blocks for n, style in relative.items()})
+            ways = [
+                {join_name(b.path, n): style for b in blocks for n, style in relative.items()}
+                for relative in (_branch_styles(model.get_submodule(first.path), branch, n) for n in branch.parts)
+            ]
+            yield _Candidate(name, first.path, ways[0], tuple(ways[1:]), must_be_proved=branch.is_joint)
 
 
-def _branch_styles(block: nn.Module, branch: Branch) -> dict[str, str]:
+def _does_not_divide(branch: Branch, size: int) -> str:
+    """The count that the axis does not divide, in words; empty where it divides all."""
+    return next((f"{what} {count}" for what, count in _counts(branch).items() if count % size), "")
+
+
+def _branch_styles(block: nn.Module, branch: Branch, parts: int) -> dict[str, str]:
+    up = "colwise" if parts == 1 else f"colwise_packed_{parts}"
     styles = {**dict.fromkeys(branch.up, "colwise"), branch.down: "rowwise", **dict(branch.adapters)}
+    styles = {name: up if style == "colwise" else style for name, style in styles.items()}
     if branch.heads is not None:
         for name, module in block.get_submodule(branch.path).named_modules():
             shapes = {tuple(p.shape) for p in module.parameters(recurse=False)}
-            if shapes == {(branch.heads.size,)} and not isinstance(module, nn.Linear):
+            if shapes == {(branch.heads.size,)} and features_of(module) is None:
                 styles[join_name(branch.path, name)] = "sum_gradients"
     return styles
 
@@ -160,7 +187,7 @@ def _vocabulary_candidates(runs: ModelRuns, loss_parallel: bool, notes: list[str
         else:
             styles[path] = wanted[path]
     if styles:
-        yield _Candidate(" and ".join(styles), styles)
+        yield _Candidate(" and ".join(styles), "", styles)
 
 
 def _decide(runs: ModelRuns, branches: list[_Candidate], vocabulary: list[_Candidate], notes: list[str]) -> _Found:
@@ -195,12 +222,17 @@ def _proved(runs: ModelRuns, candidates: list[_Candidate], notes: list[str]) -> 
     if proof.divided is None:
         kept, proof = [], PlanProof(divided={})
         for candidate in candidates:
-            with_this = _prove(runs, [*kept, candidate], _TRIES_OF_ONE)
-            if with_this.divided is None:
-                notes.append(f"{candidate.name}: left whole, because {with_this.wrong}")
-                warn_on_first_rank(notes[-1])
+            wrong = ""
+            for styles in (candidate.styles, *candidate.otherwise):
+                this = replace(candidate, styles=styles)
+                with_this = _prove(runs, [*kept, this], _TRIES_OF_ONE)
+                wrong = wrong or with_this.wrong or ""
+                if with_this.divided is not None:
+                    kept, proof = [*kept, this], with_this
+                    break
             else:
-                kept, proof = [*kept, candidate], with_this
+                notes.append(f"{candidate.name}: left whole, because {wrong}")
+                warn_on_first_rank(notes[-1])
     notes.append(runs.verified() + proof.note)
     return _merged(kept), proof.divided or {}
 
@@ -228,9 +260,8 @@ def _seen_vocabulary(
 
 def _without_disproved(runs: ModelRuns, branches: list[_Candidate], notes: list[str]) -> Iterator[_Candidate]:
     """Branches without those that run alone, of the first block of each structure, and are wrong there, or raise."""
-    blocks = [block.path for block in runs.transformer.representatives() for _ in block.branches]
-    for candidate, block in zip(branches, blocks, strict=True):
-        styles = {path: style for path, style in candidate.styles.items() if is_inside(path, block)}
+    for candidate in branches:
+        styles = {path: style for path, style in candidate.styles.items() if is_inside(path, candidate.block)}
         proof = prove(runs, styles, [runs.divide_by_source(styles)])
         failure = proof.wrong or proof.raised
         if failure:
@@ -242,6 +273,7 @@ def _without_disproved(runs: ModelRuns, branches: list[_Candidate], notes: list[
 
 def _verified(runs: ModelRuns, branches: list[_Candidate], notes: list[str]) -> _Found:
     """What has the right shapes in a dry run of the model, else of each block; else what structure and source say."""
+    branches = list(_without_joint(branches, notes))
     try:
         return _fitting(runs, branches, notes)
     except DryRunError as error:
@@ -254,9 +286,18 @@ def _verified(runs: ModelRuns, branches: list[_Candidate], notes: list[str]) -> 
         return styles, runs.divide_by_source(styles)
 
 
+def _without_joint(candidates: Iterable[_Candidate], notes: list[str]) -> Iterator[_Candidate]:
+    """Those of which shapes tell enough."""
+    for each in candidates:
+        if each.must_be_proved:
+            notes.append(f"{each.name}: left whole, one weight holds several, and how is neither proved nor to be seen")
+        else:
+            yield each
+
+
 def _fitting(runs: ModelRuns, candidates: list[_Candidate], notes: list[str]) -> _Found:
     """Take all if a dry run verifies them together, else those that it verifies one by one."""
-    kept = candidates
+    kept = candidates = list(_without_joint(candidates, notes))
     names = runs.names(_merged(kept))
     if names is None:
         kept, names = [], frozenset[str]()
@@ -281,7 +322,7 @@ def _of_blocks(
     for blocks in runs.transformer.by_structure():
         alone = runs.of_block(blocks[0])
         of_block: list[str] = []
-        local, attributes = decide(alone, list(_branch_candidates(alone.model, alone.transformer)), of_block)
+        local, attributes = decide(alone, list(_branch_candidates(alone)), of_block)
         said += [f"{blocks[0].path}: {note}" for note in of_block]
         for path in (b.path for b in blocks):
             styles |= {join_name(path, name): style for name, style in local.items()}
@@ -294,10 +335,16 @@ def _merged(candidates: Iterable[_Candidate]) -> dict[str, str]:
     return {path: style for each in candidates for path, style in each.styles.items()}
 
 
-def _whole_notes(transformer: Transformer) -> Iterator[str]:
+def _whole_notes(transformer: Transformer, size: int) -> Iterator[str]:
     for blocks in transformer.by_structure():
-        for whole in blocks[0].whole:
-            yield f"{_counted(join_name(blocks[0].path, whole.path), len(blocks))}: left whole, {whole.why}"
+        whole = [(each.path, each.why) for each in blocks[0].whole]
+        whole += [
+            (branch.path or branch.down, f"its {uneven} is not divisible by {size}")
+            for branch in blocks[0].branches
+            if branch.is_joint and (uneven := _does_not_divide(branch, size))
+        ]
+        for path, why in whole:
+            yield f"{_counted(join_name(blocks[0].path, path), len(blocks))}: left whole, {why}"
 
 
 def _counted(path: str, count: int) -> str:

@@ -33,6 +33,7 @@ from sharders.tensor_parallel.structure.dry_run import (
 )
 from sharders.tensor_parallel.structure.feeds import find_feed, guesses
 from sharders.tensor_parallel.structure.find_transformer import recognise
+from sharders.tensor_parallel.structure.linears import features_of
 from sharders.tensor_parallel.structure.meta_copies import MetaCopies
 from sharders.tensor_parallel.structure.transformer import HEAD_DIM, HEADS, KV_HEADS, Block, Transformer
 
@@ -249,7 +250,7 @@ def _attributes(model: nn.Module, blocks: Iterable[Block]) -> Iterator[Attribute
             outer, down = join_name(block.path, branch.path), join_name(block.path, branch.down)
             for name, module in in_place(model.get_submodule(outer)):
                 for attribute, value in vars(module).items():
-                    if isinstance(module, nn.Linear) or type(value) is not int or attribute in HEAD_DIM:
+                    if features_of(module) is not None or type(value) is not int or attribute in HEAD_DIM:
                         continue
                     is_count = counts.get(attribute) == value
                     if is_count or value in (heads.query * heads.size, heads.key_value * heads.size):

@@ -19,6 +19,7 @@ from sharders.tensor_parallel.proof.proof import RAISES, Verdict
 from sharders.tensor_parallel.proof.sample import UnprovedError
 from sharders.tensor_parallel.split.styles import Style, family
 from sharders.tensor_parallel.structure.find_transformer import recognise
+from sharders.tensor_parallel.structure.linears import features_of
 from sharders.tensor_parallel.structure.transformer import below, outward
 
 
@@ -120,7 +121,7 @@ def _runs_of(runs: ModelRuns, scope: str) -> ModelRuns:
     module = runs.model.get_submodule(scope)
     transformer = recognise(module)
     if not transformer.width:
-        width = next((m.in_features for m in module.modules() if isinstance(m, nn.Linear)), 0)
+        width = next((found.in_features for found in map(features_of, module.modules()) if found), 0)
         transformer = replace(transformer, width=width)
     return ModelRuns(module, runs.size, runs.axis, transformer)
 

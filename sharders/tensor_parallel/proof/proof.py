@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dmp import local_of
+from dmp import local_of, strided
 from sharders.tensor_parallel.proof.sample import Run, Sample, part_of
 from sharders.tensor_parallel.proof.simulated import simulate
+from sharders.tensor_parallel.split.local import share_of_parts
 from sharders.tensor_parallel.split.split import split
 from sharders.tensor_parallel.split.styles import Style
 from sharders.tensor_parallel.structure.dry_run import undisturbed
@@ -56,7 +57,8 @@ def _differs(
         modules = dict(model.named_modules())
         # A copy: a style object may keep something of the module it is applied to.
         here = {path: copy.copy(style) for path, style in styles.items() if path in modules}
-        attributes = {key: vars(modules[key[0]])[key[1]] // sample.ranks for key in divided if key[0] in modules}
+        held = {key: vars(modules[key[0]]).get(key[1]) for key in divided if key[0] in modules}
+        attributes = {key: value // sample.ranks for key, value in held.items() if value is not None}  # of no stand-in
         split(model, mesh, here, attributes)
         return sample.run(model, mesh.get_rank(), modules)
 
@@ -107,6 +109,8 @@ def _gradient_differs(
     for r, (here, _) in enumerate(every):
         if expected is None:
             part = None if here is None else torch.zeros_like(here)
+        elif first is not None and (several := strided(first)) is not None:
+            part = share_of_parts(expected, *several, len(ranks), r)
         elif first is not None and first.is_shard():
             part = _chunk(expected, first.dim, r, len(ranks))
         else:

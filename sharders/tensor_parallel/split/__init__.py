@@ -4,6 +4,7 @@
 - `patterns`: from patterns or a `tp_plan` to a style for each module
 - `split`: splits a model in place by styles, and its numbers of heads
 - `hooks`: activations moved where torch has no style for it
+- `local`: Linears of several weights in one, or of (in, out), which torch's styles do not split
 - `replicated_weights`: whole weights beside split ones, which the model reads as plain tensors
 - `twice`: gradients of gradients
 """

@@ -10,7 +10,17 @@ from collections.abc import Mapping
 from torch import nn
 
 from dmp import Layout, NameIndex, Place, PlanError, is_inside, join_name, places_of, tied_places
-from sharders.tensor_parallel.split.styles import ALIASES, COLWISE, Style, canonical, family, layouts_of, split_dim
+from sharders.tensor_parallel.split.styles import (
+    ALIASES,
+    COLWISE,
+    PACKED,
+    Style,
+    canonical,
+    family,
+    layouts_of,
+    split_dim,
+    styled,
+)
 from sharders.tensor_parallel.structure.adapters import split_in
 from sharders.tensor_parallel.structure.transformer import Transformer, outward
 
@@ -50,10 +60,11 @@ def expand(model: nn.Module, plan: Mapping[str, Style]) -> Styles:
 
 def _with_pairs(hits: Mapping[str, nn.Module], style: Style) -> dict[str, nn.Module]:
     """What these modules' style is for: of an adapted Linear, where it is split, the Linears that are split."""
-    kind = ALIASES.get(style, style) if isinstance(style, str) else None
+    name = ALIASES.get(style, style) if isinstance(style, str) else None
+    kind = family(name) if name in ("colwise", "rowwise", *PACKED) else ""
     found: dict[str, nn.Module] = {}
     for path, module in hits.items():
-        names = split_in(module, str(kind)) if kind in ("colwise", "rowwise") else [""]
+        names = split_in(module, kind) if kind else [""]
         found |= {join_name(path, name): module.get_submodule(name) for name in names}
     return found
 
@@ -89,7 +100,7 @@ def from_layouts(model: nn.Module, given: Mapping[str, Layout]) -> Styles:
     for name, layout in given.items():
         module = places[name].owner
         path = first[id(module)]
-        style = canonical(layout.name, path, module)
+        style = canonical(styled(layout), path, module)
         fitting = layouts_of(style, module)[places[name].name]
         if fitting != layout:
             raise PlanError(

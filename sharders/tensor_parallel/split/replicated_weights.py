@@ -38,13 +38,16 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def keep_whole_weights(model: nn.Module, mesh: DeviceMesh, on_parts: Collection[int]) -> None:
+def keep_whole_weights(
+    model: nn.Module, mesh: DeviceMesh, on_parts: Collection[int], adding: Collection[int] = ()
+) -> None:
     """Make every whole weight of the model a DTensor on the tensor axis, see [Note: whole weights]; no communication.
 
     Args:
         model: its split weights are DTensors already; modules that hold chunks of tables are left alone.
         mesh: the tensor axis.
         on_parts: ids of modules whose own weights are used on parts of the activations.
+        adding: ids of modules that add theirs, biases, on every rank to what is summed over the ranks.
     """
     from torch.distributed.tensor import DTensor, Replicate
 
@@ -61,8 +64,13 @@ def keep_whole_weights(model: nn.Module, mesh: DeviceMesh, on_parts: Collection[
                 new.__dict__.update(old.__dict__)
                 made[id(old)] = made[id(new)] = new
             owner._parameters[name] = made[id(old)]
-        _read_as(owner, tuple(plain), _summed if id(owner) in on_parts else _local)
+        _read_as(owner, tuple(plain), _summed if id(owner) in on_parts else _shared if id(owner) in adding else _local)
     _read_inside(model)
+
+
+def read_local(owner: nn.Module, names: tuple[str, ...]) -> None:
+    """Have the model's code read split weights as what of them is here."""
+    _read_as(owner, names, _local)
 
 
 def align_gradient(owner: nn.Module, name: str) -> None:
@@ -187,6 +195,10 @@ def _summed(parameter: Any) -> Any:
     from torch.distributed.tensor import Partial
 
     return _aligned(parameter).to_local(grad_placements=(Partial(),))
+
+
+def _shared(parameter: Any) -> Any:
+    return _summed(parameter) / parameter.device_mesh.size()
 
 
 def _aligned(parameter: Any) -> Any:

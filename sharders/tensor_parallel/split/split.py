@@ -10,9 +10,11 @@ from torch import nn
 
 from dmp import PlanError, join_name, tied_places
 from sharders.tensor_parallel.split import hooks
+from sharders.tensor_parallel.split.local import split_local
 from sharders.tensor_parallel.split.replicated_weights import align_gradient, keep_tie, keep_whole_weights
-from sharders.tensor_parallel.split.styles import COLWISE, ON_PARTS, Style, family, torch_style
+from sharders.tensor_parallel.split.styles import COLWISE, ON_PARTS, Style, family, is_local, torch_style
 from sharders.tensor_parallel.split.twice import keep_graphs
+from sharders.tensor_parallel.structure.linears import features_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -35,18 +37,23 @@ def split(
     modules = {path: model.get_submodule(path) for path in styles}
     hooks.pad_nested(_encoder_layers(model, styles))
     _share_inputs(modules, styles, model, mesh)
+    adding: set[int] = set()
     for path, module in modules.items():
         style = torch_style(styles[path], module)
         if style is not None:
             _parallelize(module, mesh, style)
             if isinstance(module, nn.Embedding) and family(styles[path]) == "rowwise":
                 align_gradient(module, "weight")
+        elif is_local(styles[path], module):
+            split_local(module, mesh, styles[path])
+            adding.add(id(module))
         _move_activations(path, module, styles, mesh)
     for (path, attribute), value in divided.items():
         setattr(model.get_submodule(path), attribute, value)
     for places in ties:
         keep_tie(places)
-    keep_whole_weights(model, mesh, {id(modules[path]) for path, style in styles.items() if style in ON_PARTS})
+    on_parts = {id(modules[path]) for path, style in styles.items() if style in ON_PARTS}
+    keep_whole_weights(model, mesh, on_parts, adding)
 
 
 def _encoder_layers(model: nn.Module, styles: Mapping[str, Style]) -> list[nn.Module]:
@@ -59,7 +66,7 @@ def _encoder_layers(model: nn.Module, styles: Mapping[str, Style]) -> list[nn.Mo
 def _share_inputs(
     modules: Mapping[str, nn.Module], styles: Mapping[str, Style], model: nn.Module, mesh: DeviceMesh
 ) -> None:
-    linears = {p: m for p, m in modules.items() if styles[p] in COLWISE and isinstance(m, nn.Linear)}
+    linears = {p: m for p, m in modules.items() if styles[p] in COLWISE and features_of(m)}
     holders = dict.fromkeys(["", *(path.rpartition(".")[0] for path in linears)])
     called = [(m, styles[path] == "colwise_from_sequence") for path, m in linears.items()]
     hooks.share_inputs(called, map(model.get_submodule, holders), mesh)
@@ -83,8 +90,9 @@ def hidden_size(path: str, module: nn.Module, styles: Mapping[str, Style]) -> in
     """
     for below, inner in module.named_modules():
         name = join_name(path, below)
-        if isinstance(inner, nn.Linear) and family(styles.get(name, "")) == "colwise":
-            return inner.in_features
+        features = features_of(inner)
+        if features is not None and family(styles.get(name, "")) == "colwise":
+            return features.in_features
     raise PlanError(
         f"module {path!r}: {styles[path]!r} needs a colwise nn.Linear inside, to take the hidden state; there is none"
     )

@@ -9,6 +9,7 @@ A *style* says how one module is split and which activations go in and out. Spli
 | `colwise_gather` | the same, output whole | |
 | `colwise_loss_parallel` | the same, output a DTensor split over the last dim, for torch's `loss_parallel` | |
 | `colwise_from_sequence` | as `colwise`, takes a chunk of the sequence | |
+| `colwise_packed_2`, `colwise_packed_3` | as `colwise`, of so many weights held in one: each is split | |
 | `rowwise` | input features split, takes a split input, output summed | vocabulary split, output whole |
 | `rowwise_gather` | the same, takes a whole input | |
 | `rowwise_scatter` | as `rowwise`, output split along the sequence (dim 1) | |
@@ -27,18 +28,21 @@ Other names for some of them, as Hugging Face's plans have them, are in `ALIASES
 from __future__ import annotations
 
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, TypeAlias, Union
+from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 from torch import nn
 
 from dmp import Layout, PlanError, colwise, join_name, rowwise, sequence
+from sharders.tensor_parallel.structure.linears import features_of, is_transposed
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
 Style: TypeAlias = Union[str, "ParallelStyle"]
 
-COLWISE = ("colwise", "colwise_gather", "colwise_loss_parallel", "colwise_from_sequence")
+PACKED = {f"colwise_packed_{parts}": parts for parts in (2, 3)}
+"""Styles of weights that hold several in one, such as query, key and value, and how many."""
+COLWISE = ("colwise", "colwise_gather", "colwise_loss_parallel", "colwise_from_sequence", *PACKED)
 ROWWISE = ("rowwise", "rowwise_gather", "rowwise_scatter")
 ON_CHUNKS = ("sequence", "split_sequence", "gather_sequence")  # of the sequence are the module's own weights used
 ON_PARTS = (*ON_CHUNKS, "sum_gradients")  # of the activations are they used, so that gradients are parts of a sum
@@ -49,6 +53,7 @@ ALIASES = {
     "rowwise_rep": "rowwise_gather",
     "embedding_rowwise": "rowwise",
     "embedding_colwise": "colwise",
+    "packed_colwise": "colwise_packed_2",
     "sequence_parallel": "sequence",
     "replicated_with_grad_allreduce": "sum_gradients",
 }
@@ -74,7 +79,9 @@ def canonical(style: Style, path: str, module: nn.Module) -> Style:
     if name in ACTIVATIONS:
         return name
     is_embedding = isinstance(module, nn.Embedding)
-    if not (is_embedding or isinstance(module, nn.Linear)) or module._parameters.get("weight") is None:
+    if name == "colwise_loss_parallel" and is_transposed(module):
+        raise PlanError(f"module {path!r}: {style!r} is for an nn.Linear; got a {type(module).__name__} of (in, out)")
+    if not (is_embedding or features_of(module)) or module._parameters.get("weight") is None:
         raise PlanError(
             f"module {path!r} is a {type(module).__name__}, which {style!r} cannot split: it splits the weight of an "
             f"nn.Linear or nn.Embedding; for other modules there are {', '.join(ACTIVATIONS)}, or a torch ParallelStyle"
@@ -92,7 +99,24 @@ def split_dim(style: Style, module: nn.Module) -> int | None:
     kind = family(style)
     if kind not in ("colwise", "rowwise"):
         return None
-    return int((kind == "rowwise") != isinstance(module, nn.Embedding))
+    features = features_of(module)
+    out_dim = 1 if features is None else features.out_dim  # an embedding's are its columns
+    return out_dim if kind == "colwise" else 1 - out_dim
+
+
+def parts_of(style: Style) -> int:
+    """How many weights are held in one that it splits."""
+    return PACKED.get(style, 1) if isinstance(style, str) else 1
+
+
+def is_local(style: Style, module: nn.Module) -> bool:
+    """Whether the module runs on plain tensors, of what is here: torch has no style that splits it so."""
+    return isinstance(style, str) and (style in PACKED or (is_transposed(module) and style in (*COLWISE, *ROWWISE)))
+
+
+def styled(layout: Layout) -> str:
+    """The style that gives a weight this layout."""
+    return layout.name if layout.num_parts == 1 else f"{layout.name}_packed_{layout.num_parts}"
 
 
 def family(style: Style) -> str:
@@ -115,31 +139,37 @@ def layouts_of(style: Style, module: nn.Module) -> dict[str, Layout]:
         return {}
     if isinstance(module, nn.Embedding):
         return dict.fromkeys(own, colwise(dim=1) if kind == "colwise" else rowwise(dim=0))
-    return dict.fromkeys(own, colwise() if kind == "colwise" else rowwise())
+    layout = colwise(parts=parts_of(style)) if kind == "colwise" else rowwise()
+    found = dict.fromkeys(own, layout)
+    if is_transposed(module):
+        found["weight"] = colwise(1, parts_of(style)) if kind == "colwise" else rowwise(0)
+    return found
 
 
 def check_divides(style: Style, path: str, module: nn.Module, size: int, axis: str) -> None:
     """Raise `PlanError` unless what the style splits divides over the axis."""
     dim = split_dim(style, module)
-    if dim is None or not isinstance(module, (nn.Linear, nn.Embedding)):
+    if dim is None or not (isinstance(module, nn.Embedding) or features_of(module)):
         return
     names = ("num_embeddings", "embedding_dim") if isinstance(module, nn.Embedding) else ("out_features", "in_features")
-    length = module.weight.shape[dim]
-    if length % size:
+    names = names[::-1] if is_transposed(module) else names
+    weight: Any = module.weight
+    length, multiple = weight.shape[dim], size * parts_of(style)
+    if length % multiple:
         shown = style if isinstance(style, str) else type(style).__name__
         raise PlanError(
             f"module {path!r}: {shown} splits {names[dim]}={length} over the {size} ranks of mesh axis {axis!r}, and "
-            f"{length} does not divide by {size}; pad it to a multiple of {size}, make the axis smaller, or leave this "
-            "module (and those that work with it) out of the plan",
+            f"{length} does not divide by {multiple}; pad it to a multiple of {multiple}, make the axis smaller, or "
+            "leave this module (and those that work with it) out of the plan",
             table=join_name(path, "weight"),
         )
 
 
 def torch_style(style: Style, module: nn.Module) -> ParallelStyle | None:
-    """torch's style that splits the module so; None where the style splits nothing."""
+    """torch's style that splits the module so; None where the style splits nothing, or torch has none."""
     if not isinstance(style, str):
         return style
-    if style in ACTIVATIONS:
+    if style in ACTIVATIONS or is_local(style, module):
         return None
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -148,9 +178,9 @@ def torch_style(style: Style, module: nn.Module) -> ParallelStyle | None:
         by_rows = style == "rowwise"
         return RowwiseParallel(input_layouts=Replicate()) if by_rows else ColwiseParallel(output_layouts=Replicate())
     if style in COLWISE:
-        is_local = style != "colwise_loss_parallel"
+        gives_local = style != "colwise_loss_parallel"
         out = Replicate() if style == "colwise_gather" else Shard(-1)
-        return ColwiseParallel(output_layouts=out, use_local_output=is_local)
+        return ColwiseParallel(output_layouts=out, use_local_output=gives_local)
     taken = Replicate() if style == "rowwise_gather" else Shard(-1)
     return RowwiseParallel(input_layouts=taken, output_layouts=Shard(1) if style == "rowwise_scatter" else Replicate())
 

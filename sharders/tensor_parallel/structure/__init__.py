@@ -1,6 +1,7 @@
 """What a transformer is made of, by structure, and what its shapes are when it runs. In reading order:
 
 - `transformer`: what a transformer is made of
+- `linears`: what multiplies by one matrix
 - `adapters`: Linears with low-rank pairs beside them
 - `find_transformer`: finds that in a model, by structure
 - `meta_copies`: copies of a model on meta

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from sharders.tensor_parallel.structure.linears import Features, features_of
+
 _LEAST, _MOST = 3, 65
 """Linears of an adapted one: with more it has dozens of adapters, or is a whole model."""
 
@@ -54,12 +56,13 @@ def split_in(module: nn.Module, style: str) -> list[str]:
 
 def _parts(module: nn.Module) -> tuple[str, list[str], list[str]] | None:
     """Names of the Linear, of those that lead down from its input, and of those that lead up to its output."""
-    if isinstance(module, nn.Linear) or not any(True for _ in module.children()):
+    if not any(True for _ in module.children()):
         return None
-    linears = {}
+    linears: dict[str, Features] = {}
     for name, inner in module.named_modules():
-        if isinstance(inner, nn.Linear):
-            linears[name] = inner
+        features = features_of(inner)
+        if features is not None:
+            linears[name] = features
             if len(linears) > _MOST:
                 return None
         elif any(p is not None for p in inner._parameters.values()):

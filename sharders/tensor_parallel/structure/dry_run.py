@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from dmp import is_inside, tensors_of
 from sharders.quiet import quiet
+from sharders.tensor_parallel.structure.linears import features_of, resize_output
 from sharders.tensor_parallel.structure.meta_copies import MetaCopies, Shape
 
 # Where the dimension stands among the arguments.
@@ -132,10 +133,11 @@ def make_local(
     """Give a copy on meta the shapes that one of `size` ranks has; outputs that a style gathers stay whole."""
     for path, style in styles.items():
         module = modules.get(path)
-        if isinstance(module, nn.Linear | nn.Embedding):
-            is_out = style.startswith("colwise") == isinstance(module, nn.Linear)
+        features = None if module is None else features_of(module)
+        if module is not None and (features is not None or isinstance(module, nn.Embedding)):
+            out_dim = 1 if features is None else features.out_dim
             if style.startswith(("colwise", "rowwise")):
-                _shrink(module, 0 if is_out else 1, size)
+                _shrink(module, out_dim if style.startswith("colwise") else 1 - out_dim, size)
             is_gathered = isinstance(module, nn.Embedding) or style in ("colwise_gather", "colwise_loss_parallel")
             if style.startswith("colwise") and is_gathered:
                 module.register_forward_hook(lambda _m, _i, out: resize(out, -1, out.shape[-1] * size))
@@ -156,8 +158,8 @@ def shapes(value: Any) -> list[Shape]:
     return [tuple(tensor.shape) for _, tensor in tensors_of(value)]
 
 
-def _shrink(module: nn.Linear | nn.Embedding, dim: int, size: int) -> None:
-    shape = list(module.weight.shape)
+def _shrink(module: Any, dim: int, size: int) -> None:
+    shape, features = list(module.weight.shape), features_of(module)
     if shape[dim] % size:
         raise ValueError(f"{shape} does not divide by {size} in dimension {dim}")
     shape[dim] //= size
@@ -166,9 +168,15 @@ def _shrink(module: nn.Linear | nn.Embedding, dim: int, size: int) -> None:
         module.num_embeddings, module.embedding_dim = shape
         module.padding_idx = None  # may lie beyond the local rows
         return
-    module.out_features, module.in_features = shape
-    if module.bias is not None and dim == 0:
-        module.bias = nn.Parameter(module.bias.new_empty(shape[0]), requires_grad=False)
+    if isinstance(module, nn.Linear):
+        module.out_features, module.in_features = shape
+    assert features is not None
+    if dim != features.out_dim:
+        return
+    if module.bias is not None:
+        module.bias = nn.Parameter(module.bias.new_empty(shape[dim]), requires_grad=False)
+    if features.out_dim == 1:
+        resize_output(module, features.out_features, shape[dim])
 
 
 def _record(path: str, module: nn.Module, trace: Trace, last: dict[int, Any]) -> None:

@@ -6,6 +6,7 @@ Structure means shapes of Linears and numbers of heads; a class decides nothing,
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Hashable, Iterable, Mapping, Set
 from dataclasses import replace
@@ -16,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from dmp import is_inside, join_name
 from sharders.tensor_parallel.structure.adapters import children_in_place, in_place, split_in
+from sharders.tensor_parallel.structure.linears import Features, features_of
 from sharders.tensor_parallel.structure.transformer import (
     CONFIGS,
     HEAD_DIM,
@@ -68,7 +70,8 @@ def recognise(model: nn.Module) -> Transformer:
 def is_norm(module: nn.Module, width: int) -> bool:
     """Whether it works on each position's hidden state alone: parameters of the hidden size, no state, no children."""
     if (
-        isinstance(module, nn.GroupNorm | nn.Linear | nn.Embedding | nn.modules.batchnorm._NormBase)
+        isinstance(module, nn.GroupNorm | nn.Embedding | nn.modules.batchnorm._NormBase)
+        or features_of(module) is not None
         or any(module.children())
         or module._buffers
     ):
@@ -93,12 +96,13 @@ def _attentions(modules: Mapping[str, nn.Module]) -> dict[str, Branch | Whole]:
     return {path: found[path] for path in modules if path in found}
 
 
-def _linears(module: nn.Module, depth: int) -> dict[str, nn.Linear]:
+def _linears(module: nn.Module, depth: int) -> dict[str, Features]:
     """Linears by relative path, at most `depth` modules down, in order of registration."""
     found = {}
     for name, child in children_in_place(module):
-        if isinstance(child, nn.Linear):
-            found[name] = child
+        features = features_of(child)
+        if features is not None:
+            found[name] = features
         elif depth > 1:
             found |= {f"{name}.{n}": c for n, c in _linears(child, depth - 1).items()}
     return found
@@ -116,17 +120,44 @@ def _attention(path: str, module: nn.Module) -> Branch | Whole | None:
     return None
 
 
-def _fused(path: str, module: nn.Module) -> Whole | None:
+def _fused(path: str, module: nn.Module) -> Branch | Whole | None:
     if isinstance(module, nn.MultiheadAttention):
         return Whole(path, "query, key and value are one fused parameter")
-    heads = _number([module], (*HEADS, *KV_HEADS, *HEAD_DIM), configs=False)
+    if _number([module], (*HEADS, *KV_HEADS, *HEAD_DIM), configs=False) is None:
+        return None
+    branch = _of_one_linear(path, module)
+    if branch is not None:
+        return branch
     matrices = [p for c in module.children() for p in c.parameters(recurse=False) if p.dim() == 2]
-    if heads is not None and len(matrices) > 1 and not any(isinstance(m, nn.ModuleList) for m in module.modules()):
+    if len(matrices) > 1 and not any(isinstance(m, nn.ModuleList) for m in module.modules()):
         return Whole(path, "not four Linears for query, key, value and output (fused, or another kind of attention)")
     return None
 
 
-def _match_attention(linears: Mapping[str, nn.Linear]) -> tuple[tuple[str, str, str], str] | None:
+def _of_one_linear(path: str, module: nn.Module) -> Branch | None:
+    """An attention whose query, key and value are one Linear, by the only two that fit its number of heads."""
+    linears = _linears(module, 1)
+    heads, size = _number([module], HEADS), _number([module], HEAD_DIM)
+    found = []
+    for up, down in itertools.permutations(linears, 2):
+        inner, width = linears[down].in_features, linears[down].out_features
+        of_head = inner // heads if heads is not None else size
+        if not of_head or inner % of_head or linears[up].in_features != width:
+            continue
+        query = inner // of_head
+        keys, rest = divmod(linears[up].out_features - inner, 2 * of_head)
+        if (heads is None or heads == query) and keys > 0 == rest and not query % keys:
+            found.append((up, down, Heads(query, keys, of_head)))
+    # A gate and what it gates, in one, has the shape of grouped queries: half as many keys and values.
+    alike = [each for each in found if each[2].query == each[2].key_value]
+    if len(alike or found) != 1:
+        return None
+    ((up, down, of),) = alike or found
+    parts = (3, 1) if of.query == of.key_value else (1,)
+    return Branch(path, (join_name(path, up),), join_name(path, down), of.query * of.size, of, parts)
+
+
+def _match_attention(linears: Mapping[str, Features]) -> tuple[tuple[str, str, str], str] | None:
     """(query, key, value) and output among four Linears, by shape; names decide between equal shapes."""
     names = list(linears)[::-1]
     last_first = sorted(names, key=lambda n: (_QKV.fullmatch(_last(n)) is not None, not _is_out(n)))
@@ -143,10 +174,10 @@ def _match_attention(linears: Mapping[str, nn.Linear]) -> tuple[tuple[str, str, 
 
 
 def _with_heads(
-    path: str, module: nn.Module, up: tuple[str, str, str], down: str, linears: Mapping[str, nn.Linear]
+    path: str, module: nn.Module, up: tuple[str, str, str], down: str, linears: Mapping[str, Features]
 ) -> Branch | Whole | None:
     inner, kv = linears[up[0]].out_features, linears[up[1]].out_features
-    owners = [module, *(m for m in module.modules() if m is not module and not isinstance(m, nn.Linear))]
+    owners = [module, *(m for m in module.modules() if m is not module and features_of(m) is None)]
     heads, size = _number(owners, HEADS), _number(owners, HEAD_DIM)
     if heads is None and size is not None and inner % size == 0:
         heads = inner // size
@@ -277,7 +308,7 @@ def _block(path: str, structure: int, module: nn.Module, attentions: Mapping[str
     closed += [w.path for w in whole]
     for name, owner in in_place(module):
         is_matrix = any(p.dim() > 1 for p in owner.parameters(recurse=False))
-        if is_matrix and not isinstance(owner, nn.Linear) and not any(is_inside(name, c) for c in closed):
+        if is_matrix and features_of(owner) is None and not any(is_inside(name, c) for c in closed):
             whole.append(Whole(name, f"a {type(owner).__name__}, which is not a Linear"))
     found = tuple(_with_adapters(module, branch) for branch in (*branches, *mlps))
     return Block(path, structure, found, tuple(whole))
@@ -292,7 +323,7 @@ def _others(block: nn.Module, attention: Branch) -> str:
         return ""
     own = {*attention.up, attention.down}
     inside = in_place(block.get_submodule(attention.path))
-    every = (join_name(attention.path, name) for name, m in inside if isinstance(m, nn.Linear))
+    every = (join_name(attention.path, name) for name, m in inside if features_of(m) is not None)
     return ", ".join(name for name in every if name not in own)
 
 
@@ -308,7 +339,7 @@ def _with_adapters(block: nn.Module, branch: Branch) -> Branch:
 
 def _relative(branch: Branch, block: str) -> Branch:
     up = tuple(below(p, block) for p in branch.up)
-    return Branch(below(branch.path, block), up, below(branch.down, block), branch.hidden, branch.heads)
+    return replace(branch, path=below(branch.path, block), up=up, down=below(branch.down, block))
 
 
 def _mlps(
@@ -329,13 +360,13 @@ def _mlps(
                 branches.append(branch)
                 taken |= {*branch.up, branch.down}
                 break
-    every = {join_name(prefix, n) for n, m in in_place(module) if isinstance(m, nn.Linear)}
+    every = {join_name(prefix, n) for n, m in in_place(module) if features_of(m) is not None}
     left = sorted(n for n in every - taken if not any(is_inside(n, c) for c in closed))
     return branches[::-1], left
 
 
-def _match_mlp(path: str, linears: Mapping[str, nn.Linear], *, is_chain: bool) -> Branch | None:
-    """Two Linears d -> h -> d, or three: two d -> h (one gates the other) and one h -> d."""
+def _match_mlp(path: str, linears: Mapping[str, Features], *, is_chain: bool) -> Branch | None:
+    """Two Linears d -> h -> d, or three: two d -> h (one gates the other) and one h -> d; or these two as one."""
     if len(linears) not in (2, 3) or (is_chain and len(linears) == 3):
         return None
     # The last registered is the likely one, unless a name says otherwise; a chain runs in order.
@@ -345,8 +376,11 @@ def _match_mlp(path: str, linears: Mapping[str, nn.Linear], *, is_chain: bool) -
     for down in order[:1] if is_chain else order:
         up = tuple(n for n in linears if n != down)
         shapes = {(linears[n].in_features, linears[n].out_features) for n in up}
-        if shapes == {(linears[down].out_features, linears[down].in_features)}:
-            return Branch(path, up, down, linears[down].in_features)
+        inner = linears[down].in_features
+        if shapes == {(linears[down].out_features, inner)}:
+            return Branch(path, up, down, inner)
+        if shapes == {(linears[down].out_features, 2 * inner)} and len(up) == 1:
+            return Branch(path, up, down, inner, parts=(2, 1))
     return None
 
 
@@ -354,9 +388,9 @@ def _width(blocks: Iterable[Block], model: nn.Module) -> int:
     """The hidden size; by the first branch, else by the first fused attention or norm."""
     for block in blocks:
         for branch in block.branches:
-            linear = model.get_submodule(join_name(block.path, branch.down))
-            assert isinstance(linear, nn.Linear)
-            return linear.out_features
+            down = features_of(model.get_submodule(join_name(block.path, branch.down)))
+            assert down is not None
+            return down.out_features
     for block in blocks:
         for module in model.get_submodule(block.path).modules():
             if isinstance(module, nn.MultiheadAttention):

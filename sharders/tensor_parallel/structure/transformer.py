@@ -2,7 +2,9 @@
 
 [Note: transformer]
 - A branch is what tensor parallelism splits as one: Linears that read the hidden size ("up"), and one that returns
-  to it ("down"). An attention is a branch with heads; a gated or plain MLP is one without.
+  to it ("down"). An attention is a branch with heads; a gated or plain MLP is one without. Where its up is one Linear
+  that holds several in one, shapes do not tell how: query, key and value one behind the other, or all three of each
+  head; a gate and what it gates likewise. It is split as the one that is proved.
 - A block is what repeats: the hidden state goes in and comes out. Branches are looked for inside blocks only, so a
   recommender's MLP towers, which no attention accompanies, are never touched.
 - Blocks with equal `structure` are one decision: the same parts at the same relative paths.
@@ -50,8 +52,16 @@ class Branch:
 
     heads: Heads | None = None
 
+    parts: tuple[int, ...] = (1,)
+    """Into how many equal parts, each of them to be split, its up may have to be taken apart; the likeliest first."""
+
     adapters: tuple[tuple[str, str], ...] = ()
     """Linears that are beside these, and how they are split with them; see [Note: adapters]."""
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether its up is one Linear that holds several in one."""
+        return len(self.up) == 1 and (self.heads is not None or len(self.parts) > 1)
 
 
 @dataclass(frozen=True)
