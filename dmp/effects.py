@@ -93,6 +93,8 @@ Others' objects
   is marked
 - `sharders/tensor_parallel/split/replicated_weights.py: owner.__class__ =`: of one module of the user's model, so that
   its code reads a split weight as it was
+- `sharders/tensor_parallel/split/attention.py: module.__class__ =`: of one attention of torch's in the user's model, so
+  that its forward is one of some of its heads
 - `sharders/tensor_parallel/structure/dry_run.py: modules[path].__class__ =`: of one module of a copy, to see what it
   reads
 """

@@ -129,11 +129,14 @@ def test_the_model_is_as_before(make: Callable[[], nn.Module]) -> None:
     assert not calls, "hooks of the model's own do not run"
 
 
-def test_transformer_encoder_keeps_its_fused_attention_whole() -> None:
+def test_transformer_encoder() -> None:
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2)
     found = derive(ModelRuns(model, 2, "tp"))
-    assert found.styles == {f"layers.{i}.linear{n}": s for i in "01" for n, s in (("1", "colwise"), ("2", "rowwise"))}
-    assert "layers.0.self_attn (and 1 like it): left whole" in found.notes[0]
+    mlps = {f"layers.{i}.linear{n}": s for i in "01" for n, s in (("1", "colwise"), ("2", "rowwise"))}
+    attentions = {f"layers.{i}.self_attn": "colwise_packed_3" for i in "01"}
+    outputs = {f"layers.{i}.self_attn.out_proj": "rowwise" for i in "01"}
+    assert found.styles == {**mlps, **attentions, **outputs}
+    assert found.divided == {}
     assert is_verified(found)
 
 

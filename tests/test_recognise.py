@@ -63,12 +63,14 @@ def test_equal_blocks_are_one_structure_and_others_are_not() -> None:
     assert len(found.blocks) == 5
 
 
-def test_fused_attention_is_whole_and_its_neighbours_are_found() -> None:
+def test_torch_s_attention_and_its_neighbours_are_found() -> None:
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2)
     found = recognise(model)
-    assert branches(model) == {"": (("linear1",), "linear2", 64, None)}
-    assert [w.path for w in found.blocks[0].whole] == ["self_attn"]
-    assert "fused" in found.blocks[0].whole[0].why
+    assert branches(model) == {
+        "self_attn": (("self_attn",), "self_attn.out_proj", 32, Heads(4, 4, 8)),
+        "": (("linear1",), "linear2", 64, None),
+    }
+    assert found.blocks[0].whole == ()
 
 
 def test_fused_attention_with_its_number_of_heads_elsewhere_is_seen() -> None:

@@ -33,7 +33,7 @@ from sharders.tensor_parallel.structure.dry_run import (
 )
 from sharders.tensor_parallel.structure.feeds import find_feed, guesses
 from sharders.tensor_parallel.structure.find_transformer import recognise
-from sharders.tensor_parallel.structure.linears import features_of
+from sharders.tensor_parallel.structure.linears import features_of, is_joint_attention
 from sharders.tensor_parallel.structure.meta_copies import MetaCopies
 from sharders.tensor_parallel.structure.transformer import HEAD_DIM, HEADS, KV_HEADS, Block, Transformer
 
@@ -249,8 +249,10 @@ def _attributes(model: nn.Module, blocks: Iterable[Block]) -> Iterator[Attribute
             counts = {**dict.fromkeys(HEADS, heads.query), **dict.fromkeys(KV_HEADS, heads.key_value)}
             outer, down = join_name(block.path, branch.path), join_name(block.path, branch.down)
             for name, module in in_place(model.get_submodule(outer)):
+                if features_of(module) is not None or is_joint_attention(module):
+                    continue
                 for attribute, value in vars(module).items():
-                    if features_of(module) is not None or type(value) is not int or attribute in HEAD_DIM:
+                    if type(value) is not int or attribute in HEAD_DIM:
                         continue
                     is_count = counts.get(attribute) == value
                     if is_count or value in (heads.query * heads.size, heads.key_value * heads.size):

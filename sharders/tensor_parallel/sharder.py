@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from dmp import Layout, PlanError, ShardError, ShardingEnv, type_name
+from dmp import Layout, PlanError, ShardError, ShardingEnv, join_name, type_name
 from sharders.tensor_parallel.auto_plan import Choice, check_heads, derive
 from sharders.tensor_parallel.head_counts import Divided, ModelRuns, divided_attributes
 from sharders.tensor_parallel.prove import prove, warn_on_first_rank
@@ -22,6 +22,7 @@ from sharders.tensor_parallel.sequence import sequence_styles
 from sharders.tensor_parallel.split.patterns import Styles, expand, from_layouts, own_plan, with_heads, with_ties
 from sharders.tensor_parallel.split.split import hidden_size, split
 from sharders.tensor_parallel.split.styles import Style, canonical, check_divides, family, layouts_of
+from sharders.tensor_parallel.structure.linears import is_joint_attention
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -227,6 +228,12 @@ class _Placing:
             if lazy and family(style):
                 raise PlanError(f"module {path!r}: {lazy} of a lazy module cannot be split before the first forward")
             check_divides(style, path, module, self.runs.size, self.runs.axis)
+            if is_joint_attention(module) and family(style) and styles.get(join_name(path, "out_proj")) != "rowwise":
+                raise PlanError(
+                    f"module {path!r} is an nn.MultiheadAttention, all of which is split or nothing: a plan names it "
+                    f"'colwise_packed_3' and {join_name(path, 'out_proj')!r} 'rowwise'; sequence parallelism, which "
+                    "would scatter its output, does not run it"
+                )
             if style in ("gather_input", "split_sequence"):
                 hidden_size(path, module, styles)
         check_heads(self.runs, _names(styles))

@@ -5,6 +5,7 @@
 - `split`: splits a model in place by styles, and its numbers of heads
 - `hooks`: activations moved where torch has no style for it
 - `local`: Linears of several weights in one, or of (in, out), which torch's styles do not split
+- `attention`: torch's `nn.MultiheadAttention` with a rank's heads alone
 - `replicated_weights`: whole weights beside split ones, which the model reads as plain tensors
 - `twice`: gradients of gradients
 """

@@ -33,13 +33,21 @@ def split_local(module: nn.Module, mesh: DeviceMesh, style: Style) -> None:
     Args:
         mesh: the tensor axis, whose size divides what is split.
     """
+    features = features_of(module)
+    assert features is not None
+    read_local(module, split_weights(module, mesh, style))
+    if family(style) == "colwise" and is_transposed(module):
+        resize_output(module, features.out_features, features.out_features // mesh.size())
+    _convert_around(module, mesh, style)
+
+
+def split_weights(module: nn.Module, mesh: DeviceMesh, style: Style) -> tuple[str, ...]:
+    """Split a module's own weights as the style says; their names, those left whole not among them."""
     from torch.distributed.tensor import DTensor, Shard
 
     # Private: nothing public is several shards of one dim on a rank.
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    features = features_of(module)
-    assert features is not None
     split = []
     for name, layout in layouts_of(style, module).items():
         whole: Any = module._parameters[name]
@@ -54,10 +62,7 @@ def split_local(module: nn.Module, mesh: DeviceMesh, style: Style) -> None:
         new.__dict__.update(whole.__dict__)
         module._parameters[name] = new
         split.append(name)
-    read_local(module, tuple(split))
-    if family(style) == "colwise" and is_transposed(module):
-        resize_output(module, features.out_features, features.out_features // mesh.size())
-    _convert_around(module, mesh, style)
+    return tuple(split)
 
 
 def share_of_parts(whole: torch.Tensor, dim: int, parts: int, size: int, rank: int) -> torch.Tensor:

@@ -69,8 +69,10 @@ def keep_whole_weights(
 
 
 def read_local(owner: nn.Module, names: tuple[str, ...]) -> None:
-    """Have the model's code read split weights as what of them is here."""
-    _read_as(owner, names, _local)
+    """Have the model's code read split weights as what of them is here, a bias in the dtype of its weight: mixed
+    precision casts what is gathered, and FSDP2 may have left a bias whole."""
+    for name in names:
+        _read_as(owner, (name,), _local if name == "weight" else _like_weight)
 
 
 def align_gradient(owner: nn.Module, name: str) -> None:
@@ -96,7 +98,7 @@ def keep_tie(places: Sequence[Place]) -> None:
             _read_as(place.owner, (place.name,), _gathered)
 
 
-def _read_as(owner: nn.Module, names: tuple[str, ...], read: Callable[[Any], Any] | None) -> None:
+def _read_as(owner: nn.Module, names: tuple[str, ...], read: Callable[..., Any] | None) -> None:
     kind: Any = owner.__class__
     owner.__class__ = _reader(kind, names, read)
 
@@ -114,7 +116,7 @@ def _is_reader(module: nn.Module) -> bool:
 
 
 @cache
-def _reader(kind: Any, names: tuple[str, ...], read: Callable[[Any], Any] | None) -> type[nn.Module]:
+def _reader(kind: Any, names: tuple[str, ...], read: Callable[..., Any] | None) -> type[nn.Module]:
     """The subclass of `kind` that reads these parameters through `read`; named as `kind`, for code that asks."""
     body: dict[str, Any] = {name: property(_getter(name, read)) for name in names if read is not None}
     if not hasattr(kind, "_dmp_reads"):
@@ -168,14 +170,16 @@ def _is_read_by_model() -> bool:
     return torch.compiler.is_compiling() or _running.code or torch._C._current_graph_task_id() >= 0
 
 
-def _getter(name: str, read: Callable[[Any], Any]) -> Callable[[nn.Module], Any]:
+def _getter(name: str, read: Callable[..., Any]) -> Callable[[nn.Module], Any]:
     from torch.distributed.tensor import DTensor
 
     def get(module: nn.Module) -> Any:
         parameter = module._parameters.get(name)
         if isinstance(parameter, DTensor):
             # On several axes it is FSDP2's sharded form, which is nothing to compute with.
-            return read(parameter) if _is_read_by_model() and parameter.device_mesh.ndim == 1 else parameter
+            if not _is_read_by_model() or parameter.device_mesh.ndim > 1:
+                return parameter
+            return _like_weight(parameter, module) if read is _like_weight else read(parameter)
         return module.__getattr__(name) if parameter is None and name not in module._parameters else parameter
 
     return get
@@ -183,6 +187,11 @@ def _getter(name: str, read: Callable[[Any], Any]) -> Callable[[nn.Module], Any]
 
 def _local(parameter: Any) -> Any:
     return parameter.to_local()
+
+
+def _like_weight(parameter: Any, module: nn.Module) -> Any:
+    weight = module._parameters["weight"]
+    return parameter.to_local() if weight is None else parameter.to_local().to(weight.dtype)
 
 
 def _gathered(parameter: Any) -> Any:

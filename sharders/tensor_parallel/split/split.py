@@ -10,11 +10,12 @@ from torch import nn
 
 from dmp import PlanError, join_name, tied_places
 from sharders.tensor_parallel.split import hooks
+from sharders.tensor_parallel.split.attention import split_attention
 from sharders.tensor_parallel.split.local import split_local
 from sharders.tensor_parallel.split.replicated_weights import align_gradient, keep_tie, keep_whole_weights
 from sharders.tensor_parallel.split.styles import COLWISE, ON_PARTS, Style, family, is_local, torch_style
 from sharders.tensor_parallel.split.twice import keep_graphs
-from sharders.tensor_parallel.structure.linears import features_of
+from sharders.tensor_parallel.structure.linears import features_of, is_joint_attention
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -34,11 +35,17 @@ def split(
     """
     keep_graphs()
     ties = tied_places(model)
+    attentions = {path for path in styles if is_joint_attention(model.get_submodule(path))}
     modules = {path: model.get_submodule(path) for path in styles}
     hooks.pad_nested(_encoder_layers(model, styles))
     _share_inputs(modules, styles, model, mesh)
     adding: set[int] = set()
     for path, module in modules.items():
+        if path.rpartition(".")[0] in attentions:
+            continue
+        if path in attentions:
+            split_attention(module, mesh)  # type: ignore[arg-type]
+            continue
         style = torch_style(styles[path], module)
         if style is not None:
             _parallelize(module, mesh, style)

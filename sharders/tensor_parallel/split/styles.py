@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, Union
 from torch import nn
 
 from dmp import Layout, PlanError, colwise, join_name, rowwise, sequence
-from sharders.tensor_parallel.structure.linears import features_of, is_transposed
+from sharders.tensor_parallel.structure.linears import features_of, is_joint_attention, is_transposed
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -78,6 +78,12 @@ def canonical(style: Style, path: str, module: nn.Module) -> Style:
         )
     if name in ACTIVATIONS:
         return name
+    if is_joint_attention(module) and name in PACKED:
+        if name != "colwise_packed_3":
+            raise PlanError(
+                f"module {path!r} is an nn.MultiheadAttention, which is split by 'colwise_packed_3'; got {style!r}"
+            )
+        return name
     is_embedding = isinstance(module, nn.Embedding)
     if name == "colwise_loss_parallel" and is_transposed(module):
         raise PlanError(f"module {path!r}: {style!r} is for an nn.Linear; got a {type(module).__name__} of (in, out)")
@@ -100,6 +106,8 @@ def split_dim(style: Style, module: nn.Module) -> int | None:
     if kind not in ("colwise", "rowwise"):
         return None
     features = features_of(module)
+    if is_joint_attention(module):
+        return 0
     out_dim = 1 if features is None else features.out_dim  # an embedding's are its columns
     return out_dim if kind == "colwise" else 1 - out_dim
 
@@ -149,6 +157,8 @@ def layouts_of(style: Style, module: nn.Module) -> dict[str, Layout]:
 def check_divides(style: Style, path: str, module: nn.Module, size: int, axis: str) -> None:
     """Raise `PlanError` unless what the style splits divides over the axis."""
     dim = split_dim(style, module)
+    if is_joint_attention(module) and dim is not None:
+        return  # its heads are what is split, and are asked for as all attentions' are
     if dim is None or not (isinstance(module, nn.Embedding) or features_of(module)):
         return
     names = ("num_embeddings", "embedding_dim") if isinstance(module, nn.Embedding) else ("out_features", "in_features")

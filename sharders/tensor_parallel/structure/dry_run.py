@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from dmp import is_inside, tensors_of
 from sharders.quiet import quiet
-from sharders.tensor_parallel.structure.linears import features_of, resize_output
+from sharders.tensor_parallel.structure.linears import features_of, is_joint_attention, resize_output
 from sharders.tensor_parallel.structure.meta_copies import MetaCopies, Shape
 
 # Where the dimension stands among the arguments.
@@ -133,6 +133,8 @@ def make_local(
     """Give a copy on meta the shapes that one of `size` ranks has; outputs that a style gathers stay whole."""
     for path, style in styles.items():
         module = modules.get(path)
+        if is_joint_attention(modules.get(path.rpartition(".")[0])):
+            continue  # a function of its weights, whose output is whole: nothing else would be seen
         features = None if module is None else features_of(module)
         if module is not None and (features is not None or isinstance(module, nn.Embedding)):
             out_dim = 1 if features is None else features.out_dim

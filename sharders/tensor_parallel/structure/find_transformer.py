@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from dmp import is_inside, join_name
 from sharders.tensor_parallel.structure.adapters import children_in_place, in_place, split_in
-from sharders.tensor_parallel.structure.linears import Features, features_of
+from sharders.tensor_parallel.structure.linears import Features, features_of, is_joint_attention
 from sharders.tensor_parallel.structure.transformer import (
     CONFIGS,
     HEAD_DIM,
@@ -122,7 +122,10 @@ def _attention(path: str, module: nn.Module) -> Branch | Whole | None:
 
 def _fused(path: str, module: nn.Module) -> Branch | Whole | None:
     if isinstance(module, nn.MultiheadAttention):
-        return Whole(path, "query, key and value are one fused parameter")
+        if not is_joint_attention(module):
+            return Whole(path, "query, key and value are not one weight of equal parts, without more keys")
+        heads = Heads(module.num_heads, module.num_heads, module.head_dim)
+        return Branch(path, (path,), join_name(path, "out_proj"), module.embed_dim, heads, parts=(3,))
     if _number([module], (*HEADS, *KV_HEADS, *HEAD_DIM), configs=False) is None:
         return None
     branch = _of_one_linear(path, module)
@@ -308,7 +311,8 @@ def _block(path: str, structure: int, module: nn.Module, attentions: Mapping[str
     closed += [w.path for w in whole]
     for name, owner in in_place(module):
         is_matrix = any(p.dim() > 1 for p in owner.parameters(recurse=False))
-        if is_matrix and features_of(owner) is None and not any(is_inside(name, c) for c in closed):
+        is_open = not any(is_inside(name, c) for c in closed)
+        if is_matrix and features_of(owner) is None and not is_joint_attention(owner) and is_open:
             whole.append(Whole(name, f"a {type(owner).__name__}, which is not a Linear"))
     found = tuple(_with_adapters(module, branch) for branch in (*branches, *mlps))
     return Block(path, structure, found, tuple(whole))

@@ -36,6 +36,17 @@ def features_of(module: nn.Module) -> Features | None:
     return Features(width, out, out_dim=1) if tuple(bias.shape) == (out,) else None
 
 
+def is_joint_attention(module: nn.Module | None) -> bool:
+    """Whether it is torch's attention, whose query, key and value are one weight of its own; of its usual form."""
+    return (
+        isinstance(module, nn.MultiheadAttention)
+        and type(module).forward is nn.MultiheadAttention.forward
+        and module.in_proj_weight is not None
+        and module.bias_k is None
+        and not module.add_zero_attn
+    )
+
+
 def is_transposed(module: nn.Module) -> bool:
     """Whether its weight is (in, out)."""
     features = features_of(module)
