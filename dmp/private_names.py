@@ -15,7 +15,7 @@ Modules
 - `_reset_parameters`, `_init_weights`, `_initialize_weights`: initial rules of torch's and Transformers' modules
 - `_flat_weights`: of recurrent modules, which keep their weights in it too, and keep it current
 - `_NormBase`, `_DropoutNd`: bases by which kinds of modules are told
-- `_tp_plan`: of Transformers, which weights its models split
+- `_tp_plan`, `_experts_implementation`: of Transformers, which weights its models split, and how they run experts
 
 Tensors
 - `_make_wrapper_subclass`: a tensor without values of its own

@@ -230,7 +230,7 @@ def test_hugging_face_by_its_own_plan(sequence_parallel: bool) -> None:
 
 
 def check_grouped_experts() -> None:
-    """Their own plan has styles for experts that are none of ours: attention is split, experts stay whole."""
+    """Their own plan, with an entry for experts and others for what is split of them."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
@@ -240,7 +240,8 @@ def check_grouped_experts() -> None:
     model = copy.deepcopy(reference)
     placement = split(model, (2,), ("tp",))
     assert placement.styles["model.layers.0.self_attn.q_proj"] == "colwise"
-    assert any("tp_plan is not used" in note for note in placement.notes)
+    assert placement.styles["model.layers.0.mlp.experts"] == "experts"
+    assert not any("not used" in note for note in placement.notes)
     ids = batches()[0]
     for m in (reference, model):
         m(ids, labels=ids).loss.backward()

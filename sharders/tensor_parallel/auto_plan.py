@@ -21,6 +21,7 @@ from sharders.tensor_parallel.sequence import sequence_styles
 from sharders.tensor_parallel.split.patterns import with_ties
 from sharders.tensor_parallel.split.styles import PACKED, Style
 from sharders.tensor_parallel.structure.dry_run import DryRunError
+from sharders.tensor_parallel.structure.experts import Experts
 from sharders.tensor_parallel.structure.linears import features_of
 from sharders.tensor_parallel.structure.transformer import Branch, Transformer
 
@@ -138,6 +139,20 @@ def _branch_candidates(runs: ModelRuns) -> Iterator[_Candidate]:
                 for relative in (_branch_styles(model.get_submodule(first.path), branch, n) for n in branch.parts)
             ]
             yield _Candidate(name, first.path, ways[0], tuple(ways[1:]), must_be_proved=branch.is_joint)
+        for path, every in first.experts:
+            ways = [
+                {join_name(b.path, path): style for b in blocks}
+                for style, way in _of_width(every, runs.transformer.width).items()
+                if way.inner % runs.size == 0
+            ]
+            if ways:
+                name = _counted(join_name(first.path, path), len(blocks))
+                yield _Candidate(name, first.path, ways[0], tuple(ways[1:]), must_be_proved=True)
+
+
+def _of_width(ways: Mapping[str, Experts], width: int) -> dict[str, Experts]:
+    """Those of experts that take the hidden size, or all."""
+    return {style: way for style, way in ways.items() if way.width == width} or dict(ways)
 
 
 def _does_not_divide(branch: Branch, size: int) -> str:
@@ -342,6 +357,12 @@ def _whole_notes(transformer: Transformer, size: int) -> Iterator[str]:
             (branch.path or branch.down, f"its {uneven} is not divisible by {size}")
             for branch in blocks[0].branches
             if branch.is_joint and (uneven := _does_not_divide(branch, size))
+        ]
+        whole += [
+            (path, f"the inner size {way.inner} of its experts is not divisible by {size}")
+            for path, every in blocks[0].experts
+            for way in list(_of_width(every, transformer.width).values())[:1]
+            if way.inner % size
         ]
         for path, why in whole:
             yield f"{_counted(join_name(blocks[0].path, path), len(blocks))}: left whole, {why}"

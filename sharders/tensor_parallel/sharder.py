@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -152,12 +152,37 @@ class _Placing:
         if not plan:
             return self._derived(())
         try:
-            return self._checked(self._planned(plan))
-        except PlanError as error:  # grouped experts have styles that are none of ours
+            own = self._checked(self._planned(plan))
+        except PlanError as error:  # a style that is none of ours
             note = f"the model's own tp_plan is not used: {error}"
-        found = self._derived((note,))
-        warn_on_first_rank(note)
-        return found
+            found = self._derived((note,))
+            warn_on_first_rank(note)
+            return found
+        return own if not self._leaves_some(own) else self._more_of(own)
+
+    def _leaves_some(self, placement: TensorParallelPlacement) -> bool:
+        """Whether an attention, an MLP or experts are whole."""
+        for block in self.runs.transformer.representatives():
+            parts = [*(branch.down for branch in block.branches), *(path for path, _ in block.experts)]
+            if any(join_name(block.path, part) not in placement.styles for part in parts):
+                return True
+        return False
+
+    def _more_of(self, own: TensorParallelPlacement) -> TensorParallelPlacement:
+        """Of the model's own plan and that from its structure the one which splits more weights."""
+        try:
+            derived = self._derived(())
+        except PlanError:
+            return own
+        split, more = (self._split_weights(placement) for placement in (own, derived))
+        if more <= split:
+            return own
+        note = f"the model's own tp_plan is not used: it splits {split:,} weights, and what its structure says {more:,}"
+        return replace(derived, notes=(note, *derived.notes))
+
+    def _split_weights(self, placement: TensorParallelPlacement) -> int:
+        named = dict(self.model.named_parameters())
+        return sum(named[name].numel() for name, layout in placement.layouts.items() if layout.is_tensor_parallel)
 
     def _planned(self, plan: Mapping[str, Style]) -> Choice:
         styles = with_ties(self.model, expand(self.model, plan))

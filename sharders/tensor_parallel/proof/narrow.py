@@ -88,7 +88,11 @@ class _Replacements:
 
     def __init__(self, model: nn.Module, transformer: Transformer, size: int, ranks: int) -> None:
         self.model, self.transformer, self.size, self.ranks = model, transformer, size, ranks
-        self.branches = [branch for block in transformer.representatives() for branch in block.branches]
+        blocks = transformer.representatives()
+        self.branches = [branch for block in blocks for branch in block.branches]
+        self.hidden = [branch.hidden for branch in self.branches if branch.heads is None]
+        ways = [way for block in blocks for _, every in block.experts for way in every.values()]
+        self.hidden += [way.inner for way in ways if way.width == transformer.width]
         self.sizes: dict[int, int] = {}
         self.query_heads: dict[int, int] = {}
         self.key_value_heads: dict[int, int] = {}
@@ -114,10 +118,10 @@ class _Replacements:
 
     def widths(self) -> Numbers:
         """Narrower MLPs, fewer rows of embeddings and heads: the last replacements; none at all where some conflict."""
-        for branch in self.branches:
-            if branch.heads is None and branch.hidden not in self.sizes:
-                self._replace(self.sizes, branch.hidden, self._free(8 * self.ranks))
-                self.sizes.setdefault(2 * branch.hidden, 2 * self.sizes[branch.hidden])
+        for hidden in self.hidden:
+            if hidden not in self.sizes:
+                self._replace(self.sizes, hidden, self._free(8 * self.ranks))
+                self.sizes.setdefault(2 * hidden, 2 * self.sizes[hidden])
         for module in self.model.modules():
             rows = module.num_embeddings if isinstance(module, nn.Embedding) else 0
             if rows >= _MANY_ROWS and rows not in self.sizes:

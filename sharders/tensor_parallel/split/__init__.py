@@ -6,6 +6,7 @@
 - `hooks`: activations moved where torch has no style for it
 - `local`: Linears of several weights in one, or of (in, out), which torch's styles do not split
 - `attention`: torch's `nn.MultiheadAttention` with a rank's heads alone
+- `mixtures`: experts, by the inner size of each
 - `replicated_weights`: whole weights beside split ones, which the model reads as plain tensors
 - `twice`: gradients of gradients
 """

@@ -22,6 +22,7 @@ from sharders.tensor_parallel.split.styles import (
     styled,
 )
 from sharders.tensor_parallel.structure.adapters import split_in
+from sharders.tensor_parallel.structure.experts import EXPERTS, experts_of
 from sharders.tensor_parallel.structure.transformer import Transformer, outward
 
 Styles = dict[str, Style]
@@ -85,7 +86,11 @@ def own_plan(model: nn.Module) -> dict[str, Style]:
     everything = [*model.named_modules(remove_duplicate=False), *model.named_parameters()]
     names = NameIndex(name for name, _ in everything)
     full = {join_name(path, pattern): style for path, plan in outermost.items() for pattern, style in plan.items()}
-    return {pattern: style for pattern, style in full.items() if names.matching(pattern)}
+    found = {pattern: names.matching(pattern) for pattern in full}
+    experts = {name for pattern, style in full.items() if ALIASES.get(str(style)) in EXPERTS for name in found[pattern]}
+    # what is split of experts, which their own entry says
+    inside = {p for p, every in found.items() if every and all(name.rpartition(".")[0] in experts for name in every)}
+    return {pattern: style for pattern, style in full.items() if found[pattern] and pattern not in inside}
 
 
 def from_layouts(model: nn.Module, given: Mapping[str, Layout]) -> Styles:
@@ -97,11 +102,15 @@ def from_layouts(model: nn.Module, given: Mapping[str, Layout]) -> Styles:
     places = _places(model)
     first = {id(m): path for path, m in model.named_modules()}
     styles: Styles = {}
+    asked: dict[int, dict[str, Layout]] = {}
     for name, layout in given.items():
-        module = places[name].owner
+        asked.setdefault(id(places[name].owner), {})[places[name].name] = layout
+    for name, layout in given.items():
+        module, own = places[name].owner, places[name].name
         path = first[id(module)]
-        style = canonical(styled(layout), path, module)
-        fitting = layouts_of(style, module)[places[name].name]
+        of_one = asked[id(module)] if experts_of(module) else {own: layout}
+        style = canonical(styled(module, of_one), path, module)
+        fitting = layouts_of(style, module).get(own)
         if fitting != layout:
             raise PlanError(
                 f"plan entry {name!r} = {layout}: module {path!r} is a {type(module).__name__}, expected {fitting}",
@@ -112,6 +121,11 @@ def from_layouts(model: nn.Module, given: Mapping[str, Layout]) -> Styles:
     named = {(id(places[name].owner), places[name].name) for name in given}
     for path in styles:
         module = model.get_submodule(path)
+        if family(styles[path]) == "experts":
+            missing = layouts_of(styles[path], module).keys() - asked[id(module)].keys()
+            if missing:
+                raise PlanError(f"plan splits module {path!r}, but has no entry for its {sorted(missing)}", table=path)
+            continue
         weight = join_name(path, "weight")
         # Where the weight has another name too, the plan may have used that.
         is_tied = any(p.owner is not module and p.tensor is module._parameters["weight"] for p in places.values())

@@ -190,7 +190,7 @@ def _local(parameter: Any) -> Any:
 
 
 def _like_weight(parameter: Any, module: nn.Module) -> Any:
-    weight = module._parameters["weight"]
+    weight = module._parameters.get("weight")
     return parameter.to_local() if weight is None else parameter.to_local().to(weight.dtype)
 
 

@@ -12,6 +12,7 @@ from dmp import PlanError, join_name, tied_places
 from sharders.tensor_parallel.split import hooks
 from sharders.tensor_parallel.split.attention import split_attention
 from sharders.tensor_parallel.split.local import split_local
+from sharders.tensor_parallel.split.mixtures import split_experts
 from sharders.tensor_parallel.split.replicated_weights import align_gradient, keep_tie, keep_whole_weights
 from sharders.tensor_parallel.split.styles import COLWISE, ON_PARTS, Style, family, is_local, torch_style
 from sharders.tensor_parallel.split.twice import keep_graphs
@@ -52,7 +53,7 @@ def split(
             if isinstance(module, nn.Embedding) and family(styles[path]) == "rowwise":
                 align_gradient(module, "weight")
         elif is_local(styles[path], module):
-            split_local(module, mesh, styles[path])
+            (split_experts if family(styles[path]) == "experts" else split_local)(module, mesh, styles[path])
             adding.add(id(module))
         _move_activations(path, module, styles, mesh)
     for (path, attribute), value in divided.items():

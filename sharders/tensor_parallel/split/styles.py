@@ -14,6 +14,9 @@ A *style* says how one module is split and which activations go in and out. Spli
 | `rowwise_gather` | the same, takes a whole input | |
 | `rowwise_scatter` | as `rowwise`, output split along the sequence (dim 1) | |
 
+- `experts`, `experts_interleaved`, `experts_transposed`: a module whose parameters are stacks of matrices, one for each
+  expert of a mixture, is split by the inner size of all, see [Note: experts].
+
 The rest moves activations; modules stay whole. A *chunk* is a rank's part of the hidden state along dim 1:
 
 - `sequence`: the module runs on chunks, so gradients of its weights are summed over the axis.
@@ -27,12 +30,14 @@ Other names for some of them, as Hugging Face's plans have them, are in `ALIASES
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 from torch import nn
 
 from dmp import Layout, PlanError, colwise, join_name, rowwise, sequence
+from sharders.tensor_parallel.structure.experts import EXPERTS, Experts, experts_of
 from sharders.tensor_parallel.structure.linears import features_of, is_joint_attention, is_transposed
 
 if TYPE_CHECKING:
@@ -55,9 +60,10 @@ ALIASES = {
     "embedding_colwise": "colwise",
     "packed_colwise": "colwise_packed_2",
     "sequence_parallel": "sequence",
+    "moe_tp_experts": "experts",
     "replicated_with_grad_allreduce": "sum_gradients",
 }
-KNOWN = (*COLWISE, *ROWWISE, *ACTIVATIONS)
+KNOWN = (*COLWISE, *ROWWISE, *EXPERTS, *ACTIVATIONS)
 _EMBEDDING_STYLES = ("colwise", "rowwise")
 
 
@@ -82,6 +88,14 @@ def canonical(style: Style, path: str, module: nn.Module) -> Style:
         if name != "colwise_packed_3":
             raise PlanError(
                 f"module {path!r} is an nn.MultiheadAttention, which is split by 'colwise_packed_3'; got {style!r}"
+            )
+        return name
+    if name in EXPERTS:
+        if name not in (ways := experts_of(module)):
+            raise PlanError(
+                f"module {path!r} is a {type(module).__name__}, which {style!r} cannot split: it splits parameters "
+                "that are stacks of matrices, one for each expert, up to an inner size and down again"
+                + (f"; this one's shapes take {', '.join(ways)}" if ways else "")
             )
         return name
     is_embedding = isinstance(module, nn.Embedding)
@@ -119,16 +133,23 @@ def parts_of(style: Style) -> int:
 
 def is_local(style: Style, module: nn.Module) -> bool:
     """Whether the module runs on plain tensors, of what is here: torch has no style that splits it so."""
-    return isinstance(style, str) and (style in PACKED or (is_transposed(module) and style in (*COLWISE, *ROWWISE)))
+    if not isinstance(style, str):
+        return False
+    return style in (*PACKED, *EXPERTS) or (is_transposed(module) and style in (*COLWISE, *ROWWISE))
 
 
-def styled(layout: Layout) -> str:
-    """The style that gives a weight this layout."""
+def styled(module: nn.Module, layouts: Mapping[str, Layout]) -> str:
+    """The style that gives a module's parameters, by their names in it, these layouts, at least one of them."""
+    if ways := experts_of(module):
+        return next((style for style in ways if layouts.items() <= layouts_of(style, module).items()), EXPERTS[0])
+    layout = next(iter(layouts.values()))
     return layout.name if layout.num_parts == 1 else f"{layout.name}_packed_{layout.num_parts}"
 
 
 def family(style: Style) -> str:
-    """`"colwise"`, `"rowwise"`, `"sequence"`, or `""` for a style that places no weight."""
+    """`"colwise"`, `"rowwise"`, `"experts"`, `"sequence"`, or `""` for a style that places no weight."""
+    if style in EXPERTS:
+        return "experts"
     if isinstance(style, str):
         return "colwise" if style in COLWISE else "rowwise" if style in ROWWISE else "sequence" * (style in ON_CHUNKS)
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
@@ -145,6 +166,8 @@ def layouts_of(style: Style, module: nn.Module) -> dict[str, Layout]:
         return dict.fromkeys(own, sequence())
     if not kind:
         return {}
+    if kind == "experts":
+        return _of_experts(experts_of(module)[str(style)])
     if isinstance(module, nn.Embedding):
         return dict.fromkeys(own, colwise(dim=1) if kind == "colwise" else rowwise(dim=0))
     layout = colwise(parts=parts_of(style)) if kind == "colwise" else rowwise()
@@ -154,8 +177,18 @@ def layouts_of(style: Style, module: nn.Module) -> dict[str, Layout]:
     return found
 
 
+def _of_experts(experts: Experts) -> dict[str, Layout]:
+    up = {name: colwise(dim, experts.parts) for name, dim in experts.up.items()}
+    return {**up, **{name: rowwise(dim) for name, dim in experts.down.items()}}
+
+
 def check_divides(style: Style, path: str, module: nn.Module, size: int, axis: str) -> None:
     """Raise `PlanError` unless what the style splits divides over the axis."""
+    if family(style) == "experts" and (inner := experts_of(module)[str(style)].inner) % size:
+        raise PlanError(
+            f"module {path!r}: {style} splits the inner size {inner} of each expert over the {size} ranks of "
+            f"mesh axis {axis!r}, which does not divide it; make the axis smaller, or leave this module out of the plan"
+        )
     dim = split_dim(style, module)
     if is_joint_attention(module) and dim is not None:
         return  # its heads are what is split, and are asked for as all attentions' are

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from dmp import is_inside, tensors_of
 from sharders.quiet import quiet
+from sharders.tensor_parallel.structure.experts import experts_of
 from sharders.tensor_parallel.structure.linears import features_of, is_joint_attention, resize_output
 from sharders.tensor_parallel.structure.meta_copies import MetaCopies, Shape
 
@@ -135,6 +136,9 @@ def make_local(
         module = modules.get(path)
         if is_joint_attention(modules.get(path.rpartition(".")[0])):
             continue  # a function of its weights, whose output is whole: nothing else would be seen
+        if module is not None and style.startswith("experts"):
+            _shrink_experts(module, style, size)
+            continue
         features = None if module is None else features_of(module)
         if module is not None and (features is not None or isinstance(module, nn.Embedding)):
             out_dim = 1 if features is None else features.out_dim
@@ -158,6 +162,14 @@ def resize(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
 def shapes(value: Any) -> list[Shape]:
     """Shapes of all tensors in a module's input or output."""
     return [tuple(tensor.shape) for _, tensor in tensors_of(value)]
+
+
+def _shrink_experts(module: nn.Module, style: str, size: int) -> None:
+    experts = experts_of(module)[style]
+    for name, dim in {**experts.up, **experts.down}.items():
+        old: Any = module._parameters[name]
+        here = resize(old, dim, old.shape[dim] // size)
+        module._parameters[name] = nn.Parameter(here, requires_grad=False)
 
 
 def _shrink(module: Any, dim: int, size: int) -> None:

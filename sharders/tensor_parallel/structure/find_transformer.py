@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from dmp import is_inside, join_name
 from sharders.tensor_parallel.structure.adapters import children_in_place, in_place, split_in
+from sharders.tensor_parallel.structure.experts import experts_of
 from sharders.tensor_parallel.structure.linears import Features, features_of, is_joint_attention
 from sharders.tensor_parallel.structure.transformer import (
     CONFIGS,
@@ -309,13 +310,19 @@ def _block(path: str, structure: int, module: nn.Module, attentions: Mapping[str
     mlps, left = _mlps("", module, claimed, closed)
     whole += [Whole(p, "a Linear that is neither part of an attention nor of an MLP") for p in left]
     closed += [w.path for w in whole]
+    experts = []
     for name, owner in in_place(module):
         is_matrix = any(p.dim() > 1 for p in owner.parameters(recurse=False))
-        is_open = not any(is_inside(name, c) for c in closed)
-        if is_matrix and features_of(owner) is None and not is_joint_attention(owner) and is_open:
+        if not is_matrix or features_of(owner) is not None or is_joint_attention(owner):
+            continue
+        if any(is_inside(name, c) for c in closed):
+            continue
+        if ways := experts_of(owner):
+            experts.append((name, ways))
+        else:
             whole.append(Whole(name, f"a {type(owner).__name__}, which is not a Linear"))
     found = tuple(_with_adapters(module, branch) for branch in (*branches, *mlps))
-    return Block(path, structure, found, tuple(whole))
+    return Block(path, structure, found, tuple(whole), tuple(experts))
 
 
 def _others(block: nn.Module, attention: Branch) -> str:

@@ -30,6 +30,10 @@ _HOOKS = (
     "_backward_pre_hooks",
 )
 
+_OF_COPIES = {"use_cache": False, "_experts_implementation": "batched_mm"}
+"""Of Hugging Face's configurations: a cache would grow where one block stands for many, and of the ways to run experts,
+which compute the same, this one does not ask which of them have tokens: on meta nobody knows."""
+
 
 class MetaCopies:
     """Makes copies, see [Note: meta copies]; they share meta parameters, and nothing with the model."""
@@ -52,8 +56,9 @@ class MetaCopies:
             stand_in.like.append(copied.get_submodule(self.repeats[path]))
         for module in copied.modules():
             config = vars(module).get("config")
-            if getattr(config, "use_cache", False) is True:
-                setattr(config, "use_cache", False)  # noqa: B010  # a cache would grow where one block stands for many
+            for name, value in _OF_COPIES.items():
+                if isinstance(getattr(config, name, None), type(value)):
+                    setattr(config, name, value)
         return copied, last
 
     @cached_property

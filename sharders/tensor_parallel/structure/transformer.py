@@ -12,8 +12,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+
+from sharders.tensor_parallel.structure.experts import Experts
 
 HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads", "nhead", "num_head", "nheads")
 KV_HEADS = ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "n_kv_head", "kv_heads", "num_key_value_head")
@@ -85,6 +87,9 @@ class Block:
 
     whole: tuple[Whole, ...]
     """Paths relative to the block."""
+
+    experts: tuple[tuple[str, Mapping[str, Experts]], ...] = ()
+    """Mixtures of them: path relative to the block, and the ways to split each by style."""
 
 
 @dataclass(frozen=True)
