@@ -29,6 +29,8 @@ The members of a Protocol are what one must have. What one may have beside them 
 - `filled() -> names`, of a `ShardedModule`: of what was on meta and has its first values already, names relative.
 - `unsharded() -> nn.Module`, of a `ShardedModule`: a plain module of the same structure and names on meta, for
   `to_unsharded`.
+- `stand_for(original)`, of a `ShardedModule`: makes the module in whose place it was put this very one, for whoever
+  holds it still: a loss, a sampler, a function that was made before.
 - `resharded(plan) -> Resharded`, of a `ShardedModule`: its parameters under another plan, for `model.reshard`; local,
   and nothing of the module is changed. Without it the sharder makes the module again from `unsharded`, where none of
   its parameters is updated in the backward pass.
@@ -254,7 +256,7 @@ class Planner(Protocol):
         ...
 
 
-VERSION = 4
+VERSION = 5
 """Of the contracts: higher by one where a member or a hook comes, goes, or means something else."""
 
 HOOKS: Mapping[str, int] = {
@@ -265,6 +267,7 @@ HOOKS: Mapping[str, int] = {
     "filled": 2,
     "phases": 3,
     "travels": 4,
+    "stand_for": 5,
 }
 """Name of each optional member -> the first version that knows it, see [Note: hooks]."""
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from dmp import DistributedModelParallel, ShardError, ShardingEnv, full_state_dict
+from dmp import DistributedModelParallel, ShardError, ShardingEnv, full_state_dict, row_wise, table_wise, to_unsharded
 from sharders import TensorParallelSharder
 from tests.equality import env_of, make_batch, make_module
 from tests.ranks import mesh, run_ranks
@@ -24,6 +24,38 @@ MESHES = {
     2: [((2,), ("dp",)), ((2,), ("shard",)), ((2,), ("tp",)), ((1, 2), ("dp", "tp")), ((2, 1), ("shard", "tp"))],
     4: [((2, 2), ("dp", "tp")), ((2, 2), ("shard", "tp")), ((2, 2), ("replicate", "shard"))],
 }
+
+
+class Figured(nn.Embedding):
+    """Its users read a figure on it."""
+
+    def __init__(self) -> None:
+        super().__init__(20, 4)
+        self.scale = 3.0
+
+
+class Figures(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = Figured()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.emb(ids) * self.emb.scale
+
+
+def reads_a_users_own() -> None:
+    plain, ids = Figures(), torch.arange(20)
+    model = DistributedModelParallel(copy.deepcopy(plain), plan={"emb.weight": row_wise()})
+    for each in (model, copy.deepcopy(model), to_unsharded(model)):
+        torch.testing.assert_close(each(ids), plain(ids))
+    model.module.emb.scale = 2.0
+    model.reshard({"emb.weight": table_wise(1)})
+    for each in (model, to_unsharded(model)):
+        torch.testing.assert_close(each(ids), plain(ids) * 2 / 3)
+
+
+def test_what_a_user_put_on_a_table_is_there() -> None:
+    run_ranks(2, reads_a_users_own)
 
 
 class Reader(nn.Module):

@@ -150,6 +150,51 @@ def test_a_weight_that_may_be_read_where_it_is_kept_stays_whole() -> None:
     assert "tables.b.weight" not in plan
 
 
+def lookup_of(held: nn.Module, way: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What was made of a table before it was wrapped with its model, and knows nothing of that."""
+
+    class Sampler(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.pair = held, (held,)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.table(ids) if way == "a submodule" else self.pair[0](ids)
+
+    return {"a function": lambda ids: held(ids), "itself": held}.get(way) or Sampler()
+
+
+def check_outside(way: str) -> None:
+    ids, env = torch.randint(60, (8, 3)), ShardingEnv.from_mesh(mesh((2,), ("dp",)))
+    losses, models = [], (made("features"), made("features"))
+    lookups = [lookup_of(m.tables["b"], way) for m in models]
+    called: list[torch.Size] = []
+    handles = [m.tables["b"].register_forward_hook(lambda m, x, out: called.append(out.shape)) for m in models]
+    wrapped = DistributedModelParallel(models[0], env, plan=PLAN)
+    for model, lookup, mine in ((wrapped, lookups[0], ids.chunk(2)[env.rank]), (models[1], lookups[1], ids)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for _ in range(3):
+            loss = (model(mine) * lookup(mine).repeat(1, 2)).sum(1).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(lookup(ids))
+    assert called == [(4, 8)] * 6 + [(8, 8)] * 8
+    torch.testing.assert_close(*losses)
+    for name, value in full_state_dict(wrapped).items():
+        torch.testing.assert_close(value, models[1].state_dict()[name], msg=lambda m, name=name: f"{name}: {m}")
+    for handle in handles:
+        handle.remove()
+    wrapped(ids.chunk(2)[env.rank])
+    assert len(called) == 14
+
+
+@pytest.mark.parametrize("way", ["a submodule", "a tuple", "a function", "itself"])
+def test_who_holds_a_table_from_before_holds_the_sharded_one(way: str) -> None:
+    """They looked up, and trained, what nobody else had any more; in silence."""
+    run_ranks(2, check_outside, way)
+
+
 def test_what_a_sharded_module_keeps_is_its_own() -> None:
     """A sharder may keep the module that it was given."""
     old, new, model = nn.Embedding(4, 2), nn.Identity(), nn.Module()

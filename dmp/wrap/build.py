@@ -190,6 +190,9 @@ def _with_tables(checked: _Checked, seed: int, calls: Calls) -> tuple[nn.Module,
                 module.set_submodule(path, new)
             else:
                 module = new
+        stand_for = hook(new, "stand_for") if "" not in site.aliases else None  # a root may be wrapped again
+        if stand_for is not None:
+            stand_for(site.module)
     rebind(module, {s.module: new for s, new in zip(resolved.sites, modules, strict=True) if new is not s.module})
     return module, tuple(Owned(site.path, site.aliases, site.sharder, site.infos) for site in resolved.sites)
 
@@ -216,11 +219,14 @@ def _with_dense(made: Assembly, checked: _Checked, seed: int) -> Assembly:
 
 
 def carry_over(old: nn.Module, new: nn.Module) -> None:
-    """Training mode and the hooks that users put on the module."""
+    """Training mode and the hooks that users put on the module, in the very dicts from which their handles remove."""
     new.train(old.training)
     new._is_full_backward_hook = old._is_full_backward_hook
     for kind in _HOOKS:
-        getattr(new, kind).update(getattr(old, kind))
+        if own := getattr(new, kind):
+            own.update(getattr(old, kind))
+        else:
+            vars(new)[kind] = getattr(old, kind)
     carry_state_hooks(old, new)
 
 

@@ -7,6 +7,7 @@
 - `plain`: `nn.EmbeddingBag` and `nn.Embedding` on a mesh
 - `as_written`: whether a module does what its class says, and nothing else
 - `table_module`: what sharded embedding modules share
+- `successor`: who holds a module from before wrapping holds the sharded one
 - `resting`: tables that are frozen, and may be trained later
 - `representatives`: layouts of a table that stand for every way to cut it
 - `torchrec_form`: what code written for TorchRec's sharded modules finds in ours

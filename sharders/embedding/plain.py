@@ -20,7 +20,10 @@ from sharders.embedding.table_module import InitFn, TableModule, TableSharder, m
 
 
 class _ShardedPlain(TableModule):
-    """What the two share. Subclasses name torch's class, and the arguments that make one like another."""
+    """What the two share. Subclasses name torch's class, and the arguments that make one like another.
+
+    Attributes that a user put on the module are on it, and on its `unsharded`.
+    """
 
     way_out = "Give it the plan entry replicate(): it is then a dense weight, which anybody may read"
     plain_type: type[nn.Module]
@@ -33,11 +36,16 @@ class _ShardedPlain(TableModule):
         super().__init__(original, *where, **options)
         for name in self.arguments:
             setattr(self, name, getattr(original, name))
+        known = vars(self.plain_type(1, 1, device="meta"))
+        self._users = {k: v for k, v in vars(original).items() if k not in known and not hasattr(self, k)}
+        vars(self).update(self._users)
 
     def unsharded(self) -> nn.Module:
         """A plain module of the same structure, on meta."""
         arguments = {name: getattr(self, name) for name in self.arguments}
-        return self.plain_type(**arguments, device="meta", dtype=self._engine.dtype_of(0))
+        plain = self.plain_type(**arguments, device="meta", dtype=self._engine.dtype_of(0))
+        vars(plain).update({name: getattr(self, name) for name in self._users})
+        return plain
 
 
 class ShardedEmbeddingBag(_ShardedPlain):

@@ -35,6 +35,7 @@ from sharders.embedding.peers import find_peers
 from sharders.embedding.placement import Table
 from sharders.embedding.representatives import representatives
 from sharders.embedding.resting import apart, as_they_are, at_first, resting
+from sharders.embedding.successor import hand_on
 from sharders.embedding.tensor_slice import tensor_ranks
 from sharders.embedding.torchrec_form import TorchRecForm, check_gradients_are_means, make_known
 from sharders.embedding.unread_weight import Unread
@@ -72,9 +73,8 @@ class Watched(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
-        if name in self.__dict__["_parameters"] and self._engine.calls.is_forward:
-            return self._unread(name, value)
-        return value
+        is_unread = name in self.__dict__["_parameters"] and self._engine.calls.is_forward
+        return self._unread(name, value) if is_unread else value
 
     def _unread(self, name: str, parameter: Any) -> Any:
         engine = self._engine
@@ -158,6 +158,10 @@ class TableModule(Watched, TorchRecForm):
         optimizers = getattr(parameter, "_in_backward_optimizers", ())
         found: Mapping[str, Any] = getattr(optimizers[0], "state", {}).get(parameter, {}) if optimizers else {}
         return found
+
+    def stand_for(self, original: nn.Module) -> None:
+        """Have the original hand everything on to this module."""
+        hand_on(original, self)
 
     def _place(self, index: int, parameter: nn.Parameter, original: nn.Module) -> None:
         """Under its name, in dicts of modules where the original has them, so that code reads it as before."""
@@ -440,11 +444,7 @@ def _carry_state(given: Mapping[str, Any], fused: FusedParameter) -> None:
     """Take over what the original's in-backward optimizer has gathered."""
     for name, target in fused.state().items():
         value = torch.as_tensor(given.get(name, target))
-        if value is target or value.is_meta:
-            continue
-        if value.shape != target.shape:  # row-wise: (rows, 1) to (rows,), or to one column for each column block
-            value = value.view(-1) if target.dim() == 1 else value.expand(target.shape)
-        if isinstance(target, ChunkedTensor):
-            target.fill_from(value)
-        else:
-            target.copy_(value)
+        if value is not target and not value.is_meta:
+            if value.shape != target.shape:  # row-wise: (rows, 1) to (rows,), or to a column for each column block
+                value = value.view(-1) if target.dim() == 1 else value.expand(target.shape)
+            (target.fill_from if isinstance(target, ChunkedTensor) else target.copy_)(value)
