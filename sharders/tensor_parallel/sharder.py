@@ -20,6 +20,7 @@ from sharders.tensor_parallel.head_counts import Divided, ModelRuns, divided_att
 from sharders.tensor_parallel.prove import prove, warn_on_first_rank
 from sharders.tensor_parallel.sequence import sequence_styles
 from sharders.tensor_parallel.split.patterns import Styles, expand, from_layouts, own_plan, with_heads, with_ties
+from sharders.tensor_parallel.split.same_samples import compare_samples
 from sharders.tensor_parallel.split.split import hidden_size, split
 from sharders.tensor_parallel.split.styles import Style, canonical, check_divides, family, layouts_of
 from sharders.tensor_parallel.structure.linears import is_joint_attention
@@ -118,6 +119,7 @@ class TensorParallelPlacement:
         random_state = _random_state(mesh.device_type)
         if self.styles:
             split(model, mesh, self.styles, self.divided)
+            compare_samples(model, mesh)
         _share_random_state(random_state, mesh)  # also where all is whole: ranks must drop the same
 
 

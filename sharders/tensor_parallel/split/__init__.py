@@ -7,6 +7,7 @@
 - `local`: Linears of several weights in one, or of (in, out), which torch's styles do not split
 - `attention`: torch's `nn.MultiheadAttention` with a rank's heads alone
 - `mixtures`: experts, by the inner size of each
+- `same_samples`: ranks that call a split model with different samples, told
 - `replicated_weights`: whole weights beside split ones, which the model reads as plain tensors
 - `twice`: gradients of gradients
 """

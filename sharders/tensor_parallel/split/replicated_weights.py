@@ -176,10 +176,14 @@ def _getter(name: str, read: Callable[..., Any]) -> Callable[[nn.Module], Any]:
     def get(module: nn.Module) -> Any:
         parameter = module._parameters.get(name)
         if isinstance(parameter, DTensor):
-            # On several axes it is FSDP2's sharded form, which is nothing to compute with.
-            if not _is_read_by_model() or parameter.device_mesh.ndim > 1:
+            if not _is_read_by_model():
                 return parameter
-            return _like_weight(parameter, module) if read is _like_weight else read(parameter)
+            if parameter.device_mesh.ndim == 1:
+                return _like_weight(parameter, module) if read is _like_weight else read(parameter)
+            # On several axes it is FSDP2's sharded form, which is nothing to compute with unless each rank has all; a
+            # gradient of it would be averaged by nobody.
+            is_whole = not torch.is_grad_enabled() and all(p.is_replicate() for p in parameter.placements)
+            return _local(parameter) if is_whole else parameter
         return module.__getattr__(name) if parameter is None and name not in module._parameters else parameter
 
     return get

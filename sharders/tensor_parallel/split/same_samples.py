@@ -1,0 +1,79 @@
+"""Ranks along a tensor axis must call a split model with the same samples: each has a part of the weights for all.
+
+Where a data loader, or what samples the next token, goes by the rank, sums of parts of different samples train the
+model, without a word. So ranks compare what they call the model with: the first few times, which is when such a program
+is found out, and then ever more rarely, for where devices compute it is waited for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from dmp import InputError, is_dtensor, ranks, tensors_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_OFTEN, _ELEMENTS = 8, 1 << 16
+
+
+def compare_samples(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Before a forward of the model, which raises `InputError` on all ranks of a tensor group that call it otherwise
+    than each other. One small exchange, not at every call.
+
+    Args:
+        model: whose weights are split.
+        mesh: the tensor axis.
+    """
+    if mesh.size() == 1:
+        return
+    (axis,), group, num_calls = mesh.mesh_dim_names or ("tensor",), mesh.get_group(), 0
+
+    def compare(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal num_calls
+        if torch.compiler.is_compiling():
+            return
+        num_calls += 1
+        if num_calls > _OFTEN and num_calls & (num_calls - 1):
+            return
+        mine = [_fingerprint(t) for t in _compared(args, kwargs)]
+        if not mine:
+            return
+        told = ranks.gather_words("the forward of a split model", [zlib.crc32(repr(mine).encode()), 0], group)
+        if all(of_rank == told[0] for of_rank in told):
+            return
+        other = next(rank for rank, of_rank in enumerate(told) if of_rank != told[0])
+        raise InputError(
+            f"ranks 0 and {other} along mesh axis {axis!r} call the model with different batches; ranks along it must "
+            "all have the same samples, for each has a part of the weights. Does a data loader shard over all ranks? "
+            "Its sampler's num_replicas is env.data_size, its rank env.data_rank. Does chance decide, as where "
+            "tokens are sampled? Give these ranks the same seed. Where each rank loads samples of its own on purpose, "
+            "sharders.gather_batch(batch, env) makes one batch of them"
+        )
+
+    model.register_forward_pre_hook(compare, with_kwargs=True)
+
+
+def _compared(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """What is told apart to the bit: numbers that are whole, wherever; others that are handed in as they are, not by
+    another model, nor kept from an earlier call: caches have each rank's own heads."""
+    given = [*args, *kwargs.values()]
+    handed = [*given, *(each for value in given if isinstance(value, Mapping) for each in value.values())]
+    leaves = {id(t) for t in handed if isinstance(t, torch.Tensor) and not t.requires_grad}
+    for _, t in tensors_of((args, kwargs)):
+        is_whole = not t.is_floating_point() and not t.is_complex()
+        if (is_whole or id(t) in leaves) and t.layout == torch.strided and not (is_dtensor(t) or t.is_meta):
+            yield t
+
+
+def _fingerprint(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], int]:
+    """Of all elements, or of some that lie evenly among many."""
+    flat = tensor.detach().reshape(-1)
+    some = flat[:: max(1, flat.numel() // _ELEMENTS)].cpu().contiguous()
+    return tensor.dtype, tuple(tensor.shape), zlib.crc32(ctypes.string_at(some.data_ptr(), some.nbytes))

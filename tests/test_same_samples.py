@@ -1,0 +1,92 @@
+"""Ranks along a tensor axis that call a split model with different samples: told, where they trained on neither."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dmp import DistributedModelParallel, InputError, ShardingEnv, to_unsharded
+from tests.ranks import mesh, run_ranks
+
+
+class Tagger(nn.Module):
+    """Whose forward takes whatever; D hidden size, T positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(20, 8)
+        self.mlp = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+    def forward(
+        self, ids: torch.Tensor, bias: Any = None, cache: tuple[torch.Tensor, ...] = (), batch: Any = None
+    ) -> torch.Tensor:
+        x_BTD = self.emb(ids) + sum(cache)
+        return x_BTD + self.mlp(x_BTD) + (0 if bias is None else bias) + (0 if batch is None else batch["more"])
+
+    @torch.no_grad()
+    def generate(self, ids: torch.Tensor, num: int) -> torch.Tensor:
+        for _ in range(num):
+            logits = self(ids)[:, -1] @ self.emb.weight.T
+            ids = torch.cat([ids, torch.multinomial(logits.softmax(-1), 1)], 1)
+        return ids
+
+
+PLAN = {"mlp.0": "colwise", "mlp.2": "rowwise"}
+
+
+def wrapped(shape: tuple[int, ...], names: tuple[str, ...]) -> tuple[DistributedModelParallel, ShardingEnv]:
+    from sharders import TensorParallelSharder
+
+    env = ShardingEnv.from_mesh(mesh(shape, names))
+    return DistributedModelParallel(Tagger(), env, sharders=[TensorParallelSharder(PLAN)]), env
+
+
+def ids(seed: int) -> torch.Tensor:
+    return torch.randint(20, (2, 3), generator=torch.Generator().manual_seed(seed))
+
+
+CALLS: dict[str, Callable[[DistributedModelParallel, int], Any]] = {
+    "ids": lambda model, rank: model(ids(rank)).sum().backward(),
+    "ids in evaluation": lambda model, rank: model.eval()(ids=ids(rank)),
+    "ids after some steps": lambda model, rank: [model(ids(step if step < 5 else rank)) for step in range(20)],
+    "lengths of a batch": lambda model, rank: model(ids(0)[:, : rank + 1]),
+    "a figure beside the ids": lambda model, rank: model(ids(0), bias=torch.tensor([0.5 + rank])),
+    "one in a batch": lambda model, rank: model(ids(0), batch={"more": torch.tensor([0.5 + rank])}),
+    "tokens that are sampled": lambda model, rank: (torch.manual_seed(rank), model.module.generate(ids(0), 6)),  # type: ignore[operator]
+}
+
+
+def calls(name: str) -> None:
+    model, env = wrapped((2,), ("tp",))
+    CALLS[name](model, env.rank)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_different_samples(name: str) -> None:
+    for error in run_ranks(2, calls, name, expect=InputError):
+        assert "ranks 0 and 1 along mesh axis 'tp' call the model with different batches" in str(error)
+
+
+def takes_what_each_may_have(shape: tuple[int, ...], names: tuple[str, ...]) -> None:
+    """Samples of their own along the data axis, caches and activations of their own along the other."""
+    model, env = wrapped(shape, names)
+    for step in range(10):
+        own = torch.full((8,), float(env.rank))
+        model(ids(100 * env.data_rank + step), bias=own.requires_grad_(), cache=(own.detach(),)).sum().backward()
+    torch.manual_seed(0)
+    if "shard" not in names:  # where each rank has the weight that it reads
+        model.module.generate(ids(env.data_rank), 4)  # type: ignore[operator]
+    to_unsharded(model)(ids(env.rank))  # alone
+    if env.data_size == 1:
+        with pytest.raises(InputError, match="different batches"):
+            copy.deepcopy(model)(ids(env.rank))
+
+
+@pytest.mark.parametrize(("shape", "names"), [((2,), ("tp",)), ((2, 2), ("dp", "tp")), ((2, 2), ("shard", "tp"))])
+def test_what_may_differ(shape: tuple[int, ...], names: tuple[str, ...]) -> None:
+    run_ranks(2 ** len(shape), takes_what_each_may_have, shape, names)
