@@ -62,13 +62,19 @@ def compare_samples(model: nn.Module, mesh: DeviceMesh) -> None:
 
 def _compared(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
     """What is told apart to the bit: numbers that are whole, wherever; others that are handed in as they are, not by
-    another model, nor kept from an earlier call: caches have each rank's own heads."""
+    another model, nor kept from an earlier call: caches have each rank's own heads. Nor from a device, where each rank
+    may have computed them, and no two times to the same bits.
+    """
     given = [*args, *kwargs.values()]
     handed = [*given, *(each for value in given if isinstance(value, Mapping) for each in value.values())]
     leaves = {id(t) for t in handed if isinstance(t, torch.Tensor) and not t.requires_grad}
     for _, t in tensors_of((args, kwargs)):
         is_whole = not t.is_floating_point() and not t.is_complex()
-        if (is_whole or id(t) in leaves) and t.layout == torch.strided and not (is_dtensor(t) or t.is_meta):
+        if (
+            (is_whole or (id(t) in leaves and t.device.type == "cpu"))
+            and t.layout == torch.strided
+            and not (is_dtensor(t) or t.is_meta)
+        ):
             yield t
 
 
