@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from sharders.tensor_parallel.split.plain import plain
 from sharders.tensor_parallel.split.replicated_weights import read_local
 from sharders.tensor_parallel.split.styles import Style, family, layouts_of
 from sharders.tensor_parallel.structure.linears import features_of, is_transposed, resize_output
@@ -90,7 +91,7 @@ def _convert_around(module: nn.Module, mesh: DeviceMesh, style: Style) -> None:
         here: Placement = Shard(output.dim() - 1) if is_out else Partial()
         to: Placement = Shard(1) if style == "rowwise_scatter" else Replicate()
         placed = DTensor.from_local(output, mesh, [here], run_check=False)
-        return placed.redistribute(placements=[to]).to_local()
+        return plain(placed.redistribute(placements=[to]))
 
     module.register_forward_pre_hook(take)
     if not is_out or style == "colwise_gather":

@@ -14,6 +14,7 @@ from torch import nn
 
 from dmp import map_nested
 from sharders.tensor_parallel.split.local import split_weights
+from sharders.tensor_parallel.split.plain import plain
 from sharders.tensor_parallel.split.replicated_weights import read_local
 from sharders.tensor_parallel.split.styles import Style
 
@@ -44,7 +45,7 @@ def split_experts(module: nn.Module, mesh: DeviceMesh, style: Style) -> None:
 
     def give(_: nn.Module, args: Any, output: Any) -> Any:
         part = DTensor.from_local(output, mesh, [Partial()], run_check=False)
-        return part.redistribute(placements=[Replicate()]).to_local()
+        return plain(part.redistribute(placements=[Replicate()]))
 
     module.register_forward_pre_hook(take, with_kwargs=True)
     module.register_forward_hook(give)

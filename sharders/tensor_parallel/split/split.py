@@ -13,6 +13,7 @@ from sharders.tensor_parallel.split import hooks
 from sharders.tensor_parallel.split.attention import split_attention
 from sharders.tensor_parallel.split.local import split_local
 from sharders.tensor_parallel.split.mixtures import split_experts
+from sharders.tensor_parallel.split.plain import writable
 from sharders.tensor_parallel.split.replicated_weights import align_gradient, keep_tie, keep_whole_weights
 from sharders.tensor_parallel.split.styles import COLWISE, ON_PARTS, Style, family, is_local, torch_style
 from sharders.tensor_parallel.split.twice import keep_graphs
@@ -112,9 +113,10 @@ def _parallelize(module: nn.Module, mesh: DeviceMesh, style: ParallelStyle) -> N
     if isinstance(style, ColwiseParallel):
         style = copy.copy(style)
         style._prepare_output_fn = _as_it_is  # type: ignore[method-assign]
-    elif isinstance(style, RowwiseParallel) and isinstance(module, nn.Embedding):
+    elif isinstance(style, RowwiseParallel):
         style = copy.copy(style)
-        style._prepare_output_fn = _waited_for  # type: ignore[method-assign]
+        is_table = isinstance(module, nn.Embedding)
+        style._prepare_output_fn = _waited_for if is_table else _summed  # type: ignore[method-assign]
     # Values are equal on all ranks already: nothing is sent.
     parallelize_module(module, mesh, style, src_data_rank=None)
 
@@ -125,7 +127,14 @@ def _as_it_is(placements: Any, use_local_output: bool, module: nn.Module, output
     from torch.distributed.tensor.parallel import ColwiseParallel
 
     asked = tuple(Shard(p.dim % output.ndim) if isinstance(p, Shard) else p for p in placements)
-    return ColwiseParallel._prepare_output_fn(asked, use_local_output, module, output, mesh)
+    return writable(ColwiseParallel._prepare_output_fn(asked, use_local_output, module, output, mesh))
+
+
+def _summed(placements: Any, use_local_output: bool, module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+    """torch's, but the model's code may write what it gives."""
+    from torch.distributed.tensor.parallel import RowwiseParallel
+
+    return writable(RowwiseParallel._prepare_output_fn(placements, use_local_output, module, output, mesh))
 
 
 def _waited_for(placements: Any, use_local_output: bool, module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
