@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from dmp import (
     DistributedModelParallel,
@@ -30,6 +31,8 @@ from dmp import (
 )
 from planner import ShardingPlanner
 from sharders import TensorParallelSharder, default_sharders
+from sharders.tensor_parallel.proof.simulated import simulate
+from sharders.tensor_parallel.split.split import split
 from tests.ranks import mesh as mesh_of
 from tests.ranks import run_ranks
 from tests.test_transformers import MESHES, V, batch, compare, end_of, loss_of
@@ -167,6 +170,48 @@ def test_what_is_one_behind_the_other_is_split_part_by_part(kind: str) -> None:
         "mlp.down": "rowwise",
     }
     assert "; proved" in notes
+
+
+class Config:
+    def __init__(self) -> None:
+        self.num_attention_heads = H
+
+
+class AttentionOfConfig(Attention):
+    """Reads a number of heads from the configuration that the whole model has."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(nn.Linear)
+        del self.num_heads
+        self.config = config
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        width = self.config.num_attention_heads * self.head_dim
+        qkv = self.qkv(x)
+        parts = qkv[..., :width], qkv[..., width : 2 * width], qkv[..., 2 * width :]
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in parts)
+        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def test_a_number_of_heads_in_a_configuration_is_the_attention_s_own_then() -> None:
+    model = Model().double()
+    model.config = Config()  # type: ignore[assignment]
+    for block in model.blocks:
+        block.attn = AttentionOfConfig(model.config).double()  # type: ignore[arg-type]
+    found = TensorParallelSharder().place(model, {}, ShardingEnv.abstract((2,), ("tp",)))
+    assert found.styles["blocks.1.attn.qkv"] == "colwise_packed_3"
+    assert found.divided == {(f"blocks.{i}.attn", "config.num_attention_heads"): H // 2 for i in range(2)}
+    ids = batch(0, 0)[0]
+    whole = model(ids)
+
+    def job(mesh: DeviceMesh) -> torch.Tensor:
+        here = copy.deepcopy(model)
+        split(here, mesh, found.styles, found.divided)
+        assert here.config.num_attention_heads == H  # type: ignore[union-attr]
+        return here(ids).detach()
+
+    for rank in simulate(2, "tp", job):
+        torch.testing.assert_close(rank, whole.detach())
 
 
 def test_what_lies_head_by_head_is_split_as_one() -> None:

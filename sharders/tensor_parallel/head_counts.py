@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
+from typing import Any
 
 from torch import nn
 
@@ -35,7 +36,8 @@ from sharders.tensor_parallel.structure.feeds import find_feed, guesses
 from sharders.tensor_parallel.structure.find_transformer import recognise
 from sharders.tensor_parallel.structure.linears import features_of, is_joint_attention
 from sharders.tensor_parallel.structure.meta_copies import MetaCopies
-from sharders.tensor_parallel.structure.transformer import HEAD_DIM, HEADS, KV_HEADS, Block, Transformer
+from sharders.tensor_parallel.structure.numbers import number_of
+from sharders.tensor_parallel.structure.transformer import CONFIGS, HEAD_DIM, HEADS, KV_HEADS, Block, Transformer
 
 Divided = dict[tuple[str, str], int]
 
@@ -111,7 +113,7 @@ class ModelRuns:
         except DryRunError as error:
             return error
         # Where no product of activations shows the size of a head, shapes cannot tell: then counts are divided if read.
-        read = (found[key] for key in found if key in whole.reads)
+        read = (a for key, a in found.items() if key in whole.reads or "." in a.name)  # what a configuration has
         return Unsplit(feed, whole, _options(read, only_counts=not whole.contractions))
 
     def divisions(self, styles: Mapping[str, str]) -> Iterator[Divided]:
@@ -257,6 +259,11 @@ def _attributes(model: nn.Module, blocks: Iterable[Block]) -> Iterator[Attribute
                     is_count = counts.get(attribute) == value
                     if is_count or value in (heads.query * heads.size, heads.key_value * heads.size):
                         yield Attribute(join_name(outer, name), attribute, value, is_count, down)
+                kind: Any = type(module)
+                of_config = ((f"{c}.{attribute}", count) for c in CONFIGS for attribute, count in counts.items())
+                for attribute, count in of_config:
+                    if number_of(module, attribute) == count and _is_in_source(kind, attribute):
+                        yield Attribute(join_name(outer, name), attribute, count, True, down)
 
 
 def _insides(model: nn.Module, block: Block, styles: Mapping[str, str]) -> Iterator[str]:
@@ -273,14 +280,17 @@ def _insides(model: nn.Module, block: Block, styles: Mapping[str, str]) -> Itera
         yield from (join_name(block.path, n) for n, child in children if not any(True for _ in child.parameters()))
 
 
-def _is_used(cls: type[nn.Module], attribute: Attribute) -> bool:
+def _is_used(cls: Any, attribute: Attribute) -> bool:
+    # The hidden size has many uses; only that of joining heads is divided.
+    return _is_in_source(cls, attribute.name, before="" if attribute.is_count else r"(view|reshape)\([^()]*")
+
+
+@lru_cache(maxsize=1024)
+def _is_in_source(cls: Any, name: str, before: str = "") -> bool:
+    """Whether the methods of a class, but for `__init__`, read an attribute behind such an expression."""
     methods = [m for n, m in vars(cls).items() if inspect.isfunction(m) and n != "__init__"]
     try:
         source = "".join(inspect.getsource(m) for m in methods)
     except (OSError, TypeError):
         return False
-    name = rf"self\.{re.escape(attribute.name)}\b"
-    if attribute.is_count:
-        return re.search(name, source) is not None
-    # The hidden size has many uses; only that of joining heads is divided.
-    return re.search(rf"(view|reshape)\([^()]*{name}", source) is not None
+    return re.search(rf"{before}self\.{re.escape(name)}\b", source) is not None

@@ -22,6 +22,7 @@ from sharders.tensor_parallel.split.local import share_of_parts
 from sharders.tensor_parallel.split.split import split
 from sharders.tensor_parallel.split.styles import Style
 from sharders.tensor_parallel.structure.dry_run import undisturbed
+from sharders.tensor_parallel.structure.numbers import number_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -57,7 +58,7 @@ def _differs(
         modules = dict(model.named_modules())
         # A copy: a style object may keep something of the module it is applied to.
         here = {path: copy.copy(style) for path, style in styles.items() if path in modules}
-        held = {key: vars(modules[key[0]]).get(key[1]) for key in divided if key[0] in modules}
+        held = {(path, name): number_of(modules[path], name) for path, name in divided if path in modules}
         attributes = {key: value // sample.ranks for key, value in held.items() if value is not None}  # of no stand-in
         split(model, mesh, here, attributes)
         return sample.run(model, mesh.get_rank(), modules)

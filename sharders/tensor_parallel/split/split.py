@@ -18,6 +18,7 @@ from sharders.tensor_parallel.split.replicated_weights import align_gradient, ke
 from sharders.tensor_parallel.split.styles import COLWISE, ON_PARTS, Style, family, is_local, torch_style
 from sharders.tensor_parallel.split.twice import keep_graphs
 from sharders.tensor_parallel.structure.linears import features_of, is_joint_attention
+from sharders.tensor_parallel.structure.numbers import set_number
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -58,7 +59,7 @@ def split(
             adding.add(id(module))
         _move_activations(path, module, styles, mesh)
     for (path, attribute), value in divided.items():
-        setattr(model.get_submodule(path), attribute, value)
+        set_number(model.get_submodule(path), attribute, value)
     for places in ties:
         keep_tie(places)
     on_parts = {id(modules[path]) for path, style in styles.items() if style in ON_PARTS}

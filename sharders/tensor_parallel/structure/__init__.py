@@ -3,6 +3,7 @@
 - `transformer`: what a transformer is made of
 - `linears`: what multiplies by one matrix
 - `experts`: experts of a mixture, whose weights are stacks of matrices
+- `numbers`: integer attributes of modules and of their configurations
 - `adapters`: Linears with low-rank pairs beside them
 - `find_transformer`: finds that in a model, by structure
 - `meta_copies`: copies of a model on meta

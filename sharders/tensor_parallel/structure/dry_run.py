@@ -24,6 +24,7 @@ from sharders.quiet import quiet
 from sharders.tensor_parallel.structure.experts import experts_of
 from sharders.tensor_parallel.structure.linears import features_of, is_joint_attention, resize_output
 from sharders.tensor_parallel.structure.meta_copies import MetaCopies, Shape
+from sharders.tensor_parallel.structure.numbers import number_of, set_number
 
 # Where the dimension stands among the arguments.
 _REDUCTIONS = {
@@ -148,8 +149,8 @@ def make_local(
             if style.startswith("colwise") and is_gathered:
                 module.register_forward_hook(lambda _m, _i, out: resize(out, -1, out.shape[-1] * size))
     for (path, name), value in divided.items():
-        if path in modules and name in vars(modules[path]):
-            setattr(modules[path], name, value)
+        if path in modules and number_of(modules[path], name) is not None:
+            set_number(modules[path], name, value)
 
 
 def resize(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:

@@ -1,0 +1,27 @@
+"""Integer attributes of modules, or of a configuration that a module holds (`config.num_attention_heads`)."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import nn
+
+
+def number_of(module: nn.Module, name: str) -> int | None:
+    """The value; None where it is no integer, or not there: a stand-in has none."""
+    holder, _, inner = name.rpartition(".")
+    held = vars(module).get(holder) if holder else None
+    value: Any = getattr(held, inner, None) if holder else vars(module).get(inner)
+    return value if type(value) is int else None
+
+
+def set_number(module: nn.Module, name: str, value: int) -> None:
+    """Have the module read another value. Of a configuration it gets a copy: others hold it, too."""
+    holder, _, inner = name.rpartition(".")
+    if holder:
+        held = copy.copy(vars(module)[holder])
+        setattr(held, inner, value)
+        setattr(module, holder, held)
+    else:
+        setattr(module, inner, value)
