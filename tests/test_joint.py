@@ -208,6 +208,8 @@ def test_a_number_of_heads_in_a_configuration_is_the_attention_s_own_then() -> N
         here = copy.deepcopy(model)
         split(here, mesh, found.styles, found.divided)
         assert here.config.num_attention_heads == H  # type: ignore[union-attr]
+        assert here.blocks[0].attn.config.num_attention_heads == H // 2  # type: ignore[union-attr]
+        assert copy.deepcopy(here.blocks[0].attn.config).num_attention_heads == H  # type: ignore[arg-type, union-attr]
         return here(ids).detach()
 
     for rank in simulate(2, "tp", job):

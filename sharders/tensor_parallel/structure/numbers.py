@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -17,11 +18,15 @@ def number_of(module: nn.Module, name: str) -> int | None:
 
 
 def set_number(module: nn.Module, name: str, value: int) -> None:
-    """Have the module read another value. Of a configuration it gets a copy: others hold it, too."""
+    """Have the module read another value. Of a configuration it gets one of its own, for others hold it too; a deep
+    copy of that is one of the original: copies of a model are made to be split anew, or not at all.
+    """
     holder, _, inner = name.rpartition(".")
     if holder:
-        held = copy.copy(vars(module)[holder])
+        original = vars(module)[holder]
+        held = copy.copy(original)
         setattr(held, inner, value)
+        vars(held)["__deepcopy__"] = partial(copy.deepcopy, original)
         setattr(module, holder, held)
     else:
         setattr(module, inner, value)
