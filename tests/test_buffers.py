@@ -78,6 +78,21 @@ def _as_under_ddp(with_norm: bool) -> list[int]:
     return travelled
 
 
+def _of_a_dim_of_one(name: str) -> None:
+    """The only buffer has a dim of size 1, whose stride may be anything; by itself DDP takes it for overlapping."""
+    module = nn.Linear(4, 4)
+    module.register_buffer("positions", torch.full((1, 6, 4), float(dist.get_rank())).transpose(0, 1))
+    model = DistributedModelParallel(module, ShardingEnv.from_mesh(mesh((2,), (name,))))
+    for step in range(3):
+        model.module.get_buffer("positions").add_(dist.get_rank() * step)
+        model(torch.ones(2, 4)).sum().backward()
+        assert not model.module.get_buffer("positions").any()
+
+
+def test_a_buffer_of_a_dim_of_one() -> None:
+    run_ranks(2, _of_a_dim_of_one, "dp")
+
+
 def test_unwritten_buffers_do_not_travel() -> None:
     assert run_ranks(2, _as_under_ddp, False) == [[0, 2, 3, 4]] * 2
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -196,3 +198,36 @@ def _method_of_the_root() -> None:
 def test_a_method_of_the_root_beside_its_forward() -> None:
     """torch said "mixed torch.Tensor and DTensor"; what the error advises is right."""
     run_ranks(2, _method_of_the_root)
+
+
+class Recurrent(nn.Module):
+    """Whose first hidden states are made of a weight, for its dtype and device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTM(4, 4, batch_first=True)
+
+    def start(self, num_samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+        weight = next(self.parameters())
+        return weight.new_zeros(1, num_samples, 4), weight.new_full((1, num_samples, 4), 0.5)
+
+    def forward(self, x: torch.Tensor, state: Any) -> Any:
+        return self.cell(x, state)
+
+
+def carries_its_state(shape: tuple[int, ...], names: tuple[str, ...]) -> None:
+    torch.manual_seed(0)
+    plain, x = Recurrent(), torch.randn(2, 3, 4)
+    model = DistributedModelParallel(copy.deepcopy(plain), env=ShardingEnv.from_mesh(mesh(shape, names)))
+    state, expected = model.module.start(2), plain.start(2)  # type: ignore[operator]
+    for _ in range(2):
+        out, state = model(x, state)
+        want, expected = plain(x, expected)
+        torch.testing.assert_close((out, *state), (want, *expected))
+        assert type(out) is torch.Tensor
+
+
+@pytest.mark.parametrize(("shape", "names"), [((2,), ("shard",)), ((2, 2), ("shard", "tp"))], ids=str)
+def test_a_state_made_of_a_weight(shape: tuple[int, ...], names: tuple[str, ...]) -> None:
+    """`next(model.parameters()).new_zeros(...)` is a DTensor where weights are split."""
+    run_ranks(2 ** len(shape), carries_its_state, shape, names)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from dmp import (
     DistributedModelParallel,
@@ -47,6 +47,10 @@ def tp(plan: dict[str, Any], **options: Any) -> dict[str, Any]:
     return {"sharders": [TP(plan, **options)]}
 
 
+OF_DTENSORS = {
+    **{f"layers.*.attention.{name}": ColwiseParallel(use_local_output=False) for name in ("wq", "wk", "wv")},
+    "layers.*.attention.wo": RowwiseParallel(),
+}
 CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], tuple[str, ...]]] = {
     "heads": (llama(heads=3, kv_heads=3, dim=48), {}, ("'layers.0.attention'", "heads 3", "2", "'tp'", "leaves this")),
     "one key": (llama(kv_heads=1), {}, ("'layers.0.attention'", "heads 1", "a mesh without the axis 'tp'")),
@@ -54,6 +58,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], tuple[str, ...]]
     "style": (llama(), tp({"output": "columnwise"}), ("'output'", "did you mean 'colwise'")),
     "norm": (llama(), tp({"norm": "rowwise"}), ("'norm'", "RMSNorm", "sequence")),
     "norm by torch's style": (llama(), tp({"norm": ColwiseParallel()}), ("'norm'", "RMSNorm", "leave it out")),
+    "dtensors": (
+        llama(),
+        tp(OF_DTENSORS),
+        ("'layers.0.attention.wq'", "use_local_output=False", "sequence_parallel=True"),
+    ),
     "class": (llama(), tp({"output": ColwiseParallel}), ("'output'", "the class; call it")),
     "odd": (lambda: nn.Sequential(nn.Linear(8, 7)), {"plan": {"0.weight": colwise()}}, ("'0.weight'", "7", "2", "pad")),
     "bias": (lambda: nn.Sequential(nn.Linear(8, 8)), {"plan": {"0.bias": colwise()}}, ("'0'", "'0.weight'")),

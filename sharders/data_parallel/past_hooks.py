@@ -8,7 +8,7 @@ unit's `forward` calls the unit unless that is where it comes from. What else ru
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -42,18 +42,21 @@ def gather_by_forward(unit: Any) -> None:
 def explain_pieces(root: Any, units: Sequence[Any]) -> None:
     """Have what torch says of pieces of weights, where the model's forward meets them, be an error that says whose.
 
-    So has what it says of modules that were added since, which may have been made for the shape of a piece.
+    So has what it says of modules that were added since, which may have been made for the shape of a piece. What was
+    made of a piece outside and is handed in, as a first hidden state by `next(model.parameters()).new_zeros(...)`, is
+    made whole.
 
     Args:
         root: whose forward it is; after `gather_by_forward`.
         units: the others that are gathered at once each.
     """
     own, were = root.forward, set(root.modules())
+    meshes = {p.device_mesh for p in root.parameters() if is_dtensor(p)}
 
     @functools.wraps(own)
     def forward(*args: Any, **kwargs: Any) -> Any:
         try:
-            return own(*args, **kwargs)
+            return own(*_made_whole(args, meshes), **{name: _made_whole(x, meshes) for name, x in kwargs.items()})
         except RuntimeError as error:
             added = next((n for path, m in root.named_modules() if m not in were for n in _trained(path, m)), None)
             if added is not None:
@@ -67,6 +70,14 @@ def explain_pieces(root: Any, units: Sequence[Any]) -> None:
             raise
 
     root.forward = forward
+
+
+def _made_whole(value: Any, meshes: Container[Any]) -> Any:
+    """Of a DTensor on one of the meshes the whole; of tuples of such, which lie in each other, too."""
+    if type(value) is tuple:
+        whole = tuple(_made_whole(each, meshes) for each in value)
+        return value if all(a is b for a, b in zip(value, whole, strict=True)) else whole
+    return value.full_tensor() if is_dtensor(value) and value.device_mesh in meshes else value
 
 
 def _trained(path: str, module: nn.Module) -> list[str]:

@@ -98,8 +98,10 @@ class AnyReachDDP(DistributedDataParallel):
         if not self._buffer_sync.have_changed(tensors):
             return
         gradients, self.process_group = self.process_group, self._buffer_sync.group
+        # Views without dims of size 1, whose strides may be anything: torch takes them for memory that overlaps.
+        views = [t.squeeze() for t in tensors]
         try:  # by torch's own frame, in which the watchdog knows a wait
-            super()._distributed_broadcast_coalesced(tensors, buffer_size, authoritative_rank)  # type: ignore[no-untyped-call]
+            super()._distributed_broadcast_coalesced(views, buffer_size, authoritative_rank)  # type: ignore[no-untyped-call]
         finally:
             self.process_group = gradients
         self._buffer_sync.were_sent(tensors)

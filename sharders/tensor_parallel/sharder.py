@@ -123,6 +123,19 @@ class TensorParallelPlacement:
         _share_random_state(random_state, mesh)  # also where all is whole: ranks must drop the same
 
 
+def _of_dtensors(styles: Styles) -> str:
+    """What to do about styles of torch's that hand DTensors on, whose forward is written for whole ones."""
+    split = {path: style for path, style in styles.items() if family(style) in ("colwise", "rowwise")}
+    named = [path for path, style in split.items() if not getattr(style, "use_local_output", True)]
+    if not named:
+        return ""
+    return (
+        f". {named[0]!r} has use_local_output=False: what follows gets a DTensor with all heads, but here attentions "
+        "run on plain tensors with their own heads: give names ('colwise', 'rowwise'), and sequence_parallel=True for "
+        "parts of the sequence between them"
+    )
+
+
 @dataclass(frozen=True)
 class _Placing:
     """One call of `place`: the choice of styles, completed and checked."""
@@ -233,7 +246,7 @@ class _Placing:
             raise _WrongPlanError(
                 f"a tensor-parallel plan that is wrong for this model: run on {self.runs.size} simulated ranks of "
                 f"axis {self.runs.axis!r} with small random inputs, {proof.wrong}; leave out of the plan the module "
-                "whose weights are not used as its styles say, or pass no plan"
+                f"whose weights are not used as its styles say, or pass no plan{_of_dtensors(styles)}"
             )
         notes = choice.notes
         if not any("proved" in note for note in notes) or (proof.unproved and not is_derived):
