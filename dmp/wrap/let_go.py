@@ -47,7 +47,9 @@ def _let_go(old: nn.Parameter) -> None:
         handle.remove()
     param_to_acc_grad_map.pop(old, None)
     if handles:
-        old.register_post_accumulate_grad_hook(_update)
+        is_trained = old.requires_grad
+        old.requires_grad_(True).register_post_accumulate_grad_hook(_update)  # a frozen one takes none
+        old.requires_grad_(is_trained)
 
 
 def _update(parameter: torch.Tensor) -> None:

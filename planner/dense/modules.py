@@ -25,7 +25,8 @@ def features_of(owner: nn.Module, shape: tuple[int, ...]) -> tuple[int, int]:
 
 def is_transposed(owner: nn.Module) -> bool:
     """Whether its weight is (in, out): by its name, or by a bias as long as that."""
-    weight, bias = owner._parameters.get("weight"), owner._parameters.get("bias")
+    own = dict(owner._parameters.items())  # a scripted module's are no dict
+    weight, bias = own.get("weight"), own.get("bias")
     if type(owner).__name__ == _TRANSPOSED or weight is None or bias is None or is_lazy(weight) or weight.dim() != 2:
         return type(owner).__name__ == _TRANSPOSED
     return len(bias) == weight.shape[1] != weight.shape[0]
