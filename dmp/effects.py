@@ -42,7 +42,7 @@ For the whole process, once
   chunks of tables are given and taken as chunks, which torch's checkpoint would take for the whole; so do TorchRec's
   keyed optimizers, where they are imported; its clipping refuses what it would pass over (dmp/state/keyed_clipping.py)
 - DTensors that are several rectangles on a rank, as torch's distributed checkpoint does not know of its own strided
-  shards, tell it of all (dmp/state/strided_shards.py)
+  shards, tell it of all, and whole tensors are cut so where torch loads them (dmp/state/strided_shards.py)
 - torch's `get_state_dict` and its like, where they are imported, give such chunks whole where whole tensors are asked
   for (dmp/state/torch_state_dict.py)
 - `dmp/state/safetensors_files.py: safetensors.storage_ptr =`, where it is imported: what safetensors says of weights

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 
 from dmp import (
@@ -321,10 +323,20 @@ def _through_torch(model: nn.Module, optimizer: torch.optim.Optimizer, path: str
     model.load_state_dict(into["model"])
     optimizer.load_state_dict(into["optimizer"])
     dist.barrier()
-    for was, now in zip(
-        before, (full_state_dict(model), full_optimizer_state_dict(model, optimizer)["state"]), strict=True
-    ):
-        torch.testing.assert_close(now, was, atol=0, rtol=0)
+    _are_as(before, model, optimizer)
+    states: Any = copy.deepcopy(get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True)))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    given = ({}, {}) if dist.get_rank() else states
+    set_state_dict(model, optimizer, model_state_dict=given[0], optim_state_dict=given[1], options=options)
+    _are_as(before, model, optimizer)
+
+
+def _are_as(before: tuple[object, object], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    after = full_state_dict(model), full_optimizer_state_dict(model, optimizer)["state"]
+    torch.testing.assert_close(after, before, atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("kind", LINEARS)

@@ -9,7 +9,7 @@ verified. In reading order:
 - `kinds`: torch's operations over lists of tensors, where some are DTensors
 - `clip`: gradient clipping by the norm of the whole model, torch's function too
 - `chunks_of_state`: state dicts of torch's optimizers and TorchRec's keyed ones, with chunks as chunks
-- `strided_shards`: torch's distributed checkpoint of weights that a rank holds several parts of
+- `strided_shards`: what torch reads and writes of weights that a rank holds several parts of
 - `torch_state_dict`: torch's own functions for state dicts, which give whole tensors where these are asked for
 - `safetensors_files`: safetensors' own functions, which take whole tensors alone
 - `keyed_clipping`: TorchRec's gradient clipping, refused where its norm would be another

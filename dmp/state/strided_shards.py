@@ -1,7 +1,8 @@
-"""torch's distributed checkpoint of strided shards: told where they are, see [Note: strided shards].
+"""What torch reads and writes of strided shards, told where they are, see [Note: strided shards].
 
 So `dcp.save` of a model's or an optimizer's state dict, in which such weights are DTensors, writes what is there, and
-`dcp.load` puts it where it belongs, whatever mesh it was saved on. Other DTensors are left to torch.
+`dcp.load` puts it where it belongs, whatever mesh it was saved on; and `set_model_state_dict` takes of a whole tensor
+what is here. Other DTensors are left to torch.
 """
 
 from __future__ import annotations
@@ -9,8 +10,13 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
+
 from dmp.chunked import ChunkedTensor, as_chunks
 from dmp.dtensor_pieces import strided
+from dmp.places import is_dtensor
+
+_DISTRIBUTES = "_distribute_tensors"
 
 
 def _rectangles(tensor: Any) -> ChunkedTensor | None:
@@ -52,3 +58,28 @@ def know_strided_shards(package: Any) -> None:
     dtensor.__create_write_items__ = create_write_items
     dtensor.__create_chunk_list__ = create_chunk_list
     dtensor.__get_tensor_shard__ = get_tensor_shard
+
+
+def cut_strided_shards(utilities: Any) -> None:
+    """Have whole tensors that are loaded be cut so, too.
+
+    Args:
+        utilities: `torch.distributed._state_dict_utils`.
+    """
+    own = getattr(utilities, _DISTRIBUTES)
+
+    @functools.wraps(own)
+    def distribute(local_state_dict: dict[str, Any], keys: list[str], *args: Any, **options: Any) -> None:
+        rest = []
+        for key in keys:
+            given = local_state_dict.get(key)
+            if isinstance(given, tuple) and is_dtensor(given[0]) and any(map(strided, given[0].placements)):
+                to: Any = given[0]
+                to = torch.empty_like(to, device=given[1].device) if to.is_meta else to
+                as_chunks(to).fill_from(given[1])
+                local_state_dict[key] = to
+            else:
+                rest.append(key)
+        own(local_state_dict, rest, *args, **options)
+
+    setattr(utilities, _DISTRIBUTES, distribute)
