@@ -345,3 +345,12 @@ def test_trains_as_one_process_and_its_state_goes_to_any_mesh(kind: str, tmp_pat
     folders = [None, *(str(tmp_path / mesh) for mesh in meshes[:-1]), None]
     for mesh, source, target in zip(meshes, folders[:-1], folders[1:], strict=True):
         run_ranks(math.prod(MESHES[mesh].shape), trained_saved_and_loaded, mesh, kind, source, target)
+
+
+@pytest.mark.parametrize("kind", LINEARS)
+def test_sequence_parallel_is_proved_too(kind: str) -> None:
+    sharder = TensorParallelSharder(sequence_parallel=True)
+    found = sharder.place(make(kind), {}, ShardingEnv.abstract((2,), ("tp",)))
+    wanted = {"attn": "gather_input", "attn.qkv": "colwise_packed_3", "attn.proj": "rowwise_scatter"}
+    assert {path: found.styles[f"blocks.0.{path}"] for path in wanted} == wanted
+    assert any("; proved" in note for note in found.notes)
