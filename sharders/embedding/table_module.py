@@ -14,15 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._compile import _disable_dynamo
 
-from dmp import (
-    Calls,
-    ChunkedTensor,
-    FusedParameter,
-    Layout,
-    ParameterInfo,
-    ParameterSharding,
-    ShardingEnv,
-)
+from dmp import Calls, ChunkedTensor, FusedParameter, Layout, ParameterInfo, ParameterSharding, ShardingEnv
 from sharders.channel import over_group
 from sharders.embedding.batch import Ids
 from sharders.embedding.call import Call
@@ -38,7 +30,7 @@ from sharders.embedding.resting import apart, as_they_are, at_first, resting
 from sharders.embedding.successor import hand_on
 from sharders.embedding.tensor_slice import tensor_ranks
 from sharders.embedding.torchrec_form import TorchRecForm, check_gradients_are_means, make_known
-from sharders.embedding.unread_weight import Unread
+from sharders.embedding.unread_weight import Part, Unread
 
 InitFn = Callable[[torch.Tensor], Any]
 _log = logging.getLogger("dmp")
@@ -72,17 +64,20 @@ class Watched(nn.Module):
         self.__dict__["_parameters"] = held
 
     def __getattr__(self, name: str) -> Any:
-        value = super().__getattr__(name)
-        is_unread = name in self.__dict__["_parameters"] and self._engine.calls.is_forward
-        return self._unread(name, value) if is_unread else value
+        value: Any = super().__getattr__(name)
+        if name not in self._tables or name not in self.__dict__["_parameters"]:
+            return value
+        (size, path), is_forward = self._whole(name), self._engine.calls.is_forward
+        return self._unread(name, value) if is_forward else Part.of(value, size, path, self)
 
     def _unread(self, name: str, parameter: Any) -> Any:
-        engine = self._engine
-        table = engine.tables[self._tables[name]]
-        if engine.env.size == 1 and table.optimizer is None:
+        if self._engine.env.size == 1 and self._engine.tables[self._tables[name]].optimizer is None:
             return parameter  # the whole table, whose gradient is whole
-        path = f"{engine.name}.{table.parameter}" if engine.name else table.parameter
-        return Unread.of(parameter, (table.rows, table.dim), path, self._way_out)
+        return Unread.of(parameter, *self._whole(name), self._way_out)
+
+    def _whole(self, name: str) -> tuple[tuple[int, int], str]:
+        engine, table = self._engine, self._engine.tables[self._tables[name]]
+        return (table.rows, table.dim), f"{engine.name}.{table.parameter}" if engine.name else table.parameter
 
 
 class Holder(Watched):
