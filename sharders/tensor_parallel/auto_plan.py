@@ -164,7 +164,7 @@ def _branch_styles(block: nn.Module, branch: Branch, parts: int) -> dict[str, st
     up = "colwise" if parts == 1 else f"colwise_packed_{parts}"
     styles = {**dict.fromkeys(branch.up, "colwise"), branch.down: "rowwise", **dict(branch.adapters)}
     styles = {name: up if style == "colwise" else style for name, style in styles.items()}
-    if branch.heads is not None:
+    if branch.heads is not None and not branch.widths:
         for name, module in block.get_submodule(branch.path).named_modules():
             shapes = {tuple(p.shape) for p in module.parameters(recurse=False)}
             if shapes == {(branch.heads.size,)} and features_of(module) is None:

@@ -23,7 +23,8 @@ from sharders.tensor_parallel.split.patterns import Styles, expand, from_layouts
 from sharders.tensor_parallel.split.same_samples import compare_samples
 from sharders.tensor_parallel.split.split import hidden_size, split
 from sharders.tensor_parallel.split.styles import Style, canonical, check_divides, family, layouts_of
-from sharders.tensor_parallel.structure.linears import is_joint_attention
+from sharders.tensor_parallel.structure.latent import latent_rank
+from sharders.tensor_parallel.structure.linears import features_of, is_joint_attention
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -176,23 +177,24 @@ class _Placing:
         return own if not self._leaves_some(own) else self._more_of(own)
 
     def _leaves_some(self, placement: TensorParallelPlacement) -> bool:
-        """Whether an attention, an MLP or experts are whole."""
+        """Whether an attention, an MLP or experts are whole, or compute what every rank has."""
         for block in self.runs.transformer.representatives():
             parts = [*(branch.down for branch in block.branches), *(path for path, _ in block.experts)]
-            if any(join_name(block.path, part) not in placement.styles for part in parts):
+            styles = [placement.styles.get(join_name(block.path, part)) for part in parts]
+            if any(style in (None, "rowwise_gather") for style in styles):
                 return True
         return False
 
     def _more_of(self, own: TensorParallelPlacement) -> TensorParallelPlacement:
-        """Of the model's own plan and that from its structure the one which splits more weights."""
+        """Of the model's own plan and that from its structure the one which splits more; the latter, if as many."""
         try:
             derived = self._derived(())
         except PlanError:
             return own
         split, more = (self._split_weights(placement) for placement in (own, derived))
-        if more <= split:
+        if more < split:
             return own
-        note = f"the model's own tp_plan is not used: it splits {split:,} weights, and what its structure says {more:,}"
+        note = f"the model's own tp_plan is not used: it splits {split:,} weights, what its structure says {more:,}"
         return replace(derived, notes=(note, *derived.notes))
 
     def _split_weights(self, placement: TensorParallelPlacement) -> int:
@@ -264,6 +266,13 @@ class _Placing:
         for path, style in styles.items():
             module = self.model.get_submodule(path)
             canonical(style, path, module)
+            if style == "latent":
+                around, features = self.model.get_submodule(path.rpartition(".")[0]), features_of(module)
+                if features is None or latent_rank(around, features) is None:
+                    raise PlanError(
+                        f"module {path!r}: 'latent' is for the Linear of a latent attention, which gives a vector that "
+                        "a norm and a Linear beside it take, and a part of the key behind it; this is none"
+                    )
             lazy = [name for name, p in module._parameters.items() if p is not None and is_lazy(p)]
             if lazy and family(style):
                 raise PlanError(f"module {path!r}: {lazy} of a lazy module cannot be split before the first forward")

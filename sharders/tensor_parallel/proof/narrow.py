@@ -109,6 +109,8 @@ class _Replacements:
             self._replace(self.key_value_heads, key_value, kept)
             self._replace(self.sizes, query * size, kept * (query // key_value) * size)
             self._replace(self.sizes, key_value * size, kept * size)
+            for width in branch.widths:
+                self._replace(self.sizes, width, kept * (width // query))
         if self.transformer.width not in self.sizes:
             self._replace(self.sizes, self.transformer.width, self._free(32))
         width = self.transformer.width

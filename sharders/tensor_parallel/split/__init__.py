@@ -9,6 +9,7 @@
 - `mixtures`: experts, by the inner size of each
 - `same_samples`: ranks that call a split model with different samples, told
 - `plain`: what a split module hands to the model's code, which may write it in place
+- `shared_keys`: latent attentions, of whose key all heads share a part
 - `replicated_weights`: whole weights beside split ones, which the model reads as plain tensors
 - `twice`: gradients of gradients
 """

@@ -15,6 +15,7 @@ from sharders.tensor_parallel.split.local import split_local
 from sharders.tensor_parallel.split.mixtures import split_experts
 from sharders.tensor_parallel.split.plain import writable
 from sharders.tensor_parallel.split.replicated_weights import align_gradient, keep_tie, keep_whole_weights
+from sharders.tensor_parallel.split.shared_keys import sum_shared_keys
 from sharders.tensor_parallel.split.styles import COLWISE, ON_PARTS, Style, family, is_local, torch_style
 from sharders.tensor_parallel.split.twice import keep_graphs
 from sharders.tensor_parallel.structure.linears import features_of, is_joint_attention
@@ -57,6 +58,8 @@ def split(
         elif is_local(styles[path], module):
             (split_experts if family(styles[path]) == "experts" else split_local)(module, mesh, styles[path])
             adding.add(id(module))
+        if styles[path] == "latent":
+            sum_shared_keys(module, model.get_submodule(path.rpartition(".")[0]), mesh)
         _move_activations(path, module, styles, mesh)
     for (path, attribute), value in divided.items():
         set_number(model.get_submodule(path), attribute, value)

@@ -23,6 +23,7 @@ The rest moves activations; modules stay whole. A *chunk* is a rank's part of th
 - `gather_input`: takes a chunk, and hands its colwise Linears the whole.
 - `split_sequence`, `gather_sequence`: whole in, chunk on; chunk in, whole out.
 - `sum_gradients`: runs on this rank's heads alone (a norm of single heads), so gradients of its weights are summed.
+- `latent`: of what it gives, gradients of what lies behind the latent vector are summed, see [Note: latent attention].
 - `replicate`: nothing.
 
 Other names for some of them, as Hugging Face's plans have them, are in `ALIASES`.
@@ -51,7 +52,7 @@ COLWISE = ("colwise", "colwise_gather", "colwise_loss_parallel", "colwise_from_s
 ROWWISE = ("rowwise", "rowwise_gather", "rowwise_scatter")
 ON_CHUNKS = ("sequence", "split_sequence", "gather_sequence")  # of the sequence are the module's own weights used
 ON_PARTS = (*ON_CHUNKS, "sum_gradients")  # of the activations are they used, so that gradients are parts of a sum
-ACTIVATIONS = ("gather_input", "split_sequence", "gather_sequence", "sequence", "sum_gradients", "replicate")
+ACTIVATIONS = ("latent", "gather_input", "split_sequence", "gather_sequence", "sequence", "sum_gradients", "replicate")
 ALIASES = {
     "colwise_gather_output": "colwise_gather",
     "colwise_rep": "colwise_gather",
@@ -60,6 +61,8 @@ ALIASES = {
     "embedding_colwise": "colwise",
     "packed_colwise": "colwise_packed_2",
     "sequence_parallel": "sequence",
+    "rowwise_split_input": "rowwise_gather",
+    "mla_kv_a_proj": "latent",
     "moe_tp_experts": "experts",
     "replicated_with_grad_allreduce": "sum_gradients",
 }

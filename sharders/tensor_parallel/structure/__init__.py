@@ -4,6 +4,7 @@
 - `linears`: what multiplies by one matrix
 - `experts`: experts of a mixture, whose weights are stacks of matrices
 - `numbers`: integer attributes of modules and of their configurations
+- `latent`: attentions whose keys and values come of one short vector
 - `adapters`: Linears with low-rank pairs beside them
 - `find_transformer`: finds that in a model, by structure
 - `meta_copies`: copies of a model on meta

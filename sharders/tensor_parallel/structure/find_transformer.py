@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from dmp import is_inside, join_name
 from sharders.tensor_parallel.structure.adapters import children_in_place, in_place, split_in
 from sharders.tensor_parallel.structure.experts import experts_of
+from sharders.tensor_parallel.structure.latent import latent_attention
 from sharders.tensor_parallel.structure.linears import Features, features_of, is_joint_attention
 from sharders.tensor_parallel.structure.transformer import (
     CONFIGS,
@@ -85,7 +86,7 @@ def _attentions(modules: Mapping[str, nn.Module]) -> dict[str, Branch | Whole]:
     found: dict[str, Branch | Whole] = {}
     around: set[str] = set()
     # In two passes: query, key and value alone, as in Bert, look like a fused attention until their output is found.
-    for find in (_attention, _fused):
+    for find in (_attention, _latent, _fused):
         for path, module in list(modules.items())[::-1]:
             is_list = isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
             if is_list or path in around or any(p in found for p in outward(path)):
@@ -119,6 +120,13 @@ def _attention(path: str, module: nn.Module) -> Branch | Whole | None:
                 up, down = match
                 return _with_heads(path, module, up, down, linears)
     return None
+
+
+def _latent(path: str, module: nn.Module) -> Branch | None:
+    of = latent_attention(module, _linears(module, 1), _number([module], HEADS))
+    query, shared, up, down = (join_name(path, name) for name in of.names) if of else ("",) * 4
+    adapters = ((shared, "latent"),)
+    return of and Branch(path, (query, up), down, of.widths[2], of.heads, adapters=adapters, widths=of.widths)
 
 
 def _fused(path: str, module: nn.Module) -> Branch | Whole | None:
@@ -330,7 +338,7 @@ def _others(block: nn.Module, attention: Branch) -> str:
     and a proof that calls it with one sequence sees nothing of them. Where a block is its own attention they may be its
     MLP.
     """
-    if not attention.path:
+    if not attention.path or attention.widths:
         return ""
     own = {*attention.up, attention.down}
     inside = in_place(block.get_submodule(attention.path))
@@ -345,12 +353,13 @@ def _with_adapters(block: nn.Module, branch: Branch) -> Branch:
     for path, style in wanted.items():
         own[path], *others = (join_name(path, name) for name in split_in(block.get_submodule(path), style))
         adapters += [(name, style) for name in others]
-    return replace(branch, up=tuple(own[path] for path in branch.up), down=own[branch.down], adapters=tuple(adapters))
+    up, adapters = tuple(own[path] for path in branch.up), [*branch.adapters, *adapters]
+    return replace(branch, up=up, down=own[branch.down], adapters=tuple(adapters))
 
 
 def _relative(branch: Branch, block: str) -> Branch:
-    up = tuple(below(p, block) for p in branch.up)
-    return replace(branch, path=below(branch.path, block), up=up, down=below(branch.down, block))
+    up, adapters = tuple(below(p, block) for p in branch.up), tuple((below(p, block), s) for p, s in branch.adapters)
+    return replace(branch, path=below(branch.path, block), up=up, down=below(branch.down, block), adapters=adapters)
 
 
 def _mlps(

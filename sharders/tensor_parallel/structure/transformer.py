@@ -58,7 +58,10 @@ class Branch:
     """Into how many equal parts, each of them to be split, its up may have to be taken apart; the likeliest first."""
 
     adapters: tuple[tuple[str, str], ...] = ()
-    """Linears that are beside these, and how they are split with them; see [Note: adapters]."""
+    """Linears that are beside these, and what becomes of them; see [Note: adapters], [Note: latent attention]."""
+
+    widths: tuple[int, ...] = ()
+    """Of heads together, where they are others than heads times head size."""
 
     @property
     def is_joint(self) -> bool:
