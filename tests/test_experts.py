@@ -24,6 +24,7 @@ from dmp import (
     rowwise,
     save_checkpoint,
 )
+from planner import ShardingPlanner
 from sharders import TensorParallelSharder
 from sharders.tensor_parallel.structure.experts import experts_of
 from tests.ranks import mesh, run_ranks
@@ -233,3 +234,15 @@ def test_hugging_faces_experts_by_their_own_plan() -> None:
     assert any("proved" in note for note in found.notes) and not any("not proved" in note for note in found.notes)
     whole = sum(p.numel() for name, p in model.named_parameters() if name not in found.layouts)
     assert whole < 0.001 * sum(p.numel() for p in model.parameters())
+
+
+def test_the_planner_counts_one_sum_for_all_experts() -> None:
+    """Whichever dim of their stacks is split: what leads up was taken for a sum over ranks, too."""
+    env, seconds = ShardingEnv.abstract((2,), ("tp",)), {}
+    for kind in ("apart", "joint"):
+        planner = ShardingPlanner(sequence_length=4)
+        planner.plan(model_of(kind), [TensorParallelSharder()], env)
+        assert planner.report is not None
+        (layers,) = (block for block in planner.report.dense if block.count == 2)
+        seconds[kind] = layers.seconds["tensor collectives"]
+    assert seconds["apart"] == pytest.approx(seconds["joint"]) and seconds["joint"] > 0

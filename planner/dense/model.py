@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from dmp import ParameterInfo, is_inside, join_name
-from planner.dense.modules import attention_widths, features_of, is_lookup, is_transposed, recomputed
+from planner.dense.modules import attention_widths, features_of, is_lookup, recomputed
 from planner.dense.sequences import active_share, tokens_per_sample
 
 
@@ -30,7 +30,6 @@ class DenseWeight(NamedTuple):
         normed: features of a norm that keeps its input; else 0.
         share: part of the tokens that meet it (an expert's).
         trained: whether it gets a gradient.
-        is_transposed: whether its dims are (in, out).
     """
 
     block: str
@@ -44,7 +43,6 @@ class DenseWeight(NamedTuple):
     normed: int
     share: float
     trained: bool
-    is_transposed: bool = False
 
     @property
     def numel(self) -> int:
@@ -134,6 +132,5 @@ def _weights(module: nn.Module, infos: Mapping[str, ParameterInfo]) -> dict[str,
             info.shape[0] if is_norm else 0,
             share,
             p.requires_grad,
-            is_product and is_transposed(owner),
         )
     return found

@@ -107,8 +107,8 @@ def _placed(members: list[DenseWeight], layout: Layout, env: ShardingEnv) -> Pla
     along = None if layout.is_copied else fully_sharded_dim(sizes, dim, layout.num_parts, splits)
     if along is not None:
         sizes[along] = ceil(sizes[along] / splits)
-    if dim is not None and weight.is_transposed:
-        dim = 1 - dim
+    if dim is not None and not weight.looked_up:
+        dim = int(layout.name == "rowwise")  # whichever dim of the weight that is
     kind = TENSOR_PARALLEL if layout.is_tensor_parallel else REPLICATED if layout.is_copied else FULLY_SHARDED
     is_sequence = layout.is_tensor_parallel and layout.tensor_dim(2) is None
     return PlacedWeight(weight, len(members), kind, dim, is_sequence, used, prod(sizes))
