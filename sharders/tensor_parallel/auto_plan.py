@@ -16,7 +16,7 @@ from torch import nn
 from dmp import PlanError, is_inside, join_name
 from sharders.tensor_parallel.head_counts import Divided, ModelRuns
 from sharders.tensor_parallel.proof.sample import UnprovedError
-from sharders.tensor_parallel.prove import PlanProof, prove, warn_on_first_rank
+from sharders.tensor_parallel.prove import PlanProof, prove
 from sharders.tensor_parallel.sequence import sequence_styles
 from sharders.tensor_parallel.split.patterns import with_ties
 from sharders.tensor_parallel.split.styles import PACKED, Style
@@ -27,6 +27,9 @@ from sharders.tensor_parallel.structure.transformer import Branch, Transformer
 
 _TRIES, _TRIES_OF_ONE = 8, 3  # ways to divide attributes; the likeliest come first
 
+
+BECAUSE = "left whole, because"
+"""In notes on what was tried, and is wrong or raises: whoever takes the plan is to be warned."""
 
 _Found = tuple[dict[str, str], Divided]  # styles by module path, and local values of attributes
 
@@ -246,8 +249,7 @@ def _proved(runs: ModelRuns, candidates: list[_Candidate], notes: list[str]) -> 
                     kept, proof = [*kept, this], with_this
                     break
             else:
-                notes.append(f"{candidate.name}: left whole, because {wrong}")
-                warn_on_first_rank(notes[-1])
+                notes.append(f"{candidate.name}: {BECAUSE} {wrong}")
     notes.append(runs.verified() + proof.note)
     return _merged(kept), proof.divided or {}
 
@@ -280,8 +282,7 @@ def _without_disproved(runs: ModelRuns, branches: list[_Candidate], notes: list[
         proof = prove(runs, styles, [runs.divide_by_source(styles)])
         failure = proof.wrong or proof.raised
         if failure:
-            notes.append(f"{candidate.name}: left whole, because {failure}")
-            warn_on_first_rank(notes[-1])
+            notes.append(f"{candidate.name}: {BECAUSE} {failure}")
         else:
             yield candidate
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from dmp import Layout, PlanError, ShardError, ShardingEnv, join_name, type_name
-from sharders.tensor_parallel.auto_plan import Choice, check_heads, derive
+from sharders.tensor_parallel.auto_plan import BECAUSE, Choice, check_heads, derive
 from sharders.tensor_parallel.head_counts import Divided, ModelRuns, divided_attributes
 from sharders.tensor_parallel.prove import prove, warn_on_first_rank
 from sharders.tensor_parallel.sequence import sequence_styles
@@ -98,6 +98,7 @@ class TensorParallelPlacement:
         divided: (module path, attribute) -> its value on each rank, such as a number of heads.
         notes: what was left whole, and why, for showing.
         env: the mesh.
+        warnings: what is not seen from the numbers of a step.
     """
 
     layouts: Mapping[str, Layout]
@@ -105,6 +106,7 @@ class TensorParallelPlacement:
     divided: Mapping[tuple[str, str], int]
     notes: tuple[str, ...]
     env: ShardingEnv = field(repr=False)
+    warnings: tuple[str, ...] = ()
 
     def apply(self, model: nn.Module) -> None:
         """Split the model in place. No communication, but for the random state; parameters may be on meta.
@@ -147,7 +149,13 @@ class _Placing:
     env: ShardingEnv
 
     def place(self, wanted: Mapping[str, Layout]) -> TensorParallelPlacement:
-        """What is split; nothing wanted is the sharder's own choice."""
+        """What is split; nothing wanted is the sharder's own choice. Warns of what is chosen, not of what was tried."""
+        chosen = self._chosen(wanted)
+        for text in chosen.warnings:
+            warn_on_first_rank(text)
+        return chosen
+
+    def _chosen(self, wanted: Mapping[str, Layout]) -> TensorParallelPlacement:
         if not wanted:
             return self._own()
         try:
@@ -171,9 +179,8 @@ class _Placing:
             own = self._checked(self._planned(plan))
         except PlanError as error:  # a style that is none of ours
             note = f"the model's own tp_plan is not used: {error}"
-            found = self._derived((note,))
-            warn_on_first_rank(note)
-            return found
+            derived = self._derived((note,))
+            return replace(derived, warnings=(*derived.warnings, note))
         return own if not self._leaves_some(own) else self._more_of(own)
 
     def _leaves_some(self, placement: TensorParallelPlacement) -> bool:
@@ -241,8 +248,9 @@ class _Placing:
     def _checked(self, choice: Choice, *, is_derived: bool = False) -> TensorParallelPlacement:
         styles = {path: choice.styles[path] for path, _ in self.model.named_modules() if path in choice.styles}
         self._check(styles)
+        warnings = tuple(note for note in choice.notes if BECAUSE in note)
         if not styles:
-            return TensorParallelPlacement({}, {}, choice.divided, choice.notes, self.env)
+            return TensorParallelPlacement({}, {}, choice.divided, choice.notes, self.env, warnings)
         proof = prove(self.runs, styles, self._choices(choice, styles, is_derived))
         if proof.divided is None:
             raise _WrongPlanError(
@@ -253,9 +261,8 @@ class _Placing:
         notes = choice.notes
         if not any("proved" in note for note in notes) or (proof.unproved and not is_derived):
             notes = (*notes, proof.note)
-        if proof.unproved:
-            warn_on_first_rank(proof.note)
-        return TensorParallelPlacement(self._layouts(styles), styles, proof.divided, notes, self.env)
+        warnings += (proof.note,) if proof.unproved else ()
+        return TensorParallelPlacement(self._layouts(styles), styles, proof.divided, notes, self.env, warnings)
 
     def _choices(self, choice: Choice, styles: Styles, is_derived: bool) -> Iterator[Divided]:
         yield dict(choice.divided)
