@@ -53,6 +53,11 @@ class DenseLayout(Layout):
         return 1 if self.name == "rowwise" and num_dims > 1 else None
 
     @property
+    def splits_inputs(self) -> bool:
+        """Whether input features are split over the tensor axis."""
+        return self.name == "rowwise"
+
+    @property
     def num_parts(self) -> int:
         """Equal parts along the dim that is split, of each of which a rank has its share; see [Note: parts]."""
         return dict(self.args).get("parts") or 1

@@ -128,6 +128,11 @@ class Layout:
         return None
 
     @property
+    def splits_inputs(self) -> bool:
+        """Whether input features are what is split over the tensor axis, so that outputs are sums over its ranks."""
+        return False
+
+    @property
     def num_parts(self) -> int:
         """Equal parts along that dim, of each of which a rank has its share."""
         return 1

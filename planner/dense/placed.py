@@ -108,7 +108,7 @@ def _placed(members: list[DenseWeight], layout: Layout, env: ShardingEnv) -> Pla
     if along is not None:
         sizes[along] = ceil(sizes[along] / splits)
     if dim is not None and not weight.looked_up:
-        dim = int(layout.name == "rowwise")  # whichever dim of the weight that is
+        dim = int(layout.splits_inputs)  # whichever dim of the weight that is
     kind = TENSOR_PARALLEL if layout.is_tensor_parallel else REPLICATED if layout.is_copied else FULLY_SHARDED
     is_sequence = layout.is_tensor_parallel and layout.tensor_dim(2) is None
     return PlacedWeight(weight, len(members), kind, dim, is_sequence, used, prod(sizes))
