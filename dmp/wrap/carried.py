@@ -114,9 +114,7 @@ class Parameter:
         self.old.grad = None
         self.old.data = self.old.data.new_full((1,), nothing).expand(self.old.shape)
         if self.old.requires_grad:
-            self.old.register_hook(
-                partial(_refuse, self.name)
-            )  # it holds no chunks
+            self.old.register_hook(partial(_refuse, self.name))  # which holds no chunks
 
 
 def _refuse(name: str, _: torch.Tensor) -> None:

@@ -21,8 +21,11 @@ _WORTH_COLLECTING = 1 << 28
 
 @contextmanager
 def letting_go(model: Any, module: nn.Module) -> Iterator[None]:
-    """Let go of parameters with an optimizer in backward that `module` has, and `model.module` no longer at the end."""
-    updated = {id(p): p for p in module.parameters() if hasattr(p, "_in_backward_optimizers")}
+    """Let go of parameters with an optimizer in backward that `module` has, and `model.module` no longer at the end.
+
+    Of those on meta there is nothing to let go of.
+    """
+    updated = {id(p): p for p in module.parameters() if hasattr(p, "_in_backward_optimizers") and not p.is_meta}
     yield
     for kept in model.module.parameters() if updated else ():
         updated.pop(id(kept), None)
@@ -30,7 +33,7 @@ def letting_go(model: Any, module: nn.Module) -> Iterator[None]:
     while updated:
         _, old = updated.popitem()
         _let_go(old)
-        size += 0 if old.is_meta else old.numel() * old.element_size()
+        size += old.numel() * old.element_size()
     old = None  # type: ignore[assignment]  # else the last one would be found in use
     if size >= _WORTH_COLLECTING:
         gc.collect()
