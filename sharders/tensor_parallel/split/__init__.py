@@ -8,7 +8,7 @@
 - `attention`: torch's `nn.MultiheadAttention` with a rank's heads alone
 - `mixtures`: experts, by the inner size of each
 - `same_samples`: ranks that call a split model with different samples, told
-- `plain`: what a split module hands to the model's code, which may write it in place
+- `plain`: plain tensors into code that runs on a rank's part, and out of it
 - `shared_keys`: latent attentions, of whose key all heads share a part
 - `replicated_weights`: whole weights beside split ones, which the model reads as plain tensors
 - `twice`: gradients of gradients

@@ -16,6 +16,7 @@ from torch import nn
 
 from dmp import is_dtensor
 from sharders.tensor_parallel.split.local import split_weights
+from sharders.tensor_parallel.split.plain import entering, plain, summed
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -82,7 +83,7 @@ def _forward(
     else:
         heads = F.scaled_dot_product_attention(q, k, v, mask, dropout)
     out = F.linear(heads.transpose(1, 2).flatten(2), self.out_proj._parameters["weight"].to_local())  # type: ignore[union-attr]
-    out = _leaving(out, mesh)
+    out = summed(out, mesh)
     bias = self.out_proj._parameters["bias"]
     if bias is not None:
         out = out + (_here(bias, own) if is_dtensor(bias) else bias)
@@ -94,24 +95,10 @@ def _forward(
 
 
 def _entering(given: list[torch.Tensor], mesh: DeviceMesh) -> list[torch.Tensor]:
-    """What all ranks have, whose gradients are parts of a sum; what is given twice is summed once."""
-    from torch.distributed.tensor import DTensor, Partial, Replicate
-
-    found: dict[int, torch.Tensor] = {}
-    for x in given:
-        if id(x) not in found:
-            whole = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-            found[id(x)] = whole.to_local(grad_placements=[Partial()])
+    """What is given twice is summed once in the backward pass."""
+    found = {id(x): x for x in given}
+    found = {key: entering(x, mesh) for key, x in found.items()}
     return [found[id(x)] for x in given]
-
-
-def _leaving(part: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """The sum of the ranks' parts, which all of them have."""
-    from torch.distributed.tensor import DTensor, Partial, Replicate
-
-    return (
-        DTensor.from_local(part, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
-    )
 
 
 def _here(bias: Any, like: torch.Tensor) -> torch.Tensor:
@@ -153,8 +140,8 @@ def _weights(attended: torch.Tensor, mesh: DeviceMesh, averages: bool, is_batche
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     if averages:
-        whole = _leaving(attended.mean(1) / mesh.size(), mesh)
+        whole = summed(attended.mean(1) / mesh.size(), mesh)
     else:
         placed = DTensor.from_local(attended, mesh, [Shard(1)], run_check=False)
-        whole = placed.redistribute(placements=[Replicate()]).to_local()
+        whole = plain(placed.redistribute(placements=[Replicate()]))
     return whole if is_batched else whole[0]

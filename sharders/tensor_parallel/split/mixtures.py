@@ -14,7 +14,7 @@ from torch import nn
 
 from dmp import map_nested
 from sharders.tensor_parallel.split.local import split_weights
-from sharders.tensor_parallel.split.plain import plain
+from sharders.tensor_parallel.split.plain import entering, summed
 from sharders.tensor_parallel.split.replicated_weights import read_local
 from sharders.tensor_parallel.split.styles import Style
 
@@ -30,22 +30,16 @@ def split_experts(module: nn.Module, mesh: DeviceMesh, style: Style) -> None:
     Args:
         mesh: the tensor axis, whose size divides the inner size.
     """
-    from torch.distributed.tensor import DTensor, Partial, Replicate
-
     read_local(module, split_weights(module, mesh, style))
 
     def take(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        return map_nested(args, entered), map_nested(kwargs, entered)
+        return map_nested(args, taken), map_nested(kwargs, taken)
 
-    def entered(x: Any, _: str) -> Any:
-        if not isinstance(x, torch.Tensor) or not x.is_floating_point():
-            return x
-        whole = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-        return whole.to_local(grad_placements=[Partial()])
+    def taken(x: Any, _: str) -> Any:
+        return entering(x, mesh) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
 
     def give(_: nn.Module, args: Any, output: Any) -> Any:
-        part = DTensor.from_local(output, mesh, [Partial()], run_check=False)
-        return plain(part.redistribute(placements=[Replicate()]))
+        return summed(output, mesh)
 
     module.register_forward_pre_hook(take, with_kwargs=True)
     module.register_forward_hook(give)

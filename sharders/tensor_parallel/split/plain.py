@@ -1,4 +1,4 @@
-"""What a split module hands to the model's code: plain tensors, which that may write in place.
+"""What goes into code that runs on a rank's part, and comes out of it: plain tensors, which may be written in place.
 
 [Note: in place] `DTensor.to_local` gives a view that autograd lets nobody write: `nn.ReLU(inplace=True)` after a Linear
 raises, and so does a sum that is added to in place. Nobody else looks at what a split module has computed, so that the
@@ -14,7 +14,33 @@ import torch
 from dmp import is_dtensor
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
+
+
+def entering(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """What all ranks have, as it comes to code that runs on this rank's part: gradients of it are parts of a sum.
+
+    Forward: nothing. Backward: one all-reduce.
+
+    Args:
+        x: a plain tensor, or a DTensor that is whole.
+    """
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    whole: Any = x if is_dtensor(x) else DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+    local: torch.Tensor = whole.to_local(grad_placements=[Partial()])
+    return local
+
+
+def summed(part: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """The sum of the ranks' parts, which all of them have.
+
+    Forward: one all-reduce. Backward: nothing.
+    """
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    return plain(DTensor.from_local(part, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]))
 
 
 def plain(output: DTensor) -> torch.Tensor:

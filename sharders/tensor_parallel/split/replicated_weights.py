@@ -38,6 +38,10 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+_Read = Callable[[Any, nn.Module], Any]
+"""What the model's code gets of a parameter, a DTensor, and of the module that owns it."""
+
+
 def keep_whole_weights(
     model: nn.Module, mesh: DeviceMesh, on_parts: Collection[int], adding: Collection[int] = ()
 ) -> None:
@@ -98,7 +102,7 @@ def keep_tie(places: Sequence[Place]) -> None:
             _read_as(place.owner, (place.name,), _gathered)
 
 
-def _read_as(owner: nn.Module, names: tuple[str, ...], read: Callable[..., Any] | None) -> None:
+def _read_as(owner: nn.Module, names: tuple[str, ...], read: _Read | None) -> None:
     kind: Any = owner.__class__
     owner.__class__ = _reader(kind, names, read)
 
@@ -116,7 +120,7 @@ def _is_reader(module: nn.Module) -> bool:
 
 
 @cache
-def _reader(kind: Any, names: tuple[str, ...], read: Callable[..., Any] | None) -> type[nn.Module]:
+def _reader(kind: Any, names: tuple[str, ...], read: _Read | None) -> type[nn.Module]:
     """The subclass of `kind` that reads these parameters through `read`; named as `kind`, for code that asks."""
     body: dict[str, Any] = {name: property(_getter(name, read)) for name in names if read is not None}
     if not hasattr(kind, "_dmp_reads"):
@@ -170,7 +174,7 @@ def _is_read_by_model() -> bool:
     return torch.compiler.is_compiling() or _running.code or torch._C._current_graph_task_id() >= 0
 
 
-def _getter(name: str, read: Callable[..., Any]) -> Callable[[nn.Module], Any]:
+def _getter(name: str, read: _Read) -> Callable[[nn.Module], Any]:
     from torch.distributed.tensor import DTensor
 
     def get(module: nn.Module) -> Any:
@@ -179,42 +183,42 @@ def _getter(name: str, read: Callable[..., Any]) -> Callable[[nn.Module], Any]:
             if not _is_read_by_model():
                 return parameter
             if parameter.device_mesh.ndim == 1:
-                return _like_weight(parameter, module) if read is _like_weight else read(parameter)
+                return read(parameter, module)
             # On several axes it is FSDP2's sharded form, which is nothing to compute with unless each rank has all; a
             # gradient of it would be averaged by nobody.
             is_whole = not torch.is_grad_enabled() and all(p.is_replicate() for p in parameter.placements)
-            return _local(parameter) if is_whole else parameter
+            return _local(parameter, module) if is_whole else parameter
         return module.__getattr__(name) if parameter is None and name not in module._parameters else parameter
 
     return get
 
 
-def _local(parameter: Any) -> Any:
+def _local(parameter: Any, _: nn.Module) -> Any:
     return parameter.to_local()
 
 
-def _like_weight(parameter: Any, module: nn.Module) -> Any:
-    weight = module._parameters.get("weight")
+def _like_weight(parameter: Any, owner: nn.Module) -> Any:
+    weight = owner._parameters.get("weight")
     return parameter.to_local() if weight is None else parameter.to_local().to(weight.dtype)
 
 
-def _gathered(parameter: Any) -> Any:
+def _gathered(parameter: Any, _: nn.Module) -> Any:
     from torch.distributed.tensor import Replicate
 
     return parameter.redistribute(placements=[Replicate()]).to_local()
 
 
-def _summed(parameter: Any) -> Any:
+def _summed(parameter: Any, owner: nn.Module) -> Any:
     from torch.distributed.tensor import Partial
 
-    return _aligned(parameter).to_local(grad_placements=(Partial(),))
+    return _aligned(parameter, owner).to_local(grad_placements=(Partial(),))
 
 
-def _shared(parameter: Any) -> Any:
-    return _summed(parameter) / parameter.device_mesh.size()
+def _shared(parameter: Any, owner: nn.Module) -> Any:
+    return _summed(parameter, owner) / parameter.device_mesh.size()
 
 
-def _aligned(parameter: Any) -> Any:
+def _aligned(parameter: Any, _: nn.Module) -> Any:
     # To where it is already: nothing forward; backward, the gradient from where it is (partial, whole) to the same.
     return parameter.redistribute(placements=parameter.placements)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from sharders.tensor_parallel.split.plain import entering
 from sharders.tensor_parallel.structure.latent import latent_rank
 from sharders.tensor_parallel.structure.linears import features_of
 
@@ -21,15 +22,12 @@ def sum_shared_keys(shared: nn.Module, around: nn.Module, mesh: DeviceMesh) -> N
         around: the attention.
         mesh: the tensor axis.
     """
-    from torch.distributed.tensor import DTensor, Partial, Replicate
-
     features = features_of(shared)
     rank = None if features is None else latent_rank(around, features)
     assert rank is not None
 
     def give(_: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
         latent, key = output[..., :rank], output[..., rank:]
-        key = DTensor.from_local(key, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
-        return torch.cat((latent, key), -1)
+        return torch.cat((latent, entering(key, mesh)), -1)
 
     shared.register_forward_hook(give)
