@@ -22,6 +22,9 @@ from sharders.tensor_parallel.structure.find_transformer import recognise
 from sharders.tensor_parallel.structure.linears import features_of
 from sharders.tensor_parallel.structure.transformer import below, outward
 
+UNPROVED = "not proved"
+"""With which the note on a plan begins that could not be tried."""
+
 
 @dataclass(frozen=True)
 class PlanProof(Verdict):
@@ -36,7 +39,7 @@ class PlanProof(Verdict):
     @property
     def note(self) -> str:
         """For showing."""
-        return f"not proved: {self.unproved}" if self.unproved else f"proved: {self.on}"
+        return f"{UNPROVED}: {self.unproved}" if self.unproved else f"proved: {self.on}"
 
 
 def prove(runs: ModelRuns, styles: Mapping[str, Style], choices: Iterable[Divided], *, alone: bool = True) -> PlanProof:

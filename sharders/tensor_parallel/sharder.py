@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from dmp import Layout, PlanError, ShardError, ShardingEnv, join_name, type_name
 from sharders.tensor_parallel.auto_plan import BECAUSE, Choice, check_heads, derive
 from sharders.tensor_parallel.head_counts import Divided, ModelRuns, divided_attributes
-from sharders.tensor_parallel.prove import prove, warn_on_first_rank
+from sharders.tensor_parallel.prove import UNPROVED, prove, warn_on_first_rank
 from sharders.tensor_parallel.sequence import sequence_styles
 from sharders.tensor_parallel.split.patterns import Styles, expand, from_layouts, own_plan, with_heads, with_ties
 from sharders.tensor_parallel.split.same_samples import compare_samples
@@ -199,7 +199,7 @@ class _Placing:
         except PlanError:
             return own
         split, more = (self._split_weights(placement) for placement in (own, derived))
-        if more < split:
+        if more < split or any(text.startswith(UNPROVED) for text in derived.warnings):
             return own
         note = f"the model's own tp_plan is not used: it splits {split:,} weights, what its structure says {more:,}"
         return replace(derived, notes=(note, *derived.notes))

@@ -6,6 +6,7 @@
 - `numbers`: integer attributes of modules and of their configurations
 - `latent`: attentions whose keys and values come of one short vector
 - `adapters`: Linears with low-rank pairs beside them
+- `attentions`: attentions of a model, by structure
 - `find_transformer`: finds that in a model, by structure
 - `meta_copies`: copies of a model on meta
 - `dry_run`: a model run on meta with its local shapes

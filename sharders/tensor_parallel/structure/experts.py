@@ -9,16 +9,16 @@ the other in theirs or take turns. Each that fits is a *way* with a style of its
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from sharders.tensor_parallel.structure.linears import DOWN
+
 EXPERTS = ("experts", "experts_interleaved", "experts_transposed")
 """Styles of ways: the likeliest; where a gate and what it gates take turns; with the dims of matrices the other way."""
-_DOWN = re.compile(r"\w*(down|out)\w*|wo?_?2?")
 _LEAST = 2
 """Experts: a stack of one is no mixture."""
 
@@ -53,7 +53,7 @@ def experts_of(module: nn.Module) -> dict[str, Experts]:
     if len(stacks) + len(biases) < len(own) or len(stacks) not in (2, 3) or len(counts) != 1 or min(counts) < _LEAST:
         return {}
     downs = {name for name in stacks if any(True for _ in _ways(stacks, name))}
-    downs = downs if len(downs) == 1 else {name for name in downs if _DOWN.fullmatch(name)}
+    downs = downs if len(downs) == 1 else {name for name in downs if DOWN.fullmatch(name.lower())}
     found: dict[str, Experts] = {}
     for way in _ways(stacks, *downs) if len(downs) == 1 else ():
         whole = _with_biases(way, stacks, biases)

@@ -1,4 +1,4 @@
-"""Finds the parts of a transformer by their structure: blocks, attentions, MLPs, token embedding, head.
+"""Finds the parts of a transformer by their structure: blocks with their attentions, MLPs, token embedding, head.
 
 Structure means shapes of Linears and numbers of heads; a class decides nothing, and a name only where shapes cannot
 (which of four square matrices is the output). Pure: the model may be on meta, and is not changed.
@@ -6,38 +6,20 @@ Structure means shapes of Linears and numbers of heads; a class decides nothing,
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Hashable, Iterable, Mapping, Set
 from dataclasses import replace
-from typing import Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from dmp import is_inside, join_name
-from sharders.tensor_parallel.structure.adapters import children_in_place, in_place, split_in
+from sharders.tensor_parallel.structure.adapters import in_place, split_in
+from sharders.tensor_parallel.structure.attentions import attentions_in, last_of, linears_in
 from sharders.tensor_parallel.structure.experts import experts_of
-from sharders.tensor_parallel.structure.latent import latent_attention
-from sharders.tensor_parallel.structure.linears import Features, features_of, is_joint_attention
-from sharders.tensor_parallel.structure.transformer import (
-    CONFIGS,
-    HEAD_DIM,
-    HEADS,
-    KV_HEADS,
-    Block,
-    Branch,
-    Heads,
-    Transformer,
-    Whole,
-    below,
-    outward,
-)
+from sharders.tensor_parallel.structure.linears import DOWN, Features, features_of, is_joint_attention
+from sharders.tensor_parallel.structure.transformer import Block, Branch, Transformer, Whole, below, outward
 
-_AFTER = r"(_?(proj|projection|lin|linear|layer|w))?"
-_QKV = re.compile(r"(to_?|w_?|linear_?|lin_?|proj_?|c_)?(q|k|v|query|key|value)s?" + _AFTER)
-_OUT = re.compile(r"(to_?|w_?|linear_?|lin_?|c_)?(o|out|output|proj|dense)" + _AFTER)
-_DOWN = re.compile(r"w_?2|fc_?2|lin(ear)?_?2|\w*(down|out|proj_out|wo|c_proj|contract)\w*|wo")
 _POSITION = re.compile(r"pos|wpe|type|segment", re.IGNORECASE)
 
 
@@ -46,7 +28,7 @@ def recognise(model: nn.Module) -> Transformer:
     if any(is_lazy(p) for p in model.parameters()):
         return Transformer((), 0, None, None)
     modules = dict(in_place(model))
-    attentions = _attentions(modules)
+    attentions = attentions_in(modules)
     claimed = {p for a in attentions.values() if isinstance(a, Branch) for p in (*a.up, a.down)}
     paths = _block_paths(modules, attentions, claimed)
     stacks: dict[str, list[str]] = {}
@@ -79,158 +61,6 @@ def is_norm(module: nn.Module, width: int) -> bool:
     ):
         return False
     return {tuple(p.shape) for p in module.parameters()} == {(width,)}
-
-
-def _attentions(modules: Mapping[str, nn.Module]) -> dict[str, Branch | Whole]:
-    """Attentions by path (absolute paths inside), innermost modules first."""
-    found: dict[str, Branch | Whole] = {}
-    around: set[str] = set()
-    # In two passes: query, key and value alone, as in Bert, look like a fused attention until their output is found.
-    for find in (_attention, _latent, _fused):
-        for path, module in list(modules.items())[::-1]:
-            is_list = isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
-            if is_list or path in around or any(p in found for p in outward(path)):
-                continue
-            attention = find(path, module)
-            if attention is not None:
-                found[path] = attention
-                around.update(outward(path))
-    return {path: found[path] for path in modules if path in found}
-
-
-def _linears(module: nn.Module, depth: int) -> dict[str, Features]:
-    """Linears by relative path, at most `depth` modules down, in order of registration."""
-    found = {}
-    for name, child in children_in_place(module):
-        features = features_of(child)
-        if features is not None:
-            found[name] = features
-        elif depth > 1:
-            found |= {f"{name}.{n}": c for n, c in _linears(child, depth - 1).items()}
-    return found
-
-
-def _attention(path: str, module: nn.Module) -> Branch | Whole | None:
-    for depth in (1, 2):
-        linears = _linears(module, depth)
-        named = {n: m for n, m in linears.items() if _QKV.fullmatch(_last(n)) or _is_out(n)}
-        for candidates in (linears, named):
-            match = _match_attention(candidates) if len(candidates) == 4 else None
-            if match is not None:
-                up, down = match
-                return _with_heads(path, module, up, down, linears)
-    return None
-
-
-def _latent(path: str, module: nn.Module) -> Branch | None:
-    of = latent_attention(module, _linears(module, 1), _number([module], HEADS))
-    query, shared, up, down = (join_name(path, name) for name in of.names) if of else ("",) * 4
-    adapters = ((shared, "latent"),)
-    return of and Branch(path, (query, up), down, of.widths[2], of.heads, adapters=adapters, widths=of.widths)
-
-
-def _fused(path: str, module: nn.Module) -> Branch | Whole | None:
-    if isinstance(module, nn.MultiheadAttention):
-        if not is_joint_attention(module):
-            return Whole(path, "query, key and value are not one weight of equal parts, without more keys")
-        heads = Heads(module.num_heads, module.num_heads, module.head_dim)
-        return Branch(path, (path,), join_name(path, "out_proj"), module.embed_dim, heads, parts=(3,))
-    if _number([module], (*HEADS, *KV_HEADS, *HEAD_DIM), configs=False) is None:
-        return None
-    branch = _of_one_linear(path, module)
-    if branch is not None:
-        return branch
-    matrices = [p for c in module.children() for p in c.parameters(recurse=False) if p.dim() == 2]
-    if len(matrices) > 1 and not any(isinstance(m, nn.ModuleList) for m in module.modules()):
-        return Whole(path, "not four Linears for query, key, value and output (fused, or another kind of attention)")
-    return None
-
-
-def _of_one_linear(path: str, module: nn.Module) -> Branch | None:
-    """An attention whose query, key and value are one Linear, by the only two that fit its number of heads."""
-    linears = _linears(module, 1)
-    heads, size = _number([module], HEADS), _number([module], HEAD_DIM)
-    found = []
-    for up, down in itertools.permutations(linears, 2):
-        inner, width = linears[down].in_features, linears[down].out_features
-        of_head = inner // heads if heads is not None else size
-        if not of_head or inner % of_head or linears[up].in_features != width:
-            continue
-        query = inner // of_head
-        keys, rest = divmod(linears[up].out_features - inner, 2 * of_head)
-        if (heads is None or heads == query) and keys > 0 == rest and not query % keys:
-            found.append((up, down, Heads(query, keys, of_head)))
-    # A gate and what it gates, in one, has the shape of grouped queries: half as many keys and values.
-    alike = [each for each in found if each[2].query == each[2].key_value]
-    if len(alike or found) != 1:
-        return None
-    ((up, down, of),) = alike or found
-    parts = (3, 1) if of.query == of.key_value else (1,)
-    return Branch(path, (join_name(path, up),), join_name(path, down), of.query * of.size, of, parts)
-
-
-def _match_attention(linears: Mapping[str, Features]) -> tuple[tuple[str, str, str], str] | None:
-    """(query, key, value) and output among four Linears, by shape; names decide between equal shapes."""
-    names = list(linears)[::-1]
-    last_first = sorted(names, key=lambda n: (_QKV.fullmatch(_last(n)) is not None, not _is_out(n)))
-    for out in last_first:
-        # Where all are alike it does not matter which is the query: they are split in the same way.
-        q, k, v = sorted((n for n in linears if n != out), key=lambda n: -linears[n].out_features)
-        o, width, inner = linears[out], linears[q].in_features, linears[q].out_features
-        reads_alike = all(linears[n].in_features == width for n in (k, v))
-        grouped = linears[k].out_features == linears[v].out_features and inner % linears[k].out_features == 0
-        same_module = len({n.rpartition(".")[0] for n in (q, k, v)}) == 1
-        if reads_alike and grouped and same_module and (o.in_features, o.out_features) == (inner, width):
-            return (q, k, v), out
-    return None
-
-
-def _with_heads(
-    path: str, module: nn.Module, up: tuple[str, str, str], down: str, linears: Mapping[str, Features]
-) -> Branch | Whole | None:
-    inner, kv = linears[up[0]].out_features, linears[up[1]].out_features
-    owners = [module, *(m for m in module.modules() if m is not module and features_of(m) is None)]
-    heads, size = _number(owners, HEADS), _number(owners, HEAD_DIM)
-    if heads is None and size is not None and inner % size == 0:
-        heads = inner // size
-    if heads is None:
-        if all(_QKV.fullmatch(_last(n)) for n in up):
-            return Whole(path, f"no number of heads among its attributes ({', '.join(HEADS[:4])}, ...)")
-        return None  # four Linears of such shapes need not be an attention
-    if inner % heads or kv % (inner // heads):
-        return Whole(path, f"query and key widths {inner} and {kv} do not fit {heads} heads")
-    size = inner // heads
-    for name, parameter in module.named_parameters():
-        owner = name.rpartition(".")[0]
-        is_of_linear = any(is_inside(owner, n) for n in linears)
-        if not is_of_linear and heads > 1 and heads in parameter.shape[1:]:
-            return Whole(path, f"parameter {name!r} {tuple(parameter.shape)} has values for each head")
-    return Branch(
-        path, tuple(join_name(path, n) for n in up), join_name(path, down), inner, Heads(heads, kv // size, size)
-    )
-
-
-def _number(owners: Iterable[nn.Module], names: Iterable[str], *, configs: bool = True) -> int | None:
-    """The first positive integer attribute of one of these names, of the modules, then of their configurations."""
-    owners = list(owners)
-    places: list[Any] = [*owners]
-    if configs:
-        places += [vars(m)[c] for m in owners for c in CONFIGS if c in vars(m)]
-    for place in places:
-        for name in names:
-            value = vars(place).get(name) if isinstance(place, nn.Module) else getattr(place, name, None)
-            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-                return value
-    return None
-
-
-def _last(name: str) -> str:
-    return name.rpartition(".")[2].lower()
-
-
-def _is_out(name: str) -> bool:
-    atoms = name.lower().split(".")
-    return any(_OUT.fullmatch(a) for a in atoms) and not _QKV.fullmatch(atoms[-1])
 
 
 def _block_paths(
@@ -298,7 +128,7 @@ def _counted(paths: Iterable[str], modules: Mapping[str, nn.Module]) -> set[tupl
     """(module in a block, attribute) that is the block's place in its list, in all of them."""
     found: set[tuple[str, str]] | None = None
     for path in paths:
-        place = _last(path)
+        place = last_of(path)
         if place.isdigit():
             inside = modules[path].named_modules()
             here = {(n, a) for n, m in inside for a, v in vars(m).items() if type(v) is int and v == int(place)}
@@ -373,7 +203,7 @@ def _mlps(
         if isinstance(candidate, nn.ModuleList | nn.ModuleDict) or any(is_inside(path, c) for c in closed):
             continue
         for depth in (1, 2):
-            linears = {join_name(path, n): m for n, m in _linears(candidate, depth).items()}
+            linears = {join_name(path, n): m for n, m in linears_in(candidate, depth).items()}
             free = {n: m for n, m in linears.items() if n not in taken and not any(is_inside(n, c) for c in closed)}
             branch = _match_mlp(path, free, is_chain=isinstance(candidate, nn.Sequential))
             if branch is not None:
@@ -392,7 +222,7 @@ def _match_mlp(path: str, linears: Mapping[str, Features], *, is_chain: bool) ->
     # The last registered is the likely one, unless a name says otherwise; a chain runs in order.
     order = list(linears)[::-1]
     if not is_chain:
-        order.sort(key=lambda n: not any(_DOWN.fullmatch(a) for a in n.lower().split(".")))
+        order.sort(key=lambda n: not any(DOWN.fullmatch(a) for a in n.lower().split(".")))
     for down in order[:1] if is_chain else order:
         up = tuple(n for n in linears if n != down)
         shapes = {(linears[n].in_features, linears[n].out_features) for n in up}
@@ -436,7 +266,7 @@ def _vocabulary(outside: Mapping[str, nn.Module], width: int) -> tuple[str | Non
         for head, linear in list(linears.items())[::-1]:
             if linear.weight is embedding.weight:
                 return name, head
-    tokens = [n for n in embeddings if not _POSITION.search(_last(n))]
+    tokens = [n for n in embeddings if not _POSITION.search(last_of(n))]
     tokens.sort(key=lambda n: -embeddings[n].num_embeddings)
     for name in tokens:
         rows = embeddings[name].num_embeddings

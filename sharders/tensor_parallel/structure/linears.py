@@ -7,9 +7,13 @@ the order, and of others not what `forward` does; a plan is proved.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from torch import nn
+
+DOWN = re.compile(r"w_?2|fc_?2|lin(ear)?_?2|\w*(down|out|proj_out|wo|c_proj|contract)\w*|wo")
+"""Names of what leads back to the hidden size, lower case."""
 
 
 @dataclass(frozen=True)

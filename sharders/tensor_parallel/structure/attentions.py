@@ -1,0 +1,182 @@
+"""Finds attentions by their structure: shapes of Linears and numbers of heads; names only where shapes cannot tell."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from dmp import is_inside, join_name
+from sharders.tensor_parallel.structure.adapters import children_in_place
+from sharders.tensor_parallel.structure.latent import latent_attention
+from sharders.tensor_parallel.structure.linears import Features, features_of, is_joint_attention
+from sharders.tensor_parallel.structure.transformer import (
+    CONFIGS,
+    HEAD_DIM,
+    HEADS,
+    KV_HEADS,
+    Branch,
+    Heads,
+    Whole,
+    outward,
+)
+
+_AFTER = r"(_?(proj|projection|lin|linear|layer|w))?"
+_QKV = re.compile(r"(to_?|w_?|linear_?|lin_?|proj_?|c_)?(q|k|v|query|key|value)s?" + _AFTER)
+_OUT = re.compile(r"(to_?|w_?|linear_?|lin_?|c_)?(o|out|output|proj|dense)" + _AFTER)
+
+
+def attentions_in(modules: Mapping[str, nn.Module]) -> dict[str, Branch | Whole]:
+    """Attentions by path (absolute paths inside), innermost modules first."""
+    found: dict[str, Branch | Whole] = {}
+    around: set[str] = set()
+    # In two passes: query, key and value alone, as in Bert, look like a fused attention until their output is found.
+    for find in (_attention, _latent, _fused):
+        for path, module in list(modules.items())[::-1]:
+            is_list = isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
+            if is_list or path in around or any(p in found for p in outward(path)):
+                continue
+            attention = find(path, module)
+            if attention is not None:
+                found[path] = attention
+                around.update(outward(path))
+    return {path: found[path] for path in modules if path in found}
+
+
+def linears_in(module: nn.Module, depth: int) -> dict[str, Features]:
+    """Linears by relative path, at most `depth` modules down, in order of registration."""
+    found = {}
+    for name, child in children_in_place(module):
+        features = features_of(child)
+        if features is not None:
+            found[name] = features
+        elif depth > 1:
+            found |= {f"{name}.{n}": c for n, c in linears_in(child, depth - 1).items()}
+    return found
+
+
+def _attention(path: str, module: nn.Module) -> Branch | Whole | None:
+    for depth in (1, 2):
+        linears = linears_in(module, depth)
+        named = {n: m for n, m in linears.items() if _QKV.fullmatch(last_of(n)) or _is_out(n)}
+        for candidates in (linears, named):
+            match = _match_attention(candidates) if len(candidates) == 4 else None
+            if match is not None:
+                up, down = match
+                return _with_heads(path, module, up, down, linears)
+    return None
+
+
+def _latent(path: str, module: nn.Module) -> Branch | None:
+    of = latent_attention(module, linears_in(module, 1), _number([module], HEADS))
+    if of is None:
+        return None
+    query, shared, up, down = (join_name(path, name) for name in of.names)
+    return Branch(path, (query, up), down, of.widths[2], of.heads, adapters=((shared, "latent"),), widths=of.widths)
+
+
+def _fused(path: str, module: nn.Module) -> Branch | Whole | None:
+    if isinstance(module, nn.MultiheadAttention):
+        if not is_joint_attention(module):
+            return Whole(path, "query, key and value are not one weight of equal parts, without more keys")
+        heads = Heads(module.num_heads, module.num_heads, module.head_dim)
+        return Branch(path, (path,), join_name(path, "out_proj"), module.embed_dim, heads, parts=(3,))
+    if _number([module], (*HEADS, *KV_HEADS, *HEAD_DIM), configs=False) is None:
+        return None
+    branch = _of_one_linear(path, module)
+    if branch is not None:
+        return branch
+    matrices = [p for c in module.children() for p in c.parameters(recurse=False) if p.dim() == 2]
+    if len(matrices) > 1 and not any(isinstance(m, nn.ModuleList) for m in module.modules()):
+        return Whole(path, "not four Linears for query, key, value and output (fused, or another kind of attention)")
+    return None
+
+
+def _of_one_linear(path: str, module: nn.Module) -> Branch | None:
+    """An attention whose query, key and value are one Linear, by the only two that fit its number of heads."""
+    linears = linears_in(module, 1)
+    heads, size = _number([module], HEADS), _number([module], HEAD_DIM)
+    found = []
+    for up, down in itertools.permutations(linears, 2):
+        inner, width = linears[down].in_features, linears[down].out_features
+        of_head = inner // heads if heads is not None else size
+        if not of_head or inner % of_head or linears[up].in_features != width:
+            continue
+        query = inner // of_head
+        keys, rest = divmod(linears[up].out_features - inner, 2 * of_head)
+        if (heads is None or heads == query) and keys > 0 == rest and not query % keys:
+            found.append((up, down, Heads(query, keys, of_head)))
+    # A gate and what it gates, in one, has the shape of grouped queries: half as many keys and values.
+    alike = [each for each in found if each[2].query == each[2].key_value]
+    if len(alike or found) != 1:
+        return None
+    ((up, down, of),) = alike or found
+    parts = (3, 1) if of.query == of.key_value else (1,)
+    return Branch(path, (join_name(path, up),), join_name(path, down), of.query * of.size, of, parts)
+
+
+def _match_attention(linears: Mapping[str, Features]) -> tuple[tuple[str, str, str], str] | None:
+    """(query, key, value) and output among four Linears, by shape; names decide between equal shapes."""
+    names = list(linears)[::-1]
+    last_first = sorted(names, key=lambda n: (_QKV.fullmatch(last_of(n)) is not None, not _is_out(n)))
+    for out in last_first:
+        # Where all are alike it does not matter which is the query: they are split in the same way.
+        q, k, v = sorted((n for n in linears if n != out), key=lambda n: -linears[n].out_features)
+        o, width, inner = linears[out], linears[q].in_features, linears[q].out_features
+        reads_alike = all(linears[n].in_features == width for n in (k, v))
+        grouped = linears[k].out_features == linears[v].out_features and inner % linears[k].out_features == 0
+        same_module = len({n.rpartition(".")[0] for n in (q, k, v)}) == 1
+        if reads_alike and grouped and same_module and (o.in_features, o.out_features) == (inner, width):
+            return (q, k, v), out
+    return None
+
+
+def _with_heads(
+    path: str, module: nn.Module, up: tuple[str, str, str], down: str, linears: Mapping[str, Features]
+) -> Branch | Whole | None:
+    inner, kv = linears[up[0]].out_features, linears[up[1]].out_features
+    owners = [module, *(m for m in module.modules() if m is not module and features_of(m) is None)]
+    heads, size = _number(owners, HEADS), _number(owners, HEAD_DIM)
+    if heads is None and size is not None and inner % size == 0:
+        heads = inner // size
+    if heads is None:
+        if all(_QKV.fullmatch(last_of(n)) for n in up):
+            return Whole(path, f"no number of heads among its attributes ({', '.join(HEADS[:4])}, ...)")
+        return None  # four Linears of such shapes need not be an attention
+    if inner % heads or kv % (inner // heads):
+        return Whole(path, f"query and key widths {inner} and {kv} do not fit {heads} heads")
+    size = inner // heads
+    for name, parameter in module.named_parameters():
+        owner = name.rpartition(".")[0]
+        is_of_linear = any(is_inside(owner, n) for n in linears)
+        if not is_of_linear and heads > 1 and heads in parameter.shape[1:]:
+            return Whole(path, f"parameter {name!r} {tuple(parameter.shape)} has values for each head")
+    return Branch(
+        path, tuple(join_name(path, n) for n in up), join_name(path, down), inner, Heads(heads, kv // size, size)
+    )
+
+
+def _number(owners: Iterable[nn.Module], names: Iterable[str], *, configs: bool = True) -> int | None:
+    """The first positive integer attribute of one of these names, of the modules, then of their configurations."""
+    owners = list(owners)
+    places: list[Any] = [*owners]
+    if configs:
+        places += [vars(m)[c] for m in owners for c in CONFIGS if c in vars(m)]
+    for place in places:
+        for name in names:
+            value = vars(place).get(name) if isinstance(place, nn.Module) else getattr(place, name, None)
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
+    return None
+
+
+def last_of(name: str) -> str:
+    return name.rpartition(".")[2].lower()
+
+
+def _is_out(name: str) -> bool:
+    atoms = name.lower().split(".")
+    return any(_OUT.fullmatch(a) for a in atoms) and not _QKV.fullmatch(atoms[-1])
