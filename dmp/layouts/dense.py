@@ -9,6 +9,9 @@ so one rectangle may be on several ranks. Plans need not name dense weights: the
 *parts* one behind the other. A rank of the tensor axis has its share of each, as it would of the separate weights: so
 many rectangles. FSDP2 splits such a weight along its other dim, for what it cut of all of them together would be none
 of torch's placements; one without another dim that divides is whole along the fully sharded axes.
+
+[Note: stacks] FSDP2 splits dim 0, which of a stack of matrices, one for each expert, counts a few: on more ranks than
+that some would have whole experts, and others nothing. Then the longest dim that divides is split.
 """
 
 from __future__ import annotations
@@ -167,9 +170,12 @@ def fully_sharded_dim(shape: Sequence[int], tensor_dim: int | None, parts: int, 
         parts: along that dim, see [Note: parts].
         size: ranks on the fully sharded axes.
     """
-    if tensor_dim != 0 or parts == 1:
-        return 0 if shape else None
-    return 1 if len(shape) > 1 and shape[1] % size == 0 else None
+    if tensor_dim == 0 and parts > 1:
+        return 1 if len(shape) > 1 and shape[1] % size == 0 else None
+    if len(shape) > 2 and tensor_dim != 0 and shape[0] < size:  # see [Note: stacks]
+        others = [dim for dim in range(1, len(shape)) if dim != tensor_dim and shape[dim] % size == 0]
+        return max(others, key=lambda dim: shape[dim], default=0)
+    return 0 if shape else None
 
 
 def _check(layout: DenseLayout, shape: tuple[int, ...], axes: _DenseAxes) -> None:

@@ -248,11 +248,14 @@ class FSDPWrapper:
 
 def _split_dim(parameter: torch.Tensor, env: ShardingEnv) -> int | None:
     """The dim along which fully sharded axes split it; None for what neither `fully_shard` nor `replicate` takes."""
-    if is_dtensor(parameter) and env.fully_sharded_axes:
-        size = prod(env.shape[env.names.index(axis)] for axis in env.fully_sharded_axes)
-        for dim, parts in filter(None, map(strided, parameter.placements)):
-            return fully_sharded_dim(parameter.shape, dim, parts, size)
-    return 0 if parameter.dim() else None
+    size = prod(env.shape[env.names.index(axis)] for axis in env.fully_sharded_axes)
+    if size == 1:
+        return 0 if parameter.dim() else None
+    tensor_dim, parts = None, 1
+    for placement in parameter.placements if is_dtensor(parameter) else ():
+        if not placement.is_replicate():
+            tensor_dim, parts = strided(placement) or (placement.dim, 1)  # type: ignore[attr-defined]
+    return fully_sharded_dim(parameter.shape, tensor_dim, parts, size)
 
 
 def data_mesh(env: ShardingEnv) -> DeviceMesh:
