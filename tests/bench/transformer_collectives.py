@@ -40,11 +40,11 @@ def counts(work: Workload, mesh_name: str, mode: str) -> tuple[tuple[Counts, Cou
 
 
 def count(work: Workload, mesh_name: str, mode: str) -> tuple[tuple[Counts, Counts], tuple[Counts, Counts]]:
-    """On each rank, in the third step."""
+    """On each rank, in the ninth step: the first two set up what others have, the first eight compare samples."""
     found = []
     for side in make_sides(work, mesh_name, mode):
         batch = work.batch(env_of(mesh_name).data_rank, 0)
-        for _ in range(3):  # the first two set up what later ones have
+        for _ in range(9):
             both = (_counted(side.backward, *batch), _counted(side.update))
         found.append(both)
     return found[0], found[1]
