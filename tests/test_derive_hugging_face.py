@@ -107,5 +107,6 @@ def test_hugging_face_t5_shares_its_position_bias_between_blocks() -> None:
 
     model = T5ForConditionalGeneration(T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4))
     found = derive(ModelRuns(model, 2, "tp"))
-    assert not [p for p in found.styles if "SelfAttention" in p], "the first block's bias has all heads"
+    assert len([p for p in found.styles if "SelfAttention" in p]) == 4 * 4 + 2
+    assert found.styles["decoder.block.0.layer.0.SelfAttention.relative_attention_bias"] == "heads_1"
     assert len([p for p in found.styles if "DenseReluDense" in p]) == 8

@@ -133,12 +133,15 @@ def test_the_number_of_heads_may_be_in_a_configuration() -> None:
     assert branches(nn.ModuleList([attention]))[""][3] == Heads(2, 2, 8)
 
 
-def test_parameters_for_each_head_leave_the_attention_whole() -> None:
+def test_parameters_for_each_head_are_split_with_the_attention_or_leave_it_whole() -> None:
     attention = Attention(heads=4)
     attention.bias = nn.Embedding(32, 4)
+    (branch,) = recognise(nn.ModuleList([attention])).blocks[0].branches
+    assert dict(branch.adapters) == {"bias": "heads_1"}
+    attention.mix = nn.Parameter(torch.zeros(3, 5, 4))
     found = recognise(nn.ModuleList([attention])).blocks[0]
     assert found.branches == ()
-    assert "bias.weight" in found.whole[0].why
+    assert "'mix'" in found.whole[0].why
 
 
 def test_blocks_beside_tables_are_found() -> None:

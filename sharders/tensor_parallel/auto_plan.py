@@ -23,6 +23,7 @@ from sharders.tensor_parallel.split.styles import PACKED, Style
 from sharders.tensor_parallel.structure.dry_run import DryRunError
 from sharders.tensor_parallel.structure.experts import Experts
 from sharders.tensor_parallel.structure.linears import features_of
+from sharders.tensor_parallel.structure.of_heads import OF_HEADS, values_of_heads
 from sharders.tensor_parallel.structure.transformer import Branch, Transformer
 
 _TRIES, _TRIES_OF_ONE = 8, 3  # ways to divide attributes; the likeliest come first
@@ -30,6 +31,9 @@ _TRIES, _TRIES_OF_ONE = 8, 3  # ways to divide attributes; the likeliest come fi
 
 BECAUSE = "left whole, because"
 """In notes on what was tried, and is wrong or raises: whoever takes the plan is to be warned."""
+
+_JOINT = "one weight holds several, and how is neither proved nor to be seen"
+_VALUES = "that what it holds as many of as heads is theirs is not proved"
 
 _Found = tuple[dict[str, str], Divided]  # styles by module path, and local values of attributes
 
@@ -60,8 +64,8 @@ class _Candidate:
     otherwise: tuple[Mapping[str, str], ...] = ()
     """Where shapes do not tell how what is held in one is to be split: other styles to try."""
 
-    must_be_proved: bool = False
-    """For shapes are alike where it is split wrongly."""
+    unless_proved: str = ""
+    """Why it is left whole where it is not proved; for those whose shapes are alike where they are split wrongly."""
 
 
 def derive(runs: ModelRuns, *, sequence_parallel: bool = False, loss_parallel: bool = False) -> Choice:
@@ -141,7 +145,11 @@ def _branch_candidates(runs: ModelRuns) -> Iterator[_Candidate]:
                 {join_name(b.path, n): style for b in blocks for n, style in relative.items()}
                 for relative in (_branch_styles(model.get_submodule(first.path), branch, n) for n in branch.parts)
             ]
-            yield _Candidate(name, first.path, ways[0], tuple(ways[1:]), must_be_proved=branch.is_joint)
+            outside = _values_outside(runs, branch)
+            ways += [{**way, **outside} for way in ways if outside]
+            has_values = not OF_HEADS.keys().isdisjoint(dict(branch.adapters).values())
+            unless_proved = _JOINT if branch.is_joint else _VALUES * has_values
+            yield _Candidate(name, first.path, ways[0], tuple(ways[1:]), unless_proved)
         for path, every in first.experts:
             ways = [
                 {join_name(b.path, path): style for b in blocks}
@@ -150,7 +158,17 @@ def _branch_candidates(runs: ModelRuns) -> Iterator[_Candidate]:
             ]
             if ways:
                 name = _counted(join_name(first.path, path), len(blocks))
-                yield _Candidate(name, first.path, ways[0], tuple(ways[1:]), must_be_proved=True)
+                yield _Candidate(name, first.path, ways[0], tuple(ways[1:]), _JOINT)
+
+
+def _values_outside(runs: ModelRuns, branch: Branch) -> dict[str, str]:
+    """Of a model's modules that are in no attention, what holds values for each head; see [Note: values of heads]."""
+    if branch.heads is None or branch.widths:
+        return {}
+    branches = [(b, x) for b in runs.transformer.blocks for x in b.branches if x.heads is not None]
+    closed = [join_name(b.path, x.path) for b, x in branches]
+    found = values_of_heads(runs.model, branch.heads, ()).items()
+    return {path: s for path, s in found if s in OF_HEADS and not any(is_inside(path, c) for c in closed)}
 
 
 def _of_width(ways: Mapping[str, Experts], width: int) -> dict[str, Experts]:
@@ -165,13 +183,15 @@ def _does_not_divide(branch: Branch, size: int) -> str:
 
 def _branch_styles(block: nn.Module, branch: Branch, parts: int) -> dict[str, str]:
     up = "colwise" if parts == 1 else f"colwise_packed_{parts}"
-    styles = {**dict.fromkeys(branch.up, "colwise"), branch.down: "rowwise", **dict(branch.adapters)}
+    beside = dict(branch.adapters)
+    styles = {**dict.fromkeys(branch.up, "colwise"), branch.down: "rowwise", **beside}
     styles = {name: up if style == "colwise" else style for name, style in styles.items()}
     if branch.heads is not None and not branch.widths:
         for name, module in block.get_submodule(branch.path).named_modules():
             shapes = {tuple(p.shape) for p in module.parameters(recurse=False)}
-            if shapes == {(branch.heads.size,)} and features_of(module) is None:
-                styles[join_name(branch.path, name)] = "sum_gradients"
+            path = join_name(branch.path, name)
+            if shapes == {(branch.heads.size,)} and features_of(module) is None and path not in beside:
+                styles[path] = "sum_gradients"
     return styles
 
 
@@ -237,6 +257,10 @@ def _proved(runs: ModelRuns, candidates: list[_Candidate], notes: list[str]) -> 
         UnprovedError: the model does not run with guessed inputs, or is too large.
     """
     kept, proof = candidates, _prove(runs, candidates, _TRIES)
+    if proof.divided is None:
+        last = [replace(each, styles=(each.styles, *each.otherwise)[-1]) for each in candidates]
+        if _merged(last).keys() > _merged(candidates).keys():  # with what lies outside of attentions
+            kept, proof = last, _prove(runs, last, _TRIES)
     if proof.divided is None:
         kept, proof = [], PlanProof(divided={})
         for candidate in candidates:
@@ -305,8 +329,8 @@ def _verified(runs: ModelRuns, branches: list[_Candidate], notes: list[str]) -> 
 def _without_joint(candidates: Iterable[_Candidate], notes: list[str]) -> Iterator[_Candidate]:
     """Those of which shapes tell enough."""
     for each in candidates:
-        if each.must_be_proved:
-            notes.append(f"{each.name}: left whole, one weight holds several, and how is neither proved nor to be seen")
+        if each.unless_proved:
+            notes.append(f"{each.name}: left whole, {each.unless_proved}")
         else:
             yield each
 

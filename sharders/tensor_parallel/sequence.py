@@ -24,6 +24,7 @@ from sharders.tensor_parallel.head_counts import Divided, ModelRuns, Unsplit
 from sharders.tensor_parallel.split.hooks import change_hidden_state, is_hidden_state
 from sharders.tensor_parallel.structure.dry_run import DryRunError, Trace, dry_run, make_local, resize, sequence_length
 from sharders.tensor_parallel.structure.find_transformer import is_norm
+from sharders.tensor_parallel.structure.of_heads import OF_HEADS
 from sharders.tensor_parallel.structure.transformer import Block, Transformer, outward
 
 
@@ -98,9 +99,10 @@ def _add_branches(block: Block, styles: dict[str, str], axis: str) -> Iterator[s
         down = join_name(block.path, branch.down)
         if styles.get(down) not in ("rowwise", "rowwise_scatter"):
             continue
-        if branch.adapters:
+        adapters = [join_name(block.path, path) for path, style in branch.adapters if style not in OF_HEADS]
+        if adapters:
             raise PlanError(
-                f"modules {[join_name(block.path, path) for path, _ in branch.adapters]} are adapters beside split "
+                f"modules {adapters} are adapters beside split "
                 f"Linears: sequence parallel over axis {axis!r} does not run them; use "
                 "TensorParallelSharder(sequence_parallel=False)"
             )

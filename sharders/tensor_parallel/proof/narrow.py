@@ -9,14 +9,15 @@ fewer heads. That the narrower copy is one is seen by running it: it must do the
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from dmp import places_of, replace_tensors
+from dmp import Place, join_name, places_of, replace_tensors
 from sharders.tensor_parallel.structure.dry_run import Feed
+from sharders.tensor_parallel.structure.of_heads import OF_HEADS
 from sharders.tensor_parallel.structure.transformer import CONFIGS, HEADS, IMAGE_SIZES, KV_HEADS, Transformer
 
 _LEAST = 48
@@ -35,12 +36,19 @@ class Numbers:
     key_value_heads: Mapping[int, int]
     """Of attributes that are called so."""
 
+    values: Mapping[str, int] = field(default_factory=dict)
+    """Modules whose own parameters are values for each head -> the dim of them that the query heads lie along."""
+
     ranks: int = 0
     """How many ranks the tensor axis has then; 0 for as many as it had."""
 
-    def resized(self, x: torch.Tensor) -> torch.Tensor:
-        """An empty tensor of the narrower shape, on meta; the same where it does not change."""
-        shape = [self.sizes.get(n, n) for n in x.shape]
+    def resized(self, x: torch.Tensor, heads: int | None = None) -> torch.Tensor:
+        """An empty tensor of the narrower shape, on meta; the same where it does not change.
+
+        Args:
+            heads: the dim that query heads lie along.
+        """
+        shape = [(self.query_heads if dim == heads else self.sizes).get(n, n) for dim, n in enumerate(x.shape)]
         return x if shape == list(x.shape) else torch.empty(shape, dtype=x.dtype, device="meta")
 
     def fed(self, feed: Feed) -> Feed:
@@ -54,14 +62,13 @@ class Numbers:
 AS_IT_IS = Numbers({}, {}, {})
 
 
-def narrow(modules: Iterable[nn.Module], numbers: Numbers) -> None:
-    """Change a copy on meta in place: tensors, integer attributes, configurations."""
+def narrow(modules: Mapping[str, nn.Module], numbers: Numbers) -> None:
+    """Change a copy on meta in place, its modules by path: tensors, integer attributes, configurations."""
     if not numbers.sizes:
         return
-    modules = list(modules)
-    on_meta = (p for p in places_of((("", m) for m in modules), attributes=True) if p.tensor.is_meta)
-    replace_tensors(on_meta, lambda place: _resized(place.tensor, numbers))
-    for values in attributes_of(modules):
+    on_meta = [p for p in places_of(modules.items(), attributes=True) if p.tensor.is_meta]
+    replace_tensors(on_meta, lambda place: _resized(place.tensor, numbers, _dim_of_heads(place, numbers)))
+    for values in attributes_of(modules.values()):
         values.update({n: _replaced(n, v, numbers) for n, v in values.items() if type(v) in (int, tuple, list)})
 
 
@@ -89,6 +96,13 @@ class _Replacements:
     def __init__(self, model: nn.Module, transformer: Transformer, size: int, ranks: int) -> None:
         self.model, self.transformer, self.size, self.ranks = model, transformer, size, ranks
         blocks = transformer.representatives()
+        self.values = {
+            join_name(block.path, path): OF_HEADS[style]
+            for block in blocks
+            for branch in block.branches
+            for path, style in branch.adapters
+            if style in OF_HEADS
+        }
         self.branches = [branch for block in blocks for branch in block.branches]
         self.hidden = [branch.hidden for branch in self.branches if branch.heads is None]
         ways = [way for block in blocks for _, every in block.experts for way in every.values()]
@@ -131,7 +145,7 @@ class _Replacements:
         if not self.fits:
             return AS_IT_IS
         ranks = self.ranks if self.ranks != self.size else 0
-        return Numbers(self.sizes, self.query_heads, self.key_value_heads, ranks)
+        return Numbers(self.sizes, self.query_heads, self.key_value_heads, self.values, ranks)
 
     def _free(self, multiple: int) -> int:
         """A size that means nothing else."""
@@ -147,8 +161,13 @@ class _Replacements:
             self.fits = False
 
 
-def _resized(old: torch.Tensor, numbers: Numbers) -> torch.Tensor:
-    new = numbers.resized(old)
+def _dim_of_heads(place: Place, numbers: Numbers) -> int | None:
+    is_own = place.store is place.owner._parameters
+    return numbers.values.get(place.path) if is_own else None
+
+
+def _resized(old: torch.Tensor, numbers: Numbers, heads: int | None) -> torch.Tensor:
+    new = numbers.resized(old, heads)
     return nn.Parameter(new, requires_grad=False) if isinstance(old, nn.Parameter) and new is not old else new
 
 

@@ -90,14 +90,14 @@ class Sample:
 
     def _count(self, numbers: Numbers) -> int:
         model, _ = self.copies.make()
-        narrow(model.modules(), numbers)
+        narrow(dict(model.named_modules()), numbers)
         return sum(p.numel() for p in model.parameters())
 
     def _is_alike(self, unsplit: Trace, numbers: Numbers) -> bool:
         """Whether the narrower module does the same operations."""
         feed = numbers.fed(self.feed)
         try:
-            seen = dry_run(self.copies, feed, lambda modules: narrow(modules.values(), numbers))
+            seen = dry_run(self.copies, feed, lambda modules: narrow(modules, numbers))
         except DryRunError:
             return False
         return seen.calls == unsplit.calls and seen.order == unsplit.order
@@ -125,7 +125,7 @@ class Sample:
         """A new copy; each has the same values, and nothing of another."""
         model, last = self.copies.make()
         modules = dict(model.named_modules())
-        narrow(modules.values(), self.numbers)
+        narrow(modules, self.numbers)
         self._fill(modules)
         for path in set(self.copies.repeats.values()):
             modules[path].register_forward_hook(lambda m, _, output: last.__setitem__(id(m), output))

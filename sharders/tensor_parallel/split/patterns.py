@@ -22,7 +22,8 @@ from sharders.tensor_parallel.split.styles import (
     styled,
 )
 from sharders.tensor_parallel.structure.adapters import split_in
-from sharders.tensor_parallel.structure.experts import EXPERTS, experts_of
+from sharders.tensor_parallel.structure.experts import EXPERTS
+from sharders.tensor_parallel.structure.linears import features_of, is_joint_attention
 from sharders.tensor_parallel.structure.transformer import Transformer, outward
 
 Styles = dict[str, Style]
@@ -108,7 +109,7 @@ def from_layouts(model: nn.Module, given: Mapping[str, Layout]) -> Styles:
     for name, layout in given.items():
         module, own = places[name].owner, places[name].name
         path = first[id(module)]
-        of_one = asked[id(module)] if experts_of(module) else {own: layout}
+        of_one = asked[id(module)] if _is_one_entry(module) else {own: layout}
         style = canonical(styled(module, of_one), path, module)
         fitting = layouts_of(style, module).get(own)
         if fitting != layout:
@@ -121,7 +122,7 @@ def from_layouts(model: nn.Module, given: Mapping[str, Layout]) -> Styles:
     named = {(id(places[name].owner), places[name].name) for name in given}
     for path in styles:
         module = model.get_submodule(path)
-        if family(styles[path]) == "experts":
+        if family(styles[path]) in ("experts", "heads"):
             missing = layouts_of(styles[path], module).keys() - asked[id(module)].keys()
             if missing:
                 raise PlanError(f"plan splits module {path!r}, but has no entry for its {sorted(missing)}", table=path)
@@ -132,6 +133,11 @@ def from_layouts(model: nn.Module, given: Mapping[str, Layout]) -> Styles:
         if family(styles[path]) != "sequence" and (id(module), "weight") not in named and not is_tied:
             raise PlanError(f"plan splits the bias of module {path!r}, but has no entry for {weight!r}", table=weight)
     return {path: styles[path] for path in first.values() if path in styles}
+
+
+def _is_one_entry(module: nn.Module) -> bool:
+    """Whether its parameters are split together, whatever they are called."""
+    return not (features_of(module) or isinstance(module, nn.Embedding) or is_joint_attention(module))
 
 
 def with_ties(model: nn.Module, styles: Mapping[str, Style]) -> Styles:

@@ -11,10 +11,10 @@ from torch import nn
 from dmp import PlanError, join_name, tied_places
 from sharders.tensor_parallel.split import hooks
 from sharders.tensor_parallel.split.attention import split_attention
-from sharders.tensor_parallel.split.local import split_local
+from sharders.tensor_parallel.split.local import split_local, split_weights
 from sharders.tensor_parallel.split.mixtures import split_experts
 from sharders.tensor_parallel.split.plain import writable
-from sharders.tensor_parallel.split.replicated_weights import align_gradient, keep_tie, keep_whole_weights
+from sharders.tensor_parallel.split.replicated_weights import align_gradient, keep_tie, keep_whole_weights, read_local
 from sharders.tensor_parallel.split.shared_keys import sum_shared_keys
 from sharders.tensor_parallel.split.styles import COLWISE, ON_PARTS, Style, family, is_local, torch_style
 from sharders.tensor_parallel.split.twice import keep_graphs
@@ -55,6 +55,8 @@ def split(
             _parallelize(module, mesh, style)
             if isinstance(module, nn.Embedding) and family(styles[path]) == "rowwise":
                 align_gradient(module, "weight")
+        elif family(styles[path]) == "heads":
+            read_local(module, split_weights(module, mesh, styles[path]))
         elif is_local(styles[path], module):
             (split_experts if family(styles[path]) == "experts" else split_local)(module, mesh, styles[path])
             adding.add(id(module))

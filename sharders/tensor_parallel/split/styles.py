@@ -16,6 +16,8 @@ A *style* says how one module is split and which activations go in and out. Spli
 
 - `experts`, `experts_interleaved`, `experts_transposed`: a module whose parameters are stacks of matrices, one for each
   expert of a mixture, is split by the inner size of all, see [Note: experts].
+- `heads_0`, `heads_1`: what a module itself holds for each head of an attention is split along that dim, see
+  [Note: values of heads].
 
 The rest moves activations; modules stay whole. A *chunk* is a rank's part of the hidden state along dim 1:
 
@@ -40,6 +42,7 @@ from torch import nn
 from dmp import Layout, PlanError, colwise, join_name, rowwise, sequence
 from sharders.tensor_parallel.structure.experts import EXPERTS, Experts, experts_of
 from sharders.tensor_parallel.structure.linears import features_of, is_joint_attention, is_transposed
+from sharders.tensor_parallel.structure.of_heads import OF_HEADS
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -66,7 +69,7 @@ ALIASES = {
     "moe_tp_experts": "experts",
     "replicated_with_grad_allreduce": "sum_gradients",
 }
-KNOWN = (*COLWISE, *ROWWISE, *EXPERTS, *ACTIVATIONS)
+KNOWN = (*COLWISE, *ROWWISE, *EXPERTS, *OF_HEADS, *ACTIVATIONS)
 _EMBEDDING_STYLES = ("colwise", "rowwise")
 
 
@@ -99,6 +102,14 @@ def canonical(style: Style, path: str, module: nn.Module) -> Style:
                 f"module {path!r} is a {type(module).__name__}, which {style!r} cannot split: it splits parameters "
                 "that are stacks of matrices, one for each expert, up to an inner size and down again"
                 + (f"; this one's shapes take {', '.join(ways)}" if ways else "")
+            )
+        return name
+    if name in OF_HEADS:
+        shapes = {own: tuple(p.shape) for own, p in module._parameters.items() if p is not None}
+        if len({shape[OF_HEADS[name] :][:1] for shape in shapes.values()} - {()}) != 1 or features_of(module):
+            raise PlanError(
+                f"module {path!r} is a {type(module).__name__}, which {style!r} cannot split: it splits, along dim "
+                f"{OF_HEADS[name]}, what a module itself has, all values for each head; its own are {shapes or 'none'}"
             )
         return name
     is_embedding = isinstance(module, nn.Embedding)
@@ -138,7 +149,7 @@ def is_local(style: Style, module: nn.Module) -> bool:
     """Whether the module runs on plain tensors, of what is here: torch has no style that splits it so."""
     if not isinstance(style, str):
         return False
-    return style in (*PACKED, *EXPERTS) or (is_transposed(module) and style in (*COLWISE, *ROWWISE))
+    return style in (*PACKED, *EXPERTS, *OF_HEADS) or (is_transposed(module) and style in (*COLWISE, *ROWWISE))
 
 
 def styled(module: nn.Module, layouts: Mapping[str, Layout]) -> str:
@@ -146,13 +157,17 @@ def styled(module: nn.Module, layouts: Mapping[str, Layout]) -> str:
     if ways := experts_of(module):
         return next((style for style in ways if layouts.items() <= layouts_of(style, module).items()), EXPERTS[0])
     layout = next(iter(layouts.values()))
+    if not (features_of(module) or isinstance(module, nn.Embedding) or is_joint_attention(module)):
+        return next((style for style in OF_HEADS if set(layouts.values()) == {_of_heads(style)}), layout.name)
     return layout.name if layout.num_parts == 1 else f"{layout.name}_packed_{layout.num_parts}"
 
 
 def family(style: Style) -> str:
-    """`"colwise"`, `"rowwise"`, `"experts"`, `"sequence"`, or `""` for a style that places no weight."""
+    """`"colwise"`, `"rowwise"`, `"experts"`, `"heads"`, `"sequence"`, or `""` for a style that places no weight."""
     if style in EXPERTS:
         return "experts"
+    if style in OF_HEADS:
+        return "heads"
     if isinstance(style, str):
         return "colwise" if style in COLWISE else "rowwise" if style in ROWWISE else "sequence" * (style in ON_CHUNKS)
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
@@ -169,6 +184,8 @@ def layouts_of(style: Style, module: nn.Module) -> dict[str, Layout]:
         return dict.fromkeys(own, sequence())
     if not kind:
         return {}
+    if kind == "heads":
+        return dict.fromkeys(own, _of_heads(str(style)))
     if kind == "experts":
         return _of_experts(experts_of(module)[str(style)])
     if isinstance(module, nn.Embedding):
@@ -178,6 +195,10 @@ def layouts_of(style: Style, module: nn.Module) -> dict[str, Layout]:
     if is_transposed(module):
         found["weight"] = colwise(1, parts_of(style)) if kind == "colwise" else rowwise(0)
     return found
+
+
+def _of_heads(style: str) -> Layout:
+    return colwise(OF_HEADS[style] or None)
 
 
 def _of_experts(experts: Experts) -> dict[str, Layout]:
@@ -192,6 +213,14 @@ def check_divides(style: Style, path: str, module: nn.Module, size: int, axis: s
             f"module {path!r}: {style} splits the inner size {inner} of each expert over the {size} ranks of "
             f"mesh axis {axis!r}, which does not divide it; make the axis smaller, or leave this module out of the plan"
         )
+    if family(style) == "heads":
+        count = next(p.shape[OF_HEADS[str(style)]] for p in module._parameters.values() if p is not None)
+        if count % size:
+            raise PlanError(
+                f"module {path!r}: {style} splits the values of {count} heads over the {size} ranks of mesh axis "
+                f"{axis!r}, which does not divide them; make the axis smaller, or leave this attention out of the plan"
+            )
+        return
     dim = split_dim(style, module)
     if is_joint_attention(module) and dim is not None:
         return  # its heads are what is split, and are asked for as all attentions' are

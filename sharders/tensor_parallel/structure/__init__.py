@@ -6,9 +6,11 @@
 - `numbers`: integer attributes of modules and of their configurations
 - `latent`: attentions whose keys and values come of one short vector
 - `adapters`: Linears with low-rank pairs beside them
+- `of_heads`: values that an attention has for each of its heads
 - `attentions`: attentions of a model, by structure
 - `find_transformer`: finds that in a model, by structure
 - `meta_copies`: copies of a model on meta
+- `caches`: what functions of a model keep, and a run on meta would leave there
 - `dry_run`: a model run on meta with its local shapes
 - `feeds`: inputs that a model is tried with
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -13,6 +14,7 @@ from dmp import is_inside, join_name
 from sharders.tensor_parallel.structure.adapters import children_in_place
 from sharders.tensor_parallel.structure.latent import latent_attention
 from sharders.tensor_parallel.structure.linears import Features, features_of, is_joint_attention
+from sharders.tensor_parallel.structure.of_heads import OF_HEADS, values_of_heads
 from sharders.tensor_parallel.structure.transformer import (
     CONFIGS,
     HEAD_DIM,
@@ -21,6 +23,7 @@ from sharders.tensor_parallel.structure.transformer import (
     Branch,
     Heads,
     Whole,
+    below,
     outward,
 )
 
@@ -41,7 +44,7 @@ def attentions_in(modules: Mapping[str, nn.Module]) -> dict[str, Branch | Whole]
                 continue
             attention = find(path, module)
             if attention is not None:
-                found[path] = attention
+                found[path] = _with_values(attention, module)
                 around.update(outward(path))
     return {path: found[path] for path in modules if path in found}
 
@@ -149,14 +152,27 @@ def _with_heads(
     if inner % heads or kv % (inner // heads):
         return Whole(path, f"query and key widths {inner} and {kv} do not fit {heads} heads")
     size = inner // heads
-    for name, parameter in module.named_parameters():
-        owner = name.rpartition(".")[0]
-        is_of_linear = any(is_inside(owner, n) for n in linears)
-        if not is_of_linear and heads > 1 and heads in parameter.shape[1:]:
-            return Whole(path, f"parameter {name!r} {tuple(parameter.shape)} has values for each head")
     return Branch(
         path, tuple(join_name(path, n) for n in up), join_name(path, down), inner, Heads(heads, kv // size, size)
     )
+
+
+def _with_values(attention: Branch | Whole, module: nn.Module) -> Branch | Whole:
+    """With its values for each head, see [Note: values of heads]; left whole where these cannot be split with them."""
+    if isinstance(attention, Whole) or attention.heads is None or attention.widths:
+        return attention
+    path, heads = attention.path, attention.heads
+    beside = {below(name, path) for name in (*attention.up, attention.down)}
+    values = values_of_heads(module, heads, beside)
+    if attention.is_joint:
+        values = {name: style for name, style in values.items() if style in OF_HEADS}
+    for name, parameter in module.named_parameters() if heads.query > 1 else ():
+        owner = name.rpartition(".")[0]
+        is_known = owner in values or any(is_inside(owner, n) for n in linears_in(module, 2))
+        if not is_known and not is_joint_attention(module) and heads.query in parameter.shape[1:]:
+            return Whole(path, f"parameter {name!r} {tuple(parameter.shape)} has values for each head")
+    added = tuple((join_name(path, name), style) for name, style in values.items())
+    return replace(attention, adapters=(*attention.adapters, *added))
 
 
 def _number(owners: Iterable[nn.Module], names: Iterable[str], *, configs: bool = True) -> int | None:

@@ -21,10 +21,12 @@ from torch.overrides import TorchFunctionMode
 
 from dmp import is_inside, tensors_of
 from sharders.quiet import quiet
+from sharders.tensor_parallel.structure.caches import forgetful
 from sharders.tensor_parallel.structure.experts import experts_of
 from sharders.tensor_parallel.structure.linears import features_of, is_joint_attention, resize_output
 from sharders.tensor_parallel.structure.meta_copies import MetaCopies, Shape
 from sharders.tensor_parallel.structure.numbers import number_of, set_number
+from sharders.tensor_parallel.structure.of_heads import OF_HEADS
 
 # Where the dimension stands among the arguments.
 _REDUCTIONS = {
@@ -140,6 +142,10 @@ def make_local(
         if module is not None and style.startswith("experts"):
             _shrink_experts(module, style, size)
             continue
+        if module is not None and style in OF_HEADS:
+            own = (name for name, p in module._parameters.items() if p is not None)
+            _shrink_own(module, dict.fromkeys(own, OF_HEADS[style]), size)
+            continue
         features = None if module is None else features_of(module)
         if module is not None and (features is not None or isinstance(module, nn.Embedding)):
             out_dim = 1 if features is None else features.out_dim
@@ -167,7 +173,11 @@ def shapes(value: Any) -> list[Shape]:
 
 def _shrink_experts(module: nn.Module, style: str, size: int) -> None:
     experts = experts_of(module)[style]
-    for name, dim in {**experts.up, **experts.down}.items():
+    _shrink_own(module, {**experts.up, **experts.down}, size)
+
+
+def _shrink_own(module: nn.Module, dims: Mapping[str, int], size: int) -> None:
+    for name, dim in dims.items():
         old: Any = module._parameters[name]
         here = resize(old, dim, old.shape[dim] // size)
         module._parameters[name] = nn.Parameter(here, requires_grad=False)
@@ -305,10 +315,10 @@ def _reduced(shape: Shape, dim: Any) -> Shape:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Random state, warnings and logging are as before afterwards; no gradients."""
+    """Random state, warnings, logging and caches of functions are as before afterwards; no gradients."""
     state = random.getstate()
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), quiet(logging.CRITICAL):
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), quiet(logging.CRITICAL), forgetful():
             yield
     finally:
         random.setstate(state)

@@ -144,6 +144,8 @@ def _block(path: str, structure: int, module: nn.Module, attentions: Mapping[str
     branches = [u for u in branches if u not in joint]
     whole += [Whole(u.path, f"it has Linears beside query, key, value and output: {n}") for u, n in joint.items()]
     claimed = {p for u in branches for p in (*u.up, u.down)}
+    values = {p for u in branches for p, _ in u.adapters}
+    claimed |= values
     closed = [w.path for w in whole]
     mlps, left = _mlps("", module, claimed, closed)
     whole += [Whole(p, "a Linear that is neither part of an attention nor of an MLP") for p in left]
@@ -153,7 +155,7 @@ def _block(path: str, structure: int, module: nn.Module, attentions: Mapping[str
         is_matrix = any(p.dim() > 1 for p in owner.parameters(recurse=False))
         if not is_matrix or features_of(owner) is not None or is_joint_attention(owner):
             continue
-        if any(is_inside(name, c) for c in closed):
+        if name in values or any(is_inside(name, c) for c in closed):
             continue
         if ways := experts_of(owner):
             experts.append((name, ways))
@@ -170,7 +172,7 @@ def _others(block: nn.Module, attention: Branch) -> str:
     """
     if not attention.path or attention.widths:
         return ""
-    own = {*attention.up, attention.down}
+    own = {*attention.up, attention.down, *dict(attention.adapters)}
     inside = in_place(block.get_submodule(attention.path))
     every = (join_name(attention.path, name) for name, m in inside if features_of(m) is not None)
     return ", ".join(name for name in every if name not in own)

@@ -1,0 +1,50 @@
+"""What functions of a model's code keep by `functools.lru_cache`, and a run on meta or of random weights leaves there.
+
+[Note: caches] A table of positions that is kept for a shape would be kept on meta, and torch reads memory that is not
+its own where a tensor of the CPU is indexed by one on meta: the next real forward, or the next copy that is tried, gave
+numbers of no meaning, without an error. So what such a run leaves behind is let go of.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+_NOT_OF_MODELS = ("torch", "sympy")
+"""Packages whose caches know what they keep."""
+
+
+@contextmanager
+def forgetful() -> Iterator[None]:
+    """Caches of tensors are empty before and after: one key alone cannot be let go of."""
+    _clear()
+    try:
+        yield
+    finally:
+        _clear()
+
+
+def _clear() -> None:
+    for cache in _caches(len(sys.modules)):
+        if cache.cache_info().currsize and _holds_tensor(cache):
+            cache.cache_clear()
+
+
+@functools.lru_cache(maxsize=1)
+def _caches(modules: int) -> list[Any]:
+    """All there are, looked for again where more modules were imported: that takes some 40 ms."""
+    kind = type(_caches)
+    every = (x for x in gc.get_objects() if type(x) is kind)
+    return [x for x in every if str(getattr(x, "__module__", "")).partition(".")[0] not in _NOT_OF_MODELS]
+
+
+def _holds_tensor(cache: Any) -> bool:
+    held = gc.get_referents(cache)
+    inside = gc.get_referents(*(x for x in held if isinstance(x, tuple | list | dict)))
+    return any(isinstance(x, torch.Tensor) for x in (*held, *inside))

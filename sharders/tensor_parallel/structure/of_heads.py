@@ -1,0 +1,51 @@
+"""Values that an attention has for each of its heads, beside the weights of its Linears.
+
+[Note: values of heads] Sinks (H,), scales (H, 1, 1), biases of relative positions (positions, H), a Linear that gives
+one value for each head: a rank has those of its heads. Shapes tell which they are, where a dim is as long as there are
+heads; that it means the heads is proved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from sharders.tensor_parallel.structure.adapters import in_place
+from sharders.tensor_parallel.structure.linears import features_of, is_joint_attention
+from sharders.tensor_parallel.structure.transformer import Heads
+
+OF_HEADS = {"heads_0": 0, "heads_1": 1}
+"""Styles of modules whose own parameters are values for each head, and the dim of them that the heads lie along."""
+
+
+def values_of_heads(module: nn.Module, heads: Heads, beside: Collection[str]) -> dict[str, str]:
+    """Modules inside an attention that hold values for each head, by their names in it -> style.
+
+    Args:
+        beside: names of the attention's Linears: query, key, value and output.
+    """
+    found: dict[str, str] = {}
+    if heads.query < 2 or is_joint_attention(module):
+        return found
+    for name, inner in in_place(module):
+        features = features_of(inner)
+        if features is not None:
+            if name not in beside and features.out_features == heads.query and features.out_dim == 0:
+                found[name] = "colwise"
+            continue
+        own = list(inner.parameters(recurse=False))
+        if not own or any(map(is_lazy, own)) or _is_norm(inner, heads):
+            continue
+        for style, dim in OF_HEADS.items():
+            if all(p.dim() > dim and p.shape[dim] == heads.query for p in own):
+                found[name] = style
+                break
+    return found
+
+
+def _is_norm(module: nn.Module, heads: Heads) -> bool:
+    """Of single heads: there may be as many heads as a head has features."""
+    is_leaf = not any(True for _ in module.children())
+    return is_leaf and {tuple(p.shape) for p in module.parameters(recurse=False)} == {(heads.size,)}

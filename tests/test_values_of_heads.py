@@ -1,0 +1,206 @@
+"""Values that attentions have for each head (sinks, scales, gates, relative positions) over a tensor axis."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dmp import DistributedModelParallel, PlanError, ShardingEnv, ShardingPlan
+from sharders import TensorParallelSharder
+from tests.beside_plain import trains
+from tests.ranks import mesh, run_ranks
+
+MESHES = {"tp": ((2,), ("tp",)), "shard x tp": ((2, 2), ("shard", "tp"))}
+WIDTH, HEADS, LENGTH, MOST = 16, 4, 3, 32
+TP = ShardingEnv.abstract((2,), ("tp",))
+
+
+class Positions(nn.Module):
+    """(H, T, T) of a table of distances, by an embedding or a parameter of its own."""
+
+    def __init__(self, is_table: bool) -> None:
+        super().__init__()
+        if is_table:
+            self.table = nn.Embedding(2 * MOST, HEADS)
+        else:
+            self.bias = nn.Parameter(torch.randn(2 * MOST, HEADS))
+
+    def forward(self, length: int) -> torch.Tensor:
+        places = torch.arange(length)
+        apart = places[:, None] - places + MOST
+        found: torch.Tensor = self.table(apart) if hasattr(self, "table") else self.bias[apart]
+        return found.permute(2, 0, 1)
+
+
+class Attention(nn.Module):
+    """With what `kind` names."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.num_heads, self.kind = HEADS, kind
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        if kind == "sinks":
+            self.sinks = nn.Parameter(torch.randn(HEADS))
+        if kind == "scale":
+            self.scale = nn.Parameter(torch.rand(HEADS, 1, 1))
+        if kind == "gate":
+            self.gate = nn.Linear(WIDTH, HEADS)
+        if kind in ("table", "bias"):
+            self.positions = Positions(kind == "table")
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        q, k, v = (f(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        scores = q @ k.transpose(-1, -2)
+        if self.kind == "scale":
+            scores = scores * self.scale
+        if hasattr(self, "positions"):
+            bias = self.positions(x.shape[1])
+        scores = scores if bias is None else scores + bias
+        if self.kind == "sinks":
+            sinks = self.sinks.view(1, -1, 1, 1).expand(len(x), -1, x.shape[1], 1)
+            scores = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
+        heads = scores.softmax(-1) @ v
+        if self.kind == "gate":
+            heads = heads * self.gate(x).sigmoid().transpose(1, 2)[..., None]
+        return self.out(heads.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(WIDTH), Attention(kind)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 24), nn.SiLU(), nn.Linear(24, WIDTH))
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        x = x + self.attention(self.norm(x), bias)
+        return x + self.mlp(x)  # type: ignore[no-any-return]
+
+
+class Model(nn.Module):
+    """`outside`: one bias for the attentions of all blocks."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.positions = Positions(True) if kind == "outside" else None
+        self.blocks = nn.ModuleList(Block(kind) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = None if self.positions is None else self.positions(x.shape[1])
+        for block in self.blocks:
+            x = block(x, bias)
+        return x
+
+
+HOLDERS = {
+    "sinks": ("blocks.1.attention", "heads_0"),
+    "scale": ("blocks.1.attention", "heads_0"),
+    "gate": ("blocks.1.attention.gate", "colwise"),
+    "table": ("blocks.1.attention.positions.table", "heads_1"),
+    "bias": ("blocks.1.attention.positions", "heads_1"),
+    "outside": ("positions.table", "heads_1"),
+}
+
+
+def trains_split(on: str, kind: str) -> None:
+    env = ShardingEnv.from_mesh(mesh(*MESHES[on]))
+    model = DistributedModelParallel(Model(kind).double(), env)
+    split = {name for name, p in model.named_parameters() if on_tensor_axis(p).is_shard()}
+    assert {"blocks.1.attention.q.weight", "blocks.1.attention.out.weight", "blocks.1.mlp.0.weight"} <= split
+    assert any(name.startswith(HOLDERS[kind][0]) and "." not in name[len(HOLDERS[kind][0]) + 1 :] for name in split)
+    trains(
+        model, Model(kind).double(), env, lambda g: torch.randn(env.data_size, 2, LENGTH, WIDTH, generator=g).double()
+    )
+
+
+def on_tensor_axis(parameter: Any) -> Any:
+    return parameter.placements[-1]
+
+
+@pytest.mark.parametrize("kind", HOLDERS)
+@pytest.mark.parametrize("on", MESHES)
+def test_attentions_with_values_for_each_head_train_as_in_one_process(on: str, kind: str) -> None:
+    """All of these attentions lay whole on every rank of the axis."""
+    run_ranks(2 if on == "tp" else 4, trains_split, on, kind)
+
+
+@pytest.mark.parametrize("kind", HOLDERS)
+def test_styles_and_layouts_of_values(kind: str) -> None:
+    path, style = HOLDERS[kind]
+    model = Model(kind)
+    found = TensorParallelSharder().place(model, {}, TP)
+    assert found.styles[path] == style
+    by_names = TensorParallelSharder({p: s for p, s in found.styles.items() if isinstance(s, str)})
+    assert by_names.place(model, {}, TP).layouts == found.layouts
+    read = ShardingPlan.from_json(ShardingPlan(dict(found.layouts)).to_json())
+    wanted = {name: entry.layout for name, entry in read.items()}
+    assert TensorParallelSharder().place(model, wanted, TP).styles == found.styles
+
+
+def test_a_plan_that_leaves_sinks_whole_is_wrong() -> None:
+    plan = {"blocks.*.attention.q": "colwise", "blocks.*.attention.k": "colwise", "blocks.*.attention.v": "colwise"}
+    plan |= {"blocks.*.attention.out": "rowwise"}
+    with pytest.raises(PlanError, match="wrong for this model"):
+        TensorParallelSharder(plan).place(Model("sinks"), {}, TP)
+    found = TensorParallelSharder(plan | {"blocks.*.attention": "heads_0"}).place(Model("sinks"), {}, TP)
+    assert found.layouts["blocks.0.attention.sinks"] == found.layouts["blocks.0.attention.q.bias"]
+
+
+def test_what_values_for_each_head_are_not() -> None:
+    for module in ("blocks.0.mlp.0", "blocks.0"):
+        with pytest.raises(PlanError, match="all values for each head; its own are"):
+            TensorParallelSharder({module: "heads_0"}).place(Model("sinks"), {}, TP)
+    with pytest.raises(PlanError, match="splits the values of 4 heads over the 3 ranks"):
+        TensorParallelSharder({"blocks.0.attention": "heads_0"}).place(
+            Model("sinks"), {}, ShardingEnv.abstract((3,), ("tp",))
+        )
+
+
+@pytest.mark.parametrize("name", ["T5", "GptOss", "Swin", "Beit"])
+def test_published_models(name: str) -> None:
+    import transformers
+
+    small: dict[str, dict[str, Any]] = {
+        "T5": {"d_model": 64, "d_kv": 8, "num_heads": 8, "d_ff": 96, "num_layers": 2, "vocab_size": 96},
+        "GptOss": {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 8}
+        | {"num_key_value_heads": 4, "head_dim": 8, "vocab_size": 128, "num_local_experts": 4},
+        "Swin": {"image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [2], "num_heads": [2], "window_size": 4},
+        "Beit": {"image_size": 32, "patch_size": 8, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+        | {"intermediate_size": 64, "use_relative_position_bias": True},
+    }
+    config = getattr(transformers, f"{name}Config")(**small[name])
+    kind = "T5EncoderModel" if name == "T5" else f"{name}Model"
+    model = getattr(transformers, kind)(config)
+    found = TensorParallelSharder().place(model, {}, TP)
+    assert not found.warnings
+    values = [path for path, style in found.styles.items() if style in ("heads_0", "heads_1")]
+    assert values
+    split = [path for path, style in found.styles.items() if style == "rowwise"]
+    assert any("attention" in path.lower() or "attn" in path for path in split)
+
+
+def test_what_a_function_keeps_of_a_run_on_meta_is_let_go_of() -> None:
+    """BEiT keeps the places of a window for its size: from meta, torch read memory that was nobody's."""
+    from transformers import BeitConfig, BeitModel
+
+    torch.manual_seed(0)
+    model = BeitModel(
+        BeitConfig(
+            image_size=32,
+            patch_size=8,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=64,
+            use_relative_position_bias=True,
+        )
+    ).eval()
+    image = torch.randn(2, 3, 32, 32)
+    TensorParallelSharder().place(model, {}, TP)
+    index = model.layers[0].relative_position_bias.generate_relative_position_index((4, 4))
+    assert index.device.type == "cpu"
+    assert index.max() == 7 * 7 + 2
+    torch.testing.assert_close(model(image)[0], model(image)[0])
