@@ -1,4 +1,4 @@
-"""Values that attentions have for each head (sinks, scales, gates, relative positions) over a tensor axis."""
+"""What attentions have for each head (sinks, scales, gates, relative positions), and MLPs for all features (slopes)."""
 
 from __future__ import annotations
 
@@ -48,6 +48,8 @@ class Attention(nn.Module):
             self.scale = nn.Parameter(torch.rand(HEADS, 1, 1))
         if kind == "gate":
             self.gate = nn.Linear(WIDTH, HEADS)
+        if kind == "wide gate":
+            self.gate = nn.Linear(WIDTH, WIDTH)
         if kind in ("table", "bias"):
             self.positions = Positions(kind == "table")
 
@@ -65,14 +67,16 @@ class Attention(nn.Module):
         heads = scores.softmax(-1) @ v
         if self.kind == "gate":
             heads = heads * self.gate(x).sigmoid().transpose(1, 2)[..., None]
-        return self.out(heads.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        joined = heads.transpose(1, 2).flatten(2)
+        return self.out(joined * self.gate(x).sigmoid() if self.kind == "wide gate" else joined)  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.norm, self.attention = nn.LayerNorm(WIDTH), Attention(kind)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 24), nn.SiLU(), nn.Linear(24, WIDTH))
+        activation = nn.PReLU() if kind == "slope" else nn.SiLU()
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 24), activation, nn.Linear(24, WIDTH))
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         x = x + self.attention(self.norm(x), bias)
@@ -99,6 +103,8 @@ HOLDERS = {
     "sinks": ("blocks.1.attention", "heads_0"),
     "scale": ("blocks.1.attention", "heads_0"),
     "gate": ("blocks.1.attention.gate", "colwise"),
+    "wide gate": ("blocks.1.attention.gate", "colwise"),
+    "slope": ("blocks.1.mlp.1", "sum_gradients"),
     "table": ("blocks.1.attention.positions.table", "heads_1"),
     "bias": ("blocks.1.attention.positions", "heads_1"),
     "outside": ("positions.table", "heads_1"),
@@ -110,7 +116,9 @@ def trains_split(on: str, kind: str) -> None:
     model = DistributedModelParallel(Model(kind).double(), env)
     split = {name for name, p in model.named_parameters() if on_tensor_axis(p).is_shard()}
     assert {"blocks.1.attention.q.weight", "blocks.1.attention.out.weight", "blocks.1.mlp.0.weight"} <= split
-    assert any(name.startswith(HOLDERS[kind][0]) and "." not in name[len(HOLDERS[kind][0]) + 1 :] for name in split)
+    assert kind == "slope" or any(
+        name.startswith(HOLDERS[kind][0]) and "." not in name[len(HOLDERS[kind][0]) + 1 :] for name in split
+    )
     trains(
         model, Model(kind).double(), env, lambda g: torch.randn(env.data_size, 2, LENGTH, WIDTH, generator=g).double()
     )

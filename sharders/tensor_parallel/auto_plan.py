@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from dmp import PlanError, is_inside, join_name
 from sharders.tensor_parallel.head_counts import Divided, ModelRuns
@@ -24,7 +25,7 @@ from sharders.tensor_parallel.structure.dry_run import DryRunError
 from sharders.tensor_parallel.structure.experts import Experts
 from sharders.tensor_parallel.structure.linears import features_of
 from sharders.tensor_parallel.structure.of_heads import OF_HEADS, values_of_heads
-from sharders.tensor_parallel.structure.transformer import Branch, Transformer
+from sharders.tensor_parallel.structure.transformer import Block, Branch, Transformer
 
 _TRIES, _TRIES_OF_ONE = 8, 3  # ways to divide attributes; the likeliest come first
 
@@ -145,6 +146,8 @@ def _branch_candidates(runs: ModelRuns) -> Iterator[_Candidate]:
                 {join_name(b.path, n): style for b in blocks for n, style in relative.items()}
                 for relative in (_branch_styles(model.get_submodule(first.path), branch, n) for n in branch.parts)
             ]
+            scalars = {join_name(b.path, n): "sum_gradients" for b in blocks for n in _scalars(model, b, branch)}
+            ways = [{**way, **scalars} for way in ways if scalars] + ways  # of what is split, else of what is whole
             outside = _values_outside(runs, branch)
             ways += [{**way, **outside} for way in ways if outside]
             has_values = not OF_HEADS.keys().isdisjoint(dict(branch.adapters).values())
@@ -193,6 +196,15 @@ def _branch_styles(block: nn.Module, branch: Branch, parts: int) -> dict[str, st
             if shapes == {(branch.heads.size,)} and features_of(module) is None and path not in beside:
                 styles[path] = "sum_gradients"
     return styles
+
+
+def _scalars(model: nn.Module, block: Block, branch: Branch) -> Iterator[str]:
+    """Modules in a branch, by their path in the block, that hold single numbers, such as an activation's slope."""
+    beside = {*branch.up, branch.down, *dict(branch.adapters)}
+    for name, module in model.get_submodule(join_name(block.path, branch.path)).named_modules():
+        sizes = {p.numel() for p in module.parameters(recurse=False) if not is_lazy(p)}
+        if sizes == {1} and join_name(branch.path, name) not in beside:
+            yield join_name(branch.path, name)
 
 
 def _vocabulary_candidates(runs: ModelRuns, loss_parallel: bool, notes: list[str]) -> Iterator[_Candidate]:

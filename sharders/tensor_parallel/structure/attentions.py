@@ -127,12 +127,14 @@ def _match_attention(linears: Mapping[str, Features]) -> tuple[tuple[str, str, s
     last_first = sorted(names, key=lambda n: (_QKV.fullmatch(last_of(n)) is not None, not _is_out(n)))
     for out in last_first:
         # Where all are alike it does not matter which is the query: they are split in the same way.
-        q, k, v = sorted((n for n in linears if n != out), key=lambda n: -linears[n].out_features)
-        o, width, inner = linears[out], linears[q].in_features, linears[q].out_features
-        reads_alike = all(linears[n].in_features == width for n in (k, v))
+        o, width = linears[out], linears[out].out_features
+        others = (n for n in linears if n != out)
+        q, k, v = sorted(others, key=lambda n: (-linears[n].out_features, linears[n].in_features != width))
+        inner = linears[q].out_features
+        reads_alike = linears[k].in_features == linears[v].in_features  # not as the query, of another sequence
         grouped = linears[k].out_features == linears[v].out_features and inner % linears[k].out_features == 0
         same_module = len({n.rpartition(".")[0] for n in (q, k, v)}) == 1
-        if reads_alike and grouped and same_module and (o.in_features, o.out_features) == (inner, width):
+        if reads_alike and grouped and same_module and (o.in_features, linears[q].in_features) == (inner, width):
             return (q, k, v), out
     return None
 

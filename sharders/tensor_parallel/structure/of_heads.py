@@ -1,8 +1,8 @@
 """Values that an attention has for each of its heads, beside the weights of its Linears.
 
 [Note: values of heads] Sinks (H,), scales (H, 1, 1), biases of relative positions (positions, H), a Linear that gives
-one value for each head: a rank has those of its heads. Shapes tell which they are, where a dim is as long as there are
-heads; that it means the heads is proved.
+one value for each head, or as many as all heads have, to weigh what they give: a rank has those of its heads. Shapes
+tell which they are, where a dim is as long as there are heads; that it means the heads is proved.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ def values_of_heads(module: nn.Module, heads: Heads, beside: Collection[str]) ->
         beside: names of the attention's Linears: query, key, value and output.
     """
     found: dict[str, str] = {}
+    gates: dict[str, int] = {}
     if heads.query < 2 or is_joint_attention(module):
         return found
     for name, inner in in_place(module):
         features = features_of(inner)
         if features is not None:
-            if name not in beside and features.out_features == heads.query and features.out_dim == 0:
-                found[name] = "colwise"
+            if name not in beside and features.out_dim == 0:
+                gates[name] = features.out_features
             continue
         own = list(inner.parameters(recurse=False))
         if not own or any(map(is_lazy, own)) or _is_norm(inner, heads):
@@ -42,6 +43,8 @@ def values_of_heads(module: nn.Module, heads: Heads, beside: Collection[str]) ->
             if all(p.dim() > dim and p.shape[dim] == heads.query for p in own):
                 found[name] = style
                 break
+    if len(gates) == 1:  # as one of two has which attends to two sequences at once, of query, key and value for each
+        found |= {n: "colwise" for n, out in gates.items() if out in (heads.query, heads.query * heads.size)}
     return found
 
 
