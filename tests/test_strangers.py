@@ -143,15 +143,14 @@ def test_heads_of_hugging_face(name: str, shape: tuple[int, ...], names: tuple[s
 
 def keeps_whole(shape: tuple[int, ...], names: tuple[str, ...]) -> None:
     """A plan that replicates weights of every kind beside split ones: each holds them whole, trained as one."""
-    env, plain = ShardingEnv.from_mesh(mesh(shape, names)), build("relative")
-    tables = [f"block.{i}.attn.relative.weight" for i in range(2)]
-    kept = [*tables, "block.1.norms.0.weight", "predictions.norm.bias"]
+    env, plain = ShardingEnv.from_mesh(mesh(shape, names)), build("nano")
+    kept = ["transformer.wpe.weight", "transformer.h.1.ln_1.weight", "transformer.ln_f.bias"]
     model = DistributedModelParallel(copy.deepcopy(plain), env=env, plan=dict.fromkeys(kept, replicate()))
     held = dict(model.named_parameters())
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, plain)]
     for step in range(STEPS):
-        loss_of(model, "relative", step, env.data_rank, env.data_size).backward()
-        loss_of(plain, "relative", step, None, 1).backward()
+        loss_of(model, "nano", step, env.data_rank, env.data_size).backward()
+        loss_of(plain, "nano", step, None, 1).backward()
         for key, p in plain.named_parameters():
             same(key, f"gradient of step {step}", whole(held[key].grad), p.grad, 1e-9)
         for optimizer in optimizers:
