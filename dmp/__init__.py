@@ -14,7 +14,7 @@ Rooms, lower ones first; each says in its `__init__` what lives there: `ranks`, 
 - `calls`: one call of a model at a time, in one thread
 - `effects`: what this code changes beyond itself, and why
 - `private_names`: names of other packages that are private there, and why they are used
-- `foreign`: whose class an object is of: how errors name it, whether it is TorchRec's
+- `foreign`: objects of whatever class: how errors name it, whether it is TorchRec's, what an attribute holds
 - `names`: dotted names: put together, and found by pattern: what `*` means everywhere
 - `nested`: what dicts, lists, tuples and objects hold inside each other
 - `places`: where a module's tensors are held, ties among them
@@ -50,7 +50,7 @@ from dmp.contracts import (
 from dmp.dtensor_pieces import rectangles_of, strided
 from dmp.env import ShardingEnv
 from dmp.errors import CheckpointError, DmpError, InputError, PlanError, RanksError, ShardError
-from dmp.foreign import is_torchrecs, type_name
+from dmp.foreign import attribute_of, is_torchrecs, type_name
 from dmp.layouts.dense import colwise, fully_sharded, fully_sharded_dim, replicate, rowwise, sequence
 from dmp.layouts.layout import Layout, ParameterSharding
 from dmp.layouts.shard import Shard, check_cover, is_replicated
@@ -123,4 +123,12 @@ __all__ += [
 __all__ += ["Calls", "ChunkedTensor", "NameIndex", "Place", "is_dtensor", "is_inside", "join_name"]
 __all__ += ["fully_sharded_dim", "local_of", "rectangles_of", "strided"]
 __all__ += ["map_nested", "places_of", "ranks", "replace_tensors", "room_for", "shown", "shown_bytes"]
-__all__ += ["is_torchrecs", "sharding_types", "tensors_of", "tied_places", "type_name", "without_collection"]
+__all__ += [
+    "attribute_of",
+    "is_torchrecs",
+    "sharding_types",
+    "tensors_of",
+    "tied_places",
+    "type_name",
+    "without_collection",
+]

@@ -112,6 +112,7 @@ PUBLIC = {
         "tensors_of",
         "tied_places",
         # whose class an object is of
+        "attribute_of",
         "is_torchrecs",
         "sharding_types",
         "type_name",

@@ -178,3 +178,20 @@ def test_blocks_of_a_list_without_attention_are_found_by_their_mlp() -> None:
 def test_recognition_reads_no_values() -> None:
     with torch.device("meta"):
         assert recognise(Llama()) == recognise(Llama())
+
+
+def test_a_configuration_may_refuse_to_answer() -> None:
+    """Of a model whose layers differ, Hugging Face's raise where they are asked for the heads of all."""
+
+    class Refuses:
+        @property
+        def num_heads(self) -> int:
+            raise RuntimeError("ask each layer")
+
+    attention = Attention(heads=4)
+    attention.config = Refuses()
+    (branch,) = recognise(nn.ModuleList([attention])).blocks[0].branches
+    assert branch.heads == Heads(4, 4, 4)
+    del attention.heads
+    (found,) = recognise(nn.ModuleList([attention])).blocks
+    assert found.branches == () and "no number of heads" in found.whole[0].why

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from dmp import attribute_of
+
 _LONGEST = 4096
 """Tokens that are assumed at most where only a limit is known: models train on less than they can read."""
 _GUESS = 512
@@ -48,7 +50,7 @@ def tokens_per_sample(module: nn.Module, given: int | None, attends: bool) -> tu
 
 
 def _value(holder: Any, name: str) -> int | None:
-    value = holder.get(name) if isinstance(holder, dict) else getattr(holder, name, None)
+    value = attribute_of(holder, name)
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 

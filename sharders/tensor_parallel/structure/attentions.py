@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from dmp import is_inside, join_name
+from dmp import attribute_of, is_inside, join_name
 from sharders.tensor_parallel.structure.adapters import children_in_place
 from sharders.tensor_parallel.structure.latent import latent_attention
 from sharders.tensor_parallel.structure.linears import Features, features_of, is_joint_attention
@@ -185,7 +185,7 @@ def _number(owners: Iterable[nn.Module], names: Iterable[str], *, configs: bool 
         places += [vars(m)[c] for m in owners for c in CONFIGS if c in vars(m)]
     for place in places:
         for name in names:
-            value = vars(place).get(name) if isinstance(place, nn.Module) else getattr(place, name, None)
+            value = vars(place).get(name) if isinstance(place, nn.Module) else attribute_of(place, name)
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 return value
     return None

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dmp import places_of
+from dmp import attribute_of, places_of
 from sharders.tensor_parallel.structure.transformer import Transformer
 
 Shape = tuple[int, ...]
@@ -57,7 +57,7 @@ class MetaCopies:
         for module in copied.modules():
             config = vars(module).get("config")
             for name, value in _OF_COPIES.items():
-                if isinstance(getattr(config, name, None), type(value)):
+                if isinstance(attribute_of(config, name), type(value)):
                     setattr(config, name, value)
         return copied, last
 

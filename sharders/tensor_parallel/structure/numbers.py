@@ -8,12 +8,14 @@ from typing import Any
 
 from torch import nn
 
+from dmp import attribute_of
+
 
 def number_of(module: nn.Module, name: str) -> int | None:
     """The value; None where it is no integer, or not there: a stand-in has none."""
     holder, _, inner = name.rpartition(".")
     held = vars(module).get(holder) if holder else None
-    value: Any = getattr(held, inner, None) if holder else vars(module).get(inner)
+    value: Any = attribute_of(held, inner) if holder else vars(module).get(inner)
     return value if type(value) is int else None
 
 
