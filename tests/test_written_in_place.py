@@ -33,9 +33,12 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers, self.head = nn.ModuleList(Block() for _ in range(2)), nn.Linear(WIDTH, 3)
+        self.words, self.layers = nn.Embedding(16, WIDTH), nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 16)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x: torch.Tensor = self.words(ids)
+        x *= WIDTH**0.5
         for layer in self.layers:
             x = layer(x)
         return self.head(x)  # type: ignore[no-any-return]
@@ -44,10 +47,10 @@ class Model(nn.Module):
 def writes() -> None:
     env = ShardingEnv.from_mesh(mesh((2,), ("tp",)))
     model, whole = DistributedModelParallel(Model().double(), env), Model().double()
-    for name in ("q_proj", "o_proj", "mlp.0", "mlp.2"):
-        weight = model.module.get_submodule(f"layers.1.{name}")._parameters["weight"]
+    for name in ("words", *(f"layers.1.{each}" for each in ("q_proj", "o_proj", "mlp.0", "mlp.2"))):
+        weight = model.module.get_submodule(name)._parameters["weight"]
         assert any(p.is_shard() for p in weight.placements), name  # type: ignore[union-attr]
-    trains(model, whole, env, lambda g: torch.randn(1, 2, 4, WIDTH, generator=g, dtype=torch.float64))
+    trains(model, whole, env, lambda g: torch.randint(16, (1, 2, 4), generator=g))
 
 
 def test_outputs_of_split_modules_may_be_written() -> None:

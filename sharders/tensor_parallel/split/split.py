@@ -146,4 +146,4 @@ def _summed(placements: Any, use_local_output: bool, module: nn.Module, output: 
 def _waited_for(placements: Any, use_local_output: bool, module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
     """torch's, but what it hands on has arrived: a compiled graph that takes what has not gives it a plain gradient."""
     output = output.redistribute(placements=placements)
-    return output.to_local() if use_local_output else output
+    return writable(output.to_local()) if use_local_output else output
