@@ -213,25 +213,6 @@ def test_a_bias_for_all_heads_from_outside() -> None:
         place(Biased(), plan=plan)
 
 
-class Doubled(nn.Module):
-    """Changes what an embedding returned in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.emb, self.out = nn.Embedding(64, 32), nn.Linear(32, 64)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.emb(ids)
-        x *= 2
-        return self.out(x)
-
-
-def test_a_split_embedding_that_is_changed_in_place() -> None:
-    with pytest.raises(PlanError, match=r"view .* modified inplace"):
-        place(Doubled(), plan={"emb": "rowwise"})
-    assert place(Doubled(), plan={"out": "colwise"}).notes[-1].startswith("proved")
-
-
 class OfOne(ParallelStyle):
     """Splits the output features, and forgets to gather them."""
 

@@ -286,6 +286,10 @@ def _proved(runs: ModelRuns, candidates: list[_Candidate], notes: list[str]) -> 
                     break
             else:
                 notes.append(f"{candidate.name}: {BECAUSE} {wrong}")
+    unseen = [each for each in kept if each.unless_proved and not each.styles.keys().isdisjoint(proof.left)]
+    if unseen:
+        notes += [f"{each.name}: left whole, {each.unless_proved}" for each in unseen]
+        return _proved(runs, [each for each in candidates if each.name not in {one.name for one in unseen}], notes)
     notes.append(runs.verified() + proof.note)
     return _merged(kept), proof.divided or {}
 

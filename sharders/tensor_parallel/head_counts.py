@@ -22,7 +22,7 @@ from dmp import join_name
 from sharders.tensor_parallel.proof.likeness import UnlikeError, likeness, value_key
 from sharders.tensor_parallel.proof.proof import Verdict, disproof
 from sharders.tensor_parallel.proof.sample import Sample, UnprovedError
-from sharders.tensor_parallel.split.styles import Style
+from sharders.tensor_parallel.split.styles import SPLITTING, Style, family
 from sharders.tensor_parallel.structure.adapters import in_place
 from sharders.tensor_parallel.structure.dry_run import (
     DryRunError,
@@ -178,7 +178,8 @@ class ModelRuns:
     def _found(self, styles: Mapping[str, Style], divided: Divided) -> Verdict:
         if isinstance(self._sample, UnprovedError):
             return Verdict(unproved=str(self._sample))
-        return Verdict(disproof(self._sample, styles, divided, self.axis), on=str(self._sample))
+        unreached = self._sample.unreached(path for path, style in styles.items() if family(style) in SPLITTING)
+        return Verdict(disproof(self._sample, styles, divided, self.axis), "", str(self._sample), unreached)
 
     def names(self, styles: Mapping[str, str]) -> frozenset[str] | None:
         """The first option with which the model runs under `styles`; None where none does.

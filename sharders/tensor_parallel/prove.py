@@ -1,14 +1,16 @@
 """Has a plan proved before it is used: on the whole model, else on the modules of it that run alone.
 
-[Note: alone] A model that takes inputs nobody can guess is not run whole. Then each module around what is split runs
+[Note: alone] A model that takes inputs nobody can guess is not run whole; of one that takes several kinds, a part may
+not be reached by those that were guessed, as an encoder of images by ids. Then each module around what is split runs
 alone, the outermost that takes hidden states or ids; with parts of the sequence between modules none can.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import nn
@@ -36,6 +38,9 @@ class PlanProof(Verdict):
     raised: str = ""
     """What a module that runs alone raised once it was split, where none around what is split could be compared."""
 
+    left: tuple[str, ...] = ()
+    """Modules that are split, of which nothing was seen though the model ran."""
+
     @property
     def note(self) -> str:
         """For showing."""
@@ -59,17 +64,68 @@ def prove(runs: ModelRuns, styles: Mapping[str, Style], choices: Iterable[Divide
             if not alone:
                 raise UnprovedError(verdict.unproved)
             return _prove_alone(runs, styles, divided, verdict.unproved)
-        if verdict.wrong is None:
+        if verdict.wrong is None and not verdict.unreached:
             return PlanProof(on=verdict.on, divided=divided)
-        wrong = wrong or verdict.wrong
+        if verdict.wrong is None:
+            rest = _prove_rest(runs, styles, divided, verdict)
+            if rest.wrong is None:
+                return rest
+            verdict = rest
+        wrong = wrong or verdict.wrong or ""
     return PlanProof(wrong)
 
 
 def _prove_alone(runs: ModelRuns, styles: Mapping[str, Style], divided: Divided, why: str) -> PlanProof:
-    """Each of the outermost modules that run alone; those left over are named."""
-    split = [path for path, style in styles.items() if family(style) in ("colwise", "rowwise")]
-    if any(family(style) == "sequence" or style == "gather_input" for style in styles.values()):
+    """Of a model that does not run each of the outermost modules that run alone."""
+    if _is_by_sequence(styles):
         return PlanProof(unproved=why, divided=divided)
+    split = [path for path, style in styles.items() if family(style) in ("colwise", "rowwise")]
+    found = _each_alone(runs, split, styles, divided)
+    if found.wrong:
+        return PlanProof(found.wrong)
+    where = _named(found.left) if found.left else f"outside {_named(found.proved, '')}"
+    return PlanProof(unproved=f"{where}: {why}", divided=divided, raised=found.raised)
+
+
+def _prove_rest(runs: ModelRuns, styles: Mapping[str, Style], divided: Divided, verdict: Verdict) -> PlanProof:
+    """What was not reached in a run of the whole: each of the outermost modules around it that run alone."""
+    why = "no output of the sample depends on them"
+    if _is_by_sequence(styles):
+        return PlanProof(unproved=f"{_named(verdict.unreached)}: {why}", divided=divided, left=verdict.unreached)
+    found = _each_alone(runs, verdict.unreached, styles, divided)
+    if found.wrong or found.raised:
+        return PlanProof(found.wrong or found.raised)
+    if found.left:
+        return PlanProof(unproved=f"{_named(found.left)}: {why}", divided=divided, left=tuple(found.left))
+    return PlanProof(on=f"{verdict.on}; so are those of {_named(found.proved)} alone", divided=divided)
+
+
+def _is_by_sequence(styles: Mapping[str, Style]) -> bool:
+    """Whether parts of the sequence are between modules: none runs alone then."""
+    return any(family(style) == "sequence" or style == "gather_input" for style in styles.values())
+
+
+def _named(paths: Sequence[str], others: str = " and others") -> str:
+    return ", ".join(map(repr, paths[:3])) + others * (len(paths) > 3)
+
+
+class _Alone(NamedTuple):
+    """What was found of modules that were run alone.
+
+    Args:
+        proved: modules that ran.
+        left: what is split that lies in none of these.
+        raised: by what was run alone, and lies in none that ran.
+        wrong: of the first that is wrong; empty where none is.
+    """
+
+    proved: list[str]
+    left: list[str]
+    raised: str
+    wrong: str
+
+
+def _each_alone(runs: ModelRuns, split: Iterable[str], styles: Mapping[str, Style], divided: Divided) -> _Alone:
     left: list[str] = []
     proved: list[str] = []
     raised = ""
@@ -78,12 +134,10 @@ def _prove_alone(runs: ModelRuns, styles: Mapping[str, Style], divided: Divided,
             continue
         scope, wrong = _first_that_runs(runs, path, styles, divided)
         if scope is not None and wrong:
-            return PlanProof(wrong)
+            return _Alone(proved, left, raised, wrong)
         raised = raised or wrong
         (left if scope is None else proved).append(path if scope is None else scope)
-    named = ", ".join(map(repr, (left or proved)[:3]))
-    where = f"{named}{' and others' * (len(left) > 3)}" if left else f"outside {named}"
-    return PlanProof(unproved=f"{where}: {why}", divided=divided, raised=raised)
+    return _Alone(proved, left, raised, "")
 
 
 def _first_that_runs(
@@ -100,6 +154,8 @@ def _first_that_runs(
         inside = {below(p, scope): style for p, style in styles.items() if is_inside(p, scope)}
         values = {(below(p, scope), name): value for (p, name), value in divided.items() if is_inside(p, scope)}
         verdict = _alone(runs, scope).verdict(inside, values)
+        if below(path, scope) in verdict.unreached:
+            continue
         wrong = verdict.wrong or ""
         said = wrong and f"in module {scope!r} alone, {wrong}"
         if not verdict.unproved and not wrong.startswith(RAISES):

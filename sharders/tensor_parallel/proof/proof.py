@@ -169,3 +169,6 @@ class Verdict:
     unproved: str = ""
     on: str = ""
     """What ran."""
+
+    unreached: tuple[str, ...] = ()
+    """Modules that are split, and that no output depended on: nothing was seen of them."""

@@ -9,7 +9,7 @@ see `sharders.tensor_parallel.proof.narrow`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,6 +120,12 @@ class Sample:
             except Exception as error:  # a user's forward may raise anything
                 failure = failure or f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
         raise UnprovedError(failure)
+
+    def unreached(self, paths: Iterable[str]) -> tuple[str, ...]:
+        """Those of these modules whose weights no output depends on, such as an encoder of images where ids are fed."""
+        held = {n.rpartition(".")[0]: False for n in self.whole.gradients}
+        held |= {n.rpartition(".")[0]: True for n, (g, _) in self.whole.gradients.items() if g is not None}
+        return tuple(path for path in paths if not held.get(path, True))
 
     def make(self) -> nn.Module:
         """A new copy; each has the same values, and nothing of another."""

@@ -56,6 +56,8 @@ ROWWISE = ("rowwise", "rowwise_gather", "rowwise_scatter")
 ON_CHUNKS = ("sequence", "split_sequence", "gather_sequence")  # of the sequence are the module's own weights used
 ON_PARTS = (*ON_CHUNKS, "sum_gradients")  # of the activations are they used, so that gradients are parts of a sum
 ACTIVATIONS = ("latent", "gather_input", "split_sequence", "gather_sequence", "sequence", "sum_gradients", "replicate")
+SPLITTING = ("colwise", "rowwise", "experts", "heads")
+"""Families of styles of modules that have a part of their weights on each rank."""
 ALIASES = {
     "colwise_gather_output": "colwise_gather",
     "colwise_rep": "colwise_gather",
