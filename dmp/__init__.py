@@ -18,6 +18,7 @@ Rooms, lower ones first; each says in its `__init__` what lives there: `ranks`, 
 - `names`: dotted names: put together, and found by pattern: what `*` means everywhere
 - `nested`: what dicts, lists, tuples and objects hold inside each other
 - `places`: where a module's tensors are held, ties among them
+- `random_numbers`: the generators that code draws from without being given one
 - `read_values`: values that came out of a file: strict JSON, sizes, and how an error shows them
 - `step_phases`: what the last step's phases took, beside what was planned
 - `__main__`: the command line: `python -m dmp plan | explain | diff | ...`
@@ -62,6 +63,7 @@ from dmp.places import Place, is_dtensor, local_of, places_of, replace_tensors, 
 from dmp.plans.find import Found, dense_parameters, place_dense, plan_parameters
 from dmp.plans.plan import PlanChange, ShardingPlan
 from dmp.plans.remarks import shown_bytes
+from dmp.random_numbers import RandomNumbers, random_numbers_kept
 from dmp.ranks import watchdog
 from dmp.read_values import shown
 from dmp.registry import default_sharders, register_sharder
@@ -124,8 +126,10 @@ __all__ += ["Calls", "ChunkedTensor", "NameIndex", "Place", "is_dtensor", "is_in
 __all__ += ["fully_sharded_dim", "local_of", "rectangles_of", "strided"]
 __all__ += ["map_nested", "places_of", "ranks", "replace_tensors", "room_for", "shown", "shown_bytes"]
 __all__ += [
+    "RandomNumbers",
     "attribute_of",
     "is_torchrecs",
+    "random_numbers_kept",
     "sharding_types",
     "tensors_of",
     "tied_places",

@@ -70,11 +70,10 @@ The generators of random numbers
 - `dmp/wrap/optimizer_trial.py: torch.random.fork_rng`,
   `dmp/wrap/optimizer_trial.py: torch.default_generator.manual_seed`: an optimizer is tried twice with random numbers of
   no program's
-- `planner/observed/observe.py: torch.random.fork_rng`: batches that are observed are those that training will see
 - `dmp/state/verify.py: torch.random.fork_rng`, `dmp/state/verify.py: torch.manual_seed`: both models draw the same
-- `sharders/tensor_parallel/structure/dry_run.py: torch.random.fork_rng`,
-  `sharders/tensor_parallel/structure/dry_run.py: random.setstate`,
-  `sharders/tensor_parallel/proof/simulated.py: torch.set_rng_state`: a look at a model draws no numbers of the program
+- `dmp/random_numbers.py: torch.set_rng_state`, `dmp/random_numbers.py: random.setstate`,
+  `dmp/random_numbers.py: sys.modules['numpy'].random.set_state`: a look at a model, or at batches that are
+  seen again, draws no numbers of the program
 - `sharders/managed_collision/reset.py: torch.random.fork_rng`,
   `sharders/managed_collision/reset.py: torch.manual_seed`,
   `sharders/managed_collision/eviction.py: torch.random.fork_rng`,

@@ -114,6 +114,9 @@ PUBLIC = {
         # whose class an object is of
         "attribute_of",
         "is_torchrecs",
+        # generators of random numbers
+        "RandomNumbers",
+        "random_numbers_kept",
         "sharding_types",
         "type_name",
         # many objects made that stay

@@ -1,9 +1,13 @@
-"""Parts of a model that no guessed input reaches, as an encoder of images where ids are fed, are proved alone."""
+"""What a proof on guessed inputs does not see: parts that none reaches, as an encoder of images where ids are fed, are
+proved alone; random numbers that are not torch's are the same in every run, or nothing is proved.
+"""
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -138,3 +142,53 @@ def runs_with_images() -> None:
 
 def test_images_beside_ids_train_as_in_one_process() -> None:
     run_ranks(2, runs_with_images)
+
+
+class Masked(nn.Module):
+    """Hides positions that are drawn by a generator of its own, or by NumPy's and Python's."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = Llama()
+        self.masks = SHARED if own else None
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.masks, Draws):
+            return self.body(ids * self.masks.next(ids.shape))  # type: ignore[no-any-return]
+        hidden = torch.from_numpy(np.random.rand(*ids.shape) < random.random())
+        return self.body(ids.masked_fill(hidden, 0))  # type: ignore[no-any-return]
+
+
+class Draws:
+    """Of one object for all copies."""
+
+    def __init__(self) -> None:
+        self.from_seed = np.random.default_rng(0)
+
+    def __deepcopy__(self, memo: Any) -> Draws:
+        return self
+
+    def next(self, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.from_numpy(self.from_seed.integers(0, 2, shape))
+
+
+SHARED = Draws()
+
+
+def test_numbers_of_numpy_and_python_are_drawn_alike_on_all_ranks_and_given_back() -> None:
+    """A right plan was called wrong, and the program's own numbers went on elsewhere."""
+    np.random.seed(1)
+    random.seed(1)
+    found = TensorParallelSharder().place(Masked(own=False), {}, TP2)
+    assert found.notes[-1].startswith("proved") and "body.layers.1.attention.wq" in found.styles
+    drawn = np.random.rand(), random.random()
+    np.random.seed(1)
+    random.seed(1)
+    assert drawn == (np.random.rand(), random.random())
+
+
+def test_a_model_that_is_another_each_time_is_not_called_wrong(caplog: pytest.LogCaptureFixture) -> None:
+    found = TensorParallelSharder().place(Masked(own=True), {}, TP2)
+    assert "body.layers.1.attention.wq" in found.styles
+    assert "run twice, whole, it gives other numbers" in caplog.text

@@ -6,7 +6,7 @@ import inspect
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import islice
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dmp import ParameterInfo, default_sharders, is_torchrecs, plan_parameters, shown, type_name
+from dmp import ParameterInfo, default_sharders, is_torchrecs, plan_parameters, random_numbers_kept, shown, type_name
 from planner.arguments import check_module
 from planner.observed.distinct_rows import growth_of, num_distinct
 from planner.observed.named_ids import NamedIds, named_ids
@@ -71,8 +71,9 @@ def observe(loader: Iterable[Any], *, batches: int = 100, module: nn.Module | No
     else they hold is passed over. Ids are those of one data rank: its loader is what to give, and the batch size found
     is its own. A feature that some batches lack has no ids there. What may be a mistake is said through `logging`:
     batches without any ids, ids of one dim that are more or fewer than the samples of others, ids that are no rows; and
-    that an iterator, unlike a `DataLoader`, cannot be read again: the batches that this takes are gone from it. torch's
-    random numbers, and those of the loader's `generator`, are afterwards as before, unless it is an iterator.
+    that an iterator, unlike a `DataLoader`, cannot be read again: the batches that this takes are gone from it. Random
+    numbers (torch's, Python's, NumPy's), and those of the loader's `generator`, are afterwards as before, unless it is
+    an iterator.
 
     Args:
         batches: to read at most.
@@ -148,7 +149,7 @@ def _as_before(loader: Any) -> Iterator[None]:
     drawn_from = [own] if isinstance(own, torch.Generator) and not is_iterator else []
     states = [generator.get_state() for generator in drawn_from]
     try:
-        with torch.random.fork_rng(devices=[], enabled=not is_iterator):
+        with nullcontext() if is_iterator else random_numbers_kept():
             yield
     finally:
         for generator, state in zip(drawn_from, states, strict=True):

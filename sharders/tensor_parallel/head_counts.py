@@ -179,7 +179,11 @@ class ModelRuns:
         if isinstance(self._sample, UnprovedError):
             return Verdict(unproved=str(self._sample))
         unreached = self._sample.unreached(path for path, style in styles.items() if family(style) in SPLITTING)
-        return Verdict(disproof(self._sample, styles, divided, self.axis), "", str(self._sample), unreached)
+        try:
+            wrong = disproof(self._sample, styles, divided, self.axis)
+        except UnprovedError as error:
+            return Verdict(unproved=str(error))
+        return Verdict(wrong, "", str(self._sample), unreached)
 
     def names(self, styles: Mapping[str, str]) -> frozenset[str] | None:
         """The first option with which the model runs under `styles`; None where none does.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dmp import local_of, strided
-from sharders.tensor_parallel.proof.sample import Run, Sample, part_of
+from sharders.tensor_parallel.proof.sample import Run, Sample, UnprovedError, part_of
 from sharders.tensor_parallel.proof.simulated import simulate
 from sharders.tensor_parallel.split.local import share_of_parts
 from sharders.tensor_parallel.split.split import split
@@ -42,6 +42,9 @@ def disproof(
     Args:
         styles: module path -> style.
         divided: (module path, attribute) -> the value it has on each rank.
+
+    Raises:
+        UnprovedError: the module gives other numbers each time that it runs.
     """
     found = _differs(sample, styles, divided, axis, apart=False)
     if found is None or all(isinstance(style, str) for style in styles.values()):
@@ -70,7 +73,7 @@ def _differs(
         text = str(error).strip().partition("\n")[0]
         return f"{RAISES} {type(error).__name__}: {text[:300]}"
     wrong = _compare(sample, ranks)
-    return None if wrong is None else wrong + _departure(sample, ranks[0])
+    return None if wrong is None else wrong + _departure(sample, _again(sample), ranks[0])
 
 
 def _compare(sample: Sample, ranks: list[Run]) -> str | None:
@@ -147,10 +150,24 @@ def _largest(tensors: list[torch.Tensor]) -> float:
     return max((float(x.abs().max()) for x in tensors if x.numel()), default=0.0)
 
 
-def _departure(sample: Sample, run: Run) -> str:
-    """The first module whose output is another one's on rank 0."""
+def _again(sample: Sample) -> Run:
+    """The whole module once more, and what is between its modules.
+
+    Raises:
+        UnprovedError: its outputs are not those of the first time: nothing can be said by comparing.
+    """
     model = sample.make()
-    (whole,) = simulate(1, "whole", lambda _: sample.run(model, None, dict(model.named_modules())))
+    with undisturbed():
+        (whole,) = simulate(1, "whole", lambda _: sample.run(model, None, dict(model.named_modules())))
+    scale = _largest(sample.whole.outputs)
+    for first, second in zip(sample.whole.outputs, whole.outputs, strict=True):
+        if first.shape != second.shape or _difference(sample, second, first, scale) is not None:
+            raise UnprovedError("run twice, whole, it gives other numbers: it draws some from a generator of its own")
+    return whole
+
+
+def _departure(sample: Sample, whole: Run, run: Run) -> str:
+    """The first module whose output is another one's on rank 0."""
     scale = _largest(list(whole.between.values()))
     for path, expected in whole.between.items():
         here = run.between.get(path)

@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _register_process_group, _resolve_process_group
 from torch.distributed.device_mesh import DeviceMesh
 
+from dmp import RandomNumbers
+
 T = TypeVar("T")
 
 _here = threading.local()  # the rank that this thread is, and whose turns it takes
@@ -143,7 +145,7 @@ class _Turns:
             _here.rank, _here.turns = rank, self
             self._may_run[rank].acquire()
             try:
-                torch.set_rng_state(start)
+                start.restore()
                 if self._failure is None:
                     results[rank] = job()
             except _Ended:
@@ -154,7 +156,7 @@ class _Turns:
             self._check_ended()
             self._pass(rank)
 
-        start = torch.get_rng_state()
+        start = RandomNumbers.now()
         threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(self.size)]
         try:
             for thread in threads:
@@ -163,7 +165,7 @@ class _Turns:
             for thread in threads:
                 thread.join()
         finally:
-            torch.set_rng_state(start)
+            start.restore()
             for result in self.results:  # torch warns of those that nobody waited for
                 torch.ops._c10d_functional.wait_tensor(result)
         if self._failure is not None:
@@ -187,10 +189,10 @@ class _Turns:
                 finish([value for _, value in calls])
         self._check_ended()
         if self._failure is None and self.size > 1:
-            state = torch.get_rng_state()
+            state = RandomNumbers.now()
             self._pass(rank)
             self._may_run[rank].acquire()
-            torch.set_rng_state(state)
+            state.restore()
         if self._failure is not None:
             raise _Ended
 

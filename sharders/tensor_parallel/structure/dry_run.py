@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from dmp import is_inside, tensors_of
+from dmp import is_inside, random_numbers_kept, tensors_of
 from sharders.quiet import quiet
 from sharders.tensor_parallel.structure.caches import forgetful
 from sharders.tensor_parallel.structure.experts import experts_of
@@ -315,13 +314,9 @@ def _reduced(shape: Shape, dim: Any) -> Shape:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Random state, warnings, logging and caches of functions are as before afterwards; no gradients."""
-    state = random.getstate()
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), quiet(logging.CRITICAL), forgetful():
-            yield
-    finally:
-        random.setstate(state)
+    """Random numbers, warnings, logging and caches of functions are as before afterwards; no gradients."""
+    with torch.no_grad(), random_numbers_kept(), quiet(logging.CRITICAL), forgetful():
+        yield
 
 
 def same_outside(whole: Trace, local: Trace, insides: Iterable[str]) -> bool:
