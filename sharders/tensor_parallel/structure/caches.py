@@ -22,18 +22,16 @@ _NOT_OF_MODELS = ("torch", "sympy")
 
 @contextmanager
 def forgetful() -> Iterator[None]:
-    """Caches of tensors are empty before and after: one key alone cannot be let go of."""
-    _clear()
+    """Caches with tensors that something was put into within are cleared, of all they hold: one key cannot be. Others
+    stay: what a function drew once may be meant to stay as it is.
+    """
+    before = {id(cache): cache.cache_info().misses for cache in _caches(len(sys.modules))}
     try:
         yield
     finally:
-        _clear()
-
-
-def _clear() -> None:
-    for cache in _caches(len(sys.modules)):
-        if cache.cache_info().currsize and _holds_tensor(cache):
-            cache.cache_clear()
+        for cache in _caches(len(sys.modules)):
+            if cache.cache_info().misses != before.get(id(cache), 0) and _holds_tensor(cache):
+                cache.cache_clear()
 
 
 @functools.lru_cache(maxsize=1)
