@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 
-from dmp import DistributedModelParallel, ShardError, ShardingEnv
+from dmp import DistributedModelParallel, ShardError, ShardingEnv, row_wise
 from dmp.chunked import as_chunks, chunk_views
 from dmp.state.clip import clip_grad_norm_
 from dmp.state.gather import gather
@@ -114,3 +114,23 @@ def test_small_gradients_stay() -> None:
     model = DistributedModelParallel(module, ShardingEnv.single(), plan={}, sharders=[])
     assert float(clip_grad_norm_(model, 100.0)) == pytest.approx(3**0.5)
     assert torch.equal(module.weight.grad, before)
+
+
+def clipped_doubles() -> tuple[torch.Tensor, list[torch.Tensor]]:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.EmbeddingBag(6, 4, mode="sum"), nn.Linear(4, 1)).double()
+    model = DistributedModelParallel(module, plan={"0.weight": row_wise()})
+    model(torch.arange(6).view(3, 2)).square().mean().backward()
+    norm = clip_grad_norm_(model, MAX_NORM)
+    return norm, [p.grad for p in model.module[1].parameters()]
+
+
+def test_a_float64_model_is_clipped_in_its_own_precision() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.EmbeddingBag(6, 4, mode="sum"), nn.Linear(4, 1)).double()
+    module(torch.arange(6).view(3, 2)).square().mean().backward()
+    expected_norm = nn.utils.clip_grad_norm_(module.parameters(), MAX_NORM)
+    for norm, grads in run_ranks(2, clipped_doubles):
+        torch.testing.assert_close(norm, expected_norm, rtol=1e-14, atol=0)  # its dtype too
+        for got, parameter in zip(grads, module[1].parameters(), strict=True):
+            torch.testing.assert_close(got, parameter.grad, rtol=1e-14, atol=0)

@@ -53,7 +53,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
         max_norm: of the whole gradient.
 
     Returns:
-        The 2-norm before clipping, a plain 0-D float32 tensor, the same on every rank.
+        The 2-norm before clipping, a plain 0-D tensor, the same on every rank: float64 where the model has parameters
+        of float64, else float32.
 
     Raises:
         ShardError: a `max_norm` that is negative or no number, sparse gradients.
@@ -74,7 +75,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
             shares.update(_shares(model, env, [p.grad for p in model.parameters()]))
             return shares.values()
 
-        norm = _whole_norm(own, 2.0, env).float()
+        norm = _whole_norm(own, 2.0, env).to(_dtype_of_norm(model.parameters()))
         scale = (max_norm / (norm + _EPS)).clamp(max=1.0)
         for grad, _ in shares.values():
             grad.mul_(scale.to(grad.device))
@@ -164,9 +165,12 @@ def _total_norm(
         return _norm_of(tensors, norm_type, error_if_nonfinite, foreach)
     if rest:
         norms.append(_norm_of(list(rest.values()), norm_type, False, foreach).to(norms[0]))
-    dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
-    total = _norm_of(norms, norm_type, error_if_nonfinite).to(dtype)
+    total = _norm_of(norms, norm_type, error_if_nonfinite).to(_dtype_of_norm(tensors))
     return total.to(tensors[0].device)
+
+
+def _dtype_of_norm(tensors: Iterable[torch.Tensor]) -> torch.dtype:
+    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
 def _of_successors(body: Callable[..., Any]) -> Callable[..., Any]:
