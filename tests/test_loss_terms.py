@@ -12,12 +12,21 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import get_total_norm
 
-from dmp import DistributedModelParallel, ShardError, ShardingEnv, column_wise, data_parallel, row_wise, table_wise
+from dmp import (
+    DistributedModelParallel,
+    RanksError,
+    ShardError,
+    ShardingEnv,
+    column_wise,
+    data_parallel,
+    row_wise,
+    table_wise,
+)
 from dmp.chunked import as_chunks, chunk_views
 from dmp.state.gather import gather
 from dmp.state.local_chunks import sharded_parameters
 from sharders.embedding import loss_terms
-from tests.ranks import mesh, run_ranks
+from tests.ranks import mesh, run_apart, run_ranks
 from tests.test_asked import Said
 from tests.wrapped_net import Net, batch, loss_of
 
@@ -148,6 +157,70 @@ def test_terms_on_two_axes() -> None:
     for names in (("replicate", "shard"), ("shard", "tp")):
         for texts in run_ranks(4, errors, names, "rows", ["norm", "mean"]):
             assert len(texts) == 2
+
+
+def scores(module: nn.Module, data_rank: int) -> torch.Tensor:
+    """All users', of a batch: another on each rank."""
+    weight = module.get_parameter("users.weight")
+    return F.cross_entropy(torch.full((1, weight.shape[1]), data_rank + 1.0) @ weight.T, torch.tensor([data_rank]))
+
+
+def of_own_batches(names: tuple[str, ...], scores_of: str) -> list[str]:
+    env = ShardingEnv.from_mesh(mesh((2,) * len(names), names))
+    plan = {"users.weight": data_parallel(), "items.weight": row_wise(), "more.weight": table_wise(0)}
+    model, module = DistributedModelParallel(Net(), env, plan=plan), Net()
+    for step in range(2):
+        loss = loss_of(model, batch(env.data_rank, step)) if scores_of == "beside" else 0
+        (loss + scores(model.module, env.data_rank)).backward()
+        for rank in range(env.data_size):
+            loss = loss_of(module, batch(rank, step)) if scores_of == "beside" else 0
+            ((loss + scores(module, rank)) / env.data_size).backward()
+    got, wanted = model.get_parameter("users.weight").grad, module.get_parameter("users.weight").grad
+    return [] if torch.allclose(got, wanted, atol=1e-6) else [f"{(got - wanted).abs().max()}"]  # type: ignore[operator, arg-type]
+
+
+@pytest.mark.parametrize("scores_of", ["beside", "alone"])
+def test_what_a_loss_reads_of_a_copied_table_is_averaged_over_the_ranks(scores_of: str) -> None:
+    """Each rank trained its copy by the scores of its own batch, and the copies parted in silence."""
+    assert run_ranks(2, of_own_batches, ("dp",), scores_of) == [[], []]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [("replicate", "shard"), ("shard", "tp")])
+def test_so_it_is_on_two_axes(names: tuple[str, ...]) -> None:
+    assert run_ranks(4, of_own_batches, names, "beside") == [[]] * 4
+
+
+def read_on_one_rank() -> str:
+    plan = {"users.weight": data_parallel(), "items.weight": row_wise(), "more.weight": table_wise(0)}
+    model = DistributedModelParallel(Net(), plan=plan)
+    try:
+        for step in range(2):
+            loss = loss_of(model, batch(model.env.rank, step))
+            (loss + scores(model.module, 0) if model.env.rank else loss).backward()
+    except RanksError as error:
+        return str(error)
+    return ""
+
+
+def test_a_copied_table_that_one_rank_reads_is_an_error_on_all() -> None:
+    for text in run_apart(2, read_on_one_rank):
+        assert "what the loss reads of users.weight" in text
+
+
+def scores_by_a_part() -> str:
+    plan = {"users.weight": table_wise(0), "items.weight": row_wise(), "more.weight": table_wise(0)}
+    model = DistributedModelParallel(Net(), plan=plan)
+    loss = (torch.ones(1, 8) @ model.get_parameter("users.weight").T).square().sum()
+    loss = loss + loss_of(model, batch(model.env.rank))
+    with pytest.raises(ShardError) as error:
+        loss.backward()
+    return str(error.value)
+
+
+def test_scores_of_a_batch_by_a_table_that_one_rank_has_are_refused() -> None:
+    for text in run_ranks(2, scores_by_a_part):
+        assert "table 'users.weight' itself, by mm" in text and "data_parallel() in the plan" in text
 
 
 def norms_of_all() -> list[float]:

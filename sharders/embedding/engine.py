@@ -32,7 +32,7 @@ from sharders.embedding.input_faults import Fault, Kind
 from sharders.embedding.local_tables import TableStore
 from sharders.embedding.lookup.distinct import can_be_found
 from sharders.embedding.lookup.kernels import kernel_of
-from sharders.embedding.loss_terms import mark, watch
+from sharders.embedding.loss_terms import Among, mark, watch
 from sharders.embedding.peers import find_peers
 from sharders.embedding.phases import GRADIENT, INPUT, TENSOR, LastStep, Spent, counted, phase
 from sharders.embedding.placement import Placement, Table
@@ -132,12 +132,17 @@ class Engine:
         self.watch_terms()
 
     def watch_terms(self) -> None:
-        """Have terms of the loss over tables that are cut be looked at; who is updated in the backward takes none."""
+        """Have terms of the loss over tables be looked at; who is updated in the backward takes none."""
         of = weakref.ref(self)
         for index, table in enumerate(self.tables):
-            if table.trainable and table.optimizer is None and not self.store.is_whole(index):
+            is_whole = self.store.is_whole(index)
+            if table.trainable and table.optimizer is None and not (is_whole and self.peers.exchange.size == 1):
                 shards, size = self.placement.shards[index], (table.rows, table.dim)
-                watch(self.store.parameters[index], shards, size, lambda i=index: _path(of(), i))  # type: ignore[misc]
+                among = (lambda: of()._among()) if is_whole else None  # type: ignore[union-attr]
+                watch(self.store.parameters[index], shards, size, lambda i=index: _path(of(), i), among)  # type: ignore[misc]
+
+    def _among(self) -> Among:
+        return Among(self.peers.exchange, self.handshake, self.device)
 
     @property
     def name(self) -> str:

@@ -4,6 +4,8 @@ Each rank reads its part of a table. Of a sum over elements, p.square().sum(), i
 and all is right; of a norm, a mean or a maximum it gets that of another function, in silence. So a parameter that is
 cut looks whether its gradient is what the lookup gave alone. Where something came beside, the graph of the loss is
 walked, once the pass is done, from the table to the loss. Passes without such a term pay a look for each table.
+Of a table that every rank has whole each rank's term is right, and of its own batch, as where scores of all items are
+taken: its gradient is averaged over the ranks, as dense weights' are, by an exchange in the passes that have one.
 
 Terms. What a node of the graph computes from a table is a function of the *whole*, which one rank has; one for each of
 its *elements*, or *rows* where those are whole; or a *sum* over these, of which only sums may be made.
@@ -19,7 +21,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dmp import Shard, ShardError
+from dmp import Shard, ShardError, ranks
+from sharders.channel import Channel
+from sharders.embedding.header import Handshake
 
 _log = logging.getLogger("dmp")
 _MARK = "_dmp_version"  # of a gradient: as which version the lookup gave it
@@ -46,12 +50,38 @@ class _Value(NamedTuple):
 
 _NOTHING = _Value(_Kind.NOTHING)
 
+class Among(NamedTuple):
+    """Ranks that each have the whole table.
+
+    Args:
+        exchange: between them.
+        handshake: of the module.
+        device: of the table.
+    """
+
+    exchange: Channel
+    handshake: Handshake
+    device: torch.device
+
+    def mean(self, gradient: torch.Tensor, name: str) -> torch.Tensor:
+        """Of what each has got for a table; two exchanges, the second as large as the table."""
+        if gradient.requires_grad:
+            raise ShardError(
+                f"the loss has a term over values of table {name!r} itself, whose gradient is averaged over the ranks, "
+                "which create_graph=True does not go through. Give the table the plan entry replicate()"
+            )
+        with ranks.entry(f"the average of what the loss reads of {name}", self.exchange.group) as here:
+            self.handshake.take_turn(f"averages what the loss reads of {name}", self.device, here)
+            total = gradient.clone(memory_format=torch.contiguous_format)
+            self.exchange.sum(total)
+            return total.div_(self.exchange.size)
+
 
 class _Part:
     """What a parameter knows of its table. Not kept where it is pickled."""
 
-    def __init__(self, kind: _Kind, name: Callable[[], str]) -> None:
-        self.kind, self.name = kind, name
+    def __init__(self, kind: _Kind, name: Callable[[], str], among: Callable[[], Among] | None) -> None:
+        self.kind, self.name, self.among = kind, name, among
 
     def __reduce__(self) -> Any:
         return type(None), ()
@@ -61,7 +91,13 @@ _met: list[torch.Tensor] = []
 """Parameters to which more has come than what was looked up."""
 
 
-def watch(parameter: torch.Tensor, shards: Sequence[Shard], size: tuple[int, int], name: Callable[[], str]) -> None:
+def watch(
+    parameter: torch.Tensor,
+    shards: Sequence[Shard],
+    size: tuple[int, int],
+    name: Callable[[], str],
+    among: Callable[[], Among] | None = None,
+) -> None:
     """From now on a term of the loss that is wrong on this part of a table is a `ShardError` at its backward pass.
 
     Args:
@@ -69,21 +105,26 @@ def watch(parameter: torch.Tensor, shards: Sequence[Shard], size: tuple[int, int
         shards: of the table, on all ranks.
         size: of the table.
         name: of the table, for messages; may not hold the parameter.
+        among: where every rank has the whole table: what comes beside the lookup is of a rank's batch, and averaged.
     """
     _stand_in()
     rows_are_whole = all(shard.sizes[1] == size[1] for shard in shards)
     kind = _Kind.WHOLE if len(shards) == 1 else _Kind.ROWS if rows_are_whole else _Kind.ELEMENTS
     is_watched = hasattr(parameter, "_dmp_part")
-    parameter._dmp_part = _Part(kind, name)  # type: ignore[attr-defined]
+    parameter._dmp_part = _Part(_Kind.NOTHING if among else kind, name, among)  # type: ignore[attr-defined]
     if is_watched:
         return
 
     @torch.utils.hooks.unserializable_hook  # type: ignore[untyped-decorator]
-    def look(gradient: torch.Tensor) -> None:
+    def look(gradient: torch.Tensor) -> torch.Tensor | None:
         if getattr(gradient, _MARK, -1) != gradient._version:
+            part: _Part = parameter._dmp_part  # type: ignore[attr-defined]
+            if part.among is not None:
+                return part.among().mean(gradient, part.name())
             _met.append(parameter)
         elif hasattr(gradient, _MARK):
             delattr(gradient, _MARK)
+        return None
 
     look._dmp_own = True
     was = parameter.requires_grad
@@ -132,8 +173,8 @@ def _check(outputs: Sequence[Any]) -> None:
                     f"the loss has a term over values of table {_first_table(node)!r} itself, by "
                     f"{_operation(node)}: each rank has a part of the table, and would train it by the norm, mean or "
                     "other function of its part alone. Terms whose parts add up are right, p.square().sum() and "
-                    "p.abs().sum() and sums of such, as is an optimizer's weight_decay. For others lay the table "
-                    "whole: table_wise(0) or data_parallel() in the plan"
+                    "p.abs().sum() and sums of such, as is an optimizer's weight_decay. For others every rank needs "
+                    "the whole table: data_parallel() in the plan"
                 )
 
 
@@ -160,7 +201,7 @@ def _first_table(node: Any) -> str:
     while stack:
         node = stack.pop()
         part = getattr(getattr(node, "variable", None), "_dmp_part", None)
-        if part is not None:
+        if part is not None and part.kind is not _Kind.NOTHING:
             return part.name()  # type: ignore[no-any-return]
         if node.name() != _LOOKUP:
             stack += [n for n, _ in reversed(node.next_functions) if n is not None]
@@ -176,6 +217,8 @@ _MOVED = frozenset(
 """Operations, by their names without underscores, that change no values."""
 
 _OF_AS_MANY = frozenset(("mean", "select", "slice", "index"))
+
+_PRODUCTS = frozenset(("mm", "bmm", "mv", "dot", "addmm", "addmv", "baddbmm", "linear", "matmul"))
 
 _LINEAR = _MOVED | _OF_AS_MANY | {"cat", "stack", "add", "sub", "rsub", "neg", "sum"}
 """What sums may be made into; by those of `_OF_AS_MANY` where there are as many of them on each rank."""
@@ -193,6 +236,8 @@ def _value(node: Any, inputs: Sequence[_Value | None]) -> _Value | None:
         return _NOTHING
     kinds, tables = {value.kind for value in of_tables}, frozenset[int]().union(*(v.tables for v in of_tables))
     is_alone = len(of_tables) == len(given)
+    if name in _PRODUCTS and len(given) < len(inputs):
+        return None  # scores of a batch, which each rank takes of its own by its own part
     if kinds == {_Kind.WHOLE} and len(tables) == 1 and is_alone:
         return _Value(_Kind.WHOLE, tables)
     kind = _kind(node, name, kinds, is_alone, len(given) == 1 and (name == "mul" or inputs[0] is not None))
