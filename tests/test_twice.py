@@ -88,6 +88,21 @@ def test_penalties_on_gradients_on_two_axes(names: tuple[str, ...]) -> None:
     run_ranks(4, trained, (2, 2), names)
 
 
+def other_pass_on_one_rank() -> None:
+    """After a penalty that no step followed."""
+    model = DistributedModelParallel(Net(), ShardingEnv.from_mesh(mesh((2,), ("shard",))))
+    penalized(model, model.env.data_rank, 0).backward()
+    if model.env.rank:
+        nn.Linear(1, 1)(torch.ones(1, 1)).sum().backward()
+    model.zero_grad()
+    penalized(model, model.env.data_rank, 1).backward()
+
+
+def test_passes_of_other_models_gather_nothing() -> None:
+    """Every pass in the process gathered the weights, also of a model that one rank still held, and ranks parted."""
+    run_ranks(2, other_pass_on_one_rank)
+
+
 def transformer(name: str, sequence_parallel: bool) -> None:
     """By the embedding's output, and by all weights."""
     model, plain = build(name), build(name)

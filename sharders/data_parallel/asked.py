@@ -66,7 +66,7 @@ def _stand_in() -> None:
     def hearing(outputs: Any, *args: Any, **options: Any) -> Any:
         if len(args) < 4 or not (_split or args[3]):
             return own(outputs, *args, **options)
-        with hearing_of_pass(_split), backward_pass(_split, bool(args[2])):
+        with hearing_of_pass(_split), backward_pass(outputs, _split, bool(args[2])):
             return asking(outputs, *args, **options) if args[3] else own(outputs, *args, **options)
 
     def asking(outputs: Any, gradients: Any, keeps: bool, creates: bool, asked: Any, *rest: Any, **options: Any) -> Any:

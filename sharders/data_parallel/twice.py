@@ -2,20 +2,21 @@
 
 FSDP2 frees a unit's weights, and averages their gradients, when a pass comes out of the unit at its inputs. A pass
 through another comes by each unit again behind that, for what the first one computed: it found freed memory. So from a
-pass that keeps a graph of itself until weights are next written, passes have all units' weights gathered while they
-run, and gradients are averaged once, when they have ended.
+pass that keeps a graph of itself until weights are next written, passes that come by the model have all units' weights
+gathered while they run, and gradients are averaged once, when they have ended. Others, as of another model, leave it
+alone: ranks run those of their own choice, and forget a model that they are done with at times of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakSet
 
 import torch
 
-from sharders.data_parallel.fsdp_units import states, units
+from sharders.data_parallel.fsdp_units import states, units, weights
 
 _kept: WeakSet[Any] = WeakSet()
 
@@ -26,10 +27,11 @@ def forget_graphs(root: Any) -> None:
 
 
 @contextmanager
-def backward_pass(roots: Iterable[Any], keeps_graph: bool) -> Iterator[None]:
-    """Around one backward pass; collective where an earlier one has kept a graph of itself.
+def backward_pass(outputs: Iterable[Any], roots: Iterable[Any], keeps_graph: bool) -> Iterator[None]:
+    """Around one backward pass; collective where an earlier one by the same model has kept a graph of itself.
 
     Args:
+        outputs: what it begins at, tensors or edges of the graph.
         roots: models that FSDP2 has split.
         keeps_graph: this one keeps a graph of itself, which another may go through.
     """
@@ -41,6 +43,7 @@ def backward_pass(roots: Iterable[Any], keeps_graph: bool) -> Iterator[None]:
         for root in found if keeps_graph else ():
             stack.enter_context(_noticing(root))
         kept = [root for root in found if root in _kept]
+        kept = _come_by(outputs, kept) if kept else kept
         with ExitStack() as waiting:
             for root in kept:
                 waiting.enter_context(_gathered(root))
@@ -50,6 +53,23 @@ def backward_pass(roots: Iterable[Any], keeps_graph: bool) -> Iterator[None]:
 
 
 # Private: nothing public tells when a pass comes by.
+
+
+def _come_by(outputs: Iterable[Any], roots: Sequence[Any]) -> list[Any]:
+    """Those whose weights, or units' inputs, are in the graph."""
+    marks = {id(unit): root for root in roots for unit in units(root)}
+    marks |= {id(w._unsharded_param): root for root in roots for w in weights(root) if hasattr(w, "_unsharded_param")}
+    stack: list[Any] = [out.grad_fn if isinstance(out, torch.Tensor) else out.node for out in outputs]
+    known: set[Any] = {None}
+    found: set[int] = set()
+    while stack:
+        node = stack.pop()
+        if node in known:
+            continue
+        known.add(node)
+        found |= {id(getattr(node, "variable", None)), id(getattr(node, "param_group", None))} & marks.keys()
+        stack += [following for following, _ in node.next_functions]
+    return [root for root in roots if any(marks[mark] is root for mark in found)]
 
 
 @contextmanager
