@@ -27,8 +27,10 @@ from sharders.tensor_parallel.structure.transformer import (
     outward,
 )
 
+_NUMBERS = (*HEADS, *KV_HEADS, *HEAD_DIM)
 _AFTER = r"(_?(proj|projection|lin|linear|layer|w))?"
 _QKV = re.compile(r"(to_?|w_?|linear_?|lin_?|proj_?|c_)?(q|k|v|query|key|value)s?" + _AFTER)
+_JOINT = re.compile(r"(w_?|c_|to_?|in_)?(qkv|attn|query_key_value)" + _AFTER)
 _OUT = re.compile(r"(to_?|w_?|linear_?|lin_?|c_)?(o|out|output|proj|dense)" + _AFTER)
 
 
@@ -87,11 +89,11 @@ def _fused(path: str, module: nn.Module) -> Branch | Whole | None:
             return Whole(path, "query, key and value are not one weight of equal parts, without more keys")
         heads = Heads(module.num_heads, module.num_heads, module.head_dim)
         return Branch(path, (path,), join_name(path, "out_proj"), module.embed_dim, heads, parts=(3,))
-    if _number([module], (*HEADS, *KV_HEADS, *HEAD_DIM), configs=False) is None:
-        return None
     branch = _of_one_linear(path, module)
     if branch is not None:
         return branch
+    if _number([module], _NUMBERS, configs=False) is None:
+        return None
     matrices = [p for c in module.children() for p in c.parameters(recurse=False) if p.dim() == 2]
     if len(matrices) > 1 and not any(isinstance(m, nn.ModuleList) for m in module.modules()):
         return Whole(path, "not four Linears for query, key, value and output (fused, or another kind of attention)")
@@ -112,8 +114,11 @@ def _of_one_linear(path: str, module: nn.Module) -> Branch | None:
         keys, rest = divmod(linears[up].out_features - inner, 2 * of_head)
         if (heads is None or heads == query) and keys > 0 == rest and not query % keys:
             found.append((up, down, Heads(query, keys, of_head)))
-    # A gate and what it gates, in one, has the shape of grouped queries: half as many keys and values.
+    # A gate and what it gates, in one, has the shape of grouped queries: half as many keys and values. A configuration
+    # that has the number of heads may be an MLP's too: then a name tells.
     alike = [each for each in found if each[2].query == each[2].key_value]
+    if _number([module], _NUMBERS, configs=False) is None:
+        found = [each for each in found if _JOINT.fullmatch(last_of(each[0]))]
     if len(alike or found) != 1:
         return None
     ((up, down, of),) = alike or found

@@ -18,7 +18,10 @@ from dataclasses import dataclass
 from sharders.tensor_parallel.structure.experts import Experts
 
 HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads", "nhead", "num_head", "nheads")
-KV_HEADS = ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "n_kv_head", "kv_heads", "num_key_value_head")
+KV_HEADS = (
+    *("num_key_value_heads", "n_kv_heads", "num_kv_heads", "n_kv_head", "kv_heads", "num_key_value_head"),
+    *("n_query_groups", "num_query_groups"),
+)
 HEAD_DIM = ("head_dim", "d_head", "dim_head", "attention_head_size", "head_size", "kv_channels", "d_k", "d_kv")
 CONFIGS = ("config", "cfg", "args", "params")
 """Names of attributes that hold numbers of heads, of key/value heads, the size of a head, and other attributes."""
