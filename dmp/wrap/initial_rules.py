@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -79,8 +79,10 @@ class Rules:
             for path, module in root.named_modules()
         }
         self._places: dict[int, list[Place]] = {}  # which keep the tensors alive, so that they can be told by id
+        self._held: dict[int, list[Place]] = {}  # by the module that holds them
         for place in places_of(self._modules.items()):
             self._places.setdefault(id(place.tensor), []).append(place)
+            self._held.setdefault(id(place.owner), []).append(place)
         self._rules: dict[str, list[Rule]] = {}
         for order, (path, module, name, owner) in enumerate(_calls(self._root)):
             is_left = any(is_inside(path, p) for p in leave)
@@ -134,7 +136,7 @@ class Rules:
             for rule in rules:
                 _follow(rule, path)
         finally:
-            self._put(old, old)
+            self._put_back([old], rules)
 
     def _shared(self, path: str) -> tuple[int, ...]:
         return tuple(sorted(rule.order for rule in self.from_above(path)))
@@ -170,8 +172,7 @@ class Rules:
                     _follow(rule, paths[0])
             made = {(p, n): _own(self._modules[p])[n].detach() for p in paths for n in self._on_meta[p]}
         finally:
-            for old in olds:
-                self._put(old, old)
+            self._put_back(olds, rules.values())
         left = [place for place, value in made.items() if bool(_is_unset(value).any())]
         if left:
             path = left[0][0]
@@ -190,6 +191,15 @@ class Rules:
         """`new` in every place of the skeleton's `old`."""
         for place in self._places[id(old)]:
             place.store[place.name] = new
+
+    def _put_back(self, olds: Iterable[torch.Tensor], rules: Iterable[Rule]) -> None:
+        """The skeleton as it was: a rule may have set others than it was followed for, by new tensors too."""
+        for old in olds:
+            self._put(old, old)
+        for path in {rule.path for rule in rules}:
+            for module in self._modules[path].modules():
+                for place in self._held.get(id(module), ()):
+                    place.store[place.name] = place.tensor
 
     def _reach(self, call: Callable[[], Any], module: nn.Module) -> frozenset[int] | None:
         """Storages of the tensors below that the call writes, or puts others in place of."""

@@ -256,6 +256,9 @@ def _buffer(old: torch.Tensor, original: torch.Tensor | None, generator: torch.G
         return cut
     if old.is_floating_point():
         return torch.rand(old.shape, generator=generator)
+    if old.is_complex():  # rotations, of length 1
+        angle = torch.rand(old.shape, generator=generator)
+        return torch.polar(torch.ones_like(angle), angle).to(old.dtype)
     if old.dtype == torch.bool:
         ones = torch.ones(old.shape, dtype=torch.bool)
         return ones.tril() if old.dim() > 1 else ones
