@@ -37,7 +37,15 @@ from sharders.tensor_parallel.structure.find_transformer import recognise
 from sharders.tensor_parallel.structure.linears import features_of, is_joint_attention
 from sharders.tensor_parallel.structure.meta_copies import MetaCopies
 from sharders.tensor_parallel.structure.numbers import number_of
-from sharders.tensor_parallel.structure.transformer import CONFIGS, HEAD_DIM, HEADS, KV_HEADS, Block, Transformer
+from sharders.tensor_parallel.structure.transformer import (
+    CONFIGS,
+    HEAD_DIM,
+    HEADS,
+    KV_HEADS,
+    LOCAL_HEADS,
+    Block,
+    Transformer,
+)
 
 Divided = dict[tuple[str, str], int]
 
@@ -261,7 +269,8 @@ def _attributes(model: nn.Module, blocks: Iterable[Block]) -> Iterator[Attribute
                 for attribute, value in vars(module).items():
                     if type(value) is not int or attribute in HEAD_DIM:
                         continue
-                    is_count = counts.get(attribute) == value
+                    is_local = attribute in LOCAL_HEADS and value in counts.values()
+                    is_count = is_local or counts.get(attribute) == value
                     if is_count or value in (heads.query * heads.size, heads.key_value * heads.size):
                         yield Attribute(join_name(outer, name), attribute, value, is_count, down)
                 kind: Any = type(module)

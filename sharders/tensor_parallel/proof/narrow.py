@@ -18,7 +18,14 @@ from torch import nn
 from dmp import Place, join_name, places_of, replace_tensors
 from sharders.tensor_parallel.structure.dry_run import Feed
 from sharders.tensor_parallel.structure.of_heads import OF_HEADS
-from sharders.tensor_parallel.structure.transformer import CONFIGS, HEADS, IMAGE_SIZES, KV_HEADS, Transformer
+from sharders.tensor_parallel.structure.transformer import (
+    CONFIGS,
+    HEADS,
+    IMAGE_SIZES,
+    KV_HEADS,
+    LOCAL_HEADS,
+    Transformer,
+)
 
 _LEAST = 48
 """Smaller numbers may mean anything."""
@@ -179,6 +186,8 @@ def _replaced(name: str, value: Any, numbers: Numbers) -> Any:
             return numbers.query_heads.get(value, value)
         if name in KV_HEADS:
             return numbers.key_value_heads.get(value, value)
+        if name in LOCAL_HEADS:
+            return numbers.query_heads.get(value, numbers.key_value_heads.get(value, value))
         return numbers.sizes.get(value, value)
     if value and all(type(v) is int for v in value):
         return type(value)(numbers.sizes.get(v, v) for v in value)

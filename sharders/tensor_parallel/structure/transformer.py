@@ -22,9 +22,11 @@ KV_HEADS = (
     *("num_key_value_heads", "n_kv_heads", "num_kv_heads", "n_kv_head", "kv_heads", "num_key_value_head"),
     *("n_query_groups", "num_query_groups"),
 )
+LOCAL_HEADS = ("n_local_heads", "num_local_heads", "n_local_kv_heads", "num_local_kv_heads")
 HEAD_DIM = ("head_dim", "d_head", "dim_head", "attention_head_size", "head_size", "kv_channels", "d_k", "d_kv")
 CONFIGS = ("config", "cfg", "args", "params")
-"""Names of attributes that hold numbers of heads, of key/value heads, the size of a head, and other attributes."""
+"""Names of attributes that hold numbers of heads, of key/value heads, of either (in code that was written to be split:
+Meta's Llama has query heads by the first, gpt-fast keys and values), the size of a head, and other attributes."""
 
 IMAGE_SIZES = ("image_size", "img_size", "input_size", "sample_size")
 """Names of attributes that hold the height and width of images: a number or two."""

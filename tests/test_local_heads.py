@@ -1,0 +1,82 @@
+"""Attentions that call their numbers of heads local, as code that was written to be split does: Meta's Llama, whose
+`n_local_heads` are of the queries, and gpt-fast, whose are of keys and values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dmp import DistributedModelParallel, ShardingEnv
+from tests.ranks import mesh, run_ranks
+
+HEADS, GROUPS, SIZE = 4, 2, 4
+WIDTH = HEADS * SIZE
+
+
+class Attention(nn.Module):
+    def __init__(self, style: str) -> None:
+        super().__init__()
+        self.style, self.head_dim = style, SIZE
+        if style == "meta":
+            self.n_local_heads, self.n_local_kv_heads = HEADS, GROUPS
+        else:
+            self.n_head, self.n_local_heads = HEADS, GROUPS
+        self.wq, self.wo = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+        self.wk, self.wv = (nn.Linear(WIDTH, GROUPS * SIZE, bias=False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        is_meta = self.style == "meta"
+        heads = self.n_local_heads if is_meta else self.n_head
+        groups = self.n_local_kv_heads if is_meta else self.n_local_heads
+        parts = ((self.wq, heads), (self.wk, groups), (self.wv, groups))
+        q, k, v = (w(x).view(*x.shape[:2], n, self.head_dim).transpose(1, 2) for w, n in parts)
+        k, v = (t.repeat_interleave(heads // groups, 1) for t in (k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.wo(out.transpose(1, 2).reshape(*x.shape[:2], -1))
+
+
+class Block(nn.Module):
+    def __init__(self, style: str) -> None:
+        super().__init__()
+        self.attention, self.norm = Attention(style), nn.LayerNorm(WIDTH)
+        self.w1, self.w2 = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.norm(x))
+        return x + self.w2(F.silu(self.w1(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, style: str) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(24, WIDTH)
+        self.layers = nn.ModuleList(Block(style) for _ in range(2))
+        self.output = nn.Linear(WIDTH, 24, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.output(x)
+
+
+def check(style: str) -> None:
+    torch.manual_seed(0)
+    plain, module = Model(style).double(), Model(style).double()
+    module.load_state_dict(plain.state_dict())
+    model = DistributedModelParallel(module, ShardingEnv.from_mesh(mesh((2,), ("tp",))))
+    assert all(layer.attention.wk.weight.to_local().shape[0] == GROUPS * SIZE // 2 for layer in module.layers)
+    ids = torch.randint(24, (4, 6))
+    for m in (plain, model):
+        m(ids).square().mean().backward()
+    torch.testing.assert_close(model(ids), plain(ids))
+    expected = dict(plain.named_parameters())
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad.full_tensor(), expected[name].grad, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("style", ["meta", "gpt-fast"])
+def test_they_are_divided(style: str) -> None:
+    run_ranks(2, check, style)
