@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -337,6 +337,11 @@ def _alone(piece: torch.Tensor) -> torch.Tensor:
     first = piece.storage_offset() * piece.element_size()
     own = piece.untyped_storage()[first : first + piece.nbytes]
     return torch.empty(0, dtype=piece.dtype).set_(own, 0, piece.shape)  # type: ignore[call-overload, no-any-return]
+
+
+def is_dense(value: Any) -> TypeGuard[torch.Tensor]:
+    """Whether it is a tensor that is made of rectangles; a sparse one is copied and stored as other objects are."""
+    return isinstance(value, torch.Tensor) and value.layout == torch.strided
 
 
 def as_chunks(tensor: torch.Tensor) -> ChunkedTensor:

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from dmp.checkpoint.sources.checksums import CheckedRange
 from dmp.checkpoint.sources.source import MODEL, STATE, Source, split_state
-from dmp.chunked import ChunkedTensor, as_chunks
+from dmp.chunked import ChunkedTensor, as_chunks, is_dense
 from dmp.errors import CheckpointError
 from dmp.read_values import shown
 from dmp.state.optimizer_state import OwnedState, column_widths, owned_states
@@ -97,7 +97,7 @@ def _prepare_weights(load: CheckedLoad, model: nn.Module) -> None:
     objects: dict[str, Any] = load.source.objects.get("model", {})
     saved = {key.removeprefix(MODEL) for key in load.source.shapes if key.startswith(MODEL)}
     for name, value in own.items():
-        if not isinstance(value, torch.Tensor):
+        if not is_dense(value):
             load.faults.extend([] if name in objects else [f"missing key {name!r}"])
         elif value.is_meta or is_lazy(value):
             load.faults.append(f"{name!r} of the model has no storage to fill; materialise it first")

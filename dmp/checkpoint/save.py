@@ -16,7 +16,7 @@ from dmp.checkpoint.random_state import random_state
 from dmp.checkpoint.retention import remove_older
 from dmp.checkpoint.sources.source import MODEL, STATE
 from dmp.checkpoint.targets.native import Content, small_files, write_folder
-from dmp.chunked import ChunkedTensor, as_chunks
+from dmp.chunked import ChunkedTensor, as_chunks, is_dense
 from dmp.env import ShardingEnv
 from dmp.errors import CheckpointError
 from dmp.ranks import fail_together
@@ -38,7 +38,7 @@ def collect(
     tensors: dict[str, ChunkedTensor] = {}
     for name, value in own.items():
         is_cut = name in parameters or isinstance(value, ChunkedTensor)
-        if isinstance(value, torch.Tensor) and (is_cut or env.rank == 0):  # whole buffers may differ: rank 0's
+        if is_dense(value) and (is_cut or env.rank == 0):  # whole buffers may differ: rank 0's
             if value.is_meta or is_lazy(value):
                 raise CheckpointError(f"{name!r} has no values yet (it is {'on meta' if value.is_meta else 'lazy'})")
             tensors[MODEL + name] = as_chunks(value)
@@ -50,7 +50,7 @@ def collect(
         tensors[f"rng.{env.rank}.{device}"] = as_chunks(state)
     objects = {
         "extra": extra,
-        "model": {name: value for name, value in own.items() if not isinstance(value, torch.Tensor)},
+        "model": {name: value for name, value in own.items() if not is_dense(value)},
         "state": {o.name: {k: v for k, v in o.values.items() if not isinstance(v, torch.Tensor)} for o in owned},
         "param_groups": param_groups(owned),
     }

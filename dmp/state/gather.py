@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dmp.calls import alone
-from dmp.chunked import ChunkedTensor, as_chunks, copy_overlap
+from dmp.chunked import ChunkedTensor, as_chunks, copy_overlap, is_dense
 from dmp.env import ShardingEnv
 from dmp.errors import ShardError
 from dmp.ranks import entry, fail_together, gather_objects, gather_words
@@ -94,7 +94,7 @@ def _gather(
     everywhere = env.everyone
     problem: Exception | None = None
     try:
-        mine = {name: as_chunks(t) for name, t in state.items() if isinstance(t, torch.Tensor)}
+        mine = {name: as_chunks(t) for name, t in state.items() if is_dense(t)}
     except ShardError as error:  # the others wait in the exchange
         problem = error
     takes_part = not rank0_only or env.replica_of(env.rank) == 0
@@ -106,6 +106,11 @@ def _gather(
     }
     gather_words(what, [0, 0], everywhere)
     everyone = gather_objects(what, listing, group) if takes_part else []
+
+    def copied(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return copy.deepcopy(value)
+        return value.to("cpu" if cpu else value.device, copy=True)  # a sparse one, not all of which deepcopy takes
 
     def receiver(name: str) -> torch.Tensor:
         if out is not None and name in out:
@@ -119,7 +124,7 @@ def _gather(
             raise problem
         names = dict.fromkeys([*state, *(name for known in everyone for name in known)]) if keep else ()
         return _who_sends(everyone), {
-            name: copy.deepcopy(state[name]) if name in state and name not in mine else receiver(name) for name in names
+            name: copied(state[name]) if name in state and name not in mine else receiver(name) for name in names
         }
 
     sends, result = fail_together(ready, everywhere, what)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from itertools import groupby
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -84,13 +84,22 @@ def sync_from_first_rank(module: nn.Module, env: ShardingEnv, apart: Collection[
     dist.all_gather(of_ranks, mine, group=group)
     differs = (torch.stack(of_ranks) != of_ranks[0]).any(0).tolist()
     sent = [name for name, differ in zip(tensors, differs, strict=True) if differ]
-    for _, of_dtype in groupby(sorted(sent, key=lambda n: str(tensors[n].dtype)), key=lambda n: tensors[n].dtype):
+    flat = [name for name in sent if tensors[name].layout == torch.strided]
+    for name in sent:
+        if name not in flat:
+            first: list[Any] = [tensors[name] if env.rank == 0 else None]
+            dist.broadcast_object_list(first, group=group, group_src=0, device=env.device)
+            with torch.no_grad():
+                held[name].copy_(first[0])  # not what detach gave, which would take its values for itself
+    for _, of_dtype in groupby(sorted(flat, key=lambda n: str(tensors[n].dtype)), key=lambda n: tensors[n].dtype):
         _broadcast([tensors[name] for name in of_dtype], env)
     return sent
 
 
 def checksum(tensor: torch.Tensor) -> int:
     """A 64-bit sum of the tensor's bits that depends on their places, on any device."""
+    if tensor.layout != torch.strided:
+        return _wrapped(sum((2 * i + 1) * checksum(part) for i, part in enumerate(_parts(tensor))))
     bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if bits.storage_offset() % 8:  # 64-bit words begin at multiples of 8
         bits = bits.clone()
@@ -104,7 +113,21 @@ def checksum(tensor: torch.Tensor) -> int:
             first = (1 << 40) * i + 1
             odd = torch.arange(first, first + 2 * some.numel(), 2, device=bits.device)
             total += int((some * odd).sum())
+    return _wrapped(total)
+
+
+def _wrapped(total: int) -> int:
     return (total + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Of a sparse one, which may be far too large to be held whole (a graph's adjacency): where, and what."""
+    if tensor.layout == torch.sparse_coo:
+        tensor = tensor.coalesce()
+        return [tensor.indices(), tensor.values()]
+    by_rows = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
+    names = ("crow_indices", "col_indices") if by_rows else ("ccol_indices", "row_indices")
+    return [*(getattr(tensor, name)() for name in names), tensor.values()]
 
 
 def _broadcast(tensors: list[torch.Tensor], env: ShardingEnv) -> None:

@@ -41,7 +41,9 @@ class DDPWrapper:
             )
         # The only way to keep DDP off a parameter; see also dmp/private_names.py.
         # It asks for those of the module itself by "name" in one place, by ".name" in another.
-        names = {*ignored, *(f".{name}" for name in ignored if "." not in name)}
+        # Sparse buffers, which it cannot send, are rank 0's since wrapping began.
+        left = {*ignored, *(name for name, buffer in module.named_buffers() if buffer.layout != torch.strided)}
+        names = {*left, *(f".{name}" for name in left if "." not in name)}
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
         ids = [device] if device.type != "cpu" else None
         # Where torch's own treatment of parameters without gradients is asked for, it is.
