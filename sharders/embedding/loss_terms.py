@@ -50,6 +50,7 @@ class _Value(NamedTuple):
 
 _NOTHING = _Value(_Kind.NOTHING)
 
+
 class Among(NamedTuple):
     """Ranks that each have the whole table.
 

@@ -78,16 +78,14 @@ def derive(runs: ModelRuns, *, sequence_parallel: bool = False, loss_parallel: b
         loss_parallel: leave the logits split over the vocabulary.
 
     Raises:
-        PlanError: heads, KV heads or a hidden size that the axis does not divide; with `loss_parallel` a vocabulary
-            that it does not divide, or no head.
+        PlanError: heads, KV heads or a hidden size that the axis does not divide, of attentions (or MLPs) with half of
+            the weights of all or more (others are left whole, which notes say); with `loss_parallel` a vocabulary that
+            it does not divide, or no head.
     """
     transformer = runs.transformer
     if not transformer.blocks:
         return Choice({}, {}, ("no transformer blocks: nothing to split by tensor parallelism",))
-    for block in transformer.blocks:
-        for branch in block.branches:
-            if not branch.is_joint:
-                _check_branch(join_name(block.path, branch.path), branch, runs)
+    _check_most(runs)
     notes = list(_whole_notes(transformer, runs.size))
     vocabulary = list(_vocabulary_candidates(runs, loss_parallel, notes))
     styles, divided = _decide(runs, list(_branch_candidates(runs)), vocabulary, notes)
@@ -100,6 +98,21 @@ def derive(runs: ModelRuns, *, sequence_parallel: bool = False, loss_parallel: b
         styles, note = sequence_styles(runs, styles, divided)
         notes.append(note)
     return Choice(styles, divided, tuple(notes))
+
+
+def _check_most(runs: ModelRuns) -> None:
+    """Raise if most attentions, or most MLPs, are such as the axis does not divide; stages of few heads are few."""
+    every = [(block, branch) for block in runs.transformer.blocks for branch in block.branches]
+    for alike in ([e for e in every if e[1].heads is not None], [e for e in every if e[1].heads is None]):
+        uneven = [e for e in alike if not e[1].is_joint and _does_not_divide(e[1], runs.size)]
+        if 2 * sum(_weights(runs.model, *e) for e in uneven) >= sum(_weights(runs.model, *e) for e in alike):
+            for block, branch in uneven:
+                _check_branch(join_name(block.path, branch.path), branch, runs)
+
+
+def _weights(model: nn.Module, block: Block, branch: Branch) -> int:
+    found = [features_of(model.get_submodule(join_name(block.path, name))) for name in (*branch.up, branch.down)]
+    return sum(each.in_features * each.out_features for each in found if each is not None)
 
 
 def check_heads(runs: ModelRuns, styles: Mapping[str, str]) -> None:
@@ -139,7 +152,7 @@ def _branch_candidates(runs: ModelRuns) -> Iterator[_Candidate]:
     for blocks in runs.transformer.by_structure():
         first = blocks[0]
         for branch in first.branches:
-            if branch.is_joint and _does_not_divide(branch, runs.size):
+            if _does_not_divide(branch, runs.size):
                 continue
             name = _counted(join_name(first.path, branch.path or branch.down), len(blocks))
             ways = [
@@ -397,7 +410,7 @@ def _whole_notes(transformer: Transformer, size: int) -> Iterator[str]:
         whole += [
             (branch.path or branch.down, f"its {uneven} is not divisible by {size}")
             for branch in blocks[0].branches
-            if branch.is_joint and (uneven := _does_not_divide(branch, size))
+            if (uneven := _does_not_divide(branch, size))
         ]
         whole += [
             (path, f"the inner size {way.inner} of its experts is not divisible by {size}")
