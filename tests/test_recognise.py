@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from dmp import ShardingEnv
+from sharders import TensorParallelSharder
 from sharders.tensor_parallel.structure.find_transformer import recognise
 from sharders.tensor_parallel.structure.transformer import Heads
 from tests.transformers_zoo import GPT, Bert, Llama
@@ -195,3 +197,25 @@ def test_a_configuration_may_refuse_to_answer() -> None:
     del attention.heads
     (found,) = recognise(nn.ModuleList([attention])).blocks
     assert found.branches == () and "no number of heads" in found.whole[0].why
+
+
+class LucidAttention(nn.Module):
+    """As vit-pytorch's: query, key and value in one, and the output in a Sequential with its dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = 4
+        self.to_qkv, self.to_out = nn.Linear(32, 96), nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.to_qkv(x).chunk(3, -1))
+        return self.to_out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def test_an_output_may_be_in_a_sequential() -> None:
+    mlp = (nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(2))
+    model = nn.Sequential(*(nn.Sequential(LucidAttention(), each) for each in mlp))
+    (attention, _) = recognise(model).blocks[0].branches
+    assert (attention.up, attention.down, attention.heads) == (("0.to_qkv",), "0.to_out.0", Heads(4, 4, 8))
+    placed = TensorParallelSharder().place(model, {}, ShardingEnv.abstract((2,), ("tp",)))
+    assert {"0.0.to_qkv.weight", "0.0.to_out.0.weight", "1.1.0.weight", "1.1.2.weight"} <= placed.layouts.keys()

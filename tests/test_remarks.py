@@ -11,7 +11,7 @@ from dmp import DistributedModelParallel, ShardingEnv, data_parallel, row_wise
 from dmp.plans.remarks import shown_bytes
 from sharders import EmbeddingBagSharder, TensorParallelSharder
 from tests.ranks import mesh, run_ranks
-from tests.strangers import MinGPT, ViT
+from tests.strangers import MinGPT
 
 Said = list[tuple[str, str]]
 
@@ -33,7 +33,7 @@ def said_of(shape: tuple[int, ...], names: tuple[str, ...]) -> dict[str, Said]:
     level = log.level
     log.setLevel(logging.INFO)
     cases: dict[str, tuple[nn.Module, dict[str, object]]] = {
-        "vit": (ViT(), {}),
+        "tower": (nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 10)), {}),
         "min": (MinGPT(), {}),
         "empty plan": (MinGPT(), {"sharders": [TensorParallelSharder({})]}),
         "no sharder": (MinGPT(), {"sharders": []}),
@@ -59,7 +59,7 @@ def test_what_the_tensor_axis_leaves_whole() -> None:
     said, other = run_ranks(2, said_of, (2,), ("tp",))
     assert not any(other.values())  # rank 0 alone says it
     for case, why in {
-        "vit": "no transformer blocks",
+        "tower": "no transformer blocks",
         "empty plan": "the plan splits nothing",
         "no sharder": "no sharder that splits dense weights was passed (TensorParallelSharder does)",
         "copies": "no transformer blocks",

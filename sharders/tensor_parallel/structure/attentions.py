@@ -101,17 +101,27 @@ def _fused(path: str, module: nn.Module) -> Branch | Whole | None:
 
 
 def _of_one_linear(path: str, module: nn.Module) -> Branch | None:
-    """An attention whose query, key and value are one Linear, by the only two that fit its number of heads."""
-    linears = linears_in(module, 1)
+    """An attention whose query, key and value are one Linear, by the only two that fit its number of heads; the output
+    may be in a Sequential, before its dropout."""
+    own = linears_in(module, 1)
+    for linears in (own, linears_in(module, 2)):
+        branch = _of_two(path, module, own, linears)
+        if branch is not None:
+            return branch
+    return None
+
+
+def _of_two(path: str, module: nn.Module, ups: Mapping[str, Features], downs: Mapping[str, Features]) -> Branch | None:
+    """By one of `ups` and one of `downs`."""
     heads, size = _number([module], HEADS), _number([module], HEAD_DIM)
     found = []
-    for up, down in itertools.permutations(linears, 2):
-        inner, width = linears[down].in_features, linears[down].out_features
+    for (up, of_up), (down, of_down) in itertools.product(ups.items(), downs.items()):
+        inner, width = of_down.in_features, of_down.out_features
         of_head = inner // heads if heads is not None else size
-        if not of_head or inner % of_head or linears[up].in_features != width:
+        if up == down or not of_head or inner % of_head or of_up.in_features != width:
             continue
         query = inner // of_head
-        keys, rest = divmod(linears[up].out_features - inner, 2 * of_head)
+        keys, rest = divmod(of_up.out_features - inner, 2 * of_head)
         if (heads is None or heads == query) and keys > 0 == rest and not query % keys:
             found.append((up, down, Heads(query, keys, of_head)))
     # A gate and what it gates, in one, has the shape of grouped queries: half as many keys and values. A configuration
