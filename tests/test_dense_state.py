@@ -5,6 +5,7 @@ The optimizer of a plain module is the pattern: its state's names and shapes are
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dmp import DistributedModelParallel, ShardingEnv
+from dmp import DistributedModelParallel, ShardingEnv, full_state_dict
 from tests.equality import attach
 from tests.ranks import mesh as mesh_of
 from tests.ranks import run_ranks
@@ -171,3 +172,30 @@ def test_save_here_load_there(model: str, source: str, target: str, saves: Saves
 @pytest.mark.parametrize("model", MODELS)
 def test_every_mesh_loads_every_other(model: str, target: str, saves: Saves) -> None:
     check(saves, model, list(MESHES), target)
+
+
+def from_one_process(model: str, mesh: str) -> None:
+    """By torch's own dictionaries, whole tensors all."""
+    module, alone = plain(model), ShardingEnv.single()
+    its_own = adamw(module)
+    train(module, its_own, range(2), alone)
+    made = build(model, mesh, seed=1)
+    optimizer = adamw(made, lr=1.0)
+    made.load_state_dict(module.state_dict())
+    optimizer.load_state_dict(copy.deepcopy(its_own.state_dict()))  # torch keeps the tensors that it is given
+    train(module, its_own, range(2, 4), alone)
+    train(made, optimizer, range(2, 4), env_of(mesh))
+    for name, value in full_state_dict(made).items():
+        torch.testing.assert_close(value, module.state_dict()[name], msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize(("model", "mesh"), [("llama", "shard2"), ("mixed", "tp2")])
+def test_an_optimizers_state_of_one_process_is_cut(model: str, mesh: str) -> None:
+    """That of split weights was kept whole, and the next step failed in torch's words."""
+    run_ranks(2, from_one_process, model, mesh)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["llama", "mixed"])
+def test_so_it_is_on_two_axes(model: str) -> None:
+    run_ranks(4, from_one_process, model, "shard2xtp2")

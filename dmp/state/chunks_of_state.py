@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from dmp.chunked import ChunkedTensor, ChunkState, chunk_views
+from dmp.chunked import ChunkedTensor, ChunkState, as_chunks, chunk_views
 from dmp.errors import ShardError
+from dmp.places import is_dtensor
 from dmp.state.local_chunks import sharded_parameters
 from dmp.wrap import live_models as live
 
@@ -29,6 +30,13 @@ def _chunks_of(params: Mapping[Any, Any]) -> dict[Any, tuple[torch.Tensor, Chunk
             if id(parameter) in marked:
                 found[marked[id(parameter)]] = (parameter, chunked)
     return found
+
+
+def _split_of(params: Mapping[Any, Any]) -> dict[Any, torch.Tensor]:
+    """Those that are DTensors of a wrapped model."""
+    found = {key: p for key, p in params.items() if is_dtensor(p)}
+    of_models = {id(p) for model in (live.models if found else ()) for p in model.parameters()}
+    return {key: p for key, p in found.items() if id(p) in of_models}
 
 
 def _numbered(groups: Any) -> dict[int, Any]:
@@ -73,6 +81,16 @@ def _taken(values: Mapping[str, Any], parameter: torch.Tensor, chunked: ChunkedT
     return taken
 
 
+def _split(values: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+    """A state that is given whole, as DTensors that lie as the parameter does."""
+    taken = dict(values)
+    for name, value in values.items():
+        if _is_plain(value) and not is_dtensor(value) and value.shape == parameter.shape:
+            taken[name] = torch.empty_like(parameter.detach(), dtype=value.dtype)
+            as_chunks(taken[name]).fill_from(value)
+    return taken
+
+
 def _with_state(given: Mapping[str, Any], changed: Mapping[Any, dict[str, Any]]) -> dict[str, Any]:
     return {**given, "state": {**given["state"], **changed}} if changed else dict(given)
 
@@ -92,12 +110,16 @@ def _giving(own: Any) -> Any:
 def _taking(own: Any) -> Any:
     @functools.wraps(own)
     def load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
-        of = _chunks_of(_numbered(self.param_groups))
-        if of and isinstance(state_dict, Mapping) and {"state", "param_groups"} <= state_dict.keys():
+        numbered = _numbered(self.param_groups)
+        of, split = _chunks_of(numbered), _split_of(numbered)
+        if (of or split) and isinstance(state_dict, Mapping) and {"state", "param_groups"} <= state_dict.keys():
             # By place, as torch has it: keys are numbers, or names where `get_state_dict` has put them.
             keys = [key for group in state_dict["param_groups"] for key in group.get("params", ())]
-            state, places = state_dict["state"], [(i, key) for i, key in enumerate(keys) if i in of]
-            state_dict = _with_state(state_dict, {key: _taken(state[key], *of[i]) for i, key in places if key in state})
+            state, places = state_dict["state"], [(i, key) for i, key in enumerate(keys)]
+            places = [(i, key) for i, key in places if key in state]
+            taken = {key: _taken(state[key], *of[i]) for i, key in places if i in of}
+            taken |= {key: _split(state[key], split[i]) for i, key in places if i in split}
+            state_dict = _with_state(state_dict, taken)
         own(self, state_dict)
 
     return load_state_dict
@@ -120,7 +142,9 @@ def _keyed_taking(own: Any) -> Any:
         of, state = _chunks_of(self.params), state_dict["state"]
         # What is updated in the backward pass has chunks for its live state, and takes chunks.
         of = {key: held for key, held in of.items() if key in state and _is_local(self.state.get(held[0], {}))}
-        own(self, _with_state(state_dict, {key: _taken(state[key], *held) for key, held in of.items()}))
+        taken = {key: _taken(state[key], *held) for key, held in of.items()}
+        taken |= {key: _split(state[key], p) for key, p in _split_of(self.params).items() if key in state}
+        own(self, _with_state(state_dict, taken))
 
     return load_state_dict
 
