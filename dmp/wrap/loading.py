@@ -153,6 +153,11 @@ def _why_not_loaded(own: Any, given: Any) -> str:
         is_dtensor(own) and (given.device_mesh, given.placements) == (own.device_mesh, own.placements)
     ):
         return "is a DTensor of another mesh or plan: use save_checkpoint and load_checkpoint, or full_state_dict"
+    if hasattr(given, "local_shards") and not isinstance(given, ChunkedTensor):
+        return (
+            f"is a {type_name(given)}, of which each rank has a part, as in the state dict of TorchRec's wrapper: "
+            "torch.distributed.checkpoint.save it, and load_checkpoint(folder) reads it on any plan"
+        )
     if given.shape != own.shape:
         return f"has shape {tuple(given.shape)}, expected {tuple(own.shape)}"
     if isinstance(given, ChunkedTensor) and (not isinstance(own, ChunkedTensor) or own.lacks(given) is not None):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
-from dmp import DistributedModelParallel, column_wise, full_state_dict
+from dmp import CheckpointError, DistributedModelParallel, column_wise, full_state_dict
 from tests.ranks import run_ranks
 from tests.torchrec_dropin.scripts import IGNORED, LR, both, model_of, wrapper
 
@@ -70,3 +71,19 @@ def _copied() -> None:
 
 def test_their_copy_of_a_whole_state_dict() -> None:
     run_ranks(2, _copied)
+
+
+def _from_theirs() -> str:
+    made = {
+        name: wrapper(name)(module=model_of(torch.optim.SGD, lr=LR), device=torch.device("cpu"))
+        for name in ("torchrec", "dmp")
+    }
+    with pytest.raises(CheckpointError) as error:
+        made["dmp"].load_state_dict(made["torchrec"].state_dict())
+    return str(error.value)
+
+
+def test_a_state_dict_of_their_wrapper_is_refused_with_the_way() -> None:
+    """On one rank torch said "Only single local shard is supported", on another that it has no `__getitem__`."""
+    for text in run_ranks(2, _from_theirs):
+        assert "ShardedTensor, of which each rank has a part" in text and "load_checkpoint(folder) reads it" in text
