@@ -192,3 +192,22 @@ def test_a_model_that_is_another_each_time_is_not_called_wrong(caplog: pytest.Lo
     found = TensorParallelSharder().place(Masked(own=True), {}, TP2)
     assert "body.layers.1.attention.wq" in found.styles
     assert "run twice, whole, it gives other numbers" in caplog.text
+
+
+class Rooted(nn.Module):
+    """The gradient of one weight is no number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.weight = Llama(), nn.Parameter(torch.ones(3))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.body(ids) + (0 * self.weight).sqrt().sum()  # type: ignore[no-any-return]
+
+
+def test_gradients_that_are_no_numbers_are_not_compared() -> None:
+    """Longformer's with random weights: all that was split seemed wrong, and the model stayed whole."""
+    found = TensorParallelSharder().place(Rooted(), {}, TP2)
+    assert "body.layers.1.attention.wq" in found.styles and "body.layers.1.feed_forward.w2" in found.styles
+    assert any("infinite gradients" in note for note in found.notes)

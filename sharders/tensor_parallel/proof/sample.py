@@ -116,6 +116,8 @@ class Sample:
                     raise UnprovedError("it returns no floating tensor")
                 if not all(x.isfinite().all() for x in run.outputs):
                     raise UnprovedError("it gives infinite numbers for random weights")
+                if not all(g.isfinite().all() for g, _ in run.gradients.values() if g is not None):
+                    raise UnprovedError("it has infinite gradients for random weights")
                 return run
             except Exception as error:  # a user's forward may raise anything
                 failure = failure or f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"

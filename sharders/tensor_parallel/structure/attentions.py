@@ -147,7 +147,7 @@ def _match_attention(linears: Mapping[str, Features]) -> tuple[tuple[str, str, s
         q, k, v = sorted(others, key=lambda n: (-linears[n].out_features, linears[n].in_features != width))
         inner = linears[q].out_features
         reads_alike = linears[k].in_features == linears[v].in_features  # not as the query, of another sequence
-        grouped = linears[k].out_features == linears[v].out_features and inner % linears[k].out_features == 0
+        grouped = 0 < linears[k].out_features == linears[v].out_features and inner % linears[k].out_features == 0
         same_module = len({n.rpartition(".")[0] for n in (q, k, v)}) == 1
         if reads_alike and grouped and same_module and (o.in_features, linears[q].in_features) == (inner, width):
             return (q, k, v), out
