@@ -124,11 +124,11 @@ def _of_two(path: str, module: nn.Module, ups: Mapping[str, Features], downs: Ma
         keys, rest = divmod(of_up.out_features - inner, 2 * of_head)
         if (heads is None or heads == query) and keys > 0 == rest and not query % keys:
             found.append((up, down, Heads(query, keys, of_head)))
-    # A gate and what it gates, in one, has the shape of grouped queries: half as many keys and values. A configuration
-    # that has the number of heads may be an MLP's too: then a name tells.
-    alike = [each for each in found if each[2].query == each[2].key_value]
+    # A configuration that has the number of heads may be an MLP's too: then a name tells. A gate and what it gates, in
+    # one, has the shape of grouped queries: half as many keys and values.
     if _number([module], _NUMBERS, configs=False) is None:
         found = [each for each in found if _JOINT.fullmatch(last_of(each[0]))]
+    alike = [each for each in found if each[2].query == each[2].key_value]
     if len(alike or found) != 1:
         return None
     ((up, down, of),) = alike or found
@@ -183,10 +183,12 @@ def _with_values(attention: Branch | Whole, module: nn.Module) -> Branch | Whole
     values = values_of_heads(module, heads, beside)
     if attention.is_joint:
         values = {name: style for name, style in values.items() if style in OF_HEADS}
-    for name, parameter in module.named_parameters() if heads.query > 1 else ():
+    linears = linears_in(module, 2)
+    for name, parameter in module.named_parameters() if heads.query > 1 and not is_joint_attention(module) else ():
         owner = name.rpartition(".")[0]
-        is_known = owner in values or any(is_inside(owner, n) for n in linears_in(module, 2))
-        if not is_known and not is_joint_attention(module) and heads.query in parameter.shape[1:]:
+        is_known = owner in values or any(is_inside(owner, n) for n in linears)
+        is_filter = isinstance(module.get_submodule(owner), nn.Conv1d | nn.Conv2d | nn.Conv3d)
+        if not is_known and not is_filter and heads.query in parameter.shape[1:]:
             return Whole(path, f"parameter {name!r} {tuple(parameter.shape)} has values for each head")
     added = tuple((join_name(path, name), style) for name, style in values.items())
     return replace(attention, adapters=(*attention.adapters, *added))
