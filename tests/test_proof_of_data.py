@@ -145,3 +145,29 @@ def test_as_few_patches_as_do_where_the_model_does_not_say_or_says_too_many(monk
 class Turned(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.transpose(1, 2)
+
+
+class Contrast(nn.Module):
+    """How alike ids and images are, as CLIP takes them; one of them alone raises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(64, 32)
+        self.text = nn.ModuleList(Block(32, 4) for _ in range(2))
+        self.vision = Vision()
+        self.project = nn.Linear(32, 10)
+
+    def forward(self, input_ids: torch.Tensor, pixel_values: torch.Tensor | None = None) -> torch.Tensor:
+        if pixel_values is None:
+            raise ValueError("give pixel_values")
+        x = self.words(input_ids)
+        for block in self.text:
+            x = block(x)
+        return self.project(x[:, 0]) @ self.vision(pixel_values).T
+
+
+def test_ids_and_images_of_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each tower was proved alone, and the vocabulary was left whole."""
+    split, samples = proof_of(Contrast(), monkeypatch)
+    assert {"words", "text.1.attention.q", "vision.blocks.1.attention.out"} <= {*split}
+    assert {tuple(s.feed.kwargs["pixel_values"].shape) for s in samples} == {(2, 3, 24, 16)}

@@ -28,7 +28,7 @@ _FEW = 8
 
 def guesses(copies: MetaCopies, size: int) -> Iterator[Feed]:
     """Inputs worth a try for the copied model: images or sounds where it starts with a convolution, ids, ids by Hugging
-    Face's keywords, hidden states.
+    Face's keywords, and with images, hidden states.
 
     None where its tables take jagged tensors.
     """
@@ -48,6 +48,9 @@ def guesses(copies: MetaCopies, size: int) -> Iterator[Feed]:
     mask = torch.ones((BATCH, 1, length, length), dtype=torch.bool, device="meta")
     yield Feed(f"input_ids {tuple(ids.shape)}", (), {"input_ids": ids, "attention_mask": mask})
     yield Feed(f"input_ids and decoder_input_ids {tuple(ids.shape)}", (ids,), {"decoder_input_ids": ids})
+    for shape in _shapes_of_images(copies.model):
+        kwargs = {"input_ids": ids, "pixel_values": torch.zeros((BATCH, *shape), dtype=dtype, device="meta")}
+        yield Feed(f"input_ids {tuple(ids.shape)} and images {(BATCH, *shape)}", (), kwargs, of_data=True)
     hidden = torch.zeros((BATCH, length, width), dtype=dtype, device="meta")
     yield Feed(f"hidden states {tuple(hidden.shape)}", (hidden,))
 
@@ -71,15 +74,26 @@ def _shapes_of_data(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Kinds and shapes of samples, see [Note: data]; none where the first weights are no convolution's."""
     path, first = next(((path, m) for path, m in model.named_modules() if "weight" in m._parameters), ("", None))
     if isinstance(first, nn.Conv2d):
-        said = _said_of(model, path, IMAGE_SIZES)
-        if said is not None and prod(said) <= _MOST * prod(first.stride):
-            yield "images", (first.in_channels, *said)
-        yield "images", (first.in_channels, *(_FEW * stride for stride in first.stride))
+        yield from (("images", shape) for shape in _sizes_of_images(model, path, first))
     elif isinstance(first, nn.Conv1d):
         strides = prod(m.stride[0] for m in model.modules() if isinstance(m, nn.Conv1d))
         positions = _said_of(model, path, _SOUND_POSITIONS)
         length = strides * (_FEW if positions is None or positions[0] > _MOST else positions[0])
         yield "sounds", (first.in_channels, length)
+
+
+def _shapes_of_images(model: nn.Module) -> Iterator[tuple[int, ...]]:
+    """Of samples of a model that takes something else too: by its first convolution."""
+    path, first = next(((path, m) for path, m in model.named_modules() if isinstance(m, nn.Conv2d)), ("", None))
+    if first is not None:
+        yield from _sizes_of_images(model, path, first)
+
+
+def _sizes_of_images(model: nn.Module, path: str, first: nn.Conv2d) -> Iterator[tuple[int, ...]]:
+    said = _said_of(model, path, IMAGE_SIZES)
+    if said is not None and prod(said) <= _MOST * prod(first.stride):
+        yield first.in_channels, *said
+    yield first.in_channels, *(_FEW * stride for stride in first.stride)
 
 
 def _said_of(model: nn.Module, path: str, names: Collection[str]) -> tuple[int, int] | None:
