@@ -130,6 +130,23 @@ def test_sounds_as_long_as_the_positions_ask_for(monkeypatch: pytest.MonkeyPatch
     assert {tuple(s.feed.args[0].shape) for s in samples} == {(2, 20, 24)}
 
 
+class Waves(Sounds):
+    """Samples (B, T) of one channel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv1d(1, 32, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x[:, None])
+
+
+def test_sounds_without_a_dim_of_channels(monkeypatch: pytest.MonkeyPatch) -> None:
+    split, samples = proof_of(Waves(), monkeypatch)
+    assert "blocks.0.attention.q" in split
+    assert {tuple(s.feed.args[0].shape) for s in samples} == {(2, 24)}
+
+
 def test_as_few_patches_as_do_where_the_model_does_not_say_or_says_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     for said in (None, (8 * 64, 8 * 64)):
         head_counts._known.cache_clear()

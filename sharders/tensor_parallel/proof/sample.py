@@ -141,13 +141,13 @@ class Sample:
         return model
 
     def inputs(self, model: nn.Module) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-        """The feed's, with values; floating ones take gradients."""
+        """The feed's, with values. Hidden states take gradients; images and sounds take none, as in training."""
         generator = torch.Generator().manual_seed(1)
         feed, rows = self.numbers.fed(self.feed), self._rows(model)
 
         def real(x: torch.Tensor, name: str) -> torch.Tensor:
             if x.is_floating_point():
-                return torch.randn(x.shape, generator=generator, dtype=self.dtype).requires_grad_()
+                return torch.randn(x.shape, generator=generator, dtype=self.dtype).requires_grad_(not feed.of_data)
             if x.dtype == torch.bool or "mask" in name:
                 return torch.ones(x.shape, dtype=x.dtype)
             return torch.randint(0, rows, x.shape, generator=generator, dtype=x.dtype)

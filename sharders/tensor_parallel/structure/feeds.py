@@ -1,7 +1,8 @@
 """Inputs that a model is tried with, guessed from what its first weights take: ids, hidden states, images, sounds.
 
-[Note: data] A model of images or sounds starts with a convolution, whose channels are those of its input. How large an
-image is, or how long a sound, its tables of positions decide; the model keeps it as an attribute of a usual name.
+[Note: data] A model of images or sounds starts with a convolution, whose channels are those of its input; where that is
+one, samples may have no dim for it. How large an image is, or how long a sound, its tables of positions decide; the
+model keeps it as an attribute of a usual name.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ _MOST = 1024
 """Patches or positions; a proof on more takes longer than it is worth, where one of each block is left."""
 _FEW = 8
 """Patches along a side, or positions of a sound, where the model does not say."""
+_MORE = 4
+"""Times as long are sounds without a dim of channels, of which models hide ten positions and more while they train."""
 
 
 def guesses(copies: MetaCopies, size: int) -> Iterator[Feed]:
@@ -80,6 +83,8 @@ def _shapes_of_data(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
         positions = _said_of(model, path, _SOUND_POSITIONS)
         length = strides * (_FEW if positions is None or positions[0] > _MOST else positions[0])
         yield "sounds", (first.in_channels, length)
+        if first.in_channels == 1:
+            yield "sounds", (length if positions else length * _MORE,)
 
 
 def _shapes_of_images(model: nn.Module) -> Iterator[tuple[int, ...]]:
