@@ -212,3 +212,14 @@ def test_what_a_function_keeps_of_a_run_on_meta_is_let_go_of() -> None:
     assert index.device.type == "cpu"
     assert index.max() == 7 * 7 + 2
     torch.testing.assert_close(model(image)[0], model(image)[0])
+
+
+def test_a_models_own_plan_may_name_sinks() -> None:
+    """As Granite's does, by the name of a parameter; the whole plan was not used for that."""
+    own = {"q": "colwise", "k": "colwise", "v": "colwise", "out": "rowwise", "sinks": "colwise"}
+    model = Model("sinks")
+    model.tp_plan = {f"blocks.*.attention.{name}": style for name, style in own.items()}  # type: ignore[assignment]
+    model.tp_plan |= {"blocks.*.attention": "local_params", "blocks.*.mlp.0": "colwise", "blocks.*.mlp.2": "rowwise"}  # type: ignore[operator]
+    found = TensorParallelSharder().place(model, {}, TP)
+    assert found.styles["blocks.1.attention"] == "heads_0"
+    assert not any("tp_plan is not used" in note for note in found.notes)

@@ -91,7 +91,13 @@ def own_plan(model: nn.Module) -> dict[str, Style]:
     experts = {name for pattern, style in full.items() if ALIASES.get(str(style)) in EXPERTS for name in found[pattern]}
     # what is split of experts, which their own entry says
     inside = {p for p, every in found.items() if every and all(name.rpartition(".")[0] in experts for name in every)}
-    return {pattern: style for pattern, style in full.items() if found[pattern] and pattern not in inside}
+    taken = {pattern: style for pattern, style in full.items() if found[pattern] and pattern not in inside}
+    modules = {path for path, _ in model.named_modules(remove_duplicate=False)}
+    # A parameter of an attention's own (sinks) has an entry of its own there, and one that says that it is local.
+    own = {p for p, style in taken.items() if style == "colwise" and modules.isdisjoint(found[p])}
+    of_heads: dict[str, Style] = {name.rpartition(".")[0]: "heads_0" for pattern in own for name in found[pattern]}
+    taken = {p: style for p, style in taken.items() if p not in own and style != "local_params"}
+    return {**taken, **of_heads}
 
 
 def from_layouts(model: nn.Module, given: Mapping[str, Layout]) -> Styles:
