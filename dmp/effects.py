@@ -71,9 +71,8 @@ The generators of random numbers
   `dmp/wrap/optimizer_trial.py: torch.default_generator.manual_seed`: an optimizer is tried twice with random numbers of
   no program's
 - `dmp/state/verify.py: torch.random.fork_rng`, `dmp/state/verify.py: torch.manual_seed`: both models draw the same
-- `dmp/random_numbers.py: torch.set_rng_state`, `dmp/random_numbers.py: random.setstate`,
-  `dmp/random_numbers.py: sys.modules['numpy'].random.set_state`: a look at a model, or at batches that are
-  seen again, draws no numbers of the program
+- `dmp/random_numbers.py: torch.set_rng_state`, `dmp/random_numbers.py: random.setstate`: a look at a model, or at
+  batches that are seen again, draws no numbers of the program, of NumPy's neither
 - `sharders/managed_collision/reset.py: torch.random.fork_rng`,
   `sharders/managed_collision/reset.py: torch.manual_seed`,
   `sharders/managed_collision/eviction.py: torch.random.fork_rng`,

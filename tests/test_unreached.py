@@ -1,213 +1,304 @@
-"""What a proof on guessed inputs does not see: parts that none reaches, as an encoder of images where ids are fed, are
-proved alone; random numbers that are not torch's are the same in every run, or nothing is proved.
-"""
+"""Dense parameters that the loss does not reach, on all ranks or on some: gradients are those of one process."""
 
 from __future__ import annotations
 
-import random
+import copy
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from dmp import DistributedModelParallel, PlanError, ShardingEnv, full_state_dict
-from sharders import TensorParallelSharder
-from sharders.tensor_parallel import head_counts
+from dmp import DistributedModelParallel, ShardingEnv, colwise, data_parallel, full_state_dict, rowwise
+from sharders import DDPWrapper
 from tests.ranks import mesh, run_ranks
-from tests.transformers_zoo import Llama
 
-TP2 = ShardingEnv.abstract((2,), ("tp",))
-WIDTH, HEADS = 16, 4
+Loss = Callable[[nn.Module, int, int], torch.Tensor]
 
 
-@pytest.fixture(autouse=True)
-def nothing_known() -> None:
-    head_counts._known.cache_clear()
+class Net(nn.Module):
+    """Takes a branch or not; one of its parameters is for nothing."""
 
-
-class Attention(nn.Module):
-    """Its heads are an attribute that has to be divided; `joint`: query, key and value are one weight."""
-
-    def __init__(self, joint: bool) -> None:
-        super().__init__()
-        self.num_heads = HEADS
-        if joint:
-            self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        else:
-            self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.out = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor, needed: str) -> torch.Tensor:
-        qkv = self.qkv(x).chunk(3, -1) if hasattr(self, "qkv") else (self.q(x), self.k(x), self.v(x))
-        q, k, v = (each.view(*x.shape[:2], self.num_heads, WIDTH // HEADS).transpose(1, 2) for each in qkv)
-        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
-
-
-class Block(nn.Module):
-    def __init__(self, joint: bool) -> None:
-        super().__init__()
-        self.norm, self.attention = nn.LayerNorm(WIDTH), Attention(joint)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 24), nn.SiLU(), nn.Linear(24, WIDTH))
-
-    def forward(self, x: torch.Tensor, needed: str) -> torch.Tensor:
-        x = x + self.attention(self.norm(x), needed)
-        return x + self.mlp(x)  # type: ignore[no-any-return]
-
-
-class Images(nn.Module):
-    """(B, 3, 8, 8) -> (B, 4, WIDTH); nobody else can run its blocks."""
-
-    def __init__(self, joint: bool) -> None:
-        super().__init__()
-        self.patches = nn.Conv2d(3, WIDTH, 4, 4)
-        self.image_size = 8
-        self.blocks = nn.ModuleList(Block(joint) for _ in range(2))
-
-    def forward(self, images: torch.Tensor, needed: str = "that nobody guesses") -> torch.Tensor:
-        x = self.patches(images).flatten(2).transpose(1, 2)
-        for block in self.blocks:
-            x = block(x, needed)
-        return x
-
-
-class Guarded(Images):
-    """Does not run on its own either."""
-
-    def forward(self, images: torch.Tensor, *, words: list[str]) -> torch.Tensor:  # type: ignore[override]
-        return super().forward(images)
-
-
-class Both(nn.Module):
-    """Ids, and images where there are any."""
-
-    def __init__(self, kind: type[Images] = Images, joint: bool = False) -> None:
+    def __init__(self, checkpoints: bool | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.text, self.images, self.to_text = Llama(), kind(joint), nn.Linear(WIDTH, 64)
+        self.table = nn.EmbeddingBag(8, 4, mode="sum")
+        self.first, self.branch, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4, bias=False)
+        self.dummy, self.scale = nn.Parameter(torch.ones(3)), nn.Parameter(torch.tensor(2.0))
+        self.checkpoints = checkpoints
 
-    def forward(self, ids: torch.Tensor, images: torch.Tensor | None = None) -> torch.Tensor:
-        out: torch.Tensor = self.text(ids)
-        given: Any = {"words": []} if isinstance(self.images, Guarded) else {}
-        return out if images is None else out + self.to_text(self.images(images, **given)).mean(1, keepdim=True)
+    def forward(self, x: torch.Tensor, takes_branch: bool, form: str = "tensor") -> Any:
+        looked_up = self.table((x[:, :2] * 10).long() % 8)
+        part = (
+            self._part
+            if self.checkpoints is None
+            else lambda *a: checkpoint(self._part, *a, use_reentrant=self.checkpoints)
+        )
+        y = part(x + looked_up, takes_branch)
+        if form == "tables":
+            return looked_up
+        if form == "view":
+            return self.head(y).view(-1).view(-1, 2)
+        return SimpleNamespace(logits=[self.head(y)]) if form == "object" else self.head(y)
 
-
-def test_heads_of_what_is_not_reached_are_divided() -> None:
-    """Taken as proved, the first image raised: all heads on every rank."""
-    found = TensorParallelSharder().place(Both(), {}, TP2)
-    assert found.styles["images.blocks.1.attention.q"] == "colwise"
-    assert found.divided["images.blocks.1.attention", "num_heads"] == HEADS // 2
-    assert found.notes[-1].endswith("; so are those of 'images' alone") and not found.warnings
-
-
-def test_a_plan_for_what_is_not_reached_is_tried_too() -> None:
-    wrong = {"images.blocks.*.attention.q": "colwise", "images.blocks.*.attention.out": "rowwise"}
-    with pytest.raises(PlanError, match="in module 'images' alone, run split it raises"):
-        TensorParallelSharder(wrong).place(Both(), {}, TP2)
-
-
-@pytest.mark.parametrize("joint", [False, True])
-def test_what_nothing_reaches_is_said_or_left_whole(joint: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """A joint weight that nothing shows how to take apart is not split."""
-    found = TensorParallelSharder().place(Both(Guarded, joint), {}, TP2)
-    assert found.styles["images.blocks.1.mlp.0"] == "colwise", "an MLP runs alone"
-    if joint:
-        assert "images.blocks.1.attention.qkv" not in found.styles
-        assert any("left whole, one weight holds several" in note for note in found.notes)
-    else:
-        assert "images.blocks.1.attention.q" in found.styles
-        assert "no output of the sample depends on them" in caplog.text
+    def _part(self, x: torch.Tensor, takes_branch: bool) -> torch.Tensor:
+        x = self.first(x)
+        return self.down(self.up(self.branch(x) * self.scale)) if takes_branch else x
 
 
-def runs_with_images() -> None:
-    env = ShardingEnv.from_mesh(mesh((2,), ("tp",)))
-    model, whole = DistributedModelParallel(Both().double(), env), Both().double()
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, whole)]
-    for step in range(3):
-        generator = torch.Generator().manual_seed(step)
-        ids = torch.randint(64, (2, 5), generator=generator)
-        images = None if step == 1 else torch.randn(2, 3, 8, 8, generator=generator).double()
-        results = [m(ids, images) for m in (model, whole)]
-        torch.testing.assert_close(*results)
-        for result, optimizer in zip(results, optimizers, strict=True):
-            result.square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    values = full_state_dict(model)
-    for name, value in whole.state_dict().items():
-        torch.testing.assert_close(values[name], value, msg=lambda m, n=name: f"{n}: {m}")
+def batch(rank: int, step: int) -> torch.Tensor:
+    return torch.rand(5, 4, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def test_images_beside_ids_train_as_in_one_process() -> None:
-    run_ranks(2, runs_with_images)
+def branches(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """Both, neither, one of the ranks, the other, then from the start."""
+    takes = ((True, True), (False, False), (True, False), (False, True))[step % 4][rank]
+    return (model(batch(rank, step), takes) ** 2).mean()
 
 
-class Masked(nn.Module):
-    """Hides positions that are drawn by a generator of its own, or by NumPy's and Python's."""
-
-    def __init__(self, own: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body = Llama()
-        self.masks = SHARED if own else None
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        if isinstance(self.masks, Draws):
-            return self.body(ids * self.masks.next(ids.shape))  # type: ignore[no-any-return]
-        hidden = torch.from_numpy(np.random.rand(*ids.shape) < random.random())
-        return self.body(ids.masked_fill(hidden, 0))  # type: ignore[no-any-return]
+def nothing_dense_on_one_rank(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    return (model(batch(rank, step), True, "tables" if rank == step % 2 else "tensor") ** 2).mean()
 
 
-class Draws:
-    """Of one object for all copies."""
-
-    def __init__(self) -> None:
-        self.from_seed = np.random.default_rng(0)
-
-    def __deepcopy__(self, memo: Any) -> Draws:
-        return self
-
-    def next(self, shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.from_numpy(self.from_seed.integers(0, 2, shape))
+def in_an_object(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    return (model(batch(rank, step), step % 2 == 0, "object").logits[0] ** 2).mean()
 
 
-SHARED = Draws()
+def a_view_changed_in_place(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    return (model(batch(rank, step), False, "view").mul_(2) ** 2).mean()
 
 
-def test_numbers_of_numpy_and_python_are_drawn_alike_on_all_ranks_and_given_back() -> None:
-    """A right plan was called wrong, and the program's own numbers went on elsewhere."""
-    np.random.seed(1)
-    random.seed(1)
-    found = TensorParallelSharder().place(Masked(own=False), {}, TP2)
-    assert found.notes[-1].startswith("proved") and "body.layers.1.attention.wq" in found.styles
-    drawn = np.random.rand(), random.random()
-    np.random.seed(1)
-    random.seed(1)
-    assert drawn == (np.random.rand(), random.random())
+def called_twice(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    one, other = (model(batch(rank, step + i), i == rank) for i in (0, 5))
+    return (one * other).mean()
 
 
-def test_a_model_that_is_another_each_time_is_not_called_wrong(caplog: pytest.LogCaptureFixture) -> None:
-    found = TensorParallelSharder().place(Masked(own=True), {}, TP2)
-    assert "body.layers.1.attention.wq" in found.styles
-    assert "run twice, whole, it gives other numbers" in caplog.text
+def past_the_wrapper(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """DDP's forward is not called: it left each rank its own gradients, in silence."""
+    return branches(getattr(model, "module", model), rank, step)
 
 
-class Rooted(nn.Module):
-    """The gradient of one weight is no number."""
+LOSSES: dict[str, tuple[Loss, bool | None]] = {
+    "branches": (branches, None),
+    "checkpoint": (branches, False),
+    "reentrant checkpoint": (branches, True),
+    "tables alone": (nothing_dense_on_one_rank, None),
+    "object": (in_an_object, None),
+    "view": (a_view_changed_in_place, None),
+    "twice": (called_twice, None),
+    "past": (past_the_wrapper, None),
+    "past, reentrant": (past_the_wrapper, True),
+}
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body, self.weight = Llama(), nn.Parameter(torch.ones(3))
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.body(ids) + (0 * self.weight).sqrt().sum()  # type: ignore[no-any-return]
+def differences(model: nn.Module, plain: nn.Module) -> Iterator[str]:
+    wanted = dict(plain.named_parameters())
+    for name, p in model.named_parameters():
+        got, expected = p.grad, wanted[name].grad
+        if name.startswith("table"):
+            continue  # a table's gradient is never None; tests of tables compare it
+        got = got.full_tensor() if hasattr(got, "full_tensor") else got
+        if (got is None) != (expected is None):
+            yield f"{name}: {got} for {expected}"
+        elif got is not None and expected is not None and not torch.allclose(got, expected, atol=1e-6):
+            yield f"{name} differs by {(got - expected).abs().max()}"
 
 
-def test_gradients_that_are_no_numbers_are_not_compared() -> None:
-    """Longformer's with random weights: all that was split seemed wrong, and the model stayed whole."""
-    found = TensorParallelSharder().place(Rooted(), {}, TP2)
-    assert "body.layers.1.attention.wq" in found.styles and "body.layers.1.feed_forward.w2" in found.styles
-    assert any("infinite gradients" in note for note in found.notes)
+def made(axis: str, checkpoints: bool | None = None, **options: Any) -> tuple[DistributedModelParallel, Net]:
+    env = ShardingEnv.from_mesh(mesh((2, 2), (axis, "tp")) if "tp" in options else mesh((2,), (axis,)))
+    if options.pop("tp", False):
+        options["plan"] = {"table.weight": data_parallel(), "down.weight": rowwise()}
+        options["plan"].update({f"up.{name}": colwise() for name in ("weight", "bias")})
+    return DistributedModelParallel(Net(checkpoints), env, **options), Net(checkpoints)
+
+
+def steps_of(axis: str, name: str, **options: Any) -> list[str]:
+    loss, checkpoints = {**LOSSES, **LOSSES_OF_COPIES}[name]
+    model, plain = made(axis, checkpoints, **options)
+    rank, found = model.env.data_rank, []
+    for step in range(6):
+        for m in (model, plain):
+            m.zero_grad()
+        loss(model, rank, step).backward()
+        for other in range(2):
+            (loss(plain, other, step) / 2).backward()
+        found += [f"step {step}: {text}" for text in differences(model, plain)]
+    return found
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("axis", ["dp", "shard"])
+@pytest.mark.sampled(2)
+def test_gradients_are_those_of_one_process(axis: str, name: str) -> None:
+    assert run_ranks(2, steps_of, axis, name) == [[], []]
+
+
+def penalized(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """A loss and the norm of its gradient by a weight, which a first pass gives."""
+    loss = branches(model, rank, step)
+    module = model.module if isinstance(model, DistributedModelParallel) else model
+    (gradient,) = torch.autograd.grad(loss, [module.head.weight], create_graph=True)  # type: ignore[union-attr, list-item]
+    return loss + gradient.square().sum()
+
+
+def past_after_a_forward_alone(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """One with no backward pass of its own, as for logging, which DDP awaited: it left each rank its own gradients."""
+    if isinstance(model, DistributedModelParallel):
+        model(batch(rank, step), True)
+    return past_the_wrapper(model, rank, step)
+
+
+def without_average_after_a_forward_alone(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """DDP awaited the pass inside `no_sync`, and raised at the forward after it."""
+    if not isinstance(model, DistributedModelParallel):
+        return branches(model, rank, step) + branches(model, rank, step + 1)
+    model(batch(rank, step), True)
+    with model.no_sync():
+        branches(model, rank, step).backward()
+    return branches(model, rank, step + 1)
+
+
+def a_weight_by_itself_first(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """Between forward and backward: DDP took the second gradient of that weight for an error."""
+    loss, decay = branches(model, rank, step), getattr(model, "module", model).head.weight.square().sum()
+    if not isinstance(model, DistributedModelParallel):
+        return loss + decay
+    decay.backward()
+    return loss
+
+
+LOSSES_OF_COPIES: dict[str, tuple[Loss, bool | None]] = {
+    "penalty": (penalized, None),
+    "past, a forward alone": (past_after_a_forward_alone, None),
+    "no_sync, a forward alone": (without_average_after_a_forward_alone, None),
+    "a weight first": (a_weight_by_itself_first, None),
+}
+"""FSDP2's weights are no leaves of the forward's graph, and it averages in each backward pass by itself."""
+
+
+@pytest.mark.parametrize("name", LOSSES_OF_COPIES)
+def test_gradients_of_copies_are_those_of_one_process(name: str) -> None:
+    assert run_ranks(2, steps_of, "dp", name) == [[], []]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["replicate", "shard"])
+def test_beside_split_weights_too(axis: str) -> None:
+    assert run_ranks(4, steps_of, axis, "branches", tp=True) == [[]] * 4
+
+
+def accumulated(axis: str) -> list[str]:
+    """Three micro-batches, averaged in the last, where neither rank takes the branch that one took before."""
+    model, plain = made(axis)
+    rank, found = model.env.rank, []
+    takes = ((rank == 0, False, False), (True, False, False))
+    for step in range(2):
+        for m in (model, plain):
+            m.zero_grad()
+        with model.no_sync():
+            for micro in range(2):
+                model(batch(rank, micro), takes[step][micro]).mean().backward()
+        model(batch(rank, 2), takes[step][2]).mean().backward()
+        for other in range(2):
+            for micro in range(3):
+                is_taken = micro == 0 and (step == 1 or other == 0)
+                (plain(batch(other, micro), is_taken).mean() / 2).backward()
+        found += [f"step {step}: {text}" for text in differences(model, plain)]
+    return found
+
+
+def test_what_was_accumulated_before_is_averaged_too() -> None:
+    assert run_ranks(2, accumulated, "dp") == [[], []]
+
+
+def misused(axis: str) -> list[str]:
+    """Two forwards then two backwards; a gradient on one rank alone; backward of some; frozen and thawed; a copy."""
+    model, plain = made(axis)
+    rank, found = model.env.rank, []
+
+    def compare(what: str) -> None:
+        found.extend(f"{what}: {text}" for text in differences(model, plain))
+        for m in (model, plain):
+            m.zero_grad()
+
+    losses = [model(batch(rank, i), i == rank).mean() for i in range(2)]
+    for loss in losses:
+        loss.backward()
+    for other in range(2):
+        for i in range(2):
+            (plain(batch(other, i), i == other).mean() / 2).backward()
+    compare("two backwards")
+
+    only_dense = DistributedModelParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), model.env)
+    if rank == 0:  # a saliency map: nothing is averaged, so nobody waits
+        x = batch(rank, 0).requires_grad_()
+        torch.autograd.grad(only_dense(x).sum(), x)
+    only_dense(batch(rank, 0)).sum().backward()
+
+    for takes in ((True, True), (False, False)):
+        model.module.first.weight.requires_grad_(takes[0])
+        plain.first.weight.requires_grad_(takes[0])
+        model(batch(rank, 0), takes[rank]).mean().backward()
+        for other in range(2):
+            (plain(batch(other, 0), takes[other]).mean() / 2).backward()
+        compare(f"trains {takes[0]}")
+    for m in (model.module, plain):
+        m.first.weight.requires_grad_(True)
+
+    model = copy.deepcopy(model)
+    for step in range(2):
+        branches(model, rank, step + 1).backward()
+        for other in range(2):
+            (branches(plain, other, step + 1) / 2).backward()
+        compare(f"copy, step {step}")
+    return found
+
+
+def test_uses_of_the_model_that_ddp_does_not_foresee() -> None:
+    assert run_ranks(2, misused, "dp") == [[], []]
+
+
+def stepped_by_hooks(axis: str) -> list[str]:
+    """An optimizer of each parameter's own steps when its gradient is there, and lets go of it."""
+    models, found = made(axis), []
+    steps = {p: torch.optim.SGD([p], lr=0.1) for m in models for p in m.parameters()}
+
+    def hook(p: Any) -> None:
+        steps[p].step()
+        p.grad = None
+
+    handles = [p.register_post_accumulate_grad_hook(hook) for p in steps]
+    for step in range(5):
+        if step == 4:
+            handles = [handle.remove() for handle in handles]  # type: ignore[func-returns-value]
+        branches(models[0], models[0].env.rank, step).backward()
+        ((branches(models[1], 0, step) + branches(models[1], 1, step)) / 2).backward()
+        whole = full_state_dict(models[0])
+        found += [f"{step}: {k}" for k, v in models[1].state_dict().items() if not torch.allclose(v, whole[k])]
+        found += [
+            f"{step}: {k} has one" for m in models for k, p in m.named_parameters() if step < 4 and p.grad is not None
+        ]
+    return found
+
+
+@pytest.mark.parametrize("axis", ["dp", "shard"])
+def test_steps_that_hooks_make_are_those_of_the_average(axis: str) -> None:
+    assert run_ranks(2, stepped_by_hooks, axis) == [[], []]
+
+
+def asked() -> tuple[str, str, bool]:
+    models = [made("dp", data_parallel_wrapper=w)[0] for w in (DDPWrapper(), DDPWrapper(static_graph=True))]
+    hooks = models[0].module.dummy._post_accumulate_grad_hooks
+    del models[0]
+    import gc
+
+    gc.collect()
+    return "", type(models[-1].running).__name__, not hooks
+
+
+def test_torchs_own_ways_are_there_where_asked_for() -> None:
+    assert run_ranks(2, asked) == [("", "DistributedDataParallel", True)] * 2

@@ -23,7 +23,7 @@ from sharders.tensor_parallel.split.styles import (
 )
 from sharders.tensor_parallel.structure.adapters import split_in
 from sharders.tensor_parallel.structure.experts import EXPERTS
-from sharders.tensor_parallel.structure.linears import features_of, is_joint_attention
+from sharders.tensor_parallel.structure.of_heads import may_have_values
 from sharders.tensor_parallel.structure.transformer import Transformer, outward
 
 Styles = dict[str, Style]
@@ -115,7 +115,7 @@ def from_layouts(model: nn.Module, given: Mapping[str, Layout]) -> Styles:
     for name, layout in given.items():
         module, own = places[name].owner, places[name].name
         path = first[id(module)]
-        of_one = asked[id(module)] if _is_one_entry(module) else {own: layout}
+        of_one = asked[id(module)] if may_have_values(module) else {own: layout}
         style = canonical(styled(module, of_one), path, module)
         fitting = layouts_of(style, module).get(own)
         if fitting != layout:
@@ -139,11 +139,6 @@ def from_layouts(model: nn.Module, given: Mapping[str, Layout]) -> Styles:
         if family(styles[path]) != "sequence" and (id(module), "weight") not in named and not is_tied:
             raise PlanError(f"plan splits the bias of module {path!r}, but has no entry for {weight!r}", table=weight)
     return {path: styles[path] for path in first.values() if path in styles}
-
-
-def _is_one_entry(module: nn.Module) -> bool:
-    """Whether its parameters are split together, whatever they are called."""
-    return not (features_of(module) or isinstance(module, nn.Embedding) or is_joint_attention(module))
 
 
 def with_ties(model: nn.Module, styles: Mapping[str, Style]) -> Styles:

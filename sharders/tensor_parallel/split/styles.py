@@ -42,7 +42,7 @@ from torch import nn
 from dmp import Layout, PlanError, colwise, join_name, rowwise, sequence
 from sharders.tensor_parallel.structure.experts import EXPERTS, Experts, experts_of
 from sharders.tensor_parallel.structure.linears import features_of, is_joint_attention, is_transposed
-from sharders.tensor_parallel.structure.of_heads import OF_HEADS
+from sharders.tensor_parallel.structure.of_heads import OF_HEADS, may_have_values
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -159,7 +159,7 @@ def styled(module: nn.Module, layouts: Mapping[str, Layout]) -> str:
     if ways := experts_of(module):
         return next((style for style in ways if layouts.items() <= layouts_of(style, module).items()), EXPERTS[0])
     layout = next(iter(layouts.values()))
-    if not (features_of(module) or isinstance(module, nn.Embedding) or is_joint_attention(module)):
+    if may_have_values(module):
         return next((style for style in OF_HEADS if set(layouts.values()) == {_of_heads(style)}), layout.name)
     return layout.name if layout.num_parts == 1 else f"{layout.name}_packed_{layout.num_parts}"
 

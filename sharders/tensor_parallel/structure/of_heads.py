@@ -48,6 +48,14 @@ def values_of_heads(module: nn.Module, heads: Heads, beside: Collection[str]) ->
     return found
 
 
+def may_have_values(module: nn.Module) -> bool:
+    """Whether its own parameters may be values for each head, or stacks of experts' matrices: all are split as one."""
+    if features_of(module) is not None or isinstance(module, nn.Embedding) or is_joint_attention(module):
+        return False
+    own = [p for p in module.parameters(recurse=False) if not is_lazy(p)]
+    return bool(own) and (any(True for _ in module.children()) or any(p.dim() > 1 for p in own))
+
+
 def _is_norm(module: nn.Module, heads: Heads) -> bool:
     """Of single heads: there may be as many heads as a head has features."""
     is_leaf = not any(True for _ in module.children())
