@@ -211,3 +211,24 @@ def test_gradients_that_are_no_numbers_are_not_compared() -> None:
     found = TensorParallelSharder().place(Rooted(), {}, TP2)
     assert "body.layers.1.attention.wq" in found.styles and "body.layers.1.feed_forward.w2" in found.styles
     assert any("infinite gradients" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("kind", ["Qwen2_5_VL", "Qwen3VL", "Glm4v"])
+def test_encoders_of_packed_images_are_proved_by_block(kind: str) -> None:
+    """They take sequences one behind the other, and where each ends; their attentions, each one weight, stayed whole."""
+    import transformers
+
+    config = getattr(transformers, f"{kind}Config")()
+    encoder, text = config.vision_config, config.text_config
+    encoder.depth, encoder.num_heads, encoder.hidden_size, encoder.intermediate_size = 2, 4, 64, 96
+    encoder.out_hidden_size = text.hidden_size = 128
+    text.num_hidden_layers, text.num_attention_heads, text.num_key_value_heads, text.intermediate_size = 2, 4, 2, 96
+    text.vocab_size, text.head_dim = 512, 32
+    text.rope_parameters = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4]}
+    if hasattr(encoder, "deepstack_visual_indexes"):
+        encoder.deepstack_visual_indexes = [0]
+    with torch.device("meta"):
+        model = getattr(transformers, f"{kind}Model")(config)
+    found = TensorParallelSharder().place(model, {}, TP2)
+    assert found.styles["visual.blocks.1.attn.qkv"] == "colwise_packed_3"
+    assert found.divided["visual.blocks.1.attn", "num_heads"] == 2

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dmp import is_dtensor, local_of, places_of, replace_tensors, tensors_of
+from dmp import is_dtensor, local_of, map_nested, places_of, replace_tensors, tensors_of
 from sharders.tensor_parallel.proof.narrow import AS_IT_IS, Numbers, attributes_of, narrow, narrowings
 from sharders.tensor_parallel.proof.simulated import simulate
 from sharders.tensor_parallel.structure.dry_run import DryRunError, Feed, Trace, dry_run, undisturbed
@@ -140,7 +140,7 @@ class Sample:
         _without_dropout(model.train())
         return model
 
-    def inputs(self, model: nn.Module) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    def inputs(self, model: nn.Module) -> tuple[list[torch.Tensor], dict[str, Any]]:
         """The feed's, with values. Hidden states take gradients; images and sounds take none, as in training."""
         generator = torch.Generator().manual_seed(1)
         feed, rows = self.numbers.fed(self.feed), self._rows(model)
@@ -152,7 +152,11 @@ class Sample:
                 return torch.ones(x.shape, dtype=x.dtype)
             return torch.randint(0, rows, x.shape, generator=generator, dtype=x.dtype)
 
-        return [real(x, "") for x in feed.args], {name: real(x, name) for name, x in feed.kwargs.items()}
+        def fixed(x: Any, _: str) -> Any:
+            return x.to(self.dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+        kwargs = {name: real(x, name) for name, x in feed.kwargs.items()}
+        return [real(x, "") for x in feed.args], kwargs | map_nested(feed.fixed, fixed)
 
     def _rows(self, model: nn.Module) -> int:
         """Ids are below this."""
@@ -180,7 +184,7 @@ class Sample:
             handle.remove()
         run.outputs = [x.detach() for x in outputs]
         run.gradients = {name: _gradient(p) for name, p in model.named_parameters() if p.is_floating_point()}
-        leaves = [x for x in (*args, *kwargs.values()) if x.requires_grad]
+        leaves = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.requires_grad]
         run.gradients |= {f"input {i}": _gradient(x) for i, x in enumerate(leaves)}
         return run
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from dmp import is_inside, random_numbers_kept, tensors_of
+from dmp import is_inside, map_nested, random_numbers_kept, tensors_of
 from sharders.quiet import quiet
 from sharders.tensor_parallel.structure.caches import forgetful
 from sharders.tensor_parallel.structure.experts import experts_of
@@ -48,13 +48,16 @@ class Feed:
     args: tuple[torch.Tensor, ...] = ()
     kwargs: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Inputs whose values matter, on the CPU: where sequences end, rotations."""
+
     of_data: bool = False
     """Whether its sizes are those of images or sounds, which a narrower model takes as they are."""
 
     def suits(self, model: nn.Module) -> bool:
         """Whether the model's `forward` takes so many inputs, of these names."""
         try:
-            inspect.signature(model.forward).bind(*self.args, **self.kwargs)
+            inspect.signature(model.forward).bind(*self.args, **self.kwargs, **self.fixed)
         except TypeError:
             return False
         except ValueError:  # of what has no signature nobody knows
@@ -123,7 +126,7 @@ def dry_run(
             for path, module in modules.items():
                 _record(path, module, trace, last)
             with torch.device("meta"), _Sums(trace, expected, copies.known):
-                trace.result = shapes(copied(*feed.args, **feed.kwargs))
+                trace.result = shapes(copied(*feed.args, **feed.kwargs, **map_nested(feed.fixed, _on_meta)))
         except Exception as error:
             text = str(error).strip().partition("\n")[0]
             raise DryRunError(f"{type(error).__name__}: {text[:200]}") from error
@@ -156,6 +159,11 @@ def make_local(
     for (path, name), value in divided.items():
         if path in modules and number_of(modules[path], name) is not None:
             set_number(modules[path], name, value)
+
+
+def _on_meta(x: Any, _: str) -> Any:
+    """What is computed with; whole numbers stay, for their values decide on shapes."""
+    return x.to("meta") if isinstance(x, torch.Tensor) and x.is_floating_point() else x
 
 
 def resize(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:

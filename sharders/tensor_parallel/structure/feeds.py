@@ -7,6 +7,7 @@ model keeps it as an attribute of a usual name.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Iterator
 from math import prod
 from typing import Any
@@ -56,6 +57,23 @@ def guesses(copies: MetaCopies, size: int) -> Iterator[Feed]:
         yield Feed(f"input_ids {tuple(ids.shape)} and images {(BATCH, *shape)}", (), kwargs, of_data=True)
     hidden = torch.zeros((BATCH, length, width), dtype=dtype, device="meta")
     yield Feed(f"hidden states {tuple(hidden.shape)}", (hidden,))
+    yield from _packed(copies, length, dtype)
+
+
+def _packed(copies: MetaCopies, length: int, dtype: torch.dtype) -> Iterator[Feed]:
+    """Hidden states (T, D) of two sequences, for blocks that are told by `cu_seqlens` where each ends, as those of
+    Qwen's encoders of images are, and by `position_embeddings` the cosine and sine of each position, (T, head size).
+    """
+    names = inspect.signature(copies.model.forward).parameters
+    if "cu_seqlens" not in names:
+        return
+    hidden = torch.zeros((2 * length, copies.transformer.width), dtype=dtype, device="meta")
+    fixed: dict[str, Any] = {"cu_seqlens": torch.tensor([0, length, 2 * length], dtype=torch.int32)}
+    heads = (b.heads for block in copies.transformer.blocks for b in block.branches if b.heads is not None)
+    if "position_embeddings" in names and (first := next(heads, None)) is not None:
+        angle = torch.outer(torch.arange(2.0 * length), torch.arange(1.0, first.size + 1))
+        fixed["position_embeddings"] = (angle.cos(), angle.sin())
+    yield Feed(f"packed hidden states {tuple(hidden.shape)}", (hidden,), fixed=fixed)
 
 
 def find_feed(copies: MetaCopies, size: int, watch: Collection[tuple[str, str]] = ()) -> tuple[Feed, Trace]:
