@@ -231,3 +231,79 @@ def carries_its_state(shape: tuple[int, ...], names: tuple[str, ...]) -> None:
 def test_a_state_made_of_a_weight(shape: tuple[int, ...], names: tuple[str, ...]) -> None:
     """`next(model.parameters()).new_zeros(...)` is a DTensor where weights are split."""
     run_ranks(2 ** len(shape), carries_its_state, shape, names)
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.norm = nn.Embedding(10, 4, scale_grad_by_freq=True), nn.LayerNorm(4)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, ids: torch.Tensor, fail: bool = False) -> torch.Tensor:
+        x: torch.Tensor = self.rows(ids)
+        if fail:
+            raise KeyError("in the encoder")
+        for layer in self.layers:
+            x = layer(x)
+        normed: torch.Tensor = self.norm(x)
+        return normed
+
+
+class Generating(nn.Module):
+    """Encodes once, past its forward, and decodes by its forward, as a Hugging Face model's `generate`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder, self.head = Encoder(), nn.Linear(4, 10)
+
+    def forward(self, ids: torch.Tensor, encoded: torch.Tensor | None = None) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.encoder(ids) if encoded is None else encoded)
+        return logits
+
+    @torch.no_grad()
+    def generate(self, ids: torch.Tensor) -> torch.Tensor:
+        encoded = self.encoder(ids)
+        logits: torch.Tensor = self(ids, encoded=encoded) + self(encoded.argmax(-1))
+        return logits
+
+
+def _generates(shape: tuple[int, ...], names: tuple[str, ...], resharded: bool | None, by_layer: bool) -> None:
+    env, ids = ShardingEnv.from_mesh(mesh(shape, names)), torch.arange(6).view(3, 2)
+    wrapper = FSDPWrapper(reshard_after_forward=resharded)
+    model, plain = DistributedModelParallel(Generating(), env, data_parallel_wrapper=wrapper), Generating()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
+    if by_layer:  # the first call of all
+        with torch.no_grad():
+            layer, x = "encoder.layers.1", torch.randn(3, 2, 4)
+            torch.testing.assert_close(*(m.get_submodule(layer)(x) for m in (model.module, plain)))
+    for _ in range(3):
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                torch.testing.assert_close(model.module.generate(ids), plain.generate(ids))
+                torch.testing.assert_close(model.module.encoder(ids), plain.encoder(ids))
+                with pytest.raises(KeyError, match="in the encoder"):
+                    model.module.encoder(ids, fail=True)
+                assert all(isinstance(p, DTensor) for p in model.parameters())
+        with pytest.raises(ShardError, match=r"'encoder.rows' is called past the forward of .*torch.no_grad\(\)"):
+            model.module.encoder(ids)
+        for m, optimizer in zip((model, plain), optimizers, strict=True):
+            m(ids).square().mean().backward()
+            m(ids)  # leaves weights whole, which the optimizer makes old
+            optimizer.step()
+            optimizer.zero_grad()
+    half = DistributedModelParallel(
+        Generating(), env, data_parallel_wrapper=FSDPWrapper(mixed_precision=torch.bfloat16)
+    )
+    assert half.module.generate(ids).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+@pytest.mark.parametrize("resharded", [None, False, True])
+def test_generation_that_encodes_past_the_forward(resharded: bool | None, by_layer: bool) -> None:
+    """It was refused, as a method that trains; and where a unit was called first, the model was no root any more."""
+    run_ranks(2, _generates, (2,), ("shard",), resharded, by_layer)
+
+
+def test_generation_beside_copies() -> None:
+    run_ranks(4, _generates, (2, 2), ("replicate", "shard"), None, False)

@@ -36,7 +36,7 @@ from sharders.data_parallel.blocks import (
     say_of_unsure,
 )
 from sharders.data_parallel.ddp import DDPWrapper
-from sharders.data_parallel.past_hooks import explain_pieces, gather_by_forward, refuse_outside
+from sharders.data_parallel.past_hooks import explain_pieces, gather_by_forward, gather_outside
 from sharders.data_parallel.twice import forget_graphs
 from sharders.data_parallel.unfinished import (
     clear_by_zero_grad,
@@ -172,10 +172,9 @@ class FSDPWrapper:
                 m.register_forward_hook(_put_back)
             gather_by_forward(m)
         explain_pieces(module, list(units.values()))
-        refuse_outside(module, list(units.values()))
-        module.register_forward_pre_hook(
-            _free_outdated([*units.values(), module], env, stays=self.reshard_after_forward is not None), prepend=True
-        )
+        free = _free_outdated([*units.values(), module], env, stays=self.reshard_after_forward is not None)
+        module.register_forward_pre_hook(lambda *_: free(), prepend=True)
+        gather_outside(module, list(units.values()), free)
         reduce_unreached_chunks(module)
         keep_order({**units, "": module}, env.everyone)
         hear_of_split(module)
@@ -337,8 +336,8 @@ def _put_back(module: nn.Module, args: Any, output: Any) -> None:
         module.reshard()  # type: ignore[operator]
 
 
-def _free_outdated(modules: Sequence[Any], env: ShardingEnv, stays: bool) -> Callable[[Any, Any], None]:
-    """A hook before torch's: weights that an earlier forward has left whole are freed, where chunks may be newer.
+def _free_outdated(modules: Sequence[Any], env: ShardingEnv, stays: bool) -> Callable[[], None]:
+    """What comes before torch's hooks: whole weights of an earlier forward are freed, where chunks may be newer.
 
     On all ranks alike: none may gather alone. Chunks are written by optimizers, or by whoever goes through parameters.
 
@@ -350,7 +349,7 @@ def _free_outdated(modules: Sequence[Any], env: ShardingEnv, stays: bool) -> Cal
     units = [unit for m in modules for unit in m._get_fsdp_state()._fsdp_param_groups]
     written: list[int] = []
 
-    def before(_: Any, args: Any) -> None:
+    def before() -> None:
         forget_unfinished(modules[-1])
         try:
             if _take_replaced(modules[-1], units):

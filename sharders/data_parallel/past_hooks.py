@@ -8,7 +8,7 @@ unit's `forward` calls the unit unless that is where it comes from. What else ru
 from __future__ import annotations
 
 import functools
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -86,28 +86,67 @@ def _trained(path: str, module: nn.Module) -> list[str]:
     return [join_name(path, name) for name, p in own if p is not None and p.requires_grad and not is_dtensor(p)]
 
 
-def refuse_outside(root: Any, units: Sequence[Any]) -> None:
-    """Have a module that is gathered with the root, called past the root's forward, be an error that says so.
+def gather_outside(root: Any, units: Sequence[Any], before_forward: Callable[[], None]) -> None:
+    """Have modules with weights that are gathered with the root run past the root's forward; collective, as a forward.
+
+    A Hugging Face model's `generate` calls its encoder so. Without gradients alone: of a method that trains, FSDP2 has
+    to be told where it begins and ends. torch takes what is called first for the root: here it never is a unit.
 
     Args:
         root: after `fully_shard`.
         units: the others that are gathered at once each.
+        before_forward: what is done before each forward of the root.
     """
     state, inside = root._get_fsdp_state(), {id(part) for unit in units for part in unit.modules()}
 
-    def before(module: nn.Module, _: Any) -> None:
-        if state._training_state.name != "IDLE" or not all(unit.is_sharded for unit in state._fsdp_param_groups):
-            return
-        path = next((path for path, part in root.named_modules() if part is module), "")
-        raise ShardError(
-            f"{path!r} is called past the forward of {type(root).__name__}, in which its weight is gathered: call the "
-            "wrapped model; or, of a method of the model that calls it, on all ranks, tell FSDP2 once after wrapping: "
-            "torch.distributed.fsdp.register_fsdp_forward_method(model.module, 'name_of_the_method')"
-        )
+    def is_outside() -> bool:
+        return not torch.compiler.is_compiling() and state._training_state.name == "IDLE"
+
+    def begin(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not is_outside():
+            return None
+        if torch.is_grad_enabled():
+            _refuse(module, root)
+            return None
+        before_forward()
+
+        def end(_: nn.Module, args: Any, output: Any) -> Any:
+            handle.remove()
+            output = state._post_forward(root, args, output)
+            root.reshard()
+            return output
+
+        handle = module.register_forward_hook(end, always_call=True)
+        return state._pre_forward(root, args, kwargs)
+
+    def begin_unit(*_: Any) -> None:
+        if is_outside():
+            state._lazy_init()
+            if not torch.is_grad_enabled():
+                before_forward()
 
     for module in root.modules():
-        if module is not root and id(module) not in inside and any(map(is_dtensor, module._parameters.values())):
-            module.register_forward_pre_hook(before)
+        outer = (part for part in module.modules() if id(part) not in inside)
+        if module is not root and id(module) not in inside and any(any(_pieces(part)) for part in outer):
+            module.register_forward_pre_hook(begin, with_kwargs=True)
+    for unit in units:
+        unit.register_forward_pre_hook(begin_unit, prepend=True)
+
+
+def _pieces(module: nn.Module) -> list[bool]:
+    return [is_dtensor(p) for p in module._parameters.values()]
+
+
+def _refuse(module: nn.Module, root: Any) -> None:
+    if not any(_pieces(module)) or not all(unit.is_sharded for unit in root._get_fsdp_state()._fsdp_param_groups):
+        return
+    path = next((path for path, part in root.named_modules() if part is module), "")
+    raise ShardError(
+        f"{path!r} is called past the forward of {type(root).__name__}, in which its weight is gathered: call the "
+        "wrapped model; or call it under torch.no_grad(); or, of a method of the model that calls it, on all ranks, "
+        "tell FSDP2 once after wrapping: "
+        "torch.distributed.fsdp.register_fsdp_forward_method(model.module, 'name_of_the_method')"
+    )
 
 
 def _explained(root: nn.Module, units: Sequence[Any], error: RuntimeError) -> str:
