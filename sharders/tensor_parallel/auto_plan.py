@@ -34,6 +34,7 @@ BECAUSE = "left whole, because"
 """In notes on what was tried, and is wrong or raises: whoever takes the plan is to be warned."""
 
 _JOINT = "one weight holds several, and how is neither proved nor to be seen"
+_BACK = "which of its Linears leads back is neither proved nor to be seen"
 _VALUES = "that what it holds as many of as heads is theirs is not proved"
 
 _Found = tuple[dict[str, str], Divided]  # styles by module path, and local values of attributes
@@ -157,14 +158,15 @@ def _branch_candidates(runs: ModelRuns) -> Iterator[_Candidate]:
             name = _counted(join_name(first.path, branch.path or branch.down), len(blocks))
             ways = [
                 {join_name(b.path, n): style for b in blocks for n, style in relative.items()}
-                for relative in (_branch_styles(model.get_submodule(first.path), branch, n) for n in branch.parts)
+                for way in branch.ways
+                for relative in (_branch_styles(model.get_submodule(first.path), way, n) for n in way.parts)
             ]
             scalars = {join_name(b.path, n): "sum_gradients" for b in blocks for n in _scalars(model, b, branch)}
             ways = [{**way, **scalars} for way in ways if scalars] + ways  # of what is split, else of what is whole
             outside = _values_outside(runs, branch)
             ways += [{**way, **outside} for way in ways if outside]
             has_values = not OF_HEADS.keys().isdisjoint(dict(branch.adapters).values())
-            unless_proved = _JOINT if branch.is_joint else _VALUES * has_values
+            unless_proved = _JOINT if branch.is_joint else _VALUES * has_values or _BACK * bool(branch.others)
             yield _Candidate(name, first.path, ways[0], tuple(ways[1:]), unless_proved)
         for path, every in first.experts:
             ways = [

@@ -95,7 +95,7 @@ def _check_stack(transformer: Transformer, axis: str) -> None:
 
 def _add_branches(block: Block, styles: dict[str, str], axis: str) -> Iterator[str]:
     """Styles of a block's attentions and MLPs; yields the modules that gather their input."""
-    for branch in block.branches:
+    for branch in (way for each in block.branches for way in each.ways):
         down = join_name(block.path, branch.down)
         if styles.get(down) not in ("rowwise", "rowwise_scatter"):
             continue

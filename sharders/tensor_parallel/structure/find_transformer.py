@@ -186,7 +186,8 @@ def _with_adapters(block: nn.Module, branch: Branch) -> Branch:
         own[path], *others = (join_name(path, name) for name in split_in(block.get_submodule(path), style))
         adapters += [(name, style) for name in others]
     up, adapters = tuple(own[path] for path in branch.up), [*branch.adapters, *adapters]
-    return replace(branch, up=up, down=own[branch.down], adapters=tuple(adapters))
+    others = tuple(_with_adapters(block, other) for other in branch.others)
+    return replace(branch, up=up, down=own[branch.down], adapters=tuple(adapters), others=others)
 
 
 def _relative(branch: Branch, block: str) -> Branch:
@@ -218,22 +219,26 @@ def _mlps(
 
 
 def _match_mlp(path: str, linears: Mapping[str, Features], *, is_chain: bool) -> Branch | None:
-    """Two Linears d -> h -> d, or three: two d -> h (one gates the other) and one h -> d; or these two as one."""
+    """Two Linears d -> h -> d, or three: two d -> h (one gates the other) and one h -> d; or these two as one.
+
+    Where h = d each of them may be the one that leads back.
+    """
     if len(linears) not in (2, 3) or (is_chain and len(linears) == 3):
         return None
     # The last registered is the likely one, unless a name says otherwise; a chain runs in order.
     order = list(linears)[::-1]
     if not is_chain:
         order.sort(key=lambda n: not any(DOWN.fullmatch(a) for a in n.lower().split(".")))
+    found = []
     for down in order[:1] if is_chain else order:
         up = tuple(n for n in linears if n != down)
         shapes = {(linears[n].in_features, linears[n].out_features) for n in up}
         inner = linears[down].in_features
         if shapes == {(linears[down].out_features, inner)}:
-            return Branch(path, up, down, inner)
-        if shapes == {(linears[down].out_features, 2 * inner)} and len(up) == 1:
-            return Branch(path, up, down, inner, parts=(2, 1))
-    return None
+            found.append(Branch(path, up, down, inner))
+        elif shapes == {(linears[down].out_features, 2 * inner)} and len(up) == 1:
+            found.append(Branch(path, up, down, inner, parts=(2, 1)))
+    return replace(found[0], others=tuple(found[1:])) if found else None
 
 
 def _width(blocks: Iterable[Block], model: nn.Module) -> int:

@@ -68,6 +68,14 @@ class Branch:
     widths: tuple[int, ...] = ()
     """Of heads together, where they are others than heads times head size."""
 
+    others: tuple[Branch, ...] = ()
+    """What it may be as well, where shapes do not tell which of its Linears leads back; the likeliest first."""
+
+    @property
+    def ways(self) -> tuple[Branch, ...]:
+        """All that it may be, the likeliest first."""
+        return (self, *self.others)
+
     @property
     def is_joint(self) -> bool:
         """Whether its up is one Linear that holds several in one."""
