@@ -286,6 +286,13 @@ def test_an_mlp_that_normalises_its_hidden_units_stays_whole() -> None:
     assert any("h.0.mlp: left whole" in n for n in found.notes)
 
 
+def test_the_default_device_is_not_the_proofs() -> None:
+    """Under `torch.device("meta")` a mesh of simulated ranks had no numbers; its axis is not met elsewhere."""
+    with torch.device("meta"):
+        found = derive(ModelRuns(Llama().to_empty(device="cpu"), 2, "of_default_device"))
+    assert any("proved: outputs" in n for n in found.notes), found.notes
+
+
 class Gated(nn.Module):
     """As litgpt's, whose second Linear is named like one that leads back."""
 

@@ -66,7 +66,8 @@ class _Mesh(DeviceMesh):
 
 @cache
 def _mesh(size: int, axis: str) -> _Mesh:
-    mesh = _Mesh("cpu", torch.arange(size), mesh_dim_names=(axis,), _init_backend=False, _rank=0)
+    with torch.device("cpu"):  # whatever the default device is
+        mesh = _Mesh("cpu", torch.arange(size), mesh_dim_names=(axis,), _init_backend=False, _rank=0)
     name: Any = f"simulated ranks of {axis} ({size})"
     mesh._dim_group_names = [name]
     mesh._pg_registry[name] = _Group(size)
