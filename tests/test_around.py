@@ -264,3 +264,18 @@ def accumulated(shape: tuple[int, ...], names: tuple[str, ...], sync: bool) -> d
 def test_no_sync_comes_to_the_same(shape: Any, names: Any) -> None:
     world = 4 if len(shape) > 1 else 2
     same(run_ranks(world, accumulated, shape, names, False)[0], run_ranks(world, accumulated, shape, names, True)[0])
+
+
+def asked_as_fsdp2(names: tuple[str, ...], has: bool) -> None:
+    model = wrap(ShardingEnv.from_mesh(mesh((2,), names)))
+    for name, advice in (("set_requires_gradient_sync", r"model.no_sync\(\)"), ("unshard", "hasattr")):
+        assert hasattr(model, name) == has
+        if not has:
+            with pytest.raises(AttributeError, match=f"no '{name}', which is FSDP2's.*{advice}"):
+                getattr(model, name)
+
+
+@pytest.mark.parametrize(("names", "has"), [(("dp",), False), (("tp",), False), (("shard",), True)], ids=str)
+def test_what_fsdp2_has_is_refused_where_nothing_is_split(names: tuple[str, ...], has: bool) -> None:
+    """The error named the user's class."""
+    run_ranks(2, asked_as_fsdp2, names, has)

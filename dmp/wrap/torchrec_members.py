@@ -1,4 +1,4 @@
-"""What scripts ask of TorchRec's wrapper, or of DDP's, beside our contract; the module's own come first.
+"""What scripts ask of TorchRec's wrapper, of DDP's or of FSDP2's, beside our contract; the module's own come first.
 
 A member that would mean nothing here is refused as a missing attribute, by a message that says what to do.
 """
@@ -17,12 +17,22 @@ _UNEVEN = (
     "ranks that have run out of samples answer no collectives of the others. Give every rank as many batches: a "
     "DistributedSampler and drop_last=True, or stop all when the first has none left (all_reduce a flag before a step)"
 )
+_SPLIT = "FSDP2's, which models have where a mesh splits their dense weights (shard, or tp beside data axes)"
 REFUSED: Mapping[str, str] = {
     "join": f"DistributedDataParallel's; {_UNEVEN}",
     "join_hook": f"torch's, for torch.distributed.algorithms.Join; {_UNEVEN}",
     "init_torchrec_delta_tracker": "TorchRec's; changed rows are not tracked; save_checkpoint keeps all",
     "write": "TorchRec's; tables are not written by a forward: copy rows into model.state_dict()[name].local_shards(), "
     "or give whole tables to model.load_state_dict(state, strict=False)",
+    **dict.fromkeys(
+        ("set_requires_gradient_sync", "set_is_last_backward", "set_requires_all_reduce"),
+        f"{_SPLIT}; on every mesh `with model.no_sync():` around the forward and backward passes of all batches but "
+        "the last before a step accumulates gradients, which the last one averages",
+    ),
+    **dict.fromkeys(
+        ("unshard", "set_reshard_after_forward", "set_reshard_after_backward", "set_gradient_divide_factor"),
+        f"{_SPLIT}; here each rank has its weights whole or as it computes with them: leave it out, or ask hasattr",
+    ),
     "copy_to_device": "TorchRec's; model.copy(device) makes a copy there",
 }
 """Member -> whose it is, and what to do here."""
