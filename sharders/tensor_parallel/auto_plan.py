@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -68,6 +68,9 @@ class _Candidate:
 
     unless_proved: str = ""
     """Why it is left whole where it is not proved; for those whose shapes are alike where they are split wrongly."""
+
+    outside: Mapping[str, str] = field(default_factory=dict)
+    """Styles of values for each head that may be of it, and lie elsewhere in the model."""
 
 
 def derive(runs: ModelRuns, *, sequence_parallel: bool = False, loss_parallel: bool = False) -> Choice:
@@ -167,7 +170,7 @@ def _branch_candidates(runs: ModelRuns) -> Iterator[_Candidate]:
             ways += [{**way, **outside} for way in ways if outside]
             has_values = not OF_HEADS.keys().isdisjoint(dict(branch.adapters).values())
             unless_proved = _JOINT if branch.is_joint else _VALUES * has_values or _BACK * bool(branch.others)
-            yield _Candidate(name, first.path, ways[0], tuple(ways[1:]), unless_proved)
+            yield _Candidate(name, first.path, ways[0], tuple(ways[1:]), unless_proved, outside)
         for path, every in first.experts:
             ways = [
                 {join_name(b.path, path): style for b in blocks}
@@ -285,9 +288,9 @@ def _proved(runs: ModelRuns, candidates: list[_Candidate], notes: list[str]) -> 
     """
     kept, proof = candidates, _prove(runs, candidates, _TRIES)
     if proof.divided is None:
-        last = [replace(each, styles=(each.styles, *each.otherwise)[-1]) for each in candidates]
-        if _merged(last).keys() > _merged(candidates).keys():  # with what lies outside of attentions
-            kept, proof = last, _prove(runs, last, _TRIES)
+        more = [replace(each, styles={**each.styles, **each.outside}) for each in candidates]
+        if any(each.outside for each in candidates):
+            kept, proof = more, _prove(runs, more, _TRIES)
     if proof.divided is None:
         kept, proof = [], PlanProof(divided={})
         for candidate in candidates:

@@ -183,8 +183,8 @@ def _with_adapters(block: nn.Module, branch: Branch) -> Branch:
     wanted = {**dict.fromkeys(branch.up, "colwise"), branch.down: "rowwise"}
     own, adapters = {}, []
     for path, style in wanted.items():
-        own[path], *others = (join_name(path, name) for name in split_in(block.get_submodule(path), style))
-        adapters += [(name, style) for name in others]
+        own[path], *pairs = (join_name(path, name) for name in split_in(block.get_submodule(path), style))
+        adapters += [(name, style) for name in pairs]
     up, adapters = tuple(own[path] for path in branch.up), [*branch.adapters, *adapters]
     others = tuple(_with_adapters(block, other) for other in branch.others)
     return replace(branch, up=up, down=own[branch.down], adapters=tuple(adapters), others=others)
