@@ -31,7 +31,7 @@ For the whole process, once
 - `dmp/wrap/asked_earlier.py: torch.autograd._engine_run_backward =`: gradients asked for of weights that wrapping has
   replaced are those of what is in their places
 - `sharders/embedding/loss_terms.py: torch.autograd._engine_run_backward =`: a term of the loss that is wrong on a part
-  of a table is told when the pass is done
+  of a table is told when the pass is done, and what scales one that is right is averaged over the ranks
 - `sharders/tensor_parallel/split/twice.py: _FromTorchTensor.backward =`: torch's loses the graph that `create_graph`
   asks for
 - `sharders/data_parallel/unfinished.py: Optimizer.zero_grad =`: it clears what waits for its average, too

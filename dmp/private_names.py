@@ -41,6 +41,8 @@ Optimizers, gradients and scaling
 - `_engine_run_backward`: what a backward pass is asked for; the frame at which a hanging rank is in one
 - `_saved_dim`, `_saved_reduction`, `_dispatch_get_all_op_names`: what an operation in a graph goes over, and which one
   of torch's it is
+- `_saved_self`, `_saved_other`, `_input_metadata`: what an operation in a graph multiplies by, and the shape of what it
+  gives
 
 FSDP2 and DDP
 - `_get_fsdp_state`, `_fsdp_param_groups`, `_lazy_init`, `_register_pre_backward_hook`, `_get_grad_inner_tensor`,

@@ -191,6 +191,79 @@ def test_so_it_is_on_two_axes(names: tuple[str, ...]) -> None:
     assert run_ranks(4, of_own_batches, names, "beside") == [[]] * 4
 
 
+Scaled = Callable[[torch.Tensor, float], torch.Tensor]
+BY_RANK: dict[str, Scaled] = {
+    "norm": lambda p, c: c * p.norm(),
+    "root": lambda p, c: c * (p.square().sum().sqrt() + 1).log(),
+    "squares": lambda p, c: p.square().sum() * c,
+    "rows": lambda p, c: (p.norm(dim=1).sum() + p.abs().sum() / 2) / c,
+}
+
+
+def scaled(names: tuple[str, ...], plan: str, terms: list[str], at: str = "users.weight") -> list[str]:
+    """Terms that are multiplied by a number of the rank's batch: those whose gradient is not that of one process."""
+    env, found = ShardingEnv.from_mesh(mesh((2,) * len(names), names)), []
+    plans = {"users.weight": PLANS[plan], "items.weight": row_wise(), "more.weight": table_wise(0)}
+    for name in terms:
+        model, module = DistributedModelParallel(Net(), env, plan=plans), Net()
+        for step in range(2):
+            term = BY_RANK[name](model.get_parameter(at), 1.0 + env.data_rank)
+            (loss_of(model, batch(env.data_rank, step)) + term).backward()
+            for rank in range(env.data_size):
+                term = BY_RANK[name](module.get_parameter(at), 1.0 + rank)
+                ((loss_of(module, batch(rank, step)) + term) / env.data_size).backward()
+        parameter, chunked = sharded_parameters(model)[at]
+        got = gather({at: chunk_views(parameter.grad, parameter, chunked)}, env)[at]  # type: ignore[arg-type]
+        if not torch.allclose(got, module.get_parameter(at).grad, atol=1e-5):  # type: ignore[arg-type]
+            found.append(name)
+    return found
+
+
+@pytest.mark.parametrize(("plan", "terms"), [("whole", ["norm", "root", "squares"]), ("rows", ["squares", "rows"])])
+def test_a_term_is_scaled_by_the_mean_over_the_ranks(plan: str, terms: list[str]) -> None:
+    """The number of the rank that has the table, or the row, counted alone."""
+    assert run_ranks(2, scaled, ("dp",), plan, terms) == [[], []]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [("replicate", "shard"), ("shard", "tp")])
+def test_so_it_is_of_parts_on_two_axes(names: tuple[str, ...]) -> None:
+    assert run_ranks(4, scaled, names, "rows", ["squares", "rows"]) == [[]] * 4
+
+
+def scaled_below(of: str) -> str:
+    plan = {"users.weight": row_wise(), "items.weight": row_wise(), "more.weight": table_wise(0)}
+    model = DistributedModelParallel(Net(), plan=plan)
+    weight, c = model.get_parameter("users.weight"), torch.tensor(1.0 + model.env.rank)
+    scale = c if of == "all" else c.expand(8)
+    with pytest.raises(ShardError) as error:
+        (loss_of(model, batch(model.env.rank)) + (scale * weight).square().sum()).backward()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("of", ["all", "columns"])
+def test_values_that_each_rank_scales_by_another_number_are_refused(of: str) -> None:
+    for text in run_ranks(2, scaled_below, of):
+        assert "by another number on each rank" in text and "c * p.square().sum()" in text
+
+
+def penalised_on_one_rank() -> str:
+    plan = {"users.weight": table_wise(1), "items.weight": row_wise(), "more.weight": table_wise(0)}
+    model = DistributedModelParallel(Net(), plan=plan)
+    try:
+        for step in range(2):
+            loss = loss_of(model, batch(model.env.rank, step))
+            (loss + model.get_parameter("users.weight").norm() if model.env.rank else loss).backward()
+    except RanksError as error:
+        return str(error)
+    return ""
+
+
+def test_a_term_on_one_rank_alone_is_an_error_on_all() -> None:
+    for text in run_apart(2, penalised_on_one_rank):
+        assert "what the loss reads of users.weight" in text
+
+
 def read_on_one_rank() -> str:
     plan = {"users.weight": data_parallel(), "items.weight": row_wise(), "more.weight": table_wise(0)}
     model = DistributedModelParallel(Net(), plan=plan)

@@ -13,6 +13,7 @@
 - `torchrec_form`: what code written for TorchRec's sharded modules finds in ours
 - `unread_weight`: a table's parameter inside the forward: asked for its shape, never read
 - `loss_terms`: terms of the loss over tables' own values, right on parts or refused
+- `among`: ranks that average what each reads of a table past its lookup
 - `placement`: slots: what is sent to whom, in which order
 - `peers`: who exchanges with whom on a mesh
 - `engine`: the data path of one module, forward and backward

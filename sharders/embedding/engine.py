@@ -22,6 +22,7 @@ from torch._compile import _disable_dynamo
 
 from dmp import Calls, InputError, Layout, ShardError, ShardingEnv, join_name, ranks
 from sharders.channel import GroupChannel, Transfer, Transport, over_group
+from sharders.embedding.among import Among
 from sharders.embedding.batch import Batch, Ids
 from sharders.embedding.call import Call, Sent
 from sharders.embedding.codec import AS_COMPUTED, Codecs
@@ -32,7 +33,7 @@ from sharders.embedding.input_faults import Fault, Kind
 from sharders.embedding.local_tables import TableStore
 from sharders.embedding.lookup.distinct import can_be_found
 from sharders.embedding.lookup.kernels import kernel_of
-from sharders.embedding.loss_terms import Among, mark, watch
+from sharders.embedding.loss_terms import mark, watch
 from sharders.embedding.peers import find_peers
 from sharders.embedding.phases import GRADIENT, INPUT, TENSOR, LastStep, Spent, counted, phase
 from sharders.embedding.placement import Placement, Table
@@ -138,8 +139,8 @@ class Engine:
             is_whole = self.store.is_whole(index)
             if table.trainable and table.optimizer is None and not (is_whole and self.peers.exchange.size == 1):
                 shards, size = self.placement.shards[index], (table.rows, table.dim)
-                among = (lambda: of()._among()) if is_whole else None  # type: ignore[union-attr]
-                watch(self.store.parameters[index], shards, size, lambda i=index: _path(of(), i), among)  # type: ignore[misc]
+                name, among = lambda i=index: _path(of(), i), lambda: of()._among()  # type: ignore[union-attr]
+                watch(self.store.parameters[index], shards, size, is_whole, name, among)
 
     def _among(self) -> Among:
         return Among(self.peers.exchange, self.handshake, self.device)

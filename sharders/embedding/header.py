@@ -201,21 +201,29 @@ class Handshake:
             headers = self._with_sizes(headers, mine[0].batch_sizes, device)
         return headers, came
 
-    def take_turn(self, doing: str, device: torch.device, here: ranks.entry) -> None:
+    def take_turn(
+        self, doing: str, device: torch.device, here: ranks.entry, told: tuple[int, ...] = ()
+    ) -> list[tuple[int, ...]]:
         """Meet before what is unusual, lest another rank do something else in its place; one exchange.
 
         Args:
             doing: what is to be done, as in "finishes call 3".
             device, here: as of `exchange`.
+            told: by this rank to the others, up to 10 words.
+
+        Returns:
+            What each rank has told.
 
         Raises:
             RanksError: on every rank: they do something else.
         """
         turn, digest = self._fingerprint ^ _OUT_OF_TURN, zlib.crc32(doing.encode())
-        words, _ = self._send([[turn, here.number, digest, *[0] * (_WORDS - 3)]] * self.size, device)
+        row = [turn, here.number, digest, *told, *[0] * (_WORDS - 3 - len(told))]
+        words, _ = self._send([row] * self.size, device)
         here.align(max(w[1] for w in words))
         if any(w[0] != turn or w[2] != digest for w in words):
             self._raise_mismatch(here.name, doing)
+        return [tuple(w[3 : 3 + len(told)]) for w in words]
 
     def _send(
         self, rows: Sequence[Sequence[int]], device: torch.device, behind: Behind | None = None

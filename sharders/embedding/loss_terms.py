@@ -7,6 +7,11 @@ walked, once the pass is done, from the table to the loss. Passes without such a
 Of a table that every rank has whole each rank's term is right, and of its own batch, as where scores of all items are
 taken: its gradient is averaged over the ranks, as dense weights' are, by an exchange in the passes that have one.
 
+What a term is multiplied by may be of a rank's batch: of a part of a table only its owner's would count. So the number
+that comes to a term in the backward pass is averaged over the ranks, at the first node that has no dimensions and of
+which only linear ones read: there it is of the same shape on all ranks, and of no table. For that the graph is looked
+through before the pass, a microsecond a node.
+
 Terms. What a node of the graph computes from a table is a function of the *whole*, which one rank has; one for each of
 its *elements*, or *rows* where those are whole; or a *sum* over these, of which only sums may be made.
 """
@@ -21,9 +26,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dmp import Shard, ShardError, ranks
-from sharders.channel import Channel
-from sharders.embedding.header import Handshake
+from dmp import Shard, ShardError
+from sharders.embedding.among import Among
 
 _log = logging.getLogger("dmp")
 _MARK = "_dmp_version"  # of a gradient: as which version the lookup gave it
@@ -51,37 +55,10 @@ class _Value(NamedTuple):
 _NOTHING = _Value(_Kind.NOTHING)
 
 
-class Among(NamedTuple):
-    """Ranks that each have the whole table.
-
-    Args:
-        exchange: between them.
-        handshake: of the module.
-        device: of the table.
-    """
-
-    exchange: Channel
-    handshake: Handshake
-    device: torch.device
-
-    def mean(self, gradient: torch.Tensor, name: str) -> torch.Tensor:
-        """Of what each has got for a table; two exchanges, the second as large as the table."""
-        if gradient.requires_grad:
-            raise ShardError(
-                f"the loss has a term over values of table {name!r} itself, whose gradient is averaged over the ranks, "
-                "which create_graph=True does not go through. Give the table the plan entry replicate()"
-            )
-        with ranks.entry(f"the average of what the loss reads of {name}", self.exchange.group) as here:
-            self.handshake.take_turn(f"averages what the loss reads of {name}", self.device, here)
-            total = gradient.clone(memory_format=torch.contiguous_format)
-            self.exchange.sum(total)
-            return total.div_(self.exchange.size)
-
-
 class _Part:
     """What a parameter knows of its table. Not kept where it is pickled."""
 
-    def __init__(self, kind: _Kind, name: Callable[[], str], among: Callable[[], Among] | None) -> None:
+    def __init__(self, kind: _Kind, name: Callable[[], str], among: Callable[[], Among]) -> None:
         self.kind, self.name, self.among = kind, name, among
 
     def __reduce__(self) -> Any:
@@ -96,8 +73,9 @@ def watch(
     parameter: torch.Tensor,
     shards: Sequence[Shard],
     size: tuple[int, int],
+    is_copied: bool,
     name: Callable[[], str],
-    among: Callable[[], Among] | None = None,
+    among: Callable[[], Among],
 ) -> None:
     """From now on a term of the loss that is wrong on this part of a table is a `ShardError` at its backward pass.
 
@@ -105,14 +83,15 @@ def watch(
         parameter: this rank's part; it gets its gradients from lookups that `mark` them.
         shards: of the table, on all ranks.
         size: of the table.
+        is_copied: every rank has the whole table: what comes beside the lookup is of a rank's batch, and averaged.
         name: of the table, for messages; may not hold the parameter.
-        among: where every rank has the whole table: what comes beside the lookup is of a rank's batch, and averaged.
+        among: ranks that have a part of it, or it.
     """
     _stand_in()
     rows_are_whole = all(shard.sizes[1] == size[1] for shard in shards)
     kind = _Kind.WHOLE if len(shards) == 1 else _Kind.ROWS if rows_are_whole else _Kind.ELEMENTS
     is_watched = hasattr(parameter, "_dmp_part")
-    parameter._dmp_part = _Part(_Kind.NOTHING if among else kind, name, among)  # type: ignore[attr-defined]
+    parameter._dmp_part = _Part(_Kind.NOTHING if is_copied else kind, name, among)  # type: ignore[attr-defined]
     if is_watched:
         return
 
@@ -120,7 +99,7 @@ def watch(
     def look(gradient: torch.Tensor) -> torch.Tensor | None:
         if getattr(gradient, _MARK, -1) != gradient._version:
             part: _Part = parameter._dmp_part  # type: ignore[attr-defined]
-            if part.among is not None:
+            if part.kind is _Kind.NOTHING:
                 return part.among().mean(gradient, part.name())
             _met.append(parameter)
         elif hasattr(gradient, _MARK):
@@ -147,36 +126,135 @@ def _stand_in() -> None:
 
     @wraps(own)
     def run(outputs: Any, *args: Any, **options: Any) -> Any:
+        roots = [out.grad_fn if isinstance(out, torch.Tensor) else out.node for out in outputs]
+        handles = _meet_at_terms(roots) if _read_parts(roots) else []
         try:
             result = own(outputs, *args, **options)
             if _met:
-                _check(outputs)
+                _check(roots)
             return result
         finally:
             _met.clear()
+            for handle in handles:
+                handle.remove()
 
     torch.autograd._engine_run_backward = run  # type: ignore[assignment, attr-defined]
 
 
-def _check(outputs: Sequence[Any]) -> None:
+def _read_parts(roots: Sequence[Any]) -> bool:
+    """Whether what is computed reads parts of tables, past their lookup."""
+    stack, known = [root for root in roots if root is not None], set()
+    while stack:
+        node = stack.pop()
+        if node in known or node.__class__.__name__ == _LOOKUP:
+            continue
+        known.add(node)
+        below = node.next_functions
+        if below:
+            stack += [n for n, _ in below if n is not None]
+        elif _part_of(node) is not None:
+            return True
+    return False
+
+
+def _part_of(node: Any) -> _Part | None:
+    """Of a leaf: the part of a table that it is."""
+    part = getattr(getattr(node, "variable", None), "_dmp_part", None)
+    return None if part is None or part.kind is _Kind.NOTHING else part
+
+
+def _meet_at_terms(roots: Sequence[Any]) -> list[Any]:
+    """Have ranks average what comes to each term, where it is one number; returns handles that take this back."""
+    known: dict[Any, _Value] = {}
+    of_tables: dict[Any, list[Any]] = {}  # node -> those below it that are, too
+    for node, value in _values(roots, known):
+        known[node] = value or _NOTHING  # refused once the pass is done, if it is gone through
+        below = [n for n, _ in node.next_functions if n is not None and known[n].kind is not _Kind.NOTHING]
+        if known[node].kind is not _Kind.NOTHING and below:
+            of_tables[node] = below
+    is_read: set[Any] = set()  # by what is not linear: what comes to it depends on the values of the rank that has them
+    for node, below in reversed(of_tables.items()):
+        if node in is_read or not _is_linear(node):
+            is_read.update(below)
+    constants: dict[Any, float] = {}
+    have_met: set[Any] = set()
+    handles = []
+    for node, below in of_tables.items():
+        if have_met.issuperset(below):
+            have_met.add(node)
+            continue
+        constants[node] = sum(constants.get(n, 0.0) for n in below) + _constant(node, {known[n].kind for n in below})
+        if node not in is_read and not _has_dims(node):
+            have_met.add(node)
+            handles.append(node.register_prehook(_averages(node, constants[node])))
+    return handles
+
+
+def _is_linear(node: Any) -> bool:
+    name = _operation(node)
+    return name in _LINEAR or (name in ("mul", "div") and sum(n is not None for n, _ in node.next_functions) == 1)
+
+
+def _has_dims(node: Any) -> bool:
+    return len(node._input_metadata) != 1 or len(node._input_metadata[0].shape) > 0
+
+
+def _constant(node: Any, kinds: set[_Kind]) -> float:
+    """What an operation multiplies tables by, as far as that is the same for all rows."""
+    total = 0.0
+    for (input_, _), name in zip(node.next_functions, ("_saved_self", "_saved_other"), strict=False):
+        saved = getattr(node, name, None) if input_ is None else None
+        if isinstance(saved, torch.Tensor):
+            is_for_columns = saved.ndim == 1 and len(node._input_metadata[0].shape) == 2
+            if saved.ndim == 0:  # a number in the user's code: torch's sum of it reads other memory
+                total += float(saved)
+            elif is_for_columns and kinds <= {_Kind.WHOLE, _Kind.ROWS}:
+                total += float(saved.double().sum())
+    return total
+
+
+def _averages(node: Any, within: float) -> Callable[[tuple[Any, ...]], Any]:
+    part = _first_part(node)
+
+    def average(gradients: tuple[Any, ...]) -> Any:
+        (gradient,) = gradients
+        if gradient is None:
+            return None
+        if gradient.requires_grad:
+            raise ShardError(
+                f"the loss has a term over values of table {part.name()!r} itself, multiplied by what has a gradient, "
+                "which is averaged over the ranks: create_graph=True does not go through that"
+            )
+        return (part.among().mean_of_number(gradient, part.name(), within),)
+
+    return average
+
+
+def _check(roots: Sequence[Any]) -> None:
     """Raise for the first term that is wrong on parts of tables."""
     known: dict[Any, _Value] = {}
-    for root in [out.grad_fn if isinstance(out, torch.Tensor) else out.node for out in outputs]:
+    for node, value in _values(roots, known):
+        if value is not None:
+            known[node] = value
+        else:
+            raise ShardError(
+                f"the loss has a term over values of table {_first_part(node).name()!r} itself, by "
+                f"{_operation(node)}: each rank has a part of the table, and would train it by the norm, mean or "
+                "other function of its part alone. Terms whose parts add up are right, p.square().sum() and "
+                "p.abs().sum() and sums of such, as is an optimizer's weight_decay. For others every rank needs "
+                "the whole table: data_parallel() in the plan"
+            )
+
+
+def _values(roots: Sequence[Any], known: dict[Any, _Value]) -> Iterator[tuple[Any, _Value | None]]:
+    """Nodes, each after those that it computes from, and what they do; who takes them puts them among the known."""
+    for root in roots:
         for node in _from_leaves(root, known):
-            variable = getattr(node, "variable", None)
-            if variable is not None:
-                part = getattr(variable, "_dmp_part", None)
-                known[node] = _NOTHING if part is None else _Value(part.kind, frozenset([id(variable)]))
-            elif (value := _value(node, [None if n is None else known[n] for n, _ in node.next_functions])) is not None:
-                known[node] = value
+            if hasattr(node, "variable"):
+                part = _part_of(node)
+                yield node, _NOTHING if part is None else _Value(part.kind, frozenset([id(node.variable)]))
             else:
-                raise ShardError(
-                    f"the loss has a term over values of table {_first_table(node)!r} itself, by "
-                    f"{_operation(node)}: each rank has a part of the table, and would train it by the norm, mean or "
-                    "other function of its part alone. Terms whose parts add up are right, p.square().sum() and "
-                    "p.abs().sum() and sums of such, as is an optimizer's weight_decay. For others every rank needs "
-                    "the whole table: data_parallel() in the plan"
-                )
+                yield node, _value(node, [None if n is None else known[n] for n, _ in node.next_functions])
 
 
 def _from_leaves(root: Any, known: dict[Any, _Value]) -> Iterator[Any]:
@@ -196,14 +274,13 @@ def _from_leaves(root: Any, known: dict[Any, _Value]) -> Iterator[Any]:
             stack += [(node, True), *waits]
 
 
-def _first_table(node: Any) -> str:
-    """Below a node."""
+def _first_part(node: Any) -> _Part:
+    """Of the tables below a node."""
     stack = [node]
     while stack:
         node = stack.pop()
-        part = getattr(getattr(node, "variable", None), "_dmp_part", None)
-        if part is not None and part.kind is not _Kind.NOTHING:
-            return part.name()  # type: ignore[no-any-return]
+        if (part := _part_of(node)) is not None:
+            return part
         if node.name() != _LOOKUP:
             stack += [n for n, _ in reversed(node.next_functions) if n is not None]
     raise AssertionError("there is one below what is wrong")
