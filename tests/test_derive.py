@@ -293,32 +293,6 @@ def test_the_default_device_is_not_the_proofs() -> None:
     assert any("proved: outputs" in n for n in found.notes), found.notes
 
 
-class Gated(nn.Module):
-    """As litgpt's, whose second Linear is named like one that leads back."""
-
-    def __init__(self, width: int, inner: int) -> None:
-        super().__init__()
-        self.fc_1, self.fc_2 = nn.Linear(width, inner), nn.Linear(width, inner)
-        self.proj = nn.Linear(inner, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.proj(F.silu(self.fc_1(x)) * self.fc_2(x))
-        return out
-
-
-def test_shapes_that_do_not_tell_which_linear_leads_back() -> None:
-    """The one that is proved; it was left whole where its likeliest was wrong, by its name."""
-    model = GPT(layers=2)
-    width = model.wte.embedding_dim
-    for block in model.h:
-        block.mlp = Gated(width, width)
-    found = derive(ModelRuns(model, 2, "tp"), sequence_parallel=True)
-    for i in range(2):
-        assert found.styles[f"h.{i}.mlp"] == "gather_input"
-        mlp = {"fc_1": "colwise", "fc_2": "colwise", "proj": "rowwise_scatter"}
-        assert of_block(found.styles, f"h.{i}.mlp") == mlp, found.notes
-
-
 SEQUENCE = {
     Llama: {
         "layers.0": "split_sequence",
