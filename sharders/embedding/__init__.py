@@ -12,6 +12,8 @@
 - `representatives`: layouts of a table that stand for every way to cut it
 - `torchrec_form`: what code written for TorchRec's sharded modules finds in ours
 - `unread_weight`: a table's parameter inside the forward: asked for its shape, never read
+- `handed_out`: parameters of tables as users hold them: terms of a loss, new values
+- `drawn_later`: what `torch.nn.init` draws in a table that is on a mesh
 - `loss_terms`: terms of the loss over tables' own values, right on parts or refused
 - `among`: ranks that average what each reads of a table past its lookup
 - `placement`: slots: what is sent to whom, in which order

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch._compile import _disable_dynamo
 
-from dmp import Calls, InputError, Layout, ShardError, ShardingEnv, join_name, ranks
+from dmp import Calls, InputError, Layout, ShardError, ShardingEnv, ranks
 from sharders.channel import GroupChannel, Transfer, Transport, over_group
-from sharders.embedding.among import Among
 from sharders.embedding.batch import Batch, Ids
 from sharders.embedding.call import Call, Sent
 from sharders.embedding.codec import AS_COMPUTED, Codecs
+from sharders.embedding.handed_out import hand_out
 from sharders.embedding.header import Behind, Handshake, Header
 from sharders.embedding.input_checks import check_batch
 from sharders.embedding.input_dist import InputDist
@@ -33,7 +33,7 @@ from sharders.embedding.input_faults import Fault, Kind
 from sharders.embedding.local_tables import TableStore
 from sharders.embedding.lookup.distinct import can_be_found
 from sharders.embedding.lookup.kernels import kernel_of
-from sharders.embedding.loss_terms import mark, watch
+from sharders.embedding.loss_terms import mark
 from sharders.embedding.peers import find_peers
 from sharders.embedding.phases import GRADIENT, INPUT, TENSOR, LastStep, Spent, counted, phase
 from sharders.embedding.placement import Placement, Table
@@ -130,20 +130,7 @@ class Engine:
         self.input_dist = InputDist(self.placement, self.peers, device, *of_ids)
         replicas = Replicas(self.store, self.peers, self.sync_interval)
         self.path = (UnpooledPath if self.unpooled else PooledPath)(self.input_dist, replicas, dtype, device)
-        self.watch_terms()
-
-    def watch_terms(self) -> None:
-        """Have terms of the loss over tables be looked at; who is updated in the backward takes none."""
-        of = weakref.ref(self)
-        for index, table in enumerate(self.tables):
-            is_whole = self.store.is_whole(index)
-            if table.trainable and table.optimizer is None and not (is_whole and self.peers.exchange.size == 1):
-                shards, size = self.placement.shards[index], (table.rows, table.dim)
-                name, among = lambda i=index: _path(of(), i), lambda: of()._among()  # type: ignore[union-attr]
-                watch(self.store.parameters[index], shards, size, is_whole, name, among)
-
-    def _among(self) -> Among:
-        return Among(self.peers.exchange, self.handshake, self.device)
+        hand_out(self)
 
     @property
     def name(self) -> str:
@@ -426,11 +413,6 @@ def _is_for_show() -> bool:
     if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return True
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
-
-
-def _path(engine: Engine | None, table: int) -> str:
-    """A table's parameter in the model."""
-    return "" if engine is None else join_name(engine.name, engine.tables[table].parameter)
 
 
 def _described(value: Any) -> str:

@@ -11,6 +11,7 @@ import torch
 
 from dmp import data_parallel, rectangles
 from sharders.embedding.engine import Engine
+from sharders.embedding.handed_out import hand_out
 from sharders.embedding.placement import Table
 
 
@@ -49,7 +50,7 @@ def apart(engine: Engine, rest: Sequence[bool], options: Mapping[str, Any]) -> E
     new = Engine(tables, layouts, engine.env, engine.device, options=engine.store.options, **options)
     new.store.take(engine.store)
     new.store.keep(engine.store.parameters)
-    new.watch_terms()
+    hand_out(new)
     return new
 
 

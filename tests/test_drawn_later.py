@@ -1,0 +1,56 @@
+"""`torch.nn.init` on tables of a wrapped model: as of the whole table, other values on each part, ranks stay alike."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from dmp import DistributedModelParallel, ShardError, data_parallel, full_state_dict, row_wise, table_wise
+from tests.ranks import run_ranks
+from tests.wrapped_net import Net
+
+PLAN = {"users.weight": row_wise(), "items.weight": table_wise(0), "more.weight": row_wise()}
+
+
+def drawn(name: str, by: str) -> tuple[dict[str, torch.Tensor], float]:
+    """The model's weights when all were drawn anew, and the next random number."""
+    copied = {"users.weight": data_parallel()} if by == "copied" else {}
+    model = DistributedModelParallel(Net(), plan={**PLAN, **copied})
+    torch.manual_seed(5)
+    generator = torch.Generator().manual_seed(6) if by == "generator" else None
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            getattr(nn.init, name)(parameter, generator=generator)
+    own = {n: p.detach().clone() for n, p in model.named_parameters() if n.startswith(("over", "out"))}
+    if copied:
+        own["users.weight"] = model.get_parameter("users.weight").detach().clone()
+    whole = {f"whole {n}": p for n, p in full_state_dict(model).items() if p.dim() > 1}
+    return {**own, **whole}, torch.rand(()).item()
+
+
+@pytest.mark.parametrize("name", ["xavier_uniform_", "kaiming_normal_", "normal_"])
+@pytest.mark.parametrize("by", ["rows", "copied", "generator"])
+def test_tables_are_drawn_as_wholes_and_ranks_stay_alike(name: str, by: str) -> None:
+    """Equal parts had equal values, fans were the parts', and dense copies drawn behind uneven parts differed."""
+    (first, number), (second, other) = run_ranks(2, drawn, name, by)
+    assert number == other and all(torch.equal(first[n], second[n]) for n in first)
+    for key, weight in first.items():
+        if key.startswith("whole"):
+            assert len(weight.flatten().unique()) == weight.numel()
+    if name == "xavier_uniform_":
+        assert all(w.abs().max() <= (6 / sum(w.shape)) ** 0.5 for k, w in first.items() if k.startswith("whole"))
+
+
+def refused() -> list[str]:
+    model, texts = DistributedModelParallel(Net(), plan=PLAN), []
+    for name in ("orthogonal_", "eye_"):
+        with pytest.raises(ShardError) as error:
+            getattr(nn.init, name)(model.get_parameter("users.weight"))
+        texts.append(str(error.value))
+    return texts
+
+
+def test_values_that_depend_on_the_whole_are_refused_on_a_part() -> None:
+    for texts in run_ranks(2, refused):
+        assert all("of shape (11, 8)" in text and "before the model is wrapped" in text for text in texts)
