@@ -14,6 +14,7 @@
 - `unread_weight`: a table's parameter inside the forward: asked for its shape, never read
 - `handed_out`: parameters of tables as users hold them: terms of a loss, new values
 - `drawn_later`: what `torch.nn.init` draws in a table that is on a mesh
+- `same_form`: a table's weight is not parametrized, pruned or normed on its parts
 - `loss_terms`: terms of the loss over tables' own values, right on parts or refused
 - `among`: ranks that average what each reads of a table past its lookup
 - `placement`: slots: what is sent to whom, in which order

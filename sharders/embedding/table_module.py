@@ -27,6 +27,7 @@ from sharders.embedding.peers import find_peers
 from sharders.embedding.placement import Table
 from sharders.embedding.representatives import representatives
 from sharders.embedding.resting import apart, as_they_are, at_first, resting
+from sharders.embedding.same_form import SameForm
 from sharders.embedding.successor import hand_on
 from sharders.embedding.tensor_slice import tensor_ranks
 from sharders.embedding.torchrec_form import TorchRecForm, check_gradients_are_means, make_known
@@ -37,7 +38,7 @@ _log = logging.getLogger("dmp")
 _FUSED_DEFAULT = OptimizerSpec.make("sgd", lr=0.01)  # FBGEMM's
 
 
-class Watched(nn.Module):
+class Watched(SameForm):
     """Holds tables' parameters: inside the model's forward each is an `Unread`. The lookup takes them elsewhere.
 
     Args:

@@ -1,0 +1,37 @@
+"""A table's weight keeps its form: torch's parametrizations, pruning and norms of weights would be of a rank's part.
+
+They put tensors of their own in the place of a weight. The lookup reads the part that it holds, so that they would do
+nothing; and what they work out, as a largest singular value, or which entries are smallest, is of the whole table.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from dmp import ShardError
+
+
+class SameForm(nn.Module):
+    """Holds tables' parameters, in whose place nothing else is put."""
+
+    _tables: dict[str, int]
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As torch's, but none that is made of a table's."""
+        for table in self.__dict__.get("_tables", ()):
+            if name.startswith(f"{table}_"):  # as pruning, spectral_norm and weight_norm call theirs
+                raise _refusal(table)
+        super().register_parameter(name, param)
+
+    def __delattr__(self, name: str) -> None:
+        """As torch's, but none of a table's, which parametrizations take away first."""
+        if name in self.__dict__.get("_tables", ()):
+            raise _refusal(name)
+        super().__delattr__(name)
+
+
+def _refusal(name: str) -> ShardError:
+    return ShardError(
+        f"the {name} of a sharded table cannot be parametrized, pruned or normed: each rank holds a part of it, which "
+        "the table's lookup reads as it is. Do that to the plain model, as to_unsharded(model) gives it"
+    )
