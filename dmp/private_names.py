@@ -15,6 +15,7 @@ Modules
 - `_reset_parameters`, `_init_weights`, `_initialize_weights`: initial rules of torch's and Transformers' modules
 - `_flat_weights`: of recurrent modules, which keep their weights in it too, and keep it current
 - `_NormBase`, `_DropoutNd`: bases by which kinds of modules are told
+- `_n_heads`: what some attentions call their number of heads
 - `_tp_plan`, `_experts_implementation`: of Transformers, which weights its models split, and how they run experts
 
 Tensors
