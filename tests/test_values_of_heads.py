@@ -223,3 +223,9 @@ def test_a_models_own_plan_may_name_sinks() -> None:
     found = TensorParallelSharder().place(model, {}, TP)
     assert found.styles["blocks.1.attention"] == "heads_0"
     assert not any("tp_plan is not used" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("kind", ["sinks", "gate"])
+def test_sequence_parallel_says_what_it_does_not_run(kind: str) -> None:
+    with pytest.raises(PlanError, match=r"blocks.0.attention.* beside split Linears .* sequence_parallel=False"):
+        TensorParallelSharder(sequence_parallel=True).place(Model(kind), {}, TP)
