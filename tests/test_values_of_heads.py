@@ -227,5 +227,5 @@ def test_a_models_own_plan_may_name_sinks() -> None:
 
 @pytest.mark.parametrize("kind", ["sinks", "gate"])
 def test_sequence_parallel_says_what_it_does_not_run(kind: str) -> None:
-    with pytest.raises(PlanError, match=r"blocks.0.attention.* beside split Linears .* sequence_parallel=False"):
+    with pytest.raises(PlanError, match=r"blocks.0.attention.* values for each head: .*sequence_parallel=False"):
         TensorParallelSharder(sequence_parallel=True).place(Model(kind), {}, TP)

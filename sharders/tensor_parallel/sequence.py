@@ -102,8 +102,8 @@ def _add_branches(block: Block, styles: dict[str, str], axis: str) -> Iterator[s
         beside = [n for n, style in branch.adapters if style not in OF_HEADS or n == branch.path]
         if beside:
             raise PlanError(
-                f"modules {[join_name(block.path, n) for n in beside]} are beside split Linears (low-rank pairs, gates, "
-                f"an attention's own values for each head): sequence parallel over axis {axis!r} does not run them; use "
+                f"modules {[join_name(block.path, n) for n in beside]} are adapters beside split Linears, or gates and "
+                f"values for each head: sequence parallel over axis {axis!r} does not run them; use "
                 "TensorParallelSharder(sequence_parallel=False)"
             )
         # The smallest module within the block that holds every Linear that reads the hidden size.
