@@ -238,7 +238,8 @@ def _match_mlp(path: str, linears: Mapping[str, Features], *, is_chain: bool) ->
             found.append(Branch(path, up, down, inner))
         elif shapes == {(linears[down].out_features, 2 * inner)} and len(up) == 1:
             found.append(Branch(path, up, down, inner, parts=(2, 1)))
-    return replace(found[0], others=tuple(found[1:])) if found else None
+    alike = [each for each in found if linears[each.down].out_features == linears[found[0].down].out_features]
+    return replace(alike[0], others=tuple(alike[1:])) if alike else None
 
 
 def _width(blocks: Iterable[Block], model: nn.Module) -> int:
