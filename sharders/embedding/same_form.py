@@ -32,6 +32,6 @@ class SameForm(nn.Module):
 
 def _refusal(name: str) -> ShardError:
     return ShardError(
-        f"the {name} of a sharded table cannot be taken away, parametrized, pruned or normed: each rank holds a part of "
+        f"the {name} of a sharded table cannot be taken away, parametrized, pruned or normed: each rank has a part of "
         "it, which the table's lookup reads as it is. Do that to the plain model, as to_unsharded(model) gives it"
     )
