@@ -33,9 +33,7 @@ For the whole process, once
 - `sharders/embedding/loss_terms.py: torch.autograd._engine_run_backward =`: a term of the loss that is wrong on a part
   of a table is told when the pass is done, and what scales one that is right is averaged over the ranks
 - `sharders/embedding/drawn_later.py: nn.init._calculate_fan_in_and_fan_out =`,
-  `sharders/embedding/drawn_later.py: setattr(nn.init)`,
-  `sharders/embedding/drawn_later.py: torch.random.fork_rng`,
-  `sharders/embedding/drawn_later.py: torch.manual_seed`: what is drawn in a part of a table is of the whole's fans, and
+  `sharders/embedding/drawn_later.py: setattr(nn.init)`: what is drawn in a part of a table is of the whole's fans, and
   takes one number of the program's generator on every rank
 - `sharders/tensor_parallel/split/twice.py: _FromTorchTensor.backward =`: torch's loses the graph that `create_graph`
   asks for

@@ -25,6 +25,7 @@ def refused() -> list[str]:
         with pytest.raises(ShardError) as error:
             make(module.more)
         texts.append(str(error.value))
+    module.more.weight_scale = nn.Parameter(torch.ones(()))  # of a user's own
     prune.l1_unstructured(module.over, "weight", 0.5)
     assert (module.over.weight == 0).sum() == module.over.weight.numel() // 2
     assert isinstance(module.more.weight, nn.Parameter) and torch.isfinite(module.more.weight).all()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ from torch import nn
 
 from dmp import DistributedModelParallel, PlanError, ShardingEnv, ShardingPlan
 from sharders import TensorParallelSharder
+from sharders.tensor_parallel.structure import caches
 from tests.beside_plain import trains
 from tests.ranks import mesh, run_ranks
 
@@ -229,3 +233,47 @@ def test_a_models_own_plan_may_name_sinks() -> None:
 def test_sequence_parallel_says_what_it_does_not_run(kind: str) -> None:
     with pytest.raises(PlanError, match=r"blocks.0.attention.* values for each head: .*sequence_parallel=False"):
         TensorParallelSharder(sequence_parallel=True).place(Model(kind), {}, TP)
+
+
+class Sloped(nn.Module):
+    """Its attention has one number, its MLP lies in the block, and nobody can guess what it takes."""
+
+    def __init__(self, slope: bool) -> None:
+        super().__init__()
+        self.attention = Attention("")
+        self.attention.temperature = nn.Parameter(torch.ones(()))
+        self.fc1, self.fc2 = nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
+        if slope:
+            self.act = nn.PReLU()
+
+    def forward(self, page: list[torch.Tensor]) -> torch.Tensor:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("slope", [False, True])
+def test_single_numbers_are_of_what_is_split_only_where_that_is_proved(slope: bool) -> None:
+    """Gradients of a number that is used on whole activations would be summed."""
+    found = TensorParallelSharder().place(nn.ModuleList(Sloped(slope) for _ in range(2)), {}, TP)
+    assert ("1.fc1" in found.styles) != slope
+    assert "sum_gradients" not in found.styles.values()
+    assert any("its single numbers" in note and ".attention" in note for note in found.notes)
+
+
+def test_caches_are_not_kept_alive_by_a_look_at_a_model() -> None:
+    """That of a bound method holds its model."""
+
+    class Holder:
+        def __init__(self) -> None:
+            self.cached = functools.lru_cache(self.positions)
+
+        def positions(self, length: int) -> torch.Tensor:
+            return torch.arange(length)
+
+    holder = Holder()
+    holder.cached(3)
+    caches._known.cache_clear()
+    TensorParallelSharder().place(Model("sinks"), {}, TP)
+    gone = weakref.ref(holder)
+    del holder
+    gc.collect()
+    assert gone() is None

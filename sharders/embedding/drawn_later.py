@@ -78,11 +78,9 @@ def _knowing(own: Callable[..., Any], name: str) -> Callable[..., Any]:
         given = signature(own).bind(tensor, *args, **options).arguments
         generator = given.pop("generator", None)
         seed = torch.randint(2**62, (), generator=generator, device=None if generator is None else generator.device)
-        if tensor.numel() == 0:
-            return tensor  # torch warns of it
-        accelerators = [tensor.device] if tensor.device.type not in ("cpu", "meta") else []
-        with torch.random.fork_rng(accelerators, device_type=accelerators[0].type if accelerators else "cuda"):
-            torch.manual_seed(int(seed) ^ here.digest)
-            return own(**given)
+        if tensor.numel() == 0 or tensor.is_meta:
+            return tensor  # torch warns of none, and draws none for meta
+        of_part = torch.Generator(tensor.device).manual_seed(int(seed) ^ here.digest)
+        return own(**given, generator=of_part)
 
     return run

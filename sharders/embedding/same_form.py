@@ -19,7 +19,7 @@ class SameForm(nn.Module):
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As torch's, but none that is made of a table's."""
         for table in self.__dict__.get("_tables", ()):
-            if name.startswith(f"{table}_"):  # as pruning, spectral_norm and weight_norm call theirs
+            if name in (f"{table}_orig", f"{table}_g"):  # of pruning and spectral_norm, of weight_norm
                 raise _refusal(table)
         super().register_parameter(name, param)
 

@@ -35,6 +35,7 @@ BECAUSE = "left whole, because"
 
 _JOINT = "one weight holds several, and how is neither proved nor to be seen"
 _BACK = "which of its Linears leads back is neither proved nor to be seen"
+_SCALARS = "whether its single numbers are used on all features or a rank's is neither proved nor to be seen"
 _VALUES = "that what it holds as many of as heads is theirs is not proved"
 
 _Found = tuple[dict[str, str], Divided]  # styles by module path, and local values of attributes
@@ -164,12 +165,13 @@ def _branch_candidates(runs: ModelRuns) -> Iterator[_Candidate]:
                 for way in branch.ways
                 for relative in (_branch_styles(model.get_submodule(first.path), way, n) for n in way.parts)
             ]
-            scalars = {join_name(b.path, n): "sum_gradients" for b in blocks for n in _scalars(model, b, branch)}
+            scalars = {join_name(b.path, n): "sum_gradients" for b in blocks for n in _scalars(model, first, branch)}
             ways = [{**way, **scalars} for way in ways if scalars] + ways  # of what is split, else of what is whole
             outside = _values_outside(runs, branch)
             ways += [{**way, **outside} for way in ways if outside]
             has_values = not OF_HEADS.keys().isdisjoint(dict(branch.adapters).values())
-            unless_proved = _JOINT if branch.is_joint else _VALUES * has_values or _BACK * bool(branch.others)
+            open_are = {_JOINT: branch.is_joint, _VALUES: has_values, _BACK: branch.others, _SCALARS: scalars}
+            unless_proved = next((why for why, is_open in open_are.items() if is_open), "")
             yield _Candidate(name, first.path, ways[0], tuple(ways[1:]), unless_proved, outside)
         for path, every in first.experts:
             ways = [
@@ -219,10 +221,12 @@ def _branch_styles(block: nn.Module, branch: Branch, parts: int) -> dict[str, st
 def _scalars(model: nn.Module, block: Block, branch: Branch) -> Iterator[str]:
     """Modules in a branch, by their path in the block, that hold single numbers, such as an activation's slope."""
     beside = {*branch.up, branch.down, *dict(branch.adapters)}
+    others = [b.path for b in block.branches if b.path and not is_inside(branch.path, b.path)]  # of a flat block's MLP
     for name, module in model.get_submodule(join_name(block.path, branch.path)).named_modules():
         sizes = {p.numel() for p in module.parameters(recurse=False) if not is_lazy(p)}
-        if sizes == {1} and join_name(branch.path, name) not in beside:
-            yield join_name(branch.path, name)
+        path = join_name(branch.path, name)
+        if sizes == {1} and path not in beside and not any(is_inside(path, other) for other in others):
+            yield path
 
 
 def _vocabulary_candidates(runs: ModelRuns, loss_parallel: bool, notes: list[str]) -> Iterator[_Candidate]:

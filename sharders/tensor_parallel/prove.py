@@ -19,7 +19,7 @@ from dmp import is_inside
 from sharders.tensor_parallel.head_counts import Divided, ModelRuns
 from sharders.tensor_parallel.proof.proof import RAISES, Verdict
 from sharders.tensor_parallel.proof.sample import UnprovedError
-from sharders.tensor_parallel.split.styles import Style, family
+from sharders.tensor_parallel.split.styles import SPLITTING, Style, family
 from sharders.tensor_parallel.structure.find_transformer import recognise
 from sharders.tensor_parallel.structure.linears import features_of
 from sharders.tensor_parallel.structure.transformer import below, outward
@@ -79,7 +79,7 @@ def _prove_alone(runs: ModelRuns, styles: Mapping[str, Style], divided: Divided,
     """Of a model that does not run each of the outermost modules that run alone."""
     if _is_by_sequence(styles):
         return PlanProof(unproved=why, divided=divided)
-    split = [path for path, style in styles.items() if family(style) in ("colwise", "rowwise")]
+    split = [path for path, style in styles.items() if family(style) in SPLITTING]
     found = _each_alone(runs, split, styles, divided)
     if found.wrong:
         return PlanProof(found.wrong)
