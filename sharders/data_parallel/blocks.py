@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from dmp import NameIndex, ShardError, is_inside, join_name
-from sharders.data_parallel.in_turn import is_chosen, is_optional, runs_in_turn
+from sharders.data_parallel.in_turn import is_chosen, is_optional, runs_a_part, runs_in_turn
 
 _log = logging.getLogger("dmp")
 Units = Iterable[str | type[nn.Module]]
@@ -105,9 +105,19 @@ def units_in_turn(
     for path, block in blocks.items():
         unsure = dict(_unsure_above(module, path))
         others.update(unsure)
-        if not unsure:
+        if not unsure and not _is_run_in_part(module, path):
             kept[path] = block
     return kept, others
+
+
+def _is_run_in_part(module: nn.Module, path: str) -> bool:
+    """Whether a forward around the module calls something inside of it, when its own weights may be in pieces: they are
+    gathered with the root's then."""
+    stack, _, place = path.rpartition(".")
+    around, _, name = stack.rpartition(".")
+    if not stack or not place.isdigit():
+        return False
+    return runs_a_part(cast("Any", type(module.get_submodule(around))), name, int(place))
 
 
 def say_of_unsure(module: nn.Module, ignored: Collection[str]) -> None:

@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import nn
 
+_ITSELF = ("forward", "__call__")
+
 
 @cache
 def runs_in_turn(owner: Any, name: str) -> bool:
@@ -46,6 +48,16 @@ def is_chosen(owner: Any, name: str) -> bool:
     anywhere = [node for function in _functions(owner) for node in ast.walk(function)]
     by_key = (node for node in anywhere if isinstance(node, ast.Subscript) and ast.unparse(node.value) == own)
     return any(not isinstance(node.slice, ast.Constant) for node in by_key)
+
+
+@cache
+def runs_a_part(owner: Any, name: str, index: int) -> bool:
+    """Whether the code of a class calls something inside of `self.<name>[<index>]`, as `self.blocks[0].norm(x)` does:
+    past that module itself."""
+    of = f"self.{name}[{index}]."
+    nodes = (node for function in _functions(owner) for node in ast.walk(function))
+    called = (node.func for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute))
+    return any(func.attr not in _ITSELF and ast.unparse(func).startswith(of) for func in called)
 
 
 def _functions(owner: type[nn.Module]) -> Iterator[ast.FunctionDef]:

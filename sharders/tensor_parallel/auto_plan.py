@@ -35,6 +35,7 @@ BECAUSE = "left whole, because"
 
 _JOINT = "one weight holds several, and how is neither proved nor to be seen"
 _BACK = "which of its Linears leads back is neither proved nor to be seen"
+_SECOND = "which of its Linears are a second sequence's, and how it uses them, is not proved"
 _SCALARS = "whether its single numbers are used on all features or a rank's is neither proved nor to be seen"
 _VALUES = "that what it holds as many of as heads is theirs is not proved"
 
@@ -171,7 +172,7 @@ def _branch_candidates(runs: ModelRuns) -> Iterator[_Candidate]:
             ways += [{**way, **outside} for way in ways if outside]
             has_values = not OF_HEADS.keys().isdisjoint(dict(branch.adapters).values())
             open_are = {_JOINT: branch.is_joint, _VALUES: has_values, _BACK: branch.others, _SCALARS: scalars}
-            unless_proved = next((why for why, is_open in open_are.items() if is_open), "")
+            unless_proved = next((why for why, is_open in {**open_are, _SECOND: branch.second}.items() if is_open), "")
             yield _Candidate(name, first.path, ways[0], tuple(ways[1:]), unless_proved, outside)
         for path, every in first.experts:
             ways = [
@@ -207,15 +208,29 @@ def _does_not_divide(branch: Branch, size: int) -> str:
 def _branch_styles(block: nn.Module, branch: Branch, parts: int) -> dict[str, str]:
     up = "colwise" if parts == 1 else f"colwise_packed_{parts}"
     beside = dict(branch.adapters)
-    styles = {**dict.fromkeys(branch.up, "colwise"), branch.down: "rowwise", **beside}
+    styles = {**dict.fromkeys(branch.up, "colwise"), branch.down: "rowwise", **beside, **dict(branch.second)}
     styles = {name: up if style == "colwise" else style for name, style in styles.items()}
+    return {**dict.fromkeys(_norms_of_heads(block, branch), "sum_gradients"), **styles}
+
+
+def _norms_of_heads(block: nn.Module, branch: Branch) -> Iterator[str]:
+    """Modules in an attention, by their path in the block, whose parameters are as long as a head."""
     if branch.heads is not None and not branch.widths:
         for name, module in block.get_submodule(branch.path).named_modules():
             shapes = {tuple(p.shape) for p in module.parameters(recurse=False)}
-            path = join_name(branch.path, name)
-            if shapes == {(branch.heads.size,)} and features_of(module) is None and path not in beside:
-                styles[path] = "sum_gradients"
-    return styles
+            if shapes == {(branch.heads.size,)} and features_of(module) is None:
+                yield join_name(branch.path, name)
+
+
+def sums_of_heads(runs: ModelRuns, styles: Mapping[str, Style]) -> dict[str, str]:
+    """What a plan of others' may leave out: norms of single heads in attentions that it splits, by module path."""
+    found: dict[str, str] = {}
+    for block in runs.transformer.blocks:
+        for branch in block.branches:
+            if all(styles.get(join_name(block.path, n)) == "colwise" for n in branch.up):
+                names = _norms_of_heads(runs.model.get_submodule(block.path), branch)
+                found |= {path: "sum_gradients" for n in names if (path := join_name(block.path, n)) not in styles}
+    return found
 
 
 def _scalars(model: nn.Module, block: Block, branch: Branch) -> Iterator[str]:

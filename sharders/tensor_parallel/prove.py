@@ -57,13 +57,17 @@ def prove(runs: ModelRuns, styles: Mapping[str, Style], choices: Iterable[Divide
     Raises:
         UnprovedError: without `alone`, where the model does not run.
     """
-    wrong = ""
+    wrong, unproved = "", None
     for divided in choices:
         verdict = runs.verdict(styles, divided)
         if verdict.unproved:
             if not alone:
                 raise UnprovedError(verdict.unproved)
-            return _prove_alone(runs, styles, divided, verdict.unproved)
+            found = _prove_alone(runs, styles, divided, verdict.unproved)
+            if not found.wrong and not found.raised:
+                return found
+            unproved = unproved or found
+            continue
         if verdict.wrong is None and not verdict.unreached:
             return PlanProof(on=verdict.on, divided=divided)
         if verdict.wrong is None:
@@ -72,7 +76,7 @@ def prove(runs: ModelRuns, styles: Mapping[str, Style], choices: Iterable[Divide
                 return rest
             verdict = rest
         wrong = wrong or verdict.wrong or ""
-    return PlanProof(wrong)
+    return unproved or PlanProof(wrong)
 
 
 def _prove_alone(runs: ModelRuns, styles: Mapping[str, Style], divided: Divided, why: str) -> PlanProof:

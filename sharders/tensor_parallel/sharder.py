@@ -15,11 +15,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from dmp import Layout, PlanError, ShardError, ShardingEnv, join_name, type_name
-from sharders.tensor_parallel.auto_plan import BECAUSE, Choice, check_heads, derive
+from sharders.tensor_parallel.auto_plan import BECAUSE, Choice, check_heads, derive, sums_of_heads
 from sharders.tensor_parallel.head_counts import Divided, ModelRuns, divided_attributes
 from sharders.tensor_parallel.prove import UNPROVED, prove, warn_on_first_rank
 from sharders.tensor_parallel.sequence import sequence_styles
 from sharders.tensor_parallel.split.patterns import Styles, expand, from_layouts, own_plan, with_heads, with_ties
+from sharders.tensor_parallel.split.same_gradients import compare_gradients
 from sharders.tensor_parallel.split.same_samples import compare_samples
 from sharders.tensor_parallel.split.split import hidden_size, split
 from sharders.tensor_parallel.split.styles import Style, canonical, check_divides, family, layouts_of
@@ -123,6 +124,8 @@ class TensorParallelPlacement:
         if self.styles:
             split(model, mesh, self.styles, self.divided)
             compare_samples(model, mesh)
+            if any(UNPROVED in text for text in self.warnings):
+                compare_gradients(model, mesh)
         _share_random_state(random_state, mesh)  # also where all is whole: ranks must drop the same
 
 
@@ -252,6 +255,11 @@ class _Placing:
         if not styles:
             return TensorParallelPlacement({}, {}, choice.divided, choice.notes, self.env, warnings)
         proof = prove(self.runs, styles, self._choices(choice, styles, is_derived))
+        sums = {} if is_derived else sums_of_heads(self.runs, styles)
+        if sums and (proof.divided is None or proof.unproved):
+            more = expand(self.model, {**styles, **sums})
+            with_sums = prove(self.runs, more, self._choices(choice, more, is_derived))
+            styles, proof = (more, with_sums) if with_sums.divided is not None else (styles, proof)
         if proof.divided is None:
             raise _WrongPlanError(
                 f"a tensor-parallel plan that is wrong for this model: run on {self.runs.size} simulated ranks of "

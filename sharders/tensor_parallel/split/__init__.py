@@ -8,6 +8,7 @@
 - `attention`: torch's `nn.MultiheadAttention` with a rank's heads alone
 - `mixtures`: experts, by the inner size of each
 - `same_samples`: ranks that call a split model with different samples, told
+- `same_gradients`: whole weights whose gradients part under a plan that is not proved, told
 - `plain`: plain tensors into code that runs on a rank's part, and out of it
 - `shared_keys`: latent attentions, of whose key all heads share a part
 - `replicated_weights`: whole weights beside split ones, which the model reads as plain tensors

@@ -56,7 +56,7 @@ def keep_whole_weights(
     from torch.distributed.tensor import DTensor, Replicate
 
     made: dict[int, nn.Parameter] = {}
-    for owner in list(_outside_tables(model)):
+    for owner in list(outside_tables(model)):
         plain = {n: p for n, p in owner._parameters.items() if p is not None and not is_lazy(p)}
         plain = {n: p for n, p in plain.items() if not isinstance(p, DTensor) or id(p) in made}
         if not plain or isinstance(owner, nn.RNNBase):  # its kernel takes a list of the weights themselves
@@ -109,7 +109,7 @@ def _read_as(owner: nn.Module, names: tuple[str, ...], read: _Read | None) -> No
 
 def _read_inside(module: nn.Module) -> None:
     """Have the code of every module around one that reads so count as the model's."""
-    for each in _outside_tables(module):
+    for each in outside_tables(module):
         has_code = type(each).forward is not nn.Module.forward and not isinstance(each, nn.Sequential)
         if has_code and not _is_reader(each) and any(map(_is_reader, each.modules())):
             _read_as(each, (), None)
@@ -223,7 +223,7 @@ def _aligned(parameter: Any, _: nn.Module) -> Any:
     return parameter.redistribute(placements=parameter.placements)
 
 
-def _outside_tables(module: nn.Module) -> Iterator[nn.Module]:
+def outside_tables(module: nn.Module) -> Iterator[nn.Module]:
     """Modules that do not hold chunks of tables, each once."""
     tables: set[nn.Module] = {m for m in module.modules() if isinstance(m, ShardedModule)}
     return (m for _, m in module.named_modules(memo=tables))

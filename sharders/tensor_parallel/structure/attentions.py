@@ -31,6 +31,7 @@ _NUMBERS = (*HEADS, *KV_HEADS, *HEAD_DIM)
 _AFTER = r"(_?(proj|projection|lin|linear|layer|w))?"
 _QKV = re.compile(r"(to_?|w_?|linear_?|lin_?|proj_?|c_)?(q|k|v|query|key|value)s?" + _AFTER)
 _JOINT = re.compile(r"(w_?|c_|to_?|in_)?(qkv|attn|query_key_value)" + _AFTER)
+_BACK = re.compile(r"(\w*_)?(o|out|output)(_\w*)?")
 _OUT = re.compile(r"(to_?|w_?|linear_?|lin_?|c_)?(o|out|output|proj|dense)" + _AFTER)
 
 
@@ -168,10 +169,29 @@ def _with_heads(
         return None  # four Linears of such shapes need not be an attention
     if inner % heads or kv % (inner // heads):
         return Whole(path, f"query and key widths {inner} and {kv} do not fit {heads} heads")
-    size = inner // heads
-    return Branch(
-        path, tuple(join_name(path, n) for n in up), join_name(path, down), inner, Heads(heads, kv // size, size)
-    )
+    of = Heads(heads, kv // (inner // heads), inner // heads)
+    second = tuple((join_name(path, n), style) for n, style in _second(up, down, linears_in(module, 2)))
+    return Branch(path, tuple(join_name(path, n) for n in up), join_name(path, down), inner, of, second=second)
+
+
+def _second(up: tuple[str, str, str], down: str, linears: Mapping[str, Features]) -> list[tuple[str, str]]:
+    """What an attention has for a second sequence, if that is all that it has besides: Linears to as many features as
+    its query, key and value have, and one, or none, that leads back; names decide between equal shapes. None where
+    other Linears are there.
+    """
+    to, inner = {linears[n].out_features for n in up}, linears[down].in_features
+    found: dict[str, str] = {}
+    for name, of in linears.items():
+        if name in (*up, down):
+            continue
+        leads_back = of.in_features == inner and (
+            of.out_features not in to or any(map(_BACK.fullmatch, name.lower().split(".")))
+        )
+        if not leads_back and of.out_features not in to:
+            return []
+        found[name] = "rowwise" if leads_back else "colwise"
+    into, back = (list(found.values()).count(style) for style in ("colwise", "rowwise"))
+    return list(found.items()) if into in (2, 3) and back <= 1 else []
 
 
 def _with_values(attention: Branch | Whole, module: nn.Module) -> Branch | Whole:
@@ -179,7 +199,7 @@ def _with_values(attention: Branch | Whole, module: nn.Module) -> Branch | Whole
     if isinstance(attention, Whole) or attention.heads is None or attention.widths:
         return attention
     path, heads = attention.path, attention.heads
-    beside = {below(name, path) for name in (*attention.up, attention.down)}
+    beside = {below(name, path) for name in (*attention.up, attention.down, *dict(attention.second))}
     values = values_of_heads(module, heads, beside)
     if attention.is_joint:
         values = {name: style for name, style in values.items() if style in OF_HEADS}

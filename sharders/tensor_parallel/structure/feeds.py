@@ -15,12 +15,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from dmp import join_name
 from sharders.tensor_parallel.structure.dry_run import DryRunError, Feed, Trace, dry_run, sequence_length
 from sharders.tensor_parallel.structure.find_transformer import is_of_torchrec
+from sharders.tensor_parallel.structure.linears import features_of
 from sharders.tensor_parallel.structure.meta_copies import MetaCopies
 from sharders.tensor_parallel.structure.transformer import CONFIGS, IMAGE_SIZES, outward
 
 BATCH = 2
+SECOND = ("encoder_hidden_states", "key_value_states", "context")
+VECTORS = ("temb",)
+"""Names of inputs: a second sequence's hidden states, and a vector of the hidden size for each sample."""
 _SOUND_POSITIONS = ("max_source_positions",)
 _MOST = 1024
 """Patches or positions; a proof on more takes longer than it is worth, where one of each block is left."""
@@ -56,8 +61,50 @@ def guesses(copies: MetaCopies, size: int) -> Iterator[Feed]:
         kwargs = {"input_ids": ids, "pixel_values": torch.zeros((BATCH, *shape), dtype=dtype, device="meta")}
         yield Feed(f"input_ids {tuple(ids.shape)} and images {(BATCH, *shape)}", (), kwargs, of_data=True)
     hidden = torch.zeros((BATCH, length, width), dtype=dtype, device="meta")
-    yield Feed(f"hidden states {tuple(hidden.shape)}", (hidden,))
+    second = list(_with_second(copies, hidden))
+    alone = [Feed(f"hidden states {tuple(hidden.shape)}", (hidden,))]
+    yield from (*second, *alone) if _attends_to_two(copies) else (*alone, *second)
     yield from _packed(copies, length, dtype)
+
+
+def _attends_to_two(copies: MetaCopies) -> bool:
+    """Whether some attention has Linears of a second sequence, or keys of another width."""
+    model = copies.model
+    for block in copies.transformer.representatives():
+        for branch in block.branches:
+            every = [features_of(model.get_submodule(join_name(block.path, n))) for n in branch.up]
+            if branch.second or len({each.in_features for each in every if each is not None}) > 1:
+                return True
+    return False
+
+
+def _with_second(copies: MetaCopies, hidden: torch.Tensor) -> Iterator[Feed]:
+    """Hidden states and those of a second sequence, of another length, for what takes such by a usual name; and a
+    vector for each sample, if it takes one."""
+    try:
+        names = inspect.signature(copies.model.forward).parameters
+    except ValueError:  # of what has no signature nobody knows
+        return
+    name = next((name for name in SECOND if name in names), None)
+    if name is None:
+        return
+    batch, length, width = hidden.shape
+    for of_second in _widths_of_second(copies):
+        kwargs = {name: hidden.new_zeros((batch, length + 2, of_second))}
+        vector = {v: hidden.new_zeros((batch, width)) for v in VECTORS if v in names}
+        shapes = " and ".join(f"{name} {tuple(x.shape)}" for name, x in (kwargs | vector).items())
+        yield Feed(f"hidden states {tuple(hidden.shape)} and {shapes}", (hidden,), kwargs | vector)
+
+
+def _widths_of_second(copies: MetaCopies) -> list[int]:
+    """Hidden sizes that a second sequence may have, the likeliest first."""
+    found = [copies.transformer.width]
+    for block in copies.transformer.representatives():
+        for branch in block.branches:
+            own = [n for n, style in branch.second if style == "colwise"] or branch.up
+            every = [features_of(copies.model.get_submodule(join_name(block.path, n))) for n in own]
+            found += [each.in_features for each in every if each is not None]
+    return list(dict.fromkeys(found[::-1]))
 
 
 def _packed(copies: MetaCopies, length: int, dtype: torch.dtype) -> Iterator[Feed]:

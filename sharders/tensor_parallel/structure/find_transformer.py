@@ -29,7 +29,7 @@ def recognise(model: nn.Module) -> Transformer:
         return Transformer((), 0, None, None)
     modules = dict(in_place(model))
     attentions = attentions_in(modules)
-    claimed = {p for a in attentions.values() if isinstance(a, Branch) for p in (*a.up, a.down)}
+    claimed = {p for a in attentions.values() if isinstance(a, Branch) for p in (*a.up, a.down, *dict(a.second))}
     paths = _block_paths(modules, attentions, claimed)
     stacks: dict[str, list[str]] = {}
     for path in paths:
@@ -143,7 +143,7 @@ def _block(path: str, structure: int, module: nn.Module, attentions: Mapping[str
     joint = {u: others for u in branches if (others := _others(module, u))}
     branches = [u for u in branches if u not in joint]
     whole += [Whole(u.path, f"it has Linears beside query, key, value and output: {n}") for u, n in joint.items()]
-    claimed = {p for u in branches for p in (*u.up, u.down)}
+    claimed = {p for u in branches for p in (*u.up, u.down, *dict(u.second))}
     values = {p for u in branches for p, _ in u.adapters}
     claimed |= values
     closed = [w.path for w in whole]
@@ -172,7 +172,7 @@ def _others(block: nn.Module, attention: Branch) -> str:
     """
     if not attention.path or attention.widths:
         return ""
-    own = {*attention.up, attention.down, *dict(attention.adapters)}
+    own = {*attention.up, attention.down, *dict(attention.adapters), *dict(attention.second)}
     inside = in_place(block.get_submodule(attention.path))
     every = (join_name(attention.path, name) for name, m in inside if features_of(m) is not None)
     return ", ".join(name for name in every if name not in own)
@@ -180,19 +180,22 @@ def _others(block: nn.Module, attention: Branch) -> str:
 
 def _with_adapters(block: nn.Module, branch: Branch) -> Branch:
     """With the Linears that are split, and what is beside them."""
-    wanted = {**dict.fromkeys(branch.up, "colwise"), branch.down: "rowwise"}
+    wanted = {**dict.fromkeys(branch.up, "colwise"), branch.down: "rowwise", **dict(branch.second)}
     own, adapters = {}, []
     for path, style in wanted.items():
         own[path], *pairs = (join_name(path, name) for name in split_in(block.get_submodule(path), style))
         adapters += [(name, style) for name in pairs]
-    up, adapters = tuple(own[path] for path in branch.up), [*branch.adapters, *adapters]
+    up, beside = tuple(own[path] for path in branch.up), (*branch.adapters, *adapters)
+    second = tuple((own[path], style) for path, style in branch.second)
     others = tuple(_with_adapters(block, other) for other in branch.others)
-    return replace(branch, up=up, down=own[branch.down], adapters=tuple(adapters), others=others)
+    return replace(branch, up=up, down=own[branch.down], adapters=beside, second=second, others=others)
 
 
 def _relative(branch: Branch, block: str) -> Branch:
-    up, adapters = tuple(below(p, block) for p in branch.up), tuple((below(p, block), s) for p, s in branch.adapters)
-    return replace(branch, path=below(branch.path, block), up=up, down=below(branch.down, block), adapters=adapters)
+    up = tuple(below(p, block) for p in branch.up)
+    adapters, second = (tuple((below(p, block), s) for p, s in own) for own in (branch.adapters, branch.second))
+    path, down = below(branch.path, block), below(branch.down, block)
+    return replace(branch, path=path, up=up, down=down, adapters=adapters, second=second)
 
 
 def _mlps(
@@ -205,7 +208,7 @@ def _mlps(
         path = join_name(prefix, name)
         if isinstance(candidate, nn.ModuleList | nn.ModuleDict) or any(is_inside(path, c) for c in closed):
             continue
-        for depth in (1, 2):
+        for depth in (1, 2, 3):
             linears = {join_name(path, n): m for n, m in linears_in(candidate, depth).items()}
             free = {n: m for n, m in linears.items() if n not in taken and not any(is_inside(n, c) for c in closed)}
             branch = _match_mlp(path, free, is_chain=isinstance(candidate, nn.Sequential))

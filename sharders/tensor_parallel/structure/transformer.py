@@ -65,6 +65,9 @@ class Branch:
     adapters: tuple[tuple[str, str], ...] = ()
     """Linears that are beside these, and what becomes of them; see [Note: adapters], [Note: latent attention]."""
 
+    second: tuple[tuple[str, str], ...] = ()
+    """Linears of a second sequence that it attends to together with its own, and their styles."""
+
     widths: tuple[int, ...] = ()
     """Of heads together, where they are others than heads times head size."""
 
