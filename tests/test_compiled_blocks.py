@@ -110,7 +110,7 @@ def compiled_vocabulary(shape: tuple[int, ...], names: tuple[str, ...], what: st
     [
         ((2,), ("tp",), "layers", False),
         ((2,), ("tp",), "layers", True),
-        ((2,), ("tp",), "blocks", True),
+        pytest.param((2,), ("tp",), "blocks", True, marks=pytest.mark.slow),
         pytest.param((2,), ("tp",), "blocks", False, marks=pytest.mark.slow),
         pytest.param((2, 2), ("shard", "tp"), "blocks", False, marks=pytest.mark.slow),
         pytest.param((2, 2), ("shard", "tp"), "blocks", True, marks=pytest.mark.slow),

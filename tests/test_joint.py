@@ -341,7 +341,7 @@ def _are_as(before: tuple[object, object], model: nn.Module, optimizer: torch.op
 
 @pytest.mark.parametrize("kind", LINEARS)
 def test_trains_as_one_process_and_its_state_goes_to_any_mesh(kind: str, tmp_path: Path) -> None:
-    meshes = ["tp4", "fsdp2xtp2", "replicate2xtp2", "tp2"]
+    meshes = ["tp4", "fsdp2xtp2", "replicate2xtp2", "tp2"] if kind == "linear" else ["fsdp2xtp2", "tp2"]
     folders = [None, *(str(tmp_path / mesh) for mesh in meshes[:-1]), None]
     for mesh, source, target in zip(meshes, folders[:-1], folders[1:], strict=True):
         run_ranks(math.prod(MESHES[mesh].shape), trained_saved_and_loaded, mesh, kind, source, target)

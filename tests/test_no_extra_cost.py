@@ -51,8 +51,8 @@ def test_collectives_of_a_step(mesh: str, mode: str) -> None:
 
 
 def test_each_further_block_costs_the_same() -> None:
-    small, large = (counts(replace(WORK, layers=layers), "shard 2 x tp 2", "sequence parallel") for layers in (2, 4))
+    small, large = (counts(replace(WORK, layers=layers), "shard 2 x tp 2", "sequence parallel") for layers in (1, 2))
     for theirs, ours in (small, large):
         assert sum(ours[0].values()) == sum(theirs[0].values())
     grown = [Counter(large[side][0]) - Counter(small[side][0]) for side in (0, 1)]
-    assert grown[0] == grown[1] and grown[0]["all_reduce"] == 2 * 2  # two norms in each of two blocks
+    assert grown[0] == grown[1] and grown[0]["all_reduce"] == 2  # norms in a block
