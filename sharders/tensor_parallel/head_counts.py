@@ -11,7 +11,6 @@ import inspect
 import itertools
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any
@@ -87,12 +86,21 @@ class ModelRuns:
         size: ranks on the tensor axis.
         axis: its name.
         transformer: what `recognise` says of the model, or of a block that runs alone.
+        given: inputs that the model takes, see `of_example`; guessed where there are none.
     """
 
-    def __init__(self, model: nn.Module, size: int, axis: str, transformer: Transformer | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        size: int,
+        axis: str,
+        transformer: Transformer | None = None,
+        given: tuple[Feed, ...] = (),
+    ) -> None:
         self.model = model
         self.size = size
         self.axis = axis
+        self.given = given
         self.transformer = recognise(model) if transformer is None else transformer
         self.copies = MetaCopies(model, self.transformer)
         self.parts: dict[str, ModelRuns] = {}
@@ -117,7 +125,7 @@ class ModelRuns:
     def _unsplit(self) -> Unsplit | DryRunError:
         found = {(a.path, a.name): a for a in _attributes(self.model, self.transformer.representatives())}
         try:
-            feed, whole = find_feed(self.copies, self.size, found)
+            feed, whole = find_feed(self.copies, self.size, found, self.given)
         except DryRunError as error:
             return error
         # Where no product of activations shows the size of a head, shapes cannot tell: then counts are divided if read.
@@ -152,6 +160,8 @@ class ModelRuns:
 
     def verdict(self, styles: Mapping[str, Style], divided: Divided) -> Verdict:
         """Whether a plan is right, see [Note: proof]. What was found for another model that is alike holds for this."""
+        if self.given:
+            return self._found(styles, divided)
         try:
             plan = value_key(dict(sorted(styles.items()))), tuple(sorted(divided.items()))
             key = (self._likeness, self.size, self.axis, *plan)
@@ -171,16 +181,19 @@ class ModelRuns:
         """Of the inputs that a dry run found, else of those that the model runs with although it does not on meta."""
         try:
             unsplit = self.unsplit()
-            return Sample(self.copies, unsplit.feed, unsplit.whole, self.size)
+            feed = self.given[0] if self.given else unsplit.feed  # which has values
+            return Sample(self.copies, feed, unsplit.whole, self.size)
         except UnprovedError as error:
             return error
         except DryRunError as error:
             failure = UnprovedError(str(error))
-        for feed in guesses(self.copies, self.size):
-            with suppress(UnprovedError):
-                if not feed.suits(self.model):
-                    continue
+        for feed in self.given[:1] or guesses(self.copies, self.size):
+            if not feed.suits(self.model):
+                continue
+            try:
                 return Sample(self.copies, feed, None, self.size)
+            except UnprovedError as error:
+                failure = error if self.given else failure
         return failure
 
     def _found(self, styles: Mapping[str, Style], divided: Divided) -> Verdict:

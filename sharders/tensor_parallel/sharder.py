@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,11 +24,16 @@ from sharders.tensor_parallel.split.same_gradients import compare_gradients
 from sharders.tensor_parallel.split.same_samples import compare_samples
 from sharders.tensor_parallel.split.split import hidden_size, split
 from sharders.tensor_parallel.split.styles import Style, canonical, check_divides, family, layouts_of
+from sharders.tensor_parallel.structure.dry_run import Feed
+from sharders.tensor_parallel.structure.feeds import of_example
 from sharders.tensor_parallel.structure.latent import latent_rank
 from sharders.tensor_parallel.structure.linears import features_of, is_joint_attention
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+
+_HOW_TO_PROVE = "; TensorParallelSharder(example_inputs=...) proves a plan with what the model is called with"
 
 
 class TensorParallelSharder:
@@ -48,16 +53,25 @@ class TensorParallelSharder:
         sequence_parallel: between blocks each rank keeps its chunk of the sequence (dim 1) of the hidden state alone.
         loss_parallel: the logits stay split over the vocabulary, as a DTensor for `loss_parallel()` of
             `torch.distributed.tensor.parallel`.
+        example_inputs: what the model is called with: a tensor, a tuple of arguments, or a dict of keywords. A plan is
+            proved with these (shapes and whole numbers as given) where nobody can guess what a model takes. A proof
+            computes them a few times on the CPU: few samples are enough.
     """
 
     def __init__(
-        self, plan: Mapping[str, Style] | None = None, *, sequence_parallel: bool = False, loss_parallel: bool = False
+        self,
+        plan: Mapping[str, Style] | None = None,
+        *,
+        sequence_parallel: bool = False,
+        loss_parallel: bool = False,
+        example_inputs: torch.Tensor | tuple[Any, ...] | Mapping[str, Any] | None = None,
     ) -> None:
         if plan is not None and not isinstance(plan, Mapping):
             raise PlanError(f"expected plan to be a dict of module path -> style; got {type_name(plan)}: {plan!r}")
         self.plan = None if plan is None else dict(plan)
         self.sequence_parallel = sequence_parallel
         self.loss_parallel = loss_parallel
+        self._example = _example(example_inputs)
 
     @property
     def options(self) -> str:
@@ -86,7 +100,14 @@ class TensorParallelSharder:
             )
         if env.tensor_size == 1:
             return TensorParallelPlacement(wanted, {}, {}, (), env)
-        return _Placing(model, ModelRuns(model, env.tensor_size, axes[0]), self, env).place(wanted)
+        if not all(feed.suits(model) for feed in self._example):
+            args, kwargs = self._example[0].given or ((), {})
+            raise PlanError(
+                f"example_inputs: {type_name(model)}.forward takes no {len(args)} arguments and keywords "
+                f"{list(kwargs)}; expected what the model is called with: a tensor, a tuple of arguments, or a dict"
+            )
+        runs = ModelRuns(model, env.tensor_size, axes[0], given=self._example)
+        return _Placing(model, runs, self, env).place(wanted)
 
 
 @dataclass(frozen=True)
@@ -127,6 +148,15 @@ class TensorParallelPlacement:
             if any(UNPROVED in text for text in self.warnings):
                 compare_gradients(model, mesh)
         _share_random_state(random_state, mesh)  # also where all is whole: ranks must drop the same
+
+
+def _example(inputs: Any) -> tuple[Feed, ...]:
+    """Inputs that a model is tried with; none where none are given."""
+    if inputs is None:
+        return ()
+    if isinstance(inputs, Mapping):
+        return of_example((), inputs)
+    return of_example(tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,), {})
 
 
 def _of_dtensors(styles: Styles) -> str:
@@ -269,7 +299,7 @@ class _Placing:
         notes = choice.notes
         if not any("proved" in note for note in notes) or (proof.unproved and not is_derived):
             notes = (*notes, proof.note)
-        warnings += (proof.note,) if proof.unproved else ()
+        warnings += (proof.note + _HOW_TO_PROVE * (not self.sharder._example),) if proof.unproved else ()
         return TensorParallelPlacement(self._layouts(styles), styles, proof.divided, notes, self.env, warnings)
 
     def _choices(self, choice: Choice, styles: Styles, is_derived: bool) -> Iterator[Divided]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -155,8 +156,24 @@ class Sample:
         def fixed(x: Any, _: str) -> Any:
             return x.to(self.dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
 
+        if feed.given is not None:
+            args, kwargs = map_nested(feed.given, partial(self._given, rows=rows, generator=generator))
+            return list(args), kwargs
         kwargs = {name: real(x, name) for name, x in feed.kwargs.items()}
         return [real(x, "") for x in feed.args], kwargs | map_nested(feed.fixed, fixed)
+
+    def _given(self, x: Any, _: str, rows: int, generator: torch.Generator) -> Any:
+        """An example's input: its values, or random ones where it has none."""
+        if not isinstance(x, torch.Tensor):
+            return x
+        if x.is_floating_point():
+            values = torch.randn(x.shape, generator=generator) if x.is_meta else x
+            return values.to(self.dtype, copy=True)
+        if x.is_meta:
+            is_mask = x.dtype == torch.bool
+            return torch.ones(x.shape, dtype=x.dtype) if is_mask else torch.randint(0, rows, x.shape, dtype=x.dtype)
+        is_beyond = bool(self.numbers.sizes) and x.numel() and x.dtype == torch.int64 and int(x.max()) >= rows
+        return x.remainder(rows) if is_beyond else x.clone()
 
     def _rows(self, model: nn.Module) -> int:
         """Ids are below this."""

@@ -54,10 +54,14 @@ class Feed:
     of_data: bool = False
     """Whether its sizes are those of images or sounds, which a narrower model takes as they are."""
 
+    given: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None
+    """Arguments and keywords that somebody knows the model takes, values and all, in the place of those above."""
+
     def suits(self, model: nn.Module) -> bool:
         """Whether the model's `forward` takes so many inputs, of these names."""
         try:
-            inspect.signature(model.forward).bind(*self.args, **self.kwargs, **self.fixed)
+            args, kwargs = self.given or (self.args, {**self.kwargs, **self.fixed})
+            inspect.signature(model.forward).bind(*args, **kwargs)
         except TypeError:
             return False
         except ValueError:  # of what has no signature nobody knows
@@ -126,7 +130,8 @@ def dry_run(
             for path, module in modules.items():
                 _record(path, module, trace, last)
             with torch.device("meta"), _Sums(trace, expected, copies.known):
-                trace.result = shapes(copied(*feed.args, **feed.kwargs, **map_nested(feed.fixed, _on_meta)))
+                args, kwargs = map_nested(feed.given or (feed.args, {**feed.kwargs, **feed.fixed}), _on_meta)
+                trace.result = shapes(copied(*args, **kwargs))
         except Exception as error:
             text = str(error).strip().partition("\n")[0]
             raise DryRunError(f"{type(error).__name__}: {text[:200]}") from error

@@ -8,14 +8,14 @@ model keeps it as an attribute of a usual name.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from math import prod
 from typing import Any
 
 import torch
 from torch import nn
 
-from dmp import join_name
+from dmp import join_name, map_nested
 from sharders.tensor_parallel.structure.dry_run import DryRunError, Feed, Trace, dry_run, sequence_length
 from sharders.tensor_parallel.structure.find_transformer import is_of_torchrec
 from sharders.tensor_parallel.structure.linears import features_of
@@ -126,14 +126,29 @@ def _packed(copies: MetaCopies, length: int, dtype: torch.dtype) -> Iterator[Fee
     yield Feed(f"packed hidden states {tuple(hidden.shape)}", (hidden,), fixed=fixed)
 
 
-def find_feed(copies: MetaCopies, size: int, watch: Collection[tuple[str, str]] = ()) -> tuple[Feed, Trace]:
-    """The first guess that the unsplit model runs with.
+def of_example(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Feed, ...]:
+    """Inputs that somebody gives, with their values; and without, for a run on meta that takes no others."""
+
+    def kept(x: Any, _: str) -> Any:
+        return x.detach().to("cpu", copy=True) if isinstance(x, torch.Tensor) and not x.is_meta else x
+
+    def emptied(x: Any, _: str) -> Any:
+        return x.to("meta") if isinstance(x, torch.Tensor) else x
+
+    own = map_nested((args, dict(kwargs)), kept)
+    return tuple(Feed("the example inputs", given=g, of_data=True) for g in (own, map_nested(own, emptied)))
+
+
+def find_feed(
+    copies: MetaCopies, size: int, watch: Collection[tuple[str, str]] = (), given: Collection[Feed] = ()
+) -> tuple[Feed, Trace]:
+    """The first guess that the unsplit model runs with; of what is given, the first, if it runs with one.
 
     Raises:
         DryRunError: none does; says how the first one failed.
     """
     failure = ""
-    for feed in guesses(copies, size):
+    for feed in given or guesses(copies, size):
         try:
             return feed, dry_run(copies, feed, watch=watch)
         except DryRunError as error:
