@@ -148,6 +148,13 @@ def test_no_transformer_no_plan() -> None:
     assert "no transformer blocks" in found.notes[0]
 
 
+def test_an_attention_of_one_head_is_whole() -> None:
+    """As that in the middle of an autoencoder of images: no axis divides it."""
+    found = derive(ModelRuns(Llama(heads=1, kv_heads=1), 2, "tp"))
+    assert not any("attention" in path for path in found.styles) and "layers.1.feed_forward.w2" in found.styles
+    assert any("layers.0.attention" in note and "number of heads 1 is not" in note for note in found.notes)
+
+
 @pytest.mark.parametrize(
     ("model", "size", "words"),
     [

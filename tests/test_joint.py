@@ -28,6 +28,7 @@ from dmp import (
     full_optimizer_state_dict,
     full_state_dict,
     load_checkpoint,
+    rowwise,
     save_checkpoint,
     to_unsharded,
 )
@@ -114,6 +115,44 @@ class Model(nn.Module):
         return self.head(x)
 
 
+class Queries(nn.Module):
+    """An attention whose output is joined elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = H
+        self.to_q, self.to_k, self.to_v = (nn.Linear(D, D) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (to(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for to in (self.to_q, self.to_k, self.to_v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+
+class Single(nn.Module):
+    """One Linear for what an attention and an MLP give, one behind the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attn = nn.LayerNorm(D), Queries()
+        self.proj_mlp, self.proj_out = nn.Linear(D, 2 * D), nn.Linear(3 * D, D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        return x + self.proj_out(torch.cat([self.attn(y), F.gelu(self.proj_mlp(y))], -1))
+
+
+class WithSingles(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.singles = nn.ModuleList([Single(), Single()])
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids)
+        for block in [*self.blocks, *self.singles]:
+            x = block(x)
+        return self.head(x)
+
+
 LINEARS = {"linear": nn.Linear, "transposed": Transposed}
 
 
@@ -140,6 +179,8 @@ def test_a_rank_has_its_share_of_each_part() -> None:
         colwise(parts=3).shards((9, 5), env)
     with pytest.raises(ShardError, match="1 or more"):
         colwise(parts=0)
+    with pytest.raises(ShardError, match=r"rowwise.* 1 or more"):
+        rowwise(parts=0)
 
 
 def test_along_a_fully_sharded_axis_the_other_dim_is_split() -> None:
@@ -151,6 +192,8 @@ def test_along_a_fully_sharded_axis_the_other_dim_is_split() -> None:
     assert {s.sizes for s in whole} == {(2,)}
     assert len(whole) == 12
     assert {s.sizes for s in colwise(1, parts=3).shards((4, 12), env)} == {(2, 2)}
+    assert {s.sizes for s in rowwise(parts=3).shards((4, 12), env)} == {(2, 2)}
+    assert {s.sizes for s in rowwise(parts=3).shards((12,), env)} == {(6,)}
 
 
 # ---- plans ----
@@ -278,8 +321,11 @@ def test_the_planner_counts_a_rank_s_share() -> None:
 def trained_saved_and_loaded(mesh: str, kind: str, source: str | None, target: str | None) -> None:
     """Three steps equal one process; state goes to a folder of any mesh, and comes from it."""
     env = ShardingEnv.from_mesh(mesh_of(*MESHES[mesh]))
-    oracle = make(kind)
+    oracle = WithSingles().double() if kind == "linear" else make(kind)
     model = DistributedModelParallel(copy.deepcopy(oracle), env)
+    if kind == "linear":
+        layouts = (model.plan[f"singles.1.{name}.weight"].layout for name in ("attn.to_v", "proj_mlp", "proj_out"))
+        assert [str(layout) for layout in layouts] == ["colwise()", "colwise(parts=2)", "rowwise(parts=3)"]
     assert "colwise" in str(model.plan["blocks.0.attn.qkv.weight"])
     assert "parts=3" in str(model.plan["blocks.0.attn.qkv.bias"])
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (oracle, model)]

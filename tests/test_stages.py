@@ -29,14 +29,14 @@ class Block(nn.Module):
 
 
 class Stages(nn.Module):
-    """(B, T, 8) -> (B, T, 16)."""
+    """(B, T, 8) -> (B, T, 24)."""
 
     def __init__(self, heads: tuple[int, int]) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.first = nn.ModuleList([Block(8, heads[0])])
-        self.wider = nn.Linear(8, 16)
-        self.second = nn.ModuleList(Block(16, heads[1]) for _ in range(2))
+        self.wider = nn.Linear(8, 24)
+        self.second = nn.ModuleList(Block(24, heads[1]) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.first:
@@ -62,5 +62,5 @@ def test_a_stage_that_does_not_divide_is_whole() -> None:
 
 
 def test_most_of_a_model_that_does_not_divide_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"module 'second.0.*number of heads 1 is not divisible by 2"):
-        TensorParallelSharder().place(Stages((2, 1)), {}, TP2)
+    with pytest.raises(PlanError, match=r"module 'second.0.*number of heads 3 is not divisible by 2"):
+        TensorParallelSharder().place(Stages((2, 3)), {}, TP2)

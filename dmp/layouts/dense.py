@@ -81,19 +81,27 @@ def colwise(dim: int | None = None, parts: int | None = None) -> Layout:
     Raises:
         ShardError: what is no dim, or less than one part.
     """
-    several = {} if parts is None or number("parts", parts) == 1 else {"parts": parts}
-    if parts is not None and parts < 1:
-        raise ShardError(f"colwise(parts=...) counts the weights that are held in one, 1 or more; got {parts}")
-    return DenseLayout.of("colwise", dim=None if dim is None else number("dim", dim), **several)
+    return DenseLayout.of("colwise", dim=None if dim is None else number("dim", dim), **_several("colwise", parts))
 
 
-def rowwise(dim: int | None = None) -> Layout:
+def rowwise(dim: int | None = None, parts: int | None = None) -> Layout:
     """Tensor parallel by input features: dim 1 of a weight is split over the tensor axis; a bias is whole.
 
     Args:
         dim: another tensor dim to split (0 for the vocabulary of an embedding).
+        parts: of a weight that takes several one behind the other (what an attention and an MLP give), how many equal
+            ones lie along that dim; a rank has its share of each.
+
+    Raises:
+        ShardError: what is no dim, or less than one part.
     """
-    return DenseLayout.of("rowwise", dim=None if dim is None else number("dim", dim))
+    return DenseLayout.of("rowwise", dim=None if dim is None else number("dim", dim), **_several("rowwise", parts))
+
+
+def _several(name: str, parts: int | None) -> dict[str, int]:
+    if parts is not None and number("parts", parts) < 1:
+        raise ShardError(f"{name}(parts=...) counts the weights that are held in one, 1 or more; got {parts}")
+    return {} if parts is None or parts == 1 else {"parts": parts}
 
 
 def sequence() -> Layout:

@@ -24,7 +24,7 @@ from sharders.tensor_parallel.split.styles import PACKED, Style
 from sharders.tensor_parallel.structure.dry_run import DryRunError
 from sharders.tensor_parallel.structure.experts import Experts
 from sharders.tensor_parallel.structure.linears import features_of
-from sharders.tensor_parallel.structure.of_heads import OF_HEADS, values_of_heads
+from sharders.tensor_parallel.structure.of_heads import OF_HEADS, norms_of_heads, values_of_heads
 from sharders.tensor_parallel.structure.transformer import Block, Branch, Transformer
 
 _TRIES, _TRIES_OF_ONE = 8, 3  # ways to divide attributes; the likeliest come first
@@ -35,7 +35,7 @@ BECAUSE = "left whole, because"
 
 _JOINT = "one weight holds several, and how is neither proved nor to be seen"
 _BACK = "which of its Linears leads back is neither proved nor to be seen"
-_SECOND = "which of its Linears are a second sequence's, and how it uses them, is not proved"
+_SECOND = "how its Linears beside query, key and value are used is not proved"
 _SCALARS = "whether its single numbers are used on all features or a rank's is neither proved nor to be seen"
 _VALUES = "that what it holds as many of as heads is theirs is not proved"
 
@@ -110,7 +110,7 @@ def _check_most(runs: ModelRuns) -> None:
     """Raise if most attentions, or most MLPs, are such as the axis does not divide; stages of few heads are few."""
     every = [(block, branch) for block in runs.transformer.blocks for branch in block.branches]
     for alike in ([e for e in every if e[1].heads is not None], [e for e in every if e[1].heads is None]):
-        uneven = [e for e in alike if not e[1].is_joint and _does_not_divide(e[1], runs.size)]
+        uneven = [e for e in alike if _does_not_divide(e[1], runs.size) and not (e[1].is_joint or e[1].has_one_head)]
         if 2 * sum(_weights(runs.model, *e) for e in uneven) >= sum(_weights(runs.model, *e) for e in alike):
             for block, branch in uneven:
                 _check_branch(join_name(block.path, branch.path), branch, runs)
@@ -210,16 +210,7 @@ def _branch_styles(block: nn.Module, branch: Branch, parts: int) -> dict[str, st
     beside = dict(branch.adapters)
     styles = {**dict.fromkeys(branch.up, "colwise"), branch.down: "rowwise", **beside, **dict(branch.second)}
     styles = {name: up if style == "colwise" else style for name, style in styles.items()}
-    return {**dict.fromkeys(_norms_of_heads(block, branch), "sum_gradients"), **styles}
-
-
-def _norms_of_heads(block: nn.Module, branch: Branch) -> Iterator[str]:
-    """Modules in an attention, by their path in the block, whose parameters are as long as a head."""
-    if branch.heads is not None and not branch.widths:
-        for name, module in block.get_submodule(branch.path).named_modules():
-            shapes = {tuple(p.shape) for p in module.parameters(recurse=False)}
-            if shapes == {(branch.heads.size,)} and features_of(module) is None:
-                yield join_name(branch.path, name)
+    return {**dict.fromkeys(norms_of_heads(block, branch), "sum_gradients"), **styles}
 
 
 def sums_of_heads(runs: ModelRuns, styles: Mapping[str, Style]) -> dict[str, str]:
@@ -228,7 +219,7 @@ def sums_of_heads(runs: ModelRuns, styles: Mapping[str, Style]) -> dict[str, str
     for block in runs.transformer.blocks:
         for branch in block.branches:
             if all(styles.get(join_name(block.path, n)) == "colwise" for n in branch.up):
-                names = _norms_of_heads(runs.model.get_submodule(block.path), branch)
+                names = norms_of_heads(runs.model.get_submodule(block.path), branch)
                 found |= {path: "sum_gradients" for n in names if (path := join_name(block.path, n)) not in styles}
     return found
 

@@ -302,7 +302,7 @@ def _insides(model: nn.Module, block: Block, styles: Mapping[str, str]) -> Itera
             yield join_name(block.path, branch.path)
             continue
         # Directly in the block: an activation or dropout between up and down cannot be told from others.
-        yield from (join_name(block.path, n.partition(".")[0]) for n in branch.up)
+        yield from (join_name(block.path, n.partition(".")[0]) for n in (*branch.up, *dict(branch.second)))
         children = model.get_submodule(block.path).named_children()
         yield from (join_name(block.path, n) for n, child in children if not any(True for _ in child.parameters()))
 

@@ -135,7 +135,7 @@ class _Replacements:
         if self.transformer.width not in self.sizes:
             self._replace(self.sizes, self.transformer.width, self._free(32))
         width = self.transformer.width
-        for times in (2, 3, 4):
+        for times in (2, 3, 4, 5, 6, 9):
             self.sizes.setdefault(times * width, times * self.sizes[width])
         return self
 

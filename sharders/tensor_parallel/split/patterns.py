@@ -14,6 +14,7 @@ from sharders.tensor_parallel.split.styles import (
     ALIASES,
     COLWISE,
     PACKED,
+    PACKED_ROWS,
     Style,
     canonical,
     family,
@@ -63,7 +64,7 @@ def expand(model: nn.Module, plan: Mapping[str, Style]) -> Styles:
 def _with_pairs(hits: Mapping[str, nn.Module], style: Style) -> dict[str, nn.Module]:
     """What these modules' style is for: of an adapted Linear, where it is split, the Linears that are split."""
     name = ALIASES.get(style, style) if isinstance(style, str) else None
-    kind = family(name) if name in ("colwise", "rowwise", *PACKED) else ""
+    kind = family(name) if name in ("colwise", "rowwise", *PACKED, *PACKED_ROWS) else ""
     found: dict[str, nn.Module] = {}
     for path, module in hits.items():
         names = split_in(module, kind) if kind else [""]

@@ -9,9 +9,10 @@ A *style* says how one module is split and which activations go in and out. Spli
 | `colwise_gather` | the same, output whole | |
 | `colwise_loss_parallel` | the same, output a DTensor split over the last dim, for torch's `loss_parallel` | |
 | `colwise_from_sequence` | as `colwise`, takes a chunk of the sequence | |
-| `colwise_packed_2`, `colwise_packed_3` | as `colwise`, of so many weights held in one: each is split | |
+| `colwise_packed_2`, ... | as `colwise`, of so many weights held in one: each is split | |
 | `rowwise` | input features split, takes a split input, output summed | vocabulary split, output whole |
 | `rowwise_gather` | the same, takes a whole input | |
+| `rowwise_packed_2`, ... | as `rowwise`, of so many weights held in one: each is split | |
 | `rowwise_scatter` | as `rowwise`, output split along the sequence (dim 1) | |
 
 - `experts`, `experts_interleaved`, `experts_transposed`: a module whose parameters are stacks of matrices, one for each
@@ -49,10 +50,13 @@ if TYPE_CHECKING:
 
 Style: TypeAlias = Union[str, "ParallelStyle"]
 
-PACKED = {f"colwise_packed_{parts}": parts for parts in (2, 3)}
+_MOST_PARTS = 16
+PACKED = {f"colwise_packed_{parts}": parts for parts in range(2, _MOST_PARTS + 1)}
 """Styles of weights that hold several in one, such as query, key and value, and how many."""
+PACKED_ROWS = {f"rowwise_packed_{parts}": parts for parts in range(2, _MOST_PARTS + 1)}
+"""The same of weights that take several one behind the other, such as what an attention and an MLP give."""
 COLWISE = ("colwise", "colwise_gather", "colwise_loss_parallel", "colwise_from_sequence", *PACKED)
-ROWWISE = ("rowwise", "rowwise_gather", "rowwise_scatter")
+ROWWISE = ("rowwise", "rowwise_gather", "rowwise_scatter", *PACKED_ROWS)
 ON_CHUNKS = ("sequence", "split_sequence", "gather_sequence")  # of the sequence are the module's own weights used
 ON_PARTS = (*ON_CHUNKS, "sum_gradients")  # of the activations are they used, so that gradients are parts of a sum
 ACTIVATIONS = ("latent", "gather_input", "split_sequence", "gather_sequence", "sequence", "sum_gradients", "replicate")
@@ -88,7 +92,7 @@ def canonical(style: Style, path: str, module: nn.Module) -> Style:
         close = get_close_matches(style, [*KNOWN, *ALIASES], n=2)
         raise PlanError(
             f"module {path!r}: unknown style {style!r}{f' (did you mean {close[0]!r}?)' if close else ''}; known: "
-            f"{', '.join(KNOWN)}, and Hugging Face's {', '.join(ALIASES)}; or pass a torch ParallelStyle"
+            f"{', '.join(_shown())}, and Hugging Face's {', '.join(ALIASES)}; or pass a torch ParallelStyle"
         )
     if name in ACTIVATIONS:
         return name
@@ -125,9 +129,14 @@ def canonical(style: Style, path: str, module: nn.Module) -> Style:
     if is_embedding and name == "colwise_gather":  # its output is whole anyway
         name = "colwise"
     if (is_embedding and name not in _EMBEDDING_STYLES) or (style.startswith("embedding_") and not is_embedding):
-        fits = _EMBEDDING_STYLES if is_embedding else (*COLWISE, *ROWWISE)
+        fits = _EMBEDDING_STYLES if is_embedding else [name for name in _shown() if name in (*COLWISE, *ROWWISE)]
         raise PlanError(f"module {path!r} is a {type(module).__name__} and takes {', '.join(fits)}; got {style!r}")
     return name
+
+
+def _shown() -> list[str]:
+    """Names of styles, of those that count parts the first."""
+    return [name for name in KNOWN if parts_of(name) < 4]
 
 
 def split_dim(style: Style, module: nn.Module) -> int | None:
@@ -144,14 +153,16 @@ def split_dim(style: Style, module: nn.Module) -> int | None:
 
 def parts_of(style: Style) -> int:
     """How many weights are held in one that it splits."""
-    return PACKED.get(style, 1) if isinstance(style, str) else 1
+    return {**PACKED, **PACKED_ROWS}.get(style, 1) if isinstance(style, str) else 1
 
 
 def is_local(style: Style, module: nn.Module) -> bool:
     """Whether the module runs on plain tensors, of what is here: torch has no style that splits it so."""
     if not isinstance(style, str):
         return False
-    return style in (*PACKED, *EXPERTS, *OF_HEADS) or (is_transposed(module) and style in (*COLWISE, *ROWWISE))
+    return style in (*PACKED, *PACKED_ROWS, *EXPERTS, *OF_HEADS) or (
+        is_transposed(module) and style in (*COLWISE, *ROWWISE)
+    )
 
 
 def styled(module: nn.Module, layouts: Mapping[str, Layout]) -> str:
@@ -192,10 +203,11 @@ def layouts_of(style: Style, module: nn.Module) -> dict[str, Layout]:
         return _of_experts(experts_of(module)[str(style)])
     if isinstance(module, nn.Embedding):
         return dict.fromkeys(own, colwise(dim=1) if kind == "colwise" else rowwise(dim=0))
-    layout = colwise(parts=parts_of(style)) if kind == "colwise" else rowwise()
+    parts = parts_of(style)
+    layout = colwise(parts=parts) if kind == "colwise" else rowwise(parts=parts)
     found = dict.fromkeys(own, layout)
     if is_transposed(module):
-        found["weight"] = colwise(1, parts_of(style)) if kind == "colwise" else rowwise(0)
+        found["weight"] = colwise(1, parts) if kind == "colwise" else rowwise(0, parts)
     return found
 
 

@@ -40,7 +40,7 @@ def attentions_in(modules: Mapping[str, nn.Module]) -> dict[str, Branch | Whole]
     found: dict[str, Branch | Whole] = {}
     around: set[str] = set()
     # In two passes: query, key and value alone, as in Bert, look like a fused attention until their output is found.
-    for find in (_attention, _latent, _fused):
+    for find in (_attention, _latent, _with_mlp, _fused):
         for path, module in list(modules.items())[::-1]:
             is_list = isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
             if is_list or path in around or any(p in found for p in outward(path)):
@@ -73,6 +73,32 @@ def _attention(path: str, module: nn.Module) -> Branch | Whole | None:
             if match is not None:
                 up, down = match
                 return _with_heads(path, module, up, down, linears)
+    return None
+
+
+def _with_mlp(path: str, module: nn.Module) -> Branch | None:
+    """An attention and an MLP that have one Linear for what both give, one behind the other, as single-stream blocks of
+    Flux have. The MLP's hidden size is so many times the attention's, that all are equal parts.
+    """
+    own = linears_in(module, 1)
+    for name, child in module.named_children():
+        linears = linears_in(child, 1)
+        heads = _number([child], HEADS)
+        if len(linears) != 3 or not all(_QKV.fullmatch(last_of(n)) for n in linears) or heads is None:
+            continue
+        query, key, value = sorted(linears.values(), key=lambda of: -of.out_features)
+        width, inner, size = query.in_features, query.out_features, query.out_features // heads
+        if inner % heads or key.out_features != value.out_features or key.out_features % size:
+            continue
+        for (mlp, up), (out, down) in itertools.permutations(own.items(), 2):
+            fits = (up.in_features, down.in_features, down.out_features) == (width, inner + up.out_features, width)
+            parts, rest = divmod(up.out_features, inner)
+            if not fits or rest:
+                continue
+            of = Heads(heads, key.out_features // size, size)
+            mlp, out = join_name(path, mlp), join_name(path, out)
+            second = (mlp, "colwise" if parts == 1 else f"colwise_packed_{parts}"), (out, f"rowwise_packed_{parts + 1}")
+            return Branch(path, tuple(join_name(path, name, n) for n in linears), out, inner, of, second=second)
     return None
 
 

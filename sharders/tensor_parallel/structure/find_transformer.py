@@ -183,7 +183,9 @@ def _with_adapters(block: nn.Module, branch: Branch) -> Branch:
     wanted = {**dict.fromkeys(branch.up, "colwise"), branch.down: "rowwise", **dict(branch.second)}
     own, adapters = {}, []
     for path, style in wanted.items():
-        own[path], *pairs = (join_name(path, name) for name in split_in(block.get_submodule(path), style))
+        own[path], *pairs = (
+            join_name(path, name) for name in split_in(block.get_submodule(path), style.partition("_")[0])
+        )
         adapters += [(name, style) for name in pairs]
     up, beside = tuple(own[path] for path in branch.up), (*branch.adapters, *adapters)
     second = tuple((own[path], style) for path, style in branch.second)

@@ -7,14 +7,15 @@ tell which they are, where a dim is as long as there are heads; that it means th
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from dmp import join_name
 from sharders.tensor_parallel.structure.adapters import in_place
 from sharders.tensor_parallel.structure.linears import features_of, is_joint_attention
-from sharders.tensor_parallel.structure.transformer import Heads
+from sharders.tensor_parallel.structure.transformer import Branch, Heads
 
 OF_HEADS = {"heads_0": 0, "heads_1": 1}
 """Styles of modules whose own parameters are values for each head, and the dim of them that the heads lie along."""
@@ -46,6 +47,14 @@ def values_of_heads(module: nn.Module, heads: Heads, beside: Collection[str]) ->
     if len(gates) == 1:  # as one of two has which attends to two sequences at once, of query, key and value for each
         found |= {n: "colwise" for n, out in gates.items() if out in (heads.query, heads.query * heads.size)}
     return found
+
+
+def norms_of_heads(block: nn.Module, branch: Branch) -> Iterator[str]:
+    """Modules in an attention, by their path in the block, whose parameters are as long as a head."""
+    if branch.heads is not None and not branch.widths:
+        for name, module in block.get_submodule(branch.path).named_modules():
+            if _is_norm(module, branch.heads) and features_of(module) is None:
+                yield join_name(branch.path, name)
 
 
 def may_have_values(module: nn.Module) -> bool:

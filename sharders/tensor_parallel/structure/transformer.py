@@ -66,7 +66,8 @@ class Branch:
     """Linears that are beside these, and what becomes of them; see [Note: adapters], [Note: latent attention]."""
 
     second: tuple[tuple[str, str], ...] = ()
-    """Linears of a second sequence that it attends to together with its own, and their styles."""
+    """Linears of a second sequence that it attends to together with its own, or of an MLP whose output its own takes
+    too, and their styles."""
 
     widths: tuple[int, ...] = ()
     """Of heads together, where they are others than heads times head size."""
@@ -78,6 +79,11 @@ class Branch:
     def ways(self) -> tuple[Branch, ...]:
         """All that it may be, the likeliest first."""
         return (self, *self.others)
+
+    @property
+    def has_one_head(self) -> bool:
+        """Whether no axis divides its heads: then it is whole, on any mesh."""
+        return self.heads is not None and self.heads.query == 1
 
     @property
     def is_joint(self) -> bool:
