@@ -43,6 +43,12 @@ def whole(what: str, value: Any) -> None:
         raise ValueError(f"{what} must be a whole number; got {shown(value)}")
 
 
+def yes_no_or_none(what: str, value: Any) -> None:
+    """Raise `ValueError` unless it is True, False or None."""
+    if not (value is None or isinstance(value, bool)):
+        raise ValueError(f"{what} must be True, False or None; got {shown(value)}")
+
+
 def check_module(module: Any) -> None:
     """Raise `ValueError` unless it is a module that has been made."""
     if not isinstance(module, nn.Module):

@@ -23,7 +23,7 @@ from dmp import (
     shown,
     without_collection,
 )
-from planner.arguments import check_constraints, check_env, check_module, finite, positive
+from planner.arguments import check_constraints, check_env, check_module, finite, positive, yes_no_or_none
 from planner.broadcast import from_first_rank
 from planner.candidates.constraints import Constraint, constraints_of
 from planner.candidates.costed import CostSetting
@@ -108,6 +108,8 @@ class ShardingPlanner:
             raise ValueError(f"compute_dtype must be a torch.dtype; got {shown(compute_dtype)}")
         positive("time_budget_s", time_budget_s)
         finite("effort", effort)
+        yes_no_or_none("advises", advises)
+        yes_no_or_none("progress", progress)
         check_constraints(constraints)
         self.topology = topology
         self.constraints = dict(constraints or {})

@@ -49,3 +49,15 @@ def test_what_lies_with_a_pinned_table_is_cut_like_it_on_its_ranks(layout: Layou
     other = {"t0": Constraint(colocate="a"), "t1": Constraint(colocate="a", layouts=["grid"])}
     with pytest.raises(PlanError, match=r"'t1\.weight' is pinned as .*allows layouts=\['grid'\]"):
         ShardingPlanner(constraints=other).plan(module, default_sharders(), one_axis(4), pinned={"t0.weight": layout})
+
+
+def test_two_pins_of_a_colocate_group_are_alike() -> None:
+    """The group was on the same ranks, cut in two ways, and nothing said so."""
+    planner, module = ShardingPlanner(constraints={"t*": Constraint(colocate="a")}), bags((1000, 64), (2000, 64))
+    alike = {"t0.weight": row_wise(), "t1.weight": row_wise([0, 1, 2, 3])}
+    assert dict(planner.plan(module, default_sharders(), one_axis(4), pinned=alike)) == {
+        name: ParameterSharding(layout) for name, layout in alike.items()
+    }
+    cut_otherwise = {**alike, "t1.weight": column_wise([0, 1, 2, 3])}
+    with pytest.raises(PlanError, match=r"'t0\.weight' is pinned as row_wise.* 't1\.weight' as column_wise.*'a'"):
+        planner.plan(module, default_sharders(), one_axis(4), pinned=cut_otherwise)

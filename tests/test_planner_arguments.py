@@ -41,6 +41,7 @@ def _plan(module: Any = None, **options: Any) -> Any:
         (lambda: propose_mesh(None, 4), "expected module to be an nn.Module; got None"),  # type: ignore[arg-type]
         (lambda: _plan(topology="h100"), "topology must be a planner.Topology, .*; got 'h100'"),
         (lambda: propose_mesh(bags((9, 8)), 4, topology="h100"), "topology must be a planner.Topology"),  # type: ignore[arg-type]
+        (lambda: _plan(advises="yes"), "advises must be True, False or None; got 'yes'"),
         (lambda: _plan(batch_size=inf), "batch_size must be a finite number; got inf"),
         (lambda: _plan(sequence_length=inf), "sequence_length must be a finite number; got inf"),
         (lambda: propose_mesh(bags((9, 8)), 4, batch_size=inf), "batch_size must be a finite number; got inf"),

@@ -17,6 +17,7 @@ from planner.candidates.groups import Group, Row, groups_of
 from planner.candidates.in_place import (
     InPlace,
     add_load,
+    check_cut_alike,
     check_layouts,
     check_ranks,
     held_by_groups,
@@ -141,6 +142,7 @@ class Candidates:
         rows = {name: len(found.offers) - len(kept) + i for i, name in enumerate(kept)}
         held = {name: ranks_held(of, found, rows[name], env.table_size) for name, of in kept.items()}
         check_ranks(kept, held, constraints)
+        check_cut_alike(kept, constraints, infos, env)
         groups = groups_of(class_of, held_by_groups(held, constraints, "colocate"), constraints, env.table_size)
         item_class, table_rows = classes_of_groups(groups, class_of, constraints, found, len(classes))
         curves = {name: curve for name, curve in seen.items() if curve is not None}

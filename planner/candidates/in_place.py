@@ -120,6 +120,34 @@ def check_layouts(
             )
 
 
+def check_cut_alike(
+    pinned: Mapping[str, InPlace],
+    constraints: Mapping[str, Constraint],
+    infos: Mapping[str, ParameterInfo],
+    env: ShardingEnv,
+) -> None:
+    """Raises PlanError where two pinned parameters of a colocate group are cut in different ways."""
+    first: dict[str, str] = {}
+    for name, of in pinned.items():
+        group = constraints[name].colocate
+        if group is None or (before := first.setdefault(group, name)) == name:
+            continue
+        other = pinned[before].layout
+        if of.layout != other and _cut(of.layout, infos[name], env) != _cut(other, infos[before], env):
+            raise PlanError(
+                f"{before!r} is pinned as {other} and {name!r} as {of.layout}; they are of the colocate group "
+                f"{group!r}, whose members are cut alike: pin one, or both alike",
+                table=name,
+            )
+
+
+def _cut(layout: Layout, info: ParameterInfo, env: ShardingEnv) -> list[tuple[int, ...]]:
+    """Rank, row block and column block of each part: the same of tables of other sizes that are cut alike."""
+    shards = layout.shards(info.shape, env)
+    starts = [sorted({shard.offsets[dim] for shard in shards}) for dim in range(len(info.shape))]
+    return sorted((s.rank, *(of.index(o) for of, o in zip(starts, s.offsets, strict=True))) for s in shards)
+
+
 def held_by_groups(held: Mapping[str, Ranks], constraints: Mapping[str, Constraint], what: str) -> dict[str, Ranks]:
     """Ranks of the pinned members of each `colocate` or `spread` group.
 
