@@ -247,12 +247,15 @@ def test_names_and_signature_are_the_modules_own() -> None:
     run_ranks(2, looked_at)
 
 
-def accumulated(shape: tuple[int, ...], names: tuple[str, ...], sync: bool) -> dict[str, Any]:
+def accumulated(shape: tuple[int, ...], names: tuple[str, ...], by: str) -> dict[str, Any]:
     env = ShardingEnv.from_mesh(mesh(shape, names))
     model = wrap(env)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(4):
-        with contextlib.nullcontext() if sync or step % 2 else model.no_sync():
+        if by == "attribute":  # as a script that had DDP
+            model.require_backward_grad_sync = syncs = step % 2 == 1
+            assert getattr(model.running, "require_backward_grad_sync", syncs) == syncs
+        with model.no_sync() if by == "no_sync" and not step % 2 else contextlib.nullcontext():
             loss_of(model, batch(env.data_rank, step)).backward()
         if step % 2:
             optimizer.step()
@@ -260,10 +263,14 @@ def accumulated(shape: tuple[int, ...], names: tuple[str, ...], sync: bool) -> d
     return full_state_dict(model)
 
 
-@pytest.mark.parametrize(("shape", "names"), [((2,), ("dp",)), ((2,), ("shard",)), ((2, 2), ("shard", "tp"))])
-def test_no_sync_comes_to_the_same(shape: Any, names: Any) -> None:
+@pytest.mark.parametrize(
+    ("shape", "names", "by"),
+    [((2,), ("dp",), "attribute"), ((2,), ("shard",), "attribute"), ((2, 2), ("shard", "tp"), "no_sync")],
+)
+def test_no_sync_comes_to_the_same(shape: Any, names: Any, by: str) -> None:
+    """DDP's attribute was set in silence, and did nothing."""
     world = 4 if len(shape) > 1 else 2
-    same(run_ranks(world, accumulated, shape, names, False)[0], run_ranks(world, accumulated, shape, names, True)[0])
+    same(run_ranks(world, accumulated, shape, names, by)[0], run_ranks(world, accumulated, shape, names, "all")[0])
 
 
 def asked_as_fsdp2(names: tuple[str, ...], has: bool) -> None:

@@ -23,6 +23,7 @@
 - `remade`: a sharded module of a stranger, made again for another plan
 - `given_optimizers`: ordinary optimizers that a user passes, and those inside them
 - `forward`: `model.forward`, with the signature of the module's own
+- `grad_sync`: averages of dense gradients, left out while they accumulate
 - `ddp_watch`: whether DDP still has hold of the dense parameters
 - `fused`: the optimizer view of what is updated in the backward pass
 - `live_state`: its state by parameter, read when it is asked for

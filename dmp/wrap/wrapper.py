@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from dmp.wrap.earlier_optimizers import marking_replaced
 from dmp.wrap.forward import Forward
 from dmp.wrap.fused import FusedOptimizer
 from dmp.wrap.gathered import chunks_shown
+from dmp.wrap.grad_sync import HELD, GradSync, without_averages
 from dmp.wrap.keyed import keyed
 from dmp.wrap.loading import load, loaded
 from dmp.wrap.outer_wrappers import keep_from_fully_shard
@@ -258,15 +259,10 @@ class DistributedModelParallel(nn.Module):
 
         Gradients of tables are exchanged in every backward, which comes to the same.
         """
-        with ExitStack() as stack:
-            layer = self.running
-            while layer is not self.module:
-                stack.enter_context(layer.no_sync())  # type: ignore[operator]
-                layer = layer.module  # type: ignore[assignment]
-            if hasattr(type(layer), "set_requires_gradient_sync"):  # FSDP2
-                layer.set_requires_gradient_sync(False)  # type: ignore[operator]
-                stack.callback(layer.set_requires_gradient_sync, True)  # type: ignore[arg-type]
+        with without_averages(self):
             yield
+
+    require_backward_grad_sync = GradSync()
 
     def train(self, mode: bool = True) -> DistributedModelParallel:
         """As of the module, whose own `train` is called."""
@@ -392,7 +388,7 @@ class DistributedModelParallel(nn.Module):
         new = type(self).__new__(type(self))
         memo[id(self)] = new
         made = copied(self._made, memo, device)
-        own = {name: value for name, value in self.__dict__.items() if name not in ("_modules", "_made")}
+        own = {name: value for name, value in self.__dict__.items() if name not in ("_modules", "_made", HELD)}
         new.__dict__.update(copy.deepcopy(own, memo))
         for module in made.sharded:
             set_hook(module, "calls", new._calls)
