@@ -18,8 +18,8 @@ _COPIED_BYTES, _MATRIX = 1 << 26, 512
 _LARGE_BYTES = 24 << 20  # of a table that is in no cache, with three others
 EXCHANGED_BYTES = (0, 1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 23)
 """What a rank has for each other one."""
-SUMMED_BYTES = (1 << 10, 1 << 18, 1 << 21, 1 << 24)
-"""Of what a collective of dense weights sums."""
+SUMMED_BYTES = (1 << 8, 1 << 10, 1 << 12, 1 << 18, 1 << 21, 1 << 22, 1 << 23, 1 << 24)
+"""Of what a collective of dense weights sums: of the small and of the large enough that one bad time is outvoted."""
 OPTIMIZERS = {"plain": "sgd", "rowwise": "rowwise_adagrad", "pointwise": "adagrad"}
 """Of each kind of state, the one that is measured."""
 
