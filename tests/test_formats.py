@@ -20,14 +20,18 @@ from dmp import (
     ChunkedTensor,
     DistributedModelParallel,
     ShardingEnv,
+    column_wise,
     export_safetensors,
     full_optimizer_state_dict,
     full_state_dict,
     load_checkpoint,
+    row_wise,
+    save_checkpoint,
 )
 from dmp.checkpoint.sources import stored_piece
 from tests import formats_jobs
 from tests.bench.state_peak import peak_above
+from tests.equality import attach
 from tests.formats_jobs import LAYOUTS, ROOT, Model, assert_equal, once, save_hugging_face, sharded
 from tests.programs import run_program
 from tests.ranks import mesh, run_ranks
@@ -94,6 +98,51 @@ def test_names_that_do_not_fit(rename: dict[str, str], message: str, tmp_path: P
     torch.save(nn.Linear(3, 1).state_dict(), tmp_path / "weights.pt")
     with pytest.raises(CheckpointError, match=message):
         load_checkpoint(tmp_path / "weights.pt", nn.Linear(3, 1), rename=rename)
+
+
+class Grown(nn.Module):
+    """A later run's model: a table more, and another layer above."""
+
+    def __init__(self, tables: int) -> None:
+        super().__init__()
+        torch.manual_seed(tables)
+        self.tables = nn.ModuleDict({f"t{i}": nn.EmbeddingBag(9 + i, 8) for i in range(tables)})
+        self.register_module(f"top{tables}", nn.Linear(8 * tables, 1))
+        attach(self.tables["t1"], "adagrad")
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        top = self.get_submodule(f"top{len(self.tables)}")
+        return top(torch.cat([table(ids) for table in self.tables.values()], 1))
+
+
+def grow(path: str) -> list[Any]:
+    states = []
+    for tables, layout in ((2, row_wise()), (3, column_wise([1, 0]))):
+        pinned = {f"tables.t{i}.weight": layout for i in range(tables)}
+        model = DistributedModelParallel(Grown(tables), plan=pinned)
+        optimizer = torch.optim.Adam([p for n, p in model.named_parameters() if "t1" not in n], lr=0.1)
+        model(torch.arange(8).view(4, 2)).sum().backward()
+        optimizer.step()
+        if tables == 2:
+            save_checkpoint(path, model, optimizer)
+        else:
+            with pytest.raises(CheckpointError, match=r"missing key 'tables\.t2\.weight'"):
+                load_checkpoint(path, model, optimizer)
+            states.append((full_state_dict(model), full_optimizer_state_dict(model, optimizer)["state"]))
+            load_checkpoint(path, model, optimizer, strict=False)
+        states.append((full_state_dict(model), full_optimizer_state_dict(model, optimizer)["state"]))
+    with pytest.raises(CheckpointError, match="none of its names is the model's"):
+        load_checkpoint(path, DistributedModelParallel(nn.Linear(2, 1)), strict=False)
+    return states
+
+
+def test_tables_that_were_added_since(tmp_path: Path) -> None:
+    """A checkpoint of fewer tables was refused, and its optimizer state lost to who went by `load_state_dict`."""
+    for saved, before, after in run_ranks(2, grow, str(tmp_path / "saved")):
+        for of_saved, of_before, of_after in zip(saved, before, after, strict=True):
+            assert of_after.keys() == of_before.keys()
+            for name, value in of_after.items():
+                torch.testing.assert_close(value, (of_saved if name in of_saved else of_before)[name], rtol=0, atol=0)
 
 
 # ---- safetensors and Hugging Face folders ----

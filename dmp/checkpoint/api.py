@@ -104,6 +104,7 @@ def load_checkpoint(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     rename: Rename | None = None,
+    strict: bool = True,
     cast: bool = False,
 ) -> Any:
     """Fill a model, and its optimizer, from a checkpoint of any mesh and plan; returns `extra` as it was saved.
@@ -129,6 +130,8 @@ def load_checkpoint(
         optimizer: an ordinary optimizer over its parameters, stepped or not.
         rename: the checkpoint's names -> the model's: a function, or a dict that names parameters or modules. A prefix
             that all names have (`module.`, `model.`), or all lack, is found without it; the logger "dmp" says so.
+        strict: False passes over names that only the checkpoint or only the model has, as of tables that were added;
+            the logger "dmp" says which. What the model has alone stays as it is, its optimizer state too.
         cast: weights and optimizer state of another floating dtype become the model's, rounded as `Tensor.to` does; by
             default they are an error, as what is lost in bfloat16 does not come back.
 
@@ -143,13 +146,13 @@ def load_checkpoint(
     def checked() -> CheckedLoad:
         """Nothing is changed yet: what does not fit is raised on all ranks."""
         source = fitted(renamed(open_source(source_path), rename), model.state_dict())
-        load = prepare(source, model, optimizer, cast=cast)
+        load = prepare(source, model, optimizer, strict=strict, cast=cast)
         prepare_random_state(load, env)
         return load
 
     wait_for_pending()
     with entry("load_checkpoint", group):
-        load = fail_together(checked, group, what, same=f"{cast=}, {told_of(optimizer)}")
+        load = fail_together(checked, group, what, same=f"{strict=}, {cast=}, {told_of(optimizer)}")
         when = load.source.about.get("saved_ns")  # what one host sees may be older than what another does
         ranges = results_of_all(lambda: load.check((env.rank, env.size)), group, what, same=when)
         fail_together(lambda: compare(one for of_rank in ranges for one in of_rank), None, what)

@@ -37,6 +37,7 @@ class CheckedLoad(NamedTuple):
         then: calls when all has been read.
         faults: what does not fit, while it is being checked.
         cast: what is stored in another floating dtype fits: it is rounded to the target's as it is copied.
+        passed_over: names that only the source or only the model has, where that is none of the faults; else None.
     """
 
     source: Source
@@ -44,6 +45,11 @@ class CheckedLoad(NamedTuple):
     then: list[Callable[[], Any]]
     faults: list[str]
     cast: bool = False
+    passed_over: list[str] | None = None
+
+    def differs(self, what: str) -> None:
+        """The source and the model do not have the same names."""
+        (self.faults if self.passed_over is None else self.passed_over).append(what)
 
     def check(self, share: tuple[int, int]) -> list[CheckedRange]:
         """Read the i-th of n shares of what all ranks will read, raise where it is damaged; what is to be compared."""
@@ -59,14 +65,19 @@ class CheckedLoad(NamedTuple):
 
 
 def prepare(
-    source: Source, model: nn.Module, optimizer: torch.optim.Optimizer | None, *, cast: bool = False
+    source: Source,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    strict: bool = True,
+    cast: bool = False,
 ) -> CheckedLoad:
-    """A checked load of weights and optimizer state; `cast` as `load_checkpoint` has it.
+    """A checked load of weights and optimizer state; `strict` and `cast` as `load_checkpoint` has them.
 
     Raises:
         CheckpointError: names, shapes or dtypes that do not fit.
     """
-    load = CheckedLoad(source, {}, [], [], cast)
+    load = CheckedLoad(source, {}, [], [], cast, None if strict else [])
     _prepare_weights(load, model)
     owned = owned_states(model, optimizer)
     if source.objects.get("param_groups") or any(key.startswith(STATE) for key in source.shapes):
@@ -77,9 +88,8 @@ def prepare(
         if optimizer is not None:
             names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
             lost = sorted(saved.keys() & names - {o.name for o in owned})
-            load.faults.extend(
-                f"optimizer state of {name!r} was saved, but no optimizer here has that parameter" for name in lost
-            )
+            for name in lost:
+                load.differs(f"optimizer state of {name!r} was saved, but no optimizer here has that parameter")
     elif optimizer is not None:
         why = source.about.get("no_state") or "it holds no optimizer state"
         load.faults.append(f"{why}; pass no optimizer to load the weights alone")
@@ -88,6 +98,8 @@ def prepare(
         said = "; ".join(load.faults[:_SHOWN])
         kind = type(model.module if isinstance(model, DistributedModelParallel) else model).__name__
         raise CheckpointError(f"the checkpoint does not fit {kind}: {said}{more}")
+    if load.passed_over:
+        load.then.append(partial(_log.warning, "%s, passed over: %s", source.path, "; ".join(load.passed_over)))
     return load
 
 
@@ -98,7 +110,8 @@ def _prepare_weights(load: CheckedLoad, model: nn.Module) -> None:
     saved = {key.removeprefix(MODEL) for key in load.source.shapes if key.startswith(MODEL)}
     for name, value in own.items():
         if not is_dense(value):
-            load.faults.extend([] if name in objects else [f"missing key {name!r}"])
+            if name not in objects:
+                load.differs(f"missing key {name!r}")
         elif value.is_meta or is_lazy(value):
             load.faults.append(f"{name!r} of the model has no storage to fill; materialise it first")
         elif name not in saved and saved.intersection(same.get(name, ())):
@@ -107,9 +120,13 @@ def _prepare_weights(load: CheckedLoad, model: nn.Module) -> None:
             load.targets[MODEL + name] = as_chunks(value)
             if value.numel():
                 _compare(load, MODEL + name, f"{name!r}")
-    load.faults.extend(f"unexpected key {name!r}" for name in sorted({*saved, *objects} - set(own)))
+    for name in sorted({*saved, *objects} - set(own)):
+        load.differs(f"unexpected key {name!r}")
+    if load.passed_over and not (saved & set(own)):
+        load.faults.append(f"none of its names is the model's: {load.passed_over[0]}")
     if objects:
-        load.then.append(lambda: model.load_state_dict({**own, **objects}))
+        known = {name: value for name, value in objects.items() if name in own}
+        load.then.append(lambda: model.load_state_dict({**own, **known}))
 
 
 def aliases(model: nn.Module) -> dict[str, list[str]]:
@@ -126,7 +143,8 @@ def _compare(load: CheckedLoad, key: str, what: str) -> None:
     if any(stride == 0 and n > 1 for c in target.chunks for n, stride in zip(c.shape, c.stride(), strict=True)):
         load.faults.append(f"{what} of the model is expanded, its elements share memory: give it memory by .clone()")
     if key not in load.source.shapes:
-        load.faults.append(f"missing key {what}")
+        del load.targets[key]
+        load.differs(f"missing key {what}")
         return
     size, dtype = load.source.shapes[key]
     if size != tuple(target.size()):
@@ -165,7 +183,7 @@ def _prepare_state(load: CheckedLoad, owned: OwnedState, widths: tuple[int, ...]
     """
     if keys is None:
         if load.source.about.get("names_stateless", True) or not _keeps_nothing(owned):
-            load.faults.append(f"no optimizer state for {owned.name!r}")
+            load.differs(f"no optimizer state for {owned.name!r}")
         return
     numbers: dict[str, Any] = load.source.objects.get("state", {}).get(owned.name, {})
     if owned.optimizer is None or (owned.values and (keys or numbers)):
