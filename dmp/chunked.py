@@ -149,6 +149,17 @@ class ChunkedTensor(torch.Tensor):
             )
         return metadata(self.size(), self.dtype, self.device, self.places)
 
+    def gather(self, *args: Any, **options: Any) -> Any:
+        """Refused: torch's ShardedTensor is gathered by its process group, and here there is none.
+
+        Raises:
+            ShardError: it does.
+        """
+        raise ShardError(
+            "a ChunkedTensor has no process group to be gathered by, as ShardedTensor.gather(dst, out) is: "
+            "full_state_dict(model, rank0_only=True) gives rank 0 whole tensors, full_state_dict(model) every rank"
+        )
+
     def local_tensor(self) -> torch.Tensor:
         """The one chunk of this rank.
 
