@@ -116,34 +116,24 @@ def hidden_size(path: str, module: nn.Module, styles: Mapping[str, Style]) -> in
 def _parallelize(module: nn.Module, mesh: DeviceMesh, style: ParallelStyle) -> None:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    if isinstance(style, ColwiseParallel):
+    if isinstance(style, ColwiseParallel | RowwiseParallel):
         style = copy.copy(style)
-        style._prepare_output_fn = _as_it_is  # type: ignore[method-assign]
-    elif isinstance(style, RowwiseParallel):
-        style = copy.copy(style)
-        is_table = isinstance(module, nn.Embedding)
-        style._prepare_output_fn = _waited_for if is_table else _summed  # type: ignore[method-assign]
+        is_out = isinstance(style, ColwiseParallel)
+        style._prepare_output_fn = _split_as_asked if is_out else _placed  # type: ignore[method-assign]
     # Values are equal on all ranks already: nothing is sent.
     parallelize_module(module, mesh, style, src_data_rank=None)
 
 
-def _as_it_is(placements: Any, use_local_output: bool, module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
-    """torch's, but it leaves an output that is split as asked: torch takes Shard(-1) and Shard(2) for different."""
+def _split_as_asked(placements: Any, use_local_output: bool, module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+    """As `_placed`, but an output that is split as asked is left: torch takes Shard(-1) and Shard(2) for different."""
     from torch.distributed.tensor import Shard
-    from torch.distributed.tensor.parallel import ColwiseParallel
 
     asked = tuple(Shard(p.dim % output.ndim) if isinstance(p, Shard) else p for p in placements)
-    return writable(ColwiseParallel._prepare_output_fn(asked, use_local_output, module, output, mesh))
+    return _placed(asked, use_local_output, module, output, mesh)
 
 
-def _summed(placements: Any, use_local_output: bool, module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
-    """torch's, but the model's code may write what it gives."""
-    from torch.distributed.tensor.parallel import RowwiseParallel
-
-    return writable(RowwiseParallel._prepare_output_fn(placements, use_local_output, module, output, mesh))
-
-
-def _waited_for(placements: Any, use_local_output: bool, module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
-    """torch's, but what it hands on has arrived: a compiled graph that takes what has not gives it a plain gradient."""
+def _placed(placements: Any, use_local_output: bool, module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+    """torch's, but the model's code may write what it gives, and that has arrived: a compiled graph that takes what has
+    not gives it a gradient that nobody takes, and all behind it has none."""
     output = output.redistribute(placements=placements)
     return writable(output.to_local()) if use_local_output else output
