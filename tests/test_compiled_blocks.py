@@ -16,7 +16,9 @@ from torch import nn
 from dmp import DistributedModelParallel, ShardingEnv, full_state_dict, rowwise
 from sharders import TensorParallelSharder
 from sharders.data_parallel.fsdp import FSDPWrapper
+from tests.beside_plain import trains
 from tests.ranks import close_pools, mesh, run_ranks
+from tests.test_claimed_width import LENGTH, WIDTH, Model
 from tests.test_fully_shard import env_of, ids_of, make, same, split_by_tensor, train
 
 
@@ -120,3 +122,16 @@ def compiled_vocabulary(shape: tuple[int, ...], names: tuple[str, ...], what: st
 )
 def test_a_split_vocabulary(shape: tuple[int, ...], names: tuple[str, ...], what: str, chunked: bool) -> None:
     run_ranks(torch.Size(shape).numel(), compiled_vocabulary, shape, names, what, chunked)
+
+
+def called_between_graphs() -> None:
+    env = ShardingEnv.from_mesh(mesh((2,), ("tp",)))
+    model = DistributedModelParallel(Model("joint").double(), env)
+    model.module.compile(backend="aot_eager")
+    trains(model, Model("joint").double(), env, lambda g: torch.randn(1, 2, LENGTH, WIDTH, generator=g).double())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_a_split_module_gives_between_compiled_graphs_has_a_gradient() -> None:
+    """All behind it had none, without a word: its sum over the ranks had not arrived when the next graph took it."""
+    run_ranks(2, called_between_graphs)

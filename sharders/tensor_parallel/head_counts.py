@@ -17,12 +17,13 @@ from typing import Any
 
 from torch import nn
 
-from dmp import join_name
+from dmp import is_inside, join_name
 from sharders.tensor_parallel.proof.likeness import UnlikeError, likeness, value_key
 from sharders.tensor_parallel.proof.proof import Verdict, disproof
 from sharders.tensor_parallel.proof.sample import Sample, UnprovedError
 from sharders.tensor_parallel.split.styles import SPLITTING, Style, family
-from sharders.tensor_parallel.structure.adapters import in_place
+from sharders.tensor_parallel.structure.adapters import base_of, in_place
+from sharders.tensor_parallel.structure.claimed_width import width_read_by
 from sharders.tensor_parallel.structure.dry_run import (
     DryRunError,
     Feed,
@@ -44,6 +45,7 @@ from sharders.tensor_parallel.structure.transformer import (
     LOCAL_HEADS,
     Block,
     Transformer,
+    outward,
 )
 
 Divided = dict[tuple[str, str], int]
@@ -134,7 +136,7 @@ class ModelRuns:
 
     def divisions(self, styles: Mapping[str, str]) -> Iterator[Divided]:
         """Local values of attributes worth a try under `styles`: what fits by shapes, the smallest change first; then
-        what the source says; then the rest.
+        what the source says; then the rest. Widths that are read from inputs come after what does without.
         """
         tried: list[Divided] = []
         for divided in self._divisions(styles):
@@ -143,12 +145,18 @@ class ModelRuns:
                 yield divided
 
     def _divisions(self, styles: Mapping[str, str]) -> Iterator[Divided]:
+        widths = self._widths(styles)
         try:
             options = self.unsplit().options
-            yield from (self.divide(styles, names) for names in options if self._fits(styles, names))
+            for more in [{}, widths] if widths else [{}]:
+                every = ({**self.divide(styles, names), **more} for names in options)
+                yield from (divided for divided in every if self._fits(styles, divided))
         except DryRunError:
             options = _options(_attributes(self.model, self.transformer.representatives()))
         yield self.divide_by_source(styles)
+        if widths:  # and often compared with an attribute that says the same
+            yield {**self.divide_by_source(styles), **widths}
+            yield {**self._local(styles, lambda _: True), **widths}
         yield from (self.divide(styles, names) for names in options)
 
     def verified(self) -> str:
@@ -212,11 +220,12 @@ class ModelRuns:
         Raises:
             DryRunError: the unsplit model does not run with guessed inputs.
         """
-        return next((names for names in self.unsplit().options if self._fits(styles, names)), None)
+        options = self.unsplit().options
+        return next((names for names in options if self._fits(styles, self.divide(styles, names))), None)
 
-    def _fits(self, styles: Mapping[str, str], names: frozenset[str]) -> bool:
+    def _fits(self, styles: Mapping[str, str], divided: Divided) -> bool:
         """Whether the model runs with local shapes, and gives the same shapes outside the branches."""
-        divided, known = self.divide(styles, names), self.unsplit()
+        known = self.unsplit()
         insides = [p for b in self.transformer.representatives() for p in _insides(self.model, b, styles)]
 
         edit = partial(make_local, styles=styles, divided=divided, size=self.size)
@@ -234,6 +243,11 @@ class ModelRuns:
     def divide_by_source(self, styles: Mapping[str, str]) -> Divided:
         """The same, by what the methods of an attention's class do with the attribute; shapes are not verified."""
         return self._local(styles, lambda a: _is_used(type(self.model.get_submodule(a.path)), a))
+
+    def _widths(self, styles: Mapping[str, str]) -> Divided:
+        """What attentions that `styles` split may read of their inputs instead, see [Note: claimed width]."""
+        every = _widths_read(self.model, self.transformer.blocks)
+        return {(a.path, a.name): a.value // self.size for a in every if a.down in styles}
 
     def _local(self, styles: Mapping[str, str], is_divided: Callable[[Attribute], bool]) -> Divided:
         every = _attributes(self.model, self.transformer.blocks)
@@ -291,6 +305,24 @@ def _attributes(model: nn.Module, blocks: Iterable[Block]) -> Iterator[Attribute
                 for attribute, count in of_config:
                     if number_of(module, attribute) == count and _is_in_source(kind, attribute):
                         yield Attribute(join_name(outer, name), attribute, count, True, down)
+
+
+def _widths_read(model: nn.Module, blocks: Iterable[Block]) -> Iterator[Attribute]:
+    """Of attentions in `blocks` whose heads together are as wide as their input: of each module around the Linears that
+    read it."""
+    for block in blocks:
+        for branch in block.branches:
+            up = model.get_submodule(join_name(block.path, branch.up[0]))
+            reads = features_of(up.get_submodule(base_of(up) or ""))
+            if branch.heads is None or reads is None or reads.in_features != branch.hidden:
+                continue
+            down = join_name(block.path, branch.down)
+            for path in outward(branch.up[0].rpartition(".")[0]):
+                module = model.get_submodule(join_name(block.path, path))
+                name = width_read_by(module)
+                is_called = is_inside(path, branch.path) and not isinstance(module, nn.Sequential | nn.ModuleList)
+                if is_called and name is not None:
+                    yield Attribute(join_name(block.path, path), name, branch.hidden, False, down)
 
 
 def _insides(model: nn.Module, block: Block, styles: Mapping[str, str]) -> Iterator[str]:

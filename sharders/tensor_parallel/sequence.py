@@ -159,10 +159,10 @@ def _see_slices(runs: ModelRuns, styles: Mapping[str, str], divided: Divided, un
     length = sequence_length(size)
 
     def edit(modules: dict[str, nn.Module]) -> None:
-        make_local(modules, styles, divided, size)
         for path, style in styles.items():
             if path in modules:
                 _simulate(modules[path], path, style, transformer.width, length, length // size)
+        make_local(modules, styles, divided, size)  # widths are claimed of what has been gathered
 
     try:
         seen = dry_run(runs.copies, unsplit.feed, edit)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from dmp import local_of, strided
 from sharders.tensor_parallel.proof.sample import Run, Sample, UnprovedError, part_of
@@ -21,6 +22,7 @@ from sharders.tensor_parallel.proof.simulated import simulate
 from sharders.tensor_parallel.split.local import share_of_parts
 from sharders.tensor_parallel.split.split import split
 from sharders.tensor_parallel.split.styles import Style
+from sharders.tensor_parallel.structure.claimed_width import is_width
 from sharders.tensor_parallel.structure.dry_run import undisturbed
 from sharders.tensor_parallel.structure.numbers import number_of
 
@@ -61,7 +63,8 @@ def _differs(
         modules = dict(model.named_modules())
         # A copy: a style object may keep something of the module it is applied to.
         here = {path: copy.copy(style) for path, style in styles.items() if path in modules}
-        held = {(path, name): number_of(modules[path], name) for path, name in divided if path in modules}
+        there = {key: value for key, value in divided.items() if key[0] in modules}
+        held = {key: _held(sample, modules[key[0]], key[1], value) for key, value in there.items()}
         attributes = {key: value // sample.ranks for key, value in held.items() if value is not None}  # of no stand-in
         split(model, mesh, here, attributes)
         return sample.run(model, mesh.get_rank(), modules)
@@ -74,6 +77,19 @@ def _differs(
         return f"{RAISES} {type(error).__name__}: {text[:300]}"
     wrong = _compare(sample, ranks)
     return None if wrong is None else wrong + _departure(sample, _again(sample), ranks[0])
+
+
+def _held(sample: Sample, module: nn.Module, name: str, local: int) -> int | None:
+    """A number of the sample's, which may be narrower; None where the module has none.
+
+    Args:
+        local: its value on one rank of the model itself.
+    """
+    held = number_of(module, name)
+    if held is None or not is_width(name):
+        return held
+    whole = local * sample.size
+    return sample.numbers.sizes.get(whole, whole)
 
 
 def _compare(sample: Sample, ranks: list[Run]) -> str | None:

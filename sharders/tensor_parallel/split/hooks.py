@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from dmp import InputError
+from sharders.tensor_parallel.structure.claimed_width import whole_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -173,10 +174,10 @@ def change_hidden_state(module: nn.Module, path: str, width: int, change: Callab
     """
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        for i, value in enumerate(args):
+        for i, value in enumerate(map(whole_of, args)):
             if is_hidden_state(value, width):
                 return (*args[:i], change(value), *args[i + 1 :]), kwargs
-        for name, value in kwargs.items():
+        for name, value in zip(kwargs, map(whole_of, kwargs.values()), strict=True):
             if is_hidden_state(value, width):
                 return args, {**kwargs, name: change(value)}
         raise InputError(

@@ -2,14 +2,17 @@
 
 [Note: meta copies]
 A copy shares nothing with the model and holds no values. Blocks of a structure that the copy already has are stood in
-for by its last output, so eighty equal blocks cost as much as one.
+for by its last output, so eighty equal blocks cost as much as one. A function that a module has for an attribute may be
+made around others of its modules, as minGPT's MLPs are: copies have one that is made around theirs.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import OrderedDict
+from collections.abc import Iterable, Mapping
 from functools import cached_property
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -52,6 +55,7 @@ class MetaCopies:
         memo.update((id(self.model.get_submodule(path)), stand_in) for path, stand_in in stand_ins.items())
         memo.update((id(vars(module)[name]), OrderedDict()) for module in self.kept.values() for name in _HOOKS)
         copied = copy.deepcopy(self.model, memo).eval()
+        _rebind(copied, memo)
         for path, stand_in in stand_ins.items():
             stand_in.like.append(copied.get_submodule(self.repeats[path]))
         for module in copied.modules():
@@ -89,6 +93,29 @@ class MetaCopies:
             is_parameter = isinstance(place.tensor, nn.Parameter)
             found[id(place.tensor)] = nn.Parameter(empty, requires_grad=False) if is_parameter else empty
         return found
+
+
+def _rebind(copied: nn.Module, memo: Mapping[int, Any]) -> None:
+    """Have functions that modules hold work on copies of what they are made around, by the ids of what was copied."""
+    for module in copied.modules():
+        for name, value in vars(module).items():
+            cells = value.__closure__ or () if isinstance(value, FunctionType) else ()
+            if any(isinstance(_held(cell), nn.Module) for cell in cells):
+                vars(module)[name] = _around(value, cells, memo)
+
+
+def _held(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing yet
+        return None
+
+
+def _around(function: FunctionType, cells: Iterable[CellType], memo: Mapping[int, Any]) -> FunctionType:
+    new = tuple(CellType(memo[id(_held(cell))]) if id(_held(cell)) in memo else cell for cell in cells)
+    made = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, new)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
 
 
 class _Repeat(nn.Module):
