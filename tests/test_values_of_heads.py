@@ -44,7 +44,7 @@ class Attention(nn.Module):
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.num_heads, self.kind = HEADS, kind
+        self.num_heads, self.kind = 2 if kind == "shared" else HEADS, kind
         self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
         if kind == "sinks":
             self.sinks = nn.Parameter(torch.randn(HEADS))
@@ -54,6 +54,8 @@ class Attention(nn.Module):
             self.gate = nn.Linear(WIDTH, HEADS)
         if kind == "wide gate":
             self.gate = nn.Linear(WIDTH, WIDTH)
+        if kind == "shared":
+            self.apart = nn.Parameter(torch.randn(2 * MOST, WIDTH // 2))
         if kind in ("table", "bias"):
             self.positions = Positions(kind == "table")
 
@@ -62,6 +64,9 @@ class Attention(nn.Module):
         scores = q @ k.transpose(-1, -2)
         if self.kind == "scale":
             scores = scores * self.scale
+        if self.kind == "shared":
+            places = torch.arange(x.shape[1])
+            scores = scores + torch.einsum("bhtd,tsd->bhts", q, self.apart[places[:, None] - places + MOST])
         if hasattr(self, "positions"):
             bias = self.positions(x.shape[1])
         scores = scores if bias is None else scores + bias
@@ -109,6 +114,7 @@ HOLDERS = {
     "gate": ("blocks.1.attention.gate", "colwise"),
     "wide gate": ("blocks.1.attention.gate", "colwise"),
     "slope": ("blocks.1.mlp.1", "sum_gradients"),
+    "shared": ("blocks.1.attention", "sum_gradients"),
     "table": ("blocks.1.attention.positions.table", "heads_1"),
     "bias": ("blocks.1.attention.positions", "heads_1"),
     "outside": ("positions.table", "heads_1"),
@@ -120,7 +126,7 @@ def trains_split(on: str, kind: str) -> None:
     model = DistributedModelParallel(Model(kind).double(), env)
     split = {name for name, p in model.named_parameters() if on_tensor_axis(p).is_shard()}
     assert {"blocks.1.attention.q.weight", "blocks.1.attention.out.weight", "blocks.1.mlp.0.weight"} <= split
-    assert kind == "slope" or any(
+    assert HOLDERS[kind][1] == "sum_gradients" or any(
         name.startswith(HOLDERS[kind][0]) and "." not in name[len(HOLDERS[kind][0]) + 1 :] for name in split
     )
     trains(

@@ -36,7 +36,7 @@ BECAUSE = "left whole, because"
 _JOINT = "one weight holds several, and how is neither proved nor to be seen"
 _BACK = "which of its Linears leads back is neither proved nor to be seen"
 _SECOND = "how its Linears beside query, key and value are used is not proved"
-_SCALARS = "whether its single numbers are used on all features or a rank's is neither proved nor to be seen"
+_SHARED = "whether its single numbers, or values of all heads, are a rank's is neither proved nor to be seen"
 _VALUES = "that what it holds as many of as heads is theirs is not proved"
 
 _Found = tuple[dict[str, str], Divided]  # styles by module path, and local values of attributes
@@ -166,12 +166,12 @@ def _branch_candidates(runs: ModelRuns) -> Iterator[_Candidate]:
                 for way in branch.ways
                 for relative in (_branch_styles(model.get_submodule(first.path), way, n) for n in way.parts)
             ]
-            scalars = {join_name(b.path, n): "sum_gradients" for b in blocks for n in _scalars(model, first, branch)}
-            ways = [{**way, **scalars} for way in ways if scalars] + ways  # of what is split, else of what is whole
+            shared = {join_name(b.path, n): "sum_gradients" for b in blocks for n in _shared(model, first, branch)}
+            ways = [{**way, **shared} for way in ways if shared] + ways  # of what is split, else of what is whole
             outside = _values_outside(runs, branch)
             ways += [{**way, **outside} for way in ways if outside]
             has_values = not OF_HEADS.keys().isdisjoint(dict(branch.adapters).values())
-            open_are = {_JOINT: branch.is_joint, _VALUES: has_values, _BACK: branch.others, _SCALARS: scalars}
+            open_are = {_JOINT: branch.is_joint, _VALUES: has_values, _BACK: branch.others, _SHARED: shared}
             unless_proved = next((why for why, is_open in {**open_are, _SECOND: branch.second}.items() if is_open), "")
             yield _Candidate(name, first.path, ways[0], tuple(ways[1:]), unless_proved, outside)
         for path, every in first.experts:
@@ -224,14 +224,18 @@ def sums_of_heads(runs: ModelRuns, styles: Mapping[str, Style]) -> dict[str, str
     return found
 
 
-def _scalars(model: nn.Module, block: Block, branch: Branch) -> Iterator[str]:
-    """Modules in a branch, by their path in the block, that hold single numbers, such as an activation's slope."""
+def _shared(model: nn.Module, block: Block, branch: Branch) -> Iterator[str]:
+    """Modules in a branch, by their path in the block, that hold single numbers, such as an activation's slope; or for
+    all heads what is as wide as one, such as relative positions (distances, head size)."""
     beside = {*branch.up, branch.down, *dict(branch.adapters)}
     others = [b.path for b in block.branches if b.path and not is_inside(branch.path, b.path)]  # of a flat block's MLP
+    of_head = branch.heads.size if branch.heads is not None and not branch.widths else None
     for name, module in model.get_submodule(join_name(block.path, branch.path)).named_modules():
-        sizes = {p.numel() for p in module.parameters(recurse=False) if not is_lazy(p)}
+        own = [p for p in module.parameters(recurse=False) if not is_lazy(p)]
+        is_single = {p.numel() for p in own} == {1}
+        is_wide = bool(own) and all(p.dim() > 1 and p.shape[-1] == of_head for p in own) and features_of(module) is None
         path = join_name(branch.path, name)
-        if sizes == {1} and path not in beside and not any(is_inside(path, other) for other in others):
+        if (is_single or is_wide) and path not in beside and not any(is_inside(path, other) for other in others):
             yield path
 
 

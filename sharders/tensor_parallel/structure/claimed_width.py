@@ -16,6 +16,7 @@ query, key and value are one.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any
@@ -31,12 +32,27 @@ _WIDTH = ".shape[-1]"
 
 
 def width_read_by(module: nn.Module) -> str | None:
-    """What stands for the width among the module's numbers, such as `x.shape[-1]`; None where it takes no input."""
+    """What stands for the width among the module's numbers, such as `x.shape[-1]`; None where, by the source of its
+    class, it is not read."""
+    kind: Any = type(module)
     try:
         first = next(iter(inspect.signature(module.forward).parameters), None)
     except (TypeError, ValueError):  # of what has no signature nobody knows
         return None
-    return None if first is None else first + _WIDTH
+    return first + _WIDTH if first is not None and _is_read(kind, first) else None
+
+
+@cache
+def _is_read(kind: Any, name: str) -> bool:
+    """Whether methods of a class read sizes of what is called so, beside the first two; also without a source."""
+    own = kind.__mro__[: kind.__mro__.index(nn.Module)]
+    try:
+        source = "".join(inspect.getsource(f) for each in own for f in vars(each).values() if inspect.isfunction(f))
+    except (OSError, TypeError):
+        return True
+    sizes = rf"\b{re.escape(name)}\.(?:shape\b|size\(\))"
+    others = rf"\b_\s*=\s*{sizes}(?!\[)|{sizes}\[(?:0|1|:-1|:2)\]|\b{re.escape(name)}\.size\((?:dim=)?[01]\)"
+    return re.search(rf"\b{re.escape(name)}\.(?:shape|size)\b", re.sub(others, "", source)) is not None
 
 
 def is_width(name: str) -> bool:
