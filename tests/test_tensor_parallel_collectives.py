@@ -72,7 +72,7 @@ def check_collectives() -> None:
         "feed_forward.w2": "rowwise",
     }
     ours = made()
-    split(ours, (2,), ("tp",), plan)
+    split(ours, (2,), ("tp",), plan, example_inputs=(x, positions))
     ours.attention.heads = ours.attention.kv_heads = 2
     counted = count(ours, x, positions)
     assert counted == count(theirs, x, positions)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -21,17 +22,17 @@ def without_averages(model: Any) -> ExitStack:
 
 
 class GradSync:
-    """`model.require_backward_grad_sync`, which scripts set on DDP instead of `no_sync`: False until it is True."""
+    """`model.require_backward_grad_sync`, which scripts set on DDP instead of `no_sync`: False until it is True. Copies
+    of a model begin anew."""
+
+    def __init__(self) -> None:
+        self._held: WeakKeyDictionary[nn.Module, ExitStack] = WeakKeyDictionary()
 
     def __get__(self, model: nn.Module | None, owner: type) -> Any:
-        return self if model is None else HELD not in model.__dict__
+        return self if model is None else model not in self._held
 
     def __set__(self, model: nn.Module, value: bool) -> None:
-        if HELD in model.__dict__:
-            model.__dict__.pop(HELD).close()
+        if model in self._held:
+            self._held.pop(model).close()
         if not value:
-            model.__dict__[HELD] = without_averages(model)
-
-
-HELD = "_without_averages"
-"""Where a wrapped model keeps what ends it; copies begin anew."""
+            self._held[model] = without_averages(model)

@@ -33,7 +33,7 @@ from dmp.wrap.earlier_optimizers import marking_replaced
 from dmp.wrap.forward import Forward
 from dmp.wrap.fused import FusedOptimizer
 from dmp.wrap.gathered import chunks_shown
-from dmp.wrap.grad_sync import HELD, GradSync, without_averages
+from dmp.wrap.grad_sync import GradSync, without_averages
 from dmp.wrap.keyed import keyed
 from dmp.wrap.loading import load, loaded
 from dmp.wrap.outer_wrappers import keep_from_fully_shard
@@ -388,7 +388,7 @@ class DistributedModelParallel(nn.Module):
         new = type(self).__new__(type(self))
         memo[id(self)] = new
         made = copied(self._made, memo, device)
-        own = {name: value for name, value in self.__dict__.items() if name not in ("_modules", "_made", HELD)}
+        own = {name: value for name, value in self.__dict__.items() if name not in ("_modules", "_made")}
         new.__dict__.update(copy.deepcopy(own, memo))
         for module in made.sharded:
             set_hook(module, "calls", new._calls)

@@ -346,8 +346,9 @@ def _is_used(cls: Any, attribute: Attribute) -> bool:
 
 @lru_cache(maxsize=1024)
 def _is_in_source(cls: Any, name: str, before: str = "") -> bool:
-    """Whether the methods of a class, but for `__init__`, read an attribute behind such an expression."""
-    methods = [m for n, m in vars(cls).items() if inspect.isfunction(m) and n != "__init__"]
+    """Whether methods of a class or of its bases, but for `__init__`, read an attribute behind such an expression."""
+    own = cls.__mro__[: cls.__mro__.index(nn.Module)]
+    methods = [m for each in own for n, m in vars(each).items() if inspect.isfunction(m) and n != "__init__"]
     try:
         source = "".join(inspect.getsource(m) for m in methods)
     except (OSError, TypeError):
