@@ -110,7 +110,7 @@ def compiled_vocabulary(shape: tuple[int, ...], names: tuple[str, ...], what: st
 @pytest.mark.parametrize(
     ("shape", "names", "what", "chunked"),
     [
-        ((2,), ("tp",), "layers", False),
+        pytest.param((2,), ("tp",), "layers", False, marks=pytest.mark.slow),
         ((2,), ("tp",), "layers", True),
         pytest.param((2,), ("tp",), "blocks", True, marks=pytest.mark.slow),
         pytest.param((2,), ("tp",), "blocks", False, marks=pytest.mark.slow),

@@ -258,8 +258,8 @@ WORST_GAP = {
 }
 
 
-DEAR = ("mlperf_dcnv2", "16x8")
-CASES = [pytest.param(*case, marks=pytest.mark.slow if case == DEAR else ()) for case in WORST_GAP]
+DEAR = [(name, "16x8") for name in ("mlperf_dcnv2", "nv_small")]
+CASES = [pytest.param(*case, marks=pytest.mark.slow if case in DEAR else ()) for case in WORST_GAP]
 
 
 @pytest.mark.parametrize(("name", "shape"), CASES)

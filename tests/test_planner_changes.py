@@ -16,7 +16,7 @@ from planner.search.starts import starts
 from tests.test_planner_families import drawn, search
 
 
-@pytest.mark.parametrize("ranks", [64, 1024])
+@pytest.mark.parametrize("ranks", [pytest.param(64, marks=pytest.mark.slow), 1024])
 def test_what_is_changed_in_part_is_as_if_it_were_made_anew(ranks: int) -> None:
     p = drawn(3, 30, ranks, (1, 2, 3, 6, 8), 24, 1e9, 8)
     solution = search(p)
