@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from dmp import PlanError, ShardingEnv
+from dmp import DistributedModelParallel, PlanError, ShardingEnv
 from sharders import TensorParallelSharder
+from tests.ranks import mesh, run_ranks
 
 TP = ShardingEnv.abstract((2,), ("tp",))
 PLAN = {"up": "colwise", "down": "rowwise"}
@@ -73,3 +74,27 @@ def test_ways_to_give_them(given: Any) -> None:
     model = nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 8))
     sharder = TensorParallelSharder({"0": "colwise", "1": "rowwise"}, example_inputs=given)
     assert any(note.startswith("proved") for note in sharder.place(model, {}, TP).notes)
+
+
+def other_by_rank() -> None:
+    env = ShardingEnv.from_mesh(mesh((2,), ("tp",)))
+    plan = PLAN if env.rank else {}
+    placement = TensorParallelSharder(plan, example_inputs=example()).place(Pages(False), {}, env)
+    with pytest.raises(PlanError, match="ranks 0 and 1 along mesh axis 'tp' would split the model in different ways"):
+        placement.apply(Pages(False))
+
+
+def unproved_by_rank() -> None:
+    """The other rank takes part in comparing gradients."""
+    env = ShardingEnv.from_mesh(mesh((2,), ("tp",)))
+    given = example() if env.rank else None
+    sharder = TensorParallelSharder(PLAN, example_inputs=given)
+    model = DistributedModelParallel(Pages(False), env, sharders=[sharder])
+    page = example()
+    model(page["page"], count=page["count"])["out"].sum().backward()
+
+
+@pytest.mark.parametrize("job", [other_by_rank, unproved_by_rank])
+def test_examples_that_differ_by_rank(job: Any) -> None:
+    """Groups would be split in different ways, or one rank wait for the other."""
+    run_ranks(2, job)

@@ -122,7 +122,11 @@ def _is_run_in_part(module: nn.Module, path: str) -> bool:
 
 def say_of_unsure(module: nn.Module, ignored: Collection[str]) -> None:
     """Which blocks are no units, and why."""
-    for path, owner in units_in_turn(module, repeated_blocks(module, ignored))[1].items():
+    blocks = repeated_blocks(module, ignored)
+    for path in blocks:
+        if _is_run_in_part(module, path):
+            _log.warning("%r is gathered with the root, not by itself: the model runs a part of it by itself too", path)
+    for path, owner in units_in_turn(module, blocks)[1].items():
         _log.warning(
             "the modules of %r are gathered with what holds them, not one at a time: the code of %s does not show that "
             "each is run at every forward, and where some rank runs others they would not fit together. If each is, "

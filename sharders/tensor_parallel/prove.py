@@ -28,6 +28,10 @@ UNPROVED = "not proved"
 """With which the note on a plan begins that could not be tried."""
 
 
+_TRIES_ALONE = 8
+"""Local values of attributes that are tried of modules one by one."""
+
+
 @dataclass(frozen=True)
 class PlanProof(Verdict):
     """What was found out about a plan; where it is wrong with all values of attributes, what is with the first."""
@@ -57,7 +61,7 @@ def prove(runs: ModelRuns, styles: Mapping[str, Style], choices: Iterable[Divide
     Raises:
         UnprovedError: without `alone`, where the model does not run.
     """
-    wrong, unproved = "", None
+    wrong, unproved, tried = "", None, 0
     for divided in choices:
         verdict = runs.verdict(styles, divided)
         if verdict.unproved:
@@ -66,7 +70,9 @@ def prove(runs: ModelRuns, styles: Mapping[str, Style], choices: Iterable[Divide
             found = _prove_alone(runs, styles, divided, verdict.unproved)
             if not found.wrong and not found.raised:
                 return found
-            unproved = unproved or found
+            unproved, tried = unproved or found, tried + 1
+            if tried == _TRIES_ALONE:
+                break
             continue
         if verdict.wrong is None and not verdict.unreached:
             return PlanProof(on=verdict.on, divided=divided)

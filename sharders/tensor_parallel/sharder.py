@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from dmp import Layout, PlanError, ShardError, ShardingEnv, join_name, type_name
+from dmp import Layout, PlanError, ShardError, ShardingEnv, join_name, ranks, type_name
 from sharders.tensor_parallel.auto_plan import BECAUSE, Choice, check_heads, derive, sums_of_heads
 from sharders.tensor_parallel.head_counts import Divided, ModelRuns, divided_attributes
 from sharders.tensor_parallel.prove import UNPROVED, prove, warn_on_first_rank
@@ -131,23 +132,42 @@ class TensorParallelPlacement:
     warnings: tuple[str, ...] = ()
 
     def apply(self, model: nn.Module) -> None:
-        """Split the model in place. No communication, but for the random state; parameters may be on meta.
+        """Split the model in place. No communication, but for the random state, and what was decided; parameters may be
+        on meta.
 
         Raises:
             ShardError: the mesh is abstract.
+            PlanError: other ranks decided otherwise.
         """
         if self.env.tensor_size == 1:
             return
         mesh = self.env.submesh("tensor")
         if mesh is None:
             raise ShardError(f"tensor parallelism needs processes, and {self.env} is a mesh that is not here")
+        is_unproved = self._agreed(mesh)
         random_state = _random_state(mesh.device_type)
         if self.styles:
             split(model, mesh, self.styles, self.divided)
             compare_samples(model, mesh)
-            if any(UNPROVED in text for text in self.warnings):
+            if is_unproved:
                 compare_gradients(model, mesh)
         _share_random_state(random_state, mesh)  # also where all is whole: ranks must drop the same
+
+    def _agreed(self, mesh: DeviceMesh) -> bool:
+        """Whether the plan is unproved on some rank along the axis. What is in no plan, such as numbers of heads, each
+        rank finds for itself: by example inputs, where it was given some."""
+        (axis,) = mesh.mesh_dim_names or ("tensor",)
+        named = sorted(_names(dict(self.styles)).items())
+        found = zlib.crc32(repr((named, sorted(self.divided.items()))).encode())
+        is_unproved = any(UNPROVED in text for text in self.warnings)
+        told = ranks.gather_words("splitting a model by tensor parallelism", [found, is_unproved], mesh.get_group())
+        other = next((rank for rank, words in enumerate(told) if words[0] != told[0][0]), None)
+        if other is not None:
+            raise PlanError(
+                f"ranks 0 and {other} along mesh axis {axis!r} would split the model in different ways; the model, the "
+                "sharder and its example_inputs must be the same on all of them"
+            )
+        return any(words[1] for words in told)
 
 
 def _example(inputs: Any) -> tuple[Feed, ...]:

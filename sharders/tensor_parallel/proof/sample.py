@@ -171,7 +171,8 @@ class Sample:
             return values.to(self.dtype, copy=True)
         if x.is_meta:
             is_mask = x.dtype == torch.bool
-            return torch.ones(x.shape, dtype=x.dtype) if is_mask else torch.randint(0, rows, x.shape, dtype=x.dtype)
+            drawn = torch.ones(x.shape) if is_mask else torch.randint(0, rows, x.shape, generator=generator)
+            return drawn.to(x.dtype)
         is_beyond = bool(self.numbers.sizes) and x.numel() and x.dtype == torch.int64 and int(x.max()) >= rows
         return x.remainder(rows) if is_beyond else x.clone()
 
