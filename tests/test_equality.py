@@ -65,7 +65,7 @@ def test_more_optimizers(mesh: str, kind: str, every: int) -> None:
     ("mesh", "kind"),
     [("dp2", "ebc"), ("dp4", "ebc_weighted"), ("dp4", "ec"), ("host2xlocal2", "ebc"), ("replicate2xshard2", "ebc")],
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_random_rectangles(mesh: str, kind: str, seeds: range) -> None:
     world = math.prod(MESHES[mesh][0])
     failed = run_ranks(world, run_random, mesh, kind, seeds, timeout=300)

@@ -204,7 +204,7 @@ STAMPS |= {"infinite": 1e400, "beyond 64 bits": 10**99, "bool": True, "list": [1
 
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("stamp", STAMPS.values(), ids=STAMPS)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_the_one_just_written_stays(count: int, stamp: object, tmp_path: Path) -> None:
     for name in "ab":
         stamped(tmp_path / name, stamp)

@@ -125,6 +125,7 @@ def trains_split(on: str, is_planned: bool) -> None:
     split = {name for name, p in model.named_parameters() if cast("Any", p).placements[-1].is_shard()}
     assert {f"blocks.0.attn.{name}.weight" for name in ("to_q", "add_v", "to_out.0", "to_add_out")} <= split
     assert {"blocks.2.ff.net.0.proj.weight", "blocks.2.ff.net.2.weight", "blocks.2.attn.add_q.weight"} <= split
+    assert ("blocks.1.modulation.weight" in split) != is_planned
     trains(model, Model().double(), env, lambda generator: batch(env, generator))
 
 

@@ -2,6 +2,7 @@
 
 - `sharder`: `TensorParallelSharder`: decides, checks, splits
 - `auto_plan`: a tensor-parallel plan from a model's structure
+- `left_whole`: what is left whole, in words
 - `sequence`: completes a plan with its sequence-parallel parts
 - `head_counts`: numbers of heads that become local
 - `prove`: has a plan proved: on the whole model, else on the modules of it that run alone

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -16,16 +17,17 @@ from torch.nn.parameter import is_lazy
 
 from dmp import PlanError, is_inside, join_name
 from sharders.tensor_parallel.head_counts import Divided, ModelRuns
+from sharders.tensor_parallel.left_whole import counted, counts, does_not_divide, of_width, whole_notes, without_taken
 from sharders.tensor_parallel.proof.sample import UnprovedError
 from sharders.tensor_parallel.prove import PlanProof, prove
 from sharders.tensor_parallel.sequence import sequence_styles
 from sharders.tensor_parallel.split.patterns import with_ties
 from sharders.tensor_parallel.split.styles import PACKED, Style
 from sharders.tensor_parallel.structure.dry_run import DryRunError
-from sharders.tensor_parallel.structure.experts import Experts
 from sharders.tensor_parallel.structure.linears import features_of
 from sharders.tensor_parallel.structure.of_heads import OF_HEADS, norms_of_heads, values_of_heads
-from sharders.tensor_parallel.structure.transformer import Block, Branch, Transformer
+from sharders.tensor_parallel.structure.of_samples import vectors_of_samples
+from sharders.tensor_parallel.structure.transformer import Block, Branch
 
 _TRIES, _TRIES_OF_ONE = 8, 3  # ways to divide attributes; the likeliest come first
 
@@ -92,9 +94,10 @@ def derive(runs: ModelRuns, *, sequence_parallel: bool = False, loss_parallel: b
     if not transformer.blocks:
         return Choice({}, {}, ("no transformer blocks: nothing to split by tensor parallelism",))
     _check_most(runs)
-    notes = list(_whole_notes(transformer, runs.size))
+    notes = list(whole_notes(transformer, runs.size))
     vocabulary = list(_vocabulary_candidates(runs, loss_parallel, notes))
     styles, divided = _decide(runs, list(_branch_candidates(runs)), vocabulary, notes)
+    notes = list(without_taken(transformer, styles, notes))
     if loss_parallel and "colwise_loss_parallel" not in styles.values():
         raise PlanError(
             f"loss_parallel needs a head whose logits can be split over axis {runs.axis!r} of size {runs.size}; this "
@@ -110,7 +113,7 @@ def _check_most(runs: ModelRuns) -> None:
     """Raise if most attentions, or most MLPs, are such as the axis does not divide; stages of few heads are few."""
     every = [(block, branch) for block in runs.transformer.blocks for branch in block.branches]
     for alike in ([e for e in every if e[1].heads is not None], [e for e in every if e[1].heads is None]):
-        uneven = [e for e in alike if _does_not_divide(e[1], runs.size) and not (e[1].is_joint or e[1].has_one_head)]
+        uneven = [e for e in alike if does_not_divide(e[1], runs.size) and not (e[1].is_joint or e[1].has_one_head)]
         if 2 * sum(_weights(runs.model, *e) for e in uneven) >= sum(_weights(runs.model, *e) for e in alike):
             for block, branch in uneven:
                 _check_branch(join_name(block.path, branch.path), branch, runs)
@@ -134,16 +137,9 @@ def check_heads(runs: ModelRuns, styles: Mapping[str, str]) -> None:
                 _check_branch(join_name(block.path, branch.path), branch, runs)
 
 
-def _counts(branch: Branch) -> dict[str, int]:
-    """What the axis must divide."""
-    if branch.heads is None:
-        return {"hidden size": branch.hidden}
-    return {"number of heads": branch.heads.query, "number of key/value heads": branch.heads.key_value}
-
-
 def _check_branch(path: str, branch: Branch, runs: ModelRuns) -> None:
     size, axis = runs.size, runs.axis
-    for what, count in _counts(branch).items():
+    for what, count in counts(branch).items():
         if count % size:
             fitting = f"whose {axis!r} axis divides {count}" if count > 1 else f"without the axis {axis!r}"
             raise PlanError(
@@ -158,9 +154,9 @@ def _branch_candidates(runs: ModelRuns) -> Iterator[_Candidate]:
     for blocks in runs.transformer.by_structure():
         first = blocks[0]
         for branch in first.branches:
-            if _does_not_divide(branch, runs.size):
+            if does_not_divide(branch, runs.size):
                 continue
-            name = _counted(join_name(first.path, branch.path or branch.down), len(blocks))
+            name = counted(join_name(first.path, branch.path or branch.down), len(blocks))
             ways = [
                 {join_name(b.path, n): style for b in blocks for n, style in relative.items()}
                 for way in branch.ways
@@ -177,12 +173,16 @@ def _branch_candidates(runs: ModelRuns) -> Iterator[_Candidate]:
         for path, every in first.experts:
             ways = [
                 {join_name(b.path, path): style for b in blocks}
-                for style, way in _of_width(every, runs.transformer.width).items()
+                for style, way in of_width(every, runs.transformer.width).items()
                 if way.inner % runs.size == 0
             ]
             if ways:
-                name = _counted(join_name(first.path, path), len(blocks))
+                name = counted(join_name(first.path, path), len(blocks))
                 yield _Candidate(name, first.path, ways[0], tuple(ways[1:]), _JOINT)
+        with suppress(DryRunError):
+            for path in vectors_of_samples(model, first, runs.unsplit().whole, runs.size):
+                name = counted(join_name(first.path, path), len(blocks))
+                yield _Candidate(name, first.path, {join_name(b.path, path): "colwise_gather" for b in blocks})
 
 
 def _values_outside(runs: ModelRuns, branch: Branch) -> dict[str, str]:
@@ -193,16 +193,6 @@ def _values_outside(runs: ModelRuns, branch: Branch) -> dict[str, str]:
     closed = [join_name(b.path, x.path) for b, x in branches]
     found = values_of_heads(runs.model, branch.heads, ()).items()
     return {path: s for path, s in found if s in OF_HEADS and not any(is_inside(path, c) for c in closed)}
-
-
-def _of_width(ways: Mapping[str, Experts], width: int) -> dict[str, Experts]:
-    """Those of experts that take the hidden size, or all."""
-    return {style: way for style, way in ways.items() if way.width == width} or dict(ways)
-
-
-def _does_not_divide(branch: Branch, size: int) -> str:
-    """The count that the axis does not divide, in words; empty where it divides all."""
-    return next((f"{what} {count}" for what, count in _counts(branch).items() if count % size), "")
 
 
 def _branch_styles(block: nn.Module, branch: Branch, parts: int) -> dict[str, str]:
@@ -421,25 +411,3 @@ def _of_blocks(
 
 def _merged(candidates: Iterable[_Candidate]) -> dict[str, str]:
     return {path: style for each in candidates for path, style in each.styles.items()}
-
-
-def _whole_notes(transformer: Transformer, size: int) -> Iterator[str]:
-    for blocks in transformer.by_structure():
-        whole = [(each.path, each.why) for each in blocks[0].whole]
-        whole += [
-            (branch.path or branch.down, f"its {uneven} is not divisible by {size}")
-            for branch in blocks[0].branches
-            if (uneven := _does_not_divide(branch, size))
-        ]
-        whole += [
-            (path, f"the inner size {way.inner} of its experts is not divisible by {size}")
-            for path, every in blocks[0].experts
-            for way in list(_of_width(every, transformer.width).values())[:1]
-            if way.inner % size
-        ]
-        for path, why in whole:
-            yield f"{_counted(join_name(blocks[0].path, path), len(blocks))}: left whole, {why}"
-
-
-def _counted(path: str, count: int) -> str:
-    return path if count == 1 else f"{path} (and {count - 1} like it)"
