@@ -393,6 +393,23 @@ def test_trains_as_one_process_and_its_state_goes_to_any_mesh(kind: str, tmp_pat
         run_ranks(math.prod(MESHES[mesh].shape), trained_saved_and_loaded, mesh, kind, source, target)
 
 
+class Unknown(WithSingles):
+    """Nobody can guess its input, and it has blocks of one kind alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList()
+
+    def forward(self, *, page: torch.Tensor) -> torch.Tensor:
+        return super().forward(page)
+
+
+def test_sequence_parallel_does_not_run_what_shares_its_output() -> None:
+    """Each rank attended to its slice alone, and where nothing is proved nobody was told."""
+    with pytest.raises(PlanError, match=r"'singles.0.proj_mlp', 'singles.0.proj_out'\] are beside .*=False"):
+        TensorParallelSharder(sequence_parallel=True).place(Unknown(), {}, ShardingEnv.abstract((2,), ("tp",)))
+
+
 @pytest.mark.parametrize("kind", LINEARS)
 def test_sequence_parallel_is_proved_too(kind: str) -> None:
     sharder = TensorParallelSharder(sequence_parallel=True)

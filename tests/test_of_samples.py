@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from dmp import PlanError
 from sharders.tensor_parallel.auto_plan import derive
 from sharders.tensor_parallel.head_counts import ModelRuns
 from tests.test_values_of_heads import WIDTH, Attention
@@ -36,3 +37,11 @@ def test_what_gives_a_vector_for_each_sample_is_split_and_gathered(kind: str) ->
     assert found.styles.get("1.wide") == ("colwise_gather" if is_of_samples else None)
     assert any("0.wide" in note and "left whole" in note for note in found.notes) != is_of_samples
     assert any("; proved" in note for note in found.notes) and found.styles["1.attention.q"] == "colwise"
+
+
+def test_sequence_parallel_does_not_run_it() -> None:
+    """It is used on slices, so that each rank has a part of its gradient: gathered, it would have passed unseen."""
+    model = nn.ModuleDict({"blocks": nn.ModuleList([Block("samples"), Block("samples")]), "norm": nn.LayerNorm(WIDTH)})
+    model.forward = lambda *, page: page  # nobody can guess what it takes
+    with pytest.raises(PlanError, match=r"'blocks.0.wide' .* would see a slice of the sequence"):
+        derive(ModelRuns(model, 2, "tp"), sequence_parallel=True)

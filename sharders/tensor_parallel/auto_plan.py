@@ -97,6 +97,9 @@ def derive(runs: ModelRuns, *, sequence_parallel: bool = False, loss_parallel: b
     notes = list(whole_notes(transformer, runs.size))
     vocabulary = list(_vocabulary_candidates(runs, loss_parallel, notes))
     styles, divided = _decide(runs, list(_branch_candidates(runs)), vocabulary, notes)
+    if sequence_parallel:  # what is used on slices has parts of its gradient, which gathering would not sum
+        whole = {join_name(block.path, each.path) for block in transformer.blocks for each in block.whole}
+        styles = {path: style for path, style in styles.items() if path not in whole}
     notes = list(without_taken(transformer, styles, notes))
     if loss_parallel and "colwise_loss_parallel" not in styles.values():
         raise PlanError(

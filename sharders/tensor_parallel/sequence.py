@@ -97,6 +97,12 @@ def _add_branches(block: Block, styles: dict[str, str], axis: str) -> Iterator[s
     """Styles of a block's attentions and MLPs; yields the modules that gather their input."""
     for branch in (way for each in block.branches for way in each.ways):
         down = join_name(block.path, branch.down)
+        if branch.second and down in styles:
+            raise PlanError(
+                f"modules {[join_name(block.path, n) for n, _ in branch.second]} are beside an attention's query, key "
+                f"and value, of a second sequence or of an MLP that has its output with it: sequence parallel over "
+                f"axis {axis!r} does not run them; use TensorParallelSharder(sequence_parallel=False)"
+            )
         if styles.get(down) not in ("rowwise", "rowwise_scatter"):
             continue
         beside = [n for n, style in branch.adapters if style not in OF_HEADS or n == branch.path]
