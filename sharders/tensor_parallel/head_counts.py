@@ -7,7 +7,6 @@ guessed inputs, the source of its class does.
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
@@ -37,6 +36,7 @@ from sharders.tensor_parallel.structure.find_transformer import recognise
 from sharders.tensor_parallel.structure.linears import features_of, is_joint_attention
 from sharders.tensor_parallel.structure.meta_copies import MetaCopies
 from sharders.tensor_parallel.structure.numbers import number_of
+from sharders.tensor_parallel.structure.sources import source_of
 from sharders.tensor_parallel.structure.transformer import (
     CONFIGS,
     HEAD_DIM,
@@ -347,10 +347,5 @@ def _is_used(cls: Any, attribute: Attribute) -> bool:
 @lru_cache(maxsize=1024)
 def _is_in_source(cls: Any, name: str, before: str = "") -> bool:
     """Whether methods of a class or of its bases, but for `__init__`, read an attribute behind such an expression."""
-    own = cls.__mro__[: cls.__mro__.index(nn.Module)]
-    methods = [m for each in own for n, m in vars(each).items() if inspect.isfunction(m) and n != "__init__"]
-    try:
-        source = "".join(inspect.getsource(m) for m in methods)
-    except (OSError, TypeError):
-        return False
+    source = source_of(cls) or ""
     return re.search(rf"{before}self\.{re.escape(name)}\b", source) is not None

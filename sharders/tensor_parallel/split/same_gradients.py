@@ -7,7 +7,7 @@ compare gradients at the end of the first backward passes, and then ever more ra
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,7 +39,10 @@ def compare_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
 
     def compare() -> None:
         named = dict(_whole(model, axis))
-        mine = {name: _sizes(p.grad) for name, p in named.items() if p.grad is not None}
+        sizes = {name: _sizes(p.grad) for name, p in named.items() if p.grad is not None}
+        here = [each.to(mesh.device_type) for each in sizes.values()]
+        read = torch.stack(here).tolist() if here else []  # of a device at once
+        mine = dict(zip(sizes, read, strict=True))
         told = ranks.gather_objects("comparing gradients of whole weights", mine, group)
         least = _FLOOR * max((norm for theirs in told for _, norm in theirs.values()), default=0.0)
         for other, theirs in enumerate(told):
@@ -92,13 +95,13 @@ def _whole(model: nn.Module, axis: str) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, parameter
 
 
-def _sizes(gradient: torch.Tensor) -> tuple[float, float]:
-    """The sum of its numbers, and its norm."""
+def _sizes(gradient: torch.Tensor) -> torch.Tensor:
+    """(2,) The sum of its numbers, and its norm."""
     here = local_of(gradient).detach()
     here = here.coalesce().values() if here.is_sparse else here
-    return float(here.double().sum()), float(here.double().norm())
+    return torch.stack([here.double().sum(), here.double().norm()])
 
 
-def _differ(one: tuple[float, float], other: tuple[float, float], least: float) -> bool:
+def _differ(one: Sequence[float], other: Sequence[float], least: float) -> bool:
     largest = max(one[1], other[1])
     return largest > least and any(abs(a - b) > _SHARE * largest for a, b in zip(one, other, strict=True))

@@ -4,6 +4,7 @@
 - `linears`: what multiplies by one matrix
 - `experts`: experts of a mixture, whose weights are stacks of matrices
 - `claimed_width`: attentions that read their width from their input
+- `sources`: the code of a module's class
 - `numbers`: integer attributes of modules and of their configurations
 - `latent`: attentions whose keys and values come of one short vector
 - `adapters`: Linears with low-rank pairs beside them

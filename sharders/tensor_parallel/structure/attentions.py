@@ -202,8 +202,8 @@ def _with_heads(
 
 def _second(up: tuple[str, str, str], down: str, linears: Mapping[str, Features]) -> list[tuple[str, str]]:
     """What an attention has for a second sequence, if that is all that it has besides: Linears to as many features as
-    its query, key and value have, and one, or none, that leads back; names decide between equal shapes. None where
-    other Linears are there.
+    its query, key and value have, and one, or none, that leads back; names decide between equal shapes. Nothing
+    where other Linears are there.
     """
     to, inner = {linears[n].out_features for n in up}, linears[down].in_features
     found: dict[str, str] = {}

@@ -27,6 +27,7 @@ from torch._compile import _disable_dynamo
 
 from dmp import is_dtensor, map_nested
 from sharders.tensor_parallel.structure.linears import features_of
+from sharders.tensor_parallel.structure.sources import source_of
 
 _WIDTH = ".shape[-1]"
 
@@ -45,10 +46,8 @@ def width_read_by(module: nn.Module) -> str | None:
 @cache
 def _is_read(kind: Any, name: str) -> bool:
     """Whether methods of a class read sizes of what is called so, beside the first two; also without a source."""
-    own = kind.__mro__[: kind.__mro__.index(nn.Module)]
-    try:
-        source = "".join(inspect.getsource(f) for each in own for f in vars(each).values() if inspect.isfunction(f))
-    except (OSError, TypeError):
+    source = source_of(kind)
+    if source is None:
         return True
     sizes = rf"\b{re.escape(name)}\.(?:shape\b|size\(\))"
     others = rf"\b_\s*=\s*{sizes}(?!\[)|{sizes}\[(?:0|1|:-1|:2)\]|\b{re.escape(name)}\.size\((?:dim=)?[01]\)"
