@@ -265,26 +265,6 @@ def test_an_embedding_that_is_used_as_a_head_stays_whole(make: Callable[[], nn.M
     assert any("wte: left whole" in n for n in found.notes)
 
 
-def test_a_norm_over_all_heads_keeps_the_attention_whole() -> None:
-    class Normed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.heads = 4
-            self.q, self.k, self.v, self.o = (nn.Linear(32, 32) for _ in range(4))
-            self.q_norm = nn.LayerNorm(32)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            q, k, v = (m(x).unflatten(-1, (-1, 8)).transpose(1, 2) for m in (self.q, self.k, self.v))
-            q = self.q_norm(q.transpose(1, 2).flatten(2)).unflatten(-1, (-1, 8)).transpose(1, 2)
-            return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-
-    model = GPT(layers=1)
-    model.h[0].attn = Normed()
-    found = derive(ModelRuns(model, 2, "tp"))
-    assert set(of_block(found.styles, "h.0")) == {"mlp.0", "mlp.2"}
-    assert any("h.0.attn: left whole" in n for n in found.notes)
-
-
 def test_an_mlp_that_normalises_its_hidden_units_stays_whole() -> None:
     model = GPT(layers=1)
     model.h[0].mlp[1] = nn.Softmax(-1)

@@ -28,6 +28,7 @@ from sharders.tensor_parallel.structure.linears import features_of
 from sharders.tensor_parallel.structure.of_heads import OF_HEADS, norms_of_heads, values_of_heads
 from sharders.tensor_parallel.structure.of_samples import vectors_of_samples
 from sharders.tensor_parallel.structure.transformer import Block, Branch
+from sharders.tensor_parallel.structure.wide_norms import COLWISE_NORM, wide_norms
 
 _TRIES, _TRIES_OF_ONE = 8, 3  # ways to divide attributes; the likeliest come first
 
@@ -39,6 +40,7 @@ _JOINT = "one weight holds several, and how is neither proved nor to be seen"
 _BACK = "which of its Linears leads back is neither proved nor to be seen"
 _SECOND = "how its Linears beside query, key and value are used is not proved"
 _SHARED = "whether its single numbers, or values of all heads, are a rank's is neither proved nor to be seen"
+_NORMS = "that what it has for all heads, or hidden units, is a norm of theirs is not proved"
 _VALUES = "that what it holds as many of as heads is theirs is not proved"
 
 _Found = tuple[dict[str, str], Divided]  # styles by module path, and local values of attributes
@@ -165,12 +167,22 @@ def _branch_candidates(runs: ModelRuns) -> Iterator[_Candidate]:
                 for way in branch.ways
                 for relative in (_branch_styles(model.get_submodule(first.path), way, n) for n in way.parts)
             ]
+            norms = {join_name(b.path, n): COLWISE_NORM for n in _norms(runs, first, branch) for b in blocks}
+            ways = [
+                {**way, **norms} for way in ways if norms
+            ] + ways  # of what the branch gives, else of the hidden state
             shared = {join_name(b.path, n): "sum_gradients" for b in blocks for n in _shared(model, first, branch)}
             ways = [{**way, **shared} for way in ways if shared] + ways  # of what is split, else of what is whole
             outside = _values_outside(runs, branch)
             ways += [{**way, **outside} for way in ways if outside]
             has_values = not OF_HEADS.keys().isdisjoint(dict(branch.adapters).values())
-            open_are = {_JOINT: branch.is_joint, _VALUES: has_values, _BACK: branch.others, _SHARED: shared}
+            open_are = {
+                _JOINT: branch.is_joint,
+                _VALUES: has_values,
+                _BACK: branch.others,
+                _NORMS: norms,
+                _SHARED: shared,
+            }
             unless_proved = next((why for why, is_open in {**open_are, _SECOND: branch.second}.items() if is_open), "")
             yield _Candidate(name, first.path, ways[0], tuple(ways[1:]), unless_proved, outside)
         for path, every in first.experts:
@@ -186,6 +198,14 @@ def _branch_candidates(runs: ModelRuns) -> Iterator[_Candidate]:
             for path in vectors_of_samples(model, first, runs.unsplit().whole, runs.size):
                 name = counted(join_name(first.path, path), len(blocks))
                 yield _Candidate(name, first.path, {join_name(b.path, path): "colwise_gather" for b in blocks})
+
+
+def _norms(runs: ModelRuns, block: Block, branch: Branch) -> list[str]:
+    """Norms over all that a branch's Linears give, by their path in the block."""
+    order: list[str] = []
+    with suppress(DryRunError):
+        order = runs.unsplit().whole.order
+    return list(wide_norms(runs.model, block, branch, order))
 
 
 def _values_outside(runs: ModelRuns, branch: Branch) -> dict[str, str]:
@@ -207,13 +227,16 @@ def _branch_styles(block: nn.Module, branch: Branch, parts: int) -> dict[str, st
 
 
 def sums_of_heads(runs: ModelRuns, styles: Mapping[str, Style]) -> dict[str, str]:
-    """What a plan of others' may leave out: norms of single heads in attentions that it splits, by module path."""
+    """What a plan of others' may leave out: norms of single heads in attentions that it splits, and of all together, by
+    module path."""
     found: dict[str, str] = {}
+    firsts = {block.structure: block for block in runs.transformer.representatives()}
     for block in runs.transformer.blocks:
         for branch in block.branches:
             if all(styles.get(join_name(block.path, n)) == "colwise" for n in branch.up):
-                names = norms_of_heads(runs.model.get_submodule(block.path), branch)
-                found |= {path: "sum_gradients" for n in names if (path := join_name(block.path, n)) not in styles}
+                names = dict.fromkeys(norms_of_heads(runs.model.get_submodule(block.path), branch), "sum_gradients")
+                names |= dict.fromkeys(_norms(runs, firsts[block.structure], branch), COLWISE_NORM)
+                found |= {p: style for n, style in names.items() if (p := join_name(block.path, n)) not in styles}
     return found
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from dmp import Layout, PlanError, ShardError, ShardingEnv, join_name, ranks, type_name
+from dmp import Layout, PlanError, ShardError, ShardingEnv, is_inside, join_name, ranks, type_name
 from sharders.tensor_parallel.auto_plan import BECAUSE, Choice, check_heads, derive, sums_of_heads
 from sharders.tensor_parallel.head_counts import Divided, ModelRuns, divided_attributes
 from sharders.tensor_parallel.prove import UNPROVED, prove, warn_on_first_rank
@@ -29,6 +29,7 @@ from sharders.tensor_parallel.structure.dry_run import Feed
 from sharders.tensor_parallel.structure.feeds import of_example
 from sharders.tensor_parallel.structure.latent import latent_rank
 from sharders.tensor_parallel.structure.linears import features_of, is_joint_attention
+from sharders.tensor_parallel.structure.wide_norms import COLWISE_NORM
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -342,6 +343,11 @@ class _Placing:
             if lazy and family(style):
                 raise PlanError(f"module {path!r}: {lazy} of a lazy module cannot be split before the first forward")
             check_divides(style, path, module, self.runs.size, self.runs.axis)
+            if style == COLWISE_NORM and not self._is_of_split(path, styles):
+                raise PlanError(
+                    f"module {path!r} is a {type(module).__name__} outside of what the plan splits: {style!r}, colwise "
+                    "for its weights, is for a norm over all that 'colwise' Linears of an attention or MLP give"
+                )
             if is_joint_attention(module) and family(style) and styles.get(join_name(path, "out_proj")) != "rowwise":
                 raise PlanError(
                     f"module {path!r} is an nn.MultiheadAttention, all of which is split or nothing: a plan names it "
@@ -351,6 +357,12 @@ class _Placing:
             if style in ("gather_input", "split_sequence"):
                 hidden_size(path, module, styles)
         check_heads(self.runs, _names(styles))
+
+    def _is_of_split(self, path: str, styles: Styles) -> bool:
+        """Whether it lies in an attention or MLP whose first Linears are split, as far as these are known."""
+        branches = [(block, branch) for block in self.runs.transformer.blocks for branch in block.branches]
+        split = ((b, x) for b, x in branches if family(styles.get(join_name(b.path, x.up[0]), "")) == "colwise")
+        return not branches or any(is_inside(path, join_name(b.path, x.path)) for b, x in split)
 
     def _layouts(self, styles: Mapping[str, Style]) -> dict[str, Layout]:
         """By the first name of each parameter."""

@@ -129,7 +129,7 @@ def from_layouts(model: nn.Module, given: Mapping[str, Layout]) -> Styles:
     named = {(id(places[name].owner), places[name].name) for name in given}
     for path in styles:
         module = model.get_submodule(path)
-        if family(styles[path]) in ("experts", "heads"):
+        if family(styles[path]) in ("norm", "experts", "heads"):
             missing = layouts_of(styles[path], module).keys() - asked[id(module)].keys()
             if missing:
                 raise PlanError(f"plan splits module {path!r}, but has no entry for its {sorted(missing)}", table=path)

@@ -18,6 +18,7 @@ from sharders.tensor_parallel.split.replicated_weights import align_gradient, ke
 from sharders.tensor_parallel.split.shared_keys import sum_shared_keys
 from sharders.tensor_parallel.split.styles import COLWISE, ON_PARTS, Style, family, is_local, torch_style
 from sharders.tensor_parallel.split.twice import keep_graphs
+from sharders.tensor_parallel.split.wide_norms import split_norm
 from sharders.tensor_parallel.structure.linears import features_of, is_joint_attention
 from sharders.tensor_parallel.structure.numbers import set_number
 
@@ -55,6 +56,8 @@ def split(
             _parallelize(module, mesh, style)
             if isinstance(module, nn.Embedding) and family(styles[path]) == "rowwise":
                 align_gradient(module, "weight")
+        elif family(styles[path]) == "norm":
+            split_norm(module, mesh)
         elif family(styles[path]) == "heads":
             read_local(module, split_weights(module, mesh, styles[path]))
         elif is_local(styles[path], module):

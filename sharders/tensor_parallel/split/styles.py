@@ -15,6 +15,8 @@ A *style* says how one module is split and which activations go in and out. Spli
 | `rowwise_packed_2`, ... | as `rowwise`, of so many weights held in one: each is split | |
 | `rowwise_scatter` | as `rowwise`, output split along the sequence (dim 1) | |
 
+- `colwise_norm`: a norm over all that colwise Linears give; its weights are split like their output features, and its
+  statistics are those of all ranks' features, see [Note: wide norms].
 - `experts`, `experts_interleaved`, `experts_transposed`: a module whose parameters are stacks of matrices, one for each
   expert of a mixture, is split by the inner size of all, see [Note: experts].
 - `heads_0`, `heads_1`: what a module itself holds for each head of an attention is split along that dim, see
@@ -44,6 +46,7 @@ from dmp import Layout, PlanError, colwise, join_name, rowwise, sequence
 from sharders.tensor_parallel.structure.experts import EXPERTS, Experts, experts_of
 from sharders.tensor_parallel.structure.linears import features_of, is_joint_attention, is_transposed
 from sharders.tensor_parallel.structure.of_heads import OF_HEADS, may_have_values
+from sharders.tensor_parallel.structure.wide_norms import COLWISE_NORM, width_of_norm
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -60,7 +63,7 @@ ROWWISE = ("rowwise", "rowwise_gather", "rowwise_scatter", *PACKED_ROWS)
 ON_CHUNKS = ("sequence", "split_sequence", "gather_sequence")  # of the sequence are the module's own weights used
 ON_PARTS = (*ON_CHUNKS, "sum_gradients")  # of the activations are they used, so that gradients are parts of a sum
 ACTIVATIONS = ("latent", "gather_input", "split_sequence", "gather_sequence", "sequence", "sum_gradients", "replicate")
-SPLITTING = ("colwise", "rowwise", "experts", "heads")
+SPLITTING = ("colwise", "rowwise", "norm", "experts", "heads")
 """Families of styles of modules that have a part of their weights on each rank."""
 ALIASES = {
     "colwise_gather_output": "colwise_gather",
@@ -75,7 +78,7 @@ ALIASES = {
     "moe_tp_experts": "experts",
     "replicated_with_grad_allreduce": "sum_gradients",
 }
-KNOWN = (*COLWISE, *ROWWISE, *EXPERTS, *OF_HEADS, *ACTIVATIONS)
+KNOWN = (*COLWISE, *ROWWISE, COLWISE_NORM, *EXPERTS, *OF_HEADS, *ACTIVATIONS)
 _EMBEDDING_STYLES = ("colwise", "rowwise")
 
 
@@ -116,6 +119,14 @@ def canonical(style: Style, path: str, module: nn.Module) -> Style:
             raise PlanError(
                 f"module {path!r} is a {type(module).__name__}, which {style!r} cannot split: it splits, along dim "
                 f"{OF_HEADS[name]}, what a module itself has, all values for each head; its own are {shapes or 'none'}"
+            )
+        return name
+    if name == COLWISE_NORM:
+        if width_of_norm(module) is None:
+            shapes = {own: tuple(p.shape) for own, p in module._parameters.items() if p is not None}
+            raise PlanError(
+                f"module {path!r} is a {type(module).__name__}, which {style!r} cannot split: it splits the weight and "
+                f"bias of a norm over one dim, by a forward of its class; its own are {shapes or 'none'}"
             )
         return name
     is_embedding = isinstance(module, nn.Embedding)
@@ -160,7 +171,7 @@ def is_local(style: Style, module: nn.Module) -> bool:
     """Whether the module runs on plain tensors, of what is here: torch has no style that splits it so."""
     if not isinstance(style, str):
         return False
-    return style in (*PACKED, *PACKED_ROWS, *EXPERTS, *OF_HEADS) or (
+    return style in (*PACKED, *PACKED_ROWS, COLWISE_NORM, *EXPERTS, *OF_HEADS) or (
         is_transposed(module) and style in (*COLWISE, *ROWWISE)
     )
 
@@ -170,17 +181,21 @@ def styled(module: nn.Module, layouts: Mapping[str, Layout]) -> str:
     if ways := experts_of(module):
         return next((style for style in ways if layouts.items() <= layouts_of(style, module).items()), EXPERTS[0])
     layout = next(iter(layouts.values()))
+    if layout == colwise() and width_of_norm(module) is not None:
+        return COLWISE_NORM
     if may_have_values(module):
         return next((style for style in OF_HEADS if set(layouts.values()) == {_of_heads(style)}), layout.name)
     return layout.name if layout.num_parts == 1 else f"{layout.name}_packed_{layout.num_parts}"
 
 
 def family(style: Style) -> str:
-    """`"colwise"`, `"rowwise"`, `"experts"`, `"heads"`, `"sequence"`, or `""` for a style that places no weight."""
+    """`"colwise"`, `"rowwise"`, `"norm"`, `"experts"`, `"heads"`, `"sequence"`; `""` for a style that places none."""
     if style in EXPERTS:
         return "experts"
     if style in OF_HEADS:
         return "heads"
+    if style == COLWISE_NORM:
+        return "norm"
     if isinstance(style, str):
         return "colwise" if style in COLWISE else "rowwise" if style in ROWWISE else "sequence" * (style in ON_CHUNKS)
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
@@ -197,6 +212,8 @@ def layouts_of(style: Style, module: nn.Module) -> dict[str, Layout]:
         return dict.fromkeys(own, sequence())
     if not kind:
         return {}
+    if kind == "norm":
+        return dict.fromkeys(own, colwise())
     if kind == "heads":
         return dict.fromkeys(own, _of_heads(str(style)))
     if kind == "experts":
@@ -235,6 +252,12 @@ def check_divides(style: Style, path: str, module: nn.Module, size: int, axis: s
                 f"{axis!r}, which does not divide them; make the axis smaller, or leave this attention out of the plan"
             )
         return
+    width = width_of_norm(module) if style == COLWISE_NORM else None
+    if width is not None and width % size:
+        raise PlanError(
+            f"module {path!r}: {style} splits {width} features over the {size} ranks of mesh axis {axis!r}, which does "
+            "not divide them; make the axis smaller, or leave this module (and those that work with it) out of the plan"
+        )
     dim = split_dim(style, module)
     if is_joint_attention(module) and dim is not None:
         return  # its heads are what is split, and are asked for as all attentions' are

@@ -9,6 +9,7 @@
 - `latent`: attentions whose keys and values come of one short vector
 - `adapters`: Linears with low-rank pairs beside them
 - `of_heads`: values that an attention has for each of its heads
+- `wide_norms`: norms over all that the Linears of a branch give
 - `of_samples`: Linears that give one vector for each sample
 - `attentions`: attentions of a model, by structure
 - `find_transformer`: finds that in a model, by structure

@@ -26,6 +26,7 @@ from sharders.tensor_parallel.structure.linears import features_of, is_joint_att
 from sharders.tensor_parallel.structure.meta_copies import MetaCopies, Shape
 from sharders.tensor_parallel.structure.numbers import number_of, set_number
 from sharders.tensor_parallel.structure.of_heads import OF_HEADS
+from sharders.tensor_parallel.structure.wide_norms import COLWISE_NORM
 
 # Where the dimension stands among the arguments.
 _REDUCTIONS = {
@@ -153,6 +154,9 @@ def make_local(
             own = (name for name, p in module._parameters.items() if p is not None)
             _shrink_own(module, dict.fromkeys(own, OF_HEADS[style]), size)
             continue
+        if module is not None and style == COLWISE_NORM:
+            _run_whole(module, size)
+            continue
         features = None if module is None else features_of(module)
         if module is not None and (features is not None or isinstance(module, nn.Embedding)):
             out_dim = 1 if features is None else features.out_dim
@@ -193,6 +197,16 @@ def _shrink_own(module: nn.Module, dims: Mapping[str, int], size: int) -> None:
         old: Any = module._parameters[name]
         here = resize(old, dim, old.shape[dim] // size)
         module._parameters[name] = nn.Parameter(here, requires_grad=False)
+
+
+def _run_whole(module: nn.Module, size: int) -> None:
+    """A norm over all ranks' features, of which one rank's come in and go out."""
+
+    def whole(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return map_nested((args, kwargs), lambda x, _: resize(x, -1, x.shape[-1] * size) if torch.is_tensor(x) else x)
+
+    module.register_forward_pre_hook(whole, with_kwargs=True)
+    module.register_forward_hook(lambda _m, _i, out: resize(out, -1, out.shape[-1] // size))
 
 
 def _shrink(module: Any, dim: int, size: int) -> None:
