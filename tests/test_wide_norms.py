@@ -174,3 +174,17 @@ def test_torchs_norms_written_out_are_torchs(dtype: torch.dtype, is_autocast: bo
         with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
             wanted = norm(x)
         torch.testing.assert_close(torch.cat(simulate(2, "tp", functools.partial(parts_of, norm)), -1), wanted)
+
+
+def compiles(kind: str) -> None:
+    env = ShardingEnv.from_mesh(mesh(*MESHES["tp"]))
+    model, whole = (model_of(NORMS[kind]).double() for _ in range(2))
+    wrapped: Any = DistributedModelParallel(model, env)
+    wrapped.module[0].compile(backend="aot_eager", fullgraph=True)
+    trains(wrapped, whole, env, lambda g: torch.randn(1, 2, 3, WIDTH, generator=g).double())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["means", "RMSNorm"])
+def test_wide_norms_compile_in_one_graph(kind: str) -> None:
+    run_ranks(2, compiles, kind)
