@@ -24,8 +24,8 @@ SIZES = {
 @pytest.mark.parametrize(
     ("kind", "others", "down", "note"),
     [
-        # Its norms are over all heads together, so that queries and keys are gathered before them.
-        ("Olmo2", {}, "rowwise_gather", ""),
+        # Its norms are over all heads together: it gathers queries and keys before them, where statistics are enough.
+        ("Olmo2", {}, "rowwise", "own tp_plan is not used: it splits"),
         # It gathers query, key and value, and computes all heads on every rank; split by heads it needs not.
         ("Phi3", {}, "rowwise", "own tp_plan is not used: it splits"),
         # It names experts alone.
