@@ -37,6 +37,7 @@ For the whole process, once
   takes one number of the program's generator on every rank
 - `sharders/tensor_parallel/split/twice.py: _FromTorchTensor.backward =`: torch's loses the graph that `create_graph`
   asks for
+- `dmp/wrap/optimizer_guard.py: Optimizer.zero_grad =`: an optimizer around another may make no step of torch's itself
 - `sharders/data_parallel/unfinished.py: Optimizer.zero_grad =`: it clears what waits for its average, too
 - `dmp/state/kinds.py: Optimizer.zero_grad =`: with `set_to_none=False` it takes no plain tensors beside DTensors
 - `dmp/ranks/launch.py: dist.init_process_group`, `dmp/ranks/launch.py: torch.accelerator.set_device_index`: a program

@@ -26,7 +26,8 @@ Tensors
 - `_post_accumulate_grad_hooks`: a parameter takes the hooks of one whose place it takes
 - `_C`, `_to_copy`, `_c10d_functional`, `_schema`: operators, and what they write
 - `_calculate_fan_in_and_fan_out`: fans of a table are the whole's
-- `torch.utils._python_dispatch.TorchDispatchMode`: which tensors an initial rule writes
+- `torch.utils._python_dispatch.TorchDispatchMode`: which tensors an initial rule writes, what an
+  optimizer takes numbers of
 - `torch.utils._pytree.tree_map`, `torch.utils._pytree.tree_leaves`: what FSDP2 itself walks outputs with
 
 Optimizers, gradients and scaling

@@ -130,7 +130,7 @@ def test_which_cuts_an_optimizer_is_wrong_on(kind: Callable[..., Optimizer], wro
 
 def test_what_steps_in_float32_alone_is_tried_in_it() -> None:
     optimizer = InFloat32([nn.Parameter(torch.ones(2, 2))])
-    assert wrong_cut(optimizer, optimizer.param_groups[0], [ROWS], torch.device("cpu")) == ROWS
+    assert wrong_cut(optimizer, optimizer.param_groups[0], [ROWS], torch.device("cpu")).startswith(ROWS)
     assert wrong_cut(optimizer, optimizer.param_groups[0], [NOTHING], torch.device("cpu")) is None
 
 
@@ -186,7 +186,7 @@ def of_model(parameters: Any) -> Optimizer:
 def test_tables_in_chunks_are_guarded() -> None:
     """An error where it is wrong, on every rank; a word where nobody knows; neither where it is right."""
     for kind, layout, text in (
-        (Lamb, row_wise(), "Lamb cannot train parameter 0 .*by rows, it made other steps.*works_on_chunks"),
+        (Lamb, row_wise(), "Lamb cannot train parameter 0 .*by rows, it takes one number of .*norm.*works_on_chunks"),
         (ByRow, column_wise([0, 1]), "ByRow cannot train parameter 0"),
         (Clipped, table_wise(0), "of which a rank has nothing"),
         (zero, row_wise(), "ZeroRedundancyOptimizer cannot train .*sends its values"),

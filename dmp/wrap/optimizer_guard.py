@@ -3,20 +3,20 @@
 An optimizer that works on every element by itself is right on any chunk. One that needs a whole matrix, or sums over
 all parameters, is not, and torch says nothing. Only an optimizer that holds a wrapped model's parameters is looked at,
 each by itself; `optimizer.works_on_chunks = True`, on it or on its class, is its author's word that it is right. One of
-a class that is neither known to be right nor to be wrong is tried where it holds chunks of tables
-(optimizer_trial.py); DTensors know themselves that they are split.
+a class that is neither known to be right nor to be wrong is tried (optimizer_trial.py).
 
 [Note: global effects] One hook of torch's (`register_optimizer_step_pre_hook`), from the first wrapped model to the
 end of the process, is called before a step of every optimizer. Nobody tells a parameter which optimizers hold it, so
-this is where one is met. An optimizer that is not refused pays a look at its class's name and an attribute; one that
-holds nothing of a wrapped model's is not changed.
+this is where one is met. One around another may be stepped by methods of its own (SAM's `first_step`, `second_step`),
+of which only the other's step is torch's: it is met in `zero_grad`, too. An optimizer that is not refused pays a look
+at its class's name and an attribute; one that holds nothing of a wrapped model's is not changed.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Callable, Container, Mapping
+from functools import cache, wraps
 from typing import Any
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
@@ -29,7 +29,7 @@ from dmp.places import is_dtensor
 from dmp.wrap import live_models as live
 from dmp.wrap.earlier_optimizers import follow, num_changes
 from dmp.wrap.keyed import is_wrapper
-from dmp.wrap.optimizer_trial import Untried, cut_of, is_known, wrong_cut
+from dmp.wrap.optimizer_trial import Untried, cut_of, is_known, wrong_cut, wrong_on_dtensors
 
 _log = logging.getLogger("dmp")
 NEEDS_WHOLE = {
@@ -51,6 +51,17 @@ def guard_optimizers() -> None:
     Optimizers that were made before wrapping get the wrapped model's parameters, see earlier_optimizers.py.
     """
     register_optimizer_step_pre_hook(_check)
+    Optimizer.zero_grad = _checked(Optimizer.zero_grad)  # type: ignore[method-assign]
+
+
+def _checked(own: Callable[..., None]) -> Callable[..., None]:
+    @wraps(own)
+    def zero_grad(self: Optimizer, *args: Any, **options: Any) -> None:
+        if any(isinstance(held, Optimizer) for held in vars(self).values()):
+            _check(self)
+        own(self, *args, **options)
+
+    return zero_grad
 
 
 def _check(optimizer: Optimizer, *_: Any) -> None:
@@ -102,18 +113,33 @@ def _refusal(optimizer: Optimizer, group: int, i: int, shape: tuple[int, ...], r
 def _tried(optimizer: Optimizer) -> tuple[int, int, tuple[int, ...], str] | None:
     """What it would do wrong, the same on every rank: group, index and shape of a parameter, and the reason."""
     cuts = _cuts_of_tables()
+    ours = {id(p) for model in live.models for p in model.parameters() if is_dtensor(p) and _is_cut(p)}
     for at, group in enumerate(optimizer.param_groups):
-        held = [(i, p) for i, p in enumerate(group["params"]) if cuts.get(id(p))]
         try:
-            wanted = {cut for _, p in held for cut in cuts[id(p)]}
-            wrong = wrong_cut(optimizer, group, wanted, held[0][1].device) if held else None
+            i, wrong = _wrong_in(optimizer, group, cuts, ours)
         except Untried as reason:
             _say_once(type(optimizer).__name__, str(reason))
             return None
-        if wrong is not None:
-            i, p = next((i, p) for i, p in held if wrong in cuts[id(p)])
-            return at, i, tuple(p.shape), f"tried on a small parameter, {wrong}, it made other steps than on the whole"
+        if wrong:
+            return at, i, tuple(group["params"][i].shape), f"tried on a small parameter, {wrong}"
     return None
+
+
+def _wrong_in(
+    optimizer: Optimizer, group: dict[str, Any], cuts: Mapping[int, set[str]], ours: Container[int]
+) -> tuple[int, str]:
+    """Index of a parameter of a group and what is wrong with it, in words; none where all is right."""
+    held = [(i, p) for i, p in enumerate(group["params"]) if cuts.get(id(p))]
+    wanted = {cut for _, p in held for cut in cuts[id(p)]}
+    if held and (wrong := wrong_cut(optimizer, group, wanted, held[0][1].device)):
+        return next(i for i, p in held if wrong.split(",")[0] in cuts[id(p)]), wrong
+    kinds = {(p.device_mesh, p.placements, p.dim()): i for i, p in enumerate(group["params"]) if id(p) in ours}
+    if kinds:
+        beside = not all(is_dtensor(p) for p in group["params"])
+        wrong = wrong_on_dtensors(optimizer, group, [group["params"][i] for i in kinds.values()], beside)
+    else:
+        wrong = None
+    return (min(kinds.values()), wrong) if wrong else (0, "")
 
 
 def _cuts_of_tables() -> Mapping[int, set[str]]:
@@ -132,8 +158,8 @@ def _cuts_of_tables() -> Mapping[int, set[str]]:
 @cache
 def _say_once(name: str, reason: str) -> None:
     _log.warning(
-        "%s steps on this rank's chunks of tables, and whether it does the same there as on whole ones could not be "
-        "tried (%s): an optimizer that takes norms or means over a parameter, or over all, does not. "
+        "%s steps on this rank's chunks of parameters, and whether it does the same there as on whole ones could not "
+        "be tried (%s): an optimizer that takes norms or means over a parameter, or over all, does not. "
         "optimizer.works_on_chunks = True says that it does",
         name,
         reason,
