@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 from collections.abc import Callable
@@ -11,8 +12,18 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
-from dmp import DistributedModelParallel, ShardError, ShardingEnv, column_wise, data_parallel, row_wise, table_wise
+from dmp import (
+    DistributedModelParallel,
+    ShardError,
+    ShardingEnv,
+    column_wise,
+    data_parallel,
+    full_state_dict,
+    row_wise,
+    table_wise,
+)
 from dmp.wrap.optimizer_guard import _say_once
 from dmp.wrap.optimizer_trial import Untried, cut_of, wrong_cut
 from tests.equality import attach
@@ -108,6 +119,106 @@ class Noisy(Stranger):
 class Picky(Lion):
     def __init__(self, params: Any, model: Any) -> None:
         super().__init__(params)
+        self.model = model
+
+
+class Seldom(Lion):
+    """Looks at a norm that hardly ever matters, as what projects where two directions are alike."""
+
+    def direction(self, p: torch.Tensor) -> torch.Tensor:
+        return super().direction(p) * float(p.norm() < 1e6)
+
+
+class Wanting(Lamb):
+    """Does not keep what it was made with."""
+
+    def __init__(self, params: Any, num_steps: int) -> None:
+        super().__init__(params)
+
+
+class NotEmpty(ByRow):
+    def direction(self, p: torch.Tensor) -> torch.Tensor:
+        return super().direction(p) + 0 * p.amax(0)
+
+
+class Centred(Stranger):
+    """Around another, as what projects gradients."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(optimizer.param_groups)
+        self.optimizer = optimizer
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.grad.sub_(p.grad.mean())
+        self.optimizer.step()
+
+
+class Sharp(Stranger):
+    """Looks for the gradient a step ahead, as SAM: by a closure, or by hand."""
+
+    def __init__(self, params: Any, base_optimizer: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        self.base_optimizer = base_optimizer(self.param_groups, lr=lr)
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        held = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in held])  # type: ignore[misc]
+        for p in held:
+            self.state[p]["old"] = p.clone()
+            p.add_(p.grad, alpha=0.1 / float(norm))  # type: ignore[arg-type]
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.copy_(self.state[p]["old"])
+        self.base_optimizer.step()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is not None
+        self.first_step()
+        closure()
+        self.second_step()
+
+
+class Summed(Stranger):
+    """What a rank has of a DTensor's sum is what torch gives as a number, and it says nothing."""
+
+    def direction(self, p: torch.Tensor) -> torch.Tensor:
+        return p.grad / (p.grad**2).sum().item()  # type: ignore[operator]
+
+
+class Unready(Stranger):
+    """Of DTensors torch has not all operations."""
+
+    def direction(self, p: torch.Tensor) -> torch.Tensor:
+        return p.grad.norm().clamp_(1) * p.grad  # type: ignore[union-attr,operator,no-any-return]
+
+
+class InOneCall(Stranger):
+    """One operation for all tensors of a kind, by torch's own sorting."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        held = [p for group in self.param_groups for p in group["params"]]
+        for (params, grads), _ in _group_tensors_by_device_and_dtype([held, [p.grad for p in held]]).values():  # type: ignore[list-item]
+            torch._foreach_add_(params, grads, alpha=-0.1)
+
+
+def around(params: Any) -> Optimizer:
+    return Centred(torch.optim.SGD(params, lr=0.1))
+
+
+def sharp(params: Any, lr: float = 0.1) -> Optimizer:
+    return Sharp(params, torch.optim.SGD, lr=lr)
+
+
+def wanting(params: Any) -> Optimizer:
+    return Wanting(params, 8)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +245,29 @@ def test_what_steps_in_float32_alone_is_tried_in_it() -> None:
     assert wrong_cut(optimizer, optimizer.param_groups[0], [NOTHING], torch.device("cpu")) is None
 
 
-@pytest.mark.parametrize(("kind", "more", "why"), [(Noisy, (), "random"), (Picky, (None,), "TypeError.*model")])
+@pytest.mark.parametrize(
+    ("kind", "cuts", "why"),
+    [
+        (Seldom, {ROWS, COLUMNS, BOTH}, "one number of a whole parameter's .*norm"),
+        (wanting, {ROWS, COLUMNS, BOTH}, "one number"),
+        (around, {ROWS, COLUMNS, BOTH}, "one number"),
+        (sharp, {ROWS, COLUMNS, BOTH, NOTHING}, "one number"),
+        (NotEmpty, {COLUMNS, BOTH, NOTHING}, ""),
+    ],
+)
+def test_how_it_is_seen(kind: Callable[..., Optimizer], cuts: set[str], why: str) -> None:
+    """Where a number matters or not; around another optimizer; with steps ahead; where a rank has nothing."""
+    optimizer, said = kind([nn.Parameter(torch.ones(2, 2))]), {}
+    for cut in (ROWS, COLUMNS, BOTH, NOTHING):
+        said[cut] = wrong_cut(optimizer, optimizer.param_groups[0], [cut], torch.device("cpu"))
+    assert {cut for cut, text in said.items() if text} == cuts
+    assert all(re.search(why, text) for text in said.values() if text)
+    assert kind is not NotEmpty or "it raised IndexError" in str(said[NOTHING])
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "why"), [(Noisy, (), "random"), (Picky, (nn.Linear(2, 2),), "TypeError.*model")]
+)
 def test_what_cannot_be_tried(kind: Callable[..., Optimizer], more: tuple[Any, ...], why: str) -> None:
     optimizer = kind([nn.Parameter(torch.ones(2, 2))], *more)
     with pytest.raises(Untried, match=why):
@@ -180,7 +313,7 @@ def zero(parameters: Any) -> Optimizer:
 
 
 def of_model(parameters: Any) -> Optimizer:
-    return Picky(parameters, None)
+    return Picky(parameters, nn.Linear(2, 2))
 
 
 def test_tables_in_chunks_are_guarded() -> None:
@@ -224,3 +357,43 @@ def looked_at_before(how: str) -> None:
 def test_what_else_looked_at_an_optimizer_does_not_pass_it(how: str) -> None:
     for error in run_ranks(2, looked_at_before, how, expect=ShardError):
         assert "Lamb cannot train parameter 0" in str(error) and "by rows" in str(error)
+
+
+def by_hand() -> None:
+    """The step of torch's is of an optimizer that is right; what is around it is met where it clears gradients."""
+    env = ShardingEnv.from_mesh(mesh((2,), ("dp",)))
+    module = nn.Sequential(nn.EmbeddingBag(8, 8, mode="sum"), nn.Linear(8, 2))
+    model = DistributedModelParallel(module, env, plan={"0.weight": row_wise()})
+    optimizer: Any = sharp(model.parameters())
+    model(torch.arange(8).view(4, 2)).sum().backward()
+    optimizer.first_step()
+
+
+def on_dtensors(kind: Callable[..., Optimizer]) -> None:
+    """A table in chunks beside weights that FSDP2 splits; an optimizer for each, or one for both."""
+    torch.manual_seed(0)
+    env = ShardingEnv.from_mesh(mesh((2,), ("shard",)))
+    module = nn.Sequential(nn.EmbeddingBag(8, 8, mode="sum"), nn.Linear(8, 4))
+    whole = copy.deepcopy(module)
+    model = DistributedModelParallel(module, env, plan={"0.weight": row_wise()})
+    ids, rank = torch.arange(8).view(4, 2), torch.distributed.get_rank()
+    whole(ids).square().mean().backward()
+    model(ids[2 * rank : 2 * rank + 2]).square().mean().backward()
+    before = full_state_dict(model)
+    try:
+        optimizer = kind(model.parameters() if kind in (InOneCall, Lion) else model.module[1].parameters())
+        optimizer.step()
+        kind(whole.parameters()).step()
+    finally:
+        expected = whole.state_dict() if kind in (InOneCall, Lion) else before
+        torch.testing.assert_close(full_state_dict(model), dict(expected))
+
+
+def test_dtensors_are_guarded() -> None:
+    for error in run_ranks(2, by_hand, expect=ShardError):
+        assert "Sharp cannot train parameter 0" in str(error)
+    for kind, text in ((Summed, "split as this one, it made other steps"), (Unready, "it raised RuntimeError.*clamp_")):
+        for error in run_ranks(2, on_dtensors, kind, expect=ShardError):
+            assert re.search(text, str(error)), error
+    run_ranks(2, on_dtensors, InOneCall)
+    run_ranks(2, on_dtensors, Lion)

@@ -2,13 +2,14 @@
 
 Optimizers with `foreach=True` or `fused=True`, clipping and `AveragedModel` put what is of one device and dtype in one
 call, which takes no plain tensors beside DTensors, nor DTensors of two meshes. All of them group tensors by one
-function of torch's, but for `zero_grad`; from the first wrapping on others stand in for both, which tell the kinds
-apart too.
+function of torch's, as other packages' optimizers do, but for `zero_grad`; from the first wrapping on others stand in
+for both, which tell the kinds apart too.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -17,6 +18,7 @@ from torch.optim.optimizer import Optimizer
 
 from dmp.places import is_dtensor
 
+_OWNER = "torch.utils._foreach_utils"
 _USERS = ("torch.nn.utils.clip_grad", "torch.optim.optimizer", "torch.optim.swa_utils")
 _NAME = "_group_tensors_by_device_and_dtype"
 
@@ -40,9 +42,12 @@ def _by_kind(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def tell_kinds_apart() -> None:
-    """From now on, wherever torch groups tensors; once."""
-    for user in map(importlib.import_module, _USERS):
-        setattr(user, _NAME, _by_kind(getattr(user, _NAME)))
+    """From now on, wherever torch groups tensors, or another package by its function; once."""
+    own, _ = getattr(importlib.import_module(_OWNER), _NAME), [*map(importlib.import_module, _USERS)]
+    stand_in = _by_kind(own)
+    for user in list(sys.modules.values()):
+        if getattr(user, "__dict__", {}).get(_NAME) is own:  # who imports it later has it from its owner
+            setattr(user, _NAME, stand_in)
     Optimizer.zero_grad = _zeros_apart(Optimizer.zero_grad)  # type: ignore[method-assign]
 
 

@@ -17,8 +17,10 @@ Terms. A *cut* is what ranks may have of a table: some rows, some columns, both,
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
 from math import isnan
 from typing import Any
@@ -91,9 +93,10 @@ def wrong_cut(optimizer: Optimizer, group: Mapping[str, Any], cuts: Iterable[str
     with _trying():
         trial = _Trial(optimizer, group, (_SHAPE, *_OTHERS), device)
         taken, numbers = trial.numbers([_whole, _whole, _whole])
+        for cut in sorted(set(cuts).intersection(_PARTS) if taken else ()):
+            return f"{cut}, it takes one number of a whole parameter's ({taken})"
+        trial.check_repeats()
         for cut in sorted(cuts):
-            if taken and cut in _PARTS:
-                return f"{cut}, it takes one number of a whole parameter's ({taken})"
             if taken and not trial.numbers([None, _whole, _whole])[1] <= numbers:
                 return f"{cut}, it takes one number of several parameters ({taken})"
             tolerance = _TOLERANCE if cut in _PARTS else _EXACT
@@ -116,9 +119,11 @@ def wrong_on_dtensors(optimizer: Optimizer, group: Mapping[str, Any], like: Sequ
     """
     with _trying():
         shapes, forms = zip(*(_small(p) for p in like), strict=True)
-        trial = _Trial(optimizer, group, (*shapes, _OTHERS[0]), like[0].device)
-        if wrong := trial.differs([*forms, None], _TOLERANCE):
+        trial = _Trial(optimizer, group, shapes, like[0].device)
+        trial.check_repeats()
+        if wrong := trial.differs(forms, _TOLERANCE):
             return f"split as this one, {wrong}"
+        trial = _Trial(optimizer, group, (*shapes, _OTHERS[0]), like[0].device)
         if beside and (wrong := trial.differs([*forms, _whole], _TOLERANCE)):
             return f"split as this one and beside plain tensors, as tables are, {wrong}. One for each kind may do"
     return None
@@ -169,7 +174,10 @@ class _Trial:
         self._whole = self._first()
         if min(sum(bool(step.any()) for step in steps) for steps in self._whole) < _LEAST:
             raise Untried("its first steps change nothing")
-        if not _same(self._whole, self._steps([_whole] * len(shapes), seed=2)):
+
+    def check_repeats(self) -> None:
+        """Raise `Untried` where other random numbers would give other steps."""
+        if not _same(self._whole, self._steps([_whole] * len(self._shapes), seed=2)):
             raise Untried("it draws random numbers")
 
     def _first(self) -> Steps:
@@ -264,12 +272,37 @@ def _maker(optimizer: Optimizer, group: Mapping[str, Any]) -> Callable[[Params],
         own = {name: _own(value) for name, value in options.items()}
         if "lr" in own and float(own["lr"]) == 0:  # while it warms up
             own["lr"] = torch.full_like(own["lr"], 0.1) if isinstance(own["lr"], torch.Tensor) else 0.1
-        made: Optimizer = kind(inner(parameters) if inner else [{**own, "params": parameters}], **given)
+        groups = [{**own, "params": parameters}]
+        try:
+            made: Optimizer = kind(inner(parameters) if inner else groups, **given)
+        except Exception as error:  # it wants what it does not keep
+            made = _copied(optimizer, groups)
+            if made is None:
+                raise error
         if hasattr(made, "train"):  # as schedule-free ones ask for
             made.train()
         return made
 
     return make
+
+
+def _copied(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Any:
+    """A copy with other parameters and no state; None where it holds more parameters, models, or what has no copy."""
+    made = object.__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        if name in ("param_groups", "state", "step") or name.startswith("_dmp"):  # schedulers set `step`
+            continue
+        try:
+            if any(isinstance(part, (torch.Tensor, torch.nn.Module)) for part in tree_leaves(value)):
+                return None
+            own = _copied(value, groups) if isinstance(value, Optimizer) else deepcopy(value)
+        except Exception:
+            return None
+        if own is None and value is not None:
+            return None
+        made.__dict__[name] = own
+    made.param_groups, made.state = groups, defaultdict(dict)
+    return made
 
 
 def _own(value: Any) -> Any:
