@@ -289,3 +289,24 @@ def _second_group() -> None:
     told: list[Any] = [None] * 2
     dist.all_gather_object(told, digests(model), group=env.group())
     assert told[0] == told[1]
+
+
+class Quantised(torch.Tensor):
+    """Says of every operation that it has none, as such classes do in words of their own."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.contiguous:
+            raise NotImplementedError("attempting to run unimplemented operator")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def wraps_quantised() -> None:
+    module = nn.Linear(4, 4)
+    module.weight = nn.Parameter(torch.ones(4, 4).as_subclass(Quantised), requires_grad=False)
+    DistributedModelParallel(module, ShardingEnv.from_process_group(dist.group.WORLD))
+
+
+def test_weights_without_access_to_their_values_are_refused() -> None:
+    for error in run_ranks(2, wraps_quantised, expect=ShardError):
+        assert "'weight' is a Quantised" in str(error) and "to_unsharded" in str(error)

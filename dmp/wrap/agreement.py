@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from dmp.env import ShardingEnv
-from dmp.errors import PlanError
+from dmp.errors import PlanError, ShardError
 from dmp.ranks import compare_facts, fail_together
 from dmp.wrap.skeleton import all_tensors
 
@@ -79,7 +79,7 @@ def sync_from_first_rank(module: nn.Module, env: ShardingEnv, apart: Collection[
     tensors = {n: t.detach() for n, t in held.items() if not is_lazy(t) and not t.is_meta}
     if not tensors:
         return []
-    mine = torch.tensor([checksum(t) for t in tensors.values()], device=env.device)
+    mine = torch.tensor([_checksum_of(name, t) for name, t in tensors.items()], device=env.device)
     of_ranks = [torch.empty_like(mine) for _ in range(env.size)]
     dist.all_gather(of_ranks, mine, group=group)
     differs = (torch.stack(of_ranks) != of_ranks[0]).any(0).tolist()
@@ -94,6 +94,17 @@ def sync_from_first_rank(module: nn.Module, env: ShardingEnv, apart: Collection[
     for _, of_dtype in groupby(sorted(flat, key=lambda n: str(tensors[n].dtype)), key=lambda n: tensors[n].dtype):
         _broadcast([tensors[name] for name in of_dtype], env)
     return sent
+
+
+def _checksum_of(name: str, tensor: torch.Tensor) -> int:
+    try:
+        return checksum(tensor)
+    except NotImplementedError as error:  # every class of tensors says so in its own words
+        raise ShardError(
+            f"{name!r} is a {type(tensor).__name__}, which gives no access to its values, as weights that are "
+            "quantised (torchao's quantize_) do not: they can be neither split nor kept the same on all ranks. Wrap "
+            "the model before that, and quantise dmp.to_unsharded(model) when it is trained"
+        ) from error
 
 
 def checksum(tensor: torch.Tensor) -> int:

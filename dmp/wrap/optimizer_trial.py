@@ -125,7 +125,7 @@ def wrong_on_dtensors(optimizer: Optimizer, group: Mapping[str, Any], like: Sequ
             return f"split as this one, {wrong}"
         trial = _Trial(optimizer, group, (*shapes, _OTHERS[0]), like[0].device)
         if beside and (wrong := trial.differs([*forms, _whole], _TOLERANCE)):
-            return f"split as this one and beside plain tensors, as tables are, {wrong}. One for each kind may do"
+            return f"split as this one and beside plain tables, {wrong} (one for each kind, or foreach=False, may do)"
     return None
 
 
