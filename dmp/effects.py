@@ -48,7 +48,7 @@ For the whole process, once
 - DTensors that are several rectangles on a rank, as torch's distributed checkpoint does not know of its own strided
   shards, tell it of all, and whole tensors are cut so where torch loads them (dmp/state/strided_shards.py)
 - torch's `get_state_dict` and its like, where they are imported, give such chunks whole where whole tensors are asked
-  for (dmp/state/torch_state_dict.py)
+  for; its reader of `torch.save` files refuses what its ranks would wait for (dmp/state/torch_state_dict.py)
 - `dmp/state/safetensors_files.py: safetensors.storage_ptr =`, where it is imported: what safetensors says of weights
   that are split says what to do
 - TorchRec's abstract classes of sharded modules, where they are imported, are told that ours count as theirs, by

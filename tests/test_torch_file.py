@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dmp import CheckpointError, load_checkpoint
+from dmp import CheckpointError, DistributedModelParallel, load_checkpoint, table_wise
 from tests.ranks import mesh, run_ranks
 
 KEYS = [("model", "optimizer"), ("model_state_dict", "optimizer_state_dict"), ("state_dict", "optimizer")]
@@ -93,3 +93,26 @@ def test_what_one_rank_had_of_split_weights(tmp_path: Path) -> None:
     """torch reads DTensors, without what is in them."""
     for error in run_ranks(2, _fully_sharded, tmp_path, expect=CheckpointError):
         assert "holds a DTensor: what one rank had of a sharded model" in str(error)
+
+
+def read_by_torch(path: Path) -> str:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.format_utils import BroadcastingTorchSaveReader, DynamicMetaLoadPlanner
+
+    model = DistributedModelParallel(nn.EmbeddingBag(6, 4), plan={"weight": table_wise(1)})
+    with pytest.raises(dcp.CheckpointException) as error:
+        dcp.load(
+            model.state_dict(),
+            checkpoint_id=path,
+            storage_reader=BroadcastingTorchSaveReader(),
+            planner=DynamicMetaLoadPlanner(),
+        )
+    return str(error.value)
+
+
+def test_torchs_reader_says_what_reads_into_tables(tmp_path: Path) -> None:
+    """Rank 1 has a part to ask for, and rank 0 none: it waited for the other for a minute."""
+    torch.save(nn.EmbeddingBag(6, 4).state_dict(), tmp_path / "all.pt")
+    assert all(
+        "load_checkpoint(path, model) reads" in text for text in run_ranks(2, read_by_torch, tmp_path / "all.pt")
+    )

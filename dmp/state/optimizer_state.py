@@ -25,7 +25,7 @@ from dmp.state.gather import gather
 from dmp.state.local_chunks import sharded_parameters
 from dmp.state.safetensors_files import refuse_parts
 from dmp.state.strided_shards import cut_strided_shards, know_strided_shards
-from dmp.state.torch_state_dict import give_whole_to_torch
+from dmp.state.torch_state_dict import give_whole_to_torch, refuse_broadcasts
 from dmp.wrap import live_models as live
 from dmp.wrap.column_blocks import is_blocked, merge_blocks
 from dmp.wrap.earlier_optimizers import follow
@@ -246,5 +246,6 @@ live.at_first_wrap(give_chunks)
 live.when_imported("torchrec.optim.keyed", give_keyed_chunks)
 live.when_imported("safetensors.torch", refuse_parts)
 live.when_imported("torch.distributed.checkpoint.state_dict", give_whole_to_torch)
+live.when_imported("torch.distributed.checkpoint.format_utils", refuse_broadcasts)
 live.when_imported("torch.distributed.tensor", know_strided_shards)
 live.when_imported("torch.distributed._state_dict_utils", cut_strided_shards)

@@ -2,7 +2,8 @@
 
 With `full_state_dict=True` they make whole tensors of DTensors, and left chunks as they are. With
 `broadcast_from_rank0=True`, `set_state_dict` takes a rank that has nothing for the model for one that loads an
-optimizer alone: it went on, and rank 0 waited.
+optimizer alone: it went on, and rank 0 waited. And torch's reader of `torch.save` files, which sends a tensor for each
+part that its own rank holds: ranks that hold other numbers of parts waited for each other.
 """
 
 from __future__ import annotations
@@ -65,6 +66,29 @@ def give_whole_to_torch(torchs: Any) -> None:
         return own(given, info)
 
     setattr(torchs, _GATHERS, gathered)
+
+
+def refuse_broadcasts(torchs: Any) -> None:
+    """Have torch's reader of `torch.save` files say what reads them into chunks, before anything is sent.
+
+    Args:
+        torchs: `torch.distributed.checkpoint.format_utils`.
+    """
+    reader = torchs.BroadcastingTorchSaveReader
+    own = reader.read_data
+
+    @wraps(own)
+    def read_data(self: Any, plan: Any, planner: Any) -> Any:
+        chunked = [name for name, value in planner.state_dict.items() if isinstance(value, ChunkedTensor)]
+        if chunked:
+            raise ShardError(
+                f"BroadcastingTorchSaveReader sends a tensor for each part that a rank holds, and of {chunked[0]!r} "
+                "ranks hold different numbers: they would wait for each other. load_checkpoint(path, model) reads "
+                "torch.save files; model.load_state_dict(torch.load(path)) takes whole tensors too"
+            )
+        return own(self, plan, planner)
+
+    reader.read_data = read_data
 
 
 def _agree_on_model(torchs: Any) -> None:
