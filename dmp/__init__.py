@@ -90,6 +90,13 @@ watchdog.await_group()
 
 def __getattr__(name: str) -> Any:
     """Pipelines are imported when one is asked for: most programs that import dmp have none."""
+    if name == "DMPCollection":  # an ImportError, whose words reach who imports it
+        raise ImportError(
+            "TorchRec's DMPCollection is DistributedModelParallel on a mesh with a replicate axis here: "
+            "DistributedModelParallel(module, ShardingEnv.from_mesh(init_device_mesh(device, (replicas, ranks), "
+            "mesh_dim_names=('replicate', 'dp')))). Copies of tables stay equal at every step; to average them every "
+            "k updates, in place of sync(): sharders=[EmbeddingBagCollectionSharder(sync_interval=k)] of `sharders`"
+        )
     if "Pipeline" not in name:
         raise AttributeError(f"module 'dmp' has no attribute {name!r}")
     from dmp.pipeline import torchrec_names

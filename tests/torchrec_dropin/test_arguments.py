@@ -97,6 +97,11 @@ def test_an_env_without_a_group() -> None:
         dmp.DistributedModelParallel(Net(), env=torch.device("cpu"))  # type: ignore[arg-type]
 
 
+def test_a_collection_of_replicas() -> None:
+    with pytest.raises(ImportError, match=r"mesh with a replicate axis.*from_mesh.*sync_interval=k"):
+        from dmp import DMPCollection  # type: ignore[attr-defined]  # noqa: F401
+
+
 def _wrappers() -> float:
     """TorchRec's wrapper with its options, and what 16 bits change."""
     from torchrec.distributed.model_parallel import DefaultDataParallelWrapper as Theirs
