@@ -31,6 +31,7 @@
 - `column_blocks`: row-wise optimizer state of a table whose columns are cut, in each of its forms
 - `earlier_optimizers`: optimizers that were made before wrapping
 - `asked_earlier`: gradients asked for of weights that wrapping has replaced
+- `written_earlier`: parameters that wrapping has replaced, written by who held them
 - `parameter_hooks`: users' hooks on parameters, carried to those that take their places
 - `let_go`: tables from before wrapping, which torch keeps for as long as the process lives: let go of
 - `optimizer_trial`: whether an optimizer that nobody knows is right on pieces, tried on small ones

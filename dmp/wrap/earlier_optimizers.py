@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from dmp.errors import ShardError
+from dmp.wrap.written_earlier import held_weakly, look_after
 
 _SHOWN = 5
 _wraps = 0  # so that an optimizer is looked at once, and again after another model has been wrapped
@@ -66,6 +67,7 @@ def marking_replaced(model: nn.Module, module: nn.Module, *, by_reshard: bool = 
     change, when, now = _Change(), _RESHARDED if by_reshard else _WRAPPED, module
     for name, p in module.named_parameters():
         p._dmp_replaced = _Replaced(change, name, when)  # type: ignore[attr-defined]
+    before = held_weakly(module.named_parameters())
     try:
         yield
         _wraps += 1
@@ -75,6 +77,7 @@ def marking_replaced(model: nn.Module, module: nn.Module, *, by_reshard: bool = 
         for p in now.parameters():  # which are there as before
             if getattr(getattr(p, "_dmp_replaced", None), "change", None) is change:
                 del p._dmp_replaced  # type: ignore[attr-defined]
+    look_after(model, now, before, when.event)
 
 
 def num_changes() -> int:

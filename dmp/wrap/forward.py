@@ -15,6 +15,7 @@ from dmp.errors import ShardError
 from dmp.ranks import begin_pass, note_left, raise_cause
 from dmp.wrap.skeleton import put_back
 from dmp.wrap.step_turns import agree_on_forward
+from dmp.wrap.written_earlier import check_earlier
 
 
 def _forward(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -25,6 +26,7 @@ def _forward(model: Any, *args: Any, **kwargs: Any) -> Any:
     model.hold_parameters()
     agree_on_forward(model)
     try:
+        check_earlier(model)
         with model._calls.forward:
             return model.running(*args, **kwargs)
     except BaseException as error:
