@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import NamedTuple
+from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,9 +19,11 @@ from dmp.errors import ShardError
 from dmp.places import local_of
 
 _SAMPLES = 8
+_AT_ONCE = 8
 
 
-class _Seen(NamedTuple):
+@dataclass
+class _Seen:
     """A replaced parameter as it was when it was last looked at. Kept alive by others, or not at all."""
 
     parameter: weakref.ref[nn.Parameter]
@@ -33,7 +35,20 @@ class _Seen(NamedTuple):
     has_gradient: bool
 
 
-_seen: WeakKeyDictionary[nn.Module, list[_Seen]] = WeakKeyDictionary()
+@dataclass
+class _Watch:
+    """What is looked after for a model.
+
+    Args:
+        turn: whose values come next. Those of a few are compared in each forward, in turns, for of a thousand that
+            takes many milliseconds; versions and gradients of all.
+    """
+
+    seen: list[_Seen] = field(default_factory=list)
+    turn: int = 0
+
+
+_watches: WeakKeyDictionary[nn.Module, _Watch] = WeakKeyDictionary()
 
 
 def held_weakly(named: Iterable[tuple[str, nn.Parameter]]) -> list[tuple[str, weakref.ref[nn.Parameter]]]:
@@ -50,8 +65,8 @@ def look_after(
     kept = {id(p) for p in now.parameters()}
     gone = [(name, ref, p) for name, ref in before if (p := ref()) is not None and id(p) not in kept]
     memory = {_storage(local_of(p)) for p in now.parameters() if not is_lazy(p)} if gone else set()
-    new = [_now(ref, name, event) for name, ref, p in gone if _storage(p) not in memory]
-    _seen[model] = [each for each in (*_seen.get(model, ()), *new) if each is not None]
+    watch = _watches.setdefault(model, _Watch())
+    watch.seen += [_now(ref, name, event, p) for name, ref, p in gone if _storage(p) not in memory]
 
 
 def check_earlier(model: nn.Module) -> None:
@@ -60,36 +75,43 @@ def check_earlier(model: nn.Module) -> None:
     Raises:
         ShardError: a replaced parameter was written to, or has a gradient. It is told once.
     """
-    seen = _seen.get(model)
-    if not seen:
+    watch = _watches.get(model)
+    if watch is None or not watch.seen:
         return
-    now = [_now(each.parameter, each.name, each.event) for each in seen]
-    _seen[model] = [each for each in now if each is not None]
-    for before, after in zip(seen, now, strict=True):
-        if after is None or (after.has_gradient <= before.has_gradient and not _is_written(before, after)):
-            continue
-        what = "was written to" if _is_written(before, after) else "was given a gradient"
-        raise ShardError(
-            f"{after.name!r} as it was before {after.event} {what} since; another parameter is in its place, which is "
-            "looked up and trained, and of which this changes nothing. Values: model.load_state_dict({...}, "
-            "strict=False) takes whole tensors, or write what model.named_parameters() has; a term of the loss: take "
-            "the parameters from there"
-        )
+    held = [(each, p) for each in watch.seen if (p := each.parameter()) is not None]
+    watch.seen = [each for each, _ in held]
+    in_turn = {(watch.turn + i) % len(held) for i in range(min(_AT_ONCE, len(held)))}
+    watch.turn += _AT_ONCE
+    found = [_change(each, p, i in in_turn) for i, (each, p) in enumerate(held)]
+    for (each, _), what in zip(held, found, strict=True):
+        if what is not None:
+            raise ShardError(
+                f"{each.name!r} as it was before {each.event} {what} since; another parameter is in its place, which "
+                "is looked up and trained, and of which this changes nothing. Values: model.load_state_dict({...}, "
+                "strict=False) takes whole tensors, or write what model.named_parameters() has; a term of the loss: "
+                "take the parameters from there; to train the model as it was beside this one: wrap a deepcopy of it"
+            )
 
 
-def _is_written(before: _Seen, after: _Seen) -> bool:
-    return after.version != before.version or (bool(after.values) and after.values != before.values)
+def _change(seen: _Seen, parameter: nn.Parameter, by_value: bool) -> str | None:
+    """What has become of it since the last look, which it counts as seen."""
+    has_gradient, had_gradient = parameter.grad is not None, seen.has_gradient
+    seen.has_gradient = has_gradient
+    if parameter._version != seen.version or (by_value and _values(parameter) != seen.values):
+        seen.version, seen.values = parameter._version, _values(parameter)
+        return "was written to"
+    return "was given a gradient" if has_gradient and not had_gradient else None
 
 
-def _now(ref: weakref.ref[nn.Parameter], name: str, event: str) -> _Seen | None:
-    parameter = ref()
-    if parameter is None:
+def _now(ref: weakref.ref[nn.Parameter], name: str, event: str, parameter: nn.Parameter) -> _Seen:
+    return _Seen(ref, name, event, parameter._version, _values(parameter), parameter.grad is not None)
+
+
+def _values(parameter: nn.Parameter) -> list[str] | None:
+    if parameter.device.type != "cpu":
         return None
-    values = None
-    if parameter.device.type == "cpu":
-        flat = (parameter.data if parameter.is_contiguous() else parameter.data[:1]).reshape(-1)  # no copy of it all
-        values = [repr(v) for v in flat[:: max(1, len(flat) // _SAMPLES)].tolist()]  # in which nan is nan
-    return _Seen(ref, name, event, parameter._version, values, parameter.grad is not None)
+    flat = (parameter.data if parameter.is_contiguous() else parameter.data[:1]).reshape(-1)  # no copy of it all
+    return [repr(v) for v in flat[:: max(1, len(flat) // _SAMPLES)].tolist()]  # in which nan is nan
 
 
 def _storage(tensor: torch.Tensor) -> int:
