@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from dmp import DistributedModelParallel, ShardingEnv, clip_grad_norm_, full_state_dict, to_unsharded
+from dmp import DistributedModelParallel, DmpError, ShardingEnv, clip_grad_norm_, full_state_dict, to_unsharded, verify
 from tests.programs import run_program
 from tests.ranks import mesh as mesh_of
 from tests.ranks import run_ranks
@@ -105,3 +105,20 @@ def generates(axis: str) -> None:
 
 def test_rows_of_different_lengths_are_generated() -> None:
     run_ranks(2, generates, "shard")
+
+
+def _verified() -> None:
+    """With a cache, of which each rank has its heads: equal to the plain model's, and not to another's."""
+    env = ShardingEnv.from_mesh(mesh_of((2,), ("tp",)))
+    model = DistributedModelParallel(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)), env)
+    ids = torch.randint(256, (2, 9), generator=torch.Generator().manual_seed(0))
+    report = verify(model, transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)), ids)
+    assert any("'keys'" in where for where in report.outputs), report.outputs
+    other = transformers.LlamaConfig(**SIZES)
+    other.rope_parameters = {"rope_type": "default", "rope_theta": 7.0}
+    with pytest.raises(DmpError, match=r"'keys'.* differs by"):
+        verify(model, transformers.LlamaForCausalLM(other), ids)
+
+
+def test_is_verified_with_its_cache() -> None:
+    run_ranks(2, _verified)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,8 @@ def verify(model: nn.Module, module: nn.Module, batch: Any) -> VerifyReport:
     """Run `batch` through copies of the sharded model and of the plain `module` with its weights, and compare.
 
     Outputs are compared on each rank; then gradients of a fixed random projection of them, averaged over the ranks.
+    What attentions give head by head, (B, H, ...) with all of the plain module's H split over the tensor axes (caches
+    of keys and values, attention weights), is compared with this rank's heads.
     Neither argument is changed, nor the random state. Collective over `model.env`; needs room for both copies and their
     gradients, so use a small model of the same build.
 
@@ -77,21 +80,21 @@ def _verify(model: nn.Module, module: nn.Module, batch: Any, env: ShardingEnv) -
     _take_modes(plain, model)
     sharded = copy.deepcopy(model)
 
-    def run(candidate: nn.Module) -> dict[str, torch.Tensor]:
+    def run(candidate: nn.Module, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
         candidate.zero_grad(set_to_none=True)
         outputs = dict(tensors_of(candidate(*args)))
-        _project(outputs.values())
+        _project(outputs, whole, env)
         return outputs
 
     with torch.random.fork_rng():
         expected = fail_together(
-            lambda: run(plain), env.everyone, "verify: the plain module on the batch", kind=DmpError
+            lambda: run(plain, {}), env.everyone, "verify: the plain module on the batch", kind=DmpError
         )
-        got = run(sharded)
+        got = run(sharded, expected)
     if got.keys() != expected.keys():
         raise DmpError(f"the output has {sorted(got)}, the plain module's {sorted(expected)}")
-    outputs = {where: _compare(got[where].detach(), expected[where].detach()) for where in expected}
+    outputs = {at: _compare(got[at].detach(), _heads_of(out.detach(), got[at], env)) for at, out in expected.items()}
     gradients, not_compared = _compare_gradients(sharded, plain, env)
     return _judge(outputs, gradients, not_compared, env)
 
@@ -114,16 +117,25 @@ class _Difference:
     note: str = ""
 
 
-def _project(outputs: Any) -> None:
+def _project(outputs: Mapping[str, torch.Tensor], whole: Mapping[str, torch.Tensor], env: ShardingEnv) -> None:
     """Backward of a sum with fixed random weights, so that errors do not cancel."""
     total: Any = 0.0
     generator = torch.Generator().manual_seed(0)
-    for output in outputs:
+    for where, output in outputs.items():
         if output.requires_grad:
-            weights = torch.rand(output.shape, generator=generator, dtype=torch.float64) + 0.5
-            total = total + (output * weights.to(output)).sum()
+            weights = torch.rand(whole.get(where, output).shape, generator=generator, dtype=torch.float64) + 0.5
+            total = total + (output * _heads_of(weights, output, env).to(output)).sum()
     if isinstance(total, torch.Tensor):
         total.backward()
+
+
+def _heads_of(whole: torch.Tensor, part: torch.Tensor, env: ShardingEnv) -> torch.Tensor:
+    """This rank's heads of what is (B, H, ..., ...) in the plain module, where the sharded one has so many."""
+    batch, heads, *others = whole.shape if whole.dim() == 4 else (0, 0)
+    mine = heads // env.tensor_size
+    if env.tensor_size == 1 or heads % env.tensor_size or part.shape != (batch, mine, *others):
+        return whole
+    return whole.narrow(1, env.place_of(env.rank, "tensor") * mine, mine)
 
 
 def _compare(got: torch.Tensor, expected: torch.Tensor) -> _Difference:
