@@ -19,7 +19,7 @@ from dmp.errors import ShardError
 from dmp.places import local_of
 
 _SAMPLES = 8
-_AT_ONCE = 8
+_AT_ONCE = 4
 
 
 @dataclass
@@ -30,7 +30,7 @@ class _Seen:
     name: str
     event: str
     version: int
-    values: list[str] | None
+    values: bytes | None
     """A few of them, on CPUs: what is written by way of `.data` has no version."""
     has_gradient: bool
 
@@ -107,11 +107,12 @@ def _now(ref: weakref.ref[nn.Parameter], name: str, event: str, parameter: nn.Pa
     return _Seen(ref, name, event, parameter._version, _values(parameter), parameter.grad is not None)
 
 
-def _values(parameter: nn.Parameter) -> list[str] | None:
+def _values(parameter: nn.Parameter) -> bytes | None:
     if parameter.device.type != "cpu":
         return None
     flat = (parameter.data if parameter.is_contiguous() else parameter.data[:1]).reshape(-1)  # no copy of it all
-    return [repr(v) for v in flat[:: max(1, len(flat) // _SAMPLES)].tolist()]  # in which nan is nan
+    few: bytes = flat[:: max(1, len(flat) // _SAMPLES)].contiguous().view(torch.uint8).numpy().tobytes()
+    return few  # their bits, in which nan is nan
 
 
 def _storage(tensor: torch.Tensor) -> int:
