@@ -111,8 +111,9 @@ def _values(parameter: nn.Parameter) -> bytes | None:
     if parameter.device.type != "cpu":
         return None
     flat = (parameter.data if parameter.is_contiguous() else parameter.data[:1]).reshape(-1)  # no copy of it all
-    few: bytes = flat[:: max(1, len(flat) // _SAMPLES)].contiguous().view(torch.uint8).numpy().tobytes()
-    return few  # their bits, in which nan is nan
+    few = flat[:: max(1, len(flat) // _SAMPLES)]
+    bits: bytes = few.new_empty(len(few)).copy_(few).view(torch.uint8).numpy().tobytes()  # in which nan is nan
+    return bits
 
 
 def _storage(tensor: torch.Tensor) -> int:
