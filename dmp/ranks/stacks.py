@@ -22,26 +22,30 @@ class Place(NamedTuple):
     """Where a thread is.
 
     Attributes:
-        line: of the program itself: `train.py:41`.
         waits_in: what of torch's it is in that may wait for other ranks: `the backward pass`, `torch's barrier`; or "".
         mark: the same as long as the thread has not moved.
     """
 
-    line: str
     waits_in: str
     mark: tuple[int, int]
 
 
 def place_of(thread: int) -> Place:
-    """Where the thread of this identifier is."""
+    """Where the thread of this identifier is.
+
+    [Note: frames of others] A thread that goes on while another walks its frames may crash the process in Python 3.11.
+    So what is asked again and again looks at the innermost frames alone, and at more only where these wait.
+    """
     frame = sys._current_frames().get(thread)
     if frame is None:
-        return Place("", "", (0, 0))
+        return Place("", (0, 0))
     mark = (id(frame), 0 if frame.f_code.co_name in POLLING else frame.f_lasti)
-    return Place(_line(frame), _waits_in(frame), mark)
+    return Place(_waits_in(frame), mark)
 
 
-def _line(frame: FrameType | None) -> str:
+def line_of(thread: int) -> str:
+    """The line of the program itself in which the thread is, `train.py:41`; see [Note: frames of others]."""
+    frame = sys._current_frames().get(thread)
     while frame is not None:
         name = frame.f_code.co_filename
         if not (name.startswith(_OUR_PACKAGES) or name.startswith(_torch()) or name.startswith("<")):

@@ -44,7 +44,7 @@ from dmp.ranks.answers import (
 )
 from dmp.ranks.connections import shut_all, traffic
 from dmp.ranks.left import handled, left
-from dmp.ranks.stacks import place_of
+from dmp.ranks.stacks import line_of, place_of
 
 _log = logging.getLogger("dmp")
 
@@ -229,7 +229,7 @@ class Watchdog:
             "waits_in": place.waits_in,
             "left": left(),
             "handles": "" if running or place.waits_in else handled(self._main),
-            "line": ", ".join(filter(None, (place.line, *call_log.work))),
+            "line": ", ".join(filter(None, (line_of(self._main), *call_log.work))),
             "still_s": round(still_s, 2),
         }
         self._store.set(f"at/{self.rank}", json.dumps(told))
