@@ -131,15 +131,16 @@ def _wrong_in(
     """Index of a parameter of a group and what is wrong with it, in words; none where all is right."""
     held = [(i, p) for i, p in enumerate(group["params"]) if cuts.get(id(p))]
     wanted = {cut for _, p in held for cut in cuts[id(p)]}
-    if held and (wrong := wrong_cut(optimizer, group, wanted, held[0][1].device)):
-        return next(i for i, p in held if wrong.split(",")[0] in cuts[id(p)]), wrong
+    if held and (found := wrong_cut(optimizer, group, wanted, held[0][1].device)):
+        cut, wrong = found
+        return next(i for i, p in held if cut in cuts[id(p)]), f"{cut}, {wrong}"
     kinds = {(p.device_mesh, p.placements, p.dim()): i for i, p in enumerate(group["params"]) if id(p) in ours}
-    if kinds:
-        beside = not all(is_dtensor(p) for p in group["params"])
-        wrong = wrong_on_dtensors(optimizer, group, [group["params"][i] for i in kinds.values()], beside)
-    else:
-        wrong = None
-    return (min(kinds.values()), wrong) if wrong else (0, "")
+    if not kinds:
+        return 0, ""
+    beside = not all(is_dtensor(p) for p in group["params"])
+    return min(kinds.values()), wrong_on_dtensors(
+        optimizer, group, [group["params"][i] for i in kinds.values()], beside
+    )
 
 
 def _cuts_of_tables() -> Mapping[int, set[str]]:

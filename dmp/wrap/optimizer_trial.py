@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves
 
 from dmp.layouts.shard import Shard
 from dmp.places import local_of
+from dmp.ranks import gather_objects
 
 BY_ELEMENT = (
     *("SGD", "ASGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "SparseAdam"),
@@ -84,49 +85,62 @@ def cut_of(shards: Iterable[Shard], size: tuple[int, ...], num_ranks: int) -> se
     return found if len(ranks) == num_ranks else found | {"of which a rank has nothing"}
 
 
-def wrong_cut(optimizer: Optimizer, group: Mapping[str, Any], cuts: Iterable[str], device: torch.device) -> str | None:
+def wrong_cut(
+    optimizer: Optimizer, group: Mapping[str, Any], cuts: Iterable[str], device: torch.device
+) -> tuple[str, str] | None:
     """The first of these cuts that it is wrong on, and how that was seen, in words; None where it is right on all.
 
     Raises:
         Untried: no other instance can be made, it does not step, or draws random numbers.
     """
+    cuts = sorted(cuts)
     with _trying():
         trial = _Trial(optimizer, group, (_SHAPE, *_OTHERS), device)
         taken, numbers = trial.numbers([_whole, _whole, _whole])
-        for cut in sorted(set(cuts).intersection(_PARTS) if taken else ()):
-            return f"{cut}, it takes one number of a whole parameter's ({taken})"
+        parts = [cut for cut in cuts if cut in _PARTS]
+        if taken and parts:
+            return parts[0], f"it takes one number of a whole parameter's ({taken})"
         trial.check_repeats()
-        for cut in sorted(cuts):
-            if taken and not trial.numbers([None, _whole, _whole])[1] <= numbers:
-                return f"{cut}, it takes one number of several parameters ({taken})"
+        if taken and cuts and not trial.numbers([None, _whole, _whole])[1] <= numbers:
+            return cuts[0], f"it takes one number of several parameters ({taken})"
+        for cut in cuts:
             tolerance = _TOLERANCE if cut in _PARTS else _EXACT
             if wrong := trial.differs([partial(_part, _CUTS[cut]), _whole, _whole], tolerance):
-                return f"{cut}, {wrong}"
+                return cut, wrong
     return None
 
 
-def wrong_on_dtensors(optimizer: Optimizer, group: Mapping[str, Any], like: Sequence[Any], beside: bool) -> str | None:
-    """What it does wrong with parameters that are split as these DTensors, in words; None where it is right.
+def wrong_on_dtensors(optimizer: Optimizer, group: Mapping[str, Any], like: Sequence[Any], beside: bool) -> str:
+    """What it does wrong with parameters that are split as these DTensors, in words; "" where it is right.
 
-    Collective where its steps are: each rank looks at its own part of them.
+    Collective over their meshes: one that takes the largest number of a parameter is right on the rank that has it.
 
     Args:
         like: DTensors of the group.
         beside: whether plain tensors are in the group, too.
 
     Raises:
-        Untried: see `wrong_cut`.
+        Untried: see `wrong_cut`; on all ranks, for it comes of whole parameters.
     """
     with _trying():
         shapes, forms = zip(*(_small(p) for p in like), strict=True)
         trial = _Trial(optimizer, group, shapes, like[0].device)
         trial.check_repeats()
-        if wrong := trial.differs(forms, _TOLERANCE):
-            return f"split as this one, {wrong}"
-        trial = _Trial(optimizer, group, (*shapes, _OTHERS[0]), like[0].device)
-        if beside and (wrong := trial.differs([*forms, _whole], _TOLERANCE)):
-            return f"split as this one and beside plain tables, {wrong} (one for each kind, or foreach=False, may do)"
-    return None
+        trial_beside = _Trial(optimizer, group, (*shapes, _OTHERS[0]), like[0].device) if beside else None
+    with _trying():
+        wrong = f"split as this one, {how}" if (how := trial.differs(forms, _TOLERANCE)) else ""
+        if not wrong and trial_beside and (how := trial_beside.differs([*forms, _whole], _TOLERANCE)):
+            wrong = f"split as this one and beside plain tables, {how} (one for each kind, or foreach=False, may do)"
+    return _of_any_rank(wrong, [p.device_mesh for p in like])
+
+
+def _of_any_rank(wrong: str, meshes: Iterable[Any]) -> str:
+    """What the first rank of those along these meshes says that says anything."""
+    for mesh in dict.fromkeys(meshes):
+        for dim in range(mesh.ndim):
+            said = gather_objects("trying an optimizer on DTensors", wrong, mesh.get_group(dim))
+            wrong = next(filter(None, said), "")
+    return wrong
 
 
 def _small(p: Any) -> tuple[tuple[int, ...], Form]:
