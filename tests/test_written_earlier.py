@@ -83,5 +83,20 @@ def kept() -> list[float]:
     return full_state_dict(model)["head.bias"].tolist()  # type: ignore[no-any-return]
 
 
+def freed() -> None:
+    """Of a collection that is the model, and that its script keeps, the values are let go of."""
+    table = nn.EmbeddingBag(6, 4, mode="sum")
+    held = table.weight
+    model = DistributedModelParallel(table, ShardingEnv.from_mesh(mesh((2,), ("dp",))), plan={"weight": row_wise()})
+    model(IDS.view(-1, 1))
+    held.data = torch.empty(0)
+    model(IDS.view(-1, 1))
+    assert not held.numel()
+
+
+def test_memory_may_be_let_go_of() -> None:
+    run_ranks(2, freed)
+
+
 def test_what_stays_may_be_written() -> None:
     assert run_ranks(2, kept) == [[7.0, 7.0]] * 2

@@ -55,7 +55,8 @@ def held_weakly(named: Iterable[tuple[str, nn.Parameter]]) -> list[tuple[str, we
     """Those that have values and that torch does not swap, where they are moved, with others: it refuses weak ones."""
     if torch.__future__.get_swap_module_params_on_conversion():
         return []
-    return [(name, weakref.ref(p)) for name, p in named if type(p) is nn.Parameter and not p.is_meta]
+    plain = ((name, p) for name, p in named if type(p) is nn.Parameter and p.layout is torch.strided)
+    return [(name, weakref.ref(p)) for name, p in plain if not p.is_meta]
 
 
 def look_after(
@@ -78,7 +79,7 @@ def check_earlier(model: nn.Module) -> None:
     watch = _watches.get(model)
     if watch is None or not watch.seen:
         return
-    held = [(each, p) for each in watch.seen if (p := each.parameter()) is not None]
+    held = [(each, p) for each in watch.seen if (p := each.parameter()) is not None and not _is_freed(p)]
     watch.seen = [each for each, _ in held]
     in_turn = {(watch.turn + i) % len(held) for i in range(min(_AT_ONCE, len(held)))}
     watch.turn += _AT_ONCE
@@ -97,7 +98,9 @@ def _change(seen: _Seen, parameter: nn.Parameter, by_value: bool) -> str | None:
     """What has become of it since the last look, which it counts as seen."""
     has_gradient, had_gradient = parameter.grad is not None, seen.has_gradient
     seen.has_gradient = has_gradient
-    if parameter._version != seen.version or (by_value and _values(parameter) != seen.values):
+    values = _values(parameter) if by_value else None
+    is_other = values is not None and seen.values is not None and values != seen.values  # not where it has been moved
+    if parameter._version != seen.version or is_other:
         seen.version, seen.values = parameter._version, _values(parameter)
         return "was written to"
     return "was given a gradient" if has_gradient and not had_gradient else None
@@ -114,6 +117,11 @@ def _values(parameter: nn.Parameter) -> bytes | None:
     few = flat[:: max(1, len(flat) // _SAMPLES)]
     bits: bytes = few.new_empty(len(few)).copy_(few).view(torch.uint8).numpy().tobytes()  # in which nan is nan
     return bits
+
+
+def _is_freed(parameter: nn.Parameter) -> bool:
+    """Whether its owner has let go of its values alone, for their memory."""
+    return not parameter.untyped_storage().nbytes()
 
 
 def _storage(tensor: torch.Tensor) -> int:
