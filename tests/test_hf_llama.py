@@ -113,7 +113,8 @@ def _verified() -> None:
     model = DistributedModelParallel(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)), env)
     ids = torch.randint(256, (2, 9), generator=torch.Generator().manual_seed(0))
     report = verify(model, transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)), ids)
-    assert any("'keys'" in where for where in report.outputs), report.outputs
+    assert [where.rpartition("[")[2] for where in report.of_heads] == ["'keys']", "'values']"] * 2
+    assert str(report).count("(a rank has its heads)") == 4
     other = transformers.LlamaConfig(**SIZES)
     other.rope_parameters = {"rope_type": "default", "rope_theta": 7.0}
     with pytest.raises(DmpError, match=r"'keys'.* differs by"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,8 +37,12 @@ class VerifyReport:
     not_compared: tuple[str, ...]
     """Parameters updated in the backward pass: they have no gradient to compare."""
 
+    of_heads: tuple[str, ...] = ()
+    """Outputs of which a rank has its heads alone, and was compared with these."""
+
     def __str__(self) -> str:
-        lines = [f"output{where}: {diff:.3g}" for where, diff in self.outputs.items()]
+        own = dict.fromkeys(self.of_heads, " (a rank has its heads)")
+        lines = [f"output{where}: {diff:.3g}{own.get(where, '')}" for where, diff in self.outputs.items()]
         lines += [f"gradient of {name}: {diff:.3g}" for name, diff in self.gradients.items()]
         lines += [f"gradient of {name}: not compared, updated in the backward pass" for name in self.not_compared]
         return "\n".join(lines)
@@ -95,8 +99,9 @@ def _verify(model: nn.Module, module: nn.Module, batch: Any, env: ShardingEnv) -
     if got.keys() != expected.keys():
         raise DmpError(f"the output has {sorted(got)}, the plain module's {sorted(expected)}")
     outputs = {at: _compare(got[at].detach(), _heads_of(out.detach(), got[at], env)) for at, out in expected.items()}
+    of_heads = tuple(at for at, out in expected.items() if got[at].shape != out.shape)  # of others that is an error
     gradients, not_compared = _compare_gradients(sharded, plain, env)
-    return _judge(outputs, gradients, not_compared, env)
+    return replace(_judge(outputs, gradients, not_compared, env), of_heads=of_heads)
 
 
 def _take_modes(plain: nn.Module, model: nn.Module) -> None:
