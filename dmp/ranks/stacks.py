@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import faulthandler
+import itertools
 import os
+import re
 import sys
+import tempfile
 from pathlib import Path
-from types import FrameType
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import torch
 
 _OURS = Path(__file__).resolve().parents[2]
 _OUR_PACKAGES = tuple(str(_OURS / name) + os.sep for name in ("dmp", "sharders", "planner"))
 _SKIPPED = ("c10d_logger.py", "_ops.py", "contextlib.py", "_contextlib.py")
+_LINE = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _BACKWARD = "_engine_run_backward"
 POLLING = ("poll_store", "poll_memory")
 """Names of the functions of ours that wait by asking again and again."""
@@ -33,57 +37,79 @@ class Place(NamedTuple):
 def place_of(thread: int) -> Place:
     """Where the thread of this identifier is.
 
-    [Note: frames of others] A thread that goes on while another walks its frames may crash the process in Python 3.11.
-    So what is asked again and again looks at the innermost frames alone, and at more only where these wait.
+    [Note: frames of others] A thread that goes on while another walks its frames, by `f_back`, may crash the process in
+    Python 3.11: a generator that was left still points to who called it. So the innermost frame alone is looked at, and
+    where more are wanted they are what `faulthandler` writes of all threads in one call, within which none goes on.
     """
     frame = sys._current_frames().get(thread)
     if frame is None:
         return Place("", (0, 0))
-    mark = (id(frame), 0 if frame.f_code.co_name in POLLING else frame.f_lasti)
-    return Place(_waits_in(frame), mark)
+    code = frame.f_code
+    mark = (id(frame), 0 if code.co_name in POLLING else frame.f_lasti)
+    return Place(_waits_in(_Frame(code.co_filename, 0, code.co_name), thread), mark)
 
 
 def line_of(thread: int) -> str:
-    """The line of the program itself in which the thread is, `train.py:41`; see [Note: frames of others]."""
-    frame = sys._current_frames().get(thread)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not (name.startswith(_OUR_PACKAGES) or name.startswith(_torch()) or name.startswith("<")):
-            return f"{os.path.basename(name)}:{frame.f_lineno}"
-        frame = frame.f_back
+    """The line of the program itself in which the thread is, `train.py:41`."""
+    for frame in _frames_of(thread):
+        if not frame.file.startswith((*_OUR_PACKAGES, _torch(), "<")):
+            return f"{os.path.basename(frame.file)}:{frame.line}"
     return ""
 
 
-def _waits_in(frame: FrameType | None) -> str:
+class _Frame(NamedTuple):
+    """A frame of a stack: in which function of which file, and at which line."""
+
+    file: str
+    line: int
+    function: str
+
+    @property
+    def is_skipped(self) -> bool:
+        return os.path.basename(self.file) in _SKIPPED
+
+
+def _frames_of(thread: int) -> list[_Frame]:
+    """The innermost hundred frames of a thread, from the innermost on; see [Note: frames of others]."""
+    with _scratch() as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        text = file.read().decode(errors="replace")
+    for part in text.split("\n\n"):
+        head, *lines = part.splitlines()
+        if re.match(rf"(Current t|T)hread 0x0*{thread:x}\b", head):
+            return [_Frame(m[1], int(m[2]), m[3]) for m in map(_LINE.fullmatch, lines) if m]
+    return []
+
+
+def _scratch() -> IO[bytes]:
+    """A file for a moment: in memory where there is such a thing, for a disk may be full."""
+    return os.fdopen(os.memfd_create("stacks"), "w+b") if hasattr(os, "memfd_create") else tempfile.TemporaryFile()
+
+
+def _waits_in(inner: _Frame, thread: int) -> str:
     """What of torch's a thread waits in, if that is where its innermost frame is."""
-    while frame is not None and os.path.basename(frame.f_code.co_filename) in _SKIPPED:
-        frame = frame.f_back
-    if frame is None:
-        return ""
-    if frame.f_code.co_name == _BACKWARD:
+    if inner.function == _BACKWARD:
         return "the backward pass"
-    if not _is_distributed(frame):
+    if not (inner.is_skipped or _is_distributed(inner)):
         return ""
-    inner = frame.f_code.co_name
-    outer: FrameType = frame
-    while frame is not None and frame.f_code.co_name != _BACKWARD:
-        if _is_distributed(frame) and os.path.basename(frame.f_code.co_filename) not in _SKIPPED:
+    frames = list(itertools.dropwhile(lambda frame: frame.is_skipped, _frames_of(thread)))
+    if not frames or not (frames[0].function == _BACKWARD or _is_distributed(frames[0])):
+        return ""
+    outer = frames[0]
+    for frame in frames:
+        if frame.function == _BACKWARD:
+            return "the backward pass"
+        if _is_distributed(frame) and not frame.is_skipped:
             outer = frame
-        frame = frame.f_back
-    if frame is not None:
-        return "the backward pass"
-    name = outer.f_code.co_name
-    if outer.f_code.co_filename.endswith(os.path.join("parallel", "distributed.py")) or "fsdp" in (
-        outer.f_code.co_filename
-    ):
-        return "the forward pass" + (", for buffers of rank 0's" if "broadcast" in inner else "")
-    return f"torch's {name}"
+    if "fsdp" in outer.file or outer.file.endswith(os.path.join("parallel", "distributed.py")):
+        return "the forward pass" + (", for buffers of rank 0's" if "broadcast" in frames[0].function else "")
+    return f"torch's {outer.function}"
 
 
-def _is_distributed(frame: FrameType) -> bool:
-    name = frame.f_code.co_filename
+def _is_distributed(frame: _Frame) -> bool:
     base = _torch()
-    return name.startswith(os.path.join(base, "distributed") + os.sep) or name == os.path.join(
+    return frame.file.startswith(os.path.join(base, "distributed") + os.sep) or frame.file == os.path.join(
         base, "nn", "parallel", "distributed.py"
     )
 
