@@ -35,6 +35,7 @@ Optimizers, gradients and scaling
   `torch.distributed.optim._apply_optimizer_in_backward`: optimizers that the user had applied in the backward pass
 - `torch.distributed.optim.apply_optimizer_in_backward.param_to_acc_grad_map`, its `param_to_optim_hook_handle_map`:
   where torch keeps the parameters of these, see `dmp/wrap/let_go.py`
+- `_setup_in_backward_optimizers`: how DDP updates parameters that have these, which is done another way
 - `_optimizer_state_dict_post_hooks`: whether an optimizer has been through its base's `__init__`
 - `_unscale_grads_`, `_amp_foreach_non_finite_check_and_unscale_`: the one place where a scaler looks at gradients
 - `_get_total_norm`, `_clip_grads_with_norm_`, `_group_tensors_by_device_and_dtype`: for torch's own clipping

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dmp import DistributedModelParallel, ShardingEnv, colwise, data_parallel, full_state_dict, rowwise
+from dmp import DistributedModelParallel, ShardError, ShardingEnv, colwise, data_parallel, full_state_dict, rowwise
 from sharders import DDPWrapper
 from tests.ranks import mesh, run_ranks
 
@@ -288,6 +288,51 @@ def stepped_by_hooks(axis: str) -> list[str]:
 @pytest.mark.parametrize("axis", ["dp", "shard"])
 def test_steps_that_hooks_make_are_those_of_the_average(axis: str) -> None:
     assert run_ranks(2, stepped_by_hooks, axis) == [[], []]
+
+
+def updated_in_backward() -> list[str]:
+    """Some parameters have an optimizer in the backward pass, with momentum; the second step is of two batches."""
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    plain, module, found = Net(), Net(), []
+    updated = [*module.first.parameters(), *module.branch.parameters(), module.dummy]
+    _apply_optimizer_in_backward(torch.optim.SGD, updated, {"lr": 0.1, "momentum": 0.9})
+    model = DistributedModelParallel(module, ShardingEnv.from_mesh(mesh((2,), ("dp",))))
+    same = [*plain.first.parameters(), *plain.branch.parameters(), plain.dummy]
+    optimizer, rank = torch.optim.SGD(same, lr=0.1, momentum=0.9), model.env.rank
+    for step in range(5):
+        if step == 1:
+            with model.no_sync():
+                branches(model, rank, 2).backward()
+            ((branches(plain, 0, 2) + branches(plain, 1, 2)) / 2).backward()
+        branches(model, rank, step).backward()
+        ((branches(plain, 0, step) + branches(plain, 1, step)) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        whole = full_state_dict(model)
+        found += [f"{step}: {k}" for k, v in plain.state_dict().items() if not torch.allclose(v, whole[k])]
+    return found + [f"{k} has one" for k, p in model.named_parameters() if p.grad is not None and "first" in k]
+
+
+def test_optimizers_in_backward_step_with_the_average() -> None:
+    assert run_ranks(2, updated_in_backward) == [[], []]
+
+
+def updated_where_split(axis: str, **options: Any) -> None:
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    module = nn.Linear(4, 2)
+    _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
+    env = ShardingEnv.from_mesh(mesh((2,), (axis,)))
+    DistributedModelParallel(module, env, **options)
+
+
+@pytest.mark.parametrize(("axis", "options"), [("shard", {}), ("dp", {"static_graph": True})])
+def test_optimizers_in_backward_that_would_be_lost_are_refused(axis: str, options: dict[str, Any]) -> None:
+    given = {"data_parallel_wrapper": DDPWrapper(**options)} if options else {}
+    for error in run_ranks(2, updated_where_split, axis, **given, expect=ShardError):
+        assert "'weight', 'bias': an optimizer in the backward pass" in str(error)
+        assert ("leave both out" if options else "splits dense weights") in str(error)
 
 
 def asked() -> tuple[str, str, bool]:

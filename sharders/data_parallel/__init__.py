@@ -14,5 +14,6 @@
 - `unfinished`: gradients that are not averaged yet
 - `cleared`: those that a program has cleared by hand
 - `later_hooks`: users' hooks on gradients, which run when these are averaged
+- `updated`: dense parameters that an optimizer updates in the backward pass
 - `buffers`: buffers of copies, which are rank 0's
 """

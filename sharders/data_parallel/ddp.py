@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dmp import ShardError, ShardingEnv, is_dtensor
 from sharders.data_parallel.unreached import AnyReachDDP, average_whole
+from sharders.data_parallel.updated import BY_OPTIONS, refuse_updated
 
 
 class DDPWrapper:
@@ -49,6 +50,8 @@ class DDPWrapper:
         # Where torch's own treatment of parameters without gradients is asked for, it is.
         asked = any(self.options.get(option) for option in ("static_graph", "find_unused_parameters"))
         if asked:
+            if device.type == "cpu":  # where torch's own way to update them asks for a stream of an accelerator
+                refuse_updated(trained, BY_OPTIONS)
             return DistributedDataParallel(module, device_ids=ids, process_group=group, **self.options)
         made = AnyReachDDP(module, device_ids=ids, process_group=group, **self.options)
         if env.everyone is not None:

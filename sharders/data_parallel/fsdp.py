@@ -46,6 +46,7 @@ from sharders.data_parallel.unfinished import (
     split_weights,
 )
 from sharders.data_parallel.unreached import average_whole, hook_hidden, reduce_unreached_chunks
+from sharders.data_parallel.updated import SPLITS, refuse_updated
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
@@ -137,6 +138,7 @@ class FSDPWrapper:
             return
         if not self.shards_in_place(env, bool(placed)):
             return
+        refuse_updated(dense, SPLITS)
         self._check_policies(env)
         if env.mesh is not None and (env.data_size > 1 or env.fully_sharded_axes):
             split_by_dtype(find_units(module, self.units, ignored), module, {n: p for n, p in dense.items() if p.dim()})

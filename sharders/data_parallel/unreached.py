@@ -34,6 +34,7 @@ from sharders.data_parallel.buffers import Buffers
 from sharders.data_parallel.later_hooks import LaterHooks
 from sharders.data_parallel.pass_end import PassEnd
 from sharders.data_parallel.unfinished import refuse_steps
+from sharders.data_parallel.updated import Updated
 
 _AFTER_RAISED = "averaging gradients after a backward pass that raised"
 
@@ -46,6 +47,7 @@ class AnyReachDDP(DistributedDataParallel):
     its end: torch's leaves each rank its own gradients there. Parameters may be frozen later. `torch.autograd.grad`
     through the output averages nothing. After a backward pass that raised on all ranks, others may follow, with
     `zero_grad` or on top of what it left in gradients: torch's would end in an assertion, or in wrong means.
+    Parameters with an optimizer in the backward pass are updated when it is averaged, see updated.py.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -56,7 +58,7 @@ class AnyReachDDP(DistributedDataParallel):
         self._reached: list[torch.Tensor] = []
         self._is_awaited = self._is_local = self._has_left = self.has_local = False
         self._end = PassEnd()
-        self._later = LaterHooks()
+        self._later, self._updated = LaterHooks(), Updated(self._trained)
         self._turn: Callable[[], AbstractContextManager[None]] = nullcontext
         self._reach = _Reached(self._reached.append, weakref.ref(self))
         for p in self._trained:
@@ -140,10 +142,17 @@ class AnyReachDDP(DistributedDataParallel):
         self._is_awaited = self._has_left = self.has_local = False
         self._end.clear()
         self._reached.clear()
-        if self._later.waiting:  # behind DDP's own last callback, which is queued by now
-            Variable._execution_engine.queue_callback(self._later.run)
+        if self._later.waiting or self._updated.any:  # behind DDP's own last callback, which is queued by now
+            Variable._execution_engine.queue_callback(self._run_later)
         else:
             self._later.run()
+
+    def _run_later(self) -> None:
+        self._later.run()
+        self._updated.step()
+
+    def _setup_in_backward_optimizers(self) -> None:
+        """Nothing: torch's way is each bucket's own, and asks CPUs for a stream of an accelerator."""
 
     def begin_past(self) -> None:
         """A backward pass has come to a parameter, and not from a forward of this module: average at its end."""
@@ -164,6 +173,7 @@ class AnyReachDDP(DistributedDataParallel):
         self._end.clear()
         self._reached.clear()
         self._later.run(given)
+        self._updated.step()
 
     @property
     def is_unaveraged(self) -> bool:
