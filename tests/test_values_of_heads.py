@@ -168,6 +168,29 @@ def test_a_plan_that_leaves_sinks_whole_is_wrong() -> None:
     assert found.layouts["blocks.0.attention.sinks"] == found.layouts["blocks.0.attention.q.bias"]
 
 
+class SometimesMore(Model):
+    """With a table that is as wide as there are heads, and read only where it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__("outside")
+        self.kinds = nn.Embedding(10, HEADS)
+
+    def forward(self, x: torch.Tensor, kinds: torch.Tensor | None = None) -> torch.Tensor:
+        x = super().forward(x)
+        if kinds is None:
+            return x
+        more: torch.Tensor = self.kinds(kinds).mean(-1, keepdim=True)
+        return x + more
+
+
+def test_a_table_that_nothing_was_seen_of_has_no_values_of_heads() -> None:
+    """It was split beside those that are: each rank took the mean of its own columns."""
+    found = TensorParallelSharder().place(SometimesMore(), {}, TP)
+    assert found.styles["positions.table"] == "heads_1"
+    assert "kinds" not in found.styles
+    assert not found.warnings
+
+
 def test_what_values_for_each_head_are_not() -> None:
     for module in ("blocks.0.mlp.0", "blocks.0"):
         with pytest.raises(PlanError, match="all values for each head; its own are"):

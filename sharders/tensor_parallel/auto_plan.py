@@ -8,7 +8,7 @@ they may be tied. Norms of single heads see a rank's heads alone: the gradients 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -316,6 +316,7 @@ def _proved(runs: ModelRuns, candidates: list[_Candidate], notes: list[str]) -> 
     Raises:
         UnprovedError: the model does not run with guessed inputs, or is too large.
     """
+    said: list[str] = []
     kept, proof = candidates, _prove(runs, candidates, _TRIES)
     if proof.divided is None:
         more = [replace(each, styles={**each.styles, **each.outside}) for each in candidates]
@@ -333,13 +334,23 @@ def _proved(runs: ModelRuns, candidates: list[_Candidate], notes: list[str]) -> 
                     kept, proof = [*kept, this], with_this
                     break
             else:
-                notes.append(f"{candidate.name}: {BECAUSE} {wrong}")
+                said.append(f"{candidate.name}: {BECAUSE} {wrong}")
+    if guessed := {path for each in kept for path in each.outside}.intersection(proof.left):
+        return _proved(runs, [_without_outside(each, guessed) for each in candidates], notes)
     unseen = [each for each in kept if each.unless_proved and not each.styles.keys().isdisjoint(proof.left)]
+    notes += said
     if unseen:
         notes += [f"{each.name}: left whole, {each.unless_proved}" for each in unseen]
         return _proved(runs, [each for each in candidates if each.name not in {one.name for one in unseen}], notes)
     notes.append(runs.verified() + proof.note)
     return _merged(kept), proof.divided or {}
+
+
+def _without_outside(candidate: _Candidate, paths: Collection[str]) -> _Candidate:
+    """Without values of heads that are only guessed to be: nothing is seen of them, and it is proved without them."""
+    outside = {path: style for path, style in candidate.outside.items() if path not in paths}
+    otherwise = tuple({p: style for p, style in way.items() if p not in paths} for way in candidate.otherwise)
+    return replace(candidate, otherwise=otherwise, outside=outside)
 
 
 def _prove(runs: ModelRuns, candidates: list[_Candidate], tries: int) -> PlanProof:
