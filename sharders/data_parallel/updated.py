@@ -37,7 +37,7 @@ class Updated:
         """Gradients are averaged: update those that have one, which is None then."""
         for p in self._parameters:
             if p.grad is not None:
-                for optimizer in p._in_backward_optimizers:  # type: ignore[attr-defined]
+                for optimizer in p._in_backward_optimizers:
                     optimizer.step()
                 p.grad = None
 
