@@ -43,12 +43,12 @@ def test_a_set_that_fits() -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"torch": "2.9.1"}, ["torch 2.9.1 is too old", "fbgemm-gpu-cpu 1.8.0 is built for torch 2.13; .*==1.4.0"]),
+        ({"torch": "2.9.1"}, ["torch 2.9.1 is too old", "fbgemm-gpu-cpu 1.8.0 is built for torch 2.13; .*~=1.4.0"]),
         ({"torch": "2.14.0"}, ["fbgemm-gpu-cpu 1.8.0 is built for torch 2.13; torch is 2.14.0: pip install"]),
         ({"torch": None}, ["torch has no metadata"]),
         ({"numpy": None}, ["numpy is missing", "torchrec 1.8.0 imports what is not installed, numpy"]),
-        ({"torchrec": "1.7.0"}, ["torchrec 1.7.0 loads with FBGEMM 1.7.0 alone; fbgemm-gpu-cpu is 1.8.0"]),
-        ({"fbgemm_gpu_cpu": None}, ["torchrec 1.8.0 needs FBGEMM of its own version"]),
+        ({"torchrec": "1.7.0"}, ["torchrec 1.7.0 loads with FBGEMM 1.7.0 alone; fbgemm-gpu-cpu is 1.8.0.*~=1.7.0"]),
+        ({"fbgemm_gpu_cpu": None}, ["torchrec 1.8.0 needs FBGEMM of its own version.*-cpu~=1.8.0"]),
         ({"fbgemm_gpu": "1.8.0"}, ["share one folder, and overwrite each other", "is the CUDA build, torch"]),
         ({"torchmetrics": "1.8.2"}, ["torchmetrics 1.8.2: torchrec 1.8.0 is made for 1.0.3"]),
         ({"tensordict": None, "tqdm": None}, ["not installed, tensordict tqdm: pip install tensordict tqdm"]),
@@ -61,6 +61,23 @@ def test_what_does_not_fit(changes: dict[str, str | None], expected: list[str]) 
     assert all("\n" not in text for text in texts)
 
 
+@pytest.mark.parametrize(
+    ("torch", "others", "is_noted"),
+    [("2.14.1", "1.9.2", False), ("2.13.0", "1.8.0", False), ("2.15.0", "1.10.0", True)],
+)
+def test_what_is_newer_than_what_is_tested_is_noted(
+    torch: str, others: str, is_noted: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    versions = FITS | {"torch": torch, "torchrec": others, "fbgemm-gpu-cpu": others[:-1] + "0"}
+    monkeypatch.setattr(doctor, "installed_versions", lambda: versions)
+    assert main(["doctor", "--quick"]) == 0
+    assert ("note: tested with torch 2.13, " in capsys.readouterr().out) == is_noted
+
+
+def test_fbgemm_is_asked_for_of_the_release_that_fits_torch() -> None:
+    assert "fbgemm-gpu-cpu~=1.9.0" in next(findings({"torch": "2.14.1", "numpy": "2"})).text
+
+
 def test_what_is_optional_is_no_error() -> None:
     bare = list(findings({"torch": "2.10.0", "numpy": "2"}))
     assert bare and not any(each.is_wrong for each in bare)
@@ -70,7 +87,9 @@ def test_the_set_that_is_tested_is_what_is_installed_by_make() -> None:
     parser = configparser.ConfigParser()
     parser.read(Path(__file__).resolve().parents[1] / "setup.cfg")
     pinned = dict(re.findall(r"([\w-]+)==(\d+\.\d+)", parser["options.extras_require"]["torchrec"]))
-    assert {name: pinned[name] for name in ("torch", "fbgemm-gpu-cpu")} == {n: TESTED[n] for n in TESTED if n in pinned}
+    assert {name: pinned[name] for name in ("torch", "fbgemm-gpu-cpu")} == {
+        name: version for name, version in TESTED[0].items() if name in pinned
+    }
 
 
 def test_an_import_that_dies(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

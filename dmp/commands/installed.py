@@ -1,7 +1,7 @@
 """Which installed packages fit each other, from their metadata alone: nothing is imported, for an import may die.
 
 FBGEMM 1.n is built for torch 2.(n + 5), as its releases' table says, and TorchRec n needs FBGEMM n; with others the
-import fails on a missing symbol, or a kernel ends the process. This project is tested with one such set, `TESTED`.
+import fails on a missing symbol, or a kernel ends the process. This project is tested with the sets of `TESTED`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,14 @@ from collections.abc import Iterator, Mapping
 from importlib.metadata import distributions
 from typing import NamedTuple
 
-TESTED = {"torch": "2.13", "fbgemm-gpu-cpu": "1.8", "torchrec": "1.8"}
+TESTED = (
+    {"torch": "2.13", "fbgemm-gpu-cpu": "1.8", "torchrec": "1.8"},
+    {"torch": "2.14", "fbgemm-gpu-cpu": "1.9", "torchrec": "1.9"},
+)
+"""The first is what `make` installs."""
 _OLDEST_TORCH, _OLDEST_PYTHON = (2, 10), (3, 10)
 _FBGEMM = ("fbgemm-gpu", "fbgemm-gpu-cpu")
+_INSTALL = "pip install fbgemm-gpu-cpu"
 _TORCHREC_IMPORTS = ("tensordict", "torchmetrics", "tqdm", "pyre-extensions", "numpy")
 _EXTRAS = {
     "scipy": "the planner solves without its linear programmes: pip install scipy",
@@ -63,7 +68,7 @@ def findings(versions: Mapping[str, str]) -> Iterator[Finding]:
 def _of_fbgemm(versions: Mapping[str, str], torch: str | None) -> Iterator[Finding]:
     here = [name for name in _FBGEMM if name in versions]
     if not here:
-        text = "no FBGEMM: tables are looked up by torch's operations, slower; pip install fbgemm-gpu-cpu==1.8.0"
+        text = f"no FBGEMM: tables are looked up by torch's operations, slower; {_INSTALL}~={_fbgemm_for(torch)}"
         yield Finding(False, f"{text} (fbgemm-gpu with CUDA)")
         return
     if len(here) > 1:
@@ -75,11 +80,10 @@ def _of_fbgemm(versions: Mapping[str, str], torch: str | None) -> Iterator[Findi
         return
     wanted = (2, _numbers(version)[1] + 5)
     if _numbers(version)[0] == 1 and _numbers(torch) != wanted:
-        other = f"1.{_numbers(torch)[1] - 5}.0" if _numbers(torch) >= (2, 5) else "of its age"
         yield Finding(
             True,
             f"{name} {version} is built for torch {wanted[0]}.{wanted[1]}; torch is {torch}: "
-            f"pip install torch=={wanted[0]}.{wanted[1]}.0, or {name}=={other}",
+            f"pip install torch~={wanted[0]}.{wanted[1]}.0, or {name}~={_fbgemm_for(torch)}",
         )
     if name == "fbgemm-gpu" and "+cpu" in torch:
         yield Finding(
@@ -95,13 +99,13 @@ def _of_torchrec(versions: Mapping[str, str]) -> Iterator[Finding]:
         return
     fbgemm = next((name for name in _FBGEMM if name in versions), None)
     if fbgemm is None:
-        text = f"torchrec {torchrec} needs FBGEMM of its own version: pip install fbgemm-gpu-cpu=={torchrec}"
+        text = f"torchrec {torchrec} needs FBGEMM of its own version: {_INSTALL}~={_release(torchrec)}"
         yield Finding(True, f"{text} (fbgemm-gpu with CUDA)")
     elif _numbers(versions[fbgemm]) != _numbers(torchrec):
         yield Finding(
             True,
-            f"torchrec {torchrec} loads with FBGEMM {torchrec} alone; {fbgemm} is {versions[fbgemm]}: "
-            f"pip install {fbgemm}=={torchrec}, or --no-deps torchrec=={versions[fbgemm]}",
+            f"torchrec {torchrec} loads with FBGEMM {_release(torchrec)} alone; {fbgemm} is {versions[fbgemm]}: "
+            f"pip install {fbgemm}~={_release(torchrec)}, or --no-deps torchrec~={_release(versions[fbgemm])}",
         )
     missing = [name for name in _TORCHREC_IMPORTS if name not in versions]
     if missing:
@@ -111,6 +115,17 @@ def _of_torchrec(versions: Mapping[str, str]) -> Iterator[Finding]:
     if metrics is not None and _numbers(metrics) != (1, 0):
         text = f"torchmetrics {metrics}: torchrec {torchrec} is made for 1.0.3, and its metrics fail with others; "
         yield Finding(True, text + "pip install torchmetrics==1.0.3")
+
+
+def _fbgemm_for(torch: str | None) -> str:
+    """`2.14.1` -> `1.9.0`; for what no release of FBGEMM was built for, what this project's own is."""
+    major, minor = _numbers(torch or "")
+    return f"1.{minor - 5}.0" if (major, minor) >= (2, 5) else f"{TESTED[0]['fbgemm-gpu-cpu']}.0"
+
+
+def _release(version: str) -> str:
+    """`1.9.2` -> `1.9.0`, behind `~=` the newest of its patches: FBGEMM's and TorchRec's are not numbered alike."""
+    return ".".join(map(str, _numbers(version))) + ".0"
 
 
 def _numbers(version: str) -> tuple[int, int]:
