@@ -335,6 +335,28 @@ def test_what_torchrecs_pipelines_are_made_of() -> None:
         _ = pipeline.none_such
 
 
+class Halved(dmp.TrainPipelineSparseDist):
+    def _backward(self, losses: torch.Tensor) -> None:
+        super()._backward(losses / 2)
+
+
+def test_a_backward_of_a_subclass_is_called() -> None:
+    """By which scripts scale the loss or divide it, as they do with TorchRec's."""
+    models = [nn.Linear(2, 1), nn.Linear(2, 1)]
+    models[1].load_state_dict(start := {k: v.clone() for k, v in models[0].state_dict().items()})
+    x = torch.randn(3, 2)
+    for model, kind, lr in zip(models, (Halved, dmp.TrainPipelineSparseDist), (0.2, 0.1), strict=True):
+        pipeline = kind(
+            model,
+            torch.optim.SGD(model.parameters(), lr),
+            torch.device("cpu"),
+            custom_model_fwd=lambda b, m=model: (m(b), b),
+        )
+        pipeline.progress(iter([x]))
+    assert same(*models)
+    assert not torch.equal(models[0].weight, start["weight"])
+
+
 def _interval() -> None:
     model = DistributedModelParallel(nn.EmbeddingBag(8, 4, mode="sum"), env_of("replicate2"))
     with pytest.raises(ShardError, match="sync_interval"):

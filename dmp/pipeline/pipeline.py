@@ -207,13 +207,17 @@ class TrainPipeline:
                     "them up in the model, or in a function: forward=lambda batch: ..."
                 )
             try:
-                (torch.sum(losses, dim=0) if losses.dim() else losses).backward()
+                self._backward(losses)
                 if self._optimizer is not None:
                     self._optimizer.step()
             except RuntimeError as error:
                 raise_cause(error)
                 raise
         return output
+
+    def _backward(self, losses: torch.Tensor) -> None:
+        """The backward pass of a step, under TorchRec's name: subclasses scale the loss, or divide it, before it."""
+        (torch.sum(losses, dim=0) if losses.dim() else losses).backward()
 
     def _forward(self, batch: Any) -> tuple[torch.Tensor, Any]:
         returned = (self._given_forward or self._model)(batch)

@@ -23,7 +23,7 @@ _STEPS = frozenset(
     + ("start_sparse_data_dist", "wait_sparse_data_dist", "clear_sparse_data_dist_inputs", "sync_embeddings")
     + ("start_embedding_lookup", "wait_embedding_lookup", "register_backward_hook", "contexts", "batches")
     + ("_set_module_context", "_pipeline_model", "_init_pipelined_modules", "_create_context", "_next_batch")
-    + ("_backward", "_optimizer_step", "_wait_for_batch", "_copy_batch_to_gpu", "_prefetch", "_connect")
+    + ("_optimizer_step", "_wait_for_batch", "_copy_batch_to_gpu", "_prefetch", "_connect")
 )
 """What TorchRec's pipelines are made of, and subclasses of them override."""
 
