@@ -70,11 +70,17 @@ class _Frame(NamedTuple):
 
 
 def _frames_of(thread: int) -> list[_Frame]:
-    """The innermost hundred frames of a thread, from the innermost on; see [Note: frames of others]."""
-    with _scratch() as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        text = file.read().decode(errors="replace")
+    """The innermost hundred frames of a thread, from the innermost on; see [Note: frames of others].
+
+    None where no file can be opened: a training that goes on is not to end for that.
+    """
+    try:
+        with _scratch() as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return []
     for part in text.split("\n\n"):
         head, *lines = part.splitlines()
         if re.match(rf"(Current t|T)hread 0x0*{thread:x}\b", head):
