@@ -9,7 +9,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """For wrapping or planning a thousand tables: each full collection on the way costs 0.3 s."""
+    """For wrapping or planning a thousand tables: each full collection on the way costs 0.3 s; and for what destructors
+    must not run in, see stacks.py."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

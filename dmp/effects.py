@@ -7,8 +7,8 @@ For the whole process, while it lasts
 - `sharders/quiet.py: warnings.catch_warnings`, `sharders/quiet.py: warnings.simplefilter`,
   `sharders/quiet.py: logging.disable`: a model's code is run for a look, and FBGEMM imported, without what they would
   tell the user; one thread at a time
-- `dmp/collection.py: gc.disable`, `dmp/collection.py: gc.enable`: while a model is wrapped or planned; who finds it
-  disabled leaves it so
+- `dmp/collection.py: gc.disable`, `dmp/collection.py: gc.enable`: while a model is wrapped or planned, or a
+  waiting thread's frames are read; who finds it disabled leaves it so
 - the threads of NumPy's OpenBLAS are one while a model is planned (planner/one_thread.py); who finds one leaves it so
 - `dmp/checkpoint/targets/native.py: torch.serialization.set_crc32_options`: while a checkpoint is written, where the
   program has them off, for a checkpoint without checksums cannot be checked; one save runs at a time

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import faulthandler
 import itertools
 import os
-import re
 import sys
-import tempfile
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 import torch
+
+from dmp.collection import without_collection
 
 _OURS = Path(__file__).resolve().parents[2]
 _OUR_PACKAGES = tuple(str(_OURS / name) + os.sep for name in ("dmp", "sharders", "planner"))
 _SKIPPED = ("c10d_logger.py", "_ops.py", "contextlib.py", "_contextlib.py")
-_LINE = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _BACKWARD = "_engine_run_backward"
 POLLING = ("poll_store", "poll_memory")
 """Names of the functions of ours that wait by asking again and again."""
@@ -37,9 +35,10 @@ class Place(NamedTuple):
 def place_of(thread: int) -> Place:
     """Where the thread of this identifier is.
 
-    [Note: frames of others] A thread that goes on while another walks its frames, by `f_back`, may crash the process in
-    Python 3.11: a generator that was left still points to who called it. So the innermost frame alone is looked at, and
-    where more are wanted they are what `faulthandler` writes of all threads in one call, within which none goes on.
+    [Note: frames of others] Until Python 3.11 a garbage collection may begin where `f_back` makes an object of a frame;
+    what it destroys may let the thread go on, whose frame is gone then: the process crashes. So none may begin there,
+    and what is asked again and again looks at the innermost frame alone. (`faulthandler`, which writes frames in one
+    call, crashes in Python 3.13.0 where one of C's lies on another.)
     """
     frame = sys._current_frames().get(thread)
     if frame is None:
@@ -70,27 +69,13 @@ class _Frame(NamedTuple):
 
 
 def _frames_of(thread: int) -> list[_Frame]:
-    """The innermost hundred frames of a thread, from the innermost on; see [Note: frames of others].
-
-    None where no file can be opened: a training that goes on is not to end for that.
-    """
-    try:
-        with _scratch() as file:
-            faulthandler.dump_traceback(file, all_threads=True)
-            file.seek(0)
-            text = file.read().decode(errors="replace")
-    except OSError:
-        return []
-    for part in text.split("\n\n"):
-        head, *lines = part.splitlines()
-        if re.match(rf"(Current t|T)hread 0x0*{thread:x}\b", head):
-            return [_Frame(m[1], int(m[2]), m[3]) for m in map(_LINE.fullmatch, lines) if m]
-    return []
-
-
-def _scratch() -> IO[bytes]:
-    """A file for a moment: in memory where there is such a thing, for a disk may be full."""
-    return os.fdopen(os.memfd_create("stacks"), "w+b") if hasattr(os, "memfd_create") else tempfile.TemporaryFile()
+    """The frames of a thread, from the innermost on; see [Note: frames of others]."""
+    with without_collection():
+        found, frame = [], sys._current_frames().get(thread)
+        while frame is not None:
+            found.append(_Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+            frame = frame.f_back
+        return found
 
 
 def _waits_in(inner: _Frame, thread: int) -> str:
