@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,16 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dmp import DistributedModelParallel, ShardError, ShardingEnv, colwise, data_parallel, full_state_dict, rowwise
+from dmp import (
+    DistributedModelParallel,
+    ShardError,
+    ShardingEnv,
+    colwise,
+    data_parallel,
+    full_optimizer_state_dict,
+    full_state_dict,
+    rowwise,
+)
 from sharders import DDPWrapper
 from tests.ranks import mesh, run_ranks
 
@@ -290,13 +300,18 @@ def test_steps_that_hooks_make_are_those_of_the_average(axis: str) -> None:
     assert run_ranks(2, stepped_by_hooks, axis) == [[], []]
 
 
+def update_in_backward(parameters: Iterable[nn.Parameter], **options: float) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's of its own TorchScript
+        from torch.distributed.optim import _apply_optimizer_in_backward
+    _apply_optimizer_in_backward(torch.optim.SGD, parameters, options)
+
+
 def updated_in_backward() -> list[str]:
     """Some parameters have an optimizer in the backward pass, with momentum; the second step is of two batches."""
-    from torch.distributed.optim import _apply_optimizer_in_backward
-
     plain, module, found = Net(), Net(), []
     updated = [*module.first.parameters(), *module.branch.parameters(), module.dummy]
-    _apply_optimizer_in_backward(torch.optim.SGD, updated, {"lr": 0.1, "momentum": 0.9})
+    update_in_backward(updated, lr=0.1, momentum=0.9)
     model = DistributedModelParallel(module, ShardingEnv.from_mesh(mesh((2,), ("dp",))))
     same = [*plain.first.parameters(), *plain.branch.parameters(), plain.dummy]
     optimizer, rank = torch.optim.SGD(same, lr=0.1, momentum=0.9), model.env.rank
@@ -318,11 +333,25 @@ def test_optimizers_in_backward_step_with_the_average() -> None:
     assert run_ranks(2, updated_in_backward) == [[], []]
 
 
-def updated_where_split(axis: str, **options: Any) -> None:
-    from torch.distributed.optim import _apply_optimizer_in_backward
-
+def updated_by_none() -> list[bool]:
+    """A list of no optimizers, as a wrapper leaves one on tables, says nothing of who updates a parameter."""
     module = nn.Linear(4, 2)
-    _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
+    module.weight._in_backward_optimizers = []  # type: ignore[attr-defined]
+    model = DistributedModelParallel(module, ShardingEnv.from_mesh(mesh((2,), ("dp",))))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(3, 4)).sum().backward()
+    optimizer.step()
+    saved = full_optimizer_state_dict(model, optimizer)["state"]
+    return [p.grad is not None and "momentum_buffer" in saved[name] for name, p in model.named_parameters()]
+
+
+def test_no_optimizer_in_backward_is_none() -> None:
+    assert run_ranks(2, updated_by_none) == [[True, True]] * 2
+
+
+def updated_where_split(axis: str, **options: Any) -> None:
+    module = nn.Linear(4, 2)
+    update_in_backward(module.parameters(), lr=0.1)
     env = ShardingEnv.from_mesh(mesh((2,), (axis,)))
     DistributedModelParallel(module, env, **options)
 

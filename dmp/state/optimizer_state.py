@@ -224,7 +224,7 @@ def _groups(
                         "not the model's; pass the optimizer that was made from model.parameters()"
                     )
                 name = names[id(p)]
-                updated_in_backward = name in fused or hasattr(p, "_in_backward_optimizers")
+                updated_in_backward = name in fused or bool(getattr(p, "_in_backward_optimizers", ()))
                 if not updated_in_backward:  # such a parameter never gets a .grad: the optimizer does nothing to it
                     found.append((name, group, part))
     return found

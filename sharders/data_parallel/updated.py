@@ -19,7 +19,7 @@ class Updated:
     """Those of some parameters that have an optimizer in the backward pass."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self._parameters = [p for p in parameters if hasattr(p, "_in_backward_optimizers")]
+        self._parameters = [p for p in parameters if _is_updated(p)]
         if not self._parameters:
             return
         from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
@@ -37,9 +37,14 @@ class Updated:
         """Gradients are averaged: update those that have one, which is None then."""
         for p in self._parameters:
             if p.grad is not None:
-                for optimizer in p._in_backward_optimizers:
+                for optimizer in p._in_backward_optimizers:  # type: ignore[attr-defined]
                     optimizer.step()
                 p.grad = None
+
+
+def _is_updated(parameter: torch.Tensor) -> bool:
+    """Whether it has such an optimizer; an empty list of them, as wrappers leave on tables, updates nothing."""
+    return bool(getattr(parameter, "_in_backward_optimizers", ()))
 
 
 SPLITS = "this mesh splits dense weights, in place or beside these, where it would be lost"
@@ -54,7 +59,7 @@ def refuse_updated(dense: Mapping[str, torch.Tensor], why: str) -> None:
     Raises:
         ShardError: names them.
     """
-    names = [name for name, p in dense.items() if hasattr(p, "_in_backward_optimizers")]
+    names = [name for name, p in dense.items() if _is_updated(p)]
     if names:
         raise ShardError(
             f"{', '.join(map(repr, names[:3]))}{f' and {len(names) - 3} more' if len(names) > 3 else ''}: an optimizer "
