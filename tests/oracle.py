@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -84,17 +84,22 @@ class Oracle:
         p[touched] -= LR * m_hat / (v_hat.sqrt() + 1e-8)
 
 
+def in_backward(kind: type[torch.optim.Optimizer], parameters: Iterable[nn.Parameter], **options: float) -> None:
+    """Give each of the parameters an optimizer that runs in the backward pass."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's of its own TorchScript
+        from torch.distributed.optim import _apply_optimizer_in_backward
+    _apply_optimizer_in_backward(kind, parameters, options)
+
+
 def attach(module: nn.Module, kind: str | None) -> None:
     """Put an optimizer on every parameter, to run in the backward pass."""
     if kind is None:
         return
     if kind in CASES:
         return CASES[kind].attach(list(module.parameters()))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from torch.distributed.optim import _apply_optimizer_in_backward
     if kind == "rowwise_adagrad":
         from torchrec.optim.rowwise_adagrad import RowWiseAdagrad as optimizer
     else:
         optimizer = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}[kind]
-    _apply_optimizer_in_backward(optimizer, module.parameters(), {"lr": LR})
+    in_backward(optimizer, module.parameters(), lr=LR)

@@ -18,6 +18,7 @@ from torch import nn
 import dmp
 from dmp import DistributedModelParallel, ShardingEnv, row_wise
 from sharders import EmbeddingBagSharder
+from tests.oracle import in_backward
 from tests.ranks import mesh
 
 ROWS = 20_000
@@ -239,7 +240,10 @@ def wrap_with(change: str) -> None:
             arguments["sharders"] = [EmbeddingBagSharder(**options)]  # type: ignore[arg-type]
     elif change.startswith("options"):
         arguments["sharders"] = [EmbeddingBagSharder()]
-    DistributedModelParallel(Sparse(), **arguments)  # type: ignore[arg-type]
+    model = Sparse()
+    if change.endswith("in the backward pass"):
+        in_backward(torch.optim.SGD, model.sparse.parameters(), lr=0.1 * (1 + dist.get_rank()))
+    DistributedModelParallel(model, **arguments)  # type: ignore[arg-type]
 
 
 def compile_for_long(is_said: bool) -> str:

@@ -137,6 +137,14 @@ def test_arguments_are_compared_first(change: str) -> None:
         assert {**expected, "device": fails}.get(change, f"ranks disagree on {change}") in str(error), error
 
 
+def test_optimizers_in_the_backward_pass_are_compared() -> None:
+    """Each rank would train its part of a table by its own."""
+    change = "optimizers in the backward pass"
+    for error in run_ranks(2, wrap_with, change, expect=(PlanError,)):
+        assert f"ranks disagree on {change}: rank 0 has 'sparse.weight: SGD(" in str(error)
+        assert "lr=0.1" in str(error) and "lr=0.2" in str(error)
+
+
 def test_a_planner_that_raises_on_one_rank() -> None:
     first, second = run_ranks(2, wrap_with_a_planner_that_raises, expect=(RanksError, ValueError))
     assert "rank 1 is in wrapping Sparse, after planning, where the planner raised ValueError: no plan today" in str(

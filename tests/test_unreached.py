@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +23,7 @@ from dmp import (
     rowwise,
 )
 from sharders import DDPWrapper
+from tests.oracle import in_backward
 from tests.ranks import mesh, run_ranks
 
 Loss = Callable[[nn.Module, int, int], torch.Tensor]
@@ -300,18 +300,11 @@ def test_steps_that_hooks_make_are_those_of_the_average(axis: str) -> None:
     assert run_ranks(2, stepped_by_hooks, axis) == [[], []]
 
 
-def update_in_backward(parameters: Iterable[nn.Parameter], **options: float) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's of its own TorchScript
-        from torch.distributed.optim import _apply_optimizer_in_backward
-    _apply_optimizer_in_backward(torch.optim.SGD, parameters, options)
-
-
 def updated_in_backward() -> list[str]:
     """Some parameters have an optimizer in the backward pass, with momentum; the second step is of two batches."""
     plain, module, found = Net(), Net(), []
     updated = [*module.first.parameters(), *module.branch.parameters(), module.dummy]
-    update_in_backward(updated, lr=0.1, momentum=0.9)
+    in_backward(torch.optim.SGD, updated, lr=0.1, momentum=0.9)
     model = DistributedModelParallel(module, ShardingEnv.from_mesh(mesh((2,), ("dp",))))
     same = [*plain.first.parameters(), *plain.branch.parameters(), plain.dummy]
     optimizer, rank = torch.optim.SGD(same, lr=0.1, momentum=0.9), model.env.rank
@@ -351,7 +344,7 @@ def test_no_optimizer_in_backward_is_none() -> None:
 
 def updated_where_split(axis: str, **options: Any) -> None:
     module = nn.Linear(4, 2)
-    update_in_backward(module.parameters(), lr=0.1)
+    in_backward(torch.optim.SGD, module.parameters(), lr=0.1)
     env = ShardingEnv.from_mesh(mesh((2,), (axis,)))
     DistributedModelParallel(module, env, **options)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from enum import Enum
 from inspect import signature
 from itertools import chain
+from types import NoneType
 from typing import Any
 from weakref import WeakSet
 
@@ -81,6 +83,7 @@ class Arguments:
             "init_data_parallel": str(bool(self.init_data_parallel)),
             "init_parameters": str(bool(self.init_parameters)),
             "model": _described(self.module),
+            "optimizers in the backward pass": _updated_by(self.module),
         }
 
 
@@ -183,3 +186,25 @@ def _described(module: nn.Module) -> str:
         f"{name}: {'lazy' if is_lazy(t) else (tuple(t.shape), t.dtype, t.is_meta)} {t.requires_grad}"
         for name, t in all_tensors(module, remove_duplicate=True)
     )
+
+
+def _updated_by(module: nn.Module) -> str:
+    """What updates parameters in the backward pass, as text: each rank would train its part, or copy, by its own."""
+    lines = []
+    for name, p in module.named_parameters():
+        given = iter(getattr(p, "_optimizer_kwargs", ()))  # TorchRec's placeholders have no param groups
+        for optimizer in getattr(p, "_in_backward_optimizers", ()):
+            options = {**next(given, {}), **next(iter(getattr(optimizer, "param_groups", ())), {})}
+            told = sorted(key for key, value in options.items() if key != "params" and value is not None)
+            shown = ", ".join(f"{key}={_shown(options[key])}" for key in told if options[key] is not False)
+            lines.append(f"{name}: {type(optimizer).__name__}({shown})")
+    return "\n".join(lines)
+
+
+def _shown(option: Any) -> str:
+    """An option as text that is the same on all ranks where the option is: an object's may hold its address."""
+    if isinstance(option, torch.Tensor):
+        return str(option.tolist()) if not option.is_meta else str(tuple(option.shape))
+    if isinstance(option, (list, tuple)):
+        return f"({', '.join(map(_shown, option))})"
+    return str(option) if isinstance(option, (bool, int, float, str, Enum, NoneType)) else type(option).__name__
