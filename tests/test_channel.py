@@ -21,7 +21,9 @@ from tests.ranks import run_ranks
 def sharder(kind: str, codecs: Codecs = AS_COMPUTED, **options: object) -> dmp.ModuleSharder:
     """The built-in one, whose data path has these options."""
     base = EmbeddingCollectionSharder if kind == "ec" else EmbeddingBagCollectionSharder
-    made = type("Sharder", (base,), {"sharded_type": partial(base.sharded_type, **options)})(codecs=codecs)
+    made = type("Sharder", (base,), {"sharded_type": staticmethod(partial(base.sharded_type, **options))})(
+        codecs=codecs
+    )
     assert isinstance(made, dmp.ModuleSharder)
     return made
 

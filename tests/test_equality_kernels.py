@@ -116,7 +116,7 @@ def _channels(mesh: str, kind: str, layout: str, optimizer: str) -> list[str]:
 
 def _sharder(kind: str, codecs: Codecs, transport: Transport, kernel: str | None = None) -> dmp.ModuleSharder:
     base = SHARDERS[kind]
-    sharded = {"sharded_type": partial(base.sharded_type, transport=transport)}
+    sharded = {"sharded_type": staticmethod(partial(base.sharded_type, transport=transport))}
     return type("Sharder", (base,), sharded)(codecs=codecs, kernel=kernel)  # type: ignore[no-any-return]
 
 

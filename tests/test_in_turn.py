@@ -185,6 +185,15 @@ def test_towers_that_a_batch_chooses_are_no_units(kind: Any) -> None:
     assert len(find_units(kind(), [Expert])) == 6
 
 
+def test_a_class_that_has_no_source_of_its_own() -> None:
+    """As one that `torch.nn.utils.parametrize` makes: its methods were written somewhere. Towers were units."""
+    towers, each = type("Made", (Branches,), {}), type("Made", (InTurn,), {"also": staticmethod(len)})
+    assert list(find_units(towers(), None)) == ["always.0", "always.1"]
+    assert list(find_units(each(), None)) == ["parts.0", "parts.1", "parts.2"]
+    eager = type("Made", (InTurn,), {"forward": torch.relu})  # of which nobody can read what it runs
+    assert not runs_in_turn(eager, "parts")
+
+
 class Nested(Keyed):
     """All of them, in a dict that holds what others call by attribute."""
 

@@ -30,6 +30,7 @@ from dmp import (
 )
 from dmp.checkpoint.convert import convert
 from dmp.checkpoint.targets import claim as claims
+from dmp.checkpoint.targets import replaceable
 from tests.ranks import run_ranks
 
 
@@ -339,6 +340,26 @@ def save_at_once(folder: str, rounds: int) -> list[str]:
         except CheckpointError as error:
             said.append(str(error))
     return said
+
+
+@pytest.mark.parametrize("becomes", ["another", "nothing"])
+def test_what_another_save_puts_in_its_place_meanwhile_is_no_strangers(
+    becomes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that ended between two looks at its folder was said to hold files of nobody's."""
+    saved(tmp_path / ".x.saving")
+    real = replaceable.about_of
+
+    def looked_at_too_late(folder: Path) -> dict[str, object] | None:
+        if folder.name == ".x.saving" and not (tmp_path / "x").exists():
+            folder.rename(tmp_path / "x")
+            if becomes == "another":
+                folder.mkdir()
+        return real(folder)
+
+    monkeypatch.setattr(replaceable, "about_of", looked_at_too_late)
+    assert replaceable.stranger_at(tmp_path / ".x.saving") is None
+    assert (tmp_path / "x").is_dir()
 
 
 def test_of_two_jobs_one_wins_whole_and_the_other_is_told(tmp_path: Path) -> None:

@@ -62,25 +62,32 @@ def runs_a_part(owner: Any, name: str, index: int) -> bool:
 
 def _functions(owner: type[nn.Module]) -> Iterator[ast.FunctionDef]:
     """`forward`, and what it surely calls of the same class."""
-    code: dict[str, ast.FunctionDef] = {}
-    for of in reversed(owner.__mro__[: owner.__mro__.index(nn.Module)]):
-        try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(of)))
-        except (OSError, TypeError, SyntaxError):
-            code.clear()  # what its methods are in place of is not known
-            continue
-        found = (node for each in tree.body if isinstance(each, ast.ClassDef) for node in each.body)
-        code.update({node.name: node for node in found if isinstance(node, ast.FunctionDef)})
+    own = owner.__mro__[: owner.__mro__.index(nn.Module)]
     waiting, seen = ["forward"], set[str]()
     while waiting:
-        function = code.get(waiting.pop())
-        if function is None or function.name in seen:
+        name = waiting.pop()
+        function = None if name in seen else _written(own, name)
+        seen.add(name)
+        if function is None:
             continue
-        seen.add(function.name)
         yield function
         for statement in _sure(function.body):
             called = [ast.unparse(node.func) for node in _certain(statement) if isinstance(node, ast.Call)]
             waiting += [name.removeprefix("self.") for name in called if name.startswith("self.")]
+
+
+def _written(own: tuple[type, ...], name: str) -> ast.FunctionDef | None:
+    """Code of a method; None where it is not there to be read.
+
+    It is asked for method by method: a class that a call has made, as ours around users' are, has methods that were
+    written somewhere, and since Python 3.13 no source of its own.
+    """
+    method: Any = next((vars(of)[name] for of in own if name in vars(of)), None)
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(getattr(method, "__func__", method))))
+    except (OSError, TypeError, SyntaxError):
+        return None
+    return next((node for node in tree.body if isinstance(node, ast.FunctionDef)), None)
 
 
 def _sure(body: list[ast.stmt]) -> Iterator[ast.stmt]:

@@ -193,7 +193,7 @@ def sharder(pooled: bool, transport: Any = None, **options: Any) -> dmp.ModuleSh
     base = EmbeddingBagCollectionSharder if pooled else EmbeddingCollectionSharder
     if transport is None:
         return base(**options)
-    sharded = {"sharded_type": partial(base.sharded_type, transport=transport)}
+    sharded = {"sharded_type": staticmethod(partial(base.sharded_type, transport=transport))}
     return type(base.__name__, (base,), sharded)(**options)  # type: ignore[no-any-return]
 
 

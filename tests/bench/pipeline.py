@@ -225,7 +225,7 @@ def make_ours(work: Workload, delay: float) -> tuple[nn.Module, torch.optim.Opti
     tables = [name for name, _ in task.named_parameters() if name.startswith("tables.")]
     env = dmp.ShardingEnv.from_mesh(mesh((ranks,), ("dp",)))
     base = EmbeddingBagCollectionSharder
-    sharded = {"sharded_type": partial(base.sharded_type, transport=partial(far, delay))}
+    sharded = {"sharded_type": staticmethod(partial(base.sharded_type, transport=partial(far, delay)))}
     sharders = [type(base.__name__, (base,), sharded)()] if delay else None
     model = dmp.DistributedModelParallel(task, env=env, plan=make_plan(LAYOUT, tables, ranks), sharders=sharders)
     return model, dense_optimizer(model)

@@ -56,14 +56,24 @@ def stranger_at(path: Path) -> str | None:
     if not stat.S_ISDIR(mode):
         size = f" of {path.lstat().st_size:,} bytes" if stat.S_ISREG(mode) else ""
         return f"{path} is a file{size}"
-    with os.scandir(path) as entries:
-        kinds = {entry.name: entry.is_file(follow_symlinks=False) for entry in entries}
+    kinds = _kinds(path)
     foreign = sorted(name for name, is_file in kinds.items() if not (is_file and _NAMES.fullmatch(name)))
     if foreign:
         return f"{path} holds {some(foreign)}, which no checkpoint has"
     if kinds and not _is_marked(path, kinds.keys() <= {ABOUT}):
+        if _kinds(path) != kinds:  # another save has put it in its place, or removed it, in this moment
+            return stranger_at(path)
         return f"{path} holds {some(sorted(kinds))}, and no {ABOUT} that says that a save wrote it"
     return None
+
+
+def _kinds(folder: Path) -> dict[str, bool]:
+    """Whether each entry of a folder is a plain file; none where there is no folder any more."""
+    try:
+        with os.scandir(folder) as entries:
+            return {entry.name: entry.is_file(follow_symlinks=False) for entry in entries}
+    except FileNotFoundError:
+        return {}
 
 
 def _is_marked(path: Path, is_alone: bool) -> bool:
