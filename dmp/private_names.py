@@ -124,9 +124,9 @@ Others
   `_additional_params_to_ignore`, `_allreduce_comm_precision`, `_storage_reservation`, `_topology`, `_constraints`,
   `_batch_size`, `_percentage`, `_hbm_reserved_bytes`, `_dense_tensor_estimate`: of TorchRec's sharders, codecs,
   data-parallel wrapper and planner: what they were made with
-- `_set_module_context`, `_pipeline_model`, `_init_pipelined_modules`, `_create_context`, `_next_batch`,
-  `_optimizer_step`, `_wait_for_batch`, `_copy_batch_to_gpu`, `_prefetch`, `_connect`: parts of TorchRec's pipelines,
-  for a message to who calls or overrides them
+- `_set_module_context`, `_pipeline_model`, `_init_pipelined_modules`, `_create_context`, `_wait_for_batch`,
+  `_copy_batch_to_gpu`, `_prefetch`, `_connect`: parts of TorchRec's pipelines, for a message to who calls or overrides
+  them
 - `_save_param_groups`, `_warmup_param`: of TorchRec's keyed optimizers
 - `_current_frames`, `_current_exceptions`, `_getframe`: of Python's `sys`, where threads stand, which error they
   handle, and which code reads a weight

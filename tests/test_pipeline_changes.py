@@ -340,6 +340,55 @@ class Halved(dmp.TrainPipelineSparseDist):
         super()._backward(losses / 2)
 
 
+class AgreedEnds(dmp.TrainPipelineSparseDist):
+    """As of published scripts: who has no batch left goes on with the one in flight while others have some."""
+
+    def _next_batch(self, dataloader_iter: Iterator[Any]) -> Any:
+        if dataloader_iter is not self._dataloader_iter:
+            self._dataloader_iter, self._dataloader_exhausted = dataloader_iter, False
+        if self._dataloader_exhausted:
+            return None
+        batch = next(dataloader_iter, None)
+        counts = torch.tensor(batch is not None, dtype=torch.int64)
+        torch.distributed.all_reduce(counts)
+        self._dataloader_exhausted = not counts
+        return self.batches[0] if batch is None and counts else batch
+
+
+class Clipped(AgreedEnds):
+    """And whose steps are clipped, by a share that the batch of the step tells."""
+
+    def _optimizer_step(self) -> None:
+        dmp.clip_grad_norm_(self._model, float(self.batches[0].dense.sum()) / 100)
+        super()._optimizer_step()
+
+
+def _overridden(is_near: bool) -> None:
+    (model, optimizer), (other, its) = (wrapped("dp2", "mixed", is_near=is_near) for _ in range(2))
+    batches = batches_of(model.env.rank, 5)[: 5 - 2 * model.env.rank]
+    pipeline = Clipped(model, optimizer, torch.device("cpu"))
+    iterator = iter(batches)
+    if model.env.rank:  # the one that was in flight when the end was seen, two steps before the end
+        batches = [*batches, batches[1], batches[2]]
+    torch.manual_seed(0)
+    for batch in batches:
+        its.zero_grad()
+        other(batch)[0].sum(0).backward()
+        dmp.clip_grad_norm_(other, float(batch.dense.sum()) / 100)
+        its.step()
+    torch.manual_seed(0)
+    for _ in batches:
+        pipeline.progress(iterator)
+    with pytest.raises(StopIteration):
+        pipeline.progress(iterator)
+    assert same(model, other)
+
+
+def test_steps_of_a_subclass() -> None:
+    run_ranks(2, _overridden, False)
+    run_ranks(2, _overridden, True)
+
+
 def test_a_backward_of_a_subclass_is_called() -> None:
     """By which scripts scale the loss or divide it, as they do with TorchRec's."""
     models = [nn.Linear(2, 1), nn.Linear(2, 1)]

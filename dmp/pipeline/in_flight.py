@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -65,15 +65,15 @@ class Feed:
         self.has_ended = False
         self.num_read, self.num_of_iterator, self.num_ends = 0, 0, 0
 
-    def read(self, iterator: Iterator[Any]) -> Batch | None:
-        """The next batch, under way to the device; None at the iterator's end, or where it gives None."""
+    def read(self, iterator: Iterator[Any], next_batch: Callable[[Iterator[Any]], Any]) -> Batch | None:
+        """What `next_batch(iterator)` gives, under way to the device; None, as at its end, ends the iterator."""
         if iterator is not self._iterator:
             self._iterator, self.has_ended, self.num_of_iterator = iterator, False, 0
         if self.has_ended:
             return None
         value, error, copied = None, None, None
         try:
-            value = next(iterator, None)
+            value = next_batch(iterator)
             if value is not None:
                 value, copied = self._sent(value)
         except Exception as raised:

@@ -132,7 +132,12 @@ class TrainPipeline:
                 self._read(dataloader_iter, 3)
             if not self._runs_last and self._feed.has_ended:
                 raise StopIteration
-            output = self._step(self._waiting.popleft(), modules)
+            current = self._waiting[0]
+            try:
+                output = self._step(current, modules)
+            finally:
+                if self._waiting and self._waiting[0] is current:
+                    self._waiting.popleft()
             if self._reads_late:
                 self._read(dataloader_iter, 2)
         except RanksError as error:
@@ -145,7 +150,7 @@ class TrainPipeline:
     def _read(self, iterator: Iterator[Any], count: int) -> None:
         """Have as many batches in flight, this one included, where the iterator has them."""
         while len(self._waiting) < count:
-            batch = self._feed.read(iterator)
+            batch = self._feed.read(iterator, self._next_batch)
             if batch is None:
                 return
             self._waiting.append(_Waiting(batch))
@@ -198,8 +203,8 @@ class TrainPipeline:
         batch.check_unchanged()
         with self._beginner.running(modules, batch.value, self._model.training, ahead):
             losses, output = self._forward(batch.value)
-        if self._waiting:  # the first time, when this forward has shown what can be begun
-            self._begin(self._waiting[0], modules)
+        if len(self._waiting) > 1:  # the first time, when this forward has shown what can be begun
+            self._begin(self._waiting[1], modules)
         if trains:
             if not isinstance(losses, torch.Tensor):
                 raise InputError(
@@ -209,15 +214,25 @@ class TrainPipeline:
             try:
                 self._backward(losses)
                 if self._optimizer is not None:
-                    self._optimizer.step()
+                    self._optimizer_step()
             except RuntimeError as error:
                 raise_cause(error)
                 raise
         return output
 
+    # Parts of a step that are the same in TorchRec's pipelines, under its names: subclasses override them.
+
+    def _next_batch(self, dataloader_iter: Iterator[Any]) -> Any:
+        """The iterator's next batch, None at its end: subclasses ask the other ranks whether they have one too."""
+        return next(dataloader_iter, None)
+
     def _backward(self, losses: torch.Tensor) -> None:
-        """The backward pass of a step, under TorchRec's name: subclasses scale the loss, or divide it, before it."""
+        """Of the losses of a step: subclasses scale them, or divide them, before it."""
         (torch.sum(losses, dim=0) if losses.dim() else losses).backward()
+
+    def _optimizer_step(self) -> None:
+        """Of the optimizer that was given: subclasses clip gradients before it, or leave it out."""
+        self._optimizer.step()
 
     def _forward(self, batch: Any) -> tuple[torch.Tensor, Any]:
         returned = (self._given_forward or self._model)(batch)

@@ -7,7 +7,7 @@ here; those that are set are named once, in the log.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,15 +21,19 @@ _log = logging.getLogger("dmp")
 _STEPS = frozenset(
     ("fill_pipeline", "enqueue_batch", "dequeue_batch", "copy_batch_to_gpu", "inplace_copy_batch_to_gpu")
     + ("start_sparse_data_dist", "wait_sparse_data_dist", "clear_sparse_data_dist_inputs", "sync_embeddings")
-    + ("start_embedding_lookup", "wait_embedding_lookup", "register_backward_hook", "contexts", "batches")
-    + ("_set_module_context", "_pipeline_model", "_init_pipelined_modules", "_create_context", "_next_batch")
-    + ("_optimizer_step", "_wait_for_batch", "_copy_batch_to_gpu", "_prefetch", "_connect")
+    + ("start_embedding_lookup", "wait_embedding_lookup", "register_backward_hook", "contexts")
+    + ("_set_module_context", "_pipeline_model", "_init_pipelined_modules", "_create_context")
+    + ("_wait_for_batch", "_copy_batch_to_gpu", "_prefetch", "_connect")
 )
-"""What TorchRec's pipelines are made of, and subclasses of them override."""
+"""What TorchRec's pipelines are made of and these are not, and subclasses of them override."""
 
 
 class _Named(TrainPipeline):
     """What the pipelines below share."""
+
+    # Kept by a `_next_batch` of a subclass, as TorchRec's is.
+    _dataloader_iter: Iterator[Any] | None = None
+    _dataloader_exhausted = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -37,7 +41,8 @@ class _Named(TrainPipeline):
         if own:
             raise TypeError(
                 f"{cls.__name__} overrides {', '.join(own)} of TorchRec's pipeline, which this one would never call: "
-                "its steps are others. Override progress, or give a forward (custom_model_fwd)"
+                "its steps are others. Override progress, _next_batch, _backward or _optimizer_step, or give a forward "
+                "(custom_model_fwd)"
             )
 
     def __getattr__(self, name: str) -> Any:
@@ -52,6 +57,11 @@ class _Named(TrainPipeline):
     def _device(self) -> torch.device:
         """Where batches go: published scripts read it."""
         return self._feed.device
+
+    @property
+    def batches(self) -> list[Any]:
+        """Those in flight, on the device, the oldest first."""
+        return [waiting.batch.value for waiting in self._waiting]
 
     def _say_meaningless(self, **given: Any) -> None:
         named = [name for name, value in given.items() if value]
