@@ -195,8 +195,8 @@ def choose_kernel(
         reason = kernel.supports(device, dtype, optimizer, ranges)
         if reason is None:
             _say_once(kernel.name, "; ".join(reasons))
-            if dtype == torch.float16 and optimizer is not None and "betas" in optimizer.optimizer.defaults:
-                _say_what_float16_forgets(optimizer.kind)
+            if dtype == torch.float16 and optimizer is not None:
+                _say_what_float16_forgets(optimizer)
             return kernel
         if named is not None:
             raise ShardError(f"the {named} kernel cannot be used: {reason}. Use kernel='torch', which takes any table")
@@ -233,11 +233,17 @@ def _say_once(kernel: str, reasons: str) -> None:
 
 
 @cache
-def _say_what_float16_forgets(optimizer: str) -> None:
+def _say_what_float16_forgets(optimizer: OptimizerSpec) -> None:
+    """FBGEMM keeps gradients and state of such tables in float32."""
+    kept = [name for name, of in optimizer.optimizer.state.items() if of.dtype is None]
+    smallest = 0.005 if "betas" in optimizer.optimizer.defaults else 2e-4
     _log.warning(
-        "%s keeps second moments of float16 tables in float16, where those of gradients below 0.005 are 0: such "
-        "weights move too far; use bfloat16 or float32 tables",
-        optimizer,
+        "%s of float16 tables takes gradients in float16, as the unsharded module has them: those below 6e-5 lose "
+        "digits, those below 3e-8 are 0%s; use bfloat16 or float32 tables",
+        optimizer.kind,
+        f", and its {' and '.join(kept)} too, where squares of those below {smallest} are 0: such weights move too far"
+        if kept
+        else "",
     )
 
 
