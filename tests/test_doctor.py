@@ -79,8 +79,12 @@ def test_fbgemm_is_asked_for_of_the_release_that_fits_torch() -> None:
 
 
 def test_what_is_optional_is_no_error() -> None:
-    bare = list(findings({"torch": "2.10.0", "numpy": "2"}))
+    bare = list(findings({"torch": "2.13.0", "numpy": "2"}))
     assert bare and not any(each.is_wrong for each in bare)
+
+
+def test_an_older_torch_is_too_old() -> None:
+    assert "torch 2.12.1 is too old: expected 2.13" in next(findings({"torch": "2.12.1", "numpy": "2"})).text
 
 
 def test_the_set_that_is_tested_is_what_is_installed_by_make() -> None:

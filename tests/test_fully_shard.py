@@ -280,6 +280,11 @@ def says_what_it_will_do() -> None:
     for env in (single, tp):
         with pytest.raises(ShardError, match=r"mixed_precision of FSDPWrapper needs a mesh with a data axis.*autocast"):
             FSDPWrapper(mixed_precision=torch.bfloat16).wrap(make(), env, env.device, frozenset())
+    with pytest.MonkeyPatch.context() as older:  # as FSDP2 is in torch 2.12
+        older.delattr("torch.distributed.fsdp.FSDPModule.set_reduce_scatter_unused_params")
+        wrapper.check(make(), dp, {}, frozenset())
+        with pytest.raises(ShardError, match=r"fully sharded with torch .* expected torch 2.13 or later"):
+            wrapper.check(make(), shard, {}, frozenset())
 
 
 def test_says_what_it_will_do() -> None:

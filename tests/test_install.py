@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from dmp.foreign import OLDEST_TORCH
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -38,7 +40,7 @@ def extras(setup: configparser.ConfigParser) -> dict[str, str]:
 def test_setup_cfg_parses(setup: configparser.ConfigParser) -> None:
     assert setup["metadata"]["name"] == "dmp-torch"
     assert setup["options"]["python_requires"] == ">=3.10"
-    assert setup["options"]["install_requires"].split() == ["torch>=2.10", "numpy"]
+    assert setup["options"]["install_requires"].split() == [f"torch>={'.'.join(map(str, OLDEST_TORCH))}", "numpy"]
     assert {"planner", "torchrec", "dev"} <= extras(setup).keys()
 
 

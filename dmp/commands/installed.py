@@ -12,12 +12,14 @@ from collections.abc import Iterator, Mapping
 from importlib.metadata import distributions
 from typing import NamedTuple
 
+from dmp.foreign import OLDEST_TORCH
+
 TESTED = (
     {"torch": "2.13", "fbgemm-gpu-cpu": "1.8", "torchrec": "1.8"},
     {"torch": "2.14", "fbgemm-gpu-cpu": "1.9", "torchrec": "1.9"},
 )
 """The first is what `make` installs."""
-_OLDEST_TORCH, _OLDEST_PYTHON = (2, 10), (3, 10)
+_OLDEST_PYTHON = (3, 10)
 _FBGEMM = ("fbgemm-gpu", "fbgemm-gpu-cpu")
 _INSTALL = "pip install fbgemm-gpu-cpu"
 _TORCHREC_IMPORTS = ("tensordict", "torchmetrics", "tqdm", "pyre-extensions", "numpy")
@@ -54,8 +56,9 @@ def findings(versions: Mapping[str, str]) -> Iterator[Finding]:
     torch = versions.get("torch")
     if torch is None:
         yield Finding(True, "torch has no metadata: it is not installed by pip here; pip install torch==2.13.0")
-    elif _numbers(torch) < _OLDEST_TORCH:
-        yield Finding(True, f"torch {torch} is too old: expected 2.10 or later; pip install torch==2.13.0")
+    elif _numbers(torch) < OLDEST_TORCH:
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        yield Finding(True, f"torch {torch} is too old: expected {oldest} or later; pip install torch==2.13.0")
     if "numpy" not in versions:
         yield Finding(True, "numpy is missing: the planner and ranks that send objects need it; pip install numpy")
     yield from _of_fbgemm(versions, torch)

@@ -158,8 +158,8 @@ class _Together(torch.autograd.Function):
 
 def _accumulators(parameters: Sequence[torch.Tensor]) -> tuple[object, ...]:
     """What adds up the gradient of each, and has DDP's hook: a cast makes another, and a cast back one more."""
-    node = _Together.apply(*parameters).grad_fn  # type: ignore[no-untyped-call]
-    return () if node is None else node.next_functions
+    together = _Together.apply(*parameters)  # type: ignore[no-untyped-call]
+    return () if together.grad_fn is None else together.grad_fn.next_functions  # which is known while the result is
 
 
 class Watch:

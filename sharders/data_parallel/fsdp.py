@@ -138,6 +138,13 @@ class FSDPWrapper:
             return
         if not self.shards_in_place(env, bool(placed)):
             return
+        from torch.distributed.fsdp import FSDPModule
+
+        if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+            raise ShardError(
+                f"weights cannot be fully sharded with torch {torch.__version__}: expected torch 2.13 or later, whose "
+                "FSDP2 averages gradients that some rank's loss does not reach. Copies and tables need no FSDP2"
+            )
         refuse_updated(dense, SPLITS)
         self._check_policies(env)
         if env.mesh is not None and (env.data_size > 1 or env.fully_sharded_axes):
