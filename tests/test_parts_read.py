@@ -1,8 +1,9 @@
-"""A table's weight that the model's own code reads past its forward, without gradients: this rank's part, never taken
-for the whole."""
+"""A table's weight that the model's own code reads past its forward, without gradients or by `.data`: this rank's part,
+never taken for the whole."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dmp import DistributedModelParallel, Layout, ShardError, ShardingEnv, column_wise, row_wise
+from dmp import (
+    DistributedModelParallel,
+    Layout,
+    ShardError,
+    ShardingEnv,
+    column_wise,
+    full_state_dict,
+    row_wise,
+    table_wise,
+)
 from tests.ranks import mesh, run_ranks
 
 
@@ -29,6 +39,15 @@ class Scorer(nn.Module):
     def keep_small(self) -> None:
         self.items.weight.data.clamp_(-0.5, 0.5)
         self.users.weight.copy_(F.normalize(self.users.weight, dim=1))
+
+    def turned(self, how: Callable[[torch.Tensor], Any]) -> Any:
+        return how(self.items.weight.transpose(0, 1))
+
+    def change(self, how: Callable[[torch.Tensor], Any]) -> None:
+        self.items.weight.data = how(self.items.weight.data)
+
+    def project(self) -> None:
+        self.items.weight.data -= self.users.weight.data[:] * self.items.weight.detach().sum(1, keepdim=True)
 
     def all_items(self) -> torch.Tensor:
         assert self.items.weight.requires_grad and self.items.weight.device.type == "cpu"
@@ -49,12 +68,68 @@ HOW: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 }
 
 
+def zeroed(w: torch.Tensor) -> torch.Tensor:
+    w[0] = 0
+    return w
+
+
+BETWEEN_STEPS: dict[str, tuple[Callable[[torch.Tensor], Any], bool | None]] = {
+    "a row": (zeroed, None),
+    "a row in place": (lambda w: w[0].fill_(0), None),
+    "centred": (lambda w: w - w.mean(0), None),
+    "of length 1": (lambda w: w / w.norm(), None),
+    "columns of length 1": (lambda w: F.normalize(w, dim=0), None),
+    "rows of length 1": (lambda w: F.normalize(w, p=2, dim=1), False),
+    "rows by hand": (lambda w: w.div_(w.norm(dim=1, keepdim=True)), False),
+    "short rows": (lambda w: w.renorm_(2, 0, 1.0), False),
+    "small": (lambda w: w.clamp_(-0.5, 0.5), True),
+    "large": (lambda w: w.masked_fill_(w.abs() < 0.1, 0.0), True),
+}
+"""With whether it is right on columns too; None: on neither."""
+
+
+def wrapped(layout: Layout, users: Layout | None = None, rows: int = 20) -> tuple[DistributedModelParallel, Scorer]:
+    """And the plain one."""
+    plain = Scorer()
+    if rows != 20:
+        plain.users = nn.Embedding(rows, 8)
+    plan = {"users.weight": users or row_wise(), "items.weight": layout}
+    return DistributedModelParallel(copy.deepcopy(plain), ShardingEnv.from_mesh(mesh((2,), ("dp",))), plan=plan), plain
+
+
 def reads(layout: Layout, how: str) -> None:
-    model = DistributedModelParallel(
-        Scorer(), ShardingEnv.from_mesh(mesh((2,), ("dp",))), plan={"users.weight": row_wise(), "items.weight": layout}
-    )
+    model, _ = wrapped(layout)
     with torch.no_grad():
         model.module.score(torch.tensor([0, 1, 2]), HOW[how])  # type: ignore[operator]
+
+
+def changes(layout: Layout, is_by_rows: bool) -> None:
+    """With gradients on, as between two steps."""
+    for name, (how, is_right_on_columns) in BETWEEN_STEPS.items():
+        torch.manual_seed(0)
+        model, plain = wrapped(layout)
+        if is_right_on_columns or (is_right_on_columns is False and is_by_rows):
+            model.change(how), plain.change(how)
+            torch.testing.assert_close(full_state_dict(model)["items.weight"], plain.items.weight.data, msg=name)
+        else:
+            with pytest.raises(ShardError, match=r"reads table 'items.weight'.*this rank's part"):
+                model.change(how)
+
+
+def scores(layout: Layout) -> None:
+    """Of a loss in a method of the model's own, which its forward does not come to."""
+    model, plain = wrapped(layout)
+    for each in (model, plain):
+        each.score(torch.tensor([0]), lambda x, w: w.square().sum()).backward()
+        each.turned(lambda w: w.square().sum()).backward()
+    model.turned(lambda w: torch.ones(1, 8) @ w)
+
+
+def changes_by_another(users: Layout, items: Layout) -> None:
+    torch.manual_seed(0)
+    model, plain = wrapped(items, users, rows=12)
+    model.project(), plain.project()
+    torch.testing.assert_close(full_state_dict(model)["items.weight"], plain.items.weight.data)
 
 
 @pytest.mark.parametrize("layout", [row_wise(), column_wise([0, 1])], ids=["rows", "columns"])
@@ -62,6 +137,28 @@ def reads(layout: Layout, how: str) -> None:
 def test_is_not_taken_for_the_whole(layout: Layout, how: str) -> None:
     for error in run_ranks(2, reads, layout, how, expect=ShardError):
         assert "reads table 'items.weight'" in str(error) and "past the model's forward" in str(error)
+
+
+@pytest.mark.parametrize("layout", [row_wise(), column_wise([0, 1])], ids=["rows", "columns"])
+def test_is_changed_between_steps_as_the_whole_or_not_at_all(layout: Layout) -> None:
+    """Rows of half their columns each got length 1, and row 0 of each part was zeroed, in silence."""
+    run_ranks(2, changes, layout, layout == row_wise())
+
+
+@pytest.mark.parametrize("layout", [row_wise(), column_wise([0, 1])], ids=["rows", "columns"])
+def test_scores_of_a_loss_in_a_method_are_refused(layout: Layout) -> None:
+    """A part of the rows gave as many scores, and the target was out of bounds."""
+    for error in run_ranks(2, scores, layout, expect=ShardError):
+        assert "reads table 'items.weight' (matmul) past the model's forward" in str(error).replace(
+            "__rmatmul__", "matmul"
+        )
+
+
+def test_is_changed_by_another_that_is_cut_alike() -> None:
+    run_ranks(2, changes_by_another, row_wise(), row_wise())
+    for users, items in ((row_wise([1, 0]), row_wise()), (table_wise(0), table_wise(1))):
+        for error in run_ranks(2, changes_by_another, users, items, expect=ShardError):
+            assert "reads table" in str(error)
 
 
 def does_what_is_right() -> None:

@@ -68,8 +68,9 @@ class Watched(SameForm):
         value: Any = super().__getattr__(name)
         if name not in self._tables or name not in self.__dict__["_parameters"]:
             return value
-        (size, path), is_forward = self._whole(name), self._engine.calls.is_forward
-        return self._unread(name, value) if is_forward else Part.of(value, size, path, self)
+        if self._engine.calls.is_forward:
+            return self._unread(name, value)
+        return Part.of(value, *self._whole(name), self, self._engine.placement.shards[self._tables[name]])
 
     def _unread(self, name: str, parameter: Any) -> Any:
         if self._engine.env.size == 1 and self._engine.tables[self._tables[name]].optimizer is None:

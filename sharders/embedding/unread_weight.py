@@ -5,21 +5,27 @@ Inside, the model's code means the whole table: it may ask for shape, dtype and 
 needs values is an error, for it would get one rank's rows and give back one rank's gradient.
 
 So it does in a method that is called past the forward. With gradients that may be a penalty, see `loss_terms`; without
-them, as where all items are scored, a product with the part or a row by its number would have the part's shape, and be
-taken for the whole's: a `Part` refuses these, and what makes one number of it. What is done to each element, or to each
-row where those are whole, is right.
+them, as where all items are scored or rows are made of length 1 after each step, a product with the part or a row by
+its number would have the part's shape, and be taken for the whole's: a `Part` refuses these, and what makes one number
+of it. What is done to each element, or to each row where those are whole, is right, and so it is to tables that are cut
+alike. Methods that run with gradients ask for values by `.data` or `.detach()`, next to the weight; one that turns the
+weight over, as for scores of all items, is about to multiply by it.
 """
 
 from __future__ import annotations
 
+import dis
 import sys
-from types import FrameType
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from itertools import pairwise
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import nn
 
-from dmp import DistributedModelParallel, ShardError
+from dmp import DistributedModelParallel, Shard, ShardError
 
 _ALLOWED = frozenset(
     ("shape", "dtype", "device", "layout", "ndim", "is_meta", "is_cuda", "is_cpu", "requires_grad", "is_leaf")
@@ -29,6 +35,8 @@ _ALLOWED = frozenset(
 
 _THE_SAME = frozenset(("data", "detach"))  # what tools of torch's keep of every parameter, without a look at values
 
+
+_TURNED = frozenset(("T", "t", "mT", "transpose"))
 
 _MIXES_ROWS = frozenset(
     (
@@ -45,32 +53,53 @@ _MIXES_ROWS = frozenset(
         "mv",
         "inner",
     )
-    + ("embedding", "embedding_bag", "index_select", "gather", "take", "__getitem__", "cdist", "cosine_similarity")
+    + ("embedding", "embedding_bag", "index_select", "gather", "take", "cdist", "cosine_similarity")
+    + ("index_fill", "index_copy", "index_add", "index_put", "scatter", "scatter_add", "select", "narrow")
 )
 
-_MIXES_COLUMNS = frozenset(
-    ("normalize", "norm", "vector_norm", "linalg_vector_norm", "sum", "mean", "amax", "max", "softmax", "log_softmax")
-    + ("layer_norm", "renorm")
-)
+_MIXES_COLUMNS: Mapping[str, int] = {
+    "sum": 1,
+    "mean": 1,
+    "amax": 1,
+    "max": 1,
+    "softmax": 1,
+    "log_softmax": 1,
+    "norm": 2,
+    "normalize": 2,
+    "vector_norm": 2,
+    "linalg_vector_norm": 2,
+    "layer_norm": -1,
+    "renorm": -1,
+}
+"""Name -> which argument says the dims that are mixed; -1: none does."""
+
+_BY_INDEX = frozenset(("__getitem__", "__setitem__"))
 
 
 class Part(torch.Tensor):
     """This rank's part of a table, read by the model's own code past its forward; see the top of the file."""
 
     _table: str
-    _refuses: frozenset[str]
+    _cut: Sequence[Shard]
+    _rows_are_whole: bool
 
     @staticmethod
-    def of(parameter: nn.Parameter, size: tuple[int, ...], table: str, holder: nn.Module) -> torch.Tensor:
+    def of(
+        parameter: nn.Parameter, size: tuple[int, ...], table: str, holder: nn.Module, cut: Sequence[Shard]
+    ) -> torch.Tensor:
         """For who reads it now: the parameter itself, but for a method of the model around.
 
         Args:
             size: of the table.
             holder: the module whose parameter it is.
+            cut: the table's shards on all ranks.
         """
-        if tuple(parameter.shape) == size or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if tuple(parameter.shape) == size or torch.compiler.is_compiling():
             return parameter
         reader = sys._getframe(2)
+        asked = _attributes_after(reader.f_code).get(reader.f_lasti) if torch.is_grad_enabled() else None
+        if torch.is_grad_enabled() and asked not in _THE_SAME | _TURNED:
+            return parameter
         model, name = _self_of(reader), f"{reader.f_globals.get('__name__')}."
         if (
             model is None
@@ -78,23 +107,67 @@ class Part(torch.Tensor):
             or all(m is not holder for m in model.modules())
         ):
             return parameter
-        made = parameter.as_subclass(Part)
-        made._table = table
-        made._refuses = _MIXES_ROWS if parameter.shape[1:] == size[1:] else _MIXES_ROWS | _MIXES_COLUMNS
-        return made
+        made = parameter.detach() if asked in _THE_SAME else parameter
+        return made.as_subclass(Part)._as(table, cut, parameter.shape[1:] == size[1:])
+
+    def _as(self, table: str, cut: Sequence[Shard], rows_are_whole: bool) -> Part:
+        self._table, self._cut, self._rows_are_whole = table, cut, rows_are_whole
+        return self
+
+    def _refuses(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether of a part the result would be another than of the whole, by what is asked."""
+        name = func.__name__
+        if name in _BY_INDEX:
+            return not _is_of_all(args[1])
+        name = name.removesuffix("_")
+        if name in _MIXES_ROWS or name not in _MIXES_COLUMNS or self._may_be_a_penalty():
+            return name in _MIXES_ROWS
+        at = _MIXES_COLUMNS[name]
+        dims = kwargs.get("dim", args[at] if 0 <= at < len(args) else None)
+        return not self._rows_are_whole or bool({0, -2} & set(dims if isinstance(dims, list | tuple) else [dims]))
+
+    def _may_be_a_penalty(self) -> bool:
+        """Which `loss_terms` looks at, in the backward pass."""
+        return torch.is_grad_enabled() and self.requires_grad
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        leaves = _nested((args, kwargs or {}))
-        read = next((each for each in leaves if isinstance(each, Part) and "_table" in vars(each)), None)
-        if read is not None and func.__name__ in read._refuses:
+        kwargs = kwargs or {}
+        parts = [each for each in _nested((args, kwargs)) if isinstance(each, Part) and "_table" in vars(each)]
+        if not parts:
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        read = parts[0]
+        if read._refuses(func, args, kwargs):
             raise ShardError(_of_a_part(read._table, func.__name__))
-        made = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        if isinstance(made, Part) and read is not None:
-            if made.dim() == 0 or (func.__name__ in _MIXES_COLUMNS and made.shape[:1] != read.shape[:1]):
+        other = next((part for part in parts if part._cut != read._cut), None)
+        try:
+            made = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        except (RuntimeError, IndexError) as error:  # of shapes that do not fit, as those of the wholes do
+            raise ShardError(_of_a_part(read._table, func.__name__)) from error
+        if other is not None and isinstance(made, Part):
+            raise ShardError(_of_a_part(read._table, f"{func.__name__}, with {other._table!r}, which is cut otherwise"))
+        if isinstance(made, Part):
+            is_of_fewer = func.__name__ in _MIXES_COLUMNS and made.shape[:1] != read.shape[:1]
+            if (made.dim() == 0 or is_of_fewer) and not made._may_be_a_penalty():
                 raise ShardError(_of_a_part(read._table, func.__name__))
-            made._table, made._refuses = read._table, read._refuses
+            made._as(read._table, read._cut, read._rows_are_whole)
         return made
+
+
+def _is_of_all(index: Any) -> bool:
+    """Whether an index is no number of a row or column: all there is, or a mask."""
+    is_mask = isinstance(index, torch.Tensor) and index.dtype is torch.bool and index.dim() == 2
+    return index is Ellipsis or index == slice(None) if not isinstance(index, torch.Tensor) else is_mask
+
+
+@lru_cache(256)
+def _attributes_after(code: CodeType) -> Mapping[int, str]:
+    """Where an instruction is -> the attribute that the next one loads of what it gives."""
+    return {
+        step.offset: after.argval
+        for step, after in pairwise(dis.get_instructions(code))
+        if after.opname in ("LOAD_ATTR", "LOAD_METHOD")
+    }
 
 
 def _of_a_part(table: str, what: str) -> str:
@@ -167,5 +240,6 @@ def _reader() -> str:
 
 
 def _self_of(frame: FrameType) -> nn.Module | None:
-    held = frame.f_locals.get("self")
+    names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+    held = frame.f_locals.get(names[0]) if names else None
     return held if isinstance(held, nn.Module) else None
