@@ -16,7 +16,7 @@ from dmp import PlanError
 from sharders.tensor_parallel.auto_plan import Choice, check_heads, derive
 from sharders.tensor_parallel.head_counts import ModelRuns, divided_attributes
 from sharders.tensor_parallel.sequence import sequence_styles
-from tests.transformers_zoo import GPT, Bert, Llama, LlamaBlock, LlamaPositionsFirst
+from tests.transformers_zoo import GPT, Bert, BertSelfAttention, Llama, LlamaBlock, LlamaPositionsFirst
 
 
 def of_block(styles: dict[str, str], block: str) -> dict[str, str]:
@@ -238,6 +238,24 @@ def test_what_does_not_run_goes_by_its_source_and_is_said_not_to_be_proved() -> 
     assert found.styles == {f"body.{p}": s for p, s in known.styles.items()}
     assert found.divided == {(f"body.{p}", a): v for (p, a), v in known.divided.items()}
     assert any(n.startswith("not proved: ") for n in found.notes)
+
+
+class JoinsByShape(BertSelfAttention):
+    """As the first BERT of PyTorch, and what was made of it since."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self._split(self.value(x)).transpose(1, 2).contiguous()
+        shape = out.size()[:-2] + (self.all_head_size,)
+        return out.view(*shape)
+
+
+def test_heads_that_are_joined_by_a_shape_are_seen_in_the_source() -> None:
+    """The view of a part was to have the width of the whole."""
+    model = Bert(layers=1)
+    model.encoder[0].attention.self = JoinsByShape(32, 4)  # type: ignore[union-attr]
+    runs = ModelRuns(Batched(model), 2, "tp")
+    path = "body.encoder.0.attention.self"
+    assert runs.divide_by_source(derive(runs).styles) == {(path, "num_attention_heads"): 2, (path, "all_head_size"): 16}
 
 
 def test_blocks_alone_get_hidden_states_of_their_dtype() -> None:

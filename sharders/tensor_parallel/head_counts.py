@@ -339,9 +339,13 @@ def _insides(model: nn.Module, block: Block, styles: Mapping[str, str]) -> Itera
         yield from (join_name(block.path, n) for n, child in children if not any(True for _ in child.parameters()))
 
 
+_JOINS = r"((view|reshape)\([^()]*|(size\(\)|shape)\[:-\d\] *\+ *[(\[][^()]*)"
+"""Where heads are joined: at once, or by a shape written before, `x.size()[:-2] + (self.all_head_size,)`."""
+
+
 def _is_used(cls: Any, attribute: Attribute) -> bool:
     # The hidden size has many uses; only that of joining heads is divided.
-    return _is_in_source(cls, attribute.name, before="" if attribute.is_count else r"(view|reshape)\([^()]*")
+    return _is_in_source(cls, attribute.name, before="" if attribute.is_count else _JOINS)
 
 
 @lru_cache(maxsize=1024)
