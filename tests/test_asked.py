@@ -141,3 +141,15 @@ def of_replaced(axis: str) -> list[str]:
 def test_weights_listed_before_wrapping(axis: str) -> None:
     """They got no gradient, and None came of `torch.autograd.grad`, in silence."""
     assert run_ranks(2, of_replaced, axis) == [[], []]
+
+
+def looked_through_for_nan() -> None:
+    with torch.autograd.set_detect_anomaly(True, check_nan=True):
+        with_a_term_over_all("shard", True)
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled", "ignore:Error detected in")
+def test_torchs_search_for_nan_in_dtensors_is_explained() -> None:
+    """Of an operator without a sharding strategy; a recommender library begins the search when it is imported."""
+    for error in run_ranks(2, looked_through_for_nan, expect=ShardError):
+        assert "torch.autograd.set_detect_anomaly(True)" in str(error)

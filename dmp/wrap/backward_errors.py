@@ -1,7 +1,7 @@
-"""Errors that leave a backward pass: noted, for other ranks may wait in it, and one of torch's put into words.
+"""Errors that leave a backward pass: noted, for other ranks may wait in it, and two of torch's put into words.
 
-That is of a term of the loss over all weights, such as an L2 penalty, where some are DTensors: it fails when the term's
-parts part again, and the plain gradient of their sum meets DTensors.
+One is of a term of the loss over all weights, such as an L2 penalty, where some are DTensors: it fails when the term's
+parts part again, and the plain gradient of their sum meets DTensors. The other is of torch's search for NaN.
 """
 
 from __future__ import annotations
@@ -14,7 +14,15 @@ import torch
 from dmp.errors import ShardError
 from dmp.ranks import note_left
 
-_MIXED = "got mixed torch.Tensor and DTensor"
+_WORDS = {
+    "got mixed torch.Tensor and DTensor": "the backward pass met plain tensors beside DTensors, as of a loss with a "
+    "term over all weights, sum(p.square().sum() for p in model.parameters()): there read p.full_tensor() where p is a "
+    "DTensor. An optimizer's weight_decay= is such a term without that",
+    "aten._is_any_true": "torch looks for NaN in every gradient, and does not in DTensors: somebody has called "
+    "torch.autograd.set_detect_anomaly(True), as libraries do when they are imported. Call it with False before the "
+    "backward pass",
+}
+"""What torch's error has in it -> what ours says."""
 
 
 @cache
@@ -30,12 +38,9 @@ def watch_backward_passes() -> None:
         except Exception as error:
             if torch._C._current_graph_task_id() < 0:  # not of a pass within a pass
                 note_left("the backward pass", error)
-            if not isinstance(error, RuntimeError) or _MIXED not in str(error):
+            text = next((text for theirs, text in _WORDS.items() if theirs in str(error)), None)
+            if not isinstance(error, RuntimeError) or text is None:
                 raise
-            raise ShardError(
-                "the backward pass met plain tensors beside DTensors, as of a loss with a term over all weights, "
-                "sum(p.square().sum() for p in model.parameters()): there read p.full_tensor() where p is a DTensor. "
-                "An optimizer's weight_decay= is such a term without that"
-            ) from error
+            raise ShardError(text) from error
 
     torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
