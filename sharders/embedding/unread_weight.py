@@ -174,7 +174,8 @@ def _of_a_part(table: str, what: str) -> str:
     return (
         f"{_reader()} reads table {table!r} ({what}) past the model's forward, and has this rank's part of it, not the "
         "whole: full_state_dict(model) gives whole tables, to_unsharded(model) a plain model to evaluate; or look all "
-        "rows up, table(torch.arange(num_rows)), on all ranks"
+        "rows up, table(torch.arange(num_rows)), on all ranks. What changes rows is right where they are whole, and "
+        "of two tables where both are cut alike: row_wise() in the plan; what changes the whole, with replicate()"
     )
 
 
