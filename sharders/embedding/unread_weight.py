@@ -9,7 +9,7 @@ them, as where all items are scored or rows are made of length 1 after each step
 its number would have the part's shape, and be taken for the whole's: a `Part` refuses these, and what makes one number
 of it. What is done to each element, or to each row where those are whole, is right, and so it is to tables that are cut
 alike. Methods that run with gradients ask for values by `.data` or `.detach()`, next to the weight; one that turns the
-weight over, as for scores of all items, is about to multiply by it.
+weight over, there or by a local name, as for scores of all items, is about to multiply by it.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Part(torch.Tensor):
         if tuple(parameter.shape) == size or torch.compiler.is_compiling():
             return parameter
         reader = sys._getframe(2)
-        asked = _attributes_after(reader.f_code).get(reader.f_lasti) if torch.is_grad_enabled() else None
+        asked = _asked_after(reader.f_code).get(reader.f_lasti) if torch.is_grad_enabled() else None
         if torch.is_grad_enabled() and asked not in _THE_SAME | _TURNED:
             return parameter
         model, name = _self_of(reader), f"{reader.f_globals.get('__name__')}."
@@ -161,13 +161,22 @@ def _is_of_all(index: Any) -> bool:
 
 
 @lru_cache(256)
-def _attributes_after(code: CodeType) -> Mapping[int, str]:
-    """Where an instruction is -> the attribute that the next one loads of what it gives."""
-    return {
-        step.offset: after.argval
-        for step, after in pairwise(dis.get_instructions(code))
-        if after.opname in ("LOAD_ATTR", "LOAD_METHOD")
-    }
+def _asked_after(code: CodeType) -> Mapping[int, str]:
+    """Where an instruction is -> the attribute loaded of what it gives, next to it or by way of a local name."""
+    steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
+    asked: dict[int, str] = {}
+    turned: dict[str, str] = {}
+    for step, after in pairwise(steps):
+        if after.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            asked[step.offset] = after.argval
+            if "LOAD_FAST" in step.opname and after.argval in _TURNED:
+                turned[step.argval[-1] if isinstance(step.argval, tuple) else step.argval] = after.argval
+    for step, after in pairwise(steps):
+        if after.opname.startswith("STORE_FAST"):
+            name = after.argval[0] if isinstance(after.argval, tuple) else after.argval
+            if name in turned:
+                asked[step.offset] = turned[name]
+    return asked
 
 
 def _of_a_part(table: str, what: str) -> str:
