@@ -110,6 +110,7 @@ def without_ranks(data_size: int, term: Term) -> dict[str, torch.Tensor]:
 def differences(names: tuple[str, ...], plan: str, terms: list[str]) -> list[str]:
     said, found = Said(), []
     loss_terms._say_of_unknown.cache_clear()
+    loss_terms._say_of_number.cache_clear()
     logging.getLogger("dmp").addHandler(said)
     try:
         for name in terms:
@@ -118,6 +119,8 @@ def differences(names: tuple[str, ...], plan: str, terms: list[str]) -> list[str
             found += [f"{name}: {of}" for of, grad in wanted.items() if not torch.allclose(got[of], grad, atol=1e-6)]
     finally:
         logging.getLogger("dmp").removeHandler(said)
+    of_numbers = [text for text in said.texts if "its number on each rank" in text]
+    assert bool(of_numbers) == (plan != "copies" or "squares" in terms) and len(of_numbers) <= 3
     assert ("own" not in terms or plan == "copies") == ("Cubed" not in " ".join(said.texts))
     return found
 

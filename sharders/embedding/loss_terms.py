@@ -233,9 +233,11 @@ def _averages(node: Any, within: float) -> Callable[[tuple[Any, ...]], Any]:
 def _check(roots: Sequence[Any]) -> None:
     """Raise for the first term that is wrong on parts of tables."""
     known: dict[Any, _Value] = {}
+    read: set[str] = set()
     for node, value in _values(roots, known):
         if value is not None:
             known[node] = value
+            read.update([part.name()] if (part := _part_of(node)) is not None else [])
         else:
             raise ShardError(
                 f"the loss has a term over values of table {_first_part(node).name()!r} itself, by "
@@ -244,6 +246,17 @@ def _check(roots: Sequence[Any]) -> None:
                 "p.abs().sum() and sums of such, as is an optimizer's weight_decay. For others every rank needs "
                 "the whole table: data_parallel() in the plan"
             )
+    if read:  # not where gradients were only asked for, by torch.autograd.grad
+        _say_of_number(", ".join(sorted(read)))
+
+
+@cache
+def _say_of_number(names: str) -> None:
+    _log.warning(
+        "the loss has terms over values of tables themselves (%s): it trains them as in one process, but its number on "
+        "each rank has of these terms that of the rank's own part, and is no mean of the global loss",
+        names,
+    )
 
 
 def _values(roots: Sequence[Any], known: dict[Any, _Value]) -> Iterator[tuple[Any, _Value | None]]:
