@@ -376,3 +376,19 @@ def tables(mesh_name: str) -> None:
 @pytest.mark.sampled(2)
 def test_tables(mesh_name: str) -> None:
     run_ranks(2, tables, mesh_name)
+
+
+class TrainsItself(Figures):
+    """A method of a name that torch's modules have too."""
+
+    def compile(self, optimizer: str, metrics: tuple[str, ...] = ()) -> None:  # type: ignore[override]
+        self.made = optimizer, metrics
+
+
+def test_a_models_own_compile_is_called() -> None:
+    model = DistributedModelParallel(TrainsItself(), ShardingEnv.single())
+    model.compile("adagrad", metrics=("auc",))
+    assert model.module.made == ("adagrad", ("auc",))
+    plain = DistributedModelParallel(Figures(), ShardingEnv.single())
+    plain.compile(backend="eager")
+    assert plain._compiled_call_impl is not None

@@ -402,6 +402,11 @@ class DistributedModelParallel(nn.Module):
             "torch.save(full_state_dict(model)) keep its values, copy.deepcopy(model) copies it"
         )
 
+    def compile(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own where its class has one, as of models that train themselves; else torch's."""
+        is_own = type(self._made.module).compile is not nn.Module.compile
+        return self._made.module.compile(*args, **kwargs) if is_own else super().compile(*args, **kwargs)
+
     def __getattr__(self, name: str) -> Any:
         """Attributes of the module show through, so that its user code works on the wrapper too."""
         try:
