@@ -156,8 +156,9 @@ class Part(torch.Tensor):
 
 def _is_of_all(index: Any) -> bool:
     """Whether an index is no number of a row or column: all there is, or a mask."""
-    is_mask = isinstance(index, torch.Tensor) and index.dtype is torch.bool and index.dim() == 2
-    return index is Ellipsis or index == slice(None) if not isinstance(index, torch.Tensor) else is_mask
+    if isinstance(index, torch.Tensor):
+        return index.dtype is torch.bool and index.dim() == 2
+    return index is Ellipsis or (isinstance(index, slice) and index == slice(None))
 
 
 @lru_cache(256)
