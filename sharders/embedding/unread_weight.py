@@ -251,6 +251,10 @@ def _reader() -> str:
 
 
 def _self_of(frame: FrameType) -> nn.Module | None:
-    names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
-    held = frame.f_locals.get(names[0]) if names else None
+    """The module whose code a frame runs, by whatever name its methods have for it; a hook has the one around it."""
+    code, held = frame.f_code, frame.f_locals.get("self")
+    if held is None and code.co_argcount:
+        held = frame.f_locals.get(code.co_varnames[0])
+        if getattr(getattr(type(held), code.co_name, None), "__code__", None) is not code:
+            return None
     return held if isinstance(held, nn.Module) else None
