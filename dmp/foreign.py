@@ -1,13 +1,10 @@
 """Objects of whatever class: how errors name it, whether it is TorchRec's, which is not imported for that, and what an
-attribute holds; and the oldest torch.
+attribute holds.
 """
 
 from __future__ import annotations
 
 from typing import Any
-
-OLDEST_TORCH = (2, 13)
-"""That this works with: FSDP2 of earlier ones does not average gradients that some rank's loss does not reach."""
 
 
 def type_name(value: Any) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dmp.foreign import OLDEST_TORCH
+from dmp.commands.installed import OLDEST_TORCH
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -12,13 +12,13 @@ from collections.abc import Iterator, Mapping
 from importlib.metadata import distributions
 from typing import NamedTuple
 
-from dmp.foreign import OLDEST_TORCH
-
 TESTED = (
     {"torch": "2.13", "fbgemm-gpu-cpu": "1.8", "torchrec": "1.8"},
     {"torch": "2.14", "fbgemm-gpu-cpu": "1.9", "torchrec": "1.9"},
 )
 """The first is what `make` installs."""
+OLDEST_TORCH = (2, 13)
+"""FSDP2 of earlier ones does not average gradients that some rank's loss does not reach."""
 _OLDEST_PYTHON = (3, 10)
 _FBGEMM = ("fbgemm-gpu", "fbgemm-gpu-cpu")
 _INSTALL = "pip install fbgemm-gpu-cpu"

@@ -138,16 +138,10 @@ class FSDPWrapper:
             return
         if not self.shards_in_place(env, bool(placed)):
             return
-        from torch.distributed.fsdp import FSDPModule
-
-        if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-            raise ShardError(
-                f"weights cannot be fully sharded with torch {torch.__version__}: expected torch 2.13 or later, whose "
-                "FSDP2 averages gradients that some rank's loss does not reach. Copies and tables need no FSDP2"
-            )
         refuse_updated(dense, SPLITS)
         self._check_policies(env)
         if env.mesh is not None and (env.data_size > 1 or env.fully_sharded_axes):
+            _check_torch()
             split_by_dtype(find_units(module, self.units, ignored), module, {n: p for n, p in dense.items() if p.dim()})
 
     def _check_policies(self, env: ShardingEnv) -> None:
@@ -252,6 +246,16 @@ class FSDPWrapper:
             pin = torch.accelerator.is_available()
             policies["offload_policy"] = CPUOffloadPolicy(pin_memory=pin) if self.offload is True else self.offload
         return policies
+
+
+def _check_torch() -> None:
+    from torch.distributed.fsdp import FSDPModule
+
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        raise ShardError(
+            f"weights cannot be fully sharded with torch {torch.__version__}: expected torch 2.13 or later, whose "
+            "FSDP2 averages gradients that some rank's loss does not reach. Copies and tables need no FSDP2"
+        )
 
 
 def _split_dim(parameter: torch.Tensor, env: ShardingEnv) -> int | None:

@@ -76,6 +76,7 @@ def _functions(owner: type[nn.Module]) -> Iterator[ast.FunctionDef]:
             waiting += [name.removeprefix("self.") for name in called if name.startswith("self.")]
 
 
+@cache
 def _written(own: tuple[type, ...], name: str) -> ast.FunctionDef | None:
     """Code of a method; None where it is not there to be read.
 

@@ -237,7 +237,8 @@ def _check(roots: Sequence[Any]) -> None:
     for node, value in _values(roots, known):
         if value is not None:
             known[node] = value
-            read.update([part.name()] if (part := _part_of(node)) is not None else [])
+            if (part := _part_of(node)) is not None:
+                read.add(part.name())
         else:
             raise ShardError(
                 f"the loss has a term over values of table {_first_part(node).name()!r} itself, by "

@@ -58,12 +58,10 @@ _MIXES_ROWS = frozenset(
 )
 
 _MIXES_COLUMNS: Mapping[str, int] = {
-    "sum": 1,
-    "mean": 1,
-    "amax": 1,
-    "max": 1,
-    "softmax": 1,
-    "log_softmax": 1,
+    **dict.fromkeys(("sum", "mean", "prod", "std", "var", "std_mean", "var_mean", "median", "logsumexp"), 1),
+    **dict.fromkeys(("amax", "amin", "max", "min", "argmax", "argmin", "sort", "argsort", "cumsum", "cumprod"), 1),
+    **dict.fromkeys(("softmax", "log_softmax", "any", "all"), 1),
+    **dict.fromkeys(("topk", "kthvalue", "quantile"), 2),
     "norm": 2,
     "normalize": 2,
     "vector_norm": 2,
