@@ -17,7 +17,10 @@ LR = 0.1
 
 @dataclass
 class Oracle:
-    """Unsharded optimizers, by hand where the sharded kernels' documented exceptions apply."""
+    """Unsharded optimizers, by hand where the sharded kernels' documented exceptions apply.
+
+    Those of 16 bits are computed in float32, and so is their state kept.
+    """
 
     kind: str | None
     shards: dict[str, tuple[Shard, ...]]
@@ -32,19 +35,21 @@ class Oracle:
             state = self.state.setdefault(name, {})
             with torch.no_grad():
                 update = self._by_row if self.kind in CASES else getattr(self, f"_{self.kind or 'sgd'}")
-                update(name, p, grad, state)
+                wide = p.to(torch.promote_types(p.dtype, torch.float32))
+                update(name, wide, grad.to(wide.dtype), state)
+                p.copy_(wide)
             p.grad = None
 
-    def _sgd(self, name: str, p: nn.Parameter, grad: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
+    def _sgd(self, name: str, p: torch.Tensor, grad: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
         p -= LR * grad
 
-    def _adagrad(self, name: str, p: nn.Parameter, grad: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
+    def _adagrad(self, name: str, p: torch.Tensor, grad: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
         total = state.setdefault("sum", torch.zeros_like(p))
         total += grad * grad
         touched = (grad != 0).any(1)  # others would be 0 / 0 where the dtype has no 1e-10
         p[touched] -= LR * grad[touched] / (total[touched].sqrt() + 1e-10)
 
-    def _rowwise_adagrad(self, name: str, p: nn.Parameter, grad: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
+    def _rowwise_adagrad(self, name: str, p: torch.Tensor, grad: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
         """One accumulator for each row of each rectangle: rows whole -> the unsharded optimizer."""
         total = state.setdefault("sum", torch.zeros_like(p))  # every column of a rectangle holds its row's sum
         for rows, cols in self._rectangles(name, p):
@@ -53,13 +58,13 @@ class Oracle:
             step = LR * g / (total[rows, cols].sqrt() + 1e-10)
             p[rows, cols] -= step.where((g != 0).any(1, keepdim=True), 0)
 
-    def _rectangles(self, name: str, p: nn.Parameter) -> Iterator[tuple[slice, slice]]:
+    def _rectangles(self, name: str, p: torch.Tensor) -> Iterator[tuple[slice, slice]]:
         for s in self.shards[name]:
             if (s.offsets[0], s.sizes) == (0, p.shape) and s.rank > 0 and len(self.shards[name]) > 1:
                 continue  # another whole copy
             yield slice(s.offsets[0], s.offsets[0] + s.sizes[0]), slice(s.offsets[1], s.offsets[1] + s.sizes[1])
 
-    def _by_row(self, name: str, p: nn.Parameter, grad: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
+    def _by_row(self, name: str, p: torch.Tensor, grad: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
         """Rows of each rectangle, one by one; every column of a rectangle holds its row's state."""
         assert self.kind is not None
         case = CASES[self.kind]
@@ -72,7 +77,7 @@ class Oracle:
                     for key, value in own.items():
                         whole[key][row, cols] = value
 
-    def _adam(self, name: str, p: nn.Parameter, grad: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
+    def _adam(self, name: str, p: torch.Tensor, grad: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
         """Lazy: rows without gradient rest."""
         m = state.setdefault("exp_avg", torch.zeros_like(p))
         v = state.setdefault("exp_avg_sq", torch.zeros_like(p))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
@@ -25,6 +26,7 @@ from dmp import (
 )
 from tests import formats_jobs
 from tests.formats_jobs import Model, assert_equal, once, save_hugging_face, sharded
+from tests.oracle import attach
 from tests.ranks import mesh, run_ranks
 
 pytestmark = formats_jobs.pytestmark
@@ -105,3 +107,39 @@ def test_whole_numbers_are_not_cast(tmp_path: Path) -> None:
     torch.save({"weight": torch.ones(1, 2, dtype=torch.int64), "bias": torch.ones(1)}, tmp_path / "saved")
     with pytest.raises(CheckpointError, match=r"'weight' has dtype torch.int64, expected torch.float32$"):
         load_checkpoint(tmp_path / "saved", module, cast=True)
+
+
+def load_tables(folder: str) -> None:
+    """Tables of bfloat16 under Adam in the backward pass, trained; state of 16 bits, then of 64."""
+    models = [_tables_of_16_bits(), _tables_of_16_bits()]
+    for step in range(2):
+        models[0](torch.arange(6).view(3, 2) + step).float().sum().backward()
+    saved = {of: full_optimizer_state_dict(models[0], models[0].fused_optimizer) for of in ("narrow", "wide")}
+    for of, dtype in (("narrow", torch.bfloat16), ("wide", torch.float64)):
+        (states,) = saved[of]["state"].values()
+        states.update({key: value.to(dtype) for key, value in states.items() if key != "step"})
+        weights = full_state_dict(models[0])
+        if dist.get_rank() == 0:
+            torch.save({"model": weights, "optimizer": saved[of]}, Path(folder) / of)
+            dcp.save({"model": weights, **saved[of]}, checkpoint_id=Path(folder) / f"dcp_{of}", no_dist=True)
+    dist.barrier()
+    for name in ("narrow", "dcp_narrow"):
+        load_checkpoint(Path(folder) / name, models[1])
+        (states,) = full_optimizer_state_dict(models[1], models[1].fused_optimizer)["state"].values()
+        (expected,) = saved["narrow"]["state"].values()
+        for key, value in states.items():
+            assert value.dtype == torch.float32 and torch.equal(value, expected[key].float()), (name, key)
+        models[1](torch.arange(6).view(3, 2)).float().sum().backward()
+    with pytest.raises(CheckpointError, match=r"has dtype torch.float64, expected torch.float32; .*cast=True"):
+        load_checkpoint(Path(folder) / "wide", models[1])
+
+
+def _tables_of_16_bits() -> DistributedModelParallel:
+    module = nn.Sequential(nn.EmbeddingBag(40, 8, mode="sum", dtype=torch.bfloat16))
+    attach(module, "adam")
+    return DistributedModelParallel(module, plan={"0.weight": row_wise()})
+
+
+def test_state_of_tables_of_16_bits_widens(tmp_path: Path) -> None:
+    """Nothing is lost where it was saved in 16 bits, as torch's optimizers keep it: it needs no `cast`."""
+    run_ranks(2, load_tables, str(tmp_path))

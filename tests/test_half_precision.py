@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sharders.embedding.lookup import kernels
 from sharders.embedding.lookup.optimizers import OptimizerSpec
 from sharders.embedding.lookup.reads import Segmented
 from tests.test_kernels import MIXED, SHARED, SPECS, make, make_batch
@@ -23,8 +22,9 @@ def test_half_precision(dtype: torch.dtype, spec: OptimizerSpec) -> None:
         batch = make_batch(lookup, 4, weighted=True)
         output = lookup.pooled(batch.read())
         by_weights = lookup.gradient_weights(output.to(dtype), batch.read())
+        assert by_weights.dtype == torch.float32
         rows = lookup.rows(Segmented(batch.ids[:3], [(0, 3)]))
-        assert output.dtype == by_weights.dtype == rows.dtype == of
+        assert output.dtype == rows.dtype == of
         bank.step()
         lookup.update_pooled(output.float(), batch.read())
         lookup.update_rows(rows, Segmented(batch.ids[:3], [(0, 3)]))
@@ -37,9 +37,8 @@ def test_half_precision(dtype: torch.dtype, spec: OptimizerSpec) -> None:
 
 @pytest.mark.parametrize("spec", [s for s in SPECS if s.kind != "sgd"], ids=lambda s: s.kind)
 @pytest.mark.parametrize("kernel", ["torch", "numba"])
-def test_an_eps_that_float16_has_not(kernel: str, spec: OptimizerSpec, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_eps_that_float16_has_not(kernel: str, spec: OptimizerSpec) -> None:
     """A gradient that is 0, or whose square is, divides nothing by 0: it is computed in float32."""
-    kernels._say_what_float16_forgets.cache_clear()
     bank, lookup = make(SHARED, torch.float16, OptimizerSpec.make(spec.kind, lr=0.01), kernel)
     batch = make_batch(lookup, 4)
     grad = torch.tensor([0.0, 1e-5, 1e-3, 1.0]).half().repeat(4, lookup.num_columns // 4)
@@ -47,5 +46,46 @@ def test_an_eps_that_float16_has_not(kernel: str, spec: OptimizerSpec, caplog: p
         bank.step()
         lookup.update_pooled(grad, batch.read())
     assert bank.weights.isfinite().all()
-    (told,) = [text for text in caplog.messages if "those below 3e-8 are 0" in text]
-    assert told.startswith(f"{spec.kind} of float16 tables") and "too, where squares of those below" in told
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kernel", ["torch", "numba"])
+def test_gradients_and_state_are_those_of_float32_tables(kernel: str, dtype: torch.dtype) -> None:
+    """As FBGEMM's: neither is rounded to 16 bits, whichever way gradients come, where weights move only by rounding."""
+    for spec in SPECS:
+        found = []
+        for of in (dtype, torch.float32):
+            bank, lookup = make(MIXED, of, spec, kernel)
+            assert all(tensor.dtype == torch.float32 for tensor in bank.state.values())
+            batch, segments = make_batch(lookup, 30, weighted=True), [(0, 3)]
+            assert batch.weights is not None
+            read = batch.read()._replace(weights=batch.weights.to(dtype).to(of))
+            of_rows, width = Segmented(batch.ids[:3], segments), lookup.ranges[0].chunk.width
+            for step in range(3):
+                draw = torch.Generator().manual_seed(step)
+                grad, rows = (1e-5 * torch.randn(n, lookup.num_columns, generator=draw) for n in (30, 3))
+                bank.step()
+                lookup.update_pooled(grad, read)
+                lookup.update_rows(rows[:, :width], of_rows)
+                lookup.update_touched([lookup.pooled_row_gradients(grad, read)])
+            bank.weights.zero_()
+            lookup.update_pooled(grad, read)
+            found.append([*bank.state.values(), bank.weights.float()])
+        about = torch.finfo(dtype)
+        for ours, expected in zip(*found, strict=True):
+            within = 1e-4 * float(expected.abs().max()) + about.tiny * about.eps
+            torch.testing.assert_close(ours, expected, rtol=about.eps, atol=within)
+
+
+@pytest.mark.parametrize("cast", [torch.bfloat16, torch.float16, torch.float64, torch.float32])
+def test_a_cast_of_weights_leaves_state_what_it_computes_in(cast: torch.dtype) -> None:
+    """A module that is cast to 16 bits keeps its optimizer's sums: nothing of them is rounded."""
+    (spec,) = (s for s in SPECS if s.kind == "adam")
+    for start in (torch.bfloat16, torch.float32, torch.float64):
+        bank, _ = make(MIXED, start, spec, "torch")
+        before = {name: tensor.uniform_().clone() for name, tensor in bank.state.items()}
+        bank.apply(lambda tensor: tensor.to(cast) if tensor.is_floating_point() else tensor)
+        wide = torch.float64 if cast == torch.float64 else torch.float32
+        assert bank.weights.dtype == cast
+        for name, tensor in bank.state.items():
+            assert tensor.dtype == wide and torch.equal(tensor, before[name].to(wide))

@@ -16,7 +16,7 @@ from sharders.embedding.lookup.bank import Bank, Chunk, RowRange
 from sharders.embedding.lookup.kernels import Lookup, compile_lookup
 from sharders.embedding.lookup.optimizers import OptimizerSpec
 from sharders.embedding.lookup.reads import Bags, Segmented
-from sharders.embedding.lookup.torch_kernel import touched_of
+from sharders.embedding.lookup.torch_kernel import spread, touched_of
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # FBGEMM's CPU build warns of what only its GPU build has
@@ -197,7 +197,8 @@ def test_pooled_gradients(kernel: str, dtype: torch.dtype, layout: str) -> None:
         torch.autograd.backward(expected, grad)
     batch.weights.requires_grad_(False)
     flat = lookup.gradient_pooled(grad, batch.read())
-    touched = lookup.touched_pooled(batch.read())
+    again, touched = spread(bank, lookup.pooled_row_gradients(grad, batch.read()))
+    assert_close(again.to(dtype), flat)
     assert flat.shape == bank.weights.shape and touched.shape == (bank.total_rows,)
     for t, chunks in enumerate(bank.chunks):
         for chunk in chunks:
@@ -241,7 +242,9 @@ def test_unpooled_training(kernel: str, dtype: torch.dtype, layout: str, spec: O
             wanted = torch.zeros(bank.total_rows, dtype=torch.bool)
             for (i, _), part in zip(segments, parts, strict=True):
                 wanted[part + lookup.ranges[i].chunk.row_offset + lookup.ranges[i].first_row] = True
-            assert torch.equal(lookup.touched_rows(Segmented(ids.int(), segments)), wanted)
+            again, touched = spread(bank, lookup.row_gradients(grad, Segmented(ids.int(), segments)))
+            assert torch.equal(touched, wanted)
+            assert_close(again.to(dtype), flat)
             for chunk, parameter in oracle.parameters.items():
                 if chunk.width == width and parameter.grad is not None:
                     found = flat[chunk.element_offset :][: chunk.rows * chunk.width].view(chunk.rows, chunk.width)
@@ -261,8 +264,7 @@ def test_dense_update_is_the_same(layout: str, spec: OptimizerSpec) -> None:
         grad = torch.randn(5, lookup.num_columns, dtype=torch.float64)
         for bank in (one, other):
             bank.step()
-        flat = lookup.gradient_pooled(grad, batch.read())
-        its_lookup.update_touched([touched_of(other, flat, lookup.touched_pooled(batch.read()))])
+        its_lookup.update_touched([touched_of(other, *spread(one, lookup.pooled_row_gradients(grad, batch.read())))])
         lookup.update_pooled(grad, batch.read())
         torch.testing.assert_close(one.weights, other.weights)
 
@@ -300,7 +302,7 @@ def test_no_ids(kernel: str, spec: OptimizerSpec, num_bags: int) -> None:
         lookup.update_pooled(output, Bags(ids, offsets, weights))
         assert torch.equal(lookup.gradient_pooled(output, Bags(ids, offsets, weights)), torch.zeros_like(before))
     assert lookup.gradient_weights(output, Bags(ids, offsets)).shape == (0,)
-    assert not lookup.touched_pooled(Bags(ids, offsets)).any()
+    assert not lookup.pooled_row_gradients(output, Bags(ids, offsets))
     assert lookup.rows(Segmented(ids, [(0, 0)])).shape == (0, 3)
     lookup.update_rows(torch.zeros(0, 3), Segmented(ids, [(0, 0)]))
     assert not lookup.gradient_rows(torch.zeros(0, 3), Segmented(ids, [(0, 0)])).any()

@@ -14,7 +14,7 @@ from sharders.embedding.lookup.bank import Bank, RowRange
 from sharders.embedding.lookup.given_optimizers import spec_of_fused_params
 from sharders.embedding.lookup.kernels import Lookup
 from sharders.embedding.lookup.reads import Segmented
-from sharders.embedding.lookup.torch_kernel import touched_of
+from sharders.embedding.lookup.torch_kernel import spread, touched_of
 from tests.row_oracles import CASES, Case
 from tests.test_kernels import MIXED, Batch, assert_close, make, make_batch
 
@@ -89,8 +89,8 @@ def test_kernels_update_by_the_formula(kernel: str, dtype: torch.dtype, name: st
         oracle.update(ids_of(lookup, batch, grad, case.bound))
         oracle.check(bank)
         dense.bank.step()
-        flat = dense.gradient_pooled(grad, batch.read())
-        dense.update_touched([touched_of(dense.bank, flat, dense.touched_pooled(batch.read()))])
+        sums = spread(dense.bank, dense.pooled_row_gradients(grad, batch.read()))
+        dense.update_touched([touched_of(dense.bank, *sums)])
         assert_close(dense.bank.weights, bank.weights)
     bank.step()
     named = []

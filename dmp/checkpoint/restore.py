@@ -137,8 +137,8 @@ def aliases(model: nn.Module) -> dict[str, list[str]]:
     return {name: same for same in names.values() for name in same}
 
 
-def _compare(load: CheckedLoad, key: str, what: str) -> None:
-    """Whether the source has what a target takes, and it can be written."""
+def _compare(load: CheckedLoad, key: str, what: str, widens: bool = False) -> None:
+    """Whether the source has what a target takes, and it can be written; `widens`: see `_compare_dtypes`."""
     target = load.targets[key]
     if any(stride == 0 and n > 1 for c in target.chunks for n, stride in zip(c.shape, c.stride(), strict=True)):
         load.faults.append(f"{what} of the model is expanded, its elements share memory: give it memory by .clone()")
@@ -150,13 +150,19 @@ def _compare(load: CheckedLoad, key: str, what: str) -> None:
     if size != tuple(target.size()):
         load.faults.append(f"{what} has shape {size}, expected {tuple(target.size())}")
     else:
-        _compare_dtypes(load, dtype, target.dtype, what)
+        _compare_dtypes(load, dtype, target.dtype, what, widens)
 
 
-def _compare_dtypes(load: CheckedLoad, dtype: torch.dtype, expected: torch.dtype, what: str) -> bool:
-    """Whether values of a dtype can be had as another; a fault where not."""
+def _compare_dtypes(load: CheckedLoad, dtype: torch.dtype, expected: torch.dtype, what: str, widens: bool) -> bool:
+    """Whether values of a dtype can be had as another; a fault where not.
+
+    Args:
+        widens: without being asked, where nothing is lost: state of tables of 16 bits is float32 for optimizers in the
+            backward pass, and has 16 bits for those of torch and in older checkpoints.
+    """
     can_cast = dtype.is_floating_point and expected.is_floating_point
-    fits = dtype == expected or (can_cast and load.cast)
+    loses_nothing = torch.promote_types(dtype, expected) == expected
+    fits = dtype == expected or (can_cast and (load.cast or (widens and loses_nothing)))
     if not fits:
         way = "; load_checkpoint(..., cast=True) converts it" if can_cast else ""
         load.faults.append(f"{what} has dtype {dtype}, expected {expected}{way}")
@@ -232,7 +238,7 @@ def _prepare_tensor(
     else:
         saved_widths, is_cut_otherwise = (), has_blocks and size == target.size()[:1]
     if is_cut_otherwise:
-        _read_column_blocks(load, key, target, saved_widths, has_blocks, what)
+        _read_column_blocks(load, key, target, saved_widths, has_blocks, what, owned.optimizer is None)
         return
     if target is None:
         own = owned.parameter.dtype
@@ -244,7 +250,7 @@ def _prepare_tensor(
             return
     if isinstance(target, ChunkedTensor):
         load.targets[key] = target
-        _compare(load, key, what)
+        _compare(load, key, what, owned.optimizer is None)
     elif size:
         load.faults.append(f"{what} has shape {size}, expected a number")
     else:
@@ -255,7 +261,7 @@ def _prepare_tensor(
 
 
 def _read_column_blocks(
-    load: CheckedLoad, key: str, target: Any, saved_widths: Sequence[int], has_blocks: bool, what: str
+    load: CheckedLoad, key: str, target: Any, saved_widths: Sequence[int], has_blocks: bool, what: str, widens: bool
 ) -> None:
     """Row-wise state between other column blocks: read this rank's rows, take the mean, give it to every own block."""
     size, dtype = load.source.shapes[key]
@@ -263,7 +269,7 @@ def _read_column_blocks(
         shape = tuple(target.size()) if isinstance(target, torch.Tensor) else "no such state"
         load.faults.append(f"{what} has one value per row and column block, {size}; expected {shape}")
         return
-    if not _compare_dtypes(load, dtype, target.dtype, what):
+    if not _compare_dtypes(load, dtype, target.dtype, what, widens):
         return
     rows: dict[int, int] = {}  # first row -> how many, of the longest block that begins there
     for chunk, offset in zip(target.chunks, target.offsets, strict=True):

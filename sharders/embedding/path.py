@@ -10,7 +10,7 @@ import torch
 from sharders.embedding.call import Call
 from sharders.embedding.input_dist import InputDist
 from sharders.embedding.local_tables import TBE
-from sharders.embedding.lookup.torch_kernel import Into, RowGradients
+from sharders.embedding.lookup.torch_kernel import Into, RowGradients, spread
 from sharders.embedding.output_dist import Beside, exchange_alone
 from sharders.embedding.phases import BACKWARD, GRADIENT, SYNC, phase
 from sharders.embedding.replicas import OfLocal, Replicas, joined
@@ -32,11 +32,8 @@ class Path(Generic[Given]):
     _given: Callable[[Call, Sequence[torch.Tensor]], Given]
     """Gradients of the results, in `dtype`."""
 
-    _local_gradients: Callable[[Call, Given], list[tuple[torch.Tensor, torch.Tensor]]]
-    """(flat gradient, touched rows) of each trainable local TBE, from this rank's own ids."""
-
     _local_row_gradients: Callable[[Call, Given], Callable[[int, Into | None], RowGradients]]
-    """The same by rows, TBE by TBE: which of them, and memory that may be used."""
+    """Of each trainable local TBE, from this rank's own ids: which of them, and memory that may be used."""
 
     _send_back: Callable[[Call, Given, Beside | None, Callable[[], None]], Returned]
     """Flat gradients, times `factor`, of what was looked up here for the own sources, one tensor for each way that
@@ -75,9 +72,9 @@ class Path(Generic[Given]):
         tbes = [tbe for tbe in self.store.local if tbe.is_trainable]
         if not tbes:
             return None
-        if call.touched is None:
-            return joined(self._local_gradients(call, given), self.dtype)
         of_tbe = self._local_row_gradients(call, given)
+        if call.touched is None:
+            return joined([spread(tbe.bank, of_tbe(i, None)) for i, tbe in enumerate(tbes)], self.dtype)
 
         def gradients(number: int, into: Into | None) -> RowGradients:
             with phase(call.spent, BACKWARD):

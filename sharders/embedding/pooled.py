@@ -52,7 +52,7 @@ class _Local(NamedTuple):
         """(B, their columns) of (B, sum of dims), multiplied."""
         taken = grad.new_empty(len(grad), self.tbe.lookup.num_columns)
         self.taking({0: grad}, taken, factor)
-        return taken.to(self.tbe.bank.weights.dtype)
+        return taken
 
 
 class PooledPath(Path[torch.Tensor]):
@@ -219,14 +219,6 @@ class PooledPath(Path[torch.Tensor]):
             if weights is not None:
                 weights = take(weights, keys, batch.starts).to(tbe.bank.weights.dtype)
             result.append(Bags(ids, offsets(batch.lengths[keys].to(ids.dtype)), weights))
-        return result
-
-    def _local_gradients(self, call: Call, given: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        result = []
-        for local, bags in zip(self._local, self._local_bags(call), strict=True):
-            if local.tbe.is_trainable:
-                lookup, columns = local.tbe.lookup, local.columns_of(given, self.factor)
-                result.append((lookup.gradient_pooled(columns, bags), lookup.touched_pooled(bags)))
         return result
 
     def _local_row_gradients(self, call: Call, given: torch.Tensor) -> Callable[[int, Into | None], RowGradients]:

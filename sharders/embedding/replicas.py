@@ -106,9 +106,9 @@ class Replicas:
     def _update_wholly(self, tbes: Sequence[TBE], total: torch.Tensor, gradients: dict[int, torch.Tensor]) -> None:
         parts = total.split([n for tbe in tbes for n in (tbe.bank.weights.numel(), tbe.bank.total_rows)])
         for i, tbe in enumerate(tbes):
-            flat, touched = parts[2 * i].to(tbe.bank.weights.dtype), parts[2 * i + 1] > 0
+            flat, touched = parts[2 * i], parts[2 * i + 1] > 0
             if tbe.bank.spec is None:
-                gradients[id(tbe)] = flat
+                gradients[id(tbe)] = flat.to(tbe.bank.weights.dtype)
             else:
                 tbe.bank.step()
                 tbe.lookup.update_touched([touched_of(tbe.bank, flat, touched)])

@@ -122,7 +122,7 @@ class UnpooledPath(Path[list[torch.Tensor]]):
             if tbe.is_trainable:
                 flat = grad if len(self.runs) == 1 else torch.cat(cut[i :: len(self.runs)])
                 train = tbe.lookup.gradient_rows if tbe.bank.spec is None else tbe.lookup.update_rows
-                yield tbe, train(flat.view(-1, width).to(tbe.bank.weights.dtype), read, order=next(orders))
+                yield tbe, train(flat.view(-1, width), read, order=next(orders))
 
     @once_per_call
     def _order(self, call: Call) -> list[Any]:
@@ -172,20 +172,6 @@ class UnpooledPath(Path[list[torch.Tensor]]):
             for tbe, places in zip(self.store.local, self._local_places(call), strict=True)
             for slot, (ids, to) in enumerate(places)
         ]
-
-    def _local_gradients(self, call: Call, given: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        result = []
-        for tbe, places in zip(self.store.local, self._local_places(call), strict=True):
-            if not tbe.is_trainable:
-                continue
-            flat = torch.zeros_like(tbe.bank.weights)
-            touched = torch.zeros(tbe.bank.total_rows, dtype=torch.bool, device=flat.device)
-            for slot, (f, (ids, to)) in enumerate(zip(tbe.features, places, strict=True)):
-                rows = (given[f] * self.factor).to(flat.dtype)
-                flat += tbe.lookup.gradient_rows(rows, Segmented(ids, [(slot, to.count)]))
-                touched |= tbe.lookup.touched_rows(Segmented(ids, [(slot, to.count)]))
-            result.append((flat, touched))
-        return result
 
     def _local_row_gradients(self, call: Call, given: list[torch.Tensor]) -> Callable[[int, Into | None], RowGradients]:
         of_tbes = zip(self.store.local, self._local_places(call), strict=True)

@@ -236,7 +236,7 @@ class Way:
                 continue
             train = of_whole.gradient_pooled if tbe.bank.spec is None else of_whole.update_pooled
             where = {"given": Given(given, own, factor)} if given is not None else {}
-            yield tbe, train(columns.to(tbe.bank.weights.dtype), bags, order=next(orders), **where)
+            yield tbe, train(columns, bags, order=next(orders), **where)
         for (tbe, _, _), rows, owned in zip(self.runs, of_runs, self._owned(call, sources), strict=True):
             if tbe.is_trainable:
                 learn = tbe.lookup.gradient_rows if tbe.bank.spec is None else tbe.lookup.update_rows
@@ -245,7 +245,7 @@ class Way:
                     matrix, factor = of_partials
                     rows = tbe.bank.clipped(rows)  # since the forward, that it asks for it
                     where = {"given": Given(tbe.bank.clipped(matrix, factor), self._own_partials[1], factor)}
-                yield tbe, learn(rows.to(tbe.bank.weights.dtype), owned.read(), order=next(orders), **where)
+                yield tbe, learn(rows, owned.read(), order=next(orders), **where)
 
     def read_to_train(self, call: Call) -> None:
         """Read all that `train` wants of what has come."""
@@ -272,15 +272,15 @@ class Way:
         sources, counts = tuple(self.peers.own), self.input_dist.receive(call).counts
         lookup, of_runs = self._cut(call, grad, sources)
         slots = [slot for piece in self.pieces for slot in piece]
-        for (tbe, of_whole, num_slots), columns, bags in self._by_whole(call, lookup, sources):
-            found = of_whole.gradient_weights(columns.to(tbe.bank.weights.dtype), bags).to(self.dtype)
+        for (_, of_whole, num_slots), columns, bags in self._by_whole(call, lookup, sources):
+            found = of_whole.gradient_weights(columns, bags).to(self.dtype)
             places = [(source, slot) for slot in slots[:num_slots] for source in sources]
             parts = found.split([counts[source][slot] for source, slot in places])
             yield from ((*place, part) for place, part in zip(places, parts, strict=True))
             slots = slots[num_slots:]
         for run, rows, owned in zip(self.runs, of_runs, self._owned(call, sources), strict=True):
             read = Segmented(owned.ids, owned.segments, owned.bounds())
-            found = run.tbe.lookup.gradient_row_weights(rows.to(run.tbe.bank.weights.dtype), read).to(self.dtype)
+            found = run.tbe.lookup.gradient_row_weights(rows, read).to(self.dtype)
             places = [(source, slot) for source in sources for slot in run.slots]
             parts = found.split([counts[source][slot] for source, slot in places])
             yield from ((*place, part) for place, part in zip(places, parts, strict=True))

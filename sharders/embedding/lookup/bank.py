@@ -22,6 +22,7 @@ from torch import Tensor
 
 from sharders.embedding.lookup.optimizers import OptimizerSpec
 from sharders.embedding.lookup.pages import on_large_pages
+from sharders.embedding.lookup.row_optimizer import wide
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class Bank:
 
     Args:
         shapes: per table, (rows, width) of each chunk; possibly none. Zero rows are fine.
-        dtype: of weights and state.
+        dtype: of weights; state has what `wide` makes of it.
         device: of weights and state.
         spec: the in-backward optimizer, or None.
 
@@ -139,7 +140,7 @@ class Bank:
         for name, tensor in spec.optimizer.state.items() if spec else ():
             size = self.total_rows if tensor.is_row_wise else numel
             start = float(self.options[tensor.start]) if tensor.start else 0.0
-            memory = on_large_pages(torch.empty(size, dtype=tensor.dtype or dtype, device=device))
+            memory = on_large_pages(torch.empty(size, dtype=tensor.dtype or wide(dtype), device=device))
             self.state[name] = memory.fill_(start)
 
     def chunk_view(self, table: int, i: int) -> Tensor:
@@ -175,6 +176,11 @@ class Bank:
         return (self.weights if flat is None else flat).narrow(0, first, span).view(span // divisor, divisor)
 
     @property
+    def dtype_of_sums(self) -> torch.dtype:
+        """Of a row's gradients, once they are summed."""
+        return wide(self.weights.dtype)
+
+    @property
     def clips(self) -> bool:
         """Whether the optimizer's options ask for `clipped`; they may be set at any time."""
         return bool(self.options.get("gradient_clipping"))
@@ -200,9 +206,13 @@ class Bank:
             counts[table] += 1.0
 
     def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Replace weights and state by `fn` of them, as `nn.Module._apply` does; take views anew after it."""
+        """Replace weights and state by `fn` of them, as `nn.Module._apply` does; take views anew after it.
+
+        State stays `wide` where `fn` makes 16 bits of weights.
+        """
         self.weights = on_large_pages(fn(self.weights))
-        self.state = {name: on_large_pages(fn(tensor)) for name, tensor in self.state.items()}
+        narrows = self.weights.dtype.itemsize < 4
+        self.state = {n: on_large_pages(_past_casts(t, fn) if narrows else fn(t)) for n, t in self.state.items()}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Bank:
         new = copy.copy(self)
@@ -210,6 +220,14 @@ class Bank:
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
         new.apply(lambda tensor: tensor)  # onto pages as these
         return new
+
+
+def _past_casts(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
+    """`fn` of what lies there: moved as it moves, but not cast to 16 bits, as integers are cast by no module."""
+    if not tensor.is_floating_point() or tensor.dtype.itemsize < 4:
+        return fn(tensor)
+    narrowed = tensor.to(wide(torch.bfloat16))
+    return fn(narrowed.view(torch.int32)).view(narrowed.dtype)
 
 
 def _lay_out(shapes: Sequence[Sequence[tuple[int, int]]]) -> tuple[list[list[Chunk]], int, int]:

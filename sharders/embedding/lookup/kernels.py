@@ -35,9 +35,10 @@ class Lookup(Protocol):
     Pooled: columns are the ranges' widths in their order, C in all; without ranges B is 0.
     Unpooled: all ranges of a call have one width D.
     Results have the bank's dtype. `out` is memory that rows may be written to, of their shape and dtype: what is
-    returned lies there, or elsewhere where the kernel cannot. Ids are not checked here: `input_checks` has. An update
-    combines, for each row, the gradients of all its ids in the call before it applies the optimizer; `Bank.step` counts
-    it and is called before. Rows of a pooled gradient may be apart.
+    returned lies there, or elsewhere where the kernel cannot. Ids are not checked here: `input_checks` has.
+    Gradients are given in any dtype. An update combines, for each row, those of all its ids in the call, in the bank's
+    `dtype_of_sums`, before it applies the optimizer; `Bank.step` counts it and is called before. Rows of a pooled
+    gradient may be apart.
     The ids' `order` can be worked out as soon as they are known, while something else is waited for, and given to the
     calls that take one, of the same ids; else they work it out themselves. A kernel without use for it gives None.
     """
@@ -60,10 +61,7 @@ class Lookup(Protocol):
         """(numel,): the gradient of the bank's weights."""
 
     def gradient_weights(self, grad: Tensor, read: Bags) -> Tensor:
-        """(N,): the gradient of `weights`, with the weights of the bank as they are: call it before the update."""
-
-    def touched_pooled(self, read: Bags) -> Tensor:
-        """(total_rows,) bool: the bank rows that the ids name."""
+        """(N,), of the dtype of sums: the gradient of `weights`; call it before the update of the bank's weights."""
 
     def rows(self, read: Segmented, out: Tensor | None = None) -> Tensor:
         """(N, D): one row per id, or (n, D): one sum per bag; (0, 0) without segments."""
@@ -91,9 +89,6 @@ class Lookup(Protocol):
 
     def gradient_touched(self, sums: Sequence[RowGradients]) -> Tensor:
         """(numel,): the gradient of the bank's weights, likewise."""
-
-    def touched_rows(self, read: Segmented) -> Tensor:
-        """(total_rows,) bool: the bank rows that the ids name."""
 
 
 class PlacingLookup(Lookup, Protocol):
@@ -195,8 +190,6 @@ def choose_kernel(
         reason = kernel.supports(device, dtype, optimizer, ranges)
         if reason is None:
             _say_once(kernel.name, "; ".join(reasons))
-            if dtype == torch.float16 and optimizer is not None:
-                _say_what_float16_forgets(optimizer)
             return kernel
         if named is not None:
             raise ShardError(f"the {named} kernel cannot be used: {reason}. Use kernel='torch', which takes any table")
@@ -230,21 +223,6 @@ def _say_once(kernel: str, reasons: str) -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
         told = f"tables are looked up by the {kernel} kernel" + (f": {reasons}" if reasons else "")
         _log.log(logging.WARNING if reasons else logging.INFO, "%s", told)
-
-
-@cache
-def _say_what_float16_forgets(optimizer: OptimizerSpec) -> None:
-    """FBGEMM keeps gradients and state of such tables in float32."""
-    kept = [name for name, of in optimizer.optimizer.state.items() if of.dtype is None]
-    smallest = 0.005 if "betas" in optimizer.optimizer.defaults else 2e-4
-    _log.warning(
-        "%s of float16 tables takes gradients in float16, as the unsharded module has them: those below 6e-5 lose "
-        "digits, those below 3e-8 are 0%s; use bfloat16 or float32 tables",
-        optimizer.kind,
-        f", and its {' and '.join(kept)} too, where squares of those below {smallest} are 0: such weights move too far"
-        if kept
-        else "",
-    )
 
 
 register_kernel(Kernel("numba", numba_kernel.supports, NumbaLookup))

@@ -18,15 +18,17 @@ from sharders.embedding.lookup.numba_vectors import Elements, zeros
 
 
 def compiled(function: Callable[..., Any], element: str | None) -> Compiled:
-    """Of a function of integers, which may return one; the first argument is `Elements` where `element` names them.
+    """Of a function of integers, which may return one; the first argument is `Elements` where `element` names them,
+    of tables and of gradients: see `numba_training.elements_of`.
 
     Raises:
         NotImplementedError: the CPU that is compiled for does not know such elements.
     """
-    if element == "float16" and platform.machine() in ("x86_64", "AMD64") and not has("f16c"):
+    names = [] if element is None else element.split("_")
+    if "float16" in names and platform.machine() in ("x86_64", "AMD64") and not has("f16c"):
         raise NotImplementedError("this CPU has no instructions for float16")
     num_arguments = function.__code__.co_argcount - (element is not None)
-    first = [] if element is None else [numba.typeof(Elements(element))]
+    first = [numba.typeof(Elements(*names))] if names else []
     signature = (*first, *[types.int64] * num_arguments)
     dispatcher = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
     dispatcher.compile(signature)

@@ -4,7 +4,8 @@ No order of ids is needed: bags are gone through as they lie, a bag's gradient i
 stay in the cache. Rows get their gradients in the ids' own order, so bits are those of sums along an order. What comes
 is such an order, of distinct rows with one source each: the place of their sum.
 
-Terms as in `numba_sort`. Addresses are integers, elements are counted in those of what they point to.
+Terms as in `numba_sort`; elements are those of gradients. Addresses are integers, elements are counted in those of what
+they point to.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 from sharders.embedding.lookup.numba_compile import by_blocks, helper
 from sharders.embedding.lookup.numba_vectors import (
     add,
+    computed,
     counted,
     fetch,
     fma,
@@ -44,7 +46,7 @@ def sum_tables(
             nothing is.
         num_rows: of each table, int64.
         row_ends, firsts: of these, see `expand_bags`.
-        sums: written: elements.
+        sums: written: what is computed.
         marks: int32 of each row, written.
         begins, counts, rows, starts: written, see `sort_tables`.
         ordered: written: places of sums.
@@ -87,7 +89,7 @@ def sum_tables(
 @by_blocks
 def _clear(elements, like, column, arguments):
     sums, at = arguments
-    store(elements, sums, at + column, like)
+    store(computed(elements), sums, at + column, like)
 
 
 @by_blocks
@@ -101,15 +103,17 @@ def _add_bag(elements, like, column, arguments):
             row = read32_at(ids + place * id_bytes)
             write32(marks, row, 1)
             to = at + row * width
-            store(elements, sums, to, add(load(elements, like, sums, to), value))
+            store(computed(elements), sums, to, add(load(computed(elements), like, sums, to), value))
             place = counted(place + 1)
     else:
         while place < end:
             row = read32_at(ids + place * id_bytes)
             write32(marks, row, 1)
             to = at + row * width
-            weight = total(load(elements, zeros(elements, 1), weights, place))
-            store(elements, sums, to, fma(splat(like, weight), value, load(elements, like, sums, to)))
+            weight = total(load(computed(elements), zeros(elements, 1), weights, place))
+            store(
+                computed(elements), sums, to, fma(splat(like, weight), value, load(computed(elements), like, sums, to))
+            )
             place = counted(place + 1)
 
 

@@ -43,7 +43,7 @@ from sharders.embedding.lookup.numba_layout import (
     shift,
     words,
 )
-from sharders.embedding.lookup.numba_training import ELEMENTS, Gradients, entry_of
+from sharders.embedding.lookup.numba_training import ELEMENTS, Gradients, elements_of, entry_of
 from sharders.embedding.lookup.optimizers import OptimizerSpec
 from sharders.embedding.lookup.pages import to_write
 from sharders.embedding.lookup.reads import Bags, Given, Segmented, Segments
@@ -68,8 +68,7 @@ class NumbaLookup(TorchLookup):
         super().__init__(bank, ranges)
         self._tables = Tables(bank, self.ranges)
         self._of_width = {width: OfWidth(self._tables, width) for width in set(self._tables.widths)}
-        self._name, size = ELEMENTS[bank.weights.dtype], bank.weights.element_size()
-        self._most_apart = _APART_BYTES // size if size > 2 else 0  # sums of 16 bits would be rounded twice
+        self._name, self._most_apart = ELEMENTS[bank.weights.dtype], _APART_BYTES // bank.dtype_of_sums.itemsize
         self._pooled_runs: dict[int, Runs] = {}
         self._placed: dict[tuple[int, range, tuple[int, ...]], tuple[Tensor, bool]] = {}
         self._segments: dict[tuple[int, ...], tuple[Tensor, Tensor, bool]] = {}
@@ -264,7 +263,7 @@ class NumbaLookup(TorchLookup):
         return Runs(int64(to_sum), int64([run for of_table in by_table for run in of_table]), first_runs)
 
     def _sum_bags(self, read: Bags, to_sum: Tensor, out: Tensor, fills_lines: bool) -> None:
-        (ids, bounds, _), table, weights = read, self.bank.weights, self._like_table(read.weights)
+        (ids, bounds, _), table, weights = read, self.bank.weights, _plain(read.weights, self.bank.weights.dtype)
         fixed = (table.data_ptr(), *words(ids), *words(bounds), to_sum.data_ptr(), len(to_sum))
         to = (address(weights), *self._target(out, fills_lines), scalar(1.0).data_ptr())
         parts, sum_bags = threads.num_parts(ids.numel()), self._entry("sum_bags")
@@ -272,10 +271,13 @@ class NumbaLookup(TorchLookup):
 
     def _weight_gradients(self, grad: Tensor, read: Bags, runs: Runs) -> Tensor:
         (ids, bounds, _), table, grad = read, self.bank.weights, self._rows_of(grad)
-        result_N = table.new_empty(ids.numel())
+        result_N = table.new_empty(ids.numel(), dtype=self.bank.dtype_of_sums)
         fixed = (table.data_ptr(), *words(ids), *words(bounds), runs.to_sum.data_ptr(), len(runs.to_sum))
         to = (grad.data_ptr(), grad.stride(0), result_N.data_ptr())
-        parts, learn = threads.num_parts(ids.numel()), self._entry("weight_gradients")
+        parts, learn = (
+            threads.num_parts(ids.numel()),
+            entry_of("weight_gradients", elements_of(table.dtype, grad.dtype)),
+        )
         threads.run(lambda i: learn(*fixed, i, parts, *to), parts)
         return result_N
 
@@ -303,9 +305,9 @@ class NumbaLookup(TorchLookup):
     ) -> Gradients:
         if order is None:
             order = self._order(read, self._most_apart)
-        weights = self._like_table(read.weights)
+        weights = _plain(read.weights, self.bank.dtype_of_sums)
         if given is not None:
-            assert grad.dtype == given.matrix.dtype == self.bank.weights.dtype
+            assert grad.dtype == given.matrix.dtype and grad.dtype in (self.bank.weights.dtype, self.bank.dtype_of_sums)
             num_bags = self._num_bags(read.offsets) if isinstance(read, Bags) else order.num_bags
             return Gradients([grad], grad.stride(0), order, weights, given, num_bags)
         grad = self._rows_of(self.bank.clipped(grad))
@@ -314,12 +316,10 @@ class NumbaLookup(TorchLookup):
     def _entry(self, name: str) -> Callable[..., int]:
         return entry_of(name, self._name)
 
-    def _like_table(self, weights: Tensor | None) -> Tensor | None:
-        return None if weights is None else weights.to(self.bank.weights.dtype).contiguous()
-
     def _rows_of(self, grad: Tensor) -> Tensor:
-        """A gradient in the table's dtype, whose rows lie each in one piece."""
-        grad = grad.to(self.bank.weights.dtype)
+        """A gradient in the table's dtype or that of sums, whose rows lie each in one piece."""
+        if grad.dtype != self.bank.weights.dtype:
+            grad = grad.to(self.bank.dtype_of_sums)
         return grad if grad.stride(1) == 1 or not grad.numel() else grad.contiguous()
 
     def _sort(self, order: Order, keys: tuple[int, ...], most: int, tables: Summed, with_places: bool = False) -> Order:
@@ -353,6 +353,8 @@ class NumbaLookup(TorchLookup):
                     by_width.setdefault(region.width, []).append((rows_n, self._rows_of(sums_nD)))
         for width, of_width in by_width.items():
             rows, parts = zip(*of_width, strict=True)
+            if len({part.dtype for part in parts}) > 1:
+                parts = tuple(part.to(self.bank.dtype_of_sums) for part in parts)
             counts, tables = [len(rows_n) for rows_n in rows], self._of_width[width]
             bits = shift(max(counts))
             starts = [i << bits for i in range(len(rows))]
@@ -370,6 +372,10 @@ class NumbaLookup(TorchLookup):
         of_tables = tables.first_rows.data_ptr(), tables.num_rows.data_ptr(), len(tables.tables)
         given = of_parts.data_ptr(), len(rows), *of_tables, *addresses(keys), order.ends
         return self._sort(order, (*addresses(keys), 0), self._entry("expand_parts")(*given), tables)
+
+
+def _plain(weights: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if weights is None else weights.to(dtype).contiguous()
 
 
 def supports(

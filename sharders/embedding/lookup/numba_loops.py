@@ -3,7 +3,7 @@
 A row is summed in `BLOCKS` of columns, each of which stays in registers over all ids, in the ids' order: so bits do not
 depend on blocks. What is needed some ids later is asked for from memory in advance.
 
-Addresses are integers, elements are counted in those of the table.
+Addresses are integers, elements are counted in those of what they point to.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from sharders.embedding.lookup.numba_sort import first_from32
 from sharders.embedding.lookup.numba_updates import Kind, inner_product
 from sharders.embedding.lookup.numba_vectors import (
     add,
+    computed,
     counted,
     fence,
     fetch,
     fma,
+    gradients,
     load,
     multiply,
     read32,
@@ -125,11 +127,11 @@ def update_of(kind: Kind, reads_two: bool) -> Callable[..., None]:
             if num_pointwise > 0:
                 fetch(elements, zeros(elements, 64), arrays[0], column)
             if num_pointwise > 1:
-                fetch(elements, zeros(elements, 64), arrays[1], column)
+                fetch(computed(elements), zeros(elements, 64), arrays[1], column)
             if num_pointwise > 2:
-                fetch(elements, zeros(elements, 64), arrays[2], column)
+                fetch(computed(elements), zeros(elements, 64), arrays[2], column)
         if is_row_wise:
-            fetch(elements, zeros(elements, 1), arrays[1], state_at)
+            fetch(computed(elements), zeros(elements, 1), arrays[1], state_at)
 
     def update(
         elements, grad, grad_stride, shift, columns, given, tables, num_tables, ends, begins, counts, rows, starts,
@@ -145,7 +147,7 @@ def update_of(kind: Kind, reads_two: bool) -> Callable[..., None]:
                 before theirs, which count from `grad` and as if the first bag lay there.
             tables: (num_tables, 4) int64: place of the first row in the bank, width, first range, first row of state.
             ends, begins, counts, rows, starts, ordered, places: see `sort_tables`.
-            weights: of the ids; 0 without.
+            weights: of the ids, of what is computed; 0 without.
             first, stop: only rows whose sources begin there are worked on: the parts of several threads.
             sums: memory for a row of what is computed.
             bank, state, more_state: the arrays of a `Kind`.
@@ -208,9 +210,10 @@ def _sum_sources(elements, like, column, sources, span):
     p, end = span
     while p < end:
         later = read32(ordered, min(p + _AHEAD, last))
-        fetch(elements, like, grad, (later & mask) * stride + read64(columns, later >> shift) + column)
+        fetch(gradients(elements), like, grad, (later & mask) * stride + read64(columns, later >> shift) + column)
         source = read32(ordered, p)
-        part = load(elements, like, grad, (source & mask) * stride + read64(columns, source >> shift) + column)
+        at = (source & mask) * stride + read64(columns, source >> shift) + column
+        part = load(gradients(elements), like, grad, at)
         summed = _with(elements, like, part, summed, weights, places, p)
         p = counted(p + 1)
     return summed
@@ -232,12 +235,12 @@ def _sum_two_sources(elements, like, column, sources, span):
         bag = later & mask
         there = bag >= first_elsewhere
         at = bag * (stride + there * more) + read64(columns + there * to_columns, later >> shift)
-        fetch(elements, like, grad, at + column)
+        fetch(gradients(elements), like, grad, at + column)
         source = read32(ordered, p)
         bag = source & mask
         there = bag >= first_elsewhere
         at = bag * (stride + there * more) + read64(columns + there * to_columns, source >> shift)
-        part = multiply(load(elements, like, grad, at + column), splat(like, factor if there else 1.0))
+        part = multiply(load(gradients(elements), like, grad, at + column), splat(like, factor if there else 1.0))
         summed = _with(elements, like, part, summed, weights, places, p)
         p = counted(p + 1)
     return summed
@@ -248,14 +251,17 @@ def _with(elements, like, part, summed, weights, places, p):
     """The sum with one gradient more."""
     if weights == 0:
         return add(summed, part)
-    weight = total(load(elements, zeros(elements, 1), weights, read32(places, p)))
+    weight = total(load(computed(elements), zeros(elements, 1), weights, read32(places, p)))
     return fma(splat(like, weight), part, summed)
 
 
 def weight_gradients(
     elements, table, ids, id_bytes, bounds, bound_bytes, runs, num_runs, part, parts, grad, grad_stride, out
 ):  # fmt: skip
-    """Of each id the inner product of its row and its bag's gradient, which lies as the sum would; see `sum_bags`."""
+    """Of each id the inner product of its row and its bag's gradient, which lies as the sum would; see `sum_bags`.
+
+    `out` has what is computed.
+    """
     for run in range(num_runs):
         bags, first, stop, begin, last, start, width, to = _part_of_run(
             bounds, bound_bytes, runs + 40 * run, part, parts
@@ -268,8 +274,8 @@ def weight_gradients(
                 for ahead in range(0, width, 64):
                     fetch(elements, zeros(elements, 64), table, start + later * width + ahead)
                 row = start + read32_at(ids + place * id_bytes) * width
-                value = inner_product(elements, table, row, grad, at, width)
-                store(elements, out, place, splat(zeros(elements, 1), value))
+                value = inner_product(elements, table, row, gradients(elements), grad, at, width)
+                store(computed(elements), out, place, splat(zeros(elements, 1), value))
             begin = end
 
 

@@ -29,6 +29,12 @@ ELEMENTS = {
 }
 """Of tables, and what compiled code calls them."""
 
+
+def elements_of(table: torch.dtype, gradients: torch.dtype) -> str:
+    """What compiled code that reads both calls them."""
+    return ELEMENTS[table] if table == gradients else f"{ELEMENTS[table]}_{ELEMENTS[gradients]}"
+
+
 _COPY = "copy"
 KINDS: dict[Callable[[Rows], None], str] = {
     row_updates.sgd: "sgd",
@@ -43,17 +49,17 @@ _STATES = {
     "rowwise_adagrad": [("sum", True)],
     "adam": [("exp_avg", False), ("exp_avg_sq", False)],
 }
-"""The state that they are given: names, and whether it is row-wise; of the weights' dtype."""
+"""The state that they are given: names, and whether it is row-wise; of the dtype of sums."""
 
 
 class Gradients(NamedTuple):
-    """Of a call's ids, in the weights' dtype.
+    """Of a call's ids, in the weights' dtype or that of sums.
 
     Args:
         parts: the columns of `order` count from the first element of the first.
         stride: elements from one gradient to the next.
         order: of the ids.
-        weights: of the ids; None where each counts once.
+        weights: of the ids, in the dtype of sums; None where each counts once.
         given: those of the last bags.
         num_bags: with `given`, of each range.
     """
@@ -89,7 +95,7 @@ def train(bank: Bank, tables: Summed, gradients: Gradients) -> None:
                 update(bank, region, rows_n, grads_nD)
         else:
             arrays = (bank.weights, *(bank.state[name] for name in spec.optimizer.state))
-            _sum(bank, tables, part, kind, arrays, _rates(bank, tables.in_bank))
+            _sum(tables, part, kind, arrays, _rates(bank, tables.in_bank))
 
 
 def row_gradients(bank: Bank, tables: Summed, gradients: Gradients, into: Into | None = None) -> RowGradients:
@@ -106,12 +112,12 @@ def row_gradients(bank: Bank, tables: Summed, gradients: Gradients, into: Into |
             packed[t] = num_rows, num_elements
             num_rows, num_elements = num_rows + counts[t], num_elements + counts[t] * width
         spans.append((width, *start, num_rows, num_elements))
-    if into is not None and into.sums.dtype == bank.weights.dtype:
+    if into is not None and into.sums.dtype == bank.dtype_of_sums:
         rows, sums = into.rows[:num_rows], into.sums[:num_elements]
     else:
         rows = torch.empty(num_rows, dtype=torch.int64, device="cpu")
-        sums = bank.weights.new_empty(num_elements)
-    _sum(bank, tables, gradients, _COPY, (sums,), packed=(int64(packed), rows))
+        sums = bank.weights.new_empty(num_elements, dtype=bank.dtype_of_sums)
+    _sum(tables, gradients, _COPY, (sums,), packed=(int64(packed), rows))
     return [
         (bank.regions[width], rows[row:last_row], sums[element:last_element].view(-1, width))
         for width, row, element, last_row, last_element in spans
@@ -121,7 +127,7 @@ def row_gradients(bank: Bank, tables: Summed, gradients: Gradients, into: Into |
 def write_gradient(bank: Bank, tables: Summed, gradients: Gradients, flat: Tensor) -> None:
     """The sums where their rows are, in zeros like the bank's weights."""
     for part in _parts(bank, tables, gradients):
-        _sum(bank, tables, part, _COPY, (flat,))
+        _sum(tables, part, _COPY, (flat,))
 
 
 def _parts(bank: Bank, tables: Summed, gradients: Gradients) -> Iterator[Gradients]:
@@ -132,7 +138,7 @@ def _parts(bank: Bank, tables: Summed, gradients: Gradients) -> Iterator[Gradien
         return
     (_kept, columns, given), (ids, bounds, _) = gradients.columns(), apart.read
     order = apart.order(torch.zeros_like(gradients.order.columns))
-    sums = bank.weights.new_empty(apart.num_elements)
+    sums = bank.weights.new_empty(apart.num_elements, dtype=bank.dtype_of_sums)
     marks = torch.empty(apart.num_rows, dtype=torch.int32, device="cpu")
     num_tables, (begins, counts, rows, starts, ordered) = len(tables.tables), order.addresses[1:6]
     fixed = (
@@ -144,14 +150,13 @@ def _parts(bank: Bank, tables: Summed, gradients: Gradients) -> Iterator[Gradien
         *(gradients.order.shift, columns, given, sums.data_ptr(), marks.data_ptr()),
         *(begins, counts, rows, starts, ordered),
     )
-    sum_tables = entry_of("sum_tables", ELEMENTS[bank.weights.dtype])
+    sum_tables = entry_of("sum_tables", ELEMENTS[gradients.parts[0].dtype])
     parts = min(threads.num_parts(gradients.order.num_ids), num_tables)
     threads.run(lambda i: sum_tables(*fixed, num_tables * i // parts, num_tables * (i + 1) // parts, *read), parts)
     yield Gradients([sums], 1, order)
 
 
 def _sum(
-    bank: Bank,
     tables: Summed,
     gradients: Gradients,
     kind: str,
@@ -159,9 +164,9 @@ def _sum(
     rates: Tensor | None = None,
     packed: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Sum the gradients of each row, and do with it what `kind` says."""
+    """Sum the gradients of each row, and do with it what `kind` says to the first of the arrays and its state."""
     two = "" if gradients.given is None else "two_"
-    update_rows = entry_of(f"update_{two}{kind}", ELEMENTS[bank.weights.dtype])
+    update_rows = entry_of(f"update_{two}{kind}", elements_of(arrays[0].dtype, gradients.parts[0].dtype))
     order, num_tables = gradients.order, len(tables.tables)
     if rates is None:
         rates = torch.zeros(num_tables, 5, dtype=torch.float64, device="cpu")
@@ -212,8 +217,8 @@ def _compiled_kind(bank: Bank) -> str | None:
     if kind == "rowwise_adagrad" and any(map(bank.options.get, ("weight_decay", "max_norm"))):
         return None
     found = [(name, tensor.is_row_wise) for name, tensor in optimizer.state.items()]
-    one_dtype = all(tensor.dtype == bank.weights.dtype for tensor in bank.state.values())
-    return kind if kind is not None and one_dtype and found == _STATES[kind] else None
+    as_computed = all(tensor.dtype == bank.dtype_of_sums for tensor in bank.state.values())
+    return kind if kind is not None and as_computed and found == _STATES[kind] else None
 
 
 @cache

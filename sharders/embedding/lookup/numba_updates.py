@@ -1,7 +1,8 @@
 """What is done with the summed gradient of a row, compiled by numba: the formulas of `row_updates` that are used most.
 
 A row is given block by block, as it is summed, and is changed in registers. Addresses are integers, elements are
-counted in those of the table. What is computed of bfloat16 and float16 is rounded once, when it is written.
+counted in those of what they point to. State is kept as it is computed; weights of bfloat16 and float16 are rounded
+once, when they are written.
 """
 
 from __future__ import annotations
@@ -49,17 +50,17 @@ class Kind(NamedTuple):
 
 
 @helper
-def inner_product(elements, one, at, other, other_at, width):
-    """Of two rows of elements."""
+def inner_product(elements, one, at, others, other, other_at, width):
+    """Of two rows of elements, each of its kind."""
     wide, narrow = zeros(elements, 16), zeros(elements, 1)
     column = 0
     while width - column >= 16:
         part = load(elements, zeros(elements, 16), one, at + column)
-        wide = fma(part, load(elements, zeros(elements, 16), other, other_at + column), wide)
+        wide = fma(part, load(others, zeros(elements, 16), other, other_at + column), wide)
         column += 16
     while column < width:
         part = load(elements, zeros(elements, 1), one, at + column)
-        narrow = fma(part, load(elements, zeros(elements, 1), other, other_at + column), narrow)
+        narrow = fma(part, load(others, zeros(elements, 1), other, other_at + column), narrow)
         column += 1
     return total(wide) + total(narrow)
 
@@ -90,8 +91,8 @@ def _sgd(elements, summed, column, row):
 def _adagrad(elements, summed, column, row):
     at, _, _, _, arrays, rates = row
     at += column
-    squares = fma(summed, summed, load(elements, summed, arrays[1], at))
-    store(elements, arrays[1], at, squares)
+    squares = fma(summed, summed, load(computed(elements), summed, arrays[1], at))
+    store(computed(elements), arrays[1], at, squares)
     direction = divide(summed, add(root(squares), splat(summed, rates[1])))
     _move(elements, arrays[0], at, direction, rates[0])
 
@@ -101,12 +102,12 @@ def _adam(elements, summed, column, row):
     at, _, _, _, arrays, rates = row
     at += column
     rate, eps, beta1, beta2, decay = rates
-    mean = load(elements, summed, arrays[1], at)
+    mean = load(computed(elements), summed, arrays[1], at)
     mean = fma(splat(summed, 1 - beta1), subtract(summed, mean), mean)
-    store(elements, arrays[1], at, mean)
-    kept = multiply(splat(summed, beta2), load(elements, summed, arrays[2], at))
+    store(computed(elements), arrays[1], at, mean)
+    kept = multiply(splat(summed, beta2), load(computed(elements), summed, arrays[2], at))
     square = fma(multiply(splat(summed, 1 - beta2), summed), summed, kept)
-    store(elements, arrays[2], at, square)
+    store(computed(elements), arrays[2], at, square)
     weights = load(elements, summed, arrays[0], at)
     direction = divide(mean, add(root(square), splat(summed, eps)))
     moved = fma(splat(summed, -decay), weights, fma(splat(summed, -rate), direction, weights))
@@ -118,8 +119,8 @@ def _rowwise_rate(elements, squares, row):
     """Add a row's squares to its state; the rate of its step."""
     _, state_at, width, _, arrays, rates = row
     one = zeros(elements, 1)
-    summed = total(load(elements, one, arrays[1], state_at)) + squares / width
-    store(elements, arrays[1], state_at, splat(one, summed))
+    summed = total(load(computed(elements), one, arrays[1], state_at)) + squares / width
+    store(computed(elements), arrays[1], state_at, splat(one, summed))
     return rates[0] / (sqrt(summed) + rates[1])
 
 
@@ -136,7 +137,9 @@ def _rowwise_adagrad(elements, summed, column, row):
 def _rest_of_rowwise_adagrad(elements, row):
     at, _, width, sums, arrays, _ = row
     if width not in BLOCKS:
-        rate = _rowwise_rate(elements, inner_product(computed(elements), sums, 0, sums, 0, width), row)
+        rate = _rowwise_rate(
+            elements, inner_product(computed(elements), sums, 0, computed(elements), sums, 0, width), row
+        )
         _descend(elements, width, (at, sums, arrays[0], rate))
 
 

@@ -26,18 +26,23 @@ _BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 
 
 class Elements:
-    """What lies at addresses: "float32", "float64", "bfloat16" or "float16". Passed to compiled code."""
+    """What lies at addresses: "float32", "float64", "bfloat16" or "float16". Passed to compiled code.
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    Args:
+        name: of elements of tables.
+        of_gradients: of those of gradients, where they are others.
+    """
+
+    def __init__(self, name: str, of_gradients: str | None = None) -> None:
+        self.name, self.of_gradients = name, of_gradients or name
 
 
 class _ElementsType(types.Opaque):  # type: ignore[misc]  # numba has no types
     """Of an `Elements`."""
 
-    def __init__(self, element: str) -> None:
-        self.element = element
-        super().__init__(name=f"elements({element})")
+    def __init__(self, element: str, of_gradients: str) -> None:
+        self.element, self.of_gradients = element, of_gradients
+        super().__init__(name=f"elements({element}, {of_gradients})")
 
     @property
     def computed(self) -> Any:
@@ -62,7 +67,7 @@ register_model(_ElementsType)(models.OpaqueModel)
 
 @typeof_impl.register(Elements)
 def _type_of_elements(elements: Elements, _context: Any) -> _ElementsType:
-    return _ElementsType(elements.name)
+    return _ElementsType(elements.name, elements.of_gradients)
 
 
 @unbox(_ElementsType)
@@ -119,11 +124,20 @@ def lanes(_context: Any, vector: Any) -> Any:
 @intrinsic
 def computed(_context: Any, elements: Any) -> Any:
     """The `Elements` of what is computed with such elements."""
+    return _other(elements, str(elements.computed))
 
+
+@intrinsic
+def gradients(_context: Any, elements: Any) -> Any:
+    """The `Elements` of gradients of tables of such elements."""
+    return _other(elements, elements.of_gradients)
+
+
+def _other(elements: Any, name: str) -> Any:
     def code(context: Any, _builder: Any, _signature: Any, _arguments: Any) -> Any:
         return context.get_dummy_value()
 
-    return _ElementsType(str(elements.computed))(elements), code
+    return _ElementsType(name, name)(elements), code
 
 
 @intrinsic

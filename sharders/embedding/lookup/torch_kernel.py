@@ -31,7 +31,7 @@ class Into(NamedTuple):
 
     Args:
         rows: int64.
-        sums: of the bank's dtype.
+        sums: of what the bank calls its `dtype_of_sums`.
     """
 
     rows: Tensor
@@ -115,7 +115,7 @@ class TorchLookup:
         return self._flat(self.pooled_row_gradients(grad, read))
 
     def gradient_weights(self, grad: Tensor, read: Bags) -> Tensor:
-        result_N = self.bank.weights.new_zeros(read.ids.numel())
+        result_N = self.bank.weights.new_zeros(read.ids.numel(), dtype=self.bank.dtype_of_sums)
         if not read.ids.numel():
             return result_N
         for group in self._groups:
@@ -126,10 +126,6 @@ class TorchLookup:
                 return values
             result_N[bags.positions] = values
         return result_N
-
-    def touched_pooled(self, read: Bags) -> Tensor:
-        groups = self._groups if read.ids.numel() else ()
-        return self._touched([(group.region, self._bags(group, read).rows) for group in groups])
 
     def rows(self, read: Segmented, out: Tensor | None = None) -> Tensor:
         region = self.region_of(read.segments)
@@ -155,14 +151,10 @@ class TorchLookup:
     def gradient_row_weights(self, grad: Tensor, read: Segmented) -> Tensor:
         region = self.region_of(read.segments)
         if region is None or read.bags is None or not read.ids.numel():
-            return self.bank.weights.new_zeros(read.ids.numel())
-        grads_ND = grad.to(self.bank.weights.dtype).index_select(0, _bag_of_id(read.bags, read.ids.numel()))
+            return self.bank.weights.new_zeros(read.ids.numel(), dtype=self.bank.dtype_of_sums)
+        grads_ND = grad.to(self.bank.dtype_of_sums).index_select(0, _bag_of_id(read.bags, read.ids.numel()))
         rows_ND = region.view(self.bank.weights).index_select(0, self.region_rows(read))
         return grads_ND.mul_(rows_ND).sum(1)
-
-    def touched_rows(self, read: Segmented) -> Tensor:
-        region = self.region_of(read.segments)
-        return self._touched([(region, self.region_rows(read))] if region and read.ids.numel() else [])
 
     def region_of(self, segments: Segments) -> Region | None:
         """The region in which the segments' ranges lie; None without segments."""
@@ -210,7 +202,7 @@ class TorchLookup:
         """(ranges of the group * B, D)."""
         if len(self._groups) > 1:
             grad_BC = grad_BC.index_select(1, group.columns)
-        grad_BSD = grad_BC.to(self.bank.weights.dtype).reshape(-1, len(group.ranges), group.region.width)
+        grad_BSD = grad_BC.to(self.bank.dtype_of_sums).reshape(-1, len(group.ranges), group.region.width)
         return grad_BSD.transpose(0, 1).reshape(-1, group.region.width)
 
     def pooled_row_gradients(self, grad: Tensor, read: Bags, *, into: Into | None = None) -> RowGradients:
@@ -227,10 +219,9 @@ class TorchLookup:
         region = self.region_of(read.segments)
         if region is None or not read.ids.numel():
             return []
-        grad = self.bank.clipped(grad).to(self.bank.weights.dtype)
-        weights = None if read.weights is None else read.weights.to(grad.dtype)
+        grad = self.bank.clipped(grad).to(self.bank.dtype_of_sums)
         bag_of_id = None if read.bags is None else _bag_of_id(read.bags, read.ids.numel())
-        return [(region, *combined(self.region_rows(read), grad, bag_of_id, weights))]
+        return [(region, *combined(self.region_rows(read), grad, bag_of_id, read.weights))]
 
     def update_touched(self, sums: Sequence[RowGradients]) -> None:
         self._update(_added(sums))
@@ -240,7 +231,7 @@ class TorchLookup:
 
     def _update(self, gradients: RowGradients) -> None:
         for region, rows_n, grads_nD in gradients:
-            update(self.bank, region, rows_n, grads_nD.to(self.bank.weights.dtype))
+            update(self.bank, region, rows_n, grads_nD)
 
     def _flat(self, gradients: RowGradients) -> Tensor:
         """(numel,), laid out as the bank's weights."""
@@ -249,28 +240,35 @@ class TorchLookup:
             region.view(flat).index_copy_(0, rows_n, grads_nD.to(flat.dtype))
         return flat
 
-    def _touched(self, rows: Sequence[tuple[Region, Tensor]]) -> Tensor:
-        """(total_rows,) bool, by bank row."""
-        touched = torch.zeros(self.bank.total_rows, dtype=torch.bool, device=self.bank.weights.device)
-        for region, rows_N in rows:
-            touched[region.bank_rows(rows_N)] = True
-        return touched
-
 
 def update(bank: Bank, region: Region, rows_n: Tensor, grads_nD: Tensor) -> None:
-    """Apply the bank's optimizer to distinct rows of a region, in place."""
+    """Apply the bank's optimizer to distinct rows of a region, in place, given their gradients of any dtype."""
     assert bank.spec is not None, "a bank without optimizer is not updated in the backward pass"
     optimizer = bank.spec.optimizer
     by_row = {name for name, tensor in optimizer.state.items() if tensor.is_row_wise}
     state = {name: t if name in by_row else region.view(t) for name, t in bank.state.items()}
     bank_rows_n = region.bank_rows(rows_n) if by_row else rows_n
     step = region.steps(rows_n, bank.steps)
-    grads_nD = grads_nD.float() if grads_nD.dtype.itemsize < 4 else grads_nD
+    grads_nD = grads_nD.to(bank.dtype_of_sums)
     optimizer.update(Rows(region.view(bank.weights), rows_n, grads_nD, state, bank_rows_n, bank.options, step))
 
 
+def spread(bank: Bank, gradients: RowGradients) -> tuple[Tensor, Tensor]:
+    """Rows' gradients where their rows are, and which these are.
+
+    Returns:
+        (numel,) laid out as `bank.weights`, of its `dtype_of_sums`, and (total_rows,) bool by bank row.
+    """
+    flat = torch.zeros_like(bank.weights, dtype=bank.dtype_of_sums)
+    touched = torch.zeros(bank.total_rows, dtype=torch.bool, device=flat.device)
+    for region, rows_n, grads_nD in gradients:
+        region.view(flat).index_copy_(0, rows_n, grads_nD.to(flat.dtype))
+        touched[region.bank_rows(rows_n)] = True
+    return flat, touched
+
+
 def touched_of(bank: Bank, flat_grad: Tensor, touched_rows: Tensor) -> RowGradients:
-    """The rows that some batch touched, with their gradients, as `Lookup.update_touched` takes them.
+    """What `spread` gives, summed over batches, as `Lookup.update_touched` takes it.
 
     Args:
         bank: whose rows these are.
@@ -318,6 +316,6 @@ def combined(
     sorted_rows, order = rows_N.sort(stable=True)
     rows_n, counts_n = torch.unique_consecutive(sorted_rows, return_counts=True)
     sources = order if sources_N is None else sources_N[order]
-    weights = None if weights_N is None else weights_N[order]
+    weights = None if weights_N is None else weights_N[order].to(grads.dtype)
     offsets_n = counts_n.cumsum(0) - counts_n
     return rows_n, F.embedding_bag(sources, grads, offsets_n, mode="sum", per_sample_weights=weights)
