@@ -16,6 +16,7 @@ from dmp import (
     ModelSharder,
     ModuleSharder,
     ParameterSharding,
+    PlanError,
     ShardingEnv,
     ShardingPlan,
     dense_parameters,
@@ -180,8 +181,10 @@ class ShardingPlanner:
         pinned: Pinned,
         found: Found | None,
         progress: Progress,
+        *,
+        vocabularies_are_dense: bool = True,
     ) -> ShardingPlan:
-        begin = time.monotonic()
+        begin, given_found = time.monotonic(), found
 
         def out_of_time() -> bool:
             progress.tick()
@@ -203,21 +206,28 @@ class ShardingPlanner:
         constraints = with_kernels(constraints, entries)
         kept = {name: entry.layout for name, entry in entries.items()}
         others = dense_parameters(module, taken.keys() - pinned_dense.keys())
-        as_dense = pinned_dense | vocabularies(taken, others, constraints, {**kept, **pinned_dense}, env)
+        given_or_kept = {**kept, **pinned_dense}
+        vocabulary = vocabularies(taken, others, constraints, given_or_kept, env, vocabularies_are_dense)
+        as_dense = pinned_dense | vocabulary
         parameters = {name: of for name, of in taken.items() if name not in as_dense}
         gaps: tuple[str, ...] = ()
         if self.observed is not None:
             parameters, gaps = self.observed.told_of(parameters), self.observed.gaps(parameters)
         weights = dense_parameters(module, parameters.keys())
         model = DenseModel.of(module, weights, self.sequence_length, self.compute_dtype)
-        dense = decide(model, found.placements, as_dense, env, topology, self.batch_size, asked)
-        found = split_as(dense, found)
         costs = CostSetting(self.cost_model, env, topology, self.batch_size, self.observed)
-        request = Request(parameters, constraints, kept, costs, dense.taken_bytes, self.effort)
-        progress.stage("search")
         try:
+            dense = decide(model, found.placements, as_dense, env, topology, self.batch_size, asked)
+            found = split_as(dense, found)
+            request = Request(parameters, constraints, kept, costs, dense.taken_bytes, self.effort)
+            progress.stage("search")
             tables = answer(request, out_of_time, progress.told)
-        except NoPlan as error:
+        except (NoPlan, PlanError) as error:
+            if vocabulary and vocabularies_are_dense:  # cut, as tables, they may fit
+                again = module, sharders, env, pinned, given_found, progress
+                return self._planned(*again, vocabularies_are_dense=False)
+            if isinstance(error, PlanError):
+                raise
             raise plan_error(error, out_of_time) from None
         candidates, problem, solution = tables.candidates, tables.problem, tables.solution
         layouts = candidates.placed(solution.choices)

@@ -70,12 +70,18 @@ def vocabularies(
     constraints: Mapping[str, Constraint],
     pinned: Collection[str],
     env: ShardingEnv,
+    unasked: bool = True,
 ) -> dict[str, Layout]:
     """Tables that are a transformer's vocabulary or positions: better a dense weight, where their sharder offers that.
 
-    Such a table has few rows, and no more elements than the other dense weights together.
+    Such a table has few rows, and no more elements than the other dense weights together. Where these are copied to
+    every rank anyway it costs little more to copy it too, and one rank may then run the model alone, to evaluate or to
+    generate, as under `DistributedDataParallel`.
+
+    Args:
+        unasked: also those of which no constraint says so.
     """
-    room = sum(prod(info.shape) for info in weights.values())
+    room = sum(prod(info.shape) for info in weights.values()) if unasked else -1
     found = {}
     for name, (sharder, info) in tables.items():
         small = info.shape[0] <= _VOCABULARY_ROWS and prod(info.shape) <= room

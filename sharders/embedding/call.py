@@ -97,6 +97,7 @@ class Call:
         number: the same on all ranks, and higher than of calls begun before; 0 where there is one rank.
         spent: seconds and bytes, by phase.
         kept: see `once_per_call`.
+        is_alone: no other rank makes this call.
     """
 
     path: Any
@@ -112,6 +113,7 @@ class Call:
     number: int = 0
     spent: Spent = field(default_factory=Spent)
     kept: dict[Any, Any] = field(default_factory=dict)
+    is_alone: bool = False
 
     @property
     def payload(self) -> Transfer:

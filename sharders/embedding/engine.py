@@ -92,7 +92,9 @@ class Engine:
         self.tensor = tensor_ranks(env, transport)
         self.peers = find_peers(env, sync_interval == 1, by_stages=not unpooled, transport=transport, codecs=codecs)
         self.placement = Placement(tables, layouts, env, unpooled)
-        self.payloads = self.peers.exchange if any(self.placement.slots) else GroupChannel(None)
+        self.is_local = not any(self.placement.slots)
+        """Whether all tables are whole on every rank."""
+        self.payloads = GroupChannel(None) if self.is_local else self.peers.exchange
         """Where ids travel: nowhere where all tables are data-parallel."""
         self.store = TableStore(self.placement, env.table_rank, device, kernel, options)
         # Copies that different kernels update would part by their rounding.
@@ -191,8 +193,9 @@ class Engine:
                 "exchange is real, and no part of a graph. dmp.to_unsharded(model) is a plain module with the same "
                 "weights, which can be"
             )
-        spent = Spent()
-        with ranks.entry(self.handshake.forward, self.peers.exchange.group) as here, phase(spent, INPUT):
+        spent, is_alone = Spent(), self._needs_nobody()
+        group = None if is_alone else self.peers.exchange.group
+        with ranks.entry(self.handshake.forward, group) as here, phase(spent, INPUT):
             wants_grad = [p.requires_grad for p in self.store.parameters]
             is_training = torch.is_grad_enabled() and any(wants_grad)
             ready: _Ready | None = None
@@ -204,7 +207,7 @@ class Engine:
                 ready = self._make_ready(parse, spent)
             except Exception as error:  # the others wait in the handshake: they are told, and this error is shown here
                 problem = error
-            headers, came = self._meet(ready, is_training, problem, here)
+            headers, came = self._meet(ready, is_training, problem, None if is_alone else here)
             assert ready is not None, "what was wrong has been raised"
             words, touched = [header.words for header in headers], [header.touched for header in headers]
             call = Call(
@@ -221,11 +224,19 @@ class Engine:
                 here.number,
                 spent,
                 {"payload": came if came is not None else self.payloads.all_to_all(ready.payload, ready.words, words)},
+                is_alone=is_alone,
             )
-            self._open[call.number] = weakref.ref(call)
+            if not is_alone:
+                self._open[call.number] = weakref.ref(call)
             if is_training:
                 here.await_backward(call)
             return call
+
+    def _needs_nobody(self) -> bool:
+        """Whether a forward now is this rank's alone, as `DistributedDataParallel`'s is: every table is whole here, and
+        nothing will be learned. So one rank may evaluate, or generate, while the others wait or train.
+        """
+        return self.is_local and self.tensor.size == 1 and not torch.is_grad_enabled()
 
     def can_finish(self, call: Call) -> bool:
         """Whether this module has begun the call, as it is now, and wants the gradients that it wanted then."""
@@ -259,7 +270,8 @@ class Engine:
                 f"{self.name} finishes a call that it has not begun, or that it began before it was moved, cast, "
                 "copied or resharded; begin the batch again"
             )
-        with ranks.entry(f"{self.handshake.lookup}, call {call.number}", self.peers.exchange.group) as here:
+        group = None if call.is_alone else self.peers.exchange.group
+        with ranks.entry(f"{self.handshake.lookup}, call {call.number}", group) as here:
             self.last.add(call.spent, self.calls.number if self.calls.is_forward else None)
             with phase(call.spent, INPUT):
                 self._take_turn(call, here)
@@ -282,7 +294,7 @@ class Engine:
         Raises:
             RanksError: they finish different calls.
         """
-        if next(iter(self._open), None) != call.number and self.peers.exchange.size > 1:
+        if not call.is_alone and next(iter(self._open), None) != call.number and self.peers.exchange.size > 1:
             self.handshake.take_turn(f"finishes call {call.number}", self.device, here)
             self._open = {n: of for n, of in self._open.items() if n > call.number or of() is not None}
         self._open.pop(call.number, None)
@@ -324,9 +336,13 @@ class Engine:
         return _Ready(whole, batch, wants_weights, *self.input_dist.send(batch, wants_weights))
 
     def _meet(
-        self, ready: _Ready | None, is_training: bool, problem: Exception | None, here: ranks.entry
+        self, ready: _Ready | None, is_training: bool, problem: Exception | None, here: ranks.entry | None
     ) -> tuple[list[Header], Transfer | None]:
-        """Headers of all ranks, once it is known that every rank is ready, and the payloads that came with them."""
+        """Headers of all ranks, once it is known that every rank is ready, and the payloads that came with them.
+
+        Args:
+            here: None where this rank is alone: to it the others have no samples.
+        """
         behind: Behind | None = None
         if ready is None:
             fault = problem if isinstance(problem, Fault) else Fault(Kind.UNREADABLE)
@@ -340,6 +356,8 @@ class Engine:
             if self.input_dist.goes_along:
                 behind = Behind(ready.payload, [self.input_dist.room_for(n) for n in ready.words])
         try:
+            if here is None:
+                return self.handshake.alone(mine), None
             return self.handshake.exchange(mine, self.device, here, behind)
         except InputError as error:
             if isinstance(problem, ShardError):  # of this rank's module, not of its batch

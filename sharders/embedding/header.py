@@ -201,6 +201,19 @@ class Handshake:
             headers = self._with_sizes(headers, mine[0].batch_sizes, device)
         return headers, came
 
+    def alone(self, mine: Sequence[Header]) -> list[Header]:
+        """What `exchange` gives where nobody else has samples, and nobody is asked.
+
+        Raises:
+            InputError: on this rank.
+        """
+        me = self.channel.rank
+        fault = mine[me].fault
+        if fault is not None:
+            raise fault.error(self.features, self.name, self.rank_names[me])
+        nothing = tuple(0 for _ in mine[me].batch_sizes)
+        return [h if r == me else replace(h, batch_sizes=nothing, touched=NOTHING) for r, h in enumerate(mine)]
+
     def take_turn(
         self, doing: str, device: torch.device, here: ranks.entry, told: tuple[int, ...] = ()
     ) -> list[tuple[int, ...]]:
@@ -259,7 +272,8 @@ class Handshake:
             if header.flags != headers[0].flags:
                 raise InputError(
                     f"ranks call {self.name} in different ways: rank 0 {headers[0].manner()}, rank {rank} "
-                    f"{header.manner()}; call it the same way on every rank"
+                    f"{header.manner()}; call it the same way on every rank. To evaluate on one rank alone have its "
+                    "tables whole on each, by data_parallel() in the plan, and no gradients (torch.no_grad())"
                 )
 
     def _of_all_copies(self, found: tuple[int, Fault] | None, device: torch.device) -> tuple[int, Fault] | None:

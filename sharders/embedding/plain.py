@@ -176,11 +176,11 @@ class EmbeddingSharder(_PlainSharder):
     module_type = nn.Embedding
 
     def layouts(self, info: ParameterInfo, env: ShardingEnv) -> Iterable[Layout]:
-        """A table's; and, where dense weights are split or samples shared, that of a transformer's vocabulary."""
+        """A table's; and those of a dense weight, such as a transformer's vocabulary is."""
         yield from super().layouts(info, env)
         if info.optimizer is None and env.fully_sharded_axes:
             yield fully_sharded()
-        if info.optimizer is None and (env.fully_sharded_axes or env.axes("tensor")):
+        if info.optimizer is None:
             yield replicate()
 
 
