@@ -7,6 +7,7 @@
 - `plain`: `nn.EmbeddingBag` and `nn.Embedding` on a mesh
 - `as_written`: whether a module does what its class says, and nothing else
 - `table_module`: what sharded embedding modules share
+- `originals`: what a module is asked before a sharded one takes its place
 - `successor`: who holds a module from before wrapping holds the sharded one
 - `resting`: tables that are frozen, and may be trained later
 - `representatives`: layouts of a table that stand for every way to cut it

@@ -16,8 +16,10 @@ from sharders.embedding.as_written import holds_plain_tables, keeps_forward
 from sharders.embedding.batch import Ids
 from sharders.embedding.call import Call
 from sharders.embedding.keyed_ids import keyed_ids
+from sharders.embedding.lookup.given_optimizers import OptimizerReader
+from sharders.embedding.originals import make_table, parameter_at
 from sharders.embedding.placement import Table
-from sharders.embedding.table_module import InitFn, TableModule, TableSharder, make_table
+from sharders.embedding.table_module import InitFn, TableModule, TableSharder
 from sharders.embedding.variable_batch import lengths_of, to_samples
 
 _log = logging.getLogger("dmp")
@@ -197,11 +199,11 @@ class CollectionSharder(TableSharder):
         held = {name for name, _ in (*module.named_parameters(remove_duplicate=False), *module.named_buffers())}
         if not keeps_forward(module, self.module_type) or held != names or not self._is_as_configured(module, configs):
             return []
-        tables = []
+        tables, optimizers = [], OptimizerReader()
         for config in configs:
             name = f"{self.tables_in}.{config.name}.weight"
             is_mean = self.is_pooled and _pools_by_mean(config, module.is_weighted())
-            table = make_table(module.get_parameter(name), name, config.feature_names, mean=is_mean)
+            table = make_table(parameter_at(module, name), name, config.feature_names, optimizers, mean=is_mean)
             tables.append((table, config.init_fn))
         return tables
 

@@ -6,7 +6,7 @@ optimizer, its options, and what it has gathered before.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -44,14 +44,14 @@ class _ShardedFused(TableModule):
         return self._optimizer[1]
 
     @staticmethod
-    def gathered(original: Any, name: str) -> Mapping[str, Any]:
-        """What its optimizer has gathered of a table before this module took its place."""
+    def gathered(original: Any, names: Iterable[str]) -> Mapping[str, Mapping[str, Any]]:
+        """What its optimizer has gathered of tables before this module took its place."""
+        found: dict[str, Mapping[str, Any]] = {}
         for lookup in original._emb_modules:
             tables, tbe = lookup._embedding_tables, lookup._emb_module
             for table, state in zip(tables, tbe.get_optimizer_state(), strict=False):  # none where it has no state
-                if name.split(".")[-2] == table.name:
-                    return {"step": tbe.iter[0], **state}
-        return {}
+                found.setdefault(table.name, {"step": tbe.iter[0], **state})
+        return {name: found[table] for name in names if (table := name.split(".")[-2]) in found}
 
 
 class ShardedFusedEmbeddingBagCollection(_ShardedFused, ShardedEmbeddingBagCollection):

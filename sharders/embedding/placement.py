@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby, pairwise
 
 import torch
@@ -54,7 +55,7 @@ class Table:
         """Whether it gets gradients."""
         return self.trainable and not self.rests
 
-    @property
+    @cached_property
     def bank_key(self) -> tuple[str, bool, bool, str, int]:
         """Tables with one key are stored and updated together."""
         return str(self.dtype), self.trainable, self.rests, repr(self.optimizer), self.group

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -20,13 +21,13 @@ from sharders.embedding.batch import Ids
 from sharders.embedding.call import Call
 from sharders.embedding.codec import AS_COMPUTED, Codecs, Wire, codecs_of
 from sharders.embedding.engine import Engine
-from sharders.embedding.lookup.given_optimizers import optimizer_of
 from sharders.embedding.lookup.kernels import kernel_of
 from sharders.embedding.lookup.optimizers import OptimizerSpec
+from sharders.embedding.originals import carry_state, gathered, module_at, parameter_at
 from sharders.embedding.peers import find_peers
 from sharders.embedding.placement import Table
 from sharders.embedding.representatives import representatives
-from sharders.embedding.resting import apart, as_they_are, at_first, resting
+from sharders.embedding.resting import apart, as_they_are, resting
 from sharders.embedding.same_form import SameForm
 from sharders.embedding.successor import hand_on
 from sharders.embedding.tensor_slice import tensor_ranks
@@ -46,10 +47,15 @@ class Watched(SameForm):
         way_out: what to do about a read, for its message.
     """
 
+    _engine: Engine
+    _way_out: str
+    _tables: dict[str, int]
+    """Parameter -> its table."""
+
     def __init__(self, engine: Engine, way_out: str) -> None:
         super().__init__()
-        self._engine, self._way_out = engine, way_out
-        self._tables: dict[str, int] = {}  # parameter -> its table
+        # Past torch's `__setattr__`, which looks for modules and parameters among them: there are a thousand of these.
+        vars(self).update(_engine=engine, _way_out=way_out, _tables={})
 
     @property
     def _parameters(self) -> dict[str, nn.Parameter | None]:
@@ -88,6 +94,13 @@ class Holder(Watched):
     def extra_repr(self) -> str:
         """Shapes of what is held."""
         return ", ".join(f"{name}: {tuple(p.shape)}" for name, p in self.named_parameters(recurse=False))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Holder:
+        new = memo[id(self)] = type(self).__new__(type(self))
+        for name, value in vars(self).items():  # most are mappings of hooks without any, of a thousand holders
+            is_bare = type(value) in (dict, OrderedDict, set) and not value
+            vars(new)[name] = type(value)() if is_bare else copy.deepcopy(value, memo)
+        return new
 
 
 class TableModule(Watched, TorchRecForm):
@@ -135,10 +148,12 @@ class TableModule(Watched, TorchRecForm):
         make_known(type(self))
         self._options = options
         self._of_store: tuple[Any, dict[str, FusedParameter]] = (None, {})
-        values = {i: original.get_parameter(t.parameter) for i, t in enumerate(tables)}
+        values = {i: parameter_at(original, t.parameter) for i, t in enumerate(tables)}
         self._engine.store.load_all({i: v for i, v in values.items() if not v.is_meta})
-        for fused in self._engine.store.fused_parameters():
-            _carry_state(self.gathered(original, fused.name), fused)
+        known = self.gathered(original, [table.parameter for table in tables if table.optimizer is not None])
+        for fused in self._engine.store.fused_parameters() if known else ():
+            if fused.name in known:
+                carry_state(known[fused.name], fused)
         for index, parameter in enumerate(self._engine.store.parameters):
             self._place(index, parameter, original)
         self._tell_places()
@@ -149,12 +164,9 @@ class TableModule(Watched, TorchRecForm):
         return f"kernel={'+'.join(names)}" if names else ""
 
     @staticmethod
-    def gathered(original: nn.Module, name: str) -> Mapping[str, Any]:
-        """What the optimizer of a table in the original has gathered, for one that has stepped before wrapping."""
-        parameter = original.get_parameter(name)
-        optimizers = getattr(parameter, "_in_backward_optimizers", ())
-        found: Mapping[str, Any] = getattr(optimizers[0], "state", {}).get(parameter, {}) if optimizers else {}
-        return found
+    def gathered(original: Any, names: Iterable[str]) -> Mapping[str, Mapping[str, Any]]:
+        """What the optimizers of tables in the original have gathered, of those that have stepped before wrapping."""
+        return gathered(original, names)
 
     def stand_for(self, original: nn.Module) -> None:
         """Have the original hand everything on to this module."""
@@ -165,11 +177,11 @@ class TableModule(Watched, TorchRecForm):
         *path, name = self._engine.tables[index].parameter.split(".")
         module: nn.Module = self
         for part in path:
-            original = original.get_submodule(part)
+            original = module_at(original, part)
             if part not in module._modules:
                 is_dict = isinstance(original, nn.ModuleDict)
                 module.add_module(part, nn.ModuleDict() if is_dict else Holder(self._engine, self.way_out))
-            module = module.get_submodule(part)
+            module = module_at(module, part)
         assert isinstance(module, Watched)
         module.register_parameter(name, parameter)
         module._tables[name] = index
@@ -177,7 +189,7 @@ class TableModule(Watched, TorchRecForm):
     def _tell_places(self) -> None:
         """Where its parameters stand in this module, so that the engine sees when one is replaced."""
         paths = [table.parameter.rpartition(".") for table in self._engine.tables]
-        self._engine.places = [(self.get_submodule(path).__dict__["_parameters"], name) for path, _, name in paths]
+        self._engine.places = [(module_at(self, path).__dict__["_parameters"], name) for path, _, name in paths]
 
     def begin(self, *inputs: Any, **keywords: Any) -> Call:
         """Input dist of a batch, of the forward's arguments: see `Engine.begin`."""
@@ -424,24 +436,7 @@ class TableSharder:
         return self.sharded_type(module, tables, plan, env, device, unpooled=not self.is_pooled, **self._options)
 
 
-def make_table(parameter: nn.Parameter, name: str, features: Sequence[str], *, mean: bool = False) -> Table:
-    """A table from its parameter, with the optimizer that `apply_optimizer_in_backward` left on it."""
-    rows, dim = parameter.shape
-    optimizer = optimizer_of(parameter, name) if parameter.requires_grad else None
-    return Table(name, rows, dim, parameter.dtype, tuple(features), mean, optimizer, *at_first(parameter))
-
-
 @cache
 def _say_once(text: str) -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
         _log.warning(text)
-
-
-def _carry_state(given: Mapping[str, Any], fused: FusedParameter) -> None:
-    """Take over what the original's in-backward optimizer has gathered."""
-    for name, target in fused.state().items():
-        value = torch.as_tensor(given.get(name, target))
-        if value is not target and not value.is_meta:
-            if value.shape != target.shape:  # row-wise: (rows, 1) to (rows,), or to a column for each column block
-                value = value.view(-1) if target.dim() == 1 else value.expand(target.shape)
-            (target.fill_from if isinstance(target, ChunkedTensor) else target.copy_)(value)

@@ -87,6 +87,10 @@ class Region:
         return torch.tensor(values, dtype=dtype, device=rows.device)[torch.bucketize(rows, first_rows, right=True) - 1]
 
 
+_LAID_OUT = ("spec", "chunks", "regions")
+"""Attributes of a bank that never change."""
+
+
 class Bank:
     """Weights and in-backward optimizer state of a rank's chunks that share a dtype and an optimizer.
 
@@ -217,7 +221,8 @@ class Bank:
     def __deepcopy__(self, memo: dict[int, Any]) -> Bank:
         new = copy.copy(self)
         memo[id(self)] = new
-        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        # Where chunks lie stays as it is: with a thousand tables to copy that takes longer than to copy their values.
+        new.__dict__.update(copy.deepcopy({k: v for k, v in vars(self).items() if k not in _LAID_OUT}, memo))
         new.apply(lambda tensor: tensor)  # onto pages as these
         return new
 

@@ -9,10 +9,11 @@ decoupled, and for row-wise Adagrad as `weight_decay_mode` says.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 from functools import cache
+from types import NoneType
 from typing import Any
 
 import torch.distributed as dist
@@ -81,6 +82,58 @@ _PRIVATE_PREFIX = "__"  # of TorchRec's own notes between its parts
 _DTYPES = ("output_dtype", "weights_precision")
 
 
+_NUMBERS = (int, float, bool, str, NoneType)
+
+
+class OptimizerReader:
+    """Reads the optimizers of tables one after another: most have the options of the one before, which are read once.
+
+    Nothing may change them meanwhile. What is said of a table by its name is said of each.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[type, Mapping[str, Any], Mapping[str, Any], OptimizerSpec] | None = None
+
+    def read(self, parameter: Tensor, name: str) -> OptimizerSpec | None:
+        """As `optimizer_of`."""
+        optimizers: Sequence[Any] = getattr(parameter, "_in_backward_optimizers", ())
+        if len(optimizers) != 1:
+            return optimizer_of(parameter, name)
+        kind, given, live = type(optimizers[0]), _given(parameter), _live(optimizers[0])
+        if self._last is not None:
+            last_kind, last_given, last_live, spec = self._last
+            if kind is last_kind and _are_alike(given, last_given) and _are_alike(live, last_live):
+                return spec
+        found = optimizer_of(parameter, name)
+        says_no_name = found is not None and len(found.given) == len(given)  # nothing of it was passed over
+        self._last = (kind, given, live, found) if found is not None and says_no_name else None
+        return found
+
+
+def _are_alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether options are the same, as far as can be told at a glance."""
+    return one is other or (
+        one.keys() == other.keys()
+        and all(
+            (of_other := other[key]) is value
+            or key == "params"
+            or (type(value) in _NUMBERS and type(value) is type(of_other) and value == of_other)
+            for key, value in one.items()
+        )
+    )
+
+
+def _given(parameter: Tensor) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = getattr(parameter, "_optimizer_kwargs", [{}])[0]
+    return found
+
+
+def _live(optimizer: Any) -> Mapping[str, Any]:
+    """Its param group; TorchRec's placeholders, which only FBGEMM could run, have none."""
+    found: Mapping[str, Any] = getattr(optimizer, "param_groups", [{}])[0]
+    return found
+
+
 def optimizer_of(parameter: Tensor, name: str) -> OptimizerSpec | None:
     """The optimizer that `torch.distributed.optim._apply_optimizer_in_backward`, or TorchRec's twin, left on a table.
 
@@ -107,9 +160,7 @@ def optimizer_of(parameter: Tensor, name: str) -> OptimizerSpec | None:
         raise ShardError(
             f"{name}: {classes[0]} cannot run in the backward pass of a sharded table. Use one of {allowed}, {_ADVICE}"
         )
-    given: Mapping[str, Any] = getattr(parameter, "_optimizer_kwargs", [{}])[0]
-    # TorchRec's placeholders, which only FBGEMM could run, have no param groups.
-    live: Mapping[str, Any] = getattr(optimizers[0], "param_groups", [{}])[0]
+    given, live = _given(parameter), _live(optimizers[0])
     where = f"{name}: {classes[0]}"
     if classes[0].startswith(_WORDS_OF_FBGEMM):
         return _of_torchrec_class(optimizer, given, live, where)

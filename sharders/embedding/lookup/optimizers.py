@@ -10,6 +10,7 @@ kernels, to `model.fused_optimizer` and checkpoints, and, by the bytes of its st
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ def facts(name: str, dtype: torch.dtype) -> tuple[tuple[int, int], bool] | None:
     return None if optimizer is None else (optimizer.state_bytes(dtype), optimizer.mixes_columns)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class OptimizerSpec:
     """An in-backward optimizer and its options, by value: tables with equal specs may share storage.
 
@@ -52,6 +53,13 @@ class OptimizerSpec:
 
     given: tuple[tuple[str, Any], ...] = field(default=(), compare=False)
     """Options that a user has given, rather than left as they are by default; of other optimizers too."""
+
+    @cached_property
+    def _text(self) -> str:
+        return f"OptimizerSpec(kind={self.kind!r}, options={self.options!r}, given={self.given!r})"
+
+    def __repr__(self) -> str:
+        return self._text  # of which a thousand tables, that have one spec, are told apart
 
     @classmethod
     def make(cls, kind: str, **options: Any) -> OptimizerSpec:
