@@ -362,9 +362,9 @@ def as_chunks(tensor: torch.Tensor) -> ChunkedTensor:
         `tensor` itself where it is one; chunks of the whole sum where a DTensor's sum is still open (a collective).
 
     """
-    tensor = tensor.detach()
     if isinstance(tensor, ChunkedTensor):
         return tensor
+    tensor = tensor.detach()
     if not is_dtensor(tensor):
         return ChunkedTensor(tensor.size(), [tensor], [(0,) * tensor.dim()])
     if any(p.is_partial() for p in tensor.placements):
@@ -417,6 +417,8 @@ def copy_overlap(target: torch.Tensor, at: Sequence[int], source: torch.Tensor, 
         return
     for dim, (n, o, m, p) in enumerate(zip(target.shape, at, source.shape, source_at, strict=True)):
         start, stop = max(o, p), min(o + n, p + m)
-        target = target.narrow(dim, start - o, stop - start)
-        source = source.narrow(dim, start - p, stop - start)
+        if stop - start < n:
+            target = target.narrow(dim, start - o, stop - start)
+        if stop - start < m:
+            source = source.narrow(dim, start - p, stop - start)
     target.copy_(source)

@@ -249,8 +249,9 @@ def _find_sites(module: nn.Module, sharders: Iterable[AnySharder], without: Set[
         infos = _named(candidate, path, sharder)
         if not infos or any(id(p) in tied or id(p) in excluded for p in candidate.parameters()):
             continue
-        _check_names(candidate, path, sharder, infos)
-        known = {name: _with_facts(info, candidate.get_parameter(name)) for name, info in infos.items()}
+        own = dict(candidate.named_parameters())
+        _check_names(own, path, sharder, infos)
+        known = {name: _with_facts(info, own[name]) for name, info in infos.items()}
         found[id(candidate)] = Site(path, (path,), candidate, sharder, known)
     readers = find_readers(module, {key: (site.module, site.infos) for key, site in found.items()})
     return Sites(tuple(found.values()), {found[key].path: reader for key, reader in readers.items()})
@@ -331,8 +332,10 @@ def _with_facts(info: ParameterInfo, parameter: nn.Parameter) -> ParameterInfo:
     return with_optimizer_facts(info)
 
 
-def _check_names(module: nn.Module, path: str, sharder: ModuleSharder, infos: Mapping[str, ParameterInfo]) -> None:
-    actual = {name: tuple(p.shape) for name, p in module.named_parameters()}
+def _check_names(
+    own: Mapping[str, nn.Parameter], path: str, sharder: ModuleSharder, infos: Mapping[str, ParameterInfo]
+) -> None:
+    actual = {name: tuple(p.shape) for name, p in own.items()}
     for name, info in infos.items():
         if actual.get(name) != tuple(info.shape):
             raise ShardError(

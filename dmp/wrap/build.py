@@ -167,9 +167,9 @@ def _with_tables(checked: _Checked, seed: int, calls: Calls) -> tuple[nn.Module,
     def make(site: Site) -> nn.Module:
         entries = {relative: resolved.plan[name] for relative, name in site.names().items()}
         new = site.sharder.shard(site.module, entries, given.env, given.device)
-        check_made(site, new, entries, given.env, rules is not None)
+        state = check_made(site, new, entries, given.env, rules is not None)
         if rules is not None:
-            fill_from_meta(site, new, seed, rules)
+            fill_from_meta(site, new, state, seed, rules)
         return new
 
     module = given.module
@@ -207,7 +207,7 @@ def _with_dense(made: Assembly, checked: _Checked, seed: int) -> Assembly:
     made.split_dense()
     takes_meta = starts and made.shards_in_place
     if takes_meta:
-        if rules is not None and (whole := left_whole(made)):
+        if rules is not None and (whole := left_whole(made, True, made.sharded_names())):
             on_all_ranks(lambda: materialise(made.module, made.device, seed, rules, sharded, whole), made.env)
         made = start(made)
     if rules is not None:

@@ -46,7 +46,7 @@ def copied(made: Assembly, memo: dict[int, Any], device: torch.device) -> Assemb
         new.split_dense()
     takes_meta = made.is_data_parallel and new.shards_in_place
     if takes_meta:
-        copy_values(made.module, module, device, left_whole(new))
+        copy_values(made.module, module, device, left_whole(new, True, new.sharded_names()))
         new = start(new)
     if made.skeleton is not None:
         copy_values(made.module, module, device)

@@ -46,7 +46,8 @@ def start(made: Assembly) -> Assembly:
     Raises:
         ShardError: a parameter is still lazy, or on meta.
     """
-    in_place, whole, sharded = made.shards_in_place, left_whole(made), made.sharded_names()
+    in_place, sharded = made.shards_in_place, made.sharded_names()
+    whole = left_whole(made, in_place, sharded)
     for name, parameter in made.module.named_parameters():
         _check_not_lazy(name, parameter)
         if name not in sharded:
@@ -57,9 +58,9 @@ def start(made: Assembly) -> Assembly:
     if in_place and skeleton is None:
         _check_not_scripted(made.module)
         skeleton = skeleton_of(made.module, made.sharded)
-    running = _averaged(made, in_place, whole)
+    running = _averaged(made, in_place, sharded, whole)
     is_watched = running is not made.module or (made.env.data_size > 1 and not in_place)
-    watch = Watch(made.module, made.sharded_names()) if is_watched else None
+    watch = Watch(made.module, sharded) if is_watched else None
     split_watch = made.split_watch or (None if skeleton is None else SplitWatch(made.module, made.env.size > 1))
     since = made.since_split
     if since is None and skeleton is not None:
@@ -122,21 +123,23 @@ def unknown_parameters(made: Assembly) -> list[tuple[str, torch.Tensor]]:
     return [] if made.watch is None else made.watch.unknown()
 
 
-def left_whole(made: Assembly) -> frozenset[str]:
+def left_whole(made: Assembly, in_place: bool, sharded: frozenset[str]) -> frozenset[str]:
     """Names, under every alias, of weights that are not split with the rest where the mesh splits: replicated by the
     plan, inside a sharder's module, kept by the model beside their places, or of sparse gradients, which FSDP2 has no
-    way to reduce. They are not taken on meta."""
+    way to reduce. They are not taken on meta.
+
+    Args:
+        in_place, sharded: the assembly's `shards_in_place` and `sharded_names()`, which go through the whole model.
+    """
     kept = _kept_whole(made)
-    if made.shards_in_place:
-        kept |= made.unnamed() | ((_kept_beside(made) | _of_sparse_gradients(made)) - made.sharded_names())
+    if in_place:
+        kept |= made.unnamed() | ((_kept_beside(made) | _of_sparse_gradients(made)) - sharded)
     return kept
 
 
-def _averaged(made: Assembly, in_place: bool, kept: frozenset[str]) -> nn.Module:
+def _averaged(made: Assembly, in_place: bool, sharded: frozenset[str], kept: frozenset[str]) -> nn.Module:
     """The module with gradients averaged; what is left whole apart."""
-    owned = made.sharded_names()
-    if not in_place:
-        owned -= made.unnamed()
+    owned = sharded if in_place else sharded - made.unnamed()
     is_split = in_place and made.split_watch is not None  # it cannot be twice
     wrapped = made.module if is_split else made.wrapper.wrap(made.module, made.env, made.device, owned | kept)
     if kept:

@@ -65,9 +65,11 @@ def marking_replaced(model: nn.Module, module: nn.Module, *, by_reshard: bool = 
     """Mark each parameter of `module` for which `model.module` has another one at the end. Keeps none alive."""
     global _wraps
     change, when, now = _Change(), _RESHARDED if by_reshard else _WRAPPED, module
-    for name, p in module.named_parameters():
-        p._dmp_replaced = _Replaced(change, name, when)  # type: ignore[attr-defined]
-    before = held_weakly(module.named_parameters())
+    named: Any = list(module.named_parameters())
+    for name, p in named:
+        p._dmp_replaced = _Replaced(change, name, when)
+    before = held_weakly(named)
+    named = p = None  # of which a wrap frees those that it replaces
     try:
         yield
         _wraps += 1

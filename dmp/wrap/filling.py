@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ from dmp.names import join_name
 from dmp.plans.find import Site
 from dmp.plans.kept_places import kept_on_meta
 from dmp.wrap.initial_rules import Rules, warn_of_constructors
-from dmp.wrap.initial_values import check_can_materialise, fill_chunks, fill_own
+from dmp.wrap.initial_values import check_can_materialise, fill_chunks, fill_own, own_random_numbers
 from dmp.wrap.skeleton import all_tensors
 
 _SHOWN = 4
@@ -33,13 +34,16 @@ def _fills_itself(site: Site) -> bool:
 
 def check_made(
     site: Site, new: nn.Module, plan: Mapping[str, ParameterSharding], env: ShardingEnv, is_filled: bool
-) -> None:
+) -> Mapping[str, torch.Tensor]:
     """What `shard` owes: a module, all names, chunks where the plan has this rank's, room for what was on meta, wholes
     of what `parameters` does not name.
 
     Args:
         plan: what it was asked for, by names relative to the site.
         is_filled: what is on meta is to get values.
+
+    Returns:
+        Every tensor of the sharded module by its name, by its chunks where it has them.
 
     Raises:
         ShardError: naming sharder and parameter.
@@ -53,9 +57,11 @@ def check_made(
             f"gradients of what parameters() names over {env.data_size} ranks. What is to stay as it is, parameters() "
             "leaves out, and it is data-parallel"
         )
-    _check_same_names(site, new)
-    local, state = dict(all_tensors(new)), _state(site, new)
-    for name, old in all_tensors(site.module, remove_duplicate=True):
+    before, made = _named(site.module), _named(new)
+    _check_same_names(site, before, made)
+    local = {name: tensor for of_kind in made.values() for name, tensor in of_kind.items()}
+    state = {**local, **_chunks(site, new)}
+    for name, old in (named for of_kind in before.values() for named in of_kind.items()):
         if is_lazy(old):
             continue
         held = state[name]
@@ -73,6 +79,7 @@ def check_made(
                 f"{sharder}.shard left {join_name(site.path, name)!r} on meta: shard() allocates what is on meta (for "
                 "instance torch.empty_like(chunk, device=device)), the wrapper fills it"
             )
+    return state
 
 
 def _check_rectangles(site: Site, name: str, held: ChunkedTensor, layout: Layout, env: ShardingEnv) -> None:
@@ -93,15 +100,19 @@ def _shown(boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> str:
     return (some or "nothing") + (f" and {len(boxes) - _SHOWN} more" if len(boxes) > _SHOWN else "")
 
 
-def _check_same_names(site: Site, new: nn.Module) -> None:
+def _named(module: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
+    return {kind: dict(getattr(module, kind)()) for kind in ("named_parameters", "named_buffers")}
+
+
+def _check_same_names(site: Site, old: Mapping[str, Mapping[str, Any]], new: Mapping[str, Mapping[str, Any]]) -> None:
     """One owner and unchanged names: the sharder kept every parameter's and buffer's name and added none."""
-    for kind in ("named_parameters", "named_buffers"):
-        before = {name for name, _ in getattr(site.module, kind)()}
-        after = {name for name, _ in getattr(new, kind)()}
-        if before != after:
+    for kind, after in new.items():
+        before = old[kind].keys()
+        if before != after.keys():
             raise ShardError(
                 f"{type(site.sharder).__name__}.shard changed {kind} of {site.path!r}: missing "
-                f"{sorted(before - after)}, new {sorted(after - before)}; a sharded module keeps the names"
+                f"{sorted(before - after.keys())}, new {sorted(after.keys() - before)}; a sharded module keeps "
+                "the names"
             )
 
 
@@ -121,20 +132,26 @@ def rules_of(module: nn.Module, sites: Sequence[Site], rank: int) -> Rules | Non
     return rules
 
 
-def fill_from_meta(site: Site, new: nn.Module, seed: int, rules: Rules) -> None:
-    """Fill what a sharder has allocated for the site's tensors on meta: chunks, DTensors, wholes."""
+def fill_from_meta(site: Site, new: nn.Module, state: Mapping[str, torch.Tensor], seed: int, rules: Rules) -> None:
+    """Fill what a sharder has allocated for the site's tensors on meta: chunks, DTensors, wholes.
+
+    Args:
+        state: what `check_made` gives.
+    """
     on_meta = [name for name, t in all_tensors(site.module, remove_duplicate=True) if t.is_meta and not is_lazy(t)]
-    state, filled = _state(site, new), hook(new, "filled")
-    for name in [name for name in on_meta if filled is None or name not in filled()]:
-        relative, _, own_name = name.rpartition(".")
-        path, target = join_name(site.path, relative), as_chunks(state[name])
-        init_fn = site.infos[name].init_fn if name in site.infos else None
-        # One that is a table here may be a dense weight on another mesh, where it is filled so.
-        may_be_dense = isinstance(site.module, nn.Embedding | nn.EmbeddingBag)
-        if init_fn is None or may_be_dense or rules.reach_into(site.path, path):
-            fill_own(site.module.get_submodule(relative), path, own_name, target, seed, rules)
-        else:
-            fill_chunks(target, init_fn, join_name(site.path, name), seed)
+    filled = hook(new, "filled")
+    known = filled() if filled is not None and on_meta else ()
+    # One that is a table here may be a dense weight on another mesh, where it is filled so.
+    may_be_dense = isinstance(site.module, nn.Embedding | nn.EmbeddingBag)
+    with own_random_numbers():
+        for name in [name for name in on_meta if name not in known]:
+            relative, _, own_name = name.rpartition(".")
+            path, target = join_name(site.path, relative), as_chunks(state[name])
+            init_fn = site.infos[name].init_fn if name in site.infos else None
+            if init_fn is None or may_be_dense or rules.reach_into(site.path, path):
+                fill_own(site.module.get_submodule(relative), path, own_name, target, seed, rules)
+            else:
+                fill_chunks(target, init_fn, join_name(site.path, name), seed)
 
 
 def warn_of_kept(module: nn.Module, sharded: Iterable[nn.Module]) -> None:
@@ -147,15 +164,15 @@ def warn_of_kept(module: nn.Module, sharded: Iterable[nn.Module]) -> None:
         )
 
 
-def _state(site: Site, new: nn.Module) -> dict[str, torch.Tensor]:
-    """Every tensor of a sharded module, by its chunks where it has them."""
+def _chunks(site: Site, new: nn.Module) -> Mapping[str, torch.Tensor]:
+    """Of the tensors of a sharded module that have them."""
     chunks = new.chunked_state() if isinstance(new, ShardedModule) else {}
     if not (isinstance(chunks, Mapping) and all(isinstance(value, torch.Tensor) for value in chunks.values())):
         raise ShardError(
             f"chunked_state() of what {type(site.sharder).__name__}.shard made of {_where(site)} gives {chunks!r}; "
             "expected a dict of ChunkedTensors by the parameters' names"
         )
-    return {**dict(all_tensors(new)), **chunks}
+    return chunks
 
 
 def _where(site: Site) -> str:

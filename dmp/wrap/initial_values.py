@@ -16,6 +16,7 @@ touched.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import product
 from math import prod
@@ -43,6 +44,11 @@ def shared_seed(env: ShardingEnv) -> int:
     """Rank 0's `torch.initial_seed()`, the same on every rank."""
     own = torch.initial_seed() & ((1 << 62) - 1)
     return gather_words("wrapping: the seed", [own, 0], env.everyone)[0][0]
+
+
+def own_random_numbers() -> AbstractContextManager[None]:
+    """In which tensors are filled, by generator states of their own: the program's is as it was, afterwards."""
+    return torch.random.fork_rng(devices=[])
 
 
 def fill_chunks(target: ChunkedTensor, init_fn: Callable[[torch.Tensor], Any], name: str, seed: int) -> None:
@@ -76,7 +82,7 @@ def _fill_blocks(
     # One buffer for all blocks: a new one for each, while the last is alive, scatters the heap.
     room = prod(min(step, size) for step, size in zip(block, shape, strict=True))
     buffer = torch.empty(room, dtype=target.dtype, device="cpu")
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    with torch.no_grad():
         for index, chunks in touching.items():
             at = tuple(i * step for i, step in zip(index, block, strict=True))
             size = tuple(min(step, n - o) for step, n, o in zip(block, shape, at, strict=True))
@@ -114,7 +120,8 @@ def materialise(
         return new
 
     wanted = [place for place in _on_meta(module, skip) if only is None or place.full_name in only]
-    replace_tensors(wanted, filled, kept_beside(module) if wanted else None)
+    with own_random_numbers():
+        replace_tensors(wanted, filled, kept_beside(module) if wanted else None)
 
 
 def check_can_materialise(module: nn.Module, rules: Rules, skip: Iterable[nn.Module] = ()) -> None:

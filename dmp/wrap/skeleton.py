@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import copyreg
 from collections import OrderedDict
 from collections.abc import Container, Iterator
 from contextlib import suppress
-from types import FunctionType
+from enum import Enum
+from functools import partial
+from types import FunctionType, NoneType
 from typing import Any
 
 import torch
@@ -32,7 +35,8 @@ def skeleton_of(module: nn.Module, sharded: list[nn.Module]) -> nn.Module:
             if tensor is not None and id(tensor) not in memo:
                 memo[id(tensor)] = copy.deepcopy(tensor) if is_lazy(tensor) else room_for(tensor, "meta")
     for each in copied:
-        memo[id(each)].__dict__.update({name: _copied(value, memo) for name, value in each.__dict__.items()})
+        values = each.__dict__.items()
+        memo[id(each)].__dict__.update({k: v if type(v) in _ATOMS else _copied(v, memo) for k, v in values})
     made: nn.Module = memo[id(module)]
     return made
 
@@ -47,19 +51,49 @@ def copy_scripted(module: nn.Module, memo: dict[int, Any]) -> None:
                 new.requires_grad_(old.requires_grad)
 
 
-_SHARED = (int, float, complex, str, bytes, type, torch.dtype, torch.device, torch.Size, FunctionType)
+_ATOMS = frozenset((NoneType, bool, int, float, complex, str, bytes))
+_SHARED = (*_ATOMS, type, Enum, torch.dtype, torch.device, torch.Size, FunctionType)
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    if value is None or isinstance(value, _SHARED):
+    if isinstance(value, _SHARED):
         return value
+    if id(value) in memo:
+        return memo[id(value)]
     if type(value) is dict and all(v is None or id(v) in memo for v in value.values()):  # of modules, of parameters
         return {key: None if v is None else memo[id(v)] for key, v in value.items()}
     if type(value) in (OrderedDict, set) and not value:
         return type(value)()
     if isinstance(value, torch.Tensor) and not value.is_leaf:  # such as a weight that weight norm has computed
         return room_for(value, "meta")
+    if type(value) is list:
+        memo[id(value)] = new = []
+        new += [_copied(each, memo) for each in value]
+        return new
+    if type(value) is partial and not vars(value):
+        options = {key: _copied(each, memo) for key, each in value.keywords.items()}
+        memo[id(value)] = bound = partial(_copied(value.func, memo), *[_copied(x, memo) for x in value.args], **options)
+        return bound
+    if _is_copied_by_attributes(type(value)):  # such as the configs of a thousand tables
+        memo[id(value)] = made = object.__new__(type(value))
+        made.__dict__.update({key: _copied(each, memo) for key, each in vars(value).items()})
+        return made
     return copy.deepcopy(value, memo)
+
+
+_DEEPCOPY_ASKS = (
+    *("__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__"),
+    *("__getnewargs__", "__getnewargs_ex__"),
+)
+
+
+def _is_copied_by_attributes(kind: Any) -> bool:
+    """Whether `copy.deepcopy` of an object is an object with copies of its attributes, and no more."""
+    if not hasattr(kind, "__dataclass_fields__"):
+        return False
+    is_plain = kind.__new__ is object.__new__ and not any("__slots__" in vars(base) for base in kind.__mro__)
+    has_own = any(getattr(kind, name, None) is not getattr(object, name, None) for name in _DEEPCOPY_ASKS)
+    return is_plain and not has_own and kind not in copyreg.dispatch_table
 
 
 def copy_values(old: nn.Module, new: nn.Module, device: torch.device, only: Container[str] | None = None) -> None:
