@@ -12,6 +12,12 @@ def join_name(*parts: str) -> str:
     return ".".join(part for part in parts if part)
 
 
+def around(path: str) -> list[str]:
+    """The path, and those of all that is around it; the root's comes last."""
+    words = path.split(".") if path else []
+    return [".".join(words[:count]) for count in range(len(words), -1, -1)]
+
+
 def is_inside(name: str, path: str) -> bool:
     """Whether this is the module at `path`, or something inside it; everything is inside the root."""
     return not path or name == path or name.startswith(path + ".")

@@ -22,6 +22,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dmp.errors import ShardError
-from dmp.names import is_inside, join_name
+from dmp.names import around, join_name
 from dmp.places import Place, places_of
 from dmp.wrap.skeleton import skeleton_of
 
@@ -84,10 +85,12 @@ class Rules:
             self._places.setdefault(id(place.tensor), []).append(place)
             self._held.setdefault(id(place.owner), []).append(place)
         self._rules: dict[str, list[Rule]] = {}
+        left = frozenset(leave)
         for order, (path, module, name, owner) in enumerate(_calls(self._root)):
-            is_left = any(is_inside(path, p) for p in leave)
+            is_left = not left.isdisjoint(around(path))
             if name == _BY_MODEL or not is_left or next(module.children(), None) is None:
                 self._rules.setdefault(path, []).append(self._rule(order, path, module, name, owner))
+        self._above: dict[str, list[Rule]] = {}  # of each path that was asked for
         self._groups: dict[tuple[int, ...], list[str]] = {}
         for path, names in self._on_meta.items():
             if names:
@@ -107,12 +110,11 @@ class Rules:
 
     def from_above(self, path: str) -> list[Rule]:
         """Those of them that are a parent's."""
-        mine = {id(t) for t in _own(self._modules[path]).values()}
-        found = []
-        while path:
-            path = path.rpartition(".")[0]
-            found += [r for r in self._rules.get(path, ()) if r.reached is None or r.reached & mine]
-        return found
+        if path not in self._above:
+            mine = {id(t) for t in _own(self._modules[path]).values()}
+            rules = (rule for outer in around(path)[1:] for rule in self._rules.get(outer, ()))
+            self._above[path] = [rule for rule in rules if rule.reached is None or rule.reached & mine]
+        return self._above[path]
 
     def reach_into(self, site: str, path: str) -> bool:
         """Whether a rule from beyond the module at `site` sets tensors of the one at `path` in it."""
@@ -258,6 +260,7 @@ def _calls(root: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
     """(path, module, method, whose method) of every rule, see [Note: order]."""
     seen: set[int] = set()
     found: list[tuple[str, nn.Module, nn.Module | None]] = []
+    known: dict[FunctionType, bool] = {}
 
     def walk(path: str, module: nn.Module, model: nn.Module | None) -> None:
         if id(module) in seen:
@@ -270,7 +273,7 @@ def _calls(root: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
 
     walk("", root, None)
     for path, module, model in found:
-        name = _method(module, _RESETS if model is not None else _METHODS)
+        name = _method(module, _RESETS if model is not None else _METHODS, known)
         if name is not None:
             yield path, module, name, module
     for path, module, model in found:
@@ -278,16 +281,31 @@ def _calls(root: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
             yield path, module, _BY_MODEL, model
 
 
-def _method(module: nn.Module, names: tuple[str, ...]) -> str | None:
+def _method(module: nn.Module, names: tuple[str, ...], known: dict[FunctionType, bool]) -> str | None:
+    """The first of these that a module has and that needs no arguments.
+
+    Args:
+        known: function -> whether it needs none, which grows: a class has as many modules as there are tables.
+    """
     for name in names:
         method = getattr(module, name, None)
-        if inspect.ismethod(method) and not name.startswith("__"):
-            try:
-                inspect.signature(method).bind()
-            except (TypeError, ValueError):
-                continue
+        if inspect.ismethod(method) and _needs_nothing(method, known):
             return name
     return None
+
+
+def _needs_nothing(method: MethodType, known: dict[FunctionType, bool]) -> bool:
+    function = method.__func__
+    if isinstance(function, FunctionType) and function in known:
+        return known[function]
+    try:
+        inspect.signature(method).bind()
+        found = True
+    except (TypeError, ValueError):
+        found = False
+    if isinstance(function, FunctionType):
+        known[function] = found
+    return found
 
 
 def model_init(root: nn.Module | None) -> Callable[[nn.Module], Any] | None:
@@ -305,11 +323,12 @@ def model_init(root: nn.Module | None) -> Callable[[nn.Module], Any] | None:
 def warn_of_constructors(root: nn.Module, log: logging.Logger) -> None:
     """Say which classes set parameters in `__init__`, which nothing can run again for those on meta."""
     named: dict[str, set[str]] = {}
+    known: dict[FunctionType, bool] = {}
     for path, module in root.named_modules():
         kind = type(module)
         if kind.__module__.split(".")[0] in ("torch", "torchrec", "transformers", "fbgemm_gpu"):
             continue
-        if not any(t.is_meta for t in [*module.parameters(), *module.buffers()]) or _method(module, _METHODS):
+        if not any(t.is_meta for t in [*module.parameters(), *module.buffers()]) or _method(module, _METHODS, known):
             continue
         code = getattr(kind.__init__, "__code__", None)
         names = set(code.co_names) & _IN_PLACE if code is not None else set()

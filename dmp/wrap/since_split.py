@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dmp.names import is_inside
+from dmp.names import around
 
 _log = logging.getLogger("dmp")
 _TORCHS = frozenset(nn.Module().__dict__) | {"_compiled_call_impl"}
@@ -37,7 +37,7 @@ class SinceSplit:
     """
 
     def __init__(self, module: nn.Module, skeleton: nn.Module, owned: Iterable[str]) -> None:
-        self._owned = tuple(owned)
+        self._owned = frozenset(owned)
         self._modules = {path: m for path, m in module.named_modules(remove_duplicate=False) if self._is_ours(path)}
         before = dict(skeleton.named_modules(remove_duplicate=False))
         self._then = {path: dict(m.__dict__) for path, m in self._modules.items()}
@@ -48,7 +48,7 @@ class SinceSplit:
         self._of_split = {path: {kind: _keys(m, kind) for kind in _HOOKS} for path, m in self._modules.items()}
 
     def _is_ours(self, path: str) -> bool:
-        return not any(is_inside(path, each) for each in self._owned)
+        return self._owned.isdisjoint(around(path))
 
     def give(self, live: nn.Module, new: nn.Module) -> None:
         """Do to a copy of the skeleton, of which all has memory, what was done to the model since."""
