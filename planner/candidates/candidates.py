@@ -163,6 +163,8 @@ class Candidates:
             before, found = found, found.settled(found.quicker_copied())
             if found is before:
                 break
+        if not self.class_of:  # of a plan that is pinned whole, as to see which batches fit, there is nothing to choose
+            return found
         least = found._least_seconds()
         for other in found.other_ways([found.setting.model]):
             seconds = other._least_seconds()
