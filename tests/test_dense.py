@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -313,6 +315,28 @@ def test_a_skeleton_holds_no_values() -> None:
     assert all(t.is_meta for t in [*made.parameters(), *made.buffers()])
     assert made.lm_head.weight is made.wte.weight
     assert [n for n, _ in made.named_parameters()] == [n for n, _ in module.named_parameters()]
+
+
+@dataclass
+class _Config:
+    name: str
+    init: Any
+    shared: list[Any]
+
+
+def test_a_skeleton_copies_what_attributes_hold() -> None:
+    """As `copy.deepcopy`: objects are others, what they share they share, and modules among them are its own."""
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    shared = [module[0], {"count": [1]}]
+    module.configs = [_Config(n, partial(nn.Module.train, module[1], mode=False), shared) for n in "ab"]
+    made: Any = skeleton_of(module, [])
+    first, second = made.configs
+    assert (first.name, second.name) == ("a", "b") and first is not module.configs[0]
+    assert first.shared is second.shared is not shared
+    assert first.shared[0] is made[0] and first.init.args == (made[1],)
+    first.init()
+    first.shared[1]["count"].append(2)
+    assert (made[1].training, module[1].training, shared[1]) == (False, True, {"count": [1]})
 
 
 def _delayed(mesh: str) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from dmp import ShardError
 from sharders.embedding.lookup import given_optimizers
-from sharders.embedding.lookup.given_optimizers import optimizer_of, spec_of_fused_params
+from sharders.embedding.lookup.given_optimizers import OptimizerReader, optimizer_of, spec_of_fused_params
 from sharders.embedding.lookup.optimizers import OptimizerSpec
 
 with warnings.catch_warnings():
@@ -119,6 +119,41 @@ def test_refuses(cls: type, kwargs: dict[str, Any], said: str) -> None:
         optimizer_of(with_optimizer(cls, **kwargs), "model.t.weight")
     for part in ("model.t.weight", said, "ordinary optimizer"):
         assert part in str(error.value)
+
+
+def test_tables_that_are_read_one_after_another() -> None:
+    """As each by itself: options of the one before stand for those that are the same, and for no others."""
+    makes = [
+        (torch.optim.SGD, {"lr": 0.1}),
+        (torch.optim.SGD, {"lr": 0.1}),
+        (torch.optim.SGD, {"lr": 1}),
+        (torch.optim.SGD, {"lr": True}),
+        (torch.optim.SGD, {"lr": torch.tensor(0.1)}),
+        (torch.optim.SGD, {"lr": torch.tensor(0.2)}),
+        (torch.optim.Adam, {"lr": 0.1}),
+        (torch.optim.Adam, {"lr": 0.1, "betas": (0.5, 0.9)}),
+        (torch.optim.Adam, {"lr": 0.1, "betas": (0.8, 0.9)}),
+        (torchrec.optim.RowWiseAdagrad, {"lr": 0.1}),
+        (torchrec.optim.RowWiseAdagrad, {"eps": 0.1}),
+    ]
+    parameters = [with_optimizer(cls, **kwargs) for cls, kwargs in makes]
+    parameters.insert(2, nn.Parameter(torch.zeros(2)))
+    changed = with_optimizer(torchrec.optim.RowWiseAdagrad, eps=0.1)
+    changed._in_backward_optimizers[0].param_groups[0]["lr"] = 0.3  # type: ignore[attr-defined]
+    reader = OptimizerReader()
+    for parameter in [*parameters, changed]:
+        found, alone = reader.read(parameter, "t"), optimizer_of(parameter, "t")
+        assert repr(found) == repr(alone) and found == alone
+    assert reader.read(parameters[0], "t") is reader.read(parameters[1], "t")
+    with pytest.raises(ShardError, match=r"u: .*momentum"):
+        reader.read(with_optimizer(torch.optim.SGD, lr=0.1, momentum=0.9), "u")
+
+
+def test_what_is_passed_over_is_said_of_each_table(said: pytest.LogCaptureFixture) -> None:
+    reader = OptimizerReader()
+    for name in ("one", "two"):
+        reader.read(with_optimizer(torchrec.optim.RowWiseAdagrad, lr=0.1, cache_precision=None), name)
+    assert "one: " in said.text and "two: " in said.text
 
 
 def test_subclasses_are_strangers() -> None:

@@ -38,7 +38,7 @@ def tokens_per_sample(module: nn.Module, given: int | None, attends: bool) -> tu
         return 1, "no attention: a sample is one row"
     for path, m in module.named_modules():
         config = getattr(m, "config", None)
-        for holder, of in ((config, "config."), (m, "")):
+        for holder, of in ((config, "config."), (m, "")) if config is not None else ((m, ""),):
             for name in _NAMES:
                 limit = _value(holder, name)
                 if limit is not None:
