@@ -127,7 +127,7 @@ def replace_tensors(
         place.store[place.name] = made[id(old)]
 
 
-_PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
+_PLAIN = (torch.Tensor, nn.Parameter)
 
 
 def room_for(old: torch.Tensor, device: torch.device | str) -> torch.Tensor:
