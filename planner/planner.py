@@ -33,7 +33,7 @@ from planner.costs.cost_model import CostModel
 from planner.costs.protocol import CostProtocol, checked
 from planner.costs.topology import Topology
 from planner.dense.asked import asked_of_dense
-from planner.dense.decide import Dense, decide, split_as, vocabularies
+from planner.dense.decide import Dense, copied_vocabularies, decide, said_of_copied, split_as, vocabularies
 from planner.dense.model import DenseModel
 from planner.dense.modules import said_of_lazy
 from planner.in_backward import in_backward_advice, said_of_frozen
@@ -182,7 +182,7 @@ class ShardingPlanner:
         found: Found | None,
         progress: Progress,
         *,
-        vocabularies_are_dense: bool = True,
+        copies: bool = True,
     ) -> ShardingPlan:
         begin, given_found = time.monotonic(), found
 
@@ -206,9 +206,9 @@ class ShardingPlanner:
         constraints = with_kernels(constraints, entries)
         kept = {name: entry.layout for name, entry in entries.items()}
         others = dense_parameters(module, taken.keys() - pinned_dense.keys())
-        given_or_kept = {**kept, **pinned_dense}
-        vocabulary = vocabularies(taken, others, constraints, given_or_kept, env, vocabularies_are_dense)
-        as_dense = pinned_dense | vocabulary
+        as_dense = pinned_dense | vocabularies(taken, others, constraints, {**kept, **pinned_dense}, env)
+        copied = copied_vocabularies(taken, others, constraints, {**kept, **as_dense}, env) if copies else {}
+        constraints = {**constraints, **copied}
         parameters = {name: of for name, of in taken.items() if name not in as_dense}
         gaps: tuple[str, ...] = ()
         if self.observed is not None:
@@ -221,11 +221,10 @@ class ShardingPlanner:
             found = split_as(dense, found)
             request = Request(parameters, constraints, kept, costs, dense.taken_bytes, self.effort)
             progress.stage("search")
-            tables = answer(request, out_of_time, progress.told)
+            tables = answer(request, out_of_time, progress.told, gives_up=not copied)
         except (NoPlan, PlanError) as error:
-            if vocabulary and vocabularies_are_dense:  # cut, as tables, they may fit
-                again = module, sharders, env, pinned, given_found, progress
-                return self._planned(*again, vocabularies_are_dense=False)
+            if copied:  # in pieces they may fit
+                return self._planned(module, sharders, env, pinned, given_found, progress, copies=False)
             if isinstance(error, PlanError):
                 raise
             raise plan_error(error, out_of_time) from None
@@ -239,7 +238,9 @@ class ShardingPlanner:
         shapes = {name: info.shape for name, (_, info) in parameters.items()}
         frozen = said_of_frozen(info for _, info in parameters.values())
         phases, took = tuple(self.cost_model.phases), time.monotonic() - begin
-        dense = replace(dense, notes=(*said_of_lazy(module), *dense.notes, *tables.notes, *frozen, *gaps))
+        dense = replace(
+            dense, notes=(*said_of_lazy(module), *dense.notes, *said_of_copied(copied), *tables.notes, *frozen, *gaps)
+        )
         report = summarise(setting, shapes, candidates, layouts, problem, solution, dense, phases, took)
         if len(layouts) <= MOST_PARAMETERS and len(layouts) * env.table_size <= MOST_PIECES:
             given_dense = {**as_dense, **dense.layouts}

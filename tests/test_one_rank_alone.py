@@ -120,6 +120,8 @@ def test_a_vocabulary_is_cut_where_its_copies_do_not_fit(caplog: pytest.LogCaptu
     env = ShardingEnv.abstract((2,), ("dp",), "cpu")
     with torch.device("meta"):
         module = nn.ModuleDict({"words": nn.Embedding(1 << 17, 512), "layers": nn.Linear(8192, 8192)})
-    plans = [ShardingPlanner(topology=memory(gib)).plan(module, dmp.default_sharders(), env) for gib in (16, 2.5)]
-    assert str(plans[0]["words.weight"].layout) == "replicate()"
-    assert str(plans[1]["words.weight"].layout) != "replicate()"
+    plans = [ShardingPlanner(topology=memory(gib)).plan(module, dmp.default_sharders(), env) for gib in (16, 2.2)]
+    assert plans[0]["words.weight"].layout == dmp.data_parallel()
+    assert any("words.weight: copied to every rank" in note for note in plans[0].report.notes)
+    assert plans[1]["words.weight"].layout != dmp.data_parallel()
+    assert not any("copied to every rank" in note for note in plans[1].report.notes)

@@ -128,8 +128,13 @@ class NoPlan(Exception):
         return (min(there, key=lambda name: (-costed.fixed[rows[name], -1], name)),)
 
 
-def answer(request: Request, out_of_time: Callable[[], bool], told: Told = lambda *_: None) -> Answer:
+def answer(
+    request: Request, out_of_time: Callable[[], bool], told: Told = lambda *_: None, *, gives_up: bool = True
+) -> Answer:
     """A plan of the tables, with as little given up as may be, see [Note: leeway].
+
+    Args:
+        gives_up: anything at all.
 
     Raises:
         NoPlan: there is none.
@@ -137,7 +142,7 @@ def answer(request: Request, out_of_time: Callable[[], bool], told: Told = lambd
     """
     unknown = [name for name, (_, info) in request.parameters.items() if info.optimizer is None and info.trained]
     failed: NoPlan | None = None
-    leeways = _LEEWAYS if unknown else _LEEWAYS[:2]
+    leeways = _LEEWAYS[: 1 if not gives_up else 2 if not unknown else None]
     for leeway in leeways:
         candidates = request.candidates(leeway)
         problem = candidates.problem(request.dense_bytes)
