@@ -172,6 +172,36 @@ def given_data_and_no_forward() -> None:
         torch.testing.assert_close(full_state_dict(model)[name].float(), whole[name])
 
 
+def given_data_and_put_back() -> None:
+    """As averaged weights are tried, and those that are trained put back: what was in a table's place is kept."""
+    model, other = wrap(), wrap()
+    whole = full_state_dict(model)
+    names = ["users.weight", "items.weight", "more.weight"]
+    kept = [model.module.get_parameter(name).data for name in names]
+    for name in names:
+        model.module.get_parameter(name).data = model.module.get_parameter(name).data * 2
+    model(batch(model.env.rank))
+    _are_tables_times(model, whole, 2, names)
+    for name, values in zip(names, kept, strict=True):
+        model.module.get_parameter(name).data = values
+    model(batch(model.env.rank))
+    _are_tables_times(model, whole, 1, names)
+    for name in names:  # two models change their tables
+        a, b = (m.module.get_parameter(name) for m in (model, other))
+        with torch.no_grad():
+            b.mul_(3)
+        a.data, b.data = b.data, a.data
+    for m, times in ((model, 3), (other, 1)):
+        m(batch(model.env.rank))
+        _are_tables_times(m, whole, times, names)
+
+
+def _are_tables_times(model: Module, whole: dict[str, torch.Tensor], times: float, names: list[str]) -> None:
+    state = full_state_dict(model)
+    for name in names:
+        torch.testing.assert_close(state[name], whole[name] * times)
+
+
 def replaced_table() -> None:
     model = wrap()
     table = model.users.weight
@@ -191,6 +221,7 @@ def replaced_table() -> None:
 def test_data_put_in_a_tables_place_is_taken_over() -> None:
     run_ranks(2, given_data)
     run_ranks(2, given_data_and_no_forward)
+    run_ranks(2, given_data_and_put_back)
 
 
 def test_a_tables_parameter_cannot_be_replaced() -> None:

@@ -94,6 +94,8 @@ class TableStore:
     def take_back(self, name: str) -> None:
         """Take values over from what a user has put in a parameter's place by `p.data = ...`; it is a view again then.
 
+        A view of new memory: what was there before may be kept to be put back, as where averaged weights are tried.
+
         Args:
             name: of the module, for the error.
 
@@ -102,23 +104,36 @@ class TableStore:
         """
         if [*map(_address_of, self.parameters)] == self._addresses:
             return
-        views = self._views()
-        for index, bank, i in self._places():
-            parameter, table, view = self.parameters[index], self.placement.tables[index], views[index]
-            given = parameter.data
-            if given.data_ptr() == view.data_ptr():
+        views, given = self._views(), {}
+        for index, view in enumerate(views):
+            parameter, table, data = self.parameters[index], self.placement.tables[index], self.parameters[index].data
+            if data.data_ptr() == view.data_ptr():
                 continue
-            parameter.data = view
-            if given.dtype != view.dtype or given.shape not in (view.shape, (table.rows, table.dim)):
+            if data.dtype != view.dtype or data.shape not in (view.shape, (table.rows, table.dim)):
+                parameter.data = view
                 raise ShardError(
-                    f"the data of table {table.parameter!r} of {name} was replaced by {tuple(given.shape)} "
-                    f"{given.dtype}; expected this rank's part {tuple(view.shape)}, or the whole table "
+                    f"the data of table {table.parameter!r} of {name} was replaced by {tuple(data.shape)} "
+                    f"{data.dtype}; expected this rank's part {tuple(view.shape)}, or the whole table "
                     f"{(table.rows, table.dim)}, {view.dtype}; to change the dtype cast the whole module"
                 )
-            if given.shape == view.shape:
-                view.copy_(given)
-            else:
-                self._chunked(index, bank, i).fill_from(given)
+            given[index] = data
+        for tbe in self.tbes:
+            if given.keys() & set(tbe.tables):
+                tbe.bank.move()
+        self._view_anew()
+        for index, bank, i in self._places():
+            if index in given:
+                parameter, data = self.parameters[index], given[index]
+                if data.shape == parameter.shape:
+                    parameter.data.copy_(data)
+                else:
+                    self._chunked(index, bank, i).fill_from(data)
+
+    def _view_anew(self) -> None:
+        """Have the parameters be views of the banks' memory as it is now."""
+        for parameter, view in zip(self.parameters, self._views(), strict=True):
+            parameter.data = view
+        self._settle()
 
     @property
     def sharded(self) -> list[TBE]:
@@ -232,9 +247,7 @@ class TableStore:
         for tbe in self.tbes:
             tbe.bank.apply(fn)
             tbe.lookup = kernels.compile_lookup(tbe.bank, tbe.lookup.ranges, self.kernel)
-        for parameter, view in zip(self.parameters, self._views(), strict=True):
-            parameter.data = view
-        self._settle()
+        self._view_anew()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TableStore:
         new = copy.copy(self)

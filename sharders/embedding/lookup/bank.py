@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from sharders.embedding.lookup.optimizers import OptimizerSpec
-from sharders.embedding.lookup.pages import on_large_pages
+from sharders.embedding.lookup.pages import on_large_pages, to_write
 from sharders.embedding.lookup.row_optimizer import wide
 
 
@@ -217,6 +217,10 @@ class Bank:
         self.weights = on_large_pages(fn(self.weights))
         narrows = self.weights.dtype.itemsize < 4
         self.state = {n: on_large_pages(_past_casts(t, fn) if narrows else fn(t)) for n, t in self.state.items()}
+
+    def move(self) -> None:
+        """Have the weights in memory of their own; views taken before stay with the old one, and with its values."""
+        self.weights = to_write(torch.empty_like(self.weights)).copy_(self.weights)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Bank:
         new = copy.copy(self)
