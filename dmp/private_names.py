@@ -61,7 +61,8 @@ FSDP2 and DDP
   freeing what a unit has gathered
 - `_wrapped_call_impl`: the frame at which a module is called, past what gathers its weights
 - `_module_info`: what lies in the place of a weight that is split
-- `_module_parameters`, `_rebuild_buckets`, `_distributed_broadcast_coalesced`: DDP's reducer and its buffers
+- `_module_parameters`, `_build_params_for_reducer`, `_rebuild_buckets`, `_distributed_broadcast_coalesced`: DDP's
+  reducer, which gradients it takes for sparse, and its buffers
 - `_join_config`: whether ranks make different numbers of steps, by torch's `Join`
 - `_reset_state`, `_get_sequence_number_for_group`: after a backward pass that raised, and
   whether it did at the same point on all ranks

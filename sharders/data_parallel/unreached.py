@@ -14,7 +14,7 @@ takes zeros, which are -0.0 here.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial, reduce
 from operator import attrgetter
@@ -33,6 +33,7 @@ from sharders.data_parallel.asked import hear_of_copies
 from sharders.data_parallel.buffers import Buffers
 from sharders.data_parallel.later_hooks import LaterHooks
 from sharders.data_parallel.pass_end import PassEnd
+from sharders.data_parallel.sparse_rows import average_rows, no_rows, of_sparse_rows
 from sharders.data_parallel.unfinished import refuse_steps
 from sharders.data_parallel.updated import Updated
 
@@ -67,6 +68,11 @@ class AnyReachDDP(DistributedDataParallel):
         weakref.finalize(self, _remove, handles)
         hear_of_copies(self, attrgetter("_trained"))
         refuse_steps(self, attrgetter("is_unaveraged"), attrgetter("_trained"))
+
+    def _build_params_for_reducer(self) -> Any:
+        parameters, are_sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        self._sparse = of_sparse_rows(parameters, are_sparse)
+        return parameters, are_sparse
 
     def take_turns(self, everyone: dist.ProcessGroup) -> None:
         """Have a pass that will be averaged be one on all ranks, see [Note: turns] in dmp/ranks/turns.py."""
@@ -138,7 +144,7 @@ class AnyReachDDP(DistributedDataParallel):
         """At the end of the backward pass: gradients for what it did not reach, with which DDP finishes."""
         if len(self._reached) < len(self._trained):
             ids = {id(p) for p in self._reached}
-            _accumulate_nothing([p for p in self._trained if id(p) not in ids])
+            _accumulate_nothing([p for p in self._trained if id(p) not in ids], self._sparse)
         self._is_awaited = self._has_left = self.has_local = False
         self._end.clear()
         self._reached.clear()
@@ -168,7 +174,9 @@ class AnyReachDDP(DistributedDataParallel):
         self._later.open()
 
     def _average(self) -> None:
-        given = _average([p for p in self._trained if p.requires_grad], self.process_group)
+        trained = [p for p in self._trained if p.requires_grad]
+        dense, rows = ([p for p in trained if (id(p) in self._sparse) is is_sparse] for is_sparse in (False, True))
+        given = [*_average(dense, self.process_group), *average_rows(rows, self.process_group)]
         self._has_left = self.has_local = False
         self._end.clear()
         self._reached.clear()
@@ -315,7 +323,7 @@ def average_whole(module: nn.Module, names: Sequence[str], group: dist.ProcessGr
 
     def complete() -> None:
         trained = [p for p in _of_names(module, names) if p.requires_grad]
-        given = _average(trained, group) if trained else []
+        given = _average(trained, group)
         end.clear()
         later.run(given)
 
@@ -343,6 +351,8 @@ def _average(trained: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[
     Returns:
         Those that have a gradient now and had none.
     """
+    if not trained:
+        return []
     gradients = [_nothing(p.detach()) if p.grad is None else p.grad for p in trained]
     local = [local_of(g) for g in gradients]
     wide = reduce(torch.promote_types, [g.dtype for g in local], torch.float32)
@@ -372,13 +382,13 @@ def with_graph(value: Any) -> Iterator[torch.Tensor]:
             yield tensor if base is None or not base.requires_grad else base
 
 
-def _accumulate_nothing(unreached: Sequence[torch.Tensor]) -> None:
-    """A gradient of -0.0 for each; None again, once averaged, where no rank had one."""
+def _accumulate_nothing(unreached: Sequence[torch.Tensor], sparse: Container[int]) -> None:
+    """A gradient of -0.0, or of no rows, for each; None again, once averaged, where no rank had one."""
     frozen = [p for p in unreached if not p.requires_grad]  # since DDP was made: it waits for them all the same
     without = [p for p in unreached if p.grad is None]
     for p in frozen:
         p.requires_grad_(True)
-    torch.autograd.backward(unreached, [_nothing(p) for p in unreached])
+    torch.autograd.backward(unreached, [no_rows(p) if id(p) in sparse else _nothing(p) for p in unreached])
     for p in frozen:
         p.requires_grad_(False)
     for p in without:
@@ -391,4 +401,6 @@ def _nothing(p: torch.Tensor) -> torch.Tensor:
 
 
 def _is_nothing(gradient: torch.Tensor) -> bool:
+    if gradient.is_sparse:
+        return not gradient.coalesce().indices().numel()
     return bool((torch.signbit(gradient) & (gradient == 0)).all())
