@@ -1,4 +1,4 @@
-"""`FSDPWrapper` with parameters of all kinds: frozen, scalar, transposed, of two dtypes, shared, others' tables."""
+"""`FSDPWrapper` with parameters of all kinds: frozen, scalar, transposed, empty, of two dtypes, shared, others'."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ class Mixture(nn.Module):
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 6)) for _ in range(3))
         self.scale = nn.Parameter(torch.tensor(0.5))
         self.register_parameter("nothing", None)
+        self.none = nn.LayerNorm(0)  # of a table's continuous columns, of which there are none
         self.register_buffer("shift", torch.tensor([0.1]))
         for block in self.layers:
             block[0].weight.requires_grad_(False)  # type: ignore[index]
@@ -38,6 +39,7 @@ class Mixture(nn.Module):
         for block in self.layers:
             x = block(x)
             x += 1  # on what is a view
+        x = torch.cat([x, self.none(x[..., :0])], -1)
         return (x * self.scale + self.shift).log_softmax(-1)
 
 

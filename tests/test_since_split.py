@@ -100,3 +100,26 @@ def not_copied() -> None:
 
 def test_what_cannot_be_copied_stays_out() -> None:
     run_ranks(2, not_copied)
+
+
+class Keeps(Net):
+    """Keeps its last results, as attentions keep their weights to be looked at."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        out = super().forward(ids)
+        self.last_result, self.results = out, {"all": [out.exp()]}
+        return out
+
+
+def results_kept(on: str) -> None:
+    ids, whole = torch.arange(6).view(3, 2), Net()
+    given = Keeps()
+    given(ids)
+    model = DistributedModelParallel(given, ShardingEnv.from_mesh(mesh(*MESHES[on])))
+    model(ids).sum().backward()
+    torch.testing.assert_close(to_unsharded(model)(ids), whole(ids))
+
+
+@pytest.mark.parametrize("on", ["dp", "shard"])
+def test_a_plain_form_of_what_keeps_its_last_results(on: str) -> None:
+    run_ranks(2, results_kept, on)

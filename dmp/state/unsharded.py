@@ -15,7 +15,7 @@ from dmp.places import is_dtensor, places_of, replace_tensors, room_for
 from dmp.plans.kept_places import kept_beside
 from dmp.state.find_wrapped import env_of, wrapped_in
 from dmp.state.gather import gather
-from dmp.wrap.skeleton import copy_scripted
+from dmp.wrap.skeleton import computed, copy_scripted
 from dmp.wrap.wrapper import DistributedModelParallel
 
 
@@ -47,6 +47,7 @@ def to_unsharded(model: nn.Module) -> nn.Module:
         if is_dtensor(parameter):
             empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
             memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    memo.update((id(tensor), tensor.detach().clone()) for tensor in computed(root.modules()))
     copy_scripted(root, memo)
     plain: nn.Module = copy.deepcopy(root, memo)
     if root is not live:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import copyreg
 from collections import OrderedDict
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import suppress
 from enum import Enum
 from functools import partial
@@ -34,11 +34,30 @@ def skeleton_of(module: nn.Module, sharded: list[nn.Module]) -> nn.Module:
         for tensor in [*each._parameters.values(), *each._buffers.values()]:
             if tensor is not None and id(tensor) not in memo:
                 memo[id(tensor)] = copy.deepcopy(tensor) if is_lazy(tensor) else room_for(tensor, "meta")
+    memo.update((id(tensor), room_for(tensor, "meta")) for tensor in computed(copied))
     for each in copied:
         values = each.__dict__.items()
         memo[id(each)].__dict__.update({k: v if type(v) in _ATOMS else _copied(v, memo) for k, v in values})
     made: nn.Module = memo[id(module)]
     return made
+
+
+def computed(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
+    """Results that modules keep as attributes, which `copy.deepcopy` refuses: attention weights of the last batch, a
+    weight that weight norm has computed."""
+    for module in modules:
+        yield from _computed_in({name: value for name, value in vars(module).items() if name not in _OF_TORCH}, set())
+
+
+def _computed_in(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        if not value.is_leaf:
+            yield value
+    elif isinstance(value, dict | list | tuple) and id(value) not in seen:  # which may hold itself
+        seen.add(id(value))
+        for each in value.values() if isinstance(value, dict) else value:
+            if not isinstance(each, _SHARED):
+                yield from _computed_in(each, seen)
 
 
 def copy_scripted(module: nn.Module, memo: dict[int, Any]) -> None:
@@ -51,6 +70,7 @@ def copy_scripted(module: nn.Module, memo: dict[int, Any]) -> None:
                 new.requires_grad_(old.requires_grad)
 
 
+_OF_TORCH = frozenset(vars(nn.Module()))
 _ATOMS = frozenset((NoneType, bool, int, float, complex, str, bytes))
 _SHARED = (*_ATOMS, type, Enum, torch.dtype, torch.device, torch.Size, FunctionType)
 
@@ -64,8 +84,6 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
         return {key: None if v is None else memo[id(v)] for key, v in value.items()}
     if type(value) in (OrderedDict, set) and not value:
         return type(value)()
-    if isinstance(value, torch.Tensor) and not value.is_leaf:  # such as a weight that weight norm has computed
-        return room_for(value, "meta")
     if type(value) is list:
         memo[id(value)] = new = []
         new += [_copied(each, memo) for each in value]

@@ -142,7 +142,11 @@ class FSDPWrapper:
         self._check_policies(env)
         if env.mesh is not None and (env.data_size > 1 or env.fully_sharded_axes):
             _check_torch()
-            split_by_dtype(find_units(module, self.units, ignored), module, {n: p for n, p in dense.items() if p.dim()})
+            split_by_dtype(
+                find_units(module, self.units, ignored),
+                module,
+                {n: p for n, p in dense.items() if p.dim() and p.numel()},
+            )
 
     def _check_policies(self, env: ShardingEnv) -> None:
         policies = self._policies()
@@ -261,8 +265,8 @@ def _check_torch() -> None:
 def _split_dim(parameter: torch.Tensor, env: ShardingEnv) -> int | None:
     """The dim along which fully sharded axes split it; None for what neither `fully_shard` nor `replicate` takes."""
     size = prod(env.shape[env.names.index(axis)] for axis in env.fully_sharded_axes)
-    if size == 1:
-        return 0 if parameter.dim() else None
+    if size == 1 or not parameter.numel():  # of no elements: a norm of no features
+        return 0 if parameter.dim() and parameter.numel() else None
     tensor_dim, parts = None, 1
     for placement in parameter.placements if is_dtensor(parameter) else ():
         if not placement.is_replicate():
