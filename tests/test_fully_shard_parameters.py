@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
-from dmp import ShardError
+from dmp import DistributedModelParallel, ShardError, full_state_dict
 from sharders.data_parallel.fsdp import FSDPWrapper
 from tests.ranks import mesh, run_ranks
 from tests.test_fully_shard import env_of, ids_of, make, same, train, whole, wrapped
@@ -240,3 +240,27 @@ def trains_after_inference_mode(shape: tuple[int, ...], names: tuple[str, ...]) 
 def test_an_evaluation_in_inference_mode_comes_first(shape: tuple[int, ...], names: tuple[str, ...]) -> None:
     """As trainers do it: what is gathered then is written again in training."""
     run_ranks(torch.Size(shape).numel(), trains_after_inference_mode, shape, names)
+
+
+def given_data() -> None:
+    env = env_of((2,), ("shard",))
+    model = DistributedModelParallel(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2)), env)
+    weight, x = model.module.get_parameter("0.weight"), torch.ones(3, 4)
+    kept = full_state_dict(model)
+    for look in (lambda: model(x), model.state_dict):
+        weight.data = weight.data * 2
+        with pytest.raises(ShardError, match=r"p\.data = \.\.\. of '0\.weight', a DTensor .* changes nothing"):
+            look()
+    model(x).sum().backward()
+    torch.testing.assert_close(full_state_dict(model), kept)
+    weight = next(p for name, p in model.named_parameters() if name == "0.weight")
+    weight.data.copy_(weight.data * 2)
+    torch.testing.assert_close(full_state_dict(model)["0.weight"], 2 * kept["0.weight"])
+    model(x)
+    model.to(torch.device("cpu")).zero_grad()
+    model(x).sum().backward()
+
+
+def test_data_put_in_the_place_of_a_split_weight_is_told() -> None:
+    """Torch makes nothing of it, in silence: weights averaged over steps, put in place so to be tried, were not."""
+    run_ranks(2, given_data)

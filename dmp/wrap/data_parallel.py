@@ -99,6 +99,16 @@ def check_split(made: Assembly) -> None:
             check_agreement(made.split_watch.facts(), made.env, f"the forward pass, as {changed}", _ADVICE)
 
 
+def check_data(made: Assembly) -> None:
+    """Before a look at the state.
+
+    Raises:
+        ShardError: a weight that is split was given other values in a way of which nothing came.
+    """
+    if made.split_watch is not None:
+        made.split_watch.check_data()
+
+
 def has_lost_hold(made: Assembly) -> bool:
     """Before a forward: whether the data-parallel part is to be made again, as parameters are others than they were.
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from dmp.errors import ShardError
 from dmp.names import join_name
-from dmp.places import is_dtensor
+from dmp.places import is_dtensor, local_of
 
 _Held = Mapping[str, nn.Parameter | None]
 _KIND = {True: "trained", False: "frozen"}
@@ -62,6 +62,7 @@ class SplitWatch:
         self._module, self._is_shared, self._structure = module, is_shared, _Structure(module)
         self._known = {(owner, name) for owner in module.modules() for name in owner._parameters}
         self._dtypes: list[tuple[_Held, str, str, torch.dtype]] | None = None  # from the first forward on
+        self._data = {path: (p, _data_of(p)) for _, _, path, p in self._split()}
         self._trained = {path: p.requires_grad for _, _, path, p in self._split()}
         self._is_gathered = hasattr(type(module), "set_requires_gradient_sync")  # by FSDP2, which looks by itself
 
@@ -97,6 +98,8 @@ class SplitWatch:
                         "into it under torch.no_grad() (copy_, load_state_dict), or replace it before wrapping"
                     )
                 continue
+            if (known := self._data.get(path)) is None or known[0] is not p:
+                self._data[path] = p, _data_of(p)
             if p.dtype is not dtype:
                 raise ShardError(
                     f"{path!r} was cast from {dtype} to {p.dtype} after the model had run: FSDP2 cannot follow. Cast "
@@ -105,7 +108,25 @@ class SplitWatch:
             if p.requires_grad is not self._trained.get(path, p.requires_grad):
                 self._trained[path] = p.requires_grad
                 changed = changed or f"{path!r} was {'unfrozen' if p.requires_grad else 'frozen'}"
+        self.check_data()
         return changed
+
+    def check_data(self) -> None:
+        """That nobody has given a weight other values by `p.data = ...`, of which torch makes nothing, in silence.
+
+        Raises:
+            ShardError: somebody has. It is told once.
+        """
+        for path, (p, was) in self._data.items():
+            if p.untyped_storage()._cdata == was[0]:
+                continue
+            self._data[path] = p, (now := _data_of(p))
+            if was[1] and now[1] == was[1]:  # else it was moved or cast
+                raise ShardError(
+                    f"p.data = ... of {path!r}, a DTensor whose ranks hold parts of it, changes nothing: torch keeps "
+                    "what was there. Write into it, under torch.no_grad() by p.copy_(...) or p.data.copy_(...), "
+                    "or by model.load_state_dict({...}, strict=False)"
+                )
 
     def facts(self) -> dict[str, str]:
         """What must be the same on all ranks, for `check_agreement`."""
@@ -133,6 +154,12 @@ class SplitWatch:
             )
         if not found:  # one that is frozen may be trained later
             self._structure = _Structure(self._module)
+
+
+def _data_of(p: torch.Tensor) -> tuple[int, int]:
+    """The memory that stands for a DTensor, of which `p.data = ...` gives it another, and where this rank's part is."""
+    local = local_of(p.detach())
+    return p.untyped_storage()._cdata, 0 if local.is_meta else local.data_ptr()
 
 
 class _Together(torch.autograd.Function):

@@ -28,7 +28,7 @@ from dmp.wrap.arguments import Arguments, environment, take
 from dmp.wrap.assembly import Assembly
 from dmp.wrap.build import build, mark_chunks
 from dmp.wrap.copying import copied
-from dmp.wrap.data_parallel import check_split, has_lost_hold, start_later, stopped, unknown_parameters
+from dmp.wrap.data_parallel import check_data, check_split, has_lost_hold, start_later, stopped, unknown_parameters
 from dmp.wrap.earlier_optimizers import marking_replaced
 from dmp.wrap.forward import Forward
 from dmp.wrap.fused import FusedOptimizer
@@ -310,6 +310,7 @@ class DistributedModelParallel(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The unsharded module's names; sharded parameters as `ChunkedTensor`s of this rank's chunks."""
+        check_data(self._made)
         with chunks_shown(self.module, as_state=True):
             return self.module.state_dict(*args, **kwargs)
 
