@@ -47,6 +47,13 @@ class Scorer(nn.Module):
         items = self.items.weight
         return torch.matmul(x, items.transpose(0, 1))
 
+    def rows_of(self, items: torch.Tensor) -> torch.Tensor:
+        return self.items.weight[items % 6]
+
+    def without_last(self, end: int) -> torch.Tensor:
+        items = self.items.weight
+        return items[: self.items.num_embeddings - end]
+
     def change(self, how: Callable[[torch.Tensor], Any]) -> None:
         self.items.weight.data = how(self.items.weight.data)
 
@@ -132,6 +139,9 @@ def scores(layout: Layout) -> None:
         each.turned(lambda w: w.square().sum()).backward()
     with pytest.raises(ShardError, match=r"reads table 'items.weight'"):
         model.turned(lambda w: torch.ones(1, 8) @ w)
+    for rows in (lambda: model.rows_of(torch.arange(3)), lambda: model.without_last(1)):
+        with pytest.raises(ShardError, match=r"reads table 'items.weight' \(__getitem__\)"):
+            rows()
     model.scores_of_all(torch.ones(1, 8))
 
 

@@ -9,7 +9,8 @@ them, as where all items are scored or rows are made of length 1 after each step
 its number would have the part's shape, and be taken for the whole's: a `Part` refuses these, and what makes one number
 of it. What is done to each element, or to each row where those are whole, is right, and so it is to tables that are cut
 alike. Methods that run with gradients ask for values by `.data` or `.detach()`, next to the weight; one that turns the
-weight over, there or by a local name, as for scores of all items, is about to multiply by it.
+weight over, there or by a local name, as for scores of all items, is about to multiply by it; one that takes rows by
+their numbers gets others, or an error of torch's that says nothing of parts.
 """
 
 from __future__ import annotations
@@ -71,6 +72,9 @@ _MIXES_COLUMNS: Mapping[str, int] = {
 }
 """Name -> which argument says the dims that are mixed; -1: none does."""
 
+_INDEXED = "[...]"
+"""What is asked of a weight, where it is indexed."""
+
 _BY_INDEX = frozenset(("__getitem__", "__setitem__"))
 
 
@@ -96,7 +100,7 @@ class Part(torch.Tensor):
             return parameter
         reader = sys._getframe(2)
         asked = _asked_after(reader.f_code).get(reader.f_lasti) if torch.is_grad_enabled() else None
-        if torch.is_grad_enabled() and asked not in _THE_SAME | _TURNED:
+        if torch.is_grad_enabled() and asked not in _THE_SAME | _TURNED | {_INDEXED}:
             return parameter
         model, name = _self_of(reader), f"{reader.f_globals.get('__name__')}."
         if (
@@ -161,21 +165,38 @@ def _is_of_all(index: Any) -> bool:
 
 @lru_cache(256)
 def _asked_after(code: CodeType) -> Mapping[int, str]:
-    """Where an instruction is -> the attribute loaded of what it gives, next to it or by way of a local name."""
+    """Where an instruction is -> what is asked of what it gives, next to it or by way of a local name: an attribute, or
+    `_INDEXED`."""
     steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
     asked: dict[int, str] = {}
     turned: dict[str, str] = {}
-    for step, after in pairwise(steps):
+    for i, (step, after) in enumerate(pairwise(steps)):
         if after.opname in ("LOAD_ATTR", "LOAD_METHOD"):
             asked[step.offset] = after.argval
-            if "LOAD_FAST" in step.opname and after.argval in _TURNED:
-                turned[step.argval[-1] if isinstance(step.argval, tuple) else step.argval] = after.argval
+        elif step.opname in ("LOAD_ATTR", "LOAD_FAST") and _is_indexed(steps[i + 1 :]):
+            asked[step.offset] = _INDEXED
+        what = asked.get(step.offset)
+        if "LOAD_FAST" in step.opname and what is not None and what in _TURNED | {_INDEXED}:
+            turned[step.argval[-1] if isinstance(step.argval, tuple) else step.argval] = what
     for step, after in pairwise(steps):
         if after.opname.startswith("STORE_FAST"):
             name = after.argval[0] if isinstance(after.argval, tuple) else after.argval
             if name in turned:
                 asked[step.offset] = turned[name]
     return asked
+
+
+def _is_indexed(steps: Sequence[dis.Instruction]) -> bool:
+    """Whether what was loaded before these is what the first of them index that reaches down to it."""
+    depth = 1  # of the stack, from it on
+    for step in steps:
+        taken = {"BINARY_SUBSCR": 2, "BINARY_SLICE": 3}.get(step.opname, 2 if step.argrepr == "[]" else 0)
+        if taken and taken == depth:
+            return True
+        depth += dis.stack_effect(step.opcode, step.arg, jump=False)
+        if depth < 1 or (depth == 1 and not taken) or "JUMP" in step.opname:
+            return False
+    return False
 
 
 def _of_a_part(table: str, what: str) -> str:
