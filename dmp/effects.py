@@ -53,6 +53,8 @@ For the whole process, once
   that are split says what to do
 - TorchRec's abstract classes of sharded modules, where they are imported, are told that ours count as theirs, by
   Python's registration of virtual subclasses (sharders/embedding/torchrec_form.py): scans by class find them
+- `sharders/embedding/torchrec_form.py: KeyedTensor.wait =`: scripts wait for what TorchRec's sharded collections give;
+  what ours give is there
 
 Of processes of our own, that `python -m dmp calibrate` starts to measure together
 - `planner/costs/local_ranks.py: dist.init_process_group`, `planner/costs/local_ranks.py: dist.destroy_process_group`,

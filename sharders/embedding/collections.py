@@ -20,6 +20,7 @@ from sharders.embedding.lookup.given_optimizers import OptimizerReader
 from sharders.embedding.originals import make_table, parameter_at
 from sharders.embedding.placement import Table
 from sharders.embedding.table_module import InitFn, TableModule, TableSharder
+from sharders.embedding.torchrec_form import make_waited
 from sharders.embedding.variable_batch import lengths_of, to_samples
 
 _log = logging.getLogger("dmp")
@@ -67,6 +68,7 @@ class ShardedEmbeddingBagCollection(_ShardedCollection):
 
     def __init__(self, original: Any, *where: Any, **options: Any) -> None:
         super().__init__(original, *where, **options)
+        make_waited()
         self._is_weighted = bool(original.is_weighted())
         self._names = list(original._embedding_names)
         self._dims = [config.embedding_dim for config in self._configs for _ in config.feature_names]
