@@ -273,8 +273,9 @@ class ChunkedTensor(torch.Tensor):
             result = _pointwise(func, args, kwargs)
             return self if func._schema.is_mutable else result
         raise NotImplementedError(
-            f"{func} does not work on a ChunkedTensor, which is for state dicts only; "
-            "use full_state_dict(model) for plain tensors, or its .chunks"
+            f"{func} does not work on a ChunkedTensor, which holds a rank's chunks and is for state dicts only: "
+            "save_checkpoint(path, model, optimizer), or torch's distributed checkpoint, writes it; "
+            "full_state_dict(model) gives plain tensors, its .chunks are this rank's"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
