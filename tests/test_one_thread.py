@@ -33,7 +33,7 @@ def threads() -> Iterator[Any]:
 
 def test_while_a_plan_is_made(threads: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen, true = [], planning.answer
-    monkeypatch.setattr(planning, "answer", lambda *args: (seen.append(threads()), true(*args))[1])
+    monkeypatch.setattr(planning, "answer", lambda *a, **kw: (seen.append(threads()), true(*a, **kw))[1])
     module = nn.ModuleDict({"table": nn.EmbeddingBag(100, 8)})
     ShardingPlanner().plan(module, default_sharders(), ENV)
     assert (seen, threads()) == ([1], 3)
