@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from dmp import DistributedModelParallel, full_state_dict
+from sharders import DDPWrapper
 from tests.equality import env_of
 from tests.ranks import run_ranks
 
@@ -40,11 +41,11 @@ class Sums(nn.Module):
         return self.forward(ids, both).clamp(max=0.2).square().mean()  # some rows get a gradient of zero
 
 
-def trains(has_forward: bool, reached: str, dense: bool) -> None:
-    whole, env = Sums(), env_of("dp2")
+def trains(has_forward: bool, reached: str, dense: bool, option: str | None = None) -> None:
+    whole, env, options = Sums(), env_of("dp2"), {} if option is None else {option: True}
     if not dense:
         whole.out.requires_grad_(False)
-    model: Any = DistributedModelParallel(copy.deepcopy(whole), env=env)
+    model: Any = DistributedModelParallel(copy.deepcopy(whole), env=env, data_parallel_wrapper=DDPWrapper(**options))
     optimizers = [torch.optim.SparseAdam([m.a.weight, m.b.weight], lr=0.1) for m in (whole, model.module)]
     others = [torch.optim.SGD(m.out.parameters(), lr=0.1) for m in (whole, model.module)]
     for step in range(4):
@@ -73,3 +74,9 @@ def test_trains_as_in_one_process(has_forward: bool, reached: str) -> None:
 
 def test_trains_where_nothing_else_does() -> None:
     run_ranks(2, trains, False, "in turns", False)
+
+
+@pytest.mark.parametrize("option", ["static_graph", "find_unused_parameters"])
+def test_trains_by_torchs_own_treatment_of_what_is_not_reached(option: str) -> None:
+    """What two tables share was divided twice, in silence."""
+    run_ranks(2, trains, True, "all", True, option)

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dmp import ShardError, ShardingEnv, is_dtensor
+from sharders.data_parallel.sparse_rows import OwnRowsDDP
 from sharders.data_parallel.unreached import AnyReachDDP, average_whole
 from sharders.data_parallel.updated import BY_OPTIONS, refuse_updated
 
@@ -52,7 +53,7 @@ class DDPWrapper:
         if asked:
             if device.type == "cpu":  # where torch's own way to update them asks for a stream of an accelerator
                 refuse_updated(trained, BY_OPTIONS)
-            return DistributedDataParallel(module, device_ids=ids, process_group=group, **self.options)
+            return OwnRowsDDP(module, device_ids=ids, process_group=group, **self.options)
         made = AnyReachDDP(module, device_ids=ids, process_group=group, **self.options)
         if env.everyone is not None:
             made.take_turns(env.everyone)

@@ -7,19 +7,25 @@ stays one, though its gradient is zero: `torch.optim.SparseAdam` moves it by wha
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 
-def of_sparse_rows(parameters: Iterable[torch.Tensor], are_sparse: Iterable[bool]) -> frozenset[int]:
-    """Ids of those whose gradients are sparse, which from now on have values of their own."""
-    found = [p for p, is_sparse in zip(parameters, are_sparse, strict=True) if is_sparse]
-    for p in found:
-        p.register_hook(_own_values)
-    return frozenset(map(id, found))
+class OwnRowsDDP(DistributedDataParallel):
+    """torch's, whose sparse gradients have values of their own."""
+
+    def _build_params_for_reducer(self) -> Any:
+        parameters, are_sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        found = [p for p, is_sparse in zip(parameters, are_sparse, strict=True) if is_sparse]
+        for p in found:
+            p.register_hook(_own_values)
+        self._sparse = frozenset(map(id, found))
+        return parameters, are_sparse
 
 
 def _own_values(gradient: torch.Tensor) -> torch.Tensor | None:

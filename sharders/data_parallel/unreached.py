@@ -25,7 +25,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from dmp import RanksError, ShardError, local_of, ranks, tensors_of
@@ -33,14 +32,14 @@ from sharders.data_parallel.asked import hear_of_copies
 from sharders.data_parallel.buffers import Buffers
 from sharders.data_parallel.later_hooks import LaterHooks
 from sharders.data_parallel.pass_end import PassEnd
-from sharders.data_parallel.sparse_rows import average_rows, no_rows, of_sparse_rows
+from sharders.data_parallel.sparse_rows import OwnRowsDDP, average_rows, no_rows
 from sharders.data_parallel.unfinished import refuse_steps
 from sharders.data_parallel.updated import Updated
 
 _AFTER_RAISED = "averaging gradients after a backward pass that raised"
 
 
-class AnyReachDDP(DistributedDataParallel):
+class AnyReachDDP(OwnRowsDDP):
     """`DistributedDataParallel` that needs no word on unused parameters, see [Note: unreached].
 
     A forward outside `no_sync` is averaged in its own backward: two forwards may be followed by two backwards. So is a
@@ -68,11 +67,6 @@ class AnyReachDDP(DistributedDataParallel):
         weakref.finalize(self, _remove, handles)
         hear_of_copies(self, attrgetter("_trained"))
         refuse_steps(self, attrgetter("is_unaveraged"), attrgetter("_trained"))
-
-    def _build_params_for_reducer(self) -> Any:
-        parameters, are_sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
-        self._sparse = of_sparse_rows(parameters, are_sparse)
-        return parameters, are_sparse
 
     def take_turns(self, everyone: dist.ProcessGroup) -> None:
         """Have a pass that will be averaged be one on all ranks, see [Note: turns] in dmp/ranks/turns.py."""
