@@ -81,6 +81,8 @@ WRONG: dict[str, Term] = {
     "a row": users(lambda p: p[:1].sum()),
     "product": lambda m: m.get_parameter("users.weight").sum() * m.get_parameter("out.bias").sum(),
     "centre": lambda m: (m.get_parameter("users.weight") - m.get_parameter("out.bias")).square().sum(),
+    "pairs": users(lambda p: (p.unsqueeze(0) - p.unsqueeze(1)).square().sum()),
+    "beside a batch": users(lambda p: (torch.ones(3, 1, 1) * p).sum()),
     "means of rows": users(lambda p: p.square().sum(1).mean()),
 }
 PLANS = {"rows": row_wise(), "columns": column_wise([0, 1]), "whole": table_wise(1), "copies": data_parallel()}

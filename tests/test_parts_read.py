@@ -4,7 +4,7 @@ never taken for the whole."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -46,6 +46,37 @@ class Scorer(nn.Module):
     def scores_of_all(self, x: torch.Tensor) -> torch.Tensor:
         items = self.items.weight
         return torch.matmul(x, items.transpose(0, 1))
+
+    def linear(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.items.weight)
+
+    def near(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.unsqueeze(1) - self.items.weight.unsqueeze(0)).norm(dim=-1)
+
+    def embedded(self, items: torch.Tensor) -> torch.Tensor:
+        return F.embedding(items, weight=self.items.weight)
+
+    def of_length_1(self, x: torch.Tensor) -> torch.Tensor:
+        items = self.items.weight
+        return torch.einsum("bd,nd->bn", x, F.normalize(items, dim=-1))
+
+    def of_all_twice(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ torch.cat([self.items.weight, self.items.weight]).permute(1, 0)
+
+    def centred(self, x: torch.Tensor) -> torch.Tensor:
+        return x - self.items.weight.mean(0)
+
+    def penalty(self) -> torch.Tensor:
+        items = self.items.weight
+        number = items.norm(dim=1).sum() + items.unsqueeze(0).pow(2).sum()
+        assert type(number) is torch.Tensor
+        return number
+
+    def trained(self) -> torch.Tensor:
+        items = self.items.weight
+        items.norm(dim=1).sum().backward()
+        assert items.grad is not None
+        return items.grad
 
     def rows_of(self, items: torch.Tensor) -> torch.Tensor:
         return self.items.weight[items % 6]
@@ -145,6 +176,25 @@ def scores(layout: Layout) -> None:
     model.scores_of_all(torch.ones(1, 8))
 
 
+def is_refused_where_taken() -> None:
+    model, plain = wrapped(row_wise())
+    x = torch.ones(2, 8)
+    takes: Sequence[tuple[Callable[..., torch.Tensor], torch.Tensor, str]] = (
+        (model.linear, x, "linear"),
+        (model.near, x, "sub"),
+        (model.embedded, torch.tensor([1]), "embedding"),
+        (model.of_length_1, x, "einsum"),
+        (model.of_all_twice, x, "matmul"),
+        (model.centred, x, "sub"),
+    )
+    for take, given, what in takes:
+        with pytest.raises(ShardError, match=rf"reads table 'items.weight' \({what}\)"):
+            take(given)
+    for each in (model, plain):
+        each.penalty().backward()
+    torch.testing.assert_close(model.trained(), plain.trained().tensor_split(2)[torch.distributed.get_rank()])
+
+
 def changes_by_another(users: Layout, items: Layout) -> None:
     torch.manual_seed(0)
     model, plain = wrapped(items, users, rows=12)
@@ -170,6 +220,11 @@ def test_scores_of_a_loss_in_a_method_are_refused(layout: Layout) -> None:
     """A part of the rows gave as many scores, and the target was out of bounds."""
     for error in run_ranks(2, scores, layout, expect=ShardError):
         assert "scores_of_all" in str(error) and "reads table 'items.weight' (matmul)" in str(error)
+
+
+def test_with_gradients_is_refused_where_it_is_taken() -> None:
+    """The loss was a number of this rank's rows, and only its backward pass was refused."""
+    run_ranks(2, is_refused_where_taken)
 
 
 def test_is_changed_by_another_that_is_cut_alike() -> None:

@@ -22,6 +22,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import cache, wraps
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -308,6 +309,9 @@ _MOVED = frozenset(
 )
 """Operations, by their names without underscores, that change no values."""
 
+_STAYS = frozenset(("alias", "clone", "contiguous", "tocopy"))
+"""Those of them after which rows are where they were."""
+
 _OF_AS_MANY = frozenset(("mean", "select", "slice", "index"))
 
 _PRODUCTS = frozenset(("mm", "bmm", "mv", "dot", "addmm", "addmv", "baddbmm", "linear", "matmul"))
@@ -360,9 +364,25 @@ def _kind(node: Any, name: str, kinds: set[_Kind], is_alone: bool, may_scale: bo
     reduction = getattr(node, "_saved_reduction", None)
     if name == "sum" or reduction == _REDUCES_BY_SUM:
         return _Kind.SUM if not _dims(node) else _Kind.ELEMENTS if _is_by_row(node, kept) else _Kind.SUMS
-    if reduction == _REDUCES_NOT or _is_pointwise(name):
+    if _is_of_more(node, name):
+        return None
+    if reduction == _REDUCES_NOT or name in _STAYS or _is_pointwise(name):
         return kept
     return _Kind.ELEMENTS if name in _MOVED or _is_by_row(node, kept) else None
+
+
+def _is_of_more(node: Any, name: str) -> bool:
+    """Whether each value of a table is put beside each of others: of the table, of which a rank has a part, or of a
+    batch, which is one for each rank."""
+    if not _is_pointwise(name) or len(node.next_functions) < 2:
+        return False
+    below = [_elements(n, at) for n, at in node.next_functions if n is not None]
+    return _elements(node, 0) > max(below)
+
+
+def _elements(node: Any, output: int) -> int:
+    shaped = getattr(node, "variable", None)
+    return prod((node._input_metadata[output] if shaped is None else shaped).shape)
 
 
 _REDUCES_NOT, _REDUCES_BY_SUM = 0, 2  # as torch's losses keep it

@@ -8,9 +8,10 @@ So it does in a method that is called past the forward. With gradients that may 
 them, as where all items are scored or rows are made of length 1 after each step, a product with the part or a row by
 its number would have the part's shape, and be taken for the whole's: a `Part` refuses these, and what makes one number
 of it. What is done to each element, or to each row where those are whole, is right, and so it is to tables that are cut
-alike. Methods that run with gradients ask for values by `.data` or `.detach()`, next to the weight; one that turns the
-weight over, there or by a local name, as for scores of all items, is about to multiply by it; one that takes rows by
-their numbers gets others, or an error of torch's that says nothing of parts.
+alike. Methods that run with gradients ask for values by `.data` or `.detach()`, next to the weight. Others have the
+parameter itself, for an optimizer or its `.grad`, but where the code around says, there or by a local name, that an
+operation is about to take it of which the part's result would be another than the whole's, or lead to one: a product
+with it, rows by their numbers, what turns it over or puts it beside a batch.
 """
 
 from __future__ import annotations
@@ -37,7 +38,11 @@ _ALLOWED = frozenset(
 _THE_SAME = frozenset(("data", "detach"))  # what tools of torch's keep of every parameter, without a look at values
 
 
-_TURNED = frozenset(("T", "t", "mT", "transpose"))
+_TURNED = frozenset(
+    ("T", "t", "mT", "transpose", "permute", "swapaxes", "unsqueeze", "expand", "view", "reshape", "repeat")
+)
+
+_JOINS = frozenset(("cat", "concat", "stack", "vstack", "hstack"))
 
 _MIXES_ROWS = frozenset(
     (
@@ -45,6 +50,7 @@ _MIXES_ROWS = frozenset(
         "matmul",
         "__matmul__",
         "__rmatmul__",
+        "@",
         "linear",
         "bmm",
         "addmm",
@@ -77,6 +83,12 @@ _INDEXED = "[...]"
 
 _BY_INDEX = frozenset(("__getitem__", "__setitem__"))
 
+_LEADS_ON = _TURNED | _JOINS | _MIXES_ROWS | frozenset(_MIXES_COLUMNS) | {_INDEXED}
+"""What takes a weight, in a method that runs with gradients, and is not to have it unwatched."""
+
+_OF_LEAVES = frozenset(("grad", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook"))
+"""What only the parameter itself has."""
+
 
 class Part(torch.Tensor):
     """This rank's part of a table, read by the model's own code past its forward; see the top of the file."""
@@ -100,7 +112,7 @@ class Part(torch.Tensor):
             return parameter
         reader = sys._getframe(2)
         asked = _asked_after(reader.f_code).get(reader.f_lasti) if torch.is_grad_enabled() else None
-        if torch.is_grad_enabled() and asked not in _THE_SAME | _TURNED | {_INDEXED}:
+        if torch.is_grad_enabled() and asked not in _THE_SAME | _LEADS_ON:
             return parameter
         model, name = _self_of(reader), f"{reader.f_globals.get('__name__')}."
         if (
@@ -149,9 +161,13 @@ class Part(torch.Tensor):
         if other is not None and isinstance(made, Part):
             raise ShardError(_of_a_part(read._table, f"{func.__name__}, with {other._table!r}, which is cut otherwise"))
         if isinstance(made, Part):
+            if _is_of_more(made, args, func.__name__):
+                raise ShardError(_of_a_part(read._table, func.__name__))
             is_of_fewer = func.__name__ in _MIXES_COLUMNS and made.shape[:1] != read.shape[:1]
             if (made.dim() == 0 or is_of_fewer) and not made._may_be_a_penalty():
                 raise ShardError(_of_a_part(read._table, func.__name__))
+            if made.dim() == 0:
+                return made.as_subclass(torch.Tensor)
             made._as(read._table, read._cut, read._rows_are_whole)
         return made
 
@@ -163,40 +179,81 @@ def _is_of_all(index: Any) -> bool:
     return index is Ellipsis or (isinstance(index, slice) and index == slice(None))
 
 
+def _is_of_more(made: torch.Tensor, args: Any, name: str) -> bool:
+    """Whether a part was put beside other values, each of it to each of them; parts that are joined are not."""
+    tensors = [each for each in _nested(args) if isinstance(each, torch.Tensor)]
+    parts = [each.numel() for each in tensors if isinstance(each, Part)]
+    if len(tensors) < 2 or (name in _JOINS and len(parts) == len(tensors)):
+        return False
+    return made.numel() > max(parts, default=0)
+
+
 @lru_cache(256)
 def _asked_after(code: CodeType) -> Mapping[int, str]:
-    """Where an instruction is -> what is asked of what it gives, next to it or by way of a local name: an attribute, or
-    `_INDEXED`."""
-    steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
+    """Where an instruction is -> what is asked of what it gives, next to it or by way of a local name: an attribute,
+    `_INDEXED`, or the name of the function that is called with it."""
+    steps = [step for step in dis.get_instructions(code) if step.opname not in _ARE_NO_STEPS]
+    called = _called(steps)
     asked: dict[int, str] = {}
-    turned: dict[str, str] = {}
+    by_name: dict[str, str] = {}
+    are_leaves: set[str] = set()
     for i, (step, after) in enumerate(pairwise(steps)):
         if after.opname in ("LOAD_ATTR", "LOAD_METHOD"):
             asked[step.offset] = after.argval
-        elif step.opname in ("LOAD_ATTR", "LOAD_FAST") and _is_indexed(steps[i + 1 :]):
-            asked[step.offset] = _INDEXED
-        what = asked.get(step.offset)
-        if "LOAD_FAST" in step.opname and what is not None and what in _TURNED | {_INDEXED}:
-            turned[step.argval[-1] if isinstance(step.argval, tuple) else step.argval] = what
+        elif step.opname == "LOAD_ATTR" or "LOAD_FAST" in step.opname:
+            taker, above = _taker(steps[i + 1 :])
+            if taker is not None and (what := _what_takes(taker, above, called)) is not None:
+                asked[step.offset] = what
+        if "LOAD_FAST" in step.opname and (what := asked.get(step.offset)) is not None:
+            name = step.argval[-1] if isinstance(step.argval, tuple) else step.argval
+            if what in _LEADS_ON:
+                by_name[name] = what
+            elif what in _OF_LEAVES:
+                are_leaves.add(name)
     for step, after in pairwise(steps):
         if after.opname.startswith("STORE_FAST"):
             name = after.argval[0] if isinstance(after.argval, tuple) else after.argval
-            if name in turned:
-                asked[step.offset] = turned[name]
+            if name in by_name and name not in are_leaves:
+                asked[step.offset] = by_name[name]
     return asked
 
 
-def _is_indexed(steps: Sequence[dis.Instruction]) -> bool:
-    """Whether what was loaded before these is what the first of them index that reaches down to it."""
-    depth = 1  # of the stack, from it on
+_ARE_NO_STEPS = frozenset(("EXTENDED_ARG", "CACHE", "NOP", "KW_NAMES"))
+
+
+def _called(steps: Sequence[dis.Instruction]) -> Mapping[int, str]:
+    """Where a call is -> the name of what is called."""
+    found: dict[int, str] = {}
+    for i, step in enumerate(steps):
+        if step.argval in _LEADS_ON and step.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_DEREF"):
+            taker, _ = _taker(steps[i + 1 :])
+            if taker is not None:
+                found[taker.offset] = step.argval
+    return found
+
+
+def _what_takes(taker: dis.Instruction, above: int, called: Mapping[int, str]) -> str | None:
+    if taker.opname.startswith(("CALL", "PRECALL")):
+        return called.get(taker.offset)
+    operands = {"BINARY_SUBSCR": 2, "BINARY_SLICE": 3}.get(taker.opname, 2 if taker.argrepr == "[]" else 0)
+    if operands:
+        return _INDEXED if operands == above else None
+    return "@" if taker.argrepr in ("@", "@=") else None
+
+
+def _taker(steps: Sequence[dis.Instruction]) -> tuple[dis.Instruction | None, int]:
+    """The instruction of these that takes what was loaded before them, by itself or in a list, and how much of the
+    stack lay from it on; None where it goes another way."""
+    depth = 1
     for step in steps:
-        taken = {"BINARY_SUBSCR": 2, "BINARY_SLICE": 3}.get(step.opname, 2 if step.argrepr == "[]" else 0)
-        if taken and taken == depth:
-            return True
-        depth += dis.stack_effect(step.opcode, step.arg, jump=False)
-        if depth < 1 or (depth == 1 and not taken) or "JUMP" in step.opname:
-            return False
-    return False
+        if "JUMP" in step.opname:
+            break
+        above, depth = depth, depth + dis.stack_effect(step.opcode, step.arg, jump=False)
+        if step.opname in ("BUILD_LIST", "BUILD_TUPLE") and step.arg and step.arg >= above:
+            depth = 1
+        elif depth < 1 or (depth == 1 and above >= depth):
+            return step, above
+    return None, 0
 
 
 def _of_a_part(table: str, what: str) -> str:
