@@ -368,4 +368,4 @@ def asked() -> tuple[str, str, bool]:
 
 
 def test_torchs_own_ways_are_there_where_asked_for() -> None:
-    assert run_ranks(2, asked) == [("", "DistributedDataParallel", True)] * 2
+    assert run_ranks(2, asked) == [("", "OwnRowsDDP", True)] * 2
