@@ -18,6 +18,7 @@ from dmp import (
     ShardError,
     ShardingEnv,
     column_wise,
+    data_parallel,
     full_state_dict,
     row_wise,
     table_wise,
@@ -176,8 +177,8 @@ def scores(layout: Layout) -> None:
     model.scores_of_all(torch.ones(1, 8))
 
 
-def is_refused_where_taken() -> None:
-    model, plain = wrapped(row_wise())
+def is_refused_where_taken(layout: Layout) -> None:
+    model, plain = wrapped(layout)
     x = torch.ones(2, 8)
     takes: Sequence[tuple[Callable[..., torch.Tensor], torch.Tensor, str]] = (
         (model.linear, x, "linear"),
@@ -192,7 +193,9 @@ def is_refused_where_taken() -> None:
             take(given)
     for each in (model, plain):
         each.penalty().backward()
-    torch.testing.assert_close(model.trained(), plain.trained().tensor_split(2)[torch.distributed.get_rank()])
+    wanted, rank = plain.trained(), torch.distributed.get_rank()
+    parts = wanted.tensor_split(2) if layout == row_wise() else (wanted[:0], wanted)
+    torch.testing.assert_close(model.trained(), parts[rank])
 
 
 def changes_by_another(users: Layout, items: Layout) -> None:
@@ -222,9 +225,26 @@ def test_scores_of_a_loss_in_a_method_are_refused(layout: Layout) -> None:
         assert "scores_of_all" in str(error) and "reads table 'items.weight' (matmul)" in str(error)
 
 
-def test_with_gradients_is_refused_where_it_is_taken() -> None:
-    """The loss was a number of this rank's rows, and only its backward pass was refused."""
-    run_ranks(2, is_refused_where_taken)
+@pytest.mark.parametrize("layout", [row_wise(), table_wise(1)], ids=["rows", "whole"])
+def test_with_gradients_is_refused_where_it_is_taken(layout: Layout) -> None:
+    """The loss was a number of this rank's rows, and only its backward pass was refused; so it is on all ranks where
+    one of them has the whole, which waited for the others."""
+    run_ranks(2, is_refused_where_taken, layout)
+
+
+def takes_the_whole(layout: Layout) -> None:
+    torch.manual_seed(0)
+    plain, x = Scorer(), torch.ones(2, 8)
+    model = DistributedModelParallel(copy.deepcopy(plain), plan={"users.weight": layout, "items.weight": layout})
+    for each in (model, plain):
+        each.linear(x).sum().backward()
+        assert each.near(x).shape == (2, 12)
+    torch.testing.assert_close(model.module.items.weight.grad, plain.items.weight.grad)  # type: ignore[union-attr]
+
+
+def test_what_every_rank_has_whole_is_taken() -> None:
+    run_ranks(1, takes_the_whole, row_wise())
+    run_ranks(2, takes_the_whole, data_parallel())
 
 
 def test_is_changed_by_another_that_is_cut_alike() -> None:

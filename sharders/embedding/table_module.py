@@ -76,6 +76,8 @@ class Watched(SameForm):
             return value
         if self._engine.calls.is_forward:
             return self._unread(name, value)
+        if self._engine.store.is_whole(self._tables[name]):
+            return value
         return Part.of(value, *self._whole(name), self, self._engine.placement.shards[self._tables[name]])
 
     def _unread(self, name: str, parameter: Any) -> Any:

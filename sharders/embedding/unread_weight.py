@@ -96,6 +96,7 @@ class Part(torch.Tensor):
     _table: str
     _cut: Sequence[Shard]
     _rows_are_whole: bool
+    _is_whole: bool
 
     @staticmethod
     def of(
@@ -108,7 +109,10 @@ class Part(torch.Tensor):
             holder: the module whose parameter it is.
             cut: the table's shards on all ranks.
         """
-        if tuple(parameter.shape) == size or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            return parameter
+        is_whole = tuple(parameter.shape) == size  # here, and not on others, which are refused what has gradients
+        if is_whole and not torch.is_grad_enabled():
             return parameter
         reader = sys._getframe(2)
         asked = _asked_after(reader.f_code).get(reader.f_lasti) if torch.is_grad_enabled() else None
@@ -121,11 +125,13 @@ class Part(torch.Tensor):
             or all(m is not holder for m in model.modules())
         ):
             return parameter
+        if is_whole and asked in _THE_SAME:
+            return parameter
         made = parameter.detach() if asked in _THE_SAME else parameter
-        return made.as_subclass(Part)._as(table, cut, parameter.shape[1:] == size[1:])
+        return made.as_subclass(Part)._as(table, cut, parameter.shape[1:] == size[1:], is_whole)
 
-    def _as(self, table: str, cut: Sequence[Shard], rows_are_whole: bool) -> Part:
-        self._table, self._cut, self._rows_are_whole = table, cut, rows_are_whole
+    def _as(self, table: str, cut: Sequence[Shard], rows_are_whole: bool, is_whole: bool) -> Part:
+        self._table, self._cut, self._rows_are_whole, self._is_whole = table, cut, rows_are_whole, is_whole
         return self
 
     def _refuses(self, func: Any, args: Any, kwargs: Any) -> bool:
@@ -168,7 +174,7 @@ class Part(torch.Tensor):
                 raise ShardError(_of_a_part(read._table, func.__name__))
             if made.dim() == 0:
                 return made.as_subclass(torch.Tensor)
-            made._as(read._table, read._cut, read._rows_are_whole)
+            made._as(read._table, read._cut, read._rows_are_whole, read._is_whole)
         return made
 
 
@@ -180,12 +186,17 @@ def _is_of_all(index: Any) -> bool:
 
 
 def _is_of_more(made: torch.Tensor, args: Any, name: str) -> bool:
-    """Whether a part was put beside other values, each of it to each of them; parts that are joined are not."""
+    """Whether parts were put beside other values, each of them to each of these."""
     tensors = [each for each in _nested(args) if isinstance(each, torch.Tensor)]
-    parts = [each.numel() for each in tensors if isinstance(each, Part)]
-    if len(tensors) < 2 or (name in _JOINS and len(parts) == len(tensors)):
+    parts = [each for each in tensors if isinstance(each, Part)]
+    if len(tensors) == len(parts) and (len(parts) < 2 or name in _JOINS or all(each._is_whole for each in parts)):
         return False
-    return made.numel() > max(parts, default=0)
+    return all(_is_less(each.shape, made.shape) for each in parts)
+
+
+def _is_less(shape: Sequence[int], made: Sequence[int]) -> bool:
+    """Whether a shape was broadcast, or joined, to make another."""
+    return any(m > n for m, n in zip(reversed(made), [*reversed(shape), *[1] * len(made)], strict=False))
 
 
 @lru_cache(256)
