@@ -4,6 +4,7 @@ never taken for the whole."""
 from __future__ import annotations
 
 import copy
+import dis
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from dmp import (
     row_wise,
     table_wise,
 )
+from sharders.embedding import unread_weight
 from tests.ranks import mesh, run_ranks
 
 
@@ -271,3 +273,26 @@ def does_what_is_right() -> None:
 
 def test_elements_and_rows_are_right() -> None:
     run_ranks(2, does_what_is_right)
+
+
+class Local(nn.Module):
+    """Takes its weights by a local name, the first of two: one instruction loads both since Python 3.13."""
+
+    def scores(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.words.weight
+        return F.linear(weight, x)  # type: ignore[arg-type]
+
+    def beside(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.words.weight
+        return torch.cat([weight, x])  # type: ignore[list-item]
+
+    def times(self, x: torch.Tensor) -> torch.Tensor:
+        x, weight = x + 1, self.words.weight
+        return weight @ x  # type: ignore[operator]
+
+
+def test_the_first_of_two_local_names() -> None:
+    for method, taken_by in ((Local.scores, "linear"), (Local.beside, "cat"), (Local.times, "@")):
+        asked = unread_weight._asked_after(method.__code__)
+        (read,) = (s for s in dis.get_instructions(method) if s.argval == "weight" and s.opname == "LOAD_ATTR")
+        assert asked[read.offset] == taken_by, method

@@ -17,8 +17,9 @@ with it, rows by their numbers, what turns it over or puts it beside a batch.
 from __future__ import annotations
 
 import dis
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from types import CodeType, FrameType
@@ -203,7 +204,7 @@ def _is_less(shape: Sequence[int], made: Sequence[int]) -> bool:
 def _asked_after(code: CodeType) -> Mapping[int, str]:
     """Where an instruction is -> what is asked of what it gives, next to it or by way of a local name: an attribute,
     `_INDEXED`, or the name of the function that is called with it."""
-    steps = [step for step in dis.get_instructions(code) if step.opname not in _ARE_NO_STEPS]
+    steps = [*_steps(code)]
     called = _called(steps)
     asked: dict[int, str] = {}
     by_name: dict[str, str] = {}
@@ -216,20 +217,29 @@ def _asked_after(code: CodeType) -> Mapping[int, str]:
             if taker is not None and (what := _what_takes(taker, above, called)) is not None:
                 asked[step.offset] = what
         if "LOAD_FAST" in step.opname and (what := asked.get(step.offset)) is not None:
-            name = step.argval[-1] if isinstance(step.argval, tuple) else step.argval
             if what in _LEADS_ON:
-                by_name[name] = what
+                by_name[step.argval] = what
             elif what in _OF_LEAVES:
-                are_leaves.add(name)
+                are_leaves.add(step.argval)
     for step, after in pairwise(steps):
-        if after.opname.startswith("STORE_FAST"):
-            name = after.argval[0] if isinstance(after.argval, tuple) else after.argval
-            if name in by_name and name not in are_leaves:
-                asked[step.offset] = by_name[name]
+        if after.opname.startswith("STORE_FAST") and after.argval in by_name.keys() - are_leaves:
+            asked[step.offset] = by_name[after.argval]
     return asked
 
 
 _ARE_NO_STEPS = frozenset(("EXTENDED_ARG", "CACHE", "NOP", "KW_NAMES"))
+_OF_ONE_NAME = re.compile("(?:LOAD|STORE)_FAST(?:_BORROW)?")
+
+
+def _steps(code: CodeType) -> Iterator[dis.Instruction]:
+    """Its instructions; those of two local names, which there are since Python 3.13, as two."""
+    for step in dis.get_instructions(code):
+        if isinstance(step.argval, tuple) and len(names := _OF_ONE_NAME.findall(step.opname)) == len(step.argval):
+            for i, (opname, name) in enumerate(zip(names, step.argval, strict=True)):
+                own = {"opname": opname, "opcode": dis.opmap[opname], "arg": 0, "argval": name}
+                yield step._replace(**own, offset=step.offset + i)  # instructions lie at even places
+        elif step.opname not in _ARE_NO_STEPS:
+            yield step
 
 
 def _called(steps: Sequence[dis.Instruction]) -> Mapping[int, str]:
