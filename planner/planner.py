@@ -33,7 +33,7 @@ from planner.costs.cost_model import CostModel
 from planner.costs.protocol import CostProtocol, checked
 from planner.costs.topology import Topology
 from planner.dense.asked import asked_of_dense
-from planner.dense.decide import Dense, copied_vocabularies, decide, said_of_copied, split_as, vocabularies
+from planner.dense.decide import Dense, decide, said_of_copied, split_as, vocabularies
 from planner.dense.model import DenseModel
 from planner.dense.modules import said_of_lazy
 from planner.in_backward import in_backward_advice, said_of_frozen
@@ -169,7 +169,7 @@ class ShardingPlanner:
         progress = Progress(self.progress)
         try:
             with without_collection(), on_one_thread():
-                return self._planned(module, sharders, env, pinned, found, progress)
+                return self._planned(module, sharders, env, pinned, found, progress, begin=time.monotonic())
         finally:
             progress.end()
 
@@ -182,9 +182,10 @@ class ShardingPlanner:
         found: Found | None,
         progress: Progress,
         *,
+        begin: float,
         copies: bool = True,
     ) -> ShardingPlan:
-        begin, given_found = time.monotonic(), found
+        given_found = found
 
         def out_of_time() -> bool:
             progress.tick()
@@ -206,9 +207,10 @@ class ShardingPlanner:
         constraints = with_kernels(constraints, entries)
         kept = {name: entry.layout for name, entry in entries.items()}
         others = dense_parameters(module, taken.keys() - pinned_dense.keys())
-        as_dense = pinned_dense | vocabularies(taken, others, constraints, {**kept, **pinned_dense}, env)
-        copied = copied_vocabularies(taken, others, constraints, {**kept, **as_dense}, env) if copies else {}
-        constraints = {**constraints, **copied}
+        vocabulary = vocabularies(taken, others, constraints, {**kept, **pinned_dense}, env)
+        as_dense = pinned_dense | {name: layout for name, layout in vocabulary.items() if layout.is_dense}
+        copied = vocabulary.keys() - as_dense.keys() if copies else set()
+        constraints = {**constraints, **{name: Constraint(layouts=(vocabulary[name].name,)) for name in copied}}
         parameters = {name: of for name, of in taken.items() if name not in as_dense}
         gaps: tuple[str, ...] = ()
         if self.observed is not None:
@@ -224,7 +226,8 @@ class ShardingPlanner:
             tables = answer(request, out_of_time, progress.told, gives_up=not copied)
         except (NoPlan, PlanError) as error:
             if copied:  # in pieces they may fit
-                return self._planned(module, sharders, env, pinned, given_found, progress, copies=False)
+                again = module, sharders, env, pinned, given_found, progress
+                return self._planned(*again, begin=begin, copies=False)
             if isinstance(error, PlanError):
                 raise
             raise plan_error(error, out_of_time) from None
@@ -239,7 +242,8 @@ class ShardingPlanner:
         frozen = said_of_frozen(info for _, info in parameters.values())
         phases, took = tuple(self.cost_model.phases), time.monotonic() - begin
         dense = replace(
-            dense, notes=(*said_of_lazy(module), *dense.notes, *said_of_copied(copied), *tables.notes, *frozen, *gaps)
+            dense,
+            notes=(*said_of_lazy(module), *dense.notes, *said_of_copied(sorted(copied)), *tables.notes, *frozen, *gaps),
         )
         report = summarise(setting, shapes, candidates, layouts, problem, solution, dense, phases, took)
         if len(layouts) <= MOST_PARAMETERS and len(layouts) * env.table_size <= MOST_PIECES:

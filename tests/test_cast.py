@@ -109,6 +109,14 @@ def test_whole_numbers_are_not_cast(tmp_path: Path) -> None:
         load_checkpoint(tmp_path / "saved", module, cast=True)
 
 
+def test_eight_bits_are_told(tmp_path: Path) -> None:
+    """Which torch does not promote."""
+    module = nn.Linear(2, 1)
+    torch.save({"weight": torch.ones(1, 2).to(torch.float8_e4m3fn), "bias": torch.ones(1)}, tmp_path / "saved")
+    with pytest.raises(CheckpointError, match=r"'weight' has dtype torch.float8_e4m3fn, expected torch.float32"):
+        load_checkpoint(tmp_path / "saved", module)
+
+
 def load_tables(folder: str) -> None:
     """Tables of bfloat16 under Adam in the backward pass, trained; state of 16 bits, then of 64."""
     models = [_tables_of_16_bits(), _tables_of_16_bits()]

@@ -161,7 +161,7 @@ def _compare_dtypes(load: CheckedLoad, dtype: torch.dtype, expected: torch.dtype
             backward pass, and has 16 bits for those of torch and in older checkpoints.
     """
     can_cast = dtype.is_floating_point and expected.is_floating_point
-    loses_nothing = torch.promote_types(dtype, expected) == expected
+    loses_nothing = dtype.itemsize < expected.itemsize
     fits = dtype == expected or (can_cast and (load.cast or (widens and loses_nothing)))
     if not fits:
         way = "; load_checkpoint(..., cast=True) converts it" if can_cast else ""

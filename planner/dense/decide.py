@@ -71,39 +71,27 @@ def vocabularies(
     pinned: Collection[str],
     env: ShardingEnv,
 ) -> dict[str, Layout]:
-    """Tables that are a transformer's vocabulary or positions, where dense weights are split or samples shared: better
-    a dense weight."""
-    room, splits = _elements(weights), _splits(env)
+    """Tables that are a transformer's vocabulary or positions: better a dense weight, where their sharder offers that.
+
+    Such a table has few rows, and no more elements than the other dense weights together. Where these are copied to
+    every rank it stays a table, which is copied too: it costs little more, and one rank may then run the model alone,
+    to evaluate or to generate, as under `DistributedDataParallel`.
+    """
+    room = sum(prod(info.shape) for info in weights.values())
+    splits = env.fully_sharded_axes or env.axes("tensor")  # dense weights are split, or samples shared
     found = {}
     for name, (sharder, info) in tables.items():
-        small = _is_vocabulary(info, room)
+        small = info.shape[0] <= _VOCABULARY_ROWS and prod(info.shape) <= room
         if name in pinned or not (small or constraints[name].layouts):
             continue
-        offered = {layout.name: layout for layout in sharder.layouts(info, env) if layout.is_dense}
+        layouts = [*sharder.layouts(info, env)]
+        offered = {layout.name: layout for layout in layouts if layout.is_dense}
         wanted = [offered[asked] for asked in constraints[name].layouts or () if asked in offered]
+        if not wanted and offered and small and constraints[name] == Constraint():
+            copies = [layout for layout in layouts if layout.is_copied and not layout.is_dense]
+            wanted = [*offered.values()] if splits else copies
         if wanted:
             found[name] = wanted[0]
-        elif offered and small and splits and constraints[name] == Constraint():
-            found[name] = next(iter(offered.values()))
-    return found
-
-
-def copied_vocabularies(
-    tables: Mapping[str, tuple[ModuleSharder, ParameterInfo]],
-    weights: Mapping[str, ParameterInfo],
-    constraints: Mapping[str, Constraint],
-    pinned: Collection[str],
-    env: ShardingEnv,
-) -> dict[str, Constraint]:
-    """Such tables where dense weights are copied to every rank: it costs little more to copy them too, and one rank may
-    then run the model alone, to evaluate or to generate, as under `DistributedDataParallel`."""
-    room, found = _elements(weights), {}
-    for name, (sharder, info) in tables.items() if not _splits(env) else ():
-        if name not in pinned and constraints[name] == Constraint() and _is_vocabulary(info, room):
-            layouts = [layout for layout in sharder.layouts(info, env) if layout.is_copied]
-            copied = tuple(layout.name for layout in layouts if not layout.is_dense)
-            if copied and len(copied) < len(layouts):
-                found[name] = Constraint(layouts=copied)
     return found
 
 
@@ -112,20 +100,6 @@ def said_of_copied(names: Collection[str]) -> tuple[str, ...]:
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     why = "copied to every rank, as dense weights are, beside which it is small: one rank may evaluate alone"
     return (f"{next(iter(names))}{more}: {why}; Constraint(layouts=[...]) cuts it",) if names else ()
-
-
-def _is_vocabulary(info: ParameterInfo, room: int) -> bool:
-    """It has few rows, and no more elements than the other dense weights together."""
-    return info.shape[0] <= _VOCABULARY_ROWS and prod(info.shape) <= room
-
-
-def _elements(weights: Mapping[str, ParameterInfo]) -> int:
-    return sum(prod(info.shape) for info in weights.values())
-
-
-def _splits(env: ShardingEnv) -> bool:
-    """Whether dense weights are split, or samples shared."""
-    return bool(env.fully_sharded_axes or env.axes("tensor"))
 
 
 def decide(

@@ -121,7 +121,8 @@ class Study:
         given = constraints_of_torchrec(self.options.constraints or {}, env)
         asked, of_tables = asked_of_dense(given, self.module, taken.keys())
         constraints = constraints_of(of_tables, taken)
-        as_dense = vocabularies(taken, others, constraints, (), env)
+        vocabulary = vocabularies(taken, others, constraints, (), env)
+        as_dense = {name: layout for name, layout in vocabulary.items() if layout.is_dense}
         tables = frozenset(taken.keys() - as_dense.keys())
         if tables not in self.models:
             weights = dense_parameters(self.module, tables)

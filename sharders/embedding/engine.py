@@ -234,8 +234,7 @@ class Engine:
 
     def _needs_nobody(self) -> bool:
         """Whether a forward now is this rank's alone, as `DistributedDataParallel`'s is: every table is whole here, and
-        nothing will be learned. So one rank may evaluate, or generate, while the others wait or train.
-        """
+        nothing will be learned. So one rank may evaluate while the others train, and its errors are its own."""
         return self.is_local and self.tensor.size == 1 and not torch.is_grad_enabled()
 
     def can_finish(self, call: Call) -> bool:

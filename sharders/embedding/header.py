@@ -270,10 +270,15 @@ class Handshake:
     def _check_same_manner(self, headers: Sequence[Header]) -> None:
         for rank, header in enumerate(headers):
             if header.flags != headers[0].flags:
+                alone = (
+                    ". To evaluate on one rank alone have its tables whole on each, by data_parallel() in the plan, "
+                    "and no gradients (torch.no_grad())"
+                )
                 raise InputError(
                     f"ranks call {self.name} in different ways: rank 0 {headers[0].manner()}, rank {rank} "
-                    f"{header.manner()}; call it the same way on every rank. To evaluate on one rank alone have its "
-                    "tables whole on each, by data_parallel() in the plan, and no gradients (torch.no_grad())"
+                    f"{header.manner()}; call it the same way on every rank"
+                    + alone
+                    * (header.is_training != headers[0].is_training)
                 )
 
     def _of_all_copies(self, found: tuple[int, Fault] | None, device: torch.device) -> tuple[int, Fault] | None:

@@ -94,7 +94,8 @@ class TableStore:
     def take_back(self, name: str) -> None:
         """Take values over from what a user has put in a parameter's place by `p.data = ...`; it is a view again then.
 
-        A view of new memory: what was there before may be kept to be put back, as where averaged weights are tried.
+        Where somebody keeps what was there before, to be put back as where averaged weights are tried, it is a view of
+        new memory.
 
         Args:
             name: of the module, for the error.
@@ -104,9 +105,26 @@ class TableStore:
         """
         if [*map(_address_of, self.parameters)] == self._addresses:
             return
-        views, given = self._views(), {}
-        for index, view in enumerate(views):
-            parameter, table, data = self.parameters[index], self.placement.tables[index], self.parameters[index].data
+        given = self._given(name)
+        for tbe in self.tbes:
+            num_given = len(given.keys() & set(tbe.tables))
+            if num_given and tbe.bank.is_viewed_beside(len(tbe.tables) - num_given):
+                tbe.bank.move()
+        self._view_anew()
+        for index, bank, i in self._places():
+            if index in given:
+                parameter, data = self.parameters[index], given[index]
+                if data.shape == parameter.shape:
+                    parameter.data.copy_(data)
+                else:
+                    self._chunked(index, bank, i).fill_from(data)
+
+    def _given(self, name: str) -> dict[int, torch.Tensor]:
+        """For each table whose data were replaced what is in their place."""
+        given = {}
+        for index, view in enumerate(self._views()):
+            parameter, table = self.parameters[index], self.placement.tables[index]
+            data = parameter.data
             if data.data_ptr() == view.data_ptr():
                 continue
             if data.dtype != view.dtype or data.shape not in (view.shape, (table.rows, table.dim)):
@@ -117,17 +135,7 @@ class TableStore:
                     f"{(table.rows, table.dim)}, {view.dtype}; to change the dtype cast the whole module"
                 )
             given[index] = data
-        for tbe in self.tbes:
-            if given.keys() & set(tbe.tables):
-                tbe.bank.move()
-        self._view_anew()
-        for index, bank, i in self._places():
-            if index in given:
-                parameter, data = self.parameters[index], given[index]
-                if data.shape == parameter.shape:
-                    parameter.data.copy_(data)
-                else:
-                    self._chunked(index, bank, i).fill_from(data)
+        return given
 
     def _view_anew(self) -> None:
         """Have the parameters be views of the banks' memory as it is now."""

@@ -86,6 +86,7 @@ _BY_INDEX = frozenset(("__getitem__", "__setitem__"))
 
 _LEADS_ON = _TURNED | _JOINS | _MIXES_ROWS | frozenset(_MIXES_COLUMNS) | {_INDEXED}
 """What takes a weight, in a method that runs with gradients, and is not to have it unwatched."""
+_WATCHED = _THE_SAME | _LEADS_ON
 
 _OF_LEAVES = frozenset(("grad", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook"))
 """What only the parameter itself has."""
@@ -117,7 +118,7 @@ class Part(torch.Tensor):
             return parameter
         reader = sys._getframe(2)
         asked = _asked_after(reader.f_code).get(reader.f_lasti) if torch.is_grad_enabled() else None
-        if torch.is_grad_enabled() and asked not in _THE_SAME | _LEADS_ON:
+        if torch.is_grad_enabled() and asked not in _WATCHED:
             return parameter
         model, name = _self_of(reader), f"{reader.f_globals.get('__name__')}."
         if (

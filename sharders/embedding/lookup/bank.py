@@ -218,6 +218,11 @@ class Bank:
         narrows = self.weights.dtype.itemsize < 4
         self.state = {n: on_large_pages(_past_casts(t, fn) if narrows else fn(t)) for n, t in self.state.items()}
 
+    def is_viewed_beside(self, known: int) -> bool:
+        """Whether somebody holds views of the weights' memory beside so many that are known."""
+        # Of tensors, the weights themselves too, and of the object that is made to ask.
+        return torch._C._storage_Use_Count(self.weights.untyped_storage()._cdata) > known + 2
+
     def move(self) -> None:
         """Have the weights in memory of their own; views taken before stay with the old one, and with its values."""
         self.weights = to_write(torch.empty_like(self.weights)).copy_(self.weights)
@@ -235,7 +240,7 @@ def _past_casts(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
     """`fn` of what lies there: moved as it moves, but not cast to 16 bits, as integers are cast by no module."""
     if not tensor.is_floating_point() or tensor.dtype.itemsize < 4:
         return fn(tensor)
-    narrowed = tensor.to(wide(torch.bfloat16))
+    narrowed = tensor.to(torch.float32)
     return fn(narrowed.view(torch.int32)).view(narrowed.dtype)
 
 

@@ -81,8 +81,9 @@ class Rows(NamedTuple):  # and no dataclass: it is made for every update
     step: Tensor
 
     def read(self, name: str) -> Tensor:
-        """A copy of the rows' state, in its dtype: (n, D), or (n,) if it is row-wise."""
-        return self.state[name].index_select(0, self._places(name))
+        """A copy of the rows' state: (n, D), or (n,) if it is row-wise; in its dtype, or the gradients' for 16 bits."""
+        found = self.state[name].index_select(0, self._places(name))
+        return found.to(self.grads_nD.dtype) if found.is_floating_point() and found.itemsize < 4 else found
 
     def write(self, name: str, values: Tensor) -> None:
         """Set the rows' state, shaped as `read` gives it."""
