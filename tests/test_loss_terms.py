@@ -85,6 +85,12 @@ WRONG: dict[str, Term] = {
     "beside a batch": users(lambda p: (torch.ones(3, 1, 1) * p).sum()),
     "means of rows": users(lambda p: p.square().sum(1).mean()),
 }
+BESIDE: dict[str, Term] = {
+    "moved": lambda m: (m.get_parameter("users.weight") + m.get_parameter("out.bias")).sum(),
+    "moved mean": lambda m: (m.get_parameter("out.bias") - m.get_parameter("users.weight")).mean(),
+    "joined": lambda m: torch.cat([m.get_parameter(n).flatten() for n in ("users.weight", "out.weight")]).mean(),
+}
+"""A dense weight beside each row of a table."""
 PLANS = {"rows": row_wise(), "columns": column_wise([0, 1]), "whole": table_wise(1), "copies": data_parallel()}
 
 
@@ -131,7 +137,7 @@ def errors(names: tuple[str, ...], plan: str, terms: list[str]) -> list[str]:
     texts = []
     for name in terms:
         with pytest.raises(ShardError) as error:
-            with_term(names, plan, WRONG[name] if name in WRONG else OF_ROWS[name])
+            with_term(names, plan, {**OF_ROWS, **WRONG, **BESIDE}[name])
         texts.append(str(error.value))
     return texts
 
@@ -155,6 +161,12 @@ def test_terms_that_need_the_whole_are_refused_on_a_part() -> None:
         assert "by linalgvectornorm: each rank has a part" in texts[0]
     for texts in run_ranks(2, errors, ("dp",), "columns", [*OF_ROWS, "means of rows"]):
         assert len(texts) == 3
+
+
+def test_what_is_trained_beside_rows_of_a_table_that_one_rank_has_is_refused() -> None:
+    """The rank with the rows gave a dense weight its gradient, the other none, and half of it was trained."""
+    for texts in run_ranks(2, errors, ("dp",), "whole", [*BESIDE]):
+        assert [text[text.index("by ") :].partition(":")[0] for text in texts] == ["by add", "by sub", "by mean"]
 
 
 @pytest.mark.slow

@@ -336,8 +336,17 @@ def _value(node: Any, inputs: Sequence[_Value | None]) -> _Value | None:
         return None  # scores of a batch, which each rank takes of its own by its own part
     if kinds == {_Kind.WHOLE} and len(tables) == 1 and is_alone:
         return _Value(_Kind.WHOLE, tables)
+    if _Kind.WHOLE in kinds and _has_rows(node, inputs):
+        kinds = kinds - {_Kind.WHOLE} | {_Kind.ELEMENTS}
     kind = _kind(node, name, kinds, is_alone, len(given) == 1 and (name == "mul" or inputs[0] is not None))
     return None if kind is None else _Value(kind, tables)
+
+
+def _has_rows(node: Any, inputs: Sequence[_Value | None]) -> bool:
+    """Whether what one rank has whole is more than a number there: others have it with another number of rows, none,
+    and what is put beside would get its gradient from these."""
+    of = zip(node.next_functions, inputs, strict=True)
+    return any(v is not None and v.kind is _Kind.WHOLE and len(_shape(n, at)) > 0 for (n, at), v in of)
 
 
 def _kind(node: Any, name: str, kinds: set[_Kind], is_alone: bool, may_scale: bool) -> _Kind | None:
@@ -381,8 +390,13 @@ def _is_of_more(node: Any, name: str) -> bool:
 
 
 def _elements(node: Any, output: int) -> int:
+    return prod(_shape(node, output))
+
+
+def _shape(node: Any, output: int) -> Sequence[int]:
     shaped = getattr(node, "variable", None)
-    return prod((node._input_metadata[output] if shaped is None else shaped).shape)
+    shape: Sequence[int] = (node._input_metadata[output] if shaped is None else shaped).shape
+    return shape
 
 
 _REDUCES_NOT, _REDUCES_BY_SUM = 0, 2  # as torch's losses keep it
