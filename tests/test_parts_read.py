@@ -24,14 +24,20 @@ from dmp import (
     row_wise,
     table_wise,
 )
-from sharders.embedding import unread_weight
+from sharders.embedding import asked_of
 from tests.ranks import mesh, run_ranks
+
+
+class Near(nn.Module):
+    def forward(self, x: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
+        return -torch.cdist(x, items)
 
 
 class Scorer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.users, self.items = nn.Embedding(20, 8), nn.Embedding(12, 8)
+        self.near_all = Near()
 
     def forward(self, users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
         return (self.users(users) * self.items(items)).sum(1)
@@ -65,6 +71,34 @@ class Scorer(nn.Module):
 
     def of_all_twice(self, x: torch.Tensor) -> torch.Tensor:
         return x @ torch.cat([self.items.weight, self.items.weight]).permute(1, 0)
+
+    def by_element(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.unsqueeze(1) * self.items.weight).sum(-1)
+
+    def by_module(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.near_all(x, self.items.weight)
+        return out
+
+    def of_copy(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ (-self.items.weight.clone().double().float()).T
+
+    def of_fixed(self, x: torch.Tensor) -> torch.Tensor:
+        user = self.users(x[0, :1].long())[0]
+        return (user * self.items.weight.detach()).sum(1)
+
+    def best(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.items.weight * x[0]).sum(1).topk(2).indices
+
+    def as_numbers(self, x: torch.Tensor) -> Any:
+        return self.items.weight.detach().cpu().numpy()
+
+    def spread(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.svdvals(self.items.weight)
+
+    def sizes(self) -> list[int]:
+        items = self.items.weight
+        number = torch.arange(items.size(0)).numel(), items.numel()
+        return [*number, *self.items.weight.shape, len(self.items.weight), self.users.weight.shape[0]]
 
     def centred(self, x: torch.Tensor) -> torch.Tensor:
         return x - self.items.weight.mean(0)
@@ -188,14 +222,29 @@ def is_refused_where_taken(layout: Layout) -> None:
         (model.embedded, torch.tensor([1]), "embedding"),
         (model.of_length_1, x, "einsum"),
         (model.of_all_twice, x, "matmul"),
-        (model.centred, x, "sub"),
+        (model.centred, x, "mean|sub"),
+        (model.by_element, x, "mul"),
+        (model.by_module, x, "cdist"),
+        (model.of_copy, x, "matmul"),
+        (model.as_numbers, x, "numpy"),
+        *([(model.best, x, "topk"), (model.spread, x, "linalg_svdvals")] if layout == row_wise() else ()),
     )
+    rank = torch.distributed.get_rank()
     for take, given, what in takes:
+        if what == "numpy" and rank == 1 and layout != row_wise():
+            assert take(given).shape == (12, 8)  # without gradients the rank that has the whole may go on alone
+            continue
         with pytest.raises(ShardError, match=rf"reads table 'items.weight' \({what}\)"):
             take(given)
+    if layout == row_wise():
+        with pytest.raises(ShardError, match=r"\(mul\)"):
+            model.of_fixed(x)
     for each in (model, plain):
         each.penalty().backward()
-    wanted, rank = plain.trained(), torch.distributed.get_rank()
+    assert model.sizes() == plain.sizes()
+    with torch.no_grad():
+        assert model.sizes() == plain.sizes()
+    wanted = plain.trained()
     parts = wanted.tensor_split(2) if layout == row_wise() else (wanted[:0], wanted)
     torch.testing.assert_close(model.trained(), parts[rank])
 
@@ -293,6 +342,6 @@ class Local(nn.Module):
 
 def test_the_first_of_two_local_names() -> None:
     for method, taken_by in ((Local.scores, "linear"), (Local.beside, "cat"), (Local.times, "@")):
-        asked = unread_weight._asked_after(method.__code__)
+        asked = asked_of._asked_after(method.__code__)
         (read,) = (s for s in dis.get_instructions(method) if s.argval == "weight" and s.opname == "LOAD_ATTR")
-        assert asked[read.offset] == taken_by, method
+        assert asked[read.offset] == (taken_by,), method

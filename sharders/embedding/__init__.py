@@ -13,6 +13,9 @@
 - `representatives`: layouts of a table that stand for every way to cut it
 - `torchrec_form`: what code written for TorchRec's sharded modules finds in ours
 - `unread_weight`: a table's parameter inside the forward: asked for its shape, never read
+- `part_read`: a table's part that the model's methods read past its forward, never taken for the whole
+- `asked_of`: what code asks of a weight that it reads
+- `operations`: torch's operations by their names
 - `handed_out`: parameters of tables as users hold them: terms of a loss, new values
 - `drawn_later`: what `torch.nn.init` draws in a table that is on a mesh
 - `same_form`: a table's weight is not parametrized, pruned or normed on its parts

@@ -19,7 +19,7 @@ its *elements*, or *rows* where those are whole; or a *sum* over these, of which
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from functools import cache, wraps
 from math import prod
@@ -29,6 +29,7 @@ import torch
 
 from dmp import Shard, ShardError
 from sharders.embedding.among import Among
+from sharders.embedding.operations import is_pointwise, operations
 
 _log = logging.getLogger("dmp")
 _MARK = "_dmp_version"  # of a gradient: as which version the lookup gave it
@@ -375,7 +376,7 @@ def _kind(node: Any, name: str, kinds: set[_Kind], is_alone: bool, may_scale: bo
         return _Kind.SUM if not _dims(node) else _Kind.ELEMENTS if _is_by_row(node, kept) else _Kind.SUMS
     if _is_of_more(node, name):
         return None
-    if reduction == _REDUCES_NOT or name in _STAYS or _is_pointwise(name):
+    if reduction == _REDUCES_NOT or name in _STAYS or is_pointwise(name):
         return kept
     return _Kind.ELEMENTS if name in _MOVED or _is_by_row(node, kept) else None
 
@@ -383,7 +384,7 @@ def _kind(node: Any, name: str, kinds: set[_Kind], is_alone: bool, may_scale: bo
 def _is_of_more(node: Any, name: str) -> bool:
     """Whether each value of a table is put beside each of others: of the table, of which a rank has a part, or of a
     batch, which is one for each rank."""
-    if not _is_pointwise(name) or len(node.next_functions) < 2:
+    if not is_pointwise(name) or len(node.next_functions) < 2:
         return False
     below = [_elements(n, at) for n, at in node.next_functions if n is not None]
     return _elements(node, 0) > max(below)
@@ -416,24 +417,7 @@ def _dims(node: Any) -> set[int]:
 def _operation(node: Any) -> str | None:
     """Of torch's, without underscores; None where somebody has written the function himself."""
     name = node.name().rstrip("0123456789").removesuffix("Backward").lower().replace("_", "").removeprefix("foreach")
-    return name if name in _operations() else None
-
-
-@cache
-def _operations() -> Mapping[str, list[str]]:
-    """Names without underscores -> names of torch's operations; `add_` is of `add`."""
-    found: dict[str, list[str]] = {}
-    for full in torch._C._dispatch_get_all_op_names():
-        if full.startswith("aten::"):
-            name = full.removeprefix("aten::").partition(".")[0]
-            found.setdefault(name.replace("_", ""), []).append(name)
-    return found
-
-
-@cache
-def _is_pointwise(name: str) -> bool:
-    packets = [getattr(torch.ops.aten, full, None) for full in dict.fromkeys(_operations()[name])]
-    return any(torch.Tag.pointwise in getattr(p, o).tags for p in packets if p is not None for o in p.overloads())
+    return name if name in operations() else None
 
 
 @cache

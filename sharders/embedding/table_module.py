@@ -24,6 +24,7 @@ from sharders.embedding.engine import Engine
 from sharders.embedding.lookup.kernels import kernel_of
 from sharders.embedding.lookup.optimizers import OptimizerSpec
 from sharders.embedding.originals import carry_state, gathered, module_at, parameter_at
+from sharders.embedding.part_read import Part
 from sharders.embedding.peers import find_peers
 from sharders.embedding.placement import Table
 from sharders.embedding.representatives import representatives
@@ -32,7 +33,7 @@ from sharders.embedding.same_form import SameForm
 from sharders.embedding.successor import hand_on
 from sharders.embedding.tensor_slice import tensor_ranks
 from sharders.embedding.torchrec_form import TorchRecForm, check_gradients_are_means, make_known
-from sharders.embedding.unread_weight import Part, Unread
+from sharders.embedding.unread_weight import Unread
 
 InitFn = Callable[[torch.Tensor], Any]
 _log = logging.getLogger("dmp")

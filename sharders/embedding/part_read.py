@@ -1,0 +1,238 @@
+"""This rank's part of a table, as the model's own code reads it past its forward: never taken for the whole.
+
+A method that is called past the forward means the whole table, too. With gradients that may be a penalty, see
+`loss_terms`; without them, as where all items are scored or rows are made of length 1 after each step, a product with
+the part or a row by its number would have the part's shape, and be taken for the whole's. So a `Part` does what is done
+to each element by itself, or to each row where those are whole, which is right, and so it is to tables that are cut
+alike; all else is an error. One number of it may be a penalty, where there are gradients, and the backward pass judges;
+what is trained beside it would get its gradient from the part, and is an error.
+
+Its sizes are the whole's, where code asks for nothing else. An optimizer or a look at its `.grad` needs the parameter
+itself. So the code around says what it is to be, where it reads a weight or by a local name: the parameter, in a method
+that runs with gradients, unless torch's operations or the model's modules are about to take it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dmp import Shard, ShardError
+from sharders.embedding.asked_of import INDEXED, asked_of, reader, self_of
+from sharders.embedding.operations import is_pointwise, operations
+from sharders.embedding.unread_weight import ALLOWED, THE_SAME, Unread, name_of, nested
+
+_JOINS = frozenset(("cat", "concat", "stack", "vstack", "hstack"))
+
+_MIXES_ROWS = frozenset(
+    ("mm", "matmul", "__matmul__", "__rmatmul__", "@", "linear", "bmm", "addmm", "einsum", "tensordot", "baddbmm")
+    + ("mv", "inner", "embedding", "embedding_bag", "index_select", "gather", "take", "cdist", "cosine_similarity")
+    + ("index_fill", "index_copy", "index_add", "index_put", "scatter", "scatter_add", "select", "narrow")
+    + ("pairwise_distance", "unbind", "chunk", "split", "tensor_split", "roll", "flip", "pad", "histc", "unique")
+    + ("numpy", "tolist", "item", "__array__", "__iter__", "__float__", "__int__", "__bool__", "__reversed__")
+)
+
+_MIXES_COLUMNS: Mapping[str, int] = {
+    **dict.fromkeys(("sum", "mean", "prod", "std", "var", "std_mean", "var_mean", "median", "logsumexp"), 1),
+    **dict.fromkeys(("amax", "amin", "max", "min", "argmax", "argmin", "sort", "argsort", "cumsum", "cumprod"), 1),
+    **dict.fromkeys(("softmax", "log_softmax", "any", "all"), 1),
+    **dict.fromkeys(("topk", "kthvalue", "quantile"), 2),
+    "norm": 2,
+    "normalize": 2,
+    "vector_norm": 2,
+    "linalg_vector_norm": 2,
+    "layer_norm": -1,
+    "renorm": -1,
+}
+"""Name -> which argument says the dims that are mixed; -1: none does."""
+
+_MOVES = frozenset(
+    ("T", "mT", "t", "transpose", "swapaxes", "swapdims", "permute", "movedim", "squeeze", "unsqueeze", "expand")
+    + ("expand_as", "view", "view_as", "reshape", "reshape_as", "flatten", "ravel", "clone", "contiguous", "to")
+    + ("cpu", "cuda", "float", "double", "half", "bfloat16", "type", "type_as", "as_subclass", "pin_memory")
+    + ("data", "detach", "grad", "requires_grad", "dropout", "masked_fill", "masked_select", "where", "copy", "fill")
+    + ("zero", "normal", "uniform", "bernoulli", "zeros_like", "ones_like", "full_like", "empty_like", "rand_like")
+    + ("randn_like", "real")
+)
+"""What has each element, or something in its place, and is no function of it."""
+
+_BY_INDEX = frozenset(("__getitem__", "__setitem__"))
+
+_SIZES = frozenset(("shape", "size", "numel", "nelement", "nbytes", "stride", "len", "__len__"))
+
+_OF_LEAVES = frozenset(
+    ("grad", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "backward")
+    + ("is_leaf", "set_", "set_data", "print")
+)
+"""What only the parameter itself has, or nobody need watch."""
+
+
+class Part(torch.Tensor):
+    """This rank's part of a table; see the top of the file."""
+
+    _table: str
+    _cut: Sequence[Shard]
+    _rows_are_whole: bool
+    _is_whole: bool
+
+    @staticmethod
+    def of(
+        parameter: nn.Parameter, size: tuple[int, ...], table: str, holder: nn.Module, cut: Sequence[Shard]
+    ) -> torch.Tensor:
+        """For who reads it now: the parameter itself, but for a method of the model around.
+
+        Args:
+            size: of the table.
+            holder: the module whose parameter it is.
+            cut: the table's shards on all ranks.
+        """
+        if torch.compiler.is_compiling():
+            return parameter
+        is_whole = tuple(parameter.shape) == size  # here, and not on others, which are refused what has gradients
+        if is_whole and not torch.is_grad_enabled():
+            return parameter
+        frame = sys._getframe(2)
+        model, name = self_of(frame), f"{frame.f_globals.get('__name__')}."
+        if (
+            model is None
+            or name.startswith(("torch.", "dmp.", "sharders."))
+            or all(m is not holder for m in model.modules())
+        ):
+            return parameter
+        asked = asked_of(frame)
+        if not _OF_LEAVES.isdisjoint(asked):
+            return parameter
+        if all(what in ALLOWED or what in _SIZES for what in asked):
+            return parameter if _SIZES.isdisjoint(asked) else Unread.of(parameter, size, table, "")
+        only_copied = asked[0] in THE_SAME if len(asked) == 1 else False
+        if torch.is_grad_enabled() and not (only_copied or any(_takes(what, model) for what in asked)):
+            return parameter
+        if is_whole and only_copied:
+            return parameter
+        made = parameter.detach() if only_copied else parameter
+        return made.as_subclass(Part)._as(table, cut, parameter.shape[1:] == size[1:], is_whole)
+
+    def _as(self, table: str, cut: Sequence[Shard], rows_are_whole: bool, is_whole: bool) -> Part:
+        self._table, self._cut, self._rows_are_whole, self._is_whole = table, cut, rows_are_whole, is_whole
+        return self
+
+    def _refuses(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether of a part the result would be another than of the whole, by what is asked; what gives one number, and
+        may be a penalty, is asked once it is done."""
+        name = name_of(func)
+        if name in _BY_INDEX:
+            return not _is_of_all(args[1])
+        name = name if name.startswith("__") else name.removesuffix("_")
+        if name in _MIXES_ROWS:
+            return True
+        if torch.is_grad_enabled() and name not in _JOINS:
+            beside = (each for each in nested((args, kwargs)) if not isinstance(each, Part))
+            if any(isinstance(each, torch.Tensor) and each.requires_grad for each in beside):
+                return True
+        return name in _MIXES_COLUMNS and not (self._may_be_a_penalty() or self._is_by_row(name, args, kwargs))
+
+    def _is_by_row(self, name: str, args: Any, kwargs: Any) -> bool:
+        at = _MIXES_COLUMNS[name]
+        dims = kwargs.get("dim", args[at] if 0 <= at < len(args) else None)
+        return self._rows_are_whole and not {0, -2} & set(dims if isinstance(dims, list | tuple) else [dims])
+
+    def _keeps(self, name: str, args: Any, kwargs: Any, is_number: bool) -> bool:
+        """Whether the result has for each element, or whole row, of the part what it has for that of the whole; or is a
+        number that may be a sum over these."""
+        is_whole_of_one = len(self._cut) == 1 and self._may_be_a_penalty()
+        if name.startswith("__") or is_whole_of_one or kwargs.get("reduction") == "none":
+            return True
+        name = name.removesuffix("_")
+        if name in _MIXES_COLUMNS:
+            return name == "sum" or self._is_by_row(name, args, kwargs)
+        plain = name.removeprefix("_foreach").replace("_", "")
+        return is_number or name in _MOVES or name in _JOINS or is_pointwise(plain)
+
+    def _may_be_a_penalty(self) -> bool:
+        """Which `loss_terms` looks at, in the backward pass."""
+        return torch.is_grad_enabled() and self.requires_grad
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        parts = [each for each in nested((args, kwargs)) if isinstance(each, Part) and "_table" in vars(each)]
+        if not parts or name_of(func) in ALLOWED:
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        read = parts[0]
+        if read._refuses(func, args, kwargs):
+            raise ShardError(_of_a_part(read._table, name_of(func)))
+        other = next((part for part in parts if part._cut != read._cut), None)
+        try:
+            made = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        except (RuntimeError, IndexError) as error:  # of shapes that do not fit, as those of the wholes do
+            raise ShardError(_of_a_part(read._table, name_of(func))) from error
+        if isinstance(made, Part):
+            return read._made(made, other, func, args, kwargs)
+        for each in nested(made):
+            if isinstance(each, Part):
+                read._made(each, other, func, args, kwargs)
+        return made
+
+    def _made(self, made: Part, other: Part | None, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+        """What was made of it, if that is right."""
+        name = name_of(func)
+        if other is not None:
+            raise ShardError(_of_a_part(self._table, f"{name}, with {other._table!r}, which is cut otherwise"))
+        is_number = made.dim() == 0
+        is_of_fewer = name in _MIXES_COLUMNS and made.shape[:1] != self.shape[:1]
+        if (
+            _is_of_more(made, args, name)
+            or ((is_number or is_of_fewer) and not made._may_be_a_penalty())
+            or not self._keeps(name, args, kwargs, is_number)
+        ):
+            raise ShardError(_of_a_part(self._table, name))
+        if is_number:
+            return made.as_subclass(torch.Tensor)
+        return made._as(self._table, self._cut, self._rows_are_whole, self._is_whole)
+
+
+def _takes(what: str, model: nn.Module) -> bool:
+    """Whether it is torch's operations, or a module of the model, that take a weight, by what is asked of it."""
+    if what in _MOVES or what in _MIXES_ROWS or what in _MIXES_COLUMNS or what in (INDEXED, *_BY_INDEX):
+        return True
+    if not what.isidentifier():
+        return what != ""  # an operator
+    is_of_torch = (
+        what.replace("_", "") in operations() or what in _JOINS or hasattr(F, what) or hasattr(torch.linalg, what)
+    )
+    return is_of_torch or isinstance(model._modules.get(what), nn.Module)
+
+
+def _is_of_all(index: Any) -> bool:
+    """Whether an index is no number of a row or column: all there is, or a mask."""
+    if isinstance(index, torch.Tensor):
+        return index.dtype is torch.bool and index.dim() == 2
+    return index is Ellipsis or (isinstance(index, slice) and index == slice(None))
+
+
+def _is_of_more(made: torch.Tensor, args: Any, name: str) -> bool:
+    """Whether parts were put beside other values, each of them to each of these."""
+    tensors = [each for each in nested(args) if isinstance(each, torch.Tensor)]
+    parts = [each for each in tensors if isinstance(each, Part)]
+    if len(tensors) == len(parts) and (len(parts) < 2 or name in _JOINS or all(each._is_whole for each in parts)):
+        return False
+    return all(_is_less(each.shape, made.shape) for each in parts)
+
+
+def _is_less(shape: Sequence[int], made: Sequence[int]) -> bool:
+    """Whether a shape was broadcast, or joined, to make another."""
+    return any(m > n for m, n in zip(reversed(made), [*reversed(shape), *[1] * len(made)], strict=False))
+
+
+def _of_a_part(table: str, what: str) -> str:
+    return (
+        f"{reader()} reads table {table!r} ({what}) past the model's forward, and has this rank's part of it, not the "
+        "whole: full_state_dict(model) gives whole tables, to_unsharded(model) a plain model to evaluate; or look all "
+        "rows up, table(torch.arange(num_rows)), on all ranks. What changes rows is right where they are whole, and "
+        "of two tables where both are cut alike: row_wise() in the plan; what changes the whole, with replicate()"
+    )
