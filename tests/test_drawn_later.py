@@ -13,13 +13,29 @@ from tests.wrapped_net import Net
 PLAN = {"users.weight": row_wise(), "items.weight": table_wise(0), "more.weight": row_wise()}
 
 
+class Drawing(Net):
+    """Whose method draws its tables past the forward."""
+
+    def draw(self, name: str) -> None:
+        nn.init.normal_(self.users.weight)
+        getattr(nn.init, name)(self.users.weight.data)
+        with torch.no_grad():
+            getattr(nn.init, name)(self.items.weight)
+        weight = self.more.weight
+        getattr(nn.init, name)(weight.detach())
+        for layer in (self.over, self.out):
+            getattr(nn.init, name)(layer.weight)
+
+
 def drawn(name: str, by: str) -> tuple[dict[str, torch.Tensor], float]:
     """The model's weights when all were drawn anew, and the next random number."""
     copied = {"users.weight": data_parallel()} if by == "copied" else {}
-    model = DistributedModelParallel(Net(), plan={**PLAN, **copied})
+    model = DistributedModelParallel(Drawing(), plan={**PLAN, **copied})
     torch.manual_seed(5)
     generator = torch.Generator().manual_seed(6) if by == "generator" else None
-    for parameter in model.parameters():
+    if by == "method":
+        model.module.draw(name)  # type: ignore[operator]
+    for parameter in model.parameters() if by != "method" else ():
         if parameter.dim() > 1:
             getattr(nn.init, name)(parameter, generator=generator)
     own = {n: p.detach().clone() for n, p in model.named_parameters() if n.startswith(("over", "out"))}
@@ -30,7 +46,7 @@ def drawn(name: str, by: str) -> tuple[dict[str, torch.Tensor], float]:
 
 
 @pytest.mark.parametrize("name", ["xavier_uniform_", "kaiming_normal_", "normal_"])
-@pytest.mark.parametrize("by", ["rows", "copied", "generator"])
+@pytest.mark.parametrize("by", ["rows", "copied", "generator", "method"])
 def test_tables_are_drawn_as_wholes_and_ranks_stay_alike(name: str, by: str) -> None:
     """Equal parts had equal values, fans were the parts', and dense copies drawn behind uneven parts differed."""
     (first, number), (second, other) = run_ranks(2, drawn, name, by)

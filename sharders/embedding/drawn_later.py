@@ -41,6 +41,12 @@ def place(parameter: torch.Tensor, shards: Sequence[Shard], size: tuple[int, int
     parameter._dmp_place = _Place(size, digest, tuple(parameter.shape) == size)  # type: ignore[attr-defined]
 
 
+def carry_place(parameter: torch.Tensor, read: torch.Tensor) -> None:
+    """What a method of the model's reads in the parameter's stead is drawn as it would be."""
+    if (here := getattr(parameter, "_dmp_place", None)) is not None:
+        read._dmp_place = here  # type: ignore[attr-defined]
+
+
 _OF_THE_WHOLE = frozenset(("orthogonal_", "sparse_", "eye_", "dirac_"))
 """Whose values in one row depend on the others, or on its number."""
 

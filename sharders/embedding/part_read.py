@@ -24,6 +24,7 @@ from torch import nn
 
 from dmp import Shard, ShardError
 from sharders.embedding.asked_of import INDEXED, asked_of, reader, self_of
+from sharders.embedding.drawn_later import carry_place
 from sharders.embedding.operations import is_pointwise, operations
 from sharders.embedding.unread_weight import ALLOWED, THE_SAME, Unread, name_of, nested
 
@@ -114,8 +115,9 @@ class Part(torch.Tensor):
             return parameter
         if is_whole and only_copied:
             return parameter
-        made = parameter.detach() if only_copied else parameter
-        return made.as_subclass(Part)._as(table, cut, parameter.shape[1:] == size[1:], is_whole)
+        made = (parameter.detach() if only_copied else parameter).as_subclass(Part)
+        carry_place(parameter, made)
+        return made._as(table, cut, parameter.shape[1:] == size[1:], is_whole)
 
     def _as(self, table: str, cut: Sequence[Shard], rows_are_whole: bool, is_whole: bool) -> Part:
         self._table, self._cut, self._rows_are_whole, self._is_whole = table, cut, rows_are_whole, is_whole
@@ -191,6 +193,8 @@ class Part(torch.Tensor):
             or not self._keeps(name, args, kwargs, is_number)
         ):
             raise ShardError(_of_a_part(self._table, name))
+        if name in THE_SAME:
+            carry_place(self, made)
         if is_number:
             return made.as_subclass(torch.Tensor)
         return made._as(self._table, self._cut, self._rows_are_whole, self._is_whole)
