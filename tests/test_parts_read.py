@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import dis
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -324,6 +325,9 @@ def test_elements_and_rows_are_right() -> None:
     run_ranks(2, does_what_is_right)
 
 
+IS_OLD = sys.version_info < (3, 11)
+
+
 class Local(nn.Module):
     """Takes its weights by a local name, the first of two: one instruction loads both since Python 3.13."""
 
@@ -344,4 +348,5 @@ def test_the_first_of_two_local_names() -> None:
     for method, taken_by in ((Local.scores, "linear"), (Local.beside, "cat"), (Local.times, "@")):
         asked = asked_of._asked_after(method.__code__)
         (read,) = (s for s in dis.get_instructions(method) if s.argval == "weight" and s.opname == "LOAD_ATTR")
-        assert asked[read.offset] == (taken_by,), method
+        # Python 3.10 turns two values over on the stack, which is not followed.
+        assert asked[read.offset] == (asked_of.UNKNOWN if IS_OLD and method is Local.times else taken_by,), method

@@ -17,6 +17,9 @@ from dmp import DistributedModelParallel
 INDEXED = "[...]"
 """What is asked of a weight, where it is indexed."""
 
+OPERATOR = "<operator>"
+"""One that is not known by a sign."""
+
 UNKNOWN = ""
 """Where it goes on in a way that is not followed: returned, kept, handed to what a condition chose."""
 
@@ -36,7 +39,7 @@ def _asked_after(code: CodeType) -> Mapping[int, tuple[str, ...]]:
     by_name: dict[str, list[str]] = {}
     for i, (step, after) in enumerate(pairwise(steps)):
         is_local = "LOAD_FAST" in step.opname
-        if after.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+        if after.opname in _ATTRIBUTES:
             asked[step.offset] = after.argval
         elif step.opname == "LOAD_ATTR" or is_local:
             taker, above = _taker(steps[i + 1 :])
@@ -50,6 +53,7 @@ def _asked_after(code: CodeType) -> Mapping[int, tuple[str, ...]]:
     return found
 
 
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 _ARE_NO_STEPS = frozenset(("EXTENDED_ARG", "CACHE", "NOP", "KW_NAMES"))
 _OF_ONE_NAME = re.compile("(?:LOAD|STORE)_FAST(?:_BORROW)?")
 
@@ -68,8 +72,9 @@ def _steps(code: CodeType) -> Iterator[dis.Instruction]:
 def _called(steps: Sequence[dis.Instruction]) -> Mapping[int, str]:
     """Where a call is -> the name of what is called."""
     found: dict[int, str] = {}
-    for i, step in enumerate(steps):
-        if step.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_DEREF"):
+    for i, (step, after) in enumerate(pairwise(steps)):
+        leads_on = after.opname in _ATTRIBUTES  # such a step may leave two values where the first lay
+        if step.opname in (*_ATTRIBUTES, "LOAD_GLOBAL", "LOAD_DEREF") and not leads_on:
             taker, _ = _taker(steps[i + 1 :])
             if taker is not None:
                 found.setdefault(taker.offset, step.argval)  # what is called lies below what it is called with
@@ -83,8 +88,8 @@ def _what_takes(taker: dis.Instruction, above: int, called: Mapping[int, str]) -
     operands = {"BINARY_SUBSCR": 2, "BINARY_SLICE": 3}.get(name, 2 if taker.argrepr == "[]" else 0)
     if operands:
         return INDEXED if operands == above else UNKNOWN
-    if name in ("BINARY_OP", "COMPARE_OP"):
-        return taker.argrepr.removesuffix("=") or taker.argrepr
+    if name.startswith(("BINARY_", "INPLACE_", "COMPARE_OP")):  # one operation for each operator, before Python 3.11
+        return taker.argrepr.removesuffix("=") or OPERATOR
     return {"UNARY_NEGATIVE": "neg", "GET_ITER": "__iter__", "UNPACK_SEQUENCE": "__iter__"}.get(name, UNKNOWN)
 
 
