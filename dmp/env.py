@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import combinations
 from math import prod
 from typing import Any
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dmp.foreign import is_torchrecs, type_name
-from dmp.ranks import entry, watchdog
+from dmp.ranks import entry, is_alive, watchdog
 
 _log = logging.getLogger("dmp")
 ROLES = ("replicate", "shard", "tensor")
@@ -86,7 +86,7 @@ class ShardingEnv:
         names, shape = tuple(names), tuple(mesh.shape)
         roles = _roles(names, replicate, shard, tensor)
         watchdog.start()
-        groups = {axes: _group(mesh, axes, dist.group.WORLD) for axes in _sets_of_axes(names, roles)}
+        groups = {axes: _group(mesh, axes) for axes in _sets_of_axes(names, roles)}
         return cls(mesh, mesh.device_type, names, shape, roles, tuple(coordinate), groups)
 
     @classmethod
@@ -325,14 +325,23 @@ def _sets_of_axes(names: tuple[str, ...], roles: tuple[str, ...]) -> list[tuple[
     return [axes for axes in dict.fromkeys(found) if axes]
 
 
-@lru_cache(maxsize=256)
-def _group(mesh: DeviceMesh, axes: tuple[str, ...], world: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Group along `axes`. Cached, for each flattening makes a new communicator.
+_kept: dict[tuple[DeviceMesh, tuple[str, ...]], dist.ProcessGroup] = {}
+"""Mesh and axes -> group: each flattening makes a new communicator. Meshes are equal by content."""
 
-    Meshes are equal by content, so `world` is what tells those of an earlier process group from those of this one.
-    """
+
+def _group(mesh: DeviceMesh, axes: tuple[str, ...]) -> dist.ProcessGroup:
+    """Group along `axes`; of an earlier mesh of the same ranks where that has not been destroyed."""
     if mesh.ndim == 1:
-        return mesh.get_group()
+        return mesh.get_group()  # maybe one that the program gave, not another of the same ranks
+    for key in [key for key, group in _kept.items() if not is_alive(group)]:
+        del _kept[key]
+    if (mesh, axes) not in _kept:
+        _kept[mesh, axes] = _make_group(mesh, axes)
+    return _kept[mesh, axes]
+
+
+def _make_group(mesh: DeviceMesh, axes: tuple[str, ...]) -> dist.ProcessGroup:
+    world = dist.group.WORLD
     # Axes of one rank change nothing: without them most sets need no communicator of their own.
     long = tuple(axis for axis in axes if mesh[axis].size() > 1) or axes[:1]
     is_world = world is not None and mesh.size() == world.size() and _is_world(mesh)

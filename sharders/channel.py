@@ -137,7 +137,7 @@ def over_memory(group: dist.ProcessGroup | None, purpose: Purpose) -> Channel:
     """
     if group is None or dist.get_world_size(group) == 1:
         return over_connections(group, purpose)
-    for key in [key for key in _opened if not _is_alive(key[0])]:
+    for key in [key for key in _opened if not ranks.is_alive(key[0])]:
         gone = _opened.pop(key)
         if isinstance(gone, MemoryChannel):
             gone.close()
@@ -148,15 +148,6 @@ def over_memory(group: dist.ProcessGroup | None, purpose: Purpose) -> Channel:
 
 
 _opened: dict[tuple[dist.ProcessGroup, Purpose], Channel] = {}
-
-
-def _is_alive(group: dist.ProcessGroup) -> bool:
-    """Whether the program has not destroyed a group."""
-    try:
-        dist.get_backend(group)
-    except ValueError:
-        return False
-    return True
 
 
 def over_connections(group: dist.ProcessGroup | None, purpose: Purpose) -> Channel:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import os
 import time
 from typing import Any
 
@@ -11,14 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dmp import DistributedModelParallel, full_state_dict
-from tests.ranks import run_apart
+from dmp import DistributedModelParallel, ShardingEnv, full_state_dict
+from tests.ranks import run_apart, run_ranks
 
 
-def trains() -> None:
+def trains(env: ShardingEnv | None = None) -> None:
     model = nn.Sequential(nn.EmbeddingBag(16, 8), nn.Linear(8, 1))
     plain = copy.deepcopy(model)
-    wrapped = DistributedModelParallel(model)
+    wrapped = DistributedModelParallel(model, env)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (wrapped, plain)]
     for step in range(2):
         x = torch.randint(0, 16, (4, 3), generator=torch.Generator().manual_seed(step))
@@ -37,11 +39,19 @@ def meet(store: Any, where: str) -> None:
         time.sleep(0.01)
 
 
-def one_after_the_other(is_same: bool) -> str:
+def open_here() -> tuple[int, int]:
+    """Files and threads of this process, without what waits to be collected."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def one_after_the_other(is_same: bool) -> list[tuple[int, int]]:
     """Of one store, what torch would connect to is removed before: it reads addresses of the group before by chance."""
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    found = []
     for turn in range(3):
         trains()
+        found.append(open_here())
         dist.destroy_process_group()
         meet(store, f"ended {turn}")
         if rank == 0 and is_same:
@@ -52,10 +62,29 @@ def one_after_the_other(is_same: bool) -> str:
         given = store if is_same else dist.PrefixStore(f"group {turn}", store)
         dist.init_process_group("gloo", store=given, rank=rank, world_size=2)
     trains()
-    return "trained"
+    return [*found, open_here()]
 
 
 @pytest.mark.parametrize("is_same", [True, False], ids=["one store", "a store each"])
 def test_a_group_made_again_trains(is_same: bool) -> None:
-    for said in run_apart(2, one_after_the_other, is_same):
-        assert said == "trained"
+    """Connections of our own, and their threads, end with it; a store each is another connection."""
+    for first, second, *_, last in run_apart(2, one_after_the_other, is_same):
+        assert last[0] <= second[0] and last[1] <= second[1] + 1, (first, second, last)
+
+
+def in_groups_of_ones_own() -> list[tuple[int, int]]:
+    found = []
+    for _ in range(4):
+        group = dist.new_group([0, 1])
+        trains(ShardingEnv.from_process_group(group))
+        dist.barrier()
+        dist.destroy_process_group(group)
+        del group
+        found.append(open_here())
+    return found
+
+
+def test_groups_that_a_program_makes_and_destroys() -> None:
+    """Each is the one that its model is wrapped in, though its mesh equals that of the one before; nothing is left."""
+    for _, second, *_, last in run_ranks(2, in_groups_of_ones_own):
+        assert last[0] <= second[0] and last[1] <= second[1], (second, last)

@@ -70,7 +70,7 @@ def wrap_with(what: str) -> None:
     with torch.device("meta"):
         module = nn.Sequential(tables, Dense() if what == "reset_parameters" else nn.Linear(2, 2))
     sharder = {"init_fn": Filler, "shard": NoRoom}.get(what, EmbeddingBagCollectionSharder)()
-    ranks.own_group.cache_clear()  # as in a program that has just begun
+    ranks.call_log.own_groups.clear()  # as in a program that has just begun
     try:
         env = ShardingEnv.from_mesh(mesh((2,), ("dp",)))
         DistributedModelParallel(module, env, plan={TABLE: row_wise()}, sharders=[sharder])

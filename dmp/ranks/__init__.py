@@ -10,6 +10,7 @@ Which to use, in a call that all ranks of a group make together:
     `compare_facts`     what must be the same everywhere, as texts by name
     `gather_objects`    what may differ; `gather_words` for two integers, in a single exchange
     `own_group`         a group beside the program's, for one purpose; `control_group` for exchanges such as these
+    `is_alive`          whether the program has not destroyed a group
     `at_work`           around what takes long on one rank, such as compiling: it is not taken for one that waits
     `raise_cause`       in place of what torch says of a collective that broke
     `take_turn`         before a collective of torch's that ranks may begin in different orders
@@ -38,7 +39,7 @@ from dmp.ranks.answers import parted_text
 from dmp.ranks.entry import at_work, calls_so_far, entry, raise_cause, raise_verdict
 from dmp.ranks.exchange import compare_facts, gather_objects, gather_words
 from dmp.ranks.failing import fail_together, from_first, numbers_of_all, raise_on_all, results_of_all
-from dmp.ranks.groups import control_group, own_group
+from dmp.ranks.groups import control_group, is_alive, own_group
 from dmp.ranks.left import begin_pass, note_left
 from dmp.ranks.turns import take_turn
 from dmp.ranks.watchdog import PeerLost
@@ -46,4 +47,4 @@ from dmp.ranks.watchdog import PeerLost
 __all__ = ["PeerLost", "RanksError", "at_work", "calls_so_far", "compare_facts", "control_group", "entry"]
 __all__ += ["gather_objects", "gather_words", "numbers_of_all", "own_group", "raise_cause", "raise_on_all"]
 __all__ += ["fail_together", "from_first", "parted_text", "raise_verdict", "results_of_all", "take_turn"]
-__all__ += ["begin_pass", "note_left"]
+__all__ += ["begin_pass", "is_alive", "note_left"]

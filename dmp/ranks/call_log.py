@@ -13,6 +13,7 @@ import weakref
 from collections import deque
 from functools import lru_cache
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -131,28 +132,38 @@ def forget() -> None:
     made.clear()
     Left.text = ""
     Verdict.error, Verdict.ranks = None, frozenset()
+    own_groups.clear()
     parts.clear()
     sequences.clear()
-    sequence_of.cache_clear()
+    _of_group.clear()
     _sequence.cache_clear()
 
+
+own_groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
+"""Ranks and purpose -> our group beside the program's, see groups.py."""
 
 parts: dict[dist.ProcessGroup, str] = {}
 """Groups that another thread uses beside the rest: their entries are a sequence of their own."""
 
+_of_group: WeakKeyDictionary[dist.ProcessGroup, Sequence] = WeakKeyDictionary()
+"""Weak, for a group that nobody refers to any more ends its connections and threads."""
 
-@lru_cache(maxsize=256)
+
 def sequence_of(group: dist.ProcessGroup) -> Sequence:
     """That of the group's ranks; groups of the same ranks share one, but for `parts`.
 
     Raises:
         RanksError: the group was destroyed.
     """
+    known = _of_group.get(group)
+    if known is not None:
+        return known
     try:
         ranks = tuple(dist.get_process_group_ranks(group))
     except KeyError:
         raise RanksError(DESTROYED) from None
-    return _sequence(ranks, parts.get(group, ""))
+    known = _of_group[group] = _sequence(ranks, parts.get(group, ""))
+    return known
 
 
 @lru_cache(maxsize=256)

@@ -7,7 +7,6 @@ never meet a step's collectives or the program's: gloo ends the process where tw
 from __future__ import annotations
 
 from datetime import timedelta
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,35 +19,38 @@ from dmp.ranks.entry import entry
 
 def control_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """The same ranks, on the CPU where the backend allows, for [Note: control]; collective for a new set of ranks."""
-    return group if group in _own else own_group(group, "control")
+    is_ours = any(of in _ON_THE_CPU and group is own for (_, of), own in call_log.own_groups.items())
+    return group if is_ours else own_group(group, "control")
 
 
-_own: set[dist.ProcessGroup] = set()
+_ON_THE_CPU = ("control", "background")
 
 
-@lru_cache(maxsize=64)
 def own_group(group: dist.ProcessGroup, purpose: str, timeout: timedelta | None = None) -> dist.ProcessGroup:
     """The same ranks with gloo connections of their own, for one purpose; collective for a new set of ranks.
 
     `group` itself where that would bring nothing: the data path of a backend that is not gloo, a group that is no real
-    one.
+    one. Groups of the same ranks share it, so that a program may make and destroy as many as it likes; it ends with
+    the default group.
     """
     try:
         backend, dog = dist.get_backend(group), watchdog.start()
     except ValueError:
         raise RanksError(call_log.DESTROYED) from None
-    is_control = purpose in ("control", "background")
+    is_control = purpose in _ON_THE_CPU
     if dog is None or dist.get_world_size(group) == 1:
         return group
     if backend != "gloo" and not (backend == "nccl" and is_control and dist.is_gloo_available()):
         return group
     ranks = dist.get_process_group_ranks(group)
+    made = call_log.own_groups.get((tuple(ranks), purpose))
+    if made is not None:
+        return made
     name = f"dmp/{purpose}/{call_log.shown(tuple(ranks))}"
     with entry(f"making a group for {purpose}", group):  # in torch nothing could tell it that nobody will come
         count = dog.wait_in_store(name, len(ranks))
         made = _new_group(ranks, dist.get_rank(group), f"{name}/{count}", timeout)
-    if is_control:
-        _own.add(made)
+    call_log.own_groups[tuple(ranks), purpose] = made
     if purpose == "background":
         call_log.parts[made] = ", in the background"
     return made
@@ -84,6 +86,15 @@ def _new_group(ranks: list[int], rank: int, name: str, timeout: timedelta | None
     )
     c10d._world.pg_group_ranks[made] = {of_all: i for i, of_all in enumerate(ranks)}
     return made
+
+
+def is_alive(group: dist.ProcessGroup) -> bool:
+    """Whether the program has not destroyed a group."""
+    try:
+        dist.get_backend(group)
+    except ValueError:
+        return False
+    return True
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
