@@ -20,6 +20,7 @@ from dmp.ranks.entry import entry
 from dmp.ranks.exchange import gather_words, post_words, settle
 
 _MOST = 64  # passes before a step that are told apart
+_KEPT = 1 << 14  # turns whose followers are known: a program that wraps one model after the other makes ever new ones
 
 
 @contextmanager
@@ -45,16 +46,23 @@ def take_turn(what: str, group: dist.ProcessGroup, *, detail: str = "", ends_pas
     with entry(name, group):
         if expected != what:
             gather_words(name, [0, 0], group)
-            sequence.follows[before] = what
+            _keep(sequence.follows, before, what)
         elif was != detail:
             post_words(name, group)
         if detail:
-            sequence.details[before] = detail
+            _keep(sequence.details, before, detail)
         sequence.num_passes = 0 if detail else min(sequence.num_passes + ends_pass, _MOST)
         sequence.num_steps = min(sequence.num_steps + 1, _MOST) if detail else 0
         # only what follows a pass, another or a step, depends on how many there were: at first as after one fewer
         last = what, sequence.num_passes - 1
         sequence.turn = what, sequence.num_passes if ends_pass else sequence.num_steps
         if ends_pass and last in sequence.follows:
-            sequence.follows.setdefault(sequence.turn, sequence.follows[last])
+            _keep(sequence.follows, sequence.turn, sequence.follows.get(sequence.turn, sequence.follows[last]))
         yield
+
+
+def _keep(known: dict[tuple[str, int], str], turn: tuple[str, int], what: str) -> None:
+    """The oldest is forgotten, the same one on all ranks, and agreed on once more where it comes again."""
+    known[turn] = what
+    if len(known) > _KEPT:
+        del known[next(iter(known))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,8 +28,10 @@ def _guard(fused: FusedParameter) -> None:
     parameter, name = fused.parameter, fused.name
     if not hasattr(parameter, "_dmp_is_guarded"):
         parameter._dmp_is_guarded = True  # type: ignore[attr-defined]
+        refuse = partial(_refuse_gradient, name=name)
+        refuse._dmp_own = True  # type: ignore[attr-defined]  # the next parameter of this table has one too
         with taking_hooks(parameter):
-            parameter.register_post_accumulate_grad_hook(lambda p: _refuse_gradient(p, name))
+            parameter.register_post_accumulate_grad_hook(refuse)
 
 
 def _refuse_gradient(parameter: torch.Tensor, name: str) -> None:
