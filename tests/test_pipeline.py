@@ -218,7 +218,7 @@ def test_what_is_on_the_device_stays_as_it_is() -> None:
 
     keyed = KeyedJaggedTensor.from_lengths_sync(["a"], torch.tensor([1, 2]), torch.tensor([1, 1]))
     own = batches_of(0, 1)[0]
-    moved = to_device({"keyed": keyed, "own": own, "none": None}, torch.device("cpu"))
+    moved, _ = to_device({"keyed": keyed, "own": own, "none": None}, torch.device("cpu"))
     assert moved["keyed"] is keyed and moved["own"] is not own
-    on_meta = to_device(keyed, torch.device("meta"))
+    on_meta, _ = to_device(keyed, torch.device("meta"))
     assert on_meta is not keyed and on_meta.values().device.type == "meta"

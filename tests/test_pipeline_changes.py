@@ -60,7 +60,22 @@ def hook(i: int, model: DistributedModelParallel) -> None:
         model.module.second.register_forward_pre_hook(lambda module, args: ((args[0] + 1) % ROWS,))
 
 
-BETWEEN: dict[str, Between] = {f.__name__: f for f in (freeze, evaluate, load, modes, move, hook)}
+def put_in(i: int, model: DistributedModelParallel) -> None:
+    """Another forward, for two steps."""
+    second: Any = model.module.second
+    if i == 1:
+        own = second.forward
+        second.forward = lambda ids: own((ids + 1) % ROWS)
+    elif i == 3:
+        del second.forward
+
+
+def swap(i: int, model: DistributedModelParallel) -> None:
+    if i == 2:
+        model.module.second = nn.Sequential(model.module.second)
+
+
+BETWEEN: dict[str, Between] = {f.__name__: f for f in (freeze, evaluate, load, modes, move, hook, put_in, swap)}
 
 
 def _between_steps(what: str) -> str:
@@ -85,11 +100,18 @@ def _between_steps(what: str) -> str:
     return counted.take()
 
 
-@pytest.mark.parametrize("what", BETWEEN)
+@pytest.mark.parametrize("what", [what for what in BETWEEN if what not in ("put_in", "swap")])
 @pytest.mark.sampled(3)
 def test_what_happens_between_steps(what: str) -> None:
     first, second = run_ranks(2, _between_steps, what)
     assert first == second and "+first +second +twice +twice" in first
+
+
+@pytest.mark.parametrize("what", ["put_in", "swap"])
+def test_modules_that_run_another_way_between_steps(what: str) -> None:
+    """What is begun is sought once, not in every step."""
+    first, second = run_ranks(2, _between_steps, what)
+    assert first == second and ("+first +twice +twice" in first) == (what == "put_in")
 
 
 def _resharded() -> list[str]:

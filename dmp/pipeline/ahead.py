@@ -77,7 +77,8 @@ class Begun:
     as_begun: Snapshot = field(init=False)
 
     def __post_init__(self) -> None:
-        self.as_begun = Snapshot((self.args, self.keywords))  # after it: who reads a batch may keep in it what it found
+        # After it: who reads a batch may keep in it what it found.
+        self.as_begun = Snapshot(walk((self.args, self.keywords)))
 
     def is_of(self, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> bool:
         """Whether these are its arguments, unchanged."""
@@ -203,8 +204,9 @@ class _Recording:
     """Of one forward."""
 
     def __init__(self, batch: Any) -> None:
-        self._places = {id(each): path for path, each in walk(batch)}
-        self._before = Snapshot(batch)
+        found = walk(batch)
+        self._places = {id(each): path for path, each in found}
+        self._before = Snapshot(found)
         self._batch = batch
         self._grad = torch.is_grad_enabled()
         self.found: list[Recorded | str] = []
@@ -260,14 +262,19 @@ class _StandIn:
 
 
 def takes_part(module: nn.Module) -> bool:
-    """Whether ids of a module's calls travel, in the first of two phases, and its forward is these two: no subclass or
-    program has put in another."""
-    if hook(module, "travels") is False or "forward" in vars(module):
+    """Whether ids of a module's calls travel, in the first of two phases, and its forward is these two: no subclass has
+    put in another."""
+    if hook(module, "travels") is False:
         return False
     if not all(callable(hook(module, name)) for name in ("begin", "finish", "can_finish")):
         return False
     own = [name for kind in type(module).__mro__ for name in ("begin", "forward") if name in vars(kind)]
     return own[:1] == ["begin"]
+
+
+def runs_its_own(module: nn.Module) -> bool:
+    """Whether its forward is its class's: programs put in others, between any two steps."""
+    return "forward" not in vars(module)
 
 
 def _same(a: Any, b: Any) -> bool:

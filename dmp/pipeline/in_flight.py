@@ -10,8 +10,19 @@ from typing import Any
 import torch
 
 from dmp.errors import InputError
-from dmp.nested import map_nested
-from dmp.pipeline.walk import PLAIN, Snapshot, shown_path, walk
+from dmp.pipeline.walk import (
+    AS_VALUE,
+    BY_KEY,
+    BY_NAME,
+    BY_PLACE,
+    MAX_OBJECTS,
+    Found,
+    Path,
+    Snapshot,
+    looks,
+    shown_path,
+    walk,
+)
 
 
 class Batch:
@@ -19,14 +30,17 @@ class Batch:
 
     Args:
         value: as the model takes it, on the device.
+        found: what is in it.
         number: of the pipeline's batches, from 0.
         error: what the iterator raised in its place: raised in its turn.
         copied: an event after its copy to the device, until something computes from it; None without streams.
     """
 
-    def __init__(self, value: Any, number: int, error: Exception | None = None, copied: Any = None) -> None:
+    def __init__(
+        self, value: Any, found: Found, number: int, error: Exception | None = None, copied: Any = None
+    ) -> None:
         self.value, self.number, self.error, self.copied = value, number, error, copied
-        self._as_read = Snapshot(value)
+        self._as_read = Snapshot(found)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Of the batch as it was read."""
@@ -71,11 +85,12 @@ class Feed:
             self._iterator, self.has_ended, self.num_of_iterator = iterator, False, 0
         if self.has_ended:
             return None
+        found: Found = []
         value, error, copied = None, None, None
         try:
             value = next_batch(iterator)
             if value is not None:
-                value, copied = self._sent(value)
+                (value, found), copied = self._sent(value)
         except Exception as raised:
             error = raised
         if value is None and error is None:
@@ -84,7 +99,7 @@ class Feed:
             return None
         self.num_read += 1
         self.num_of_iterator += 1
-        return Batch(value, self.num_read - 1, error, copied)
+        return Batch(value, found, self.num_read - 1, error, copied)
 
     def arrive(self, batch: Batch) -> None:
         """Have what is computed from now on wait for the batch's copy, and its memory wait for what is computed."""
@@ -97,8 +112,8 @@ class Feed:
             if tensor.device.type == self.device.type:
                 tensor.record_stream(current)
 
-    def _sent(self, value: Any) -> tuple[Any, Any]:
-        """On the device, and an event after its copy."""
+    def _sent(self, value: Any) -> tuple[tuple[Any, Found], Any]:
+        """On the device, with what is in it, and an event after its copy."""
         if self._stream is None:
             return to_device(value, self.device), None
         with self._streams.stream(self._stream):
@@ -109,31 +124,43 @@ class Feed:
         self._iterator, self.has_ended = None, False
 
 
-def to_device(value: Any, device: torch.device) -> Any:
-    """The batch on the device: by its own `to` where it has one; dicts, lists, tuples and dataclasses part by part."""
-    if callable(getattr(value, "to", None)):
-        return value if _is_there(value, device) else value.to(device=device, non_blocking=True)
+def to_device(value: Any, device: torch.device) -> tuple[Any, Found]:
+    """The batch on the device, and what is in it there: by its own `to` where it has one; dicts, lists, tuples and
+    dataclasses part by part, anew, for a loader may fill its own again.
 
-    def moved(part: Any, where: str) -> Any:
+    Each part is looked into as it arrives: to look at the batch once more took as long as all else that is done to it.
+    """
+    found: Found = []
+
+    def moved(part: Any, path: Path) -> Any:
+        seen: Found = []
         if callable(getattr(part, "to", None)):
-            return to_device(part, device)
-        if is_dataclass(part) and not isinstance(part, type):
-            new = copy.copy(part)
+            if _is_of_torch(part):
+                seen = walk(part, path, MAX_OBJECTS - len(found))
+            if {each.device for _, each in seen if isinstance(each, torch.Tensor)} != {device}:
+                part = part.to(device=device, non_blocking=True)
+                seen = walk(part, path, MAX_OBJECTS - len(found))
+            found.extend(seen)
+            return part
+        look = looks[type(part)]
+        if look == AS_VALUE:
+            return part
+        if look == BY_KEY:
+            return {key: moved(item, (*path, ("item", key))) for key, item in part.items()}
+        if look == BY_PLACE:
+            new = [moved(item, (*path, ("item", i))) for i, item in enumerate(part)]
+            return type(part)(*new) if hasattr(part, "_fields") else type(part)(new)
+        if look == BY_NAME and is_dataclass(part):
+            part = copy.copy(part)
             for each in fields(part):
-                object.__setattr__(new, each.name, to_device(getattr(part, each.name), device))
-            return new
+                object.__setattr__(part, each.name, to_device(getattr(part, each.name), device)[0])
+        found.extend(walk(part, path, MAX_OBJECTS - len(found)))
         return part
 
-    def is_leaf(part: Any) -> bool:
-        return isinstance(part, PLAIN) or callable(getattr(part, "to", None))
-
-    return map_nested(value, moved, is_leaf=is_leaf)
+    return moved(value, ()), found
 
 
-def _is_there(part: Any, device: torch.device) -> bool:
-    """Whether its tensors are all on the device: TorchRec's batches make themselves anew in `to` where nothing moves,
-    which takes longer than all else that a pipeline does. What the `to` of others' types does is theirs to know."""
-    if type(part).__module__.partition(".")[0] not in ("torch", "torchrec"):
-        return False
-    devices = {each.device for _, each in walk(part) if isinstance(each, torch.Tensor)}
-    return devices == {device}
+def _is_of_torch(part: Any) -> bool:
+    """Or TorchRec's, whose batches make themselves anew in `to` where nothing moves, which takes longer than all else
+    that a pipeline does. What the `to` of others' types does is theirs to know."""
+    return type(part).__module__.partition(".")[0] in ("torch", "torchrec")

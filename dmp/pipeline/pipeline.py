@@ -22,7 +22,7 @@ from torch import nn
 from dmp.errors import InputError, RanksError
 from dmp.foreign import type_name
 from dmp.names import join_name
-from dmp.pipeline.ahead import Ahead, Beginner, takes_part
+from dmp.pipeline.ahead import Ahead, Beginner, runs_its_own, takes_part
 from dmp.pipeline.in_flight import Batch, Feed
 from dmp.ranks import gather_words, raise_cause
 from dmp.state.find_wrapped import env_of, wrapped_in
@@ -88,6 +88,7 @@ class TrainPipeline:
         self._env = env_of(model)
         self._wrapped = wrapped_in(model)
         self._plans = [wrapped.plan for wrapped in self._wrapped.values()]
+        self._taking_part: dict[str, nn.Module] | None = None
         self._beginner = Beginner(self._env.everyone)
         for waiting in self._waiting:
             waiting.ahead = None
@@ -177,19 +178,22 @@ class TrainPipeline:
             waiting.ahead = self._beginner.begin(modules, waiting.batch.value, self._model.training)
 
     def _modules(self) -> dict[str, nn.Module]:
-        """Path -> each module that is begun ahead where its input allows it."""
+        """Path -> each module that is begun ahead where its input allows it. They are sought once under each plan: to
+        find 26 modules and ask them takes a third of a millisecond."""
         plans = [wrapped.plan for wrapped in self._wrapped.values()]
         if any(map(is_not, plans, self._plans)):  # by which ids of other modules may travel
-            self._plans = plans
+            self._plans, self._taking_part = plans, None
             self._beginner.look_again()
         if not self._sends_ahead or not self._beginner.looks_for(self._model.training):
             return {}
-        found = {
-            join_name(path, name): module
-            for path, wrapped in self._wrapped.items()
-            for name, module in wrapped.sharded_modules.items()
-        }
-        return {name: module for name, module in found.items() if takes_part(module)}
+        if self._taking_part is None:
+            self._taking_part = {
+                join_name(path, name): module
+                for path, wrapped in self._wrapped.items()
+                for name, module in wrapped.sharded_modules.items()
+                if takes_part(module)
+            }
+        return {name: module for name, module in self._taking_part.items() if runs_its_own(module)}
 
     def _step(self, current: _Waiting, modules: dict[str, nn.Module]) -> Any:
         batch, ahead, trains = current.batch, current.ahead, self._trains and self._model.training

@@ -20,16 +20,21 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.d
 NOTHING_THERE = (LookupError, AttributeError, TypeError)
 """What `resolve` raises."""
 
-_MAX_OBJECTS = 20_000  # of one batch: one that refers to more than a batch is not followed to its end
+Found = list[tuple[Path, Any]]
+"""Objects with their paths."""
+
+MAX_OBJECTS = 20_000
+"""Of one batch: one that refers to more than a batch is not followed to its end."""
+
 _MAX_TYPES = 1024  # that are kept
 
-_PLAIN, _WHOLE, _BY_KEY, _BY_PLACE, _BY_NAME = range(5)
+AS_VALUE, WHOLE, BY_KEY, BY_PLACE, BY_NAME = range(5)
 """How an object is looked into; the first two are not."""
 
 
 class _Looks(dict[type, int]):
-    """Type -> how its objects are looked into. A batch is walked twice in a step, often of a few milliseconds, and to
-    ask each object what it is takes half of that."""
+    """Type -> how its objects are looked into. A batch is walked in each step, often of a few milliseconds, and to ask
+    each object what it is takes half of that."""
 
     def __missing__(self, kind: type) -> int:
         if len(self) >= _MAX_TYPES:
@@ -40,47 +45,53 @@ class _Looks(dict[type, int]):
 
 def _look_of(kind: type) -> int:
     if issubclass(kind, (*PLAIN, type)):
-        return _PLAIN
+        return AS_VALUE
     if issubclass(kind, (torch.Tensor, nn.Module)):
-        return _WHOLE
+        return WHOLE
     if issubclass(kind, Mapping):
-        return _BY_KEY
-    return _BY_PLACE if issubclass(kind, (list, tuple)) else _BY_NAME
+        return BY_KEY
+    return BY_PLACE if issubclass(kind, (list, tuple)) else BY_NAME
 
 
-_looks = _Looks()
+looks = _Looks()
 
 
-def walk(value: Any) -> list[tuple[Path, Any]]:
-    """Every object in a batch, each once, with its path; not plain values, nor what tensors and modules hold."""
+def walk(value: Any, path: Path = (), limit: int = MAX_OBJECTS) -> Found:
+    """Every object in a batch, each once, with its path; not plain values, nor what tensors and modules hold.
+
+    Args:
+        path: of the value itself, in a batch that it is a part of.
+        limit: how many objects are found at most.
+    """
     seen: set[int] = set()
-    found: list[tuple[Path, Any]] = []
-    waiting: list[tuple[Path, Any]] = [((), value)]
-    while waiting and len(seen) < _MAX_OBJECTS:
-        path, each = waiting.pop()
-        look = _looks[type(each)]
-        if look == _PLAIN or id(each) in seen:
+    found: Found = []
+    waiting = [(path, value)] if looks[type(value)] else []
+    while waiting and len(found) < limit:
+        path, each = at = waiting.pop()
+        if id(each) in seen:
             continue
         seen.add(id(each))
-        found.append((path, each))
-        if look != _WHOLE:
+        found.append(at)
+        look = looks[type(each)]
+        if look != WHOLE:
             waiting += [((*path, step), part) for step, part in reversed(_parts(each, look))]
     return found
 
 
 def _parts(value: Any, look: int) -> list[tuple[tuple[str, Any], Any]]:
     """Those that are not plain: of the thousands of numbers in a list of them none is looked at twice."""
-    if look == _BY_PLACE:
-        if not any(map(_looks.__getitem__, set(map(type, value)))):
+    if look == BY_PLACE:
+        if not any(map(looks.__getitem__, set(map(type, value)))):
             return []
-        return [(("item", i), part) for i, part in enumerate(value) if _looks[type(part)]]
-    if look == _BY_KEY:
+        return [(("item", i), part) for i, part in enumerate(value) if looks[type(part)]]
+    if look == BY_KEY:
         named = [(key, part) for key, part in value.items() if isinstance(key, (str, int))]
-        return [(("item", key), part) for key, part in named if _looks[type(part)]]
+        return [(("item", key), part) for key, part in named if looks[type(part)]]
     kind: Any = type(value)
-    held = {name: getattr(value, name) for name in _slots(kind) if hasattr(value, name)}
-    held.update(getattr(value, "__dict__", {}))
-    return [(("attribute", name), part) for name, part in held.items() if _looks[type(part)]]
+    held = getattr(value, "__dict__", {})
+    if slots := _slots(kind):
+        held = {name: getattr(value, name) for name in slots if hasattr(value, name)} | held
+    return [(("attribute", name), part) for name, part in held.items() if part is not None and looks[type(part)]]
 
 
 @lru_cache(maxsize=_MAX_TYPES)
@@ -110,14 +121,17 @@ class Snapshot:
     """The tensors of a value and how often each had been written to: whether it is still what it was.
 
     Only what torch writes is seen; memory that NumPy writes to is not.
+
+    Args:
+        found: what `walk` found in it.
     """
 
-    def __init__(self, value: Any) -> None:
-        self._tensors = {path: (each, _version(each)) for path, each in walk(value) if isinstance(each, torch.Tensor)}
+    def __init__(self, found: Found) -> None:
+        self._tensors = [(path, each, _version(each)) for path, each in found if isinstance(each, torch.Tensor)]
 
     def changed_in(self, value: Any) -> Path | None:
         """Path of a tensor that is another now, or has been written to; more of them, as a cache is, are no change."""
-        for path, (tensor, version) in self._tensors.items():
+        for path, tensor, version in self._tensors:
             try:
                 now = resolve(value, path)
             except NOTHING_THERE:
@@ -128,7 +142,7 @@ class Snapshot:
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Those that it has seen."""
-        return (tensor for tensor, _ in self._tensors.values())
+        return (tensor for _, tensor, _ in self._tensors)
 
 
 def _version(tensor: torch.Tensor) -> int:
