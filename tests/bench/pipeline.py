@@ -1,15 +1,16 @@
 """One training step of a pipeline: ours against TorchRec's, and against the plain loop on the same model of ours.
 
 Tables with an in-backward optimizer under two dense layers with Adagrad; batches are made where the step asks for them.
-Rounds as in step.py. The phases of the plain loop's step and of the pipeline's stand beside each other: what a pipeline
-hides of the ids' exchange is missing from its input phase.
+Rounds as in step.py, but for ours against the plain loop of near ranks: 3 % of a step of 5 ms are less than it varies
+by, so there the plain loop also runs beside a copy of itself, and both are told apart as against_itself.py says. The
+phases of the plain loop's step and of the pipeline's stand beside each other: what a pipeline hides of the ids'
+exchange is missing from its input phase.
 
 What can be hidden is waiting. Ranks of one host that share its memory wait for each other alone, and where each has one
 core, all that is done takes its time whenever it is done: there the pipeline begins nothing ahead, and can but not be
-slower. So the same step
-also runs with exchanges that take their time while no core works on them, as between hosts: `Far` has what comes be
-there some ms after it was asked for. Of the four waits of a step (headers, ids, results, gradients) a pipeline can
-hide what comes before the lookup.
+slower. So the same step also runs with exchanges that take their time while no core works on them, as between hosts:
+`Far` has what comes be there some ms after it was asked for. Of the four waits of a step (headers, ids, results,
+gradients) a pipeline can hide what comes before the lookup.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch import nn
 import dmp
 from sharders import EmbeddingBagCollectionSharder
 from sharders.channel import over_group
+from tests.bench.against_itself import Beside, figures_of, interval, told_apart
 from tests.bench.report import Result
 from tests.bench.rounds import both, in_turns, quartiles, quickest_of_rounds, slowest
 from tests.bench.torchrec_side import torchrec_plan, torchrec_wrap
@@ -40,6 +42,9 @@ POINTS: dict[str, Workload] = {
 }
 TOLERANCE = 1e-5
 LAYOUT, ROUNDS, QUICK_ROUNDS, NUM_BATCHES, CHECKED = "row_wise", 15, 3, 8, 3
+NEAR_GOAL, NEAR_S, QUICK_NEAR_S = 0.97, 60.0, 5.0
+"""Of ours against the plain loop; for so long at most it is looked at."""
+
 RANKS, DELAYS_MS = (2, 4), (0.0, 10.0)
 PHASE_STEPS = 20
 Phases = dict[str, list[float]]  # seconds, of the plain loop and of the pipeline
@@ -113,10 +118,12 @@ def far(seconds: float, *of: Any) -> Any:
 class Figures(NamedTuple):
     """What one rank found: seconds of every step, and of our phases."""
 
-    plain: list[float]
+    reference: list[float]
+    """The plain loop's of far ranks, TorchRec's of near ones."""
+
     ours: list[float]
-    theirs: list[float]
-    """TorchRec's; empty where it was not asked."""
+    beside: Beside | None
+    """The plain loop, its copy and ours, of near ranks; the same on all."""
 
     phases: Phases
 
@@ -129,7 +136,8 @@ def run(quick: bool) -> list[Result]:
             for delay_ms in DELAYS_MS:
                 close_pools()
                 rounds = QUICK_ROUNDS if quick else ROUNDS
-                of_ranks = run_ranks(ranks, compare, work, rounds, delay_ms * 1e-3, timeout=240)
+                seconds = QUICK_NEAR_S if quick else NEAR_S
+                of_ranks = run_ranks(ranks, compare, work, rounds, seconds, delay_ms * 1e-3, timeout=300)
                 found = results_of(f"{name}, W {ranks}", delay_ms, of_ranks)
                 print(*found, sep="\n", flush=True)
                 results += found
@@ -138,48 +146,59 @@ def run(quick: bool) -> list[Result]:
 
 def results_of(name: str, delay_ms: float, of_ranks: list[Figures]) -> list[Result]:
     """Ours beside the plain loop and TorchRec's; ours must hide the ids' way where there is one, and cost nothing."""
-    plain, ours = (quickest_of_rounds(slowest([of[i] for of in of_ranks])) for i in range(2))
-    spread = quartiles(plain, ours)
+    reference, ours = (quickest_of_rounds(slowest([of[i] for of in of_ranks])) for i in range(2))
+    figures, spread, beside = both(reference, ours, 1e3), quartiles(reference, ours), of_ranks[0].beside
     results = []
-    if delay_ms:
+    if beside is None:
         name += f", exchanges take {delay_ms:g} ms"
-        hidden = 1e3 * median(p - o for p, o in zip(plain, ours, strict=True))
-        figures = both(plain, ours, 1e3)
+        hidden = 1e3 * median(p - o for p, o in zip(reference, ours, strict=True))
         results.append(Result(f"pipeline, against the plain loop: {name}", "ms", *figures, None, spread))
         results.append(Result(f"pipeline, hidden: {name}", "ms", delay_ms, hidden, hidden / delay_ms, 0.8))
     else:
-        theirs = quickest_of_rounds(slowest([of.theirs for of in of_ranks]))
-        figures = both(theirs, ours, 1e3)
-        results.append(Result(f"pipeline, against TorchRec's: {name}", "ms", *figures, None, quartiles(theirs, ours)))
-        figures = both(plain, ours, 1e3)
-        results.append(Result(f"pipeline, against the plain loop: {name}", "ms", *figures, 0.97, spread))
+        results.append(Result(f"pipeline, against TorchRec's: {name}", "ms", *figures, None, spread))
+        results += against_the_plain_loop(name, beside)
     for phase, (alone, ahead) in of_ranks[0].phases.items():
         figures = alone * 1e3, ahead * 1e3, alone / ahead
         results.append(Result(f"pipeline, {phase} of rank 0: {name}", "ms", *figures, None))
     return results
 
 
-def compare(work: Workload, rounds: int, delay: float) -> Figures:
-    """On each rank: seconds of every step of our plain loop and pipeline, and of TorchRec's pipeline if they are near;
-    ours by phase."""
+def against_the_plain_loop(name: str, beside: Beside) -> list[Result]:
+    """Of near ranks: the plain loop beside its copy, and ours beside both; in brackets where the medians are."""
+    one, other = median(beside.reference) * 1e3, median(beside.copy) * 1e3
+    itself, ours = beside.of_itself(), beside.of_ours()
+    what, goal = f"{name}, {len(ours)} rounds", NEAR_GOAL
+    shown = figures_of(beside, 1e3)
+    return [
+        Result(
+            f"pipeline, plain loop against its copy: {what}", "ms", one, other, median(itself), None, interval(itself)
+        ),
+        Result(
+            f"pipeline, against the plain loop: {what}", "ms", *shown, goal, interval(ours), told=beside.verdict(goal)
+        ),
+    ]
+
+
+def compare(work: Workload, rounds: int, seconds: float, delay: float) -> Figures:
+    """On each rank: seconds of every step of our pipeline, and of the plain loop or, if they are near, of TorchRec's
+    pipeline; ours beside the plain loop, for so many seconds; ours by phase."""
     from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
-    plain, ours = make_ours(work, delay), make_ours(work, delay)
+    plain, copy, ours = (make_ours(work, delay) for _ in range(3))
     pipeline = dmp.TrainPipeline(*ours)
-    sides: list[Callable[[], Any]] = [
-        stepper(lambda iterator: by_hand(*plain, next(iterator)), work),
-        stepper(pipeline.progress, work),
-    ]
+    by_loop, by_copy = (stepper(lambda i, made=made: by_hand(*made, next(i)), work) for made in (plain, copy))
+    by_ours, reference = stepper(pipeline.progress, work), by_loop
     if not delay:
         theirs = TrainPipelineSparseDist(*make_theirs(work), torch.device("cpu"))
-        sides.append(stepper(theirs.progress, work))
+        reference = stepper(theirs.progress, work)
     for i in range(CHECKED):
-        b, c, *a = (side() for side in sides)
-        if not torch.equal(b, c) or not all(torch.allclose(x, c, rtol=TOLERANCE, atol=TOLERANCE) for x in a):
+        a, b, c = by_loop(), by_copy(), by_ours()
+        d = reference() if not delay else a
+        if not torch.equal(a, c) or not torch.equal(b, c) or not torch.allclose(d, c, rtol=TOLERANCE, atol=TOLERANCE):
             raise AssertionError(f"outputs differ in step {i}: nothing to time")
-    times = in_turns([lambda i, side=side: side for side in sides], rounds)  # type: ignore[misc]
-    phases = phases_of([(sides[0], plain[0]), (sides[1], ours[0])])
-    return Figures(times[0], times[1], times[2] if not delay else [], phases)
+    beside = None if delay else told_apart(by_loop, by_copy, by_ours, NEAR_GOAL, seconds)
+    times = in_turns([lambda i: reference, lambda i: by_ours], rounds)
+    return Figures(times[0], times[1], beside, phases_of([(by_loop, plain[0]), (by_ours, ours[0])]))
 
 
 def phases_of(sides: list[tuple[Callable[[], Any], nn.Module]]) -> Phases:

@@ -20,6 +20,7 @@ class Result:
         ratio: reference / ours, larger is better; None where `ours` itself is held against the goal.
         goal: what `ratio` must reach, or `ours` must not exceed; None for information.
         spread: quartiles of the rounds' ratios.
+        told: the verdict, where it is not the ratio's or the figure's alone.
     """
 
     name: str
@@ -29,12 +30,13 @@ class Result:
     ratio: float | None
     goal: float | None
     spread: tuple[float, float] | None = None
+    told: str = ""
 
     @property
     def verdict(self) -> str:
-        """OK, MISSED, or nothing where there is no goal."""
-        if self.goal is None:
-            return ""
+        """OK, MISSED, UNDECIDED where both may be true, or nothing where there is no goal."""
+        if self.goal is None or self.told:
+            return self.told
         met = self.ratio >= self.goal if self.ratio is not None else self.ours <= self.goal
         return "OK" if met else "MISSED"
 

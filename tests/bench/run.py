@@ -99,9 +99,10 @@ def main() -> int:
             head = f"{date.today()}, {machine()}, torch {torch.__version__}:"
             rewrite(ROOT / "BENCHMARKS.md", f"{head}\n\n{markdown(found)}\n\n{text}".strip(), name)
     close_pools()
-    missed = [r for r in results if r.verdict == "MISSED"]
-    print(f"\n{len(missed)} of {sum(bool(r.verdict) for r in results)} goals missed")
-    print("\n".join(str(r) for r in missed))
+    missed, undecided = ([r for r in results if r.verdict == verdict] for verdict in ("MISSED", "UNDECIDED"))
+    goals = sum(bool(r.verdict) for r in results)
+    print(f"\n{len(missed)} of {goals} goals missed, {len(undecided)} undecided")
+    print("\n".join(str(r) for r in missed + undecided))
     return 1 if args.strict and missed else 0
 
 
