@@ -162,6 +162,21 @@ def test_a_foreign_batch_that_is_filled_again_is_told() -> None:
         pipeline_of(lambda b: b.x).progress(loader())
 
 
+class Silent(Fields):
+    """Whose `to` forgets to return."""
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> None:
+        self.x = self.x.to(device)
+
+
+def test_a_to_that_returns_nothing_is_not_the_end() -> None:
+    pipeline, iterator = pipeline_of(lambda b: b), iter([values(0), Silent(values(1)), values(2)])
+    pipeline.progress(iterator)
+    with pytest.raises(InputError, match=r"Silent\.to returned None; expected what is on the device"):
+        pipeline.progress(iterator)
+    assert len(list(pipeline(iterator))) == 1
+
+
 def test_a_batch_of_more_than_is_looked_into() -> None:
     """Is on its device all the same, every part of it."""
     batch = [keyed(values(i)) for i in range(4)]

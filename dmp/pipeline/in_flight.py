@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from dmp.errors import InputError
+from dmp.foreign import type_name
 from dmp.pipeline.walk import (
     AS_VALUE,
     BY_KEY,
@@ -129,6 +130,9 @@ def to_device(value: Any, device: torch.device) -> tuple[Any, Found]:
     dataclasses part by part, anew, for a loader may fill its own again.
 
     Each part is looked into as it arrives: to look at the batch once more took as long as all else that is done to it.
+
+    Raises:
+        InputError: a `to` that returns None, which would be taken for the end of the batches.
     """
     found: Found = []
 
@@ -138,7 +142,7 @@ def to_device(value: Any, device: torch.device) -> tuple[Any, Found]:
             if _is_of_torch(part):
                 seen = walk(part, path, MAX_OBJECTS - len(found))
             if {each.device for _, each in seen if isinstance(each, torch.Tensor)} != {device}:
-                part = part.to(device=device, non_blocking=True)
+                part = _sent_by_itself(part, device)
                 seen = walk(part, path, MAX_OBJECTS - len(found))
             found.extend(seen)
             return part
@@ -158,6 +162,16 @@ def to_device(value: Any, device: torch.device) -> tuple[Any, Found]:
         return part
 
     return moved(value, ()), found
+
+
+def _sent_by_itself(part: Any, device: torch.device) -> Any:
+    sent = part.to(device=device, non_blocking=True)
+    if sent is None:
+        raise InputError(
+            f"{type_name(part)}.to returned None; expected what is on the device: end it with `return self` where it "
+            "moves in place"
+        )
+    return sent
 
 
 def _is_of_torch(part: Any) -> bool:
