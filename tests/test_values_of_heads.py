@@ -87,7 +87,7 @@ class Block(nn.Module):
         activation = nn.PReLU() if kind == "slope" else nn.SiLU()
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 24), activation, nn.Linear(24, WIDTH))
 
-    def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         x = x + self.attention(self.norm(x), bias)
         return x + self.mlp(x)  # type: ignore[no-any-return]
 
@@ -189,6 +189,25 @@ def test_a_table_that_nothing_was_seen_of_has_no_values_of_heads() -> None:
     assert found.styles["positions.table"] == "heads_1"
     assert "kinds" not in found.styles
     assert not found.warnings
+
+
+class OfPages(Model):
+    """Takes what nobody can guess; its blocks run alone."""
+
+    def forward(self, pages: list[torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+        assert isinstance(pages, list)
+        return super().forward(torch.stack(pages))
+
+
+def test_what_is_outside_and_may_be_of_heads_is_not_split_without_them() -> None:
+    """As UDOP's relative positions, which all layers add: blocks were proved without, and the model did not run."""
+    found = TensorParallelSharder().place(OfPages("outside"), {}, TP)
+    assert set(found.styles) == {f"blocks.{i}.mlp.{j}" for i in (0, 1) for j in (0, 2)} and not found.divided
+    assert any("may be what it adds for each head, 'positions.table'" in text for text in found.warnings)
+    assert "blocks.1.attention.q" in TensorParallelSharder().place(OfPages("sinks"), {}, TP).styles
+    pages = [torch.randn(LENGTH, WIDTH) for _ in range(2)]
+    known = TensorParallelSharder(example_inputs=(pages,)).place(OfPages("outside"), {}, TP)
+    assert known.styles["positions.table"] == "heads_1" and known.styles["blocks.1.attention.q"] == "colwise"
 
 
 def test_what_values_for_each_head_are_not() -> None:

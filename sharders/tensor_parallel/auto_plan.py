@@ -29,6 +29,7 @@ from sharders.tensor_parallel.structure.of_heads import OF_HEADS, norms_of_heads
 from sharders.tensor_parallel.structure.of_samples import vectors_of_samples
 from sharders.tensor_parallel.structure.transformer import Block, Branch
 from sharders.tensor_parallel.structure.wide_norms import COLWISE_NORM, wide_norms
+from sharders.tensor_parallel.vocabulary import vocabulary_styles
 
 _TRIES, _TRIES_OF_ONE = 8, 3  # ways to divide attributes; the likeliest come first
 
@@ -42,6 +43,7 @@ _SECOND = "how its Linears beside query, key and value are used is not proved"
 _SHARED = "whether its single numbers, or values of all heads, are a rank's is neither proved nor to be seen"
 _NORMS = "that what it has for all heads, or hidden units, is a norm of theirs is not proved"
 _VALUES = "that what it holds as many of as heads is theirs is not proved"
+_OUTSIDE = "outside of it may be what it adds for each head"
 
 _Found = tuple[dict[str, str], Divided]  # styles by module path, and local values of attributes
 
@@ -97,8 +99,9 @@ def derive(runs: ModelRuns, *, sequence_parallel: bool = False, loss_parallel: b
         return Choice({}, {}, ("no transformer blocks: nothing to split by tensor parallelism",))
     _check_most(runs)
     notes = list(whole_notes(transformer, runs.size))
-    vocabulary = list(_vocabulary_candidates(runs, loss_parallel, notes))
-    styles, divided = _decide(runs, list(_branch_candidates(runs)), vocabulary, notes)
+    vocabulary = vocabulary_styles(runs, loss_parallel, notes)
+    of_vocabulary = [_Candidate(" and ".join(vocabulary), "", vocabulary)] if vocabulary else []
+    styles, divided = _decide(runs, list(_branch_candidates(runs)), of_vocabulary, notes)
     if sequence_parallel:  # what is used on slices has parts of its gradient, which gathering would not sum
         whole = {join_name(block.path, each.path) for block in transformer.blocks for each in block.whole}
         styles = {path: style for path, style in styles.items() if path not in whole}
@@ -255,39 +258,6 @@ def _shared(model: nn.Module, block: Block, branch: Branch) -> Iterator[str]:
             yield path
 
 
-def _vocabulary_candidates(runs: ModelRuns, loss_parallel: bool, notes: list[str]) -> Iterator[_Candidate]:
-    transformer, size, styles = runs.transformer, runs.size, {}
-    wanted = {
-        transformer.embedding: "rowwise",
-        transformer.head: "colwise_loss_parallel" if loss_parallel else "colwise_gather",
-    }
-    modules = {path: runs.model.get_submodule(path) for path in wanted if path is not None}
-    is_tied = len({id(m.weight) for m in modules.values()}) < len(modules)
-    for path, module in modules.items():
-        assert isinstance(module, nn.Embedding | nn.Linear)
-        rows = module.weight.shape[0]
-        if rows % size:
-            if loss_parallel:
-                raise PlanError(
-                    f"module {path!r}: vocabulary {rows} is not divisible by {size}, the size of mesh axis "
-                    f"{runs.axis!r}, which loss_parallel needs; pad the vocabulary to a multiple of {size}, use "
-                    "another mesh, or TensorParallelSharder(loss_parallel=False)"
-                )
-            notes.append(f"{path}: left whole, its vocabulary {rows} is not divisible by {size}")
-        elif isinstance(module, nn.Embedding) and (module.sparse or module.max_norm is not None):
-            notes.append(f"{path}: left whole, sparse gradients and max_norm are for whole rows on one rank")
-            if is_tied:
-                return
-        elif hasattr(module.weight, "_optimizer_classes"):
-            notes.append(f"{path}: left whole, its optimizer runs in the backward pass")
-            if is_tied:
-                return
-        else:
-            styles[path] = wanted[path]
-    if styles:
-        yield _Candidate(" and ".join(styles), "", styles)
-
-
 def _decide(runs: ModelRuns, branches: list[_Candidate], vocabulary: list[_Candidate], notes: list[str]) -> _Found:
     """What is proved of the model, else of each block alone, else what a dry run verifies or structure and source say.
 
@@ -297,14 +267,22 @@ def _decide(runs: ModelRuns, branches: list[_Candidate], vocabulary: list[_Candi
         return _proved(runs, [*branches, *vocabulary], notes)
     except UnprovedError as error:
         failure = str(error)
+    biased = [each for each in branches if _has_biases(runs.model, each)]  # which blocks that run alone do not show
+    if biased:
+        named = ", ".join(each.name for each in biased)
+        notes.append(
+            f"{named}: {BECAUSE} {_OUTSIDE}, {next(iter(biased[0].outside))!r}, and is not proved to be theirs"
+        )
+    branches = [each for each in branches if each not in biased]
     vocabulary = _seen_vocabulary(runs, branches, vocabulary, notes)
     others = _merged(vocabulary)
     try:
         # One block of each structure on its own, with hidden states.
-        styles, divided = _of_blocks(runs, _proved, notes)
+        styles, divided = _of_blocks(runs, _proved, notes, _merged(biased))
     except UnprovedError:
         notes.append(f"not proved: {failure}")
-        styles, divided = _verified(runs, list(_without_disproved(runs, branches, notes)), notes)
+        branches = list(_without_disproved(runs, branches, notes))
+        styles, divided = _verified(runs, branches, notes, _merged(biased))
     else:
         notes.append(f"not proved outside the blocks: {failure}")
     return {**styles, **others}, divided
@@ -359,6 +337,12 @@ def _prove(runs: ModelRuns, candidates: list[_Candidate], tries: int) -> PlanPro
     return prove(runs, tied, itertools.islice(runs.divisions(styles), tries), alone=False)
 
 
+def _has_biases(model: nn.Module, candidate: _Candidate) -> bool:
+    """Whether a table outside, as of T5's relative positions, has a column for each of its heads."""
+    outside = [model.get_submodule(path) for path, style in candidate.outside.items() if style == "heads_1"]
+    return any(all(p.dim() == 2 for p in module.parameters(recurse=False)) for module in outside)
+
+
 def _seen_vocabulary(
     runs: ModelRuns, branches: list[_Candidate], vocabulary: list[_Candidate], notes: list[str]
 ) -> list[_Candidate]:
@@ -386,7 +370,7 @@ def _without_disproved(runs: ModelRuns, branches: list[_Candidate], notes: list[
             yield candidate
 
 
-def _verified(runs: ModelRuns, branches: list[_Candidate], notes: list[str]) -> _Found:
+def _verified(runs: ModelRuns, branches: list[_Candidate], notes: list[str], whole: Collection[str]) -> _Found:
     """What has the right shapes in a dry run of the model, else of each block; else what structure and source say."""
     branches = list(_without_joint(branches, notes))
     try:
@@ -394,7 +378,7 @@ def _verified(runs: ModelRuns, branches: list[_Candidate], notes: list[str]) -> 
     except DryRunError as error:
         failure = str(error)
     try:
-        return _of_blocks(runs, _fitting, notes)
+        return _of_blocks(runs, _fitting, notes, whole)
     except DryRunError:
         notes.append(f"not verified by a dry run: {failure}")
         styles = _merged(branches)
@@ -428,16 +412,21 @@ def _fitting(runs: ModelRuns, candidates: list[_Candidate], notes: list[str]) ->
 
 
 def _of_blocks(
-    runs: ModelRuns, decide: Callable[[ModelRuns, list[_Candidate], list[str]], _Found], notes: list[str]
+    runs: ModelRuns,
+    decide: Callable[[ModelRuns, list[_Candidate], list[str]], _Found],
+    notes: list[str],
+    whole: Collection[str],
 ) -> _Found:
-    """What `decide` says of one block of each structure, for all of them."""
+    """What `decide` says of one block of each structure, for all of them; what is named in `whole` is left so."""
     styles: dict[str, str] = {}
     divided: Divided = {}
     said: list[str] = []
     for blocks in runs.transformer.by_structure():
         alone = runs.of_block(blocks[0])
         of_block: list[str] = []
-        local, attributes = decide(alone, list(_branch_candidates(alone)), of_block)
+        every = _branch_candidates(alone)
+        left = [each for each in every if not any(join_name(blocks[0].path, path) in whole for path in each.styles)]
+        local, attributes = decide(alone, left, of_block)
         said += [f"{blocks[0].path}: {note}" for note in of_block]
         for path in (b.path for b in blocks):
             styles |= {join_name(path, name): style for name, style in local.items()}
