@@ -16,6 +16,7 @@ from torch import nn
 from dmp import DistributedModelParallel, PlanError, ShardingEnv, full_state_dict
 from sharders import TensorParallelSharder
 from sharders.tensor_parallel import head_counts
+from sharders.tensor_parallel.proof import sample
 from tests.ranks import mesh, run_ranks
 from tests.transformers_zoo import Llama
 
@@ -232,3 +233,26 @@ def test_encoders_of_packed_images_are_proved_by_block(kind: str) -> None:
     found = TensorParallelSharder().place(model, {}, TP2)
     assert found.styles["visual.blocks.1.attn.qkv"] == "colwise_packed_3"
     assert found.divided["visual.blocks.1.attn", "num_heads"] == 2
+
+
+class Spoken(nn.Module):
+    """As long as its weights say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.lengths = Llama(), nn.Linear(64, 1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.body(ids)
+        length = (self.lengths(x).square().sum() + 20).exp().clamp(max=1e6).long()
+        places = torch.arange(int(length) if length.device.type == "cpu" else 1)
+        return x * (places + 1.0).mean()  # type: ignore[no-any-return]
+
+
+def test_a_model_that_is_endless_with_random_weights_is_not_run_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A voice's weights say how long each sound is: VITS was not wrapped within minutes, and took all memory."""
+    monkeypatch.setattr(sample, "_LONGEST_BYTES", 1_000_000)
+    found = TensorParallelSharder().place(Spoken(), {}, TP2)
+    assert "body.layers.1.attention.wq" in found.styles
+    assert any("is more than a sample's run is worth" in note for note in found.notes)

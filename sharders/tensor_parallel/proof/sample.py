@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from dmp import is_dtensor, local_of, map_nested, places_of, replace_tensors, tensors_of
 from sharders.tensor_parallel.proof.narrow import AS_IT_IS, Numbers, attributes_of, narrow, narrowings
@@ -25,10 +26,16 @@ from sharders.tensor_parallel.structure.meta_copies import MetaCopies
 
 SMALL = 2_000_000
 LARGEST_BYTES = 256_000_000
+_LONGEST_BYTES = 2 * LARGEST_BYTES
+"""Of one result."""
 
 
 class UnprovedError(Exception):
     """No real copy runs, so that nothing can be compared."""
+
+
+class _EndlessError(UnprovedError):
+    """A run is too long."""
 
 
 @dataclass
@@ -43,6 +50,17 @@ class Run:
 
     between: dict[str, torch.Tensor] = field(default_factory=dict)
     """First floating output of each module that was asked for, in the order in which they returned."""
+
+
+class _Bounded(TorchFunctionMode):
+    """Ends a run whose random weights make it endless, as those of a voice do that says how long each sound is."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        is_plain = type(result) is torch.Tensor and not result.is_sparse and not result.is_nested
+        if is_plain and result.untyped_storage().nbytes() > _LONGEST_BYTES:
+            raise _EndlessError(f"{tuple(result.shape)} is more than a sample's run is worth, for random weights")
+        return result
 
 
 class Sample:
@@ -112,7 +130,7 @@ class Sample:
             self.values = {}
             try:
                 with undisturbed():  # in a thread of its own, as the ranks are: without the caller's modes
-                    (run,) = simulate(1, "whole", lambda _: self.run(self.make()))
+                    (run,) = simulate(1, "whole", lambda _: self._run_bounded())
                 if not run.outputs:
                     raise UnprovedError("it returns no floating tensor")
                 if not all(x.isfinite().all() for x in run.outputs):
@@ -120,9 +138,15 @@ class Sample:
                 if not all(g.isfinite().all() for g, _ in run.gradients.values() if g is not None):
                     raise UnprovedError("it has infinite gradients for random weights")
                 return run
+            except _EndlessError:
+                raise
             except Exception as error:  # a user's forward may raise anything
                 failure = failure or f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
         raise UnprovedError(failure)
+
+    def _run_bounded(self) -> Run:
+        with _Bounded():
+            return self.run(self.make())
 
     def unreached(self, paths: Iterable[str]) -> tuple[str, ...]:
         """Those of these modules whose weights no output depends on, such as an encoder of images where ids are fed."""
