@@ -59,6 +59,7 @@ FSDP2 and DDP
   `torch.distributed.fsdp._fully_shard._fsdp_collectives.DefaultReduceScatter`: what a unit exchanges with
 - `_sharded_state`, `_setattr_on_modules`, `_unsharded_param`, `_sharded_post_forward_param`: a state dict without
   freeing what a unit has gathered
+- `_param_fqn`: which weight a model casts while it runs
 - `_wrapped_call_impl`: the frame at which a module is called, past what gathers its weights
 - `_module_info`: what lies in the place of a weight that is split
 - `_module_parameters`, `_build_params_for_reducer`, `_rebuild_buckets`, `_distributed_broadcast_coalesced`: DDP's

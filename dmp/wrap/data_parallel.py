@@ -99,6 +99,22 @@ def check_split(made: Assembly) -> None:
             check_agreement(made.split_watch.facts(), made.env, f"the forward pass, as {changed}", _ADVICE)
 
 
+def check_cast(made: Assembly) -> None:
+    """After a forward that a backward pass may follow: that the model has not cast weights itself meanwhile, as Switch
+    Transformers' routers cast theirs. Hooks that were to average their gradients never run then.
+
+    Raises:
+        ShardError: it has; on all ranks.
+    """
+    for watch in (made.watch, made.split_watch if made.is_data_parallel else None):
+        for path, was, is_ in () if watch is None else watch.cast():
+            error = ShardError(
+                f"{path!r} was cast from {was} to {is_} by the forward of the model, which ranks have together: "
+                f"cast its module before wrapping, by .to({is_}), so that this changes nothing"
+            )
+            raise_on_all(error, made.env.everyone, "the forward pass")
+
+
 def check_data(made: Assembly) -> None:
     """Before a look at the state.
 

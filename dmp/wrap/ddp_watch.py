@@ -111,6 +111,12 @@ class SplitWatch:
         self.check_data()
         return changed
 
+    def cast(self) -> Iterator[tuple[str, torch.dtype, torch.dtype]]:
+        """What has another dtype than before the first forward: name, the dtype then, and now."""
+        for held, name, path, dtype in self._dtypes or ():
+            if (p := held.get(name)) is not None and p.dtype is not dtype:
+                yield path, dtype, p.dtype
+
     def check_data(self) -> None:
         """That nobody has given a weight other values by `p.data = ...`, of which torch makes nothing, in silence.
 
@@ -226,6 +232,12 @@ class Watch:
         if self._seen and self._seen[0].parameter.device != self._device:  # of all, for a model moves as one
             return True
         return torch.is_grad_enabled() and _accumulators(self._trained) != self._hooked
+
+    def cast(self) -> Iterator[tuple[str, torch.dtype, torch.dtype]]:
+        """What is trained and has another dtype than it had: name, the dtype then, and now."""
+        for held, name, p, dtype, is_trained, path in self._seen:
+            if p.dtype is not dtype and is_trained and held.get(name) is p:
+                yield path, dtype, p.dtype
 
     def unknown(self) -> list[tuple[str, torch.Tensor]]:
         """Those that were added since, by name."""

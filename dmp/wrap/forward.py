@@ -13,6 +13,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 from dmp.env import ShardingEnv
 from dmp.errors import ShardError
 from dmp.ranks import begin_pass, note_left, raise_cause
+from dmp.wrap.data_parallel import check_cast
 from dmp.wrap.skeleton import put_back
 from dmp.wrap.step_turns import agree_on_forward
 from dmp.wrap.written_earlier import check_earlier
@@ -28,7 +29,10 @@ def _forward(model: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         check_earlier(model)
         with model._calls.forward:
-            return model.running(*args, **kwargs)
+            result = model.running(*args, **kwargs)
+        if torch.is_grad_enabled():
+            check_cast(model._made)
+        return result
     except BaseException as error:
         if model.skeleton is not None and not isinstance(error, _StopRecomputationError):  # else it goes on backward
             put_back(model.module)

@@ -35,6 +35,7 @@ from sharders.data_parallel.blocks import (
     repeated_blocks,
     say_of_unsure,
 )
+from sharders.data_parallel.cast_inside import refuse_casts
 from sharders.data_parallel.ddp import DDPWrapper
 from sharders.data_parallel.past_hooks import explain_pieces, gather_by_forward, gather_outside
 from sharders.data_parallel.twice import forget_graphs
@@ -337,6 +338,7 @@ def _own_outputs(module: nn.Module, args: Any, output: Any) -> Any:
     Nothing is copied. What torch does not find in an output, an object's attributes, gets its hook here.
     """
     if torch.is_grad_enabled():
+        refuse_casts(module)
         hook_hidden(module, output)
     if not torch.is_grad_enabled() or not any(map(_is_view, tree_leaves(output))):
         return None  # as it is
