@@ -1,5 +1,6 @@
 """Attentions that call their numbers of heads local, as code that was written to be split does: Meta's Llama, whose
-`n_local_heads` are of the queries, and gpt-fast, whose are of keys and values."""
+`n_local_heads` are of the queries, and gpt-fast, whose are of keys and values. Or `head_size` what all heads are
+together, as LXMERT does, and `num_attn_heads` their number, as ProphetNet does."""
 
 from __future__ import annotations
 
@@ -21,20 +22,26 @@ class Attention(nn.Module):
         self.style, self.head_dim = style, SIZE
         if style == "meta":
             self.n_local_heads, self.n_local_kv_heads = HEADS, GROUPS
+        elif style == "joined":
+            self.num_attn_heads, self.num_kv_heads, self.head_size = HEADS, GROUPS, WIDTH
         else:
             self.n_head, self.n_local_heads = HEADS, GROUPS
         self.wq, self.wo = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
         self.wk, self.wv = (nn.Linear(WIDTH, GROUPS * SIZE, bias=False) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        is_meta = self.style == "meta"
-        heads = self.n_local_heads if is_meta else self.n_head
-        groups = self.n_local_kv_heads if is_meta else self.n_local_heads
+        if self.style == "joined":
+            heads, groups = self.num_attn_heads, self.num_kv_heads
+        else:
+            is_meta = self.style == "meta"
+            heads = self.n_local_heads if is_meta else self.n_head
+            groups = self.n_local_kv_heads if is_meta else self.n_local_heads
         parts = ((self.wq, heads), (self.wk, groups), (self.wv, groups))
         q, k, v = (w(x).view(*x.shape[:2], n, self.head_dim).transpose(1, 2) for w, n in parts)
         k, v = (t.repeat_interleave(heads // groups, 1) for t in (k, v))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.wo(out.transpose(1, 2).reshape(*x.shape[:2], -1))
+        width = self.head_size if self.style == "joined" else -1
+        return self.wo(out.transpose(1, 2).reshape(*x.shape[:2], width))
 
 
 class Block(nn.Module):
@@ -77,6 +84,6 @@ def check(style: str) -> None:
         torch.testing.assert_close(p.grad.full_tensor(), expected[name].grad, msg=lambda m, name=name: f"{name}: {m}")
 
 
-@pytest.mark.parametrize("style", ["meta", "gpt-fast"])
+@pytest.mark.parametrize("style", ["meta", "gpt-fast", "joined"])
 def test_they_are_divided(style: str) -> None:
     run_ranks(2, check, style)

@@ -294,7 +294,7 @@ def _attributes(model: nn.Module, blocks: Iterable[Block]) -> Iterator[Attribute
                 if features_of(module) is not None or is_joint_attention(module):
                     continue
                 for attribute, value in vars(module).items():
-                    if type(value) is not int or attribute in HEAD_DIM:
+                    if type(value) is not int or (attribute in HEAD_DIM and value == heads.size):
                         continue
                     is_local = attribute in LOCAL_HEADS and value in counts.values()
                     is_count = is_local or counts.get(attribute) == value

@@ -17,7 +17,10 @@ from dataclasses import dataclass
 
 from sharders.tensor_parallel.structure.experts import Experts
 
-HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads", "nhead", "num_head", "nheads", "_n_heads")
+HEADS = (
+    *("num_heads", "n_heads", "n_head", "num_attention_heads", "heads", "nhead", "num_head", "nheads", "_n_heads"),
+    "num_attn_heads",
+)
 KV_HEADS = (
     *("num_key_value_heads", "n_kv_heads", "num_kv_heads", "n_kv_head", "kv_heads", "num_key_value_head"),
     *("n_query_groups", "num_query_groups"),
