@@ -145,6 +145,47 @@ def test_images_beside_ids_train_as_in_one_process() -> None:
     run_ranks(2, runs_with_images)
 
 
+class PlacedAttention(nn.Module):
+    """Reads its number of heads only where it is given places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = HEADS, WIDTH // HEADS
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, places: torch.Tensor | None = None) -> torch.Tensor:
+        q, k, v = (f(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        if places is not None:
+            q = q * places[:, None, :, None].repeat(1, self.num_heads, 1, 1)
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class Placed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(PlacedAttention() for _ in range(2))
+
+    def forward(self, x: torch.Tensor, places: torch.Tensor | None = None) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x, places)
+        return x
+
+
+def runs_with_places() -> None:
+    env = ShardingEnv.from_mesh(mesh((2,), ("tp",)))
+    model, whole = DistributedModelParallel(Placed().double(), env), Placed().double()
+    assert model.module.layers[1].q.weight.to_local().shape[0] == WIDTH // 2
+    x, places = torch.randn(2, 5, WIDTH).double(), torch.randn(2, 5).double()
+    torch.testing.assert_close(model(x), whole(x))
+    torch.testing.assert_close(model(x, places), whole(x, places))
+
+
+def test_heads_that_are_read_where_more_is_given_are_divided() -> None:
+    """V-JEPA 2's predictor has its attentions hide positions, which nobody guesses: it ended in torch's shapes."""
+    run_ranks(2, runs_with_places)
+
+
 class Masked(nn.Module):
     """Hides positions that are drawn by a generator of its own, or by NumPy's and Python's."""
 

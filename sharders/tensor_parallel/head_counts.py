@@ -131,8 +131,12 @@ class ModelRuns:
         except DryRunError as error:
             return error
         # Where no product of activations shows the size of a head, shapes cannot tell: then counts are divided if read.
-        read = (a for key, a in found.items() if key in whole.reads or "." in a.name)  # what a configuration has
-        return Unsplit(feed, whole, _options(read, only_counts=not whole.contractions))
+        read = [a for key, a in found.items() if key in whole.reads or "." in a.name]  # what a configuration has
+        options = _options(read, only_counts=not whole.contractions)
+        # Of what code reads that did not run: where it is called with more, it works on a rank's heads too.
+        rest = (a for a in found.values() if a.is_count and a.name not in {each.name for each in read})
+        unread = frozenset(a.name for a in rest if _is_used(type(self.model.get_submodule(a.path)), a))
+        return Unsplit(feed, whole, tuple(dict.fromkeys((*(names | unread for names in options), *options))))
 
     def divisions(self, styles: Mapping[str, str]) -> Iterator[Divided]:
         """Local values of attributes worth a try under `styles`: what fits by shapes, the smallest change first; then
