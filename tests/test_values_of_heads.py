@@ -205,6 +205,10 @@ def test_what_is_outside_and_may_be_of_heads_is_not_split_without_them() -> None
     assert set(found.styles) == {f"blocks.{i}.mlp.{j}" for i in (0, 1) for j in (0, 2)} and not found.divided
     assert any("may be what it adds for each head, 'positions.table'" in text for text in found.warnings)
     assert "blocks.1.attention.q" in TensorParallelSharder().place(OfPages("sinks"), {}, TP).styles
+    by_matrix = OfPages("outside")
+    by_matrix.positions = nn.Linear(2 * MOST, HEADS, bias=False)  # type: ignore[assignment]
+    found = TensorParallelSharder().place(by_matrix, {}, TP)
+    assert "blocks.1.attention.q" not in found.styles and any("head, 'positions'" in text for text in found.warnings)
     pages = [torch.randn(LENGTH, WIDTH) for _ in range(2)]
     known = TensorParallelSharder(example_inputs=(pages,)).place(OfPages("outside"), {}, TP)
     assert known.styles["positions.table"] == "heads_1" and known.styles["blocks.1.attention.q"] == "colwise"

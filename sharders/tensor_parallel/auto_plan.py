@@ -25,7 +25,7 @@ from sharders.tensor_parallel.split.patterns import with_ties
 from sharders.tensor_parallel.split.styles import PACKED, Style
 from sharders.tensor_parallel.structure.dry_run import DryRunError
 from sharders.tensor_parallel.structure.linears import features_of
-from sharders.tensor_parallel.structure.of_heads import OF_HEADS, norms_of_heads, values_of_heads
+from sharders.tensor_parallel.structure.of_heads import OF_HEADS, biases_outside, norms_of_heads, values_of_heads
 from sharders.tensor_parallel.structure.of_samples import vectors_of_samples
 from sharders.tensor_parallel.structure.transformer import Block, Branch
 from sharders.tensor_parallel.structure.wide_norms import COLWISE_NORM, wide_norms
@@ -79,6 +79,9 @@ class _Candidate:
 
     outside: Mapping[str, str] = field(default_factory=dict)
     """Styles of values for each head that may be of it, and lie elsewhere in the model."""
+
+    biases: str = ""
+    """The first of what has a column for each of its heads elsewhere, as tables of relative positions have."""
 
 
 def derive(runs: ModelRuns, *, sequence_parallel: bool = False, loss_parallel: bool = False) -> Choice:
@@ -187,7 +190,8 @@ def _branch_candidates(runs: ModelRuns) -> Iterator[_Candidate]:
                 _SHARED: shared,
             }
             unless_proved = next((why for why, is_open in {**open_are, _SECOND: branch.second}.items() if is_open), "")
-            yield _Candidate(name, first.path, ways[0], tuple(ways[1:]), unless_proved, outside)
+            biases = next(biases_outside(model, branch.heads, outside, runs.transformer), "") if branch.heads else ""
+            yield _Candidate(name, first.path, ways[0], tuple(ways[1:]), unless_proved, outside, biases)
         for path, every in first.experts:
             ways = [
                 {join_name(b.path, path): style for b in blocks}
@@ -267,12 +271,10 @@ def _decide(runs: ModelRuns, branches: list[_Candidate], vocabulary: list[_Candi
         return _proved(runs, [*branches, *vocabulary], notes)
     except UnprovedError as error:
         failure = str(error)
-    biased = [each for each in branches if _has_biases(runs.model, each)]  # which blocks that run alone do not show
+    biased = [each for each in branches if each.biases]  # which blocks that run alone do not show
     if biased:
         named = ", ".join(each.name for each in biased)
-        notes.append(
-            f"{named}: {BECAUSE} {_OUTSIDE}, {next(iter(biased[0].outside))!r}, and is not proved to be theirs"
-        )
+        notes.append(f"{named}: {BECAUSE} {_OUTSIDE}, {biased[0].biases!r}, and is not proved to be theirs")
     branches = [each for each in branches if each not in biased]
     vocabulary = _seen_vocabulary(runs, branches, vocabulary, notes)
     others = _merged(vocabulary)
@@ -335,12 +337,6 @@ def _prove(runs: ModelRuns, candidates: list[_Candidate], tries: int) -> PlanPro
     styles = _merged(candidates)
     tied = with_ties(runs.model, styles)
     return prove(runs, tied, itertools.islice(runs.divisions(styles), tries), alone=False)
-
-
-def _has_biases(model: nn.Module, candidate: _Candidate) -> bool:
-    """Whether a table outside, as of T5's relative positions, has a column for each of its heads."""
-    outside = [model.get_submodule(path) for path, style in candidate.outside.items() if style == "heads_1"]
-    return any(all(p.dim() == 2 for p in module.parameters(recurse=False)) for module in outside)
 
 
 def _seen_vocabulary(

@@ -7,15 +7,15 @@ tell which they are, where a dim is as long as there are heads; that it means th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from dmp import join_name
+from dmp import is_inside, join_name
 from sharders.tensor_parallel.structure.adapters import in_place
 from sharders.tensor_parallel.structure.linears import features_of, is_joint_attention
-from sharders.tensor_parallel.structure.transformer import Branch, Heads
+from sharders.tensor_parallel.structure.transformer import Branch, Heads, Transformer
 
 OF_HEADS = {"heads_0": 0, "heads_1": 1}
 """Styles of modules whose own parameters are values for each head, and the dim of them that the heads lie along."""
@@ -47,6 +47,26 @@ def values_of_heads(module: nn.Module, heads: Heads, beside: Collection[str]) ->
     if len(gates) == 1:  # as one of two has which attends to two sequences at once, of query, key and value for each
         found |= {n: "colwise" for n, out in gates.items() if out in (heads.query, heads.query * heads.size)}
     return found
+
+
+def biases_outside(
+    model: nn.Module, heads: Heads, outside: Mapping[str, str], transformer: Transformer
+) -> Iterator[str]:
+    """What may be added for each of an attention's heads and lies in no block, by path: tables, as T5's of relative
+    positions, or matrices by which something else than the hidden state is multiplied, as LayoutLMv3's distances.
+
+    Args:
+        outside: styles of what has values for each head there.
+    """
+    for path in (path for path, style in outside.items() if style == "heads_1"):
+        if all(p.dim() == 2 for p in model.get_submodule(path).parameters(recurse=False)):
+            yield path
+    for path, module in model.named_modules() if heads.query > 1 else ():
+        of = features_of(module)
+        if of is None or getattr(module, "bias", None) is not None or of.in_features == transformer.width:
+            continue
+        if of.out_features == heads.query and not any(is_inside(path, block.path) for block in transformer.blocks):
+            yield path
 
 
 def norms_of_heads(block: nn.Module, branch: Branch) -> Iterator[str]:
