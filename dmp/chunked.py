@@ -5,12 +5,17 @@ holds; a *piece* is what is stored or sent of a chunk at a time.
 
 It is what sharded tables put into a state dict: torch's distributed checkpoint takes any tensor that answers the three
 methods `__create_write_items__`, `__create_chunk_list__` and `__get_tensor_shard__`, so saving on one plan and loading
-on another needs no more. It holds no process group; ranks without a chunk know the size all the same.
+on another needs no more. Ranks without a chunk know the size all the same.
+
+[Note: files of one rank] Programs have every rank write its own state with `torch.save`, and read it back into the same
+plan. A file of one rank's has no other's, though, and many programs write on rank 0 alone, as they may where each has
+everything. So a tensor of chunks is pickled where all that hold some do so, or nowhere.
 """
 
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, TypeGuard
@@ -20,7 +25,7 @@ import torch
 from dmp.dtensor_pieces import rectangles_of
 from dmp.errors import ShardError
 from dmp.places import is_dtensor
-from dmp.sharded_form import Located, local_shards, metadata
+from dmp.sharded_form import Holders, Located, Read, ShardedForm
 
 aten = torch.ops.aten
 PIECE_BYTES = 16 << 20
@@ -51,9 +56,15 @@ CHUNKS_ONLY = _ChunksOnly()
 
 class ChunkState(dict[str, Any]):
     """A state dict of chunks: it may be copied and, tensor by tensor, be given to torch's distributed checkpoint, and
-    not be pickled as if it were whole."""
+    be pickled as a `ChunkedTensor` is: where it has one, see [Note: files of one rank]."""
 
-    __reduce_ex__ = _not_whole
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        states = self.get("state")
+        values = [value for each in states.values() for value in each.values()] if isinstance(states, dict) else []
+        is_empty = not any(isinstance(value, torch.Tensor) and value.dim() for value in values)
+        are_chunks = any(map(is_chunked, values)) and not any(map(is_dtensor, values))
+        # What `torch.load(weights_only=True)` makes of a class of ours.
+        return (OrderedDict, (), None, None, iter(self.items())) if is_empty or are_chunks else _not_whole()
 
     def __copy__(self) -> ChunkState:
         return ChunkState(self)
@@ -62,7 +73,7 @@ class ChunkState(dict[str, Any]):
         return ChunkState(copy.deepcopy(dict(self), memo))
 
 
-class ChunkedTensor(torch.Tensor):
+class ChunkedTensor(ShardedForm, torch.Tensor):
     """A tensor of `size` of which this process holds `chunks` at `offsets`.
 
     Args:
@@ -72,6 +83,7 @@ class ChunkedTensor(torch.Tensor):
         dtype: of the elements; needed only when there are no chunks.
         device: likewise.
         places: of all shards, this rank's and the others', where they are known.
+        holders: who has the others; the wrapper says so of what its state dicts give.
 
     Raises:
         ShardError: a chunk that does not lie inside `size`, or chunks of several dtypes.
@@ -80,15 +92,6 @@ class ChunkedTensor(torch.Tensor):
         >>> ChunkedTensor((4, 2), [torch.zeros(2, 2)], [(2, 0)])
         ChunkedTensor(size=(4, 2), dtype=torch.float32, chunks=[(2, 0)+(2, 2)])
     """
-
-    chunks: list[torch.Tensor]
-    """Of this rank, views where they were given."""
-
-    offsets: list[tuple[int, ...]]
-    """First index of each chunk along each dim."""
-
-    places: Sequence[Located] | None
-    """Of all shards, of every rank; None where nobody said."""
 
     _by_offset: dict[tuple[int, ...], torch.Tensor] | None  # pieces, where torch has asked for one
 
@@ -101,6 +104,7 @@ class ChunkedTensor(torch.Tensor):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         places: Sequence[Located] | None = None,
+        holders: Holders | None = None,
     ) -> ChunkedTensor:
         size = torch.Size(size)
         if len(chunks) != len(offsets):
@@ -119,56 +123,14 @@ class ChunkedTensor(torch.Tensor):
             device=chunks[0].device if chunks else torch.device(device or "cpu"),
         )
         tensor.chunks = [c.detach() for c in chunks]
-        tensor._by_offset, tensor.places = None, places
+        tensor._by_offset, tensor.places, tensor.holders = None, places, holders
         tensor.offsets = [tuple(int(x) for x in o) for o in offsets]
         return tensor
 
     def mapped(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> ChunkedTensor:
         """The same rectangles with `fn` applied to each."""
         chunks = [fn(c) for c in self.chunks]
-        return ChunkedTensor(self.size(), chunks, self.offsets, self.dtype, self.device, self.places)
-
-    # What code that knows torch's ShardedTensor reads.
-    def local_shards(self) -> list[Any]:
-        """This rank's chunks as torch's `Shard(tensor, metadata)`; the tensors are live, and may be written.
-
-        A placement's rank counts as in plans: in the flattened shard and tensor axes, which on one axis is the rank.
-        """
-        return local_shards(self.chunks, self.offsets, self.places)
-
-    def metadata(self) -> Any:
-        """torch's `ShardedTensorMetadata`: `shards_metadata` of every rank's shards, `size`, `tensor_properties`.
-
-        Raises:
-            ShardError: what the other ranks have is not known here, as of row-wise state where columns are cut.
-        """
-        if self.places is None:
-            raise ShardError(
-                "this tensor knows its rank's chunks alone, local_shards(); model.plan[name].layout.shards(shape, "
-                "model.env) gives every rank's"
-            )
-        return metadata(self.size(), self.dtype, self.device, self.places)
-
-    def gather(self, *args: Any, **options: Any) -> Any:
-        """Refused: torch's ShardedTensor is gathered by its process group, and here there is none.
-
-        Raises:
-            ShardError: it does.
-        """
-        raise ShardError(
-            "a ChunkedTensor has no process group to be gathered by, as ShardedTensor.gather(dst, out) is: "
-            "full_state_dict(model, rank0_only=True) gives rank 0 whole tensors, full_state_dict(model) every rank"
-        )
-
-    def local_tensor(self) -> torch.Tensor:
-        """The one chunk of this rank.
-
-        Raises:
-            ShardError: it has none, or several: `local_shards()` takes any number.
-        """
-        if len(self.chunks) != 1:
-            raise ShardError(f"local_tensor() needs one chunk on this rank; it has {len(self.chunks)}: local_shards()")
-        return self.chunks[0]
+        return ChunkedTensor(self.size(), chunks, self.offsets, self.dtype, self.device, self.places, self.holders)
 
     def fill_from(self, source: torch.Tensor) -> None:
         """Copy values into the local chunks from a whole tensor, or from a ChunkedTensor that holds all they need.
@@ -254,7 +216,9 @@ class ChunkedTensor(torch.Tensor):
         if func is aten._to_copy.default:
             moved = self.mapped(lambda c: func(c, **kwargs))
             dtype, device = kwargs.get("dtype") or self.dtype, kwargs.get("device") or self.device
-            return moved if moved.chunks else ChunkedTensor(self.size(), [], [], dtype, device, self.places)
+            if moved.chunks:
+                return moved
+            return ChunkedTensor(self.size(), [], [], dtype, device, self.places, self.holders)
         if func is aten.copy_.default:
             if not isinstance(self, ChunkedTensor) and as_chunks(self).lacks(args[1]) is not None:
                 raise ShardError(
@@ -279,7 +243,17 @@ class ChunkedTensor(torch.Tensor):
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return CHUNKS_ONLY.__reduce_ex__(protocol)
+        """See [Note: files of one rank]: collective where there are other ranks."""
+        if self.holders is None:
+            _not_whole()
+        else:
+            self.holders.meet()
+        dims, like = self.dim(), torch.empty(0, dtype=self.dtype, device=self.device)
+        places = None if self.places is None else [(p.offsets[:dims], p.sizes[:dims], p.rank) for p in self.places]
+        return restored, (tuple(self.size()), like, [_apart(c) for c in self.chunks], self.offsets, places)
+
+    def __copy__(self) -> ChunkedTensor:
+        return self.mapped(torch.Tensor.detach)
 
     # What writers of other formats ask for first; torch's own answer is an "invalid python storage".
     storage = untyped_storage = numpy = tolist = _not_whole  # type: ignore[assignment]
@@ -295,6 +269,20 @@ class ChunkedTensor(torch.Tensor):
         shown = ", ".join(f"{o}+{tuple(c.shape)}" for c, o in zip(self.chunks, self.offsets, strict=True))
         return f"ChunkedTensor(size={tuple(self.size())}, dtype={self.dtype}, chunks=[{shown}])"
 
+
+def restored(
+    size: Sequence[int],
+    like: torch.Tensor,
+    chunks: Sequence[torch.Tensor],
+    offsets: Sequence[Sequence[int]],
+    places: Sequence[Any] | None,
+) -> ChunkedTensor:
+    """What a rank has written, as files name it; `like` has the dtype and the device of a tensor without chunks."""
+    located: list[Located] | None = None if places is None else [Read(*each) for each in places]
+    return ChunkedTensor(size, chunks, offsets, like.dtype, like.device, located)
+
+
+torch.serialization.add_safe_globals([restored])
 
 _PER_CHUNK = [op.default for op in (aten.detach, aten.alias, aten.clone, aten.zeros_like, aten.empty_like)]
 
@@ -321,7 +309,7 @@ def _pointwise(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Chu
 
     results = [of_each(lambda a, i=i: a.chunks[i]) for i in range(len(first.chunks))]  # type: ignore[misc]
     dtype = (results or [of_each(lambda a: torch.empty(0, dtype=a.dtype, device=a.device))])[0].dtype
-    return ChunkedTensor(first.size(), results, first.offsets, dtype, first.device, first.places)
+    return ChunkedTensor(first.size(), results, first.offsets, dtype, first.device, first.places, first.holders)
 
 
 def _cut(chunk: torch.Tensor, num_bytes: int) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
@@ -349,6 +337,17 @@ def _alone(piece: torch.Tensor) -> torch.Tensor:
     first = piece.storage_offset() * piece.element_size()
     own = piece.untyped_storage()[first : first + piece.nbytes]
     return torch.empty(0, dtype=piece.dtype).set_(own, 0, piece.shape)  # type: ignore[call-overload, no-any-return]
+
+
+def _apart(piece: torch.Tensor) -> torch.Tensor:
+    """As `_alone`, on any device: a file of a part of a storage would have all of it."""
+    alone = _alone(piece)
+    return alone if alone.untyped_storage().nbytes() == alone.nbytes else alone.clone()
+
+
+def is_chunked(value: Any) -> TypeGuard[ChunkedTensor]:
+    """Whether it is a `ChunkedTensor`."""
+    return isinstance(value, ChunkedTensor)
 
 
 def is_dense(value: Any) -> TypeGuard[torch.Tensor]:
@@ -403,7 +402,9 @@ def chunk_views(tensor: torch.Tensor, parameter: torch.Tensor, chunked: ChunkedT
             if chunk.numel()
             else tensor.new_empty(chunk.shape)
         )
-    return ChunkedTensor(chunked.size(), views, chunked.offsets, tensor.dtype, tensor.device)
+    return ChunkedTensor(
+        chunked.size(), views, chunked.offsets, tensor.dtype, tensor.device, chunked.places, chunked.holders
+    )
 
 
 def overlap_numel(size: Sequence[int], at: Sequence[int], other_size: Sequence[int], other_at: Sequence[int]) -> int:

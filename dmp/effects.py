@@ -47,6 +47,10 @@ For the whole process, once
   keyed optimizers, where they are imported; its clipping refuses what it would pass over (dmp/state/keyed_clipping.py)
 - DTensors that are several rectangles on a rank, as torch's distributed checkpoint does not know of its own strided
   shards, tell it of all, and whole tensors are cut so where torch loads them (dmp/state/strided_shards.py)
+- `dmp/chunked.py: torch.serialization.add_safe_globals`: `torch.load` knows what a rank has written of its chunks
+- torch's checkpoint keeps in a state dict what a rank has no chunk of, and what torch gathers of a `ShardedTensor` is
+  ours of chunks, where these are imported (dmp/state/torch_state_dict.py); torchsnapshot's reader takes chunks for what
+  it asks for by type (dmp/state/snapshots.py)
 - torch's `get_state_dict` and its like, where they are imported, give such chunks whole where whole tensors are asked
   for; its reader of `torch.save` files refuses what its ranks would wait for (dmp/state/torch_state_dict.py)
 - `dmp/state/safetensors_files.py: safetensors.storage_ptr =`, where it is imported: what safetensors says of weights

@@ -127,6 +127,11 @@ Others
   `_additional_params_to_ignore`, `_allreduce_comm_precision`, `_storage_reservation`, `_topology`, `_constraints`,
   `_batch_size`, `_percentage`, `_hbm_reserved_bytes`, `_dense_tensor_estimate`: of TorchRec's sharders, codecs,
   data-parallel wrapper and planner: what they were made with
+- `torch.distributed._shard.sharded_tensor.api.ShardedTensorBase`, `_init_from_local_shards_and_global_metadata`: for a
+  `ShardedTensor` without a process group, of the chunks that are there
+- `_all_gather_sharded_tensor`, `_flatten_sharded_tensors`,
+  `torch.distributed.checkpoint._traverse.traverse_state_dict`, `torch.distributed.checkpoint._traverse.set_element`:
+  what torch does to a `ShardedTensor` that is wrong for chunks
 - `_set_module_context`, `_pipeline_model`, `_init_pipelined_modules`, `_create_context`, `_wait_for_batch`,
   `_copy_batch_to_gpu`, `_prefetch`, `_connect`: parts of TorchRec's pipelines, for a message to who calls or overrides
   them

@@ -23,8 +23,8 @@ from dmp import (
     table_wise,
 )
 from dmp.chunked import as_chunks, chunk_views
-from dmp.state.gather import gather
 from dmp.state.local_chunks import sharded_parameters
+from dmp.wrap.whole import gather
 from sharders.embedding import loss_terms
 from tests.ranks import mesh, run_apart, run_ranks
 from tests.test_asked import Said

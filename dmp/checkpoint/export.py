@@ -18,7 +18,7 @@ from dmp.chunked import ChunkedTensor
 from dmp.env import ShardingEnv
 from dmp.ranks import results_of_all
 from dmp.state.find_wrapped import env_of
-from dmp.state.gather import gather
+from dmp.wrap.whole import gather
 
 
 def export_safetensors(

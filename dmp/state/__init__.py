@@ -2,7 +2,7 @@
 verified. In reading order:
 
 - `find_wrapped`: the wrapped models inside a module
-- `gather`: whole tensors out of the ranks' chunks: full state dicts
+- `gather`: full state dicts
 - `unsharded`: a plain module with the weights in place
 - `local_chunks`: which chunks of its parameters a rank holds
 - `optimizer_state`: optimizer state by name, in unsharded shapes
@@ -11,6 +11,7 @@ verified. In reading order:
 - `chunks_of_state`: state dicts of torch's optimizers and TorchRec's keyed ones, with chunks as chunks
 - `strided_shards`: what torch reads and writes of weights that a rank holds several parts of
 - `torch_state_dict`: torch's own functions for state dicts, which give whole tensors where these are asked for
+- `snapshots`: torchsnapshot's reader, which asks by type
 - `safetensors_files`: safetensors' own functions, which take whole tensors alone
 - `keyed_clipping`: TorchRec's gradient clipping, refused where its norm would be another
 - `scaler`: gradient scaling, one decision on all ranks

@@ -81,6 +81,20 @@ def _taken(values: Mapping[str, Any], parameter: torch.Tensor, chunked: ChunkedT
     return taken
 
 
+def _fitted(values: Mapping[str, Any], held: Mapping[str, Any]) -> dict[str, Any]:
+    """What is given in chunks or whole, in chunks as those held: theirs copies one shard of each into the other.
+
+    Raises:
+        ShardError: chunks of another plan, or another size.
+    """
+    fitted = dict(values)
+    for name, value in held.items():
+        if isinstance(value, ChunkedTensor) and isinstance(values.get(name), torch.Tensor):
+            fitted[name] = value.mapped(torch.empty_like)
+            fitted[name].fill_from(values[name])
+    return fitted
+
+
 def _split(values: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
     """A state that is given whole, as DTensors that lie as the parameter does."""
     taken = dict(values)
@@ -140,9 +154,13 @@ def _keyed_taking(own: Any) -> Any:
     @functools.wraps(own)
     def load_state_dict(self: Any, state_dict: Mapping[str, Any]) -> None:
         of, state = _chunks_of(self.params), state_dict["state"]
-        # What is updated in the backward pass has chunks for its live state, and takes chunks.
-        of = {key: held for key, held in of.items() if key in state and _is_local(self.state.get(held[0], {}))}
-        taken = {key: _taken(state[key], *held) for key, held in of.items()}
+        taken = {}
+        for key, held in of.items():
+            live_state = self.state.get(held[0], {})
+            if key in state:
+                # What is updated in the backward pass has chunks for its live state, and takes such chunks.
+                is_local = _is_local(live_state)
+                taken[key] = _taken(state[key], *held) if is_local else _fitted(state[key], live_state)
         taken |= {key: _split(state[key], p) for key, p in _split_of(self.params).items() if key in state}
         own(self, _with_state(state_dict, taken))
 

@@ -7,6 +7,7 @@ from torch import nn
 from dmp.chunked import ChunkedTensor
 from dmp.contracts import ShardedModule
 from dmp.names import join_name
+from dmp.wrap.state_hooks import held_state
 from dmp.wrap.wrapper import DistributedModelParallel
 
 
@@ -17,7 +18,7 @@ def sharded_parameters(model: nn.Module) -> dict[str, tuple[nn.Parameter, Chunke
     found: dict[str, tuple[nn.Parameter, ChunkedTensor]] = {}
     for path, module in root.named_modules():
         if isinstance(module, ShardedModule):
-            for name, chunked in module.chunked_state().items():
+            for name, chunked in held_state(module).items():
                 if join_name(path, name) in local:
                     found[join_name(path, name)] = (local[join_name(path, name)], chunked)
     return found

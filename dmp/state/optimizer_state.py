@@ -21,16 +21,17 @@ from dmp.foreign import type_name
 from dmp.places import is_dtensor
 from dmp.state.chunks_of_state import give_chunks, give_keyed_chunks
 from dmp.state.find_wrapped import common_env, env_of, fused_parameters, joint_plan, wrapped_in
-from dmp.state.gather import gather
 from dmp.state.local_chunks import sharded_parameters
 from dmp.state.safetensors_files import refuse_parts
+from dmp.state.snapshots import read_into_chunks
 from dmp.state.strided_shards import cut_strided_shards, know_strided_shards
-from dmp.state.torch_state_dict import give_whole_to_torch, refuse_broadcasts
+from dmp.state.torch_state_dict import gather_chunks, give_whole_to_torch, keep_empty_parts, refuse_broadcasts
 from dmp.wrap import live_models as live
 from dmp.wrap.column_blocks import is_blocked, merge_blocks
 from dmp.wrap.earlier_optimizers import follow
 from dmp.wrap.given_optimizers import layers_of
 from dmp.wrap.keyed import parts
+from dmp.wrap.whole import gather
 
 
 @dataclass
@@ -245,7 +246,10 @@ def _warm_ups(optimizer: torch.optim.Optimizer | None) -> list[OwnedState]:
 live.at_first_wrap(give_chunks)
 live.when_imported("torchrec.optim.keyed", give_keyed_chunks)
 live.when_imported("safetensors.torch", refuse_parts)
+live.when_imported("torchsnapshot.io_preparers.sharded_tensor", read_into_chunks)
 live.when_imported("torch.distributed.checkpoint.state_dict", give_whole_to_torch)
+live.when_imported("torch.distributed.checkpoint.default_planner", keep_empty_parts)
 live.when_imported("torch.distributed.checkpoint.format_utils", refuse_broadcasts)
 live.when_imported("torch.distributed.tensor", know_strided_shards)
 live.when_imported("torch.distributed._state_dict_utils", cut_strided_shards)
+live.when_imported("torch.distributed._state_dict_utils", gather_chunks)

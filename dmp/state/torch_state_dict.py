@@ -18,12 +18,14 @@ from dmp.chunked import ChunkedTensor
 from dmp.errors import RanksError, ShardError
 from dmp.ranks import gather_words, raise_cause, raise_on_all
 from dmp.state.find_wrapped import wrapped_in
-from dmp.state.gather import gather
 from dmp.state.local_chunks import sharded_parameters
 from dmp.wrap import live_models as live
 from dmp.wrap.fused import FusedOptimizer
+from dmp.wrap.whole import gather
 
 _GATHERS = "_maybe_full_or_cpu_state_dict"  # the end of both of torch's functions
+_FLATTENS = "_flatten_sharded_tensors"
+_GATHERS_ONE = "_all_gather_sharded_tensor"
 _BEGINS = "_verify_options"  # and the beginning of all
 _LOADS = ("_load_model_state_dict", "_load_optim_state_dict")
 
@@ -66,6 +68,50 @@ def give_whole_to_torch(torchs: Any) -> None:
         return own(given, info)
 
     setattr(torchs, _GATHERS, gathered)
+
+
+def gather_chunks(utilities: Any) -> None:
+    """Have what torch gathers of a `ShardedTensor`, as if that were cut by rows into equal parts, be ours of chunks.
+
+    Args:
+        utilities: `torch.distributed._state_dict_utils`.
+    """
+    own = getattr(utilities, _GATHERS_ONE)
+
+    @wraps(own)
+    def gathered(tensor: Any, *args: Any, **options: Any) -> Any:
+        if isinstance(tensor, ChunkedTensor) and tensor.holders is not None:
+            return tensor.holders.whole(tensor)
+        return own(tensor, *args, **options)
+
+    setattr(utilities, _GATHERS_ONE, gathered)
+
+
+def keep_empty_parts(planner: Any) -> None:
+    """Have torch's checkpoint leave in a state dict what this rank has no chunk of.
+
+    It leaves out a `ShardedTensor` of which a rank has no shard, then takes the folder for one that torch 2.3 wrote,
+    for names are missing, and looks for others.
+
+    Args:
+        planner: `torch.distributed.checkpoint.default_planner`.
+    """
+    from torch.distributed.checkpoint._traverse import set_element, traverse_state_dict
+
+    own = getattr(planner, _FLATTENS)
+
+    @wraps(own)
+    def flatten(state_dict: dict[str, Any]) -> dict[str, Any]:
+        flat: dict[str, Any] = own(state_dict)
+
+        def keep(path: tuple[Any, ...], value: Any) -> None:
+            if isinstance(value, ChunkedTensor) and not value.chunks:
+                set_element(flat, path, value)
+
+        traverse_state_dict(state_dict, keep)
+        return flat
+
+    setattr(planner, _FLATTENS, flatten)
 
 
 def refuse_broadcasts(torchs: Any) -> None:

@@ -14,8 +14,8 @@ from dmp.errors import ShardError
 from dmp.places import is_dtensor, places_of, replace_tensors, room_for
 from dmp.plans.kept_places import kept_beside
 from dmp.state.find_wrapped import env_of, wrapped_in
-from dmp.state.gather import gather
 from dmp.wrap.skeleton import computed, copy_scripted
+from dmp.wrap.whole import gather
 from dmp.wrap.wrapper import DistributedModelParallel
 
 

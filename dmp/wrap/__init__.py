@@ -10,6 +10,8 @@
 - `initial_rules`: which calls give a model's tensors their initial values, and what they give
 - `initial_values`: initial values from (name, seed) alone, for meta parameters
 - `filling`: what a sharder has made, checked, and filled where it was on meta
+- `whole`: whole tensors out of the ranks' chunks
+- `holders`: who has a table's other chunks, as what state dicts give knows
 - `state_hooks`: how values get in and out of sharded modules
 - `gathered`: weights that FSDP2 has left gathered, looked at without effect
 - `data_parallel`: the data-parallel part: checked beforehand, started, started again

@@ -4,8 +4,9 @@ makes another.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -26,6 +27,7 @@ from dmp.places import is_dtensor, restore_ties, tied_places
 from dmp.plans.plan import ShardingPlan
 from dmp.wrap.ddp_watch import SplitWatch, Watch
 from dmp.wrap.fused import FusedOptimizer
+from dmp.wrap.holders import held
 from dmp.wrap.since_split import SinceSplit
 from dmp.wrap.skeleton import all_tensors
 
@@ -121,14 +123,19 @@ class Assembly:
         return frozenset(names)
 
 
-def fused_of(module: nn.Module, owned: tuple[Owned, ...]) -> FusedOptimizer:
+def fused_of(module: nn.Module, owned: tuple[Owned, ...], env: ShardingEnv) -> FusedOptimizer:
     """The optimizer view of what sharded modules update themselves."""
-    return FusedOptimizer(fused_parameters(module, owned))
+    return FusedOptimizer(fused_parameters(module, owned, env))
 
 
-def fused_parameters(module: nn.Module, owned: tuple[Owned, ...]) -> Iterator[FusedParameter]:
+def fused_parameters(module: nn.Module, owned: tuple[Owned, ...], env: ShardingEnv) -> Iterator[FusedParameter]:
     """What sharded modules update themselves, under the model's names."""
     for each in owned:
         sharded = module.get_submodule(each.path)
         for f in sharded.fused_parameters() if isinstance(sharded, FusedModule) else ():
-            yield replace(f, name=join_name(each.path, f.name))
+            state: Callable[[], dict[str, torch.Tensor]] = partial(_held_state, f.state, env)
+            yield replace(f, name=join_name(each.path, f.name), state=state)
+
+
+def _held_state(state: Callable[[], dict[str, torch.Tensor]], env: ShardingEnv) -> dict[str, torch.Tensor]:
+    return held(state(), env)

@@ -117,7 +117,7 @@ def build(given: Arguments, calls: Calls) -> Assembly:
         placements=resolved.found.placements,
         module=module,
         owned=owned,
-        fused=fused_of(module, owned),
+        fused=fused_of(module, owned, given.env),
         running=module,
         sharders=tuple(given.sharders),
     )
@@ -182,7 +182,7 @@ def _with_tables(checked: _Checked, seed: int, calls: Calls) -> tuple[nn.Module,
         if new is not site.module:
             carry_over(site.module, new)
         if isinstance(new, ShardedModule):
-            register_state_hooks(new)
+            register_state_hooks(new, given.env)
         set_hook(new, "module_path", site.path)
         set_hook(new, "calls", calls)
         for path in site.aliases:

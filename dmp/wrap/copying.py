@@ -41,7 +41,7 @@ def copied(made: Assembly, memo: dict[int, Any], device: torch.device) -> Assemb
     if device != made.device:
         for moved in [module] if made.skeleton is None else new.sharded:
             moved.to(device)
-    new = replace(new, fused=fused_of(module, new.owned))
+    new = replace(new, fused=fused_of(module, new.owned, new.env))
     if made.skeleton is not None:
         new.split_dense()
     takes_meta = made.is_data_parallel and new.shards_in_place

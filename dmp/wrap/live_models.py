@@ -24,18 +24,19 @@ def at_first_wrap(prepare: Callable[[], None]) -> None:
     _at_first.append(prepare)
 
 
-_when_there: dict[str, Callable[[Any], None]] = {}
+_when_there: dict[str, list[Callable[[Any], None]]] = {}
 
 
 def when_imported(module: str, prepare: Callable[[Any], None]) -> None:
     """Call `prepare` with a module of another package once, at the first look that finds it imported."""
-    _when_there[module] = prepare
+    _when_there.setdefault(module, []).append(prepare)
 
 
 def look() -> None:
     """Whether somebody has imported what waits to be prepared; at every wrap, and where its users come by."""
     for name in [name for name in _when_there if name in sys.modules]:
-        _when_there.pop(name)(sys.modules[name])
+        for prepare in _when_there.pop(name):
+            prepare(sys.modules[name])
 
 
 def add(model: Any) -> None:

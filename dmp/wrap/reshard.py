@@ -159,11 +159,11 @@ def _put(made: Assembly, ready: _Ready, layers: Sequence[Optimizer], plan: Shard
         taken = new.take_place()
         if taken is not module:
             if isinstance(taken, ShardedModule):
-                register_state_hooks(taken)
+                register_state_hooks(taken, made.env)
             set_hook(taken, "module_path", owned.path)
             set_hook(taken, "calls", calls)
     made = replace(made, plan=plan)
-    made.fused.follow(fused_parameters(made.module, made.owned))
+    made.fused.follow(fused_parameters(made.module, made.owned, made.env))
     for p in ready.parameters:
         p.leave()
     follow_parts(layers, {id(p.old): p.new for p in ready.parameters})

@@ -7,14 +7,17 @@ from typing import Any
 
 from torch import nn
 
+from dmp.chunked import ChunkedTensor
+from dmp.env import ShardingEnv
 from dmp.wrap import live_models as live
+from dmp.wrap.holders import held
 
 
-def register_state_hooks(module: nn.Module) -> None:
+def register_state_hooks(module: nn.Module, env: ShardingEnv) -> None:
     """Have a `ShardedModule` give and take its state by chunks; a second time does nothing."""
-    if getattr(module, "_dmp_state_hooks", False):
+    if hasattr(module, "_dmp_state_env"):
         return
-    module._dmp_state_hooks = True  # type: ignore[assignment]
+    module._dmp_state_env = env  # type: ignore[assignment]
     given = module.register_state_dict_post_hook(_give_chunks)
     hooks: Any = module._state_dict_hooks
     hooks.move_to_end(given.id, last=False)  # users' hooks see, and may change, what it gives
@@ -34,9 +37,15 @@ def carry_state_hooks(old: nn.Module, new: nn.Module) -> None:
             new._register_load_state_dict_pre_hook(wrapped.hook, with_module=wrapped.with_module)
 
 
+def held_state(module: Any) -> Mapping[str, ChunkedTensor]:
+    """The chunks of a `ShardedModule`, which know who has the others where it is in a model."""
+    env = getattr(module, "_dmp_state_env", None)
+    return module.chunked_state() if env is None else held(module.chunked_state(), env)
+
+
 def _give_chunks(module: Any, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
     live.look()  # who asks may be another package, which takes chunks for whole tensors
-    for name, chunked in module.chunked_state().items():
+    for name, chunked in held_state(module).items():
         if prefix + name in state_dict:
             state_dict[prefix + name] = chunked
 

@@ -14,7 +14,7 @@ from torch import nn
 from dmp import ChunkedTensor, FusedParameter, Shard, ShardError
 from sharders.embedding.lookup import kernels
 from sharders.embedding.lookup.bank import Bank, RowRange
-from sharders.embedding.placement import Placement, neighbours
+from sharders.embedding.placement import Placement, neighbours, of_blocks
 
 
 @dataclass
@@ -320,13 +320,12 @@ class TableStore:
                 views = [bank.state_view(name, i, c) for c in range(len(bank.chunks[i]))]
                 offsets: list[tuple[int, ...]] = list(self._offsets(index))
                 size: tuple[int, ...] = (table.rows, table.dim)
-                places: Sequence[Shard] | None = placement.shards[index]
+                places: Sequence[Shard] = placement.shards[index]
                 if tensor.is_row_wise and len(blocks) == 1:
                     size, offsets = (table.rows,), [o[:1] for o in offsets]
                 elif tensor.is_row_wise:
                     # A rectangle's column of sums stands for every block that it spans.
-                    size, places = (table.rows, len(blocks)), None
-                    spans = zip(views, offsets, bank.chunks[i], strict=True)
+                    size, spans = (table.rows, len(blocks)), zip(views, offsets, bank.chunks[i], strict=True)
                     cells = [
                         (view.unsqueeze(1), (at[0], j))
                         for view, at, chunk in spans
@@ -334,6 +333,7 @@ class TableStore:
                         if at[1] <= start < at[1] + chunk.width
                     ]
                     views, offsets = [view for view, _ in cells], [at for _, at in cells]
+                    places = of_blocks(places, blocks)
                 if self.is_whole(index):
                     result[name] = views[0]
                 else:

@@ -168,6 +168,20 @@ class Placement:
         return sorted({s.offsets[1] for s in self.shards[table]})
 
 
+def of_blocks(shards: Sequence[Shard], blocks: Sequence[int]) -> list[Shard]:
+    """Where row-wise state of (rows, column blocks) is: a cell for each block that a shard spans.
+
+    Args:
+        blocks: their first columns, in order.
+    """
+    return [
+        Shard((s.offsets[0], j), (s.sizes[0], 1), s.rank)
+        for s in shards
+        for j, start in enumerate(blocks)
+        if s.offsets[1] <= start < s.offsets[1] + s.sizes[1]
+    ]
+
+
 def neighbours(numbers: Iterable[int]) -> list[range]:
     """Ascending numbers, those that follow each other as one range."""
     found: list[range] = []

@@ -15,6 +15,7 @@ from torch import nn
 
 from dmp import ChunkedTensor, FusedParameter, Shard, ShardError
 from sharders.embedding.lookup.optimizers import OptimizerSpec
+from sharders.embedding.placement import of_blocks
 
 
 class _Piece(NamedTuple):
@@ -100,12 +101,12 @@ class FusedTables:
                 views = [p.state[key] for p in self._pieces[name]]
                 offsets: list[tuple[int, ...]] = [p.at for p in self._pieces[name]]
                 shape: tuple[int, ...] = size
-                places: Sequence[Shard] | None = self._shards[name]
+                places: Sequence[Shard] = self._shards[name]
                 if tensor.is_row_wise and len(starts) == 1:
                     shape, offsets = size[:1], [at[:1] for at in offsets]
                 elif tensor.is_row_wise:
-                    shape, views, places = (size[0], len(starts)), [view.unsqueeze(1) for view in views], None
-                    offsets = [(at[0], starts.index(at[1])) for at in offsets]
+                    shape, views = (size[0], len(starts)), [view.unsqueeze(1) for view in views]
+                    offsets, places = [(at[0], starts.index(at[1])) for at in offsets], of_blocks(places, starts)
                 result[key] = ChunkedTensor(shape, views, offsets, places=places)
             return result
 

@@ -16,7 +16,7 @@ from dmp.checkpoint.sources.named_files import open_file
 from dmp.checkpoint.sources.objects import checked_objects
 from dmp.checkpoint.sources.source import MODEL, STATE
 from dmp.checkpoint.sources.stored_piece import StoredPiece
-from dmp.chunked import ChunkedTensor
+from dmp.chunked import ChunkedTensor, is_chunked
 from dmp.errors import CheckpointError
 from dmp.places import is_dtensor
 from dmp.read_values import shown
@@ -26,6 +26,11 @@ _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict")
 _OF_ONE_RANK = (
     "holds a {}: what one rank had of a sharded model, as torch.save writes it there. In the program that wrote it, "
     "save by torch.distributed.checkpoint.save(model.state_dict(), checkpoint_id=folder), and load the folder"
+)
+_OF_OUR_RANK = (
+    "holds what one rank had of a wrapped model, as torch.save writes it there: with the plan that it had, "
+    "model.load_state_dict(torch.load(path)) takes it, on each rank its own. save_checkpoint(path, model, optimizer) "
+    "keeps everything, for any mesh and plan"
 )
 _NAMELESS = (
     "its optimizer state goes by number, as torch.optim saves it, and does not say which parameter is which; expected "
@@ -55,6 +60,8 @@ class TorchFile:
         values = {MODEL + name: value for name, value in weights.items()}
         values |= {f"{STATE}{name}.{key}": value for name, of_one in state.items() for key, value in of_one.items()}
         self._tensors = {key: value for key, value in values.items() if isinstance(value, torch.Tensor)}
+        if any(map(is_chunked, self._tensors.values())):
+            raise CheckpointError(f"{path} {_OF_OUR_RANK}")
         if any(map(is_dtensor, self._tensors.values())):
             raise CheckpointError(f"{path} {_OF_ONE_RANK.format('DTensor')}")
         self.about: dict[str, Any] = {}

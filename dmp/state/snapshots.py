@@ -1,0 +1,30 @@
+"""torchsnapshot's reader, over chunks of tables.
+
+It asks for torch's `ShardedTensor` by the very type, where its writer, and others, ask by `isinstance`.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+from dmp.chunked import is_chunked
+
+
+def read_into_chunks(theirs: Any) -> None:
+    """Have a snapshot be read into this rank's chunks, whatever plan it was taken of.
+
+    Args:
+        theirs: `torchsnapshot.io_preparers.sharded_tensor`.
+    """
+    own = theirs.ShardedTensorIOPreparer.prepare_read
+
+    @wraps(own)
+    def prepare_read(entry: Any, obj_out: Any = None) -> Any:
+        if not is_chunked(obj_out):
+            return own(entry, obj_out)
+        requests, future = own(entry, obj_out.as_sharded_tensor())
+        future.obj = obj_out  # whose chunks are those that are filled
+        return requests, future
+
+    theirs.ShardedTensorIOPreparer.prepare_read = prepare_read
