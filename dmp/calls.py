@@ -30,6 +30,7 @@ class Calls:
         model: the same text for the same model on all ranks, and another for every other: for a copy too.
         steps: of optimizers, see step_turns.py in wrap/.
         fused: of what is updated in the backward pass, the groups of options.
+        part: what a module updates so -> an optimizer of that; None outside of a model.
         num_compared: ranks that compare `digest` in front of every lookup.
     """
 
@@ -43,6 +44,7 @@ class Calls:
         self.steps: deque[str] = deque(maxlen=3)
         self._digest = self._num_steps = 0
         self.fused: Sequence[Mapping[str, Any]] = ()
+        self.part: Callable[[Any], Any] | None = None
         self.num_compared = 0
         self.number = 0
         """Of the last forward that was begun."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -53,12 +54,13 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     Args:
         fused: the parameters, with fully-qualified names.
+        is_part: of what another one shows, whose groups it has.
     """
 
     params: dict[str, Any]
     """Name -> parameter; a wrapper of TorchRec's may add one of its own, for its state."""
 
-    def __init__(self, fused: Iterable[FusedParameter]) -> None:
+    def __init__(self, fused: Iterable[FusedParameter], is_part: bool = False) -> None:
         super().__init__([{"params": []}], {"lr": 0.0, "_save_param_groups": False})
         self.fused = {f.name: f for f in fused}
         self.params = {f.name: f.parameter for f in self.fused.values()}
@@ -69,8 +71,10 @@ class FusedOptimizer(torch.optim.Optimizer):
             key = id(f.options)  # parameters that share their options are one group, whose dict is those options
             if key not in groups:
                 groups[key], self._names[key] = f.options, []
-                f.options["params"] = []
-            f.options["params"].append(f.parameter)
+                if not is_part:
+                    f.options["params"] = []
+            if not is_part:
+                f.options["params"].append(f.parameter)
             self._names[key].append(f.name)
             if not hasattr(f.parameter, "_in_backward_optimizers"):  # by which TorchRec's filter leaves it out
                 f.parameter._in_backward_optimizers = []  # type: ignore[attr-defined]
@@ -86,6 +90,16 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.state.follow(self.fused.values())  # type: ignore[attr-defined]
         for group in self.param_groups:
             group["params"][:] = [self.fused[name].parameter for name in self._names[id(group)]]
+
+    def part(self, own: Iterable[FusedParameter]) -> FusedOptimizer:
+        """What one module updates, under its own names. Groups are the model's: a new `lr` is for all in one.
+
+        Args:
+            own: as the module gives them.
+        """
+        names = {id(f.parameter): f.name for f in own}
+        known = [(f, names.get(id(f.parameter))) for f in self.fused.values()]
+        return FusedOptimizer((replace(f, name=name) for f, name in known if name is not None), is_part=True)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Nothing: the backward pass has updated the parameters. Returns the closure's result if there is one."""

@@ -8,11 +8,13 @@ is imported. Ours comes first in it, and `super()` in ours would find theirs.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
 from torch.optim.optimizer import Optimizer
 
+from dmp.contracts import FusedParameter
 from dmp.wrap.fused import FusedOptimizer
 
 
@@ -22,6 +24,11 @@ def keyed(optimizer: FusedOptimizer) -> FusedOptimizer:
     if theirs is not None and not isinstance(optimizer, theirs):
         optimizer.__class__ = _both(theirs)
     return optimizer
+
+
+def part_of(optimizer: FusedOptimizer) -> Callable[[Iterable[FusedParameter]], FusedOptimizer]:
+    """What gives an optimizer of what one module updates, see `FusedOptimizer.part`; TorchRec's too."""
+    return lambda own: keyed(optimizer.part(own))
 
 
 @cache

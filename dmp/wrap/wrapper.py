@@ -34,7 +34,7 @@ from dmp.wrap.forward import Forward
 from dmp.wrap.fused import FusedOptimizer
 from dmp.wrap.gathered import chunks_shown
 from dmp.wrap.grad_sync import GradSync, without_averages
-from dmp.wrap.keyed import keyed
+from dmp.wrap.keyed import keyed, part_of
 from dmp.wrap.loading import load, loaded
 from dmp.wrap.outer_wrappers import keep_from_fully_shard
 from dmp.wrap.parameter_hooks import carrying_hooks
@@ -99,7 +99,7 @@ class DistributedModelParallel(nn.Module):
 
     def _hold(self, made: Assembly) -> None:
         self._made = made
-        self._calls.fused = made.fused.param_groups
+        self._calls.fused, self._calls.part = made.fused.param_groups, part_of(made.fused)
         self.__dict__["_modules"] = made.module._modules  # its children are this one's: names stay as they are
 
     def _take(self, made: Assembly) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import nn
 
-from dmp import ParameterSharding, ShardError, ShardingPlan, data_parallel, join_name, rectangles
+from dmp import FusedParameter, ParameterSharding, ShardError, ShardingPlan, data_parallel, join_name, rectangles
 from sharders.embedding.engine import Engine
 
 _log = logging.getLogger("dmp")
@@ -42,6 +42,9 @@ class TorchRecForm(nn.Module):
     unsharded: Callable[[], nn.Module]
     """A plain module of the same structure, on meta."""
 
+    fused_parameters: Callable[[], Iterable[FusedParameter]]
+    """As of `dmp.FusedModule`."""
+
     _engine: Engine
     _unsharded_type: type[nn.Module]
 
@@ -67,6 +70,18 @@ class TorchRecForm(nn.Module):
             layout = data_parallel() if placement.is_local[index] else rectangles(placement.shards[index])
             plan[table.parameter] = ParameterSharding(layout, kernel="fused" if table.optimizer else None)
         return ShardingPlan(plan).to_torchrec(self.unsharded(), self._engine.env).plan[""]
+
+    @property
+    def fused_optimizer(self) -> Any:
+        """What of `model.fused_optimizer` is of this module's tables, under its own names.
+
+        Raises:
+            AttributeError: the module is in no wrapped model.
+        """
+        part = self._engine.calls.part
+        if part is None:
+            raise AttributeError("fused_optimizer")
+        return part(self.fused_parameters())
 
     def create_context(self, *_: Any, **__: Any) -> Any:
         """Refused, as `preprocess_input` and `input_dist`: it is what TorchRec's train pipelines begin with.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from dmp import DistributedModelParallel, ShardError, column_wise
+from dmp import DistributedModelParallel, ShardError, column_wise, table_wise
 from tests.ranks import run_ranks
 from tests.torchrec_dropin.scripts import IGNORED, LR, batch, both, model_of
 
@@ -34,6 +35,36 @@ def scanned(DistributedModelParallel: Any) -> list[Any]:
         "t1": ("table_wise", "fused"),
     }
     return [[shard.shard_sizes for shard in plan[t].sharding_spec.shards] for t in ("t0", "t1")] + [plan["t1"].ranks]
+
+
+def of_one_module() -> None:
+    """As code that saves module by module reads it."""
+    from torchrec.optim.fused import FusedOptimizerModule
+    from torchrec.optim.keyed import KeyedOptimizer
+
+    layouts = {"ebc.embedding_bags.t0.weight": column_wise([0, 1])}
+    layouts["ebc.embedding_bags.t1.weight"] = table_wise(0)
+    model = DistributedModelParallel(model_of(torch.optim.Adagrad, lr=LR), plan=layouts)
+    model(batch(model.env.rank, 0)).backward()
+    (module,) = (m for m in model.modules() if isinstance(m, FusedOptimizerModule))
+    part, whole = module.fused_optimizer, model.fused_optimizer.state_dict()
+    assert isinstance(part, KeyedOptimizer)
+    given = part.state_dict()
+    for name, values in given["state"].items():
+        torch.testing.assert_close(dict(values), dict(whole["state"][f"ebc.{name}"]), rtol=0, atol=0)
+    assert len(given["state"]) == 2 == len(model.fused_optimizer.param_groups[0]["params"])
+    given = copy.deepcopy(given)
+    given["state"]["embedding_bags.t1.weight"]["sum"] += 1
+    part.load_state_dict(given)
+    part.param_groups[0]["lr"] = 0.5
+    now = model.fused_optimizer
+    assert now.param_groups[0]["lr"] == 0.5
+    changed = now.state_dict()["state"]["ebc.embedding_bags.t1.weight"]["sum"]
+    torch.testing.assert_close(changed, given["state"]["embedding_bags.t1.weight"]["sum"], rtol=0, atol=0)
+
+
+def test_a_sharded_module_has_an_optimizer_of_its_tables() -> None:
+    run_ranks(2, of_one_module)
 
 
 def _scans() -> None:
