@@ -24,6 +24,7 @@ T0, T1 = (f"ebc.embedding_bags.{name}.weight" for name in ("t0", "t1"))
 PLANS: dict[str, tuple[Layout, Layout]] = {
     "rows": (dmp.row_wise(), dmp.table_wise(1)),
     "columns": (dmp.column_wise([0, 1]), dmp.data_parallel()),
+    "rows the other way": (dmp.row_wise([1, 0]), dmp.row_wise([1, 0])),
     "columns of one rank": (dmp.column_wise([1, 1]), dmp.column_wise([1, 0])),
 }
 
@@ -158,6 +159,28 @@ def of_an_optimizer(folder: str) -> None:
 
 def test_an_optimizers_state_is_written_likewise(tmp_path: Path) -> None:
     run_ranks(2, of_an_optimizer, str(tmp_path))
+
+
+def combined() -> None:
+    """Theirs copies shard by shard, wherever these lie, once a tensor says that it is a `ShardedTensor`."""
+    from torchrec.optim.keyed import CombinedOptimizer
+
+    model, other = wrapped("rows"), wrapped("rows the other way")
+    with torch.no_grad():
+        for values in model.fused_optimizer.state_dict()["state"].values():
+            values["sum"].chunks and values["sum"].chunks[0].add_(dist.get_rank() + 1)
+    theirs = CombinedOptimizer([("", other.fused_optimizer)])
+    before, state = dmp.full_optimizer_state_dict(other)["state"], model.fused_optimizer.state_dict()
+    with pytest.raises(ShardError, match="come from another plan"):
+        theirs.load_state_dict(state)
+    torch.testing.assert_close(dmp.full_optimizer_state_dict(other)["state"], before, rtol=0, atol=0)
+    whole = dmp.full_optimizer_state_dict(model)
+    theirs.load_state_dict(whole)
+    torch.testing.assert_close(dmp.full_optimizer_state_dict(other)["state"], whole["state"], rtol=0, atol=0)
+
+
+def test_state_of_another_plan_is_refused_by_theirs_too() -> None:
+    run_ranks(2, combined)
 
 
 def alone(folder: str) -> str:
