@@ -156,11 +156,10 @@ def _keyed_taking(own: Any) -> Any:
         of, state = _chunks_of(self.params), state_dict["state"]
         taken = {}
         for key, held in of.items():
-            live_state = self.state.get(held[0], {})
             if key in state:
                 # What is updated in the backward pass has chunks for its live state, and takes such chunks.
-                is_local = _is_local(live_state)
-                taken[key] = _taken(state[key], *held) if is_local else _fitted(state[key], live_state)
+                mine = self.state.get(held[0], {})
+                taken[key] = _taken(state[key], *held) if _is_local(mine) else _fitted(state[key], mine)
         taken |= {key: _split(state[key], p) for key, p in _split_of(self.params).items() if key in state}
         own(self, _with_state(state_dict, taken))
 

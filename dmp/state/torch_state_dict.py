@@ -80,9 +80,9 @@ def gather_chunks(utilities: Any) -> None:
 
     @wraps(own)
     def gathered(tensor: Any, *args: Any, **options: Any) -> Any:
-        if isinstance(tensor, ChunkedTensor) and tensor.holders is not None:
-            return tensor.holders.whole(tensor)
-        return own(tensor, *args, **options)
+        if not isinstance(tensor, ChunkedTensor):
+            return own(tensor, *args, **options)
+        return tensor if tensor.holders is None else tensor.holders.whole(tensor)
 
     setattr(utilities, _GATHERS_ONE, gathered)
 
