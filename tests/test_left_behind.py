@@ -89,7 +89,7 @@ def many_turns() -> tuple[int, int]:
             with ranks.take_turn(f"the pass of model {model}", group, ends_pass=True):
                 pass
         num_known = len(known) - turns._KEPT
-    for again in range(3):
+    for _ in range(3):
         before = ranks.calls_so_far(group)
         for name in ("a turn that comes again", "and another"):
             with ranks.take_turn(name, group):
