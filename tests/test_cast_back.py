@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dmp import DistributedModelParallel, ShardError, ShardingEnv
-from sharders import TensorParallelSharder
+from sharders import FSDPWrapper, TensorParallelSharder
 from tests.beside_plain import trains
 from tests.equality import env_of
 from tests.ranks import mesh, run_ranks
@@ -71,6 +71,14 @@ def casts_inside(axis: str) -> None:
     model = DistributedModelParallel(Routed().double(), env, sharders=split)
     with pytest.raises(ShardError, match=r"'router.(weight|bias)' was cast from torch.float64 to torch.float32 by the"):
         model(torch.ones(4, 8).double())
+    if axis == "shard":
+        mixed = FSDPWrapper(mixed_precision=torch.bfloat16)
+        model = DistributedModelParallel(Routed(), env, sharders=split, data_parallel_wrapper=mixed)
+        with pytest.raises(ShardError, match=r"'router.*was cast from torch.bfloat16 to torch.float32.*torch.autocast"):
+            model(torch.ones(4, 8))
+        model = DistributedModelParallel(Routed(), env, sharders=split)
+        with torch.autocast("cpu", torch.bfloat16):
+            model(torch.ones(4, 8)).float().sum().backward()
     routed, whole = Routed().double(), Routed().double()
     routed.router.float()
     model = DistributedModelParallel(routed, env, sharders=split)

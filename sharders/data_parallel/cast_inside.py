@@ -10,6 +10,8 @@ from typing import Any
 
 from dmp import ShardError
 
+_BY_POLICY = "mixed_precision casts all weights for the forward; torch.autocast in its place leaves that to the model"
+
 
 def refuse_casts(unit: Any) -> None:
     """Before a unit's chunks take the places of its weights.
@@ -25,8 +27,8 @@ def refuse_casts(unit: Any) -> None:
         for held in group.fsdp_params:
             gathered, dtype = getattr(held, "_unsharded_param", None), held.param_dtype or held.orig_dtype
             if gathered is not None and gathered.dtype is not dtype and gathered.requires_grad:
+                before = f"cast its module before wrapping, by .to({gathered.dtype}), so that this changes nothing"
                 raise ShardError(
                     f"{held._param_fqn!r} was cast from {dtype} to {gathered.dtype} by the forward of the model, of "
-                    f"which ranks have chunks: cast its module before wrapping, by .to({gathered.dtype}), so that this "
-                    "changes nothing"
+                    f"which ranks have chunks: {_BY_POLICY if held.param_dtype else before}"
                 )
