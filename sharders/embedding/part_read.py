@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dmp import Shard, ShardError
-from sharders.embedding.asked_of import INDEXED, asked_of, reader, self_of
+from sharders.embedding.asked_of import INDEXED, UNKNOWN, asked_of, reader, self_of
 from sharders.embedding.drawn_later import carry_place
 from sharders.embedding.operations import is_pointwise, operations
 from sharders.embedding.unread_weight import ALLOWED, THE_SAME, Unread, name_of, nested
@@ -98,6 +98,11 @@ class Part(torch.Tensor):
         if is_whole and not torch.is_grad_enabled():
             return parameter
         frame = sys._getframe(2)
+        asked = asked_of(frame)
+        is_of_sizes = all(what in ALLOWED or what in _SIZES for what in asked)
+        needs_none = not _OF_LEAVES.isdisjoint(asked) or (is_of_sizes and _SIZES.isdisjoint(asked))
+        if needs_none or (torch.is_grad_enabled() and asked == (UNKNOWN,)):
+            return parameter
         model, name = self_of(frame), f"{frame.f_globals.get('__name__')}."
         if (
             model is None
@@ -105,12 +110,9 @@ class Part(torch.Tensor):
             or all(m is not holder for m in model.modules())
         ):
             return parameter
-        asked = asked_of(frame)
-        if not _OF_LEAVES.isdisjoint(asked):
-            return parameter
-        if all(what in ALLOWED or what in _SIZES for what in asked):
-            return parameter if _SIZES.isdisjoint(asked) else Unread.of(parameter, size, table, "")
-        only_copied = asked[0] in THE_SAME if len(asked) == 1 else False
+        if is_of_sizes:
+            return Unread.of(parameter, size, table, "")
+        only_copied = len(asked) == 1 and asked[0] in THE_SAME
         if torch.is_grad_enabled() and not (only_copied or any(_takes(what, model) for what in asked)):
             return parameter
         if is_whole and only_copied:
@@ -205,7 +207,7 @@ def _takes(what: str, model: nn.Module) -> bool:
     if what in _MOVES or what in _MIXES_ROWS or what in _MIXES_COLUMNS or what in (INDEXED, *_BY_INDEX):
         return True
     if not what.isidentifier():
-        return what != ""  # an operator
+        return what != UNKNOWN  # an operator
     is_of_torch = (
         what.replace("_", "") in operations() or what in _JOINS or hasattr(F, what) or hasattr(torch.linalg, what)
     )
