@@ -207,6 +207,23 @@ def test_towers_that_are_all_run() -> None:
     assert len(find_units(Nested(), None)) == 6
 
 
+class UnlessGiven(Branches):
+    """As encoders are run: where nobody hands in what they gave; and as towers of images are, where there are some."""
+
+    def forward(self, x: torch.Tensor, image: torch.Tensor | None = None, *, encoded: Any = None) -> torch.Tensor:
+        if encoded is None:
+            encoded = self.low(x)
+        if image is not None:
+            encoded = encoded + self.high(image)
+        out: torch.Tensor = self.head(self.always(encoded))
+        return out
+
+
+def test_what_is_run_unless_its_result_is_given() -> None:
+    """Encoders of T5, BART and their like were gathered whole, with the root."""
+    assert list(find_units(UnlessGiven(), None)) == ["low.0", "low.1", "always.0", "always.1"]
+
+
 @pytest.mark.parametrize("kind", [InTurn, ByNumber, Together, ByMethod])
 def test_each_is_run(kind: Any) -> None:
     assert runs_in_turn(kind, "parts") and not runs_in_turn(kind, "others")

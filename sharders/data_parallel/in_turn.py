@@ -25,7 +25,7 @@ def runs_in_turn(owner: Any, name: str) -> bool:
     False where the code is not there to be read, where a call is in one branch of an `if` alone, or the loop may end
     early.
     """
-    return any(_calls_each(statement, name) for function in _functions(owner) for statement in _sure(function.body))
+    return any(_calls_each(statement, name) for function in _functions(owner) for statement in _sure(function))
 
 
 @cache
@@ -36,7 +36,7 @@ def is_optional(owner: Any, name: str) -> bool:
     """
     functions = [*_functions(owner)]
     anywhere = (node for function in functions for node in ast.walk(function))
-    sure = (node for function in functions for each in _sure(function.body) for node in _certain(each))
+    sure = (node for function in functions for each in _sure(function) for node in _certain(each))
     own = {f"self.{name}"}
     return any(_calls(node, own) for node in anywhere) and not any(_calls(node, own) for node in sure)
 
@@ -71,7 +71,7 @@ def _functions(owner: type[nn.Module]) -> Iterator[ast.FunctionDef]:
         if function is None:
             continue
         yield function
-        for statement in _sure(function.body):
+        for statement in _sure(function):
             called = [ast.unparse(node.func) for node in _certain(statement) if isinstance(node, ast.Call)]
             waiting += [name.removeprefix("self.") for name in called if name.startswith("self.")]
 
@@ -91,12 +91,28 @@ def _written(own: tuple[type, ...], name: str) -> ast.FunctionDef | None:
     return next((node for node in tree.body if isinstance(node, ast.FunctionDef)), None)
 
 
-def _sure(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements that are in no branch, nor behind one that may return; of a loop, it alone."""
+def _sure(function: ast.FunctionDef) -> Iterator[ast.stmt]:
+    """Statements that are in no branch, nor behind one that may return; of a loop, it alone.
+
+    What is computed where an argument was not given, as encoders' outputs are, is in no branch: ranks call alike.
+    """
+    args = [*function.args.posonlyargs, *function.args.args]
+    with_default = [*zip(args[len(args) - len(function.args.defaults) :], function.args.defaults, strict=True)]
+    with_default += [
+        (arg, value) for arg, value in zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True) if value
+    ]
+    return _sure_of(function.body, {arg.arg for arg, value in with_default if ast.unparse(value) == "None"})
+
+
+def _sure_of(body: list[ast.stmt], optional: set[str]) -> Iterator[ast.stmt]:
     for statement in body:
         if isinstance(statement, ast.With):
-            yield from _sure(statement.body)
-        elif not isinstance(statement, (ast.If, ast.While, ast.Try)):
+            yield from _sure_of(statement.body, optional)
+        elif isinstance(statement, ast.If):
+            left, is_none, right = ast.unparse(statement.test).rpartition(" is None")
+            if is_none and not right and left in optional:
+                yield from _sure_of(statement.body, optional)
+        elif not isinstance(statement, (ast.While, ast.Try)):
             yield statement
         if not isinstance(statement, ast.FunctionDef) and any(isinstance(x, ast.Return) for x in ast.walk(statement)):
             return
