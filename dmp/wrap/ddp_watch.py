@@ -112,9 +112,10 @@ class SplitWatch:
         return changed
 
     def cast(self) -> Iterator[tuple[str, torch.dtype, torch.dtype]]:
-        """What has another dtype than before the first forward: name, the dtype then, and now."""
+        """What has another dtype than before the first forward: name, the dtype then, and now. What is whole at the
+        moment, in the dtype that FSDP2 computes in, is passed over: its unit looks by itself."""
         for held, name, path, dtype in self._dtypes or ():
-            if (p := held.get(name)) is not None and p.dtype is not dtype:
+            if (p := held.get(name)) is not None and p.dtype is not dtype and is_dtensor(p):
                 yield path, dtype, p.dtype
 
     def check_data(self) -> None:
