@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import TypeVar
 
@@ -31,7 +32,7 @@ class Holders:
     """
 
     def __init__(self, env: ShardingEnv) -> None:
-        self._env = env
+        self._env, self._thread = env, threading.get_ident()
 
     def __deepcopy__(self, memo: object) -> Holders:
         return self
@@ -54,7 +55,14 @@ class Holders:
 
         Raises:
             RanksError: on every rank: some do something else.
+            ShardError: it is another thread that writes, in the midst of whatever the first one does with other ranks.
         """
+        if self._env.table_size > 1 and threading.get_ident() != self._thread:
+            raise ShardError(
+                f"{_WRITES}, in another thread than the one that asked for the state: ranks wait for each other there, "
+                "in the midst of their steps. save_checkpoint(path, model, optimizer, asynchronous=True) writes in the "
+                "background; or torch.save(state, buffer) to an io.BytesIO first, whose bytes any thread may write"
+            )
         try:
             gather_words(_WRITES, [0, 0], self._env.table_group if self._env.table_size > 1 else None)
         except RanksError as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -181,6 +183,29 @@ def combined() -> None:
 
 def test_state_of_another_plan_is_refused_by_theirs_too() -> None:
     run_ranks(2, combined)
+
+
+def in_a_thread() -> None:
+    """Its own exchanges would have met those of the steps, and ended both."""
+    model, errors = wrapped("rows"), list[Exception]()
+    state = {name: value.cpu() for name, value in model.state_dict().items()}
+
+    def write() -> None:
+        try:
+            torch.save(state, io.BytesIO())
+        except ShardError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    for step in range(3):
+        model(batch(dist.get_rank(), step)).backward()
+    thread.join()
+    assert "in another thread" in str(errors[0]) and "asynchronous=True" in str(errors[0])
+
+
+def test_another_thread_does_not_write() -> None:
+    run_ranks(2, in_a_thread)
 
 
 def alone(folder: str) -> str:
