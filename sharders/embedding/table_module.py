@@ -81,6 +81,11 @@ class Watched(SameForm):
             return value
         return Part.of(value, *self._whole(name), self, self._engine.placement.shards[self._tables[name]])
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if type(value) is Part and name in self._tables and value.is_set_to(self.__dict__["_parameters"][name]):
+            return  # `emb.weight -= ...` assigns what it has written to
+        super().__setattr__(name, value)
+
     def _unread(self, name: str, parameter: Any) -> Any:
         if self._engine.env.size == 1 and self._engine.tables[self._tables[name]].optimizer is None:
             return parameter  # the whole table, whose gradient is whole
