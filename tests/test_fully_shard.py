@@ -170,7 +170,7 @@ MESHES = {
     [m for meshes in MESHES.values() for m in meshes],
     ids=lambda x: "x".join(map(str, x)) if isinstance(x, tuple) else None,
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_every_mesh_trains_as_the_plain_model(shape: tuple[int, ...] | None, names: tuple[str, ...], ran: str) -> None:
     world = 1 if shape is None else torch.Size(shape).numel()
     done = run_ranks(world, trains_as_plain, shape, names, "llama", {})

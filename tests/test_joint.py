@@ -386,6 +386,7 @@ def _are_as(before: tuple[object, object], model: nn.Module, optimizer: torch.op
 
 
 @pytest.mark.parametrize("kind", LINEARS)
+@pytest.mark.sampled(2)
 def test_trains_as_one_process_and_its_state_goes_to_any_mesh(kind: str, tmp_path: Path) -> None:
     meshes = ["tp4", "fsdp2xtp2", "replicate2xtp2", "tp2"] if kind == "linear" else ["fsdp2xtp2", "tp2"]
     folders = [None, *(str(tmp_path / mesh) for mesh in meshes[:-1]), None]

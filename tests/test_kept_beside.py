@@ -69,6 +69,7 @@ def _kept(shape: tuple[int, ...], names: tuple[str, ...], way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.sampled(2)
 def test_a_weight_that_the_model_keeps_beside_its_place(way: str) -> None:
     run_ranks(2, _kept, (2,), ("shard",), way)
 
@@ -101,6 +102,7 @@ def test_what_is_kept_is_frozen_or_assigned_where_others_are_split() -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["dp", "shard"])
+@pytest.mark.sampled(2)
 def test_from_meta(way: str, name: str) -> None:
     """The model's own code went on reading what is on meta, of which torch makes numbers of no meaning."""
     run_ranks(2, _from_meta, (2,), (name,), way)

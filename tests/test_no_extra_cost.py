@@ -43,13 +43,14 @@ POINTS = [pytest.param(*p, marks=[pytest.mark.slow] if "loss" in p[1] and " x tp
 
 
 @pytest.mark.parametrize(("mesh", "mode"), POINTS)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_collectives_of_a_step(mesh: str, mode: str) -> None:
     theirs, ours = counts(WORK, mesh, mode)
     assert ours == expected(theirs, mesh, mode, WORK.layers)
     assert sum(ours[0].values()) > 0
 
 
+@pytest.mark.slow
 def test_each_further_block_costs_the_same() -> None:
     small, large = (counts(replace(WORK, layers=layers), "shard 2 x tp 2", "sequence parallel") for layers in (1, 2))
     for theirs, ours in (small, large):

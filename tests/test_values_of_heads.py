@@ -140,7 +140,7 @@ def on_tensor_axis(parameter: Any) -> Any:
 
 @pytest.mark.parametrize("kind", HOLDERS)
 @pytest.mark.parametrize("on", MESHES)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_attentions_with_values_for_each_head_train_as_in_one_process(on: str, kind: str) -> None:
     """All of these attentions lay whole on every rank of the axis."""
     run_ranks(2 if on == "tp" else 4, trains_split, on, kind)
