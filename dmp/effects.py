@@ -99,6 +99,7 @@ Others' objects
   threads, and torch's propagator is for one; lent under a lock, the first takes it and the last gives it back
 - `sharders/data_parallel/unreached.py: held.__class__ =`: of one FSDP2 parameter of ours, so that what got no gradient
   is marked
+- `sharders/data_parallel/written_inside.py: held.__class__ =`: likewise, so that what a model writes into it lasts
 - `sharders/tensor_parallel/split/replicated_weights.py: owner.__class__ =`: of one module of the user's model, so that
   its code reads a split weight as it was
 - `sharders/tensor_parallel/split/attention.py: module.__class__ =`: of one attention of torch's in the user's model, so

@@ -25,6 +25,7 @@ Tensors
 - `_values`: of a sparse gradient
 - `_post_accumulate_grad_hooks`: a parameter takes the hooks of one whose place it takes
 - `_C`, `_to_copy`, `_c10d_functional`, `_schema`: operators, and what they write
+- `_C`, `_functorch`: whether a tensor is one of torch.func's, which has no memory
 - `_calculate_fan_in_and_fan_out`: fans of a table are the whole's
 - `torch.utils._python_dispatch.TorchDispatchMode`: which tensors an initial rule writes, what an
   optimizer takes numbers of
@@ -59,6 +60,8 @@ FSDP2 and DDP
   `torch.distributed.fsdp._fully_shard._fsdp_collectives.DefaultReduceScatter`: what a unit exchanges with
 - `_sharded_state`, `_setattr_on_modules`, `_unsharded_param`, `_sharded_post_forward_param`: a state dict without
   freeing what a unit has gathered
+- `_local_tensor`, `_sharded_local_tensor`, `_unsharded_inner_tensors`, `_orig_size`, `_contiguous_orig_stride`: what a
+  model writes into gathered weights, put into this rank's chunks
 - `_param_fqn`: which weight a model casts while it runs
 - `_wrapped_call_impl`: the frame at which a module is called, past what gathers its weights
 - `_module_info`: what lies in the place of a weight that is split

@@ -118,6 +118,35 @@ def test_a_term_over_all_weights_is_explained_and_its_way_out_is_right() -> None
     assert run_ranks(2, with_a_term_over_all, "shard", True) == [[], []]
 
 
+def of_gathered() -> None:
+    """The model's attributes have these between the passes; their memory is free when one has gone by."""
+    model, _ = made("shard")
+    loss = branches(model, model.env.rank, 0)
+    with pytest.raises(ShardError, match="grad of 'head.weight': FSDP2 computes with a gathered copy of it"):
+        torch.autograd.grad(loss, [model.module.head.weight])
+
+
+def test_what_a_model_s_attributes_have_between_the_passes_is_refused_likewise() -> None:
+    run_ranks(2, of_gathered)
+
+
+def by_torch_func(axis: str, told: str) -> None:
+    model, _ = made(axis)
+
+    def loss(weights: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.func.functional_call(model, weights, torch.arange(4))  # type: ignore[no-any-return]
+
+    with pytest.raises(ShardError, match=rf"'head\.weight' {told}"):
+        torch.func.grad(loss)({"head.weight": torch.zeros_like(model.module.head.weight)})
+
+
+@pytest.mark.parametrize(
+    ("axis", "told"), [("dp", r"is a tensor of torch\.func"), ("shard", "was replaced after wrapping")]
+)
+def test_gradients_by_torch_func_are_refused_in_words(axis: str, told: str) -> None:
+    run_ranks(2, by_torch_func, axis, told)
+
+
 def of_replaced(axis: str) -> list[str]:
     """Weights that were listed before wrapping, in the first backward and after."""
     plain, module = Net(), Net()

@@ -199,6 +199,12 @@ def _of_sparse_gradients(made: Assembly) -> frozenset[str]:
 
 
 def _check_leaf(name: str, parameter: torch.Tensor) -> None:
+    if torch._C._functorch.is_functorch_wrapped_tensor(parameter):
+        raise ShardError(
+            f"in the place of parameter {name!r} is a tensor of torch.func, as grad, vmap or jacrev make them: a "
+            "wrapped model averages gradients in loss.backward() alone, and these would be each rank's own. "
+            "dmp.to_unsharded(model) can be called with them"
+        )
     if not parameter.is_leaf:
         raise ShardError(
             f"in the place of parameter {name!r} is the result of a computation, as torch.func.functional_call, or "

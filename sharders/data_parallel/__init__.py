@@ -9,6 +9,7 @@
 - `asked`: gradients of some weights alone, for which torch is asked
 - `twice`: backward passes through backward passes
 - `cast_inside`: weights that the model casts while they are gathered
+- `written_inside`: weights that the model writes while they are gathered
 - `past_hooks`: modules that are run past the hooks by which FSDP2 gathers their weights
 - `unreached`: gradients of dense parameters that the loss does not reach
 - `sparse_rows`: gradients of tables that stay whole with `sparse=True`, by the rows that batches touch

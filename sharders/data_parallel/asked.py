@@ -97,11 +97,12 @@ def _stand_in() -> None:
 
 
 def _wholes(asked: Sequence[Any]) -> Iterator[tuple[int, tuple[str, torch.Tensor]]]:
-    """Of each weight that is asked for and split: its id, its name, and what the forward computed with."""
+    """Of each weight that is asked for and split: its id, its name, and what the forward computed with, which may be
+    what is asked for: the model's attributes have it between a forward and its backward pass."""
     ids = {id(each) for each in asked}
     for root in list(_split):
         for held in weights(root):
-            if id(held.sharded_param) in ids and hasattr(held, "_unsharded_param"):
+            if hasattr(held, "_unsharded_param") and {id(held.sharded_param), id(held._unsharded_param)} & ids:
                 place = held._module_info
                 path = next((path for path, m in root.named_modules() if m is place.module), "")
                 yield id(held.sharded_param), (join_name(path, place.param_name), held._unsharded_param)

@@ -48,6 +48,7 @@ from sharders.data_parallel.unfinished import (
 )
 from sharders.data_parallel.unreached import average_whole, hook_hidden, reduce_unreached_chunks
 from sharders.data_parallel.updated import SPLITS, refuse_updated
+from sharders.data_parallel.written_inside import keep_writes
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
@@ -184,6 +185,7 @@ class FSDPWrapper:
         module.register_forward_pre_hook(lambda *_: free(), prepend=True)
         gather_outside(module, list(units.values()), free)
         reduce_unreached_chunks(module)
+        keep_writes(module)
         keep_order({**units, "": module}, env.everyone)
         hear_of_split(module)
         refuse_steps(module, has_raised, split_weights)

@@ -1,0 +1,132 @@
+"""Weights that the model's own code writes while they are gathered: a momentum encoder's, one that is clamped.
+
+FSDP2 frees what it has gathered, and gathers the chunks anew: what was written into the whole weight was lost, in
+silence, where the same model on copies keeps it. So before it is freed, each rank puts its chunk of it in place.
+
+[Note: looks] Writes are told by the version of the tensor, and by its memory, where `p.data = ...` put other memory
+there. What goes through `p.data`, `p.data.clamp_(...)`, counts no version: values are compared, which costs the
+reading of a chunk. So the first few times, and now and then later.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from dmp import ShardError
+
+_FIRST, _LATER = 8, 32
+"""Looks at the values: the first so many times that a weight is freed, and every so many times after these."""
+
+_HOW = "write into it under torch.no_grad(), by p.copy_(...), p.mul_(...) and their like"
+
+
+def keep_writes(module: Any) -> None:
+    """Have what is written into gathered weights last.
+
+    Args:
+        module: the root, after `fully_shard`.
+    """
+    for each in module.modules():
+        if hasattr(each, "_get_fsdp_state"):  # private, as what it holds
+            for group in each._get_fsdp_state()._fsdp_param_groups:
+                for held in group.fsdp_params:
+                    held.__class__ = _keeping(type(held))  # type: ignore[arg-type]
+
+
+@cache
+def _keeping(kind: Any) -> Any:
+    """The subclass of torch's `FSDPParam` that looks at what it frees."""
+
+    class Keeping(kind):  # type: ignore[misc]
+        gathered_at: tuple[int, int] | None = None  # versions of the whole and of the chunk, while there is a whole
+        wrote: tuple[int, torch.Tensor] | None = None  # at which version of the chunk, and the whole
+        is_through_data = False
+        looks = 0
+
+        def to_unsharded(self) -> None:
+            super().to_unsharded()
+            if self.gathered_at is None and len(self.all_gather_outputs) == 1 and not self._unsharded_inner_tensors:
+                self.gathered_at = _local(self._unsharded_param)._version, self.sharded_param._version
+                self._compare_with_others()
+
+        def free_unsharded_param(self) -> None:
+            at, self.gathered_at = self.gathered_at, None
+            if at is not None and self._is_written(*at):
+                self._keep(at[1])
+            super().free_unsharded_param()
+
+        def _is_written(self, version: int, of_chunk: int) -> bool:
+            whole = _local(self._unsharded_param)
+            if whole.data_ptr() != self.all_gather_outputs[0].data_ptr() or whole._version != version:
+                return True
+            if self.is_through_data or self.sharded_param._version != of_chunk:
+                return self.is_through_data
+            self.looks += 1
+            if self.looks > _FIRST and self.looks % _LATER:
+                return False
+            chunk = self._sharded_local_tensor
+            if _equal(self._own(whole), chunk.to(whole.device, whole.dtype)):
+                return False
+            if self.looks > _FIRST:
+                raise ShardError(
+                    f"{self._param_fqn!r}, of which ranks have chunks, was written through p.data while it was "
+                    f"gathered, and not in its first {_FIRST} forwards; what was written since may be lost: {_HOW}"
+                )
+            self.is_through_data = True
+            return True
+
+        def _keep(self, of_chunk: int) -> None:
+            whole, chunk = _local(self._unsharded_param), self._sharded_local_tensor
+            if whole.dtype is not chunk.dtype or self.sharded_param._version != of_chunk:
+                why = (
+                    f"in {whole.dtype}, in which it is gathered, where it is kept in {chunk.dtype}"
+                    if whole.dtype is not chunk.dtype
+                    else "and its chunks were written too, as by an optimizer, before it was freed"
+                )
+                raise ShardError(
+                    f"{self._param_fqn!r} was written by the model while it was gathered, {why}: write it outside of "
+                    "the forward, where model.parameters() has the chunks"
+                )
+            with torch.no_grad():
+                chunk.copy_(self._own(whole))
+            if self.looks <= _FIRST:
+                self.wrote = of_chunk, whole.detach().clone()
+            if whole.data_ptr() != self.all_gather_outputs[0].data_ptr():
+                size, stride = self._orig_size, self._contiguous_orig_stride
+                whole.data = torch.as_strided(self.all_gather_outputs[0], size, stride, storage_offset=0)
+
+        def _own(self, whole: torch.Tensor) -> torch.Tensor:
+            """This rank's chunk of it."""
+            dim, length = self.fsdp_placement.dim, self._sharded_local_tensor.shape
+            each = -(-whole.shape[dim] // getattr(self.mesh_info, "shard_mesh_size", 1))
+            start = min(each * getattr(self.mesh_info, "shard_mesh_rank", 0), whole.shape[dim])
+            return whole.detach().narrow(dim, start, length[dim])
+
+        def _compare_with_others(self) -> None:
+            """What was written, with what is gathered of it next: others' chunks are of what they wrote."""
+            if self.wrote is None:
+                return
+            (of_chunk, wrote), self.wrote = self.wrote, None
+            whole = _local(self._unsharded_param)
+            if self.sharded_param._version == of_chunk and not _equal(wrote, whole.detach()):
+                raise ShardError(
+                    f"{self._param_fqn!r} was written by the model while it was gathered, to other values on other "
+                    "ranks, as by what their own batches give: write the same on all (an all_reduce of what it comes "
+                    "of), or hold it as a buffer"
+                )
+
+    return Keeping
+
+
+def _local(parameter: Any) -> torch.Tensor:
+    """Of one that is split over another axis too, what this rank has of it."""
+    found: torch.Tensor = getattr(parameter, "_local_tensor", parameter)
+    return found
+
+
+def _equal(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Where nan is itself."""
+    return torch.equal(first, second) or torch.equal(first.nan_to_num(), second.nan_to_num())
