@@ -122,7 +122,7 @@ def of_gathered() -> None:
     """The model's attributes have these between the passes; their memory is free when one has gone by."""
     model, _ = made("shard")
     loss = branches(model, model.env.rank, 0)
-    with pytest.raises(ShardError, match="grad of 'head.weight': FSDP2 computes with a gathered copy of it"):
+    with pytest.raises(ShardError, match=r"grad of 'head\.weight': FSDP2 computes with a gathered copy of it"):
         torch.autograd.grad(loss, [model.module.head.weight])
 
 

@@ -29,6 +29,7 @@ from torch import nn
 
 from dmp.calls import alone, calls_of
 from dmp.checkpoint.background import PendingSave, wait_for_pending, write_in_background
+from dmp.checkpoint.drifted import say_of_drift
 from dmp.checkpoint.random_state import prepare_random_state
 from dmp.checkpoint.renaming import Rename, fitted, renamed
 from dmp.checkpoint.restore import CheckedLoad, prepare
@@ -93,6 +94,7 @@ def save_checkpoint(
         steps = [calls.so_far() for calls in calls_of(model)]
         same = ", ".join(filter(None, (f"{keep_last=}, {asynchronous=}, {told_of(optimizer)}", *steps)))
         content = fail_together(collected, env.everyone, f"saving {target}", same=same)
+        say_of_drift(model, content.tensors, env)
         save = Save(target, content, env.rank, env.everyone, keep_last)
         return write_in_background(save) if asynchronous else save.run()
 
