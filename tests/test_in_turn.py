@@ -224,6 +224,25 @@ def test_what_is_run_unless_its_result_is_given() -> None:
     assert list(find_units(UnlessGiven(), None)) == ["low.0", "low.1", "always.0", "always.1"]
 
 
+class EitherWay(Branches):
+    """As a model with an encoder, or without, calls its language model."""
+
+    def forward(self, x: torch.Tensor, *, encoded: Any = None) -> torch.Tensor:
+        if encoded is not None:
+            x = self.always(x + self.low(encoded))
+        elif x[:, 0].mean() < 0.2:
+            x = self.always(self.high(x))
+        else:
+            x = self.always(x)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+def test_what_each_branch_runs() -> None:
+    """BLIP-2's language model was gathered whole, with the root."""
+    assert list(find_units(EitherWay(), None)) == ["always.0", "always.1"]
+
+
 @pytest.mark.parametrize("kind", [InTurn, ByNumber, Together, ByMethod])
 def test_each_is_run(kind: Any) -> None:
     assert runs_in_turn(kind, "parts") and not runs_in_turn(kind, "others")

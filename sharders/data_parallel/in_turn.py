@@ -92,7 +92,7 @@ def _written(own: tuple[type, ...], name: str) -> ast.FunctionDef | None:
 
 
 def _sure(function: ast.FunctionDef) -> Iterator[ast.stmt]:
-    """Statements that are in no branch, nor behind one that may return; of a loop, it alone.
+    """Statements that are in no branch, nor behind one that may return; of a loop, it alone; calls of both branches.
 
     What is computed where an argument was not given, as encoders' outputs are, is in no branch: ranks call alike.
     """
@@ -112,10 +112,22 @@ def _sure_of(body: list[ast.stmt], optional: set[str]) -> Iterator[ast.stmt]:
             left, is_none, right = ast.unparse(statement.test).rpartition(" is None")
             if is_none and not right and left in optional:
                 yield from _sure_of(statement.body, optional)
+            elif statement.orelse:
+                yield from _on_both_sides(statement, optional)
         elif not isinstance(statement, (ast.While, ast.Try)):
             yield statement
         if not isinstance(statement, ast.FunctionDef) and any(isinstance(x, ast.Return) for x in ast.walk(statement)):
             return
+
+
+def _on_both_sides(branches: ast.If, optional: set[str]) -> Iterator[ast.stmt]:
+    """What both call, without what each of them calls it with."""
+    one, other = (
+        [node.func for each in _sure_of(side, optional) for node in _certain(each) if isinstance(node, ast.Call)]
+        for side in (branches.body, branches.orelse)
+    )
+    there = {ast.unparse(func) for func in other}
+    yield from (ast.Expr(ast.Call(func, [], [])) for func in one if ast.unparse(func) in there)
 
 
 def _calls_each(statement: ast.stmt, name: str) -> bool:
